@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Which backend runs a call, why another cannot, and how its launcher is found (lazily)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from . import log
+from .env import config
+from .errors import BackendUnavailable, NotSupported
+from .specs import Spec
+
+_ROOT = __package__.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`key` is the dispatch key whose tensors come here; `package` holds the launchers."""
+
+    name: str
+    key: str
+    device: str
+    package: str
+
+
+REFERENCE = Backend("reference", "CPU", "cpu", f"{_ROOT}.dispatch.reference")
+CUDA = Backend("cuda", "CUDA", "cuda", f"{_ROOT}.cuda_ops")
+NPU = Backend("npu", "PrivateUse1", "npu", f"{_ROOT}.npu_ops")
+BACKENDS = (REFERENCE, CUDA, NPU)
+
+
+@cache
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def both_tritons() -> str | None:
+    """The sentence for an environment in which triton and triton-ascend overwrote each other."""
+    if installed("triton") is None or installed("triton-ascend") is None:
+        return None
+    ascend = importlib.util.find_spec("triton.backends.ascend") is not None
+    return (
+        "triton and triton-ascend are both installed, and own the same import folder; "
+        f"{'triton-ascend' if ascend else 'triton'} was installed last and wins. Keep one: "
+        "pip uninstall -y triton triton-ascend, then pip install the one this machine needs "
+        "(triton for CUDA, triton-ascend for Ascend)."
+    )
+
+
+def interpreting() -> bool:
+    """Kernels run on CPU tensors: Triton's interpreter, or a stand-in for the driver (tests)."""
+    return os.environ.get("TRITON_INTERPRET") == "1" or config.backend in ("cuda", "npu")
+
+
+def cannot_run(backend: Backend, device: torch.device) -> str | None:
+    """Why `backend` cannot run on tensors of `device`, or None."""
+    if backend is REFERENCE:
+        if device.type == "cpu" or config.backend == "reference":
+            return None
+        return f"inputs are on {device}; move them, or set CUSTOM_BACKEND=reference"
+    if device.type != backend.device and not interpreting():
+        return f"inputs are on {device}, this backend needs {backend.device}"
+    if importlib.util.find_spec("triton") is None:
+        package = "triton" if backend is CUDA else "triton-ascend"
+        return f"{package} is not installed; pip install npu-custom-ops[{backend.name}]"
+    if backend is NPU and installed("triton-ascend") is None:
+        return "triton is installed, this backend needs triton-ascend (never both)"
+    if backend is CUDA and installed("triton") is None and installed("triton-ascend"):
+        return "triton-ascend is installed, this backend needs triton (never both)"
+    return None
+
+
+def choose(key: str) -> Backend:
+    """The backend for tensors of dispatch key `key`, which CUSTOM_BACKEND can override."""
+    wanted = {"reference": REFERENCE, "cuda": CUDA, "npu": NPU}.get(config.backend)
+    return wanted or next(backend for backend in BACKENDS if backend.key == key)
+
+
+@cache
+def launcher(backend: Backend, spec: Spec) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """(function, unsupported) of the op's module in the backend's package; None: not written yet.
+    `unsupported(**arguments)` is the module's own word on what it cannot do: a reason, or None."""
+    name = f"{backend.package}.{spec.file}"
+    if importlib.util.find_spec(name) is None:
+        return None
+    module = importlib.import_module(name)
+    return getattr(module, spec.function), getattr(module, "unsupported", _nothing)
+
+
+def _nothing(**_: Any) -> None:
+    return None
+
+
+def reason_against(
+    backend: Backend, spec: Spec, device: torch.device, arguments: Mapping[str, Any]
+) -> str | None:
+    """Why `backend` cannot run this very call, or None."""
+    reason = cannot_run(backend, device)
+    if reason is not None:
+        return reason
+    found = launcher(backend, spec)
+    if found is None:
+        return "has no kernel for this op yet"
+    against: str | None = found[1](**arguments)
+    return against
+
+
+def device_of(arguments: Mapping[str, Any]) -> torch.device:
+    return next(v.device for v in arguments.values() if isinstance(v, torch.Tensor))
+
+
+def run(spec: Spec, key: str, arguments: dict[str, Any]) -> Any:
+    """Run one checked call.  Never falls back: the chosen backend runs it, or one error says why
+    none can."""
+    backend, device = choose(key), device_of(arguments)
+    if reason_against(backend, spec, device, arguments) is not None:
+        raise _none_can_run(spec, device, arguments)
+    found = launcher(backend, spec)
+    assert found is not None  # reason_against said so
+    log.ran(spec.name, backend.name, f"inputs on {device}", arguments)
+    return found[0](**arguments)
+
+
+def _none_can_run(
+    spec: Spec, device: torch.device, arguments: dict[str, Any]
+) -> BackendUnavailable | NotSupported:
+    lines = [f"{spec.name} cannot run on {device}."]
+    reasons = {b: reason_against(b, spec, device, arguments) for b in BACKENDS}
+    lines += [f"  {b.name:<10}{why or 'not chosen: see CUSTOM_BACKEND'}" for b, why in reasons.items()]
+    lines.append(f"  {log.describe(arguments)}")
+    missing = any(
+        backend.device == device.type and cannot_run(backend, device) for backend in BACKENDS
+    )
+    return (BackendUnavailable if missing else NotSupported)("\n".join(lines))

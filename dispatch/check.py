@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The vocabulary of the argument checks: each answers with the op, the argument, what came, what
+is wanted.  Sizes may be symbolic; nothing here reads a tensor's values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+
+class Checker:
+    """Checks of one call of one op; remembers the size each letter was given, and by whom."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.sizes: dict[str, Any] = {}
+        self._from: dict[str, str] = {}
+
+    def fail(self, sentence: str, error: type[Exception] = ValueError) -> None:
+        raise error(f"{self.op}: {sentence}")
+
+    def require(self, condition: Any, sentence: str) -> None:
+        if not condition:
+            self.fail(sentence)
+
+    def shape(self, name: str, tensor: Tensor, wanted: str, **sizes: Any) -> None:
+        """`wanted` is letters and numbers: "B S N D", "pages P 1 D".  A letter seen before (or
+        given by keyword) must have its old size; a new one takes the size that came."""
+        letters = wanted.split()
+        for letter, size in sizes.items():
+            self.sizes[letter] = size
+        came = list(tensor.shape)
+        known = [int(x) if x.isdigit() else self.sizes.get(x) for x in letters]
+        if len(came) != len(letters) or any(
+            want is not None and got != want for got, want in zip(came, known, strict=True)
+        ):
+            self.fail(f"`{name}` has shape {came}, expected {self._expected(letters)}")
+        for letter, got in zip(letters, came, strict=True):
+            if not letter.isdigit() and letter not in self.sizes:
+                self.sizes[letter] = got
+                self._from[letter] = name
+
+    def _expected(self, letters: Sequence[str]) -> str:
+        fixed = [x for x in dict.fromkeys(letters) if x in self.sizes]
+        values = ", ".join(f"{x}={self.sizes[x]}" for x in fixed)
+        owners = ", ".join(f"`{x}`" for x in dict.fromkeys(self._from.get(y, "") for y in fixed) if x)
+        return (
+            f"[{', '.join(letters)}]"
+            + (f" with {values}" if values else "")
+            + (f" (from {owners})." if owners else ".")
+        )
+
+    def dtype(self, name: str, tensor: Tensor, *wanted: torch.dtype) -> None:
+        if tensor.dtype not in wanted:
+            names = ", ".join(str(each).removeprefix("torch.") for each in wanted)
+            came = str(tensor.dtype).removeprefix("torch.")
+            self.fail(f"`{name}` is {came}, expected {names}. Convert it with .to().", TypeError)
+
+    def floating(self, name: str, tensor: Tensor) -> None:
+        """bfloat16 and float16 everywhere; the CPU reference also takes float32 and float64."""
+        self.dtype(name, tensor, *FLOATS)
+
+    def integer(self, name: str, tensor: Tensor) -> None:
+        self.dtype(name, tensor, *INTEGERS)
+
+    def same_dtype(self, **tensors: Tensor | None) -> None:
+        self._same("dtype", "Convert one of them with .to().", TypeError, tensors)
+
+    def same_device(self, **tensors: Tensor | None) -> None:
+        self._same("device", "Move one of them with .to().", ValueError, tensors)
+
+    def _same(
+        self, what: str, remedy: str, error: type[Exception], tensors: dict[str, Tensor | None]
+    ) -> None:
+        given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+        for name, tensor in given[1:]:
+            first, other = getattr(given[0][1], what), getattr(tensor, what)
+            if first != other:
+                self.fail(
+                    f"`{name}` has {what} {other}, expected {first} (from `{given[0][0]}`). {remedy}",
+                    error,
+                )
+
+    def contiguous(self, **tensors: Tensor | None) -> None:
+        for name, tensor in tensors.items():
+            if tensor is not None and not tensor.is_contiguous():
+                self.fail(
+                    f"`{name}` is not contiguous (shape {list(tensor.shape)}, strides "
+                    f"{list(tensor.stride())}). Pass {name}.contiguous(); a cache must be "
+                    "allocated contiguous."
+                )
+
+    def dense_rows(self, **tensors: Tensor | None) -> None:
+        """Any strides will do, but the last dimension lies in one piece."""
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.ndim and tensor.shape[-1] > 1:
+                if tensor.stride(-1) != 1:
+                    self.fail(
+                        f"`{name}` has stride {tensor.stride(-1)} in its last dimension, expected "
+                        f"1. Pass {name}.contiguous()."
+                    )
+
+    def one_of(self, name: str, value: Any, *wanted: Any) -> None:
+        if value not in wanted:
+            names = ", ".join(repr(each) for each in wanted)
+            self.fail(f"`{name}` is {value!r}, expected one of {names}.")
+
+    def at_least(self, name: str, value: Any, least: int) -> None:
+        if value < least:
+            self.fail(f"`{name}` is {value}, expected at least {least}.")

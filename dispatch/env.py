@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The environment variables, each once: name, default, allowed values, sentence.  Read at import."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    default: str
+    allowed: tuple[str, ...] | None  # None: any text
+    sentence: str
+
+    def read(self) -> str:
+        value = os.environ.get(self.name, self.default)
+        if self.allowed is not None and value not in self.allowed:
+            names = ", ".join(repr(each) for each in self.allowed)
+            raise ValueError(f"{self.name} is {value!r}, expected one of {names}.")
+        return value
+
+
+VARIABLES = (
+    Variable(
+        "CUSTOM_BACKEND",
+        "auto",
+        ("auto", "reference", "cuda", "npu"),
+        "auto: the tensor's device decides. reference: plain PyTorch on any device. "
+        "cuda, npu: that backend's kernels, wherever the tensors are (for interpreters).",
+    ),
+    Variable(
+        "CUSTOM_LOG",
+        "",
+        ("", "dispatch"),
+        "dispatch: one line per (op, backend, reason) on stderr, once.",
+    ),
+    Variable(
+        "CUSTOM_DEBUG",
+        "0",
+        ("0", "1"),
+        "1: also check the values of indices, lengths and tables, which synchronises.",
+    ),
+    Variable(
+        "CUSTOM_CACHE_DIR",
+        os.path.join(os.path.expanduser("~"), ".cache", "npu-custom-ops"),
+        None,
+        "Where tuning results are kept.",
+    ),
+)
+
+
+@dataclass
+class Config:
+    """The values in force; `custom.config` is the one instance."""
+
+    backend: str
+    log: str
+    debug: bool
+    cache_dir: str
+
+
+def _read() -> Config:
+    backend, log, debug, cache_dir = (variable.read() for variable in VARIABLES)
+    return Config(backend, log, debug == "1", cache_dir)
+
+
+config = _read()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Registers every spec with PyTorch: definition, three backends, fake, autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import backends
+from .specs import SPECS, Spec
+
+NAMESPACE = "custom"
+
+# FRAGMENT, because CANN's own extension already owns TORCH_LIBRARY(custom, ...)
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def bind(schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name: the dispatcher drops those that equal their default."""
+    bound = {argument.name: argument.default_value for argument in schema.arguments}
+    bound.update(zip(bound, args, strict=False))
+    bound.update(kwargs)
+    return bound
+
+
+def overload(spec: Spec) -> torch._ops.OpOverload:
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), spec.name).default
+    return found
+
+
+def _refuse_duplicate(spec: Spec) -> None:
+    qualified = f"{NAMESPACE}::{spec.name}"
+    if qualified in torch._C._dispatch_get_all_op_names():
+        owner = torch._C._dispatch_dump(qualified)
+        where = next((x for x in owner.splitlines() if x.startswith("debug")), "debug: unknown")
+        raise RuntimeError(
+            f"{qualified} is already defined by another package ({where.partition(':')[2].strip()}). "
+            "Import only one of the two packages in a process, or import this one in another process."
+        )
+
+
+def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(overload(spec)._schema, args, kwargs)
+        spec.check(**arguments)
+        return backends.run(spec, key, arguments)
+
+    return kernel
+
+
+def _fake(spec: Spec) -> Callable[..., Any]:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        arguments = bind(overload(spec)._schema, args, kwargs)
+        spec.check(**arguments)
+        return spec.fake(**arguments)
+
+    return fake
+
+
+def _inference_guard(spec: Spec) -> Callable[..., Any]:
+    def guard(*args: Any, **kwargs: Any) -> Any:
+        op = overload(spec)
+        if torch.is_grad_enabled():
+            for name, value in bind(op._schema, args, kwargs).items():
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    raise RuntimeError(
+                        f"{spec.name}: `{name}` requires grad, and this op has no backward. "
+                        "Call it under torch.no_grad() (or torch.inference_mode())."
+                    )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    return guard
+
+
+def _register(spec: Spec) -> None:
+    _refuse_duplicate(spec)
+    _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for backend in backends.BACKENDS:
+        _library.impl(spec.name, _kernel(spec, backend.key), backend.key)
+    qualified = f"{NAMESPACE}::{spec.name}"
+    torch.library.register_fake(qualified, _fake(spec), lib=_library)
+    if spec.differentiable:
+        backward, setup_context = spec.autograd
+        torch.library.register_autograd(
+            qualified, backward, setup_context=setup_context, lib=_library
+        )
+    else:
+        _library.impl(spec.name, _inference_guard(spec), "Autograd")
+
+
+def register_all() -> None:
+    for spec in SPECS:
+        _register(spec)
