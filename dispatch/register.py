@@ -84,9 +84,11 @@ def _register(spec: Spec) -> None:
     qualified = f"{NAMESPACE}::{spec.name}"
     torch.library.register_fake(qualified, _fake(spec), lib=_library)
     if spec.differentiable:
-        backward, setup_context = spec.autograd
         torch.library.register_autograd(
-            qualified, backward, setup_context=setup_context, lib=_library
+            qualified,
+            lambda ctx, *grads: spec.backward(ctx, *grads),
+            setup_context=lambda ctx, inputs, output: spec.setup_context(ctx, inputs, output),
+            lib=_library,
         )
     else:
         _library.impl(spec.name, _inference_guard(spec), "Autograd")

@@ -43,9 +43,14 @@ class Spec:
         return self._of_checks("fake")
 
     @property
-    def autograd(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """(backward, setup_context), for an op that is `differentiable`."""
-        return self._of_checks("backward"), self._of_checks("setup_context")
+    def setup_context(self) -> Callable[..., None]:
+        """Saves what backward needs; for an op that is `differentiable`."""
+        return self._of_checks("setup_context")
+
+    @property
+    def backward(self) -> Callable[..., Any]:
+        """One gradient for every argument of the schema; for an op that is `differentiable`."""
+        return self._of_checks("backward")
 
     def _of_checks(self, attribute: str) -> Callable[..., Any]:
         module = import_module(f"{__package__}.checks.{self.file}")

@@ -1,0 +1,572 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""DeepSeek-V3.2's sparse attention: the whole layer in one call, its four stages, two gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.custom
+_ALL = 2**63 - 1
+
+
+def npu_sparse_attention_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    rms_norm_eps: float = 1e-6,
+    layer_norm_eps: float = 1e-6,
+    sparse_count: int = 2048,
+    rope_interleaved: bool = True,
+    index_rope_interleaved: bool = False,
+    weight_format: str = "nz",
+) -> Tensor:
+    """The sparse attention of one DeepSeek-V3.2 layer, from hidden states to latent output.
+
+    Writes the new tokens' keys into the three paged caches, scores every cached position with the
+    lightning indexer, and attends to the `sparse_count` best ones: `npu_mla_prolog_pto`,
+    `npu_indexer_prolog_pto`, `npu_lightning_indexer` and `npu_sparse_flash_attention` in one call.
+    The value up-projection and the output projection remain with the caller.
+
+    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), the absorbed form of its decoding stage.
+    Products accumulate in float32; every intermediate is rounded to the dtype of `x`.
+
+    Args:
+        x: [B, S, H] hidden states; S is 1 + the draft tokens of multi-token prediction.
+        w_dq: [H, Rq] query down-projection, NZ (see `weight_format`).
+        w_uq_qr: [Rq, N * (Dn + Dr)] query up-projection, NZ; per head Dn plain, Dr rotary columns.
+        w_uk: [N, Dn, R] key up-projection, absorbed into the query; row-major.
+        w_dkv_kr: [H, R + Dr] latent and rotary key projection, NZ.
+        gamma_cq: [Rq] RMSNorm weight of the query latent.
+        gamma_ckv: [R] RMSNorm weight of the key latent.
+        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
+        cos: [B, S, Dr] cosines likewise.
+        cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
+            written to; negative or out of range: not written.
+        kv_cache: [pages, P, 1, R] latent cache, updated in place.
+        kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        act_seqs: [B] int32 or int64, length of each request with its S new tokens.
+        w_idx_qb: [Rq, Ni * Di] index query projection, NZ.
+        w_idx_k: [H, Di] index key projection, NZ.
+        w_idx_proj: [H, Ni] index head weights, NZ.
+        in_gamma_k: [Di] LayerNorm weight of the index key.
+        in_beta_k: [Di] LayerNorm bias of the index key.
+        index_k_cache: [pages, P, 1, Di] index key cache, updated in place.
+        softmax_scale: None is (Dn + Dr) ** -0.5. A checkpoint with YaRN needs its own: the released
+            DeepSeek-V3.2-Exp has 192 ** -0.5 * mscale ** 2 = 0.13523.
+        rms_norm_eps: of both RMSNorms.
+        layer_norm_eps: of the index key's LayerNorm.
+        sparse_count: positions attended to by a query, at most.
+        rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
+        index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate).
+        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
+            "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+
+    Returns:
+        [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a dtype does not fit.
+
+    >>> import torch, custom
+    >>> H, Rq, N, Dn, R, Dr, Ni, Di, P = 64, 32, 2, 16, 32, 16, 16, 32, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> nz = lambda *shape: custom.to_nz(new(*shape))
+    >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> out = custom.npu_sparse_attention_pto(
+    ...     new(1, 1, H), nz(H, Rq), nz(Rq, N * (Dn + Dr)), new(N, Dn, R), nz(H, R + Dr),
+    ...     torch.ones(Rq), torch.ones(R), new(1, 1, Dr), new(1, 1, Dr), ints([37]),
+    ...     new(8, P, 1, R), new(8, P, 1, Dr), ints([0, 1, 2]), ints(38),
+    ...     nz(Rq, Ni * Di), nz(H, Di), nz(H, Ni), torch.ones(Di), torch.zeros(Di),
+    ...     new(8, P, 1, Di), sparse_count=16,
+    ... )
+    >>> out.shape
+    torch.Size([1, 1, 2, 32])
+    """
+    out: Tensor = _ops.npu_sparse_attention_pto(
+        x,
+        w_dq,
+        w_uq_qr,
+        w_uk,
+        w_dkv_kr,
+        gamma_cq,
+        gamma_ckv,
+        sin,
+        cos,
+        cache_index,
+        kv_cache,
+        kr_cache,
+        block_table,
+        act_seqs,
+        w_idx_qb,
+        w_idx_k,
+        w_idx_proj,
+        in_gamma_k,
+        in_beta_k,
+        index_k_cache,
+        softmax_scale=softmax_scale,
+        rms_norm_eps=rms_norm_eps,
+        layer_norm_eps=layer_norm_eps,
+        sparse_count=sparse_count,
+        rope_interleaved=rope_interleaved,
+        index_rope_interleaved=index_rope_interleaved,
+        weight_format=weight_format,
+    )
+    return out
+
+
+def npu_mla_prolog_pto(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_index: Tensor,
+    *,
+    rmsnorm_epsilon_cq: float = 1e-6,
+    rmsnorm_epsilon_ckv: float = 1e-6,
+    rope_interleaved: bool = True,
+    weight_format: str = "nz",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of absorbed multi-head latent attention, and the new tokens' rows of its cache.
+
+    query_norm = RMSNorm(x W_dq); [q_nope, q_rope] = query_norm W_uq_qr, by head;
+    query = q_nope W_uk; query_rope = RoPE(q_rope);
+    kv_cache[slot] = RMSNorm((x W_dkv_kr)[:R]); kr_cache[slot] = RoPE((x W_dkv_kr)[R:]).
+
+    Formula: DeepSeek-V2 (DeepSeek-AI, 2024), section 2.1, with W_uk absorbed.
+
+    Args:
+        token_x: [B, S, H] hidden states.
+        weight_dq: [H, Rq], NZ.
+        weight_uq_qr: [Rq, N * (Dn + Dr)], NZ.
+        weight_uk: [N, Dn, R], row-major.
+        weight_dkv_kr: [H, R + Dr], NZ.
+        rmsnorm_gamma_cq: [Rq].
+        rmsnorm_gamma_ckv: [R].
+        rope_sin: [B, S, Dr].
+        rope_cos: [B, S, Dr].
+        kv_cache: [pages, P, 1, R], updated in place.
+        kr_cache: [pages, P, 1, Dr], updated in place.
+        cache_index: [B, S] int32 or int64 flat slots; negative or out of range: not written.
+        rmsnorm_epsilon_cq: of the query latent's norm.
+        rmsnorm_epsilon_ckv: of the key latent's norm.
+        rope_interleaved: pairing of the rotation; the result lies in halves either way.
+        weight_format: as in `npu_sparse_attention_pto`.
+
+    Returns:
+        query [B, S, N, R], query_rope [B, S, N, Dr] and query_norm [B, S, Rq], dtype of `token_x`.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a dtype does not fit.
+    """
+    out: tuple[Tensor, Tensor, Tensor] = _ops.npu_mla_prolog_pto(
+        token_x,
+        weight_dq,
+        weight_uq_qr,
+        weight_uk,
+        weight_dkv_kr,
+        rmsnorm_gamma_cq,
+        rmsnorm_gamma_ckv,
+        rope_sin,
+        rope_cos,
+        kv_cache,
+        kr_cache,
+        cache_index,
+        rmsnorm_epsilon_cq=rmsnorm_epsilon_cq,
+        rmsnorm_epsilon_ckv=rmsnorm_epsilon_ckv,
+        rope_interleaved=rope_interleaved,
+        weight_format=weight_format,
+    )
+    return out
+
+
+def npu_indexer_prolog_pto(
+    token_x: Tensor,
+    query_norm: Tensor,
+    weight_qb: Tensor,
+    weight_k: Tensor,
+    weight_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    index_k_cache: Tensor,
+    cache_index: Tensor,
+    *,
+    ln_epsilon: float = 1e-6,
+    rope_interleaved: bool = False,
+    weight_format: str = "nz",
+) -> tuple[Tensor, Tensor]:
+    """Queries and head weights of the lightning indexer, and the new tokens' index keys.
+
+    query_index = RoPE(query_norm W_qb), by head; weights = x W_proj;
+    index_k_cache[slot] = RoPE(LayerNorm(x W_k)).  The first Dr dims of each head rotate.
+
+    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), the indexer; unquantised, no Hadamard transform.
+    The weights are not multiplied by Ni ** -0.5 * Di ** -0.5: a positive factor changes no top-k.
+
+    Args:
+        token_x: [B, S, H] hidden states.
+        query_norm: [B, S, Rq], third output of `npu_mla_prolog_pto`.
+        weight_qb: [Rq, Ni * Di], NZ.
+        weight_k: [H, Di], NZ.
+        weight_proj: [H, Ni], NZ.
+        ln_gamma_k: [Di].
+        ln_beta_k: [Di].
+        rope_sin: [B, S, Dr].
+        rope_cos: [B, S, Dr].
+        index_k_cache: [pages, P, 1, Di], updated in place.
+        cache_index: [B, S] int32 or int64 flat slots; negative or out of range: not written.
+        ln_epsilon: of the LayerNorm.
+        rope_interleaved: pairing of the rotation; the model's indexer rotates halves.
+        weight_format: as in `npu_sparse_attention_pto`.
+
+    Returns:
+        query_index [B, S, Ni, Di] and weights [B, S, Ni], dtype of `token_x`.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a dtype does not fit.
+    """
+    out: tuple[Tensor, Tensor] = _ops.npu_indexer_prolog_pto(
+        token_x,
+        query_norm,
+        weight_qb,
+        weight_k,
+        weight_proj,
+        ln_gamma_k,
+        ln_beta_k,
+        rope_sin,
+        rope_cos,
+        index_k_cache,
+        cache_index,
+        ln_epsilon=ln_epsilon,
+        rope_interleaved=rope_interleaved,
+        weight_format=weight_format,
+    )
+    return out
+
+
+def npu_lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = _ALL,
+    next_tokens: int = _ALL,
+    return_value: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The `sparse_count` positions of `key` that score highest for every query.
+
+    score[b, s, t] = sum_n weights[b, s, n] * relu(query[b, s, n] . key[b, t]), in float32.
+
+    Same signature as torch_npu's op.  The selection is the exact top-k of these scores; on ties the
+    lower position wins, so the result is deterministic.  Differentiable in query, key and weights
+    through `sparse_values` where keys are not paged (see `npu_lightning_indexer_grad`).
+
+    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), equation (1).
+
+    Args:
+        query: [B, S, N, D], or [T, N, D] with layout_query="TND".
+        key: [B, S2, 1, D]; [T2, 1, D] with "TND"; [pages, P, 1, D] with "PA_BSND".
+        weights: [B, S, N] or [T, N].
+        actual_seq_lengths_query: [B] int32 or int64: lengths with BSND, prefix sums with TND.
+        actual_seq_lengths_key: [B] likewise; with PA_BSND lengths, and required.
+        block_table: [B, max_pages] int32 or int64, with PA_BSND.
+        layout_query: "BSND" or "TND".
+        layout_key: "BSND", "TND" or "PA_BSND".
+        sparse_count: K, positions selected for a query.
+        sparse_mode: 3, causal, aligned at the last key; 0, all keys.
+        pre_tokens: only the default is supported.
+        next_tokens: only the default is supported.
+        return_value: also return the scores.
+
+    Returns:
+        sparse_indices int32 [B, S, 1, K] or [T, 1, K], ascending positions, -1 where fewer exist;
+        sparse_values of the same shape, in the query's dtype; shape [0] unless `return_value`.
+
+    Raises:
+        ValueError: a shape, layout, device or option does not fit.
+        TypeError: a dtype does not fit.
+
+    >>> import torch, custom
+    >>> q, k, w = torch.randn(1, 2, 4, 16), torch.randn(1, 9, 1, 16), torch.rand(1, 2, 4)
+    >>> index, _ = custom.npu_lightning_indexer(q, k, w, sparse_count=4)
+    >>> index.shape
+    torch.Size([1, 2, 1, 4])
+    """
+    out: tuple[Tensor, Tensor] = _ops.npu_lightning_indexer(
+        query,
+        key,
+        weights,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key,
+        block_table=block_table,
+        layout_query=layout_query,
+        layout_key=layout_key,
+        sparse_count=sparse_count,
+        sparse_mode=sparse_mode,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        return_value=return_value,
+    )
+    return out
+
+
+def npu_lightning_indexer_grad(
+    query: Tensor,
+    key: Tensor,
+    dy: Tensor,
+    sparse_indices: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = _ALL,
+    next_tokens: int | None = _ALL,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the selected scores of `npu_lightning_indexer`.
+
+    Same signature as torch_npu's op.  With s = query . key over the selected positions:
+    d_weights = sum dy relu(s), d_query = sum dy weights [s > 0] key, d_key the transposed sum.
+
+    Args:
+        query: [B, S, N, D] or [T, N, D].
+        key: [B, S2, 1, D] or [T2, 1, D].
+        dy: gradient of the selected scores, shape of `sparse_indices`.
+        sparse_indices: int32 [B, S, 1, K] or [T, 1, K]; negative or out of range: absent.
+        weights: [B, S, N] or [T, N].
+        actual_seq_lengths_query: as in `npu_lightning_indexer`.
+        actual_seq_lengths_key: as in `npu_lightning_indexer`.
+        layout: "BSND" or "TND", of queries and keys.
+        sparse_mode: 3 or 0; positions that the mask excludes are absent.
+        pre_tokens: only the default is supported.
+        next_tokens: only the default is supported.
+
+    Returns:
+        d_query, d_key, d_weights, like `query`, `key`, `weights`.
+
+    Raises:
+        ValueError: a shape, layout, device or option does not fit.
+        TypeError: a dtype does not fit.
+    """
+    out: tuple[Tensor, Tensor, Tensor] = _ops.npu_lightning_indexer_grad(
+        query,
+        key,
+        dy,
+        sparse_indices,
+        weights,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        layout,
+        sparse_mode,
+        pre_tokens,
+        next_tokens,
+    )
+    return out
+
+
+def npu_sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = _ALL,
+    next_tokens: int = _ALL,
+    attention_mode: int = 2,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Latent attention of every query over its own selected positions.
+
+    z = scale_value * ([query, query_rope] . [key, key_rope]); out = softmax(z) value, over the
+    positions of `sparse_indices` that exist and that the mask allows.
+
+    Same signature as torch_npu's op, but `attention_mode` defaults to 2, the only valid one, and
+    the softmax statistics come with paged keys as well.  Differentiable in query, key, query_rope
+    and key_rope where keys are not paged (see `npu_sparse_flash_attention_grad`).
+
+    Args:
+        query: [B, S, N, R], or [T, N, R] with layout_query="TND".
+        key: [B, S2, 1, R]; [T2, 1, R] with "TND"; [pages, P, 1, R] with "PA_BSND".
+        value: like `key`; None means the keys.
+        sparse_indices: int32 or int64 [B, S, 1, K] or [T, 1, K] positions (or blocks of
+            `sparse_block_size` positions) in a request; negative, out of range: absent, anywhere.
+        scale_value: factor of the logits.
+        block_table: [B, max_pages] int32 or int64, with PA_BSND.
+        actual_seq_lengths_query: [B] int32 or int64: lengths with BSND, prefix sums with TND.
+        actual_seq_lengths_kv: [B] likewise; with PA_BSND lengths, and required.
+        query_rope: [B, S, N, Dr] or [T, N, Dr]; None: no rotary part, or already joined.
+        key_rope: like `key` with Dr.
+        sparse_block_size: positions that one index stands for.
+        layout_query: "BSND" or "TND".
+        layout_kv: "BSND", "TND" or "PA_BSND".
+        sparse_mode: 3, causal, aligned at the last key; 0, all selected keys.
+        pre_tokens: only the default is supported.
+        next_tokens: only the default is supported.
+        attention_mode: 2, absorbed latent attention.
+        return_softmax_lse: also return the softmax statistics.
+        sinks: [N] float32 logits that enter the denominator alone.
+
+    Returns:
+        out like `query`; softmax_max and softmax_sum float32 [B, 1, S, N] ([1, T, N] with TND),
+        without the sinks (natural: lse = max + ln(sum)); shape [0] unless `return_softmax_lse`.
+        A query that sees nothing gets out 0, max -inf, sum 0.
+
+    Raises:
+        ValueError: a shape, layout, device or option does not fit.
+        TypeError: a dtype does not fit.
+
+    >>> import torch, custom
+    >>> q, k = torch.randn(1, 2, 4, 32), torch.randn(1, 9, 1, 32)
+    >>> index = torch.tensor([0, 5, 3, -1], dtype=torch.int32).expand(1, 2, 1, 4)
+    >>> out, _, _ = custom.npu_sparse_flash_attention(q, k, None, index, 32**-0.5)
+    >>> out.shape
+    torch.Size([1, 2, 4, 32])
+    """
+    out: tuple[Tensor, Tensor, Tensor] = _ops.npu_sparse_flash_attention(
+        query,
+        key,
+        value,
+        sparse_indices,
+        scale_value,
+        block_table=block_table,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_kv=actual_seq_lengths_kv,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        sparse_block_size=sparse_block_size,
+        layout_query=layout_query,
+        layout_kv=layout_kv,
+        sparse_mode=sparse_mode,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        attention_mode=attention_mode,
+        return_softmax_lse=return_softmax_lse,
+        sinks=sinks,
+    )
+    return out
+
+
+def npu_sparse_flash_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    sparse_block_size: int,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = _ALL,
+    next_tokens: int | None = _ALL,
+    attention_mode: int | None = 2,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `npu_sparse_flash_attention` in everything but the indices.
+
+    Same signature as torch_npu's op.  P = exp(z - max) / sum, dP = d_out value^T,
+    dz = P (dP - rowsum(d_out out)); the key's gradients are summed over all queries that chose it,
+    in a fixed order under torch.use_deterministic_algorithms.
+
+    Args:
+        query, key, value, sparse_indices, query_rope, key_rope: as in the forward, not paged.
+        d_out: gradient of `out`.
+        out: the forward's output.
+        softmax_max: the forward's statistics.
+        softmax_sum: the forward's statistics.
+        scale_value: factor of the logits.
+        sparse_block_size: positions that one index stands for.
+        actual_seq_qlen: [B] int32 or int64: lengths with BSND, prefix sums with TND.
+        actual_seq_kvlen: [B] likewise.
+        layout: "BSND" or "TND", of queries and keys.
+        sparse_mode: 3 or 0.
+        pre_tokens: only the default is supported.
+        next_tokens: only the default is supported.
+        attention_mode: 2, absorbed latent attention.
+
+    Returns:
+        d_query, d_key, d_value, d_query_rope, d_key_rope, like their inputs. Where `value` is None
+        its gradient is in d_key and d_value has shape [0]; likewise the rotary ones if absent.
+
+    Raises:
+        ValueError: a shape, layout, device or option does not fit.
+        TypeError: a dtype does not fit.
+    """
+    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _ops.npu_sparse_flash_attention_grad(
+        query,
+        key,
+        value,
+        sparse_indices,
+        d_out,
+        out,
+        softmax_max,
+        softmax_sum,
+        scale_value,
+        sparse_block_size,
+        query_rope,
+        key_rope,
+        actual_seq_qlen,
+        actual_seq_kvlen,
+        layout,
+        sparse_mode,
+        pre_tokens,
+        next_tokens,
+        attention_mode,
+    )
+    return grads
