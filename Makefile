@@ -1,0 +1,44 @@
+# `make demo` and `make test` each do all of their own set-up on a fresh Debian or Ubuntu machine with Python.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+# root installs what is missing; others are told
+APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
+
+.PHONY: demo test lint docs bench test-ascend clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/deepseek_v32_decode.py
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest --quiet tests
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@# mypy sees the packages as they are installed: everything below `custom`
+	@rm -rf $(VENV)/typed && mkdir -p $(VENV)/typed/custom
+	@ln -s $(CURDIR)/custom/* $(CURDIR)/dispatch $(CURDIR)/graph_mode $(VENV)/typed/custom/
+	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p custom
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+$(VENV)/.ready: setup.cfg pyproject.toml Makefile
+	@# torch.compile needs a C++ compiler and Python's headers
+	command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
+	$(PYTHON) -c 'import ensurepip, venv' || { $(APT) python3-venv || { apt-get update -qq; $(APT) python3-venv; }; }
+	$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || $(APT) python3-dev
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77,<82" wheel build $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ruff mypy "transformers==5.17.0" "triton==3.6.0" --editable ".[test,hf,onnx,bench]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material
+	touch $@

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the forward and the backward of fused attention share: which rows a tile holds, which keys
+a row sees.
+
+Sequences of equal length are [B, H, N, D]; packed ones are [T, H, D] with prefix sums on the
+device.  For the packed ones a small kernel lists the tiles, so that no length is read by the host:
+`T // tile + B` rows are enough for any prefix sums, and those left over say "no rows".
+
+    row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile
+
+Query i stands at position i + N_k - N_q; key j is visible when j < N_k, and j <= position if causal,
+and |position - j| < window if there is a window.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..dispatch.common import memory
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "other_rows", "listed"])
+def _plan_kernel(
+    lengths, other_lengths, plan, batch, rows, other_rows, listed,
+    TILE: tl.constexpr, PACK: tl.constexpr, BATCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b lists the tiles of sequence b, and program `batch` blanks the rest of the list."""
+    sequence = tl.program_id(0)
+    each = tl.arange(0, BATCH)
+    first = tl.minimum(tl.maximum(tl.load(lengths + each, each < batch, 0), 0), rows)
+    end = tl.minimum(tl.maximum(tl.load(lengths + each + 1, each < batch, 0), 0), rows)
+    tiles = (tl.maximum(end - first, 0) * PACK + TILE - 1) // TILE
+    base = tl.sum(tl.where(each < sequence, tiles, 0), 0)
+    row = tl.arange(0, BLOCK)
+    if sequence == batch:
+        for at in range(base, listed, BLOCK):
+            out = plan + (at + row).to(tl.int64) * 8
+            tl.store(out + 1, tl.zeros([BLOCK], tl.int32), at + row < listed)
+            tl.store(out + 4, tl.full([BLOCK], -1, tl.int32), at + row < listed)
+    else:
+        begin = tl.sum(tl.where(each == sequence, first, 0), 0)
+        length = tl.maximum(tl.sum(tl.where(each == sequence, end, 0), 0) - begin, 0)
+        count = tl.sum(tl.where(each == sequence, tiles, 0), 0)
+        other = tl.minimum(tl.maximum(tl.load(other_lengths + sequence), 0), other_rows)
+        other_end = tl.minimum(tl.maximum(tl.load(other_lengths + sequence + 1), 0), other_rows)
+        none = tl.zeros([BLOCK], tl.int32)
+        for at in range(0, count, BLOCK):
+            tile = at + row
+            # the last tiles of a causal sequence are the longest: they come first
+            out = plan + (base + count - 1 - tile).to(tl.int64) * 8
+            keep = tile < count
+            tl.store(out, none + begin, keep)
+            tl.store(out + 1, none + length, keep)
+            tl.store(out + 2, none + other, keep)
+            tl.store(out + 3, none + tl.maximum(other_end - other, 0), keep)
+            tl.store(out + 4, tile, keep)
+
+
+def plan(
+    lengths: torch.Tensor,
+    other_lengths: torch.Tensor,
+    rows: int,
+    other_rows: int,
+    tile: int,
+    pack: int = 1,
+) -> torch.Tensor:
+    """The list of tiles of `tile` rows [tiles, 8]; a row counts `pack` times (grouped heads)."""
+    batch = lengths.shape[0] - 1
+    listed = rows * pack // tile + batch
+    found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
+    if listed:
+        _plan_kernel[(batch + 1,)](
+            lengths, other_lengths, found, batch, rows, other_rows, listed,
+            TILE=tile, PACK=pack, BATCH=triton.next_power_of_2(max(batch, 1)), BLOCK=128,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def locate(plan, tile, tiles, rows, other_rows, VARLEN: tl.constexpr):
+    """(batch, first row, rows, first other row, other rows, tile) of a flat tile number."""
+    if VARLEN:
+        row = plan + tile.to(tl.int64) * 8
+        batch = 0
+        first = tl.load(row)
+        rows = tl.load(row + 1)
+        other = tl.load(row + 2)
+        other_rows = tl.load(row + 3)
+        tile = tl.load(row + 4)
+    else:
+        batch = tile // tiles
+        first = 0
+        other = 0
+        # longest first, as in the list
+        tile = tiles - 1 - tile % tiles
+    return batch, first, rows, other, other_rows, tile
+
+
+@triton.jit
+def visible(position, column, columns, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which keys `column` the queries at `position` see; the two broadcast."""
+    keep = column < columns
+    if CAUSAL:
+        keep = keep & (column <= position)
+    if WINDOW:
+        keep = keep & (column > position - window)
+        if not CAUSAL:
+            keep = keep & (column < position + window)
+    return keep
+
+
+@triton.jit
+def keys_of(first, last, columns, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """[low, high) of the keys that some, and [full_low, full_high) of those that all of the
+    queries at positions first..last see."""
+    low = 0
+    high = columns
+    full_low = 0
+    full_high = columns
+    if CAUSAL:
+        high = tl.minimum(high, last + 1)
+        full_high = tl.minimum(full_high, first + 1)
+    if WINDOW:
+        low = tl.maximum(low, first - window + 1)
+        full_low = tl.maximum(full_low, last - window + 1)
+        if not CAUSAL:
+            high = tl.minimum(high, last + window)
+            full_high = tl.minimum(full_high, first + window)
+    return low, high, full_low, full_high
+
+
+@triton.jit
+def queries_of(first, last, rows, shift, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The same for the queries that see keys first..last; query i stands at i + shift."""
+    low = 0
+    high = rows
+    full_low = 0
+    full_high = rows
+    if CAUSAL:
+        low = tl.maximum(low, first - shift)
+        full_low = tl.maximum(full_low, last - shift)
+    if WINDOW:
+        high = tl.minimum(high, last + window - shift)
+        full_high = tl.minimum(full_high, first + window - shift)
+        if not CAUSAL:
+            low = tl.maximum(low, first - window + 1 - shift)
+            full_low = tl.maximum(full_low, last - window + 1 - shift)
+    return low, high, full_low, full_high
+
+
+def strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(batch, head, row) strides of [B, H, N, D], or of [T, H, D]."""
+    if tensor.dim() == 4:
+        return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+    return 0, tensor.stride(1), tensor.stride(0)
+
+
+def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The same of what holds one number a row, [B, H, N] or [T, H]."""
+    if tensor.dim() == 3:
+        return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+    return 0, tensor.stride(1), tensor.stride(0)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Which request a query row belongs to, how many keys it sees, and where those keys lie.
+
+Rows are the query tokens of all requests in order: row = request * S1 + token (BSND), or the
+token itself (TND, whose lengths are prefix sums).  Lengths are read on the device, so a captured
+graph replays with others.  Keys lie as BSND, as TND, or in pages that a block table names.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BSND, TND, PAGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LAYOUTS = {"BSND": 0, "TND": 1, "PA_BSND": 2}
+
+
+@triton.jit
+def request_of(row, act_q, tokens, requests, Q_TND: tl.constexpr, REQUESTS: tl.constexpr):
+    """(request, its first row) of a query row; request == requests for a row past the last one.
+    REQUESTS is a power of two not below the number of requests."""
+    if Q_TND:
+        r = tl.arange(0, REQUESTS)
+        ends = tl.load(act_q + r, mask=r < requests, other=0).to(tl.int32)
+        before = (r < requests) & (ends <= row)
+        request = tl.sum(before.to(tl.int32), 0)
+        first = tl.max(tl.where(before, ends, 0), 0)
+    else:
+        request = (row // tokens).to(tl.int32)
+        first = request * tokens
+    return request, first
+
+
+@triton.jit
+def rows_of(request, first, act_q, tokens, requests, Q_TND: tl.constexpr, HAS_Q: tl.constexpr):
+    """How many query rows the request has."""
+    if Q_TND:
+        end = tl.load(act_q + request, mask=request < requests, other=0).to(tl.int32)
+        count = tl.where(request < requests, end - first, 0)
+    elif HAS_Q:
+        count = tl.minimum(tl.load(act_q + request).to(tl.int32), tokens)
+    else:
+        count = tokens
+    return count
+
+
+@triton.jit
+def keys_of(request, act_k, reach, requests, KEYS: tl.constexpr, HAS_K: tl.constexpr):
+    """(first key, number of keys) of a request; `reach` is what the key tensor can hold."""
+    inside = request < requests
+    if KEYS == TND:
+        first = tl.load(act_k + request - 1, mask=inside & (request > 0), other=0).to(tl.int32)
+        end = tl.load(act_k + request, mask=inside, other=0).to(tl.int32)
+        count = tl.minimum(end, reach) - first
+    else:
+        first = request * 0
+        if HAS_K:
+            count = tl.load(act_k + request, mask=inside, other=0).to(tl.int32)
+            count = tl.minimum(count, reach)
+        else:
+            count = tl.where(inside, reach, 0)
+    return first, tl.maximum(count, 0)
+
+
+@triton.jit
+def sees(j, rows, keys, CAUSAL: tl.constexpr):
+    """How many of the request's keys its j-th row sees, of `rows`: the last row sees them all."""
+    seen = keys
+    if CAUSAL:
+        seen = tl.minimum(tl.maximum(keys - (rows - 1 - j), 0), keys)
+    return tl.where(j < rows, seen, 0)
+
+
+@triton.jit
+def locate(
+    row, act_q, act_k, tokens, requests, reach,
+    Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
+    """(request, first key, keys seen) of a query row."""
+    request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+    rows = rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
+    start, keys = keys_of(request, act_k, reach, requests, KEYS, HAS_K)
+    return request, start, sees((row - first).to(tl.int32), rows, keys, CAUSAL)
+
+
+@triton.jit
+def place(
+    pos, ok, request, start, table, table_stride, pages, PAGE: tl.constexpr, KEYS: tl.constexpr
+):
+    """(outer, inner, ok): logical positions as the key tensor's first two indices, int64.
+    A page that the table does not name (negative, or past the cache) is absent."""
+    if KEYS == PAGED:
+        entry = table + request.to(tl.int64) * table_stride + pos // PAGE
+        outer = tl.load(entry, mask=ok, other=-1).to(tl.int64)
+        ok = ok & (outer >= 0) & (outer < pages)
+        inner = (pos % PAGE).to(tl.int64)
+    elif KEYS == TND:
+        outer = (pos * 0).to(tl.int64)
+        inner = pos.to(tl.int64) + start
+    else:
+        outer = (pos * 0).to(tl.int64) + request
+        inner = pos.to(tl.int64)
+    return outer, inner, ok
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    *,
+    act_q: Tensor | None,
+    act_k: Tensor | None,
+    table: Tensor | None,
+    layout_q: str,
+    layout_k: str,
+    sparse_mode: int,
+) -> dict[str, object]:
+    """The arguments of `locate` and `place` that follow from shapes, by the names kernels use.
+    `rows` is the number of query rows, `reach` the most keys that one request can have."""
+    q_tnd = layout_q == "TND"
+    if q_tnd:
+        assert act_q is not None
+        requests, tokens, rows = act_q.shape[0], 1, query.shape[0]
+    else:
+        requests, tokens = query.shape[:2]
+        rows = requests * tokens
+    page = pages = 1
+    if layout_k == "PA_BSND":
+        assert table is not None
+        pages, page = key.shape[:2]
+        reach = table.shape[1] * page
+    else:
+        reach = key.shape[0] if layout_k == "TND" else key.shape[1]
+    tnd = layout_k == "TND"
+    return {
+        "act_q": query if act_q is None else act_q,
+        "act_k": key if act_k is None else act_k,
+        "table": key if table is None else table,
+        "table_stride": 0 if table is None else table.stride(0),
+        "tokens": tokens,
+        "requests": requests,
+        "rows": rows,
+        "reach": reach,
+        "pages": pages,
+        "PAGE": page,
+        "Q_TND": q_tnd,
+        "KEYS": LAYOUTS[layout_k],
+        "CAUSAL": sparse_mode == 3,
+        "HAS_Q": act_q is not None,
+        "HAS_K": act_k is not None,
+        "REQUESTS": triton.next_power_of_2(requests) if q_tnd else 1,
+        "tnd": tnd,
+    }
+
+
+def strides(key: Tensor, layout_k: str) -> tuple[int, int]:
+    """(outer, inner) strides of a key tensor, to go with `place`."""
+    return (0, key.stride(0)) if layout_k == "TND" else (key.stride(0), key.stride(1))

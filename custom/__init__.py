@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Fused operators for sparse attention on Ascend NPUs, NVIDIA GPUs and plain CPUs.
+
+`import custom` needs torch alone.  The tensor's device chooses the backend; every op is also
+`torch.ops.custom.<name>`, for torch.compile, torch.export, torchair and ONNX.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path as _Path
+
+_here = _Path(__file__).resolve().parent
+if not (_here / "dispatch").is_dir():
+    # a clone that was not installed: the other folders lie beside this one
+    __path__.append(str(_here.parent))
+
+from ._version import __version__  # noqa: E402
+from .attention import attention, npu_fused_attention  # noqa: E402
+from .delta_rule import (  # noqa: E402
+    fused_sigmoid_gating_delta_rule_update,
+    npu_chunk_gated_delta_rule,
+    npu_fused_sigmoid_gating_delta_rule_update,
+)
+from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
+from .dispatch.env import config  # noqa: E402
+from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
+from .dispatch.register import register_all as _register_all  # noqa: E402
+from .indexer_loss import (  # noqa: E402
+    compute_index_loss_sparse,
+    npu_sparse_lightning_indexer_grad_kl_loss,
+)
+from .sparse_attention import (  # noqa: E402
+    npu_indexer_prolog_pto,
+    npu_lightning_indexer,
+    npu_lightning_indexer_grad,
+    npu_mla_prolog_pto,
+    npu_sparse_attention_pto,
+    npu_sparse_flash_attention,
+    npu_sparse_flash_attention_grad,
+)
+
+
+
+__all__ = [
+    "BackendUnavailable",
+    "NotSupported",
+    "__version__",
+    "attention",
+    "compute_index_loss_sparse",
+    "config",
+    "from_nz",
+    "fused_sigmoid_gating_delta_rule_update",
+    "npu_chunk_gated_delta_rule",
+    "npu_fused_attention",
+    "npu_fused_sigmoid_gating_delta_rule_update",
+    "npu_indexer_prolog_pto",
+    "npu_lightning_indexer",
+    "npu_lightning_indexer_grad",
+    "npu_mla_prolog_pto",
+    "npu_sparse_attention_pto",
+    "npu_sparse_flash_attention",
+    "npu_sparse_flash_attention_grad",
+    "npu_sparse_lightning_indexer_grad_kl_loss",
+    "to_nz",
+]
+
+_register_all()

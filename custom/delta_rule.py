@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The gated delta rule: decode with an in-place state, and chunked prefill."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def npu_fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    state_layout: str = "kv",
+    is_kda: bool = False,
+    disable_state_update: bool = False,
+    intermediate_states: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
+) -> Tensor:
+    """Decode step (or a few) of the gated delta rule, with its gates, on a pool of states.
+
+    By token and head, with state h [Dk, Dv]:
+    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b),
+    h = exp(g) h;  h = h + k (beta (v - k^T h))^T;  o = (scale q)^T h.
+
+    Formula: Gated DeltaNet (Yang et al., 2024), equation 10; KDA: Kimi Linear (2025).
+
+    Args:
+        A_log: [Nv] float32 or bfloat16.
+        a: [B, S, Nv], or [S, Nv] if B is 1; KDA: [B, S, Nv, Dk] or [B, S, Nv * Dk].
+        dt_bias: [Nv]; KDA: [Nv, Dk] or [Nv * Dk].
+        softplus_beta: softplus(x) = log(1 + exp(softplus_beta x)) / softplus_beta,
+        softplus_threshold: or x where softplus_beta x exceeds this.
+        q: [B, S, N, Dk].
+        k: [B, S, N, Dk].
+        v: [B, S, Nv, Dv]; N divides Nv, value head n uses query head n // (Nv / N).
+        b: like `a` without Dk.
+        initial_state_source: [slots, Nv, Dk, Dv] ("kv") or [slots, Nv, Dv, Dk] ("vk"), float32,
+            bfloat16 or float16; updated in place. The stride of a slot may exceed its size.
+        initial_state_indices: [B] (or [len(cu_seqlens) - 1]) int32 or int64, the slot of each
+            sequence; negative or out of range: starts from zero, stores nothing.
+        scale: factor of q; None is Dk ** -0.5.
+        use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) first.
+        cu_seqlens: [sequences + 1] int32 or int64 prefix sums, with B = 1.
+        state_layout: "kv" or "vk"; never inferred, both have the same size if Dk = Dv.
+        is_kda: the decay has one value for each of Dk channels.
+        disable_state_update: leave `initial_state_source` as it is.
+        intermediate_states: [rows, steps, Nv, ...] in the same layout: the state after each step.
+        intermediate_state_indices: [sequences] row of each sequence in it; negative: none.
+        retrieve_parent_token: [sequences, steps]: step t starts from the state after step
+            parent[t]; -1: from the initial state. For tree verification.
+
+    Returns:
+        o [B, S, Nv, Dv], dtype of `v`.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no state has been written.
+        TypeError: a dtype does not fit.
+
+    >>> import torch, custom
+    >>> state, slot = torch.zeros(3, 4, 16, 8), torch.tensor([2])
+    >>> gate = torch.zeros(4)
+    >>> q, k, v = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 2, 16), torch.randn(1, 1, 4, 8)
+    >>> a, b = torch.randn(1, 1, 4), torch.randn(1, 1, 4)
+    >>> custom.npu_fused_sigmoid_gating_delta_rule_update(
+    ...     gate, a, gate, 1.0, 20.0, q, k, v, b, state, slot, use_qk_l2norm_in_kernel=True
+    ... ).shape
+    torch.Size([1, 1, 4, 8])
+    """
+    o: Tensor = torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update(
+        A_log,
+        a,
+        dt_bias,
+        softplus_beta,
+        softplus_threshold,
+        q,
+        k,
+        v,
+        b,
+        initial_state_source,
+        initial_state_indices,
+        scale,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        state_layout=state_layout,
+        is_kda=is_kda,
+        disable_state_update=disable_state_update,
+        intermediate_states=intermediate_states,
+        intermediate_state_indices=intermediate_state_indices,
+        retrieve_parent_token=retrieve_parent_token,
+    )
+    return o
+
+
+# the source document's name; sglang's positional order with state_layout="vk"
+fused_sigmoid_gating_delta_rule_update = npu_fused_sigmoid_gating_delta_rule_update
+
+
+def npu_chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    actual_seq_lengths: Tensor | None = None,
+    scale: float | None = None,
+    g: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over whole sequences (prefill), chunk by chunk.
+
+    By token and head, with state S [Dv, Dk] and decay alpha = exp(g):
+    S = alpha S + beta (v - alpha S k) k^T;  o = S (scale q).
+
+    Same signature as torch_npu's op, with any Dk, Dv to 256 and a state in float32 as well.  No L2
+    norm inside: the caller normalises q and k.
+
+    Formula: Gated DeltaNet (Yang et al., 2024), equation 10 and section 3.3.
+
+    Args:
+        query: [T, N, Dk].
+        key: [T, N, Dk].
+        value: [T, Nv, Dv]; N divides Nv.
+        beta: [T, Nv]; None: ones.
+        initial_state: [B, Nv, Dv, Dk]; None: zeros.
+        actual_seq_lengths: [B] int32 or int64, lengths that add up to T; None: one sequence.
+        scale: factor of the query; None is Dk ** -0.5.
+        g: [T, Nv] float32 logarithm of the decay; None: no decay.
+
+    Returns:
+        out [T, Nv, Dv], dtype of `value`, and the final state [B, Nv, Dv, Dk], dtype of
+        `initial_state` (float32 if there is none).
+
+    Raises:
+        ValueError: a shape, device or option does not fit.
+        TypeError: a dtype does not fit.
+
+    >>> import torch, custom
+    >>> q, k, v = torch.randn(7, 2, 16), torch.randn(7, 2, 16), torch.randn(7, 4, 8)
+    >>> k = torch.nn.functional.normalize(k, dim=-1)
+    >>> out, state = custom.npu_chunk_gated_delta_rule(q, k, v)
+    >>> state.shape
+    torch.Size([1, 4, 8, 16])
+    """
+    out: tuple[Tensor, Tensor] = torch.ops.custom.npu_chunk_gated_delta_rule(
+        query,
+        key,
+        value,
+        beta=beta,
+        initial_state=initial_state,
+        actual_seq_lengths=actual_seq_lengths,
+        scale=scale,
+        g=g,
+    )
+    return out

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The loss that trains the lightning indexer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_ALL = 2**63 - 1
+_REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+
+def compute_index_loss_sparse(
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int = 0,
+    *,
+    eps: float = 1e-10,
+    reduction: Literal["none", "sum", "mean", "batchmean"] = "batchmean",
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    softmax_lse: Tensor | None = None,
+    return_target: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """KL divergence of the indexer's distribution from the attention it should predict.
+
+    Over the valid slots j of a row: p = softmax(scaling q_h . k_j) by head, target = sum_h p,
+    pi = target / sum_j target, r = softmax(index_score),
+    loss = sum_j (pi_j + eps) (log(pi_j + eps) - log(r_j + eps)).
+
+    Differentiable in `index_score`; the target is detached.  A slot is valid iff
+    0 <= index <= chunk_offset + row and index < S2; equal indices are separate slots.  The op
+    `torch.ops.custom.npu_indexer_loss` returns the loss by row and the target.
+
+    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), the indexer's sparse training stage.
+
+    Args:
+        query: [B, N, S, D].
+        key: [B, S2, D], shared by the heads.
+        index_score: [B, S, K], the indexer's scores of the selected keys.
+        indices: [B, S, K] int32 or int64 positions.
+        scaling: factor of the attention's logits.
+        chunk_offset: position of the first query row.
+        eps: keeps the logarithms finite.
+        reduction: "none" [B, S]; "sum"; "mean" (over B * S rows, those without a valid slot
+            included); "batchmean" (sum / B).
+        query_rope: [B, N, S, Dr], rotary part of `query`, where it is not joined.
+        key_rope: [B, S2, Dr], of `key`.
+        softmax_lse: [B, N, S] natural log-sum-exp of the logits over the same valid slots; saves
+            one of two passes.
+        return_target: also return the target.
+
+    Returns:
+        The loss, float32; with `return_target` the pair (loss, target), target float32 [B, S, K]
+        summed over heads and not normalised, so that tensor-parallel ranks can add theirs.
+        A row with no valid slot has loss 0.
+
+    Raises:
+        ValueError: a shape, device or option does not fit.
+        TypeError: a dtype does not fit.
+
+    >>> import torch, custom
+    >>> q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 4, 16)
+    >>> score = torch.randn(1, 4, 3, requires_grad=True)
+    >>> index = torch.tensor([0, 1, 2]).expand(1, 4, 3)
+    >>> custom.compute_index_loss_sparse(q, k, score, index, 0.25).backward()
+    >>> score.grad.shape
+    torch.Size([1, 4, 3])
+    """
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"compute_index_loss_sparse: `reduction` is {reduction!r}, expected one of "
+            f"{', '.join(map(repr, _REDUCTIONS))}."
+        )
+    rows, target = torch.ops.custom.npu_indexer_loss(
+        query,
+        key,
+        index_score,
+        indices,
+        scaling,
+        chunk_offset,
+        eps=eps,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        softmax_lse=softmax_lse,
+    )
+    loss = _reduce(rows, reduction)
+    return (loss, target) if return_target else loss
+
+
+def _reduce(rows: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    # an empty batch has loss 0, not 0 / 0
+    count = rows.numel() if reduction == "mean" else rows.shape[0]
+    return rows.sum() / max(count, 1)
+
+
+def npu_sparse_lightning_indexer_grad_kl_loss(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    *,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_qlen: list[int] | None = None,
+    actual_seq_klen: list[int] | None = None,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = _ALL,
+    next_tokens: int | None = _ALL,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The indexer's KL loss and its gradients down to the indexer's inputs, in one call.
+
+    Same signature as torch_npu's op.  The attention's own softmax statistics (from
+    `npu_sparse_flash_attention`) save the loss a pass; the loss is summed over all query tokens.
+
+    Args:
+        query: [B, S, N, R] or [T, N, R].
+        key: [B, S2, 1, R] or [T2, 1, R].
+        query_index: [B, S, Ni, Di] or [T, Ni, Di].
+        key_index: [B, S2, 1, Di] or [T2, 1, Di].
+        weights: [B, S, Ni] or [T, Ni].
+        sparse_indices: int32 [B, S, 1, K] or [T, 1, K]; negative or out of range: absent.
+        softmax_max: float32 [B, 1, S, N] or [1, T, N].
+        softmax_sum: likewise.
+        scale_value: factor of the attention's logits.
+        query_rope: [B, S, N, Dr] or [T, N, Dr].
+        key_rope: [B, S2, 1, Dr] or [T2, 1, Dr].
+        actual_seq_qlen: host lengths (BSND) or prefix sums (TND).
+        actual_seq_klen: likewise.
+        layout: "BSND" or "TND".
+        sparse_mode: 3, causal, aligned at the last key; 0, all selected keys.
+        pre_tokens: only the default is supported.
+        next_tokens: only the default is supported.
+        sinks: [N] float32 logits that enter the attention's denominator alone.
+
+    Returns:
+        d_query_index, d_key_index, d_weights, like their inputs, and the loss, float32 [1].
+
+    Raises:
+        ValueError: a shape, layout, device or option does not fit.
+        TypeError: a dtype does not fit.
+    """
+    out: tuple[Tensor, Tensor, Tensor, Tensor] = (
+        torch.ops.custom.npu_sparse_lightning_indexer_grad_kl_loss(
+            query,
+            key,
+            query_index,
+            key_index,
+            weights,
+            sparse_indices,
+            softmax_max,
+            softmax_sum,
+            scale_value,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            actual_seq_qlen=actual_seq_qlen,
+            actual_seq_klen=actual_seq_klen,
+            layout=layout,
+            sparse_mode=sparse_mode,
+            pre_tokens=pre_tokens,
+            next_tokens=next_tokens,
+            sinks=sinks,
+        )
+    )
+    return out

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Devices, poisoned allocations, and the record of what was verified where.
+
+    pytest --device cpu|cuda|npu     one device (default: every device of this machine)
+    pytest --quick                   two cases of each parametrised test
+    pytest --record FILE             write which ops ran in passing tests, by backend
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import custom
+from custom.dispatch import log
+from custom.dispatch.common import memory
+
+BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
+_verified: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+
+
+def devices_here() -> list[str]:
+    found = ["cpu"]
+    if torch.cuda.is_available():
+        found.append("cuda")
+    if hasattr(torch, "npu") and torch.npu.is_available():
+        found.append("npu")
+    return found
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=list(BACKEND_OF), help="default: every device here")
+    parser.addoption("--quick", action="store_true", help="two cases of each parametrised test")
+    parser.addoption("--record", help="write the record of verified ops to this JSON file")
+
+
+def pytest_generate_tests(metafunc):
+    if "device" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--device")
+        names = [chosen] if chosen else devices_here()
+        metafunc.parametrize("device", names, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--quick"):
+        return
+    seen: Counter[str] = Counter()
+    keep, drop = [], []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        (keep if seen[name] < 2 else drop).append(item)
+        seen[name] += 1
+    items[:] = keep
+    config.hook.pytest_deselected(items=drop)
+
+
+@pytest.fixture(scope="session")
+def device(request) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def backend(device) -> str:
+    """The backend that must run on `device`: a test on a GPU must not pass by the reference."""
+    if custom.config.backend != "auto":
+        return custom.config.backend
+    return BACKEND_OF[device.type]
+
+
+def _poisoned(shape, dtype, device):
+    out = torch.empty(shape, dtype=dtype, device=device)
+    return out.fill_(float("nan") if dtype.is_floating_point else -(2**30))
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """What a kernel forgets to write is NaN, not a lucky zero."""
+    monkeypatch.setattr(memory, "empty", _poisoned)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    before = Counter(log.calls)
+    result = yield
+    for (op, ran_on), count in (log.calls - before).items():
+        if count > 0:
+            _verified[op, ran_on]["tests"] += 1
+    return result
+
+
+def pytest_sessionfinish(session, exitstatus):
+    path = session.config.getoption("--record")
+    if not path or exitstatus:
+        return
+    device = session.config.getoption("--device") or "cpu"
+    where = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    record = {
+        "device": device,
+        "hardware": where,
+        "interpreter": os.environ.get("TRITON_INTERPRET") == "1",
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "ops": {
+            op: {"backend": ran_on, "tests": counts["tests"]}
+            for (op, ran_on), counts in sorted(_verified.items())
+            if ran_on == BACKEND_OF[device]
+        },
+    }
+    Path(path).write_text(json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Small valid arguments for every op, for the tests that are generated from the specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import custom
+
+Arguments = dict[str, Any]
+# hidden, query rank, heads, plain head dim, latent rank, rope dim, index heads, index dim, page
+H, RQ, N, DN, R, DR, NI, DI, P = 64, 32, 2, 16, 32, 16, 16, 32, 16
+
+
+class Maker:
+    """Draws tensors on the CPU from one seed, then moves them: every device sees the same bits."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.random = torch.Generator().manual_seed(1)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        drawn = torch.randn(*shape, generator=self.random, dtype=torch.float64) / 4
+        return drawn.to(dtype or self.dtype).to(self.device)
+
+    def nz(self, rows: int, columns: int) -> Tensor:
+        return custom.to_nz(self.normal(rows, columns))
+
+    def ints(self, *values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def shuffled(self, *shape: int, high: int) -> Tensor:
+        """Distinct positions below `high` along the last dimension."""
+        rows = torch.stack(
+            [torch.randperm(high, generator=self.random) for _ in range(int(torch.Size(shape[:-1]).numel()))]
+        )
+        return rows[:, : shape[-1]].reshape(shape).to(torch.int32).to(self.device)
+
+
+def _prolog_caches(m: Maker) -> tuple[Tensor, Tensor, Tensor]:
+    return m.normal(8, P, 1, R), m.normal(8, P, 1, DR), m.normal(8, P, 1, DI)
+
+
+def _sparse_attention_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    kv_cache, kr_cache, index_k_cache = _prolog_caches(m)
+    return dict(
+        x=m.normal(B, S, H),
+        w_dq=m.nz(H, RQ),
+        w_uq_qr=m.nz(RQ, N * (DN + DR)),
+        w_uk=m.normal(N, DN, R),
+        w_dkv_kr=m.nz(H, R + DR),
+        gamma_cq=m.normal(RQ),
+        gamma_ckv=m.normal(R),
+        sin=m.normal(B, S, DR),
+        cos=m.normal(B, S, DR),
+        cache_index=m.ints(*[[3 * 16 + 4 + i + 40 * b for i in range(S)] for b in range(B)]).view(B, S),
+        kv_cache=kv_cache,
+        kr_cache=kr_cache,
+        block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
+        act_seqs=m.ints(*[20, 45][:B]),
+        w_idx_qb=m.nz(RQ, NI * DI),
+        w_idx_k=m.nz(H, DI),
+        w_idx_proj=m.nz(H, NI),
+        in_gamma_k=m.normal(DI),
+        in_beta_k=m.normal(DI),
+        index_k_cache=index_k_cache,
+        sparse_count=16,
+    )
+
+
+def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    layer = _sparse_attention_pto(m, B, S)
+    return dict(
+        token_x=layer["x"],
+        weight_dq=layer["w_dq"],
+        weight_uq_qr=layer["w_uq_qr"],
+        weight_uk=layer["w_uk"],
+        weight_dkv_kr=layer["w_dkv_kr"],
+        rmsnorm_gamma_cq=layer["gamma_cq"],
+        rmsnorm_gamma_ckv=layer["gamma_ckv"],
+        rope_sin=layer["sin"],
+        rope_cos=layer["cos"],
+        kv_cache=layer["kv_cache"],
+        kr_cache=layer["kr_cache"],
+        cache_index=layer["cache_index"],
+    )
+
+
+def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    layer = _sparse_attention_pto(m, B, S)
+    return dict(
+        token_x=layer["x"],
+        query_norm=m.normal(B, S, RQ),
+        weight_qb=layer["w_idx_qb"],
+        weight_k=layer["w_idx_k"],
+        weight_proj=layer["w_idx_proj"],
+        ln_gamma_k=layer["in_gamma_k"],
+        ln_beta_k=layer["in_beta_k"],
+        rope_sin=layer["sin"],
+        rope_cos=layer["cos"],
+        index_k_cache=layer["index_k_cache"],
+        cache_index=layer["cache_index"],
+    )
+
+
+def _lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        query=m.normal(B, S, 4, DI),
+        key=m.normal(B, 21, 1, DI),
+        weights=m.normal(B, S, 4),
+        sparse_count=8,
+        return_value=True,
+    )
+
+
+def _lightning_indexer_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        query=m.normal(B, S, 4, DI),
+        key=m.normal(B, 21, 1, DI),
+        dy=m.normal(B, S, 1, 8),
+        sparse_indices=m.shuffled(B, S, 1, 8, high=21),
+        weights=m.normal(B, S, 4),
+    )
+
+
+def _sparse_flash_attention(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        query=m.normal(B, S, 4, R),
+        key=m.normal(B, 21, 1, R),
+        value=None,
+        sparse_indices=m.shuffled(B, S, 1, 8, high=21),
+        scale_value=0.2,
+        query_rope=m.normal(B, S, 4, DR),
+        key_rope=m.normal(B, 21, 1, DR),
+        return_softmax_lse=True,
+    )
+
+
+def _sparse_flash_attention_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    forward = _sparse_flash_attention(m, B, S)
+    out, softmax_max, softmax_sum = custom.npu_sparse_flash_attention(**forward)
+    del forward["return_softmax_lse"]
+    return forward | dict(
+        d_out=m.normal(*out.shape),
+        out=out,
+        softmax_max=softmax_max,
+        softmax_sum=softmax_sum,
+        sparse_block_size=1,
+    )
+
+
+def _indexer_loss(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    return dict(
+        query=m.normal(B, 4, S, DI),
+        key=m.normal(B, 9, DI),
+        index_score=m.normal(B, S, 6),
+        indices=m.shuffled(B, S, 6, high=9),
+        scaling=0.25,
+        chunk_offset=4,
+    )
+
+
+def _indexer_loss_backward(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    return dict(
+        grad_loss=m.normal(B, S, dtype=torch.float32),
+        index_score=m.normal(B, S, 6),
+        indices=m.shuffled(B, S, 6, high=9),
+        target=m.normal(B, S, 6, dtype=torch.float32).abs(),
+        key_length=9,
+        chunk_offset=4,
+    )
+
+
+def _grad_kl_loss(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    attention = dict(
+        query=m.normal(B, S, 4, R),
+        key=m.normal(B, 9, 1, R),
+        sparse_indices=m.shuffled(B, S, 1, 6, high=9),
+        query_rope=m.normal(B, S, 4, DR),
+        key_rope=m.normal(B, 9, 1, DR),
+    )
+    _, softmax_max, softmax_sum = custom.npu_sparse_flash_attention(
+        value=None, scale_value=0.2, return_softmax_lse=True, **attention
+    )
+    return attention | dict(
+        query_index=m.normal(B, S, 4, DI),
+        key_index=m.normal(B, 9, 1, DI),
+        weights=m.normal(B, S, 4),
+        softmax_max=softmax_max,
+        softmax_sum=softmax_sum,
+        scale_value=0.2,
+    )
+
+
+def _fused_attention(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    return dict(
+        q=m.normal(B, 4, S, 32), k=m.normal(B, 2, 9, 32), v=m.normal(B, 2, 9, 16), causal=True
+    )
+
+
+def _fused_attention_backward(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    forward = _fused_attention(m, B, S)
+    o, lse = torch.ops.custom.npu_fused_attention(**forward)
+    return forward | dict(grad_o=m.normal(*o.shape), o=o, lse=lse)
+
+
+def _delta_rule_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        A_log=m.normal(4, dtype=torch.float32),
+        a=m.normal(B, S, 4),
+        dt_bias=m.normal(4, dtype=torch.float32),
+        softplus_beta=1.0,
+        softplus_threshold=20.0,
+        q=m.normal(B, S, 2, 16),
+        k=m.normal(B, S, 2, 16),
+        v=m.normal(B, S, 4, 8),
+        b=m.normal(B, S, 4),
+        initial_state_source=m.normal(5, 4, 16, 8, dtype=torch.float32),
+        initial_state_indices=m.ints(*[3, -1][:B]),
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+def _chunk_gated_delta_rule(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    lengths = [S, S // 2, 1][:B]
+    T = sum(lengths)
+    return dict(
+        query=m.normal(T, 2, 16),
+        key=torch.nn.functional.normalize(m.normal(T, 2, 16), dim=-1),
+        value=m.normal(T, 4, 8),
+        beta=m.normal(T, 4).sigmoid(),
+        initial_state=m.normal(B, 4, 8, 16, dtype=torch.float32),
+        actual_seq_lengths=m.ints(*lengths),
+        g=-m.normal(T, 4, dtype=torch.float32).abs(),
+    )
+
+
+SAMPLES: dict[str, Callable[..., Arguments]] = {
+    "npu_sparse_attention_pto": _sparse_attention_pto,
+    "npu_mla_prolog_pto": _mla_prolog_pto,
+    "npu_indexer_prolog_pto": _indexer_prolog_pto,
+    "npu_lightning_indexer": _lightning_indexer,
+    "npu_lightning_indexer_grad": _lightning_indexer_grad,
+    "npu_sparse_flash_attention": _sparse_flash_attention,
+    "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
+    "npu_indexer_loss": _indexer_loss,
+    "npu_indexer_loss_backward": _indexer_loss_backward,
+    "npu_sparse_lightning_indexer_grad_kl_loss": _grad_kl_loss,
+    "npu_fused_attention": _fused_attention,
+    "npu_fused_attention_backward": _fused_attention_backward,
+    "npu_fused_sigmoid_gating_delta_rule_update": _delta_rule_update,
+    "npu_chunk_gated_delta_rule": _chunk_gated_delta_rule,
+}
+
+
+def sample(name: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> Arguments:
+    """Valid arguments of op `name`, by keyword; `sizes` are B and S."""
+    return SAMPLES[name](Maker(device, dtype), **sizes)
