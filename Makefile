@@ -36,7 +36,7 @@ $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || $(APT) python3-dev
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77,<82" wheel build $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ruff mypy "transformers==5.17.0" "triton==3.6.0" --editable ".[test,hf,onnx,bench]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ruff==0.17.5 mypy==2.4.1 pytest==9.2.0 transformers==5.17.0 triton==3.6.0 --editable ".[test,hf,onnx,bench]"
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.ready

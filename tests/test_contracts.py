@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What every op promises, generated from the specs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import custom
+from custom.dispatch.register import overload
+from custom.dispatch.specs import SPECS, Spec
+
+from .samples import sample
+
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+CPU = torch.device("cpu")
+
+
+def mutated(spec: Spec) -> list[str]:
+    arguments = overload(spec)._schema.arguments
+    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def tensors(arguments: dict) -> dict[str, Tensor]:
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def everything(spec: Spec, function, arguments: dict) -> list[Tensor]:
+    """The outputs of a call and the tensors it wrote, from fresh copies of the arguments."""
+    fresh = copy.deepcopy(arguments)
+    out = function(**fresh)
+    written = [fresh[name] for name in mutated(spec) if name in fresh]
+    return [*((out,) if isinstance(out, Tensor) else out), *written]
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@every_spec
+def test_every_op_has_a_reference_and_a_sample(spec):
+    arguments = sample(spec.name, CPU, torch.float32)
+    for out in everything(spec, overload(spec), arguments):
+        assert out.isfinite().all()
+
+
+@every_spec
+def test_public_function_equals_schema(spec):
+    if not hasattr(custom, spec.name):
+        pytest.skip("not a public function of its own: reached through another")
+    parameters = inspect.signature(getattr(custom, spec.name)).parameters
+    schema = overload(spec)._schema
+    ours = [p for p in parameters.values() if p.name != "return_lse"]
+    assert [p.name for p in ours] == [a.name for a in schema.arguments]
+    for parameter, argument in zip(ours, schema.arguments, strict=True):
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == argument.kwarg_only, parameter
+        if argument.has_default_value():
+            assert parameter.default == argument.default_value, parameter
+        else:
+            assert parameter.default is parameter.empty, parameter
+
+
+@every_spec
+def test_public_docstring_names_every_argument(spec):
+    if not hasattr(custom, spec.name):
+        pytest.skip("not a public function of its own: reached through another")
+    doc = getattr(custom, spec.name).__doc__
+    for argument in overload(spec)._schema.arguments:
+        assert re.search(rf"^ +([\w, ]+, )?{argument.name}(, [\w, ]+)?:", doc, re.M), argument.name
+    assert "Returns:" in doc and "Raises:" in doc and "Args:" in doc
+
+
+@every_spec
+def test_opcheck(spec):
+    arguments = sample(spec.name, CPU, torch.float32)
+    torch.library.opcheck(overload(spec), (), arguments)
+
+
+@every_spec
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_fake_agrees_in_every_dtype(spec, dtype):
+    arguments = sample(spec.name, CPU, dtype)
+    torch.library.opcheck(overload(spec), (), arguments, test_utils="test_faketensor")
+
+
+@every_spec
+def test_compiles_fullgraph_with_dynamic_shapes(spec):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda **kw: overload(spec)(**kw), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for sizes in ({"B": 2, "S": 3}, {"B": 1, "S": 5}):
+        arguments = sample(spec.name, CPU, torch.float32, **sizes)
+        with torch.no_grad():
+            assert_same(
+                everything(spec, compiled, arguments), everything(spec, overload(spec), arguments)
+            )
+
+
+class _Call(torch.nn.Module):
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, **arguments):
+        return self.op(**arguments)
+
+
+@every_spec
+def test_exports(spec):
+    arguments = sample(spec.name, CPU, torch.float32)
+    with torch.no_grad():
+        program = torch.export.export(_Call(overload(spec)), (), copy.deepcopy(arguments))
+        module = program.module()
+        assert_same(everything(spec, module, arguments), everything(spec, overload(spec), arguments))
+
+
+@every_spec
+def test_meta_device_gives_the_same_shapes(spec):
+    arguments = sample(spec.name, CPU, torch.float32)
+    on_meta = tree_map_only(Tensor, lambda t: t.to("meta"), arguments)
+    for real, meta in zip(
+        everything(spec, overload(spec), arguments),
+        everything(spec, overload(spec), on_meta),
+        strict=True,
+    ):
+        assert (real.shape, real.dtype, meta.device.type) == (meta.shape, meta.dtype, "meta")
+
+
+@every_spec
+def test_empty_batch(spec, device, backend):
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    arguments = sample(spec.name, device, dtype, B=0)
+    before = custom.dispatch.log.calls[spec.name, backend]
+    for out in everything(spec, overload(spec), arguments):
+        assert out.isfinite().all()
+    assert custom.dispatch.log.calls[spec.name, backend] == before + 1
+
+
+@every_spec
+def test_bad_arguments_get_one_sentence_and_no_cache_is_written(spec):
+    """A wrong rank, a wrong dtype and a wrong device, for every tensor argument."""
+    good = sample(spec.name, CPU, torch.float32)
+    for name, value in tensors(good).items():
+        for error, bad in (
+            (ValueError, value.unsqueeze(0).unsqueeze(0).unsqueeze(0)),
+            (TypeError, value.to(torch.complex64)),
+            ((ValueError, RuntimeError), value.to("meta")),
+        ):
+            arguments = copy.deepcopy(good) | {name: bad}
+            with pytest.raises(error) as caught:
+                overload(spec)(**arguments)
+            message = str(caught.value)
+            assert message.startswith(f"{spec.name}: "), message
+            assert "`" in message and ("expected" in message or "not" in message), message
+            for cache in mutated(spec):
+                if cache in good and cache != name:
+                    torch.testing.assert_close(arguments[cache], good[cache], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "spec", [s for s in SPECS if s.name.endswith("_pto")], ids=lambda spec: spec.name
+)
+def test_pto_ops_refuse_non_contiguous_tensors_by_name(spec):
+    good = sample(spec.name, CPU, torch.float32)
+    for name, value in tensors(good).items():
+        strided = torch.stack([value, value], dim=-1)[..., 0]
+        if strided.is_contiguous():
+            continue
+        with pytest.raises(ValueError, match=rf"^{spec.name}: `{name}` is not contiguous"):
+            overload(spec)(**(copy.deepcopy(good) | {name: strided}))
+
+
+@every_spec
+def test_inference_ops_refuse_gradients_only_while_grad_mode_is_on(spec):
+    if spec.differentiable:
+        pytest.skip("this op has a backward")
+    arguments = sample(spec.name, CPU, torch.float32)
+    name = next(n for n, t in tensors(arguments).items() if t.is_floating_point())
+    arguments[name].requires_grad_()
+    with pytest.raises(RuntimeError, match=rf"^{spec.name}: `{name}` requires grad"):
+        overload(spec)(**arguments)
+    with torch.no_grad():
+        overload(spec)(**arguments)
+
+
+@every_spec
+def test_a_backend_that_cannot_run_says_why_and_never_falls_back(spec, monkeypatch):
+    arguments = sample(spec.name, CPU, torch.float32)
+    monkeypatch.setattr(custom.dispatch.backends, "choose", lambda key: custom.dispatch.backends.NPU)
+    with pytest.raises((custom.BackendUnavailable, custom.NotSupported)) as caught:
+        overload(spec)(**arguments)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{spec.name} cannot run on cpu."
+    assert [line.split()[0] for line in lines[1:4]] == ["reference", "cuda", "npu"]
+    assert "float32" in lines[4] or "fp32" in lines[4]
+
+
+def test_a_second_definition_names_its_owner():
+    from custom.dispatch import register
+
+    with pytest.raises(RuntimeError, match="already defined by another package"):
+        register._refuse_duplicate(SPECS[0])
+
+
+def test_nothing_unmarked_is_written():
+    for spec in SPECS:
+        arguments = sample(spec.name, CPU, torch.float32)
+        before = copy.deepcopy(arguments)
+        overload(spec)(**arguments)
+        for name in set(tensors(arguments)) - set(mutated(spec)):
+            torch.testing.assert_close(arguments[name], before[name], rtol=0, atol=0)

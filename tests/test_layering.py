@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Who may import whom, read off the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("custom", "dispatch", "npu_ops", "cuda_ops", "graph_mode")
+KERNELS = ("npu_ops", "cuda_ops")
+# folder -> the folders (or modules) it may import from, beside itself
+ALLOWED = {
+    "custom": ("custom", "dispatch", "graph_mode"),
+    "dispatch": ("dispatch",),
+    "graph_mode": ("dispatch", "graph_mode"),
+    "npu_ops": ("dispatch.common", "dispatch.errors", "npu_ops"),
+    "cuda_ops": ("dispatch.common", "dispatch.errors", "cuda_ops"),
+}
+# what may be imported at module level, so that `import custom` needs torch alone
+LAZY = {"triton", "torch_npu", "torchair", "onnx", "onnxscript", "transformers", "matplotlib", "tqdm"}
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+
+def module_of(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "custom" else ("custom", *parts)
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imported(path: Path) -> list[str]:
+    """Absolute names of the modules (and of the names taken from them)."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path)[:-1]
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            names += [".".join([*base, alias.name]) for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down_the_layers(path):
+    folder = path.relative_to(ROOT).parts[0]
+    for name in imported(path):
+        if not name.startswith("custom."):
+            assert name.partition(".")[0] not in FOLDERS, f"{name}: import it relatively"
+            continue
+        inside = name.removeprefix("custom.")
+        if folder == "custom" and inside.partition(".")[0] not in FOLDERS:
+            continue  # a module of custom/ itself
+        assert inside.startswith(ALLOWED[folder]), f"{path.name} imports {name}"
+        if folder in KERNELS:
+            assert not inside.startswith("dispatch.reference")
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_optional_packages_are_imported_lazily(path):
+    folder = path.relative_to(ROOT).parts[0]
+    if folder in KERNELS or folder == "graph_mode" or "integrations" in path.parts:
+        return  # imported on first use themselves
+    top_level = ast.parse(path.read_text()).body
+    for node in top_level:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+            assert not {(n or "").partition(".")[0] for n in names} & LAZY, f"{path}: {names}"
+
+
+def test_source_files_carry_their_licence():
+    for path in [*sources(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").glob("*.py")]:
+        assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n"), path

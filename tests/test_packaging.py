@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The wheel installs `custom` alone, and `import custom` needs torch alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHORT_RUN = """
+import torch, custom
+q, k, w = torch.randn(1, 2, 4, 16), torch.randn(1, 9, 1, 16), torch.rand(1, 2, 4)
+print(custom.npu_lightning_indexer(q, k, w, sparse_count=4)[0].shape)
+"""
+
+
+def run(python: str | Path, code: str, cwd: Path, **env: str) -> str:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(
+        [python, "-c", code], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT]
+    subprocess.run(command, check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_custom_alone_and_every_source_file(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"custom"}
+    assert "custom/py.typed" in names
+    for folder in ("custom", "dispatch", "npu_ops", "cuda_ops", "graph_mode"):
+        for path in (ROOT / folder).rglob("*.py"):
+            inside = path.relative_to(ROOT).as_posix()
+            assert (inside if folder == "custom" else f"custom/{inside}") in names
+
+
+def test_installed_wheel_is_not_disturbed_by_a_users_dispatch_py(wheel, tmp_path):
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    site = next((environment / "lib").glob("python*/site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)
+    # torch and what it needs come from this environment, our own package from the wheel
+    import torch
+
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parent.parent))
+    for name in ("dispatch", "cuda_ops", "tests", "graph_mode"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user')")
+    code = SHORT_RUN + "print(custom.__file__)"
+    assert str(site) in run(environment / "bin" / "python", code, tmp_path)
+
+
+def test_import_custom_needs_torch_alone(tmp_path):
+    block = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"triton", "torch_npu", "onnx", "onnxscript", "transformers"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+"""
+    code = block + SHORT_RUN
+    assert "torch.Size([1, 2, 1, 4])" in run(sys.executable, code, tmp_path)
+
+
+def test_bare_clone_works_from_its_root(tmp_path):
+    for folder in ("custom", "dispatch", "npu_ops", "cuda_ops", "graph_mode"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    import torch
+
+    path = f"{tmp_path}:{Path(torch.__file__).parent.parent}"
+    code = SHORT_RUN + "import custom.cuda_ops, custom.npu_ops, custom.graph_mode"
+    assert run(sys.executable, "import sys; sys.path.insert(0, '')\n" + code, tmp_path, PYTHONPATH=path)
+
+
+def test_first_call_inside_torch_compile(tmp_path):
+    code = """
+import torch, custom
+q, k, w = torch.randn(1, 2, 4, 16), torch.randn(1, 9, 1, 16), torch.rand(1, 2, 4)
+f = torch.compile(lambda q, k, w: custom.npu_lightning_indexer(q, k, w, sparse_count=4)[0] + 1,
+                  fullgraph=True)
+with torch.no_grad():
+    assert torch.equal(f(q, k, w), custom.npu_lightning_indexer(q, k, w, sparse_count=4)[0] + 1)
+"""
+    run(sys.executable, code, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["CUSTOM_BACKEND", "CUSTOM_LOG", "CUSTOM_DEBUG"])
+def test_an_unknown_value_of_a_variable_lists_the_names(name, tmp_path):
+    code = f"""
+try:
+    import custom
+except ValueError as error:
+    assert {name!r} in str(error) and "expected one of" in str(error), error
+else:
+    raise SystemExit("accepted")
+"""
+    run(sys.executable, code, tmp_path, **{name: "nonsense"})
