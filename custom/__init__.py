@@ -40,8 +40,6 @@ from .sparse_attention import (  # noqa: E402
     npu_sparse_flash_attention_grad,
 )
 
-
-
 __all__ = [
     "BackendUnavailable",
     "NotSupported",

@@ -89,14 +89,18 @@ def choose(key: str) -> Backend:
     return wanted or next(backend for backend in BACKENDS if backend.key == key)
 
 
+def has_kernel(backend: Backend, spec: Spec) -> bool:
+    """Whether the backend's package holds a module for the op; imports nothing of it."""
+    return importlib.util.find_spec(f"{backend.package}.{spec.file}") is not None
+
+
 @cache
 def launcher(backend: Backend, spec: Spec) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """(function, unsupported) of the op's module in the backend's package; None: not written yet.
     `unsupported(**arguments)` is the module's own word on what it cannot do: a reason, or None."""
-    name = f"{backend.package}.{spec.file}"
-    if importlib.util.find_spec(name) is None:
+    if not has_kernel(backend, spec):
         return None
-    module = importlib.import_module(name)
+    module = importlib.import_module(f"{backend.package}.{spec.file}")
     return getattr(module, spec.function), getattr(module, "unsupported", _nothing)
 
 
@@ -139,7 +143,9 @@ def _none_can_run(
 ) -> BackendUnavailable | NotSupported:
     lines = [f"{spec.name} cannot run on {device}."]
     reasons = {b: reason_against(b, spec, device, arguments) for b in BACKENDS}
-    lines += [f"  {b.name:<10}{why or 'not chosen: see CUSTOM_BACKEND'}" for b, why in reasons.items()]
+    lines += [
+        f"  {b.name:<10}{why or 'not chosen: see CUSTOM_BACKEND'}" for b, why in reasons.items()
+    ]
     lines.append(f"  {log.describe(arguments)}")
     missing = any(
         backend.device == device.type and cannot_run(backend, device) for backend in BACKENDS

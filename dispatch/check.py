@@ -50,7 +50,9 @@ class Checker:
     def _expected(self, letters: Sequence[str]) -> str:
         fixed = [x for x in dict.fromkeys(letters) if x in self.sizes]
         values = ", ".join(f"{x}={self.sizes[x]}" for x in fixed)
-        owners = ", ".join(f"`{x}`" for x in dict.fromkeys(self._from.get(y, "") for y in fixed) if x)
+        owners = ", ".join(
+            f"`{x}`" for x in dict.fromkeys(self._from.get(y, "") for y in fixed) if x
+        )
         return (
             f"[{', '.join(letters)}]"
             + (f" with {values}" if values else "")

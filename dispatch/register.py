@@ -18,7 +18,9 @@ NAMESPACE = "custom"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def bind(schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(
+    schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """All arguments by name: the dispatcher drops those that equal their default."""
     bound = {argument.name: argument.default_value for argument in schema.arguments}
     bound.update(zip(bound, args, strict=False))

@@ -2,9 +2,9 @@
 # Copyright the npu-custom-ops authors
 """Devices, poisoned allocations, and the record of what was verified where.
 
-    pytest --device cpu|cuda|npu     one device (default: every device of this machine)
-    pytest --quick                   two cases of each parametrised test
-    pytest --record FILE             write which ops ran in passing tests, by backend
+pytest --device cpu|cuda|npu     one device (default: every device of this machine)
+pytest --quick                   two cases of each parametrised test
+pytest --record FILE             write which ops ran in passing tests, by backend
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import custom
 from custom.dispatch import log
 from custom.dispatch.common import memory
+
+import custom
 
 BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
 _verified: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)

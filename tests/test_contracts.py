@@ -10,12 +10,12 @@ import re
 
 import pytest
 import torch
+from custom.dispatch.register import overload
+from custom.dispatch.specs import SPECS, Spec
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import custom
-from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS, Spec
 
 from .samples import sample
 
@@ -121,7 +121,9 @@ def test_exports(spec):
     with torch.no_grad():
         program = torch.export.export(_Call(overload(spec)), (), copy.deepcopy(arguments))
         module = program.module()
-        assert_same(everything(spec, module, arguments), everything(spec, overload(spec), arguments))
+        assert_same(
+            everything(spec, module, arguments), everything(spec, overload(spec), arguments)
+        )
 
 
 @every_spec
@@ -196,7 +198,9 @@ def test_inference_ops_refuse_gradients_only_while_grad_mode_is_on(spec):
 @every_spec
 def test_a_backend_that_cannot_run_says_why_and_never_falls_back(spec, monkeypatch):
     arguments = sample(spec.name, CPU, torch.float32)
-    monkeypatch.setattr(custom.dispatch.backends, "choose", lambda key: custom.dispatch.backends.NPU)
+    monkeypatch.setattr(
+        custom.dispatch.backends, "choose", lambda key: custom.dispatch.backends.NPU
+    )
     with pytest.raises((custom.BackendUnavailable, custom.NotSupported)) as caught:
         overload(spec)(**arguments)
     lines = str(caught.value).splitlines()

@@ -21,7 +21,16 @@ ALLOWED = {
     "cuda_ops": ("dispatch.common", "dispatch.errors", "cuda_ops"),
 }
 # what may be imported at module level, so that `import custom` needs torch alone
-LAZY = {"triton", "torch_npu", "torchair", "onnx", "onnxscript", "transformers", "matplotlib", "tqdm"}
+LAZY = {
+    "triton",
+    "torch_npu",
+    "torchair",
+    "onnx",
+    "onnxscript",
+    "transformers",
+    "matplotlib",
+    "tqdm",
+}
 
 
 def sources() -> list[Path]:

@@ -84,7 +84,9 @@ def test_bare_clone_works_from_its_root(tmp_path):
 
     path = f"{tmp_path}:{Path(torch.__file__).parent.parent}"
     code = SHORT_RUN + "import custom.cuda_ops, custom.npu_ops, custom.graph_mode"
-    assert run(sys.executable, "import sys; sys.path.insert(0, '')\n" + code, tmp_path, PYTHONPATH=path)
+    assert run(
+        sys.executable, "import sys; sys.path.insert(0, '')\n" + code, tmp_path, PYTHONPATH=path
+    )
 
 
 def test_first_call_inside_torch_compile(tmp_path):

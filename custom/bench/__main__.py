@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""python -m custom.bench OP [--device D] [--shape b=32] [--csv F] [--plot F.png] [--against F.csv]
+
+Correctness comes first: a row that differs from the reference is printed in red, and no table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..dispatch import log
+from ..dispatch.env import config
+from ..dispatch.specs import BY_NAME
+from .case import Case, Outputs
+from .presets import presets
+from .report import Row, plot, read_medians, text, write_csv
+from .timing import measure, rates, wall_clock
+
+_ROTATED_BYTES = 200e6  # more than any L2 of today
+_REFERENCE_FLOPS = 1e11  # above this the reference is not timed
+
+
+def _progress(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def _outputs(case: Case, arguments: dict[str, object]) -> Outputs:
+    out = case.call(arguments)
+    return (out,) if isinstance(out, Tensor) else out
+
+
+def _copy(arguments: dict[str, object]) -> dict[str, object]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+def relative_error(ours: Outputs, wanted: Outputs) -> float:
+    """The largest relative Frobenius error among the outputs; NaN never passes."""
+    worst = 0.0
+    for a, b in zip(ours, wanted, strict=True):
+        if b.numel() == 0 or not b.dtype.is_floating_point:
+            continue
+        a, b = a.double(), b.double()
+        same = torch.isinf(b) & (a == b)
+        a, b = a.masked_fill(same, 0), b.masked_fill(same, 0)
+        error = float((a - b).norm() / b.norm().clamp_min(1e-20))
+        worst = max(worst, error) if error == error else float("nan")
+        if worst != worst:
+            break
+    return worst
+
+
+@contextmanager
+def _by_reference() -> Iterator[None]:
+    chosen, config.backend = config.backend, "reference"
+    try:
+        yield
+    finally:
+        config.backend = chosen
+
+
+def check(case: Case, device: torch.device) -> float:
+    """Error of a part of the op's outputs against the reference, on fresh inputs."""
+    arguments = case.make(device, 1234)
+    part, select = case.part(arguments)
+    part = _copy(part)
+    ours = select(_outputs(case, arguments))
+    with _by_reference():
+        return relative_error(ours, _outputs(case, part))
+
+
+def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row:
+    error = check(case, device)
+    if not error <= case.tolerance:
+        raise ArithmeticError(
+            f"{case.label}: relative error {error:.1e} above {case.tolerance:.0e}"
+        )
+    copies = 1 if device.type == "cpu" else max(1, min(16, int(_ROTATED_BYTES / case.bytes)))
+    inputs = [case.make(device, seed) for seed in range(copies)]
+    ours = measure([lambda a=a: case.call(a) for a in inputs], device)
+    peers: dict[str, float] = {}
+    for name, prepare in case.peers.items():
+        calls = [prepare(arguments) for arguments in inputs]
+        present = [call for call in calls if call is not None]
+        if present:
+            peers[name] = measure(present, device).median
+    if device.type != "cpu" and case.flops < _REFERENCE_FLOPS:
+        with _by_reference():
+            peers["reference"] = wall_clock([lambda: case.call(inputs[0])], device).median
+    floor = max(case.bytes / bandwidth, case.flops / flops) * 1e6
+    return Row(
+        op=case.op,
+        case=case.label,
+        backend=next(b for (op, b) in log.calls if op == case.op and b != "reference")
+        if device.type != "cpu"
+        else "reference",
+        error=error,
+        median_us=ours.median,
+        p20_us=ours.p20,
+        p80_us=ours.p80,
+        floor_us=floor,
+        of_floor=floor / ours.median,
+        tflops=case.flops / ours.median / 1e6,
+        gb_per_s=case.bytes / ours.median / 1e3,
+        peers_us="; ".join(f"{name}={value:.2f}" for name, value in peers.items()),
+    )
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m custom.bench", description=__doc__)
+    parser.add_argument("op", choices=[name for name in BY_NAME if presets(name, "cuda")])
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto")
+    parser.add_argument("--shape", default="", help="only rows with these sizes: b=32,n=128")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--against", type=Path, help="an earlier CSV, for the column `x before`")
+    return parser.parse_args(argv)
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    if hasattr(torch, "npu") and torch.npu.is_available():
+        return torch.device("npu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _arguments(argv)
+    device = _device(options.device)
+    wanted = dict(pair.split("=") for pair in options.shape.split(",") if pair)
+    cases = [
+        case
+        for case in presets(options.op, device.type)
+        if all(str(case.shape.get(name)) == value for name, value in wanted.items())
+    ]
+    if not cases:
+        print(f"no preset of {options.op} has {options.shape}; the sizes are", file=sys.stderr)
+        for case in presets(options.op, device.type):
+            print("  " + ",".join(f"{k}={v}" for k, v in case.shape.items()), file=sys.stderr)
+        return 2
+    bandwidth, flops, source = rates(device)
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    print(f"{options.op} on {device.type} {hardware}, {time.strftime('%Y-%m-%d')}")
+    print(f"npu-custom-ops {__version__}, torch {torch.__version__}, clocks as found")
+    print(f"floor: {bandwidth / 1e12:.2f} TB/s, {flops / 1e12:.1f} TFLOPS ({source})\n")
+    rows: list[Row] = []
+    for number, case in enumerate(cases, 1):
+        _progress(f"[{number}/{len(cases)}] {case.label}")
+        try:
+            rows.append(run(case, device, bandwidth, flops))
+        except ArithmeticError as wrong:
+            print(f"\033[31mWRONG  {case.op}: {wrong}\033[0m")
+            return 1
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print(text(rows, read_medians(options.against) if options.against else {}))
+    if options.csv:
+        write_csv(options.csv, rows)
+    if options.plot:
+        plot(options.plot, rows, f"{options.op}, {hardware or device.type}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Rows for the gated delta rule at Qwen3-Next's sizes, with fla-core side by side."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .case import Arguments, Case, Draw, Outputs
+
+BF16, FP32 = 2, 4
+N, NV, D = 16, 32, 128
+
+
+def decode_case(b: int, t: int, layout: str, dtype: torch.dtype = torch.float32) -> Case:
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            A_log=draw.normal(NV, dtype=torch.float32),
+            a=draw.normal(b, t, NV),
+            dt_bias=draw.normal(NV, dtype=torch.float32),
+            softplus_beta=1.0,
+            softplus_threshold=20.0,
+            q=draw.normal(b, t, N, D),
+            k=draw.normal(b, t, N, D),
+            v=draw.normal(b, t, NV, D),
+            b=draw.normal(b, t, NV),
+            initial_state_source=draw.normal(b + 1, NV, D, D, dtype=dtype),
+            # slot 0 is what servers keep for padding
+            initial_state_indices=torch.arange(1, b + 1, device=device, dtype=torch.int32),
+            use_qk_l2norm_in_kernel=True,
+            state_layout=layout,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        names = ("a", "q", "k", "v", "b", "initial_state_indices")
+        piece = arguments | {name: arguments[name][:4] for name in names}
+        return piece, lambda outputs: [out[:4] for out in outputs]
+
+    size = torch.empty((), dtype=dtype).element_size()
+    name = "fp32" if dtype == torch.float32 else "bf16"
+    return Case(
+        "npu_fused_sigmoid_gating_delta_rule_update",
+        f"{b} x {t} tokens, {layout}, {name} state",
+        make,
+        part,
+        bytes=float(2 * b * NV * D * D * size + BF16 * b * t * (2 * N + 2 * NV) * D),
+        flops=6.0 * b * t * NV * D * D,
+        shape=dict(b=b, t=t),
+        peers={"fla": _fla_decode} if layout == "vk" and dtype == torch.float32 else {},
+    )
+
+
+def _fla_decode(arguments: Arguments) -> Callable[[], Any] | None:
+    """fla-core's recurrence; it writes a new state tensor and takes the gates computed."""
+    if importlib.util.find_spec("fla") is None or arguments["q"].device.type != "cuda":
+        return None
+    from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
+        fused_recurrent_gated_delta_rule,
+    )
+
+    gate = -arguments["A_log"].exp() * torch.nn.functional.softplus(
+        arguments["a"].float() + arguments["dt_bias"]
+    )
+    beta = arguments["b"].sigmoid()
+    state = arguments["initial_state_source"][1:]
+    return lambda: fused_recurrent_gated_delta_rule(
+        arguments["q"],
+        arguments["k"],
+        arguments["v"],
+        g=gate,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+def chunk_case(t: int) -> Case:
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            query=torch.nn.functional.normalize(draw.normal(t, N, D), dim=-1),
+            key=torch.nn.functional.normalize(draw.normal(t, N, D), dim=-1),
+            value=draw.normal(t, NV, D),
+            beta=draw.normal(t, NV).sigmoid(),
+            initial_state=draw.normal(1, NV, D, D, dtype=torch.float32),
+            g=-draw.normal(t, NV, dtype=torch.float32).abs() / 8,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        names = ("query", "key", "value", "beta", "g")
+        piece = arguments | {name: arguments[name][:256] for name in names}
+        # the state after 256 tokens is not an output of the full call
+        return piece, lambda outputs: [outputs[0][:256], torch.empty(0, device=outputs[0].device)]
+
+    return Case(
+        "npu_chunk_gated_delta_rule",
+        f"{t} tokens",
+        make,
+        part,
+        bytes=float(BF16 * t * (2 * N + 2 * NV) * D + FP32 * 2 * NV * D * D),
+        # chunks of 64: inside a chunk 64 keys a row, between chunks the state
+        flops=2.0 * t * NV * (4 * 64 * D + 3 * D * D),
+        shape=dict(t=t),
+        peers={"fla": _fla_chunk},
+    )
+
+
+def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
+    if importlib.util.find_spec("fla") is None or arguments["query"].device.type != "cuda":
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k, v, g, beta = (arguments[n][None] for n in ("query", "key", "value", "g", "beta"))
+    state = arguments["initial_state"].transpose(-1, -2).contiguous()
+    repeat = lambda x: x.repeat_interleave(NV // N, dim=2)  # noqa: E731
+    q, k = repeat(q), repeat(k)
+    return lambda: chunk_gated_delta_rule(
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True
+    )
+
+
+def _decode(small: bool) -> list[Case]:
+    if small:
+        return [decode_case(b, 1, layout) for b in (1, 4) for layout in ("kv", "vk")]
+    rows = [decode_case(b, 1, layout) for layout in ("kv", "vk") for b in (1, 32, 128, 512)]
+    bf16 = [decode_case(b, 1, "kv", torch.bfloat16) for b in (32, 128)]
+    return [*rows, decode_case(32, 4, "kv"), decode_case(32, 4, "vk"), *bf16]
+
+
+def _chunk(small: bool) -> list[Case]:
+    return [chunk_case(t) for t in ((256,) if small else (4096, 16384, 65536))]
+
+
+PRESETS = {
+    "npu_fused_sigmoid_gating_delta_rule_update": _decode,
+    "npu_chunk_gated_delta_rule": _chunk,
+}

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The rows that each op is measured on: the shapes of DeepSeek-V3.2, Qwen3-Next and the
+FlashAttention papers on a GPU or NPU, and small ones that a laptop runs in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import attention, delta_rule, indexer_loss, sparse_attention
+from .case import Case
+
+_PRESETS: dict[str, Callable[[bool], list[Case]]] = {
+    **sparse_attention.PRESETS,
+    **attention.PRESETS,
+    **indexer_loss.PRESETS,
+    **delta_rule.PRESETS,
+}
+
+
+def presets(op: str, device: str) -> list[Case]:
+    """The rows of `op`: the full ones, or the small ones on a CPU."""
+    return _PRESETS[op](device == "cpu") if op in _PRESETS else []

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The table of a benchmark: text, CSV, plot, and the comparison with an earlier CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    op: str
+    case: str
+    backend: str
+    error: float
+    median_us: float
+    p20_us: float
+    p80_us: float
+    floor_us: float
+    of_floor: float
+    tflops: float
+    gb_per_s: float
+    peers_us: str  # "name=microseconds; ..."
+
+    @property
+    def peers(self) -> dict[str, float]:
+        pairs = [pair.split("=") for pair in self.peers_us.split("; ") if pair]
+        return {name: float(value) for name, value in pairs}
+
+
+def text(rows: Sequence[Row], before: dict[tuple[str, str], float]) -> str:
+    """A table; `before` holds the medians of an earlier CSV."""
+    head = ["case", "median us", "p20", "p80", "floor us", "of floor", "TFLOPS", "GB/s"]
+    peers = list(dict.fromkeys(name for row in rows for name in row.peers))
+    head += [f"x {name}" for name in peers] + (["x before"] if before else [])
+    lines = [head]
+    for row in rows:
+        line = [
+            row.case,
+            f"{row.median_us:.1f}",
+            f"{row.p20_us:.1f}",
+            f"{row.p80_us:.1f}",
+            f"{row.floor_us:.1f}",
+            f"{row.of_floor:.0%}",
+            f"{row.tflops:.1f}",
+            f"{row.gb_per_s:.0f}",
+        ]
+        line += [f"{row.peers[p] / row.median_us:.2f}" if p in row.peers else "-" for p in peers]
+        if before:
+            old = before.get((row.op, row.case))
+            line.append(f"{old / row.median_us:.2f}" if old else "-")
+        lines.append(line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def read_medians(path: Path) -> dict[tuple[str, str], float]:
+    with path.open(newline="") as file:
+        return {(r["op"], r["case"]): float(r["median_us"]) for r in csv.DictReader(file)}
+
+
+def plot(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Bars of the medians, ours beside the peers', with the floor as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = ["ours", *dict.fromkeys(name for row in rows for name in row.peers)]
+    figure, axes = plt.subplots(figsize=(2.2 + 1.3 * len(rows), 4.2), layout="constrained")
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        heights = [row.median_us if name == "ours" else row.peers.get(name, 0.0) for row in rows]
+        axes.bar([x + i * width for x in range(len(rows))], heights, width, label=name)
+    for x, row in enumerate(rows):
+        left, right = x - width / 2, x + (len(names) - 0.5) * width
+        label = "floor" if x == 0 else None
+        axes.hlines(row.floor_us, left, right, colors="black", linestyles="dashed", label=label)
+    axes.set_yscale("log")
+    axes.set_ylabel("microseconds")
+    centre = (len(names) - 1) * width / 2
+    axes.set_xticks([x + centre for x in range(len(rows))], [row.case for row in rows], rotation=20)
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Rows for the DeepSeek-V3.2 layer and its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..dispatch.common.nz import to_nz
+from .case import Arguments, Case, Draw, Outputs
+
+R, DR, DN, DI, NI, P = 512, 64, 128, 128, 64, 128
+H, RQ = 7168, 1536
+BF16 = 2  # bytes
+Part = Callable[[Arguments], tuple[Arguments, Callable[[Outputs], Outputs]]]
+
+
+def first_requests(names: tuple[str, ...], keep: int) -> Part:
+    """The piece that holds the first `keep` requests: `names` are sliced along dimension 0."""
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        piece = arguments | {name: arguments[name][:keep] for name in names}
+        return piece, lambda outputs: [out[:keep] if out.numel() else out for out in outputs]
+
+    return part
+
+
+def attention_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
+    """Paged sparse attention: `s` query tokens for each of `b` requests of `context` tokens."""
+    pages = context // P
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            query=draw.normal(b, s, n, R),
+            key=draw.normal(b * pages, P, 1, R),
+            value=None,
+            sparse_indices=draw.chosen(b * s, k, context - s).view(b, s, 1, k),
+            scale_value=0.13523,
+            block_table=draw.table(b, pages),
+            actual_seq_lengths_kv=draw.full(b, value=context),
+            query_rope=draw.normal(b, s, n, DR),
+            key_rope=draw.normal(b * pages, P, 1, DR),
+            layout_kv="PA_BSND",
+        )
+
+    rows = b * s
+    names = ("query", "query_rope", "sparse_indices", "block_table", "actual_seq_lengths_kv")
+    return Case(
+        "npu_sparse_flash_attention",
+        f"{n} heads, {b} x {s} queries, {context // 1024}K keys, top {k}",
+        make,
+        first_requests(names, 2),
+        bytes=rows * k * (R + DR) * BF16 + rows * n * (2 * R + DR) * BF16,
+        flops=2.0 * rows * n * k * (2 * R + DR),
+        shape=dict(b=b, s=s, n=n, context=context, k=k),
+    )
+
+
+def prefill_case(s: int, n: int, context: int, k: int = 2048) -> Case:
+    """Sparse attention of one long chunk of queries over dense keys."""
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            query=draw.normal(1, s, n, R),
+            key=draw.normal(1, context, 1, R),
+            value=None,
+            sparse_indices=draw.chosen(s, k, context - s).view(1, s, 1, k),
+            scale_value=0.13523,
+            query_rope=draw.normal(1, s, n, DR),
+            key_rope=draw.normal(1, context, 1, DR),
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        # the last query tokens: bottom-right causality leaves their masks as they are
+        names = ("query", "query_rope", "sparse_indices")
+        piece = arguments | {name: arguments[name][:, -8:] for name in names}
+        return piece, lambda outputs: [out[:, -8:] if out.numel() else out for out in outputs]
+
+    return Case(
+        "npu_sparse_flash_attention",
+        f"{n} heads, prefill of {s} queries, {context // 1024}K keys, top {k}",
+        make,
+        part,
+        bytes=float(context * (R + DR) * BF16 + s * n * (2 * R + DR) * BF16),
+        flops=2.0 * s * n * k * (2 * R + DR),
+        shape=dict(b=1, s=s, n=n, context=context, k=k),
+    )
+
+
+def indexer_case(b: int, s: int, context: int, k: int = 2048) -> Case:
+    """Scores and top-k over paged index keys."""
+    pages = context // P
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            query=draw.normal(b, s, NI, DI),
+            key=draw.normal(b * pages, P, 1, DI),
+            weights=draw.normal(b, s, NI),
+            actual_seq_lengths_key=draw.full(b, value=context),
+            block_table=draw.table(b, pages),
+            layout_key="PA_BSND",
+            sparse_count=k,
+            return_value=True,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        # values, not indices: backends whose scores differ by rounding may swap near-ties
+        names = ("query", "weights", "block_table", "actual_seq_lengths_key")
+        piece = arguments | {name: arguments[name][:2] for name in names}
+        if s > 8:
+            piece |= {name: piece[name][:, -8:] for name in ("query", "weights")}
+        return piece, lambda outputs: [out[:2, -8:] for out in outputs]
+
+    return Case(
+        "npu_lightning_indexer",
+        f"{b} x {s} queries, {context // 1024}K keys, top {k}",
+        make,
+        part,
+        bytes=b * context * DI * BF16 + b * s * NI * (DI + 1) * BF16 + b * s * k * 4.0,
+        flops=2.0 * b * s * context * NI * DI,
+        shape=dict(b=b, s=s, context=context, k=k),
+    )
+
+
+def _layer(device: torch.device, seed: int, b: int, s: int, n: int, context: int) -> Arguments:
+    draw = Draw(device, seed)
+    pages = context // P
+    table = draw.table(b, pages)
+    position = torch.arange(context - s, context, device=device)
+    slots = table[:, position // P] * P + position % P
+    return dict(
+        x=draw.normal(b, s, H),
+        w_dq=to_nz(draw.normal(H, RQ, std=H**-0.5)),
+        w_uq_qr=to_nz(draw.normal(RQ, n * (DN + DR), std=RQ**-0.5)),
+        w_uk=draw.normal(n, DN, R, std=DN**-0.5),
+        w_dkv_kr=to_nz(draw.normal(H, R + DR, std=H**-0.5)),
+        gamma_cq=draw.normal(RQ),
+        gamma_ckv=draw.normal(R),
+        sin=draw.normal(b, s, DR),
+        cos=draw.normal(b, s, DR),
+        cache_index=slots.to(torch.int32).contiguous(),
+        kv_cache=draw.normal(b * pages, P, 1, R),
+        kr_cache=draw.normal(b * pages, P, 1, DR),
+        block_table=table,
+        act_seqs=draw.full(b, value=context),
+        w_idx_qb=to_nz(draw.normal(RQ, NI * DI, std=RQ**-0.5)),
+        w_idx_k=to_nz(draw.normal(H, DI, std=H**-0.5)),
+        w_idx_proj=to_nz(draw.normal(H, NI, std=H**-0.5)),
+        in_gamma_k=draw.normal(DI),
+        in_beta_k=draw.normal(DI),
+        index_k_cache=draw.normal(b * pages, P, 1, DI),
+    )
+
+
+def _prolog_size(n: int) -> tuple[int, int]:
+    """Weights of the MLA prolog and of the indexer prolog, in elements."""
+    mla = H * RQ + RQ * n * (DN + DR) + n * DN * R + H * (R + DR)
+    return mla, RQ * NI * DI + H * DI + H * NI
+
+
+def mla_prolog_case(b: int, n: int) -> Case:
+    names = {
+        "x": "token_x",
+        "w_dq": "weight_dq",
+        "w_uq_qr": "weight_uq_qr",
+        "w_uk": "weight_uk",
+        "w_dkv_kr": "weight_dkv_kr",
+        "gamma_cq": "rmsnorm_gamma_cq",
+        "gamma_ckv": "rmsnorm_gamma_ckv",
+        "sin": "rope_sin",
+        "cos": "rope_cos",
+        "kv_cache": "kv_cache",
+        "kr_cache": "kr_cache",
+        "cache_index": "cache_index",
+    }
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        layer = _layer(device, seed, b, 1, n, P)
+        return {theirs: layer[ours] for ours, theirs in names.items()}
+
+    return Case(
+        "npu_mla_prolog_pto",
+        f"{n} heads, {b} tokens",
+        make,
+        first_requests(("token_x", "rope_sin", "rope_cos", "cache_index"), 4),
+        bytes=float(BF16 * (_prolog_size(n)[0] + b * (H + RQ + n * (R + DR) + R + DR))),
+        flops=2.0 * b * _prolog_size(n)[0],
+        shape=dict(b=b, n=n),
+    )
+
+
+def indexer_prolog_case(b: int) -> Case:
+    def make(device: torch.device, seed: int) -> Arguments:
+        layer = _layer(device, seed, b, 1, 1, P)
+        return dict(
+            token_x=layer["x"],
+            query_norm=Draw(device, seed + 1).normal(b, 1, RQ),
+            weight_qb=layer["w_idx_qb"],
+            weight_k=layer["w_idx_k"],
+            weight_proj=layer["w_idx_proj"],
+            ln_gamma_k=layer["in_gamma_k"],
+            ln_beta_k=layer["in_beta_k"],
+            rope_sin=layer["sin"],
+            rope_cos=layer["cos"],
+            index_k_cache=layer["index_k_cache"],
+            cache_index=layer["cache_index"],
+        )
+
+    return Case(
+        "npu_indexer_prolog_pto",
+        f"{b} tokens",
+        make,
+        first_requests(("token_x", "query_norm", "rope_sin", "rope_cos", "cache_index"), 4),
+        bytes=float(BF16 * (_prolog_size(1)[1] + b * (H + RQ + NI * (DI + 1) + DI))),
+        flops=2.0 * b * _prolog_size(1)[1],
+        shape=dict(b=b),
+    )
+
+
+def layer_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
+    """The whole layer.  Its check runs with as many keys selected as there are, because a near-tie
+    at the edge of the selection changes the output without being wrong."""
+    stages = [attention_case(b, s, n, context, k), indexer_case(b, s, context, k)]
+    weights = sum(_prolog_size(n))
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        return _layer(device, seed, b, s, n, context) | dict(sparse_count=k)
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        arguments["act_seqs"].clamp_(max=k)
+        names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
+        return first_requests(names, 2)(arguments)
+
+    return Case(
+        "npu_sparse_attention_pto",
+        f"{n} heads, {b} x {s} queries, {context // 1024}K keys",
+        make,
+        part,
+        bytes=BF16 * weights + sum(stage.bytes for stage in stages),
+        flops=2.0 * b * s * weights + sum(stage.flops for stage in stages),
+        shape=dict(b=b, s=s, n=n, context=context, k=k),
+    )
+
+
+def _attention(small: bool) -> list[Case]:
+    if small:
+        return [attention_case(b, 1, 16, 2048, 256) for b in (1, 4)]
+    decode = [attention_case(b, 1, n, 65536) for n in (128, 16) for b in (1, 32, 128)]
+    prefill = [prefill_case(4096, 128, context) for context in (8192, 65536)]
+    return [*decode, attention_case(128, 2, 128, 65536), *prefill]
+
+
+def _indexer(small: bool) -> list[Case]:
+    if small:
+        return [indexer_case(b, 1, 8192, 512) for b in (1, 4)]
+    return [*(indexer_case(b, 1, 65536) for b in (1, 32, 128)), indexer_case(1, 4096, 65536)]
+
+
+def _prolog(small: bool) -> list[Case]:
+    sizes = [(1, 16)] if small else [(1, 128), (32, 128), (128, 128), (1, 16), (4096, 128)]
+    return [mla_prolog_case(b, n) for b, n in sizes]
+
+
+def _indexer_prolog(small: bool) -> list[Case]:
+    return [indexer_prolog_case(b) for b in ([1] if small else [1, 32, 128, 4096])]
+
+
+def _whole(small: bool) -> list[Case]:
+    if small:
+        return [layer_case(1, 1, 16, 4096, 512)]
+    return [layer_case(b, s, 128, 65536) for s in (1, 2) for b in (1, 32, 128)]
+
+
+PRESETS = {
+    "npu_sparse_attention_pto": _whole,
+    "npu_mla_prolog_pto": _prolog,
+    "npu_indexer_prolog_pto": _indexer_prolog,
+    "npu_lightning_indexer": _indexer,
+    "npu_sparse_flash_attention": _attention,
+}

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Medians of device time: graph replay over rotated inputs on CUDA, wall clock on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one call."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+def _quantiles(samples: Sequence[float]) -> Times:
+    ordered = sorted(samples)
+    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
+    return Times(at(0.5), at(0.2), at(0.8))
+
+
+def measure(calls: Sequence[Call], device: torch.device, seconds: float = 0.5) -> Times:
+    """Time one call; `calls` are the same work on different inputs, so that no cache stays warm."""
+    return _cuda(calls, seconds) if device.type == "cuda" else wall_clock(calls, device, seconds)
+
+
+def wall_clock(calls: Sequence[Call], device: torch.device, seconds: float = 0.2) -> Times:
+    """Time eager calls, each waited for: for the CPU, and for what no graph can hold."""
+    wait = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda: None
+    for call in calls:
+        call()
+    wait()
+    samples: list[float] = []
+    begin = time.perf_counter()
+    while len(samples) < 5 or (time.perf_counter() - begin < seconds and len(samples) < 200):
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            wait()
+            samples.append((time.perf_counter() - start) * 1e6)
+    return _quantiles(samples)
+
+
+def _cuda(calls: Sequence[Call], seconds: float) -> Times:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    once = _elapsed(lambda: [call() for call in calls]) / len(calls)
+    # enough calls in a graph that its own launch does not count
+    rounds = max(1, min(16, int(1500 / max(once, 1.0)) // len(calls)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    replayed = rounds * len(calls)
+    for _ in range(2):
+        graph.replay()
+    repeats = max(5, min(50, int(seconds * 1e6 / max(once * replayed, 1.0))))
+    return _quantiles([_elapsed(graph.replay) / replayed for _ in range(repeats)])
+
+
+def _elapsed(call: Call) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end) * 1e3)
+
+
+# bytes/s and bf16 FLOP/s that a large copy and a large matrix product reach (H200, 2026-10)
+_KNOWN = {"NVIDIA H200": (4.3e12, 790e12)}
+
+
+def rates(device: torch.device) -> tuple[float, float, str]:
+    """(bytes/s, FLOP/s, where they come from): measured, unless this device's are on record."""
+    if device.type == "cuda" and torch.cuda.get_device_name(device) in _KNOWN:
+        return *_KNOWN[torch.cuda.get_device_name(device)], "on record"
+    size = 2**24 if device.type == "cpu" else 2**30
+    source = torch.empty(size, dtype=torch.uint8, device=device).zero_()
+    copied = measure([lambda: source.clone()], device, 0.2).median
+    n = 1024 if device.type == "cpu" else 8192
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    product = measure([lambda: a @ a], device, 0.2).median
+    return 2 * size / copied * 1e6, 2 * n**3 / product * 1e6, "measured now"

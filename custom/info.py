@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What runs where on this machine, and why not:  python -m custom.info
+
+Works when half of the environment is broken: each line is found out on its own.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from . import __version__
+from .dispatch import backends
+from .dispatch.env import VARIABLES
+from .dispatch.specs import SPECS, Spec
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "triton-ascend",
+    "torch_npu",
+    "transformers",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+)
+
+
+def _or_error(find: Callable[[], str]) -> str:
+    """The answer, or what went wrong: a report must not stop at the first broken part."""
+    try:
+        return find()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _cuda() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    count = torch.cuda.device_count()
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+
+
+def _npu() -> str:
+    if backends.installed("torch_npu") is None:
+        return "none (torch_npu is not installed)"
+    import torch_npu  # type: ignore[import-not-found]
+
+    count: int = torch_npu.npu.device_count()
+    return ", ".join(torch_npu.npu.get_device_name(index) for index in range(count)) or "none"
+
+
+def _runs(spec: Spec, backend: backends.Backend) -> str:
+    """`yes`, or the reason against, for tensors that lie on the backend's own device."""
+    reason = backends.cannot_run(backend, torch.device(backend.device))
+    if reason is None and backend is not backends.REFERENCE:
+        present = _cuda() if backend is backends.CUDA else _npu()
+        reason = f"no {backend.device} device" if present.startswith("none") else None
+    if reason is None and backends.launcher(backend, spec) is None:
+        reason = "no kernel yet"
+    return reason or "yes"
+
+
+def _has_kernel(spec: Spec, backend: backends.Backend) -> str:
+    return "kernel" if backends.has_kernel(backend, spec) else "-"
+
+
+def report() -> Iterator[str]:
+    """The lines of the report."""
+    yield f"npu-custom-ops {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    yield ""
+    for name in PACKAGES:
+        yield f"  {name:<15}{_or_error(lambda name=name: backends.installed(name) or '-')}"
+    yield f"  {'cuda devices':<15}{_or_error(_cuda)}"
+    yield f"  {'npu devices':<15}{_or_error(_npu)}"
+    both = backends.both_tritons()
+    if both is not None:
+        yield f"  WARNING: {both}"
+    yield ""
+    for variable in VARIABLES:
+        yield f"  {variable.name}={_or_error(variable.read) or repr('')}   {variable.sentence}"
+    yield ""
+    width = max(len(spec.name) for spec in SPECS)
+    yield f"  {'op':<{width}}  {'cpu':<8}{'cuda':<8}{'npu':<8}"
+    reasons: dict[str, str] = {}
+    for spec in SPECS:
+        cells = []
+        for backend in backends.BACKENDS:
+            answer = _or_error(lambda spec=spec, backend=backend: _runs(spec, backend))
+            short = (
+                "yes"
+                if answer == "yes"
+                else "no"
+                if _has_kernel(spec, backend) == "kernel"
+                else "-"
+            )
+            cells.append(f"{short:<8}")
+            if short == "no":
+                reasons[backend.name] = answer
+        yield f"  {spec.name:<{width}}  {''.join(cells)}"
+    yield ""
+    yield "  yes: runs here; no: a kernel exists, but not for this machine; -: no kernel yet"
+    for name, reason in reasons.items():
+        yield f"  {name}: {reason}"
+
+
+def main() -> int:
+    for line in report():
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
