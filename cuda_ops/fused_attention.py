@@ -13,6 +13,8 @@ Hopper the common shapes go to fused_attention_hopper.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +22,22 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
-from .fused_attention_tiles import LN_2, LOG2_E, keys_of, locate, plan, row_strides, strides, visible
+from .fused_attention_tiles import LOG2_E, keys_of, locate, plan, row_strides, strides, visible
 
-_FP8 = (torch.float8_e5m2, torch.float8_e4m3fn)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
 def _over_keys(
     acc, row_max, row_sum, q_tile, k, v, k_row, v_row, low, high, columns, position,
-    scale_log2, window, start_d, D, V,
+    scale_log2, window, D, V,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BN: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -40,8 +49,8 @@ def _over_keys(
     v_offset = n[:, None] * v_row + e[None, :]  # [BN, V]
     for start in tl.range(low, high, BN, num_stages=STAGES):
         column = start + n
-        k_at = k + start.to(tl.int64) * k_row + k_offset
-        v_at = v + start.to(tl.int64) * v_row + v_offset
+        k_at = k + tl.cast(start, tl.int64) * k_row + k_offset
+        v_at = v + tl.cast(start, tl.int64) * v_row + v_offset
         if MASKED:
             k_tile = tl.load(k_at, (column < columns)[None, :] & (d < D)[:, None], 0.0)
         elif D_PAD == D:
@@ -90,10 +99,11 @@ def _forward_kernel(
     part = program % parts
     program = program // parts
     # a tile's neighbours are tiles of the same head: they find its keys in L2
-    flat = program % tiles
-    head = program // tiles
-    batch, first_q, n_q, first_k, n_k, tile = locate_row(plan, flat, head, heads, n_q, n_k, VARLEN)
-    head = head % heads
+    outer = program // tiles
+    head = outer % heads
+    batch, first_q, n_q, first_k, n_k, tile = locate(
+        plan, program % tiles, tiles, outer // heads, n_q, n_k, VARLEN
+    )
     if tile * BM >= n_q * PACK:
         return
     row = tile * BM + tl.arange(0, BM)
@@ -105,17 +115,14 @@ def _forward_kernel(
     d = tl.arange(0, D_PAD)
     e = tl.arange(0, V_PAD)
 
-    where_q = batch.to(tl.int64) * q_batch + (first_q + query).to(tl.int64) * q_row
-    where_q += q_head_index.to(tl.int64) * q_head
+    where_q = batch * q_batch + (first_q + query) * q_row + q_head_index.to(tl.int64) * q_head
     q_tile = tl.load(
         q + where_q[:, None] + d[None, :], keep_row[:, None] & (d < D)[None, :], 0.0
     )  # [BM, D]
     if NEGATIVE:
         q_tile = -q_tile
-    k += batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head
-    k += first_k.to(tl.int64) * k_row
-    v += batch.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head
-    v += first_k.to(tl.int64) * v_row
+    k += batch * k_batch + kv_head.to(tl.int64) * k_head + first_k * k_row
+    v += batch * v_batch + kv_head.to(tl.int64) * v_head + first_k * v_row
 
     first = tile * BM // PACK + (n_k - n_q)
     last = tl.minimum((tile * BM + BM - 1) // PACK, n_q - 1) + (n_k - n_q)
@@ -135,41 +142,160 @@ def _forward_kernel(
     if WINDOW:
         acc, row_max, row_sum = _over_keys(
             acc, row_max, row_sum, q_tile, k, v, k_row, v_row, low, full_low, n_k, position,
-            scale_log2, window, 0, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+            scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
         )  # fmt: skip
     acc, row_max, row_sum = _over_keys(
         acc, row_max, row_sum, q_tile, k, v, k_row, v_row, full_low, full_high, n_k, position,
-        scale_log2, window, 0, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+        scale_log2, window, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
     )  # fmt: skip
     acc, row_max, row_sum = _over_keys(
         acc, row_max, row_sum, q_tile, k, v, k_row, v_row, full_high, high, n_k, position,
-        scale_log2, window, 0, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+        scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
     )  # fmt: skip
 
     seen = row_sum > 0
     acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
     row_lse = tl.where(seen, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), float("-inf"))
-    where_lse = batch.to(tl.int64) * lse_batch + (first_q + query).to(tl.int64) * lse_row
+    where_lse = batch * lse_batch + (first_q + query) * lse_row
     where_lse += q_head_index.to(tl.int64) * lse_head
     keep = keep_row[:, None] & (e < V)[None, :]
     if SPLIT:
-        # lse is contiguous: its offset numbers the rows of the parts, too
+        # lse is contiguous: its offsets number the rows of the parts, too
         where_part = where_lse * parts + part
         tl.store(part_o + where_part[:, None] * V + e[None, :], acc, keep)
         tl.store(part_lse + where_part, row_lse, keep_row)
     else:
-        where_o = batch.to(tl.int64) * o_batch + (first_q + query).to(tl.int64) * o_row
+        where_o = batch * o_batch + (first_q + query) * o_row
         where_o += q_head_index.to(tl.int64) * o_head
         tl.store(o + where_o[:, None] + e[None, :], acc.to(o.dtype.element_ty), keep)
-        tl.store(lse + where_lse, row_lse * 0.6931471805599453, keep_row)
+        tl.store(lse + where_lse, row_lse * LN_2, keep_row)
 
 
-@triton.jit
-def locate_row(plan, flat, outer, heads, n_q, n_k, VARLEN: tl.constexpr):
-    """`locate`, for a grid whose outer number is (batch, head) and inner one the tile."""
-    if VARLEN:
-        found = locate(plan, flat, 1, n_q, n_k, VARLEN)
+@triton.jit(do_not_specialize=["parts"])
+def _merge_kernel(
+    part_o, part_lse, o, lse, parts,
+    V: tl.constexpr, V_PAD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row: o = sum of 2^(lse_p - max) o_p over the parts, normalised."""
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, V_PAD)
+    part = tl.arange(0, PARTS)
+    each = tl.load(part_lse + row * parts + part, part < parts, float("-inf"))
+    top = tl.max(each, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(each - top)
+    total = tl.sum(weight, 0)
+    at = part_o + (row * parts + part)[:, None] * V + e[None, :]
+    acc = tl.load(at, (part < parts)[:, None] & (e < V)[None, :], 0.0)
+    seen = total > 0
+    total = tl.where(seen, total, 1.0)
+    merged = tl.sum(acc * weight[:, None], 0) / total
+    tl.store(o + row * V + e, merged.to(o.dtype.element_ty), e < V)
+    tl.store(lse + row, tl.where(seen, (top + tl.log2(total)) * LN_2, float("-inf")))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the plain kernel cuts one call."""
+
+    queries: int  # rows of a tile, BM
+    keys: int  # BN
+    warps: int
+    stages: int
+    pack: int  # heads of a group that share a tile
+    parts: int  # programs among which the keys of a tile are split
+
+
+def tiling(
+    rows: int, keys: int, heads: int, group: int, batch: int, size: int, processors: int
+) -> Tiling:
+    """`rows` queries and `keys` keys a sequence (their mean when packed), `batch` sequences, head
+    size `size` padded to a power of two."""
+    if rows * group <= 64:
+        # few queries: what counts is that every byte of k and v is in flight once
+        tile = max(16, triton.next_power_of_2(rows * group))
+        block = 64 if size <= 128 else 32
+        programs = batch * heads // group
+        # three waves of programs, and at least four blocks of keys for each
+        parts = max(1, min(3 * processors // max(programs, 1), keys // (4 * block), 128))
+        return Tiling(tile, block, 4, 3 if size <= 128 else 2, group, parts)
+    if size <= 64:
+        return Tiling(128, 64, 4, 3, 1, 1)
+    if size <= 128:
+        return Tiling(128, 64, 8, 3, 1, 1)
+    return Tiling(128 if rows > 64 else 64, 32, 8, 2, 1, 1)
+
+
+def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"q is {str(q.dtype).removeprefix('torch.')}, supported are float16 and bfloat16"
+    for name, size in (("q", q.shape[-1]), ("v", v.shape[-1])):
+        if size > 256:
+            return f"head size of {name} is {size}, supported up to 256"
+    return None
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    sm_scale: float | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o = memory.empty((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+    lse = memory.empty(q.shape[:-1], torch.float32, q.device)
+    if lse.numel() == 0:
+        return o, lse
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    _plain(q, k, v, o, lse, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
+    return o, lse
+
+
+def _plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
+) -> None:
+    varlen = cu_seqlens_q is not None and cu_seqlens_k is not None
+    heads, key_heads = q.shape[-2 if varlen else 1], k.shape[-2 if varlen else 1]
+    n_q, n_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[2], k.shape[2])
+    batch = cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
+    share = max(batch, 1) if varlen else 1
+    size, v_size = q.shape[-1], v.shape[-1]
+    padded, v_padded = (max(16, triton.next_power_of_2(x)) for x in (size, v_size))
+    t = tiling(
+        triton.cdiv(n_q, share), triton.cdiv(n_k, share), heads, heads // key_heads,
+        batch, max(padded, v_padded), processors(q.device),
+    )  # fmt: skip
+    if varlen:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, t.queries, t.pack)
+        tiles, outer = listed.shape[0], 1
     else:
-        tiles = tl.num_programs(0)
-        found = (outer // heads, 0, n_q, 0, n_k, flat)
-    return found
+        listed, tiles, outer = None, triton.cdiv(n_q * t.pack, t.queries), batch
+    split = t.parts > 1
+    part_o = memory.empty((lse.numel(), t.parts, v_size), torch.float32, q.device) if split else o
+    part_lse = memory.empty((lse.numel(), t.parts), torch.float32, q.device) if split else lse
+    _forward_kernel[(t.parts * tiles * outer * (heads // t.pack),)](
+        q, k, v, o, lse, listed, abs(scale) * LOG2_E, min(window or 0, 2**30), tiles, n_q, n_k,
+        heads // t.pack, t.parts,
+        *strides(q), *strides(k), *strides(v), *strides(o), *row_strides(lse), part_o, part_lse,
+        D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=heads // key_heads, PACK=t.pack,
+        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, SPLIT=split, NEGATIVE=scale < 0,
+        BM=t.queries, BN=t.keys, STAGES=t.stages, num_warps=t.warps,
+    )  # fmt: skip
+    if split:
+        _merge_kernel[(lse.numel(),)](
+            part_o, part_lse, o, lse, t.parts,
+            V=v_size, V_PAD=v_padded, PARTS=triton.next_power_of_2(t.parts), num_warps=4,
+        )  # fmt: skip

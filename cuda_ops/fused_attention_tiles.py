@@ -5,7 +5,8 @@ a row sees.
 
 Sequences of equal length are [B, H, N, D]; packed ones are [T, H, D] with prefix sums on the
 device.  For the packed ones a small kernel lists the tiles, so that no length is read by the host:
-`T // tile + B` rows are enough for any prefix sums, and those left over say "no rows".
+`T // tile + B + 1` rows are enough for any prefix sums, and those left over say "no rows".  The
+tokens behind the last sequence are listed as a sequence that has nothing on the other side.
 
     row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile
 
@@ -22,7 +23,6 @@ import triton.language as tl
 from ..dispatch.common import memory
 
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
 
 
@@ -31,36 +31,45 @@ def _plan_kernel(
     lengths, other_lengths, plan, batch, rows, other_rows, listed,
     TILE: tl.constexpr, PACK: tl.constexpr, BATCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program b lists the tiles of sequence b, and program `batch` blanks the rest of the list."""
+    """Program b lists the tiles of sequence b; program `batch` those of what lies behind the last
+    sequence, and blanks the rest of the list."""
     sequence = tl.program_id(0)
     each = tl.arange(0, BATCH)
-    first = tl.minimum(tl.maximum(tl.load(lengths + each, each < batch, 0), 0), rows)
-    end = tl.minimum(tl.maximum(tl.load(lengths + each + 1, each < batch, 0), 0), rows)
-    tiles = (tl.maximum(end - first, 0) * PACK + TILE - 1) // TILE
+    first = tl.load(lengths + each, each <= batch, 0).to(tl.int32)
+    end = tl.load(lengths + each + 1, each < batch, rows).to(tl.int32)
+    first = tl.minimum(tl.maximum(first, 0), rows)
+    end = tl.maximum(tl.minimum(end, rows), first)
+    tiles = tl.where(each <= batch, ((end - first) * PACK + TILE - 1) // TILE, 0)
     base = tl.sum(tl.where(each < sequence, tiles, 0), 0)
+    begin = tl.sum(tl.where(each == sequence, first, 0), 0)
+    length = tl.sum(tl.where(each == sequence, end - first, 0), 0)
+    count = tl.sum(tl.where(each == sequence, tiles, 0), 0)
+    real = sequence < batch
+    other = tl.load(other_lengths + sequence, real, 0).to(tl.int32)
+    other_end = tl.load(other_lengths + sequence + 1, real, 0).to(tl.int32)
+    other = tl.minimum(tl.maximum(other, 0), other_rows)
+    other_end = tl.maximum(tl.minimum(other_end, other_rows), other)
     row = tl.arange(0, BLOCK)
+    none = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, count, BLOCK):
+        tile = at + row
+        # the last tiles of a causal sequence are the longest: they come first
+        out = plan + (base + count - 1 - tile).to(tl.int64) * 8
+        keep = tile < count
+        tl.store(out, none + begin, keep)
+        tl.store(out + 1, none + length, keep)
+        tl.store(out + 2, none + other, keep)
+        tl.store(out + 3, none + (other_end - other), keep)
+        tl.store(out + 4, tile, keep)
     if sequence == batch:
-        for at in range(base, listed, BLOCK):
+        for at in range(base + count, listed, BLOCK):
             out = plan + (at + row).to(tl.int64) * 8
-            tl.store(out + 1, tl.zeros([BLOCK], tl.int32), at + row < listed)
-            tl.store(out + 4, tl.full([BLOCK], -1, tl.int32), at + row < listed)
-    else:
-        begin = tl.sum(tl.where(each == sequence, first, 0), 0)
-        length = tl.maximum(tl.sum(tl.where(each == sequence, end, 0), 0) - begin, 0)
-        count = tl.sum(tl.where(each == sequence, tiles, 0), 0)
-        other = tl.minimum(tl.maximum(tl.load(other_lengths + sequence), 0), other_rows)
-        other_end = tl.minimum(tl.maximum(tl.load(other_lengths + sequence + 1), 0), other_rows)
-        none = tl.zeros([BLOCK], tl.int32)
-        for at in range(0, count, BLOCK):
-            tile = at + row
-            # the last tiles of a causal sequence are the longest: they come first
-            out = plan + (base + count - 1 - tile).to(tl.int64) * 8
-            keep = tile < count
-            tl.store(out, none + begin, keep)
-            tl.store(out + 1, none + length, keep)
-            tl.store(out + 2, none + other, keep)
-            tl.store(out + 3, none + tl.maximum(other_end - other, 0), keep)
-            tl.store(out + 4, tile, keep)
+            keep = at + row < listed
+            tl.store(out, none, keep)
+            tl.store(out + 1, none, keep)
+            tl.store(out + 2, none, keep)
+            tl.store(out + 3, none, keep)
+            tl.store(out + 4, none, keep)
 
 
 def plan(
@@ -73,34 +82,34 @@ def plan(
 ) -> torch.Tensor:
     """The list of tiles of `tile` rows [tiles, 8]; a row counts `pack` times (grouped heads)."""
     batch = lengths.shape[0] - 1
-    listed = rows * pack // tile + batch
+    listed = rows * pack // tile + batch + 1
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
-    if listed:
-        _plan_kernel[(batch + 1,)](
-            lengths, other_lengths, found, batch, rows, other_rows, listed,
-            TILE=tile, PACK=pack, BATCH=triton.next_power_of_2(max(batch, 1)), BLOCK=128,
-        )  # fmt: skip
+    _plan_kernel[(batch + 1,)](
+        lengths, other_lengths, found, batch, rows, other_rows, listed,
+        TILE=tile, PACK=pack, BATCH=triton.next_power_of_2(batch + 1), BLOCK=128,
+    )  # fmt: skip
     return found
 
 
 @triton.jit
-def locate(plan, tile, tiles, rows, other_rows, VARLEN: tl.constexpr):
-    """(batch, first row, rows, first other row, other rows, tile) of a flat tile number."""
+def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
+    """(batch, first row, rows, first other row, other rows, tile) of tile `tile` of batch `outer`."""
     if VARLEN:
         row = plan + tile.to(tl.int64) * 8
-        batch = 0
+        batch = outer * 0
         first = tl.load(row)
-        rows = tl.load(row + 1)
+        count = tl.load(row + 1)
         other = tl.load(row + 2)
-        other_rows = tl.load(row + 3)
-        tile = tl.load(row + 4)
+        other_count = tl.load(row + 3)
+        at = tl.load(row + 4)
     else:
-        batch = tile // tiles
-        first = 0
-        other = 0
-        # longest first, as in the list
-        tile = tiles - 1 - tile % tiles
-    return batch, first, rows, other, other_rows, tile
+        batch = outer
+        first = outer * 0
+        count = rows
+        other = outer * 0
+        other_count = other_rows
+        at = tiles - 1 - tile  # longest first, as in the list
+    return batch.to(tl.int64), first.to(tl.int64), count, other.to(tl.int64), other_count, at
 
 
 @triton.jit

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of fused attention, from its log-sum-exp.
+
+    delta = sum_v grad_o o - grad_lse     P = exp(S - lse)     dS = P (grad_o v^T - delta)
+    grad_q = sm_scale dS k     grad_k = sm_scale dS^T q     grad_v = P^T grad_o
+
+The plain path is deterministic: one kernel owns a tile of keys and walks over the queries (of all
+heads of the group) that see it, another owns a tile of queries and walks over its keys; no sum is
+shared.  On Hopper the common shapes go to fused_attention_hopper, unless deterministic sums are
+asked for there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..dispatch.common import memory
+from . import fused_attention
+from .fused_attention_tiles import (
+    keys_of,
+    locate,
+    plan,
+    queries_of,
+    row_strides,
+    strides,
+    visible,
+)
+
+
+@triton.jit(do_not_specialize=["rows", "middle", "inner"])
+def _statistics_kernel(
+    o, grad_o, lse, grad_lse, lse2, delta, rows, middle, inner,
+    o_0, o_1, o_2, g_0, g_1, g_2, l_0, l_1, l_2, gl_0, gl_1, gl_2, s_0, s_1, s_2,
+    V: tl.constexpr, V_PAD: tl.constexpr, GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """delta, and lse in base 2 with +inf for a row that saw nothing (so that its P is 0)."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = row < rows
+    a = row // (middle * inner)
+    b = row // inner % middle
+    c = row % inner
+    e = tl.arange(0, V_PAD)
+    both = keep[:, None] & (e < V)[None, :]
+    o_at = o + (a * o_0 + b * o_1 + c * o_2)[:, None] + e[None, :]
+    g_at = grad_o + (a * g_0 + b * g_1 + c * g_2)[:, None] + e[None, :]
+    product = tl.load(o_at, both, 0.0).to(tl.float32) * tl.load(g_at, both, 0.0).to(tl.float32)
+    total = tl.sum(product, 1)
+    if GRAD_LSE:
+        total -= tl.load(grad_lse + a * gl_0 + b * gl_1 + c * gl_2, keep, 0.0)
+    value = tl.load(lse + a * l_0 + b * l_1 + c * l_2, keep, 0.0)
+    value = tl.where(value == float("-inf"), float("inf"), value * 1.4426950408889634)
+    at = a * s_0 + b * s_1 + c * s_2
+    tl.store(lse2 + at, value, keep)
+    tl.store(delta + at, total, keep)
+
+
+@triton.jit
+def _over_queries(
+    grad_k, grad_v, k_tile, v_tile, q, grad_o, lse2, delta, q_row, g_row, low, high, rows, shift,
+    column, columns, scale_log2, window, D, V,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BM: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what queries [low, high) of one head give to the keys of a tile."""
+    d = tl.arange(0, D_PAD)
+    e = tl.arange(0, V_PAD)
+    m = tl.arange(0, BM)
+    for start in tl.range(low, high, BM, num_stages=STAGES):
+        query = start + m
+        q_at = q + tl.cast(start, tl.int64) * q_row + (m * q_row)[:, None] + d[None, :]
+        g_at = grad_o + tl.cast(start, tl.int64) * g_row + (m * g_row)[:, None] + e[None, :]
+        if MASKED:
+            q_tile = tl.load(q_at, (query < rows)[:, None] & (d < D)[None, :], 0.0)
+        elif D_PAD == D:
+            q_tile = tl.load(q_at)
+        else:
+            q_tile = tl.load(q_at, (d < D)[None, :], 0.0)
+        score = tl.dot(k_tile, tl.trans(q_tile))  # [BN, BM]
+        if MASKED:
+            row_lse = tl.load(lse2 + query, query < rows, float("inf"))
+        else:
+            row_lse = tl.load(lse2 + query)
+        p = tl.exp2(score * scale_log2 - row_lse[None, :])
+        if MASKED:
+            keep = visible(
+                (query + shift)[None, :], column[:, None], columns, window, CAUSAL, WINDOW
+            )
+            p = tl.where(keep, p, 0.0)
+            g_tile = tl.load(g_at, (query < rows)[:, None] & (e < V)[None, :], 0.0)
+            row_delta = tl.load(delta + query, query < rows, 0.0)
+        elif V_PAD == V:
+            g_tile = tl.load(g_at)
+            row_delta = tl.load(delta + query)
+        else:
+            g_tile = tl.load(g_at, (e < V)[None, :], 0.0)
+            row_delta = tl.load(delta + query)
+        grad_v = tl.dot(p.to(g_tile.dtype), g_tile, grad_v)
+        grad_p = tl.dot(v_tile, tl.trans(g_tile))
+        grad_s = p * (grad_p - row_delta[None, :])
+        grad_k = tl.dot(grad_s.to(q_tile.dtype), q_tile, grad_k)
+    return grad_k, grad_v
+
+
+@triton.jit(do_not_specialize=["tiles", "n_q", "n_k", "window", "scale", "padded_rows"])
+def _keys_kernel(
+    q, k, v, grad_o, lse2, delta, grad_k, grad_v, plan, scale, window, tiles, n_q, n_k, heads,
+    padded_rows, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    g_batch, g_head, g_row, gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
+    D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """grad_k and grad_v of a tile of BN keys of one key head (`heads` are key heads here)."""
+    program = tl.program_id(0)
+    outer = program // tiles
+    kv_head = outer % heads
+    batch, first_k, n_k, first_q, n_q, tile = locate(
+        plan, tiles - 1 - program % tiles, tiles, outer // heads, n_k, n_q, VARLEN
+    )
+    if tile * BN >= n_k:
+        return
+    column = tile * BN + tl.arange(0, BN)
+    keep = column < n_k
+    d = tl.arange(0, D_PAD)
+    e = tl.arange(0, V_PAD)
+    at = batch * k_batch + kv_head.to(tl.int64) * k_head + (first_k + column) * k_row
+    k_tile = tl.load(k + at[:, None] + d[None, :], keep[:, None] & (d < D)[None, :], 0.0)
+    at = batch * v_batch + kv_head.to(tl.int64) * v_head + (first_k + column) * v_row
+    v_tile = tl.load(v + at[:, None] + e[None, :], keep[:, None] & (e < V)[None, :], 0.0)
+
+    shift = n_k - n_q
+    last = tl.minimum(tile * BN + BN, n_k) - 1
+    low, high, full_low, full_high = queries_of(
+        tile * BN, last, n_q, shift, window, CAUSAL, WINDOW
+    )
+    low = low // BM * BM
+    high = tl.maximum(high, low)
+    if tile * BN + BN > n_k:
+        full_low = high  # the last tile is not whole: all of it is masked
+    full_low = tl.minimum(tl.maximum((full_low + BM - 1) // BM * BM, low), high)
+    full_high = tl.maximum(tl.minimum(full_high, high) // BM * BM, full_low)
+    scale_log2 = scale * 1.4426950408889634
+
+    acc_k = tl.zeros([BN, D_PAD], tl.float32)
+    acc_v = tl.zeros([BN, V_PAD], tl.float32)
+    for member in range(GROUP):
+        head = (kv_head * GROUP + member).to(tl.int64)
+        q_at = q + batch * q_batch + head * q_head + first_q * q_row
+        g_at = grad_o + batch * g_batch + head * g_head + first_q * g_row
+        stat = (batch * heads * GROUP + head) * padded_rows + first_q
+        acc_k, acc_v = _over_queries(
+            acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
+            low, full_low, n_q, shift, column, n_k, scale_log2, window, D, V,
+            True, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES,
+        )  # fmt: skip
+        acc_k, acc_v = _over_queries(
+            acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
+            full_low, full_high, n_q, shift, column, n_k, scale_log2, window, D, V,
+            False, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES,
+        )  # fmt: skip
+        acc_k, acc_v = _over_queries(
+            acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
+            full_high, high, n_q, shift, column, n_k, scale_log2, window, D, V,
+            True, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES,
+        )  # fmt: skip
+
+    at = batch * gk_batch + kv_head.to(tl.int64) * gk_head + (first_k + column) * gk_row
+    tl.store(
+        grad_k + at[:, None] + d[None, :],
+        (acc_k * scale).to(grad_k.dtype.element_ty), keep[:, None] & (d < D)[None, :],
+    )  # fmt: skip
+    at = batch * gv_batch + kv_head.to(tl.int64) * gv_head + (first_k + column) * gv_row
+    tl.store(
+        grad_v + at[:, None] + e[None, :],
+        acc_v.to(grad_v.dtype.element_ty), keep[:, None] & (e < V)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _over_keys(
+    grad_q, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, low, high, columns, position,
+    scale_log2, window, D, V,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BN: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what keys [low, high) give to the queries of a tile."""
+    d = tl.arange(0, D_PAD)
+    e = tl.arange(0, V_PAD)
+    n = tl.arange(0, BN)
+    for start in tl.range(low, high, BN, num_stages=STAGES):
+        column = start + n
+        k_at = k + tl.cast(start, tl.int64) * k_row + (n * k_row)[:, None] + d[None, :]
+        v_at = v + tl.cast(start, tl.int64) * v_row + (n * v_row)[:, None] + e[None, :]
+        if MASKED:
+            k_tile = tl.load(k_at, (column < columns)[:, None] & (d < D)[None, :], 0.0)
+            v_tile = tl.load(v_at, (column < columns)[:, None] & (e < V)[None, :], 0.0)
+        else:
+            if D_PAD == D:
+                k_tile = tl.load(k_at)
+            else:
+                k_tile = tl.load(k_at, (d < D)[None, :], 0.0)
+            if V_PAD == V:
+                v_tile = tl.load(v_at)
+            else:
+                v_tile = tl.load(v_at, (e < V)[None, :], 0.0)
+        score = tl.dot(q_tile, tl.trans(k_tile))
+        p = tl.exp2(score * scale_log2 - row_lse[:, None])
+        if MASKED:
+            keep = visible(position[:, None], column[None, :], columns, window, CAUSAL, WINDOW)
+            p = tl.where(keep, p, 0.0)
+        grad_p = tl.dot(g_tile, tl.trans(v_tile))
+        grad_s = p * (grad_p - row_delta[:, None])
+        grad_q = tl.dot(grad_s.to(k_tile.dtype), k_tile, grad_q)
+    return grad_q
+
+
+@triton.jit(do_not_specialize=["tiles", "n_q", "n_k", "window", "scale", "padded_rows"])
+def _queries_kernel(
+    q, k, v, grad_o, lse2, delta, grad_q, plan, scale, window, tiles, n_q, n_k, heads,
+    padded_rows, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    g_batch, g_head, g_row, gq_batch, gq_head, gq_row,
+    D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """grad_q of a tile of BM queries of one head."""
+    program = tl.program_id(0)
+    outer = program // tiles
+    head = (outer % heads).to(tl.int64)
+    batch, first_q, n_q, first_k, n_k, tile = locate(
+        plan, program % tiles, tiles, outer // heads, n_q, n_k, VARLEN
+    )
+    if tile * BM >= n_q:
+        return
+    query = tile * BM + tl.arange(0, BM)
+    keep = query < n_q
+    d = tl.arange(0, D_PAD)
+    e = tl.arange(0, V_PAD)
+    at = batch * q_batch + head * q_head + (first_q + query) * q_row
+    q_tile = tl.load(q + at[:, None] + d[None, :], keep[:, None] & (d < D)[None, :], 0.0)
+    at = batch * g_batch + head * g_head + (first_q + query) * g_row
+    g_tile = tl.load(grad_o + at[:, None] + e[None, :], keep[:, None] & (e < V)[None, :], 0.0)
+    stat = (batch * heads + head) * padded_rows + first_q + query
+    row_lse = tl.load(lse2 + stat, keep, float("inf"))
+    row_delta = tl.load(delta + stat, keep, 0.0)
+    k += batch * k_batch + head // GROUP * k_head + first_k * k_row
+    v += batch * v_batch + head // GROUP * v_head + first_k * v_row
+
+    shift = n_k - n_q
+    position = query + shift
+    last = tl.minimum(tile * BM + BM, n_q) - 1 + shift
+    low, high, full_low, full_high = keys_of(
+        tile * BM + shift, last, n_k, window, CAUSAL, WINDOW
+    )
+    low = low // BN * BN
+    high = tl.maximum(high, low)
+    full_low = tl.minimum(tl.maximum((full_low + BN - 1) // BN * BN, low), high)
+    full_high = tl.maximum(tl.minimum(full_high, high) // BN * BN, full_low)
+    scale_log2 = scale * 1.4426950408889634
+
+    acc = tl.zeros([BM, D_PAD], tl.float32)
+    if WINDOW:
+        acc = _over_keys(
+            acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, low, full_low, n_k,
+            position, scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+        )  # fmt: skip
+    acc = _over_keys(
+        acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, full_low, full_high, n_k,
+        position, scale_log2, window, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+    )  # fmt: skip
+    acc = _over_keys(
+        acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, full_high, high, n_k,
+        position, scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+    )  # fmt: skip
+    at = batch * gq_batch + head * gq_head + (first_q + query) * gq_row
+    tl.store(
+        grad_q + at[:, None] + d[None, :],
+        (acc * scale).to(grad_q.dtype.element_ty), keep[:, None] & (d < D)[None, :],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the plain kernels cut one call: (queries, keys) of a tile of each of the two."""
+
+    keys_kernel: tuple[int, int]
+    queries_kernel: tuple[int, int]
+    warps: int
+    stages: int
+
+
+def tiling(size: int) -> Tiling:
+    """`size` is the larger head size, padded to a power of two."""
+    if size <= 64:
+        return Tiling((64, 128), (128, 64), 8, 2)
+    if size <= 128:
+        return Tiling((32, 128), (128, 32), 8, 2)
+    return Tiling((32, 64), (64, 32), 8, 1)
+
+
+def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
+    return fused_attention.unsupported(q=q, v=v)
+
+
+def backward(
+    grad_o: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    sm_scale: float | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
+    deterministic: bool,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    varlen = cu_seqlens_q is not None
+    grads = tuple(memory.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
+    if lse.numel() == 0:
+        return grads[0], grads[1].zero_(), grads[2].zero_()
+    heads, key_heads = q.shape[-2 if varlen else 1], k.shape[-2 if varlen else 1]
+    n_q, n_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[2], k.shape[2])
+    batch = 1 if varlen else q.shape[0]
+    size, v_size = q.shape[-1], v.shape[-1]
+    padded, v_padded = (max(16, triton.next_power_of_2(x)) for x in (size, v_size))
+    scale = size**-0.5 if sm_scale is None else sm_scale
+    lse2, delta = statistics(grad_o, o, lse, grad_lse, varlen, n_q)
+    t = tiling(max(padded, v_padded))
+    options = {
+        "D": size, "V": v_size, "D_PAD": padded, "V_PAD": v_padded, "GROUP": heads // key_heads,
+        "CAUSAL": causal, "WINDOW": window is not None, "VARLEN": varlen, "STAGES": t.stages,
+        "num_warps": t.warps,
+    }  # fmt: skip
+    window = min(window or 0, 2**30)
+    shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
+
+    listed, tiles = None, triton.cdiv(n_k, t.keys_kernel[1])
+    if varlen:
+        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, t.keys_kernel[1])
+        tiles = listed.shape[0]
+    if n_k:
+        _keys_kernel[(tiles * batch * key_heads,)](
+            q, k, v, grad_o, lse2, delta, grads[1], grads[2], listed, scale, window, tiles,
+            n_q, n_k, key_heads, lse2.shape[-1], *shared, *strides(grads[1]), *strides(grads[2]),
+            BM=t.keys_kernel[0], BN=t.keys_kernel[1], **options,
+        )  # fmt: skip
+
+    listed, tiles = None, triton.cdiv(n_q, t.queries_kernel[0])
+    if varlen:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, t.queries_kernel[0])
+        tiles = listed.shape[0]
+    _queries_kernel[(tiles * batch * heads,)](
+        q, k, v, grad_o, lse2, delta, grads[0], listed, scale, window, tiles, n_q, n_k, heads,
+        lse2.shape[-1], *shared, *strides(grads[0]),
+        BM=t.queries_kernel[0], BN=t.queries_kernel[1], **options,
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
+
+
+def statistics(
+    grad_o: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    varlen: bool,
+    n_q: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lse in base 2, delta), float32 [B, H, N_q], or [1, H, T] of packed sequences."""
+    heads = lse.shape[1]
+    batch = 1 if varlen else lse.shape[0]
+    both = memory.empty((2, batch, heads, n_q), torch.float32, lse.device)
+    order = (0, 2, 1) if varlen else (0, 1, 2)  # rows in the order in which o lies in memory
+    sizes = [(batch, heads, n_q)[i] for i in order]
+    every = [
+        [found[i] for i in order]
+        for found in (
+            strides(o), strides(grad_o), row_strides(lse),
+            row_strides(lse if grad_lse is None else grad_lse), both.stride()[1:],
+        )
+    ]  # fmt: skip
+    v_padded = max(16, triton.next_power_of_2(o.shape[-1]))
+    block = max(1, 4096 // v_padded)
+    _statistics_kernel[(triton.cdiv(lse.numel(), block),)](
+        o, grad_o, lse, grad_lse, both[0], both[1], lse.numel(), sizes[1], sizes[2],
+        *(x for found in every for x in found),
+        V=o.shape[-1], V_PAD=v_padded, GRAD_LSE=grad_lse is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return both[0], both[1]
