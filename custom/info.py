@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -30,10 +31,10 @@ PACKAGES = (
 )
 
 
-def _or_error(find: Callable[[], str]) -> str:
+def _or_error(find: Callable[..., str | None], *arguments: Any) -> str:
     """The answer, or what went wrong: a report must not stop at the first broken part."""
     try:
-        return find()
+        return find(*arguments) or "-"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
@@ -74,7 +75,7 @@ def report() -> Iterator[str]:
     yield f"npu-custom-ops {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield ""
     for name in PACKAGES:
-        yield f"  {name:<15}{_or_error(lambda name=name: backends.installed(name) or '-')}"
+        yield f"  {name:<15}{_or_error(backends.installed, name)}"
     yield f"  {'cuda devices':<15}{_or_error(_cuda)}"
     yield f"  {'npu devices':<15}{_or_error(_npu)}"
     both = backends.both_tritons()
@@ -82,7 +83,7 @@ def report() -> Iterator[str]:
         yield f"  WARNING: {both}"
     yield ""
     for variable in VARIABLES:
-        yield f"  {variable.name}={_or_error(variable.read) or repr('')}   {variable.sentence}"
+        yield f"  {variable.name}={_or_error(variable.read)}   {variable.sentence}"
     yield ""
     width = max(len(spec.name) for spec in SPECS)
     yield f"  {'op':<{width}}  {'cpu':<8}{'cuda':<8}{'npu':<8}"
@@ -90,7 +91,7 @@ def report() -> Iterator[str]:
     for spec in SPECS:
         cells = []
         for backend in backends.BACKENDS:
-            answer = _or_error(lambda spec=spec, backend=backend: _runs(spec, backend))
+            answer = _or_error(_runs, spec, backend)
             short = (
                 "yes"
                 if answer == "yes"

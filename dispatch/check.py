@@ -85,9 +85,9 @@ class Checker:
         for name, tensor in given[1:]:
             first, other = getattr(given[0][1], what), getattr(tensor, what)
             if first != other:
+                source = f"(from `{given[0][0]}`)"
                 self.fail(
-                    f"`{name}` has {what} {other}, expected {first} (from `{given[0][0]}`). {remedy}",
-                    error,
+                    f"`{name}` has {what} {other}, expected {first} {source}. {remedy}", error
                 )
 
     def contiguous(self, **tensors: Tensor | None) -> None:
@@ -102,12 +102,13 @@ class Checker:
     def dense_rows(self, **tensors: Tensor | None) -> None:
         """Any strides will do, but the last dimension lies in one piece."""
         for name, tensor in tensors.items():
-            if tensor is not None and tensor.ndim and tensor.shape[-1] > 1:
-                if tensor.stride(-1) != 1:
-                    self.fail(
-                        f"`{name}` has stride {tensor.stride(-1)} in its last dimension, expected "
-                        f"1. Pass {name}.contiguous()."
-                    )
+            if tensor is None or tensor.ndim == 0 or tensor.shape[-1] <= 1:
+                continue
+            if tensor.stride(-1) != 1:
+                self.fail(
+                    f"`{name}` has stride {tensor.stride(-1)} in its last dimension, expected 1. "
+                    f"Pass {name}.contiguous()."
+                )
 
     def one_of(self, name: str, value: Any, *wanted: Any) -> None:
         if value not in wanted:

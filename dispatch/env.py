@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The environment variables, each once: name, default, allowed values, sentence.  Read at import."""
+"""The environment variables, each once: name, default, allowed values, sentence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The errors of our own.  Bad shapes and values raise ValueError, bad dtypes and types TypeError."""
+"""Our own errors.  Bad shapes and values raise ValueError, bad dtypes and types TypeError."""
 
 from __future__ import annotations
 

@@ -36,11 +36,13 @@ def overload(spec: Spec) -> torch._ops.OpOverload:
 def _refuse_duplicate(spec: Spec) -> None:
     qualified = f"{NAMESPACE}::{spec.name}"
     if qualified in torch._C._dispatch_get_all_op_names():
-        owner = torch._C._dispatch_dump(qualified)
-        where = next((x for x in owner.splitlines() if x.startswith("debug")), "debug: unknown")
+        dump = torch._C._dispatch_dump(qualified).splitlines()
+        owner = next(
+            (x.partition(":")[2] for x in dump if x.startswith("debug")), "unknown"
+        ).strip()
         raise RuntimeError(
-            f"{qualified} is already defined by another package ({where.partition(':')[2].strip()}). "
-            "Import only one of the two packages in a process, or import this one in another process."
+            f"{qualified} is already defined by another package ({owner}). Import only one of the "
+            "two packages in a process, or import this one in another process."
         )
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row
         )
     copies = 1 if device.type == "cpu" else max(1, min(16, int(_ROTATED_BYTES / case.bytes)))
     inputs = [case.make(device, seed) for seed in range(copies)]
-    ours = measure([lambda a=a: case.call(a) for a in inputs], device)
+    ours = measure([partial(case.call, a) for a in inputs], device)
     peers: dict[str, float] = {}
     for name, prepare in case.peers.items():
         calls = [prepare(arguments) for arguments in inputs]
@@ -96,7 +97,7 @@ def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row
             peers[name] = measure(present, device).median
     if device.type != "cpu" and case.flops < _REFERENCE_FLOPS:
         with _by_reference():
-            peers["reference"] = wall_clock([lambda: case.call(inputs[0])], device).median
+            peers["reference"] = wall_clock([partial(case.call, inputs[0])], device).median
     floor = max(case.bytes / bandwidth, case.flops / flops) * 1e6
     return Row(
         op=case.op,

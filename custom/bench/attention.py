@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -32,18 +34,16 @@ def _sdpa(backend: SDPBackend, backward: bool) -> Callable[[Arguments], Callable
         q, k, v = (arguments[name] for name in "qkv")
         if q.device.type != "cuda" or q.shape[1] != k.shape[1]:
             return None
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=arguments["causal"])
+
         if not backward:
-
-            def forward() -> Any:
-                with sdpa_kernel(backend):
-                    return scaled_dot_product_attention(q, k, v, is_causal=arguments["causal"])
-
-            return forward
+            return partial(forward, q, k, v)
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(*leaves, is_causal=arguments["causal"])
-        grad = arguments["grad_o"]
-        return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        out = forward(*leaves)
+        return partial(torch.autograd.grad, out, leaves, arguments["grad_o"], retain_graph=True)
 
     return prepare
 

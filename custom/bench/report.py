@@ -90,7 +90,7 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
         axes.bar([x + i * width for x in range(len(rows))], heights, width, label=name)
     for x, row in enumerate(rows):
         left, right = x - width / 2, x + (len(names) - 0.5) * width
-        label = "floor" if x == 0 else None
+        label = "floor" if x == 0 else "_nolegend_"
         axes.hlines(row.floor_us, left, right, colors="black", linestyles="dashed", label=label)
     axes.set_yscale("log")
     axes.set_ylabel("microseconds")
