@@ -34,9 +34,13 @@ def measure(calls: Sequence[Call], device: torch.device, seconds: float = 0.5) -
     return _cuda(calls, seconds) if device.type == "cuda" else wall_clock(calls, device, seconds)
 
 
+def _nothing() -> None:
+    return None
+
+
 def wall_clock(calls: Sequence[Call], device: torch.device, seconds: float = 0.2) -> Times:
     """Time eager calls, each waited for: for the CPU, and for what no graph can hold."""
-    wait = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda: None
+    wait = torch.accelerator.synchronize if device.type != "cpu" else _nothing
     for call in calls:
         call()
     wait()
