@@ -118,8 +118,7 @@ def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
 
     q, k, v, g, beta = (arguments[n][None] for n in ("query", "key", "value", "g", "beta"))
     state = arguments["initial_state"].transpose(-1, -2).contiguous()
-    repeat = lambda x: x.repeat_interleave(NV // N, dim=2)  # noqa: E731
-    q, k = repeat(q), repeat(k)
+    q, k = (each.repeat_interleave(NV // N, dim=2) for each in (q, k))
     return lambda: chunk_gated_delta_rule(
         q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True
     )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,8 @@ class Times:
 
 
 def _quantiles(samples: Sequence[float]) -> Times:
-    ordered = sorted(samples)
-    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
-    return Times(at(0.5), at(0.2), at(0.8))
+    tenths = statistics.quantiles(samples, n=10)
+    return Times(statistics.median(samples), tenths[1], tenths[7])
 
 
 def measure(calls: Sequence[Call], device: torch.device, seconds: float = 0.5) -> Times:
