@@ -9,6 +9,9 @@ graph replays with others.  Keys lie as BSND, as TND, or in pages that a block t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,19 +109,27 @@ def place(
     return outer, inner, ok
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What follows from shapes: `arguments` and `constants` by the names that kernels use."""
+
+    rows: int
+    reach: int
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+
+
 def plan(
     query: Tensor,
     key: Tensor,
-    *,
     act_q: Tensor | None,
     act_k: Tensor | None,
     table: Tensor | None,
     layout_q: str,
     layout_k: str,
-    sparse_mode: int,
-) -> dict[str, object]:
-    """The arguments of `locate` and `place` that follow from shapes, by the names kernels use.
-    `rows` is the number of query rows, `reach` the most keys that one request can have."""
+    sparse_mode: int | None,
+) -> Plan:
+    """`reach` is the most keys that one request can have."""
     q_tnd = layout_q == "TND"
     if q_tnd:
         assert act_q is not None
@@ -133,17 +144,17 @@ def plan(
         reach = table.shape[1] * page
     else:
         reach = key.shape[0] if layout_k == "TND" else key.shape[1]
-    tnd = layout_k == "TND"
-    return {
+    arguments = {
         "act_q": query if act_q is None else act_q,
         "act_k": key if act_k is None else act_k,
         "table": key if table is None else table,
-        "table_stride": 0 if table is None else table.stride(0),
         "tokens": tokens,
         "requests": requests,
-        "rows": rows,
         "reach": reach,
+        "table_stride": 0 if table is None else table.stride(0),
         "pages": pages,
+    }
+    constants = {
         "PAGE": page,
         "Q_TND": q_tnd,
         "KEYS": LAYOUTS[layout_k],
@@ -151,8 +162,8 @@ def plan(
         "HAS_Q": act_q is not None,
         "HAS_K": act_k is not None,
         "REQUESTS": triton.next_power_of_2(requests) if q_tnd else 1,
-        "tnd": tnd,
     }
+    return Plan(rows, reach, arguments, constants)
 
 
 def strides(key: Tensor, layout_k: str) -> tuple[int, int]:

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Latent attention over the keys that an index names, one key head shared by all query heads.
+
+    s[h, j] = scale * (q[h] . key[p_j] + q_rope[h] . key_rope[p_j])     p_j = j-th selected position
+    out[h]  = sum_j exp(s[h, j] - m[h]) value[p_j] / (l[h] + exp(sink[h] - m[h]))
+
+m is the largest score of a head and l the sum of its exponentials; they are the softmax_max and
+softmax_sum outputs, sinks left out.  A position that is negative, not among the keys that the row
+sees, or on a page that the table does not name is absent: nothing is read for it.  A row without
+any key gives zeros, m = -inf and l = 0.
+
+query [B, S, N, R (+ D)], query_rope [B, S, N, D]; key [.., 1, R (+ D)], key_rope [.., 1, D];
+sparse_indices [B, S, 1, K].  Few rows: the selection is split over programs whose parts a second
+kernel merges in a fixed order.  Many rows on a Hopper GPU: sparse_flash_attention_hopper.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..dispatch.common import memory
+from . import rows
+
+LOG2E = 1.4426950408889634
+LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def selected(
+    entry, end, index_row, seen, request, start, table, table_stride, pages,
+    SPAN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """(outer, inner, ok) of selected entries; an index names SPAN consecutive positions."""
+    index = tl.load(index_row + entry // SPAN, mask=entry < end, other=-1)
+    ok = (index >= 0) & (index < (seen + SPAN - 1) // SPAN)
+    pos = tl.where(ok, index, 0).to(tl.int32) * SPAN + entry % SPAN
+    ok = ok & (pos < seen)
+    return rows.place(pos, ok, request, start, table, table_stride, pages, PAGE, KEYS)
+
+
+@triton.jit
+def _load(base, outer, inner, ok, d, o_stride, i_stride, D: tl.constexpr, D_TILE: tl.constexpr):
+    """[keys, D_TILE] of a key tensor, from column d[0] on; D is where its columns end."""
+    at = base + (outer * o_stride + inner * i_stride)[:, None] + d[None, :]
+    if D == D_TILE:
+        tile = tl.load(at, mask=ok[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "per_split"])
+def _attend(
+    q, q_rope, key, key_rope, value, indices, act_q, act_k, table, sinks,
+    out, part, part_max, part_sum, softmax_max, softmax_sum,
+    scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split,
+    q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
+    index_stride, stat_row, stat_head,
+    HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
+    PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
+    SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr, HEAD_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr, HALVES: tl.constexpr, R_TILE: tl.constexpr, D_TILE: tl.constexpr,
+    STAGES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
+    program = tl.program_id(0)
+    split = program // HEAD_TILES % SPLITS
+    row = (program // (HEAD_TILES * SPLITS)).to(tl.int64)
+    request, start, seen = rows.locate(
+        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
+    )
+    head = program % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    real = head < HEADS
+    d = tl.arange(0, R_TILE // HALVES)
+    r = tl.arange(0, D_TILE)
+    at = q + row * q_row + (head * q_head)[:, None] + d[None, :]
+    q_tile = tl.load(at, mask=real[:, None] & (d < R)[None, :], other=0.0)
+    if HALVES == 2:
+        q_tile2 = tl.load(at + R_TILE // 2, mask=real[:, None] & (d + R_TILE // 2 < R)[None, :], other=0.0)
+    if D > 0:
+        at = q_rope + row * qr_row + (head * qr_head)[:, None] + r[None, :]
+        qr_tile = tl.load(at, mask=real[:, None] & (r < D)[None, :], other=0.0)
+    row_max = tl.full([HEAD_TILE], LOWEST, tl.float32)
+    row_sum = tl.zeros([HEAD_TILE], tl.float32)
+    acc = tl.zeros([HEAD_TILE, R_TILE // HALVES], tl.float32)
+    if HALVES == 2:
+        acc2 = tl.zeros([HEAD_TILE, R_TILE // 2], tl.float32)
+    index_row = indices + row * index_stride
+    lo = split * per_split
+    hi = tl.where(seen > 0, tl.minimum(lo + per_split, entries), lo)
+    for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
+        outer, inner, ok = selected(
+            n + tl.arange(0, KEY_TILE), hi, index_row, seen, request, start, table, table_stride,
+            pages, SPAN, PAGE, KEYS,
+        )  # fmt: skip
+        half = d + R_TILE // 2
+        k_tile = _load(key, outer, inner, ok, d, key_o, key_i, R, R_TILE)
+        if HALVES == 2:
+            k_tile2 = _load(key, outer, inner, ok, half, key_o, key_i, R, R_TILE)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        if HALVES == 2:
+            s = tl.dot(q_tile2, k_tile2.T, s, input_precision="ieee")
+        if D > 0:
+            kr_tile = _load(key_rope, outer, inner, ok, r, rope_o, rope_i, D, D_TILE)
+            s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
+        s = tl.where(ok[None, :], s * scale_log2, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        alpha = tl.exp2(row_max - new_max)
+        p = tl.exp2(s - new_max[:, None])
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        row_max = new_max
+        p = p.to(k_tile.dtype)
+        if not SHARED:
+            k_tile = _load(value, outer, inner, ok, d, value_o, value_i, R, R_TILE)
+            if HALVES == 2:
+                k_tile2 = _load(value, outer, inner, ok, half, value_o, value_i, R, R_TILE)
+        acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
+        if HALVES == 2:
+            acc2 = tl.dot(p, k_tile2, acc2 * alpha[:, None], input_precision="ieee")
+    if CHAINED:
+        gdc_launch_dependents()
+    if SPLITS == 1:
+        total = row_sum
+        if HAS_SINK:
+            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * 1.4426950408889634 - row_max)
+        inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, total, 1.0), 0.0)
+        to = out + (row * HEADS + head)[:, None] * R + d[None, :]
+        if STATS:
+            stat = row * stat_row + head * stat_head
+            top = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
+            tl.store(softmax_max + stat, top, mask=real)
+            tl.store(softmax_sum + stat, row_sum, mask=real)
+    else:
+        inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
+        piece = (row * SPLITS + split) * HEADS + head
+        to = part + piece[:, None] * R + d[None, :]
+        tl.store(part_max + piece, row_max, mask=real)
+        tl.store(part_sum + piece, row_sum, mask=real)
+    o = (acc * inverse[:, None]).to(to.dtype.element_ty)
+    tl.store(to, o, mask=real[:, None] & (d < R)[None, :])
+    if HALVES == 2:
+        o = (acc2 * inverse[:, None]).to(to.dtype.element_ty)
+        tl.store(to + R_TILE // 2, o, mask=real[:, None] & (d + R_TILE // 2 < R)[None, :])
+
+
+@triton.jit
+def merge(
+    part, part_max, part_sum, sinks, out, softmax_max, softmax_sum, stat_row, stat_head,
+    HEADS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_SINK: tl.constexpr, STATS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """out of one row and head, WIDTH columns, from its SPLITS parts, always in the same order."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // HEADS
+    head = program % HEADS
+    split = tl.arange(0, SPLITS)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    piece = (row * SPLITS + split) * HEADS + head
+    if CHAINED:
+        gdc_wait()
+    top = tl.load(part_max + piece)
+    weight = tl.load(part_sum + piece)
+    o = tl.load(part + piece[:, None] * R + d[None, :], mask=(d < R)[None, :], other=0.0)
+    row_max = tl.max(top, 0)
+    weight = weight * tl.exp2(top - row_max)
+    row_sum = tl.sum(weight, 0)
+    total = row_sum
+    if HAS_SINK:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - row_max)
+    o = tl.sum(o.to(tl.float32) * weight[:, None], 0)
+    o = tl.where(row_sum > 0, o / tl.where(row_sum > 0, total, 1.0), 0.0)
+    tl.store(out + program * R + d, o.to(out.dtype.element_ty), mask=d < R)
+    if STATS:
+        stat = row * stat_row + head * stat_head
+        first = tl.program_id(1) == 0
+        row_max = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
+        tl.store(softmax_max + stat, row_max, mask=first)
+        tl.store(softmax_sum + stat, row_sum, mask=first)
+
+
+def tiles(count: int, heads: int, entries: int, rank: int, itemsize: int) -> dict[str, int]:
+    """Tile sizes for `count` query rows.  Measured on one H200, 2026-11, bf16, R = 512, K = 2048:
+    128 heads, 1 row: 16 heads x 128 keys in 16 splits; 32 rows: 64 x 64 in 2; more: 64 x 64 whole.
+    16 heads, 1 row: 16 x 32 in 64 splits; 32 rows: 16 x 64 in 8; 128 rows: 16 x 64 in 2."""
+    if itemsize > 2 or rank > 512:  # float32 runs in the interpreter only
+        tier = {"heads": 16, "keys": 16, "splits": 2, "warps": 4, "stages": 1, "halves": 1}
+    elif heads >= 64 and count <= 8:
+        tier = {"heads": 16, "keys": 128, "splits": 16, "warps": 8, "stages": 1, "halves": 2}
+    elif heads >= 64:
+        splits = 1 if count >= 66 else 2
+        tier = {"heads": 64, "keys": 64, "splits": splits, "warps": 8, "stages": 2, "halves": 1}
+    elif count <= 4:
+        tier = {"heads": 16, "keys": 32, "splits": 64, "warps": 4, "stages": 2, "halves": 1}
+    elif count <= 64:
+        tier = {"heads": 16, "keys": 64, "splits": 8, "warps": 4, "stages": 2, "halves": 1}
+    else:
+        splits = 2 if count <= 256 else 1
+        tier = {"heads": 16, "keys": 64, "splits": splits, "warps": 4, "stages": 3, "halves": 1}
+    if rank % 32:
+        tier["halves"] = 1
+    while tier["splits"] > 1 and tier["splits"] * tier["keys"] > max(entries, 1):
+        tier["splits"] //= 2
+    return tier
+
+
+def parts(
+    query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, key_rope: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(query, key, value, query_rope, key_rope) as views, also where nope and rope are joined."""
+    rank = key.shape[-1] if value is None else value.shape[-1]
+    if query_rope is None and value is None:
+        rank = 512
+    if query_rope is None and query.shape[-1] > rank:
+        query, query_rope = query[..., :rank], query[..., rank:]
+        joined = key
+        key, key_rope = joined[..., :rank], joined[..., rank:]
+    return query, key, key if value is None else value, query_rope, key_rope
+
+
+def unsupported(**arguments: object) -> str | None:
+    query, key = arguments["query"], arguments["key"]
+    value, layout = arguments["value"], arguments["layout_kv"]
+    assert isinstance(query, Tensor) and isinstance(key, Tensor)
+    if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
+        return f"query is {query.dtype}, supported float16 and bfloat16"
+    if key.shape[1 if layout == "TND" else 2] != 1:
+        return "more than one key head, supported one"
+    rank = value.shape[-1] if isinstance(value, Tensor) else min(key.shape[-1], 512)
+    return f"value head_dim={rank}, supported up to 512" if rank > 512 else None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = 2**63 - 1,
+    next_tokens: int = 2**63 - 1,
+    attention_mode: int = 2,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    device = query.device
+    query, key, value, query_rope, key_rope = parts(query, key, value, query_rope, key_rope)
+    heads, rank = query.shape[-2], query.shape[-1]
+    out = memory.empty(query.shape, query.dtype, device)
+    plan = rows.plan(
+        query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table, layout_query,
+        layout_kv, sparse_mode,
+    )  # fmt: skip
+    shape: tuple[int, ...] = (0,)
+    stat_row = stat_head = 0
+    if return_softmax_lse:  # [B, 1, S, N] and [1, T, N]: both lie as [rows, N]
+        shape = (1, plan.rows, heads)
+        if layout_query == "BSND":
+            shape = (query.shape[0], 1, query.shape[1], heads)
+        stat_row, stat_head = heads, 1
+    softmax_max = memory.empty(shape, torch.float32, device)
+    softmax_sum = memory.empty(shape, torch.float32, device)
+    if out.numel() == 0:
+        return out, softmax_max, softmax_sum
+    q = query.reshape(plan.rows, heads, rank)
+    qr = q if query_rope is None else query_rope.reshape(plan.rows, heads, -1)
+    kr = key if key_rope is None else key_rope
+    index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
+    entries = index.shape[1] * sparse_block_size
+    tier = tiles(plan.rows, heads, entries, rank, q.element_size())
+    splits, key_tile = tier["splits"], tier["keys"]
+    per_split = triton.cdiv(triton.cdiv(entries, splits), key_tile) * key_tile
+    part = part_max = part_sum = softmax_max
+    if splits > 1:
+        part = memory.empty((plan.rows * splits * heads, rank), torch.float32, device)
+        part_max = memory.empty((plan.rows * splits * heads,), torch.float32, device)
+        part_sum = memory.empty((plan.rows * splits * heads,), torch.float32, device)
+    # programmatic dependent launch: the merge starts while the last parts are being stored
+    chained = splits > 1 and not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
+    shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
+    rope = 0 if query_rope is None else query_rope.shape[-1]
+    sink = softmax_max if sinks is None else sinks
+    common = {
+        "HEADS": heads, "R": rank, "SPLITS": splits, "HAS_SINK": sinks is not None,
+        "STATS": return_softmax_lse, "CHAINED": chained,
+    }  # fmt: skip
+    _attend[(plan.rows * splits * triton.cdiv(heads, tier["heads"]),)](
+        q, qr, key, kr, value, index, sinks=sink, out=out, part=part, part_max=part_max,
+        part_sum=part_sum, softmax_max=softmax_max, softmax_sum=softmax_sum,
+        scale_log2=scale_value * LOG2E, entries=entries, per_split=per_split,
+        q_row=q.stride(0), q_head=q.stride(1), qr_row=qr.stride(0), qr_head=qr.stride(1),
+        **_key_strides(key, kr, value, layout_kv), index_stride=index.stride(0),
+        stat_row=stat_row, stat_head=stat_head, **plan.arguments, **plan.constants, **common,
+        D=rope, SPAN=sparse_block_size, SHARED=shared, HEAD_TILE=tier["heads"], KEY_TILE=key_tile,
+        HALVES=tier["halves"], R_TILE=max(16 * tier["halves"], triton.next_power_of_2(rank)),
+        D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier["stages"],
+        num_warps=tier["warps"],
+    )  # fmt: skip
+    if splits > 1:
+        width = min(128, triton.next_power_of_2(rank))
+        merge[(plan.rows * heads, triton.cdiv(rank, width))](
+            part, part_max, part_sum, sink, out, softmax_max, softmax_sum, stat_row, stat_head,
+            **common, WIDTH=width, num_warps=4, **({"launch_pdl": True} if chained else {}),
+        )  # fmt: skip
+    return out, softmax_max, softmax_sum
+
+
+def _key_strides(key: Tensor, kr: Tensor, value: Tensor, layout: str) -> dict[str, int]:
+    names = ("key_o", "key_i", "rope_o", "rope_i", "value_o", "value_i")
+    found = [s for each in (key, kr, value) for s in rows.strides(each, layout)]
+    return dict(zip(names, found, strict=True))
