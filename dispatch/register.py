@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from . import backends
+from . import autograd, backends
 from .specs import SPECS, Spec
 
 NAMESPACE = "custom"
@@ -64,38 +65,15 @@ def _fake(spec: Spec) -> Callable[..., Any]:
     return fake
 
 
-def _inference_guard(spec: Spec) -> Callable[..., Any]:
-    def guard(*args: Any, **kwargs: Any) -> Any:
-        op = overload(spec)
-        if torch.is_grad_enabled():
-            for name, value in bind(op._schema, args, kwargs).items():
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    raise RuntimeError(
-                        f"{spec.name}: `{name}` requires grad, and this op has no backward. "
-                        "Call it under torch.no_grad() (or torch.inference_mode())."
-                    )
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
-
-    return guard
-
-
 def _register(spec: Spec) -> None:
     _refuse_duplicate(spec)
     _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
     for backend in backends.BACKENDS:
         _library.impl(spec.name, _kernel(spec, backend.key), backend.key)
-    qualified = f"{NAMESPACE}::{spec.name}"
-    torch.library.register_fake(qualified, _fake(spec), lib=_library)
-    if spec.differentiable:
-        torch.library.register_autograd(
-            qualified,
-            lambda ctx, *grads: spec.backward(ctx, *grads),
-            setup_context=lambda ctx, inputs, output: spec.setup_context(ctx, inputs, output),
-            lib=_library,
-        )
-    else:
-        _library.impl(spec.name, _inference_guard(spec), "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{spec.name}", _fake(spec), lib=_library)
+    at_autograd = autograd.differentiable if spec.differentiable else autograd.refusing
+    op = overload(spec)
+    _library.impl(spec.name, at_autograd(spec, op, partial(bind, op._schema)), "Autograd")
 
 
 def register_all() -> None:

@@ -98,11 +98,6 @@ def fake(q: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, causal, sm_scale, cu_seqlens_q, cu_seqlens_k, window, deterministic = inputs
-    if v.dtype in FLOAT8:
-        raise NotSupported(
-            f"npu_fused_attention: `v` is {str(v.dtype).removeprefix('torch.')}, and the backward "
-            "needs it in the dtype of `q`. Call under torch.no_grad(), or convert `v`."
-        )
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
     ctx.options = causal, sm_scale, window, deterministic
     ctx.set_materialize_grads(False)
@@ -111,6 +106,11 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     causal, sm_scale, window, deterministic = ctx.options
+    if v.dtype in FLOAT8:
+        raise NotSupported(
+            f"npu_fused_attention: `v` is {str(v.dtype).removeprefix('torch.')}, and the backward "
+            "needs it in the dtype of `q`. Convert `v` first."
+        )
     if grad_o is None and grad_lse is None:
         return (None,) * 9
     if grad_o is None:
