@@ -26,6 +26,7 @@ from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
 from .dispatch.env import config  # noqa: E402
 from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
 from .dispatch.register import register_all as _register_all  # noqa: E402
+from .graph_mode import warmup  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     compute_index_loss_sparse,
     npu_sparse_lightning_indexer_grad_kl_loss,
@@ -61,6 +62,7 @@ __all__ = [
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
     "to_nz",
+    "warmup",
 ]
 
 _register_all()

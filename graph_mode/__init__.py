@@ -1,3 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Adapters for graph mode: CUDA graphs, torchair (Ascend) and ONNX."""
+"""Adapters for graph mode: CUDA graphs, torchair (Ascend) and ONNX.
+
+torch.compile and torch.export need none: the specs carry schema and fake.
+"""
+
+from .capture import Captured, capture, warmup
+
+__all__ = ["Captured", "capture", "warmup"]

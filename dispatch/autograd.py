@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What each op does at the Autograd key: differentiate, or refuse.
+
+`torch.library.register_autograd` takes neither keyword-only tensors (torch_npu's schemas have them)
+nor ops that write their arguments, so both kernels are our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .specs import Spec
+
+Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def differentiable(spec: Spec, op: torch._ops.OpOverload, bind: Bind) -> Callable[..., Any]:
+    """Runs the op and, where an argument requires grad, records it with the spec's own formula.
+    `setup_context` and `backward` see all arguments in the schema's order."""
+    positional = sum(not argument.kwarg_only for argument in op._schema.arguments)
+    keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
+
+    def forward(ctx: Any, *values: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            given = dict(zip(keywords, values[positional:], strict=True))
+            out = op(*values[:positional], **given)
+        spec.setup_context(ctx, values, out)
+        return out
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return spec.backward(ctx, *grads)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    recorded: Any = type(spec.name, (torch.autograd.Function,), members)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        values = tuple(bind(args, kwargs).values())
+        if torch.is_grad_enabled() and any(map(_wants_gradient, values)):
+            return recorded.apply(*values)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def refusing(spec: Spec, op: torch._ops.OpOverload, bind: Bind) -> Callable[..., Any]:
+    """Runs an op that has no backward; refuses arguments that want one while grad mode is on."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for name, value in bind(args, kwargs).items():
+                if _wants_gradient(value):
+                    raise RuntimeError(
+                        f"{spec.name}: `{name}` requires grad, and this op has no backward. "
+                        "Call it under torch.no_grad() (or torch.inference_mode())."
+                    )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **kwargs)
+
+    return kernel

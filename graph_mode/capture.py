@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Capture a function into a CUDA graph (or an NPU graph), safely; compile and tune ahead.
+
+torch.compile and torch.export need nothing from here: the specs carry schema and fake.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..dispatch.errors import NotSupported
+from ..dispatch.register import NAMESPACE
+from ..dispatch.specs import BY_NAME
+
+
+class _KeepWritten(TorchDispatchMode):
+    """Keeps a copy of each of `tensors` before it is first written."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        TorchDispatchMode.__init__(self)
+        self._ours = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+        self._kept: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            self._before(argument, value)
+        for argument in func._schema.arguments[len(args) :]:
+            self._before(argument, kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _before(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            return
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor):
+                pointer = tensor.untyped_storage().data_ptr()
+                if pointer in self._ours and pointer not in self._kept:
+                    self._kept[pointer] = self._ours[pointer].clone()
+
+    def restore(self) -> None:
+        for pointer, kept in self._kept.items():
+            self._ours[pointer].copy_(kept)
+
+
+class Captured:
+    """A captured function.  Call it with new tensors of the same shapes (they are copied into the
+    buffers that were captured) or with the captured tensors themselves, changed in place.  The
+    outputs are buffers too: the next call overwrites them."""
+
+    def __init__(self, graph: Any, inputs: Sequence[Any], outputs: Any) -> None:
+        self._graph, self._inputs, self.outputs = graph, inputs, outputs
+
+    def __call__(self, *args: Any) -> Any:
+        if len(args) != len(self._inputs):
+            raise ValueError(
+                f"capture: {len(args)} arguments came, expected the {len(self._inputs)} captured."
+            )
+        for number, (buffer, value) in enumerate(zip(self._inputs, args, strict=True)):
+            if buffer is value:
+                continue
+            if not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
+                if buffer != value:
+                    raise ValueError(
+                        f"capture: argument {number} is {value!r}, expected {buffer!r} as captured. "
+                        "Only tensors may change. Capture again for another value."
+                    )
+            elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                raise ValueError(
+                    f"capture: argument {number} has shape {list(value.shape)} and {value.dtype}, "
+                    f"expected {list(buffer.shape)} and {buffer.dtype} as captured. Capture again "
+                    "for another shape; lengths may change inside their tensors."
+                )
+            else:
+                buffer.copy_(value)
+        self._graph.replay()
+        return self.outputs
+
+
+def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
+    """Record `fn(*args)` into a device graph that replays with no work on the host.
+
+    The tensors in `args` become the graph's input buffers.  What `fn` writes in them while it is
+    warmed up is undone, so that a cache or a recurrent state holds what it held before.
+
+    Args:
+        fn: any function of tensors on one CUDA or NPU device.
+        args: its arguments.
+        warmup: calls before the capture; the first compiles and tunes the kernels.
+
+    Returns:
+        A `Captured`: call it like `fn`.
+
+    Raises:
+        NotSupported: the arguments lie on the CPU, which has no graphs.
+        RuntimeError: something inside `fn` waits for the device (`.item()`, `.cpu()`, a print).
+
+    >>> import torch, custom
+    >>> custom.graph_mode.capture(torch.neg, torch.ones(2))
+    Traceback (most recent call last):
+    custom.dispatch.errors.NotSupported: capture: the arguments are on cpu, expected cuda or npu...
+    """
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    kind = tensors[0].device.type if tensors else "cpu"
+    if kind not in ("cuda", "npu"):
+        raise NotSupported(
+            f"capture: the arguments are on {kind}, expected cuda or npu: only these have graphs. "
+            "On a CPU, call the function itself, or torch.compile it."
+        )
+    device = getattr(torch, kind)
+    keep = _KeepWritten(tensors)
+    side = device.Stream()
+    side.wait_stream(device.current_stream())
+    with device.stream(side), keep:
+        for number in range(max(1, warmup)):
+            # the first call may compile, which synchronises; a later one must not
+            with _no_synchronisation(kind) if number else nullcontext():
+                fn(*args)
+    device.current_stream().wait_stream(side)
+    graph = device.CUDAGraph() if kind == "cuda" else device.NPUGraph()
+    with _no_synchronisation(kind), device.graph(graph):
+        outputs = fn(*args)
+    keep.restore()
+    return Captured(graph, args, outputs)
+
+
+class _no_synchronisation(AbstractContextManager[None]):
+    """Turns a wait for the device into an error that says what to do."""
+
+    def __init__(self, kind: str) -> None:
+        self._cuda = kind == "cuda"
+        self._mode = 0
+
+    def __enter__(self) -> None:
+        if self._cuda:
+            self._mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._cuda:
+            torch.cuda.set_sync_debug_mode(self._mode)
+        if isinstance(error, RuntimeError) and "synchroniz" in str(error):
+            raise RuntimeError(
+                "capture: the function waits for the device, which a graph cannot hold. Keep "
+                "lengths, tables and indices in device tensors: no .item(), .cpu(), .tolist()."
+            ) from error
+
+
+def warmup(calls: Mapping[str, Iterable[Mapping[str, Any]]], device: str | torch.device) -> None:
+    """Compile and tune the kernels of these calls ahead of time, with a progress bar on stderr.
+
+    Args:
+        calls: op name -> the argument sets to expect, by keyword; a tensor is a tensor or a pair
+            (shape, dtype). Made tensors hold random numbers, or zeros if they are integers.
+        device: where the ops will run.
+
+    >>> import torch, custom
+    >>> q = ((1, 2, 5, 16), torch.float32)
+    >>> custom.warmup({"npu_fused_attention": [dict(q=q, k=q, v=q)]}, "cpu")
+    """
+    todo = [(name, arguments) for name, sets in calls.items() for arguments in sets]
+    for number, (name, arguments) in enumerate(todo, 1):
+        if name not in BY_NAME:
+            raise ValueError(f"warmup: {name!r} is no op, expected one of {', '.join(BY_NAME)}.")
+        made = {key: _make(value, torch.device(device)) for key, value in arguments.items()}
+        with torch.no_grad():
+            getattr(getattr(torch.ops, NAMESPACE), name)(**made)
+        bar = "#" * (20 * number // len(todo))
+        print(f"\rwarmup [{bar:<20}] {number}/{len(todo)} {name}", end="", file=sys.stderr)
+    if todo:
+        print(file=sys.stderr)
+
+
+def _make(value: Any, device: torch.device) -> Any:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype):
+        shape, dtype = value
+        if dtype.is_floating_point:
+            return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # a tensor of the caller's is not written: the call gets a copy
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
