@@ -40,5 +40,5 @@ $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material "mkdocstrings[python]"
 	touch $@

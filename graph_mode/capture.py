@@ -77,7 +77,7 @@ class Captured:
             if not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
                 if buffer != value:
                     raise ValueError(
-                        f"capture: argument {number} is {value!r}, expected {buffer!r} as captured. "
+                        f"capture: argument {number} is {value!r}, expected the captured {buffer!r}. "
                         "Only tensors may change. Capture again for another value."
                     )
             elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The table op x backend x how far verified, from the records that test runs wrote.
+
+    pytest --device D --record tests/records/NAME.json     writes a record
+    python -m tests.verified                                puts the table into both READMEs
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from custom.dispatch import backends
+from custom.dispatch.specs import SPECS
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "tests" / "records"
+BEGIN, END = "<!-- verified: begin -->", "<!-- verified: end -->"
+
+
+def records() -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+
+
+def _cell(found: dict[str, dict[str, Any]], name: str, op: str, backend: str) -> str:
+    """What the record `name` shows of `op`; a kernel with no record is said to have none."""
+    tests = found.get(name, {}).get("ops", {}).get(op, {}).get("tests", 0)
+    if tests:
+        return f"{tests} tests"
+    spec = next(spec for spec in SPECS if spec.name == op)
+    which = next(b for b in backends.BACKENDS if b.name == backend)
+    return "not verified" if backends.has_kernel(which, spec) else "-"
+
+
+def table() -> str:
+    found = records()
+    rows = ["| op | CPU | CUDA | Atlas A3 (NPU) |", "|---|---|---|---|"]
+    for spec in SPECS:
+        cells = [
+            _cell(found, "cpu", spec.name, "reference"),
+            _cell(found, "cuda", spec.name, "cuda"),
+            _cell(found, "ascend", spec.name, "npu"),
+        ]
+        rows.append(f"| `{spec.name}` | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n\n" + sources(found)
+
+
+def sources(found: dict[str, dict[str, Any]]) -> str:
+    """One line a record: where, when, with what."""
+    lines = [
+        f"- {name}: {record['hardware']}, {record['date']}, torch {record['torch']}"
+        for name, record in found.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def update(path: Path) -> None:
+    text = path.read_text()
+    fresh = f"{BEGIN}\n{table()}{END}"
+    path.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: fresh, text, flags=re.S))
+
+
+if __name__ == "__main__":
+    for name in ("README.md", "README.zh.md"):
+        update(ROOT / name)
