@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the prologs and the whole layer ask of their tensors: each op lists its own in a table.
+
+An entry is argument: (tensor, shape); a letter gets its size where it first appears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..check import Checker
+from ..common import nz
+from ..env import config
+from ._layout import is_real
+
+Table = Mapping[str, tuple[Tensor, str]]
+
+
+def tensors(c: Checker, floats: Table, weights: Table, integers: Table) -> None:
+    """All on one device and contiguous, floats and weights of one dtype; all shapes but those of
+    the weights."""
+    floating = {name: tensor for name, (tensor, _) in {**floats, **weights}.items()}
+    every = floating | {name: tensor for name, (tensor, _) in integers.items()}
+    c.same_device(**every)
+    c.floating(*next(iter(floating.items())))
+    c.same_dtype(**floating)
+    for name, (tensor, _) in integers.items():
+        c.integer(name, tensor)
+    for name, (tensor, shape) in {**floats, **integers}.items():
+        c.shape(name, tensor, shape)
+    c.contiguous(**every)
+    page, rotary = c.sizes["P"], c.sizes["Dr"]
+    c.require(page % 16 == 0, f"the cache has pages of {page} slots, expected a multiple of 16.")
+    c.require(rotary % 2 == 0, f"the rotary size Dr is {rotary}, expected an even one.")
+
+
+def weights(c: Checker, table: Table, weight_format: str) -> None:
+    """[K, N] weights, whose sizes are known: NZ if 4-D; 2-D ones as `weight_format` says."""
+    c.one_of("weight_format", weight_format, "nz", "nd")
+    for name, (weight, shape) in table.items():
+        rows, columns = shape.split()
+        if weight.ndim == 4:
+            c0 = nz.columns(weight.dtype)
+            sizes = {f"{columns}/{c0}": c.sizes[columns] // c0, f"{rows}/16": c.sizes[rows] // 16}
+            c.shape(name, weight, f"{columns}/{c0} {rows}/16 16 {c0}", **sizes)
+        else:
+            c.shape(name, weight, shape)
+        if weight.ndim == 4 or weight_format == "nz":
+            for letter in (rows, columns):
+                c.require(
+                    c.sizes[letter] % 16 == 0,
+                    f"`{name}` is NZ with {letter}={c.sizes[letter]}, expected a multiple of 16. "
+                    'Pad the weight, or pass it row-major with weight_format="nd".',
+                )
+
+
+def columns_of(weight: Tensor) -> Any:
+    """N of a [K, N] weight that is NZ or not."""
+    return weight.shape[0] * weight.shape[3] if weight.ndim == 4 else weight.shape[-1]
+
+
+def distinct_slots(c: Checker, cache_index: Tensor) -> None:
+    """Under CUSTOM_DEBUG=1: no two tokens write the same slot."""
+    if config.debug and is_real(cache_index):
+        written = cache_index[cache_index >= 0]
+        c.require(
+            written.unique().numel() == written.numel(),
+            "`cache_index` names a slot twice, expected distinct slots (or -1: not written).",
+        )

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Which keys a query token can see, and where they lie, for every layout of torch_npu's ops.
+
+    query  BSND [B, S, N, D]   lengths [B], None: all S      TND [T, N, D]   prefix sums [B]
+    key    BSND [B, S2, 1, D]  lengths [B], None: all S2     TND [T2, 1, D]  prefix sums [B]
+           PA_BSND [pages, P, 1, D] with block_table [B, max_pages] and lengths [B]
+
+Token j of the Lq query tokens of a request with L keys sees the positions below
+`limit` = L (sparse_mode 0), or L - Lq + 1 + j (sparse_mode 3: causal, aligned at the last key).
+Padding tokens (j >= Lq, or behind the last prefix sum) see nothing: limit 0.
+All in tensors, with no value read on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import paged
+
+
+@dataclass(frozen=True)
+class Rows:
+    """For every query token, BSND ones counted as B * S."""
+
+    request: Tensor  # [T] int64; of a padding token some valid number
+    limit: Tensor  # [T] int64, the positions it sees are those below
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where the keys of every request lie, as pages [pages, P, 1, D]."""
+
+    layout: str
+    length: Tensor  # [B] int64
+    start: Tensor  # [B] int64, first row of a request (TND)
+    block_table: Tensor | None
+
+    def slots(self, key: Tensor, request: Tensor, position: Tensor) -> Tensor:
+        """The slot in `as_pages(key)` of `position` [n, k] of `request` [n]; -1: absent."""
+        pages, page = as_pages(key).shape[:2]
+        if self.block_table is not None:
+            return paged.slots(self.block_table, request, position, pages, page)
+        if self.length.shape[0] == 0:
+            return torch.full_like(position, -1)
+        if self.layout == "TND":
+            exists, slot = position < self.length[request, None], self.start[request, None] + position
+        else:
+            exists, slot = position < page, request[:, None] * page + position
+        exists = exists & (position >= 0) & (slot >= 0) & (slot < pages * page)
+        return torch.where(exists, slot, -1)
+
+
+def as_pages(key: Tensor) -> Tensor:
+    """Keys of any layout as [pages, P, 1, D], a view."""
+    return key if key.ndim == 4 else key[None]
+
+
+def starts(prefix: Tensor) -> Tensor:
+    """[l0, l0 + l1, ...] -> [0, l0, ...]"""
+    prefix = prefix.long()
+    return torch.cat([prefix.new_zeros(1), prefix])[:-1]
+
+
+def keys_of(
+    key: Tensor, layout: str, lengths: Tensor | None, block_table: Tensor | None
+) -> Keys:
+    if lengths is None:
+        length = torch.full((key.shape[0],), key.shape[1], device=key.device)
+        return Keys(layout, length, torch.zeros_like(length), None)
+    if layout == "TND":
+        start = starts(lengths)
+        return Keys(layout, lengths.long() - start, start, None)
+    return Keys(layout, lengths.long(), torch.zeros_like(lengths), block_table)
+
+
+def rows_of(
+    query: Tensor, layout: str, lengths: Tensor | None, keys: Keys, sparse_mode: int
+) -> Rows:
+    requests = keys.length.shape[0]
+    if layout == "TND":
+        assert lengths is not None  # the check said so
+        token = torch.arange(query.shape[0], device=query.device)
+        request = torch.searchsorted(lengths.long(), token, right=True)
+        padding = request >= requests
+        request = request.clamp(max=max(requests - 1, 0))
+        start = starts(lengths)
+        length = lengths.long() - start
+    else:
+        batch, size = query.shape[:2]
+        token = torch.arange(batch * size, device=query.device)
+        request = torch.div(token, max(size, 1), rounding_mode="floor")
+        start = torch.arange(batch, device=query.device) * size
+        length = torch.full_like(start, size) if lengths is None else lengths.long()
+        padding = torch.zeros_like(token, dtype=torch.bool)
+    if requests == 0:
+        return Rows(request, torch.zeros_like(token))
+    j = token - start[request]
+    limit = keys.length[request]
+    if sparse_mode == 3:
+        limit = limit - length[request] + 1 + j
+    return Rows(request, limit.clamp(min=0).masked_fill(padding | (j >= length[request]), 0))

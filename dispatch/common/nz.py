@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""FRACTAL_NZ, the tiled weight format of Ascend's matrix unit (format 29).
+
+    Z[n // C0, k // 16, k % 16, n % C0] = W[k, n]      C0 = 32 bytes: 16 columns of bfloat16
+
+A 4-D tensor [N/C0, K/16, 16, C0] is NZ and says so by its shape.  The Ascend scripts pass the same
+bytes under the shape [K, N]: `weight_format` tells how a 2-D tensor is to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from .. import log
+
+ROWS = 16  # of a tile
+_FRACTAL_NZ = 29
+
+
+def columns(dtype: torch.dtype) -> int:
+    """C0, the columns of a tile."""
+    return 32 // dtype.itemsize
+
+
+def to_nz(w: Tensor, *, flat: bool = False) -> Tensor:
+    """[..., K, N] to FRACTAL_NZ [..., N/C0, K/16, 16, C0], contiguous, zero-padded to whole tiles.
+
+    With `flat` the same bytes come under the shape of `w`, which needs whole tiles.
+
+    >>> import torch, custom
+    >>> custom.to_nz(torch.zeros(32, 40, dtype=torch.bfloat16)).shape
+    torch.Size([3, 2, 16, 16])
+    """
+    if w.ndim < 2:
+        raise ValueError(f"to_nz: `w` has shape {list(w.shape)}, expected [..., K, N].")
+    *batch, rows, cols = w.shape
+    c0 = columns(w.dtype)
+    k, n = -(-rows // ROWS), -(-cols // c0)
+    whole = (k * ROWS, n * c0) == (rows, cols)
+    if flat and not whole:
+        raise ValueError(
+            f"to_nz: `w` has shape {list(w.shape)}, and flat=True needs K a multiple of {ROWS} and "
+            f"N a multiple of {c0}: padding changes the shape. Call it without flat."
+        )
+    if not whole:
+        padded = w.new_zeros([*batch, k * ROWS, n * c0])
+        padded[..., :rows, :cols] = w
+        w = padded
+    z = w.reshape(*batch, k, ROWS, n, c0).movedim(-2, -4).contiguous()
+    return z.view(*batch, rows, cols) if flat else z
+
+
+def from_nz(z: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """The row-major [..., K, N] behind FRACTAL_NZ `z`, contiguous.
+
+    `z` is [..., N/C0, K/16, 16, C0], or 2-D as `to_nz(w, flat=True)` made it.  `shape` (K, N) cuts
+    the padding off.
+
+    >>> import torch, custom
+    >>> w = torch.arange(12.0).view(3, 4)
+    >>> torch.equal(custom.from_nz(custom.to_nz(w), w.shape), w)
+    True
+    """
+    c0 = columns(z.dtype)
+    if z.ndim == 2 and z.shape[0] % ROWS == 0 and z.shape[1] % c0 == 0:
+        z = z.contiguous().view(z.shape[1] // c0, z.shape[0] // ROWS, ROWS, c0)
+    if z.ndim < 4 or tuple(z.shape[-2:]) != (ROWS, c0):
+        raise ValueError(
+            f"from_nz: `z` has shape {list(z.shape)}, expected [..., N/{c0}, K/{ROWS}, {ROWS}, "
+            f"{c0}] or whole tiles under the shape [K, N]."
+        )
+    *batch, n, k, _, _ = z.shape
+    w = z.movedim(-4, -2).reshape(*batch, k * ROWS, n * c0)
+    if shape is None:
+        return w
+    rows, cols = shape[-2:]
+    if not (0 <= k * ROWS - rows < ROWS and 0 <= n * c0 - cols < c0):
+        raise ValueError(
+            f"from_nz: `shape` is {list(shape)}, and `z` holds [{k * ROWS}, {n * c0}] with padding."
+        )
+    return w[..., :rows, :cols].contiguous()
+
+
+def is_nz(weight: Tensor, weight_format: str) -> bool:
+    """Whether the bytes of a [K, N] weight argument are NZ: by its shape, by its NPU format, by
+    `weight_format`."""
+    if weight.ndim == 4:
+        return True
+    if weight.device.type == "npu":
+        formatted = import_module("torch_npu").get_npu_format(weight) == _FRACTAL_NZ
+        return formatted or weight_format == "nz"
+    if weight_format == "nz":
+        log.once(
+            ("read as NZ",),
+            f"a 2-D weight on {weight.device.type} is read as FRACTAL_NZ bytes, since "
+            'weight_format is "nz". A row-major weight needs weight_format="nd", or custom.to_nz(w).',
+        )
+    return weight_format == "nz"
+
+
+def to_nd(weight: Tensor, weight_format: str) -> Tensor:
+    """The row-major [K, N] behind a weight argument; row-major ones are not copied."""
+    return from_nz(weight) if is_nz(weight, weight_format) else weight

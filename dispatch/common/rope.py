@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Rotary position embedding of the last dimension, with the sines and cosines already gathered."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> Tensor:
+    """x [..., Dr] in float32 (or float64); `sin` and `cos` [..., Dr] broadcast over it.
+
+    v = x, or [x_0 x_2 ..., x_1 x_3 ...] if interleaved;  out = v cos + [-v_right, v_left] sin.
+    The result lies in halves either way, so that queries and keys agree.
+    """
+    half = x.shape[-1] // 2
+    if interleaved:
+        left, right = x[..., 0::2], x[..., 1::2]
+    else:
+        left, right = x[..., :half], x[..., half:]
+    return torch.cat(
+        [
+            left * cos[..., :half] - right * sin[..., :half],
+            right * cos[..., half:] + left * sin[..., half:],
+        ],
+        dim=-1,
+    )

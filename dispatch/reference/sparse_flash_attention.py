@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Latent attention over each query's own selection, a block of query tokens at a time.
+
+    z = scale ([query, query_rope] . [key, key_rope])   m = max z   l = sum exp(z - m)
+    out = sum exp(z - m) value / (l + exp(sink - m))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..common import layout
+from . import _selected
+from ._precision import accumulator
+
+# keeps 0 / 0 of a row without keys and sink at 0; any other row divides by at least 1
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    attention_mode: int,
+    return_softmax_lse: bool,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys = layout.keys_of(key, layout_kv, actual_seq_lengths_kv, block_table)
+    rows = layout.rows_of(query, layout_query, actual_seq_lengths_query, keys, sparse_mode)
+    wide = accumulator(query)
+    *batch, length, heads, size = query.shape
+    out = query.new_zeros(query.shape)
+    softmax_max = query.new_full([*batch, 1, length, heads], -torch.inf, dtype=wide)
+    softmax_sum = torch.zeros_like(softmax_max)
+
+    # all of one view: [T, N, ...]
+    q, o = query.flatten(0, -3), out.view(-1, heads, size)
+    q_rope = None if query_rope is None else query_rope.flatten(0, -3)
+    top, total = softmax_max.view(-1, heads), softmax_sum.view(-1, heads)
+    numbers = size + heads + (0 if key_rope is None else key_rope.shape[-1])
+    for tokens, slot in _selected.slots(
+        key, sparse_indices, sparse_block_size, rows, keys, numbers
+    ):
+        k = _selected.gather(key, slot, wide)
+        v = k if value is None else _selected.gather(value, slot, wide)
+        z = _selected.logits(
+            q[tokens],
+            None if q_rope is None else q_rope[tokens],
+            k,
+            _selected.gather(key_rope, slot, wide),
+            scale_value,
+            slot,
+        )
+        m = z.amax(-1)
+        # a row that sees nothing: exp(-inf - 0) is 0, not NaN
+        shift = m.masked_fill(m == -torch.inf, 0)
+        p = torch.exp(z - shift[..., None])
+        total[tokens] = p.sum(-1)
+        top[tokens] = m
+        denominator = total[tokens]
+        if sinks is not None:
+            denominator = denominator + torch.exp(sinks - shift)
+        o[tokens] = (p @ v / denominator.clamp(min=_TINY)[..., None]).to(out.dtype)
+    if not return_softmax_lse:
+        return out, softmax_max.new_empty([0]), softmax_sum.new_empty([0])
+    return out, softmax_max, softmax_sum
