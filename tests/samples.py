@@ -36,13 +36,10 @@ class Maker:
 
     def shuffled(self, *shape: int, high: int) -> Tensor:
         """Distinct positions below `high` along the last dimension."""
-        rows = torch.stack(
-            [
-                torch.randperm(high, generator=self.random)
-                for _ in range(int(torch.Size(shape[:-1]).numel()))
-            ]
-        )
-        return rows[:, : shape[-1]].reshape(shape).to(torch.int32).to(self.device)
+        out = torch.empty(shape, dtype=torch.int32)
+        for row in out.view(-1, shape[-1]) if out.numel() else ():
+            row.copy_(torch.randperm(high, generator=self.random)[: shape[-1]])
+        return out.to(self.device)
 
 
 def _prolog_caches(m: Maker) -> tuple[Tensor, Tensor, Tensor]:
