@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Paged caches for `npu_sparse_attention_pto`: three pools a layer, one block table for all."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LayerCaches(NamedTuple):
+    """The three pools of one layer, which share slots; the op updates them in place."""
+
+    kv: Tensor  # [pages, P, 1, R] latents
+    kr: Tensor  # [pages, P, 1, Dr] rotary keys
+    index_k: Tensor  # [pages, P, 1, Di] index keys
+
+
+def token_positions(lengths: Tensor, tokens: int) -> Tensor:
+    """Positions [B, S] of the last `tokens` tokens of requests with `lengths` [B].
+
+    Negative where a request is shorter than that: such a row is padding (on the left).
+    """
+    return lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
+
+
+class PagedCaches:
+    """Pages of `page_size` positions for `requests` requests of up to `capacity` positions each.
+
+    The pages of a request lie anywhere in the pools, as they do in a server that has been running
+    for a while: page j of request b is `block_table[b, j]`.
+
+    Args:
+        layers: layers of the model; each has pools of its own.
+        widths: (R, Dr, Di), the sizes of a latent, a rotary key and an index key.
+        seed: shuffles the block table.
+
+    >>> from custom.integrations.paged import PagedCaches, token_positions
+    >>> caches = PagedCaches(2, (32, 16, 16), requests=3, capacity=40, page_size=16)
+    >>> caches.layers[0].kv.shape, caches.block_table.shape
+    (torch.Size([9, 16, 1, 32]), torch.Size([3, 3]))
+    >>> caches.slots(token_positions(torch.tensor([5, 1, 0]), 2)).shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        widths: tuple[int, int, int],
+        *,
+        requests: int,
+        capacity: int,
+        page_size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.page_size = page_size
+        self._random = torch.Generator().manual_seed(seed)
+        self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
+        self.layers = [
+            LayerCaches(
+                *(torch.empty(0, page_size, 1, n, dtype=dtype, device=device) for n in widths)
+            )
+            for _ in range(layers)
+        ]
+        self.reserve(capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a request can have."""
+        return self.block_table.shape[1] * self.page_size
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` positions a request; what is cached stays where it is."""
+        requests, columns = self.block_table.shape
+        more = -(-capacity // self.page_size) - columns
+        if more <= 0:
+            return
+        pages = requests * more
+        order = torch.randperm(pages, generator=self._random, dtype=torch.int32)
+        new = (requests * columns + order).view(requests, more).to(self.block_table.device)
+        self.block_table = torch.cat([self.block_table, new], 1)
+        self.layers = [
+            LayerCaches(
+                *(torch.cat([pool, pool.new_zeros(pages, *pool.shape[1:])]) for pool in layer)
+            )
+            for layer in self.layers
+        ]
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Flat slot of every position [B, S], or -1 (not written) where there is none."""
+        there = (positions >= 0) & (positions < self.capacity)
+        safe = positions.where(there, 0).long()
+        pages = self.block_table.gather(1, safe // self.page_size)
+        return (pages * self.page_size + safe % self.page_size).where(there, -1).to(torch.int32)

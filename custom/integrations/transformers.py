@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Hugging Face models on our ops: DeepSeek-V3.2's attention and Qwen3-Next's recurrence.
+
+with custom.integrations.transformers.use():
+    model.generate(**inputs)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v32
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+from ..delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
+from ..dispatch.common.nz import to_nz
+from ..dispatch.errors import NotSupported
+from ..sparse_attention import npu_sparse_attention_pto
+from .paged import LayerCaches, PagedCaches, token_positions
+
+# ------------------------------------------------------------------------ DeepSeek-V3.2's weights
+
+
+@dataclass(frozen=True)
+class SparseAttentionWeights:
+    """What `npu_sparse_attention_pto` takes of a layer, and what comes after it.
+
+    `dq`, `uq_qr`, `dkv_kr` and the `idx_` projections are [K, N], NZ or row-major; `uk` [N, Dn, R]
+    and `uv` [N, Dv, R] are the two halves of the key-value up-projection; `options` are the op's
+    keyword arguments.
+    """
+
+    dq: Tensor
+    uq_qr: Tensor
+    uk: Tensor
+    dkv_kr: Tensor
+    gamma_cq: Tensor
+    gamma_ckv: Tensor
+    idx_qb: Tensor
+    idx_k: Tensor
+    idx_proj: Tensor
+    idx_gamma_k: Tensor
+    idx_beta_k: Tensor
+    uv: Tensor
+    options: dict[str, Any]
+
+    def values(self, latent: Tensor) -> Tensor:
+        """The heads' outputs [B, S, N * Dv] from the op's latent output [B, S, N, R]."""
+        return torch.einsum("bsnr,nvr->bsnv", latent, self.uv).flatten(2)
+
+
+@torch.no_grad()
+def sparse_attention_weights(
+    module: nn.Module, weight_format: str = "nz"
+) -> SparseAttentionWeights:
+    """The op's weights from a `DeepseekV32Attention`.
+
+    Args:
+        module: the attention of one layer; its projections must have no bias.
+        weight_format: "nz" makes 4-D FRACTAL_NZ weights, "nd" row-major [K, N] ones.
+
+    All have the dtype of `q_a_proj`, also the index head weights, which Transformers may keep in
+    float32: a positive factor and a rounding are all that this changes in the scores.
+    """
+    m: Any = module
+    if m.q_lora_rank is None or m.config.attention_bias:
+        raise NotSupported(
+            "npu_sparse_attention_pto needs a query latent (q_lora_rank) and projections without "
+            f"bias; {type(module).__name__} has q_lora_rank={m.q_lora_rank}, "
+            f"attention_bias={m.config.attention_bias}."
+        )
+    if m.q_a_layernorm.variance_epsilon != m.kv_a_layernorm.variance_epsilon:
+        raise NotSupported("npu_sparse_attention_pto has one epsilon for both RMSNorms.")
+    dtype = m.q_a_proj.weight.dtype
+
+    def projection(linear: nn.Linear) -> Tensor:
+        weight = linear.weight.to(dtype).t()  # [out, in] to [K, N]
+        return to_nz(weight) if weight_format == "nz" else weight.contiguous()
+
+    heads = m.kv_b_proj.weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
+    uk, uv = heads.split([m.qk_nope_head_dim, m.v_head_dim], dim=1)
+    return SparseAttentionWeights(
+        dq=projection(m.q_a_proj),
+        uq_qr=projection(m.q_b_proj),
+        uk=uk.contiguous(),
+        dkv_kr=projection(m.kv_a_proj_with_mqa),
+        gamma_cq=m.q_a_layernorm.weight.detach(),
+        gamma_ckv=m.kv_a_layernorm.weight.detach(),
+        idx_qb=projection(m.indexer.wq_b),
+        idx_k=projection(m.indexer.wk),
+        idx_proj=projection(m.indexer.weights_proj),
+        idx_gamma_k=m.indexer.k_norm.weight.detach(),
+        idx_beta_k=m.indexer.k_norm.bias.detach(),
+        uv=uv.contiguous(),
+        options=dict(
+            softmax_scale=m.scaling,  # with YaRN's factor, where the checkpoint has one
+            rms_norm_eps=m.q_a_layernorm.variance_epsilon,
+            layer_norm_eps=m.indexer.k_norm.eps,
+            sparse_count=m.indexer.index_topk,
+            weight_format=weight_format,
+        ),
+    )
+
+
+def cache_widths(config: Any) -> tuple[int, int, int]:
+    """(R, Dr, Di) of a DeepSeek-V3.2 configuration, for `PagedCaches`."""
+    return config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
+
+
+# ---------------------------------------------------------------------- DeepSeek-V3.2's attention
+
+
+class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of a Transformers cache, kept in our pages.
+
+    `tokens` counts positions with their padding, as Transformers does; the requests' own lengths
+    come from the mask.
+    """
+
+    is_croppable = True
+
+    def __init__(self, caches: PagedCaches, index: int) -> None:
+        super().__init__()
+        self.caches, self.index, self.tokens = caches, index, 0
+
+    def append(self, tokens: int) -> LayerCaches:
+        self.tokens += tokens
+        if self.tokens > self.caches.capacity:
+            self.caches.reserve(max(self.tokens, 2 * self.caches.capacity))
+        return self.caches.layers[self.index]
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:  # Transformers' older meaning: the length to keep
+            tokens_to_remove = min(0, tokens_to_remove - self.tokens)
+        self.tokens = max(0, self.tokens + tokens_to_remove)
+
+    def reset(self) -> None:
+        self.tokens = 0
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise NotSupported(
+            "The paged cache of custom.integrations.transformers cannot reorder, repeat, select or "
+            "offload requests; generate without beam search and without cache offloading."
+        )
+
+    lazy_initialization = update = update_indexer = offload = prefetch = _refuse
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+
+
+def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) -> _PagedLayer:
+    """The layer's cache, after taking over a new Transformers cache (all its layers at once)."""
+    index = module.layer_idx if cache is not None else 0
+    layers = cache.layers if cache is not None else [DynamicIndexedLayer()]
+    layer = layers[index]
+    if isinstance(layer, _PagedLayer):
+        return layer
+    if any(type(each) is not DynamicIndexedLayer or each.get_seq_length() for each in layers):
+        raise NotSupported(
+            "custom.integrations.transformers.use() takes over a DynamicCache that is still empty; "
+            f"got {type(cache).__name__} with {layer} of {layer.get_seq_length()} tokens. Leave "
+            "past_key_values out, or pass a new DynamicCache."
+        )
+    caches = PagedCaches(
+        len(layers),
+        cache_widths(module.config),
+        requests=x.shape[0],
+        capacity=x.shape[1],
+        page_size=page_size,
+        dtype=x.dtype,
+        device=x.device,
+    )
+    layers[:] = [_PagedLayer(caches, each) for each in range(len(layers))]
+    return layers[index]
+
+
+def _lengths(attention_mask: Tensor, requests: int) -> Tensor:
+    """Length [B] of every request: what its last token sees, in a mask [B, 1, S, S2]."""
+    last = attention_mask[:, 0, -1]
+    seen = last if last.dtype is torch.bool else last == 0
+    return seen.sum(-1, dtype=torch.int32).expand(requests).contiguous()
+
+
+def _deepseek_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
+    converted: WeakKeyDictionary[nn.Module, SparseAttentionWeights] = WeakKeyDictionary()
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor,
+        past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        requests, tokens, _hidden = hidden_states.shape
+        w = converted.get(self)
+        if w is None or (w.uk.dtype, w.uk.device) != (hidden_states.dtype, hidden_states.device):
+            w = converted[self] = sparse_attention_weights(self, weight_format)
+        layer = _paged_layer(past_key_values, self, hidden_states, page_size)
+        pools = layer.append(tokens)
+        cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
+        lengths = _lengths(attention_mask, requests)
+        slots = layer.caches.slots(token_positions(lengths, tokens))
+        latent = npu_sparse_attention_pto(
+            hidden_states.contiguous(),
+            w.dq,
+            w.uq_qr,
+            w.uk,
+            w.dkv_kr,
+            w.gamma_cq,
+            w.gamma_ckv,
+            sin,
+            cos,
+            slots,
+            pools.kv,
+            pools.kr,
+            layer.caches.block_table,
+            lengths,
+            w.idx_qb,
+            w.idx_k,
+            w.idx_proj,
+            w.idx_gamma_k,
+            w.idx_beta_k,
+            pools.index_k,
+            **w.options,
+        )
+        return self.o_proj(w.values(latent)), None
+
+    return forward
+
+
+# ------------------------------------------------------------------------ Qwen3-Next's recurrence
+
+
+def _qwen3_next_forward(
+    self: Any,
+    hidden_states: Tensor,
+    cache_params: Cache | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """`Qwen3NextGatedDeltaNet.forward`: its projections and convolution, our recurrence.
+
+    A decode step updates the cache's own state tensor [B, Nv, Dk, Dv] in place.
+    """
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise NotSupported("Packed sequences (cu_seq_lens_q) mix in the convolution; pad instead.")
+    x = qwen3_next.apply_mask_to_padding_states(hidden_states, attention_mask)
+    requests, tokens, _ = x.shape
+    cache = None if cache_params is None else cache_params.layers[self.layer_idx]
+    continues = cache_params is not None and cache_params.has_previous_state(self.layer_idx)
+    decodes = continues and tokens == 1
+
+    q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+    mixed = torch.cat([each.flatten(2) for each in (q, k, v)], -1).transpose(1, 2)
+    kernel, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+    if decodes and not cache.record_past:
+        mixed = qwen3_next.causal_conv1d_update(
+            mixed, cache.conv_states[0], kernel, bias, self.activation
+        )
+    else:
+        if cache_params is not None:
+            mixed = cache_params.update_conv_state(
+                mixed, self.layer_idx, conv_kernel_size=self.conv_kernel_size
+            )
+        mixed = qwen3_next.causal_conv1d_fn(mixed, kernel, bias, activation=self.activation)
+    mixed = mixed[..., -tokens:].transpose(1, 2)
+    q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+    q, k = (each.unflatten(-1, (-1, self.head_k_dim)) for each in (q, k))
+    v = v.unflatten(-1, (-1, self.head_v_dim))
+
+    if decodes:
+        out = npu_fused_sigmoid_gating_delta_rule_update(
+            self.A_log,
+            a,
+            self.dt_bias,
+            1.0,
+            20.0,
+            q,
+            k,
+            v,
+            b,
+            cache.recurrent_states[0],
+            torch.arange(requests, device=x.device),
+            use_qk_l2norm_in_kernel=True,
+        )
+    else:
+        # the prefill op takes all tokens in a row, gates ready-made, and states [B, Nv, Dv, Dk]
+        gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias)
+        state = cache.recurrent_states[0].mT.contiguous() if continues else None
+        out, state = npu_chunk_gated_delta_rule(
+            *(qwen3_next.l2norm(each.float()).to(v.dtype).flatten(0, 1) for each in (q, k)),
+            v.flatten(0, 1),
+            beta=b.sigmoid().flatten(0, 1),
+            initial_state=state,
+            actual_seq_lengths=torch.full((requests,), tokens, device=x.device),
+            g=gate.flatten(0, 1),
+        )
+        if cache_params is not None:
+            cache_params.update_recurrent_state(state.mT.contiguous(), self.layer_idx)
+    out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+    return self.out_proj(out.view(requests, tokens, -1))
+
+
+# --------------------------------------------------------------------------------- the replacement
+
+_in_use = False
+
+
+@contextmanager
+def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
+    """Run DeepSeek-V3.2's attention and Qwen3-Next's recurrence by our ops inside the context.
+
+    Every such model of the process is concerned; on exit their own code is back. Inference only.
+    Batches are padded on the left, as `generate` wants them. DeepSeek-V3.2's cache becomes paged at
+    the first forward pass (a new cache for every context), and its weights are converted once per
+    context: do not change them inside. Qwen3-Next keeps its cache.
+
+    Args:
+        weight_format: "nz" or "nd", of the converted weights.
+        page_size: positions a page, a multiple of 16.
+
+    >>> from custom.integrations.transformers import use
+    >>> with use():
+    ...     pass  # model.generate(**tokenizer(texts, padding=True, return_tensors="pt"))
+    """
+    global _in_use
+    if _in_use:
+        raise RuntimeError(
+            "custom.integrations.transformers.use() is in force already; leave that context first."
+        )
+    replacements = (
+        (deepseek_v32.DeepseekV32Attention, _deepseek_forward(weight_format, page_size)),
+        (qwen3_next.Qwen3NextGatedDeltaNet, _qwen3_next_forward),
+    )
+    originals = [(each, each.forward) for each, _ in replacements]
+    _in_use = True
+    try:
+        for owner, forward in replacements:
+            owner.forward = forward
+        yield
+    finally:
+        for owner, forward in originals:
+            owner.forward = forward
+        _in_use = False
