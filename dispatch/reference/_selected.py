@@ -22,35 +22,44 @@ def slots(
     rows: layout.Rows,
     keys: layout.Keys,
     numbers: int,
-) -> Iterator[tuple[slice, Tensor]]:
-    """(tokens, slots [tokens, K * block_size]) with -1 for an absent position, so many tokens that
-    `numbers` numbers of each slot fit."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tokens, slots [tokens, K * block_size]), -1 for an absent position; tokens that see nothing
+    are left out.  A slot's `numbers` numbers, times the slots of a step, fit into the block."""
     indices = sparse_indices.flatten(0, -3).squeeze(-2)
     inside = torch.arange(block_size, device=key.device)
-    width = indices.shape[1] * block_size
-    step = max(1, _BLOCK // max(1, width * numbers))
-    for start in range(0, len(indices) if width else 0, step):
-        tokens = slice(start, start + step)
+    width = max(1, indices.shape[1] * block_size)
+    seeing = torch.nonzero(rows.limit).flatten()
+    for tokens in seeing.split(max(1, _BLOCK // (width * numbers))):
         position = (indices[tokens].long()[..., None] * block_size + inside).flatten(1)
         slot = keys.slots(key, rows.request[tokens], position)
-        yield tokens, slot.masked_fill(position >= rows.limit[tokens, None], -1)
+        slot = slot.masked_fill(position >= rows.limit[tokens, None], -1)
+        if slot.numel():
+            yield tokens, slot
 
 
-def gather(key: Tensor | None, slot: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """[tokens, slots, D] of a key tensor that may be absent; 0 at absent slots."""
-    return None if key is None else paged.gather(layout.as_pages(key), slot, dtype)
+def gather(key: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
+    """[tokens, slots, D]; 0 at absent slots."""
+    return paged.gather(layout.as_pages(key), slot, dtype)
 
 
-def logits(
-    query: Tensor,
-    query_rope: Tensor | None,
-    key: Tensor,
-    key_rope: Tensor | None,
-    scale: float,
-    slot: Tensor,
-) -> Tensor:
+def logits(query: Tensor, key: Tensor, scale: float, slot: Tensor) -> Tensor:
     """[tokens, N, slots] of queries [tokens, N, D] and gathered keys; -inf at absent slots."""
-    z = query.to(key.dtype) @ key.mT
-    if query_rope is not None and key_rope is not None:
-        z += query_rope.to(key.dtype) @ key_rope.mT
-    return (z * scale).masked_fill_((slot < 0)[:, None], -torch.inf)
+    z = query.to(key.dtype) @ key.mT * scale
+    return z.masked_fill_((slot < 0)[:, None], -torch.inf)
+
+
+class Sums:
+    """A gradient like `key`, added up over the queries that selected each key."""
+
+    def __init__(self, key: Tensor, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = key.shape, key.dtype
+        # the last row takes what belongs to absent slots
+        self.sums = key.new_zeros([key.shape[:-1].numel() + 1, key.shape[-1]], dtype=dtype)
+
+    def add(self, slot: Tensor, rows: Tensor) -> None:
+        """`rows` are [tokens, slots, D], or fewer dims than D: the first."""
+        index = slot.masked_fill(slot < 0, len(self.sums) - 1).flatten()
+        self.sums[:, : rows.shape[-1]].index_add_(0, index, rows.flatten(0, 1))
+
+    def rounded(self) -> Tensor:
+        return self.sums[:-1].view(self.shape).to(self.dtype)

@@ -48,31 +48,24 @@ def forward(
     softmax_max = query.new_full([*batch, 1, length, heads], -torch.inf, dtype=wide)
     softmax_sum = torch.zeros_like(softmax_max)
 
-    # all of one view: [T, N, ...]
-    q, o = query.flatten(0, -3), out.view(-1, heads, size)
-    q_rope = None if query_rope is None else query_rope.flatten(0, -3)
+    # all of one view: [T, N, ...]; the rotary part is only more dims of the logits
+    q = query if query_rope is None else torch.cat([query, query_rope], dim=-1)
+    q, o = q.flatten(0, -3), out.view(-1, heads, size)
     top, total = softmax_max.view(-1, heads), softmax_sum.view(-1, heads)
-    numbers = size + heads + (0 if key_rope is None else key_rope.shape[-1])
+    numbers = q.shape[-1] + 2 * heads + (0 if value is None else size)
     for tokens, slot in _selected.slots(
         key, sparse_indices, sparse_block_size, rows, keys, numbers
     ):
         k = _selected.gather(key, slot, wide)
         v = k if value is None else _selected.gather(value, slot, wide)
-        z = _selected.logits(
-            q[tokens],
-            None if q_rope is None else q_rope[tokens],
-            k,
-            _selected.gather(key_rope, slot, wide),
-            scale_value,
-            slot,
-        )
+        if key_rope is not None:
+            k = torch.cat([k, _selected.gather(key_rope, slot, wide)], dim=-1)
+        z = _selected.logits(q[tokens], k, scale_value, slot)
         m = z.amax(-1)
         # a row that sees nothing: exp(-inf - 0) is 0, not NaN
         shift = m.masked_fill(m == -torch.inf, 0)
         p = torch.exp(z - shift[..., None])
-        total[tokens] = p.sum(-1)
-        top[tokens] = m
-        denominator = total[tokens]
+        top[tokens], total[tokens] = m, (denominator := p.sum(-1))
         if sinks is not None:
             denominator = denominator + torch.exp(sinks - shift)
         o[tokens] = (p @ v / denominator.clamp(min=_TINY)[..., None]).to(out.dtype)
