@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("  " + ",".join(f"{k}={v}" for k, v in case.shape.items()), file=sys.stderr)
         return 2
     bandwidth, flops, source = rates(device)
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     print(f"{options.op} on {device.type} {hardware}, {time.strftime('%Y-%m-%d')}")
     print(f"npu-custom-ops {__version__}, torch {torch.__version__}, clocks as found")
     print(f"floor: {bandwidth / 1e12:.2f} TB/s, {flops / 1e12:.1f} TFLOPS ({source})\n")

@@ -19,8 +19,9 @@ Outputs = Sequence[Tensor]
 class Case:
     """`make(device, seed)` gives the arguments of `torch.ops.custom.<op>`; `part(arguments)` gives
     (arguments, select): a piece small enough for the reference, and which part of the full outputs
-    it must equal.  `peers` are other implementations: name -> function of the arguments that
-    returns the call to time, or None where it is not installed."""
+    it must equal (it may change the arguments, which the check alone uses).  `peers` are other
+    implementations: name -> function of the arguments that returns the call to time, or None where
+    it is not installed."""
 
     op: str
     label: str

@@ -45,8 +45,8 @@ def text(rows: Sequence[Row], before: dict[tuple[str, str], float]) -> str:
             f"{row.p80_us:.1f}",
             f"{row.floor_us:.1f}",
             f"{row.of_floor:.0%}",
-            f"{row.tflops:.1f}",
-            f"{row.gb_per_s:.0f}",
+            f"{row.tflops:.3g}",
+            f"{row.gb_per_s:.3g}",
         ]
         line += [f"{row.peers[p] / row.median_us:.2f}" if p in row.peers else "-" for p in peers]
         if before:

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""info, bench, docstring examples, README and docs."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from custom.dispatch import backends
+from custom.dispatch.specs import SPECS
+
+import custom
+from custom.bench import __main__ as bench
+from custom.bench.presets import presets
+from custom.info import report
+
+from . import verified
+
+ROOT = Path(__file__).parent.parent
+BENCHED = [spec.name for spec in SPECS if presets(spec.name, "cpu")]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "custom.sparse_attention",
+        "custom.attention",
+        "custom.indexer_loss",
+        "custom.delta_rule",
+        "custom.graph_mode.capture",
+        "custom.dispatch.common.nz",
+    ],
+)
+def test_docstring_examples(module):
+    flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    with torch.enable_grad():
+        result = doctest.testmod(importlib.import_module(module), optionflags=flags)
+    assert result.attempted and not result.failed
+
+
+def test_info_lists_every_op_and_variable():
+    text = "\n".join(report())
+    for spec in SPECS:
+        assert spec.name in text
+    assert "CUSTOM_BACKEND=" in text and "torch" in text
+
+
+def test_info_works_when_a_kernel_module_is_broken(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("half of this environment is missing")
+
+    monkeypatch.setattr(backends, "installed", broken)
+    monkeypatch.setattr("custom.info.backends.both_tritons", lambda: "both are installed")
+    text = "\n".join(report())
+    assert "half of this environment is missing" in text and "WARNING: both" in text
+
+
+def test_both_tritons_says_which_wins_and_how_to_mend_it(monkeypatch):
+    monkeypatch.setattr(backends, "installed", lambda name: "1.0")
+    sentence = backends.both_tritons()
+    assert "was installed last and wins" in sentence and "pip uninstall" in sentence
+
+
+@pytest.mark.parametrize("op", BENCHED)
+def test_bench_checks_and_times_every_op_on_the_cpu(op, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "rates", lambda device: (1e10, 1e11, "a test's"))
+    first, second, plot = tmp_path / "a.csv", tmp_path / "b.csv", tmp_path / "a.png"
+    case = presets(op, "cpu")[0]
+    shape = ",".join(f"{k}={v}" for k, v in case.shape.items())
+    assert bench.main([op, "--device", "cpu", "--shape", shape, "--csv", str(first)]) == 0
+    argv = [op, "--device", "cpu", "--shape", shape, "--csv", str(second)]
+    assert bench.main([*argv, "--against", str(first), "--plot", str(plot)]) == 0
+    out = capsys.readouterr()
+    assert case.label in out.out and "x before" in out.out and "[1/" in out.err
+    rows = list(csv.DictReader(second.open()))
+    assert float(rows[0]["median_us"]) > 0 and plot.stat().st_size > 1000
+
+
+def test_bench_prints_no_table_for_a_wrong_op(capsys, monkeypatch):
+    monkeypatch.setattr(bench, "rates", lambda device: (1e10, 1e11, "a test's"))
+    monkeypatch.setattr(bench, "relative_error", lambda ours, wanted: float("nan"))
+    assert bench.main(["npu_fused_attention", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out and "median" not in out
+
+
+def test_relative_error_sees_nan_and_ignores_equal_infinities():
+    one = torch.ones(3)
+    inf = torch.tensor([float("-inf"), 1.0, 1.0])
+    assert bench.relative_error([inf], [inf]) == 0
+    assert bench.relative_error([one * float("nan")], [one]) != 0
+    assert bench.relative_error([one * 1.5], [one]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_readme_shows_the_records(name):
+    text = (ROOT / name).read_text()
+    begin, end = text.index(verified.BEGIN), text.index(verified.END)
+    assert text[begin + len(verified.BEGIN) + 1 : end] == verified.table(), (
+        f"{name} is out of step: run python -m tests.verified"
+    )
+
+
+def test_every_public_name_exists():
+    for name in custom.__all__:
+        assert hasattr(custom, name)
+
+
+def test_python_dash_m_works_from_anywhere(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "custom.info"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "npu_sparse_attention_pto" in done.stdout, done.stderr
