@@ -123,9 +123,7 @@ def test_rows_that_see_nothing(Nq, Nk, causal, device, backend):
 @pytest.mark.parametrize("window", [None, 6])
 def test_varlen_is_a_sequence_at_a_time(window, device, backend):
     lengths_q, lengths_k, H, Hk = [5, 0, 1, 37, 4], [5, 3, 70, 37, 0], 4, 2
-    cu_q, cu_k = (
-        torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k)
-    )
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k))
     behind = 3  # tokens of no sequence, as a replayed graph has them
     q = torch.randn(int(cu_q[-1]) + behind, H, 32).half()
     k = torch.randn(int(cu_k[-1]) + behind, Hk, 32).half()
@@ -165,9 +163,7 @@ def test_strides_of_a_fused_projection(device, backend):
     whole = torch.randn(B, N, 3 * H * D).half().to(device).requires_grad_()
     q, k, v = (x.view(B, N, H, D).transpose(1, 2) for x in whole.chunk(3, -1))
     o = custom.npu_fused_attention(q, k, v, causal=True)
-    want = custom.npu_fused_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), causal=True
-    )
+    want = custom.npu_fused_attention(q.contiguous(), k.contiguous(), v.contiguous(), causal=True)
     assert torch.equal(o, want)
     (grad,) = torch.autograd.grad(o.float().square().sum(), whole)
     (grad_want,) = torch.autograd.grad(want.float().square().sum(), whole)

@@ -2,7 +2,7 @@
 # Copyright the npu-custom-ops authors
 """Scaled dot-product attention, a block of query rows at a time, so that no [Nq, Nk] matrix is kept.
 
-    S = sm_scale q k^T,  hidden keys -inf     lse = logsumexp_j S     o = exp(S - lse) v
+S = sm_scale q k^T,  hidden keys -inf     lse = logsumexp_j S     o = exp(S - lse) v
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def forward(
     return o, lse
 
 
-def _sequence(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
-) -> None:
+def _sequence(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options) -> None:
     """Dense attention of [B, H, N, D] tensors, into the views `o` and `lse`."""
     v = v.to(accumulator(q))
     for rows, keys, scores in score_blocks(q, k, options):
@@ -102,9 +100,7 @@ def finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def score_blocks(
-    q: Tensor, k: Tensor, options: Options
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def score_blocks(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, keys, scores [B, H, rows, keys]); keys that no row of the block sees are left out."""
     batch, heads, length_q, _ = q.shape
     length_k, shift = k.shape[2], k.shape[2] - length_q

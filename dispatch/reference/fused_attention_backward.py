@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """Gradients of scaled dot-product attention, from its log-sum-exp, a block of query rows at a time.
 
-    delta = sum_d grad_o o - grad_lse     P = exp(S - lse)     dS = P (grad_o v^T - delta)
-    grad_q = sm_scale dS k     grad_k = sm_scale dS^T q     grad_v = P^T grad_o
+delta = sum_d grad_o o - grad_lse     P = exp(S - lse)     dS = P (grad_o v^T - delta)
+grad_q = sm_scale dS k     grad_k = sm_scale dS^T q     grad_v = P^T grad_o
 """
 
 from __future__ import annotations

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""One token of the gated delta rule, for many sequences and heads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# state elements that are in flight at a time: 64 MiB in float32
+_STATES = 1 << 24
+
+
+def step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(state after the token, its output [n, HV, V]).
+
+    state [n, HV, K, V]   q, k [n, HV, K]   v [n, HV, V]   decay [n, HV, K or 1]   beta [n, HV]
+
+        S = decay S;   S = S + k (beta (v - S^T k))^T;   o = S^T q
+    """
+    state = state * decay[..., None]
+    update = (v - (k[..., None, :] @ state)[..., 0, :]) * beta[..., None]
+    state = state + k[..., None] * update[..., None, :]
+    return state, (q[..., None, :] @ state)[..., 0, :]
+
+
+def some_sequences(count: int, state_size: int) -> Iterator[Tensor]:
+    """The numbers 0 to count - 1 in groups whose states fit."""
+    if count:
+        yield from torch.arange(count).split(max(1, _STATES // max(1, state_size)))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The gated delta rule over whole sequences, against Qwen3-Next's own chunked form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import custom
+from custom.dispatch import log
+from custom.dispatch.reference import chunk_gated_delta_rule as reference
+
+from .accuracy import assert_close_to_float64, skip_unless_taken
+
+OP = "npu_chunk_gated_delta_rule"
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    N: int = 2
+    Nv: int = 4
+    Dk: int = 32
+    Dv: int = 32
+    behind: int = 0  # tokens of no sequence
+    state: torch.dtype | None = torch.float32
+    gates: bool = True
+    scale: float | None = None
+    fading: float = 1.0  # times the decay's logarithm
+
+    def arguments(self) -> dict[str, Any]:
+        """In float64, on the CPU; keys of length 1, as the rule needs them."""
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64)
+
+        T = sum(self.lengths) + self.behind
+        q, k = (torch.nn.functional.normalize(drawn(T, self.N, self.Dk), dim=-1) for _ in range(2))
+        state = drawn(len(self.lengths), self.Nv, self.Dv, self.Dk)
+        return dict(
+            query=q,
+            key=k,
+            value=drawn(T, self.Nv, self.Dv),
+            beta=drawn(T, self.Nv).sigmoid() if self.gates else None,
+            initial_state=None if self.state is None else state,
+            actual_seq_lengths=torch.tensor(self.lengths, dtype=torch.int32),
+            scale=self.scale,
+            g=-self.fading * drawn(T, self.Nv).exp() if self.gates else None,
+        )
+
+    def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
+        """Activations in `dtype`; the decay and the state in their own."""
+        exact = dtype is torch.float64
+        kinds = {"g": dtype if exact else torch.float32}
+        kinds["initial_state"] = dtype if exact else self.state
+
+        def one(name: str, y: Any) -> Any:
+            if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
+                return y.to(device) if isinstance(y, Tensor) else y
+            return y.to(kinds.get(name, dtype)).to(device)
+
+        return {name: one(name, y) for name, y in x.items()}
+
+
+CASES = [
+    Case((130,)),
+    Case((64, 1, 0, 63, 200), fading=0.1),
+    Case((5, 70), N=1, Nv=3, Dk=64, Dv=16, state=None, behind=4),
+    Case((65,), N=1, Nv=1, Dk=128, Dv=128, state=torch.bfloat16),
+    Case((33, 64), gates=False, scale=0.5),
+    Case((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
+    Case((66,), N=1, Nv=1, Dk=256, Dv=32),
+    Case((), state=None),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_recurrence(case, dtype, device, backend):
+    skip_unless_taken(dtype, device, backend)
+    drawn = case.arguments()
+    plain = case.moved(drawn, dtype, "cpu")
+    exact = case.moved(plain, torch.float64, "cpu")
+    before = log.calls[OP, backend]
+    out, state = custom.npu_chunk_gated_delta_rule(**case.moved(drawn, dtype, device))
+    assert log.calls[OP, backend] == before + 1
+    want, want_state = reference.forward(**exact)
+    rounded, rounded_state = in_dtype(plain, dtype, want_state.dtype)
+    assert_close_to_float64("out", out, rounded, want)
+    assert_close_to_float64("state", state, rounded_state, want_state)
+    assert state.dtype is (case.state or torch.float32)
+
+
+def in_dtype(x: dict[str, Any], dtype: torch.dtype, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The recurrence as a tensor core sees it: the state is rounded to `dtype` where it meets a
+    token, as every chunked form does once a chunk, and kept in float32 between."""
+    if dtype is torch.float32:
+        return reference.forward(**x)
+    exact = {
+        n: y.to(kind) if isinstance(y, Tensor) and y.dtype.is_floating_point else y
+        for n, y in x.items()
+    }
+    if exact["initial_state"] is not None:
+        exact["initial_state"] = exact["initial_state"].to(dtype).to(kind)
+    out, state = reference.forward(**exact)
+    return out.to(dtype), state.to(dtype)
+
+
+def test_qwen3_next_chunks(device, backend):
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    case = Case((150,), N=2, Nv=4, Dk=32, Dv=16)
+    x = case.moved(case.arguments(), torch.float16, device)
+    out, state = custom.npu_chunk_gated_delta_rule(**x)
+    wide = {n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()}
+    want, last = qwen.torch_chunk_gated_delta_rule(
+        wide["query"].repeat_interleave(2, 1)[None],
+        wide["key"].repeat_interleave(2, 1)[None],
+        wide["value"][None],
+        g=wide["g"][None],
+        beta=wide["beta"][None],
+        initial_state=wide["initial_state"].mT,
+        output_final_state=True,
+    )
+    torch.testing.assert_close(out.float(), want[0], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(state, last.mT, rtol=2e-3, atol=2e-3)
+
+
+def test_prompt_then_decode(device, backend):
+    """The final state of a prompt is the decode's initial one ("vk"), and they agree."""
+    T, N, Nv, D = 40, 2, 4, 32
+    gates = {name: torch.randn(1, T, Nv) for name in "ab"}
+    q, k = (torch.nn.functional.normalize(torch.randn(T, N, D), dim=-1).half() for _ in range(2))
+    v = torch.randn(T, Nv, D).half()
+    q, k, v, a, b = (x.to(device) for x in (q, k, v, gates["a"], gates["b"]))
+    zero, slot = torch.zeros(Nv, device=device), torch.tensor([0], device=device)
+    g, beta = -torch.nn.functional.softplus(a[0]), b[0].sigmoid()
+    out, state = custom.npu_chunk_gated_delta_rule(q, k, v, beta=beta, g=g)
+    half, first = T // 2, slice(0, T // 2)
+    _, pool = custom.npu_chunk_gated_delta_rule(
+        q[first], k[first], v[first], beta=beta[first], g=g[first]
+    )
+    late = [x[half:][None] for x in (q, k, v)]
+    o = custom.npu_fused_sigmoid_gating_delta_rule_update(
+        zero, a[:, half:], zero, 1.0, 20.0, *late, b[:, half:], pool, slot, state_layout="vk"
+    )
+    torch.testing.assert_close(o[0], out[half:], rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(pool, state, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    "change,error,sentence",
+    [
+        (dict(key=torch.zeros(9, 2, 31)), ValueError, "`key` has shape .* Dk=32"),
+        (dict(value=torch.zeros(9, 3, 32)), ValueError, "3 heads and `query` 2"),
+        (dict(beta=torch.zeros(9, 3)), ValueError, "`beta` has shape"),
+        (dict(g=torch.zeros(9, 4, dtype=torch.int32)), TypeError, "`g` is int32"),
+        (dict(initial_state=torch.zeros(2, 4, 32, 32)), ValueError, "`initial_state` .* B=1"),
+        (dict(actual_seq_lengths=torch.zeros(1)), TypeError, "`actual_seq_lengths` is float32"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors(change, error, sentence):
+    case = Case((9,))
+    good = case.moved(case.arguments(), torch.float32, "cpu")
+    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
+        custom.npu_chunk_gated_delta_rule(**(good | change))
