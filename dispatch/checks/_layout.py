@@ -2,12 +2,14 @@
 # Copyright the npu-custom-ops authors
 """What every op with torch_npu's query and key layouts asks of them (see common/layout.py).
 
-    letters(...)     the shapes' letters for the layouts: c.shape("query", query, f"{rows} N D")
-    lengths(...)     lengths, prefix sums and the block table, after the shapes are known
-    options(...)     sparse_mode, pre_tokens, next_tokens
+letters(...)     the shapes' letters for the layouts: c.shape("query", query, f"{rows} N D")
+lengths(...)     lengths, prefix sums and the block table, after the shapes are known
+options(...)     sparse_mode, pre_tokens, next_tokens
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -52,9 +54,7 @@ def lengths(
     """`query` and `key` are (argument, tensor) of the lengths; the shapes are checked already."""
     for (name, tensor), layout_ in ((query, layout_query), (key, layout_key)):
         if tensor is None:
-            c.require(
-                layout_ == "BSND", f"`{name}` is missing, and layout {layout_!r} needs it."
-            )
+            c.require(layout_ == "BSND", f"`{name}` is missing, and layout {layout_!r} needs it.")
             continue
         c.integer(name, tensor)
         c.shape(name, tensor, "B")
@@ -89,7 +89,7 @@ def values(c: Checker, name: str, tensor: Tensor | None, layout_: str, reach: in
     if not config.debug or tensor is None or not is_real(tensor):
         return
     came = tensor.tolist()
-    rising = layout_ != "TND" or all(a <= b for a, b in zip(came, came[1:], strict=False))
+    rising = layout_ != "TND" or all(a <= b for a, b in pairwise(came))
     c.require(
         rising and all(0 <= value <= reach for value in came),
         f"`{name}` is {came}, expected "

@@ -55,9 +55,7 @@ def check(
     c.at_least("sparse_count", sparse_count, 1)
 
 
-def inputs(
-    c: Checker, rows: str, keys: str, query: Tensor, key: Tensor, weights: Tensor
-) -> None:
+def inputs(c: Checker, rows: str, keys: str, query: Tensor, key: Tensor, weights: Tensor) -> None:
     """What the op and its gradient ask of the three tensors that they share."""
     c.same_device(query=query, key=key, weights=weights)
     c.floating("query", query)
@@ -68,9 +66,7 @@ def inputs(
     c.dense_rows(query=query, key=key, weights=weights)
 
 
-def fake(
-    query: Tensor, sparse_count: int, return_value: bool, **_: Any
-) -> tuple[Tensor, Tensor]:
+def fake(query: Tensor, sparse_count: int, return_value: bool, **_: Any) -> tuple[Tensor, Tensor]:
     shape = [*query.shape[:-2], 1, sparse_count]
     indices = query.new_empty(shape, dtype=torch.int32)
     return indices, query.new_empty(shape if return_value else [0])

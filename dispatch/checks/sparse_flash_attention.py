@@ -127,9 +127,7 @@ def fake(query: Tensor, return_softmax_lse: bool, **_: Any) -> tuple[Tensor, Ten
     )
 
 
-def setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     query, key, value, indices, scale = inputs[:5]
     lengths_query, lengths_kv, query_rope, key_rope, block_size = inputs[6:11]
     layout_query, layout_kv, sparse_mode = inputs[11:14]

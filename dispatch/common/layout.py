@@ -47,10 +47,11 @@ class Keys:
         if self.length.shape[0] == 0:
             return torch.full_like(position, -1)
         if self.layout == "TND":
-            exists, slot = position < self.length[request, None], self.start[request, None] + position
+            first, size = self.start[request, None], self.length[request, None]
         else:
-            exists, slot = position < page, request[:, None] * page + position
-        exists = exists & (position >= 0) & (slot >= 0) & (slot < pages * page)
+            first, size = request[:, None] * page, torch.full_like(request[:, None], page)
+        slot = first + position
+        exists = (position >= 0) & (position < size) & (slot >= 0) & (slot < pages * page)
         return torch.where(exists, slot, -1)
 
 
@@ -65,9 +66,7 @@ def starts(prefix: Tensor) -> Tensor:
     return torch.cat([prefix.new_zeros(1), prefix])[:-1]
 
 
-def keys_of(
-    key: Tensor, layout: str, lengths: Tensor | None, block_table: Tensor | None
-) -> Keys:
+def keys_of(key: Tensor, layout: str, lengths: Tensor | None, block_table: Tensor | None) -> Keys:
     if lengths is None:
         length = torch.full((key.shape[0],), key.shape[1], device=key.device)
         return Keys(layout, length, torch.zeros_like(length), None)
@@ -78,7 +77,7 @@ def keys_of(
 
 
 def rows_of(
-    query: Tensor, layout: str, lengths: Tensor | None, keys: Keys, sparse_mode: int
+    query: Tensor, layout: str, lengths: Tensor | None, keys: Keys, sparse_mode: int | None
 ) -> Rows:
     requests = keys.length.shape[0]
     if layout == "TND":
@@ -100,6 +99,6 @@ def rows_of(
         return Rows(request, torch.zeros_like(token))
     j = token - start[request]
     limit = keys.length[request]
-    if sparse_mode == 3:
+    if sparse_mode != 0:  # None is the default, 3
         limit = limit - length[request] + 1 + j
     return Rows(request, limit.clamp(min=0).masked_fill(padding | (j >= length[request]), 0))

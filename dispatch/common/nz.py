@@ -98,7 +98,8 @@ def is_nz(weight: Tensor, weight_format: str) -> bool:
         log.once(
             ("read as NZ",),
             f"a 2-D weight on {weight.device.type} is read as FRACTAL_NZ bytes, since "
-            'weight_format is "nz". A row-major weight needs weight_format="nd", or custom.to_nz(w).',
+            'weight_format is "nz". For a row-major one pass weight_format="nd", or '
+            "custom.to_nz(weight).",
         )
     return weight_format == "nz"
 

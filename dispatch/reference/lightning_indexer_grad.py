@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """Gradients of the indexer's selected scores, a block of query tokens at a time.
 
-    s = query . key    d_weights = sum_k dy relu(s)    ds = dy weights [s > 0]
-    d_query = ds key   d_key = ds^T query, added up over the queries that chose the key
+s = query . key    d_weights = sum_k dy relu(s)    ds = dy weights [s > 0]
+d_query = ds key   d_key = ds^T query, added up over the queries that chose the key
 """
 
 from __future__ import annotations

@@ -76,18 +76,20 @@ def forward(
         index_rope_interleaved,
         weight_format,
     )
-    paged = dict(block_table=block_table, actual_seq_lengths_query=None)
-    options = dict(layout_query="BSND", sparse_mode=3, pre_tokens=_ALL, next_tokens=_ALL)
     indices, _ = lightning_indexer.forward(
         query_index,
         index_k_cache,
         weights,
-        actual_seq_lengths_key=act_seqs,
+        None,
+        act_seqs,
+        block_table,
+        layout_query="BSND",
         layout_key="PA_BSND",
         sparse_count=sparse_count,
+        sparse_mode=3,
+        pre_tokens=_ALL,
+        next_tokens=_ALL,
         return_value=False,
-        **paged,
-        **options,
     )
     out, _, _ = sparse_flash_attention.forward(
         query,
@@ -95,15 +97,19 @@ def forward(
         None,
         indices,
         softmax_scale,
-        actual_seq_lengths_kv=act_seqs,
-        query_rope=query_rope,
-        key_rope=kr_cache,
+        block_table,
+        None,
+        act_seqs,
+        query_rope,
+        kr_cache,
         sparse_block_size=1,
+        layout_query="BSND",
         layout_kv="PA_BSND",
+        sparse_mode=3,
+        pre_tokens=_ALL,
+        next_tokens=_ALL,
         attention_mode=2,
         return_softmax_lse=False,
         sinks=None,
-        **paged,
-        **options,
     )
     return out

@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """Latent attention over each query's own selection, a block of query tokens at a time.
 
-    z = scale ([query, query_rope] . [key, key_rope])   m = max z   l = sum exp(z - m)
-    out = sum exp(z - m) value / (l + exp(sink - m))
+z = scale ([query, query_rope] . [key, key_rope])   m = max z   l = sum exp(z - m)
+out = sum exp(z - m) value / (l + exp(sink - m))
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """Gradients of the sparse latent attention, a block of query tokens at a time.
 
-    P = exp(z - max) / sum    dz = P (d_out value^T - rowsum(d_out out)) scale
-    d_query = dz key          d_key = dz^T query, d_value = P^T d_out, added up over the queries
+P = exp(z - max) / sum    dz = P (d_out value^T - rowsum(d_out out)) scale
+d_query = dz key          d_key = dz^T query, d_value = P^T d_out, added up over the queries
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def backward(
         d_value.add(slot, p.mT @ grad)
 
     none = query.new_empty([0])
-    dq, dk = dq.view(*query.shape[:-1], -1), d_key.rounded()
+    dq, dk = dq.view(*query.shape[:-1], q.shape[-1]), d_key.rounded()
     return (
         dq[..., :size].contiguous(),
         dk[..., :size].contiguous(),
