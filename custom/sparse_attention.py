@@ -525,13 +525,18 @@ def npu_sparse_flash_attention_grad(
     in a fixed order under torch.use_deterministic_algorithms.
 
     Args:
-        query, key, value, sparse_indices, query_rope, key_rope: as in the forward, not paged.
+        query: as in the forward.
+        key: as in the forward, not paged.
+        value: as in the forward.
+        sparse_indices: as in the forward.
         d_out: gradient of `out`.
         out: the forward's output.
         softmax_max: the forward's statistics.
         softmax_sum: the forward's statistics.
         scale_value: factor of the logits.
         sparse_block_size: positions that one index stands for.
+        query_rope: as in the forward.
+        key_rope: as in the forward.
         actual_seq_qlen: [B] int32 or int64: lengths with BSND, prefix sums with TND.
         actual_seq_kvlen: [B] likewise.
         layout: "BSND" or "TND", of queries and keys.

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import custom  # noqa: E402
 from custom.dispatch import backends  # noqa: E402
 from custom.dispatch.env import VARIABLES  # noqa: E402
 from custom.dispatch.specs import SPECS, Spec  # noqa: E402
+
+import custom  # noqa: E402
 from tests.verified import table  # noqa: E402
 
 # public functions whose op bears another name
@@ -63,14 +65,18 @@ def _list() -> str:
     for spec in SPECS:
         name = _public(spec) or spec.name
         doc = (getattr(custom, name, None) or spec).__doc__ or ""
-        first = doc.splitlines()[0] if hasattr(custom, name) else "Backward op, reached by autograd."
+        first = (
+            doc.splitlines()[0] if hasattr(custom, name) else "Backward op, reached by autograd."
+        )
         rows.append(f"| [{name}](ops/{spec.name}.md) | {first} |")
     return "# Ops\n\n| op | what the caller gets |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 
 def _start() -> str:
-    """The README, with links that work from the site."""
-    return (ROOT / "README.md").read_text().replace("](docs/", "](")
+    """The README, with links that work from the site; files outside it are named, not linked."""
+    text = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    outside = r"\[([^\]]+)\]\((?!https?:|#|\w+\.md\b)[^)]*\)|\[中文\]\([^)]*\)"
+    return re.sub(outside, r"\1", text)
 
 
 def variables() -> str:
