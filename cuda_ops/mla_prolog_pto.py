@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Queries of absorbed latent attention and the new rows of its cache; rnd rounds to the dtype of x.
+
+    c = rnd(RMSNorm(rnd(x W_dq)))   [q, q_rope] = rnd(c W_uq_qr)   query = rnd(q W_uk)
+    [l, l_rope] = rnd(x W_dkv_kr)   kv_cache = rnd(RMSNorm(l))     kr_cache = rnd(RoPE(l_rope))
+
+Four launches, each beginning while the one before it ends: x products, norms and scatter, c
+product, absorption and rotation.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import prolog
+from .nz_matmul import product
+
+
+def unsupported(token_x: Tensor, **_: object) -> str | None:
+    return prolog.unsupported(token_x)
+
+
+def forward(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_index: Tensor,
+    rmsnorm_epsilon_cq: float = 1e-6,
+    rmsnorm_epsilon_ckv: float = 1e-6,
+    rope_interleaved: bool = True,
+    weight_format: str = "nz",
+) -> tuple[Tensor, Tensor, Tensor]:
+    requests, steps, hidden = token_x.shape
+    heads, plain, rank = weight_uk.shape
+    ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
+    dtype, device = token_x.dtype, token_x.device
+    query = memory.empty((requests, steps, heads, rank), dtype, device)
+    query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
+    query_norm = memory.empty((requests, steps, ranks), dtype, device)
+    tokens = requests * steps
+    if tokens == 0:
+        return query, query_rope, query_norm
+    part = product(
+        token_x.view(tokens, hidden),
+        [(weight_dq, ranks), (weight_dkv_kr, rank + rotary)],
+        weight_format,
+        prolog.x_tiling(tokens),
+        keep_float=True,
+        first=True,
+    )
+    latent = prolog.Latent(
+        rmsnorm_gamma_cq, rmsnorm_gamma_ckv, kv_cache, kr_cache, query_norm,
+        rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved,
+    )  # fmt: skip
+    prolog.token_stage(part, rope_sin, rope_cos, cache_index, latent, None)
+    q = product(
+        query_norm.view(tokens, ranks),
+        [(weight_uq_qr, heads * (plain + rotary))],
+        weight_format,
+        prolog.c_q_tiling(tokens),
+    )
+    prolog.query_stage(
+        q, rope_sin, rope_cos, weight_uk, query, query_rope, None, rope_interleaved, False
+    )
+    return query, query_rope, query_norm

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Products of token rows with several weights that share the input: one launch, weights in place.
+
+    out[t, :] = x[t, :] [W0 | W1 | W2 | W3]        x [T, K], W [K, N], out [T, sum of N]
+
+A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or plain row-major
+[K, N].  Both are addressed as (n // C0) * panel + k * row + n % C0; neither is ever copied.
+Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
+the next kernel to add in order (deterministic, and no launch of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..dispatch.common import memory, nz
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """`swap` computes the transposed product, so that few tokens are the short side of a wgmma;
+    `group` token blocks share each block of weights in L2."""
+
+    tokens: int
+    columns: int
+    k: int
+    runs: int
+    stages: int
+    warps: int
+    swap: bool
+    group: int = 8
+
+
+@triton.jit
+def prefetch(address, size):
+    """Ask for `size` bytes (a multiple of 16) at every address to be brought into L2.  L2 is where
+    all writers meet, so this is safe before an earlier kernel has finished."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address.to(tl.int64), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _product(
+    x, w0, w1, w2, w3, out, tokens,
+    K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    N3: tl.constexpr, NZ0: tl.constexpr, NZ1: tl.constexpr, NZ2: tl.constexpr, NZ3: tl.constexpr,
+    C0: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
+    FIRST: tl.constexpr, AHEAD: tl.constexpr, AHEAD_BYTES: tl.constexpr,
+):  # fmt: skip
+    B0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
+    B1: tl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
+    B2: tl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
+    BLOCKS: tl.constexpr = B2 + (N3 + COLUMNS - 1) // COLUMNS
+    TOTAL: tl.constexpr = N0 + N1 + N2 + N3
+    program = tl.program_id(0)
+    run = tl.program_id(1)
+    first = program // (GROUP * BLOCKS) * GROUP
+    height = tl.minimum(tl.cdiv(tokens, TOKENS) - first, GROUP)
+    token_block = first + program % (GROUP * BLOCKS) % height
+    block = program % (GROUP * BLOCKS) // height
+
+    # which weight: its first block, size, place in the sum, and strides
+    w, size, begin, base = w0, N0, 0, 0
+    panel = K * C0 if NZ0 else C0
+    row = C0 if NZ0 else N0
+    if N1 > 0:
+        at1 = block >= B0
+        w = tl.where(at1, w1, w)
+        size = tl.where(at1, N1, size)
+        begin = tl.where(at1, B0, begin)
+        base = tl.where(at1, N0, base)
+        panel = tl.where(at1, K * C0 if NZ1 else C0, panel)
+        row = tl.where(at1, C0 if NZ1 else N1, row)
+    if N2 > 0:
+        at2 = block >= B1
+        w = tl.where(at2, w2, w)
+        size = tl.where(at2, N2, size)
+        begin = tl.where(at2, B1, begin)
+        base = tl.where(at2, N0 + N1, base)
+        panel = tl.where(at2, K * C0 if NZ2 else C0, panel)
+        row = tl.where(at2, C0 if NZ2 else N2, row)
+    if N3 > 0:
+        at3 = block >= B2
+        w = tl.where(at3, w3, w)
+        size = tl.where(at3, N3, size)
+        begin = tl.where(at3, B2, begin)
+        base = tl.where(at3, N0 + N1 + N2, base)
+        panel = tl.where(at3, K * C0 if NZ3 else C0, panel)
+        row = tl.where(at3, C0 if NZ3 else N3, row)
+
+    column = (block - begin) * COLUMNS
+    lo = run * RUN
+    j = tl.arange(0, COLUMNS)
+    kk = tl.arange(0, K_TILE)
+    t = token_block * TOKENS + tl.arange(0, TOKENS)
+    w += (column // C0).to(tl.int64) * panel + lo.to(tl.int64) * row
+
+    if AHEAD > 0:
+        # panels of this program, cut into AHEAD pieces; the last panels again where fewer are left
+        PANELS: tl.constexpr = COLUMNS // C0
+        piece = tl.arange(0, PANELS * AHEAD)
+        which = tl.minimum(piece // AHEAD, (size - column) // C0 - 1)
+        prefetch(w + which * panel + piece % AHEAD * (AHEAD_BYTES * C0 // 32), AHEAD_BYTES)
+    if CHAINED:
+        if FIRST:
+            gdc_wait()
+            gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+            gdc_wait()
+
+    RAGGED_K: tl.constexpr = K % RUN != 0
+    RAGGED_N: tl.constexpr = (
+        N0 % COLUMNS != 0 or N1 % COLUMNS != 0 or N2 % COLUMNS != 0 or N3 % COLUMNS != 0
+    )
+    x_base = x + lo
+    if SWAP:
+        acc = tl.zeros([COLUMNS, TOKENS], tl.float32)
+        w_at = ((j // C0) * panel + j % C0)[:, None] + kk[None, :] * row
+        x_at = t[None, :].to(tl.int64) * K + kk[:, None]
+        n_ok = (j < size - column)[:, None]
+        t_ok = (t < tokens)[None, :]
+        k_w = kk[None, :]
+        k_x = kk[:, None]
+    else:
+        acc = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        w_at = ((j // C0) * panel + j % C0)[None, :] + kk[:, None] * row
+        x_at = t[:, None].to(tl.int64) * K + kk[None, :]
+        n_ok = (j < size - column)[None, :]
+        t_ok = (t < tokens)[:, None]
+        k_w = kk[:, None]
+        k_x = kk[None, :]
+    for k in tl.range(0, RUN, K_TILE, num_stages=STAGES):
+        w_ptr = w + tl.cast(k, tl.int64) * row + w_at
+        if RAGGED_K:
+            x_tile = tl.load(x_base + k + x_at, mask=t_ok & (k_x < K - lo - k), other=0.0)
+            w_tile = tl.load(w_ptr, mask=n_ok & (k_w < K - lo - k), other=0.0)
+        else:
+            x_tile = tl.load(x_base + k + x_at, mask=t_ok, other=0.0)
+            w_tile = tl.load(w_ptr, mask=n_ok, other=0.0) if RAGGED_N else tl.load(w_ptr)
+        if SWAP:
+            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+
+    n = base + column + j
+    t_row = (run.to(tl.int64) * tokens + t) * TOTAL
+    at = out + (t_row[None, :] + n[:, None] if SWAP else t_row[:, None] + n[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=n_ok & t_ok)
+
+
+@cache
+def has_chained_launch(device: torch.device) -> bool:
+    """Programmatic dependent launch and L2 prefetch: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def product(
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, int]],
+    weight_format: str,
+    tiling: Tiling,
+    *,
+    keep_float: bool = False,
+    first: bool = False,
+) -> Tensor:
+    """x [T, K] times the (weight, N) joined: [runs, T, sum of N], float32 if runs > 1 or
+    `keep_float`, else of x's dtype.  `first`: the chain of dependent launches starts here."""
+    tokens, depth = x.shape
+    sizes = [size for _, size in weights] + [0] * (4 - len(weights))
+    kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
+    formats = [nz.is_nz(weight, weight_format) for weight in kept]
+    runs = min(tiling.runs, triton.cdiv(depth, tiling.k))
+    run = triton.cdiv(triton.cdiv(depth, runs), tiling.k) * tiling.k
+    runs = triton.cdiv(depth, run)
+    dtype = torch.float32 if keep_float or runs > 1 else x.dtype
+    out = memory.empty((runs, tokens, sum(sizes)), dtype, x.device)
+    chained = has_chained_launch(x.device)
+    c0 = nz.columns(x.dtype)
+    ahead, ahead_bytes = 0, 16
+    if chained and all(formats) and depth == runs * run and tokens <= tiling.tokens:
+        # one request a thread, for as much of the run as fits into L2 beside the others'
+        ahead = max(1, 32 * tiling.warps * c0 // tiling.columns)
+        ahead_bytes = min(run, 1024) * 32 // ahead
+        if ahead_bytes % 16:
+            ahead, ahead_bytes = 0, 16
+    blocks = sum(triton.cdiv(size, tiling.columns) for size in sizes)
+    _product[blocks * triton.cdiv(tokens, tiling.tokens), runs](
+        x, *kept, out, tokens,
+        K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
+        NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=c0,
+        TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k, STAGES=tiling.stages,
+        SWAP=tiling.swap, GROUP=tiling.group, CHAINED=chained, FIRST=first,
+        AHEAD=ahead, AHEAD_BYTES=ahead_bytes, num_warps=tiling.warps, launch_pdl=chained,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What both prologs do around their products: norms and scatters, then absorption and rotation.
+
+    token_stage   sums of the x products -> RMSNorm, LayerNorm, rotated keys, cache rows, weights
+    query_stage   c_q products -> absorbed latent query, rotated query heads
+
+Rounding to the working dtype happens where the reference rounds: after each product, after each
+norm, after each rotation; the index key is rounded after its LayerNorm only.  rotate(u) with
+u = even and odd columns (interleaved) or halves: out = v cos + (-v[D/2:], v[:D/2]) sin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .nz_matmul import Tiling, has_chained_launch
+
+
+@triton.jit
+def rotation_source(d, D: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(own, partner): the columns that make rotated column d of D."""
+    HALF: tl.constexpr = D // 2
+    low = d < HALF
+    if INTERLEAVED:
+        own = tl.where(low, 2 * d, 2 * (d - HALF) + 1)
+        partner = tl.where(low, own + 1, own - 1)
+    else:
+        own = d
+        partner = tl.where(low, d + HALF, d - HALF)
+    return own, partner
+
+
+@triton.jit
+def rotated(own, partner, d, cos, sin, at, ok, D: tl.constexpr):
+    """Rotated column d, in float32; `at` is where the token's cos and sin begin."""
+    c = tl.load(cos + at + d, mask=ok, other=0.0).to(tl.float32)
+    s = tl.load(sin + at + d, mask=ok, other=0.0).to(tl.float32)
+    return own * c + tl.where(d < D // 2, -partner, partner) * s
+
+
+@triton.jit
+def _run_sum(part, stride, ok, RUNS: tl.constexpr):
+    """The runs of one product, added in order."""
+    acc = tl.load(part, mask=ok, other=0.0).to(tl.float32)
+    for run in tl.static_range(1, RUNS):
+        acc += tl.load(part + run * stride, mask=ok, other=0.0)
+    return acc
+
+
+@triton.jit
+def _rms_normed(part, stride, gamma, eps, N: tl.constexpr, RUNS: tl.constexpr, dtype: tl.constexpr):
+    """(columns, in range, RMSNorm of the rounded sums in the working dtype)."""
+    j = tl.arange(0, triton.next_power_of_2(N))
+    ok = j < N
+    u = _run_sum(part + j, stride, ok, RUNS).to(dtype).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(u * u, 0) / N + eps)
+    normed = u * scale * tl.load(gamma + j, mask=ok, other=0.0).to(tl.float32)
+    return j, ok, normed.to(dtype)
+
+
+@triton.jit
+def _store_query_norm(
+    part, stride, gamma, out, eps, N: tl.constexpr, RUNS: tl.constexpr
+):  # fmt: skip
+    j, ok, normed = _rms_normed(part, stride, gamma, eps, N, RUNS, out.dtype.element_ty)
+    tl.store(out + j, normed, mask=ok)
+
+
+@triton.jit
+def _store_latent(
+    part, stride, gamma, cos, sin, kv_row, kr_row, eps, present,
+    R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The latent and the rotated key of a token, into their cache rows."""
+    dtype: tl.constexpr = kv_row.dtype.element_ty
+    j, ok, normed = _rms_normed(part, stride, gamma, eps, R, RUNS, dtype)
+    tl.store(kv_row + j, normed, mask=ok & present)
+    d = tl.arange(0, triton.next_power_of_2(D))
+    d_ok = d < D
+    own, partner = rotation_source(d, D, INTERLEAVED)
+    u = _run_sum(part + R + own, stride, d_ok, RUNS).to(dtype).to(tl.float32)
+    v = _run_sum(part + R + partner, stride, d_ok, RUNS).to(dtype).to(tl.float32)
+    turned = rotated(u, v, d, cos, sin, 0, d_ok, D)
+    tl.store(kr_row + d, turned.to(dtype), mask=d_ok & present)
+
+
+@triton.jit
+def _store_index_key(
+    part, stride, gamma, beta, cos, sin, k_row, eps, present,
+    DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """LayerNorm of the float32 sums, rounded; the first D columns rotated; into the cache row."""
+    dtype: tl.constexpr = k_row.dtype.element_ty
+    j = tl.arange(0, triton.next_power_of_2(DI))
+    ok = j < DI
+    own, partner = rotation_source(j, D, INTERLEAVED)
+    own = tl.where(j < D, own, j)
+    partner = tl.where(j < D, partner, j)
+    u = _run_sum(part + own, stride, ok, RUNS)
+    v = _run_sum(part + partner, stride, ok, RUNS)
+    mean = tl.sum(u, 0) / DI
+    off = tl.where(ok, u - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(off * off, 0) / DI + eps)
+    g = tl.load(gamma + own, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(beta + own, mask=ok, other=0.0).to(tl.float32)
+    u = (off * scale * g + b).to(dtype)
+    g = tl.load(gamma + partner, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(beta + partner, mask=ok, other=0.0).to(tl.float32)
+    v = ((v - mean) * scale * g + b).to(dtype)
+    turned = rotated(u.to(tl.float32), v.to(tl.float32), j, cos, sin, 0, j < D, D).to(dtype)
+    tl.store(k_row + j, tl.where(j < D, turned, u), mask=ok & present)
+
+
+@triton.jit
+def _store_weights(part, stride, out, N: tl.constexpr, RUNS: tl.constexpr):
+    j = tl.arange(0, triton.next_power_of_2(N))
+    ok = j < N
+    tl.store(out + j, _run_sum(part + j, stride, ok, RUNS).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "eps_cq", "eps_ckv", "eps_k"])
+def _token_stage(
+    part, gamma_cq, gamma_ckv, gamma_k, beta_k, sin, cos, cache_index,
+    kv_cache, kr_cache, index_k_cache, query_norm, weights,
+    tokens, slots, eps_cq, eps_ckv, eps_k,
+    Q: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DI: tl.constexpr, NI: tl.constexpr,
+    RUNS: tl.constexpr, MLA: tl.constexpr, INDEX: tl.constexpr, INTERLEAVED: tl.constexpr,
+    INDEX_INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: a token and a role (query norm, latent and rotated key, index key).  The sums
+    lie as [Q | R | D | DI | NI], the parts of an op that was not asked for left out."""
+    LATENT: tl.constexpr = Q + R + D if MLA else 0
+    TOTAL: tl.constexpr = LATENT + (DI + NI if INDEX else 0)
+    token = tl.program_id(0).to(tl.int64)
+    role = tl.program_id(1) + (0 if MLA else 2)
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    stride = tl.cast(tokens, tl.int64) * TOTAL
+    part += token * TOTAL
+    slot = tl.load(cache_index + token).to(tl.int64)
+    present = (slot >= 0) & (slot < slots)
+    slot = tl.where(present, slot, 0)
+    sin += token * D
+    cos += token * D
+    if MLA:
+        if role == 0:
+            _store_query_norm(part, stride, gamma_cq, query_norm + token * Q, eps_cq, Q, RUNS)
+        if role == 1:
+            _store_latent(
+                part + Q, stride, gamma_ckv, cos, sin, kv_cache + slot * R, kr_cache + slot * D,
+                eps_ckv, present, R, D, RUNS, INTERLEAVED,
+            )  # fmt: skip
+    if INDEX and role == 2:
+        _store_index_key(
+            part + LATENT, stride, gamma_k, beta_k, cos, sin, index_k_cache + slot * DI,
+            eps_k, present, DI, D, RUNS, INDEX_INTERLEAVED,
+        )  # fmt: skip
+        _store_weights(part + LATENT + DI, stride, weights + token * NI, NI, RUNS)
+
+
+@triton.jit
+def _absorb(
+    q, w_uk, out, program, tokens, q_stride, run_stride,
+    HEADS: tl.constexpr, DN: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, SWAP: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """out[t, h, :] = q_nope[t, h, :] w_uk[h]: one program a head, block of columns, of tokens."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    PARTS: tl.constexpr = (R + COLUMNS - 1) // COLUMNS
+    head = program // PARTS % HEADS
+    n = program % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    t = program // (PARTS * HEADS) * TOKENS + tl.arange(0, TOKENS)
+    t_ok = t < tokens
+    n_ok = n < R
+    kk = tl.arange(0, K_TILE)
+    w = w_uk + head.to(tl.int64) * (DN * R)
+    q_row = q + t.to(tl.int64) * q_stride + head * (DN + D)
+    acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.float32)
+    for k in tl.static_range(0, DN, K_TILE):
+        ok = kk < DN - k
+        if SWAP:
+            w_tile = tl.load(
+                w + (k + kk)[None, :] * R + n[:, None], mask=ok[None, :] & n_ok[:, None], other=0.0
+            )
+        else:
+            w_tile = tl.load(
+                w + (k + kk)[:, None] * R + n[None, :], mask=ok[:, None] & n_ok[None, :], other=0.0
+            )
+        if CHAINED and k == 0:
+            # the weight is no earlier kernel's output: its load runs while they finish
+            gdc_wait()
+        if SWAP:
+            q_tile = _run_sum(
+                q_row[None, :] + (k + kk)[:, None], run_stride, ok[:, None] & t_ok[None, :], RUNS
+            ).to(dtype)
+            acc = tl.dot(w_tile, q_tile, acc, input_precision="ieee")
+        else:
+            q_tile = _run_sum(
+                q_row[:, None] + (k + kk)[None, :], run_stride, t_ok[:, None] & ok[None, :], RUNS
+            ).to(dtype)
+            acc = tl.dot(q_tile, w_tile, acc, input_precision="ieee")
+    out_row = (t.to(tl.int64) * HEADS + head) * R
+    if SWAP:
+        at = out + out_row[None, :] + n[:, None]
+        ok = n_ok[:, None] & t_ok[None, :]
+    else:
+        at = out + out_row[:, None] + n[None, :]
+        ok = t_ok[:, None] & n_ok[None, :]
+    tl.store(at, acc.to(dtype), mask=ok)
+
+
+@triton.jit
+def _rotate_heads(
+    q, out, sin, cos, program, tokens, q_stride, run_stride,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
+    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """out[t, h, :WIDTH] = columns SKIP.. of head h (HEAD columns a head), the first D rotated."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    e = program.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    t = e // (HEADS * WIDTH)
+    head = e // WIDTH % HEADS
+    d = (e % WIDTH).to(tl.int32)
+    ok = t < tokens
+    own, partner = rotation_source(d, D, INTERLEAVED)
+    own = tl.where(d < D, own, d)
+    q_row = q + t * q_stride + head * HEAD + SKIP
+    u = _run_sum(q_row + own, run_stride, ok, RUNS).to(dtype).to(tl.float32)
+    turn = ok & (d < D)
+    v = _run_sum(q_row + partner, run_stride, turn, RUNS).to(dtype).to(tl.float32)
+    turned = rotated(u, v, d, cos, sin, t * D, turn, D)
+    tl.store(out + e, tl.where(d < D, turned, u).to(dtype), mask=ok)
+
+
+@triton.jit(do_not_specialize=["tokens", "absorbers", "rotators"])
+def _query_stage(
+    q, w_uk, sin, cos, query, query_rope, query_index, tokens, absorbers, rotators,
+    HEADS: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    INDEX_HEADS: tl.constexpr, DI: tl.constexpr, RUNS: tl.constexpr, MLA: tl.constexpr,
+    INDEX: tl.constexpr, INTERLEAVED: tl.constexpr, INDEX_INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, SWAP: tl.constexpr,
+    ELEMENTS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Programs [0, absorbers) absorb, the next `rotators` rotate query heads, the rest rotate
+    index heads.  q [RUNS, T, HEADS (DN + D) | INDEX_HEADS DI]."""
+    LATENT: tl.constexpr = HEADS * (DN + D) if MLA else 0
+    TOTAL: tl.constexpr = LATENT + (INDEX_HEADS * DI if INDEX else 0)
+    program = tl.program_id(0)
+    run_stride = tl.cast(tokens, tl.int64) * TOTAL
+    if CHAINED:
+        gdc_launch_dependents()
+    if MLA:
+        if program < absorbers:
+            _absorb(
+                q, w_uk, query, program, tokens, TOTAL, run_stride, HEADS, DN, D, R, RUNS,
+                TOKENS, COLUMNS, K_TILE, SWAP, CHAINED,
+            )  # fmt: skip
+        elif program < absorbers + rotators:
+            if CHAINED:
+                gdc_wait()
+            _rotate_heads(
+                q, query_rope, sin, cos, program - absorbers, tokens, TOTAL, run_stride, HEADS,
+                DN + D, DN, D, D, RUNS, INTERLEAVED, ELEMENTS,
+            )  # fmt: skip
+    if INDEX and program >= absorbers + rotators:
+        if CHAINED:
+            gdc_wait()
+        _rotate_heads(
+            q + LATENT, query_index, sin, cos, program - absorbers - rotators, tokens, TOTAL,
+            run_stride, INDEX_HEADS, DI, 0, DI, D, RUNS, INDEX_INTERLEAVED, ELEMENTS,
+        )  # fmt: skip
+
+
+def x_tiling(tokens: int) -> Tiling:
+    """Of the products over x: 2304 columns, 7168 deep."""
+    if tokens <= 16:
+        return Tiling(16 if tokens > 8 else 8, 64, 128, 7, 4, 4, True)
+    if tokens <= 32:
+        return Tiling(32, 64, 128, 7, 4, 4, True)
+    if tokens <= 64:
+        return Tiling(64, 64, 128, 7, 3, 4, True)
+    if tokens <= 256:
+        return Tiling(128, 128, 64, 7, 3, 8, False)
+    return Tiling(128, 128, 64, 1, 4, 8, False)
+
+
+def c_q_tiling(tokens: int) -> Tiling:
+    """Of the products over c_q: up to 32768 columns, 1536 deep."""
+    if tokens <= 16:
+        return Tiling(16 if tokens > 8 else 8, 64, 128, 1, 4, 4, True)
+    if tokens <= 32:
+        return Tiling(32, 64, 128, 1, 4, 4, True)
+    if tokens <= 64:
+        return Tiling(64, 128, 64, 1, 4, 4, True)
+    return Tiling(128, 128, 64, 1, 4, 8, False)
+
+
+def unsupported(x: Tensor) -> str | None:
+    """float32 is for the interpreter: on a GPU its tiles would not fit."""
+    if x.dtype == torch.float64 or (x.dtype == torch.float32 and x.is_cuda):
+        return f"dtype {str(x.dtype).removeprefix('torch.')}, supported float16 and bfloat16"
+    return None
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The attention side's share of a token stage; caches and query norm are written."""
+
+    gamma_cq: Tensor
+    gamma_ckv: Tensor
+    kv_cache: Tensor
+    kr_cache: Tensor
+    query_norm: Tensor
+    eps_cq: float
+    eps_ckv: float
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class Index:
+    """The indexer's share of a token stage; the cache and the head weights are written."""
+
+    gamma: Tensor
+    beta: Tensor
+    k_cache: Tensor
+    weights: Tensor
+    eps: float
+    interleaved: bool
+
+
+def token_stage(
+    part: Tensor, sin: Tensor, cos: Tensor, cache_index: Tensor, latent: Latent | None,
+    index: Index | None,
+) -> None:  # fmt: skip
+    """part [RUNS, T, Q + R + D + DI + NI]: norms, rotations, scatters; head weights."""
+    runs, tokens, _ = part.shape
+    cache = latent.kv_cache if latent else index.k_cache
+    chained = has_chained_launch(part.device)
+    _token_stage[tokens, (2 if latent else 0) + (1 if index else 0)](
+        part,
+        latent and latent.gamma_cq, latent and latent.gamma_ckv,
+        index and index.gamma, index and index.beta,
+        sin, cos, cache_index,
+        latent and latent.kv_cache, latent and latent.kr_cache, index and index.k_cache,
+        latent and latent.query_norm, index and index.weights,
+        tokens, cache.shape[0] * cache.shape[1],
+        latent.eps_cq if latent else 0.0, latent.eps_ckv if latent else 0.0,
+        index.eps if index else 0.0,
+        Q=latent.gamma_cq.shape[0] if latent else 0,
+        R=latent.gamma_ckv.shape[0] if latent else 0,
+        D=sin.shape[-1],
+        DI=index.gamma.shape[0] if index else 0,
+        NI=index.weights.shape[-1] if index else 0,
+        RUNS=runs, MLA=latent is not None, INDEX=index is not None,
+        INTERLEAVED=latent is not None and latent.interleaved,
+        INDEX_INTERLEAVED=index is not None and index.interleaved,
+        CHAINED=chained, num_warps=8 if tokens <= 32 else 4, launch_pdl=chained,
+    )  # fmt: skip
+
+
+def query_stage(
+    q: Tensor, sin: Tensor, cos: Tensor, w_uk: Tensor | None, query: Tensor | None,
+    query_rope: Tensor | None, query_index: Tensor | None, interleaved: bool,
+    index_interleaved: bool,
+) -> None:  # fmt: skip
+    """q [RUNS, T, N (DN + D) | NI DI] -> query [.., N, R] and query_rope [.., N, D], and/or
+    query_index [.., NI, DI]."""
+    runs, tokens, _ = q.shape
+    heads, plain, rank = w_uk.shape if w_uk is not None else (0, 0, 0)
+    index_heads, index_dim = query_index.shape[-2:] if query_index is not None else (0, 0)
+    chained = has_chained_launch(q.device)
+    elements, k_tile = 1024, min(128, triton.next_power_of_2(max(plain, 16)))
+    columns = min(128, triton.next_power_of_2(max(rank, 16)))
+    tile = max(16, min(128, triton.next_power_of_2(tokens)))
+    swap = tokens <= 32
+    if swap:
+        tile = max(8, triton.next_power_of_2(tokens))
+    absorbers = heads * triton.cdiv(rank, columns) * triton.cdiv(tokens, tile)
+    rotators = triton.cdiv(tokens * heads * sin.shape[-1], elements)
+    last = triton.cdiv(tokens * index_heads * index_dim, elements)
+    _query_stage[(absorbers + rotators + last,)](
+        q, w_uk, sin, cos, query, query_rope, query_index, tokens, absorbers, rotators,
+        HEADS=heads, DN=plain, R=rank, D=sin.shape[-1], INDEX_HEADS=index_heads, DI=index_dim,
+        RUNS=runs, MLA=w_uk is not None, INDEX=query_index is not None, INTERLEAVED=interleaved,
+        INDEX_INTERLEAVED=index_interleaved, TOKENS=tile, COLUMNS=columns, K_TILE=k_tile,
+        SWAP=swap, ELEMENTS=elements, CHAINED=chained, num_warps=4 if tile < 128 else 8,
+        launch_pdl=chained,
+    )  # fmt: skip
