@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The memories and cores of Atlas A2 and A3, and what fits into them.  Pure functions, no device.
+
+A core holds one cube unit with L1, L0A, L0B, L0C, and two vector units with a UB each.  The
+compiler double-buffers by default, so a plan may use half of UB and L1 for what it streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sizes in bytes, per core.  Alignment: UB and L1 in blocks of 32 bytes, L0C of 512."""
+
+    name: str
+    cube_cores: int
+    ub: int = 192 * KIB
+    l1: int = 512 * KIB
+    l0a: int = 64 * KIB
+    l0b: int = 64 * KIB
+    l0c: int = 128 * KIB
+    block: int = 32
+    block_l0c: int = 512
+
+    @property
+    def vector_cores(self) -> int:
+        return 2 * self.cube_cores
+
+
+# from the compiler's own target descriptions
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("Ascend910B1", 24),
+        Machine("Ascend910B2", 24),
+        Machine("Ascend910B3", 20),
+        Machine("Ascend910B4", 20),
+        Machine("Ascend910_9381", 24),
+        Machine("Ascend910_9382", 24),
+        Machine("Ascend910_9391", 24),
+        Machine("Ascend910_9392", 24),
+        Machine("Ascend910_9362", 20),
+        Machine("Ascend910_9372", 20),
+    )
+}
+A3 = MACHINES["Ascend910_9392"]
+
+
+def up(size: int, step: int) -> int:
+    """The least multiple of `step` that is not below `size`."""
+    return -(-size // step) * step
+
+
+def pieces(total: int, *choices: int) -> int:
+    """The first of `choices` that divides `total`; the last one if none does."""
+    return next((each for each in choices if total % each == 0), choices[-1])
+
+
+def accumulator_bytes(rows: int, columns: int) -> int:
+    """An fp32 tile in L0C, which holds whole 16 x 16 fractals."""
+    return up(up(rows, 16) * up(columns, 16) * 4, A3.block_l0c)
+
+
+def matmul_overflow(rows: int, columns: int, depth: int, machine: Machine = A3) -> str | None:
+    """Why a [rows, depth] x [depth, columns] step of 16-bit operands cannot be held, or None.
+
+    L1 holds both operand tiles twice (one is loaded while the other is multiplied), L0C the sum.
+    """
+    wanted = {
+        "L1": (2 * 2 * depth * (up(rows, 16) + up(columns, 16)), machine.l1),
+        "L0C": (accumulator_bytes(rows, columns), machine.l0c),
+    }
+    return _first_overflow(f"{rows} x {columns} x {depth} product", wanted, machine)
+
+
+def attend_overflow(
+    heads: int, keys: int, latent: int, rotary: int, machine: Machine = A3
+) -> str | None:
+    """Why a tile of `heads` x `keys` of latent attention cannot be held, or None.
+
+    L1: the query tile once, latent and rotary keys twice, the probabilities twice.
+    L0C: the logits and one half of the output, each fp32.
+    UB, half of the heads on each vector unit: both halves of the output and the next product of
+    one, the logits and what is made of them.
+    """
+    width, half = latent + rotary, up(heads, 2) // 2
+    wanted = {
+        "L1": (2 * (heads * width + 2 * keys * width + 2 * heads * keys), machine.l1),
+        "L0C": (
+            accumulator_bytes(heads, keys) + accumulator_bytes(heads, latent // 2) // 2,
+            machine.l0c,
+        ),
+        "UB": (half * (latent + latent // 2 + 2 * keys) * 4, machine.ub),
+    }
+    return _first_overflow(f"tile of {heads} heads and {keys} keys", wanted, machine)
+
+
+def _first_overflow(what: str, wanted: dict[str, tuple[int, int]], machine: Machine) -> str | None:
+    for memory, (size, there) in wanted.items():
+        if size > there:
+            return (
+                f"a {what} needs {up(size, KIB) // KIB} KiB of {memory}, "
+                f"{machine.name} has {there // KIB} KiB"
+            )
+    return None

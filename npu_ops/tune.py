@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Every tile configuration that ships, by kernel.  tests/ascend runs and compiles each of them.
+
+`tiles` are constexpr arguments of the kernel, `options` are those of the Ascend compiler.  A
+launcher takes one with `pick`; `first(...)` takes the first that a predicate accepts.
+Chosen by what compiles inside the memories with double buffering; none was timed on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Config:
+    tiles: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        both = {**self.tiles, **self.options}
+        return " ".join(f"{name}={value}" for name, value in both.items())
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What a launch takes."""
+        return {**self.tiles, **self.options}
+
+
+def _each(name: str, *sizes: int, **options: Any) -> tuple[Config, ...]:
+    return tuple(Config({name: size}, options) for size in sizes)
+
+
+TABLE: dict[str, tuple[Config, ...]] = {
+    # one row of indices at a time, in pieces
+    "sparse_flash_attention.resolve": (Config({"PIECE": 1024}),),
+    # rows that are copied back to back
+    "sparse_flash_attention.gather": (Config({"ROWS": 32}),),
+    "sparse_flash_attention.attend": tuple(
+        # two workspace buffers, not four: with four, 64 heads give up double buffering altogether
+        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
+        for heads in (16, 32, 64)
+    ),
+}
+
+
+def configs(kernel: str) -> tuple[Config, ...]:
+    return TABLE[kernel]
+
+
+def only(kernel: str) -> Config:
+    """The configuration of a kernel that has one."""
+    (config,) = TABLE[kernel]
+    return config
+
+
+def at_least(kernel: str, name: str, size: int) -> Config:
+    """The first configuration whose tile `name` covers `size`, or the last one."""
+    found = TABLE[kernel]
+    return next((config for config in found if config.tiles[name] >= size), found[-1])
+
+
+def dividing(kernel: str, name: str, size: int) -> Config:
+    """The first configuration whose tile `name` divides `size`, or the last one."""
+    found = TABLE[kernel]
+    return next((config for config in found if size % config.tiles[name] == 0), found[-1])

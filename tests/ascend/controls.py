@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Planted mistakes: each must be caught by the case it names, or the harness proves nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import isolated
+from .case import Case
+from .toolchain import ROOT
+
+
+@dataclass(frozen=True)
+class Control:
+    """In `npu_ops/<file>.py`, `old` (found exactly once) becomes `new`; `case` must then fail:
+    by its values or its process (stage "run"), or in the compiler or the lints ("compile")."""
+
+    title: str
+    file: str
+    old: str
+    new: str
+    case: str
+    stage: str = "run"
+
+
+@dataclass
+class Planted:
+    title: str
+    caught: bool
+    said: str
+
+
+def plant(control: Control) -> None:
+    """Put the changed module in the place of the real one, in this process."""
+    text = (ROOT / f"npu_ops/{control.file}.py").read_text()
+    if text.count(control.old) != 1:
+        raise LookupError(f"{control.old!r} occurs {text.count(control.old)} times, expected once")
+    scratch = Path(tempfile.mkdtemp()) / f"{control.file}.py"
+    scratch.write_text(text.replace(control.old, control.new))
+    linecache.checkcache(str(scratch))
+    name = f"custom.npu_ops.{control.file}"
+    spec = importlib.util.spec_from_file_location(name, scratch)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    setattr(sys.modules["custom.npu_ops"], control.file, module)
+    spec.loader.exec_module(module)
+
+
+def _attempt(control: Control, case: Case) -> tuple[bool, str]:
+    from . import __main__ as harness
+
+    plant(control)
+    if control.stage == "run":
+        outcome = harness.examine(case, None)
+        wrong = [x for x in outcome.findings if outcome.share > 1]
+        return outcome.share > 1, wrong[0] if wrong else f"{outcome.share:.2f} of the bound"
+    harness.prepare()
+    harness.recorder.execute = False
+    arguments = case.make(harness.judgement.Inputs(case.dtype, case.seed))
+    harness._call(case, arguments)
+    for launch in harness.recorder.launches:
+        compiled = harness.build(launch.linalg, launch.options, launch.ttir)
+        if not compiled.ok or compiled.problems:
+            return True, compiled.error or compiled.problems[0]
+    return False, "compiled, and no lint spoke"
+
+
+def run(modules: list[ModuleType], jobs: int) -> list[Planted]:
+    calls: list[tuple[Any, ...]] = []
+    for module in modules:
+        by_name = {case.name: case for case in module.CASES}
+        calls += [(control, by_name[control.case]) for control in module.CONTROLS]
+    planted = []
+    for (control, _), answer in isolated.each(_attempt, calls, jobs):
+        if isinstance(answer, isolated.Crash):
+            # a mistake may kill the process, but only by touching what it must not
+            answer = ("out of range" in str(answer), str(answer))
+        caught, said = answer
+        planted.append(Planted(f"{control.file}: {control.title}", caught, said))
+    return sorted(planted, key=lambda x: x.title)

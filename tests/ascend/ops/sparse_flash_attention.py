@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_sparse_flash_attention: every layout, shards of 8 to 128 heads, absent slots and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..case import Arguments, Case, Inputs
+from ..controls import Control
+
+D, DR = 512, 64
+
+
+def paged(
+    lengths: list[int],
+    s1: int,
+    heads: int,
+    k: int,
+    page: int = 128,
+    block: int = 1,
+    rope: bool = True,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    """Shuffled pages; the pages that no request owns may not be touched; -1 between the indices."""
+
+    def make(inputs: Inputs) -> Arguments:
+        reach = max(-(-n // page) for n in lengths) + 1
+        total = sum(-(-n // page) for n in lengths) + 3
+        order = inputs.permutation(total).tolist()
+        table = torch.full((len(lengths), reach), -1)
+        for i, n in enumerate(lengths):
+            used = -(-n // page)
+            table[i, :used] = torch.tensor([order.pop() for _ in range(used)])
+        key, key_rope = inputs.normal(total, page, 1, D), inputs.normal(total, page, 1, DR)
+        inputs.forbid(key, order)
+        inputs.forbid(key_rope, order)
+        rows = []
+        for n in lengths:
+            for _ in range(s1):
+                chosen = inputs.permutation(max(-(-n // block), 1))[:k]
+                row = torch.full((k,), -1)
+                row[: len(chosen)] = chosen
+                row[inputs.permutation(k)[: k // 8]] = -1
+                row[k // 2] = n // block + 7  # out of range: absent
+                rows.append(row)
+        return dict(
+            query=inputs.normal(len(lengths), s1, heads, D),
+            key=key,
+            value=None,
+            sparse_indices=inputs.ints(torch.stack(rows).view(len(lengths), s1, 1, k)),
+            scale_value=0.135,
+            block_table=inputs.ints(table),
+            actual_seq_lengths_kv=inputs.ints(lengths),
+            query_rope=inputs.normal(len(lengths), s1, heads, DR) if rope else None,
+            key_rope=key_rope if rope else None,
+            sparse_block_size=block,
+            layout_kv="PA_BSND",
+            return_softmax_lse=True,
+        ) | {name: value(inputs) if callable(value) else value for name, value in options.items()}
+
+    return make
+
+
+def rows(layout: str, heads: int, k: int, **options: Any) -> Callable[[Inputs], Arguments]:
+    """BSND with lengths below the tensors', or TND with padding behind the last prefix sum."""
+    query_lengths, key_lengths = [3, 1, 2], [150, 1, 77]
+
+    def make(inputs: Inputs) -> Arguments:
+        if layout == "BSND":
+            q, key, lengths = (3, 4), (3, 160), (query_lengths, key_lengths)
+        else:
+            q, key, lengths = (7,), (230,), ([3, 4, 6], [150, 151, 228])
+        index = torch.stack([inputs.permutation(160)[:k] for _ in range(12)]).flatten()
+        return dict(
+            query=inputs.normal(*q, heads, D),
+            key=inputs.normal(*key, 1, D),
+            value=None,
+            sparse_indices=inputs.ints(index[: int(torch.Size(q).numel()) * k].view(*q, 1, k)),
+            scale_value=0.05,
+            actual_seq_lengths_query=inputs.ints(lengths[0]),
+            actual_seq_lengths_kv=inputs.ints(lengths[1]),
+            query_rope=inputs.normal(*q, heads, DR),
+            key_rope=inputs.normal(*key, 1, DR),
+            layout_query=layout,
+            layout_kv=layout,
+            **options,
+        )
+
+    return make
+
+
+def _int64(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    def wide(inputs: Inputs) -> Arguments:
+        return {
+            name: inputs.ints(value, torch.int64)
+            if isinstance(value, torch.Tensor) and value.dtype is torch.int32
+            else value
+            for name, value in make(inputs).items()
+        }
+
+    return wide
+
+
+OP = "npu_sparse_flash_attention"
+CASES = (
+    *(Case(OP, f"paged, {n} heads", paged([300, 1, 131], 2, n, 96)) for n in (8, 16, 32, 64, 128)),
+    Case(OP, "paged, k 2048, s1 4, 65 keys and 4097", paged([4097, 65], 4, 16, 2048), cores=(24,)),
+    Case(OP, "paged, fp16", paged([300, 70], 1, 64, 128), torch.float16),
+    Case(OP, "paged, 24 heads, page 48, no rope", paged([100, 0, 49], 2, 24, 64, 48, rope=False)),
+    Case(OP, "paged, lengths 0", paged([0, 0], 1, 16, 64)),
+    Case(OP, "paged, blocks of 4", paged([300, 129], 1, 16, 20, block=4)),
+    Case(
+        OP,
+        "paged, sinks, all keys",
+        paged(
+            [260, 3], 1, 64, 64, sparse_mode=0, sinks=lambda x: x.normal(64, dtype=torch.float32)
+        ),
+    ),
+    Case(OP, "paged, int64", _int64(paged([300, 1], 1, 16, 64))),
+    Case(OP, "BSND", rows("BSND", 16, 64, return_softmax_lse=True)),
+    Case(OP, "TND", rows("TND", 32, 40)),
+)
+CONTROLS = (
+    Control(
+        "mask off by one",
+        OP[4:],
+        "(position < limit)\n            if KEYS",
+        "(position <= limit)\n            if KEYS",
+        "paged, 16 heads",
+    ),
+    Control(
+        "absent slots not masked",
+        OP[4:],
+        'tl.where(slot >= 0, 0.0, float("-inf"))[None]',
+        'tl.where(slot >= -1, 0.0, float("-inf"))[None]',
+        "paged, 64 heads",
+    ),
+    Control("scale forgotten", OP[4:], "z * scale", "z", "paged, 64 heads"),
+    Control(
+        "an absent row is read", OP[4:], "tl.where(slot >= 0, slot, top)", "slot", "paged, 16 heads"
+    ),
+    Control(
+        "128 heads a tile",
+        "tune",
+        "for heads in (16, 32, 64)",
+        "for heads in (128,)",
+        "paged, 128 heads",
+        stage="compile",
+    ),
+    Control(
+        "double buffering given up",
+        "tune",
+        '{"set_workspace_multibuffer": 2}',
+        "{}",
+        "paged, 64 heads",
+        stage="compile",
+    ),
+)

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Proves the Ascend kernels without an NPU: sets up .ascend/ (once), then runs `python -m tests.ascend`.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+home=$PWD/.ascend
+versions="torch==2.13.0 numpy==2.2.6 pybind11 triton-ascend==3.2.0 ascendnpu-ir==1.2.0 llvm-19"
+
+root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
+
+set_up() {
+  mkdir -p "$home"
+  command -v cc > /dev/null || { root apt-get update -qq; root apt-get install -y -qq gcc libc6-dev; }
+  [ -x "$home/venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$home/venv"
+  local pip="$home/venv/bin/python -m pip --quiet --disable-pip-version-check"
+  # the CPU wheel where its index is reachable, whatever the default index has otherwise
+  $pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu 2> /dev/null ||
+    $pip install torch==2.13.0
+  $pip install numpy==2.2.6 pybind11
+  # without dependencies: it must never share an environment with upstream's triton
+  $pip install --no-deps triton-ascend==3.2.0
+  local scratch
+  scratch=$(mktemp -d)
+  # the open part of the Ascend compiler, one wheel of executables
+  $pip download --no-deps --dest "$scratch" ascendnpu-ir==1.2.0
+  rm -rf "$home/bishengir"
+  "$home/venv/bin/python" -m zipfile -e "$scratch"/ascendnpu_ir-*.whl "$home/bishengir"
+  chmod +x "$home"/bishengir/ascendnpuir/bin/*
+  # Debian's MLIR tools, unpacked: nothing is installed system-wide
+  local packages="mlir-19-tools libmlir-19 libllvm19 llvm-19"
+  (cd "$scratch" && { apt-get download -qq $packages || { root apt-get update -qq; apt-get download -qq $packages; }; })
+  rm -rf "$home/mlir"
+  for package in "$scratch"/*.deb; do dpkg -x "$package" "$home/mlir"; done
+  rm -rf "$scratch"
+  echo "$versions" > "$home/ready"
+}
+
+[ "$(cat "$home/ready" 2> /dev/null)" = "$versions" ] || set_up
+export TRITON_ASCEND_ARCH=Ascend910_9392 CUSTOM_BACKEND=npu OMP_NUM_THREADS=1
+exec nice "$home/venv/bin/python" -m tests.ascend "$@"

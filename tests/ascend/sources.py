@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The code behind a module, without its comments and docstrings: what a record was made with."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+
+def of(*modules: str) -> str:
+    """The syntax trees of the modules and of all that they import relatively."""
+    seen: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen[name], imported = _read(name)
+            waiting += imported
+    return "\n".join(f"{name} {seen[name]}" for name in sorted(seen))
+
+
+@cache
+def _read(name: str) -> tuple[str, tuple[str, ...]]:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ImportError(name)
+    tree = ast.parse(Path(spec.origin).read_text())
+    package = name if spec.submodule_search_locations else name.rpartition(".")[0]
+    imported: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            # `from ..common import memory` imports a module, `from .errors import X` does not
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                imported.append(full if _is_module(full) else base)
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and _is_docstring(body[0]):
+            node.body = body[1:]  # type: ignore[attr-defined]
+    return ast.dump(tree), tuple(x for x in imported if not x.endswith(("specs", "tune")))
+
+
+@cache
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, AttributeError):
+        return False
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
