@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Requests of different lengths, and their packing into torch_npu's layouts.
+
+A test states what it knows by request ([Lq, ...] queries, [L, D] keys), so that its oracle knows no
+layout.  What no request owns (padding, unused pages) is NaN: reading it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from custom.dispatch import log
+from torch import Tensor
+
+LAYOUTS = [("BSND", "BSND"), ("TND", "TND"), ("BSND", "PA_BSND"), ("TND", "PA_BSND")]
+PAGE = 16
+
+
+def run(op: str, backend: str, **arguments: Any) -> Any:
+    """Call `torch.ops.custom.<op>` and make sure that `backend` ran it."""
+    before = log.calls[op, backend]
+    out = getattr(torch.ops.custom, op)(**arguments)
+    assert log.calls[op, backend] == before + 1, f"{op} did not run on {backend}"
+    return out
+
+
+def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def lengths_of(parts: Sequence[Tensor], layout: str, device: torch.device) -> Tensor:
+    """Lengths, or prefix sums for TND."""
+    lengths = ints([len(part) for part in parts], device)
+    return lengths.cumsum(0).to(torch.int32) if layout == "TND" else lengths
+
+
+def pack(parts: Sequence[Tensor], layout: str, device: torch.device, spare: int = 2) -> Tensor:
+    """[L, ...] of every request to BSND or TND, with `spare` tokens of padding (in each request,
+    or behind the last)."""
+    fill = torch.nan if parts[0].is_floating_point() else 3
+    if layout == "TND":
+        tail = parts[0].new_full((spare, *parts[0].shape[1:]), fill)
+        return torch.cat([*parts, tail]).to(device)
+    longest = max(map(len, parts)) + spare
+    out = parts[0].new_full((len(parts), longest, *parts[0].shape[1:]), fill)
+    for row, part in zip(out, parts, strict=True):
+        row[: len(part)] = part
+    return out.to(device)
+
+
+def unpack(out: Tensor, layout: str, lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """The rows of every request, and all the padding rows."""
+    if layout == "TND":
+        *parts, tail = out.cpu().split([*lengths, len(out) - sum(lengths)])
+        return parts, tail
+    parts = [row[:length] for row, length in zip(out.cpu(), lengths, strict=True)]
+    tails = [row[length:] for row, length in zip(out.cpu(), lengths, strict=True)]
+    return parts, torch.cat(tails)
+
+
+def shuffled_table(lengths: Sequence[int], spare_pages: int = 3) -> tuple[Tensor, int]:
+    """(block table [B, max_pages] with -1 where unused, pages of the cache), pages in no order."""
+    needed = [-(-length // PAGE) for length in lengths]
+    pages = sum(needed) + spare_pages
+    order = torch.randperm(pages).tolist()
+    table = torch.full((len(lengths), max([*needed, 0]) + 1), -1, dtype=torch.int32)
+    for row, count in zip(table, needed, strict=True):
+        row[:count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    return table, pages
+
+
+def to_pages(parts: Sequence[Tensor], table: Tensor, pages: int, device: torch.device) -> Tensor:
+    """[L, D] of every request to a cache [pages, P, 1, D], NaN where nothing lies."""
+    cache = parts[0].new_full((pages, PAGE, 1, parts[0].shape[-1]), torch.nan)
+    for row, part in zip(table.tolist(), parts, strict=True):
+        for position, key in enumerate(part):
+            cache[row[position // PAGE], position % PAGE, 0] = key
+    return cache.to(device)
+
+
+class Packed:
+    """Query and key sides of a call: packs tensors, and names the arguments both ops share."""
+
+    def __init__(
+        self,
+        layouts: tuple[str, str],
+        rows: Sequence[int],
+        keys: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.layout_query, self.layout_key = layouts
+        self.rows_lengths, self.device = list(rows), device
+        self.table, self.pages = shuffled_table(keys)
+        paged = self.layout_key == "PA_BSND"
+        of = {"TND": lambda lengths: torch.tensor(lengths).cumsum(0).tolist()}
+        self.lengths_query = ints(of.get(self.layout_query, list)(list(rows)), device)
+        self.lengths_key = ints(of.get(self.layout_key, list)(list(keys)), device)
+        self.block_table = self.table.to(device) if paged else None
+
+    def rows(self, parts: Sequence[Tensor]) -> Tensor:
+        return pack(parts, self.layout_query, self.device)
+
+    def keys(self, parts: Sequence[Tensor]) -> Tensor:
+        """[L, D] of every request."""
+        if self.layout_key == "PA_BSND":
+            return to_pages(parts, self.table, self.pages, self.device)
+        return pack([part[:, None] for part in parts], self.layout_key, self.device)
+
+    def unpack(self, out: Tensor) -> tuple[list[Tensor], Tensor]:
+        return unpack(out, self.layout_query, self.rows_lengths)
+
+
+def limits(rows: int, keys: int, sparse_mode: int) -> list[int]:
+    """By query token: it sees the positions below (the rule of MTP)."""
+    if sparse_mode == 0:
+        return [keys] * rows
+    return [max(0, keys - rows + 1 + j) for j in range(rows)]
