@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_sparse_flash_attention against a loop over query tokens, and against hand-made numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import custom
+
+from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .ragged import LAYOUTS, Packed, ints, limits, run
+
+OP = "npu_sparse_flash_attention"
+# (query tokens, keys) of each request
+RAGGED = [(3, 40), (1, 5), (2, 0), (4, 2), (0, 9), (2, 33)]
+N, D, DR, SCALE = 4, 32, 16, 0.25
+
+
+def attend(query, query_rope, key, key_rope, value, positions, scale, sink=None):
+    """One query token [N, D] over the keys at `positions`, equal ones counted apart; in the dtype
+    of the inputs.  (out, max, sum) by head."""
+    if not positions:
+        zero = query.new_zeros(len(query))
+        return query.new_zeros(len(query), value.shape[-1]), zero - torch.inf, zero
+    k, v = key[positions], value[positions]
+    z = query @ k.T
+    if query_rope is not None:
+        z = z + query_rope @ key_rope[positions].T
+    z = z * scale
+    top = z.max(-1, keepdim=True).values
+    p = torch.exp(z - top)
+    total = p.sum(-1, keepdim=True)
+    denominator = total if sink is None else total + torch.exp(sink[:, None].to(z.dtype) - top)
+    return (p / denominator) @ v, top[:, 0], total[:, 0]
+
+
+def chosen(indices: Tensor, block_size: int, limit: int) -> list[int]:
+    """The positions that exist, of one row of indices."""
+    every = [
+        index * block_size + i
+        for index in indices.tolist()
+        if index >= 0
+        for i in range(block_size)
+    ]
+    return [position for position in every if position < limit]
+
+
+def random_indices(rows: int, keys: int, count: int, block_size: int) -> Tensor:
+    """Distinct ones with -1, too large and repeated ones strewn in."""
+    blocks = -(-keys // block_size)
+    out = torch.stack(
+        [torch.randperm(blocks + count)[:count] for _ in range(rows)] or [torch.zeros(0, count)]
+    )
+    out = out.to(torch.int32).view(rows, 1, count)
+    wild = torch.rand(rows, 1, count)
+    out[wild < 0.15] = -1
+    out[(wild > 0.15) & (wild < 0.2)] = blocks + 7
+    out[..., -1] = out[..., 0]
+    return out
+
+
+class Problem:
+    """Ragged inputs, drawn once; `arguments` packs them, `exact` solves them by request."""
+
+    def __init__(self, rows, keys, count=12, block_size=1, rope=True, own_value=False, sinks=False):
+        self.rows, self.keys, self.block_size = rows, keys, block_size
+        self.query = [torch.randn(r, N, D).double() for r in rows]
+        self.query_rope = [torch.randn(r, N, DR).double() for r in rows] if rope else None
+        self.key = [torch.randn(k, D).double() for k in keys]
+        self.key_rope = [torch.randn(k, DR).double() for k in keys] if rope else None
+        self.value = [torch.randn(k, D).double() for k in keys] if own_value else None
+        self.sinks = torch.randn(N) if sinks else None
+        self.indices = [
+            random_indices(r, k, count, block_size) for r, k in zip(rows, keys, strict=True)
+        ]
+
+    def rounded_to(self, dtype):
+        """All inputs rounded to `dtype`, so that every evaluation starts from the same numbers."""
+        for name in ("query", "query_rope", "key", "key_rope", "value"):
+            parts = getattr(self, name)
+            if parts is not None:
+                setattr(self, name, [part.to(dtype).double() for part in parts])
+        return self
+
+    def arguments(self, packed: Packed, dtype) -> dict:
+        def rows(parts):
+            return None if parts is None else packed.rows([part.to(dtype) for part in parts])
+
+        def keys(parts):
+            return None if parts is None else packed.keys([part.to(dtype) for part in parts])
+
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = sinks.to(packed.device, torch.float64 if dtype is torch.float64 else None)
+        return dict(
+            query=rows(self.query),
+            query_rope=rows(self.query_rope),
+            key=keys(self.key),
+            key_rope=keys(self.key_rope),
+            value=keys(self.value),
+            sparse_indices=packed.rows(self.indices),
+            scale_value=SCALE,
+            block_table=packed.block_table,
+            actual_seq_lengths_query=packed.lengths_query,
+            actual_seq_lengths_kv=packed.lengths_key,
+            sparse_block_size=self.block_size,
+            layout_query=packed.layout_query,
+            layout_kv=packed.layout_key,
+            sinks=sinks,
+        )
+
+    def solved(self, sparse_mode: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        """(out [Lq, N, D], max [Lq, N], sum [Lq, N]) by request, evaluated in `dtype`."""
+        out = []
+        value = self.key if self.value is None else self.value
+        for i, (rows, keys) in enumerate(zip(self.rows, self.keys, strict=True)):
+            results = [
+                attend(
+                    self.query[i][j].to(dtype),
+                    self.query_rope[i][j].to(dtype) if self.query_rope else None,
+                    self.key[i].to(dtype),
+                    self.key_rope[i].to(dtype) if self.key_rope else None,
+                    value[i].to(dtype),
+                    chosen(self.indices[i][j, 0], self.block_size, limit),
+                    SCALE,
+                    self.sinks,
+                )
+                for j, limit in enumerate(limits(rows, keys, sparse_mode))
+            ]
+            empty = [torch.zeros(0, *size, dtype=dtype) for size in ((N, D), (N,), (N,))]
+            out.append([*map(torch.stack, zip(*results, strict=True))] if rows else empty)
+        return out
+
+
+def tokens_first(statistics: Tensor) -> Tensor:
+    """[B, 1, S, N] or [1, T, N] without the key head."""
+    return statistics.squeeze(-3)
+
+
+def check(problem: Problem, backend, device, dtype, layouts, sparse_mode=3):
+    problem.rounded_to(dtype)
+    packed = Packed(layouts, problem.rows, problem.keys, device)
+    arguments = problem.arguments(packed, dtype)
+    out, top, total = run(
+        OP, backend, **arguments, sparse_mode=sparse_mode, return_softmax_lse=True
+    )
+    batch = [len(problem.rows), 1] if layouts[0] == "BSND" else [1]
+    assert list(top.shape) == list(total.shape) == [*batch, out.shape[-3], N]
+    assert top.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    got, padding = packed.unpack(out)
+    lse, lse_padding = packed.unpack(tokens_first(top + total.log()))
+    assert (padding == 0).all() and (lse_padding == -torch.inf).all()
+    exact = problem.solved(sparse_mode, torch.float64)
+    plain = problem.solved(sparse_mode, dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    statistics = problem.solved(sparse_mode, wide)
+    for i in range(len(problem.rows)):
+        assert_close_to_float64(f"out of request {i}", got[i], plain[i][0], exact[i][0])
+        assert_close_to_float64(
+            f"lse of request {i}", lse[i], *(s[i][1] + s[i][2].log() for s in (statistics, exact))
+        )
+    # the statistics change nothing else, and are absent unless asked for
+    alone, *empty = run(OP, backend, **arguments, sparse_mode=sparse_mode)
+    assert torch.equal(alone, out) and all(list(each.shape) == [0] for each in empty)
+
+
+@pytest.mark.parametrize("sparse_mode", [3, 0])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_layout(device, backend, dtype, layouts, sparse_mode):
+    skip_unless_taken(dtype, device, backend)
+    problem = Problem(*zip(*RAGGED, strict=True))
+    check(problem, backend, device, dtype, layouts, sparse_mode)
+
+
+@pytest.mark.parametrize("layouts", [("TND", "TND"), ("BSND", "PA_BSND")], ids="-".join)
+@pytest.mark.parametrize("block_size", [2, 3, 16])
+def test_blocks_of_positions(device, backend, layouts, block_size):
+    problem = Problem(*zip(*RAGGED, strict=True), count=5, block_size=block_size)
+    check(problem, backend, device, torch.float16, layouts)
+
+
+@pytest.mark.parametrize("layouts", [("BSND", "BSND"), ("TND", "PA_BSND")], ids="-".join)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sinks_enter_the_denominator_alone(device, backend, dtype, layouts):
+    skip_unless_taken(dtype, device, backend)
+    problem = Problem(*zip(*RAGGED, strict=True), sinks=True)
+    problem.sinks[0], problem.sinks[1] = -torch.inf, 60.0
+    check(problem, backend, device, dtype, layouts)
+
+
+@pytest.mark.parametrize("layouts", [("BSND", "BSND"), ("BSND", "PA_BSND")], ids="-".join)
+@pytest.mark.parametrize("options", [dict(rope=False), dict(own_value=True)], ids=str)
+def test_optional_tensors(device, backend, layouts, options):
+    problem = Problem(*zip(*RAGGED, strict=True), **options)
+    check(problem, backend, device, torch.float16, layouts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_many_selected_keys(device, backend, dtype):
+    """Enough to be split among programs: 700 of 3000 keys, few query tokens."""
+    skip_unless_taken(dtype, device, backend)
+    check(Problem((2,), (3000,), count=700), backend, device, dtype, ("BSND", "PA_BSND"))
+
+
+def test_numbers_by_hand(device, backend):
+    """Two keys with logits 0 and ln 3 beside a sink of ln 4: weights 1/8 and 3/8."""
+    dtype = torch.float16 if backend != "reference" else torch.float32
+    query = torch.zeros(1, 1, 1, 16)
+    query[..., 0] = math.log(3)
+    key = torch.zeros(1, 2, 1, 16)
+    key[0, 1, 0, 0] = 1
+    value = torch.zeros(1, 2, 1, 16)
+    value[0, 0, 0, 1], value[0, 1, 0, 2] = 8, 8
+    out, top, total = run(
+        OP,
+        backend,
+        query=query.to(device, dtype),
+        key=key.to(device, dtype),
+        value=value.to(device, dtype),
+        sparse_indices=ints([1, -1, 0], device).view(1, 1, 1, 3),
+        scale_value=1.0,
+        sinks=torch.tensor([math.log(4)], device=device),
+        return_softmax_lse=True,
+    )
+    torch.testing.assert_close(
+        out.flatten()[:3].cpu().float(), torch.tensor([0.0, 1.0, 3.0]), rtol=2e-3, atol=0
+    )
+    torch.testing.assert_close(top.item(), math.log(3), rtol=1e-3, atol=0)
+    torch.testing.assert_close(total.item(), 4 / 3, rtol=1e-3, atol=0)
+
+
+def test_nothing_selected_is_zero_with_or_without_sinks(device, backend):
+    dtype = torch.float16
+    query = torch.randn(1, 2, 4, 32).to(device, dtype)
+    key = torch.full((1, 9, 1, 32), torch.nan).to(device, dtype)
+    for sinks in (None, torch.full((4,), -torch.inf, device=device), torch.ones(4, device=device)):
+        for index in (-1, 9, 2**31 - 1, -(2**31)):
+            out, top, total = run(
+                OP,
+                backend,
+                query=query,
+                key=key,
+                value=None,
+                sparse_indices=torch.full((1, 2, 1, 6), index, dtype=torch.int32, device=device),
+                scale_value=1.0,
+                sinks=sinks,
+                return_softmax_lse=True,
+            )
+            assert (out == 0).all() and (top == -torch.inf).all() and (total == 0).all()
+
+
+def test_keys_that_are_not_selected_are_not_read(device, backend):
+    dtype = torch.float16
+    query, key = torch.randn(1, 1, 4, 32), torch.full((1, 40, 1, 32), torch.nan)
+    key[:, ::5] = torch.randn(8, 1, 32)
+    indices = ints([0, 5, -1, 35, 999, 10], device).view(1, 1, 1, 6)
+    out, _, _ = run(
+        OP,
+        backend,
+        query=query.to(device, dtype),
+        key=key.to(device, dtype),
+        value=None,
+        sparse_indices=indices,
+        scale_value=0.2,
+    )
+    assert out.isfinite().all()
+
+
+def test_pages_out_of_range_are_absent(device, backend):
+    problem = Problem((1,), (64,), count=1)
+    problem.rounded_to(torch.float16)
+    problem.indices = [torch.arange(64, dtype=torch.int32).view(1, 1, 64)]
+    packed = Packed(("BSND", "PA_BSND"), (1,), (64,), device)
+    arguments = problem.arguments(packed, torch.float16)
+    table = arguments["block_table"].clone()
+    table[0, 1], table[0, 2] = -1, 1000
+    out, _, _ = run(OP, backend, **(arguments | dict(block_table=table)))
+    problem.indices[0][0, 0, 16:48] = -1
+    exact, plain = problem.solved(3, torch.float64)[0][0], problem.solved(3, torch.float16)[0][0]
+    assert_close_to_float64("out", out[0, :1], plain, exact)
+
+
+def test_strided_inputs_and_64_bit_indices(device, backend):
+    dtype = torch.float16
+    problem = Problem((2, 3), (40, 20))
+    packed = Packed(("BSND", "PA_BSND"), problem.rows, problem.keys, device)
+    dense = problem.arguments(packed, dtype)
+    strided = dict(dense)
+    for name in ("query", "query_rope", "key", "key_rope"):
+        wide = torch.stack([dense[name], torch.full_like(dense[name], torch.nan)], dim=-2)
+        strided[name] = wide[..., 0, :]
+        assert not strided[name].is_contiguous()
+    for name in ("sparse_indices", "block_table"):
+        strided[name] = dense[name].long()
+    for name in ("actual_seq_lengths_query", "actual_seq_lengths_kv"):
+        strided[name] = dense[name].long()
+    a, b = run(OP, backend, **dense), run(OP, backend, **strided)
+    assert torch.equal(a[0], b[0])
+
+
+def test_prefill_in_blocks_equals_one_block(monkeypatch):
+    from custom.dispatch.reference import _selected
+
+    problem = Problem((50,), (50,))
+    arguments = problem.arguments(
+        Packed(("BSND", "BSND"), (50,), (50,), torch.device("cpu")), torch.float64
+    )
+    whole, _, _ = torch.ops.custom.npu_sparse_flash_attention(**arguments)
+    monkeypatch.setattr(_selected, "_BLOCK", 3 * 12 * 64)
+    parts, _, _ = torch.ops.custom.npu_sparse_flash_attention(**arguments)
+    torch.testing.assert_close(parts, whole)
+
+
+def valid() -> dict:
+    return dict(
+        query=torch.zeros(2, 3, 4, 32),
+        key=torch.zeros(2, 9, 1, 32),
+        value=None,
+        sparse_indices=torch.zeros(2, 3, 1, 5, dtype=torch.int32),
+        scale_value=1.0,
+    )
+
+
+ROPE = dict(query_rope=torch.zeros(2, 3, 4, 16), key_rope=torch.zeros(2, 9, 1, 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(attention_mode=0), ValueError, "`attention_mode` is 0, expected 2"),
+        (dict(sparse_mode=1), ValueError, "`sparse_mode` is 1, expected one of 0, 3"),
+        (dict(sparse_block_size=0), ValueError, "`sparse_block_size` is 0"),
+        (dict(pre_tokens=0), ValueError, "`pre_tokens` is 0"),
+        (dict(layout_kv="PA_NZ"), ValueError, "`layout_kv` is 'PA_NZ', expected one of"),
+        (dict(layout_kv="TND"), ValueError, "`layout_kv` is 'TND', expected 'BSND'"),
+        (dict(layout_kv="PA_BSND"), ValueError, "`actual_seq_lengths_kv` is missing"),
+        (dict(key=torch.zeros(2, 9, 1, 48)), ValueError, "`key` has shape .* D=32"),
+        (dict(value=torch.zeros(2, 8, 1, 32)), ValueError, "`value` has shape .* S2=9"),
+        (dict(value=torch.zeros(2, 9, 1, 32).half()), TypeError, "`value` has dtype"),
+        (dict(sparse_indices=torch.zeros(2, 3, 1, 5)), TypeError, "`sparse_indices` is float32"),
+        (
+            dict(sparse_indices=torch.zeros(2, 3, 4, 5, dtype=torch.int32)),
+            ValueError,
+            "`sparse_indices` has shape",
+        ),
+        (dict(query_rope=ROPE["query_rope"]), ValueError, "only one of `query_rope` and `key_r"),
+        (ROPE | dict(key_rope=torch.zeros(2, 9, 1, 8)), ValueError, "`key_rope` has .* Dr=16"),
+        (dict(sinks=torch.zeros(4).half()), TypeError, "`sinks` is float16, expected float32"),
+        (dict(sinks=torch.zeros(5)), ValueError, "`sinks` has shape .* N=4"),
+        (dict(query=torch.zeros(2, 3, 32, 4).mT), ValueError, "`query` has stride 4"),
+    ],
+)
+def test_errors(change, error, message):
+    with pytest.raises(error, match=f"^{OP}: .*{message}"):
+        custom.npu_sparse_flash_attention(**(valid() | change))
+
+
+def test_gradients_need_keys_that_are_not_paged():
+    arguments = valid() | dict(
+        key=torch.zeros(5, 16, 1, 32),
+        layout_kv="PA_BSND",
+        actual_seq_lengths_kv=torch.zeros(2, dtype=torch.int32),
+        block_table=torch.zeros(2, 2, dtype=torch.int32),
+    )
+    arguments["query"].requires_grad_()
+    with pytest.raises(custom.NotSupported, match=f"^{OP}: .*paged keys"):
+        custom.npu_sparse_flash_attention(**arguments)
+    with torch.no_grad():
+        custom.npu_sparse_flash_attention(**arguments)
