@@ -10,14 +10,15 @@ softmax_sum outputs, sinks left out.  A position that is negative, not among the
 sees, or on a page that the table does not name is absent: nothing is read for it.  A row without
 any key gives zeros, m = -inf and l = 0.
 
-query [B, S, N, R (+ D)], query_rope [B, S, N, D]; key [.., 1, R (+ D)], key_rope [.., 1, D];
-sparse_indices [B, S, 1, K].  Few rows: the selection is split over programs whose parts a second
+query [B, S, N, R], query_rope [B, S, N, D], key and value [.., 1, R], key_rope [.., 1, D],
+sparse_indices [B, S, 1, K]; without the ropes R is the whole width of a key.  Few rows: the selection is split over programs whose parts a second
 kernel merges in a fixed order.  Many rows on a Hopper GPU: sparse_flash_attention_hopper.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -47,10 +48,10 @@ def selected(
 
 
 @triton.jit
-def _load(base, outer, inner, ok, d, o_stride, i_stride, D: tl.constexpr, D_TILE: tl.constexpr):
-    """[keys, D_TILE] of a key tensor, from column d[0] on; D is where its columns end."""
+def _load(base, outer, inner, ok, d, o_stride, i_stride, D: tl.constexpr, END: tl.constexpr):
+    """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
     at = base + (outer * o_stride + inner * i_stride)[:, None] + d[None, :]
-    if D == D_TILE:
+    if D >= END:
         tile = tl.load(at, mask=ok[:, None], other=0.0)
     else:
         tile = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
@@ -68,7 +69,7 @@ def _attend(
     PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
     SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr, HEAD_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr, HALVES: tl.constexpr, R_TILE: tl.constexpr, D_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, D_TILE: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
@@ -80,20 +81,22 @@ def _attend(
     )
     head = program % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
     real = head < HEADS
-    d = tl.arange(0, R_TILE // HALVES)
+    # the R columns come in one tile, or in two (the second from column LEFT on)
+    d = tl.arange(0, LEFT)
+    e = LEFT + tl.arange(0, RIGHT if RIGHT > 0 else 16)
     r = tl.arange(0, D_TILE)
-    at = q + row * q_row + (head * q_head)[:, None] + d[None, :]
-    q_tile = tl.load(at, mask=real[:, None] & (d < R)[None, :], other=0.0)
-    if HALVES == 2:
-        q_tile2 = tl.load(at + R_TILE // 2, mask=real[:, None] & (d + R_TILE // 2 < R)[None, :], other=0.0)
+    q_rows = row * q_row + (head * q_head)[:, None]
+    q_tile = tl.load(q + q_rows + d[None, :], mask=real[:, None] & (d < R)[None, :], other=0.0)
+    if RIGHT > 0:
+        q_tile2 = tl.load(q + q_rows + e[None, :], mask=real[:, None] & (e < R)[None, :], other=0.0)
     if D > 0:
         at = q_rope + row * qr_row + (head * qr_head)[:, None] + r[None, :]
         qr_tile = tl.load(at, mask=real[:, None] & (r < D)[None, :], other=0.0)
     row_max = tl.full([HEAD_TILE], LOWEST, tl.float32)
     row_sum = tl.zeros([HEAD_TILE], tl.float32)
-    acc = tl.zeros([HEAD_TILE, R_TILE // HALVES], tl.float32)
-    if HALVES == 2:
-        acc2 = tl.zeros([HEAD_TILE, R_TILE // 2], tl.float32)
+    acc = tl.zeros([HEAD_TILE, LEFT], tl.float32)
+    if RIGHT > 0:
+        acc2 = tl.zeros([HEAD_TILE, RIGHT], tl.float32)
     index_row = indices + row * index_stride
     lo = split * per_split
     hi = tl.where(seen > 0, tl.minimum(lo + per_split, entries), lo)
@@ -102,12 +105,11 @@ def _attend(
             n + tl.arange(0, KEY_TILE), hi, index_row, seen, request, start, table, table_stride,
             pages, SPAN, PAGE, KEYS,
         )  # fmt: skip
-        half = d + R_TILE // 2
-        k_tile = _load(key, outer, inner, ok, d, key_o, key_i, R, R_TILE)
-        if HALVES == 2:
-            k_tile2 = _load(key, outer, inner, ok, half, key_o, key_i, R, R_TILE)
+        k_tile = _load(key, outer, inner, ok, d, key_o, key_i, R, LEFT)
+        if RIGHT > 0:
+            k_tile2 = _load(key, outer, inner, ok, e, key_o, key_i, R, LEFT + RIGHT)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        if HALVES == 2:
+        if RIGHT > 0:
             s = tl.dot(q_tile2, k_tile2.T, s, input_precision="ieee")
         if D > 0:
             kr_tile = _load(key_rope, outer, inner, ok, r, rope_o, rope_i, D, D_TILE)
@@ -120,11 +122,11 @@ def _attend(
         row_max = new_max
         p = p.to(k_tile.dtype)
         if not SHARED:
-            k_tile = _load(value, outer, inner, ok, d, value_o, value_i, R, R_TILE)
-            if HALVES == 2:
-                k_tile2 = _load(value, outer, inner, ok, half, value_o, value_i, R, R_TILE)
+            k_tile = _load(value, outer, inner, ok, d, value_o, value_i, R, LEFT)
+            if RIGHT > 0:
+                k_tile2 = _load(value, outer, inner, ok, e, value_o, value_i, R, LEFT + RIGHT)
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
-        if HALVES == 2:
+        if RIGHT > 0:
             acc2 = tl.dot(p, k_tile2, acc2 * alpha[:, None], input_precision="ieee")
     if CHAINED:
         gdc_launch_dependents()
@@ -134,7 +136,7 @@ def _attend(
             sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
             total += tl.exp2(sink * 1.4426950408889634 - row_max)
         inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, total, 1.0), 0.0)
-        to = out + (row * HEADS + head)[:, None] * R + d[None, :]
+        to = out + (row * HEADS + head)[:, None] * R
         if STATS:
             stat = row * stat_row + head * stat_head
             top = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
@@ -143,14 +145,14 @@ def _attend(
     else:
         inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
         piece = (row * SPLITS + split) * HEADS + head
-        to = part + piece[:, None] * R + d[None, :]
+        to = part + piece[:, None] * R
         tl.store(part_max + piece, row_max, mask=real)
         tl.store(part_sum + piece, row_sum, mask=real)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to, o, mask=real[:, None] & (d < R)[None, :])
-    if HALVES == 2:
+    tl.store(to + d[None, :], o, mask=real[:, None] & (d < R)[None, :])
+    if RIGHT > 0:
         o = (acc2 * inverse[:, None]).to(to.dtype.element_ty)
-        tl.store(to + R_TILE // 2, o, mask=real[:, None] & (d + R_TILE // 2 < R)[None, :])
+        tl.store(to + e[None, :], o, mask=real[:, None] & (e < R)[None, :])
 
 
 @triton.jit
@@ -188,55 +190,55 @@ def merge(
         tl.store(softmax_sum + stat, row_sum, mask=first)
 
 
-def tiles(count: int, heads: int, entries: int, rank: int, itemsize: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class Tiles:
+    """`right`: columns of the second of two column tiles, 0 where one tile holds them all."""
+
+    heads: int
+    keys: int
+    splits: int
+    warps: int
+    stages: int
+    left: int
+    right: int = 0
+
+
+def tiles(count: int, heads: int, entries: int, rank: int, itemsize: int) -> Tiles:
     """Tile sizes for `count` query rows.  Measured on one H200, 2026-11, bf16, R = 512, K = 2048:
     128 heads, 1 row: 16 heads x 128 keys in 16 splits; 32 rows: 64 x 64 in 2; more: 64 x 64 whole.
     16 heads, 1 row: 16 x 32 in 64 splits; 32 rows: 16 x 64 in 8; 128 rows: 16 x 64 in 2."""
+    left = max(16, triton.next_power_of_2(rank))
     if itemsize > 2 or rank > 512:  # float32 runs in the interpreter only
-        tier = {"heads": 16, "keys": 16, "splits": 2, "warps": 4, "stages": 1, "halves": 1}
+        right = 0
+        if rank > 512:
+            left, right = 512, max(16, triton.next_power_of_2(rank - 512))
+        tier = Tiles(16, 16, 2, 4, 1, left, right)
     elif heads >= 64 and count <= 8:
-        tier = {"heads": 16, "keys": 128, "splits": 16, "warps": 8, "stages": 1, "halves": 2}
+        tier = Tiles(16, 128, 16, 8, 1, left)
+        if left >= 64:
+            tier = replace(tier, left=left // 2, right=left // 2)
     elif heads >= 64:
-        splits = 1 if count >= 66 else 2
-        tier = {"heads": 64, "keys": 64, "splits": splits, "warps": 8, "stages": 2, "halves": 1}
+        tier = Tiles(64, 64, 1 if count >= 66 else 2, 8, 2, left)
     elif count <= 4:
-        tier = {"heads": 16, "keys": 32, "splits": 64, "warps": 4, "stages": 2, "halves": 1}
+        tier = Tiles(16, 32, 64, 4, 2, left)
     elif count <= 64:
-        tier = {"heads": 16, "keys": 64, "splits": 8, "warps": 4, "stages": 2, "halves": 1}
+        tier = Tiles(16, 64, 8, 4, 2, left)
     else:
-        splits = 2 if count <= 256 else 1
-        tier = {"heads": 16, "keys": 64, "splits": splits, "warps": 4, "stages": 3, "halves": 1}
-    if rank % 32:
-        tier["halves"] = 1
-    while tier["splits"] > 1 and tier["splits"] * tier["keys"] > max(entries, 1):
-        tier["splits"] //= 2
-    return tier
-
-
-def parts(
-    query: Tensor, key: Tensor, value: Tensor | None, query_rope: Tensor | None, key_rope: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(query, key, value, query_rope, key_rope) as views, also where nope and rope are joined."""
-    rank = key.shape[-1] if value is None else value.shape[-1]
-    if query_rope is None and value is None:
-        rank = 512
-    if query_rope is None and query.shape[-1] > rank:
-        query, query_rope = query[..., :rank], query[..., rank:]
-        joined = key
-        key, key_rope = joined[..., :rank], joined[..., rank:]
-    return query, key, key if value is None else value, query_rope, key_rope
+        tier = Tiles(16, 64, 2 if count <= 256 else 1, 4, 3, left)
+    splits = tier.splits
+    while splits > 1 and splits * tier.keys >= 2 * max(entries, tier.keys):
+        splits //= 2
+    return replace(tier, splits=splits)
 
 
 def unsupported(**arguments: object) -> str | None:
-    query, key = arguments["query"], arguments["key"]
-    value, layout = arguments["value"], arguments["layout_kv"]
-    assert isinstance(query, Tensor) and isinstance(key, Tensor)
+    query = arguments["query"]
+    assert isinstance(query, Tensor)
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
         return f"query is {query.dtype}, supported float16 and bfloat16"
-    if key.shape[1 if layout == "TND" else 2] != 1:
-        return "more than one key head, supported one"
-    rank = value.shape[-1] if isinstance(value, Tensor) else min(key.shape[-1], 512)
-    return f"value head_dim={rank}, supported up to 512" if rank > 512 else None
+    if query.shape[-1] > 1024:
+        return f"head_dim={query.shape[-1]}, supported up to 1024"
+    return None
 
 
 def forward(
@@ -261,7 +263,7 @@ def forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     device = query.device
-    query, key, value, query_rope, key_rope = parts(query, key, value, query_rope, key_rope)
+    value = key if value is None else value
     heads, rank = query.shape[-2], query.shape[-1]
     out = memory.empty(query.shape, query.dtype, device)
     plan = rows.plan(
@@ -285,7 +287,7 @@ def forward(
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
     entries = index.shape[1] * sparse_block_size
     tier = tiles(plan.rows, heads, entries, rank, q.element_size())
-    splits, key_tile = tier["splits"], tier["keys"]
+    splits, key_tile = tier.splits, tier.keys
     per_split = triton.cdiv(triton.cdiv(entries, splits), key_tile) * key_tile
     part = part_max = part_sum = softmax_max
     if splits > 1:
@@ -301,17 +303,16 @@ def forward(
         "HEADS": heads, "R": rank, "SPLITS": splits, "HAS_SINK": sinks is not None,
         "STATS": return_softmax_lse, "CHAINED": chained,
     }  # fmt: skip
-    _attend[(plan.rows * splits * triton.cdiv(heads, tier["heads"]),)](
+    _attend[(plan.rows * splits * triton.cdiv(heads, tier.heads),)](
         q, qr, key, kr, value, index, sinks=sink, out=out, part=part, part_max=part_max,
         part_sum=part_sum, softmax_max=softmax_max, softmax_sum=softmax_sum,
         scale_log2=scale_value * LOG2E, entries=entries, per_split=per_split,
         q_row=q.stride(0), q_head=q.stride(1), qr_row=qr.stride(0), qr_head=qr.stride(1),
         **_key_strides(key, kr, value, layout_kv), index_stride=index.stride(0),
         stat_row=stat_row, stat_head=stat_head, **plan.arguments, **plan.constants, **common,
-        D=rope, SPAN=sparse_block_size, SHARED=shared, HEAD_TILE=tier["heads"], KEY_TILE=key_tile,
-        HALVES=tier["halves"], R_TILE=max(16 * tier["halves"], triton.next_power_of_2(rank)),
-        D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier["stages"],
-        num_warps=tier["warps"],
+        D=rope, SPAN=sparse_block_size, SHARED=shared, HEAD_TILE=tier.heads, KEY_TILE=key_tile,
+        LEFT=tier.left, RIGHT=tier.right, D_TILE=max(16, triton.next_power_of_2(rope)),
+        STAGES=tier.stages, num_warps=tier.warps,
     )  # fmt: skip
     if splits > 1:
         width = min(128, triton.next_power_of_2(rank))
