@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Capture and replay, warm-up, and what a compiled graph holds."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from custom.dispatch.register import overload
+from custom.dispatch.specs import SPECS, Spec
+from custom.graph_mode import capture, warmup
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import custom
+
+from .samples import SAMPLES, Maker
+from .test_contracts import CPU, every_spec, everything, mutated, sample, tensors
+
+# lengths that may shrink between capture and replay
+LENGTHS = ("act_seqs", "actual_seq_lengths_key", "actual_seq_lengths_kv", "cu_seqlens_k")
+
+
+def other(spec: Spec, device: torch.device, dtype: torch.dtype) -> dict:
+    """Other values of the same shapes: new numbers, shorter lengths, absent slots."""
+    maker = Maker(device, dtype)
+    maker.random.manual_seed(2)
+    arguments = SAMPLES[spec.name](maker)
+    for name in LENGTHS:
+        if arguments.get(name) is not None:
+            arguments[name] = (arguments[name] - 1).clamp_min(0)
+    if "cache_index" in arguments:
+        arguments["cache_index"] = arguments["cache_index"].clone()
+        arguments["cache_index"][0] = -1
+    return arguments
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_replay_with_other_values_and_lengths(spec, device, backend):
+    if device.type == "cpu":
+        pytest.skip("a CPU has no graphs")
+    first, second = sample(spec.name, device, torch.bfloat16), other(spec, device, torch.bfloat16)
+    names = list(tensors(first))
+    constants = {name: value for name, value in first.items() if name not in names}
+
+    def call(*values: Tensor):
+        return overload(spec)(**dict(zip(names, values, strict=True)), **constants)
+
+    before = copy.deepcopy(first)
+    with torch.no_grad():
+        captured = capture(call, *(first[name] for name in names))
+        for name in names:  # warm-up and capture have left every argument as it was
+            torch.testing.assert_close(first[name], before[name], rtol=0, atol=0)
+        for arguments in (second, before, second):
+            fresh = copy.deepcopy(arguments)
+            out = captured(*(fresh[name] for name in names))
+            got = [*((out,) if isinstance(out, Tensor) else out)]
+            got += [first[name] for name in mutated(spec) if name in first]
+            wanted = everything(spec, overload(spec), arguments)
+            for a, b in zip(got, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_capture_refuses_a_function_that_waits(device):
+    if device.type == "cpu":
+        with pytest.raises(custom.NotSupported, match="expected cuda or npu"):
+            capture(torch.neg, torch.ones(2))
+        return
+    x = torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        capture(lambda x: x * x.sum().item(), x)
+
+
+def test_captured_refuses_other_shapes_and_constants(device):
+    if device.type == "cpu":
+        pytest.skip("a CPU has no graphs")
+    captured = capture(lambda x, k: x * k, torch.ones(3, device=device), 2)
+    assert torch.equal(
+        captured(torch.full((3,), 4.0, device=device), 2).cpu(), torch.full((3,), 8.0)
+    )
+    with pytest.raises(ValueError, match="Capture again for another shape"):
+        captured(torch.ones(4, device=device), 2)
+    with pytest.raises(ValueError, match="Only tensors may change"):
+        captured(torch.ones(3, device=device), 3)
+    with pytest.raises(ValueError, match="expected the 2 captured"):
+        captured(torch.ones(3, device=device))
+
+
+def test_warmup_runs_every_call_and_leaves_the_callers_tensors(device, capsys):
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    arguments = sample("npu_fused_sigmoid_gating_delta_rule_update", device, dtype)
+    before = copy.deepcopy(arguments)
+    q = ((1, 2, 5, 16), dtype)
+    warmup(
+        {
+            "npu_fused_sigmoid_gating_delta_rule_update": [arguments],
+            "npu_fused_attention": [dict(q=q, k=q, v=q)],
+        },
+        device,
+    )
+    for name, value in tensors(before).items():
+        torch.testing.assert_close(arguments[name], value, rtol=0, atol=0)
+    assert "2/2 npu_fused_attention" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="'npu_nothing' is no op"):
+        warmup({"npu_nothing": [{}]}, device)
+
+
+@every_spec
+def test_compiled_graph_calls_the_op_itself_and_clones_no_cache(spec):
+    """The code that the compiler wrote calls the op and holds no kernel of its own: no copy."""
+    if not mutated(spec):
+        pytest.skip("this op writes nothing")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **kw: overload(spec)(**kw), fullgraph=True)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(compiled, **sample(spec.name, CPU, torch.float32))
+    (code,) = codes
+    assert f"torch.ops.custom.{spec.name}.default(" in code
+    assert "cpp_fused" not in code and "clone" not in code and "copy_" not in code
+
+
+def test_export_saves_and_loads():
+    class Step(torch.nn.Module):
+        def forward(self, q, k, w):
+            return custom.npu_lightning_indexer(q, k, w, sparse_count=4)[0]
+
+    arguments = tuple(
+        sample("npu_lightning_indexer", CPU, torch.float32)[n] for n in ("query", "key", "weights")
+    )
+    program = torch.export.export(Step(), arguments)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    assert torch.equal(loaded(*arguments), Step()(*arguments))
