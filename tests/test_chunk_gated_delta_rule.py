@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from custom.dispatch import log
+from custom.dispatch.reference import chunk_gated_delta_rule as reference
 from torch import Tensor
 
 import custom
-from custom.dispatch import log
-from custom.dispatch.reference import chunk_gated_delta_rule as reference
 
 from .accuracy import assert_close_to_float64, skip_unless_taken
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..check import Checker
 from ..env import config
+from ._layout import is_real
 
 
 def check(
@@ -59,7 +60,7 @@ def check(
         c.integer("actual_seq_lengths", actual_seq_lengths)
         del c.sizes["B"]
         c.shape("actual_seq_lengths", actual_seq_lengths, "B")
-        if config.debug and not actual_seq_lengths.is_meta:
+        if config.debug and is_real(actual_seq_lengths):
             total = int(actual_seq_lengths.sum())
             c.require(
                 total <= c.sizes["T"] and bool((actual_seq_lengths >= 0).all()),

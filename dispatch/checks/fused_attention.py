@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """Arguments, outputs and autograd of npu_fused_attention.
 
-    dense    q [B, H, Nq, D]   k [B, Hk, Nk, D]   v [B, Hk, Nk, Dv]   o [B, H, Nq, Dv]   lse [B, H, Nq]
-    varlen   q [Tq, H, D]      k [Tk, Hk, D]      v [Tk, Hk, Dv]      o [Tq, H, Dv]      lse [Tq, H]
+    dense   q [B, H, Nq, D]  k [B, Hk, Nk, D]  v [B, Hk, Nk, Dv]  o [B, H, Nq, Dv]  lse [B, H, Nq]
+    varlen  q [Tq, H, D]     k [Tk, Hk, D]     v [Tk, Hk, Dv]     o [Tq, H, Dv]     lse [Tq, H]
 
 Row i of a sequence stands at position i + Nk - Nq.  It sees key j iff j <= position (causal) and
 |position - j| < window.  A row that sees nothing gives o = 0 and lse = -inf; so do the tokens
@@ -12,6 +12,7 @@ behind the last sequence of a varlen call.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..check import Checker
 from ..env import config
 from ..errors import NotSupported
+from ._layout import is_real
 
 FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fn)
 
@@ -70,7 +72,7 @@ def check_inputs(
             c.integer(name, cu_seqlens)
             c.shape(name, cu_seqlens, "L")
             c.at_least(f"{name}.numel()", cu_seqlens.shape[0], 1)
-            if config.debug and not cu_seqlens.is_meta:
+            if config.debug and is_real(cu_seqlens):
                 _check_prefix_sums(c, name, cu_seqlens)
     heads, key_heads = c.sizes["H"], c.sizes["Hk"]
     c.require(
@@ -86,7 +88,7 @@ def check_inputs(
 def _check_prefix_sums(c: Checker, name: str, cu_seqlens: Tensor) -> None:
     values = cu_seqlens.tolist()
     c.require(
-        values[0] == 0 and all(a <= b for a, b in zip(values, values[1:], strict=False)),
+        values[0] == 0 and all(a <= b for a, b in pairwise(values)),
         f"`{name}` is {values}, expected prefix sums of lengths, from 0 and never falling.",
     )
 

@@ -11,12 +11,14 @@ With `is_kda` the decay has K channels: a [B, T, HV, K] or [B, T, HV * K], dt_bi
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from ..check import Checker
 from ..env import config
+from ._layout import is_real
 
 
 def check(
@@ -125,17 +127,17 @@ def _check_sequences(c: Checker, cu_seqlens: Tensor | None, indices: Tensor) -> 
         c.shape("cu_seqlens", cu_seqlens, "N+1")
         c.at_least("cu_seqlens.numel()", c.sizes["N+1"], 1)
         c.sizes["N"] = c.sizes["N+1"] - 1
-        if config.debug and not cu_seqlens.is_meta:
+        if config.debug and is_real(cu_seqlens):
             values = cu_seqlens.tolist()
             c.require(
                 values[0] == 0
-                and all(x <= y for x, y in zip(values, values[1:], strict=False))
+                and all(x <= y for x, y in pairwise(values))
                 and values[-1] <= c.sizes["T"],
                 f"`cu_seqlens` is {values}, expected prefix sums of lengths, to {c.sizes['T']}.",
             )
     c.integer("initial_state_indices", indices)
     c.shape("initial_state_indices", indices, "N")
-    if config.debug and not indices.is_meta:
+    if config.debug and is_real(indices):
         live = indices[indices >= 0]
         c.require(
             live.unique().numel() == live.numel(),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._delta_rule import some_sequences, step
+from ._precision import accumulator
 
 
 def forward(
@@ -23,7 +24,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
-    kind = torch.float64 if query.dtype is torch.float64 else torch.float32
+    kind = accumulator(query)
     if actual_seq_lengths is None:
         lengths = torch.tensor([tokens], device=key.device)
     else:

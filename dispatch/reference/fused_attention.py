@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Scaled dot-product attention, a block of query rows at a time, so that no [Nq, Nk] matrix is kept.
+"""Scaled dot-product attention, a block of query rows at a time: no [Nq, Nk] matrix is kept.
 
 S = sm_scale q k^T,  hidden keys -inf     lse = logsumexp_j S     o = exp(S - lse) v
 """
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ._precision import accumulator
 
 # scores held at a time: 64 MiB in float32
 _BLOCK = 1 << 24
@@ -65,10 +67,6 @@ class Options:
     @staticmethod
     def of(q: Tensor, causal: bool, sm_scale: float | None, window: int | None) -> Options:
         return Options(causal, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, window)
-
-
-def accumulator(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
 def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._precision import accumulator
 from .fused_attention import (
     Options,
-    accumulator,
     finite,
     group,
     heads_first,

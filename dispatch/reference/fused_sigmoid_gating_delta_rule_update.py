@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._delta_rule import some_sequences, step
+from ._precision import accumulator
 
 
 def forward(
@@ -37,7 +38,7 @@ def forward(
 ) -> Tensor:
     batch, length, heads, key_size = k.shape
     value_heads, value_size = v.shape[2:]
-    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    kind = accumulator(q)
 
     # every token of the call in one row; [tokens, HV, ...] each
     rows = batch * length
@@ -74,7 +75,8 @@ def forward(
         state = torch.zeros([len(some), *pool.shape[1:]], dtype=kind, device=q.device)
         if initial is not None:
             state = torch.where(live[some, None, None, None], initial.to(kind), state)
-        first, after = state, []
+        after: list[Tensor] = []
+        first = state
         for t in range(int(lengths[some].max())):
             if retrieve_parent_token is not None:
                 state = _from_parent(first, after, retrieve_parent_token[some], t)

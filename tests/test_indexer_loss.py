@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The indexer's KL loss, against torch.nn.functional.kl_div, gradcheck and scalar loops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from custom.dispatch import log
+from custom.dispatch.reference import indexer_loss as reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import custom
+
+from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+
+OP = "npu_indexer_loss"
+
+
+@dataclass(frozen=True)
+class Case:
+    B: int
+    N: int
+    S: int
+    S2: int
+    D: int
+    K: int
+    Dr: int = 0
+    lse: bool = False
+    every: bool = False  # every row selects all keys it can see, the usual case
+
+    @property
+    def offset(self) -> int:
+        return max(0, self.S2 - self.S)
+
+    def arguments(self) -> dict[str, Any]:
+        """In float64; indices from -2 to S2 + 1, future ones and duplicates included."""
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64)
+
+        indices = torch.randint(-2, self.S2 + 2, (self.B, self.S, self.K))
+        if self.every:
+            indices = torch.arange(self.K).expand(self.B, self.S, self.K).clone()
+        x = dict(
+            query=drawn(self.B, self.N, self.S, self.D),
+            key=drawn(self.B, self.S2, self.D),
+            index_score=2 * drawn(self.B, self.S, self.K),
+            indices=indices,
+            scaling=(self.D + self.Dr) ** -0.5,
+            chunk_offset=self.offset,
+            query_rope=drawn(self.B, self.N, self.S, self.Dr) if self.Dr else None,
+            key_rope=drawn(self.B, self.S2, self.Dr) if self.Dr else None,
+            softmax_lse=None,
+        )
+        return x
+
+
+CASES = [
+    Case(1, 4, 32, 64, 32, 16),
+    Case(1, 8, 20, 40, 64, 64),
+    Case(2, 3, 17, 17, 24, 20),
+    Case(1, 16, 9, 70, 48, 33, Dr=16),
+    Case(1, 2, 5, 40, 32, 40, lse=True),
+    Case(1, 20, 3, 90, 64, 80, Dr=32, lse=True, every=True),
+    Case(1, 1, 40, 33, 16, 33, every=True),
+    Case(1, 130, 2, 20, 16, 16),
+]
+
+
+def to(x: dict[str, Any], dtype: torch.dtype, device: Any = "cpu") -> dict[str, Any]:
+    def one(name: str, y: Any) -> Any:
+        if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
+            return y.to(device) if isinstance(y, Tensor) else y
+        kind = torch.promote_types(dtype, torch.float32) if name == "softmax_lse" else dtype
+        return y.to(kind).to(device)
+
+    return {name: one(name, y) for name, y in x.items()}
+
+
+def logits(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The whole [B, N, S, K] logits in float64, -inf where invalid; and the valid slots."""
+    q, k = x["query"].double(), x["key"].double()
+    if x["query_rope"] is not None:
+        q = torch.cat([q, x["query_rope"].double()], -1)
+        k = torch.cat([k, x["key_rope"].double()], -1)
+    rows = torch.arange(q.shape[2])[:, None] + x["chunk_offset"]
+    index = x["indices"]
+    ok = (index >= 0) & (index <= rows) & (index < k.shape[1])
+    every = (q @ k[:, None].mT) * x["scaling"]
+    at = index.clamp(0, k.shape[1] - 1)[:, None].expand(-1, q.shape[1], -1, -1)
+    return every.gather(-1, at).masked_fill(~ok[:, None], -torch.inf), ok
+
+
+def by_kl_div(x: dict[str, Any], eps: float = 1e-10) -> tuple[Tensor, Tensor]:
+    """Per-row loss and target, by torch's softmax and kl_div alone."""
+    z, ok = logits(x)
+    target = z.softmax(-1).nan_to_num(0.0).sum(1)
+    pi = torch.nn.functional.normalize(target, p=1, dim=-1)
+    r = x["index_score"].double().masked_fill(~ok, -torch.inf).softmax(-1).nan_to_num(0.0)
+    terms = torch.nn.functional.kl_div((r + eps).log(), pi + eps, reduction="none")
+    return terms.masked_fill(~ok, 0.0).sum(-1), target
+
+
+def with_lse(case: Case, x: dict[str, Any]) -> dict[str, Any]:
+    return x | (dict(softmax_lse=logits(x)[0].logsumexp(-1)) if case.lse else {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_kl_div(case, dtype, device, backend):
+    skip_unless_taken(dtype, device, backend)
+    half = to(case.arguments(), dtype)
+    half = to(with_lse(case, half), dtype)
+    want, want_target = by_kl_div(half)
+    x = to(half, dtype, device)
+    score = x["index_score"].requires_grad_()
+    before = log.calls[OP, backend], log.calls[f"{OP}_backward", backend]
+    loss, target = custom.compute_index_loss_sparse(**x, reduction="none", return_target=True)
+    upstream = torch.randn(loss.shape, dtype=torch.float64)
+    (grad,) = torch.autograd.grad(loss, score, upstream.to(loss.dtype).to(device))
+    after = log.calls[OP, backend], log.calls[f"{OP}_backward", backend]
+    assert after == (before[0] + 1, before[1] + 1)
+    tolerance = (
+        dict(rtol=1e-12, atol=1e-12) if dtype is torch.float64 else dict(rtol=1e-4, atol=2e-6)
+    )
+    torch.testing.assert_close(loss.detach().cpu().double(), want, **tolerance)
+    torch.testing.assert_close(target.cpu().double(), want_target, **tolerance)
+
+    _, ok = logits(half)
+    exact_score = half["index_score"].double()
+    r = exact_score.masked_fill(~ok, -torch.inf).softmax(-1).nan_to_num(0.0)
+    pi = torch.nn.functional.normalize(want_target, p=1, dim=-1)
+    exact = ((r - pi) * upstream[..., None]).masked_fill(~ok, 0.0)
+    if dtype in (torch.float64, torch.float32):
+        torch.testing.assert_close(grad.cpu().double(), exact, **tolerance)
+    else:
+        assert_close_to_float64("grad", grad, exact.to(dtype), exact)
+
+
+def test_reductions_and_return_target(device, backend):
+    case = CASES[0]
+    x = to(case.arguments(), torch.float16, device)
+    rows = custom.compute_index_loss_sparse(**x, reduction="none")
+    assert rows.shape == (case.B, case.S)
+    for name, want in [
+        ("sum", rows.sum()),
+        ("mean", rows.mean()),
+        ("batchmean", rows.sum() / case.B),
+    ]:
+        got = custom.compute_index_loss_sparse(**x, reduction=name)
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(custom.compute_index_loss_sparse(**x), rows.sum() / case.B)
+    with pytest.raises(ValueError, match="`reduction` is 'max'"):
+        custom.compute_index_loss_sparse(**x, reduction="max")
+
+
+def test_chunks_of_queries_add_up(device, backend):
+    case = Case(1, 4, 30, 50, 32, 24)
+    x = to(case.arguments(), torch.float16, device)
+    whole = custom.compute_index_loss_sparse(**x, reduction="none")
+    for size in (1, 7, 30):
+        parts = []
+        for start in range(0, case.S, size):
+            rows = slice(start, start + size)
+            part = dict(x, chunk_offset=case.offset + start, query=x["query"][:, :, rows])
+            part.update(index_score=x["index_score"][:, rows], indices=x["indices"][:, rows])
+            parts.append(custom.compute_index_loss_sparse(**part, reduction="none"))
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_targets_of_two_ranks_add_up(device, backend):
+    """What tensor parallelism does: each rank its heads, the targets all-reduced."""
+    case = Case(1, 8, 9, 20, 32, 16)
+    x = to(case.arguments(), torch.float16, device)
+    _, whole = custom.compute_index_loss_sparse(**x, return_target=True)
+    halves = [
+        custom.compute_index_loss_sparse(**dict(x, query=x["query"][:, heads]), return_target=True)[
+            1
+        ]
+        for heads in (slice(0, 4), slice(4, 8))
+    ]
+    torch.testing.assert_close(halves[0] + halves[1], whole, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_without_a_valid_slot(device, backend):
+    x = to(Case(1, 2, 4, 6, 16, 5).arguments(), torch.float16, device)
+    x["indices"][0, 1] = -1
+    x["indices"][0, 2] = 6
+    x["index_score"][0, 0] = -torch.inf
+    score = x["index_score"].requires_grad_()
+    rows = custom.compute_index_loss_sparse(**x, reduction="none")
+    (grad,) = torch.autograd.grad(rows.sum(), score)
+    assert (rows[0, 1:3] == 0).all() and (grad[0, 1:3] == 0).all()
+    assert torch.isfinite(rows).all() and torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
+def test_other_dtypes_of_scores_and_indices(kind, integer, device, backend):
+    x = to(CASES[0].arguments(), torch.float16, device)
+    x.update(index_score=x["index_score"].to(kind), indices=x["indices"].to(integer))
+    want, _ = by_kl_div(to(x, torch.float64))
+    score = x["index_score"].requires_grad_()
+    rows = custom.compute_index_loss_sparse(**x, reduction="none")
+    torch.testing.assert_close(rows.detach().cpu().double(), want, rtol=1e-4, atol=2e-6)
+    (grad,) = torch.autograd.grad(rows.sum(), score)
+    assert grad.dtype is kind
+
+
+def test_strides_of_a_projection(device, backend):
+    """query as a transposed view [B, S, N, D], key as the first columns of a joint cache."""
+    x = to(Case(2, 4, 6, 9, 32, 8).arguments(), torch.float16, device)
+    want = custom.compute_index_loss_sparse(**x, reduction="none")
+    turned = x["query"].transpose(1, 2).contiguous().transpose(1, 2)
+    joint = torch.cat([x["key"], torch.full_like(x["key"], torch.nan)], -1)
+    x.update(query=turned, key=joint[..., :32])
+    assert torch.equal(custom.compute_index_loss_sparse(**x, reduction="none"), want)
+
+
+def test_gradcheck():
+    x = Case(2, 2, 3, 5, 4, 4).arguments()
+
+    def loss(score: Tensor) -> Tensor:
+        out = custom.compute_index_loss_sparse(**dict(x, index_score=score), reduction="none")
+        assert isinstance(out, Tensor)
+        return out
+
+    assert torch.autograd.gradcheck(loss, (x["index_score"].requires_grad_(),))
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch):
+    x = Case(2, 4, 20, 30, 16, 12, Dr=4).arguments()
+    whole = custom.compute_index_loss_sparse(**x, reduction="none", return_target=True)
+    monkeypatch.setattr(reference, "_BLOCK", 500)
+    parts = custom.compute_index_loss_sparse(**x, reduction="none", return_target=True)
+    for got, want in zip(parts, whole, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_scalar_loops(data):
+    small = st.integers(1, 4)
+    B, N, S, S2, D, K = data.draw(st.tuples(st.integers(1, 2), small, small, small, small, small))
+    offset, eps = data.draw(st.tuples(st.integers(0, 4), st.sampled_from([1e-10, 1e-3])))
+    x = Case(B, N, S, S2, D, K).arguments() | dict(chunk_offset=offset)
+    rows, target = custom.compute_index_loss_sparse(
+        **x, eps=eps, reduction="none", return_target=True
+    )
+    for b in range(B):
+        for i in range(S):
+            slots = [j for j in range(K) if 0 <= x["indices"][b, i, j] <= offset + i]
+            slots = [j for j in slots if x["indices"][b, i, j] < S2]
+            mass = dict.fromkeys(slots, 0.0)
+            for h in range(N):
+                weight = {}
+                for j in slots:
+                    at = int(x["indices"][b, i, j])
+                    dot = sum(float(x["query"][b, h, i, d] * x["key"][b, at, d]) for d in range(D))
+                    weight[j] = math.exp(dot * x["scaling"])
+                for j in slots:
+                    mass[j] += weight[j] / sum(weight.values())
+            r = {j: math.exp(float(x["index_score"][b, i, j])) for j in slots}
+            want = 0.0
+            for j in slots:
+                pi, ri = mass[j] / sum(mass.values()), r[j] / sum(r.values())
+                want += (pi + eps) * (math.log(pi + eps) - math.log(ri + eps))
+                assert float(target[b, i, j]) == pytest.approx(mass[j], rel=1e-10)
+            assert float(rows[b, i]) == pytest.approx(want, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "change,error,sentence",
+    [
+        (dict(key=torch.zeros(1, 64, 31)), ValueError, "`key` has shape .* D=32"),
+        (dict(key=torch.zeros(1, 64, 32).half()), TypeError, "`key` has dtype"),
+        (dict(indices=torch.zeros(1, 32, 15, dtype=torch.int64)), ValueError, "`indices` .* K=16"),
+        (dict(indices=torch.zeros(1, 32, 16)), TypeError, "`indices` is float32"),
+        (dict(query_rope=torch.zeros(1, 4, 32, 8)), ValueError, "expected both or none"),
+        (dict(softmax_lse=torch.zeros(1, 4, 31)), ValueError, "`softmax_lse` has shape"),
+        (dict(eps=0.0), ValueError, "`eps` is 0.0"),
+        (dict(chunk_offset=-1), ValueError, "`chunk_offset` is -1"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors(change, error, sentence):
+    good = to(CASES[0].arguments(), torch.float32)
+    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
+        custom.compute_index_loss_sparse(**(good | change))
