@@ -24,6 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz
 
+AHEAD_ROWS = 1024  # of a weight block, asked into L2 while the kernel before still runs
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -179,9 +181,12 @@ def product(
     *,
     keep_float: bool = False,
     first: bool = False,
+    forked: bool = False,
 ) -> Tensor:
     """x [T, K] times the (weight, N) joined: [runs, T, sum of N], float32 if runs > 1 or
-    `keep_float`, else of x's dtype.  `first`: the chain of dependent launches starts here."""
+    `keep_float`, else of x's dtype.  `first`: the op starts here, so that all its later kernels
+    may count on every earlier op having finished.  `forked`: it starts a stream, and so waits for
+    an event instead of for the kernel before it."""
     tokens, depth = x.shape
     sizes = [size for _, size in weights] + [0] * (4 - len(weights))
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
@@ -194,10 +199,10 @@ def product(
     chained = has_chained_launch(x.device)
     c0 = nz.columns(x.dtype)
     ahead, ahead_bytes = 0, 16
-    if chained and all(formats) and depth == runs * run and tokens <= tiling.tokens:
+    if chained and AHEAD_ROWS and all(formats) and depth == runs * run and tokens <= tiling.tokens:
         # one request a thread, for as much of the run as fits into L2 beside the others'
         ahead = max(1, 32 * tiling.warps * c0 // tiling.columns)
-        ahead_bytes = min(run, 1024) * 32 // ahead
+        ahead_bytes = min(run, AHEAD_ROWS) * 32 // ahead
         if ahead_bytes % 16:
             ahead, ahead_bytes = 0, 16
     blocks = sum(triton.cdiv(size, tiling.columns) for size in sizes)
@@ -207,6 +212,6 @@ def product(
         NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=c0,
         TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k, STAGES=tiling.stages,
         SWAP=tiling.swap, GROUP=tiling.group, CHAINED=chained, FIRST=first,
-        AHEAD=ahead, AHEAD_BYTES=ahead_bytes, num_warps=tiling.warps, launch_pdl=chained,
+        AHEAD=ahead, AHEAD_BYTES=ahead_bytes, num_warps=tiling.warps, launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

@@ -22,6 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .nz_matmul import Tiling, has_chained_launch
 
+ELEMENTS = 1024  # rotated by one program
+
 
 @triton.jit
 def rotation_source(d, D: tl.constexpr, INTERLEAVED: tl.constexpr):
@@ -304,6 +306,15 @@ def c_q_tiling(tokens: int) -> Tiling:
     return Tiling(128, 128, 64, 1, 4, 8, False)
 
 
+def absorb_tiling(tokens: int) -> Tiling:
+    """Of the absorption: 128 deep, 512 columns, for each head."""
+    if tokens <= 32:
+        return Tiling(max(8, triton.next_power_of_2(tokens)), 128, 128, 1, 1, 4, True)
+    if tokens <= 64:
+        return Tiling(64, 128, 128, 1, 1, 4, False)
+    return Tiling(128, 128, 128, 1, 1, 8, False)
+
+
 def unsupported(x: Tensor) -> str | None:
     """float32 is for the interpreter: on a GPU its tiles would not fit."""
     if x.dtype == torch.float64 or (x.dtype == torch.float32 and x.is_cuda):
@@ -378,20 +389,16 @@ def query_stage(
     heads, plain, rank = w_uk.shape if w_uk is not None else (0, 0, 0)
     index_heads, index_dim = query_index.shape[-2:] if query_index is not None else (0, 0)
     chained = has_chained_launch(q.device)
-    elements, k_tile = 1024, min(128, triton.next_power_of_2(max(plain, 16)))
-    columns = min(128, triton.next_power_of_2(max(rank, 16)))
-    tile = max(16, min(128, triton.next_power_of_2(tokens)))
-    swap = tokens <= 32
-    if swap:
-        tile = max(8, triton.next_power_of_2(tokens))
-    absorbers = heads * triton.cdiv(rank, columns) * triton.cdiv(tokens, tile)
-    rotators = triton.cdiv(tokens * heads * sin.shape[-1], elements)
-    last = triton.cdiv(tokens * index_heads * index_dim, elements)
+    tiling = absorb_tiling(tokens)
+    columns = min(tiling.columns, triton.next_power_of_2(max(rank, 16)))
+    absorbers = heads * triton.cdiv(rank, columns) * triton.cdiv(tokens, tiling.tokens)
+    rotators = triton.cdiv(tokens * heads * sin.shape[-1], ELEMENTS)
+    last = triton.cdiv(tokens * index_heads * index_dim, ELEMENTS)
     _query_stage[(absorbers + rotators + last,)](
         q, w_uk, sin, cos, query, query_rope, query_index, tokens, absorbers, rotators,
         HEADS=heads, DN=plain, R=rank, D=sin.shape[-1], INDEX_HEADS=index_heads, DI=index_dim,
         RUNS=runs, MLA=w_uk is not None, INDEX=query_index is not None, INTERLEAVED=interleaved,
-        INDEX_INTERLEAVED=index_interleaved, TOKENS=tile, COLUMNS=columns, K_TILE=k_tile,
-        SWAP=swap, ELEMENTS=elements, CHAINED=chained, num_warps=4 if tile < 128 else 8,
-        launch_pdl=chained,
+        INDEX_INTERLEAVED=index_interleaved, TOKENS=tiling.tokens, COLUMNS=columns,
+        K_TILE=min(tiling.k, triton.next_power_of_2(max(plain, 16))), SWAP=tiling.swap,
+        ELEMENTS=ELEMENTS, CHAINED=chained, num_warps=tiling.warps, launch_pdl=chained,
     )  # fmt: skip

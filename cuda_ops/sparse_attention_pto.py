@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The whole layer: both prologs over shared products, indexer, sparse attention.
+
+    x [W_dq | W_dkv_kr | W_idx_k | W_idx_proj]  ->  norms, rotations, all three cache rows
+    then side by side:  c W_idx_qb, rotation, scores, top-k   |   c W_uq_qr, absorption, rotation
+    then attention over the selected keys
+
+The two sides are two streams, joined before the attention; a captured graph keeps them as two
+branches.  Every cache row is written before the fork, so before any cache is read.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import lightning_indexer, prolog, sparse_flash_attention
+from .nz_matmul import product
+
+_ALL = 2**63 - 1
+
+
+def unsupported(x: Tensor, **_: object) -> str | None:
+    return prolog.unsupported(x)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def forward(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    softmax_scale: float | None = None,
+    rms_norm_eps: float = 1e-6,
+    layer_norm_eps: float = 1e-6,
+    sparse_count: int = 2048,
+    rope_interleaved: bool = True,
+    index_rope_interleaved: bool = False,
+    weight_format: str = "nz",
+) -> Tensor:
+    requests, steps, hidden = x.shape
+    heads, plain, rank = w_uk.shape
+    ranks, rotary, size = gamma_cq.shape[0], sin.shape[-1], in_gamma_k.shape[0]
+    index_heads = w_idx_qb.numel() // (ranks * size)
+    dtype, device = x.dtype, x.device
+    tokens = requests * steps
+    if softmax_scale is None:
+        softmax_scale = (plain + rotary) ** -0.5
+    if tokens == 0:
+        return memory.empty((requests, steps, heads, rank), dtype, device)
+
+    query_norm = memory.empty((tokens, ranks), dtype, device)
+    weights = memory.empty((requests, steps, index_heads), dtype, device)
+    part = product(
+        x.view(tokens, hidden),
+        [
+            (w_dq, ranks),
+            (w_dkv_kr, rank + rotary),
+            (w_idx_k, size),
+            (w_idx_proj, index_heads),
+        ],
+        weight_format,
+        prolog.x_tiling(tokens),
+        keep_float=True,
+        first=True,
+    )
+    prolog.token_stage(
+        part, sin, cos, cache_index,
+        prolog.Latent(
+            gamma_cq, gamma_ckv, kv_cache, kr_cache, query_norm, rms_norm_eps, rms_norm_eps,
+            rope_interleaved,
+        ),
+        prolog.Index(
+            in_gamma_k, in_beta_k, index_k_cache, weights, layer_norm_eps, index_rope_interleaved
+        ),
+    )  # fmt: skip
+
+    side = nullcontext()
+    if x.is_cuda:
+        stream = torch.cuda.current_stream(device)
+        beside = _side_stream(device)
+        beside.wait_stream(stream)
+        side = torch.cuda.stream(beside)
+    with side:
+        q = product(
+            query_norm,
+            [(w_uq_qr, heads * (plain + rotary))],
+            weight_format,
+            prolog.c_q_tiling(tokens),
+            forked=True,
+        )
+        query = memory.empty((requests, steps, heads, rank), dtype, device)
+        query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
+        prolog.query_stage(q, sin, cos, w_uk, query, query_rope, None, rope_interleaved, False)
+
+    q_index = product(
+        query_norm, [(w_idx_qb, index_heads * size)], weight_format, prolog.c_q_tiling(tokens)
+    )
+    query_index = memory.empty((requests, steps, index_heads, size), dtype, device)
+    prolog.query_stage(
+        q_index, sin, cos, None, None, None, query_index, False, index_rope_interleaved
+    )
+    indices, _ = lightning_indexer.forward(
+        query=query_index,
+        key=index_k_cache,
+        weights=weights,
+        actual_seq_lengths_query=None,
+        actual_seq_lengths_key=act_seqs,
+        block_table=block_table,
+        layout_query="BSND",
+        layout_key="PA_BSND",
+        sparse_count=sparse_count,
+        sparse_mode=3,
+        pre_tokens=_ALL,
+        next_tokens=_ALL,
+        return_value=False,
+    )
+    if x.is_cuda:
+        stream.wait_stream(beside)
+    out, _, _ = sparse_flash_attention.forward(
+        query=query,
+        key=kv_cache,
+        value=None,
+        sparse_indices=indices,
+        scale_value=softmax_scale,
+        block_table=block_table,
+        actual_seq_lengths_query=None,
+        actual_seq_lengths_kv=act_seqs,
+        query_rope=query_rope,
+        key_rope=kr_cache,
+        sparse_block_size=1,
+        layout_query="BSND",
+        layout_kv="PA_BSND",
+        sparse_mode=3,
+        pre_tokens=_ALL,
+        next_tokens=_ALL,
+        attention_mode=2,
+        return_softmax_lse=False,
+        sinks=None,
+    )
+    return out
