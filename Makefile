@@ -26,8 +26,12 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
+# every NPU kernel and tile configuration, through the real Ascend compiler (its own environment)
+test-ascend:
+	tests/ascend/run.sh --check
+
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .ascend build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	@# torch.compile needs a C++ compiler and Python's headers
