@@ -34,6 +34,14 @@ def _each(name: str, *sizes: int, **options: Any) -> tuple[Config, ...]:
 
 
 TABLE: dict[str, tuple[Config, ...]] = {
+    # the key tile is a page of 128, or the largest of these that divides a page
+    "lightning_indexer.scores": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
+        for keys in (128, 64, 32, 16)
+        for heads in (16, 32, 64)
+    ),
+    "lightning_indexer.topk": (Config({"COUNT_TILE": 4096, "SORT_TILE": 1024}),),
+    "lightning_indexer.values": (Config({"PIECE": 1024}),),
     # one row of indices at a time, in pieces
     "sparse_flash_attention.resolve": (Config({"PIECE": 1024}),),
     # rows that are copied back to back

@@ -23,7 +23,8 @@ def _child(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any,
         pipe.send((True, function(*arguments)))
     except BaseException as error:  # whatever it was, the parent reports it
         last = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})"
+        where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
+        text = f"{type(error).__name__}: {str(error)[-400:]} ({where})"
         pipe.send((False, text))
     pipe.close()
 

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_lightning_indexer: whole numbers give exact scores with many ties, so that the top-k must
+equal the reference's; random scores are judged by score, since they differ in rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..case import Arguments, Case, Finding, Inputs, judge
+from ..controls import Control
+
+D = 128
+
+
+def paged(
+    lengths: list[int],
+    s1: int = 1,
+    heads: int = 64,
+    k: int = 64,
+    page: int = 128,
+    whole: bool = True,
+    hole: bool = False,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    def make(inputs: Inputs) -> Arguments:
+        reach = max(-(-n // page) for n in lengths) + 1
+        total = sum(-(-n // page) for n in lengths) + 2
+        order = inputs.permutation(total).tolist()
+        table = torch.full((len(lengths), reach), -1)
+        for i, n in enumerate(lengths):
+            used = -(-n // page)
+            table[i, :used] = torch.tensor([order.pop() for _ in range(used)])
+        key = inputs.whole(total, page, 1, D, low=-1, high=2)
+        if not whole:
+            key.copy_(inputs.normal(total, page, 1, D))
+        if hole:  # a page that the table lacks, in the middle of a request
+            order.append(int(table[0, 1]))
+            table[0, 1] = -1
+        inputs.forbid(key, order)
+        b = len(lengths)
+        if whole:
+            query = inputs.whole(b, s1, heads, D, low=-1, high=2)
+            weights = inputs.whole(b, s1, heads, low=-2, high=3)
+        else:
+            query, weights = inputs.normal(b, s1, heads, D), inputs.normal(b, s1, heads)
+        return (
+            dict(
+                query=query,
+                key=key,
+                weights=weights,
+                actual_seq_lengths_key=inputs.ints(lengths),
+                block_table=inputs.ints(table),
+                layout_key="PA_BSND",
+                sparse_count=k,
+                return_value=True,
+            )
+            | options
+        )
+
+    return make
+
+
+def rows(layout: str, heads: int, k: int, **options: Any) -> Callable[[Inputs], Arguments]:
+    """BSND with lengths below the tensors', or TND with padding behind the last prefix sum."""
+
+    def make(inputs: Inputs) -> Arguments:
+        if layout == "BSND":
+            q, key, lengths = (3, 4), (3, 160), ([3, 1, 2], [150, 1, 77])
+        else:
+            q, key, lengths = (7,), (230,), ([3, 4, 6], [150, 151, 228])
+        return (
+            dict(
+                query=inputs.whole(*q, heads, D, low=-1, high=2),
+                key=inputs.whole(*key, 1, D, low=-1, high=2),
+                weights=inputs.whole(*q, heads, low=-2, high=3),
+                actual_seq_lengths_query=inputs.ints(lengths[0]),
+                actual_seq_lengths_key=inputs.ints(lengths[1]),
+                layout_query=layout,
+                layout_key=layout,
+                sparse_count=k,
+                return_value=True,
+            )
+            | options
+        )
+
+    return make
+
+
+def by_score(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
+    """As many positions as the reference chose, ascending; and the chosen scores, sorted, within
+    the bound: a swap at the boundary changes them by no more than rounding does."""
+    index, wanted = got["output 0"].long(), exact["output 0"].long()
+    count = (index >= 0).sum(-1)
+    order = (index.diff(dim=-1) > 0) | (index[..., 1:] < 0)
+    found = [
+        (0.0 if torch.equal(count, (wanted >= 0).sum(-1)) else float("inf"), "how many"),
+        (0.0 if order.all() else float("inf"), "ascending"),
+    ]
+    ranked = [x | {"output 1": x["output 1"].sort(-1)[0]} for x in (got, exact, rounded)]
+    for x in ranked:
+        del x["output 0"]
+    return found + judge(case, *ranked)
+
+
+OP = "npu_lightning_indexer"
+CASES = (
+    Case(OP, "paged, 64 heads", paged([300, 1, 129], 2)),
+    Case(OP, "paged, s1 4, k above the length", paged([70, 3, 0], 4, k=128)),
+    Case(OP, "paged, 32 heads, page 192", paged([500, 190], 1, 32, page=192)),
+    Case(OP, "paged, 16 heads", paged([300, 257], 1, 16)),
+    *(
+        Case(OP, f"paged, {heads} heads, page {page}", paged([200, 33], 1, heads, 48, page))
+        for heads, page in (
+            (16, 64),
+            (32, 64),
+            (64, 64),
+            (16, 32),
+            (32, 96),
+            (64, 32),
+            (16, 16),
+            (32, 48),
+            (64, 80),
+        )
+    ),
+    Case(OP, "paged, 128 heads", paged([140], 1, 128)),
+    Case(OP, "paged, 24 heads", paged([140], 2, 24)),
+    Case(OP, "paged, fp16", paged([300], 2), torch.float16),
+    Case(OP, "paged, a page missing", paged([400, 100], 1, 64, hole=True)),
+    Case(OP, "paged, all keys", paged([300, 5], 3, 16, sparse_mode=0)),
+    Case(OP, "paged, k 2048 of 2049, 2048 and 5000", paged([2049, 2048, 5000], 2, 16, 2048)),
+    Case(OP, "paged, k 2048 of 131072", paged([131072], 1, 16, 2048), cores=(24,)),
+    Case(OP, "paged, random scores", paged([900, 77], 2, whole=False), judge=by_score),
+    Case(OP, "BSND", rows("BSND", 64, 32)),
+    Case(OP, "TND", rows("TND", 64, 32)),
+    Case(
+        OP,
+        "BSND, no lengths",
+        rows(
+            "BSND",
+            16,
+            200,
+            actual_seq_lengths_query=None,
+            actual_seq_lengths_key=None,
+            return_value=False,
+        ),
+    ),
+    Case(
+        OP,
+        "TND queries, paged",
+        lambda x: (
+            paged([300, 1, 129], 1)(x)
+            | dict(
+                query=x.whole(7, 64, D, low=-1, high=2),
+                weights=x.whole(7, 64, low=-2, high=3),
+                actual_seq_lengths_query=x.ints([2, 3, 6]),
+                layout_query="TND",
+            )
+        ),
+    ),
+)
+CONTROLS = (
+    Control("relu forgotten", OP[4:], "tl.maximum(z, 0.0)", "z", "paged, 64 heads"),
+    Control(
+        "ties to the higher position",
+        OP[4:],
+        "p == ties - 1",
+        "p == here - ties",
+        "paged, 64 heads",
+    ),
+    Control(
+        "causal limit off by one",
+        "ragged",
+        "keys - (tokens - 1 - j), 0)",
+        "keys - (tokens - j), 0)",
+        "paged, 64 heads",
+    ),
+    Control(
+        "a missing page is read",
+        OP[4:],
+        "there = (number >= 0)",
+        "there = (number >= -1)",
+        "paged, a page missing",
+    ),
+    Control(
+        "counted in tiles that do not fit",
+        "tune",
+        '"COUNT_TILE": 4096',
+        '"COUNT_TILE": 16384',
+        "paged, 64 heads",
+        stage="compile",
+    ),
+)
