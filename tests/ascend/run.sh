@@ -12,10 +12,7 @@ set_up() {
   command -v cc > /dev/null || { root apt-get update -qq; root apt-get install -y -qq gcc libc6-dev; }
   [ -x "$home/venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$home/venv"
   local pip="$home/venv/bin/python -m pip --quiet --disable-pip-version-check"
-  # the CPU wheel where its index is reachable, whatever the default index has otherwise
-  $pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu 2> /dev/null ||
-    $pip install torch==2.13.0
-  $pip install numpy==2.2.6 pybind11
+  $pip install torch==2.13.0 numpy==2.2.6 pybind11
   # without dependencies: it must never share an environment with upstream's triton
   $pip install --no-deps triton-ascend==3.2.0
   local scratch
