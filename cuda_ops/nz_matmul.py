@@ -212,6 +212,7 @@ def product(
         NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=c0,
         TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k, STAGES=tiling.stages,
         SWAP=tiling.swap, GROUP=tiling.group, CHAINED=chained, FIRST=first,
-        AHEAD=ahead, AHEAD_BYTES=ahead_bytes, num_warps=tiling.warps, launch_pdl=chained and not forked,
+        AHEAD=ahead, AHEAD_BYTES=ahead_bytes, num_warps=tiling.warps,
+        launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Both prologs and the whole layer on CUDA: every token tile, weight format and rotation against
+the reference; graphs, determinism, absent slots.  Without a GPU the same kernels run under Triton's
+interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import custom
+
+from .accuracy import assert_close_to_float64
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16, torch.float32)
+P = 16
+MLA = "x w_dq w_uq_qr w_uk w_dkv_kr gamma_cq gamma_ckv sin cos kv_cache kr_cache cache_index"
+INDEX = "x query_norm w_idx_qb w_idx_k w_idx_proj in_gamma_k in_beta_k sin cos index_k_cache"
+CACHES = ("kv_cache", "kr_cache", "index_k_cache")
+WEIGHTS = ("w_dq", "w_uq_qr", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
+
+kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU or the interpreter")
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+
+
+def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16, 32), pages=None):
+    """Arguments of the whole layer in float64, on the CPU; request i has its own pages."""
+    index_heads, size = index
+    pages = pages or -(-(s + 40) // P)
+
+    def normal(*shape, std=1.0):
+        return torch.randn(*shape, dtype=torch.float64) * std
+
+    angle = torch.rand(b, s, rotary // 2, dtype=torch.float64) * 6.28
+    table = torch.randperm(b * pages).view(b, pages).to(torch.int32)
+    seen = torch.randint(s, pages * P + 1, (b,), dtype=torch.int32)
+    position = (seen[:, None] - s + torch.arange(s)).long()
+    slot = table.gather(1, position // P) * P + position % P if b else position
+    return dict(
+        x=normal(b, s, h),
+        w_dq=normal(h, ranks, std=h**-0.5),
+        w_uq_qr=normal(ranks, n * (plain + rotary), std=ranks**-0.5),
+        w_uk=normal(n, plain, rank, std=plain**-0.5),
+        w_dkv_kr=normal(h, rank + rotary, std=h**-0.5),
+        gamma_cq=normal(ranks),
+        gamma_ckv=normal(rank),
+        sin=angle.sin().repeat(1, 1, 2),
+        cos=angle.cos().repeat(1, 1, 2),
+        cache_index=slot.to(torch.int32),
+        kv_cache=normal(b * pages, P, 1, rank),
+        kr_cache=normal(b * pages, P, 1, rotary),
+        block_table=table,
+        act_seqs=seen,
+        w_idx_qb=normal(ranks, index_heads * size, std=ranks**-0.5),
+        w_idx_k=normal(h, size, std=h**-0.5),
+        w_idx_proj=normal(h, index_heads, std=h**-0.5),
+        in_gamma_k=normal(size),
+        in_beta_k=normal(size),
+        index_k_cache=normal(b * pages, P, 1, size),
+        query_norm=normal(b, s, ranks),
+    )
+
+
+def formatted(arguments, dtype, weight_format, device=DEVICE):
+    """On `device` in `dtype`, the weights 4-D NZ, NZ bytes under [K, N] ("flat"), or row-major."""
+    out = {}
+    for name, value in arguments.items():
+        value = value.to(dtype) if value.is_floating_point() else value.clone()
+        if name in WEIGHTS and weight_format != "nd":
+            value = custom.to_nz(value, flat=weight_format == "flat")
+        out[name] = value.to(device)
+    return out
+
+
+def launch(backend: str, op: str, given: dict, weight_format="nz", **options) -> tuple[Tensor, ...]:
+    """Outputs of one op, and the caches behind them."""
+    module = f"{op}_pto"
+    package = {"cuda": "cuda_ops", "reference": "dispatch.reference"}[backend]
+    forward = __import__(f"custom.{package}.{module}", fromlist=["forward"]).forward
+    options["weight_format"] = "nd" if weight_format == "nd" else "nz"
+    if op == "mla_prolog":
+        defaults = dict(rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-5, rope_interleaved=True)
+        out = forward(*[given[name] for name in MLA.split()], **defaults | options)
+        return *out, given["kv_cache"], given["kr_cache"]
+    if op == "indexer_prolog":
+        names = [*INDEX.split(), "cache_index"]
+        defaults = dict(ln_epsilon=1e-6, rope_interleaved=False)
+        out = forward(*[given[name] for name in names], **defaults | options)
+        return *out, given["index_k_cache"]
+    defaults = dict(
+        softmax_scale=None,
+        rms_norm_eps=1e-6,
+        layer_norm_eps=1e-5,
+        # as many as there are keys: a near-tie at the edge of a selection is nobody's mistake
+        sparse_count=given["block_table"].shape[-1] * P,
+        rope_interleaved=True,
+        index_rope_interleaved=False,
+    )
+    every = {name: value for name, value in given.items() if name != "query_norm"}
+    out = forward(**every, **defaults | options)
+    return out, *[given[name] for name in CACHES]
+
+
+def check(op, arguments, dtype, weight_format, **options):
+    rounded = {
+        name: value.to(dtype).double() if value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+    cpu = torch.device("cpu")
+    exact = launch("reference", op, formatted(rounded, torch.float64, "nd", cpu), "nd", **options)
+    plain = launch("reference", op, formatted(rounded, dtype, "nd", cpu), "nd", **options)
+    got = launch("cuda", op, formatted(rounded, dtype, weight_format), weight_format, **options)
+    for i, parts in enumerate(zip(got, plain, exact, strict=True)):
+        if parts[0].numel():
+            assert_close_to_float64(f"{op} output {i}", *parts)
+
+
+SMALL = [(1, 1), (3, 2), (0, 2)]
+# every token tile; sizes that no tile divides
+LARGE = [(1, 1), (5, 2), (25, 1), (37, 1), (17, 4), (130, 1), (2, 150), (0, 1)]
+OPS = ("mla_prolog", "indexer_prolog", "sparse_attention")
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", LARGE if ON_GPU else SMALL, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_matches_the_reference(op, tokens, dtype):
+    check(op, layer(*tokens), dtype, "nz")
+
+
+@kernels
+@pytest.mark.parametrize("weight_format", ["flat", "nd"])
+@pytest.mark.parametrize("op", OPS)
+def test_reads_every_weight_format(op, weight_format):
+    check(op, layer(2, 2), DTYPES[0], weight_format)
+
+
+@kernels
+@pytest.mark.parametrize("op", OPS)
+def test_row_major_weights_of_any_size(op):
+    sizes = dict(h=70, ranks=40, plain=24, rank=40, rotary=10, index=(5, 24))
+    check(op, layer(3, 1, **sizes), DTYPES[0], "nd")
+
+
+@kernels
+@pytest.mark.parametrize("op", ["mla_prolog", "indexer_prolog"])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_both_rotations(op, interleaved):
+    check(op, layer(2, 2), DTYPES[0], "nz", rope_interleaved=interleaved)
+
+
+@kernels
+def test_options_of_the_layer_arrive():
+    options = dict(softmax_scale=0.1, rms_norm_eps=0.3, layer_norm_eps=0.2)
+    options |= dict(rope_interleaved=False, index_rope_interleaved=True)
+    check("sparse_attention", layer(2, 2), DTYPES[0], "nz", **options)
+
+
+@gpu
+@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize("tokens", [(2, 2), (33, 1)], ids=str)
+def test_sizes_of_the_model(tokens, heads):
+    sizes = dict(h=7168, ranks=1536, n=heads, plain=128, rank=512, rotary=64, index=(64, 128))
+    given = layer(*tokens, **sizes)
+    for op in OPS:
+        check(op, given, torch.bfloat16, "nz")
+
+
+@kernels
+@pytest.mark.parametrize("op", OPS)
+def test_absent_slots_are_skipped(op):
+    """Slots that are negative or past the caches: nothing is written, everything else is."""
+    given = layer(3, 2)
+    given["cache_index"].view(-1)[1:4] = torch.tensor([-1, len(given["kv_cache"]) * P, 2**31 - 1])
+    check(op, given, DTYPES[0], "nz")
+
+
+@kernels
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
+def test_integer_types(integers):
+    given = layer(2, 1)
+    for name in ("cache_index", "block_table", "act_seqs"):
+        given[name] = given[name].to(integers)
+    for op in OPS:
+        check(op, given, DTYPES[0], "nz")
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [(1, 1), (9, 2), (128, 1)], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_same_bits_every_time(op, tokens):
+    given = formatted(layer(*tokens, h=2048, ranks=512), torch.bfloat16, "nz")
+    kept = {name: given[name].clone() for name in CACHES}
+    results = []
+    for _ in range(4):
+        for name in CACHES:
+            given[name].copy_(kept[name])
+        results.append([out.clone() for out in launch("cuda", op, given)])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert torch.equal(one, two)
+
+
+@gpu
+@pytest.mark.parametrize("op", OPS)
+def test_a_graph_replays_with_other_inputs(op):
+    """Captured with one set of lengths, tables, slots and tokens; replayed with two others."""
+    sizes = dict(h=512, ranks=256, n=16, pages=5)
+    given = formatted(layer(7, 2, **sizes), torch.bfloat16, "nz")
+    launch("cuda", op, given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = launch("cuda", op, given)
+    names = [name for name in given if not name.startswith(("w_", "gamma", "in_"))]
+    for _ in range(2):
+        fresh = formatted(layer(7, 2, **sizes), torch.bfloat16, "nz")
+        fresh = {name: fresh[name] if name in names else given[name] for name in given}
+        fresh["act_seqs"][0] = 2
+        for name in names:
+            given[name].copy_(fresh[name])
+        graph.replay()
+        for one, two in zip(replayed, launch("cuda", op, fresh), strict=True):
+            assert torch.equal(one, two)
+
+
+@gpu
+def test_calls_follow_each_other_without_waiting():
+    """Launches overlap their predecessors; many calls in a row must still not mix their scratch."""
+    given = [formatted(layer(4, 1, h=2048, ranks=512), torch.bfloat16, "nz") for _ in range(3)]
+    alone = []
+    for each in given:
+        alone.append([out.clone() for out in launch("cuda", "sparse_attention", each)])
+        torch.cuda.synchronize()
+    for _ in range(5):
+        together = [launch("cuda", "sparse_attention", each) for each in given]
+        for one, two in zip(alone, together, strict=True):
+            for left, right in zip(one, two, strict=True):
+                assert torch.equal(left, right)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the interpreter itself")
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    environment = dict(os.environ, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    root = Path(__file__).parent.parent
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            f"tests/{Path(__file__).name}",
+        ],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
