@@ -226,6 +226,33 @@ def tiling(
     return Tiling(128 if rows > 64 else 64, 32, 8, 2, 1, 1)
 
 
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def for_hopper(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    cu_seqlens: torch.Tensor | None,
+    *more: torch.Tensor,
+) -> bool:
+    """Whether a call has the shape that the warp-specialised kernels are written for."""
+    size = q.shape[-1]
+    if not _is_hopper(q.device) or size != 128 or v.shape[-1] != size or scale <= 0:
+        return False
+    if q.dtype not in (torch.float16, torch.bfloat16) or v.dtype != q.dtype or k.numel() == 0:
+        return False
+    rows = q.shape[2] if cu_seqlens is None else q.shape[0] // max(cu_seqlens.shape[0] - 1, 1)
+    if rows <= 64:
+        return False  # splitting the keys beats it
+    from .fused_attention_hopper import describable
+
+    return all(describable(x) for x in (q, k, v, *more))
+
+
 def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"q is {str(q.dtype).removeprefix('torch.')}, supported are float16 and bfloat16"
@@ -251,6 +278,13 @@ def forward(
     if lse.numel() == 0:
         return o, lse
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    if for_hopper(q, k, v, scale, cu_seqlens_q):
+        from . import fused_attention_hopper
+
+        fused_attention_hopper.forward(
+            q, k, v, o, lse, causal, scale, cu_seqlens_q, cu_seqlens_k, window
+        )
+        return o, lse
     _plain(q, k, v, o, lse, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
     return o, lse
 

@@ -1,0 +1,490 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Fused attention on Hopper (Gluon): a producer warp loads by TMA, consumer warpgroups multiply.
+
+Every tensor is a 5-D descriptor, so that one kernel serves both layouts.  Dense: (1, B, H, N, D).
+Packed: (2^31, 2^31, H, 2^30, D), whose strides wrap around 2^64 such that the hardware's bounds
+check ends at the sequence: row n of a sequence of length L that begins at f has the coordinates
+(2^30, f + L, head, 2^30 - L + n, 0), and n >= L is out of bounds.  A tile then never shows a row of
+the next sequence, and never writes one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .fused_attention_tiles import LOG2_E, keys_of, plan, row_strides, strides
+
+_keys_of = gluon.jit(keys_of.fn)
+_FAR = 1 << 30
+
+
+# ------------------------------------------------------------------------------------ descriptors
+def describable(tensor: torch.Tensor) -> bool:
+    """TMA wants 16-byte aligned rows, and a step between them."""
+    unit = 16 // tensor.element_size()
+    steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in steps)
+
+
+def describe(tensor: torch.Tensor, rows: int, varlen: bool) -> TensorDescriptor:
+    """The 5-D descriptor of blocks of `rows` rows of one head."""
+    size = tensor.shape[-1]
+    block = [1, 1, 1, rows, size]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    unit = 16 // tensor.element_size()
+    batch, head, row = strides(tensor)
+    if varlen:
+        heads, tokens = tensor.shape[1], tensor.shape[0]
+        row = row if tokens > 1 else unit
+        shape = [0x7FFF0000, 0x7FFF0000, heads, _FAR, size]
+        steps = [2**34 - row, row, head if heads > 1 else unit, row, 1]
+    else:
+        shape = [1, *tensor.shape]
+        sized = zip((batch, head, row), tensor.shape[:3], strict=True)
+        steps = [unit, *(s if n > 1 else unit for s, n in sized), 1]
+    return TensorDescriptor(tensor, shape, steps, block, layout)
+
+
+def describe_row(tensor: torch.Tensor, count: int) -> TensorDescriptor:
+    """Blocks of `count` numbers of a contiguous float32 tensor."""
+    layout = gl.NVMMASharedLayout(0, 32, 1)
+    return TensorDescriptor(tensor, [tensor.numel()], [1], [count], layout)
+
+
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+@gluon.jit
+def at(batch, head, first, count, row, VARLEN: gl.constexpr):
+    """Coordinates of row `row` of a sequence."""
+    if VARLEN:
+        far: gl.constexpr = 1073741824
+        return [far, first + count, head, far - count + row, 0]
+    return [0, batch, head, row, 0]
+
+
+# ---------------------------------------------------------------------------------------- forward
+@gluon.jit
+def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
+    """(batch, head, first row, rows, first other row, other rows, tile) of a tile number.
+
+    Dense: the heads of a section, whose keys fit in L2 together, take turns, longest tiles first.
+    """
+    if VARLEN:
+        row = plan + (number // heads).to(gl.int64) * 8
+        return (0, number % heads, gl.load(row), gl.load(row + 1), gl.load(row + 2),
+                gl.load(row + 3), gl.load(row + 4))  # fmt: skip
+    group = number // (section * tiles)
+    inside = number % (section * tiles)
+    count = gl.minimum(section, outers - group * section)
+    outer = group * section + inside % count
+    tile = tiles - 1 - inside // count
+    return outer // heads, outer % heads, 0, rows, 0, other_rows, tile
+
+
+@gluon.jit
+def _round_of(step, programs):
+    """Tile number of a program's step-th tile; every second round runs backwards, so that no
+    program gets the longer tile of every round."""
+    program = gl.program_id(0)
+    forth = (step & 1) == 0
+    return step * programs + gl.where(forth, program, programs - 1 - program)
+
+
+@gluon.jit
+def _blocks_of(tile, rows, other_rows, window, BM: gl.constexpr, BN: gl.constexpr,
+               CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+    """Blocks of keys of a tile, from the last to the first: the last one's number, how many there
+    are, and how many of them from the end, and then in the middle, are seen whole or not."""
+    shift = other_rows - rows
+    first = tile * BM + shift
+    last = gl.minimum(tile * BM + BM, rows) - 1 + shift
+    low, high, full_low, full_high = _keys_of(first, last, other_rows, window, CAUSAL, WINDOW)
+    low = gl.maximum(low, 0) // BN
+    top = gl.maximum((high + BN - 1) // BN, low + 1)  # at least one, wholly masked if need be
+    full_high = gl.minimum(gl.maximum(full_high, 0) // BN, top - 1)
+    full_low = gl.maximum((full_low + BN - 1) // BN, low)
+    full_high = gl.maximum(full_high, low)
+    full_low = gl.minimum(full_low, full_high)
+    return low, top, full_low, full_high
+
+
+@gluon.jit
+def _turn(BARRIER: gl.constexpr, THREADS: gl.constexpr, ARRIVE: gl.constexpr):
+    """Named barrier of the consumers: wait for one's turn, or give it to the next."""
+    if ARRIVE:
+        gl.inline_asm_elementwise(
+            f"bar.arrive {BARRIER}, {THREADS}; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            f"bar.sync {BARRIER}, {THREADS}; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+        )
+
+
+@gluon.jit
+def _softmax(s, row_max, row_sum, row, column, rows_shift, columns, window, scale_log2,
+             MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+    """(p, row_max, row_sum, alpha) after scores s [64, BN] of keys column.. ; row_max unscaled."""
+    if MASKED:
+        position = (row + rows_shift)[:, None]
+        column = column[None, :]
+        keep = column < columns
+        if CAUSAL:
+            keep = keep & (column <= position)
+        if WINDOW:
+            keep = keep & (column > position - window)
+            if not CAUSAL:
+                keep = keep & (column < position + window)
+        s = gl.where(keep, s, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    if MASKED:
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max) * scale_log2
+    else:
+        shift = new_max * scale_log2
+    p = gl.exp2(s * scale_log2 - shift[:, None])
+    alpha = gl.exp2(row_max * scale_log2 - shift)
+    row_sum = row_sum * alpha + gl.sum(p, 1)
+    return p, new_max, row_sum, alpha
+
+
+@gluon.jit
+def _step(s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full, v_empty,
+          count, block, shift, columns, window, scale_log2,
+          WG: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
+          MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+          TURNS: gl.constexpr):  # fmt: skip
+    """Scores of block `block` while p of the block before is multiplied with its values."""
+    MS: gl.constexpr = s_zero.type.layout
+    MO: gl.constexpr = acc.type.layout
+    k_stage = count % STAGES
+    mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+    if TURNS:
+        _turn(8 + WG, NC * 128, False)
+    s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero, use_acc=False,
+                             is_async=True)  # fmt: skip
+    v_stage = (count - 1) % STAGES
+    mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
+    o_flight = warpgroup_mma(p, v.index(v_stage), acc, is_async=True)
+    if TURNS:
+        _turn(8 + (WG + 1) % NC, NC * 128, True)
+    s = warpgroup_mma_wait(1, deps=[s_flight])
+    mbarrier.arrive(k_empty.index(k_stage))
+    column = block * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, MS))
+    p_wide, row_max, row_sum, alpha = _softmax(
+        s, row_max, row_sum, row, column, shift, columns, window, scale_log2, MASKED, CAUSAL, WINDOW
+    )
+    acc = warpgroup_mma_wait(0, deps=[o_flight])
+    mbarrier.arrive(v_empty.index(v_stage))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, MO))[:, None]
+    p = gl.convert_layout(p_wide.to(v.dtype), gl.DotOperandLayout(0, MO, 2))
+    return acc, p, row_max, row_sum
+
+
+@gluon.jit
+def _forward_consumer(
+    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan, scale_log2,
+    window, tiles, outers, heads, section, n_q, n_k, total, lse_batch, lse_head, lse_row,
+    WG: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    V: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
+    BM: gl.constexpr = 64 * NC
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    MO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    s_zero = gl.zeros([64, BN], gl.float32, layout=MS)
+    programs = gl.num_programs(0)
+    count = 0
+    turn = 0
+    if TURNS:
+        if WG == NC - 1:
+            _turn(8, NC * 128, True)
+    for step in range(0, (total + programs - 1) // programs):
+        number = _round_of(step, programs)
+        if number < total:
+            batch, head, first_q, rows, first_k, columns, tile = _tile_of(
+                number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
+            )
+            if tile * BM < rows:
+                low, top, full_low, full_high = _blocks_of(
+                    tile, rows, columns, window, BM, BN, CAUSAL, WINDOW
+                )
+                row = tile * BM + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
+                shift = columns - rows
+                q_at = q.index(WG)
+                mbarrier.wait(q_full.index(WG), turn & 1)
+                k_stage = count % STAGES
+                mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+                s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero,
+                                         use_acc=False, is_async=True)  # fmt: skip
+                s = warpgroup_mma_wait(0, deps=[s_flight])
+                mbarrier.arrive(k_empty.index(k_stage))
+                row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
+                row_sum = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, MS))
+                column = (top - 1) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, MS))
+                p_wide, row_max, row_sum, alpha = _softmax(
+                    s, row_max, row_sum, row, column, shift, columns, window, scale_log2,
+                    True, CAUSAL, WINDOW,
+                )  # fmt: skip
+                p = gl.convert_layout(p_wide.to(v.dtype), gl.DotOperandLayout(0, MO, 2))
+                acc = gl.zeros([64, V], gl.float32, layout=MO)
+                count += 1
+                for back in range(0, top - 1 - full_high):
+                    acc, p, row_max, row_sum = _step(
+                        s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
+                        v_empty, count, top - 2 - back, shift, columns, window, scale_log2,
+                        WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
+                    )  # fmt: skip
+                    count += 1
+                for back in range(0, full_high - full_low):
+                    acc, p, row_max, row_sum = _step(
+                        s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
+                        v_empty, count, full_high - 1 - back, shift, columns, window, scale_log2,
+                        WG, NC, STAGES, BN, False, CAUSAL, WINDOW, TURNS,
+                    )  # fmt: skip
+                    count += 1
+                if WINDOW:
+                    for back in range(0, full_low - low):
+                        acc, p, row_max, row_sum = _step(
+                            s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty,
+                            v_full, v_empty, count, full_low - 1 - back, shift, columns, window,
+                            scale_log2, WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
+                        )  # fmt: skip
+                        count += 1
+                v_stage = (count - 1) % STAGES
+                mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
+                o_flight = warpgroup_mma(p, v.index(v_stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[o_flight])
+                mbarrier.arrive(v_empty.index(v_stage))
+
+                seen = row_sum > 0
+                inverse = 1.0 / gl.where(seen, row_sum, 1.0)
+                acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, MO))[:, None]
+                # q of this tile has been read: its place takes o
+                place = q_at._reinterpret(v.dtype, [64, V], q.type.layout)
+                place.store(acc.to(v.dtype))
+                fence_async_shared()
+                gl.thread_barrier()
+                tma.async_copy_shared_to_global(
+                    o_desc,
+                    at(batch, head, first_q, rows, tile * BM + WG * 64, VARLEN),
+                    place._reinterpret(v.dtype, o_desc.block_shape, o_desc.layout),
+                )
+                natural = gl.where(
+                    seen,
+                    (row_max * scale_log2 + gl.log2(gl.where(seen, row_sum, 1.0)))
+                    * 0.6931471805599453,
+                    float("-inf"),
+                )
+                lse_at = lse + batch.to(gl.int64) * lse_batch + head.to(gl.int64) * lse_head
+                lse_at += (first_q + row).to(gl.int64) * lse_row
+                gl.store(lse_at, natural, row < rows)
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(WG))
+                turn += 1
+
+
+@gluon.jit
+def _forward_producer(
+    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_desc, k_desc, v_desc, plan,
+    window, tiles, outers, heads, section, n_q, n_k, total,
+    NC: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    BM: gl.constexpr = 64 * NC
+    programs = gl.num_programs(0)
+    count = 0
+    turn = 0
+    for step in range(0, (total + programs - 1) // programs):
+        number = _round_of(step, programs)
+        if number < total:
+            batch, head, first_q, rows, first_k, columns, tile = _tile_of(
+                number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
+            )
+            if tile * BM < rows:
+                low, top, full_low, full_high = _blocks_of(
+                    tile, rows, columns, window, BM, BN, CAUSAL, WINDOW
+                )
+                kv_head = head // GROUP
+                for wg in gl.static_range(NC):
+                    mbarrier.wait(q_empty.index(wg), (turn & 1) ^ 1)
+                    mbarrier.expect(q_full.index(wg), 64 * D * 2)
+                    tma.async_copy_global_to_shared(
+                        q_desc, at(batch, head, first_q, rows, tile * BM + wg * 64, VARLEN),
+                        q_full.index(wg),
+                        q.index(wg)._reinterpret(q.dtype, q_desc.block_shape, q_desc.layout),
+                    )  # fmt: skip
+                turn += 1
+                for back in range(0, top - low + 1):
+                    # the keys of a block travel ahead of the values of the block before
+                    if back < top - low:
+                        stage = count % STAGES
+                        mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                        mbarrier.expect(k_full.index(stage), BN * D * 2)
+                        tma.async_copy_global_to_shared(
+                            k_desc,
+                            at(batch, kv_head, first_k, columns, (top - 1 - back) * BN, VARLEN),
+                            k_full.index(stage),
+                            k.index(stage)._reinterpret(k.dtype, k_desc.block_shape, k_desc.layout),
+                        )
+                    if back > 0:
+                        stage = (count - 1) % STAGES
+                        mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)
+                        mbarrier.expect(v_full.index(stage), BN * V * 2)
+                        tma.async_copy_global_to_shared(
+                            v_desc, at(batch, kv_head, first_k, columns, (top - back) * BN, VARLEN),
+                            v_full.index(stage),
+                            v.index(stage)._reinterpret(v.dtype, v_desc.block_shape, v_desc.layout),
+                        )  # fmt: skip
+                    count += 1
+                count -= 1
+
+
+@gluon.jit(
+    do_not_specialize=["window", "tiles", "outers", "section", "n_q", "n_k", "total", "scale_log2"]
+)
+def _forward_hopper(
+    q_desc, k_desc, v_desc, o_desc, lse, plan, scale_log2, window, tiles, outers, heads, section,
+    n_q, n_k, total, lse_batch, lse_head, lse_row,
+    D: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+    TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """NC consumer warpgroups of 64 rows each and a producer; programs walk over many tiles."""
+    dtype: gl.constexpr = q_desc.dtype
+    D_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V], dtype)
+    q = gl.allocate_shared_memory(dtype, [NC, 64, D], D_SHARED)
+    k = gl.allocate_shared_memory(dtype, [STAGES, BN, D], D_SHARED)
+    v = gl.allocate_shared_memory(dtype, [STAGES, BN, V], V_SHARED)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for i in gl.static_range(NC):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=NC)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=NC)
+    fence_async_shared()
+    gl.thread_barrier()
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_forward_consumer, (
+                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
+                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    lse_head, lse_row, gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
+                    VARLEN, TURNS,
+                )),
+                (_forward_consumer, (
+                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
+                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    lse_head, lse_row, gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
+                    VARLEN, TURNS,
+                )),
+                (_forward_producer, (
+                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_desc, k_desc,
+                    v_desc, plan, window, tiles, outers, heads, section, n_q, n_k, total,
+                    NC, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_forward_consumer, (
+                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
+                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    lse_head, lse_row, gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
+                    VARLEN, TURNS,
+                )),
+                (_forward_consumer, (
+                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
+                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    lse_head, lse_row, gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
+                    VARLEN, TURNS,
+                )),
+                (_forward_consumer, (
+                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
+                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    lse_head, lse_row, gl.constexpr(2), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
+                    VARLEN, TURNS,
+                )),
+                (_forward_producer, (
+                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_desc, k_desc,
+                    v_desc, plan, window, tiles, outers, heads, section, n_q, n_k, total,
+                    NC, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
+                )),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
+    config: tuple[int, int, int, bool] | None = None,
+) -> None:
+    varlen = cu_seqlens_q is not None
+    heads, key_heads = q.shape[1], k.shape[1]
+    n_q, n_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[2], k.shape[2])
+    size, v_size = q.shape[-1], v.shape[-1]
+    consumers, keys, stages, turns = config or (2, 128, 2, True)
+    rows = 64 * consumers
+    if varlen:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, rows)
+        tiles, outers, section = listed.shape[0], heads, 1
+        total = tiles * heads
+        grid = total
+    else:
+        listed, tiles, outers = None, triton.cdiv(n_q, rows), q.shape[0] * heads
+        total = tiles * outers
+        grid = min(total, _processors(q.device))
+        # the keys and values of a section fit in L2
+        section = max(1, 32 * 2**20 // max(1, n_k * (size + v_size) * 2)) * (heads // key_heads)
+        section = min(section, outers)
+    _forward_hopper[(grid,)](
+        describe(q, 64, varlen), describe(k, keys, varlen), describe(v, keys, varlen),
+        describe(o, 64, varlen), lse, listed, scale * LOG2_E, min(window or 0, 2**30), tiles,
+        outers, heads, section, n_q, n_k, total, *row_strides(lse),
+        D=size, V=v_size, BN=keys, NC=consumers, STAGES=stages, GROUP=heads // key_heads,
+        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, TURNS=turns,
+        REGISTERS=240 if consumers == 2 else 160, num_warps=4,
+    )  # fmt: skip
