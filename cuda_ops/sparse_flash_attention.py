@@ -11,8 +11,9 @@ sees, or on a page that the table does not name is absent: nothing is read for i
 any key gives zeros, m = -inf and l = 0.
 
 query [B, S, N, R], query_rope [B, S, N, D], key and value [.., 1, R], key_rope [.., 1, D],
-sparse_indices [B, S, 1, K]; without the ropes R is the whole width of a key.  Few rows: the selection is split over programs whose parts a second
-kernel merges in a fixed order.  Many rows on a Hopper GPU: sparse_flash_attention_hopper.
+sparse_indices [B, S, 1, K]; without the ropes R is the whole width of a key.
+Few rows: the selection is split over programs, whose parts a second kernel merges in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -308,7 +309,7 @@ def forward(
         part_sum=part_sum, softmax_max=softmax_max, softmax_sum=softmax_sum,
         scale_log2=scale_value * LOG2E, entries=entries, per_split=per_split,
         q_row=q.stride(0), q_head=q.stride(1), qr_row=qr.stride(0), qr_head=qr.stride(1),
-        **_key_strides(key, kr, value, layout_kv), index_stride=index.stride(0),
+        **key_strides(key, kr, value, layout_kv), index_stride=index.stride(0),
         stat_row=stat_row, stat_head=stat_head, **plan.arguments, **plan.constants, **common,
         D=rope, SPAN=sparse_block_size, SHARED=shared, HEAD_TILE=tier.heads, KEY_TILE=key_tile,
         LEFT=tier.left, RIGHT=tier.right, D_TILE=max(16, triton.next_power_of_2(rope)),
@@ -323,7 +324,7 @@ def forward(
     return out, softmax_max, softmax_sum
 
 
-def _key_strides(key: Tensor, kr: Tensor, value: Tensor, layout: str) -> dict[str, int]:
+def key_strides(key: Tensor, kr: Tensor, value: Tensor, layout: str) -> dict[str, int]:
     names = ("key_o", "key_i", "rope_o", "rope_i", "value_o", "value_i")
     found = [s for each in (key, kr, value) for s in rows.strides(each, layout)]
     return dict(zip(names, found, strict=True))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The K highest of each row of fp32 scores, exactly: ties to the lower position, positions ascending.
+"""The K highest of each row of fp32 scores: exact, ties to the lower position, in ascending order.
 
 A row is cut into BLOCK interleaved groups.  The K-th largest of the groups' maxima is a sure lower
 bound of the K-th score, so what reaches it (some 1.2 K of a random row) holds every winner: it is
@@ -204,7 +204,7 @@ def _topk(
 
 
 def topk(scores: Tensor, lengths: Tensor, indices: Tensor, values: Tensor, k: int) -> None:
-    """indices [rows, k] (and values, unless empty) of the first lengths[row] of scores [rows, ..]."""
+    """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row."""
     rows = scores.shape[0]
     candidates = memory.empty((rows, BLOCK), lengths.dtype, scores.device)
     _topk[(rows,)](

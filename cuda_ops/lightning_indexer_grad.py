@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of the indexer's selected scores.
+
+    s = query . key       d_weights[n] = sum_j dy[j] relu(s[n, j])
+    ds[n, j] = dy[j] weights[n] [s > 0]       d_query = ds key       d_key = ds^T query
+
+One program a query row; d_key is added up as scatter.py says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import lightning_indexer, rows, scatter
+from .sparse_flash_attention import selected
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+def _gradients(
+    query, key, weights, dy, indices, act_q, act_k, table, d_query, d_weights, d_key, peak,
+    tokens, requests, reach, table_stride, pages, entries,
+    q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_TND: tl.constexpr,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr,
+    REQUESTS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    request, start, seen = rows.locate(
+        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
+    )
+    h = tl.arange(0, H_TILE)
+    d = tl.arange(0, D_TILE)
+    real = (h < HEADS)[:, None] & (d < D)[None, :]
+    q_tile = tl.load(query + row * q_row + h[:, None] * q_head + d[None, :], mask=real, other=0.0)
+    weight = tl.load(weights + row * w_row + h, mask=h < HEADS, other=0.0).to(tl.float32)
+    dq = tl.zeros([H_TILE, D_TILE], tl.float32)
+    dw = tl.zeros([H_TILE], tl.float32)
+    for n in tl.range(0, tl.where(seen > 0, entries, 0), KEY_TILE):
+        entry = n + tl.arange(0, KEY_TILE)
+        outer, inner, ok = selected(
+            entry, entries, indices + row * index_row, seen, request, start, table, table_stride,
+            pages, 1, PAGE, KEYS,
+        )  # fmt: skip
+        wide = ok[:, None] & (d < D)[None, :]
+        k_tile = tl.load(
+            key + (outer * key_o + inner * key_i)[:, None] + d[None, :], mask=wide, other=0.0
+        )
+        grad = tl.load(dy + row * dy_row + entry, mask=ok, other=0.0).to(tl.float32)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        dw += tl.sum(tl.maximum(s, 0.0) * grad[None, :], 1)
+        ds = tl.where(s > 0, grad[None, :] * weight[:, None], 0.0).to(k_tile.dtype)
+        dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
+        dk = tl.dot(ds.T, q_tile, input_precision="ieee")
+        at = (outer * out_o + inner)[:, None] * D + d[None, :]
+        scatter.add(d_key, peak, at, dk, wide, MODE)
+    tl.store(
+        d_query + (row * HEADS + h[:, None]) * D + d[None, :], dq.to(d_query.dtype.element_ty),
+        mask=real,
+    )  # fmt: skip
+    to = d_weights + row * HEADS + h
+    tl.store(to, dw.to(d_weights.dtype.element_ty), mask=h < HEADS)
+
+
+def unsupported(**arguments: Any) -> str | None:
+    return lightning_indexer.unsupported(**arguments, sparse_count=1)
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    dy: Tensor,
+    sparse_indices: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = 2**63 - 1,
+    next_tokens: int | None = 2**63 - 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = layout or "BSND"
+    device, (heads, dim) = query.device, query.shape[-2:]
+    d_query = memory.empty(query.shape, query.dtype, device)
+    d_key = memory.empty(key.shape, key.dtype, device)
+    d_weights = memory.empty(weights.shape, weights.dtype, device)
+    plan = rows.plan(
+        query, key, actual_seq_lengths_query, actual_seq_lengths_key, None, layout, layout,
+        3 if sparse_mode is None else sparse_mode,
+    )  # fmt: skip
+    q = query.reshape(plan.rows, heads, dim)
+    w = weights.reshape(plan.rows, heads)
+    index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
+    grad = dy.reshape(plan.rows, dy.shape[-1])
+    key_o, key_i = rows.strides(key, layout)
+
+    def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
+        if query.numel():
+            _gradients[(plan.rows,)](
+                q, key, w, grad, index, d_query=d_query, d_weights=d_weights, d_key=sums[0],
+                peak=peaks, entries=index.shape[1], q_row=q.stride(0), q_head=q.stride(1),
+                w_row=w.stride(0), key_o=key_o, key_i=key_i, dy_row=grad.stride(0),
+                index_row=index.stride(0), out_o=0 if layout == "TND" else key.shape[1],
+                **plan.arguments, **plan.constants, HEADS=heads, D=dim,
+                H_TILE=max(16, triton.next_power_of_2(heads)),
+                D_TILE=max(16, triton.next_power_of_2(dim)), KEY_TILE=32, MODE=mode, num_warps=4,
+            )  # fmt: skip
+
+    scatter.run(launch, [d_key])
+    return d_query, d_key, d_weights

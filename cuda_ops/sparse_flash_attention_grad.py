@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of the sparse latent attention.
+
+    p = exp(s - softmax_max) / softmax_sum       dp = d_out . value       (s as in the forward op)
+    ds = scale p (dp - sum_r d_out out)          d_query = ds key
+    d_key = ds^T query (+ p^T d_out where value is None)       d_value = p^T d_out
+
+One program a query row and HEAD_TILE heads; what belongs to keys is added up as scatter.py says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import rows, scatter, sparse_flash_attention
+from .sparse_flash_attention import key_strides, selected
+
+
+@triton.jit
+def _heads_tile(base, row, head, r_stride, h_stride, d, HEADS: tl.constexpr, D: tl.constexpr):
+    at = base + row * r_stride + head[:, None] * h_stride + d[None, :]
+    return tl.load(at, mask=(head < HEADS)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _keys_tile(base, outer, inner, ok, o_stride, i_stride, d, D: tl.constexpr):
+    at = base + (outer * o_stride + inner * i_stride)[:, None] + d[None, :]
+    return tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+def _gradients(
+    q, q_rope, key, key_rope, value, indices, d_out, out, softmax_max, softmax_sum,
+    act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
+    scale, tokens, requests, reach, table_stride, pages, entries,
+    q_row, q_head, qr_row, qr_head, do_row, do_head, o_row, o_head,
+    key_o, key_i, rope_o, rope_i, value_o, value_i, index_row, out_o,
+    HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
+    PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, SHARED: tl.constexpr,
+    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, R_TILE: tl.constexpr, D_TILE: tl.constexpr,
+    MODE: tl.constexpr,
+):  # fmt: skip
+    HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
+    row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
+    request, start, seen = rows.locate(
+        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
+    )
+    head = tl.program_id(0) % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    real = head < HEADS
+    d = tl.arange(0, R_TILE)
+    r = tl.arange(0, D_TILE)
+    q_tile = _heads_tile(q, row, head, q_row, q_head, d, HEADS, R)
+    do_tile = _heads_tile(d_out, row, head, do_row, do_head, d, HEADS, R)
+    o_tile = _heads_tile(out, row, head, o_row, o_head, d, HEADS, R)
+    delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
+    stat = row * HEADS + head
+    row_max = tl.load(softmax_max + stat, mask=real, other=0.0)
+    row_sum = tl.load(softmax_sum + stat, mask=real, other=1.0)
+    seeing = row_sum > 0  # a row that sees no key has max -inf and sum 0
+    row_max = tl.where(seeing, row_max, 0.0)
+    inverse = 1.0 / tl.where(seeing, row_sum, 1.0)
+    dq = tl.zeros([HEAD_TILE, R_TILE], tl.float32)
+    if D > 0:
+        qr_tile = _heads_tile(q_rope, row, head, qr_row, qr_head, r, HEADS, D)
+        dqr = tl.zeros([HEAD_TILE, D_TILE], tl.float32)
+    for n in tl.range(0, tl.where(seen > 0, entries, 0), KEY_TILE):
+        outer, inner, ok = selected(
+            n + tl.arange(0, KEY_TILE), entries, indices + row * index_row, seen, request, start,
+            table, table_stride, pages, SPAN, PAGE, KEYS,
+        )  # fmt: skip
+        k_tile = _keys_tile(key, outer, inner, ok, key_o, key_i, d, R)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        if D > 0:
+            kr_tile = _keys_tile(key_rope, outer, inner, ok, rope_o, rope_i, r, D)
+            s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
+        p = tl.exp(s * scale - row_max[:, None]) * inverse[:, None]
+        p = tl.where(ok[None, :] & real[:, None], p, 0.0)
+        if SHARED:
+            dp = tl.dot(do_tile, k_tile.T, input_precision="ieee")
+        else:
+            v_tile = _keys_tile(value, outer, inner, ok, value_o, value_i, d, R)
+            dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+        ds = (scale * p * (dp - delta[:, None])).to(k_tile.dtype)
+        dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
+        dk = tl.dot(ds.T, q_tile, input_precision="ieee")
+        slot = (outer * out_o + inner)[:, None]
+        wide = ok[:, None] & (d < R)[None, :]
+        p = p.to(k_tile.dtype)
+        if SHARED:
+            dk = tl.dot(p.T, do_tile, dk, input_precision="ieee")
+        else:
+            dv = tl.dot(p.T, do_tile, input_precision="ieee")
+            scatter.add(d_value, peaks + 2, slot * R + d[None, :], dv, wide, MODE)
+        scatter.add(d_key, peaks, slot * R + d[None, :], dk, wide, MODE)
+        if D > 0:
+            dqr = tl.dot(ds, kr_tile, dqr, input_precision="ieee")
+            dkr = tl.dot(ds.T, qr_tile, input_precision="ieee")
+            wide = ok[:, None] & (r < D)[None, :]
+            scatter.add(d_key_rope, peaks + 1, slot * D + r[None, :], dkr, wide, MODE)
+    to = d_q + stat[:, None] * R + d[None, :]
+    tl.store(to, dq.to(d_q.dtype.element_ty), mask=real[:, None] & (d < R)[None, :])
+    if D > 0:
+        to = d_q_rope + stat[:, None] * D + r[None, :]
+        tl.store(to, dqr.to(d_q.dtype.element_ty), mask=real[:, None] & (r < D)[None, :])
+
+
+def unsupported(**arguments: Any) -> str | None:
+    dim = arguments["query"].shape[-1]
+    if dim > 512:
+        return f"head_dim={dim}, supported up to 512 (split the rotary part off)"
+    return sparse_flash_attention.unsupported(**arguments)
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    sparse_block_size: int,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = 2**63 - 1,
+    next_tokens: int | None = 2**63 - 1,
+    attention_mode: int | None = 2,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    layout = layout or "BSND"
+    heads, rank = query.shape[-2:]
+
+    def like(tensor: Tensor | None) -> Tensor:
+        shape = (0,) if tensor is None else tensor.shape
+        return memory.empty(shape, query.dtype, query.device)
+
+    d_query, d_query_rope = like(query), like(query_rope)
+    d_key, d_key_rope, d_value = like(key), like(key_rope), like(value)
+    plan = rows.plan(
+        query, key, actual_seq_qlen, actual_seq_kvlen, None, layout, layout,
+        3 if sparse_mode is None else sparse_mode,
+    )  # fmt: skip
+    q, do, o = (x.reshape(plan.rows, heads, rank) for x in (query, d_out, out))
+    qr = q if query_rope is None else query_rope.reshape(plan.rows, heads, -1)
+    kr = key if key_rope is None else key_rope
+    v = key if value is None else value
+    index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
+    rope = 0 if query_rope is None else query_rope.shape[-1]
+    head_tile = 16 if heads <= 16 or query.element_size() > 2 else 32
+
+    def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
+        if query.numel():
+            _gradients[(plan.rows * triton.cdiv(heads, head_tile),)](
+                q, qr, key, kr, v, index, do, o, softmax_max, softmax_sum,
+                d_q=d_query, d_q_rope=d_query_rope, d_key=sums[0], d_key_rope=sums[1],
+                d_value=sums[2], peaks=peaks, scale=scale_value,
+                entries=index.shape[1] * sparse_block_size,
+                q_row=q.stride(0), q_head=q.stride(1), qr_row=qr.stride(0), qr_head=qr.stride(1),
+                do_row=do.stride(0), do_head=do.stride(1), o_row=o.stride(0), o_head=o.stride(1),
+                **key_strides(key, kr, v, layout), index_row=index.stride(0),
+                out_o=0 if layout == "TND" else key.shape[1], **plan.arguments, **plan.constants,
+                HEADS=heads, R=rank, D=rope, SPAN=sparse_block_size, SHARED=value is None,
+                HEAD_TILE=head_tile, KEY_TILE=32, R_TILE=max(16, triton.next_power_of_2(rank)),
+                D_TILE=max(16, triton.next_power_of_2(rope)), MODE=mode, num_warps=8,
+            )  # fmt: skip
+
+    scatter.run(launch, [d_key, d_key_rope, d_value])
+    return d_query, d_key, d_value, d_query_rope, d_key_rope
