@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_mla_prolog_pto against its formulas, token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import custom
+
+from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .golden import Golden, Layer
+from .ragged import run
+from .samples import sample
+
+OP = "npu_mla_prolog_pto"
+FORMS = {
+    "4-D NZ": custom.to_nz,
+    "2-D NZ": lambda w: custom.to_nz(w, flat=True),
+    "row-major": lambda w: w.contiguous(),
+}
+
+
+class Tokens:
+    """B * S drawn tokens, and caches whose every number is known."""
+
+    def __init__(self, B: int, S: int, dtype: torch.dtype, **sizes: int) -> None:
+        self.dtype = dtype
+        self.layer = Layer.draw(**sizes).to(dtype).to(torch.float64)
+        H, Dr = self.layer.w_dq.shape[0], sizes.get("Dr", 16)
+        # sines and cosines off the unit circle, with halves that differ, as in public tests
+        self.x, self.sin, self.cos = (
+            torch.randn(B, S, size).to(dtype).double() for size in (H, Dr, Dr)
+        )
+        self.pages, self.page = B * S // 8 + 2, 16
+        self.slots = torch.randperm(self.pages * self.page)[: B * S].view(B, S)
+
+    def cache(self, size: int, device) -> Tensor:
+        numbers = torch.arange(self.pages * self.page * size) % 97
+        return numbers.view(self.pages, self.page, 1, size).to(device, self.dtype)
+
+    def each(self):
+        """(b, s) of every token."""
+        return [(b, s) for b in range(self.x.shape[0]) for s in range(self.x.shape[1])]
+
+    def expected_cache(self, before: Tensor, rows: list[Tensor]) -> Tensor:
+        """float64 [slots, size]: the rows where they belong, all else as before."""
+        after = before.cpu().double().flatten(0, 2)
+        for (b, s), row in zip(self.each(), rows, strict=True):
+            if 0 <= self.slots[b, s] < len(after):
+                after[self.slots[b, s]] = row.double()
+        return after
+
+
+def check_caches(tokens: Tokens, name: str, got: Tensor, before: Tensor, plain, exact) -> None:
+    """New rows within the bound; all others bit by bit as they were."""
+    got, kept = got.cpu().flatten(0, 2), before.cpu().flatten(0, 2)
+    written = torch.zeros(len(got), dtype=torch.bool)
+    inside = tokens.slots[(tokens.slots >= 0) & (tokens.slots < len(got))].long()
+    written[inside] = True
+    assert torch.equal(got[~written], kept[~written]), f"{name}: a slot changed that none names"
+    assert_close_to_float64(
+        name,
+        got[written],
+        tokens.expected_cache(before, plain)[written],
+        tokens.expected_cache(before, exact)[written],
+    )
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 2), (5, 7)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_formulas(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
+    skip_unless_taken(dtype, device, backend)
+    tokens = Tokens(B, S, dtype, **sizes)
+    tokens.slots.view(-1)[1::4] = -1
+    tokens.slots.view(-1)[2::4] = tokens.pages * tokens.page + 3
+    w = tokens.layer
+
+    def move(x: Tensor) -> Tensor:
+        return x.to(device, dtype)
+
+    def matrix(x: Tensor) -> Tensor:
+        return FORMS[form](x.to(dtype)).to(device)
+
+    caches = dict(
+        kv_cache=tokens.cache(w.w_uk.shape[2], device),
+        kr_cache=tokens.cache(tokens.sin.shape[-1], device),
+    )
+    before = {name: cache.clone() for name, cache in caches.items()}
+    outs = run(
+        OP,
+        backend,
+        token_x=move(tokens.x),
+        weight_dq=matrix(w.w_dq),
+        weight_uq_qr=matrix(w.w_uq_qr),
+        weight_uk=move(w.w_uk),
+        weight_dkv_kr=matrix(w.w_dkv_kr),
+        rmsnorm_gamma_cq=move(w.gamma_cq),
+        rmsnorm_gamma_ckv=move(w.gamma_ckv),
+        rope_sin=move(tokens.sin),
+        rope_cos=move(tokens.cos),
+        **caches,
+        cache_index=tokens.slots.to(device),
+        rmsnorm_epsilon_cq=1e-5,
+        rmsnorm_epsilon_ckv=3e-5,
+        rope_interleaved=interleaved,
+        weight_format="nd" if form == "row-major" else "nz",
+    )
+    results = {}
+    for precision in (dtype, torch.float64):
+        golden = Golden(w, precision)
+        results[precision] = [
+            golden.mla_prolog(tokens.x[at], tokens.sin[at], tokens.cos[at], 1e-5, 3e-5, interleaved)
+            for at in tokens.each()
+        ]
+    plain, exact = (list(zip(*results[p], strict=True)) for p in (dtype, torch.float64))
+    for i, name in enumerate(("query", "query_rope", "query_norm")):
+        assert outs[i].dtype is dtype and outs[i].is_contiguous()
+        assert_close_to_float64(
+            name, outs[i].flatten(0, 1), torch.stack(plain[i]), torch.stack(exact[i])
+        )
+    for i, name in enumerate(caches):
+        check_caches(tokens, name, caches[name], before[name], plain[3 + i], exact[3 + i])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_in_any_form(device, backend, form):
+    test_formulas(device, backend, torch.float16, 2, 3, True, form)
+
+
+@pytest.mark.parametrize(
+    "sizes", [dict(N=1, Dn=32), dict(N=8, R=64, Dr=32), dict(H=144, Rq=16, Dr=64)], ids=str
+)
+def test_other_sizes(device, backend, sizes):
+    test_formulas(device, backend, torch.float16, 2, 3, True, **sizes)
+
+
+CPU = torch.device("cpu")
+
+
+def refuse(op: str, change: dict, error, message: str) -> None:
+    """`change` makes the op raise, and no cache is written."""
+    arguments = sample(op, CPU, torch.float32) | change
+    caches = [name for name in arguments if name.endswith("cache")]
+    before = {name: arguments[name].clone() for name in caches}
+    with pytest.raises(error, match=f"^{op}: .*{message}"):
+        getattr(custom, op)(**arguments)
+    for name in caches:
+        assert torch.equal(arguments[name], before[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(weight_format="NZ"), ValueError, "`weight_format` is 'NZ', expected one of 'nz'"),
+        (dict(weight_dq=torch.zeros(64, 48)), ValueError, r"`weight_dq` has .* H=64, Rq=32"),
+        (dict(weight_dq=torch.zeros(4, 3, 16, 8)), ValueError, "`weight_dq` has shape .*H/16=4"),
+        (dict(weight_uk=torch.zeros(2, 16, 48)), ValueError, "`weight_uk` has shape .* R=32"),
+        (dict(token_x=torch.zeros(2, 2, 64).half()), TypeError, "has dtype"),
+        (dict(cache_index=torch.zeros(2, 2)), TypeError, "`cache_index` is float32"),
+        (dict(cache_index=torch.zeros(2, 3).int()), ValueError, "`cache_index` has .* S=2"),
+        (dict(kv_cache=torch.zeros(8, 24, 1, 32)), ValueError, "has shape|pages of 24"),
+        (dict(kr_cache=torch.zeros(7, 16, 1, 16)), ValueError, "`kr_cache` has .* pages=8"),
+        (dict(rope_sin=torch.zeros(2, 2, 15)), ValueError, "`rope_cos` has shape"),
+    ],
+)
+def test_errors(change, error, message):
+    refuse(OP, change, error, message)
+
+
+def test_nz_needs_multiples_of_16():
+    """A size that is no multiple of 16 is for row-major weights only."""
+    sizes = dict(rmsnorm_gamma_cq=torch.zeros(24), weight_uq_qr=torch.zeros(24, 64))
+    refuse(
+        OP, sizes | dict(weight_dq=torch.zeros(64, 24)), ValueError, "NZ with Rq=24, .* multiple"
+    )
+    arguments = sample(OP, CPU, torch.float32) | sizes | dict(weight_dq=torch.zeros(64, 24))
+    arguments["weight_dkv_kr"] = torch.zeros(64, 48)
+    _, _, query_norm = custom.npu_mla_prolog_pto(**arguments, weight_format="nd")
+    assert query_norm.shape == (2, 2, 24)
+
+
+def test_debug_finds_a_slot_written_twice(monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+    twice = torch.tensor([[3, -1], [-1, 3]], dtype=torch.int32)
+    refuse(OP, dict(cache_index=twice), ValueError, "`cache_index` names a slot twice")

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_sparse_attention_pto against the layer's formulas, one query token at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import custom
+
+from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .golden import Golden, Layer
+from .ragged import run, shuffled_table
+from .samples import sample
+from .test_mla_prolog_pto import refuse
+
+OP = "npu_sparse_attention_pto"
+PAGE = 16
+CPU = torch.device("cpu")
+# what the public kernel has fixed
+PUBLIC = dict(
+    softmax_scale=64**-0.5, rms_norm_eps=1e-5, layer_norm_eps=1e-6, index_rope_interleaved=True
+)
+
+
+class Step:
+    """One call: S new tokens of each request, whose earlier keys lie in the caches."""
+
+    def __init__(self, lengths, S, dtype, random_slots=False):
+        self.lengths, self.S, self.dtype = lengths, S, dtype
+        self.layer = Layer.draw().to(dtype).to(torch.float64)
+        B = len(lengths)
+        self.x, self.sin, self.cos = (
+            torch.randn(B, S, size).to(dtype).double() for size in (80, 16, 16)
+        )
+        self.table, self.pages = shuffled_table(lengths)
+        self.caches = {
+            name: torch.randn(self.pages, PAGE, 1, size).to(dtype).double()
+            for name, size in (("kv_cache", 48), ("kr_cache", 16), ("index_k_cache", 32))
+        }
+        if random_slots:  # anywhere, as in public tests: also into other requests' keys
+            self.slots = torch.randperm(self.pages * PAGE)[: B * S].view(B, S)
+        else:
+            self.slots = torch.full((B, S), -1)
+            for b, length in enumerate(lengths):
+                for j in range(S):
+                    position = length - S + j
+                    if position >= 0:
+                        self.slots[b, j] = self.slot(b, position)
+        self.slots = self.slots.to(torch.int32)
+
+    def slot(self, b: int, position: int) -> int:
+        return int(self.table[b, position // PAGE]) * PAGE + position % PAGE
+
+    def arguments(self, device) -> dict:
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, self.dtype)
+
+        w = self.layer
+        weights = {
+            name: custom.to_nz(getattr(w, name).to(self.dtype)).to(device)
+            for name in ("w_dq", "w_uq_qr", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
+        }
+        vectors = {
+            name: move(getattr(w, name))
+            for name in ("w_uk", "gamma_cq", "gamma_ckv", "in_gamma_k", "in_beta_k")
+        }
+        return dict(
+            x=move(self.x),
+            sin=move(self.sin),
+            cos=move(self.cos),
+            cache_index=self.slots.to(device),
+            block_table=self.table.to(device),
+            act_seqs=torch.tensor(self.lengths, dtype=torch.int32, device=device),
+            **weights,
+            **vectors,
+            **{name: move(cache) for name, cache in self.caches.items()},
+        )
+
+    def solved(
+        self,
+        precision: torch.dtype,
+        count: int,
+        softmax_scale: float | None = None,
+        rms_norm_eps: float = 1e-6,
+        layer_norm_eps: float = 1e-6,
+        rope_interleaved: bool = True,
+        index_rope_interleaved: bool = False,
+    ) -> Tensor:
+        """[B, S, N, R]: all tokens write before the first reads."""
+        golden, B = Golden(self.layer, precision), len(self.lengths)
+        wide, scale = golden.wide, 32**-0.5 if softmax_scale is None else softmax_scale
+        kv, kr, ki = (cache.to(wide).flatten(0, 2).clone() for cache in self.caches.values())
+        prepared = {}
+        for b in range(B):
+            for j in range(self.S):
+                at = b, j
+                q, q_rope, c, k, k_rope = golden.mla_prolog(
+                    self.x[at],
+                    self.sin[at],
+                    self.cos[at],
+                    rms_norm_eps,
+                    rms_norm_eps,
+                    rope_interleaved,
+                )
+                q_index, weight, k_index = golden.indexer_prolog(
+                    self.x[at],
+                    c,
+                    self.sin[at],
+                    self.cos[at],
+                    layer_norm_eps,
+                    index_rope_interleaved,
+                )
+                prepared[at] = q, q_rope, q_index, weight
+                slot = int(self.slots[at])
+                if slot >= 0:
+                    kv[slot], kr[slot], ki[slot] = k, k_rope, k_index
+        out = torch.zeros(B, self.S, *prepared[0, 0][0].shape, dtype=wide)
+        for (b, j), (q, q_rope, q_index, weight) in prepared.items():
+            limit = self.lengths[b] - (self.S - 1 - j)
+            slots = [self.slot(b, position) for position in range(limit)]
+            if not slots:
+                continue
+            score = (weight[:, None] * torch.relu(q_index @ ki[slots].T)).sum(0)
+            best = score.topk(min(count, limit)).indices
+            keys, keys_rope = kv[slots][best], kr[slots][best]
+            z = (q @ keys.T + q_rope @ keys_rope.T) * scale
+            out[b, j] = torch.softmax(z, -1) @ keys
+        return golden.rnd(out)
+
+
+def check_all_selected(device, backend, dtype, lengths, S, **options):
+    """With every key selected no near-tie of the scores can tell two right answers apart."""
+    step = Step(lengths, S, dtype, options.pop("random_slots", False))
+    arguments = step.arguments(device)
+    out = run(OP, backend, **arguments, sparse_count=128, **options)
+    assert out.dtype is dtype and out.is_contiguous()
+    plain = step.solved(dtype, 128, **options)
+    exact = step.solved(torch.float64, 128, **options)
+    assert_close_to_float64("out", out, plain, exact)
+
+
+LENGTHS = [(1,), (33, 2, 16), (0, 47, 1, 64, 5)]
+
+
+@pytest.mark.parametrize("S", [1, 2, 4])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_formulas(device, backend, dtype, lengths, S):
+    """Lengths below S among them, and empty requests."""
+    skip_unless_taken(dtype, device, backend)
+    check_all_selected(device, backend, dtype, lengths, S)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_public_conventions_through_the_keywords(device, backend, dtype):
+    skip_unless_taken(dtype, device, backend)
+    check_all_selected(device, backend, dtype, (33, 7), 2, random_slots=True, **PUBLIC)
+
+
+@pytest.mark.parametrize("lengths", [(40, 100, 9)], ids=str)
+@pytest.mark.parametrize("options", [{}, PUBLIC, dict(rope_interleaved=False)], ids=str)
+def test_selection_in_float64(lengths, options):
+    """Where there are no near-ties: 8 of up to 100 keys."""
+    step = Step(lengths, 2, torch.float64)
+    out = run(OP, "reference", **step.arguments(CPU), sparse_count=8, **options)
+    torch.testing.assert_close(out, step.solved(torch.float64, 8, **options))
+
+
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_its_four_stages(device, backend, dtype, S):
+    """The same numbers as a caller who runs the stages apart, in caches and output."""
+    skip_unless_taken(dtype, device, backend)
+    whole = Step((40, 100, 9), S, dtype).arguments(device)
+    apart = {name: tensor.clone() for name, tensor in whole.items()}
+    out = run(OP, backend, **whole, sparse_count=16)
+    a = apart
+    shared = dict(rope_sin=a["sin"], rope_cos=a["cos"], cache_index=a["cache_index"])
+    query, query_rope, query_norm = custom.npu_mla_prolog_pto(
+        a["x"],
+        a["w_dq"],
+        a["w_uq_qr"],
+        a["w_uk"],
+        a["w_dkv_kr"],
+        a["gamma_cq"],
+        a["gamma_ckv"],
+        kv_cache=a["kv_cache"],
+        kr_cache=a["kr_cache"],
+        **shared,
+    )
+    query_index, weights = custom.npu_indexer_prolog_pto(
+        a["x"],
+        query_norm,
+        a["w_idx_qb"],
+        a["w_idx_k"],
+        a["w_idx_proj"],
+        a["in_gamma_k"],
+        a["in_beta_k"],
+        index_k_cache=a["index_k_cache"],
+        **shared,
+    )
+    indices, _ = custom.npu_lightning_indexer(
+        query_index,
+        a["index_k_cache"],
+        weights,
+        actual_seq_lengths_key=a["act_seqs"],
+        block_table=a["block_table"],
+        layout_key="PA_BSND",
+        sparse_count=16,
+    )
+    out_apart, _, _ = custom.npu_sparse_flash_attention(
+        query,
+        a["kv_cache"],
+        None,
+        indices,
+        32**-0.5,
+        actual_seq_lengths_kv=a["act_seqs"],
+        block_table=a["block_table"],
+        query_rope=query_rope,
+        key_rope=a["kr_cache"],
+        layout_kv="PA_BSND",
+    )
+    for name in ("kv_cache", "kr_cache", "index_k_cache"):
+        assert torch.equal(whole[name], apart[name]), name
+    torch.testing.assert_close(out, out_apart)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(act_seqs=torch.zeros(3).int()), ValueError, "`act_seqs` has shape .* B=2"),
+        (dict(act_seqs=torch.zeros(2)), TypeError, "`act_seqs` is float32, expected int32"),
+        (dict(block_table=torch.zeros(2)), TypeError, "`block_table` is float32"),
+        (dict(block_table=torch.zeros(3, 2).int()), ValueError, "`block_table` has shape .* B=2"),
+        (dict(index_k_cache=torch.zeros(9, 16, 1, 32)), ValueError, "`index_k_cache` .* pages=8"),
+        (dict(index_k_cache=torch.zeros(8, 32, 1, 32)), ValueError, "`index_k_cache` .* P=16"),
+        (dict(in_gamma_k=torch.zeros(32).half()), TypeError, "`in_gamma_k` has dtype"),
+        (dict(sparse_count=0), ValueError, "`sparse_count` is 0"),
+        (dict(weight_format="x"), ValueError, "`weight_format` is 'x'"),
+        (dict(w_idx_proj=torch.zeros(64, 8)), ValueError, "`w_idx_qb` has shape"),
+        (dict(w_uk=torch.zeros(3, 16, 32)), ValueError, r"`w_uq_qr` has .* N\*\(Dn\+Dr\)/8"),
+    ],
+)
+def test_errors(change, error, message):
+    refuse(OP, change, error, message)
+
+
+def test_debug_checks_the_lengths(monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+    refuse(OP, dict(act_seqs=torch.tensor([20, 49])), ValueError, "lengths from 0 to 48")
+    custom.npu_sparse_attention_pto(**sample(OP, CPU, torch.float32))
+
+
+def test_weights_that_are_parameters_need_no_grad():
+    arguments = sample(OP, CPU, torch.float32)
+    arguments["w_dq"] = torch.nn.Parameter(arguments["w_dq"])
+    with pytest.raises(RuntimeError, match=f"^{OP}: `w_dq` requires grad"):
+        custom.npu_sparse_attention_pto(**arguments)
+    with torch.inference_mode():
+        custom.npu_sparse_attention_pto(**arguments)
