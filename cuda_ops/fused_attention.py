@@ -101,7 +101,7 @@ def _forward_kernel(
     # a tile's neighbours are tiles of the same head: they find its keys in L2
     outer = program // tiles
     head = outer % heads
-    batch, first_q, n_q, first_k, n_k, tile = locate(
+    batch, first_q, n_q, first_k, n_k, tile, _ = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_k, VARLEN
     )
     if tile * BM >= n_q * PACK:
@@ -237,11 +237,12 @@ def for_hopper(
     v: torch.Tensor,
     scale: float,
     cu_seqlens: torch.Tensor | None,
+    sizes: tuple[int, ...],
     *more: torch.Tensor,
 ) -> bool:
     """Whether a call has the shape that the warp-specialised kernels are written for."""
     size = q.shape[-1]
-    if not _is_hopper(q.device) or size != 128 or v.shape[-1] != size or scale <= 0:
+    if not _is_hopper(q.device) or size not in sizes or v.shape[-1] != size or scale <= 0:
         return False
     if q.dtype not in (torch.float16, torch.bfloat16) or v.dtype != q.dtype or k.numel() == 0:
         return False
@@ -278,7 +279,7 @@ def forward(
     if lse.numel() == 0:
         return o, lse
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    if for_hopper(q, k, v, scale, cu_seqlens_q):
+    if for_hopper(q, k, v, scale, cu_seqlens_q, (128,)):
         from . import fused_attention_hopper
 
         fused_attention_hopper.forward(

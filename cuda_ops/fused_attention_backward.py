@@ -25,6 +25,8 @@ from . import fused_attention
 from .fused_attention_tiles import (
     keys_of,
     locate,
+    padded_first,
+    padded_rows,
     plan,
     queries_of,
     row_strides,
@@ -33,31 +35,46 @@ from .fused_attention_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["rows", "middle", "inner"])
+@triton.jit(do_not_specialize=["tiles", "n_q", "padded"])
 def _statistics_kernel(
-    o, grad_o, lse, grad_lse, lse2, delta, rows, middle, inner,
-    o_0, o_1, o_2, g_0, g_1, g_2, l_0, l_1, l_2, gl_0, gl_1, gl_2, s_0, s_1, s_2,
-    V: tl.constexpr, V_PAD: tl.constexpr, GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
+    o, grad_o, lse, grad_lse, lse2, delta, sums, plan, tiles, n_q, heads, padded,
+    o_batch, o_head, o_row, g_batch, g_head, g_row, l_batch, l_head, l_row,
+    gl_batch, gl_head, gl_row,
+    V: tl.constexpr, V_PAD: tl.constexpr, SUMS: tl.constexpr, GRAD_LSE: tl.constexpr,
+    VARLEN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """delta, and lse in base 2 with +inf for a row that saw nothing (so that its P is 0)."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """delta, and lse in base 2 with +inf for a row that saw nothing (so that its P is 0), of whole
+    blocks of BM queries.  Clears SUMS numbers a row where grad_q will be summed."""
+    program = tl.program_id(0)
+    outer = program // tiles
+    batch, first, rows, _, _, tile, sequence = locate(
+        plan, program % tiles, tiles, outer // heads, n_q, n_q, VARLEN
+    )
+    if tile * BM >= rows:
+        return
+    head = (outer % heads).to(tl.int64)
+    m = tl.arange(0, BM)
+    row = tile * BM + m
     keep = row < rows
-    a = row // (middle * inner)
-    b = row // inner % middle
-    c = row % inner
     e = tl.arange(0, V_PAD)
     both = keep[:, None] & (e < V)[None, :]
-    o_at = o + (a * o_0 + b * o_1 + c * o_2)[:, None] + e[None, :]
-    g_at = grad_o + (a * g_0 + b * g_1 + c * g_2)[:, None] + e[None, :]
-    product = tl.load(o_at, both, 0.0).to(tl.float32) * tl.load(g_at, both, 0.0).to(tl.float32)
+    at = batch * o_batch + head * o_head + (first + row) * o_row
+    product = tl.load(o + at[:, None] + e[None, :], both, 0.0).to(tl.float32)
+    at = batch * g_batch + head * g_head + (first + row) * g_row
+    product *= tl.load(grad_o + at[:, None] + e[None, :], both, 0.0).to(tl.float32)
     total = tl.sum(product, 1)
     if GRAD_LSE:
-        total -= tl.load(grad_lse + a * gl_0 + b * gl_1 + c * gl_2, keep, 0.0)
-    value = tl.load(lse + a * l_0 + b * l_1 + c * l_2, keep, 0.0)
+        at = batch * gl_batch + head * gl_head + (first + row) * gl_row
+        total -= tl.load(grad_lse + at, keep, 0.0)
+    at = batch * l_batch + head * l_head + (first + row) * l_row
+    value = tl.load(lse + at, keep, float("-inf"))
     value = tl.where(value == float("-inf"), float("inf"), value * 1.4426950408889634)
-    at = a * s_0 + b * s_1 + c * s_2
-    tl.store(lse2 + at, value, keep)
-    tl.store(delta + at, total, keep)
+    out = (batch * heads + head) * padded + padded_first(first, sequence) + row
+    tl.store(lse2 + out, value)
+    tl.store(delta + out, total)
+    if SUMS:
+        d = tl.arange(0, SUMS)
+        tl.store(sums + out[:, None] * SUMS + d[None, :], tl.zeros([BM, SUMS], tl.float32))
 
 
 @triton.jit
@@ -107,10 +124,10 @@ def _over_queries(
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=["tiles", "n_q", "n_k", "window", "scale", "padded_rows"])
+@triton.jit(do_not_specialize=["tiles", "n_q", "n_k", "window", "scale", "padded"])
 def _keys_kernel(
     q, k, v, grad_o, lse2, delta, grad_k, grad_v, plan, scale, window, tiles, n_q, n_k, heads,
-    padded_rows, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    padded, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     g_batch, g_head, g_row, gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
     D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
@@ -120,7 +137,7 @@ def _keys_kernel(
     program = tl.program_id(0)
     outer = program // tiles
     kv_head = outer % heads
-    batch, first_k, n_k, first_q, n_q, tile = locate(
+    batch, first_k, n_k, first_q, n_q, tile, sequence = locate(
         plan, tiles - 1 - program % tiles, tiles, outer // heads, n_k, n_q, VARLEN
     )
     if tile * BN >= n_k:
@@ -153,7 +170,7 @@ def _keys_kernel(
         head = (kv_head * GROUP + member).to(tl.int64)
         q_at = q + batch * q_batch + head * q_head + first_q * q_row
         g_at = grad_o + batch * g_batch + head * g_head + first_q * g_row
-        stat = (batch * heads * GROUP + head) * padded_rows + first_q
+        stat = (batch * heads * GROUP + head) * padded + padded_first(first_q, sequence)
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
             low, full_low, n_q, shift, column, n_k, scale_log2, window, D, V,
@@ -220,10 +237,10 @@ def _over_keys(
     return grad_q
 
 
-@triton.jit(do_not_specialize=["tiles", "n_q", "n_k", "window", "scale", "padded_rows"])
+@triton.jit(do_not_specialize=["tiles", "n_q", "n_k", "window", "scale", "padded"])
 def _queries_kernel(
     q, k, v, grad_o, lse2, delta, grad_q, plan, scale, window, tiles, n_q, n_k, heads,
-    padded_rows, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    padded, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     g_batch, g_head, g_row, gq_batch, gq_head, gq_row,
     D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
@@ -233,7 +250,7 @@ def _queries_kernel(
     program = tl.program_id(0)
     outer = program // tiles
     head = (outer % heads).to(tl.int64)
-    batch, first_q, n_q, first_k, n_k, tile = locate(
+    batch, first_q, n_q, first_k, n_k, tile, sequence = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_k, VARLEN
     )
     if tile * BM >= n_q:
@@ -246,7 +263,7 @@ def _queries_kernel(
     q_tile = tl.load(q + at[:, None] + d[None, :], keep[:, None] & (d < D)[None, :], 0.0)
     at = batch * g_batch + head * g_head + (first_q + query) * g_row
     g_tile = tl.load(grad_o + at[:, None] + e[None, :], keep[:, None] & (e < V)[None, :], 0.0)
-    stat = (batch * heads + head) * padded_rows + first_q + query
+    stat = (batch * heads + head) * padded + padded_first(first_q, sequence) + query
     row_lse = tl.load(lse2 + stat, keep, float("inf"))
     row_delta = tl.load(delta + stat, keep, 0.0)
     k += batch * k_batch + head // GROUP * k_head + first_k * k_row
@@ -333,7 +350,18 @@ def backward(
     size, v_size = q.shape[-1], v.shape[-1]
     padded, v_padded = (max(16, triton.next_power_of_2(x)) for x in (size, v_size))
     scale = size**-0.5 if sm_scale is None else sm_scale
-    lse2, delta = statistics(grad_o, o, lse, grad_lse, varlen, n_q)
+    hopper = not (deterministic or torch.are_deterministic_algorithms_enabled()) and (
+        fused_attention.for_hopper(q, k, v, scale, cu_seqlens_q, (64, 128), grad_o, *grads)
+    )
+    lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, cu_seqlens_q, size if hopper else 0)
+    if sums is not None:
+        from . import fused_attention_backward_hopper
+
+        fused_attention_backward_hopper.backward(
+            grad_o, q, k, v, lse2, delta, sums, grads, causal, scale, cu_seqlens_q, cu_seqlens_k,
+            window,
+        )  # fmt: skip
+        return grads[0], grads[1], grads[2]
     t = tiling(max(padded, v_padded))
     options = {
         "D": size, "V": v_size, "D_PAD": padded, "V_PAD": v_padded, "GROUP": heads // key_heads,
@@ -371,27 +399,27 @@ def statistics(
     o: torch.Tensor,
     lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
-    varlen: bool,
-    n_q: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lse in base 2, delta), float32 [B, H, N_q], or [1, H, T] of packed sequences."""
-    heads = lse.shape[1]
+    cu_seqlens_q: torch.Tensor | None,
+    sums: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(lse in base 2, delta) [B, H, padded rows], and zeros [B, H, padded rows, sums] or None.
+    B is 1 for packed sequences."""
+    varlen = cu_seqlens_q is not None
+    n_q, heads = (lse.shape[0], lse.shape[1]) if varlen else (lse.shape[2], lse.shape[1])
     batch = 1 if varlen else lse.shape[0]
-    both = memory.empty((2, batch, heads, n_q), torch.float32, lse.device)
-    order = (0, 2, 1) if varlen else (0, 1, 2)  # rows in the order in which o lies in memory
-    sizes = [(batch, heads, n_q)[i] for i in order]
-    every = [
-        [found[i] for i in order]
-        for found in (
-            strides(o), strides(grad_o), row_strides(lse),
-            row_strides(lse if grad_lse is None else grad_lse), both.stride()[1:],
-        )
-    ]  # fmt: skip
-    v_padded = max(16, triton.next_power_of_2(o.shape[-1]))
-    block = max(1, 4096 // v_padded)
-    _statistics_kernel[(triton.cdiv(lse.numel(), block),)](
-        o, grad_o, lse, grad_lse, both[0], both[1], lse.numel(), sizes[1], sizes[2],
-        *(x for found in every for x in found),
-        V=o.shape[-1], V_PAD=v_padded, GRAD_LSE=grad_lse is not None, BLOCK=block, num_warps=4,
+    padded = padded_rows(n_q, cu_seqlens_q)
+    lse2, delta = memory.empty((2, batch, heads, padded), torch.float32, lse.device)
+    zeros = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
+    listed, tiles = None, triton.cdiv(n_q, 64)
+    if cu_seqlens_q is not None:
+        listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, 64)
+        tiles = listed.shape[0]
+    v_size = o.shape[-1]
+    _statistics_kernel[(tiles * batch * heads,)](
+        o, grad_o, lse, grad_lse, lse2, delta, zeros, listed, tiles, n_q, heads, padded,
+        *strides(o), *strides(grad_o), *row_strides(lse),
+        *row_strides(lse if grad_lse is None else grad_lse),
+        V=v_size, V_PAD=max(16, triton.next_power_of_2(v_size)), SUMS=sums,
+        GRAD_LSE=grad_lse is not None, VARLEN=varlen, BM=64, num_warps=8,
     )  # fmt: skip
-    return both[0], both[1]
+    return lse2, delta, zeros

@@ -197,7 +197,7 @@ def _step(s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_
 
 @gluon.jit
 def _forward_consumer(
-    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan, scale_log2,
+    q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan, scale_log2,
     window, tiles, outers, heads, section, n_q, n_k, total, lse_batch, lse_head, lse_row,
     WG: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
     V: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
@@ -265,6 +265,7 @@ def _forward_consumer(
                             scale_log2, WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
                         )  # fmt: skip
                         count += 1
+                mbarrier.arrive(q_empty.index(WG))
                 v_stage = (count - 1) % STAGES
                 mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
                 o_flight = warpgroup_mma(p, v.index(v_stage), acc, is_async=True)
@@ -274,8 +275,10 @@ def _forward_consumer(
                 seen = row_sum > 0
                 inverse = 1.0 / gl.where(seen, row_sum, 1.0)
                 acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, MO))[:, None]
-                # q of this tile has been read: its place takes o
-                place = q_at._reinterpret(v.dtype, [64, V], q.type.layout)
+                # the place of o was read by the store of the tile before
+                place = o.index(WG)
+                tma.store_wait(0)
+                gl.thread_barrier()
                 place.store(acc.to(v.dtype))
                 fence_async_shared()
                 gl.thread_barrier()
@@ -293,9 +296,8 @@ def _forward_consumer(
                 lse_at = lse + batch.to(gl.int64) * lse_batch + head.to(gl.int64) * lse_head
                 lse_at += (first_q + row).to(gl.int64) * lse_row
                 gl.store(lse_at, natural, row < rows)
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(WG))
                 turn += 1
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -371,6 +373,7 @@ def _forward_hopper(
     q = gl.allocate_shared_memory(dtype, [NC, 64, D], D_SHARED)
     k = gl.allocate_shared_memory(dtype, [STAGES, BN, D], D_SHARED)
     v = gl.allocate_shared_memory(dtype, [STAGES, BN, V], V_SHARED)
+    o = gl.allocate_shared_memory(dtype, [NC, 64, V], V_SHARED)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], BAR)
@@ -392,14 +395,14 @@ def _forward_hopper(
         gl.warp_specialize(
             [
                 (_forward_consumer, (
-                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
-                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
                     lse_head, lse_row, gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
                     VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
-                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
-                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
                     lse_head, lse_row, gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
                     VARLEN, TURNS,
                 )),
@@ -416,20 +419,20 @@ def _forward_hopper(
         gl.warp_specialize(
             [
                 (_forward_consumer, (
-                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
-                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
                     lse_head, lse_row, gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
                     VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
-                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
-                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
                     lse_head, lse_row, gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
                     VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
-                    q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse, plan,
-                    scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
+                    q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
                     lse_head, lse_row, gl.constexpr(2), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
                     VARLEN, TURNS,
                 )),

@@ -8,7 +8,8 @@ device.  For the packed ones a small kernel lists the tiles, so that no length i
 `T // tile + B + 1` rows are enough for any prefix sums, and those left over say "no rows".  The
 tokens behind the last sequence are listed as a sequence that has nothing on the other side.
 
-    row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile
+    row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile,
+                       sequence
 
 Query i stands at position i + N_k - N_q; key j is visible when j < N_k, and j <= position if causal,
 and |position - j| < window if there is a window.
@@ -61,6 +62,7 @@ def _plan_kernel(
         tl.store(out + 2, none + other, keep)
         tl.store(out + 3, none + (other_end - other), keep)
         tl.store(out + 4, tile, keep)
+        tl.store(out + 5, none + sequence, keep)
     if sequence == batch:
         for at in range(base + count, listed, BLOCK):
             out = plan + (at + row).to(tl.int64) * 8
@@ -70,6 +72,7 @@ def _plan_kernel(
             tl.store(out + 2, none, keep)
             tl.store(out + 3, none, keep)
             tl.store(out + 4, none, keep)
+            tl.store(out + 5, none, keep)
 
 
 def plan(
@@ -93,7 +96,8 @@ def plan(
 
 @triton.jit
 def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
-    """(batch, first row, rows, first other row, other rows, tile) of tile `tile` of batch `outer`."""
+    """(batch, first row, rows, first other row, other rows, tile, sequence) of tile `tile` of batch
+    `outer`; `sequence` counts only packed ones."""
     if VARLEN:
         row = plan + tile.to(tl.int64) * 8
         batch = outer * 0
@@ -102,6 +106,7 @@ def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
         other = tl.load(row + 2)
         other_count = tl.load(row + 3)
         at = tl.load(row + 4)
+        sequence = tl.load(row + 5)
     else:
         batch = outer
         first = outer * 0
@@ -109,7 +114,21 @@ def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
         other = outer * 0
         other_count = other_rows
         at = tiles - 1 - tile  # longest first, as in the list
-    return batch.to(tl.int64), first.to(tl.int64), count, other.to(tl.int64), other_count, at
+        sequence = outer * 0
+    first = first.to(tl.int64)
+    return batch.to(tl.int64), first, count, other.to(tl.int64), other_count, at, sequence
+
+
+@triton.jit
+def padded_first(first, sequence):
+    """Where a sequence begins in what holds whole blocks of 64 queries of each."""
+    return (first + sequence * 64) // 64 * 64
+
+
+def padded_rows(n_q: int, cu_seqlens_q: torch.Tensor | None) -> int:
+    """Rows that `padded_first` needs; the tokens behind the last sequence count as one more."""
+    extra = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] * 64
+    return triton.cdiv(n_q + extra, 64) * 64
 
 
 @triton.jit

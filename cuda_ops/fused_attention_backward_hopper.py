@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of fused attention on Hopper (Gluon): one pass over the scores for all three.
+
+A program owns a tile of 128 keys, keeps grad_k and grad_v in registers and walks over the queries
+that see it; grad_q goes by fp32 additions in memory to a buffer that a last kernel scales and
+rounds.  So grad_q depends on the order of the additions: a deterministic call takes the plain path.
+
+The buffer holds grad_q in tiles of 8 x 8, the shape in which a warp holds a product: each addition
+of a warp is then 256 bytes in a row.  Its rows are padded to whole tiles of queries, and so are
+those of the statistics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .fused_attention_hopper import at, describe, describe_row
+from .fused_attention_tiles import locate, padded_first, plan, queries_of, strides
+
+_queries_of = gluon.jit(queries_of.fn)
+_padded_first = gluon.jit(padded_first.fn)
+
+
+@gluon.jit
+def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
+    """(batch, key head, first key, keys, first query, queries, tile, sequence) of a program."""
+    number = gl.program_id(0)
+    if VARLEN:
+        row = plan + (number // heads).to(gl.int64) * 8
+        return (0, number % heads, gl.load(row), gl.load(row + 1), gl.load(row + 2),
+                gl.load(row + 3), gl.load(row + 4), gl.load(row + 5))  # fmt: skip
+    group = number // (section * tiles)
+    inside = number % (section * tiles)
+    count = gl.minimum(section, outers - group * section)
+    outer = group * section + inside % count
+    # the first keys are seen by most queries: longest first
+    return outer // heads, outer % heads, 0, rows, 0, other_rows, inside // count, 0
+
+
+@gluon.jit
+def _blocks_of(tile, keys, rows, window, BM: gl.constexpr, BN: gl.constexpr,
+               CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+    """Blocks of queries that see a tile of keys: [low, top), of which [full_low, full_high) see
+    all of it."""
+    last = gl.minimum(tile * BN + BN, keys) - 1
+    low, high, full_low, full_high = _queries_of(
+        tile * BN, last, rows, keys - rows, window, CAUSAL, WINDOW
+    )
+    low = gl.maximum(low, 0) // BM
+    top = gl.maximum((high + BM - 1) // BM, low)
+    # the last tile is not whole: all of it is masked
+    full_low = gl.where(tile * BN + BN > keys, top, (gl.maximum(full_low, 0) + BM - 1) // BM)
+    full_low = gl.minimum(gl.maximum(full_low, low), top)
+    # rows past the end have lse = +inf: only a window needs masks at the end
+    full_high = gl.minimum(gl.maximum(gl.maximum(full_high, 0) // BM, full_low), top)
+    if not WINDOW:
+        full_high = top
+    return low, top, full_low, full_high
+
+
+@gluon.jit
+def _halves(x, dtype: gl.constexpr):
+    """x rounded, two to a register: the compiler's own conversion keeps each in one of its own."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2
+        )
+
+
+@gluon.jit
+def _step(k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full, q_empty,
+          g_full, g_empty, count, grad_q, block, tile, rows, keys, window, scale_log2,
+          BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+          MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+    """One block of queries.  The product for grad_k is left in flight: it ends under the scores of
+    the next block."""
+    MS: gl.constexpr = zero_s.type.layout
+    MK: gl.constexpr = acc_v.type.layout
+    MQ: gl.constexpr = zero_q.type.layout
+    dtype: gl.constexpr = q.dtype
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    q_tile = q.index(stage)
+    g_tile = g.index(stage)
+    mbarrier.wait(q_full.index(stage), phase)
+    s_flight = warpgroup_mma(k, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    mbarrier.wait(g_full.index(stage), phase)
+    p_flight = warpgroup_mma(v, g_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    acc_k = k_flight
+    s = warpgroup_mma_wait(1, deps=[s_flight])
+    row_lse = lse.index(stage).load(gl.SliceLayout(0, MS))
+    p = gl.exp2(s * scale_log2 - row_lse[None, :])
+    if MASKED:
+        query = block * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MS))
+        position = (query + (keys - rows))[None, :]
+        column = (tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, MS)))[:, None]
+        keep = (column < keys) & (query < rows)[None, :]
+        if CAUSAL:
+            keep = keep & (column <= position)
+        if WINDOW:
+            keep = keep & (column > position - window)
+            if not CAUSAL:
+                keep = keep & (column < position + window)
+        p = gl.where(keep, p, 0.0)
+    p = _halves(p, dtype)  # the fp32 values would not fit in the registers beside grad_p
+    p_half = gl.convert_layout(p, gl.DotOperandLayout(0, MK, 2))
+    grad_p = warpgroup_mma_wait(0, deps=[p_flight])
+    v_flight = warpgroup_mma(p_half, g_tile, acc_v, is_async=True)
+    row_delta = delta.index(stage).load(gl.SliceLayout(0, MS))
+    grad_s = (p.to(gl.float32) * (grad_p - row_delta[None, :])).to(dtype)
+    ds.store(grad_s)
+    fence_async_shared()
+    gl.thread_barrier()
+    q_flight = warpgroup_mma(ds.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
+    s_half = gl.convert_layout(grad_s, gl.DotOperandLayout(0, MK, 2))
+    k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
+    acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
+    mbarrier.arrive(g_empty.index(stage))
+    r = gl.arange(0, BM, layout=gl.SliceLayout(1, MQ))[:, None]
+    c = gl.arange(0, D, layout=gl.SliceLayout(0, MQ))[None, :]
+    place = r // 8 * (8 * D) + r % 8 * 8 + (c // 8 * 64 + c % 8)
+    gl.atomic_add(grad_q + block.to(gl.int64) * (BM * D) + place, part_q, sem="relaxed")
+    acc_k = warpgroup_mma_wait(0, deps=[k_flight])
+    mbarrier.arrive(q_empty.index(stage))
+    return acc_k, acc_v
+
+
+@gluon.jit
+def _consumer(
+    q, g, k, v, lse, delta, ds, q_full, q_empty, g_full, g_empty, kv_full, gk_desc, gv_desc,
+    grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    MK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    SPLIT: gl.constexpr = num_warps * 16 // BM if num_warps * 16 > BM else 1
+    MQ: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [num_warps // SPLIT, SPLIT], [16, D // SPLIT, 16]
+    )
+    zero_s = gl.zeros([BN, BM], gl.float32, layout=MS)
+    zero_q = gl.zeros([BM, D], gl.float32, layout=MQ)
+    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
+        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+    )
+    if tile * BN < keys:
+        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
+        k_flight = gl.zeros([BN, D], gl.float32, layout=MK)
+        acc_v = gl.zeros([BN, D], gl.float32, layout=MK)
+        scale_log2 = scale * 1.4426950408889634
+        place = _padded_first(first_q, sequence)
+        mbarrier.wait(kv_full, 0)
+        count = 0
+        for member in range(GROUP):
+            head = (batch * heads + kv_head) * GROUP + member
+            grad_at = grad_q + (head.to(gl.int64) * padded + place) * D
+            for block in range(low, full_low):
+                k_flight, acc_v = _step(
+                    k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full,
+                    q_empty, g_full, g_empty, count, grad_at, block, tile, rows, keys, window,
+                    scale_log2, BM, BN, D, STAGES, True, CAUSAL, WINDOW,
+                )  # fmt: skip
+                count += 1
+            for block in range(full_low, full_high):
+                k_flight, acc_v = _step(
+                    k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full,
+                    q_empty, g_full, g_empty, count, grad_at, block, tile, rows, keys, window,
+                    scale_log2, BM, BN, D, STAGES, False, CAUSAL, WINDOW,
+                )  # fmt: skip
+                count += 1
+            if WINDOW:
+                for block in range(full_high, top):
+                    k_flight, acc_v = _step(
+                        k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full,
+                        q_empty, g_full, g_empty, count, grad_at, block, tile, rows, keys, window,
+                        scale_log2, BM, BN, D, STAGES, True, CAUSAL, WINDOW,
+                    )  # fmt: skip
+                    count += 1
+        acc_k = k_flight
+        gl.thread_barrier()
+        k.store((acc_k * scale).to(k.dtype))
+        v.store(acc_v.to(v.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
+        tma.async_copy_shared_to_global(
+            gk_desc, where, k._reinterpret(k.dtype, gk_desc.block_shape, gk_desc.layout)
+        )
+        tma.async_copy_shared_to_global(
+            gv_desc, where, v._reinterpret(v.dtype, gv_desc.block_shape, gv_desc.layout)
+        )
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(
+    q, g, k, v, lse, delta, q_full, q_empty, g_full, g_empty, kv_full, q_desc, g_desc, k_desc,
+    v_desc, lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
+        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+    )
+    if tile * BN < keys:
+        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
+        where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
+        mbarrier.expect(kv_full, BN * D * 4)
+        tma.async_copy_global_to_shared(
+            k_desc, where, kv_full, k._reinterpret(k.dtype, k_desc.block_shape, k_desc.layout)
+        )
+        tma.async_copy_global_to_shared(
+            v_desc, where, kv_full, v._reinterpret(v.dtype, v_desc.block_shape, v_desc.layout)
+        )
+        place = _padded_first(first_q, sequence)
+        count = 0
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            row = (batch * heads * GROUP + head) * padded + place
+            for block in range(low, top):
+                where = at(batch, head, first_q, rows, block * BM, VARLEN)
+                stage = count % STAGES
+                phase = ((count // STAGES) & 1) ^ 1
+                mbarrier.wait(q_empty.index(stage), phase)
+                mbarrier.expect(q_full.index(stage), BM * D * 2 + BM * 4)
+                tma.async_copy_global_to_shared(
+                    q_desc, where, q_full.index(stage),
+                    q.index(stage)._reinterpret(q.dtype, q_desc.block_shape, q_desc.layout),
+                )  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    lse_desc, [row + block * BM], q_full.index(stage), lse.index(stage)
+                )
+                mbarrier.wait(g_empty.index(stage), phase)
+                mbarrier.expect(g_full.index(stage), BM * D * 2 + BM * 4)
+                tma.async_copy_global_to_shared(
+                    g_desc, where, g_full.index(stage),
+                    g.index(stage)._reinterpret(g.dtype, g_desc.block_shape, g_desc.layout),
+                )  # fmt: skip
+                tma.async_copy_global_to_shared(
+                    delta_desc, [row + block * BM], g_full.index(stage), delta.index(stage)
+                )
+                count += 1
+
+
+@gluon.jit(
+    do_not_specialize=["window", "tiles", "outers", "section", "n_q", "n_k", "padded", "scale"]
+)
+def _backward_hopper(
+    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, grad_q, plan, scale,
+    window, tiles, outers, heads, section, n_q, n_k, padded,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Two consumer warpgroups in step with each other, and a producer; `heads` are key heads."""
+    dtype: gl.constexpr = q_desc.dtype
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    S_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(dtype, [STAGES, BM, D], SHARED)
+    g = gl.allocate_shared_memory(dtype, [STAGES, BM, D], SHARED)
+    k = gl.allocate_shared_memory(dtype, [BN, D], SHARED)
+    v = gl.allocate_shared_memory(dtype, [BN, D], SHARED)
+    ds = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(g_empty.index(i), count=1)
+    mbarrier.init(kv_full, count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                q, g, k, v, lse, delta, ds, q_full, q_empty, g_full, g_empty, kv_full,
+                gk_desc, gv_desc, grad_q, plan, scale, window, tiles, outers, heads, section, n_q,
+                n_k, padded, BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, num_warps,
+            )),
+            (_producer, (
+                q, g, k, v, lse, delta, q_full, q_empty, g_full, g_empty, kv_full, q_desc,
+                g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window, tiles, outers, heads,
+                section, n_q, n_k, padded, BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tiles", "n_q", "padded", "scale"])
+def _round_kernel(
+    sums, grad_q, plan, scale, tiles, n_q, heads, padded, gq_batch, gq_head, gq_row,
+    D: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """grad_q of a tile of BM queries, from its sums in tiles of 8 x 8."""
+    program = tl.program_id(0)
+    outer = program // tiles
+    batch, first_q, rows, _, _, tile, sequence = locate(
+        plan, program % tiles, tiles, outer // heads, n_q, n_q, VARLEN
+    )
+    if tile * BM >= rows:
+        return
+    head = (outer % heads).to(tl.int64)
+    r = tl.arange(0, BM)
+    d = tl.arange(0, D)
+    place = padded_first(first_q, sequence) + tile * BM
+    place = ((batch * heads + head) * padded + place) * D
+    place += (r // 8 * (8 * D) + r % 8 * 8)[:, None] + (d // 8 * 64 + d % 8)[None, :]
+    total = tl.load(sums + place) * scale
+    row = tile * BM + r
+    out = batch * gq_batch + head * gq_head + (first_q + row) * gq_row
+    tl.store(
+        grad_q + out[:, None] + d[None, :], total.to(grad_q.dtype.element_ty),
+        (row < rows)[:, None],
+    )  # fmt: skip
+
+
+def block_of(size: int) -> int:
+    """Queries of a block: 64 with heads of 128, where grad_k and grad_v fill the registers."""
+    return 64
+
+
+def backward(
+    grad_o: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    sums: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    causal: bool,
+    scale: float,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
+    config: tuple[int, int] | None = None,
+) -> None:
+    varlen = cu_seqlens_q is not None
+    heads, key_heads = q.shape[1], k.shape[1]
+    n_q, n_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[2], k.shape[2])
+    batch = 1 if varlen else q.shape[0]
+    size = q.shape[-1]
+    block, keys, padded = block_of(size), 128, lse2.shape[-1]
+    stages = 2
+    if config:
+        block, stages = config
+    if varlen:
+        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys)
+        tiles, outers, section = listed.shape[0], key_heads, 1
+    else:
+        listed, tiles, outers = None, triton.cdiv(n_k, keys), batch * key_heads
+        # what a section reads and adds to fits in L2
+        one = n_q * size * 8 * (heads // key_heads)
+        section = min(outers, max(1, 32 * 2**20 // max(one, 1)))
+    _backward_hopper[(tiles * outers,)](
+        describe(q, block, varlen), describe(grad_o, block, varlen), describe(k, keys, varlen),
+        describe(v, keys, varlen), describe(grads[1], keys, varlen),
+        describe(grads[2], keys, varlen), describe_row(lse2, block), describe_row(delta, block), sums, listed, scale, min(window or 0, 2**30),
+        tiles, outers, key_heads, section, n_q, n_k, padded,
+        BM=block, BN=keys, D=size, STAGES=stages, GROUP=heads // key_heads, CAUSAL=causal,
+        WINDOW=window is not None, VARLEN=varlen, num_warps=8,
+    )  # fmt: skip
+    if varlen:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, block)
+        tiles = listed.shape[0]
+    else:
+        tiles = triton.cdiv(n_q, block)
+    _round_kernel[(tiles * batch * heads,)](
+        sums, grads[0], listed, scale, tiles, n_q, heads, padded, *strides(grads[0]),
+        D=size, BM=block, VARLEN=varlen, num_warps=4,
+    )  # fmt: skip
