@@ -31,12 +31,6 @@ def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def lengths_of(parts: Sequence[Tensor], layout: str, device: torch.device) -> Tensor:
-    """Lengths, or prefix sums for TND."""
-    lengths = ints([len(part) for part in parts], device)
-    return lengths.cumsum(0).to(torch.int32) if layout == "TND" else lengths
-
-
 def pack(parts: Sequence[Tensor], layout: str, device: torch.device, spare: int = 2) -> Tensor:
     """[L, ...] of every request to BSND or TND, with `spare` tokens of padding (in each request,
     or behind the last)."""
@@ -92,7 +86,7 @@ class Packed:
         device: torch.device,
     ) -> None:
         self.layout_query, self.layout_key = layouts
-        self.rows_lengths, self.device = list(rows), device
+        self.rows_lengths, self.keys_lengths, self.device = list(rows), list(keys), device
         self.table, self.pages = shuffled_table(keys)
         paged = self.layout_key == "PA_BSND"
         of = {"TND": lambda lengths: torch.tensor(lengths).cumsum(0).tolist()}
@@ -111,6 +105,10 @@ class Packed:
 
     def unpack(self, out: Tensor) -> tuple[list[Tensor], Tensor]:
         return unpack(out, self.layout_query, self.rows_lengths)
+
+    def unpack_keys(self, out: Tensor) -> tuple[list[Tensor], Tensor]:
+        """[L, D] of every request, where keys are not paged."""
+        return unpack(out.squeeze(-2), self.layout_key, self.keys_lengths)
 
 
 def limits(rows: int, keys: int, sparse_mode: int) -> list[int]:
