@@ -21,7 +21,7 @@ class Config:
 
     def __str__(self) -> str:
         both = {**self.tiles, **self.options}
-        return " ".join(f"{name}={value}" for name, value in both.items())
+        return " ".join(f"{name}={value}" for name, value in both.items()) or "no tile"
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -34,6 +34,24 @@ def _each(name: str, *sizes: int, **options: Any) -> tuple[Config, ...]:
 
 
 TABLE: dict[str, tuple[Config, ...]] = {
+    # the last depth of each height takes what the others do not divide
+    "product.nz_product": tuple(
+        Config({"ROWS": rows, "PANELS": 4, "DEPTH": depth})
+        for rows, depths in (
+            (16, (512, 128)),
+            (32, (512, 128)),
+            (64, (512, 128)),
+            (128, (256, 128)),
+        )
+        for depth in depths
+    ),
+    "product.nd_product": tuple(
+        Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128}) for rows in (16, 32, 64, 128)
+    ),
+    "rows.rms_norm": (Config({"WIDTH": 2048}), Config({"WIDTH": 8192})),
+    "rows.latent_rows": (Config({"WIDTH": 512}), Config({"WIDTH": 8192})),
+    "rows.index_rows": (Config({}),),
+    "rows.rotate_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 16, 32)),
     # the key tile is a page of 128, or the largest of these that divides a page
     "lightning_indexer.scores": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": keys})

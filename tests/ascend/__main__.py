@@ -90,7 +90,7 @@ def examine(case: Case, kept: str | None) -> Outcome:
     start = time.time()
     recorder.execute = True
     plain = judgement.copied(arguments)
-    exact = judgement.reference(case.op, judgement.in_float64(judgement.copied(plain)))
+    exact = judgement.reference(case.op, case.widen(judgement.copied(plain)))
     rounded = judgement.reference(case.op, judgement.copied(plain))
     first: dict[str, Any] = {}
     for recorder.cube_cores in case.cores:
@@ -102,12 +102,14 @@ def examine(case: Case, kept: str | None) -> Outcome:
         got = judgement.results(case.op, outputs, arguments)
         if not first:
             for share, sentence in case.judge(case, got, exact, rounded):
+                # the worst one first
+                at = 0 if share > outcome.share else len(outcome.findings)
+                outcome.findings.insert(at, sentence)
                 outcome.share = max(outcome.share, share)
-                outcome.findings.append(sentence)
             first = judgement.copied(got)
         elif not all(_same(first[name], got[name]) for name in first):
             outcome.share = float("inf")
-            outcome.findings.append(f"another result with {recorder.cube_cores} cube cores")
+            outcome.findings.insert(0, f"another result with {recorder.cube_cores} cube cores")
     outcome.seconds = time.time() - start
     return outcome
 

@@ -73,6 +73,8 @@ def judge_floats(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> Find
     largest = torch.where(finite, exact, zero).abs().max().item()
     if got.dtype is torch.float32:
         usual *= _SEQUENTIAL
+    if usual > largest * torch.finfo(got.dtype).eps ** 0.5:
+        return float("inf"), f"{name}: the reference itself is off by {usual:.1e}: no bound"
     bound = 2 * usual + torch.finfo(got.dtype).eps * largest
     worst = error.max().item()
     share = worst / bound if bound else float(worst > 0) * float("inf") if worst else 0.0
@@ -94,7 +96,8 @@ def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> l
 @dataclass(frozen=True)
 class Case:
     """`make` draws the arguments; `cores` are the cube core counts to run with; `judge` compares
-    the outputs and the mutated arguments by name."""
+    the outputs and the mutated arguments by name; `widen` makes the float64 arguments of the
+    reference."""
 
     op: str
     name: str
@@ -102,6 +105,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     cores: tuple[int, ...] = (24, 5)
     judge: Callable[..., list[Finding]] = field(default=judge)
+    widen: Callable[[Arguments], Arguments] = field(default=lambda x: in_float64(x))
     seed: int = 0
 
     @property

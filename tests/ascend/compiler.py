@@ -153,8 +153,13 @@ def wrong_multiplies(hivm: str) -> list[str]:
 
 
 def scalar_loops(hivm: str) -> int:
-    """Loops that load or store single elements of UB or GM."""
-    return sum(1 for _, body in _innermost_loops(hivm) if re.search(r"memref\.(load|store) ", body))
+    """Loops that load or store one element of UB or GM after the other."""
+    found = 0
+    for header, body in _innermost_loops(hivm):
+        variable = re.search(r"scf\.for (%\w+) = ", header)
+        at = re.escape(variable[1]) if variable else "%"
+        found += bool(re.search(rf"memref\.(load|store) [^\n]*\[[^\]]*{at}\b", body))
+    return found
 
 
 def _innermost_loops(hivm: str) -> list[tuple[str, str]]:

@@ -61,8 +61,7 @@ def _attempt(control: Control, case: Case) -> tuple[bool, str]:
     plant(control)
     if control.stage == "run":
         outcome = harness.examine(case, None)
-        wrong = [x for x in outcome.findings if outcome.share > 1]
-        return outcome.share > 1, wrong[0] if wrong else f"{outcome.share:.2f} of the bound"
+        return outcome.share > 1, outcome.findings[0]
     harness.prepare()
     harness.recorder.execute = False
     arguments = case.make(harness.judgement.Inputs(case.dtype, case.seed))

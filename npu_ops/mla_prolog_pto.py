@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Queries of absorbed latent attention and the new rows of its cache; rnd rounds to the dtype of x.
+
+    c = rnd(RMSNorm(rnd(x W_dq)))   [q, q_rope] = rnd(c W_uq_qr)   query = rnd(q W_uk)
+    [l, l_rope] = rnd(x W_dkv_kr)   kv_cache = rnd(RMSNorm(l))     kr_cache = rnd(RoPE(l_rope))
+
+The products run on the cube (product.py), the rest on the vector cores (rows.py), row by row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import product, rows
+
+
+def unsupported(
+    token_x: Tensor, rmsnorm_gamma_cq: Tensor, kv_cache: Tensor, rope_sin: Tensor, **_: Any
+) -> str | None:
+    if token_x.dtype not in (torch.bfloat16, torch.float16):
+        return f"token_x is {token_x.dtype}, the cube unit multiplies bfloat16 and float16"
+    if max(rmsnorm_gamma_cq.shape[0], kv_cache.shape[-1]) > rows.widest():
+        return f"a row of more than {rows.widest()} numbers does not fit into UB at once"
+    if rope_sin.shape[-1] % 32:
+        return f"the rotary size is {rope_sin.shape[-1]}, its halves must be whole 32-byte blocks"
+    return None
+
+
+def forward(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_index: Tensor,
+    rmsnorm_epsilon_cq: float,
+    rmsnorm_epsilon_ckv: float,
+    rope_interleaved: bool,
+    weight_format: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, hidden = token_x.shape
+    tokens, rank, rotary = batch * length, rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
+    heads, plain, latent = weight_uk.shape
+
+    def new(*shape: int) -> Tensor:
+        return memory.empty(shape, token_x.dtype, token_x.device)
+
+    query, query_rope = new(tokens, heads, latent), new(tokens, heads, rotary)
+    query_norm = new(tokens, rank)
+    if tokens:
+        x = token_x.view(tokens, hidden)
+        down, both = new(tokens, rank), new(tokens, heads, plain + rotary)
+        key = new(tokens, latent + rotary)
+        product.weight(x, weight_dq, weight_format, down)
+        product.weight(x, weight_dkv_kr, weight_format, key)
+        rows.norm(down, rmsnorm_gamma_cq, rmsnorm_epsilon_cq, query_norm)
+        rows.latent(
+            key, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv, rope_sin, rope_cos, cache_index,
+            kv_cache, kr_cache, rope_interleaved,
+        )  # fmt: skip
+        product.weight(query_norm, weight_uq_qr, weight_format, both.flatten(1))
+        product.heads(both[..., :plain], weight_uk, query)
+        rows.rotate(both[..., plain:], rope_sin, rope_cos, rope_interleaved, query_rope)
+    shape = (batch, length)
+    return (
+        query.view(*shape, heads, latent),
+        query_rope.view(*shape, heads, rotary),
+        (query_norm.view(*shape, rank)),
+    )

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_mla_prolog_pto: DeepSeek-V3.2's sizes and small uneven ones, every way to pass a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from custom.dispatch.common import nz
+from torch import Tensor
+
+from .. import memory
+from ..case import Arguments, Case, Inputs, in_float64
+from ..controls import Control
+
+HIDDEN, RANK, PLAIN, LATENT, ROTARY, PAGE = 7168, 1536, 128, 512, 64, 128
+
+
+def weight(inputs: Inputs, rows: int, columns: int, form: str = "nz") -> Tensor:
+    """form: "nz" 4-D, "flat" NZ bytes under the ND shape, "nd" row-major."""
+    w = inputs.normal(rows, columns, scale=rows**-0.5)
+    return w if form == "nd" else memory.guarded(nz.to_nz(w, flat=form == "flat"))
+
+
+def row_major(arguments: Arguments) -> Arguments:
+    """In float64, whose NZ tiles would be narrower: the weights row-major."""
+    form = arguments.get("weight_format", "nz")
+    for name, value in arguments.items():
+        weighed = name.startswith(("weight_", "w_")) and name not in ("weight_uk", "w_uk")
+        if weighed and isinstance(value, Tensor):
+            arguments[name] = nz.to_nd(value, form)
+    return in_float64(arguments) | dict(weight_format="nd")
+
+
+def slots(inputs: Inputs, tokens: int, pages: int) -> Tensor:
+    """Distinct, one -1 and one out of range among them."""
+    drawn = inputs.permutation(pages * PAGE)[:tokens]
+    drawn[tokens // 2] = -1
+    drawn[tokens // 3] = pages * PAGE + 3
+    return drawn
+
+
+def prolog(
+    batch: int,
+    length: int,
+    heads: int,
+    *,
+    hidden: int = HIDDEN,
+    rank: int = RANK,
+    latent: int = LATENT,
+    form: str = "nz",
+    interleaved: bool = True,
+) -> Callable[[Inputs], Arguments]:
+    def make(inputs: Inputs) -> Arguments:
+        pages = -(-batch * length // PAGE) + 1
+        tokens = (batch, length)
+        return dict(
+            token_x=inputs.normal(*tokens, hidden),
+            weight_dq=weight(inputs, hidden, rank, form),
+            weight_uq_qr=weight(inputs, rank, heads * (PLAIN + ROTARY), form),
+            weight_uk=inputs.normal(heads, PLAIN, latent, scale=PLAIN**-0.5),
+            weight_dkv_kr=weight(inputs, hidden, latent + ROTARY, form),
+            rmsnorm_gamma_cq=inputs.normal(rank),
+            rmsnorm_gamma_ckv=inputs.normal(latent),
+            rope_sin=inputs.normal(*tokens, ROTARY),
+            rope_cos=inputs.normal(*tokens, ROTARY),
+            kv_cache=inputs.normal(pages, PAGE, 1, latent),
+            kr_cache=inputs.normal(pages, PAGE, 1, ROTARY),
+            cache_index=inputs.ints(slots(inputs, batch * length, pages).view(tokens)),
+            rope_interleaved=interleaved,
+            weight_format="nd" if form == "nd" else "nz",
+        )
+
+    return make
+
+
+OP = "npu_mla_prolog_pto"
+SMALL = dict(hidden=1024, rank=512)
+UNEVEN = dict(hidden=208, rank=176)
+case = partial(Case, OP, widen=row_major)
+CASES = (
+    case("model, 128 heads, 4 tokens", prolog(4, 1, 128), cores=(24,)),
+    case("model, 8 heads, 4 x 4 tokens, halves", prolog(4, 4, 8, interleaved=False)),
+    case("16 heads, 30 tokens", prolog(15, 2, 16, **SMALL)),
+    case("16 heads, 60 tokens", prolog(60, 1, 16, **SMALL)),
+    case("32 heads, 100 tokens, fp16", prolog(25, 4, 32, **SMALL), dtype=torch.float16),
+    case("8 heads, 256 tokens", prolog(128, 2, 8, **SMALL)),
+    case("uneven, 1 token", prolog(1, 1, 3, **UNEVEN)),
+    case("uneven, 18 tokens", prolog(9, 2, 8, **UNEVEN)),
+    case("uneven, 40 tokens", prolog(40, 1, 8, **UNEVEN)),
+    case("uneven, 130 tokens", prolog(65, 2, 8, **UNEVEN)),
+    case("wide rows", prolog(3, 2, 8, hidden=512, rank=2560, latent=640)),
+    case("NZ bytes under the ND shape", prolog(4, 2, 8, form="flat", **SMALL)),
+    case("row-major", prolog(4, 2, 8, form="nd", **SMALL)),
+    case("row-major, uneven, 70 tokens", prolog(35, 2, 8, hidden=200, rank=120, form="nd")),
+)
+_TILE = """                w_tile = tl.load(from_w)
+"""
+_THREE_D = """                from_w = of_head + (k + d)[:, None, None].to(tl.int64) * columns + (
+                    tile % across * COLUMNS + tl.arange(0, COLUMNS // 16)[None, :, None] * 16
+                    + tl.arange(0, 16)[None, None])
+                w_tile = tl.load(from_w).reshape(DEPTH, COLUMNS)
+"""
+CONTROLS = (
+    Control(
+        "a panel of another column",
+        "product",
+        "panel + 2, panels, depth",
+        "panel + 1, panels, depth",
+        "uneven, 18 tokens",
+    ),
+    Control(
+        "depth not masked",
+        "product",
+        "mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=0.0",
+        "mask=(tl.arange(0, DEPTH) < DEPTH)[:, None], other=0.0",
+        "uneven, 18 tokens",
+    ),
+    Control(
+        "wrong sign in the rotation",
+        "rows",
+        "first = (left * c0[None] - right",
+        "first = (left * c0[None] + right",
+        "uneven, 18 tokens",
+    ),
+    Control(
+        "a slot of -1 is written",
+        "rows",
+        "there = (slot >= 0) & (slot < slots)\n        of_latent",
+        "there = (slot >= -1) & (slot < slots)\n        of_latent",
+        "uneven, 18 tokens",
+    ),
+    Control(
+        "a 3-D load, reshaped",
+        "product",
+        _TILE,
+        _THREE_D,
+        "row-major",
+        stage="compile",
+    ),
+)
