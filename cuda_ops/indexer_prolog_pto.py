@@ -49,7 +49,6 @@ def forward(
         token_x.view(tokens, hidden),
         [(weight_k, size), (weight_proj, heads)],
         weight_format,
-        prolog.x_tiling(tokens),
         keep_float=True,
         first=True,
     )
@@ -61,7 +60,6 @@ def forward(
         query_norm.view(tokens, ranks),
         [(weight_qb, heads * size)],
         weight_format,
-        prolog.c_q_tiling(tokens),
     )
     prolog.query_stage(
         q, rope_sin, rope_cos, None, None, None, query_index, False, rope_interleaved

@@ -54,7 +54,6 @@ def forward(
         token_x.view(tokens, hidden),
         [(weight_dq, ranks), (weight_dkv_kr, rank + rotary)],
         weight_format,
-        prolog.x_tiling(tokens),
         keep_float=True,
         first=True,
     )
@@ -67,7 +66,6 @@ def forward(
         query_norm.view(tokens, ranks),
         [(weight_uq_qr, heads * (plain + rotary))],
         weight_format,
-        prolog.c_q_tiling(tokens),
     )
     prolog.query_stage(
         q, rope_sin, rope_cos, weight_uk, query, query_rope, None, rope_interleaved, False

@@ -7,13 +7,13 @@
 A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or plain row-major
 [K, N].  Both are addressed as (n // C0) * panel + k * row + n % C0; neither is ever copied.
 Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
-the next kernel to add in order (deterministic, and no launch of its own).
+the next kernel to add in order (deterministic, and no launch of its own).  NZ weights on a Hopper
+GPU: nz_matmul_hopper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -23,37 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz
-
-AHEAD_ROWS = 1024  # of a weight block, asked into L2 while the kernel before still runs
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """`swap` computes the transposed product, so that few tokens are the short side of a wgmma;
-    `group` token blocks share each block of weights in L2."""
-
-    tokens: int
-    columns: int
-    k: int
-    runs: int
-    stages: int
-    warps: int
-    swap: bool
-    group: int = 8
-
-
-@triton.jit
-def prefetch(address, size):
-    """Ask for `size` bytes (a multiple of 16) at every address to be brought into L2.  L2 is where
-    all writers meet, so this is safe before an earlier kernel has finished."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [address.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+from . import nz_matmul_hopper, tiling
+from .tiling import cdiv
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -63,7 +34,7 @@ def _product(
     N3: tl.constexpr, NZ0: tl.constexpr, NZ1: tl.constexpr, NZ2: tl.constexpr, NZ3: tl.constexpr,
     C0: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
-    FIRST: tl.constexpr, AHEAD: tl.constexpr, AHEAD_BYTES: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     B0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
     B1: tl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
@@ -113,12 +84,6 @@ def _product(
     t = token_block * TOKENS + tl.arange(0, TOKENS)
     w += (column // C0).to(tl.int64) * panel + lo.to(tl.int64) * row
 
-    if AHEAD > 0:
-        # panels of this program, cut into AHEAD pieces; the last panels again where fewer are left
-        PANELS: tl.constexpr = COLUMNS // C0
-        piece = tl.arange(0, PANELS * AHEAD)
-        which = tl.minimum(piece // AHEAD, (size - column) // C0 - 1)
-        prefetch(w + which * panel + piece % AHEAD * (AHEAD_BYTES * C0 // 32), AHEAD_BYTES)
     if CHAINED:
         if FIRST:
             gdc_wait()
@@ -177,7 +142,6 @@ def product(
     x: Tensor,
     weights: Sequence[tuple[Tensor, int]],
     weight_format: str,
-    tiling: Tiling,
     *,
     keep_float: bool = False,
     first: bool = False,
@@ -188,31 +152,27 @@ def product(
     may count on every earlier op having finished.  `forked`: it starts a stream, and so waits for
     an event instead of for the kernel before it."""
     tokens, depth = x.shape
-    sizes = [size for _, size in weights] + [0] * (4 - len(weights))
+    given = [size for _, size in weights]
+    sizes = given + [0] * (4 - len(weights))
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
     formats = [nz.is_nz(weight, weight_format) for weight in kept]
-    runs = min(tiling.runs, triton.cdiv(depth, tiling.k))
-    run = triton.cdiv(triton.cdiv(depth, runs), tiling.k) * tiling.k
-    runs = triton.cdiv(depth, run)
+    chained = has_chained_launch(x.device)
+    by_tma = chained and nz_matmul_hopper.suits(x, kept, formats)
+    cut = (tiling.hopper if by_tma else tiling.plain)(tokens, given, depth)
+    run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
+    runs = cdiv(depth, run)
     dtype = torch.float32 if keep_float or runs > 1 else x.dtype
     out = memory.empty((runs, tokens, sum(sizes)), dtype, x.device)
-    chained = has_chained_launch(x.device)
-    c0 = nz.columns(x.dtype)
-    ahead, ahead_bytes = 0, 16
-    if chained and AHEAD_ROWS and all(formats) and depth == runs * run and tokens <= tiling.tokens:
-        # one request a thread, for as much of the run as fits into L2 beside the others'
-        ahead = max(1, 32 * tiling.warps * c0 // tiling.columns)
-        ahead_bytes = min(run, AHEAD_ROWS) * 32 // ahead
-        if ahead_bytes % 16:
-            ahead, ahead_bytes = 0, 16
-    blocks = sum(triton.cdiv(size, tiling.columns) for size in sizes)
-    _product[blocks * triton.cdiv(tokens, tiling.tokens), runs](
+    blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
+    if by_tma:
+        nz_matmul_hopper.launch(x, kept, sizes, out, run, blocks, cut, first=first, forked=forked)
+        return out
+    _product[blocks, runs](
         x, *kept, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
-        NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=c0,
-        TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k, STAGES=tiling.stages,
-        SWAP=tiling.swap, GROUP=tiling.group, CHAINED=chained, FIRST=first,
-        AHEAD=ahead, AHEAD_BYTES=ahead_bytes, num_warps=tiling.warps,
+        NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=nz.columns(x.dtype),
+        TOKENS=cut.tokens, COLUMNS=cut.columns, K_TILE=cut.k, STAGES=cut.stages, SWAP=cut.swap,
+        GROUP=cut.group, CHAINED=chained, FIRST=first, num_warps=cut.warps,
         launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

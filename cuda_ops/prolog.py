@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .nz_matmul import Tiling, has_chained_launch
+from .nz_matmul import has_chained_launch
+from .tiling import Tiling, cdiv, power_of_two
 
-ELEMENTS = 1024  # rotated by one program
+HEAD_TILE = 32  # heads that one program rotates
 
 
 @triton.jit
@@ -222,25 +223,40 @@ def _absorb(
 
 @triton.jit
 def _rotate_heads(
-    q, out, sin, cos, program, tokens, q_stride, run_stride,
+    q, out, sin, cos, program, q_stride, run_stride,
     HEADS: tl.constexpr, HEAD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
-    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, ELEMENTS: tl.constexpr,
+    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
-    """out[t, h, :WIDTH] = columns SKIP.. of head h (HEAD columns a head), the first D rotated."""
+    """out[t, h, :WIDTH] = columns SKIP.. of head h (HEAD columns a head), the first D rotated; one
+    program a token and a block of heads."""
     dtype: tl.constexpr = out.dtype.element_ty
-    e = program.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    t = e // (HEADS * WIDTH)
-    head = e // WIDTH % HEADS
-    d = (e % WIDTH).to(tl.int32)
-    ok = t < tokens
-    own, partner = rotation_source(d, D, INTERLEAVED)
-    own = tl.where(d < D, own, d)
+    HALF: tl.constexpr = D // 2
+    BLOCKS: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
+    t = (program // BLOCKS).to(tl.int64)
+    head = program % BLOCKS * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    present = head < HEADS
+    i = tl.arange(0, triton.next_power_of_2(HALF))
+    ok = present[:, None] & (i < HALF)[None, :]
     q_row = q + t * q_stride + head * HEAD + SKIP
-    u = _run_sum(q_row + own, run_stride, ok, RUNS).to(dtype).to(tl.float32)
-    turn = ok & (d < D)
-    v = _run_sum(q_row + partner, run_stride, turn, RUNS).to(dtype).to(tl.float32)
-    turned = rotated(u, v, d, cos, sin, t * D, turn, D)
-    tl.store(out + e, tl.where(d < D, turned, u).to(dtype), mask=ok)
+    out_row = out + t * (HEADS * WIDTH) + head * WIDTH
+    if INTERLEAVED:
+        side = tl.arange(0, 2)
+        at = q_row[:, None, None] + (2 * i[:, None] + side[None, :])[None, :, :]
+        u = _run_sum(at, run_stride, ok[:, :, None] & (side >= 0)[None, None, :], RUNS)
+        left, right = tl.split(u.to(dtype).to(tl.float32))
+    else:
+        at = q_row[:, None] + i[None, :]
+        left = _run_sum(at, run_stride, ok, RUNS).to(dtype).to(tl.float32)
+        right = _run_sum(at + HALF, run_stride, ok, RUNS).to(dtype).to(tl.float32)
+    low = rotated(left, right, i[None, :], cos, sin, t * D, ok, D)
+    high = rotated(right, left, i[None, :] + HALF, cos, sin, t * D, ok, D)
+    tl.store(out_row[:, None] + i[None, :], low.to(dtype), mask=ok)
+    tl.store(out_row[:, None] + i[None, :] + HALF, high.to(dtype), mask=ok)
+    if WIDTH > D:
+        j = D + tl.arange(0, triton.next_power_of_2(WIDTH - D))
+        ok = present[:, None] & (j < WIDTH)[None, :]
+        u = _run_sum(q_row[:, None] + j[None, :], run_stride, ok, RUNS)
+        tl.store(out_row[:, None] + j[None, :], u.to(dtype), mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens", "absorbers", "rotators"])
@@ -250,7 +266,7 @@ def _query_stage(
     INDEX_HEADS: tl.constexpr, DI: tl.constexpr, RUNS: tl.constexpr, MLA: tl.constexpr,
     INDEX: tl.constexpr, INTERLEAVED: tl.constexpr, INDEX_INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, SWAP: tl.constexpr,
-    ELEMENTS: tl.constexpr, CHAINED: tl.constexpr,
+    HEAD_TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, absorbers) absorb, the next `rotators` rotate query heads, the rest rotate
     index heads.  q [RUNS, T, HEADS (DN + D) | INDEX_HEADS DI]."""
@@ -270,46 +286,22 @@ def _query_stage(
             if CHAINED:
                 gdc_wait()
             _rotate_heads(
-                q, query_rope, sin, cos, program - absorbers, tokens, TOTAL, run_stride, HEADS,
-                DN + D, DN, D, D, RUNS, INTERLEAVED, ELEMENTS,
+                q, query_rope, sin, cos, program - absorbers, TOTAL, run_stride, HEADS, DN + D, DN,
+                D, D, RUNS, INTERLEAVED, HEAD_TILE,
             )  # fmt: skip
     if INDEX and program >= absorbers + rotators:
         if CHAINED:
             gdc_wait()
         _rotate_heads(
-            q + LATENT, query_index, sin, cos, program - absorbers - rotators, tokens, TOTAL,
-            run_stride, INDEX_HEADS, DI, 0, DI, D, RUNS, INDEX_INTERLEAVED, ELEMENTS,
+            q + LATENT, query_index, sin, cos, program - absorbers - rotators, TOTAL, run_stride,
+            INDEX_HEADS, DI, 0, DI, D, RUNS, INDEX_INTERLEAVED, HEAD_TILE,
         )  # fmt: skip
-
-
-def x_tiling(tokens: int) -> Tiling:
-    """Of the products over x: 2304 columns, 7168 deep."""
-    if tokens <= 16:
-        return Tiling(16 if tokens > 8 else 8, 64, 128, 7, 4, 4, True)
-    if tokens <= 32:
-        return Tiling(32, 64, 128, 7, 4, 4, True)
-    if tokens <= 64:
-        return Tiling(64, 64, 128, 7, 3, 4, True)
-    if tokens <= 256:
-        return Tiling(128, 128, 64, 7, 3, 8, False)
-    return Tiling(128, 128, 64, 1, 4, 8, False)
-
-
-def c_q_tiling(tokens: int) -> Tiling:
-    """Of the products over c_q: up to 32768 columns, 1536 deep."""
-    if tokens <= 16:
-        return Tiling(16 if tokens > 8 else 8, 64, 128, 1, 4, 4, True)
-    if tokens <= 32:
-        return Tiling(32, 64, 128, 1, 4, 4, True)
-    if tokens <= 64:
-        return Tiling(64, 128, 64, 1, 4, 4, True)
-    return Tiling(128, 128, 64, 1, 4, 8, False)
 
 
 def absorb_tiling(tokens: int) -> Tiling:
     """Of the absorption: 128 deep, 512 columns, for each head."""
     if tokens <= 32:
-        return Tiling(max(8, triton.next_power_of_2(tokens)), 128, 128, 1, 1, 4, True)
+        return Tiling(max(8, power_of_two(tokens)), 128, 128, 1, 1, 4, True)
     if tokens <= 64:
         return Tiling(64, 128, 128, 1, 1, 4, False)
     return Tiling(128, 128, 128, 1, 1, 8, False)
@@ -391,14 +383,14 @@ def query_stage(
     chained = has_chained_launch(q.device)
     tiling = absorb_tiling(tokens)
     columns = min(tiling.columns, triton.next_power_of_2(max(rank, 16)))
-    absorbers = heads * triton.cdiv(rank, columns) * triton.cdiv(tokens, tiling.tokens)
-    rotators = triton.cdiv(tokens * heads * sin.shape[-1], ELEMENTS)
-    last = triton.cdiv(tokens * index_heads * index_dim, ELEMENTS)
+    absorbers = heads * cdiv(rank, columns) * cdiv(tokens, tiling.tokens)
+    rotators = tokens * cdiv(heads, HEAD_TILE)
+    last = tokens * cdiv(index_heads, HEAD_TILE)
     _query_stage[(absorbers + rotators + last,)](
         q, w_uk, sin, cos, query, query_rope, query_index, tokens, absorbers, rotators,
         HEADS=heads, DN=plain, R=rank, D=sin.shape[-1], INDEX_HEADS=index_heads, DI=index_dim,
         RUNS=runs, MLA=w_uk is not None, INDEX=query_index is not None, INTERLEAVED=interleaved,
         INDEX_INTERLEAVED=index_interleaved, TOKENS=tiling.tokens, COLUMNS=columns,
         K_TILE=min(tiling.k, triton.next_power_of_2(max(plain, 16))), SWAP=tiling.swap,
-        ELEMENTS=ELEMENTS, CHAINED=chained, num_warps=tiling.warps, launch_pdl=chained,
+        HEAD_TILE=HEAD_TILE, CHAINED=chained, num_warps=tiling.warps, launch_pdl=chained,
     )  # fmt: skip

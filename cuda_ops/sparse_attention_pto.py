@@ -29,6 +29,11 @@ def unsupported(x: Tensor, **_: object) -> str | None:
     return prolog.unsupported(x)
 
 
+def branches(tokens: int) -> bool:
+    """Whether the two sides run beside each other."""
+    return True
+
+
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
@@ -85,7 +90,6 @@ def forward(
             (w_idx_proj, index_heads),
         ],
         weight_format,
-        prolog.x_tiling(tokens),
         keep_float=True,
         first=True,
     )
@@ -100,8 +104,8 @@ def forward(
         ),
     )  # fmt: skip
 
-    side = nullcontext()
-    if x.is_cuda:
+    side, apart = nullcontext(), x.is_cuda and branches(tokens)
+    if apart:
         stream = torch.cuda.current_stream(device)
         beside = _side_stream(device)
         beside.wait_stream(stream)
@@ -111,16 +115,13 @@ def forward(
             query_norm,
             [(w_uq_qr, heads * (plain + rotary))],
             weight_format,
-            prolog.c_q_tiling(tokens),
-            forked=True,
+            forked=apart,
         )
         query = memory.empty((requests, steps, heads, rank), dtype, device)
         query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
         prolog.query_stage(q, sin, cos, w_uk, query, query_rope, None, rope_interleaved, False)
 
-    q_index = product(
-        query_norm, [(w_idx_qb, index_heads * size)], weight_format, prolog.c_q_tiling(tokens)
-    )
+    q_index = product(query_norm, [(w_idx_qb, index_heads * size)], weight_format)
     query_index = memory.empty((requests, steps, index_heads, size), dtype, device)
     prolog.query_stage(
         q_index, sin, cos, None, None, None, query_index, False, index_rope_interleaved
@@ -140,7 +141,7 @@ def forward(
         next_tokens=_ALL,
         return_value=False,
     )
-    if x.is_cuda:
+    if apart:
         stream.wait_stream(beside)
     out, _, _ = sparse_flash_attention.forward(
         query=query,

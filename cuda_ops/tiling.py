@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""How a product is cut into programs: pure arithmetic on its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PROGRAMS = 264  # two for each multiprocessor of an H200
+MOST_RUNS = 16  # that the kernel behind a product adds up
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One program: `tokens` x `columns` of the product, over one of `runs` parts of K, `k` at a
+    time.  `swap` computes the transposed product, so that few tokens are the short side of a
+    wgmma; `group` token blocks share each block of weights in L2."""
+
+    tokens: int
+    columns: int
+    k: int
+    runs: int
+    stages: int
+    warps: int
+    swap: bool = True
+    group: int = 8
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _runs(tokens: int, sizes: Sequence[int], depth: int, tile: int, columns: int, k: int) -> int:
+    """Parts of K such that one wave of programs does it all; one if there are programs enough."""
+    blocks = sum(cdiv(size, columns) for size in sizes) * cdiv(tokens, tile)
+    return max(1, min(PROGRAMS // blocks, MOST_RUNS, depth // (4 * k)))
+
+
+def plain(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
+    """For nz_matmul."""
+    if tokens <= 64:
+        tile, columns, k, stages, warps = max(8, power_of_two(tokens)), 64, 128, 4, 4
+        if tokens > 32:
+            stages = 3
+        swap = True
+    elif tokens <= 256:
+        tile, columns, k, stages, warps, swap = 128, 128, 64, 3, 4, False
+    else:
+        tile, columns, k, stages, warps, swap = 128, 128, 64, 4, 8, False
+    return Tiling(
+        tile, columns, k, _runs(tokens, sizes, depth, tile, columns, k), stages, warps, swap
+    )
+
+
+def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
+    """For nz_matmul_hopper."""
+    wide = sum(sizes) >= 8192
+    if tokens <= 64:
+        tile, columns, warps = max(8, power_of_two(tokens)), 128 if wide else 64, 4
+        stages = 104 * 1024 // ((tile + columns) * 128)
+    else:
+        tile, columns, warps, stages = 128, 256 if wide else 128, 8, 4
+    return Tiling(tile, columns, 64, _runs(tokens, sizes, depth, tile, columns, 64), stages, warps)
