@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # root installs what is missing; others are told
 APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 
-.PHONY: demo test lint docs bench test-ascend clean
+.PHONY: demo test lint docs test-ascend test-torchair clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/deepseek_v32_decode.py
@@ -30,8 +30,12 @@ docs: $(VENV)/.docs
 test-ascend:
 	tests/ascend/run.sh --check
 
+# the conversion to Ascend IR, through the real torchair (its own environment)
+test-torchair:
+	tests/torchair/run.sh
+
 clean:
-	rm -rf $(VENV) .ascend build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .ascend .torchair build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	@# torch.compile needs a C++ compiler and Python's headers

@@ -49,7 +49,7 @@ def _cuda() -> str:
 def _npu() -> str:
     if backends.installed("torch_npu") is None:
         return "none (torch_npu is not installed)"
-    import torch_npu  # type: ignore[import-not-found]
+    import torch_npu
 
     count: int = torch_npu.npu.device_count()
     return ", ".join(torch_npu.npu.get_device_name(index) for index in range(count)) or "none"

@@ -77,8 +77,8 @@ class Captured:
             if not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
                 if buffer != value:
                     raise ValueError(
-                        f"capture: argument {number} is {value!r}, expected the captured {buffer!r}. "
-                        "Only tensors may change. Capture again for another value."
+                        f"capture: argument {number} is {value!r}, {buffer!r} was captured. Only "
+                        "tensors may change. Capture again for another value."
                     )
             elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
                 raise ValueError(

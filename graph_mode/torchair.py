@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Our ops in torchair's GE mode (max-autotune, dynamo_export), as CANN's own operators.
+
+npugraph_ex (reduce-overhead) needs nothing from here: it captures our kernels as they are, and is
+the graph mode to prefer.  GE mode builds an Ascend IR graph, which holds CANN's operators only: an
+op of ours that CANN has too is written as CANN's, which then runs CANN's kernel.  An argument that
+CANN's operator lacks is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from ..dispatch.errors import NotSupported
+from ..dispatch.register import bind, overload
+from ..dispatch.specs import BY_NAME, SPECS, Spec
+
+_REMEDY = 'Compile with npugraph_ex (config.mode = "reduce-overhead"), which runs our own kernel.'
+
+
+@dataclass(frozen=True)
+class Twin:
+    """How CANN's operator `spec.ge` takes our arguments.
+
+    `inputs` and `attrs` map CANN's names to ours, in CANN's order; `outputs` are CANN's names, an
+    input's name for a cache that is updated in place, and `returns` picks ours among them; `fixed`
+    lists what CANN's kernel computes with whatever the caller wants.
+    """
+
+    inputs: Mapping[str, str]
+    outputs: Sequence[str]
+    returns: Sequence[str]
+    attrs: Mapping[str, str] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    optional: Sequence[str] = ()  # inputs that older CANN releases lack: left out where absent
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def _positional(name: str) -> list[str]:
+    arguments = overload(BY_NAME[name])._schema.arguments
+    return [argument.name for argument in arguments if not argument.kwarg_only]
+
+
+TWINS: dict[str, Twin] = {
+    "npu_sparse_attention_pto": Twin(
+        inputs={
+            f"x{number}": name
+            for number, name in enumerate(_positional("npu_sparse_attention_pto"))
+        },
+        outputs=("x10", "x11", "x19", "y0"),
+        returns=("y0",),
+        fixed=dict(
+            softmax_scale=576**-0.5,
+            rms_norm_eps=1e-5,
+            layer_norm_eps=1e-6,
+            sparse_count=2048,
+            rope_interleaved=True,
+            index_rope_interleaved=True,
+            weight_format="nz",
+        ),
+    ),
+    "npu_mla_prolog_pto": Twin(
+        inputs=_same(
+            "token_x",
+            "weight_dq",
+            "weight_uq_qr",
+            "weight_uk",
+            "weight_dkv_kr",
+            "rmsnorm_gamma_cq",
+            "rmsnorm_gamma_ckv",
+            "rope_sin",
+            "rope_cos",
+            "kv_cache",
+            "kr_cache",
+            "cache_index",
+        ),
+        outputs=(
+            "query",
+            "query_rope",
+            "kv_cache",
+            "kr_cache",
+            "dequant_scale_q_nope",
+            "query_norm",
+            "dequant_scale_q_norm",
+        ),
+        returns=("query", "query_rope", "query_norm"),
+        attrs=_same("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"),
+        constants=dict(cache_mode="PA_BSND", query_norm_flag=True),
+        fixed=dict(rope_interleaved=True, weight_format="nz"),
+    ),
+    "npu_lightning_indexer": Twin(
+        inputs=_same(
+            "query",
+            "key",
+            "weights",
+            "actual_seq_lengths_query",
+            "actual_seq_lengths_key",
+            "block_table",
+        ),
+        attrs=_same(
+            "layout_query",
+            "layout_key",
+            "sparse_count",
+            "sparse_mode",
+            "pre_tokens",
+            "next_tokens",
+        )
+        | {"return_values": "return_value"},
+        outputs=("sparse_indices", "sparse_values"),
+        returns=("sparse_indices", "sparse_values"),
+    ),
+    "npu_sparse_flash_attention": Twin(
+        inputs=_same(
+            "query",
+            "key",
+            "value",
+            "sparse_indices",
+            "block_table",
+            "actual_seq_lengths_query",
+            "actual_seq_lengths_kv",
+            "query_rope",
+            "key_rope",
+            "sinks",
+        ),
+        optional=("sinks",),
+        attrs=_same(
+            "scale_value",
+            "sparse_block_size",
+            "layout_query",
+            "layout_kv",
+            "sparse_mode",
+            "pre_tokens",
+            "next_tokens",
+            "attention_mode",
+            "return_softmax_lse",
+        ),
+        outputs=("attention_out", "softmax_max", "softmax_sum"),
+        returns=("attention_out", "softmax_max", "softmax_sum"),
+    ),
+}
+
+
+def _refuse_what_cann_lacks(spec: Spec, twin: Twin, arguments: Mapping[str, Any]) -> None:
+    for name, only in twin.fixed.items():
+        came = arguments[name]
+        equal = math.isclose(came, only) if isinstance(came, float) else came == only
+        if not equal:
+            raise NotSupported(
+                f"{spec.name}: CANN's {spec.ge} computes with `{name}` = {only!r} only, and "
+                f"{came!r} came. Pass {name}={only!r}, or: {_REMEDY}"
+            )
+
+
+def _attribute(spec: Spec, name: str, value: Any) -> Any:
+    from torchair.ge import attr
+
+    kinds = {bool: attr.Bool, int: attr.Int, float: attr.Float, str: attr.Str}
+    if type(value) not in kinds:
+        raise NotSupported(
+            f"{spec.name}: `{name}` is symbolic, expected a constant: it is an attribute of CANN's "
+            f"{spec.ge}. Keep it out of the compiled function's arguments. {_REMEDY}"
+        )
+    return kinds[type(value)](value)
+
+
+def _as_twin(spec: Spec, twin: Twin) -> Callable[..., Any]:
+    def convert(*args: Any, meta_outputs: Any = None, **kwargs: Any) -> Any:
+        from torchair import ge
+
+        arguments = bind(overload(spec)._schema, args, kwargs)
+        _refuse_what_cann_lacks(spec, twin, arguments)
+        if spec.name == "npu_sparse_flash_attention" and arguments["value"] is None:
+            arguments["value"] = arguments["key"]  # CANN's operator wants both
+        inputs = {theirs: arguments[ours] for theirs, ours in twin.inputs.items()}
+        for name in twin.optional:
+            if inputs[name] is None:
+                del inputs[name]
+        values = {theirs: arguments[ours] for theirs, ours in twin.attrs.items()} | twin.constants
+        attrs = {name: _attribute(spec, name, value) for name, value in values.items()}
+        made = ge.custom_op(spec.ge, inputs=inputs, outputs=list(twin.outputs), attrs=attrs)
+        by_name = dict(zip(twin.outputs, made, strict=True))
+        chosen = tuple(by_name[name] for name in twin.returns)
+        return chosen if len(chosen) > 1 else chosen[0]
+
+    return convert
+
+
+def _refusing(spec: Spec) -> Callable[..., Any]:
+    def convert(*args: Any, meta_outputs: Any = None, **kwargs: Any) -> Any:
+        raise NotSupported(f"{spec.name}: CANN has no operator of this meaning for GE. {_REMEDY}")
+
+    return convert
+
+
+def _runs_python_ops() -> bool:
+    """torch_npu from 2.13 on, with a CANN that has the package `ge`, lets GE call an op back in
+    Python where CANN lacks it."""
+    return (
+        find_spec("torchair._ge_concrete_graph.custom_op_pre_scan") is not None
+        and find_spec("ge") is not None
+    )
+
+
+def register() -> None:
+    """Teach torchair our ops; call once, after `import torchair`."""
+    from torchair import register_fx_node_ge_converter
+
+    for spec in SPECS:
+        twin = TWINS.get(spec.name)
+        if twin is not None:
+            register_fx_node_ge_converter(overload(spec))(_as_twin(spec, twin))
+        elif not _runs_python_ops():
+            register_fx_node_ge_converter(overload(spec))(_refusing(spec))
