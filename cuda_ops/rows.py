@@ -9,13 +9,16 @@ graph replays with others.  Keys lie as BSND, as TND, or in pages that a block t
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BSND, TND, PAGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LAYOUTS = {"BSND": 0, "TND": 1, "PA_BSND": 2}
 
@@ -164,6 +167,11 @@ def plan(
         "REQUESTS": triton.next_power_of_2(requests) if q_tnd else 1,
     }
     return Plan(rows, reach, arguments, constants)
+
+
+def capability(device: torch.device) -> int:
+    """The GPU's major compute capability; 0 in the interpreter."""
+    return 0 if INTERPRETED else torch.cuda.get_device_capability(device)[0]
 
 
 def strides(key: Tensor, layout_k: str) -> tuple[int, int]:

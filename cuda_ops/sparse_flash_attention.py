@@ -18,7 +18,6 @@ order.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +31,6 @@ from . import rows
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
@@ -65,7 +63,7 @@ def _attend(
     out, part, part_max, part_sum, softmax_max, softmax_sum,
     scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split,
     q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
-    index_stride, stat_row, stat_head,
+    index_stride,
     HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
     PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
@@ -139,7 +137,7 @@ def _attend(
         inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, total, 1.0), 0.0)
         to = out + (row * HEADS + head)[:, None] * R
         if STATS:
-            stat = row * stat_row + head * stat_head
+            stat = row * HEADS + head
             top = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
             tl.store(softmax_max + stat, top, mask=real)
             tl.store(softmax_sum + stat, row_sum, mask=real)
@@ -156,9 +154,31 @@ def _attend(
         tl.store(to + e[None, :], o, mask=real[:, None] & (e < R)[None, :])
 
 
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+def _slots(
+    indices, slots, act_q, act_k, table, tokens, requests, reach, table_stride, pages, entries,
+    index_stride, SPAN: tl.constexpr, PAGE: tl.constexpr, Q_TND: tl.constexpr,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr,
+    REQUESTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Selected positions as rows of a key tensor whose rows are evenly spaced; -1 where absent."""
+    row = tl.program_id(0).to(tl.int64)
+    request, start, seen = rows.locate(
+        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
+    )
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    outer, inner, ok = selected(
+        entry, entries, indices + row * index_stride, seen, request, start, table, table_stride,
+        pages, SPAN, PAGE, KEYS,
+    )  # fmt: skip
+    size = PAGE if KEYS == rows.PAGED else reach
+    slot = tl.where(ok, outer * size + inner, -1).to(tl.int32)
+    tl.store(slots + row * entries + entry, slot, mask=entry < entries)
+
+
 @triton.jit
 def merge(
-    part, part_max, part_sum, sinks, out, softmax_max, softmax_sum, stat_row, stat_head,
+    part, part_max, part_sum, sinks, out, softmax_max, softmax_sum,
     HEADS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     HAS_SINK: tl.constexpr, STATS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -184,11 +204,10 @@ def merge(
     o = tl.where(row_sum > 0, o / tl.where(row_sum > 0, total, 1.0), 0.0)
     tl.store(out + program * R + d, o.to(out.dtype.element_ty), mask=d < R)
     if STATS:
-        stat = row * stat_row + head * stat_head
         first = tl.program_id(1) == 0
         row_max = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
-        tl.store(softmax_max + stat, row_max, mask=first)
-        tl.store(softmax_sum + stat, row_sum, mask=first)
+        tl.store(softmax_max + program, row_max, mask=first)
+        tl.store(softmax_sum + program, row_sum, mask=first)
 
 
 @dataclass(frozen=True)
@@ -204,16 +223,17 @@ class Tiles:
     right: int = 0
 
 
-def tiles(count: int, heads: int, entries: int, rank: int, itemsize: int) -> Tiles:
+def tiles(count: int, heads: int, entries: int, rank: int, itemsize: int, shared: bool) -> Tiles:
     """Tile sizes for `count` query rows.  Measured on one H200, 2026-11, bf16, R = 512, K = 2048:
     128 heads, 1 row: 16 heads x 128 keys in 16 splits; 32 rows: 64 x 64 in 2; more: 64 x 64 whole.
     16 heads, 1 row: 16 x 32 in 64 splits; 32 rows: 16 x 64 in 8; 128 rows: 16 x 64 in 2."""
     left = max(16, triton.next_power_of_2(rank))
-    if itemsize > 2 or rank > 512:  # float32 runs in the interpreter only
+    # values apart from keys double the tiles; float32 runs in the interpreter only
+    if itemsize > 2 or rank > 512 or not shared:
         right = 0
         if rank > 512:
             left, right = 512, max(16, triton.next_power_of_2(rank - 512))
-        tier = Tiles(16, 16, 2, 4, 1, left, right)
+        tier = Tiles(16, 32 if itemsize == 2 else 16, 2, 4, 1, left, right)
     elif heads >= 64 and count <= 8:
         tier = Tiles(16, 128, 16, 8, 1, left)
         if left >= 64:
@@ -272,12 +292,8 @@ def forward(
         layout_kv, sparse_mode,
     )  # fmt: skip
     shape: tuple[int, ...] = (0,)
-    stat_row = stat_head = 0
     if return_softmax_lse:  # [B, 1, S, N] and [1, T, N]: both lie as [rows, N]
-        shape = (1, plan.rows, heads)
-        if layout_query == "BSND":
-            shape = (query.shape[0], 1, query.shape[1], heads)
-        stat_row, stat_head = heads, 1
+        shape = (*query.shape[:-3], 1, *query.shape[-3:-1])
     softmax_max = memory.empty(shape, torch.float32, device)
     softmax_sum = memory.empty(shape, torch.float32, device)
     if out.numel() == 0:
@@ -287,41 +303,87 @@ def forward(
     kr = key if key_rope is None else key_rope
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
     entries = index.shape[1] * sparse_block_size
-    tier = tiles(plan.rows, heads, entries, rank, q.element_size())
+    shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
+    rope = 0 if query_rope is None else query_rope.shape[-1]
+    hopper = shared and (rank, rope) == (512, 64) and _suits_hopper(plan, q, qr, key, kr, layout_kv)
+    if hopper:
+        tier = hopper_tiles(plan.rows, heads, entries)
+    else:
+        tier = tiles(plan.rows, heads, entries, rank, q.element_size(), shared)
     splits, key_tile = tier.splits, tier.keys
-    per_split = triton.cdiv(triton.cdiv(entries, splits), key_tile) * key_tile
     part = part_max = part_sum = softmax_max
     if splits > 1:
         part = memory.empty((plan.rows * splits * heads, rank), torch.float32, device)
         part_max = memory.empty((plan.rows * splits * heads,), torch.float32, device)
         part_sum = memory.empty((plan.rows * splits * heads,), torch.float32, device)
     # programmatic dependent launch: the merge starts while the last parts are being stored
-    chained = splits > 1 and not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
-    shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
-    rope = 0 if query_rope is None else query_rope.shape[-1]
+    chained = splits > 1 and not hopper and rows.capability(device) >= 9
     sink = softmax_max if sinks is None else sinks
-    common = {
-        "HEADS": heads, "R": rank, "SPLITS": splits, "HAS_SINK": sinks is not None,
-        "STATS": return_softmax_lse, "CHAINED": chained,
+    tensors = {
+        "sinks": sink, "out": out, "part": part, "part_max": part_max, "part_sum": part_sum,
+        "softmax_max": softmax_max, "softmax_sum": softmax_sum,
     }  # fmt: skip
-    _attend[(plan.rows * splits * triton.cdiv(heads, tier.heads),)](
-        q, qr, key, kr, value, index, sinks=sink, out=out, part=part, part_max=part_max,
-        part_sum=part_sum, softmax_max=softmax_max, softmax_sum=softmax_sum,
-        scale_log2=scale_value * LOG2E, entries=entries, per_split=per_split,
-        q_row=q.stride(0), q_head=q.stride(1), qr_row=qr.stride(0), qr_head=qr.stride(1),
-        **key_strides(key, kr, value, layout_kv), index_stride=index.stride(0),
-        stat_row=stat_row, stat_head=stat_head, **plan.arguments, **plan.constants, **common,
-        D=rope, SPAN=sparse_block_size, SHARED=shared, HEAD_TILE=tier.heads, KEY_TILE=key_tile,
-        LEFT=tier.left, RIGHT=tier.right, D_TILE=max(16, triton.next_power_of_2(rope)),
-        STAGES=tier.stages, num_warps=tier.warps,
-    )  # fmt: skip
+    sizes = {
+        "scale_log2": scale_value * LOG2E, "entries": entries,
+        "per_split": triton.cdiv(triton.cdiv(entries, splits), key_tile) * key_tile,
+        "q_row": q.stride(0), "q_head": q.stride(1), "qr_row": qr.stride(0),
+        "qr_head": qr.stride(1), "HEADS": heads, "SPLITS": splits,
+        "HAS_SINK": sinks is not None, "STATS": return_softmax_lse,
+    }  # fmt: skip
+    grid = (plan.rows * splits * triton.cdiv(heads, tier.heads),)
+    if hopper:
+        from . import sparse_flash_attention_hopper
+
+        slots = memory.empty((plan.rows, entries), torch.int32, device)
+        _slots[(plan.rows, triton.cdiv(entries, 1024))](
+            index, slots, entries=entries, index_stride=index.stride(0), SPAN=sparse_block_size,
+            **plan.arguments, **plan.constants, BLOCK=1024,
+        )  # fmt: skip
+        sparse_flash_attention_hopper.attend[grid](
+            q, qr, key, kr, slots, key_stride=key.stride(-3), rope_stride=kr.stride(-3),
+            **tensors, **sizes, num_warps=4,
+        )  # fmt: skip
+    else:
+        _attend[grid](
+            q, qr, key, kr, value, index, **tensors, **sizes, **plan.arguments, **plan.constants,
+            **key_strides(key, kr, value, layout_kv), index_stride=index.stride(0), R=rank,
+            D=rope, SPAN=sparse_block_size, SHARED=shared, CHAINED=chained, HEAD_TILE=tier.heads,
+            KEY_TILE=key_tile, LEFT=tier.left, RIGHT=tier.right,
+            D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier.stages,
+            num_warps=tier.warps,
+        )  # fmt: skip
     if splits > 1:
         width = min(128, triton.next_power_of_2(rank))
         merge[(plan.rows * heads, triton.cdiv(rank, width))](
-            part, part_max, part_sum, sink, out, softmax_max, softmax_sum, stat_row, stat_head,
-            **common, WIDTH=width, num_warps=4, **({"launch_pdl": True} if chained else {}),
+            part, part_max, part_sum, sink, out, softmax_max, softmax_sum, HEADS=heads, R=rank,
+            SPLITS=splits, WIDTH=width, HAS_SINK=sinks is not None, STATS=return_softmax_lse,
+            CHAINED=chained, num_warps=4, **({"launch_pdl": True} if chained else {}),
         )  # fmt: skip
     return out, softmax_max, softmax_sum
+
+
+def _suits_hopper(
+    plan: rows.Plan, q: Tensor, qr: Tensor, key: Tensor, kr: Tensor, layout: str
+) -> bool:
+    """Whether sparse_flash_attention_hopper takes these tensors (its sizes are checked before):
+    64 k heads, keys that lie evenly spaced, in 16-byte pieces."""
+    if plan.rows <= 8 or q.shape[1] % 64 or rows.capability(q.device) != 9:
+        return False
+    for each in (key, kr):
+        outer, inner = rows.strides(each, layout)
+        even = layout == "TND" or outer == inner * each.shape[1]
+        if not even or inner % 16 or each.data_ptr() % 16 or each.shape[:-1].numel() >= 2**31:
+            return False
+    strides = (*q.stride()[:2], *qr.stride()[:2])
+    return not any(s % 16 for s in strides) and not (q.data_ptr() % 16 or qr.data_ptr() % 16)
+
+
+def hopper_tiles(count: int, heads: int, entries: int) -> Tiles:
+    """Splits until every SM of an H200 has its program."""
+    splits = 1
+    while count * (heads // 64) * splits * 2 <= 132 and splits * 256 <= entries:
+        splits *= 2
+    return Tiles(64, 128, splits, 4, 1, 512)
 
 
 def key_strides(key: Tensor, kr: Tensor, value: Tensor, layout: str) -> dict[str, int]:

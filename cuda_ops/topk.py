@@ -2,11 +2,11 @@
 # Copyright the npu-custom-ops authors
 """The K highest of each row of fp32 scores: exact, ties to the lower position, in ascending order.
 
-A row is cut into BLOCK interleaved groups.  The K-th largest of the groups' maxima is a sure lower
-bound of the K-th score, so what reaches it (some 1.2 K of a random row) holds every winner: it is
-collected in order, the exact K-th score is found among it, and the winners are stored in order.
-Rows of many equal scores, whose candidates do not fit, are searched as a whole: slower, as exact.
-A score of -inf is absent.  One program a row.
+Two kernels.  The first takes a sample of the row (4096 scores, evenly spaced), of it a threshold
+that some 1.4 K scores should reach, and collects those in order, a chunk of the row a program.
+The second, a program a row, finds the exact K-th score among them and stores the winners in order.
+Where the sample misled (fewer than K scores reach the threshold) or too many do (rows of many equal
+scores), it searches the whole row: slower, as exact.  A score of -inf is absent.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
+from .rows import capability
 
-BLOCK = 8192  # scores a program handles at once: 8 a thread
-MOST = BLOCK  # the largest K
+TILE = 4096  # scores a program handles at once
+MOST = 2 * TILE  # the largest K, and the longest row that is selected from directly
 LEAST = tl.constexpr(-2147483648)
 MINUS_INF = tl.constexpr(-2139095041)  # ordered(-inf)
+FINITE = tl.constexpr(8388608)  # the lowest key above -inf, unsigned
 
 
 @triton.jit
@@ -31,42 +34,32 @@ def ordered(x):
 
 
 @triton.jit
-def _reach3(u, d1, d2, d3):
-    """Which elements reach three thresholds, 21 bits apart: one sum counts all three."""
-    first = (u >= d1.to(tl.uint32)).to(tl.int64)
-    second = (u >= d2.to(tl.uint32)).to(tl.int64)
-    return first + (second << 21) + ((u >= d3.to(tl.uint32)).to(tl.int64) << 42)
-
-
-@triton.jit
 def _cuts(lo, hi):
-    """Three thresholds that quarter lo .. hi; those past hi stand at hi - 1."""
-    step = (hi - lo + 3) // 4
+    """Two thresholds that cut lo .. hi in three; none passes hi - 1."""
+    step = (hi - lo + 2) // 3
     last = tl.maximum(hi - 1, lo)
     d1 = tl.minimum(lo + step, last)
-    d2 = tl.minimum(d1 + step, last)
-    return d1, d2, tl.minimum(d2 + step, last)
+    return d1, tl.minimum(d1 + step, last)
 
 
 @triton.jit
-def _narrow(lo, hi, d1, d2, d3, reached, k):
-    """lo .. hi around the k-th largest, after counting: lo is reached by k or more, hi is not."""
-    n1 = reached & 0x1FFFFF
-    n2 = (reached >> 21) & 0x1FFFFF
-    n3 = reached >> 42
-    low = tl.where(n3 >= k, d3, tl.where(n2 >= k, d2, tl.where(n1 >= k, d1, lo)))
-    high = tl.where(n3 >= k, hi, tl.where(n2 >= k, d3, tl.where(n1 >= k, d2, d1)))
-    return low, high
+def _narrow(lo, hi, above, d1, d2, n1, n2, k):
+    """lo .. hi around the k-th largest, after counting: `above` >= k reach lo, fewer reach hi."""
+    low = tl.where(n2 >= k, d2, tl.where(n1 >= k, d1, lo))
+    high = tl.where(n2 >= k, hi, tl.where(n1 >= k, d2, d1))
+    return low, high, tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, above))
 
 
 @triton.jit
-def _kth(u, k, lo, hi, TOLERANCE: tl.constexpr):
-    """The k-th largest of u (or at most TOLERANCE - 1 below it); lo <= it < hi, int64 scalars."""
-    while hi - lo > TOLERANCE:
-        d1, d2, d3 = _cuts(lo, hi)
-        reached = tl.sum(_reach3(u, d1, d2, d3), 0)
-        lo, hi = _narrow(lo, hi, d1, d2, d3, reached, k)
-    return lo
+def _threshold(u, k, slack, lo, hi, above):
+    """(lo, how many of u reach it): k to k + slack, or more where they are equal.
+    lo <= the k-th largest < hi, int64 scalars; u has fewer than 2**15 elements."""
+    while (hi - lo > 1) & (above > k + slack):
+        d1, d2 = _cuts(lo, hi)
+        first = (u >= d1.to(tl.uint32)).to(tl.int32)
+        both = tl.sum(first + ((u >= d2.to(tl.uint32)).to(tl.int32) << 16), 0)
+        lo, hi, above = _narrow(lo, hi, above, d1, d2, both & 0xFFFF, both >> 16, k)
+    return lo, above
 
 
 @triton.jit
@@ -75,16 +68,22 @@ def _unsigned(key):
 
 
 @triton.jit
-def _kth_of_row(scores, length, k, lo, hi, SIZE: tl.constexpr):
-    """_kth over a whole row in memory."""
+def _threshold_of_row(scores, length, k, SIZE: tl.constexpr):
+    """_threshold without slack, over a whole row in memory."""
     lane = tl.arange(0, SIZE)
-    while hi - lo > 1:
-        d1, d2, d3 = _cuts(lo, hi)
-        reached = tl.zeros([SIZE], tl.int64)
+    lo = (length * 0).to(tl.int64) + FINITE
+    hi = lo * 0 + 4294967296
+    above = length
+    while (hi - lo > 1) & (above > k):
+        d1, d2 = _cuts(lo, hi)
+        n1 = tl.zeros([SIZE], tl.int32)
+        n2 = tl.zeros([SIZE], tl.int32)
         for i in tl.range(0, length, SIZE):
             x = tl.load(scores + i + lane, mask=i + lane < length, other=float("-inf"))
-            reached += _reach3(_unsigned(ordered(x)), d1, d2, d3)
-        lo, hi = _narrow(lo, hi, d1, d2, d3, tl.sum(reached, 0), k)
+            u = _unsigned(ordered(x))
+            n1 += (u >= d1.to(tl.uint32)).to(tl.int32)
+            n2 += (u >= d2.to(tl.uint32)).to(tl.int32)
+        lo, hi, above = _narrow(lo, hi, above, d1, d2, tl.sum(n1, 0), tl.sum(n2, 0), k)
     return lo
 
 
@@ -107,19 +106,21 @@ def _pad(indices, values, found, k, SIZE: tl.constexpr, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _select(key, pos, k, indices, values, SIZE: tl.constexpr, VALUES: tl.constexpr):
-    """Store the k best of [SIZE] keys, which stand in the order of their positions; how many."""
+def _select(key, pos, k, indices, values, VALUES: tl.constexpr):
+    """Store the k best of up to 2**13 keys, in the order of their positions; returns how many."""
     there = key > MINUS_INF
     u = _unsigned(key)
-    k_here = tl.minimum(k, tl.sum(there.to(tl.int32), 0))
+    all_ = tl.sum(there.to(tl.int32), 0)
+    k_here = tl.minimum(k, all_)
     if k_here > 0:
-        lowest = tl.min(tl.where(there, u.to(tl.int64), 4294967295), 0)
-        highest = tl.max(tl.where(there, u.to(tl.int64), 0), 0)
-        least = _kth(u, k_here, lowest, highest + 1, 1).to(tl.uint32)
+        lowest = tl.min(tl.where(there, u, 0xFFFFFFFF), 0).to(tl.int64)
+        highest = tl.max(u, 0).to(tl.int64)
+        least, _ = _threshold(u, k_here, 0, lowest, highest + 1, all_)
+        least = least.to(tl.uint32)
         above = there & (u > least)
         tie = there & (u == least)
         need = k_here - tl.sum(above.to(tl.int32), 0)
-        # one scan for both counts: SIZE is at most 2**14
+        # one scan for both counts
         both = tl.cumsum(above.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
         ties = both >> 16
         take = above | (tie & (ties <= need))
@@ -129,11 +130,10 @@ def _select(key, pos, k, indices, values, SIZE: tl.constexpr, VALUES: tl.constex
 
 
 @triton.jit
-def _select_row(scores, length, k, lo, indices, values, SIZE: tl.constexpr, VALUES: tl.constexpr):
-    """_select over a whole row in memory, whose k-th score is not below `lo`."""
+def _select_row(scores, length, k, indices, values, SIZE: tl.constexpr, VALUES: tl.constexpr):
+    """_select over a whole row in memory."""
     lane = tl.arange(0, SIZE)
-    hi = (tl.program_id(0) * 0).to(tl.int64) + 4294967296
-    least = _kth_of_row(scores, length, k, lo, hi, SIZE).to(tl.uint32)
+    least = _threshold_of_row(scores, length, k, SIZE).to(tl.uint32)
     above = tl.zeros([SIZE], tl.int32)
     for i in tl.range(0, length, SIZE):
         x = tl.load(scores + i + lane, mask=i + lane < length, other=float("-inf"))
@@ -152,62 +152,121 @@ def _select_row(scores, length, k, lo, indices, values, SIZE: tl.constexpr, VALU
         _store(indices, values, taken + rank - 1, i + lane, key, take, VALUES)
         taken += tl.sum(take.to(tl.int32), 0)
         ties += tl.sum(tie, 0)
+    return taken
+
+
+@triton.jit(do_not_specialize=["k"])
+def _collect(
+    scores, lengths, candidates, counts, k, stride,
+    CHUNKS: tl.constexpr, ROOM: tl.constexpr, SAMPLE: tl.constexpr, SIZE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The positions of one chunk of a row that may win, ascending, and how many they are."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    length = tl.load(lengths + row)
+    if length > 2 * SIZE:  # shorter rows are selected from directly
+        scores += row * stride
+        sample = tl.load(scores + tl.arange(0, SAMPLE) * (length // SAMPLE))
+        u = _unsigned(ordered(sample))
+        # of the sample, as many as of the row, and four standard deviations more
+        wanted = k.to(tl.float32) * SAMPLE / length
+        wanted = (wanted + 4.0 * tl.sqrt(wanted)).to(tl.int32) + 4
+        bound = tl.min(u, 0).to(tl.int64)
+        if wanted < SAMPLE:
+            highest = tl.max(u, 0).to(tl.int64) + 1
+            bound, _ = _threshold(u, wanted, wanted // 16, bound, highest, SAMPLE)
+        else:
+            bound = bound * 0
+        least = tl.maximum(bound, FINITE).to(tl.uint32)
+        part = (length + CHUNKS * SIZE - 1) // (CHUNKS * SIZE) * SIZE
+        lo = chunk * part
+        hi = tl.minimum(lo + part, length)
+        lane = tl.arange(0, SIZE)
+        candidates += (row * CHUNKS + chunk) * ROOM
+        found = 0
+        for i in tl.range(lo, hi, SIZE):
+            x = tl.load(scores + i + lane, mask=i + lane < hi, other=float("-inf"))
+            take = (_unsigned(ordered(x)) >= least).to(tl.int32)
+            to = tl.cumsum(take, 0) + found - 1
+            tl.store(candidates + to, i + lane, mask=(take > 0) & (to < ROOM))
+            found += tl.sum(take, 0)
+        tl.store(counts + row * CHUNKS + chunk, found)
+
+
+@triton.jit
+def _candidates(scores, candidates, counts, total, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
+                SIZE: tl.constexpr):  # fmt: skip
+    """(keys, positions) of a row's candidates, chunk after chunk."""
+    lane = tl.arange(0, SIZE)
+    at = lane
+    before = 0
+    for chunk in tl.static_range(CHUNKS):
+        at = tl.where(lane >= before, lane - before + chunk * ROOM, at)
+        before += tl.load(counts + chunk)
+    pos = tl.load(candidates + at, mask=lane < total, other=0)
+    x = tl.load(scores + pos, mask=lane < total, other=float("-inf"))
+    return ordered(x), pos
 
 
 @triton.jit(do_not_specialize=["k"])
 def _topk(
-    scores, lengths, candidates, indices, values, k, stride,
-    SIZE: tl.constexpr, VALUES: tl.constexpr,
+    scores, lengths, candidates, counts, indices, values, k, stride,
+    CHUNKS: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, SIZE)
+    if CHAINED:
+        gdc_wait()
     length = tl.load(lengths + row)
     scores += row * stride
     indices += row * k
     values += row * k
-    candidates += row * SIZE
+    candidates += row * CHUNKS * ROOM
+    counts += row * CHUNKS
     if length <= SIZE:
+        lane = tl.arange(0, SIZE)
         x = tl.load(scores + lane, mask=lane < length, other=float("-inf"))
-        found = _select(ordered(x), lane, k, indices, values, SIZE, VALUES)
+        found = _select(ordered(x), lane, k, indices, values, VALUES)
+    elif length <= 2 * SIZE:
+        lane = tl.arange(0, 2 * SIZE)
+        x = tl.load(scores + lane, mask=lane < length, other=float("-inf"))
+        found = _select(ordered(x), lane, k, indices, values, VALUES)
     else:
-        best = tl.full([SIZE], LEAST, tl.int32)
-        for i in tl.range(0, length, SIZE):
-            x = tl.load(scores + i + lane, mask=i + lane < length, other=float("-inf"))
-            best = tl.maximum(best, ordered(x))
-        u = _unsigned(best)
-        lowest = tl.min(u.to(tl.int64), 0)
-        highest = tl.max(u.to(tl.int64), 0)
-        # within 2**15 steps of a float: 0.4 % at most, a handful of candidates
-        bound = _kth(u, k, lowest, highest + 1, 32768)
-        bound = tl.maximum(bound, 8388608)  # above -inf, which is absent
-        count = 0
-        for i in tl.range(0, length, SIZE):
-            x = tl.load(scores + i + lane, mask=i + lane < length, other=float("-inf"))
-            take = (_unsigned(ordered(x)) >= bound.to(tl.uint32)).to(tl.int32)
-            to = tl.cumsum(take, 0) + count - 1
-            tl.store(candidates + to, i + lane, mask=(take > 0) & (to < SIZE))
-            count += tl.sum(take, 0)
-        tl.debug_barrier()  # the candidates are read by other threads than wrote them
-        if count <= SIZE // 2:
-            half = tl.arange(0, SIZE // 2)
-            pos = tl.load(candidates + half, mask=half < count, other=0)
-            x = tl.load(scores + pos, mask=half < count, other=float("-inf"))
-            found = _select(ordered(x), pos, k, indices, values, SIZE // 2, VALUES)
-        elif count <= SIZE:
-            pos = tl.load(candidates + lane, mask=lane < count, other=0)
-            x = tl.load(scores + pos, mask=lane < count, other=float("-inf"))
-            found = _select(ordered(x), pos, k, indices, values, SIZE, VALUES)
+        each = tl.load(counts + tl.arange(0, CHUNKS))
+        total = tl.sum(each, 0)
+        fits = (tl.max(each, 0) <= ROOM) & (total >= k)
+        if fits & (total <= SIZE):
+            key, pos = _candidates(scores, candidates, counts, total, CHUNKS, ROOM, SIZE)
+            found = _select(key, pos, k, indices, values, VALUES)
+        elif fits & (total <= 2 * SIZE):
+            key, pos = _candidates(scores, candidates, counts, total, CHUNKS, ROOM, 2 * SIZE)
+            found = _select(key, pos, k, indices, values, VALUES)
         else:
-            _select_row(scores, length, k, bound, indices, values, SIZE, VALUES)
-            found = k
-    _pad(indices, values, found, k, SIZE, VALUES)
+            found = _select_row(scores, length, k, indices, values, SIZE, VALUES)
+    _pad(indices, values, found, k, 2 * SIZE, VALUES)
 
 
 def topk(scores: Tensor, lengths: Tensor, indices: Tensor, values: Tensor, k: int) -> None:
     """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row."""
-    rows = scores.shape[0]
-    candidates = memory.empty((rows, BLOCK), lengths.dtype, scores.device)
+    rows, device = scores.shape[0], scores.device
+    chunks = 16 if rows <= 8 else 4 if rows <= 64 else 1
+    room = 2 * TILE if chunks == 1 else TILE
+    candidates = memory.empty((rows, chunks, room), lengths.dtype, device)
+    counts = memory.empty((rows, chunks), lengths.dtype, device)
+    long = scores.shape[1] > 2 * TILE
+    chained = long and capability(device) >= 9
+    together = {"launch_pdl": True} if chained else {}
+    if long:
+        _collect[(rows, chunks)](
+            scores, lengths, candidates, counts, k, scores.stride(0), CHUNKS=chunks, ROOM=room,
+            SAMPLE=TILE if scores.shape[1] <= 2**18 else 4 * TILE, SIZE=TILE, CHAINED=chained,
+            num_warps=8, **together,
+        )  # fmt: skip
     _topk[(rows,)](
-        scores, lengths, candidates, indices, values, k, scores.stride(0), SIZE=BLOCK,
-        VALUES=values.numel() > 0, num_warps=32,
+        scores, lengths, candidates, counts, indices, values, k, scores.stride(0), CHUNKS=chunks,
+        ROOM=room, SIZE=TILE, VALUES=values.numel() > 0, CHAINED=chained, num_warps=8, **together,
     )  # fmt: skip
