@@ -255,7 +255,7 @@ def for_hopper(
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if q.dtype not in (torch.float16, torch.bfloat16):
         return f"q is {str(q.dtype).removeprefix('torch.')}, supported are float16 and bfloat16"
     for name, size in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if size > 256:

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -220,7 +219,7 @@ def _producer(
         plan, tiles, outers, heads, section, n_k, n_q, VARLEN
     )
     if tile * BN < keys:
-        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
+        low, top, _, _ = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
         where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
         mbarrier.expect(kv_full, BN * D * 4)
         tma.async_copy_global_to_shared(
@@ -380,10 +379,10 @@ def backward(
     _backward_hopper[(tiles * outers,)](
         describe(q, block, varlen), describe(grad_o, block, varlen), describe(k, keys, varlen),
         describe(v, keys, varlen), describe(grads[1], keys, varlen),
-        describe(grads[2], keys, varlen), describe_row(lse2, block), describe_row(delta, block), sums, listed, scale, min(window or 0, 2**30),
-        tiles, outers, key_heads, section, n_q, n_k, padded,
-        BM=block, BN=keys, D=size, STAGES=stages, GROUP=heads // key_heads, CAUSAL=causal,
-        WINDOW=window is not None, VARLEN=varlen, num_warps=8,
+        describe(grads[2], keys, varlen), describe_row(lse2, block), describe_row(delta, block),
+        sums, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section, n_q, n_k,
+        padded, BM=block, BN=keys, D=size, STAGES=stages, GROUP=heads // key_heads,
+        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, num_warps=8,
     )  # fmt: skip
     if varlen:
         listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, block)

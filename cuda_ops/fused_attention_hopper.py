@@ -82,7 +82,9 @@ def at(batch, head, first, count, row, VARLEN: gl.constexpr):
 def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
     """(batch, head, first row, rows, first other row, other rows, tile) of a tile number.
 
-    Dense: the heads of a section, whose keys fit in L2 together, take turns, longest tiles first.
+    Dense: the heads of a section, whose keys fit in L2 together, take turns; the tiles of the last
+    section come longest first, of the one before shortest first and so on.  Without a jump in
+    length, dealing them out back and forth keeps all programs within a tile of each other.
     """
     if VARLEN:
         row = plan + (number // heads).to(gl.int64) * 8
@@ -92,14 +94,14 @@ def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARL
     inside = number % (section * tiles)
     count = gl.minimum(section, outers - group * section)
     outer = group * section + inside % count
-    tile = tiles - 1 - inside // count
+    down = ((outers + section - 1) // section - group) & 1
+    tile = gl.where(down == 1, tiles - 1 - inside // count, inside // count)
     return outer // heads, outer % heads, 0, rows, 0, other_rows, tile
 
 
 @gluon.jit
 def _round_of(step, programs):
-    """Tile number of a program's step-th tile; every second round runs backwards, so that no
-    program gets the longer tile of every round."""
+    """Number of a program's step-th tile: rounds of all programs, every second one backwards."""
     program = gl.program_id(0)
     forth = (step & 1) == 0
     return step * programs + gl.where(forth, program, programs - 1 - program)
@@ -124,15 +126,15 @@ def _blocks_of(tile, rows, other_rows, window, BM: gl.constexpr, BN: gl.constexp
 
 
 @gluon.jit
-def _turn(BARRIER: gl.constexpr, THREADS: gl.constexpr, ARRIVE: gl.constexpr):
-    """Named barrier of the consumers: wait for one's turn, or give it to the next."""
+def _turn(BARRIER: gl.constexpr, ARRIVE: gl.constexpr):
+    """Named barrier of two consumers, 256 threads: wait for one's turn, or give it to the next."""
     if ARRIVE:
         gl.inline_asm_elementwise(
-            f"bar.arrive {BARRIER}, {THREADS}; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+            f"bar.arrive {BARRIER}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
         )
     else:
         gl.inline_asm_elementwise(
-            f"bar.sync {BARRIER}, {THREADS}; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+            f"bar.sync {BARRIER}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
         )
 
 
@@ -174,14 +176,14 @@ def _step(s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_
     k_stage = count % STAGES
     mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
     if TURNS:
-        _turn(8 + WG, NC * 128, False)
+        _turn(8 + WG, False)
     s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero, use_acc=False,
                              is_async=True)  # fmt: skip
     v_stage = (count - 1) % STAGES
     mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
     o_flight = warpgroup_mma(p, v.index(v_stage), acc, is_async=True)
     if TURNS:
-        _turn(8 + (WG + 1) % NC, NC * 128, True)
+        _turn(8 + (WG + 1) % NC, True)
     s = warpgroup_mma_wait(1, deps=[s_flight])
     mbarrier.arrive(k_empty.index(k_stage))
     column = block * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, MS))
@@ -210,13 +212,12 @@ def _forward_consumer(
     programs = gl.num_programs(0)
     count = 0
     turn = 0
-    if TURNS:
-        if WG == NC - 1:
-            _turn(8, NC * 128, True)
+    if TURNS and WG == NC - 1:
+        _turn(8, True)
     for step in range(0, (total + programs - 1) // programs):
         number = _round_of(step, programs)
         if number < total:
-            batch, head, first_q, rows, first_k, columns, tile = _tile_of(
+            batch, head, first_q, rows, _, columns, tile = _tile_of(
                 number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
             )
             if tile * BM < rows:
@@ -236,7 +237,7 @@ def _forward_consumer(
                 row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
                 row_sum = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, MS))
                 column = (top - 1) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, MS))
-                p_wide, row_max, row_sum, alpha = _softmax(
+                p_wide, row_max, row_sum, _ = _softmax(
                     s, row_max, row_sum, row, column, shift, columns, window, scale_log2,
                     True, CAUSAL, WINDOW,
                 )  # fmt: skip
@@ -318,7 +319,7 @@ def _forward_producer(
                 number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
             )
             if tile * BM < rows:
-                low, top, full_low, full_high = _blocks_of(
+                low, top, _, _ = _blocks_of(
                     tile, rows, columns, window, BM, BN, CAUSAL, WINDOW
                 )
                 kv_head = head // GROUP
@@ -396,15 +397,15 @@ def _forward_hopper(
             [
                 (_forward_consumer, (
                     q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
-                    lse_head, lse_row, gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
-                    VARLEN, TURNS,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total,
+                    lse_batch, lse_head, lse_row, gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL,
+                    WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
                     q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
-                    lse_head, lse_row, gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
-                    VARLEN, TURNS,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total,
+                    lse_batch, lse_head, lse_row, gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL,
+                    WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_producer, (
                     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_desc, k_desc,
@@ -420,21 +421,21 @@ def _forward_hopper(
             [
                 (_forward_consumer, (
                     q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
-                    lse_head, lse_row, gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
-                    VARLEN, TURNS,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total,
+                    lse_batch, lse_head, lse_row, gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL,
+                    WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
                     q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
-                    lse_head, lse_row, gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
-                    VARLEN, TURNS,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total,
+                    lse_batch, lse_head, lse_row, gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL,
+                    WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
                     q, k, v, o, q_full, q_empty, k_full, k_empty, v_full, v_empty, o_desc, lse,
-                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total, lse_batch,
-                    lse_head, lse_row, gl.constexpr(2), NC, STAGES, BN, D, V, CAUSAL, WINDOW,
-                    VARLEN, TURNS,
+                    plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k, total,
+                    lse_batch, lse_head, lse_row, gl.constexpr(2), NC, STAGES, BN, D, V, CAUSAL,
+                    WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_producer, (
                     q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, q_desc, k_desc,

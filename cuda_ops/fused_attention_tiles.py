@@ -11,8 +11,8 @@ tokens behind the last sequence are listed as a sequence that has nothing on the
     row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile,
                        sequence
 
-Query i stands at position i + N_k - N_q; key j is visible when j < N_k, and j <= position if causal,
-and |position - j| < window if there is a window.
+Query i stands at position i + N_k - N_q; key j is visible when j < N_k, and j <= position if
+causal, and |position - j| < window if there is a window.
 """
 
 from __future__ import annotations

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Fused attention on CUDA: both paths of both directions against the reference in float64; graphs,
+determinism, neighbours, far offsets.  Without a GPU the plain kernels run under Triton's
+interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from custom.dispatch.reference import fused_attention as reference
+from custom.dispatch.reference import fused_attention_backward as reference_backward
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from .accuracy import assert_close_to_float64
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
+
+kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU or the interpreter")
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; with `ends_q` and `ends_k` packed, and then N counts all tokens."""
+
+    B: int
+    H: int
+    Hk: int
+    Nq: int
+    Nk: int
+    D: int
+    V: int
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    ends_q: tuple[int, ...] | None = None
+    ends_k: tuple[int, ...] | None = None
+    turned: bool = False  # [B, N, H, D] in memory
+    deterministic: bool = False
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        def normal(heads: int, n: int, size: int) -> Tensor:
+            if self.ends_q is not None:
+                return torch.randn(n, heads, size).to(dtype)
+            if self.turned:
+                return torch.randn(self.B, n, heads, size).to(dtype).transpose(1, 2)
+            return torch.randn(self.B, heads, n, size).to(dtype)
+
+        made = dict(
+            q=normal(self.H, self.Nq, self.D),
+            k=normal(self.Hk, self.Nk, self.D),
+            v=normal(self.Hk, self.Nk, self.V),
+            grad_o=normal(self.H, self.Nq, self.V),
+        )
+        made["grad_lse"] = torch.randn(made["q"].shape[:-1])
+        return {name: each.to(DEVICE) for name, each in made.items()}
+
+    def options(self) -> dict[str, object]:
+        def ends(values: tuple[int, ...] | None) -> Tensor | None:
+            if values is None:
+                return None
+            return torch.tensor((0, *values), dtype=torch.int32, device=DEVICE)
+
+        return dict(
+            causal=self.causal,
+            sm_scale=self.scale,
+            window=self.window,
+            deterministic=self.deterministic,
+            cu_seqlens_q=ends(self.ends_q),
+            cu_seqlens_k=ends(self.ends_k),
+        )
+
+
+def launch(made: dict[str, Tensor], options: dict[str, object]) -> list[Tensor]:
+    """o, lse and the three gradients, by the CUDA launchers themselves."""
+    from custom.cuda_ops import fused_attention, fused_attention_backward
+
+    inputs = {name: made[name] for name in "qkv"}
+    o, lse = fused_attention.forward(**inputs, **options)
+    upstream = dict(grad_o=made["grad_o"], grad_lse=made["grad_lse"])
+    grads = fused_attention_backward.backward(o=o, lse=lse, **inputs, **upstream, **options)
+    return [o, lse, *grads]
+
+
+def by_reference(
+    made: dict[str, Tensor], options: dict[str, object], dtype: torch.dtype
+) -> list[Tensor]:
+    made = {name: each.to(dtype) for name, each in made.items()}
+    inputs = {name: made[name] for name in "qkv"}
+    o, lse = reference.forward(**inputs, **options)
+    lse_kind = torch.float64 if dtype is torch.float64 else torch.float32
+    upstream = dict(grad_o=made["grad_o"], grad_lse=made["grad_lse"].to(lse_kind))
+    grads = reference_backward.backward(o=o, lse=lse, **inputs, **upstream, **options)
+    return [o, lse, *grads]
+
+
+def check(case: Case, dtype: torch.dtype) -> None:
+    made, options = case.tensors(dtype), case.options()
+    got = launch(made, options)
+    exact = by_reference(made, options, torch.float64)
+    rounded = by_reference(made, options, dtype)
+    names = ("o", "lse", "grad of q", "grad of k", "grad of v")
+    for name, one, near, want in zip(names, got, rounded, exact, strict=True):
+        if name != "lse":
+            assert_close_to_float64(name, one, near, want)
+            continue
+        blind = torch.isinf(want)
+        assert torch.equal(torch.isinf(one), blind)
+        torch.testing.assert_close(one[~blind].double(), want[~blind], rtol=1e-5, atol=1e-5)
+
+
+ENDS_Q, ENDS_K = (0, 70, 100, 101, 180), (10, 90, 120, 180, 185)
+CASES = [
+    Case(2, 4, 2, 70, 150, 64, 64),
+    Case(1, 2, 1, 150, 70, 16, 16),
+    Case(1, 2, 1, 90, 90, 96, 96, window=30),
+    Case(1, 1, 1, 130, 150, 192, 128, causal=False, window=30, turned=True),
+    Case(1, 1, 1, 40, 41, 256, 256, causal=False, scale=0.1),
+    Case(1, 4, 1, 1, 700, 32, 32),
+    Case(1, 4, 2, 3, 700, 32, 64, window=100, scale=-0.3),
+    Case(1, 2, 1, 5, 0, 16, 16),
+    Case(0, 2, 1, 5, 7, 16, 16),
+    Case(1, 4, 2, 190, 190, 32, 32, ends_q=ENDS_Q, ends_k=ENDS_K),
+    Case(1, 4, 2, 5, 190, 32, 32, ends_q=(1, 2, 3, 3), ends_k=(100, 140, 140, 180)),
+    Case(1, 2, 2, 5, 9, 16, 16, causal=False, window=7, ends_q=(), ends_k=()),
+]
+
+# what the warp-specialised kernels take: heads of 64 and 128, more than 64 queries
+LONG = (0, 170, 300, 301, 580), (10, 290, 320, 580, 585)
+HOPPER = [
+    Case(1, 2, 2, 256, 256, 128, 128),
+    Case(2, 4, 2, 200, 330, 128, 128),
+    Case(2, 4, 1, 200, 330, 128, 128, causal=False),
+    Case(1, 2, 1, 333, 133, 128, 128, window=60),
+    Case(1, 2, 2, 130, 257, 64, 64, causal=False, window=50, turned=True),
+    Case(2, 2, 2, 500, 1157, 64, 64, turned=True),
+    Case(1, 4, 2, 590, 590, 128, 128, ends_q=LONG[0], ends_k=LONG[1]),
+    Case(1, 4, 4, 590, 590, 64, 64, ends_q=LONG[0], ends_k=LONG[1], window=90),
+    Case(5, 16, 4, 700, 700, 128, 128, window=300),
+    Case(2, 4, 2, 200, 330, 128, 128, deterministic=True),
+    Case(3, 5, 5, 1500, 1500, 64, 64, causal=False),
+]
+
+
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_reference(case, dtype):
+    check(case, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_long_rows_match_the_reference(case, dtype):
+    check(case, dtype)
+
+
+@gpu
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_length(data):
+    n = st.integers(1, 400)
+    n_q, n_k, groups, keys = data.draw(st.tuples(n, n, st.integers(1, 3), st.integers(1, 2)))
+    size = data.draw(st.sampled_from([64, 128]))
+    check(Case(1, groups * keys, keys, n_q, n_k, size, size), torch.bfloat16)
+
+
+@kernels
+@pytest.mark.parametrize("size", [32, pytest.param(128, marks=gpu)])
+def test_neighbours_do_not_leak(size):
+    """What a sequence reads of the next one's rows, infinities even, must count for nothing."""
+    case = Case(1, 2, 1, 190, 190, size, size, ends_q=(90, 190), ends_k=(70, 190))
+    if ON_GPU:
+        case = Case(1, 2, 1, 790, 790, size, size, ends_q=(390, 790), ends_k=(290, 790))
+    made, options = case.tensors(torch.float16), case.options()
+    want = launch(made, options)
+    for name, end in (("q", case.ends_q[0]), ("k", case.ends_k[0]), ("v", case.ends_k[0])):
+        made[name][end:] = float("inf")
+    got = launch(made, options)
+    ends = [case.ends_q[0]] * 3 + [case.ends_k[0]] * 2
+    for one, other, end in zip(got, want, ends, strict=True):
+        torch.testing.assert_close(one[:end], other[:end], rtol=1e-3, atol=1e-3)
+
+
+@gpu
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_same_bits_when_deterministic(size):
+    case = Case(2, 4, 2, 1000, 1000, size, size)
+    made, options = case.tensors(torch.bfloat16), case.options()
+    runs = [launch(made, options | dict(deterministic=True)) for _ in range(3)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs.append(launch(made, options))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("size", [32, 128])
+def test_a_graph_replays_with_other_lengths(size):
+    case = Case(1, 4, 2, 900, 900, size, size, ends_q=(300, 600, 900), ends_k=(300, 600, 900))
+    made, options = case.tensors(torch.bfloat16), case.options()
+    launch(made, options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = launch(made, options)
+    for ends_q, ends_k in (((0, 5, 890), (1, 400, 900)), ((899, 900, 900), (500, 500, 600))):
+        options["cu_seqlens_q"][1:] = torch.tensor(ends_q, dtype=torch.int32)
+        options["cu_seqlens_k"][1:] = torch.tensor(ends_k, dtype=torch.int32)
+        for name, each in case.tensors(torch.bfloat16).items():
+            made[name].copy_(each)
+        graph.replay()
+        for one, other in zip(replayed, launch(made, options), strict=True):
+            # grad_q is a sum in any order
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+@gpu
+@pytest.mark.large
+@pytest.mark.parametrize("size", [32, 128])
+def test_offsets_past_two_to_the_31(size):
+    far = 2**31 + 4096
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GB")
+    case = Case(1, 2, 2, 200, 330, size, size)
+    made, options = case.tensors(torch.bfloat16), case.options()
+    apart = dict(made)
+    for name in ("q", "k", "v", "grad_o"):
+        n = made[name].shape[2]
+        store = torch.empty(far + n * size, dtype=torch.bfloat16, device=DEVICE)
+        apart[name] = store.as_strided((1, 2, n, size), (1 << 12, far, size, 1))
+        apart[name].copy_(made[name])
+    for one, other in zip(launch(apart, options), launch(made, options), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the interpreter itself")
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    environment = dict(os.environ, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [*command, f"tests/{Path(__file__).name}"],
+        cwd=Path(__file__).parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert " passed" in ran.stdout, ran.stdout[-2000:]
