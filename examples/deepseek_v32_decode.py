@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Serve a DeepSeek-V3.2 model with `custom.npu_sparse_attention_pto`.
+
+    python examples/deepseek_v32_decode.py [--device cuda] [--dtype bfloat16] [--help]
+
+A small Hugging Face DeepseekV32ForCausalLM (random weights, so it babbles) is given real text. It
+prefills and decodes many requests of different lengths in one batch, every layer's attention being
+one call of the op on FRACTAL_NZ weights and paged caches; first one token a step, then two (as with
+multi-token prediction). Everything is held against the unmodified model. `Server` is the part to
+take home.
+"""
+
+import argparse
+import time
+from functools import partial
+
+import torch
+from _agreement import check
+from _device import DEVICES, choose_device, print_backends
+from _text import make_prompts, make_tokenizer
+from tqdm import tqdm
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+import custom
+from custom.integrations.paged import PagedCaches, token_positions
+from custom.integrations.transformers import cache_widths, sparse_attention_weights
+
+# roundings that a layer's activations go through one after the other: 13 in the attention (norm,
+# the query's and the key's latent, their norms, up-projection, rotation, probabilities, output, two
+# projections, residual), 12 in the MLP (norm, router, gated experts, their sum, residual)
+ROUNDINGS = 25
+
+
+class Server:
+    """The model's forward pass on paged caches, for requests that all have their own length."""
+
+    def __init__(self, model, requests, capacity, weight_format="nz", seed=0):
+        self.model = model
+        self.weights = [
+            sparse_attention_weights(layer.self_attn, weight_format) for layer in model.model.layers
+        ]
+        self.caches = PagedCaches(
+            len(self.weights),
+            cache_widths(model.config),
+            requests=requests,
+            capacity=capacity,
+            page_size=16,
+            dtype=model.dtype,
+            device=model.device,
+            seed=seed,
+        )
+        self.selected = None
+
+    def forward(self, tokens, lengths):
+        """Logits [B, S, V] of the last S tokens of requests that are `lengths` [B] long with them.
+
+        Prefill, decode and verification of drafts differ in S alone. A request shorter than S is
+        padded on the left: its rows at negative positions have slot -1 and see nothing.
+        """
+        positions = token_positions(lengths, tokens.shape[1])
+        slots = self.caches.slots(positions)
+        hidden = self.model.model.embed_tokens(tokens)
+        cos, sin = self.model.model.rotary_emb(hidden, positions.clamp(min=0))
+        for index, (layer, w) in enumerate(zip(self.model.model.layers, self.weights, strict=True)):
+            pools = self.caches.layers[index]
+            x = layer.input_layernorm(hidden)
+            latent = custom.npu_sparse_attention_pto(
+                x,
+                w.dq,
+                w.uq_qr,
+                w.uk,
+                w.dkv_kr,
+                w.gamma_cq,
+                w.gamma_ckv,
+                sin,
+                cos,
+                slots,
+                pools.kv,
+                pools.kr,
+                self.caches.block_table,
+                lengths,
+                w.idx_qb,
+                w.idx_k,
+                w.idx_proj,
+                w.idx_gamma_k,
+                w.idx_beta_k,
+                pools.index_k,
+                **w.options,
+            )
+            hidden = hidden + layer.self_attn.o_proj(w.values(latent))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            if self.selected is not None:
+                self._record(index, x, sin, cos, positions, lengths)
+        return self.model.lm_head(self.model.model.norm(hidden))
+
+    def record_selection(self):
+        """From now on keep, by layer and position, which positions each token attends to."""
+        topk, layers = self.model.config.index_topk, len(self.weights)
+        shape = (layers, len(self.caches.block_table), self.caches.capacity, topk)
+        self.selected = torch.full(shape, -1, dtype=torch.int32, device=self.model.device)
+
+    def _record(self, index, x, sin, cos, positions, lengths):
+        # three of the op's four stages, each an op as well (they rewrite the caches' same rows)
+        w, pools, table = self.weights[index], self.caches.layers[index], self.caches.block_table
+        slots, form = self.caches.slots(positions), w.options["weight_format"]
+        *_, query_norm = custom.npu_mla_prolog_pto(
+            x, w.dq, w.uq_qr, w.uk, w.dkv_kr, w.gamma_cq, w.gamma_ckv, sin, cos,
+            pools.kv, pools.kr, slots, weight_format=form,
+        )  # fmt: skip
+        query, head_weights = custom.npu_indexer_prolog_pto(
+            x, query_norm, w.idx_qb, w.idx_k, w.idx_proj, w.idx_gamma_k, w.idx_beta_k, sin, cos,
+            pools.index_k, slots, weight_format=form,
+        )  # fmt: skip
+        chosen, _ = custom.npu_lightning_indexer(
+            query,
+            pools.index_k,
+            head_weights,
+            actual_seq_lengths_key=lengths,
+            block_table=table,
+            layout_key="PA_BSND",
+            sparse_count=w.options["sparse_count"],
+        )
+        row, column = (positions >= 0).nonzero(as_tuple=True)
+        self.selected[index, row, positions[row, column]] = chosen[row, column, 0]
+
+
+def generate(server, prompts, lengths, new, bar):
+    """Greedy tokens [B, new] and their logits [B, new, V], one token a step."""
+    logits = [server.forward(prompts, lengths)[:, -1]]
+    for _ in range(new - 1):
+        bar.update()
+        lengths = lengths + 1
+        logits.append(server.forward(logits[-1].argmax(-1, keepdim=True), lengths)[:, -1])
+    bar.update()
+    logits = torch.stack(logits, 1)
+    return logits.argmax(-1), logits
+
+
+def verify_drafts(server, prompts, lengths, known, bar):
+    """The same logits [B, new, V], two tokens a step: a known one, and a draft of the next.
+
+    Every third draft is spoiled and thus rejected, at another step in every request: such a request
+    advances by one token, and its next step overwrites the draft's keys.
+    """
+    requests, new = known.shape
+    rows = torch.arange(requests, device=known.device)
+    first = server.forward(prompts, lengths)[:, -1]
+    logits = first.new_empty(requests, new + 1, first.shape[-1])
+    logits[:, 0] = first
+    done, steps = torch.ones_like(lengths), 0
+    while int(done.min()) < new:
+        at = (done - 1).clamp(max=new - 2).long()
+        token, draft = known[rows, at], known[rows, at + 1]
+        accepted = (rows + steps) % 3 != 0
+        fed = torch.stack([token, draft.where(accepted, draft ^ 1)], 1)
+        out = server.forward(fed, (lengths + at + 2).to(lengths.dtype))
+        logits[rows, at + 1] = out[:, 0]
+        logits[rows[accepted], at[accepted] + 2] = out[accepted, 1]
+        done, steps = (at + 2 + accepted).clamp(max=new), steps + 1
+        bar.update(int(done.min()) - bar.n)
+    return logits[:, :new], steps
+
+
+def reference_logits(model, prompts, lengths, generated, selected=None):
+    """Logits [B, new, V] of the unmodified model for the same tokens, request by request.
+
+    With `selected`, its indexers answer what ours selected: which of two keys with nearly the same
+    score is taken is up to the last bit, and changes the output. Asserted is that all of ours are
+    among the best by its own scores, a quarter more than top-k of them: that reaches some 0.2
+    standard deviations of the scores further down, ten times as far as bfloat16 moves a score.
+    """
+    topk, logits, swapped = model.config.index_topk, [], 0
+    for b, length in enumerate(lengths.tolist()):
+        ids = torch.cat([prompts[b, prompts.shape[1] - length :], generated[b, :-1]])[None]
+        here = torch.arange(ids.shape[1], device=ids.device)[:, None]
+
+        def answer(indexer, chosen, *args, here=here, **kwargs):
+            nonlocal swapped
+            best = type(indexer).forward(indexer, *args, **kwargs)[0].long()  # best first
+            rank = best.new_full((len(here), len(here)), topk * 2)
+            rank.scatter_(1, best, torch.arange(best.shape[1], device=best.device).expand_as(best))
+            chosen = chosen.where(chosen >= 0, here)  # -1: fewer positions than top-k
+            rank = rank.gather(1, chosen.long()).where(here >= topk, 0)
+            assert int(rank.max()) < topk * 2, (
+                "selected a key that the unmodified indexer ranks low"
+            )
+            swapped += int((rank >= topk).sum())
+            return chosen[None]
+
+        if selected is not None:
+            for index, layer in enumerate(model.model.layers):
+                indexer = layer.self_attn.indexer
+                indexer.index_topk = topk * 5 // 4
+                indexer.forward = partial(answer, indexer, selected[index, b, : ids.shape[1]])
+        logits.append(model(ids, use_cache=False).logits[0, length - 1 :])
+    if selected is not None:
+        for layer in model.model.layers:
+            del layer.self_attn.indexer.forward
+            layer.self_attn.indexer.index_topk = topk
+        total = int((selected >= 0).sum())
+        print(f"  indexer: {swapped} of {total} selected keys are near-ties taken otherwise")
+    return torch.stack(logits)
+
+
+def make_model(vocabulary, topk):
+    config = DeepseekV32Config(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=topk,
+        max_position_embeddings=4 * 4096,
+        # every expert is chosen: which ones a near-tie would pick is not the subject here
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        n_group=1,
+        topk_group=1,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=10000.0,
+            factor=4.0,
+            original_max_position_embeddings=4096,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            beta_fast=32,
+            beta_slow=1,
+        ),
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return DeepseekV32ForCausalLM(config).eval()
+
+
+def run(model, tokenizer, options):
+    """Serve once in the model's dtype, and hold it against the unmodified model."""
+    new, roundings = options.new_tokens, ROUNDINGS * model.config.num_hidden_layers
+    padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
+    padded, lengths = padded.to(model.device), lengths.to(model.device)
+    prompts = padded["input_ids"]
+    exact = model.dtype == torch.float32
+    print(
+        f"\n{str(model.dtype).removeprefix('torch.')}: {options.batch} requests of "
+        f"{int(lengths.min())} to {int(lengths.max())} tokens, {new} new ones each, "
+        f"top-{model.config.index_topk} of the context"
+    )
+
+    def serve(title, decode, extra):
+        server = Server(model, options.batch, options.context, options.weight_format)
+        if not exact:
+            server.record_selection()
+        with tqdm(total=new, desc=f"  {title}", unit="token", leave=False) as bar:
+            begin = time.perf_counter()
+            out = decode(server, prompts, lengths, extra, bar)
+            int(lengths[0])  # wait for the device
+            seconds = time.perf_counter() - begin
+        recorded = "" if exact else " and recording the selection"
+        print(f"  {title}: {options.batch * new / seconds:.0f} tokens/s, with prefill{recorded}")
+        return *out, server.selected
+
+    tokens, logits, selected = serve("one token a step", generate, new)
+    if exact:
+        begin = time.perf_counter()
+        theirs = model.generate(**padded, max_new_tokens=new, do_sample=False)[
+            :, prompts.shape[1] :
+        ]
+        seconds = time.perf_counter() - begin
+        print(f"  unmodified model: {options.batch * new / seconds:.0f} tokens/s")
+        assert torch.equal(theirs, tokens), (
+            f"{int((theirs != tokens).sum())} of {tokens.numel()} generated tokens differ"
+        )
+        print(f"  generated tokens: all {tokens.numel()} equal to the unmodified model's")
+    reference = reference_logits(model, prompts, lengths, tokens, selected)
+    check("one token a step", logits, tokens, reference, roundings)
+
+    logits, steps, selected = serve("two tokens a step", verify_drafts, tokens)
+    print(f"  {new - 1} tokens in {steps} steps, every third draft rejected")
+    reference = reference_logits(model, prompts, lengths, tokens, selected)
+    check("two tokens a step", logits, logits.argmax(-1), reference, roundings)
+    for b in (0, options.batch - 1):
+        said = tokenizer.decode(prompts[b, -12:]), tokenizer.decode(tokens[b])
+        print(f"  request {b}: ...{said[0]!r} -> {said[1]!r}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere",
+    )
+    parser.add_argument("--weight-format", choices=["nz", "nd"], default="nz")
+    parser.add_argument("--batch", type=int, default=24, help="requests")
+    parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
+    parser.add_argument("--new-tokens", type=int, default=24)
+    options = parser.parse_args()
+    if options.new_tokens < 2 or options.context < options.new_tokens + 24:
+        parser.error("--new-tokens starts at 2, --context at --new-tokens + 24")
+
+    device = choose_device(options.device)
+    tokenizer = make_tokenizer()
+    dtypes = [options.dtype] if options.dtype != "auto" else ["bfloat16"]
+    if options.dtype == "auto" and device == "cpu":
+        dtypes = ["float32", "bfloat16"]
+    with torch.inference_mode():
+        for dtype in dtypes:
+            model = make_model(len(tokenizer), topk=options.context // 4)
+            run(model.to(device, getattr(torch, dtype)), tokenizer, options)
+    print_backends()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Generate with Hugging Face Qwen3-Next, its gated delta rule by our ops.
+
+    python examples/qwen3_next_generate.py [--device cuda] [--dtype bfloat16]
+
+Inside `use()` a prompt goes through `npu_chunk_gated_delta_rule`, and every new token through
+`npu_fused_sigmoid_gating_delta_rule_update`, which updates the model's own state in place. The
+model is small and its weights are random, so it babbles; the unmodified model babbles the same.
+"""
+
+import argparse
+import time
+
+import torch
+from _agreement import check
+from _device import DEVICES, choose_device, print_backends
+from _text import make_prompts, make_tokenizer
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, logging
+
+from custom.integrations.transformers import use
+
+# as in deepseek_v32_decode.py: 13 in the recurrence or attention, 12 in the MLP
+ROUNDINGS = 25
+
+
+def make_model(vocabulary):
+    config = Qwen3NextConfig(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,  # three of linear attention, one of full attention
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        # every expert is chosen: which ones a near-tie would pick is not the subject here
+        num_experts=4,
+        num_experts_per_tok=4,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return Qwen3NextForCausalLM(config).eval()
+
+
+def run(model, tokenizer, options):
+    new = options.new_tokens
+    padded, _ = make_prompts(tokenizer, options.batch, options.context - new)
+    padded = padded.to(model.device)
+    length = padded["input_ids"].shape[1]
+    print(
+        f"\n{str(model.dtype).removeprefix('torch.')}: {options.batch} requests, {new} new tokens"
+    )
+
+    def generate():
+        begin = time.perf_counter()
+        out = model.generate(
+            **padded,
+            max_new_tokens=new,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        seconds = time.perf_counter() - begin
+        rate = f"{options.batch * new / seconds:.0f} tokens/s, with prefill"
+        return out.sequences, torch.stack(out.logits, 1), rate
+
+    with use():
+        sequences, logits, rate = generate()
+    print(f"  our ops: {rate}")
+    tokens = sequences[:, length:]
+    if model.dtype == torch.float32:
+        theirs, _, rate = generate()
+        print(f"  unmodified model: {rate}")
+        assert torch.equal(theirs, sequences), f"{int((theirs != sequences).sum())} tokens differ"
+        print(f"  generated tokens: all {tokens.numel()} equal to the unmodified model's")
+    # both are fed the same tokens
+    mask = torch.cat([padded["attention_mask"], torch.ones_like(tokens)], 1)
+    reference = model(sequences, attention_mask=mask, use_cache=False).logits[:, length - 1 : -1]
+    layers = model.config.num_hidden_layers
+    check("unmodified model", logits.to(model.dtype), tokens, reference, ROUNDINGS * layers)
+    said = tokenizer.decode(padded["input_ids"][0, -12:]), tokenizer.decode(tokens[0])
+    print(f"  request 0: ...{said[0]!r} -> {said[1]!r}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere",
+    )
+    parser.add_argument("--batch", type=int, default=8, help="requests")
+    parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
+    parser.add_argument("--new-tokens", type=int, default=24)
+    options = parser.parse_args()
+
+    logging.set_verbosity_error()  # Transformers praises its own dependencies
+    device = choose_device(options.device)
+    tokenizer = make_tokenizer()
+    dtypes = [options.dtype] if options.dtype != "auto" else ["bfloat16"]
+    if options.dtype == "auto" and device == "cpu":
+        dtypes = ["float32", "bfloat16"]
+    with torch.inference_mode():
+        for dtype in dtypes:
+            run(make_model(len(tokenizer)).to(device, getattr(torch, dtype)), tokenizer, options)
+    print_backends()
+
+
+if __name__ == "__main__":
+    main()

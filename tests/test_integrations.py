@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Hugging Face models on our ops: the same tokens, and their own code back afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from custom.dispatch import log
+
+import custom
+from custom.integrations.paged import PagedCaches, token_positions
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
+
+from custom.integrations.transformers import sparse_attention_weights, use  # noqa: E402
+
+NEW = 12
+
+
+def deepseek(**changes):
+    settings = dict(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=24,
+        index_n_heads=16,
+        index_head_dim=32,
+        index_topk=12,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        n_group=1,
+        topk_group=1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    config = transformers.DeepseekV32Config(**{**settings, **changes})
+    return transformers.DeepseekV32ForCausalLM(config).eval()
+
+
+def qwen3_next():
+    config = transformers.Qwen3NextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=24,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=4,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3NextForCausalLM(config).eval()
+
+
+def ragged(lengths=(30, 21, 5)):
+    """Prompts padded on the left."""
+    ids = torch.randint(1, 128, (len(lengths), max(lengths)))
+    mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    return dict(input_ids=ids, attention_mask=mask.long())
+
+
+@torch.inference_mode()
+def greedy(model, inputs, **options):
+    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+def ran(*ops):
+    return [log.calls[op, "reference"] for op in ops]
+
+
+@pytest.mark.parametrize("weight_format", ["nz", "nd"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_deepseek_generates_the_same_tokens(attention, weight_format):
+    model, inputs = deepseek(attn_implementation=attention), ragged()
+    own = type(model.model.layers[0].self_attn).forward
+    expected = greedy(model, inputs)
+    (before,) = ran("npu_sparse_attention_pto")
+    with use(weight_format=weight_format, page_size=16):
+        assert torch.equal(greedy(model, inputs), expected)
+    assert ran("npu_sparse_attention_pto") == [before + 3 * NEW]
+    assert type(model.model.layers[0].self_attn).forward is own
+    assert torch.equal(greedy(model, inputs), expected)
+    assert ran("npu_sparse_attention_pto") == [before + 3 * NEW]
+
+
+def test_deepseek_with_yarn():
+    rope = dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=40.0,
+        original_max_position_embeddings=4096,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    )
+    model, inputs = deepseek(rope_parameters=rope), ragged()
+    attention = model.model.layers[0].self_attn
+    scale = sparse_attention_weights(attention).options["softmax_scale"]
+    assert scale == pytest.approx(32**-0.5 * 1.3688879**2, rel=1e-6)
+    expected = greedy(model, inputs)
+    with use():
+        assert torch.equal(greedy(model, inputs), expected)
+
+
+def test_deepseek_verifies_and_crops_drafts():
+    """Prompt lookup feeds several tokens a step, and crops the rejected ones off the cache."""
+    model = deepseek()
+    inputs = dict(input_ids=torch.randint(1, 128, (1, 8)).repeat(1, 3))
+    expected = greedy(model, inputs)
+    with use(page_size=16):
+        assert torch.equal(greedy(model, inputs, prompt_lookup_num_tokens=3), expected)
+
+
+def test_deepseek_without_a_cache():
+    model, inputs = deepseek(), ragged()
+    there = inputs["attention_mask"].bool()
+    with torch.inference_mode():
+        expected = model(**inputs, use_cache=False).logits[there]
+        with use():
+            got = model(**inputs, use_cache=False).logits[there]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_qwen3_next_generates_the_same_tokens():
+    model, inputs = qwen3_next(), ragged()
+    own = type(model.model.layers[0].linear_attn).forward
+    expected = greedy(model, inputs)
+    ops = "npu_chunk_gated_delta_rule", "npu_fused_sigmoid_gating_delta_rule_update"
+    prefill, decode = ran(*ops)
+    with use():
+        assert torch.equal(greedy(model, inputs), expected)
+    assert ran(*ops) == [prefill + 3, decode + 3 * (NEW - 1)]
+    assert type(model.model.layers[0].linear_attn).forward is own
+    assert torch.equal(greedy(model, inputs), expected)
+    assert ran(*ops) == [prefill + 3, decode + 3 * (NEW - 1)]
+
+
+def test_qwen3_next_continues_a_prompt():
+    """Several tokens on a state that is not zero; and a cache that both kinds of code share."""
+    model, ids = qwen3_next(), torch.randint(1, 128, (2, 40))
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        with use():
+            alone = model(ids, use_cache=False).logits
+            cache = model(ids[:, :17], use_cache=True).past_key_values
+            second = model(ids[:, 17:30], past_key_values=cache).logits
+        third = model(ids[:, 30:], past_key_values=cache).logits
+    torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(second, expected[:, 17:30], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(third, expected[:, 30:], rtol=1e-5, atol=1e-5)
+
+
+def test_nested_use_is_refused_and_leaves_the_outer_one():
+    model, inputs = deepseek(), ragged()
+    own = type(model.model.layers[0].self_attn).forward
+    with use():
+        ours = type(model.model.layers[0].self_attn).forward
+        with pytest.raises(RuntimeError, match="already"), use():
+            pass
+        assert type(model.model.layers[0].self_attn).forward is ours is not own
+    expected = greedy(model, inputs)
+    with use():  # possible again
+        assert torch.equal(greedy(model, inputs), expected)
+
+
+def test_use_is_undone_after_an_error():
+    model = deepseek()
+    own = type(model.model.layers[0].self_attn).forward
+    with pytest.raises(KeyError), use():
+        raise KeyError
+    assert type(model.model.layers[0].self_attn).forward is own
+
+
+def test_what_the_paged_cache_cannot_do_is_refused():
+    model, inputs = deepseek(), ragged()
+    with torch.inference_mode():
+        cache = model(**inputs, use_cache=True).past_key_values
+    with pytest.raises(custom.NotSupported, match="30 tokens"), use(), torch.inference_mode():
+        model(torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(custom.NotSupported, match="beam search"), use():
+        greedy(model, inputs, num_beams=2)
+
+
+def test_an_attention_with_bias_is_refused():
+    model = deepseek(attention_bias=True)
+    with pytest.raises(custom.NotSupported, match="attention_bias=True"):
+        sparse_attention_weights(model.model.layers[0].self_attn)
+
+
+def test_gradients_are_refused():
+    model, inputs = deepseek(), ragged()
+    with pytest.raises(RuntimeError, match="requires grad"), use():
+        model(**inputs)
+
+
+def test_packed_sequences_are_refused():
+    model = qwen3_next()
+    with pytest.raises(custom.NotSupported, match="cu_seq_lens_q"), use(), torch.inference_mode():
+        model.model.layers[0].linear_attn(
+            torch.randn(1, 8, 64), cu_seq_lens_q=torch.tensor([0, 3, 8])
+        )
+
+
+def test_pages():
+    caches = PagedCaches(2, (32, 16, 16), requests=3, capacity=40, page_size=16)
+    assert caches.capacity == 48
+    positions = token_positions(torch.tensor([48, 3, 0]), 48)
+    slots = caches.slots(positions)
+    assert (slots[1, :45] == -1).all() and (slots[2] == -1).all()
+    assert caches.slots(torch.tensor([[48], [0], [0]]))[0] == -1
+    every = caches.slots(torch.arange(48).expand(3, -1))
+    assert sorted(every.flatten().tolist()) == list(range(3 * 48))
+    assert not torch.equal(caches.block_table.flatten().sort().values, caches.block_table.flatten())
+    caches.layers[1].kr.view(-1, 16)[every.flatten().long()] = 7.0
+    caches.reserve(49)
+    assert caches.capacity == 64 and caches.layers[0].kv.shape == (12, 16, 1, 32)
+    assert torch.equal(caches.slots(torch.arange(48).expand(3, -1)), every)
+    assert (caches.layers[1].kr.view(-1, 16)[every.flatten().long()] == 7.0).all()
