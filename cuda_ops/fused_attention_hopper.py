@@ -217,7 +217,7 @@ def _forward_consumer(
     for step in range(0, (total + programs - 1) // programs):
         number = _round_of(step, programs)
         if number < total:
-            batch, head, first_q, rows, _, columns, tile = _tile_of(
+            batch, head, first_q, rows, _first, columns, tile = _tile_of(
                 number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
             )
             if tile * BM < rows:
@@ -237,7 +237,7 @@ def _forward_consumer(
                 row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
                 row_sum = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, MS))
                 column = (top - 1) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, MS))
-                p_wide, row_max, row_sum, _ = _softmax(
+                p_wide, row_max, row_sum, _alpha = _softmax(
                     s, row_max, row_sum, row, column, shift, columns, window, scale_log2,
                     True, CAUSAL, WINDOW,
                 )  # fmt: skip
