@@ -155,15 +155,15 @@ def check(problem: Problem, backend, device, dtype, layouts, sparse_mode=3):
     got, padding = packed.unpack(out)
     lse, lse_padding = packed.unpack(tokens_first(top + total.log()))
     assert (padding == 0).all() and (lse_padding == -torch.inf).all()
-    exact = problem.solved(sparse_mode, torch.float64)
-    plain = problem.solved(sparse_mode, dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
-    statistics = problem.solved(sparse_mode, wide)
-    for i in range(len(problem.rows)):
-        assert_close_to_float64(f"out of request {i}", got[i], plain[i][0], exact[i][0])
-        assert_close_to_float64(
-            f"lse of request {i}", lse[i], *(s[i][1] + s[i][2].log() for s in (statistics, exact))
-        )
+    exact, plain, statistics = (
+        [torch.cat(parts) for parts in zip(*problem.solved(sparse_mode, precision), strict=True)]
+        for precision in (torch.float64, dtype, wide)
+    )
+    assert_close_to_float64("out", torch.cat(got), plain[0], exact[0])
+    assert_close_to_float64(
+        "lse", torch.cat(lse), *(each[1] + each[2].log() for each in (statistics, exact))
+    )
     # the statistics change nothing else, and are absent unless asked for
     alone, *empty = run(OP, backend, **arguments, sparse_mode=sparse_mode)
     assert torch.equal(alone, out) and all(list(each.shape) == [0] for each in empty)
