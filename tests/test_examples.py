@@ -38,20 +38,9 @@ def test_example(script, device):
     assert f"device: {device.type}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "options", [("--weight-format", "nd"), ("--dtype", "float16")], ids=" ".join
-)
-def test_options_of_the_demo(options):
+def test_options_of_the_demo():
     pytest.importorskip("transformers")
-    done = run(
-        "deepseek_v32_decode.py", "--device", "cpu", *options, *SMALL["deepseek_v32_decode.py"]
-    )
+    options = ["--device", "cpu", "--dtype", "float16", "--weight-format", "nd"]
+    done = run("deepseek_v32_decode.py", *options, *SMALL["deepseek_v32_decode.py"])
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "two tokens a step: " in done.stdout
-    assert "reference" in done.stdout
-
-
-def test_a_context_that_is_too_short_is_refused():
-    pytest.importorskip("transformers")
-    done = run("deepseek_v32_decode.py", "--context", "20")
-    assert done.returncode == 2 and "--context" in done.stderr
+    assert "float16: 5 requests" in done.stdout and "two tokens a step: " in done.stdout

@@ -17,14 +17,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer
-from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v32
-from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers.models.deepseek_v32 import modeling_deepseek_v32
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ..delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
 from ..dispatch.common.nz import to_nz
 from ..dispatch.errors import NotSupported
 from ..sparse_attention import npu_sparse_attention_pto
 from .paged import LayerCaches, PagedCaches, token_positions
+
+# their functions are not typed
+_deepseek_v32: Any = modeling_deepseek_v32
+_qwen3_next: Any = modeling_qwen3_next
+_new_layer: Any = DynamicIndexedLayer
 
 # ------------------------------------------------------------------------ DeepSeek-V3.2's weights
 
@@ -118,7 +123,7 @@ def cache_widths(config: Any) -> tuple[int, int, int]:
 # ---------------------------------------------------------------------- DeepSeek-V3.2's attention
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """A layer of a Transformers cache, kept in our pages.
 
     `tokens` counts positions with their padding, as Transformers does; the requests' own lengths
@@ -128,7 +133,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
 
     def __init__(self, caches: PagedCaches, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.caches, self.index, self.tokens = caches, index, 0
 
     def append(self, tokens: int) -> LayerCaches:
@@ -167,7 +172,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) -> _PagedLayer:
     """The layer's cache, after taking over a new Transformers cache (all its layers at once)."""
     index = module.layer_idx if cache is not None else 0
-    layers = cache.layers if cache is not None else [DynamicIndexedLayer()]
+    layers: list[Any] = [_new_layer()] if cache is None else cache.layers
     layer = layers[index]
     if isinstance(layer, _PagedLayer):
         return layer
@@ -186,8 +191,9 @@ def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) ->
         dtype=x.dtype,
         device=x.device,
     )
-    layers[:] = [_PagedLayer(caches, each) for each in range(len(layers))]
-    return layers[index]
+    paged = [_PagedLayer(caches, each) for each in range(len(layers))]
+    layers[:] = paged
+    return paged[index]
 
 
 def _lengths(attention_mask: Tensor, requests: int) -> Tensor:
@@ -262,9 +268,9 @@ def _qwen3_next_forward(
     """
     if kwargs.get("cu_seq_lens_q") is not None:
         raise NotSupported("Packed sequences (cu_seq_lens_q) mix in the convolution; pad instead.")
-    x = qwen3_next.apply_mask_to_padding_states(hidden_states, attention_mask)
+    x = _qwen3_next.apply_mask_to_padding_states(hidden_states, attention_mask)
     requests, tokens, _ = x.shape
-    cache = None if cache_params is None else cache_params.layers[self.layer_idx]
+    cache: Any = None if cache_params is None else cache_params.layers[self.layer_idx]
     continues = cache_params is not None and cache_params.has_previous_state(self.layer_idx)
     decodes = continues and tokens == 1
 
@@ -272,7 +278,7 @@ def _qwen3_next_forward(
     mixed = torch.cat([each.flatten(2) for each in (q, k, v)], -1).transpose(1, 2)
     kernel, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
     if decodes and not cache.record_past:
-        mixed = qwen3_next.causal_conv1d_update(
+        mixed = _qwen3_next.causal_conv1d_update(
             mixed, cache.conv_states[0], kernel, bias, self.activation
         )
     else:
@@ -280,7 +286,7 @@ def _qwen3_next_forward(
             mixed = cache_params.update_conv_state(
                 mixed, self.layer_idx, conv_kernel_size=self.conv_kernel_size
             )
-        mixed = qwen3_next.causal_conv1d_fn(mixed, kernel, bias, activation=self.activation)
+        mixed = _qwen3_next.causal_conv1d_fn(mixed, kernel, bias, activation=self.activation)
     mixed = mixed[..., -tokens:].transpose(1, 2)
     q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
     q, k = (each.unflatten(-1, (-1, self.head_k_dim)) for each in (q, k))
@@ -305,8 +311,10 @@ def _qwen3_next_forward(
         # the prefill op takes all tokens in a row, gates ready-made, and states [B, Nv, Dv, Dk]
         gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias)
         state = cache.recurrent_states[0].mT.contiguous() if continues else None
+        q, k = (_qwen3_next.l2norm(each.float()).to(v.dtype) for each in (q, k))
         out, state = npu_chunk_gated_delta_rule(
-            *(qwen3_next.l2norm(each.float()).to(v.dtype).flatten(0, 1) for each in (q, k)),
+            q.flatten(0, 1),
+            k.flatten(0, 1),
             v.flatten(0, 1),
             beta=b.sigmoid().flatten(0, 1),
             initial_state=state,
@@ -316,7 +324,8 @@ def _qwen3_next_forward(
         if cache_params is not None:
             cache_params.update_recurrent_state(state.mT.contiguous(), self.layer_idx)
     out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
-    return self.out_proj(out.view(requests, tokens, -1))
+    projected: Tensor = self.out_proj(out.view(requests, tokens, -1))
+    return projected
 
 
 # --------------------------------------------------------------------------------- the replacement
@@ -347,8 +356,8 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
             "custom.integrations.transformers.use() is in force already; leave that context first."
         )
     replacements = (
-        (deepseek_v32.DeepseekV32Attention, _deepseek_forward(weight_format, page_size)),
-        (qwen3_next.Qwen3NextGatedDeltaNet, _qwen3_next_forward),
+        (_deepseek_v32.DeepseekV32Attention, _deepseek_forward(weight_format, page_size)),
+        (_qwen3_next.Qwen3NextGatedDeltaNet, _qwen3_next_forward),
     )
     originals = [(each, each.forward) for each, _ in replacements]
     _in_use = True
