@@ -40,57 +40,60 @@ def _softplus(x, beta, threshold):
 
 @triton.jit
 def _load_token(
-    q, k, v, a, b, t, there, k_at, v_at, q_row, k_row, v_row, a_row, b_row,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KDA: tl.constexpr,
+    q, k, a, b, t, there, k_at, q_row, k_row, a_row, b_row,
+    K: tl.constexpr, KDA: tl.constexpr,
 ):  # fmt: skip
-    """The token's q, k [BK], v [BV], a, b as they are stored; zeros where `there` is false."""
+    """The token's q, k [BK], a, b as they are stored; zeros where `there` is false."""
     k_on = there & (k_at < K)
     q_tile = tl.load(q + t * q_row + k_at, mask=k_on, other=0.0)
     k_tile = tl.load(k + t * k_row + k_at, mask=k_on, other=0.0)
-    v_tile = tl.load(v + t * v_row + v_at, mask=there & (v_at < V), other=0.0)
     if KDA:
         a_tile = tl.load(a + t * a_row + k_at, mask=k_on, other=0.0)
     else:
         a_tile = tl.load(a + t * a_row, mask=there, other=0.0)
-    b_tile = tl.load(b + t * b_row, mask=there, other=0.0)
-    return q_tile, k_tile, v_tile, a_tile, b_tile
+    return q_tile, k_tile, a_tile, tl.load(b + t * b_row, mask=there, other=0.0)
 
 
 @triton.jit
-def _step(
-    state, q_tile, k_tile, v_tile, a_tile, b_tile, rate, bias, scale,
-    softplus_beta, softplus_threshold,
-    VK: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr,
+def _gates(
+    q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta, softplus_threshold,
+    NORM: tl.constexpr,
 ):  # fmt: skip
-    """(state after the token, its output [BV])."""
+    """q, k [BK] as they meet the state, the decay [BK] or scalar, and beta."""
     q_wide = q_tile.to(tl.float32)
     k_wide = k_tile.to(tl.float32)
     if NORM:
         q_wide = q_wide * (1.0 / tl.sqrt(tl.sum(q_wide * q_wide, 0) + 1e-6))
         k_wide = k_wide * (1.0 / tl.sqrt(tl.sum(k_wide * k_wide, 0) + 1e-6))
-    q_wide = q_wide * scale
-    qk = tl.sum(q_wide * k_wide, 0)
     gate = _softplus(a_tile.to(tl.float32) + bias, softplus_beta, softplus_threshold)
     decay = tl.exp(-rate * gate)
-    beta = 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
-    k_faded = k_wide * decay
-    q_faded = q_wide * decay
+    return q_wide * scale, k_wide, decay, 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
+
+
+@triton.jit
+def _step(state, q_wide, k_wide, v_tile, decay, beta, VK: tl.constexpr, KDA: tl.constexpr):
+    """(state after the token, its output [BV])."""
+    # one decay for all channels is taken out of the sums: two vectors less in registers
+    k_faded = k_wide * decay if KDA else k_wide
+    q_faded = q_wide * decay if KDA else q_wide
     if VK:
         seen = tl.sum(state * k_faded[None, :], 1)
         read = tl.sum(state * q_faded[None, :], 1)
     else:
         seen = tl.sum(state * k_faded[:, None], 0)
         read = tl.sum(state * q_faded[:, None], 0)
-    update = (v_tile.to(tl.float32) - seen) * beta
     if KDA:
         state = state * (decay[None, :] if VK else decay[:, None])
     else:
+        seen = seen * decay
+        read = read * decay
         state = state * decay
+    update = (v_tile.to(tl.float32) - seen) * beta
     if VK:
         state += update[:, None] * k_wide[None, :]
     else:
         state += k_wide[:, None] * update[None, :]
-    return state, read + qk * update
+    return state, read + tl.sum(q_wide * k_wide, 0) * update
 
 
 @triton.jit
@@ -100,26 +103,51 @@ def _parent(parents, t, columns):
     return tl.where((parent >= 0) & (parent < t), parent, -1)
 
 
-@triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns", "batch"])
+@triton.jit
+def _state_tile(
+    column, k_at, there,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VK: tl.constexpr,
+):  # fmt: skip
+    """(columns [BV], offsets of the tile in a head's state, its mask)."""
+    v_at = column * BV + tl.arange(0, BV)
+    if VK:
+        tile_at = v_at[:, None] * K + k_at[None, :]
+    else:
+        tile_at = k_at[:, None] * V + v_at[None, :]
+    if (BK == K) & (V % BV == 0):
+        # one predicate for all: masks and addresses would cost registers
+        tile_on = there
+    elif VK:
+        tile_on = (v_at[:, None] < V) & (k_at[None, :] < K) & there
+    else:
+        tile_on = (k_at[:, None] < K) & (v_at[None, :] < V) & there
+    return v_at, tile_at, tile_on
+
+
+@triton.jit
+def _load_state(at, on):
+    return tl.load(at, mask=on, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns"])
 def _delta_rule_kernel(
     A_log, a, dt_bias, q, k, v, b, pool, indices, cu_seqlens, cache, cache_rows, parents, out,
-    T, batch, sequences, slots, rows, steps, columns,
+    T, sequences, slots, rows, steps, columns,
     scale, softplus_beta, softplus_threshold,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     a_batch, a_row, a_head, b_batch, b_row, slot_stride, cache_stride, step_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, VK: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr,
-    ONE: tl.constexpr, VARLEN: tl.constexpr, UPDATE: tl.constexpr, CACHE: tl.constexpr,
-    TREE: tl.constexpr, EVICT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
+    VK: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr,
+    VARLEN: tl.constexpr, UPDATE: tl.constexpr, CACHE: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    NV: tl.constexpr = (V + BV - 1) // BV
+    NV: tl.constexpr = (V + BV * TILES - 1) // (BV * TILES)
     program = tl.program_id(0)
-    column = program % NV
+    column = (program % NV) * TILES
     hv = (program // NV) % HV
     n = program // (NV * HV)
     h = hv // (HV // H)
     k_at = tl.arange(0, BK)
-    v_at = column * BV + tl.arange(0, BV)
     n_wide = n.to(tl.int64)
 
     slot = tl.load(indices + n).to(tl.int64)
@@ -139,24 +167,12 @@ def _delta_rule_kernel(
     b += n_batch * b_batch + first * b_row + hv
     out += ((n_batch * T + first) * HV + hv) * V
     out_row = HV * V
-
-    if VK:
-        tile_at = v_at[:, None] * K + k_at[None, :]
-        tile_on = (v_at[:, None] < V) & (k_at[None, :] < K)
-    else:
-        tile_at = k_at[:, None] * V + v_at[None, :]
-        tile_on = (k_at[:, None] < K) & (v_at[None, :] < V)
-    tile_at += hv * (K * V)
     live = (slot >= 0) & (slot < slots)
-    slot_at = pool + slot * slot_stride + tile_at
-    state = tl.load(slot_at, mask=tile_on & live, other=0.0, eviction_policy=EVICT)
-    state = state.to(tl.float32)
-
-    # in flight together with the state
     here = length > 0
-    q_tile, k_tile, v_tile, a_tile, b_tile = _load_token(
-        q, k, v, a, b, 0, here, k_at, v_at, q_row, k_row, v_row, a_row, b_row, K, V, BK, BV, KDA
-    )
+    pool += slot * slot_stride + hv * (K * V)
+    v_at, tile_at, tile_on = _state_tile(column, k_at, live, K, V, BK, BV, VK)
+    state = _load_state(pool + tile_at, tile_on)
+
     rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
     if KDA:
         bias = tl.load(dt_bias + hv * K + k_at, mask=k_at < K, other=0.0).to(tl.float32)
@@ -165,71 +181,93 @@ def _delta_rule_kernel(
     if CACHE:
         row = tl.load(cache_rows + n).to(tl.int64)
         kept = (row >= 0) & (row < rows)
-        cache += row * cache_stride + tile_at
+        cache += row * cache_stride + hv * (K * V)
     if TREE:
         parents += n_wide * columns
 
+    # the first token's values, which every tile needs, are in flight together with the state
+    q_first, k_first, a_first, b_first = _load_token(
+        q, k, a, b, 0, here, k_at, q_row, k_row, a_row, b_row, K, KDA
+    )
     if ONE:
-        state, o = _step(
-            state, q_tile, k_tile, v_tile, a_tile, b_tile, rate, bias, scale,
-            softplus_beta, softplus_threshold, VK, KDA, NORM,
+        q_wide, k_wide, decay, beta = _gates(
+            q_first, k_first, a_first, b_first, rate, bias, scale, softplus_beta,
+            softplus_threshold, NORM,
         )  # fmt: skip
-        tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
+    for tile in tl.static_range(TILES):
+        v_tile = tl.load(v + v_at, mask=here & (v_at < V), other=0.0)
+        if tile + 1 < TILES:
+            v_at_2, tile_at_2, tile_on_2 = _state_tile(
+                column + tile + 1, k_at, live, K, V, BK, BV, VK
+            )
+            state_2 = _load_state(pool + tile_at_2, tile_on_2)
         if CACHE:
-            tl.store(cache, state.to(cache.dtype.element_ty), mask=tile_on & kept & (steps > 0))
-    else:
-        for t in range(length):
-            q_next, k_next, v_next, a_next, b_next = _load_token(
-                q, k, v, a, b, t + 1, t + 1 < length, k_at, v_at,
-                q_row, k_row, v_row, a_row, b_row, K, V, BK, BV, KDA,
-            )  # fmt: skip
-            if TREE:
-                # the chain goes on in registers; a branch is walked again from its root, which
-                # needs no stored states and rounds nothing
-                if (t > 0) & (_parent(parents, t, columns) != t - 1):
-                    state = tl.load(slot_at, mask=tile_on & live, other=0.0).to(tl.float32)
-                    for earlier in range(t):
-                        at = t
-                        while at > earlier:
-                            at = _parent(parents, at, columns)
-                        if at == earlier:
-                            q_past, k_past, v_past, a_past, b_past = _load_token(
-                                q, k, v, a, b, earlier, here, k_at, v_at,
-                                q_row, k_row, v_row, a_row, b_row, K, V, BK, BV, KDA,
-                            )  # fmt: skip
-                            state, _o = _step(
-                                state, q_past, k_past, v_past, a_past, b_past, rate, bias, scale,
-                                softplus_beta, softplus_threshold, VK, KDA, NORM,
-                            )  # fmt: skip
-            state, o = _step(
-                state, q_tile, k_tile, v_tile, a_tile, b_tile, rate, bias, scale,
-                softplus_beta, softplus_threshold, VK, KDA, NORM,
-            )  # fmt: skip
-            tl.store(out + t * out_row + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
+            _, _, cache_on = _state_tile(column + tile, k_at, kept, K, V, BK, BV, VK)
+        if ONE:
+            state, o = _step(state, q_wide, k_wide, v_tile, decay, beta, VK, KDA)
+            tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
             if CACHE:
-                tl.store(
-                    cache + t * step_stride,
-                    state.to(cache.dtype.element_ty),
-                    mask=tile_on & kept & (t < steps),
+                on = cache_on & (steps > 0)
+                tl.store(cache + tile_at, state.to(cache.dtype.element_ty), mask=on)
+        else:
+            q_tile, k_tile, a_tile, b_tile = q_first, k_first, a_first, b_first
+            for t in range(length):
+                coming = t + 1 < length
+                q_next, k_next, a_next, b_next = _load_token(
+                    q, k, a, b, t + 1, coming, k_at, q_row, k_row, a_row, b_row, K, KDA
                 )
-            q_tile, k_tile, v_tile, a_tile, b_tile = q_next, k_next, v_next, a_next, b_next
-    if UPDATE:
-        on = tile_on & live & here
-        tl.store(slot_at, state.to(pool.dtype.element_ty), mask=on, eviction_policy=EVICT)
-    if VARLEN:
-        # tokens behind the last sequence
-        if n == sequences - 1:
-            for t in range(length, (T - first).to(tl.int32)):
-                tl.store(out + t * out_row + v_at, tl.zeros([BV], tl.float32), mask=v_at < V)
+                v_next = tl.load(v + (t + 1) * v_row + v_at, mask=coming & (v_at < V), other=0.0)
+                if TREE:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
+                    # the chain goes on in registers; a branch is walked again from its root,
+                    # which needs no stored states and rounds nothing
+                    if (t > 0) & (_parent(parents, t, columns) != t - 1):
+                        state = _load_state(pool + tile_at, tile_on)
+                        for earlier in range(t):
+                            at = t
+                            while at > earlier:
+                                at = _parent(parents, at, columns)
+                            if at == earlier:
+                                q_past, k_past, a_past, b_past = _load_token(
+                                    q, k, a, b, earlier, here, k_at, q_row, k_row, a_row, b_row,
+                                    K, KDA,
+                                )  # fmt: skip
+                                v_past = tl.load(v + earlier * v_row + v_at, v_at < V, 0.0)
+                                q_wide, k_wide, decay, beta = _gates(
+                                    q_past, k_past, a_past, b_past, rate, bias, scale,
+                                    softplus_beta, softplus_threshold, NORM,
+                                )  # fmt: skip
+                                state, _o = _step(
+                                    state, q_wide, k_wide, v_past, decay, beta, VK, KDA
+                                )
+                q_wide, k_wide, decay, beta = _gates(
+                    q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta,
+                    softplus_threshold, NORM,
+                )  # fmt: skip
+                state, o = _step(state, q_wide, k_wide, v_tile, decay, beta, VK, KDA)
+                tl.store(out + t * out_row + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
+                if CACHE:
+                    on = cache_on & (t < steps)
+                    at_step = cache + t * step_stride + tile_at
+                    tl.store(at_step, state.to(cache.dtype.element_ty), mask=on)
+                q_tile, k_tile, v_tile, a_tile, b_tile = q_next, k_next, v_next, a_next, b_next
+        if UPDATE:
+            tl.store(pool + tile_at, state.to(pool.dtype.element_ty), mask=tile_on & here)
+        if VARLEN:  # noqa: SIM102 (likewise)
+            # tokens behind the last sequence
+            if n == sequences - 1:
+                for t in range(length, (T - first).to(tl.int32)):
+                    tl.store(out + t * out_row + v_at, tl.zeros([BV], tl.float32), mask=v_at < V)
+        if tile + 1 < TILES:
+            v_at, tile_at, tile_on, state = v_at_2, tile_at_2, tile_on_2, state_2
 
 
-def tile(state_layout: str, V: int, BK: int, heads: int) -> tuple[int, int]:
-    """(columns, warps) of a program, for `heads` states of BK rows."""
+def tile(state_layout: str, V: int, BK: int, heads: int) -> tuple[int, int, int, int | None]:
+    """(columns of a tile, tiles, warps, registers) of a program, for `heads` states of BK rows."""
     if state_layout == "vk":
-        BV, warps = (4, 1) if heads <= 128 else (8, 1)
+        BV, tiles, warps = (4, 1, 1) if heads <= 128 else (16, 1, 1)
     else:
-        BV, warps = (16, 1) if heads <= 128 else (64, 4)
-    return min(BV * max(1, 128 // BK), triton.next_power_of_2(V)), warps
+        BV, tiles, warps = (16, 1, 1) if heads <= 128 else (64, 1, 4)
+    return min(BV * max(1, 128 // BK), triton.next_power_of_2(V)), tiles, warps, None
 
 
 def unsupported(k: Tensor, **_: Any) -> str | None:
@@ -261,7 +299,7 @@ def forward(
     intermediate_states: Tensor | None,
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
-    chosen: tuple[int, int, str] | None = None,
+    chosen: tuple[int, int, int, int | None] | None = None,
 ) -> Tensor:
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
@@ -273,12 +311,11 @@ def forward(
     b = b.view(B, T, HV)
     pool, cache, parents = initial_state_source, intermediate_states, retrieve_parent_token
     BK = max(16, triton.next_power_of_2(K))
-    BV, warps, evict = chosen or (*tile(state_layout, V, BK, N * HV), "")
-    BV = min(BV, triton.next_power_of_2(V))
-    _delta_rule_kernel[(N * HV * triton.cdiv(V, BV),)](
+    BV, tiles, warps, registers = chosen or tile(state_layout, V, BK, N * HV)
+    _delta_rule_kernel[(N * HV * triton.cdiv(V, BV * tiles),)](
         A_log, a, dt_bias, q, k, v, b, pool, initial_state_indices, cu_seqlens,
         cache, intermediate_state_indices, parents, out,
-        T, B, N, pool.shape[0],
+        T, N, pool.shape[0],
         0 if cache is None else cache.shape[0],
         0 if cache is None else cache.shape[1],
         0 if parents is None else parents.shape[1],
@@ -287,10 +324,10 @@ def forward(
         pool.stride(0),
         0 if cache is None else cache.stride(0),
         0 if cache is None else cache.stride(1),
-        H=H, HV=HV, K=K, V=V, BK=BK, BV=BV,
+        H=H, HV=HV, K=K, V=V, BK=BK, BV=BV, TILES=tiles,
         VK=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
         ONE=T == 1 and cu_seqlens is None, VARLEN=cu_seqlens is not None,
-        UPDATE=not disable_state_update, CACHE=cache is not None, TREE=parents is not None, EVICT=evict,
-        num_warps=warps,
+        UPDATE=not disable_state_update, CACHE=cache is not None, TREE=parents is not None,
+        num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return out

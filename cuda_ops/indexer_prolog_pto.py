@@ -61,7 +61,5 @@ def forward(
         [(weight_qb, heads * size)],
         weight_format,
     )
-    prolog.query_stage(
-        q, rope_sin, rope_cos, None, None, None, query_index, False, rope_interleaved
-    )
+    prolog.index_stage(q, rope_sin, rope_cos, query_index, rope_interleaved)
     return query_index, weights

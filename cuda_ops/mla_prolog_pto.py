@@ -67,7 +67,5 @@ def forward(
         [(weight_uq_qr, heads * (plain + rotary))],
         weight_format,
     )
-    prolog.query_stage(
-        q, rope_sin, rope_cos, weight_uk, query, query_rope, None, rope_interleaved, False
-    )
+    prolog.query_stage(q, rope_sin, rope_cos, weight_uk, query, query_rope, rope_interleaved)
     return query, query_rope, query_norm

@@ -4,6 +4,7 @@
 
     token_stage   sums of the x products -> RMSNorm, LayerNorm, rotated keys, cache rows, weights
     query_stage   c_q products -> absorbed latent query, rotated query heads
+    index_stage   c_q products -> rotated index heads
 
 Rounding to the working dtype happens where the reference rounds: after each product, after each
 norm, after each rotation; the index key is rounded after its LayerNorm only.  rotate(u) with
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import prolog_hopper
 from .nz_matmul import has_chained_launch
 from .tiling import Tiling, cdiv, power_of_two
 
@@ -259,43 +261,47 @@ def _rotate_heads(
         tl.store(out_row[:, None] + j[None, :], u.to(dtype), mask=ok)
 
 
-@triton.jit(do_not_specialize=["tokens", "absorbers", "rotators"])
+@triton.jit(do_not_specialize=["tokens", "absorbers"])
 def _query_stage(
-    q, w_uk, sin, cos, query, query_rope, query_index, tokens, absorbers, rotators,
-    HEADS: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    INDEX_HEADS: tl.constexpr, DI: tl.constexpr, RUNS: tl.constexpr, MLA: tl.constexpr,
-    INDEX: tl.constexpr, INTERLEAVED: tl.constexpr, INDEX_INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, SWAP: tl.constexpr,
-    HEAD_TILE: tl.constexpr, CHAINED: tl.constexpr,
+    q, w_uk, sin, cos, query, query_rope, tokens, absorbers,
+    HEADS: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr,
+    SWAP: tl.constexpr, HEAD_TILE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Programs [0, absorbers) absorb, the next `rotators` rotate query heads, the rest rotate
-    index heads.  q [RUNS, T, HEADS (DN + D) | INDEX_HEADS DI]."""
-    LATENT: tl.constexpr = HEADS * (DN + D) if MLA else 0
-    TOTAL: tl.constexpr = LATENT + (INDEX_HEADS * DI if INDEX else 0)
+    """Programs [0, absorbers) absorb, the rest rotate.  q [RUNS, T, HEADS (DN + D)]."""
+    TOTAL: tl.constexpr = HEADS * (DN + D)
     program = tl.program_id(0)
     run_stride = tl.cast(tokens, tl.int64) * TOTAL
     if CHAINED:
         gdc_launch_dependents()
-    if MLA:
-        if program < absorbers:
-            _absorb(
-                q, w_uk, query, program, tokens, TOTAL, run_stride, HEADS, DN, D, R, RUNS,
-                TOKENS, COLUMNS, K_TILE, SWAP, CHAINED,
-            )  # fmt: skip
-        elif program < absorbers + rotators:
-            if CHAINED:
-                gdc_wait()
-            _rotate_heads(
-                q, query_rope, sin, cos, program - absorbers, TOTAL, run_stride, HEADS, DN + D, DN,
-                D, D, RUNS, INTERLEAVED, HEAD_TILE,
-            )  # fmt: skip
-    if INDEX and program >= absorbers + rotators:
+    if program < absorbers:
+        _absorb(
+            q, w_uk, query, program, tokens, TOTAL, run_stride, HEADS, DN, D, R, RUNS, TOKENS,
+            COLUMNS, K_TILE, SWAP, CHAINED,
+        )  # fmt: skip
+    else:
         if CHAINED:
             gdc_wait()
         _rotate_heads(
-            q + LATENT, query_index, sin, cos, program - absorbers - rotators, TOTAL, run_stride,
-            INDEX_HEADS, DI, 0, DI, D, RUNS, INDEX_INTERLEAVED, HEAD_TILE,
+            q, query_rope, sin, cos, program - absorbers, TOTAL, run_stride, HEADS, DN + D, DN, D,
+            D, RUNS, INTERLEAVED, HEAD_TILE,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _index_stage(
+    q, sin, cos, query_index, tokens,
+    HEADS: tl.constexpr, DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HEAD_TILE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Index heads of q [RUNS, T, HEADS DI]: the first D columns of each are rotated."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    _rotate_heads(
+        q, query_index, sin, cos, tl.program_id(0), HEADS * DI,
+        tl.cast(tokens, tl.int64) * (HEADS * DI), HEADS, DI, 0, DI, D, RUNS, INTERLEAVED, HEAD_TILE,
+    )  # fmt: skip
 
 
 def absorb_tiling(tokens: int) -> Tiling:
@@ -371,26 +377,37 @@ def token_stage(
 
 
 def query_stage(
-    q: Tensor, sin: Tensor, cos: Tensor, w_uk: Tensor | None, query: Tensor | None,
-    query_rope: Tensor | None, query_index: Tensor | None, interleaved: bool,
-    index_interleaved: bool,
+    q: Tensor, sin: Tensor, cos: Tensor, w_uk: Tensor, query: Tensor, query_rope: Tensor,
+    interleaved: bool,
 ) -> None:  # fmt: skip
-    """q [RUNS, T, N (DN + D) | NI DI] -> query [.., N, R] and query_rope [.., N, D], and/or
-    query_index [.., NI, DI]."""
+    """q [RUNS, T, N (DN + D)] -> query [.., N, R], query_rope [.., N, D]."""
     runs, tokens, _ = q.shape
-    heads, plain, rank = w_uk.shape if w_uk is not None else (0, 0, 0)
-    index_heads, index_dim = query_index.shape[-2:] if query_index is not None else (0, 0)
+    heads, plain, rank = w_uk.shape
     chained = has_chained_launch(q.device)
+    if chained and prolog_hopper.suits(q, w_uk, sin.shape[-1]):
+        prolog_hopper.absorb(q, sin, cos, w_uk, query, query_rope, interleaved)
+        return
     tiling = absorb_tiling(tokens)
-    columns = min(tiling.columns, triton.next_power_of_2(max(rank, 16)))
+    columns = min(tiling.columns, power_of_two(max(rank, 16)))
     absorbers = heads * cdiv(rank, columns) * cdiv(tokens, tiling.tokens)
-    rotators = tokens * cdiv(heads, HEAD_TILE)
-    last = tokens * cdiv(index_heads, HEAD_TILE)
-    _query_stage[(absorbers + rotators + last,)](
-        q, w_uk, sin, cos, query, query_rope, query_index, tokens, absorbers, rotators,
-        HEADS=heads, DN=plain, R=rank, D=sin.shape[-1], INDEX_HEADS=index_heads, DI=index_dim,
-        RUNS=runs, MLA=w_uk is not None, INDEX=query_index is not None, INTERLEAVED=interleaved,
-        INDEX_INTERLEAVED=index_interleaved, TOKENS=tiling.tokens, COLUMNS=columns,
-        K_TILE=min(tiling.k, triton.next_power_of_2(max(plain, 16))), SWAP=tiling.swap,
-        HEAD_TILE=HEAD_TILE, CHAINED=chained, num_warps=tiling.warps, launch_pdl=chained,
+    _query_stage[(absorbers + tokens * cdiv(heads, HEAD_TILE),)](
+        q, w_uk, sin, cos, query, query_rope, tokens, absorbers,
+        HEADS=heads, DN=plain, R=rank, D=sin.shape[-1], RUNS=runs, INTERLEAVED=interleaved,
+        TOKENS=tiling.tokens, COLUMNS=columns, K_TILE=min(tiling.k, power_of_two(max(plain, 16))),
+        SWAP=tiling.swap, HEAD_TILE=HEAD_TILE, CHAINED=chained, num_warps=tiling.warps,
+        launch_pdl=chained,
+    )  # fmt: skip
+
+
+def index_stage(
+    q: Tensor, sin: Tensor, cos: Tensor, query_index: Tensor, interleaved: bool
+) -> None:
+    """q [RUNS, T, NI DI] -> query_index [.., NI, DI]."""
+    runs, tokens, _ = q.shape
+    heads, size = query_index.shape[-2:]
+    chained = has_chained_launch(q.device)
+    _index_stage[(tokens * cdiv(heads, HEAD_TILE),)](
+        q, sin, cos, query_index, tokens,
+        HEADS=heads, DI=size, D=sin.shape[-1], RUNS=runs, INTERLEAVED=interleaved,
+        HEAD_TILE=HEAD_TILE, CHAINED=chained, launch_pdl=chained,
     )  # fmt: skip

@@ -119,13 +119,11 @@ def forward(
         )
         query = memory.empty((requests, steps, heads, rank), dtype, device)
         query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
-        prolog.query_stage(q, sin, cos, w_uk, query, query_rope, None, rope_interleaved, False)
+        prolog.query_stage(q, sin, cos, w_uk, query, query_rope, rope_interleaved)
 
     q_index = product(query_norm, [(w_idx_qb, index_heads * size)], weight_format)
     query_index = memory.empty((requests, steps, index_heads, size), dtype, device)
-    prolog.query_stage(
-        q_index, sin, cos, None, None, None, query_index, False, index_rope_interleaved
-    )
+    prolog.index_stage(q_index, sin, cos, query_index, index_rope_interleaved)
     indices, _ = lightning_indexer.forward(
         query=query_index,
         key=index_k_cache,
