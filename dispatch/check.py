@@ -6,6 +6,7 @@ is wanted.  Sizes may be symbolic; nothing here reads a tensor's values."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+
+
+@cache
+def _letters(wanted: str) -> tuple[tuple[str, int | None], ...]:
+    """Every letter of a shape, with its size if it is a number."""
+    return tuple((x, int(x) if x.isdigit() else None) for x in wanted.split())
 
 
 class Checker:
@@ -33,19 +40,19 @@ class Checker:
     def shape(self, name: str, tensor: Tensor, wanted: str, **sizes: Any) -> None:
         """`wanted` is letters and numbers: "B S N D", "pages P 1 D".  A letter seen before (or
         given by keyword) must have its old size; a new one takes the size that came."""
-        letters = wanted.split()
-        for letter, size in sizes.items():
-            self.sizes[letter] = size
-        came = list(tensor.shape)
-        known = [int(x) if x.isdigit() else self.sizes.get(x) for x in letters]
-        if len(came) != len(letters) or any(
-            want is not None and got != want for got, want in zip(came, known, strict=True)
-        ):
-            self.fail(f"`{name}` has shape {came}, expected {self._expected(letters)}")
-        for letter, got in zip(letters, came, strict=True):
-            if not letter.isdigit() and letter not in self.sizes:
-                self.sizes[letter] = got
-                self._from[letter] = name
+        self.sizes.update(sizes)
+        letters, came = _letters(wanted), tensor.shape
+        fits, new = len(came) == len(letters), {}
+        for (letter, number), got in zip(letters, came, strict=False):
+            want = self.sizes.get(letter) if number is None else number
+            if want is None:
+                new[letter] = got
+            elif got != want:
+                fits = False
+        if not fits:
+            self.fail(f"`{name}` has shape {list(came)}, expected {self._expected(wanted.split())}")
+        for letter, got in new.items():
+            self.sizes[letter], self._from[letter] = got, name
 
     def _expected(self, letters: Sequence[str]) -> str:
         fixed = [x for x in dict.fromkeys(letters) if x in self.sizes]
