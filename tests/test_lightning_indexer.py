@@ -228,6 +228,17 @@ def test_lengths_and_tables_of_either_integer_type_and_strided_inputs(device, ba
     assert torch.equal(strided, dense)
 
 
+def test_a_score_that_is_no_number_comes_last():
+    """On the CPU: kernels leave the place of NaN open."""
+    key = torch.ones(1, 9, 1, 16)
+    key[0, [2, 5]] = torch.nan
+    key[0, 7] = torch.inf
+    query, weights = torch.ones(1, 1, 1, 16), torch.ones(1, 1, 1)
+    for count, wanted in ((1, [7]), (3, [0, 1, 7]), (8, [0, 1, 2, 3, 4, 6, 7, 8])):
+        indices, _ = custom.npu_lightning_indexer(query, key, weights, sparse_count=count)
+        assert indices.flatten().tolist() == wanted
+
+
 def test_128k_keys_of_a_paged_cache():
     """The reference holds no [rows, heads, keys] tensor: 64 heads would be 64 MiB a token."""
     L, pages = 128 * 1024, 1024

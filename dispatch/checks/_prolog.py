@@ -66,7 +66,8 @@ def columns_of(weight: Tensor) -> Any:
 def distinct_slots(c: Checker, cache_index: Tensor) -> None:
     """Under CUSTOM_DEBUG=1: no two tokens write the same slot."""
     if config.debug and is_real(cache_index):
-        written = cache_index[cache_index >= 0]
+        slots = c.sizes["pages"] * c.sizes["P"]
+        written = cache_index[(cache_index >= 0) & (cache_index < slots)]
         c.require(
             written.unique().numel() == written.numel(),
             "`cache_index` names a slot twice, expected distinct slots (or -1: not written).",

@@ -209,8 +209,9 @@ def _with_sinks(
     softmax_max: Tensor, softmax_sum: Tensor, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The statistics with the sinks in the denominator, and the share of it that is theirs."""
+    limits = torch.finfo(sinks.dtype)
     # a row without keys, and no sink either: max -inf, where the differences would be NaN
-    top = torch.maximum(softmax_max, sinks).clamp(min=torch.finfo(sinks.dtype).min)
+    top = torch.maximum(softmax_max, sinks).clamp(min=limits.min)
     theirs = torch.exp(sinks - top)
-    total = softmax_sum * torch.exp(softmax_max - top) + theirs
-    return top, total, theirs / total.clamp(min=torch.finfo(sinks.dtype).tiny)
+    total = (softmax_sum * torch.exp(softmax_max - top) + theirs).clamp(min=limits.tiny)
+    return top, total, theirs / total
