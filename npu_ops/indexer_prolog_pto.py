@@ -22,8 +22,8 @@ def unsupported(token_x: Tensor, ln_gamma_k: Tensor, rope_sin: Tensor, **_: Any)
     if token_x.dtype not in (torch.bfloat16, torch.float16):
         return f"token_x is {token_x.dtype}, the cube unit multiplies bfloat16 and float16"
     rotary, size = rope_sin.shape[-1], ln_gamma_k.shape[0]
-    if rotary % 32 or (size - rotary) % 16:
-        return f"{rotary} rotary dims of {size}: halves and rest must be whole 32-byte blocks"
+    if rotary % 16 or (size - rotary) % 16:
+        return f"{rotary} rotary dims of {size}: both they and the rest come in 16s"
     return None
 
 

@@ -26,7 +26,6 @@ from ..dispatch.common import memory
 from . import cores, ragged, tiling, tune
 from .ragged import PAGED, TND, keys_of, tokens_of, visible
 
-_DIM = 128
 _WORKSPACE = 512 * 2**20  # bytes of scores at a time; more tokens go in several rounds
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -205,8 +204,10 @@ def values(score, indices, out, first, rows, wide, chosen, PIECE: tl.constexpr):
 def unsupported(query: Tensor, key: Tensor, block_table: Tensor | None, **_: Any) -> str | None:
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"query is {query.dtype}, the cube unit multiplies bfloat16 and float16"
-    if query.shape[-1] != _DIM:
-        return f"head size {query.shape[-1]}, the kernel has {_DIM}"
+    size = query.shape[-1]
+    overflow = tiling.matmul_overflow(64, 128, size)
+    if size % 16 or overflow:
+        return overflow or f"head size {size}, the cube unit takes multiples of 16"
     reach = block_table.shape[1] * key.shape[1] if block_table is not None else key.shape[-3]
     if reach > ragged.LONGEST:
         return f"contexts of up to {reach} positions, the kernel reaches {ragged.LONGEST}"

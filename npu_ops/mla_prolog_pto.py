@@ -26,8 +26,8 @@ def unsupported(
         return f"token_x is {token_x.dtype}, the cube unit multiplies bfloat16 and float16"
     if max(rmsnorm_gamma_cq.shape[0], kv_cache.shape[-1]) > rows.widest():
         return f"a row of more than {rows.widest()} numbers does not fit into UB at once"
-    if rope_sin.shape[-1] % 32:
-        return f"the rotary size is {rope_sin.shape[-1]}, its halves must be whole 32-byte blocks"
+    if rope_sin.shape[-1] % 16:
+        return f"the rotary size is {rope_sin.shape[-1]}, expected a multiple of 16"
     return None
 
 

@@ -28,7 +28,6 @@ from ..dispatch.common import memory
 from . import cores, ragged, tiling, tune
 from .ragged import PAGED, TND, visible
 
-_LATENT, _ROTARY = 512, 64
 _WORKSPACE = 512 * 2**20  # bytes of dense rows at a time; more tokens go in several rounds
 
 
@@ -194,6 +193,18 @@ def attend(
             tl.store(out_sum + token * heads + h, total, mask=h < heads)
 
 
+def _attention(heads: int, latent: int, rotary: int) -> tune.Config:
+    """The least tile that covers the heads; the largest that fits, where none does both."""
+    fitting = [
+        config
+        for config in tune.TABLE["sparse_flash_attention.attend"]
+        if not tiling.attend_overflow(
+            config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"], latent, rotary
+        )
+    ]
+    return next((c for c in fitting if c.tiles["HEAD_TILE"] >= heads), fitting[-1])
+
+
 def unsupported(
     query: Tensor,
     key: Tensor,
@@ -207,10 +218,13 @@ def unsupported(
 ) -> str | None:
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"query is {query.dtype}, the cube unit multiplies bfloat16 and float16"
-    if query.shape[-1] != _LATENT:
-        return f"head size {query.shape[-1]}, the kernel has {_LATENT}"
-    if query_rope is not None and query_rope.shape[-1] != _ROTARY:
-        return f"rotary size {query_rope.shape[-1]}, the kernel has {_ROTARY}"
+    latent = query.shape[-1]
+    rotary = 0 if query_rope is None else query_rope.shape[-1]
+    if latent % 32 or rotary % 16:
+        return f"head sizes {latent} and {rotary}: half of the one and the other come in 16s"
+    overflow = tiling.attend_overflow(16, 64, latent, rotary)
+    if overflow:
+        return overflow
     if value is not None and value.data_ptr() != key.data_ptr():
         return "`value` is another tensor than `key`; the kernel attends to the latent itself"
     reach = block_table.shape[1] * key.shape[1] if block_table is not None else key.shape[-3]
@@ -254,7 +268,8 @@ def forward(
     if plan.rows * heads == 0 or count * plan.reach == 0 or key.numel() == 0:
         return out.zero_(), out_max.fill_(-torch.inf), out_sum.zero_()
 
-    attention = tune.at_least("sparse_flash_attention.attend", "HEAD_TILE", heads)
+    rotary = 0 if key_rope is None else key_rope.shape[-1]
+    attention = _attention(heads, latent, rotary)
     copies = tune.only("sparse_flash_attention.gather")
     key_tile, head_tile = attention.tiles["KEY_TILE"], attention.tiles["HEAD_TILE"]
     wide = tiling.up(count * sparse_block_size, key_tile)
@@ -269,7 +284,6 @@ def forward(
         **tune.only("sparse_flash_attention.resolve").keywords,
     )  # fmt: skip
 
-    rotary = 0 if key_rope is None else key_rope.shape[-1]
     rope = query if query_rope is None else query_rope
     q, rope = query.flatten(0, -3), rope.flatten(0, -3)
     at_once = min(plan.rows, max(1, _WORKSPACE // (wide * (latent + rotary) * dtype.itemsize)))

@@ -56,11 +56,6 @@ def up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def pieces(total: int, *choices: int) -> int:
-    """The first of `choices` that divides `total`; the last one if none does."""
-    return next((each for each in choices if total % each == 0), choices[-1])
-
-
 def accumulator_bytes(rows: int, columns: int) -> int:
     """An fp32 tile in L0C, which holds whole 16 x 16 fractals."""
     return up(up(rows, 16) * up(columns, 16) * 4, A3.block_l0c)
@@ -83,14 +78,15 @@ def attend_overflow(
 ) -> str | None:
     """Why a tile of `heads` x `keys` of latent attention cannot be held, or None.
 
-    L1: the query tile once, latent and rotary keys twice, the probabilities twice.
-    L0C: the logits and one half of the output, each fp32.
-    UB, half of the heads on each vector unit: both halves of the output and the next product of
-    one, the logits and what is made of them.
+    As the compiler lays it out, of 16-bit operands: in L1 the query tile and the rotary keys twice,
+    the latent keys and the probabilities four times; in L0C the logits and half of an output, fp32;
+    in UB, half of the heads on each vector unit, the output, half of the next one, the logits and
+    what is made of them.
     """
-    width, half = latent + rotary, up(heads, 2) // 2
+    half = up(heads, 2) // 2
+    in_l1 = 2 * heads * (latent + rotary) + 2 * keys * rotary + 4 * keys * (latent + heads)
     wanted = {
-        "L1": (2 * (heads * width + 2 * keys * width + 2 * heads * keys), machine.l1),
+        "L1": (2 * in_l1, machine.l1),
         "L0C": (
             accumulator_bytes(heads, keys) + accumulator_bytes(heads, latent // 2) // 2,
             machine.l0c,

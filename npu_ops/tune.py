@@ -3,7 +3,7 @@
 """Every tile configuration that ships, by kernel.  tests/ascend runs and compiles each of them.
 
 `tiles` are constexpr arguments of the kernel, `options` are those of the Ascend compiler.  A
-launcher takes one with `pick`; `first(...)` takes the first that a predicate accepts.
+launcher takes the only one, the one that covers its size, or searches the table itself.
 Chosen by what compiles inside the memories with double buffering; none was timed on a device.
 """
 
@@ -27,10 +27,6 @@ class Config:
     def keywords(self) -> dict[str, Any]:
         """What a launch takes."""
         return {**self.tiles, **self.options}
-
-
-def _each(name: str, *sizes: int, **options: Any) -> tuple[Config, ...]:
-    return tuple(Config({name: size}, options) for size in sizes)
 
 
 TABLE: dict[str, tuple[Config, ...]] = {
@@ -72,10 +68,6 @@ TABLE: dict[str, tuple[Config, ...]] = {
 }
 
 
-def configs(kernel: str) -> tuple[Config, ...]:
-    return TABLE[kernel]
-
-
 def only(kernel: str) -> Config:
     """The configuration of a kernel that has one."""
     (config,) = TABLE[kernel]
@@ -86,9 +78,3 @@ def at_least(kernel: str, name: str, size: int) -> Config:
     """The first configuration whose tile `name` covers `size`, or the last one."""
     found = TABLE[kernel]
     return next((config for config in found if config.tiles[name] >= size), found[-1])
-
-
-def dividing(kernel: str, name: str, size: int) -> Config:
-    """The first configuration whose tile `name` divides `size`, or the last one."""
-    found = TABLE[kernel]
-    return next((config for config in found if size % config.tiles[name] == 0), found[-1])

@@ -12,7 +12,7 @@ For every tile configuration in `npu_ops/tune.py`, through the op's own launcher
     compile    with the real Ascend compiler for Atlas A3: memory plan (UB, L1, L0C) and final HIVM
     lint       the TTIR and the final HIVM, for what neither of the two shows
 
-To add an op: list its configurations in `npu_ops/tune.py`, launch with `tune.pick`, and write
+To add an op: list its configurations in `npu_ops/tune.py`, launch with one, and write
 `tests/ascend/ops/<file>.py` with `CASES` (see case.py) that reach all of them, and `CONTROLS`:
 planted mistakes that a case must catch (see controls.py).  A configuration that no case reaches
 fails the run, and so does a launch that the table does not list.

@@ -22,6 +22,7 @@ def prolog(
     hidden: int = HIDDEN,
     rank: int = RANK,
     size: int = 128,
+    rotary: int = ROTARY,
     form: str = "nz",
     interleaved: bool = False,
 ) -> Callable[[Inputs], Arguments]:
@@ -36,8 +37,8 @@ def prolog(
             weight_proj=weight(inputs, hidden, heads, form),
             ln_gamma_k=inputs.normal(size),
             ln_beta_k=inputs.normal(size),
-            rope_sin=inputs.normal(*tokens, ROTARY),
-            rope_cos=inputs.normal(*tokens, ROTARY),
+            rope_sin=inputs.normal(*tokens, rotary),
+            rope_cos=inputs.normal(*tokens, rotary),
             index_k_cache=inputs.normal(pages, PAGE, 1, size),
             cache_index=inputs.ints(slots(inputs, batch * length, pages).view(tokens)),
             rope_interleaved=interleaved,
@@ -56,6 +57,7 @@ CASES = (
     case("64 heads, 130 tokens", prolog(65, 2, **SMALL)),
     case("16 heads, fp16, row-major", prolog(5, 2, 16, form="nd", **SMALL), dtype=torch.float16),
     case("32 heads, NZ bytes", prolog(5, 1, 32, form="flat", hidden=208, rank=112)),
+    case("sizes of the tests", prolog(2, 2, 16, hidden=64, rank=32, size=32, rotary=16)),
     case("all 64 dims rotate", prolog(3, 1, 16, size=64, **SMALL)),
 )
 CONTROLS = (

@@ -24,8 +24,11 @@ def paged(
     page: int = 128,
     whole: bool = True,
     hole: bool = False,
+    size: int = 128,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
+    D = size
+
     def make(inputs: Inputs) -> Arguments:
         reach = max(-(-n // page) for n in lengths) + 1
         total = sum(-(-n // page) for n in lengths) + 2
@@ -134,6 +137,9 @@ CASES = (
     Case(OP, "paged, k 2048 of 2049, 2048 and 5000", paged([2049, 2048, 5000], 2, 16, 2048)),
     Case(OP, "paged, k 2048 of 131072", paged([131072], 1, 16, 2048), cores=(24,)),
     Case(OP, "paged, random scores", paged([900, 77], 2, whole=False), judge=by_score),
+    Case(OP, "paged, head size 64", paged([300, 5], 2, 32, size=64)),
+    Case(OP, "paged, head size 32, 16 heads, page 16", paged([45, 5], 2, 16, 16, 16, size=32)),
+    Case(OP, "4 heads of 32", paged([45, 5], 2, 4, 16, 16, size=32)),
     Case(OP, "BSND", rows("BSND", 64, 32)),
     Case(OP, "TND", rows("TND", 64, 32)),
     Case(

@@ -23,9 +23,13 @@ def paged(
     page: int = 128,
     block: int = 1,
     rope: bool = True,
+    sizes: tuple[int, int] = (512, 64),
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
-    """Shuffled pages; the pages that no request owns may not be touched; -1 between the indices."""
+    """`sizes` are the latent's and the rotary key's.  Shuffled pages; those that no request owns
+    may not be touched; -1 between the indices."""
+
+    D, DR = sizes
 
     def make(inputs: Inputs) -> Arguments:
         reach = max(-(-n // page) for n in lengths) + 1
@@ -121,6 +125,9 @@ CASES = (
         ),
     ),
     Case(OP, "paged, int64", _int64(paged([300, 1], 1, 16, 64))),
+    Case(OP, "paged, latent 128 and 32", paged([300, 1], 2, 16, 64, sizes=(128, 32))),
+    Case(OP, "paged, latent 32 and 16, 2 heads", paged([40, 3], 2, 2, 16, 16, sizes=(32, 16))),
+    Case(OP, "paged, latent 576 and 64", paged([140], 1, 64, 64, sizes=(576, 64))),
     Case(OP, "BSND", rows("BSND", 16, 64, return_softmax_lse=True)),
     Case(OP, "TND", rows("TND", 32, 40)),
 )
@@ -145,9 +152,9 @@ CONTROLS = (
     ),
     Control(
         "128 heads a tile",
-        "tune",
-        "for heads in (16, 32, 64)",
-        "for heads in (128,)",
+        OP[4:],
+        "**attention.keywords,",
+        "**(attention.keywords | dict(HEAD_TILE=128)),",
         "paged, 128 heads",
         stage="compile",
     ),

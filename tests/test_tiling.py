@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What fits into an Ascend core: pure functions, and the tile tables that ship (no Triton here)."""
+
+from __future__ import annotations
+
+import pytest
+from custom.npu_ops import tiling, tune
+
+
+def test_cores_of_the_machines():
+    assert tiling.A3.cube_cores == 24
+    assert tiling.A3.vector_cores == 48
+    assert tiling.MACHINES["Ascend910B3"].vector_cores == 40
+    assert {m.l0c for m in tiling.MACHINES.values()} == {128 * 1024}
+
+
+@pytest.mark.parametrize(("size", "step", "wanted"), [(0, 16, 0), (1, 16, 16), (32, 32, 32)])
+def test_up(size, step, wanted):
+    assert tiling.up(size, step) == wanted
+
+
+def test_accumulators_are_whole_fractals():
+    assert tiling.accumulator_bytes(1, 1) == 1024
+    assert tiling.accumulator_bytes(64, 512) == 128 * 1024
+
+
+@pytest.mark.parametrize("config", tune.TABLE["product.nz_product"], ids=str)
+def test_shipped_products_fit(config):
+    rows, panels, depth = (config.tiles[name] for name in ("ROWS", "PANELS", "DEPTH"))
+    assert tiling.matmul_overflow(rows, 16 * panels, depth) is None
+
+
+@pytest.mark.parametrize("config", tune.TABLE["sparse_flash_attention.attend"], ids=str)
+def test_shipped_attention_fits(config):
+    heads, keys = config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"]
+    assert tiling.attend_overflow(heads, keys, 512, 64) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "memory"), [(128, 512, "L1"), (64, 1024, "L1"), (192, 256, "UB")]
+)
+def test_what_does_not_fit_says_where(heads, latent, memory):
+    sentence = tiling.attend_overflow(heads, 64, latent, 64)
+    assert sentence is not None
+    assert f"KiB of {memory}, Ascend910_9392 has" in sentence
+
+
+def test_products_overflow():
+    assert "L0C" in (tiling.matmul_overflow(256, 256, 16) or "")
+    assert "L1" in (tiling.matmul_overflow(128, 128, 2048) or "")
+
+
+def test_tables_name_every_configuration_once():
+    for kernel, configs in tune.TABLE.items():
+        names = [str(config) for config in configs]
+        assert len(set(names)) == len(names), kernel
+
+
+def test_choice_covers_or_takes_the_largest():
+    assert tune.at_least("rows.rotate_heads", "HEAD_TILE", 9).tiles == {"HEAD_TILE": 16}
+    assert tune.at_least("rows.rotate_heads", "HEAD_TILE", 128).tiles == {"HEAD_TILE": 32}
