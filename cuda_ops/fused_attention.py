@@ -279,7 +279,7 @@ def forward(
     if lse.numel() == 0:
         return o, lse
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    if for_hopper(q, k, v, scale, cu_seqlens_q, (128,)):
+    if for_hopper(q, k, v, scale, cu_seqlens_q, (64, 128)):
         from . import fused_attention_hopper
 
         fused_attention_hopper.forward(

@@ -84,12 +84,11 @@ def _halves(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _step(k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full, q_empty,
-          g_full, g_empty, count, grad_q, block, tile, rows, keys, window, scale_log2,
+def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty, count, grad_q,
+          block, tile, rows, keys, window, scale_log2,
           BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
           MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
-    """One block of queries.  The product for grad_k is left in flight: it ends under the scores of
-    the next block."""
+    """One block of queries.  The additions to grad_q run under the product for grad_k."""
     MS: gl.constexpr = zero_s.type.layout
     MK: gl.constexpr = acc_v.type.layout
     MQ: gl.constexpr = zero_q.type.layout
@@ -98,11 +97,9 @@ def _step(k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full, q
     phase = (count // STAGES) & 1
     q_tile = q.index(stage)
     g_tile = g.index(stage)
-    mbarrier.wait(q_full.index(stage), phase)
+    mbarrier.wait(full.index(stage), phase)
     s_flight = warpgroup_mma(k, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-    mbarrier.wait(g_full.index(stage), phase)
     p_flight = warpgroup_mma(v, g_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-    acc_k = k_flight
     s = warpgroup_mma_wait(1, deps=[s_flight])
     row_lse = lse.index(stage).load(gl.SliceLayout(0, MS))
     p = gl.exp2(s * scale_log2 - row_lse[None, :])
@@ -131,20 +128,19 @@ def _step(k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full, q
     s_half = gl.convert_layout(grad_s, gl.DotOperandLayout(0, MK, 2))
     k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
     acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
-    mbarrier.arrive(g_empty.index(stage))
     r = gl.arange(0, BM, layout=gl.SliceLayout(1, MQ))[:, None]
     c = gl.arange(0, D, layout=gl.SliceLayout(0, MQ))[None, :]
     place = r // 8 * (8 * D) + r % 8 * 8 + (c // 8 * 64 + c % 8)
     gl.atomic_add(grad_q + block.to(gl.int64) * (BM * D) + place, part_q, sem="relaxed")
     acc_k = warpgroup_mma_wait(0, deps=[k_flight])
-    mbarrier.arrive(q_empty.index(stage))
+    mbarrier.arrive(empty.index(stage))
     return acc_k, acc_v
 
 
 @gluon.jit
 def _consumer(
-    q, g, k, v, lse, delta, ds, q_full, q_empty, g_full, g_empty, kv_full, gk_desc, gv_desc,
-    grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded,
+    q, g, k, v, lse, delta, ds, full, empty, kv_full, gk_desc, gv_desc, grad_q, plan, scale,
+    window, tiles, outers, heads, section, n_q, n_k, padded,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -161,7 +157,7 @@ def _consumer(
     )
     if tile * BN < keys:
         low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
-        k_flight = gl.zeros([BN, D], gl.float32, layout=MK)
+        acc_k = gl.zeros([BN, D], gl.float32, layout=MK)
         acc_v = gl.zeros([BN, D], gl.float32, layout=MK)
         scale_log2 = scale * 1.4426950408889634
         place = _padded_first(first_q, sequence)
@@ -171,28 +167,27 @@ def _consumer(
             head = (batch * heads + kv_head) * GROUP + member
             grad_at = grad_q + (head.to(gl.int64) * padded + place) * D
             for block in range(low, full_low):
-                k_flight, acc_v = _step(
-                    k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full,
-                    q_empty, g_full, g_empty, count, grad_at, block, tile, rows, keys, window,
-                    scale_log2, BM, BN, D, STAGES, True, CAUSAL, WINDOW,
+                acc_k, acc_v = _step(
+                    acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty, count,
+                    grad_at, block, tile, rows, keys, window, scale_log2,
+                    BM, BN, D, STAGES, True, CAUSAL, WINDOW,
                 )  # fmt: skip
                 count += 1
             for block in range(full_low, full_high):
-                k_flight, acc_v = _step(
-                    k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full,
-                    q_empty, g_full, g_empty, count, grad_at, block, tile, rows, keys, window,
-                    scale_log2, BM, BN, D, STAGES, False, CAUSAL, WINDOW,
+                acc_k, acc_v = _step(
+                    acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty, count,
+                    grad_at, block, tile, rows, keys, window, scale_log2,
+                    BM, BN, D, STAGES, False, CAUSAL, WINDOW,
                 )  # fmt: skip
                 count += 1
             if WINDOW:
                 for block in range(full_high, top):
-                    k_flight, acc_v = _step(
-                        k_flight, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, q_full,
-                        q_empty, g_full, g_empty, count, grad_at, block, tile, rows, keys, window,
-                        scale_log2, BM, BN, D, STAGES, True, CAUSAL, WINDOW,
+                    acc_k, acc_v = _step(
+                        acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
+                        count, grad_at, block, tile, rows, keys, window, scale_log2,
+                        BM, BN, D, STAGES, True, CAUSAL, WINDOW,
                     )  # fmt: skip
                     count += 1
-        acc_k = k_flight
         gl.thread_barrier()
         k.store((acc_k * scale).to(k.dtype))
         v.store(acc_v.to(v.dtype))
@@ -210,7 +205,7 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    q, g, k, v, lse, delta, q_full, q_empty, g_full, g_empty, kv_full, q_desc, g_desc, k_desc,
+    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc,
     v_desc, lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
@@ -237,23 +232,21 @@ def _producer(
                 where = at(batch, head, first_q, rows, block * BM, VARLEN)
                 stage = count % STAGES
                 phase = ((count // STAGES) & 1) ^ 1
-                mbarrier.wait(q_empty.index(stage), phase)
-                mbarrier.expect(q_full.index(stage), BM * D * 2 + BM * 4)
+                mbarrier.wait(empty.index(stage), phase)
+                mbarrier.expect(full.index(stage), BM * D * 4 + BM * 8)
                 tma.async_copy_global_to_shared(
-                    q_desc, where, q_full.index(stage),
+                    q_desc, where, full.index(stage),
                     q.index(stage)._reinterpret(q.dtype, q_desc.block_shape, q_desc.layout),
                 )  # fmt: skip
                 tma.async_copy_global_to_shared(
-                    lse_desc, [row + block * BM], q_full.index(stage), lse.index(stage)
+                    lse_desc, [row + block * BM], full.index(stage), lse.index(stage)
                 )
-                mbarrier.wait(g_empty.index(stage), phase)
-                mbarrier.expect(g_full.index(stage), BM * D * 2 + BM * 4)
                 tma.async_copy_global_to_shared(
-                    g_desc, where, g_full.index(stage),
+                    g_desc, where, full.index(stage),
                     g.index(stage)._reinterpret(g.dtype, g_desc.block_shape, g_desc.layout),
                 )  # fmt: skip
                 tma.async_copy_global_to_shared(
-                    delta_desc, [row + block * BM], g_full.index(stage), delta.index(stage)
+                    delta_desc, [row + block * BM], full.index(stage), delta.index(stage)
                 )
                 count += 1
 
@@ -279,28 +272,24 @@ def _backward_hopper(
     ds = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-        mbarrier.init(g_full.index(i), count=1)
-        mbarrier.init(g_empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
     mbarrier.init(kv_full, count=1)
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
         [
             (_consumer, (
-                q, g, k, v, lse, delta, ds, q_full, q_empty, g_full, g_empty, kv_full,
+                q, g, k, v, lse, delta, ds, full, empty, kv_full,
                 gk_desc, gv_desc, grad_q, plan, scale, window, tiles, outers, heads, section, n_q,
                 n_k, padded, BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, num_warps,
             )),
             (_producer, (
-                q, g, k, v, lse, delta, q_full, q_empty, g_full, g_empty, kv_full, q_desc,
+                q, g, k, v, lse, delta, full, empty, kv_full, q_desc,
                 g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window, tiles, outers, heads,
                 section, n_q, n_k, padded, BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
             )),
