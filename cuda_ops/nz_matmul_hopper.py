@@ -195,7 +195,7 @@ def launch(
     x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], out: Tensor, run: int, grid: int,
     tiling: Tiling, *, first: bool, forked: bool,
 ) -> None:  # fmt: skip
-    """out [RUNS, T, sum of sizes] = x [T, K] times the weights; sizes past the last weight are 0."""
+    """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight."""
     tokens, depth = x.shape
     w_layout = gl.NVMMASharedLayout(32, 16, rank=3)
     w_block = [tiling.columns // 16, tiling.k, 16]

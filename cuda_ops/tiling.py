@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PROGRAMS = 264  # two for each multiprocessor of an H200
+PROGRAMS = 132  # that run at a time on an H200, if each takes a multiprocessor
 MOST_RUNS = 16  # that the kernel behind a product adds up
 
 
@@ -36,34 +36,35 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _runs(tokens: int, sizes: Sequence[int], depth: int, tile: int, columns: int, k: int) -> int:
+def _runs(blocks: int, programs: int, chunks: int) -> int:
     """Parts of K such that one wave of programs does it all; one if there are programs enough."""
-    blocks = sum(cdiv(size, columns) for size in sizes) * cdiv(tokens, tile)
-    return max(1, min(PROGRAMS // blocks, MOST_RUNS, depth // (4 * k)))
+    return max(1, min(programs // blocks, MOST_RUNS, chunks // 4))
+
+
+def _blocks(tokens: int, sizes: Sequence[int], tile: int, columns: int) -> int:
+    return sum(cdiv(size, columns) for size in sizes) * cdiv(tokens, tile)
 
 
 def plain(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
     """For nz_matmul."""
     if tokens <= 64:
-        tile, columns, k, stages, warps = max(8, power_of_two(tokens)), 64, 128, 4, 4
-        if tokens > 32:
-            stages = 3
-        swap = True
+        tile, columns, k, warps, swap = max(8, power_of_two(tokens)), 64, 128, 4, True
+        stages = 4 if tokens <= 32 else 3
     elif tokens <= 256:
         tile, columns, k, stages, warps, swap = 128, 128, 64, 3, 4, False
     else:
         tile, columns, k, stages, warps, swap = 128, 128, 64, 4, 8, False
-    return Tiling(
-        tile, columns, k, _runs(tokens, sizes, depth, tile, columns, k), stages, warps, swap
-    )
+    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * PROGRAMS, depth // k)
+    return Tiling(tile, columns, k, runs, stages, warps, swap)
 
 
 def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
     """For nz_matmul_hopper."""
-    wide = sum(sizes) >= 8192
+    wide, k = sum(sizes) >= 8192, 64
     if tokens <= 64:
         tile, columns, warps = max(8, power_of_two(tokens)), 128 if wide else 64, 4
-        stages = 104 * 1024 // ((tile + columns) * 128)
+        stages, programs = 104 * 1024 // ((tile + columns) * k * 2), 2 * PROGRAMS
     else:
-        tile, columns, warps, stages = 128, 256 if wide else 128, 8, 4
-    return Tiling(tile, columns, 64, _runs(tokens, sizes, depth, tile, columns, 64), stages, warps)
+        tile, columns, warps, stages, programs = 128, 256 if wide else 128, 8, 4, PROGRAMS
+    runs = _runs(_blocks(tokens, sizes, tile, columns), programs, depth // k)
+    return Tiling(tile, columns, k, runs, stages, warps)
