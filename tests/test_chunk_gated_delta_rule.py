@@ -90,25 +90,35 @@ def test_equals_the_recurrence(case, dtype, device, backend):
     out, state = custom.npu_chunk_gated_delta_rule(**case.moved(drawn, dtype, device))
     assert log.calls[OP, backend] == before + 1
     want, want_state = reference.forward(**exact)
-    rounded, rounded_state = in_dtype(plain, dtype, want_state.dtype)
+    rounded, rounded_state = in_dtype(plain, dtype)
     assert_close_to_float64("out", out, rounded, want)
     assert_close_to_float64("state", state, rounded_state, want_state)
     assert state.dtype is (case.state or torch.float32)
 
 
-def in_dtype(x: dict[str, Any], dtype: torch.dtype, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The recurrence as a tensor core sees it: the state is rounded to `dtype` where it meets a
-    token, as every chunked form does once a chunk, and kept in float32 between."""
+def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The recurrence run in `dtype`: the state is rounded to it after every token."""
     if dtype is torch.float32:
         return reference.forward(**x)
-    exact = {
-        n: y.to(kind) if isinstance(y, Tensor) and y.dtype.is_floating_point else y
-        for n, y in x.items()
-    }
-    if exact["initial_state"] is not None:
-        exact["initial_state"] = exact["initial_state"].to(dtype).to(kind)
-    out, state = reference.forward(**exact)
-    return out.to(dtype), state.to(dtype)
+    outs, states, start = [x["value"][:0]], [], 0
+    for n, length in enumerate(x["actual_seq_lengths"].tolist()):
+        shape = (1, x["value"].shape[1], x["value"].shape[2], x["key"].shape[2])
+        state = torch.zeros(shape, dtype=dtype)
+        if x["initial_state"] is not None:
+            state = x["initial_state"][n : n + 1].to(dtype)
+        for t in range(start, start + length):
+            names = ("query", "key", "value", "beta", "g")
+            token = {m: None if x[m] is None else x[m][t : t + 1] for m in names}
+            out, state = reference.forward(
+                **token, initial_state=state, actual_seq_lengths=None, scale=x["scale"]
+            )
+            outs.append(out)
+        start += length
+        states.append(state)
+    outs.append(torch.zeros_like(x["value"][start:]))
+    return torch.cat(outs), torch.cat(states) if states else torch.zeros(
+        0, *x["value"].shape[1:], x["key"].shape[2]
+    )
 
 
 def test_qwen3_next_chunks(device, backend):

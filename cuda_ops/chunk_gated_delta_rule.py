@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gated delta rule over whole sequences, 64 tokens at a time on tensor cores.
+
+    G_i = sum of g up to i, within a chunk     D_ij = exp(G_i - G_j) for j <= i
+    L_ij = beta_i D_ij (k_i . k_j) for j < i     T = (I + L)^-1
+    U = T (beta v)     W = T (beta exp(G) k)     P_ij = scale D_ij (q_i . k_j) for j <= i
+    by chunk:  N = U - W S;  out = scale exp(G) (q S) + P N;  S = exp(G_last) S + (D_last k)^T N
+
+    query, key [T, N, Dk]   value [T, Nv, Dv]   beta, g [T, Nv]   S [Dk, Dv] by head
+
+The first kernel makes U, W, P of all chunks at once; the second walks over the chunks of a
+sequence with some columns of one head's state in registers.  Gated DeltaNet (Yang et al., 2024),
+section 3.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+
+CHUNK: tl.constexpr = tl.constexpr(64)
+SUB: tl.constexpr = tl.constexpr(16)
+LARGEST_DK = LARGEST_DV = 256
+
+
+@triton.jit
+def _inverse(lower, PRECISION: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower [64, 64] matrix, in float32.
+
+    Diagonal blocks of 16 by forward substitution, which stays right where keys are alike and a
+    power series would cancel; M is their inverse.  What is below them, B, follows from
+    (I + M B)^-1 M, a series that ends: (M B)^4 = 0.  PRECISION is that of its products: one tf32
+    pass is four times as fine as the bfloat16 that the result is rounded to."""
+    BLOCKS: tl.constexpr = CHUNK // SUB
+    i = tl.arange(0, CHUNK)
+    inside = (i[:, None] // SUB) == (i[None, :] // SUB)
+    block = tl.arange(0, BLOCKS)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    parts = tl.reshape(lower, [BLOCKS, SUB, BLOCKS, SUB])
+    diagonal = tl.sum(tl.where(same, parts, 0.0), 2)  # [blocks, 16, 16]
+    row = tl.arange(0, SUB)
+    unit = (row[:, None] == row[None, :]).to(tl.float32)
+    inverse = tl.broadcast_to(unit[None, :, :], [BLOCKS, SUB, SUB])
+    for r in range(1, SUB):
+        at = (row == r)[None, :, None]
+        factors = tl.sum(tl.where(at, diagonal, 0.0), 1)  # [blocks, 16]
+        new = tl.sum(factors[:, :, None] * inverse, 1)
+        inverse = tl.where(at, inverse - new[:, None, :], inverse)
+    whole = tl.where(same, inverse[:, :, None, :], 0.0)
+    m = tl.reshape(whole, [CHUNK, CHUNK])
+    n = tl.dot(m, tl.where(inside, 0.0, lower), input_precision=PRECISION)
+    eye = (i[:, None] == i[None, :]).to(tl.float32)
+    series = tl.dot(eye - n, eye + tl.dot(n, n, input_precision=PRECISION), input_precision=PRECISION)
+    return tl.dot(series, m, input_precision=PRECISION)
+
+
+@triton.jit
+def _rows(base, first, length, row, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """[64, PAD] rows from `first` on; zeros behind `length` and SIZE."""
+    i = first + tl.arange(0, CHUNK)
+    on = (i < length)[:, None]
+    if SIZE != PAD:
+        on = on & (columns < SIZE)[None, :]
+    return tl.load(base + i.to(tl.int64)[:, None] * row + columns[None, :], mask=on, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _chunks_kernel(
+    query, key, value, beta, g, lengths, u, w, p, sums, T, sequences, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, b_row, g_row,
+    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, SEQUENCES: tl.constexpr,
+    VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0)
+    hv = tl.program_id(1)
+    h = hv // (NV // N)
+    if VARLEN:
+        s = tl.arange(0, SEQUENCES)
+        each = tl.load(lengths + s, mask=s < sequences, other=0).to(tl.int32)
+        ends = tl.cumsum((each + CHUNK - 1) // CHUNK, 0)
+        before = ends <= chunk
+        chunks_before = tl.max(tl.where(before, ends, 0), 0)
+        start = tl.sum(tl.where(before, each, 0), 0).to(tl.int64)
+        sequence = tl.sum(before.to(tl.int32), 0)
+        length = tl.sum(tl.where(s == sequence, each, 0), 0)
+        first = (chunk - chunks_before) * CHUNK
+        length = tl.minimum(length, (T - start).to(tl.int32))
+    else:
+        start, first, length = chunk.to(tl.int64) * 0, chunk * CHUNK, T
+    if first < length:
+        i = tl.arange(0, CHUNK)
+        there = first + i < length
+        token = start + first + i
+        ck = tl.arange(0, DK_PAD)
+        cv = tl.arange(0, DV_PAD)
+        key += start * k_row + h * k_head
+        query += start * q_row + h * q_head
+        value += start * v_row + hv * v_head
+        if GATE:
+            gate = tl.load(g + token * g_row + hv, mask=there, other=0.0).to(tl.float32)
+            total = tl.cumsum(gate, 0)
+        else:
+            total = tl.zeros([CHUNK], tl.float32)
+        if BETA:
+            rate = tl.load(beta + token * b_row + hv, mask=there, other=0.0).to(tl.float32)
+        else:
+            rate = tl.where(there, 1.0, 0.0)
+        seen = i[:, None] >= i[None, :]
+        fading = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+        row = token * NV + hv
+        on = there[:, None]
+        element = u.dtype.element_ty
+        tl.store(sums + row, total, mask=there)
+        # each operand is loaded where it is used, the keys twice: held, they would spill
+        k = _rows(key, first, length, k_row, ck, DK, DK_PAD)
+        q = _rows(query, first, length, q_row, ck, DK, DK_PAD)
+        attention = tl.where(seen, tl.dot(q, k.T) * fading * scale, 0.0)
+        tl.store(p + row[:, None] * CHUNK + i[None, :], attention.to(element), on)
+        lower = tl.dot(k, k.T) * fading * rate[:, None]
+        lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
+        inverse = _inverse(lower, PRECISION)
+        v = _rows(value, first, length, v_row, cv, DV, DV_PAD)
+        u_tile = tl.dot((inverse * rate[None, :]).to(element), v)
+        tl.store(u + row[:, None] * DV + cv[None, :], u_tile.to(element), on & (cv < DV)[None, :])
+        tl.debug_barrier()
+        k = _rows(key, first, length, k_row, ck, DK, DK_PAD)
+        w_tile = tl.dot((inverse * (rate * tl.exp(total))[None, :]).to(element), k)
+        tl.store(w + row[:, None] * DK + ck[None, :], w_tile.to(element), on & (ck < DK)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _states_kernel(
+    query, key, u, w, p, sums, lengths, initial, final, out, T, sequences, scale,
+    q_row, q_head, k_row, k_head,
+    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, BV: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (DV + BV - 1) // BV
+    program = tl.program_id(0)
+    block = program % BLOCKS
+    hv = (program // BLOCKS) % NV
+    sequence = program // (BLOCKS * NV)
+    h = hv // (NV // N)
+    if VARLEN:
+        s = tl.arange(0, SEQUENCES)
+        each = tl.load(lengths + s, mask=s < sequences, other=0).to(tl.int32)
+        start = tl.sum(tl.where(s < sequence, each, 0), 0).to(tl.int64)
+        length = tl.sum(tl.where(s == sequence, each, 0), 0)
+        length = tl.minimum(length, (T - start).to(tl.int32))
+    else:
+        start = program.to(tl.int64) * 0
+        length = T
+    ck = tl.arange(0, DK_PAD)
+    cv = block * BV + tl.arange(0, BV)
+    i = tl.arange(0, CHUNK)
+    # state [Dk, BV]; in memory [Dv, Dk]
+    state_at = (sequence.to(tl.int64) * NV + hv) * DV * DK + cv[None, :] * DK + ck[:, None]
+    state_on = (cv < DV)[None, :] & (ck < DK)[:, None]
+    if INITIAL:
+        state = tl.load(initial + state_at, mask=state_on, other=0.0).to(tl.float32)
+    else:
+        state = tl.zeros([DK_PAD, BV], tl.float32)
+    query += start * q_row + h * q_head
+    key += start * k_row + h * k_head
+    row0 = start * NV + hv
+    u += row0 * DV
+    w += row0 * DK
+    p += row0 * CHUNK
+    sums += row0
+    out += row0 * DV
+    element = u.dtype.element_ty
+    for first in tl.range(0, length, CHUNK, num_stages=STAGES):
+        there = first + i < length
+        w_tile = _rows(w, first, length, NV * DK, ck, DK, DK_PAD)
+        q_tile = _rows(query, first, length, q_row, ck, DK, DK_PAD)
+        k_tile = _rows(key, first, length, k_row, ck, DK, DK_PAD)
+        p_tile = _rows(p, first, length, NV * CHUNK, i, CHUNK, CHUNK)
+        u_tile = _rows(u, first, length, NV * DV, cv, DV if BLOCKS * BV != DV else BV, BV)
+        total = tl.load(sums + (first + i).to(tl.int64) * NV, mask=there, other=0.0)
+        last = tl.load(sums + tl.minimum(first + CHUNK, length).to(tl.int64) * NV - NV)
+        half = state.to(element)
+        new = u_tile.to(tl.float32) - tl.dot(w_tile, half)
+        o = tl.dot(q_tile, half) * (tl.exp(total) * scale)[:, None]
+        o = tl.dot(p_tile, new.to(element), o)
+        on = there[:, None] & (cv < DV)[None, :]
+        out_at = out + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
+        tl.store(out_at, o.to(out.dtype.element_ty), mask=on)
+        fading = tl.where(there, tl.exp(last - total), 0.0)
+        state = state * tl.exp(last)
+        state = tl.dot(k_tile.T, (new * fading[:, None]).to(element), state)
+    tl.store(final + state_at, state.to(final.dtype.element_ty), mask=state_on)
+    if VARLEN:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
+        # tokens behind the last sequence
+        if sequence == sequences - 1:
+            for first in range(length, (T - start).to(tl.int32), CHUNK):
+                on = (first + i < T - start)[:, None] & (cv < DV)[None, :]
+                out_at = out + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
+                tl.store(out_at, tl.zeros([CHUNK, BV], tl.float32), mask=on)
+
+
+def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        kind = str(query.dtype).removeprefix("torch.")
+        return f"query is {kind}, supported are float16 and bfloat16"
+    if query.shape[-1] > LARGEST_DK:
+        return f"Dk={query.shape[-1]}, supported up to {LARGEST_DK}"
+    if value.shape[-1] > LARGEST_DV:
+        return f"Dv={value.shape[-1]}, supported up to {LARGEST_DV}"
+    return None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    scale: float | None,
+    g: Tensor | None,
+    chosen: tuple[int, int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    T, N, DK = key.shape
+    NV, DV = value.shape[1:]
+    sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
+    device, half = value.device, value.dtype
+    out = memory.empty(value.shape, half, device)
+    kind = torch.float32 if initial_state is None else initial_state.dtype
+    final = memory.empty((sequences, NV, DV, DK), kind, device)
+    if final.numel() == 0:
+        return out.zero_(), final
+    # scratch of the chunks: N = U - W S needs them in the order of the tokens
+    u = memory.empty((T, NV, DV), half, device)
+    w = memory.empty((T, NV, DK), half, device)
+    p = memory.empty((T, NV, CHUNK.value), half, device)
+    sums = memory.empty((T, NV), torch.float32, device)
+    DK_PAD = max(16, triton.next_power_of_2(DK))
+    scale = DK**-0.5 if scale is None else scale
+    padded = triton.next_power_of_2(sequences)
+    BV, stages, warps, chunk_warps = chosen or (32 if DK_PAD <= 128 else 16, 2, 4, 4)
+    # every sequence may end in a part of a chunk
+    chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
+    if T > 0:
+        _chunks_kernel[(chunks, NV)](
+            query, key, value, beta, g, actual_seq_lengths, u, w, p, sums, T, sequences, scale,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+            0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
+            N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, DV_PAD=max(16, triton.next_power_of_2(DV)),
+            SEQUENCES=padded, VARLEN=actual_seq_lengths is not None,
+            BETA=beta is not None, GATE=g is not None,
+            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=chunk_warps,
+        )  # fmt: skip
+    _states_kernel[(sequences * NV * triton.cdiv(DV, BV),)](
+        query, key, u, w, p, sums, actual_seq_lengths, initial_state, final, out,
+        T, sequences, scale, *query.stride()[:2], *key.stride()[:2],
+        N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, SEQUENCES=padded, STAGES=stages,
+        VARLEN=actual_seq_lengths is not None, INITIAL=initial_state is not None, num_warps=warps,
+    )  # fmt: skip
+    return out, final
