@@ -165,10 +165,10 @@ def verify_drafts(server, prompts, lengths, known, bar):
 def reference_logits(model, prompts, lengths, generated, selected):
     """Logits [B, new, V] of the unmodified model for the same tokens, request by request.
 
-    Its indexers answer what ours selected, for which of two keys with nearly the same score is taken
-    is up to the last bit, and changes the output. Asserted is that all of ours are among the best
-    by its own scores, a quarter more than top-k of them: that reaches some 0.2 standard deviations
-    of the scores further down, ten times as far as bfloat16 moves a score.
+    Its indexers answer what ours selected: which of two keys with nearly the same score is taken is
+    up to the last bit, and changes the output. Asserted is that all of ours are among the best by
+    its own scores, a quarter more than top-k of them: that reaches some 0.2 standard deviations of
+    the scores further down, ten times as far as bfloat16 moves a score.
     """
     topk, logits, swapped = model.config.index_topk, [], 0
     for b, length in enumerate(lengths.tolist()):
