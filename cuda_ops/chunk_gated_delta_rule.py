@@ -57,7 +57,8 @@ def _inverse(lower, PRECISION: tl.constexpr):
     m = tl.reshape(whole, [CHUNK, CHUNK])
     n = tl.dot(m, tl.where(inside, 0.0, lower), input_precision=PRECISION)
     eye = (i[:, None] == i[None, :]).to(tl.float32)
-    series = tl.dot(eye - n, eye + tl.dot(n, n, input_precision=PRECISION), input_precision=PRECISION)
+    squared = eye + tl.dot(n, n, input_precision=PRECISION)
+    series = tl.dot(eye - n, squared, input_precision=PRECISION)
     return tl.dot(series, m, input_precision=PRECISION)
 
 

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The indexer's KL loss over the selected keys, and its gradients, from the attention's statistics.
+
+    target[j] = sum_h exp(scale query[h] . key[j] - softmax_max[h]) / softmax_sum[h]
+    score[j] = sum_n weights[n] relu(query_index[n] . key_index[j])
+    d = softmax(score) - target / sum target     loss = KL(target / sum target || softmax(score))
+
+The first kernel gathers each row's keys once, for the target and the scores; the second turns a
+row into its loss and d; lightning_indexer_grad.py takes d down to the indexer's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import lightning_indexer_grad, rows
+from .indexer_loss import LARGEST_D, LOG2_E, normalised, padded, parts, softmax_of_scores
+from .sparse_flash_attention import selected
+
+EPS = 1e-10
+
+
+@triton.jit
+def _part(base, at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """[rows, PAD]: SIZE columns of the rows that start at `at`; zeros if not `there`."""
+    on = there[:, None]
+    if SIZE != PAD:
+        on = on & (columns < SIZE)[None, :]
+    return tl.load(base + at[:, None] + columns[None, :], mask=on, other=0.0)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+def _scores_kernel(
+    query, key, query_rope, key_rope, query_index, key_index, weights, indices,
+    peaks, totals, sinks, target, score, act_q, act_k, table,
+    scale_log2, tokens, requests, reach, table_stride, pages, entries,
+    q_row, q_head, qr_row, qr_head, qi_row, qi_head, w_row, index_row,
+    key_o, key_i, kr_o, kr_i, ki_o, ki_i,
+    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DR: tl.constexpr,
+    NI: tl.constexpr, DI: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, PR: tl.constexpr,
+    PI: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, KEY_TILE: tl.constexpr,
+    PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    request, start, seen = rows.locate(
+        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
+    )
+    c0 = tl.arange(0, P0)
+    c1 = tl.arange(0, P1)
+    cr = tl.arange(0, PR)
+    ci = tl.arange(0, PI)
+    n = tl.arange(0, INDEX_HEADS)
+    is_index = n < NI
+    qi = _part(query_index + row * qi_row, n * qi_head, is_index, ci, DI, PI)
+    weight = tl.load(weights + row * w_row + n, mask=is_index, other=0.0).to(tl.float32)
+    end = tl.where(seen > 0, entries, 0)
+    for first in range(0, N, HEADS):
+        h = first + tl.arange(0, HEADS)
+        is_head = h < N
+        q0 = _part(query + row * q_row, h * q_head, is_head, c0, D0, P0)
+        if D1 > 0:
+            q1 = _part(query + row * q_row + D0, h * q_head, is_head, c1, D1, P1)
+        if DR > 0:
+            qr = _part(query_rope + row * qr_row, h * qr_head, is_head, cr, DR, PR)
+        peak = tl.load(peaks + row * N + h, mask=is_head, other=0.0).to(tl.float32)
+        total = tl.load(totals + row * N + h, mask=is_head, other=1.0).to(tl.float32)
+        if HAS_SINK:
+            sink = tl.load(sinks + h, mask=is_head, other=0.0).to(tl.float32)
+            total += tl.exp(sink - peak)
+        lse = peak * LOG2_E + tl.log2(total)
+        # heads that are not there, and those that saw nothing, add nothing
+        lse = tl.where(is_head & (lse > float("-inf")), lse, float("inf"))
+        for at in tl.range(0, end, KEY_TILE, num_stages=STAGES):
+            entry = at + tl.arange(0, KEY_TILE)
+            outer, inner, ok = selected(
+                entry, entries, indices + row * index_row, seen, request, start, table,
+                table_stride, pages, 1, PAGE, KEYS,
+            )  # fmt: skip
+            k_at = outer * key_o + inner * key_i
+            z = tl.dot(_part(key, k_at, ok, c0, D0, P0), q0.T)
+            if D1 > 0:
+                z = tl.dot(_part(key + D0, k_at, ok, c1, D1, P1), q1.T, z)
+            if DR > 0:
+                kr = _part(key_rope, outer * kr_o + inner * kr_i, ok, cr, DR, PR)
+                z = tl.dot(kr, qr.T, z)
+            mass = tl.sum(tl.exp2(z * scale_log2 - lse[None, :]), 1)
+            mass = tl.where(ok, mass, 0.0)
+            to = row * entries + entry
+            on = entry < entries
+            if N > HEADS:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
+                if first > 0:
+                    mass += tl.load(target + to, mask=on, other=0.0)
+            tl.store(target + to, mass, mask=on)
+            if first == 0:
+                ki = _part(key_index, outer * ki_o + inner * ki_i, ok, ci, DI, PI)
+                s = tl.maximum(tl.dot(ki, qi.T), 0.0)
+                found = tl.sum(s * weight[None, :], 1)
+                # absent slots are told apart by their score in the second kernel
+                tl.store(score + to, tl.where(ok, found, float("-inf")), mask=on)
+    # a row that sees nothing
+    for at in range(end, entries, KEY_TILE):
+        entry = at + tl.arange(0, KEY_TILE)
+        absent = tl.full([KEY_TILE], float("-inf"), tl.float32)
+        tl.store(score + row * entries + entry, absent, mask=entry < entries)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _loss_kernel(target, score, loss, entries, eps, ENTRIES: tl.constexpr):
+    """The row's loss; d replaces the scores."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, ENTRIES)
+    at = row * entries + slot
+    found = tl.load(score + at, mask=slot < entries, other=float("-inf"))
+    counts = found > float("-inf")
+    pi = normalised(tl.load(target + at, mask=counts, other=0.0))
+    r = softmax_of_scores(found, counts)
+    term = (pi + eps) * (tl.log(pi + eps) - tl.log(r + eps))
+    tl.store(loss + row, tl.sum(tl.where(counts, term, 0.0), 0))
+    tl.store(score + at, tl.where(counts, r - pi, 0.0), mask=slot < entries)
+
+
+def unsupported(
+    query: Tensor, query_index: Tensor, query_rope: Tensor | None, **_: Any
+) -> str | None:
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        kind = str(query.dtype).removeprefix("torch.")
+        return f"query is {kind}, supported are float16 and bfloat16"
+    D = query.shape[-1] + (0 if query_rope is None else query_rope.shape[-1])
+    if D > LARGEST_D:
+        return f"D={D}, supported up to {LARGEST_D}"
+    if max(query_index.shape[-2:]) > 256:
+        return f"index heads and size are {tuple(query_index.shape[-2:])}, supported up to 256"
+    return None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Sequence[int] | None,
+    actual_seq_klen: Sequence[int] | None,
+    layout: str | None,
+    sparse_mode: int | None,
+    pre_tokens: int | None,
+    next_tokens: int | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layout, device = layout or "BSND", query.device
+    mode = 3 if sparse_mode is None else sparse_mode
+    act_q, act_k = (
+        None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
+        for x in (actual_seq_qlen, actual_seq_klen)
+    )
+    plan = rows.plan(query, key, act_q, act_k, None, layout, layout, mode)
+    (N, D), (NI, DI) = query.shape[-2:], query_index.shape[-2:]
+    entries = sparse_indices.shape[-1]
+    target = memory.empty((plan.rows, entries), torch.float32, device)
+    score = memory.empty((plan.rows, entries), torch.float32, device)
+    loss = memory.empty((plan.rows,), torch.float32, device)
+    q, qi = query.reshape(plan.rows, N, D), query_index.reshape(plan.rows, NI, DI)
+    DR = 0 if query_rope is None else query_rope.shape[-1]
+    qr = None if query_rope is None else query_rope.reshape(plan.rows, N, DR)
+    w = weights.reshape(plan.rows, NI)
+    index = sparse_indices.reshape(plan.rows, entries)
+    D0, D1 = parts(D)
+    heads, wide = min(128, padded(N)), D + DR > 256
+    if plan.rows == 0 or entries == 0 or key.numel() == 0:
+        loss.zero_()
+        score.zero_()
+    else:
+        _scores_kernel[(plan.rows,)](
+            q, key, qr, key_rope, qi, key_index, w, index,
+            softmax_max, softmax_sum, sinks, target, score,
+            scale_log2=scale_value * LOG2_E.value, entries=entries,
+            q_row=q.stride(0), q_head=q.stride(1),
+            qr_row=0 if qr is None else qr.stride(0), qr_head=0 if qr is None else qr.stride(1),
+            qi_row=qi.stride(0), qi_head=qi.stride(1), w_row=w.stride(0),
+            index_row=index.stride(0),
+            **dict(zip(("key_o", "key_i"), rows.strides(key, layout), strict=True)),
+            **dict(zip(
+                ("kr_o", "kr_i"),
+                (0, 0) if key_rope is None else rows.strides(key_rope, layout), strict=True,
+            )),
+            **dict(zip(("ki_o", "ki_i"), rows.strides(key_index, layout), strict=True)),
+            **plan.arguments, **plan.constants,
+            N=N, D0=D0, D1=D1, DR=DR, NI=NI, DI=DI,
+            P0=padded(D0), P1=padded(D1), PR=padded(DR), PI=padded(DI),
+            HEADS=heads, INDEX_HEADS=padded(NI),
+            KEY_TILE=64, HAS_SINK=sinks is not None, STAGES=1 if wide else 2,
+            num_warps=8 if wide else 4,
+        )  # fmt: skip
+        _loss_kernel[(plan.rows,)](
+            target, score, loss, entries, EPS, ENTRIES=padded(entries), num_warps=4
+        )
+    grads = lightning_indexer_grad.backward(
+        query_index, key_index, score, sparse_indices, weights, act_q, act_k, layout, mode
+    )
+    return *grads, loss.sum().reshape(1)
