@@ -100,12 +100,10 @@ def test_relative_error_sees_nan_and_ignores_equal_infinities():
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_readme_shows_the_records(name):
+def test_readme_shows_the_records_and_figures(name):
     text = (ROOT / name).read_text()
-    begin, end = text.index(verified.BEGIN), text.index(verified.END)
-    assert text[begin + len(verified.BEGIN) + 1 : end] == verified.table(), (
-        f"{name} is out of step: run python -m tests.verified"
-    )
+    assert text.count(": begin -->") == 2
+    assert text == verified.fresh(text), f"{name} is out of step: run python -m tests.verified"
 
 
 def test_every_public_name_exists():

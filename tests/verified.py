@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """The table op x backend x how far verified, from the records that test runs wrote.
 
-    pytest --device D --record tests/records/NAME.json     writes a record
-    python -m tests.verified                                puts the table into both READMEs
+pytest --device D --record tests/records/NAME.json     writes a record
+python -m tests.verified                                puts the tables into both READMEs
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 from custom.dispatch import backends
 from custom.dispatch.specs import SPECS
 
+from . import figures
+
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records"
-BEGIN, END = "<!-- verified: begin -->", "<!-- verified: end -->"
 
 
 def records() -> dict[str, dict[str, Any]]:
@@ -57,12 +58,15 @@ def sources(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def update(path: Path) -> None:
-    text = path.read_text()
-    fresh = f"{BEGIN}\n{table()}{END}"
-    path.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: fresh, text, flags=re.S))
+def fresh(text: str) -> str:
+    """`text` with both tables as they follow from the records and figures of today."""
+    for name, content in (("verified", table()), ("speed", figures.table())):
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        block = f"{begin}\n{content}{end}"
+        text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.S)
+    return text
 
 
 if __name__ == "__main__":
-    for name in ("README.md", "README.zh.md"):
-        update(ROOT / name)
+    for readme in (ROOT / "README.md", ROOT / "README.zh.md"):
+        readme.write_text(fresh(readme.read_text()))
