@@ -22,7 +22,17 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
-from .fused_attention_tiles import LOG2_E, keys_of, locate, plan, row_strides, strides, visible
+from .fused_attention_tiles import (
+    LOG2_E,
+    Sizes,
+    keys_of,
+    locate,
+    padded_size,
+    plan,
+    row_strides,
+    strides,
+    visible,
+)
 
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -206,24 +216,23 @@ class Tiling:
     parts: int  # programs among which the keys of a tile are split
 
 
-def tiling(
-    rows: int, keys: int, heads: int, group: int, batch: int, size: int, processors: int
-) -> Tiling:
-    """`rows` queries and `keys` keys a sequence (their mean when packed), `batch` sequences, head
-    size `size` padded to a power of two."""
-    if rows * group <= 64:
+def tiling(sizes: Sizes, size: int, processors: int) -> Tiling:
+    """`size` is the larger head size, padded to a power of two."""
+    if sizes.rows * sizes.group <= 64:
         # few queries: what counts is that every byte of k and v is in flight once
-        tile = max(16, triton.next_power_of_2(rows * group))
-        block = 64 if size <= 128 else 32
-        programs = batch * heads // group
+        tile = max(16, triton.next_power_of_2(sizes.rows * sizes.group))
+        block, stages = (64, 3) if size <= 128 else (32, 2)
+        programs = max(1, sizes.batch * sizes.key_heads)
         # three waves of programs, and at least four blocks of keys for each
-        parts = max(1, min(3 * processors // max(programs, 1), keys // (4 * block), 128))
-        return Tiling(tile, block, 4, 3 if size <= 128 else 2, group, parts)
-    if size <= 64:
-        return Tiling(128, 64, 4, 3, 1, 1)
-    if size <= 128:
-        return Tiling(128, 64, 8, 3, 1, 1)
-    return Tiling(128 if rows > 64 else 64, 32, 8, 2, 1, 1)
+        parts = max(1, min(3 * processors // programs, sizes.keys // (4 * block), 128))
+        return Tiling(tile, block, 4, stages, sizes.group, parts)
+    tile = 128 if sizes.rows > 64 else 64
+    block, warps, stages = (64, 4, 3) if size <= 64 else (64, 8, 3) if size <= 128 else (32, 8, 2)
+    parts = 1
+    if sizes.is_narrow(processors):
+        programs = max(1, sizes.batch * sizes.heads * triton.cdiv(sizes.rows, tile))
+        parts = max(1, min(2 * processors // programs, sizes.keys // (8 * block), 32))
+    return Tiling(tile, block, warps, stages, 1, parts)
 
 
 @functools.cache
@@ -232,23 +241,14 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def for_hopper(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    cu_seqlens: torch.Tensor | None,
-    sizes: tuple[int, ...],
-    *more: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *more: torch.Tensor
 ) -> bool:
-    """Whether a call has the shape that the warp-specialised kernels are written for."""
+    """Whether the warp-specialised kernels are written for such tensors."""
     size = q.shape[-1]
-    if not _is_hopper(q.device) or size not in sizes or v.shape[-1] != size or scale <= 0:
+    if not _is_hopper(q.device) or size not in (64, 128) or v.shape[-1] != size or scale <= 0:
         return False
-    if q.dtype not in (torch.float16, torch.bfloat16) or v.dtype != q.dtype or k.numel() == 0:
+    if v.dtype != q.dtype or k.numel() == 0:
         return False
-    rows = q.shape[2] if cu_seqlens is None else q.shape[0] // max(cu_seqlens.shape[0] - 1, 1)
-    if rows <= 64:
-        return False  # splitting the keys beats it
     from .fused_attention_hopper import describable
 
     return all(describable(x) for x in (q, k, v, *more))
@@ -279,14 +279,17 @@ def forward(
     if lse.numel() == 0:
         return o, lse
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    if for_hopper(q, k, v, scale, cu_seqlens_q, (64, 128)):
+    sizes = Sizes.of(q, k, cu_seqlens_q)
+    split = sizes.keys >= 2048 and sizes.is_narrow(processors(q.device))
+    narrow = sizes.rows <= 64 or split
+    if not narrow and for_hopper(q, k, v, scale):
         from . import fused_attention_hopper
 
         fused_attention_hopper.forward(
-            q, k, v, o, lse, causal, scale, cu_seqlens_q, cu_seqlens_k, window
+            q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window
         )
-        return o, lse
-    _plain(q, k, v, o, lse, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
+    else:
+        _plain(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
     return o, lse
 
 
@@ -296,38 +299,31 @@ def _plain(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
+    sizes: Sizes,
     causal: bool,
     scale: float,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     window: int | None,
 ) -> None:
-    varlen = cu_seqlens_q is not None and cu_seqlens_k is not None
-    heads, key_heads = q.shape[-2 if varlen else 1], k.shape[-2 if varlen else 1]
-    n_q, n_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[2], k.shape[2])
-    batch = cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0]
-    share = max(batch, 1) if varlen else 1
     size, v_size = q.shape[-1], v.shape[-1]
-    padded, v_padded = (max(16, triton.next_power_of_2(x)) for x in (size, v_size))
-    t = tiling(
-        triton.cdiv(n_q, share), triton.cdiv(n_k, share), heads, heads // key_heads,
-        batch, max(padded, v_padded), processors(q.device),
-    )  # fmt: skip
-    if varlen:
-        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, t.queries, t.pack)
-        tiles, outer = listed.shape[0], 1
-    else:
-        listed, tiles, outer = None, triton.cdiv(n_q * t.pack, t.queries), batch
+    padded, v_padded = padded_size(size), padded_size(v_size)
+    t = tiling(sizes, max(padded, v_padded), processors(q.device))
+    listed, tiles = None, triton.cdiv(sizes.n_q * t.pack, t.queries)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)
+        tiles = listed.shape[0]
     split = t.parts > 1
     part_o = memory.empty((lse.numel(), t.parts, v_size), torch.float32, q.device) if split else o
     part_lse = memory.empty((lse.numel(), t.parts), torch.float32, q.device) if split else lse
-    _forward_kernel[(t.parts * tiles * outer * (heads // t.pack),)](
-        q, k, v, o, lse, listed, abs(scale) * LOG2_E, min(window or 0, 2**30), tiles, n_q, n_k,
-        heads // t.pack, t.parts,
+    heads = sizes.heads // t.pack
+    _forward_kernel[(t.parts * tiles * sizes.outer * heads,)](
+        q, k, v, o, lse, listed, abs(scale) * LOG2_E, min(window or 0, 2**30), tiles,
+        sizes.n_q, sizes.n_k, heads, t.parts,
         *strides(q), *strides(k), *strides(v), *strides(o), *row_strides(lse), part_o, part_lse,
-        D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=heads // key_heads, PACK=t.pack,
-        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, SPLIT=split, NEGATIVE=scale < 0,
-        BM=t.queries, BN=t.keys, STAGES=t.stages, num_warps=t.warps,
+        D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, PACK=t.pack,
+        CAUSAL=causal, WINDOW=window is not None, VARLEN=sizes.varlen, SPLIT=split,
+        NEGATIVE=scale < 0, BM=t.queries, BN=t.keys, STAGES=t.stages, num_warps=t.warps,
     )  # fmt: skip
     if split:
         _merge_kernel[(lse.numel(),)](

@@ -23,10 +23,12 @@ import triton.language as tl
 from ..dispatch.common import memory
 from . import fused_attention
 from .fused_attention_tiles import (
+    Sizes,
     keys_of,
     locate,
     padded_first,
     padded_rows,
+    padded_size,
     plan,
     queries_of,
     row_strides,
@@ -340,31 +342,31 @@ def backward(
     deterministic: bool,
     grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    varlen = cu_seqlens_q is not None
     grads = tuple(memory.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
     if lse.numel() == 0:
         return grads[0], grads[1].zero_(), grads[2].zero_()
-    heads, key_heads = q.shape[-2 if varlen else 1], k.shape[-2 if varlen else 1]
-    n_q, n_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[2], k.shape[2])
-    batch = 1 if varlen else q.shape[0]
+    sizes = Sizes.of(q, k, cu_seqlens_q)
     size, v_size = q.shape[-1], v.shape[-1]
-    padded, v_padded = (max(16, triton.next_power_of_2(x)) for x in (size, v_size))
+    padded, v_padded = padded_size(size), padded_size(v_size)
     scale = size**-0.5 if sm_scale is None else sm_scale
-    hopper = not (deterministic or torch.are_deterministic_algorithms_enabled()) and (
-        fused_attention.for_hopper(q, k, v, scale, cu_seqlens_q, (64, 128), grad_o, *grads)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    hopper = not deterministic and sizes.rows > 64
+    hopper = hopper and fused_attention.for_hopper(q, k, v, scale, grad_o, *grads)
+    lse2, delta, sums = statistics(
+        grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, size if hopper else 0
     )
-    lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, cu_seqlens_q, size if hopper else 0)
     if sums is not None:
         from . import fused_attention_backward_hopper
 
         fused_attention_backward_hopper.backward(
-            grad_o, q, k, v, lse2, delta, sums, grads, causal, scale, cu_seqlens_q, cu_seqlens_k,
-            window,
+            grad_o, q, k, v, lse2, delta, sums, grads, sizes, causal, scale, cu_seqlens_q,
+            cu_seqlens_k, window,
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
     t = tiling(max(padded, v_padded))
+    n_q, n_k, heads, varlen = sizes.n_q, sizes.n_k, sizes.heads, sizes.varlen
     options = {
-        "D": size, "V": v_size, "D_PAD": padded, "V_PAD": v_padded, "GROUP": heads // key_heads,
+        "D": size, "V": v_size, "D_PAD": padded, "V_PAD": v_padded, "GROUP": sizes.group,
         "CAUSAL": causal, "WINDOW": window is not None, "VARLEN": varlen, "STAGES": t.stages,
         "num_warps": t.warps,
     }  # fmt: skip
@@ -372,21 +374,22 @@ def backward(
     shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
 
     listed, tiles = None, triton.cdiv(n_k, t.keys_kernel[1])
-    if varlen:
-        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, t.keys_kernel[1])
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, t.keys_kernel[1], down=False)
         tiles = listed.shape[0]
     if n_k:
-        _keys_kernel[(tiles * batch * key_heads,)](
+        _keys_kernel[(tiles * sizes.outer * sizes.key_heads,)](
             q, k, v, grad_o, lse2, delta, grads[1], grads[2], listed, scale, window, tiles,
-            n_q, n_k, key_heads, lse2.shape[-1], *shared, *strides(grads[1]), *strides(grads[2]),
+            n_q, n_k, sizes.key_heads, lse2.shape[-1], *shared,
+            *strides(grads[1]), *strides(grads[2]),
             BM=t.keys_kernel[0], BN=t.keys_kernel[1], **options,
         )  # fmt: skip
 
     listed, tiles = None, triton.cdiv(n_q, t.queries_kernel[0])
-    if varlen:
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, t.queries_kernel[0])
         tiles = listed.shape[0]
-    _queries_kernel[(tiles * batch * heads,)](
+    _queries_kernel[(tiles * sizes.outer * heads,)](
         q, k, v, grad_o, lse2, delta, grads[0], listed, scale, window, tiles, n_q, n_k, heads,
         lse2.shape[-1], *shared, *strides(grads[0]),
         BM=t.queries_kernel[0], BN=t.queries_kernel[1], **options,
@@ -399,14 +402,13 @@ def statistics(
     o: torch.Tensor,
     lse: torch.Tensor,
     grad_lse: torch.Tensor | None,
+    sizes: Sizes,
     cu_seqlens_q: torch.Tensor | None,
     sums: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(lse in base 2, delta) [B, H, padded rows], and zeros [B, H, padded rows, sums] or None.
     B is 1 for packed sequences."""
-    varlen = cu_seqlens_q is not None
-    n_q, heads = (lse.shape[0], lse.shape[1]) if varlen else (lse.shape[2], lse.shape[1])
-    batch = 1 if varlen else lse.shape[0]
+    n_q, heads, batch = sizes.n_q, sizes.heads, sizes.outer
     padded = padded_rows(n_q, cu_seqlens_q)
     lse2, delta = memory.empty((2, batch, heads, padded), torch.float32, lse.device)
     zeros = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
@@ -419,7 +421,7 @@ def statistics(
         o, grad_o, lse, grad_lse, lse2, delta, zeros, listed, tiles, n_q, heads, padded,
         *strides(o), *strides(grad_o), *row_strides(lse),
         *row_strides(lse if grad_lse is None else grad_lse),
-        V=v_size, V_PAD=max(16, triton.next_power_of_2(v_size)), SUMS=sums,
-        GRAD_LSE=grad_lse is not None, VARLEN=varlen, BM=64, num_warps=8,
+        V=v_size, V_PAD=padded_size(v_size), SUMS=sums,
+        GRAD_LSE=grad_lse is not None, VARLEN=sizes.varlen, BM=64, num_warps=8,
     )  # fmt: skip
     return lse2, delta, zeros

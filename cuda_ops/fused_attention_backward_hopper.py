@@ -23,12 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from .fused_attention_hopper import at, describe, describe_row
-from .fused_attention_tiles import locate, padded_first, plan, queries_of, strides
+from .fused_attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
 
+STAGES = 2
+SHARE = 32 * 2**20
 _queries_of = gluon.jit(queries_of.fn)
 _padded_first = gluon.jit(padded_first.fn)
 
@@ -71,27 +74,16 @@ def _blocks_of(tile, keys, rows, window, BM: gl.constexpr, BN: gl.constexpr,
 
 
 @gluon.jit
-def _halves(x, dtype: gl.constexpr):
-    """x rounded, two to a register: the compiler's own conversion keeps each in one of its own."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, True, 2
-        )
-
-
-@gluon.jit
 def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty, count, grad_q,
           block, tile, rows, keys, window, scale_log2,
           BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
           MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
-    """One block of queries.  The additions to grad_q run under the product for grad_k."""
+    """One block of queries.  The additions to grad_q run under the product for grad_k; with CARRY
+    that product is left in flight, and the scores of the next block are under way behind it."""
     MS: gl.constexpr = zero_s.type.layout
     MK: gl.constexpr = acc_v.type.layout
     MQ: gl.constexpr = zero_q.type.layout
+    CARRY: gl.constexpr = D <= 64  # with heads of 128 it would not fit in the registers
     dtype: gl.constexpr = q.dtype
     stage = count % STAGES
     phase = (count // STAGES) & 1
@@ -100,6 +92,9 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
     mbarrier.wait(full.index(stage), phase)
     s_flight = warpgroup_mma(k, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
     p_flight = warpgroup_mma(v, g_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    if CARRY:
+        acc_k = warpgroup_mma_wait(2, deps=[acc_k])
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=count > 0)
     s = warpgroup_mma_wait(1, deps=[s_flight])
     row_lse = lse.index(stage).load(gl.SliceLayout(0, MS))
     p = gl.exp2(s * scale_log2 - row_lse[None, :])
@@ -115,12 +110,11 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
             if not CAUSAL:
                 keep = keep & (column < position + window)
         p = gl.where(keep, p, 0.0)
-    p = _halves(p, dtype)  # the fp32 values would not fit in the registers beside grad_p
-    p_half = gl.convert_layout(p, gl.DotOperandLayout(0, MK, 2))
+    p_half = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, MK, 2))
     grad_p = warpgroup_mma_wait(0, deps=[p_flight])
     v_flight = warpgroup_mma(p_half, g_tile, acc_v, is_async=True)
     row_delta = delta.index(stage).load(gl.SliceLayout(0, MS))
-    grad_s = (p.to(gl.float32) * (grad_p - row_delta[None, :])).to(dtype)
+    grad_s = (p * (grad_p - row_delta[None, :])).to(dtype)
     ds.store(grad_s)
     fence_async_shared()
     gl.thread_barrier()
@@ -132,8 +126,11 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
     c = gl.arange(0, D, layout=gl.SliceLayout(0, MQ))[None, :]
     place = r // 8 * (8 * D) + r % 8 * 8 + (c // 8 * 64 + c % 8)
     gl.atomic_add(grad_q + block.to(gl.int64) * (BM * D) + place, part_q, sem="relaxed")
-    acc_k = warpgroup_mma_wait(0, deps=[k_flight])
-    mbarrier.arrive(empty.index(stage))
+    if CARRY:
+        acc_k = k_flight
+    else:
+        acc_k = warpgroup_mma_wait(0, deps=[k_flight])
+        mbarrier.arrive(empty.index(stage))
     return acc_k, acc_v
 
 
@@ -150,6 +147,7 @@ def _consumer(
     MQ: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [num_warps // SPLIT, SPLIT], [16, D // SPLIT, 16]
     )
+    CARRY: gl.constexpr = D <= 64
     zero_s = gl.zeros([BN, BM], gl.float32, layout=MS)
     zero_q = gl.zeros([BM, D], gl.float32, layout=MQ)
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
@@ -158,6 +156,8 @@ def _consumer(
     if tile * BN < keys:
         low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
         acc_k = gl.zeros([BN, D], gl.float32, layout=MK)
+        if CARRY:
+            acc_k = warpgroup_mma_init(acc_k)
         acc_v = gl.zeros([BN, D], gl.float32, layout=MK)
         scale_log2 = scale * 1.4426950408889634
         place = _padded_first(first_q, sequence)
@@ -188,6 +188,8 @@ def _consumer(
                         BM, BN, D, STAGES, True, CAUSAL, WINDOW,
                     )  # fmt: skip
                     count += 1
+        if CARRY:
+            acc_k = warpgroup_mma_wait(0, deps=[acc_k])
         gl.thread_barrier()
         k.store((acc_k * scale).to(k.dtype))
         v.store(acc_v.to(v.dtype))
@@ -327,11 +329,6 @@ def _round_kernel(
     )  # fmt: skip
 
 
-def block_of(size: int) -> int:
-    """Queries of a block: 64 with heads of 128, where grad_k and grad_v fill the registers."""
-    return 64
-
-
 def backward(
     grad_o: torch.Tensor,
     q: torch.Tensor,
@@ -340,45 +337,36 @@ def backward(
     lse2: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor,
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grads: tuple[torch.Tensor, ...],
+    sizes: Sizes,
     causal: bool,
     scale: float,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     window: int | None,
-    config: tuple[int, int] | None = None,
 ) -> None:
-    varlen = cu_seqlens_q is not None
-    heads, key_heads = q.shape[1], k.shape[1]
-    n_q, n_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[2], k.shape[2])
-    batch = 1 if varlen else q.shape[0]
-    size = q.shape[-1]
-    block, keys, padded = block_of(size), 128, lse2.shape[-1]
-    stages = 2
-    if config:
-        block, stages = config
-    if varlen:
-        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys)
-        tiles, outers, section = listed.shape[0], key_heads, 1
-    else:
-        listed, tiles, outers = None, triton.cdiv(n_k, keys), batch * key_heads
-        # what a section reads and adds to fits in L2
-        one = n_q * size * 8 * (heads // key_heads)
-        section = min(outers, max(1, 32 * 2**20 // max(one, 1)))
+    size, varlen, padded = q.shape[-1], sizes.varlen, lse2.shape[-1]
+    block, keys, stages = 64, 128, STAGES
+    n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
+    listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
+    # what a section reads and adds to fits in L2
+    section = min(outers, max(1, SHARE // (n_q * size * 8 * sizes.group)))
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=False)
+        tiles = listed.shape[0]
     _backward_hopper[(tiles * outers,)](
         describe(q, block, varlen), describe(grad_o, block, varlen), describe(k, keys, varlen),
         describe(v, keys, varlen), describe(grads[1], keys, varlen),
         describe(grads[2], keys, varlen), describe_row(lse2, block), describe_row(delta, block),
         sums, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section, n_q, n_k,
-        padded, BM=block, BN=keys, D=size, STAGES=stages, GROUP=heads // key_heads,
+        padded, BM=block, BN=keys, D=size, STAGES=stages, GROUP=sizes.group,
         CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, num_warps=8,
     )  # fmt: skip
-    if varlen:
+    tiles = triton.cdiv(n_q, block)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, block)
         tiles = listed.shape[0]
-    else:
-        tiles = triton.cdiv(n_q, block)
-    _round_kernel[(tiles * batch * heads,)](
+    _round_kernel[(tiles * sizes.outer * heads,)](
         sums, grads[0], listed, scale, tiles, n_q, heads, padded, *strides(grads[0]),
         D=size, BM=block, VARLEN=varlen, num_warps=4,
     )  # fmt: skip

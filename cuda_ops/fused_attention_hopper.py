@@ -26,10 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .fused_attention_tiles import LOG2_E, keys_of, plan, row_strides, strides
+from .fused_attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, strides
 
 _keys_of = gluon.jit(keys_of.fn)
 _FAR = 1 << 30
+SHARE = 32 * 2**20
 
 
 # ------------------------------------------------------------------------------------ descriptors
@@ -465,6 +466,7 @@ def forward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
+    sizes: Sizes,
     causal: bool,
     scale: float,
     cu_seqlens_q: torch.Tensor | None,
@@ -472,29 +474,25 @@ def forward(
     window: int | None,
     config: tuple[int, int, int, bool] | None = None,
 ) -> None:
-    varlen = cu_seqlens_q is not None
-    heads, key_heads = q.shape[1], k.shape[1]
-    n_q, n_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[2], k.shape[2])
-    size, v_size = q.shape[-1], v.shape[-1]
+    size, v_size, varlen = q.shape[-1], v.shape[-1], sizes.varlen
     consumers, keys, stages, turns = config or _CONFIG[size]
     rows = 64 * consumers
-    if varlen:
-        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, rows)
-        tiles, outers, section = listed.shape[0], heads, 1
-        total = tiles * heads
-        grid = total
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, rows)
+        tiles, outers, section = listed.shape[0], sizes.heads, 1
+        grid = total = tiles * sizes.heads
     else:
-        listed, tiles, outers = None, triton.cdiv(n_q, rows), q.shape[0] * heads
+        listed, tiles, outers = None, triton.cdiv(sizes.n_q, rows), sizes.batch * sizes.heads
         total = tiles * outers
         grid = min(total, _processors(q.device))
         # the keys and values of a section fit in L2
-        section = max(1, 32 * 2**20 // max(1, n_k * (size + v_size) * 2)) * (heads // key_heads)
+        section = max(1, SHARE // (sizes.n_k * (size + v_size) * 2)) * sizes.group
         section = min(section, outers)
     _forward_hopper[(grid,)](
         describe(q, 64, varlen), describe(k, keys, varlen), describe(v, keys, varlen),
         describe(o, 64, varlen), lse, listed, scale * LOG2_E, min(window or 0, 2**30), tiles,
-        outers, heads, section, n_q, n_k, total, *row_strides(lse),
-        D=size, V=v_size, BN=keys, NC=consumers, STAGES=stages, GROUP=heads // key_heads,
+        outers, sizes.heads, section, sizes.n_q, sizes.n_k, total, *row_strides(lse),
+        D=size, V=v_size, BN=keys, NC=consumers, STAGES=stages, GROUP=sizes.group,
         CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, TURNS=turns,
         REGISTERS=240 if consumers == 2 else 160, num_warps=4,
     )  # fmt: skip

@@ -17,6 +17,8 @@ causal, and |position - j| < window if there is a window.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,8 @@ PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
 @triton.jit(do_not_specialize=["batch", "rows", "other_rows", "listed"])
 def _plan_kernel(
     lengths, other_lengths, plan, batch, rows, other_rows, listed,
-    TILE: tl.constexpr, PACK: tl.constexpr, BATCH: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b lists the tiles of sequence b; program `batch` those of what lies behind the last
     sequence, and blanks the rest of the list."""
@@ -53,10 +56,11 @@ def _plan_kernel(
     row = tl.arange(0, BLOCK)
     none = tl.zeros([BLOCK], tl.int32)
     for at in range(0, count, BLOCK):
+        keep = at + row < count
         tile = at + row
-        # the last tiles of a causal sequence are the longest: they come first
-        out = plan + (base + count - 1 - tile).to(tl.int64) * 8
-        keep = tile < count
+        if DOWN:
+            tile = count - 1 - tile
+        out = plan + (base + at + row).to(tl.int64) * 8
         tl.store(out, none + begin, keep)
         tl.store(out + 1, none + length, keep)
         tl.store(out + 2, none + other, keep)
@@ -82,14 +86,16 @@ def plan(
     other_rows: int,
     tile: int,
     pack: int = 1,
+    down: bool = True,
 ) -> torch.Tensor:
-    """The list of tiles of `tile` rows [tiles, 8]; a row counts `pack` times (grouped heads)."""
+    """The list of tiles of `tile` rows [tiles, 8]; a row counts `pack` times (grouped heads).
+    The longest of a causal sequence come first: its last queries (down), or its first keys."""
     batch = lengths.shape[0] - 1
     listed = rows * pack // tile + batch + 1
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
     _plan_kernel[(batch + 1,)](
         lengths, other_lengths, found, batch, rows, other_rows, listed,
-        TILE=tile, PACK=pack, BATCH=triton.next_power_of_2(batch + 1), BLOCK=128,
+        TILE=tile, PACK=pack, DOWN=down, BATCH=triton.next_power_of_2(batch + 1), BLOCK=128,
     )  # fmt: skip
     return found
 
@@ -195,3 +201,49 @@ def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     if tensor.dim() == 3:
         return tensor.stride(0), tensor.stride(1), tensor.stride(2)
     return 0, tensor.stride(1), tensor.stride(0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a call that its shapes tell."""
+
+    varlen: bool
+    batch: int  # sequences
+    heads: int
+    key_heads: int
+    n_q: int  # queries of a sequence; of all of them when packed
+    n_k: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> Sizes:
+        if cu_seqlens_q is None:
+            return cls(False, q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        batch = cu_seqlens_q.shape[0] - 1
+        return cls(True, batch, q.shape[1], k.shape[1], q.shape[0], k.shape[0])
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.key_heads
+
+    @property
+    def outer(self) -> int:
+        """Sequences that the grid counts beside the tiles: the list of tiles knows packed ones."""
+        return 1 if self.varlen else self.batch
+
+    @property
+    def rows(self) -> int:
+        """Queries of a sequence, their mean when packed."""
+        return triton.cdiv(self.n_q, max(self.batch, 1)) if self.varlen else self.n_q
+
+    @property
+    def keys(self) -> int:
+        return triton.cdiv(self.n_k, max(self.batch, 1)) if self.varlen else self.n_k
+
+    def is_narrow(self, processors: int) -> bool:
+        """Whether tiles of 128 queries leave half of the chip idle, so that splitting keys pays."""
+        return 2 * self.batch * self.heads * triton.cdiv(self.rows, 128) <= processors
+
+
+def padded_size(size: int) -> int:
+    """A head size as the plain kernels see it."""
+    return max(16, triton.next_power_of_2(size))
