@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from custom.dispatch.common import memory
 import custom
 
 BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
-_verified: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+_verified: Counter[tuple[str, str]] = Counter()  # (op, backend) -> passing tests that ran it
 
 
 def devices_here() -> list[str]:
@@ -95,13 +94,22 @@ def _seed():
 def pytest_runtest_call(item):
     before = Counter(log.calls)
     result = yield
-    for (op, ran_on), count in (log.calls - before).items():
-        if count > 0:
-            _verified[op, ran_on]["tests"] += 1
+    _verified.update({key: 1 for key, count in (log.calls - before).items() if count > 0})
     return result
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """A worker of pytest-xdist is done: add what it verified."""
+    for op, ran_on, tests in getattr(node, "workeroutput", {}).get("verified", []):
+        _verified[op, ran_on] += tests
+
+
 def pytest_sessionfinish(session, exitstatus):
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:  # this is such a worker
+        output["verified"] = [(*key, tests) for key, tests in _verified.items()]
+        return
     path = session.config.getoption("--record")
     if not path or exitstatus:
         return
@@ -110,12 +118,11 @@ def pytest_sessionfinish(session, exitstatus):
     record = {
         "device": device,
         "hardware": where,
-        "interpreter": os.environ.get("TRITON_INTERPRET") == "1",
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "ops": {
-            op: {"backend": ran_on, "tests": counts["tests"]}
-            for (op, ran_on), counts in sorted(_verified.items())
+            op: {"backend": ran_on, "tests": tests}
+            for (op, ran_on), tests in sorted(_verified.items())
             if ran_on == BACKEND_OF[device]
         },
     }
