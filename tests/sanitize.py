@@ -13,10 +13,10 @@ from __future__ import annotations
 import sys
 
 import torch
-
-from custom.bench.presets import presets
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
+
+from custom.bench.presets import presets
 
 from .samples import sample
 
