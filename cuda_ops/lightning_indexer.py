@@ -11,6 +11,7 @@ Keys are the rows of the product, heads its columns: the sum over heads stays wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,85 +53,32 @@ def _key_tile(
     return tile, ok
 
 
-@triton.jit
-def _query_tile(query, weights, row, q_row, q_head, w_row, HEADS: tl.constexpr, D: tl.constexpr,
-                H_TILE: tl.constexpr, D_TILE: tl.constexpr):  # fmt: skip
-    """[H_TILE, D_TILE] and the weights [H_TILE] of one row."""
-    h = tl.arange(0, H_TILE)
-    d = tl.arange(0, D_TILE)
-    at = query + row * q_row + h[:, None] * q_head + d[None, :]
-    if H_TILE == HEADS and D_TILE == D:
-        q_tile = tl.load(at)
-    else:
-        q_tile = tl.load(at, mask=(h < HEADS)[:, None] & (d < D)[None, :], other=0.0)
-    weight = tl.load(weights + row * w_row + h, mask=h < HEADS, other=0.0).to(tl.float32)
-    return q_tile, weight
-
-
-@triton.jit
-def _score(k_tile, q_tile, weight, ok):
-    s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-    score = tl.sum(tl.maximum(s, 0.0) * weight[None, :], 1)
-    # a NaN comes last, and only what is absent is -inf
-    score = tl.where(score > LEAST_SCORE, score, LEAST_SCORE)
-    return tl.where(ok, score, float("-inf"))
-
-
 @triton.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
-def _scores_few(
+def _scores(
     query, key, weights, act_q, act_k, table, scores, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, together,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
     q_row, q_head, w_row, key_o, key_i, score_row,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_TND: tl.constexpr,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr,
-    REQUESTS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    ONE_PAGE: tl.constexpr, STAGES: tl.constexpr,
+    REQUESTS: tl.constexpr, ROWS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr, ONE_PAGE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row against `per_chunk` keys; `together` rows in turn, which may share their keys."""
+    """ROWS rows against `per_chunk` keys, which pass by: once for each request among the rows."""
     program = tl.program_id(0)
-    member = program % together
-    chunk = program // together % chunks
-    place = program // (together * chunks) * together + member
-    if place < count:
-        row = first_row + place.to(tl.int64)
-        request, start, seen = rows.locate(
-            row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
-        )
-        if chunk == 0:
-            tl.store(lengths + place, seen)
-        lo = chunk * per_chunk
-        hi = tl.minimum(lo + per_chunk, seen)
-        d = tl.arange(0, D_TILE)
-        scores += place.to(tl.int64) * score_row
-        q_tile, weight = _query_tile(
-            query, weights, row, q_row, q_head, w_row, HEADS, D, H_TILE, D_TILE
-        )
-        for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
-            pos = n + tl.arange(0, KEY_TILE)
-            k_tile, ok = _key_tile(
-                key, pos, pos < hi, request, start, table, table_stride, pages, key_o, key_i, d,
-                D, D_TILE, PAGE, KEYS, ONE_PAGE,
-            )  # fmt: skip
-            tl.store(scores + pos, _score(k_tile, q_tile, weight, ok), mask=pos < hi)
-
-
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks"])
-def _scores_many(
-    query, key, weights, act_q, act_k, table, scores, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, group,
-    q_row, q_head, w_row, key_o, key_i, score_row,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_TND: tl.constexpr,
-    KEYS: tl.constexpr, CAUSAL: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr,
-    REQUESTS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    ONE_PAGE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """KEY_TILE keys against `group` rows: the keys stay, the rows pass by."""
-    program = tl.program_id(0)
-    lo = program % chunks * KEY_TILE
-    row = first_row + program // chunks * group
-    end = tl.minimum(row + group, first_row + count)
-    pos = lo + tl.arange(0, KEY_TILE)
+    lo = program % chunks * per_chunk
+    row = first_row + program // chunks * ROWS
+    end = tl.minimum(row + ROWS, first_row + count)
+    member = row.to(tl.int64) + tl.arange(0, ROWS)
+    column = tl.arange(0, ROWS * H_TILE)
+    owner = row.to(tl.int64) + column // H_TILE
+    h = column % H_TILE
     d = tl.arange(0, D_TILE)
+    real = (owner < end) & (h < HEADS)
+    q_tile = tl.load(
+        query + (owner * q_row + h * q_head)[:, None] + d[None, :],
+        mask=real[:, None] & (d < D)[None, :], other=0.0,
+    )  # fmt: skip
+    weight = tl.load(weights + owner * w_row + h, mask=real, other=0.0).to(tl.float32)
     while row < end:
         request, first = rows.request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
         asked = rows.rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
@@ -139,28 +87,26 @@ def _scores_many(
         if Q_TND:
             stop = tl.where(request < requests, first + asked, end)
         stop = tl.minimum(stop, end)
+        here = (member >= row) & (member < stop)
+        seen = rows.sees((member - first).to(tl.int32), asked, keys, CAUSAL)
+        seen = tl.where(here, seen, 0)
         if lo == 0:
-            for r in tl.range(row, stop):
-                tl.store(lengths + r - first_row, rows.sees(r - first, asked, keys, CAUSAL))
-        from_row = row
-        if CAUSAL:  # earlier rows do not see this far
-            from_row = tl.maximum(row, first + asked - keys + lo)
-        if lo >= keys:
-            from_row = stop
-        to_row = tl.minimum(stop, first + asked)
-        if from_row < to_row:
+            tl.store(lengths + member - first_row, seen, mask=here)
+        hi = tl.minimum(lo + per_chunk, tl.max(seen, 0))
+        for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
+            pos = n + tl.arange(0, KEY_TILE)
             k_tile, ok = _key_tile(
-                key, pos, pos < keys, request, start, table, table_stride, pages, key_o, key_i, d,
+                key, pos, pos < hi, request, start, table, table_stride, pages, key_o, key_i, d,
                 D, D_TILE, PAGE, KEYS, ONE_PAGE,
             )  # fmt: skip
-            for r in tl.range(from_row, to_row, num_stages=STAGES):
-                wide = (row * 0 + r).to(tl.int64)  # the interpreter counts in Python's ints
-                q_tile, weight = _query_tile(
-                    query, weights, wide, q_row, q_head, w_row, HEADS, D, H_TILE, D_TILE
-                )
-                score = _score(k_tile, q_tile, weight, ok)
-                seen = rows.sees(r - first, asked, keys, CAUSAL)
-                tl.store(scores + (wide - first_row) * score_row + pos, score, mask=pos < seen)
+            s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+            s = tl.maximum(s, 0.0) * weight[None, :]
+            score = tl.sum(tl.reshape(s, [KEY_TILE, ROWS, H_TILE]), 2)
+            # a NaN comes last, and only what is absent is -inf
+            score = tl.where(score > LEAST_SCORE, score, LEAST_SCORE)
+            score = tl.where(ok[:, None], score, float("-inf"))
+            at = scores + ((member - first_row) * score_row)[None, :] + pos[:, None]
+            tl.store(at, score, mask=pos[:, None] < seen[None, :])
         row = stop
 
 
@@ -189,7 +135,10 @@ def forward(
     pre_tokens: int = 2**63 - 1,
     next_tokens: int = 2**63 - 1,
     return_value: bool = False,
+    scored: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """`scored` is called when all scores are on their way and the last top-k is not: its launches
+    find the memory free."""
     device = query.device
     shape = (*query.shape[:-2], 1, sparse_count)
     indices = memory.empty(shape, torch.int32, device)
@@ -205,44 +154,35 @@ def forward(
     w = weights.reshape(plan.rows, heads)
     key_o, key_i = rows.strides(key, layout_key)
     reach = max(plan.reach, 1)
-    # rows of a request share its keys: many of them pass by a tile of keys that stays
-    few = plan.rows <= 4 * plan.arguments["requests"]
-    chunk_rows = max(1, min(plan.rows, CHUNK_BYTES // (4 * reach)))
+    h_tile = max(16, triton.next_power_of_2(heads))
+    # rows of a request share the keys that pass by; the product has 256 columns at most
+    per_request = triton.cdiv(plan.rows, max(plan.arguments["requests"], 1))
+    shared = min(4, 256 // h_tile, triton.next_power_of_2(per_request))
+    chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * reach) // shared * shared))
     score_row = triton.cdiv(reach, 128) * 128
     scores = memory.empty((chunk_rows, score_row), torch.float32, device)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row; 2048 in tiles of 64 for 32 and 128 rows
-    alone = few and plan.rows * triton.cdiv(reach, 128) <= 2048
-    key_tile = 128 if alone or not few else 64
+    alone = shared == 1 and plan.rows * triton.cdiv(reach, 128) <= 2048
+    key_tile = 128 if alone else 64
+    per_chunk = key_tile if alone else 2048 if shared == 1 else 4096
+    chunks = triton.cdiv(reach, per_chunk)
     flat_indices = indices.view(plan.rows, sparse_count)
     flat_values = values.view(plan.rows, sparse_count) if return_value else values
-    page = plan.constants["PAGE"]
-    common: dict[str, Any] = {
-        **plan.arguments, **plan.constants, "score_row": score_row, "q_row": q.stride(0),
-        "q_head": q.stride(1), "w_row": w.stride(0), "key_o": key_o, "key_i": key_i,
-        "HEADS": heads, "D": dim, "H_TILE": max(16, triton.next_power_of_2(heads)),
-        "D_TILE": max(16, triton.next_power_of_2(dim)), "KEY_TILE": key_tile,
-        "ONE_PAGE": layout_key == "PA_BSND" and page % key_tile == 0, "num_warps": 4,
-    }  # fmt: skip
+    one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % key_tile == 0
     for first in range(0, plan.rows, chunk_rows):
         count = min(chunk_rows, plan.rows - first)
-        here = {"first_row": first, "count": count, **common}
-        if few:
-            per_chunk = key_tile if alone else 2048
-            chunks = triton.cdiv(reach, per_chunk)
-            together = min(count, 4 if layout_query == "TND" else query.shape[1])
-            _scores_few[(triton.cdiv(count, together) * together * chunks,)](
-                q, key, w, scores=scores, lengths=lengths, chunks=chunks, per_chunk=per_chunk,
-                together=together, STAGES=1 if alone else 2, **here,
-            )  # fmt: skip
-        else:
-            chunks = triton.cdiv(reach, key_tile)
-            group = 64
-            _scores_many[(triton.cdiv(count, group) * chunks,)](
-                q, key, w, scores=scores, lengths=lengths, chunks=chunks, group=group, STAGES=2,
-                **here,
-            )  # fmt: skip
+        _scores[(triton.cdiv(count, shared) * chunks,)](
+            q, key, w, scores=scores, lengths=lengths, first_row=first, count=count,
+            chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0), q_head=q.stride(1),
+            w_row=w.stride(0), key_o=key_o, key_i=key_i, score_row=score_row, **plan.arguments,
+            **plan.constants, HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile,
+            D_TILE=max(16, triton.next_power_of_2(dim)), KEY_TILE=key_tile, ONE_PAGE=one_page,
+            STAGES=1 if alone else 2 if shared == 1 else 3, num_warps=4,
+        )  # fmt: skip
+        if scored is not None and first + count == plan.rows:
+            scored()
         topk.topk(
             scores[:count], lengths, flat_indices[first : first + count],
             flat_values[first : first + count] if return_value else values, sparse_count,

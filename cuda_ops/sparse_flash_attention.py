@@ -47,13 +47,28 @@ def selected(
 
 
 @triton.jit
-def _load(base, outer, inner, ok, d, o_stride, i_stride, D: tl.constexpr, END: tl.constexpr):
+def _slot(outer, inner, ok, reach, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """One int32 for both indices of `selected`, -1 where absent."""
+    size = PAGE if KEYS == rows.PAGED else reach
+    return tl.where(ok, outer * size + inner, -1).to(tl.int32)
+
+
+@triton.jit
+def _load(
+    base, slot, d, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
     """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
-    at = base + (outer * o_stride + inner * i_stride)[:, None] + d[None, :]
-    if D >= END:
-        tile = tl.load(at, mask=ok[:, None], other=0.0)
+    if EVEN:
+        row = slot.to(tl.int64) * i_stride
     else:
-        tile = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+        size = PAGE if KEYS == rows.PAGED else reach
+        row = (slot // size).to(tl.int64) * o_stride + (slot % size).to(tl.int64) * i_stride
+    at = base + row[:, None] + d[None, :]
+    if D >= END:
+        tile = tl.load(at, mask=(slot >= 0)[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=(slot >= 0)[:, None] & (d < D)[None, :], other=0.0)
     return tile
 
 
@@ -67,7 +82,7 @@ def _attend(
     HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
     PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
-    SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr, HEAD_TILE: tl.constexpr,
+    EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr, HEAD_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, D_TILE: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -98,22 +113,23 @@ def _attend(
         acc2 = tl.zeros([HEAD_TILE, RIGHT], tl.float32)
     index_row = indices + row * index_stride
     lo = split * per_split
-    hi = tl.where(seen > 0, tl.minimum(lo + per_split, entries), lo)
+    hi = tl.minimum(lo + per_split, entries)
     for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
         outer, inner, ok = selected(
             n + tl.arange(0, KEY_TILE), hi, index_row, seen, request, start, table, table_stride,
             pages, SPAN, PAGE, KEYS,
         )  # fmt: skip
-        k_tile = _load(key, outer, inner, ok, d, key_o, key_i, R, LEFT)
+        slot = _slot(outer, inner, ok, reach, PAGE, KEYS)
+        k_tile = _load(key, slot, d, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT)
         if RIGHT > 0:
-            k_tile2 = _load(key, outer, inner, ok, e, key_o, key_i, R, LEFT + RIGHT)
+            k_tile2 = _load(key, slot, e, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         if RIGHT > 0:
             s = tl.dot(q_tile2, k_tile2.T, s, input_precision="ieee")
         if D > 0:
-            kr_tile = _load(key_rope, outer, inner, ok, r, rope_o, rope_i, D, D_TILE)
+            kr_tile = _load(key_rope, slot, r, rope_o, rope_i, reach, EVEN, PAGE, KEYS, D, D_TILE)
             s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
-        s = tl.where(ok[None, :], s * scale_log2, float("-inf"))
+        s = tl.where((slot >= 0)[None, :], s * scale_log2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1))
         alpha = tl.exp2(row_max - new_max)
         p = tl.exp2(s - new_max[:, None])
@@ -121,9 +137,11 @@ def _attend(
         row_max = new_max
         p = p.to(k_tile.dtype)
         if not SHARED:
-            k_tile = _load(value, outer, inner, ok, d, value_o, value_i, R, LEFT)
+            k_tile = _load(value, slot, d, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT)
             if RIGHT > 0:
-                k_tile2 = _load(value, outer, inner, ok, e, value_o, value_i, R, LEFT + RIGHT)
+                k_tile2 = _load(
+                    value, slot, e, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT
+                )  # fmt: skip
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
         if RIGHT > 0:
             acc2 = tl.dot(p, k_tile2, acc2 * alpha[:, None], input_precision="ieee")
@@ -171,8 +189,7 @@ def _slots(
         entry, entries, indices + row * index_stride, seen, request, start, table, table_stride,
         pages, SPAN, PAGE, KEYS,
     )  # fmt: skip
-    size = PAGE if KEYS == rows.PAGED else reach
-    slot = tl.where(ok, outer * size + inner, -1).to(tl.int32)
+    slot = _slot(outer, inner, ok, reach, PAGE, KEYS)
     tl.store(slots + row * entries + entry, slot, mask=entry < entries)
 
 
@@ -305,7 +322,14 @@ def forward(
     entries = index.shape[1] * sparse_block_size
     shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
     rope = 0 if query_rope is None else query_rope.shape[-1]
-    hopper = shared and (rank, rope) == (512, 64) and _suits_hopper(plan, q, qr, key, kr, layout_kv)
+    even = all(_even(each, layout_kv) for each in (key, kr, value))
+    hopper = (
+        shared
+        and even
+        and entries > 0
+        and (rank, rope) == (512, 64)
+        and _suits_hopper(plan.rows, q, qr, key, kr)
+    )
     if hopper:
         tier = hopper_tiles(plan.rows, heads, entries)
     else:
@@ -347,7 +371,7 @@ def forward(
         _attend[grid](
             q, qr, key, kr, value, index, **tensors, **sizes, **plan.arguments, **plan.constants,
             **key_strides(key, kr, value, layout_kv), index_stride=index.stride(0), R=rank,
-            D=rope, SPAN=sparse_block_size, SHARED=shared, CHAINED=chained, HEAD_TILE=tier.heads,
+            D=rope, SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained, HEAD_TILE=tier.heads,
             KEY_TILE=key_tile, LEFT=tier.left, RIGHT=tier.right,
             D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier.stages,
             num_warps=tier.warps,
@@ -362,26 +386,25 @@ def forward(
     return out, softmax_max, softmax_sum
 
 
-def _suits_hopper(
-    plan: rows.Plan, q: Tensor, qr: Tensor, key: Tensor, kr: Tensor, layout: str
-) -> bool:
-    """Whether sparse_flash_attention_hopper takes these tensors (its sizes are checked before):
-    64 k heads, keys that lie evenly spaced, in 16-byte pieces."""
-    if plan.rows <= 8 or q.shape[1] % 64 or rows.capability(q.device) != 9:
+def _even(key: Tensor, layout: str) -> bool:
+    """Whether all keys are the same distance apart, also across pages or requests."""
+    outer, inner = rows.strides(key, layout)
+    return layout == "TND" or outer == inner * key.shape[1]
+
+
+def _suits_hopper(count: int, q: Tensor, qr: Tensor, key: Tensor, kr: Tensor) -> bool:
+    """Whether sparse_flash_attention_hopper takes these tensors, whose sizes and even spacing are
+    checked before: enough rows, and 16-byte pieces."""
+    if count <= 8 or rows.capability(q.device) != 9:
         return False
-    for each in (key, kr):
-        outer, inner = rows.strides(each, layout)
-        even = layout == "TND" or outer == inner * each.shape[1]
-        if not even or inner % 16 or each.data_ptr() % 16 or each.shape[:-1].numel() >= 2**31:
-            return False
-    strides = (*q.stride()[:2], *qr.stride()[:2])
-    return not any(s % 16 for s in strides) and not (q.data_ptr() % 16 or qr.data_ptr() % 16)
+    strides = (*q.stride()[:2], *qr.stride()[:2], key.stride(-3), kr.stride(-3))
+    return not any(s % 16 for s in strides) and not any(x.data_ptr() % 16 for x in (q, qr, key, kr))
 
 
 def hopper_tiles(count: int, heads: int, entries: int) -> Tiles:
     """Splits until every SM of an H200 has its program."""
     splits = 1
-    while count * (heads // 64) * splits * 2 <= 132 and splits * 256 <= entries:
+    while count * triton.cdiv(heads, 64) * splits * 2 <= 132 and splits * 256 <= entries:
         splits *= 2
     return Tiles(64, 128, splits, 4, 1, 512)
 

@@ -178,7 +178,7 @@ def _collect(
         bound = tl.min(u, 0).to(tl.int64)
         if wanted < SAMPLE:
             highest = tl.max(u, 0).to(tl.int64) + 1
-            bound, _ = _threshold(u, wanted, wanted // 16, bound, highest, SAMPLE)
+            bound, _ = _threshold(u, wanted, wanted // 16, bound, highest, wanted * 0 + SAMPLE)
         else:
             bound = bound * 0
         least = tl.maximum(bound, FINITE).to(tl.uint32)
