@@ -82,8 +82,8 @@ def _attend(
     HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
     PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
-    EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr, HEAD_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, D_TILE: tl.constexpr,
+    EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr,
+    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, D_TILE: tl.constexpr,
     STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
@@ -371,8 +371,8 @@ def forward(
         _attend[grid](
             q, qr, key, kr, value, index, **tensors, **sizes, **plan.arguments, **plan.constants,
             **key_strides(key, kr, value, layout_kv), index_stride=index.stride(0), R=rank,
-            D=rope, SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained, HEAD_TILE=tier.heads,
-            KEY_TILE=key_tile, LEFT=tier.left, RIGHT=tier.right,
+            D=rope, SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained,
+            HEAD_TILE=tier.heads, KEY_TILE=key_tile, LEFT=tier.left, RIGHT=tier.right,
             D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier.stages,
             num_warps=tier.warps,
         )  # fmt: skip

@@ -253,7 +253,9 @@ def _topk(
 def topk(scores: Tensor, lengths: Tensor, indices: Tensor, values: Tensor, k: int) -> None:
     """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row."""
     rows, device = scores.shape[0], scores.device
-    chunks = 16 if rows <= 8 else 4 if rows <= 64 else 1
+    # enough programs for every SM, and for their neighbours to hide each other's waits
+    chunks = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1
+    # one chunk may hold all that matters: high scores come together
     room = 2 * TILE if chunks == 1 else TILE
     candidates = memory.empty((rows, chunks, room), lengths.dtype, device)
     counts = memory.empty((rows, chunks), lengths.dtype, device)
