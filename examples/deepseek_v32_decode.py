@@ -125,19 +125,18 @@ class Server:
         self.selected[index, row, positions[row, column]] = chosen[row, column, 0]
 
 
-def generate(server, prompts, lengths, new, bar):
-    """Greedy tokens [B, new] and their logits [B, new, V], one token a step."""
-    logits = [server.forward(prompts, lengths)[:, -1]]
+def generate(server, first, lengths, new, bar):
+    """Greedy tokens [B, new] and their logits [B, new, V], one token a step, from the `first`."""
+    logits = [first]
     for _ in range(new - 1):
-        bar.update()
         lengths = lengths + 1
         logits.append(server.forward(logits[-1].argmax(-1, keepdim=True), lengths)[:, -1])
-    bar.update()
+        bar.update()
     logits = torch.stack(logits, 1)
     return logits.argmax(-1), logits
 
 
-def verify_drafts(server, prompts, lengths, known, bar):
+def verify_drafts(server, first, lengths, known, bar):
     """The same logits [B, new, V], two tokens a step: a known one, and a draft of the next.
 
     Every third draft is spoiled and thus rejected, at another step in every request: such a request
@@ -145,7 +144,6 @@ def verify_drafts(server, prompts, lengths, known, bar):
     """
     requests, new = known.shape
     rows = torch.arange(requests, device=known.device)
-    first = server.forward(prompts, lengths)[:, -1]
     logits = first.new_empty(requests, new + 1, first.shape[-1])
     logits[:, 0] = first
     done, steps = torch.ones_like(lengths), 0
@@ -158,7 +156,7 @@ def verify_drafts(server, prompts, lengths, known, bar):
         logits[rows, at + 1] = out[:, 0]
         logits[rows[accepted], at[accepted] + 2] = out[accepted, 1]
         done, steps = (at + 2 + accepted).clamp(max=new), steps + 1
-        bar.update(int(done.min()) - bar.n)
+        bar.update(int(done.min()) - 1 - bar.n)
     return logits[:, :new], steps
 
 
@@ -255,37 +253,45 @@ def run(model, tokenizer, options):
         f"top-{model.config.index_topk} of the context"
     )
 
-    def serve(title, decode, extra, record):
+    def serve(title, decode, extra, record=False, quiet=False):
         server = Server(model, options.batch, options.context, options.weight_format)
         if record:
             server.record_selection()
-        with tqdm(total=new, desc=f"  {title}", unit="token", leave=False) as bar:
-            begin = time.perf_counter()
-            out = decode(server, prompts, lengths, extra, bar)
-            int(out[0].argmax())  # wait for the device
-            seconds = time.perf_counter() - begin
-        if not record:
-            print(f"  {title}: {options.batch * new / seconds:.0f} tokens/s, with the prefill")
+        begin = time.perf_counter()
+        first = server.forward(prompts, lengths)[:, -1]
+        int(first.argmax())  # wait for the device
+        middle = time.perf_counter()
+        with tqdm(total=new - 1, desc=f"  {title}", unit="token", leave=False) as bar:
+            out = decode(server, first, lengths, extra, bar)
+        int(out[0].argmax())
+        end = time.perf_counter()
+        if not (record or quiet):
+            prefill = int(lengths.sum()) / (middle - begin)
+            decoded = options.batch * (new - 1) / (end - middle)
+            print(f"  {title}: prefill {prefill:.0f} tokens/s, decode {decoded:.0f} tokens/s")
         return *out, server.selected
 
-    one, two, record = "one token a step", "two tokens a step", "recording the selection"
-    tokens, *_ = serve(one, generate, new, False)
-    steps = serve(two, verify_drafts, tokens, False)[1]
+    one, two = "one token a step", "two tokens a step"
+    if model.device.type != "cpu":  # kernels are compiled at their first call
+        tokens, *_ = serve("warming up", generate, new, quiet=True)
+        serve("warming up", verify_drafts, tokens, quiet=True)
+    tokens, *_ = serve(one, generate, new)
+    steps = serve(two, verify_drafts, tokens)[1]
     print(f"  {two}: {new - 1} tokens in {steps} steps, every third draft rejected")
     if model.dtype == torch.float32:
         begin = time.perf_counter()
         theirs = model.generate(**padded, max_new_tokens=new, do_sample=False)
         seconds = time.perf_counter() - begin
-        print(f"  unmodified model: {options.batch * new / seconds:.0f} tokens/s")
+        print(f"  unmodified model: {options.batch * new / seconds:.0f} tokens/s, with the prefill")
         same = theirs[:, prompts.shape[1] :] == tokens
         assert same.all(), f"{int((~same).sum())} of {same.numel()} generated tokens differ"
         print(f"  generated tokens: all {same.numel()} equal to the unmodified model's")
 
     # the logits of both ways to decode, against the unmodified model on the same tokens
-    tokens, logits, selected = serve(record, generate, new, True)
+    tokens, logits, selected = serve("recording the selection", generate, new, record=True)
     reference = reference_logits(model, prompts, lengths, tokens, selected)
     check(one, logits, tokens, reference, roundings)
-    logits, _, selected = serve(record, verify_drafts, tokens, True)
+    logits, _, selected = serve("recording the selection", verify_drafts, tokens, record=True)
     reference = reference_logits(model, prompts, lengths, tokens, selected)
     check(two, logits, logits.argmax(-1), reference, roundings)
     for b in (0, options.batch - 1):
@@ -300,7 +306,7 @@ def main():
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere",
+        help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere (no float32 in kernels)",
     )
     parser.add_argument("--weight-format", choices=["nz", "nd"], default="nz")
     parser.add_argument("--batch", type=int, default=24, help="requests")
@@ -311,6 +317,8 @@ def main():
         parser.error("--new-tokens starts at 2, --context at --new-tokens + 24")
 
     device = choose_device(options.device)
+    if device == "cpu":
+        torch.set_num_threads(1)  # in matrices this small threads mostly wait for each other
     tokenizer = make_tokenizer()
     dtypes = [options.dtype] if options.dtype != "auto" else ["bfloat16"]
     if options.dtype == "auto" and device == "cpu":

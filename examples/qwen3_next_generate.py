@@ -73,6 +73,8 @@ def run(model, tokenizer, options):
         return out.sequences, torch.stack(out.logits, 1), rate
 
     with use():
+        if model.device.type != "cpu":  # kernels are compiled at their first call
+            generate()
         sequences, logits, rate = generate()
     print(f"  our ops: {rate}")
     tokens = sequences[:, length:]
