@@ -92,8 +92,11 @@ def _over_keys(
 
 
 @triton.jit(
-    do_not_specialize=["tiles", "n_q", "n_k", "window", "parts", "scale_log2"],
-)
+    do_not_specialize=[
+        "scale_log2", "window", "tiles", "n_q", "n_k", "heads", "parts",
+        "lse_batch", "lse_head", "lse_row",
+    ]
+)  # fmt: skip
 def _forward_kernel(
     q, k, v, o, lse, plan, scale_log2, window, tiles, n_q, n_k, heads, parts,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,

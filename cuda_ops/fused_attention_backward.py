@@ -37,7 +37,12 @@ from .fused_attention_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["tiles", "n_q", "padded"])
+@triton.jit(
+    do_not_specialize=[
+        "tiles", "n_q", "heads", "padded",
+        "l_batch", "l_head", "l_row", "gl_batch", "gl_head", "gl_row",
+    ]
+)  # fmt: skip
 def _statistics_kernel(
     o, grad_o, lse, grad_lse, lse2, delta, sums, plan, tiles, n_q, heads, padded,
     o_batch, o_head, o_row, g_batch, g_head, g_row, l_batch, l_head, l_row,
@@ -126,7 +131,9 @@ def _over_queries(
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=["tiles", "n_q", "n_k", "window", "scale", "padded"])
+@triton.jit(
+    do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"]
+)
 def _keys_kernel(
     q, k, v, grad_o, lse2, delta, grad_k, grad_v, plan, scale, window, tiles, n_q, n_k, heads,
     padded, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -239,7 +246,9 @@ def _over_keys(
     return grad_q
 
 
-@triton.jit(do_not_specialize=["tiles", "n_q", "n_k", "window", "scale", "padded"])
+@triton.jit(
+    do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"]
+)
 def _queries_kernel(
     q, k, v, grad_o, lse2, delta, grad_q, plan, scale, window, tiles, n_q, n_k, heads,
     padded, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,

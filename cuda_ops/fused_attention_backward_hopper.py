@@ -254,8 +254,10 @@ def _producer(
 
 
 @gluon.jit(
-    do_not_specialize=["window", "tiles", "outers", "section", "n_q", "n_k", "padded", "scale"]
-)
+    do_not_specialize=[
+        "scale", "window", "tiles", "outers", "heads", "section", "n_q", "n_k", "padded",
+    ]
+)  # fmt: skip
 def _backward_hopper(
     q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, grad_q, plan, scale,
     window, tiles, outers, heads, section, n_q, n_k, padded,
@@ -301,7 +303,7 @@ def _backward_hopper(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles", "n_q", "padded", "scale"])
+@triton.jit(do_not_specialize=["tiles", "n_q", "heads", "padded", "scale"])
 def _round_kernel(
     sums, grad_q, plan, scale, tiles, n_q, heads, padded, gq_batch, gq_head, gq_row,
     D: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,

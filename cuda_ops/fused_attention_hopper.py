@@ -359,8 +359,11 @@ def _forward_producer(
 
 
 @gluon.jit(
-    do_not_specialize=["window", "tiles", "outers", "section", "n_q", "n_k", "total", "scale_log2"]
-)
+    do_not_specialize=[
+        "scale_log2", "window", "tiles", "outers", "heads", "section", "n_q", "n_k", "total",
+        "lse_batch", "lse_head", "lse_row",
+    ]
+)  # fmt: skip
 def _forward_hopper(
     q_desc, k_desc, v_desc, o_desc, lse, plan, scale_log2, window, tiles, outers, heads, section,
     n_q, n_k, total, lse_batch, lse_head, lse_row,
