@@ -38,7 +38,7 @@ def test_shipped_attention_fits(config):
 
 
 @pytest.mark.parametrize(
-    ("heads", "latent", "memory"), [(128, 512, "L1"), (64, 1024, "L1"), (192, 256, "UB")]
+    ("heads", "latent", "memory"), [(128, 512, "L1"), (64, 1024, "L1"), (208, 256, "UB")]
 )
 def test_what_does_not_fit_says_where(heads, latent, memory):
     sentence = tiling.attend_overflow(heads, 64, latent, 64)

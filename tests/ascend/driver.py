@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,7 @@ class Recorder:
 
     cube_cores = 24
     execute = True
+    observe: Callable[[Launch, list[Any]], None] | None = None
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -145,7 +147,10 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Non
     ]
     shown = {p.name: constants[p.name] for p in self.params if p.is_constexpr}
     where = f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"
-    recorder.launches.append(Launch(where, shown, chosen, sizes, described, ttir, linalg))
+    launch = Launch(where, shown, chosen, sizes, described, ttir, linalg)
+    recorder.launches.append(launch)
+    if recorder.observe is not None:
+        recorder.observe(launch, given)
     if recorder.execute:
         if ready is None:
             ready = CpuKernel(linalg)

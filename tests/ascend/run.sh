@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Proves the Ascend kernels without an NPU: sets up .ascend/ (once), then runs `python -m tests.ascend`.
+# Proves the Ascend kernels without an NPU: sets up .ascend/ (once), then runs `python -m tests.ascend`;
+# with --estimate OP, `python -m tests.ascend.estimate`.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 home=$PWD/.ascend
@@ -33,4 +34,9 @@ set_up() {
 
 [ "$(cat "$home/ready" 2> /dev/null)" = "$versions" ] || set_up
 export TRITON_ASCEND_ARCH=Ascend910_9392 CUSTOM_BACKEND=npu OMP_NUM_THREADS=1
-exec nice "$home/venv/bin/python" -m tests.ascend "$@"
+main=tests.ascend
+if [ "${1:-}" = --estimate ]; then
+  main=tests.ascend.estimate
+  shift
+fi
+exec nice "$home/venv/bin/python" -m "$main" "$@"
