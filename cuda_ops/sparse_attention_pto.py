@@ -3,16 +3,17 @@
 """The whole layer: both prologs over shared products, indexer, sparse attention.
 
     x [W_dq | W_dkv_kr | W_idx_k | W_idx_proj]  ->  norms, rotations, all three cache rows
-    then side by side:  c W_idx_qb, rotation, scores, top-k   |   c W_uq_qr, absorption, rotation
-    then attention over the selected keys
+    c W_idx_qb, rotation, scores
+    top-k  beside  c W_uq_qr, absorption, rotation        (two streams)
+    attention over the selected keys
 
-The two sides are two streams, joined before the attention; a captured graph keeps them as two
-branches.  Every cache row is written before the fork, so before any cache is read.
+The queries of the attention are made while the top-k runs, which leaves the memory idle; a captured
+graph keeps the two branches.  Every cache row is written before any cache is read.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -29,14 +30,26 @@ def unsupported(x: Tensor, **_: object) -> str | None:
     return prolog.unsupported(x)
 
 
-def branches(tokens: int) -> bool:
-    """Whether the two sides run beside each other."""
-    return True
-
-
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+class _Side:
+    """A second stream that leaves the current one at `fork` and comes back at `join`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.here, self.there = torch.cuda.current_stream(device), _second_stream(device)
+
+    def fork(self) -> None:
+        self.there.wait_stream(self.here)
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.there):
+            work()
+
+    def join(self) -> None:
+        self.here.wait_stream(self.there)
 
 
 def forward(
@@ -104,21 +117,17 @@ def forward(
         ),
     )  # fmt: skip
 
-    side, apart = nullcontext(), x.is_cuda and branches(tokens)
-    if apart:
-        stream = torch.cuda.current_stream(device)
-        beside = _side_stream(device)
-        beside.wait_stream(stream)
-        side = torch.cuda.stream(beside)
-    with side:
+    query = memory.empty((requests, steps, heads, rank), dtype, device)
+    query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
+    side = _Side(device) if x.is_cuda else None
+
+    def absorb() -> None:
         q = product(
             query_norm,
             [(w_uq_qr, heads * (plain + rotary))],
             weight_format,
-            forked=apart,
+            forked=side is not None,
         )
-        query = memory.empty((requests, steps, heads, rank), dtype, device)
-        query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
         prolog.query_stage(q, sin, cos, w_uk, query, query_rope, rope_interleaved)
 
     q_index = product(query_norm, [(w_idx_qb, index_heads * size)], weight_format)
@@ -138,9 +147,13 @@ def forward(
         pre_tokens=_ALL,
         next_tokens=_ALL,
         return_value=False,
+        scored=side and side.fork,
     )
-    if apart:
-        stream.wait_stream(beside)
+    if side is None:
+        absorb()
+    else:
+        side.run(absorb)
+        side.join()
     out, _, _ = sparse_flash_attention.forward(
         query=query,
         key=kv_cache,

@@ -59,12 +59,21 @@ def plain(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
 
 
 def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
-    """For nz_matmul_hopper."""
-    wide, k = sum(sizes) >= 8192, 64
-    if tokens <= 64:
-        tile, columns, warps = max(8, power_of_two(tokens)), 128 if wide else 64, 4
-        stages, programs = 104 * 1024 // ((tile + columns) * k * 2), 2 * PROGRAMS
+    """For nz_matmul_hopper.  The memory is kept busy by what all programs of a multiprocessor have
+    asked for, so shared memory is filled; the best on one H200, 2026-11, for the sizes of
+    DeepSeek-V3.2."""
+    tile, k, warps, columns = max(8, power_of_two(tokens)), 64, 4, 64
+    narrow = sum(cdiv(size, columns) for size in sizes)
+    if tokens > 128:
+        tile, columns, warps, room, together = 256, 128, 8, 192, 1
+    elif tokens > 64 and narrow > 2 * PROGRAMS:
+        columns, warps, room, together = 128, 8, 192, 1
+    elif tokens > 64 or (tokens > 32 and PROGRAMS // 2 < narrow <= 2 * PROGRAMS):
+        room, together = 192, 1
+    elif narrow > PROGRAMS // 2:
+        room, together = 64, 3
     else:
-        tile, columns, warps, stages, programs = 128, 256 if wide else 128, 8, 4, PROGRAMS
-    runs = _runs(_blocks(tokens, sizes, tile, columns), programs, depth // k)
-    return Tiling(tile, columns, k, runs, stages, warps)
+        room, together = 96, 2
+    stages = room * 1024 // ((tile + columns) * k * 2)
+    blocks = _blocks(tokens, sizes, tile, columns)
+    return Tiling(tile, columns, k, _runs(blocks, together * PROGRAMS, depth // k), stages, warps)
