@@ -83,8 +83,8 @@ def _attend(
     PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
     EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr,
-    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, D_TILE: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    D_TILE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     program = tl.program_id(0)
@@ -340,8 +340,8 @@ def forward(
         part = memory.empty((plan.rows * splits * heads, rank), torch.float32, device)
         part_max = memory.empty((plan.rows * splits * heads,), torch.float32, device)
         part_sum = memory.empty((plan.rows * splits * heads,), torch.float32, device)
-    # programmatic dependent launch: the merge starts while the last parts are being stored
-    chained = splits > 1 and not hopper and rows.capability(device) >= 9
+    # programmatic dependent launch: the merge is set up while the last parts are being stored
+    chained = splits > 1 and rows.capability(device) >= 9
     sink = softmax_max if sinks is None else sinks
     tensors = {
         "sinks": sink, "out": out, "part": part, "part_max": part_max, "part_sum": part_sum,
@@ -377,7 +377,7 @@ def forward(
             num_warps=tier.warps,
         )  # fmt: skip
     if splits > 1:
-        width = min(128, triton.next_power_of_2(rank))
+        width = min(128 if splits > 8 else 512, triton.next_power_of_2(rank))
         merge[(plan.rows * heads, triton.cdiv(rank, width))](
             part, part_max, part_sum, sink, out, softmax_max, softmax_sum, HEADS=heads, R=rank,
             SPLITS=splits, WIDTH=width, HAS_SINK=sinks is not None, STATS=return_softmax_lse,
