@@ -246,8 +246,8 @@ def forward(
     sums = memory.empty((T, NV), torch.float32, device)
     DK_PAD = max(16, triton.next_power_of_2(DK))
     scale = DK**-0.5 if scale is None else scale
-    padded = triton.next_power_of_2(sequences)
-    BV, stages, warps, chunk_warps = chosen or (32 if DK_PAD <= 128 else 16, 2, 4, 4)
+    padded = max(16, triton.next_power_of_2(sequences))
+    BV, stages, warps, chunk_warps = chosen or (32 if DK_PAD <= 128 else 16, 2, 4, 2)
     # every sequence may end in a part of a chunk
     chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
     if T > 0:

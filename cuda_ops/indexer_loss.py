@@ -54,7 +54,7 @@ def _target_kernel(
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DR: tl.constexpr,
     P0: tl.constexpr, P1: tl.constexpr, PR: tl.constexpr, K_PAD: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, KEYS_2: tl.constexpr,
-    STAGES: tl.constexpr, HAS_LSE: tl.constexpr,
+    STAGES: tl.constexpr, FLAT: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     # late rows see most keys: they start first
     row = S - 1 - tl.program_id(0)
@@ -120,13 +120,19 @@ def _target_kernel(
             slot = start + tl.arange(0, KEYS_2)
             index, there = valid_slots(indices, slot, K, position, key_length)
             at = index.to(tl.int64)
-            z = tl.dot(_part(key, at, k_row, there, c0, D0, P0), q0.T)
+            k0 = _part(key, at, k_row, there, c0, D0, P0)
+            z = tl.dot(q0, k0.T) if FLAT else tl.dot(k0, q0.T)
             if D1 > 0:
-                z = tl.dot(_part(key + D0, at, k_row, there, c1, D1, P1), q1.T, z)
+                k1 = _part(key + D0, at, k_row, there, c1, D1, P1)
+                z = tl.dot(q1, k1.T, z) if FLAT else tl.dot(k1, q1.T, z)
             if DR > 0:
-                z = tl.dot(_part(key_rope, at, kr_row, there, cr, DR, PR), qr.T, z)
-            p = tl.exp2(z * scale_log2 - row_lse[None, :])
-            mass = tl.where(there, tl.sum(p, 1), 0.0)
+                kr = _part(key_rope, at, kr_row, there, cr, DR, PR)
+                z = tl.dot(qr, kr.T, z) if FLAT else tl.dot(kr, qr.T, z)
+            if FLAT:
+                mass = tl.sum(tl.exp2(z * scale_log2 - row_lse[:, None]), 0)
+            else:
+                mass = tl.sum(tl.exp2(z * scale_log2 - row_lse[None, :]), 1)
+            mass = tl.where(there, mass, 0.0)
             on = slot < last
             if N > HEADS and first > 0:
                 mass += tl.load(target + slot, mask=on, other=0.0)
@@ -238,7 +244,7 @@ def forward(
         *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
         N=N, D0=D0, D1=D1, DR=DR, P0=padded(D0), P1=padded(D1), PR=padded(DR),
         K_PAD=padded(K), HEADS=heads, KEYS=keys, KEYS_2=keys_2,
-        STAGES=stages, HAS_LSE=softmax_lse is not None, num_warps=warps,
+        STAGES=stages, FLAT=keys_2 < 64, HAS_LSE=softmax_lse is not None, num_warps=warps,
     )  # fmt: skip
     _loss_kernel[(S, B)](
         index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,

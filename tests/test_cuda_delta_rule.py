@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The gated delta rule's CUDA kernels: graphs, grids and pools beyond 32 bits.  Without a GPU the
+tests of both ops run on the kernels under Triton's interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from custom.dispatch.reference import fused_sigmoid_gating_delta_rule_update as reference
+
+import custom
+
+from .test_fused_sigmoid_gating_delta_rule_update import Case, moved
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+FILES = (
+    "test_fused_sigmoid_gating_delta_rule_update.py",
+    "test_chunk_gated_delta_rule.py",
+    "test_indexer_loss.py",
+    "test_sparse_lightning_indexer_grad_kl_loss.py",
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the interpreter itself")
+@pytest.mark.parametrize("file", FILES)
+def test_under_the_interpreter(file):
+    """float16 only: the kernels' float32 paths differ in nothing but the conversion."""
+    pytest.importorskip("triton")
+    variables = {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    chosen = "cpu and not bfloat16 and not float32 and not float64"
+    command = f"-m pytest -q -x -p no:cacheprovider --device cpu tests/{file} -k".split()
+    ran = subprocess.run(
+        [sys.executable, *command, chosen],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+def test_more_sequences_than_a_grid_is_high(layout):
+    """3000 sequences of 32 heads: 96000 programs at the least, past 65535."""
+    case = Case(B=3000, H=16, HV=32, K=16, V=16, layout=layout, slots=tuple(range(3000)))
+    x = moved(
+        case.arguments() | dict(initial_state_source=case.pool(3000)), torch.float16, case, "cuda"
+    )
+    some = torch.tensor([0, 1, 2047, 2048, 2999])
+    y = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in x.items()}
+    y["initial_state_source"] = y["initial_state_source"].clone()
+    y.update({n: y[n][some] for n in ("q", "k", "v", "a", "b", "initial_state_indices")})
+    o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
+    torch.testing.assert_close(o[some.cuda()].cpu(), reference.forward(**y), rtol=2e-3, atol=2e-3)
+    got = x["initial_state_source"][some.cuda()].cpu()
+    torch.testing.assert_close(got, y["initial_state_source"][some], rtol=1e-5, atol=1e-5)
+
+
+@gpu
+@pytest.mark.large
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+def test_pool_of_more_than_two_to_the_31(layout):
+    """A slot whose offset needs 64 bits, in a pool of 2**31 numbers and more."""
+    slots = 2**31 // (32 * 128 * 128) + 3
+    pool = torch.empty(slots, 32, 128, 128, dtype=torch.bfloat16, device="cuda")
+    pool[[1, slots - 1]] = torch.randn(2, 32, 128, 128, device="cuda").bfloat16()
+    case = Case(B=2, H=16, HV=32, K=128, V=128, layout=layout, slots=(slots - 1, 1))
+    small = Case(B=2, H=16, HV=32, K=128, V=128, layout=layout, slots=(1, 0), state=torch.bfloat16)
+    x = moved(case.arguments() | dict(initial_state_source=pool[:1]), torch.bfloat16, small, "cuda")
+    x.update(initial_state_source=pool)
+    y = dict(x, initial_state_source=pool[[1, slots - 1]].clone())
+    y["initial_state_indices"] = torch.tensor([1, 0], device="cuda")
+    want = custom.npu_fused_sigmoid_gating_delta_rule_update(**y)
+    assert torch.equal(custom.npu_fused_sigmoid_gating_delta_rule_update(**x), want)
+    assert torch.equal(pool[[1, slots - 1]], y["initial_state_source"])
+
+
+@gpu
+def test_graph_replays_with_other_slots_and_lengths():
+    case = Case(B=1, T=6, lengths=(2, 1, 2), slots=(0, 3, 5))
+    x = moved(case.arguments(), torch.float16, case, "cuda")
+    start = x["initial_state_source"].clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
+    for slots, lengths in [
+        ((4, -1, 2), (1, 3, 0)),
+        ((1, 2, 3), (0, 0, 6)),
+        ((-1, 9, 0), (2, 2, 2)),
+    ]:
+        x["initial_state_source"].copy_(start)
+        x["initial_state_indices"].copy_(torch.tensor(slots))
+        x["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
+        y = dict(x, initial_state_source=start.clone())
+        graph.replay()
+        want = custom.npu_fused_sigmoid_gating_delta_rule_update(**y)
+        assert torch.equal(o, want)
+        assert torch.equal(x["initial_state_source"], y["initial_state_source"])
+
+
+@gpu
+def test_memory_of_the_indexer_loss():
+    """Beside its results the loss keeps nothing: no [N, S, K] logits, no gathered keys."""
+    N, S, D, K = 64, 512, 128, 512
+    query = torch.randn(1, N, S, D, device="cuda").bfloat16()
+    key = torch.randn(1, S, D, device="cuda").bfloat16()
+    score = torch.randn(1, S, K, device="cuda").bfloat16()
+    index = torch.arange(K, device="cuda", dtype=torch.int32).expand(1, S, K).contiguous()
+    custom.compute_index_loss_sparse(query, key, score, index, 0.1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    custom.compute_index_loss_sparse(query, key, score, index, 0.1)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= 2 * 4 * S * K, f"{extra} bytes, the target has {4 * S * K}"
