@@ -31,6 +31,22 @@ from .ragged import PAGED, TND, visible
 _WORKSPACE = 512 * 2**20  # bytes of dense rows at a time; more tokens go in several rounds
 
 
+@triton.jit
+def _pages(row, column, limit, page, PIECE: tl.constexpr):
+    """The table's entries at `column`, looked up in UB: from global memory they come one by one.
+    As floats, since the gather takes no integers; exact up to 2**24, and no cache has more."""
+    p = tl.arange(0, PIECE)
+    number = tl.full((PIECE,), -1.0, tl.float32)
+    used = (limit + page - 1) // page
+    for first in range(0, used, PIECE):
+        entry = tl.load(row + first + p, mask=p < used - first, other=-1).to(tl.float32)
+        at = column - first
+        here = (at >= 0) & (at < PIECE)
+        found = tl.gather(entry, tl.where(here, at, 0), 0)
+        number = tl.where(here, found, number)
+    return number.to(tl.int32)
+
+
 @triton.jit(
     do_not_specialize=[
         "rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach",
@@ -64,7 +80,7 @@ def resolve(
             if KEYS == PAGED:
                 # not `position % page`: a remainder is a scalar loop
                 column = tl.where(exists, position // page, 0)
-                number = tl.load(table + request * table_stride + column)
+                number = _pages(table + request * table_stride, column, limit, page, PIECE)
                 exists = exists & (number >= 0) & (number < pages)
                 slot = number * page_rows + position - column * page
             elif KEYS == TND:

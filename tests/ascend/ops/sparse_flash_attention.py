@@ -125,6 +125,7 @@ CASES = (
         ),
     ),
     Case(OP, "paged, int64", _int64(paged([300, 1], 1, 16, 64))),
+    Case(OP, "paged, 70 000 keys in pages of 16", paged([17000, 70000], 1, 8, 64, 16)),
     Case(OP, "paged, latent 128 and 32", paged([300, 1], 2, 16, 64, sizes=(128, 32))),
     Case(OP, "paged, latent 32 and 16, 2 heads", paged([40, 3], 2, 2, 16, 16, sizes=(32, 16))),
     Case(OP, "paged, latent 576 and 64", paged([140], 1, 64, 64, sizes=(576, 64))),
@@ -137,7 +138,7 @@ CONTROLS = (
         OP[4:],
         "(position < limit)\n            if KEYS",
         "(position <= limit)\n            if KEYS",
-        "paged, 16 heads",
+        "paged, k 2048, s1 4, 65 keys and 4097",
     ),
     Control(
         "absent slots not masked",
