@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from custom.cuda_ops import tiling
 from torch import Tensor
 
 import custom
@@ -169,12 +170,24 @@ def test_options_of_the_layer_arrive():
 
 @gpu
 @pytest.mark.parametrize("heads", [8, 128])
-@pytest.mark.parametrize("tokens", [(2, 2), (33, 1)], ids=str)
+@pytest.mark.parametrize("tokens", [(2, 2), (33, 1), (100, 1), (1, 300)], ids=str)
 def test_sizes_of_the_model(tokens, heads):
     sizes = dict(h=7168, ranks=1536, n=heads, plain=128, rank=512, rotary=64, index=(64, 128))
     given = layer(*tokens, **sizes)
     for op in OPS:
         check(op, given, torch.bfloat16, "nz")
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 32, 33, 64, 65, 128, 129, 4096])
+@pytest.mark.parametrize("sizes", [(1536, 576, 128, 64), (24576,), (8192,), (3072,), (128, 64)])
+@pytest.mark.parametrize("depth", [48, 1536, 7168])
+def test_tilings_fit_a_multiprocessor(tokens, sizes, depth):
+    cut = tiling.hopper(tokens, sizes, depth)
+    assert cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 192 * 1024
+    assert 2 <= cut.stages <= 16 and cut.warps in (4, 8)
+    assert 1 <= cut.runs <= max(1, depth // cut.k)
+    assert cut.columns % (16 * cut.warps) == 0  # whole warpgroups, 64 columns each
+    assert cut.tokens >= min(tokens, 256)
 
 
 @kernels
