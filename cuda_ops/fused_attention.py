@@ -263,6 +263,10 @@ def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
     for name, size in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if size > 256:
             return f"head size of {name} is {size}, supported up to 256"
+    if v.dtype is torch.float8_e4m3fn and v.is_cuda:
+        capability = torch.cuda.get_device_capability(v.device)
+        if capability < (8, 9):
+            return f"v is float8_e4m3fn, which compute capability {capability} cannot convert"
     return None
 
 

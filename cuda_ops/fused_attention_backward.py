@@ -7,8 +7,7 @@
 
 The plain path is deterministic: one kernel owns a tile of keys and walks over the queries (of all
 heads of the group) that see it, another owns a tile of queries and walks over its keys; no sum is
-shared.  On Hopper the common shapes go to fused_attention_hopper, unless deterministic sums are
-asked for there.
+shared.  On Hopper the common shapes go to fused_attention_backward_hopper.
 """
 
 from __future__ import annotations
@@ -315,21 +314,26 @@ def _queries_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the plain kernels cut one call: (queries, keys) of a tile of each of the two."""
+    """How one of the plain kernels cuts a call."""
 
-    keys_kernel: tuple[int, int]
-    queries_kernel: tuple[int, int]
+    queries: int
+    keys: int
     warps: int
     stages: int
 
+    def options(self) -> dict[str, int]:
+        return {
+            "BM": self.queries, "BN": self.keys, "STAGES": self.stages, "num_warps": self.warps,
+        }  # fmt: skip
 
-def tiling(size: int) -> Tiling:
-    """`size` is the larger head size, padded to a power of two."""
+
+def tiling(size: int) -> tuple[Tiling, Tiling]:
+    """Of the keys and of the queries kernel; `size` is the larger head size, padded."""
     if size <= 64:
-        return Tiling((64, 128), (128, 64), 8, 2)
+        return Tiling(64, 128, 8, 2), Tiling(128, 64, 8, 2)
     if size <= 128:
-        return Tiling((32, 128), (128, 32), 8, 2)
-    return Tiling((32, 64), (64, 32), 8, 1)
+        return Tiling(32, 128, 8, 2), Tiling(128, 32, 8, 2)
+    return Tiling(32, 64, 8, 1), Tiling(64, 32, 8, 1)
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
@@ -359,49 +363,47 @@ def backward(
     padded, v_padded = padded_size(size), padded_size(v_size)
     scale = size**-0.5 if sm_scale is None else sm_scale
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    hopper = not deterministic and sizes.rows > 64
-    hopper = hopper and fused_attention.for_hopper(q, k, v, scale, grad_o, *grads)
-    lse2, delta, sums = statistics(
-        grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, size if hopper else 0
-    )
-    if sums is not None:
+    hopper = sizes.rows > 64 and fused_attention.for_hopper(q, k, v, scale, grad_o, *grads)
+    sums_size = size if hopper and not deterministic else 0
+    lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, sums_size)
+    if hopper:
         from . import fused_attention_backward_hopper
 
         fused_attention_backward_hopper.backward(
             grad_o, q, k, v, lse2, delta, sums, grads, sizes, causal, scale, cu_seqlens_q,
             cu_seqlens_k, window,
         )  # fmt: skip
-        return grads[0], grads[1], grads[2]
-    t = tiling(max(padded, v_padded))
+        if sums is not None:
+            return grads[0], grads[1], grads[2]
+    over_queries, over_keys = tiling(max(padded, v_padded))
     n_q, n_k, heads, varlen = sizes.n_q, sizes.n_k, sizes.heads, sizes.varlen
     options = {
         "D": size, "V": v_size, "D_PAD": padded, "V_PAD": v_padded, "GROUP": sizes.group,
-        "CAUSAL": causal, "WINDOW": window is not None, "VARLEN": varlen, "STAGES": t.stages,
-        "num_warps": t.warps,
+        "CAUSAL": causal, "WINDOW": window is not None, "VARLEN": varlen,
     }  # fmt: skip
     window = min(window or 0, 2**30)
     shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
 
-    listed, tiles = None, triton.cdiv(n_k, t.keys_kernel[1])
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, t.keys_kernel[1], down=False)
-        tiles = listed.shape[0]
-    if n_k:
+    if n_k and not hopper:
+        listed, tiles = None, triton.cdiv(n_k, over_queries.keys)
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, over_queries.keys, down=False)
+            tiles = listed.shape[0]
         _keys_kernel[(tiles * sizes.outer * sizes.key_heads,)](
             q, k, v, grad_o, lse2, delta, grads[1], grads[2], listed, scale, window, tiles,
             n_q, n_k, sizes.key_heads, lse2.shape[-1], *shared,
             *strides(grads[1]), *strides(grads[2]),
-            BM=t.keys_kernel[0], BN=t.keys_kernel[1], **options,
+            **over_queries.options(), **options,
         )  # fmt: skip
 
-    listed, tiles = None, triton.cdiv(n_q, t.queries_kernel[0])
+    listed, tiles = None, triton.cdiv(n_q, over_keys.queries)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, t.queries_kernel[0])
+        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, over_keys.queries)
         tiles = listed.shape[0]
     _queries_kernel[(tiles * sizes.outer * heads,)](
         q, k, v, grad_o, lse2, delta, grads[0], listed, scale, window, tiles, n_q, n_k, heads,
         lse2.shape[-1], *shared, *strides(grads[0]),
-        BM=t.queries_kernel[0], BN=t.queries_kernel[1], **options,
+        **over_keys.options(), **options,
     )  # fmt: skip
     return grads[0], grads[1], grads[2]
 

@@ -4,7 +4,8 @@
 
 A program owns a tile of 128 keys, keeps grad_k and grad_v in registers and walks over the queries
 that see it; grad_q goes by fp32 additions in memory to a buffer that a last kernel scales and
-rounds.  So grad_q depends on the order of the additions: a deterministic call takes the plain path.
+rounds.  So grad_q depends on the order of the additions: a deterministic call makes the other two
+here, and grad_q by the plain kernel.
 
 The buffer holds grad_q in tiles of 8 x 8, the shape in which a warp holds a product: each addition
 of a warp is then 256 bytes in a row.  Its rows are padded to whole tiles of queries, and so are
@@ -30,8 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .fused_attention_hopper import at, describe, describe_row
 from .fused_attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
 
-STAGES = 2
-SHARE = 32 * 2**20
+# Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1354 us (three stages 1401)
+_STAGES = 2
+
+# Bytes of queries, gradients and sums of those heads whose tiles of keys take turns; of the heads
+# of a group one counts.  Same: 16384 tokens 20531 us (32 MB 21053, 64 MB 21186, 128 MB 21327)
+_SHARE = 16 * 2**20
+
 _queries_of = gluon.jit(queries_of.fn)
 _padded_first = gluon.jit(padded_first.fn)
 
@@ -40,14 +46,14 @@ _padded_first = gluon.jit(padded_first.fn)
 def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
     """(batch, key head, first key, keys, first query, queries, tile, sequence) of a program."""
     number = gl.program_id(0)
-    if VARLEN:
-        row = plan + (number // heads).to(gl.int64) * 8
-        return (0, number % heads, gl.load(row), gl.load(row + 1), gl.load(row + 2),
-                gl.load(row + 3), gl.load(row + 4), gl.load(row + 5))  # fmt: skip
     group = number // (section * tiles)
     inside = number % (section * tiles)
     count = gl.minimum(section, outers - group * section)
     outer = group * section + inside % count
+    if VARLEN:
+        row = plan + (inside // count).to(gl.int64) * 8
+        return (0, outer, gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3),
+                gl.load(row + 4), gl.load(row + 5))  # fmt: skip
     # the first keys are seen by most queries: longest first
     return outer // heads, outer % heads, 0, rows, 0, other_rows, inside // count, 0
 
@@ -77,7 +83,8 @@ def _blocks_of(tile, keys, rows, window, BM: gl.constexpr, BN: gl.constexpr,
 def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty, count, grad_q,
           block, tile, rows, keys, window, scale_log2,
           BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-          MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+          MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+          GRAD_Q: gl.constexpr):  # fmt: skip
     """One block of queries.  The additions to grad_q run under the product for grad_k; with CARRY
     that product is left in flight, and the scores of the next block are under way behind it."""
     MS: gl.constexpr = zero_s.type.layout
@@ -115,17 +122,21 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
     v_flight = warpgroup_mma(p_half, g_tile, acc_v, is_async=True)
     row_delta = delta.index(stage).load(gl.SliceLayout(0, MS))
     grad_s = (p * (grad_p - row_delta[None, :])).to(dtype)
-    ds.store(grad_s)
-    fence_async_shared()
-    gl.thread_barrier()
-    q_flight = warpgroup_mma(ds.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
+    if GRAD_Q:
+        ds.store(grad_s)
+        fence_async_shared()
+        gl.thread_barrier()
+        q_flight = warpgroup_mma(ds.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
     s_half = gl.convert_layout(grad_s, gl.DotOperandLayout(0, MK, 2))
     k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
-    acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
-    r = gl.arange(0, BM, layout=gl.SliceLayout(1, MQ))[:, None]
-    c = gl.arange(0, D, layout=gl.SliceLayout(0, MQ))[None, :]
-    place = r // 8 * (8 * D) + r % 8 * 8 + (c // 8 * 64 + c % 8)
-    gl.atomic_add(grad_q + block.to(gl.int64) * (BM * D) + place, part_q, sem="relaxed")
+    if GRAD_Q:
+        acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
+        r = gl.arange(0, BM, layout=gl.SliceLayout(1, MQ))[:, None]
+        c = gl.arange(0, D, layout=gl.SliceLayout(0, MQ))[None, :]
+        place = r // 8 * (8 * D) + r % 8 * 8 + (c // 8 * 64 + c % 8)
+        gl.atomic_add(grad_q + block.to(gl.int64) * (BM * D) + place, part_q, sem="relaxed")
+    else:
+        acc_v = warpgroup_mma_wait(1, deps=[v_flight])
     if CARRY:
         acc_k = k_flight
     else:
@@ -139,7 +150,8 @@ def _consumer(
     q, g, k, v, lse, delta, ds, full, empty, kv_full, gk_desc, gv_desc, grad_q, plan, scale,
     window, tiles, outers, heads, section, n_q, n_k, padded,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, num_warps: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, GRAD_Q: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     MK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
@@ -165,19 +177,21 @@ def _consumer(
         count = 0
         for member in range(GROUP):
             head = (batch * heads + kv_head) * GROUP + member
-            grad_at = grad_q + (head.to(gl.int64) * padded + place) * D
+            grad_at = grad_q
+            if GRAD_Q:
+                grad_at += (head.to(gl.int64) * padded + place) * D
             for block in range(low, full_low):
                 acc_k, acc_v = _step(
                     acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty, count,
                     grad_at, block, tile, rows, keys, window, scale_log2,
-                    BM, BN, D, STAGES, True, CAUSAL, WINDOW,
+                    BM, BN, D, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
                 )  # fmt: skip
                 count += 1
             for block in range(full_low, full_high):
                 acc_k, acc_v = _step(
                     acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty, count,
                     grad_at, block, tile, rows, keys, window, scale_log2,
-                    BM, BN, D, STAGES, False, CAUSAL, WINDOW,
+                    BM, BN, D, STAGES, False, CAUSAL, WINDOW, GRAD_Q,
                 )  # fmt: skip
                 count += 1
             if WINDOW:
@@ -185,7 +199,7 @@ def _consumer(
                     acc_k, acc_v = _step(
                         acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
                         count, grad_at, block, tile, rows, keys, window, scale_log2,
-                        BM, BN, D, STAGES, True, CAUSAL, WINDOW,
+                        BM, BN, D, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
                     )  # fmt: skip
                     count += 1
         if CARRY:
@@ -262,7 +276,8 @@ def _backward_hopper(
     q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, grad_q, plan, scale,
     window, tiles, outers, heads, section, n_q, n_k, padded,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, num_warps: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, GRAD_Q: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Two consumer warpgroups in step with each other, and a producer; `heads` are key heads."""
     dtype: gl.constexpr = q_desc.dtype
@@ -290,7 +305,8 @@ def _backward_hopper(
             (_consumer, (
                 q, g, k, v, lse, delta, ds, full, empty, kv_full,
                 gk_desc, gv_desc, grad_q, plan, scale, window, tiles, outers, heads, section, n_q,
-                n_k, padded, BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, num_warps,
+                n_k, padded, BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, GRAD_Q,
+                num_warps,
             )),
             (_producer, (
                 q, g, k, v, lse, delta, full, empty, kv_full, q_desc,
@@ -338,7 +354,7 @@ def backward(
     v: torch.Tensor,
     lse2: torch.Tensor,
     delta: torch.Tensor,
-    sums: torch.Tensor,
+    sums: torch.Tensor | None,
     grads: tuple[torch.Tensor, ...],
     sizes: Sizes,
     causal: bool,
@@ -347,12 +363,12 @@ def backward(
     cu_seqlens_k: torch.Tensor | None,
     window: int | None,
 ) -> None:
+    """Writes the three `grads`; without `sums`, all but that of q."""
     size, varlen, padded = q.shape[-1], sizes.varlen, lse2.shape[-1]
-    block, keys, stages = 64, 128, STAGES
+    block, keys, stages = 64, 128, _STAGES
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
     listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
-    # what a section reads and adds to fits in L2
-    section = min(outers, max(1, SHARE // (n_q * size * 8 * sizes.group)))
+    section = min(outers, max(1, _SHARE // (sizes.rows * size * 8)))
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=False)
         tiles = listed.shape[0]
@@ -362,8 +378,11 @@ def backward(
         describe(grads[2], keys, varlen), describe_row(lse2, block), describe_row(delta, block),
         sums, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section, n_q, n_k,
         padded, BM=block, BN=keys, D=size, STAGES=stages, GROUP=sizes.group,
-        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, num_warps=8,
+        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
+        num_warps=8,
     )  # fmt: skip
+    if sums is None:
+        return
     tiles = triton.cdiv(n_q, block)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, block)
