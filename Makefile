@@ -13,7 +13,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/deepseek_v32_decode.py
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest --quiet tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -n auto tests
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
