@@ -158,8 +158,8 @@ def forward(
     # rows of a request share the keys that pass by; the product has 256 columns at most
     per_request = triton.cdiv(plan.rows, max(plan.arguments["requests"], 1))
     shared = min(4, 256 // h_tile, triton.next_power_of_2(per_request))
-    chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * reach) // shared * shared))
-    score_row = triton.cdiv(reach, 128) * 128
+    score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
+    chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
     scores = memory.empty((chunk_rows, score_row), torch.float32, device)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one

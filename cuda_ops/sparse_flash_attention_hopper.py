@@ -51,31 +51,11 @@ def _half(base, slot, stride, tile, column: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _ahead(key, key_rope, key_stride, rope_stride, slot):
-    """Bring rows into the L2 cache, two steps before they are gathered."""
-    row = gl.maximum(slot, 0).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ge.s32 p, $2, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;}",
-        "=r,l,r", [key + row * key_stride, slot], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ge.s32 p, $2, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;}",
-        "=r,l,r", [key_rope + row * rope_stride, slot], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _producer(key, key_rope, key_stride, rope_stride, slots, lo, hi, stop, left, right, rope, bars):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     slot0 = gl.load(slots + lo + row, mask=lo + row < hi, other=-1)
     slot1 = gl.load(slots + lo + 64 + row, mask=lo + 64 + row < hi, other=-1)
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    line = gl.arange(0, 128, layout=LINE)
-    near = gl.load(slots + lo + 128 + line, mask=lo + 128 + line < hi, other=-1)
-    far = gl.load(slots + lo + 256 + line, mask=lo + 256 + line < hi, other=-1)
     phase = 1
     for n in range(lo, stop, 128):
         mbarrier.wait(bars.index(LEFT_FREE), phase)
@@ -92,11 +72,6 @@ def _producer(key, key_rope, key_stride, rope_stride, slots, lo, hi, stop, left,
         mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
         _half(key, slot1, key_stride, right.index(1), 256, LAYOUT)
         async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
-        if n == lo:
-            _ahead(key, key_rope, key_stride, rope_stride, near)
-        _ahead(key, key_rope, key_stride, rope_stride, far)
-        at = n + 384 + line
-        far = gl.load(slots + at, mask=at < hi, other=-1)
         at = n + 128 + row
         slot0 = gl.load(slots + at, mask=at < hi, other=-1)
         slot1 = gl.load(slots + at + 64, mask=at + 64 < hi, other=-1)
