@@ -247,6 +247,8 @@ def forward(
     DK_PAD = max(16, triton.next_power_of_2(DK))
     scale = DK**-0.5 if scale is None else scale
     padded = max(16, triton.next_power_of_2(sequences))
+    # H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16: 4K tokens 264 us, 16K 1016, 64K 3983, of
+    # which the chunks' kernel takes 116, 453, 1785
     BV, stages, warps, chunk_warps = chosen or (32 if DK_PAD <= 128 else 16, 2, 4, 2)
     # every sequence may end in a part of a chunk
     chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
