@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The gated delta rule with its gates, one kernel on the vector cores.
+
+    S = decay S;   S += k (beta (v - S^T k))^T;   o = S^T q
+
+A core takes VALUE_TILE value channels of a head of a sequence: that part of the state, fp32, stays
+in UB over the sequence's tokens.  A slot outside the pool makes an empty copy, in and out: the mask
+is a bound on its rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import cores, tune
+
+_STATE = 8192  # elements of a part of the state; UB holds it and four of what is made of it
+_KERNEL = "fused_sigmoid_gating_delta_rule_update.update"
+
+
+@triton.jit
+def _softplus(x, beta, threshold):
+    """log(1 + e^(beta x)) / beta; log1p(e) = log(u) e / (u - 1) with u = 1 + e, rounding and all"""
+    y = beta * x
+    e = tl.exp(-tl.abs(y))
+    u = 1.0 + e
+    d = u - 1.0
+    log1p = tl.where(d == 0, e, tl.log(u) * (e / tl.where(d == 0, 1.0, d)))
+    return tl.where(y > threshold, x, (tl.maximum(y, 0.0) + log1p) / beta)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "softplus_beta", "softplus_threshold", "scale", "sequences", "length", "tokens", "slots",
+        "rows", "steps", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch",
+        "v_token", "v_head", "a_batch", "a_token", "a_head", "b_batch", "b_token", "slot_size",
+        "row_size", "step_size",
+    ]
+)  # fmt: skip
+def update(
+    A_log, a, dt_bias, q, k, v, b, pool, slot_of, starts, cache, row_of, out,
+    softplus_beta, softplus_threshold, scale, sequences, length, tokens, slots, rows, steps,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    a_batch, a_token, a_head, b_batch, b_token, slot_size, row_size, step_size,
+    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_FIRST: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
+    STORE: tl.constexpr, KEEP: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    """q, k [.., H, K]  v, out [.., HV, V]  a [.., HV, 1 or K]  b [.., HV]; see the launcher."""
+    TILES: tl.constexpr = VALUE // VALUE_TILE
+    d = tl.arange(0, KEY)
+    c = tl.arange(0, VALUE_TILE)
+    one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
+    for work in range(tl.program_id(0), sequences * (VALUE_HEADS * TILES), tl.num_programs(0)):
+        n = work // (VALUE_HEADS * TILES)
+        head = work // TILES % VALUE_HEADS
+        first = work % TILES * VALUE_TILE
+        key_head = head // (VALUE_HEADS // HEADS)
+        if VARLEN:
+            batch = n * 0
+            start = tl.load(starts + n).to(tl.int32)
+            end = tl.load(starts + n + 1).to(tl.int32)
+        else:
+            batch = n
+            start = n * 0
+            end = length
+        batch = batch.to(tl.int64)
+        slot = tl.load(slot_of + n).to(tl.int64)
+        there = (slot >= 0) & (slot < slots)
+        in_pool = pool + tl.where(there, slot, 0) * slot_size
+        if VALUE_FIRST:
+            part = head * (KEY * VALUE) + (first + c)[:, None] * KEY + d[None]
+            at = c
+            count = VALUE_TILE
+        else:
+            part = head * (KEY * VALUE) + d[:, None] * VALUE + first + c[None]
+            at = d
+            count = KEY
+        loaded = (at < tl.where(there, count, 0))[:, None]
+        state = tl.load(in_pool + part, mask=loaded, other=0.0).to(tl.float32)
+        rate = -tl.exp(tl.load(A_log + head + one).to(tl.float32))
+        if KDA:
+            bias = tl.load(dt_bias + head * KEY + d).to(tl.float32)
+        else:
+            bias = tl.load(dt_bias + head + one).to(tl.float32)
+        if KEEP:
+            row = tl.load(row_of + n).to(tl.int64)
+            kept = (row >= 0) & (row < rows)
+            in_cache = cache + tl.where(kept, row, 0) * row_size
+        for t in range(start, end):
+            of_a = a + batch * a_batch + t.to(tl.int64) * a_token + head * a_head
+            of_b = b + batch * b_batch + t.to(tl.int64) * b_token + head
+            of_q = q + batch * q_batch + t.to(tl.int64) * q_token + key_head * q_head
+            of_k = k + batch * k_batch + t.to(tl.int64) * k_token + key_head * k_head
+            of_v = v + batch * v_batch + t.to(tl.int64) * v_token + head * v_head
+            if KDA:
+                x = tl.load(of_a + d).to(tl.float32) + bias
+            else:
+                x = tl.load(of_a + one).to(tl.float32) + bias
+            decay = tl.exp(rate * _softplus(x, softplus_beta, softplus_threshold))
+            beta = 1.0 / (1.0 + tl.exp(-tl.load(of_b + one).to(tl.float32)))
+            q_t = tl.load(of_q + d).to(tl.float32)
+            k_t = tl.load(of_k + d).to(tl.float32)
+            v_t = tl.load(of_v + first + c).to(tl.float32)
+            if NORM:
+                q_t = q_t / tl.sqrt(tl.sum(q_t * q_t, 0) + 1e-6)
+                k_t = k_t / tl.sqrt(tl.sum(k_t * k_t, 0) + 1e-6)
+            q_t = q_t * scale
+            if VALUE_FIRST:
+                state = state * decay[None]
+                change = (v_t - tl.sum(state * k_t[None], 1)) * beta
+                state += change[:, None] * k_t[None]
+                o = tl.sum(state * q_t[None], 1)
+            else:
+                state = state * decay[:, None]
+                change = (v_t - tl.sum(state * k_t[:, None], 0)) * beta
+                state += k_t[:, None] * change[None]
+                o = tl.sum(state * q_t[:, None], 0)
+            token = (batch * length + t) * VALUE_HEADS + head
+            tl.store(out + token * VALUE + first + c, o.to(out.dtype.element_ty))
+            if KEEP:
+                step = t - start
+                stored = (at < tl.where(kept & (step < steps), count, 0))[:, None]
+                to = in_cache + step.to(tl.int64) * step_size
+                tl.store(to + part, state.to(cache.dtype.element_ty), mask=stored)
+        if STORE:
+            stored = (at < tl.where(there & (end > start), count, 0))[:, None]
+            tl.store(in_pool + part, state.to(pool.dtype.element_ty), mask=stored)
+        if VARLEN:
+            # behind the last sequence
+            for t in range(end, tl.where(n == sequences - 1, tokens, end)):
+                token = t.to(tl.int64) * VALUE_HEADS + head
+                zero = tl.zeros((VALUE_TILE,), out.dtype.element_ty)
+                tl.store(out + token * VALUE + first + c, zero)
+
+
+def _tile(key_size: int, value_size: int) -> tune.Config | None:
+    """The widest part of the state that divides it and fits."""
+    return next(
+        (
+            config
+            for config in tune.TABLE[_KERNEL]
+            if value_size % config.tiles["VALUE_TILE"] == 0
+            and key_size * config.tiles["VALUE_TILE"] <= _STATE
+        ),
+        None,
+    )
+
+
+def unsupported(q: Tensor, v: Tensor, retrieve_parent_token: Tensor | None, **_: Any) -> str | None:
+    key_size, value_size = q.shape[-1], v.shape[-1]
+    if key_size % 16 or value_size % 16:
+        return f"head sizes {key_size} and {value_size}, the kernel takes multiples of 16"
+    if _tile(key_size, value_size) is None:
+        return f"key size {key_size}, UB holds a state of {_STATE // 16} x 16 at most"
+    if retrieve_parent_token is not None:
+        return "`retrieve_parent_token` is given, the kernel keeps no earlier state to go back to"
+    return None
+
+
+def forward(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+    state_layout: str,
+    is_kda: bool,
+    disable_state_update: bool,
+    intermediate_states: Tensor | None,
+    intermediate_state_indices: Tensor | None,
+    retrieve_parent_token: Tensor | None,
+) -> Tensor:
+    batch, length, heads, key_size = q.shape
+    value_heads, value_size = v.shape[2:]
+    out = memory.empty(v.shape, v.dtype, v.device)
+    sequences = initial_state_indices.shape[0]
+    if out.numel() == 0 or sequences == 0:
+        return out.zero_()
+    channels = key_size if is_kda else 1
+    a = (a if a.ndim == 4 else a.unflatten(-1, (value_heads, channels))).reshape(
+        batch, length, value_heads, channels
+    )
+    b = b.reshape(batch, length, value_heads)
+    config = _tile(key_size, value_size)
+    assert config is not None
+    parts = sequences * value_heads * (value_size // config.tiles["VALUE_TILE"])
+    cache = initial_state_source if intermediate_states is None else intermediate_states
+    update[(min(parts, cores.vector()),)](
+        A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices,
+        initial_state_indices if cu_seqlens is None else cu_seqlens, cache,
+        initial_state_indices if intermediate_state_indices is None else intermediate_state_indices,
+        out, softplus_beta, softplus_threshold, key_size**-0.5 if scale is None else scale,
+        sequences, length, length, initial_state_source.shape[0], cache.shape[0], cache.shape[1],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:3], *b.stride()[:2],
+        initial_state_source.stride(0), cache.stride(0), cache.stride(1),
+        HEADS=heads, VALUE_HEADS=value_heads, KEY=key_size, VALUE=value_size,
+        VALUE_FIRST=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
+        VARLEN=cu_seqlens is not None, STORE=not disable_state_update,
+        KEEP=intermediate_states is not None, **config.keywords,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_fused_sigmoid_gating_delta_rule_update, against the reference token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..case import Arguments, Case, Inputs
+from ..controls import Control
+
+KERNEL = "fused_sigmoid_gating_delta_rule_update"
+OP = f"npu_{KERNEL}"
+SLOTS = 5
+
+
+def call(
+    slots: list[int],
+    tokens: int = 1,
+    heads: tuple[int, int] = (2, 4),
+    sizes: tuple[int, int] = (128, 128),
+    state: torch.dtype = torch.float32,
+    layout: str = "kv",
+    kda: bool = False,
+    gates: torch.dtype = torch.bfloat16,
+    starts: list[int] | None = None,
+    keep: list[int] | None = None,
+    steps: int = 4,
+    strided: bool = False,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    """`slots` of the sequences, `starts` their prefix sums (then `tokens` are those of all)."""
+
+    def make(x: Inputs) -> Arguments:
+        h, hv = heads
+        k, v = sizes
+        b = 1 if starts else len(slots)
+        states = (hv, k, v) if layout == "kv" else (hv, v, k)
+        pool = x.normal(SLOTS, *states, dtype=state)
+        x.forbid(pool, [i for i in range(SLOTS) if i not in slots])
+        gate = x.normal(b, tokens, hv * k if kda else hv, dtype=gates)
+        gate[0, 0, 0] = -25.0  # e^x is below the rounding of 1
+        gate[-1, -1, -1] = 30.0  # above the threshold
+        both = x.normal(b, tokens, 2, h, k)  # q and k of one projection: strided views
+        q, key = (both[:, :, i] if strided else both[:, :, i].contiguous() for i in (0, 1))
+        arguments = dict(
+            A_log=x.normal(hv, scale=0.5, dtype=torch.float32),
+            a=gate,
+            dt_bias=x.normal(hv * k if kda else hv, dtype=torch.float32),
+            softplus_beta=1.0,
+            softplus_threshold=20.0,
+            q=q,
+            k=key,
+            v=x.normal(b, tokens, hv, v),
+            b=x.normal(b, tokens, hv, dtype=gates),
+            initial_state_source=pool,
+            initial_state_indices=x.ints(slots),
+            use_qk_l2norm_in_kernel=True,
+            state_layout=layout,
+            is_kda=kda,
+        )
+        if starts:
+            arguments["cu_seqlens"] = x.ints(starts)
+        if keep:
+            cache = x.normal(3, steps, *states, dtype=state)
+            arguments["intermediate_states"] = cache
+            arguments["intermediate_state_indices"] = x.ints(keep)
+        return arguments | options
+
+    return make
+
+
+CASES = (
+    Case(OP, "decode", call([3, -1, 0, 7])),
+    Case(OP, "decode, vk", call([3, -1, 0, 7], layout="vk")),
+    Case(OP, "3 tokens", call([3, -1, 0], 3)),
+    Case(OP, "3 tokens, vk, bf16 state", call([3, -1, 0], 3, state=torch.bfloat16, layout="vk")),
+    Case(OP, "bf16 state", call([3, 1], 2, state=torch.bfloat16)),
+    Case(
+        OP,
+        "fp16, scale given, no norm",
+        call([4, 2], 2, scale=0.05, gates=torch.float16, use_qk_l2norm_in_kernel=False),
+        torch.float16,
+    ),
+    Case(
+        OP,
+        "softplus beta 2, threshold 1",
+        call([4, 2], 2, softplus_beta=2.0, softplus_threshold=1.0),
+    ),
+    Case(OP, "varlen", call([3, -1, 0, 1], 9, starts=[0, 3, 4, 4, 7])),
+    Case(
+        OP,
+        "varlen, vk, int64",
+        lambda x: (
+            call([3, 1], 5, starts=[0, 1, 4], layout="vk")(x)
+            | dict(
+                cu_seqlens=x.ints([0, 1, 4], torch.int64),
+                initial_state_indices=x.ints([3, 1], torch.int64),
+            )
+        ),
+    ),
+    Case(OP, "KDA", call([3, -1], 2, kda=True)),
+    Case(OP, "KDA, vk, bf16 state", call([3, -1], 2, kda=True, layout="vk", state=torch.bfloat16)),
+    Case(OP, "verification", call([3, 2, -1], 3, keep=[2, -1, 0], disable_state_update=True)),
+    Case(OP, "verification, vk, KDA", call([3, 2, -1], 3, keep=[2, 7, 0], layout="vk", kda=True)),
+    Case(
+        OP,
+        "verification, varlen, fewer steps kept",
+        call([3, 2], 6, starts=[0, 4, 6], keep=[1, 0], steps=2, state=torch.bfloat16),
+    ),
+    Case(OP, "q and k strided", call([3, 2], 2, strided=True)),
+    Case(OP, "value size 96", call([3, 2], 2, sizes=(64, 96))),
+    Case(OP, "value size 48, 1 head", call([3, 2], 2, (1, 1), (128, 48), layout="vk")),
+    Case(OP, "key size 256", call([3, 2], 2, sizes=(256, 64))),
+    Case(OP, "key size 512, vk", call([3, 2], 1, sizes=(512, 32), layout="vk")),
+)
+CONTROLS = (
+    Control(
+        "an absent slot is written",
+        KERNEL,
+        "tl.where(there & (end > start), count, 0)",
+        "tl.where(end > start, count, 0)",
+        "decode",
+    ),
+    Control(
+        "the decay forgotten",
+        KERNEL,
+        "state = state * decay[:, None]",
+        "state = state * 1.0",
+        "3 tokens",
+    ),
+    Control(
+        "log(1 + e^x) by its name",
+        KERNEL,
+        "tl.where(d == 0, e, tl.log(u) * (e / tl.where(d == 0, 1.0, d)))",
+        "e",
+        "decode",
+    ),
+    Control(
+        "a step kept one late", KERNEL, "step = t - start", "step = t - start + 1", "verification"
+    ),
+    Control(
+        "the tail of a packed row left alone",
+        KERNEL,
+        "n == sequences - 1, tokens, end",
+        "n == sequences - 1, end, end",
+        "varlen",
+    ),
+    Control(
+        "a part of the state that does not fit",
+        KERNEL,
+        "_STATE = 8192",
+        "_STATE = 16384",
+        "key size 256",
+        stage="compile",
+    ),
+)
