@@ -11,7 +11,8 @@
 A program owns a row: it gathers the selected keys once a pass, for all heads.  The first pass
 takes each head's log-sum-exp, with heads as the rows of the product so that the sum over keys stays
 within a warp; the second takes the sum over heads, with keys as its rows for the same reason.  A
-given `softmax_lse` saves the first.  A second kernel normalises a row and takes its loss.
+given `softmax_lse` saves the first.  A second kernel normalises a row and takes its loss.  Many
+heads of wide keys go to indexer_loss_hopper on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from . import rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LARGEST_D = 576
@@ -54,7 +56,7 @@ def _target_kernel(
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DR: tl.constexpr,
     P0: tl.constexpr, P1: tl.constexpr, PR: tl.constexpr, K_PAD: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, KEYS_2: tl.constexpr,
-    STAGES: tl.constexpr, FLAT: tl.constexpr, HAS_LSE: tl.constexpr,
+    STAGES: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     # late rows see most keys: they start first
     row = S - 1 - tl.program_id(0)
@@ -121,22 +123,32 @@ def _target_kernel(
             index, there = valid_slots(indices, slot, K, position, key_length)
             at = index.to(tl.int64)
             k0 = _part(key, at, k_row, there, c0, D0, P0)
-            z = tl.dot(q0, k0.T) if FLAT else tl.dot(k0, q0.T)
+            z = tl.dot(k0, q0.T)
             if D1 > 0:
-                k1 = _part(key + D0, at, k_row, there, c1, D1, P1)
-                z = tl.dot(q1, k1.T, z) if FLAT else tl.dot(k1, q1.T, z)
+                z = tl.dot(_part(key + D0, at, k_row, there, c1, D1, P1), q1.T, z)
             if DR > 0:
-                kr = _part(key_rope, at, kr_row, there, cr, DR, PR)
-                z = tl.dot(qr, kr.T, z) if FLAT else tl.dot(kr, qr.T, z)
-            if FLAT:
-                mass = tl.sum(tl.exp2(z * scale_log2 - row_lse[:, None]), 0)
-            else:
-                mass = tl.sum(tl.exp2(z * scale_log2 - row_lse[None, :]), 1)
+                z = tl.dot(_part(key_rope, at, kr_row, there, cr, DR, PR), qr.T, z)
+            mass = tl.sum(tl.exp2(z * scale_log2 - row_lse[None, :]), 1)
             mass = tl.where(there, mass, 0.0)
             on = slot < last
             if N > HEADS and first > 0:
                 mass += tl.load(target + slot, mask=on, other=0.0)
             tl.store(target + slot, mass, mask=on)
+
+
+@triton.jit
+def _slots_kernel(
+    indices, slots, ends, chunk_offset, S, key_length, K, i_batch, i_row, K_PAD: tl.constexpr
+):
+    """Indices as int32, -1 where they do not count, and the end of those that do."""
+    row = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    slot = tl.arange(0, K_PAD)
+    from_row = indices + batch * i_batch + row.to(tl.int64) * i_row
+    index, counts = valid_slots(from_row, slot, K, chunk_offset + row, key_length)
+    at = (batch * S + row) * K + slot
+    tl.store(slots + at, tl.where(counts, index, -1).to(tl.int32), mask=slot < K)
+    tl.store(ends + batch * S + row, tl.max(tl.where(counts, slot + 1, 0), 0))
 
 
 @triton.jit
@@ -189,8 +201,8 @@ def tiles(N: int, D: int, has_lse: bool) -> tuple[int, int, int, int, int]:
     """(heads, keys of the first pass, keys of the second, stages, warps).
 
     H200, 2026-11, K 2048, S 4096, forward without and with lse, in microseconds: 16 heads, D 128,
-    4K keys 463 and 219; 64 heads, D 128, 8K keys 961 and 478; 128 heads, D 576, 8K keys 9101 and
-    5449 (the query alone fills 147 KB, so one stage)."""
+    4K keys 462 and 219; 64 heads, D 128, 8K keys 954 and 476; 128 heads, D 576, 8K keys 9003 and
+    5407 (the query alone fills 147 KB, so one stage; Hopper has its own kernel for this)."""
     heads = min(128, padded(N))
     if D > 256:
         return heads, 64, 64, 1, 8
@@ -210,6 +222,62 @@ def unsupported(
     if D > LARGEST_D:
         return f"D={D}, supported up to {LARGEST_D}"
     return None
+
+
+def _suits_hopper(
+    query: Tensor,
+    key: Tensor,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    softmax_lse: Tensor | None,
+) -> bool:
+    """Whether indexer_loss_hopper takes these tensors: sizes, and rows of whole 16-byte units."""
+    given = [x for x in (query, key, query_rope, key_rope) if x is not None]
+    D, DR = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
+    return (
+        64 < query.shape[1] <= 128
+        and 256 < D + DR <= LARGEST_D
+        and D % 64 == DR % 64 == 0
+        and all(x.data_ptr() % 16 == 0 for x in given)
+        and all(step % 8 == 0 for x in given for step in x.stride()[:-1])
+        and (softmax_lse is None or softmax_lse.dtype is torch.float32)
+        and rows.capability(query.device) == 9
+    )
+
+
+def _hopper(
+    query: Tensor,
+    key: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    softmax_lse: Tensor | None,
+    target: Tensor,
+) -> None:
+    from . import indexer_loss_hopper
+
+    B, N, S, D = query.shape
+    K = indices.shape[2]
+    DR = 0 if query_rope is None else query_rope.shape[-1]
+    slots = memory.empty((B, S, K), torch.int32, query.device)
+    ends = memory.empty((B, S), torch.int32, query.device)
+    _slots_kernel[(S, B)](
+        indices, slots, ends, chunk_offset, S, key.shape[1], K, *indices.stride()[:2],
+        K_PAD=padded(K), num_warps=4,
+    )  # fmt: skip
+    q_rope = query if query_rope is None else query_rope
+    k_rope = key if key_rope is None else key_rope
+    indexer_loss_hopper.targets[(B * S,)](
+        query, q_rope, key, k_rope, slots, ends,
+        target if softmax_lse is None else softmax_lse, target.zero_(),
+        scaling * LOG2_E.value, S, K,
+        *query.stride()[:3], *q_rope.stride()[:3], *key.stride()[:2], *k_rope.stride()[:2],
+        *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
+        N=N, PIECES=(D + DR) // 64, ROPE_FROM=D // 64, HAS_LSE=softmax_lse is not None,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def forward(
@@ -233,19 +301,24 @@ def forward(
         return loss.zero_(), target
     D0, D1 = parts(D)
     DR = 0 if query_rope is None else query_rope.shape[-1]
-    heads, keys, keys_2, stages, warps = chosen or tiles(N, D + DR, softmax_lse is not None)
-    _target_kernel[(S, B)](
-        query, key, query_rope, key_rope, indices, softmax_lse, target,
-        scaling * LOG2_E.value, chunk_offset, S, key_length, K,
-        *query.stride()[:3], *key.stride()[:2],
-        *((0, 0, 0) if query_rope is None else query_rope.stride()[:3]),
-        *((0, 0) if key_rope is None else key_rope.stride()[:2]),
-        *indices.stride()[:2],
-        *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
-        N=N, D0=D0, D1=D1, DR=DR, P0=padded(D0), P1=padded(D1), PR=padded(DR),
-        K_PAD=padded(K), HEADS=heads, KEYS=keys, KEYS_2=keys_2,
-        STAGES=stages, FLAT=keys_2 < 64, HAS_LSE=softmax_lse is not None, num_warps=warps,
-    )  # fmt: skip
+    if chosen is None and _suits_hopper(query, key, query_rope, key_rope, softmax_lse):
+        _hopper(
+            query, key, indices, scaling, chunk_offset, query_rope, key_rope, softmax_lse, target
+        )
+    else:
+        heads, keys, keys_2, stages, warps = chosen or tiles(N, D + DR, softmax_lse is not None)
+        _target_kernel[(S, B)](
+            query, key, query_rope, key_rope, indices, softmax_lse, target,
+            scaling * LOG2_E.value, chunk_offset, S, key_length, K,
+            *query.stride()[:3], *key.stride()[:2],
+            *((0, 0, 0) if query_rope is None else query_rope.stride()[:3]),
+            *((0, 0) if key_rope is None else key_rope.stride()[:2]),
+            *indices.stride()[:2],
+            *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
+            N=N, D0=D0, D1=D1, DR=DR, P0=padded(D0), P1=padded(D1), PR=padded(DR),
+            K_PAD=padded(K), HEADS=heads, KEYS=keys, KEYS_2=keys_2,
+            STAGES=stages, HAS_LSE=softmax_lse is not None, num_warps=warps,
+        )  # fmt: skip
     _loss_kernel[(S, B)](
         index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,
         *index_score.stride()[:2], *indices.stride()[:2], K_PAD=padded(K), num_warps=4,

@@ -109,20 +109,3 @@ def test_graph_replays_with_other_slots_and_lengths():
         want = custom.npu_fused_sigmoid_gating_delta_rule_update(**y)
         assert torch.equal(o, want)
         assert torch.equal(x["initial_state_source"], y["initial_state_source"])
-
-
-@gpu
-def test_memory_of_the_indexer_loss():
-    """Beside its results the loss keeps nothing: no [N, S, K] logits, no gathered keys."""
-    N, S, D, K = 64, 512, 128, 512
-    query = torch.randn(1, N, S, D, device="cuda").bfloat16()
-    key = torch.randn(1, S, D, device="cuda").bfloat16()
-    score = torch.randn(1, S, K, device="cuda").bfloat16()
-    index = torch.arange(K, device="cuda", dtype=torch.int32).expand(1, S, K).contiguous()
-    custom.compute_index_loss_sparse(query, key, score, index, 0.1)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    custom.compute_index_loss_sparse(query, key, score, index, 0.1)
-    extra = torch.cuda.max_memory_allocated() - before
-    assert extra <= 2 * 4 * S * K, f"{extra} bytes, the target has {4 * S * K}"

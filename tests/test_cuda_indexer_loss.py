@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The indexer loss's CUDA kernels: the one for Hopper against the plain one, and their memory.
+(test_cuda_delta_rule.py runs the plain ones under the interpreter.)"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+import custom
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+hopper = pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("split", [False, True], ids=["joined", "rope apart"])
+@pytest.mark.parametrize("heads,size", [(128, 576), (65, 320), (96, 576)])
+def test_hopper_kernel_equals_the_plain_one(heads, size, split, dtype):
+    from custom.cuda_ops import indexer_loss
+
+    B, S, S2, K = 2, 37, 150, 130
+    query = torch.randn(B, heads, S, size).to(dtype).cuda()
+    key = torch.randn(B, S2, size).to(dtype).cuda()
+    score = torch.randn(B, S, K).to(dtype).cuda()
+    index = torch.randint(-2, S2 + 2, (B, S, K), device="cuda")
+    index[0, 3], index[1, 4, :70], index[1, 5, 64:] = -1, -1, -1
+    cut = size - 64 if split else size
+    rope = (query[..., cut:], key[..., cut:]) if split else (None, None)
+
+    def run(lse: Tensor | None, chosen: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
+        first = query[..., :cut], key[..., :cut], score, index, size**-0.5, S2 - S, 1e-10
+        return indexer_loss.forward(*first, *rope, lse, chosen=chosen)
+
+    plain = run(None, indexer_loss.tiles(heads, size, False))
+    ours, again = run(None, None), run(None, None)
+    for got, same, want in zip(ours, again, plain, strict=True):
+        assert torch.equal(got, same)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6)
+    rows = torch.arange(S, device="cuda")[:, None] + S2 - S
+    valid = (index >= 0) & (index <= rows) & (index < S2)
+    every = (query.float() @ key[:, None].float().mT) * size**-0.5
+    at = index.clamp(0, S2 - 1)[:, None].expand(-1, heads, -1, -1)
+    lse = every.gather(-1, at).masked_fill(~valid[:, None], -torch.inf).logsumexp(-1)
+    for got, want in zip(run(lse, None), plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+@gpu
+def test_memory_of_the_indexer_loss():
+    """Beside its results the loss keeps nothing: no [N, S, K] logits, no gathered keys."""
+    N, S, D, K = 64, 512, 128, 512
+    query = torch.randn(1, N, S, D, device="cuda").bfloat16()
+    key = torch.randn(1, S, D, device="cuda").bfloat16()
+    score = torch.randn(1, S, K, device="cuda").bfloat16()
+    index = torch.arange(K, device="cuda", dtype=torch.int32).expand(1, S, K).contiguous()
+    custom.compute_index_loss_sparse(query, key, score, index, 0.1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    custom.compute_index_loss_sparse(query, key, score, index, 0.1)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= 2 * 4 * S * K, f"{extra} bytes, the target has {4 * S * K}"
