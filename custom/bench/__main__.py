@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -125,6 +126,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--against", type=Path, help="an earlier CSV, for the column `x before`")
+    parser.add_argument(
+        "--estimate", action="store_true", help="npu: from the compiled kernels, without a device"
+    )
     return parser.parse_args(argv)
 
 
@@ -136,8 +140,19 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _estimate(op: str, shape: str) -> int:
+    """Estimated times on Atlas A3, by the compiler harness of the repository."""
+    script = Path(__file__).resolve().parents[2] / "tests/ascend/run.sh"
+    if not script.exists():
+        print("--estimate needs a clone of the repository: its tests/ascend/run.sh", file=sys.stderr)
+        return 2
+    return subprocess.run([str(script), "--estimate", op, "--shape", shape]).returncode
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
+    if options.estimate:
+        return _estimate(options.op, options.shape)
     device = _device(options.device)
     wanted = dict(pair.split("=") for pair in options.shape.split(",") if pair)
     cases = [

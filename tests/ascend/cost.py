@@ -24,6 +24,7 @@ BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f
 _MEMORY = 1.6e12  # bytes a second, shared by the cores
 _CUBE = 350e12 / 2  # 16-bit multiply-adds a second, all cores
 _VECTOR = 256 * 1.85e9  # bytes a second of one operand, one vector core
+_ONE_CORE = _MEMORY / 12  # what a core alone can draw, assumed
 _SCALAR = 1e-7  # seconds of one load from global memory by the scalar unit, assumed
 _STEPS = 5_000_000
 
@@ -56,7 +57,7 @@ class Cost:
     def seconds(self, sharers: int, machine_cores: int) -> dict[str, float]:
         """By unit; `sharers` programs share the memory's rate."""
         return {
-            "memory": (self.loaded + self.stored) * sharers / _MEMORY,
+            "memory": (self.loaded + self.stored) / min(_MEMORY / sharers, _ONE_CORE),
             "cube": self.multiplied * machine_cores / _CUBE,
             "vector": sum(self.vector.values()) / _VECTOR,
             "scalar loads": self.scalar_loads * _SCALAR,
