@@ -144,7 +144,9 @@ def _estimate(op: str, shape: str) -> int:
     """Estimated times on Atlas A3, by the compiler harness of the repository."""
     script = Path(__file__).resolve().parents[2] / "tests/ascend/run.sh"
     if not script.exists():
-        print("--estimate needs a clone of the repository: its tests/ascend/run.sh", file=sys.stderr)
+        print(
+            "--estimate needs a clone of the repository: its tests/ascend/run.sh", file=sys.stderr
+        )
         return 2
     return subprocess.run([str(script), "--estimate", op, "--shape", shape]).returncode
 
