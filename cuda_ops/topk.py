@@ -88,6 +88,17 @@ def _threshold_of_row(scores, length, k, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _ranks(x):
+    """Inclusive sums of [SIZE], by rows of 16: a plain scan exchanges eight times as much between
+    warps."""
+    SIZE: tl.constexpr = x.shape[0]
+    in_rows = tl.reshape(x, [SIZE // 16, 16])
+    totals = tl.sum(in_rows, 1)
+    before = tl.cumsum(totals, 0) - totals
+    return tl.reshape(tl.cumsum(in_rows, 1) + before[:, None], [SIZE])
+
+
+@triton.jit
 def _store(indices, values, to, pos, key, take, VALUES: tl.constexpr):
     tl.store(indices + to, pos, mask=take)
     if VALUES:
@@ -121,7 +132,7 @@ def _select(key, pos, k, indices, values, VALUES: tl.constexpr):
         tie = there & (u == least)
         need = k_here - tl.sum(above.to(tl.int32), 0)
         # one scan for both counts
-        both = tl.cumsum(above.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
+        both = _ranks(above.to(tl.int32) + (tie.to(tl.int32) << 16))
         ties = both >> 16
         take = above | (tie & (ties <= need))
         to = (both & 0xFFFF) + tl.minimum(ties, need) - 1
@@ -146,9 +157,9 @@ def _select_row(scores, length, k, indices, values, SIZE: tl.constexpr, VALUES: 
         key = ordered(x)
         u = _unsigned(key)
         tie = (u == least).to(tl.int32)
-        tie_rank = tl.cumsum(tie, 0) + ties
+        tie_rank = _ranks(tie) + ties
         take = (u > least) | ((tie > 0) & (tie_rank <= need))
-        rank = tl.cumsum(take.to(tl.int32), 0)
+        rank = _ranks(take.to(tl.int32))
         _store(indices, values, taken + rank - 1, i + lane, key, take, VALUES)
         taken += tl.sum(take.to(tl.int32), 0)
         ties += tl.sum(tie, 0)
@@ -201,7 +212,7 @@ def _collect(
         found = 0
         for i in tl.range(lo, hi, SIZE):
             take = (_unsigned(_tile(scores, i, lane, hi, WHOLE)) >= least).to(tl.int32)
-            to = tl.cumsum(take, 0) + found - 1
+            to = _ranks(take) + found - 1
             tl.store(candidates + to, i + lane, mask=(take > 0) & (to < ROOM))
             found += tl.sum(take, 0)
         tl.store(counts + row * CHUNKS + chunk, found)

@@ -213,8 +213,8 @@ def test_indexer(case, dtype):
     "case",
     (
         dict(N=64, R=128, S=1, B=3, P=128, S2=4096, K=2048),
-        dict(N=64, R=128, S=2, B=40, P=64, S2=16384, K=2048),
-        dict(N=64, R=128, S=300, B=2, keys="BSND", S2=9100, K=2048),
+        dict(N=64, R=128, S=2, B=6, P=64, S2=16384, K=2048),
+        dict(N=64, R=128, S=50, B=2, keys="BSND", S2=9100, K=2048),
         dict(N=64, R=128, S=40, B=3, query="TND", keys="TND", rows=[10, 10, 110],
              lengths=[20, 3000, 7000], S2=2400, K=512),
     ),
