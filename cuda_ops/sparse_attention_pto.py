@@ -26,8 +26,24 @@ from .nz_matmul import product
 _ALL = 2**63 - 1
 
 
-def unsupported(x: Tensor, **_: object) -> str | None:
-    return prolog.unsupported(x)
+def unsupported(
+    x: Tensor,
+    w_uk: Tensor,
+    w_idx_qb: Tensor,
+    gamma_cq: Tensor,
+    in_gamma_k: Tensor,
+    sparse_count: int,
+    **_: object,
+) -> str | None:
+    """What any of the stages cannot do; the stages see stand-ins for what comes between them."""
+    size = in_gamma_k.shape[0]
+    index_heads = w_idx_qb.numel() // (gamma_cq.shape[0] * size)
+    indexed = x[..., :1].expand(*x.shape[:2], index_heads * size).unflatten(-1, (-1, size))
+    return (
+        prolog.unsupported(x)
+        or lightning_indexer.unsupported(query=indexed, sparse_count=sparse_count)
+        or sparse_flash_attention.unsupported(query=w_uk)
+    )
 
 
 @cache
