@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Flash attention, one kernel: a core takes a tile of query rows of a head, and goes over its keys.
+
+Sequences are the batch, or lie in one row behind prefix sums; what lies behind the last one is a
+sequence without keys.  The cores take the tiles of all sequences in turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import cores, tune
+
+WIDEST = 256  # head sizes, of which the tiles of the last configuration fit
+
+
+@triton.jit
+def sequence_of(n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN: tl.constexpr):
+    """(batch, first query row, their number, first key row, their number) of sequence n."""
+    if VARLEN:
+        batch = n * 0
+        start_q = tl.load(starts_q + n).to(tl.int32)
+        start_k = tl.load(starts_k + n).to(tl.int32)
+        after = tl.minimum(n + 1, sequences)
+        end = tl.load(starts_q + after).to(tl.int32)
+        count_q = tl.where(n < sequences, end, tokens_q) - start_q
+        count_k = tl.load(starts_k + after).to(tl.int32) - start_k
+    else:
+        batch = n
+        start_q = n * 0
+        start_k = n * 0
+        count_q = tokens_q
+        count_k = tokens_k
+    return batch.to(tl.int64), start_q, count_q, start_k, count_k
+
+
+@triton.jit(
+    do_not_specialize=[
+        "sequences", "heads", "group", "tokens_q", "tokens_k", "window", "scale", "q_batch",
+        "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
+    ]
+)  # fmt: skip
+def attend(
+    q, k, v, starts_q, starts_k, out, lse,
+    sequences, heads, group, tokens_q, tokens_k, window, scale,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    VARLEN: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, Q_TILE)
+    j = tl.arange(0, KEY_TILE)
+    d = tl.arange(0, DIM)
+    e = tl.arange(0, VALUE_DIM)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    for n in range(0, sequences + VARLEN):
+        batch, start_q, count_q, start_k, count_k = sequence_of(
+            n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
+        )
+        shift = count_k - count_q
+        tiles = (count_q + Q_TILE - 1) // Q_TILE
+        for work in range(turn, tiles * heads, turns):
+            head = work // tiles
+            first = work % tiles * Q_TILE
+            key_head = head // group
+            left = count_q - first
+            of_q = q + batch * q_batch + head.to(tl.int64) * q_head
+            of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
+            of_v = v + batch * v_batch + key_head.to(tl.int64) * v_head
+            rows = (start_q + first + i).to(tl.int64)
+            q_tile = tl.load(
+                of_q + rows[:, None] * q_row + d[None], mask=(i < left)[:, None], other=0.0
+            )
+            # row i sees the keys from `low` to before `high`
+            position = shift + first + i
+            begin = 0
+            end = count_k
+            if CAUSAL:
+                end = tl.minimum(count_k, shift + first + tl.minimum(left, Q_TILE))
+                high = tl.minimum(position + 1, count_k)
+            elif WINDOW:
+                end = tl.minimum(count_k, shift + first + Q_TILE - 1 + window)
+                high = tl.minimum(position + window, count_k)
+            if WINDOW:
+                begin = tl.maximum(shift + first - window + 1, 0)
+                low = position - window + 1
+            row_max = tl.full((Q_TILE,), -1e30, tl.float32)  # finite: a tile may show no key
+            total = tl.zeros((Q_TILE,), tl.float32)
+            acc = tl.zeros((Q_TILE, VALUE_DIM), tl.float32)
+            for start in range(begin, end, KEY_TILE):
+                there = (j < count_k - start)[:, None]
+                keys = (start_k + start + j).to(tl.int64)
+                k_tile = tl.load(of_k + keys[:, None] * k_row + d[None], mask=there, other=0.0)
+                v_tile = tl.load(of_v + keys[:, None] * v_row + e[None], mask=there, other=0.0)
+                z = tl.dot(q_tile, tl.trans(k_tile)) * scale
+                if CAUSAL or WINDOW:
+                    z = tl.where((start + j)[None] < high[:, None], z, float("-inf"))
+                    if WINDOW:
+                        z = tl.where((start + j)[None] >= low[:, None], z, float("-inf"))
+                else:
+                    z = z + tl.where(j < count_k - start, 0.0, float("-inf"))[None]
+                new_max = tl.maximum(row_max, tl.max(z, 1))
+                p = tl.exp(z - new_max[:, None])
+                shrink = tl.exp(row_max - new_max)
+                total = total * shrink + tl.sum(p, 1)
+                acc = acc * shrink[:, None] + tl.dot(p.to(v_tile.dtype), v_tile)
+                row_max = new_max
+            seen = total > 0
+            divisor = tl.where(seen, total, 1.0)
+            acc = acc / divisor[:, None]
+            sums = tl.where(seen, row_max + tl.log(divisor), float("-inf"))
+            if VARLEN:
+                to = rows * heads + head
+            else:
+                to = (batch * heads + head) * tokens_q + rows
+            tl.store(lse + to, sums, mask=i < left)
+            tl.store(
+                out + to[:, None] * VALUE_DIM + e[None],
+                acc.to(out.dtype.element_ty),
+                mask=(i < left)[:, None],
+            )
+        turn = ((turn - tiles * heads) % turns + turns) % turns
+
+
+def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"`q` is {q.dtype}, the cube unit multiplies bfloat16 and float16"
+    if v.dtype is not q.dtype:
+        return f"`v` is {v.dtype}, the Ascend compiler knows no float8"
+    sizes = q.shape[-1], v.shape[-1]
+    if any(size % 16 or not 16 <= size <= WIDEST for size in sizes):
+        return f"head sizes {sizes[0]} and {sizes[1]}, expected multiples of 16 up to {WIDEST}"
+    return None
+
+
+def strides(x: Tensor) -> tuple[int, ...]:
+    """(batch, head, row) of [B, H, N, D] or [T, H, D]."""
+    return x.stride()[:3] if x.ndim == 4 else (0, x.stride(1), x.stride(0))
+
+
+def config(kernel: str, *sizes: int) -> tune.Config:
+    """The tiles for these head sizes: they are listed from the largest down."""
+    small, wide = max(sizes) <= 64, max(sizes) > 128
+    return tune.TABLE[kernel][0 if small else 2 if wide else 1]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    sm_scale: float | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    window: int | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    heads = q.shape[1]
+    out = memory.empty([*q.shape[:-1], v.shape[-1]], q.dtype, q.device)
+    lse = memory.empty(q.shape[:-1], torch.float32, q.device)
+    if lse.numel() == 0:
+        return out, lse
+    varlen = cu_seqlens_q is not None
+    none = torch.empty(0, dtype=torch.int32, device=q.device)
+    attend[(cores.cube(),)](
+        q, k, v, none if cu_seqlens_q is None else cu_seqlens_q,
+        none if cu_seqlens_k is None else cu_seqlens_k, out, lse,
+        cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0],
+        heads, heads // k.shape[1], q.shape[0 if varlen else 2], k.shape[0 if varlen else 2],
+        window or 0, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+        *strides(q), *strides(k), *strides(v),
+        DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, WINDOW=window is not None,
+        VARLEN=varlen, **config("fused_attention.attend", q.shape[-1], v.shape[-1]).keywords,
+    )  # fmt: skip
+    return out, lse

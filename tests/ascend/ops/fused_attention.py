@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_fused_attention: tails, grouped heads, windows, packed sequences, rows that see nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..case import Arguments, Case, Inputs
+from ..controls import Control
+
+KERNEL = "fused_attention"
+OP = f"npu_{KERNEL}"
+
+
+def dense(
+    rows: int,
+    keys: int,
+    size: int = 64,
+    heads: tuple[int, int] = (2, 1),
+    value_size: int | None = None,
+    batch: int = 2,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    def make(x: Inputs) -> Arguments:
+        return (
+            dict(
+                q=x.normal(batch, heads[0], rows, size),
+                k=x.normal(batch, heads[1], keys, size),
+                v=x.normal(batch, heads[1], keys, value_size or size),
+            )
+            | options
+        )
+
+    return make
+
+
+def packed(
+    starts_q: list[int],
+    starts_k: list[int],
+    tokens: int,
+    size: int = 64,
+    heads: tuple[int, int] = (2, 1),
+    kind: torch.dtype = torch.int32,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    """`tokens` query rows, some behind the last sequence."""
+
+    def make(x: Inputs) -> Arguments:
+        return (
+            dict(
+                q=x.normal(tokens, heads[0], size),
+                k=x.normal(starts_k[-1] + 3, heads[1], size),
+                v=x.normal(starts_k[-1] + 3, heads[1], size),
+                cu_seqlens_q=x.ints(starts_q, kind),
+                cu_seqlens_k=x.ints(starts_k, kind),
+            )
+            | options
+        )
+
+    return make
+
+
+def token_major(x: Inputs) -> Arguments:
+    """[B, N, H, D] seen as [B, H, N, D]."""
+    drawn = dense(150, 140, causal=True)(x)
+    swapped = (x.normal(2, n, h, 64).transpose(1, 2) for n, h in ((150, 2), (140, 1), (140, 1)))
+    return drawn | dict(zip("qkv", swapped, strict=True))
+
+
+CASES = (
+    Case(OP, "128 x 256", dense(128, 256)),
+    Case(OP, "tails", dense(150, 333)),
+    Case(OP, "causal, tails", dense(150, 333, causal=True)),
+    Case(OP, "causal, fewer keys than rows", dense(270, 140, causal=True)),
+    Case(OP, "causal, 1 row", dense(1, 200, 128, (4, 2), causal=True), torch.float16),
+    Case(OP, "window 50", dense(270, 300, window=50, causal=True)),
+    Case(OP, "window 50, both sides", dense(170, 150, window=50)),
+    Case(OP, "no key", dense(20, 0)),
+    Case(OP, "fp16, scale 0.5", dense(130, 130, sm_scale=0.5), torch.float16),
+    *(
+        Case(OP, f"head size {size}, causal", dense(200, 210, size, batch=1, causal=True))
+        for size in (16, 32, 96, 128, 192, 256)
+    ),
+    Case(OP, "head size 128", dense(200, 210, 128, batch=1)),
+    Case(OP, "head size 256", dense(130, 210, 256, batch=1)),
+    Case(OP, "head size 128, window 50", dense(200, 210, 128, batch=1, window=50)),
+    Case(OP, "head size 256, window 50", dense(130, 210, 256, batch=1, causal=True, window=50)),
+    Case(
+        OP, "head size 192, values 128", dense(140, 210, 192, value_size=128, batch=1, causal=True)
+    ),
+    Case(OP, "packed", packed([0, 130, 131, 131, 180], [0, 150, 150, 160, 300], 200)),
+    Case(
+        OP,
+        "packed, causal, int64",
+        packed([0, 130, 131, 180], [0, 150, 160, 200], 180, kind=torch.int64, causal=True),
+    ),
+    Case(
+        OP,
+        "packed, head size 128, window 40",
+        packed([0, 70, 150], [0, 70, 170], 150, 128, (4, 2), causal=True, window=40),
+    ),
+    Case(
+        OP,
+        "packed, head size 256, causal",
+        packed([0, 70, 150], [0, 70, 170], 150, 256, causal=True),
+    ),
+    Case(OP, "token-major strides, causal", token_major),
+)
+CONTROLS = (
+    Control(
+        "causal limit off by one",
+        KERNEL,
+        "tl.minimum(position + 1, count_k)",
+        "tl.minimum(position, count_k)",
+        "causal, tails",
+    ),
+    Control(
+        "window off by one",
+        KERNEL,
+        "low = position - window + 1",
+        "low = position - window",
+        "window 50",
+    ),
+    Control(
+        "keys behind the tail",
+        KERNEL,
+        'z = z + tl.where(j < count_k - start, 0.0, float("-inf"))[None]',
+        "z = z + 0.0",
+        "tails",
+    ),
+    Control("the sum is not shrunk", KERNEL, "total * shrink", "total", "tails"),
+    Control(
+        "tokens behind the last sequence left alone",
+        KERNEL,
+        "sequences + VARLEN",
+        "sequences",
+        "packed",
+    ),
+    Control(
+        "another head's keys",
+        KERNEL,
+        "key_head = head // group",
+        "key_head = head * 0",
+        "causal, 1 row",
+    ),
+)
