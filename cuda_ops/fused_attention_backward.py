@@ -328,11 +328,15 @@ class Tiling:
 
 
 def tiling(size: int) -> tuple[Tiling, Tiling]:
-    """Of the keys and of the queries kernel; `size` is the larger head size, padded."""
+    """Of the keys and of the queries kernel; `size` is the larger head size, padded.
+
+    The second one after the Hopper kernel, causal, B 4, H 16, 4096 tokens, H200, 2026-11, the whole
+    deterministic backward: D 64 969 us (128 x 64 of 8 warps 1348), D 128 1781 us (128 x 32 of 8
+    warps 2300, 128 x 64 1908)."""
     if size <= 64:
-        return Tiling(64, 128, 8, 2), Tiling(128, 64, 8, 2)
+        return Tiling(64, 128, 8, 2), Tiling(64, 64, 4, 3)
     if size <= 128:
-        return Tiling(32, 128, 8, 2), Tiling(128, 32, 8, 2)
+        return Tiling(32, 128, 8, 2), Tiling(64, 64, 4, 2)
     return Tiling(32, 64, 8, 1), Tiling(64, 32, 8, 1)
 
 

@@ -479,10 +479,9 @@ def forward(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     window: int | None,
-    config: tuple[int, int, int, bool] | None = None,
 ) -> None:
     size, v_size, varlen = q.shape[-1], v.shape[-1], sizes.varlen
-    consumers, keys, stages, turns = config or _CONFIG[size]
+    consumers, keys, stages, turns = _CONFIG[size]
     rows = 64 * consumers
     listed, tiles, outers = None, triton.cdiv(sizes.n_q, rows), sizes.outer * sizes.heads
     if cu_seqlens_q is not None and cu_seqlens_k is not None:

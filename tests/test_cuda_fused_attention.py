@@ -151,6 +151,8 @@ HOPPER = [
     Case(5, 16, 4, 700, 700, 128, 128, window=300),
     Case(2, 4, 2, 200, 330, 128, 128, deterministic=True),
     Case(3, 5, 5, 1500, 1500, 64, 64, causal=False),
+    # few tiles, many keys: the plain path splits the keys
+    Case(1, 4, 2, 200, 4000, 128, 128),
 ]
 
 
