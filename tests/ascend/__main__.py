@@ -184,6 +184,9 @@ def main() -> int:
             "seconds": round(outcome.seconds),
         }
 
+    # a case that passed is kept, whatever else fails
+    RESULTS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+
     distinct: dict[str, Launch] = {}
     for outcome in outcomes.values():
         for launch in outcome.launches:
@@ -218,7 +221,7 @@ def main() -> int:
         if whole:
             kept = {title: kept[title] for title in sorted(outcomes)}
             report.write(rows, planted, outcomes, versions())
-        RESULTS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     for failure in failures:
         print(f"FAIL {failure}")
     print("green" if not failures else f"{len(failures)} failures", flush=True)
