@@ -20,6 +20,15 @@ from .accuracy import assert_close_to_float64, skip_unless_taken
 OP = "npu_chunk_gated_delta_rule"
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A recurrence is many small products; on a busy machine more threads only wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Case:
     lengths: tuple[int, ...]

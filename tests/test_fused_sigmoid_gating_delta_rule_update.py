@@ -24,6 +24,15 @@ OP = "npu_fused_sigmoid_gating_delta_rule_update"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A recurrence is many small products; on a busy machine more threads only wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Case:
     B: int = 2
