@@ -70,11 +70,11 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
         columns, warps, room, together = 128, 8, 192, 1
     elif tokens > 64 or (tokens > 32 and PROGRAMS // 2 < narrow <= 2 * PROGRAMS):
         room, together = 192, 1
-    elif tokens > 16 and narrow > PROGRAMS // 2:
+    elif 16 < tokens <= 32 and narrow > PROGRAMS // 2:
         columns, room, together = 128, 200, 0  # K stays whole
     elif narrow > PROGRAMS // 2:
         room, together = 64, 3
-    elif tokens > 16 and depth > 4096:
+    elif 16 < tokens <= 32 and depth > 4096:
         # room is left for the kernel behind, which reads fewer runs
         room, together = 96, 1
     else:
