@@ -12,9 +12,9 @@ wgmma reads it as K, and its first 512 columns as V.
 
 The tiles take turns: while one is scored and weighed the other one's probabilities are multiplied,
 and its successor is on its way.  Both products of a tile come before the next scores, so that both
-halves are free early: to multiply the odd tile's only after the next even scores was 8 % slower in
-prefill, 20 % in decode (H200, 2026-11).  Probabilities travel between the two consumers in the place of
-the tile's rotary part, which nothing reads once the scores are there.
+halves are free early: to multiply the odd tile's after the next even scores took 9 % longer in
+prefill and 20 % in decode (H200, 2026-11).  Probabilities travel between the two consumers in the
+place of the tile's rotary part, which nothing reads once the scores are there.
 """
 
 from __future__ import annotations
