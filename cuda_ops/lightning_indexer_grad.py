@@ -5,7 +5,7 @@
     s = query . key       d_weights[n] = sum_j dy[j] relu(s[n, j])
     ds[n, j] = dy[j] weights[n] [s > 0]       d_query = ds key       d_key = ds^T query
 
-One program a query row; d_key is added up as scatter.py says.
+One program a query row and tile of heads; d_key is added up as scatter.py says.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def _gradients(
     REQUESTS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    head_tiles: tl.constexpr = (HEADS + H_TILE - 1) // H_TILE
+    row = (tl.program_id(0) // head_tiles).to(tl.int64)
     request, start, seen = rows.locate(
         row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
     )
-    h = tl.arange(0, H_TILE)
+    h = tl.program_id(0) % head_tiles * H_TILE + tl.arange(0, H_TILE)
     d = tl.arange(0, D_TILE)
     real = (h < HEADS)[:, None] & (d < D)[None, :]
     q_tile = tl.load(query + row * q_row + h[:, None] * q_head + d[None, :], mask=real, other=0.0)
@@ -101,16 +102,19 @@ def backward(
     grad = dy.reshape(plan.rows, dy.shape[-1])
     key_o, key_i = rows.strides(key, layout)
 
+    d_tile = max(16, triton.next_power_of_2(dim))
+    # 128 heads of 128 at once: the query's tile and its gradient fill the registers
+    h_tile = max(16, min(triton.next_power_of_2(heads), 128 * 128 // d_tile))
+
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
         if query.numel():
-            _gradients[(plan.rows,)](
+            _gradients[(plan.rows * triton.cdiv(heads, h_tile),)](
                 q, key, w, grad, index, d_query=d_query, d_weights=d_weights, d_key=sums[0],
                 peak=peaks, entries=index.shape[1], q_row=q.stride(0), q_head=q.stride(1),
                 w_row=w.stride(0), key_o=key_o, key_i=key_i, dy_row=grad.stride(0),
                 index_row=index.stride(0), out_o=0 if layout == "TND" else key.shape[1],
                 **plan.arguments, **plan.constants, HEADS=heads, D=dim,
-                H_TILE=max(16, triton.next_power_of_2(heads)),
-                D_TILE=max(16, triton.next_power_of_2(dim)), KEY_TILE=32, MODE=mode, num_warps=4,
+                H_TILE=h_tile, D_TILE=d_tile, KEY_TILE=32, MODE=mode, num_warps=4,
             )  # fmt: skip
 
     scatter.run(launch, [d_key])

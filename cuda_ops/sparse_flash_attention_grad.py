@@ -154,11 +154,11 @@ def backward(
         3 if sparse_mode is None else sparse_mode,
     )  # fmt: skip
     q, do, o = (x.reshape(plan.rows, heads, rank) for x in (query, d_out, out))
-    qr = q if query_rope is None else query_rope.reshape(plan.rows, heads, -1)
+    rope = 0 if query_rope is None else query_rope.shape[-1]
+    qr = q if query_rope is None else query_rope.reshape(plan.rows, heads, rope)
     kr = key if key_rope is None else key_rope
     v = key if value is None else value
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
-    rope = 0 if query_rope is None else query_rope.shape[-1]
     head_tile = 16 if heads <= 16 or query.element_size() > 2 else 32
 
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:

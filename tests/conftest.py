@@ -15,6 +15,7 @@ import platform
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from custom.dispatch import log
@@ -49,6 +50,11 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
+    if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+        reason = "Triton's interpreter needs numpy below 2.4"
+        for item in items:
+            if item.originalname == "test_under_the_interpreter":
+                item.add_marker(pytest.mark.skip(reason=reason))
     if not config.getoption("--quick"):
         return
     seen: Counter[str] = Counter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.dispatch import log
+from custom.dispatch import log, register
+from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
 import custom
@@ -110,10 +110,8 @@ def exact(op, **values):
     """The reference in float64."""
     name = "backward" if op.endswith("_grad") else "forward"
     module = importlib.import_module(f"custom.dispatch.reference.{op}")
-    defaults = importlib.import_module(f"custom.cuda_ops.{op}")
-    given = inspect.signature(getattr(defaults, name)).bind(**on("cpu", values, torch.float64))
-    given.apply_defaults()
-    return getattr(module, name)(**given.arguments)
+    schema = register.overload(BY_NAME[f"npu_{op}"])._schema
+    return getattr(module, name)(**register.bind(schema, (), on("cpu", values, torch.float64)))
 
 
 def assert_near(name: str, got: Tensor, wanted: Tensor, error: float) -> None:

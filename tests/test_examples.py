@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ def run(script, *arguments):
     return subprocess.run(
         [sys.executable, ROOT / "examples" / script, *arguments],
         cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # a bare clone finds the package too
         capture_output=True,
         text=True,
         timeout=600,
