@@ -217,11 +217,10 @@ def main() -> int:
         f"{len(cases)} cases ({sum(o.kept for o in outcomes.values())} kept, the rest run now), "
         f"{len(distinct)} lowered kernels compiled, {len(planted)} planted mistakes"
     )
-    if not failures:
-        if whole:
-            kept = {title: kept[title] for title in sorted(outcomes)}
-            report.write(rows, planted, outcomes, versions())
-            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    if whole and not failures:
+        kept = {title: kept[title] for title in sorted(outcomes)}
+        report.write(rows, planted, outcomes, versions())
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     for failure in failures:
         print(f"FAIL {failure}")
     print("green" if not failures else f"{len(failures)} failures", flush=True)
