@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the inference ops compute, as plain PyTorch that torch.export can trace for any size.
+
+The references of the same ops loop over blocks of requests and tokens to keep memory small; here
+nothing depends on a size or a value, so that one graph serves every batch and length.  Where a
+reference is like that already, it stands here itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.scan import scan
+
+from ..dispatch.common import layout
+from ..dispatch.reference import (
+    _delta_rule,
+    _selected,
+    indexer_loss,
+    indexer_prolog_pto,
+    mla_prolog_pto,
+)
+from ..dispatch.reference import fused_sigmoid_gating_delta_rule_update as gating
+from ..dispatch.reference._precision import accumulator
+from ..dispatch.reference.fused_attention import finite
+
+_LAST = 2**62  # a position behind every key
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """`function` takes all arguments of the op by name; `unsupported` says why it cannot."""
+
+    function: Callable[..., Any]
+    unsupported: Callable[..., str | None] = lambda **_: None
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.function(**arguments)
+
+
+def _rows(cache: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., D] of `cache` [pages, P, 1, D] at `slot` [...], 0 where absent: paged.gather, with one
+    index, since ONNX divides by no size."""
+    rows = cache.flatten(0, 2)[slot.clamp(min=0)].to(dtype)
+    return rows.masked_fill((slot < 0)[..., None], 0)
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    sm_scale: float | None,
+    window: int | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    wide = accumulator(q)
+    heads, key_heads = q.shape[1], k.shape[1]
+    # [B, Hk, H / Hk, N, D]
+    grouped = q.to(wide).unflatten(1, (key_heads, heads // key_heads))
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scores = grouped * scale @ k.to(wide)[:, :, None].mT
+    position = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    key = torch.arange(k.shape[2], device=q.device)[None]
+    seen = torch.ones_like(key >= position)
+    if causal:
+        seen = seen & (key <= position)
+    if window is not None:
+        seen = seen & ((position - key).abs() < window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = finite(scores.amax(-1))
+    p = torch.exp(scores - top[..., None])
+    total = p.sum(-1)
+    o = p @ v.to(wide)[:, :, None] / total.masked_fill(total == 0, 1.0)[..., None]
+    lse = top + torch.log(total)
+    return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    return_value: bool,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    wide = accumulator(query)
+    keys = layout.keys_of(key, layout_key, actual_seq_lengths_key, block_table)
+    rows = layout.rows_of(query, layout_query, actual_seq_lengths_query, keys, sparse_mode)
+    batch, length = query.shape[:2]
+    reach = key.shape[1] if block_table is None else block_table.shape[1] * key.shape[1]
+    position = torch.arange(reach, device=query.device)
+    request = torch.arange(batch, device=query.device)
+    slots = keys.slots(key, request, position[None].expand(batch, reach))
+    every = _rows(key, slots, wide)
+    each = torch.relu(query.to(wide) @ every[:, None].mT)
+    score = (weights.to(wide)[:, :, None] @ each)[:, :, 0]
+    limit = rows.limit.view(batch, length, 1)
+    visible = (position < limit) & (slots >= 0)[:, None]
+
+    lowest = torch.finfo(wide).min
+    rank = score.masked_fill(score.isnan() | (score == -torch.inf), lowest)
+    rank = rank.masked_fill(~visible, -torch.inf)
+    # as many columns as are asked for, however few keys there are
+    rank = torch.nn.functional.pad(rank, (0, sparse_count), value=-torch.inf)
+    best, column = rank.topk(sparse_count)
+    picked = column.masked_fill(best == -torch.inf, _LAST).sort(-1).values
+    absent = picked == _LAST
+    indices = picked.masked_fill(absent, -1).to(torch.int32)[:, :, None]
+    if not return_value:
+        return indices, query.new_empty([0])
+    value = torch.nn.functional.pad(score, (0, 1)).gather(-1, picked.masked_fill(absent, 0))
+    return indices, value.masked_fill(absent, 0).to(query.dtype)[:, :, None]
+
+
+def sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    return_softmax_lse: bool,
+    sinks: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = accumulator(query)
+    keys = layout.keys_of(key, layout_kv, actual_seq_lengths_kv, block_table)
+    rows = layout.rows_of(query, layout_query, actual_seq_lengths_query, keys, sparse_mode)
+    inside = torch.arange(sparse_block_size, device=query.device)
+    position = sparse_indices.flatten(0, 2).long()[..., None] * sparse_block_size + inside
+    position = position.flatten(1)
+    slot = keys.slots(key, rows.request, position)
+    slot = slot.masked_fill(position >= rows.limit[:, None], -1)
+    k = _rows(key, slot, wide)
+    v = k if value is None else _rows(value, slot, wide)
+    q = query
+    if query_rope is not None and key_rope is not None:
+        q = torch.cat([query, query_rope], dim=-1)
+        k = torch.cat([k, _rows(key_rope, slot, wide)], dim=-1)
+    z = _selected.logits(q.flatten(0, 1), k, scale_value, slot)
+    top = z.amax(-1)
+    shift = finite(top)
+    p = torch.exp(z - shift[..., None])
+    total = p.sum(-1)
+    below = total if sinks is None else total + torch.exp(sinks - shift)
+    out = p @ v / below.masked_fill(below == 0, 1.0)[..., None]
+    out = out.view(query.shape).to(query.dtype)
+    if not return_softmax_lse:
+        return out, top.new_empty([0]), top.new_empty([0])
+    batch, length, heads, _size = query.shape
+    return out, top.view(batch, 1, length, heads), total.view(batch, 1, length, heads)
+
+
+def sparse_attention_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    softmax_scale: float | None,
+    rms_norm_eps: float,
+    layer_norm_eps: float,
+    sparse_count: int,
+    rope_interleaved: bool,
+    index_rope_interleaved: bool,
+    weight_format: str,
+) -> Tensor:
+    """The four stages, as nodes of their own."""
+    ops = torch.ops.custom
+    if softmax_scale is None:
+        softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
+    query, query_rope, query_norm = ops.npu_mla_prolog_pto(
+        x,
+        w_dq,
+        w_uq_qr,
+        w_uk,
+        w_dkv_kr,
+        gamma_cq,
+        gamma_ckv,
+        sin,
+        cos,
+        kv_cache,
+        kr_cache,
+        cache_index,
+        rmsnorm_epsilon_cq=rms_norm_eps,
+        rmsnorm_epsilon_ckv=rms_norm_eps,
+        rope_interleaved=rope_interleaved,
+        weight_format=weight_format,
+    )
+    query_index, weights = ops.npu_indexer_prolog_pto(
+        x,
+        query_norm,
+        w_idx_qb,
+        w_idx_k,
+        w_idx_proj,
+        in_gamma_k,
+        in_beta_k,
+        sin,
+        cos,
+        index_k_cache,
+        cache_index,
+        ln_epsilon=layer_norm_eps,
+        rope_interleaved=index_rope_interleaved,
+        weight_format=weight_format,
+    )
+    indices, _ = ops.npu_lightning_indexer(
+        query_index,
+        index_k_cache,
+        weights,
+        actual_seq_lengths_key=act_seqs,
+        block_table=block_table,
+        layout_key="PA_BSND",
+        sparse_count=sparse_count,
+    )
+    out, _, _ = ops.npu_sparse_flash_attention(
+        query,
+        kv_cache,
+        None,
+        indices,
+        softmax_scale,
+        block_table=block_table,
+        actual_seq_lengths_kv=act_seqs,
+        query_rope=query_rope,
+        key_rope=kr_cache,
+        layout_kv="PA_BSND",
+    )
+    return out  # type: ignore[no-any-return]
+
+
+def loss_of_indexer(
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int,
+    eps: float,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    softmax_lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    kind = torch.float64 if torch.float64 in (query.dtype, index_score.dtype) else torch.float32
+    usable = indexer_loss.valid(indices, key.shape[1], chunk_offset)
+    at = indices.long().masked_fill(~usable, 0)
+    request = torch.arange(key.shape[0], device=key.device)[:, None, None]
+
+    def products(query: Tensor, key: Tensor) -> Tensor:
+        """[B, S, H, K]"""
+        return query.transpose(1, 2).to(kind) @ key[request, at].to(kind).mT
+
+    logits = products(query, key)
+    if query_rope is not None and key_rope is not None:
+        logits = logits + products(query_rope, key_rope)
+    logits = (logits * scaling).masked_fill(~usable[:, :, None], -torch.inf)
+    if softmax_lse is None:
+        lse = logits.logsumexp(-1, keepdim=True)
+    else:
+        lse = softmax_lse.mT[..., None].to(kind)
+    target = torch.exp(logits - finite(lse)).masked_fill(~usable[:, :, None], 0.0).sum(2)
+    pi = indexer_loss.normalised(target)
+    r = indexer_loss.softmax(index_score.to(kind), usable)
+    terms = (pi + eps) * (torch.log(pi + eps) - torch.log(r + eps))
+    return terms.masked_fill(~usable, 0.0).sum(-1), target
+
+
+def _recurrence(
+    state: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(the states after the last tokens, the outputs [T, HV, V]) of N sequences of packed tokens.
+
+    state [N, HV, K, V]   q, k [T, HV, K]   v [T, HV, V]   decay [T, HV, K or 1]   beta [T, HV]
+    """
+    tokens = torch.arange(q.shape[0], device=q.device)
+    # one symbol for N, as the loop wants it
+    sequences = torch.arange(state.shape[0], device=q.device)
+    starts, lengths = starts[sequences], lengths[sequences]
+    # step t takes the t-th token of every sequence that has one
+    token = starts + tokens[:, None]
+    on = tokens[:, None] < lengths
+    at = token.clamp(max=q.shape[0] - 1)
+
+    def step(state: Tensor, now: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        on, *inputs = now
+        after, out = _delta_rule.step(state, *inputs)
+        return torch.where(on[:, None, None, None], after, state), out
+
+    last, out = scan(step, state, (on, q[at], k[at], v[at], decay[at], beta[at]))
+    # token -> (its step, its sequence)
+    sequence = (starts + lengths <= tokens[:, None]).sum(-1)
+    inside = sequence < state.shape[0]
+    sequence = sequence.clamp(max=state.shape[0] - 1)
+    mine = out[tokens - starts[sequence], sequence]
+    return last, mine.masked_fill(~inside[:, None, None], 0)
+
+
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    scale: float | None,
+    g: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    wide = accumulator(query)
+    tokens, heads, key_size = key.shape
+    value_heads, value_size = value.shape[1:]
+    if actual_seq_lengths is None:
+        lengths = torch.full([1], tokens, device=key.device)
+    else:
+        lengths = actual_seq_lengths.long()
+    if initial_state is None:
+        shape = [lengths.shape[0], value_heads, value_size, key_size]
+        initial_state = torch.zeros(shape, dtype=wide, device=key.device)
+    q, k = (x.to(wide).repeat_interleave(value_heads // heads, 1) for x in (query, key))
+    ones = torch.ones([tokens, value_heads], dtype=wide, device=key.device)
+    last, out = _recurrence(
+        initial_state.to(wide).mT,
+        lengths.cumsum(0) - lengths,
+        lengths,
+        q * (key_size**-0.5 if scale is None else scale),
+        k,
+        value.to(wide),
+        (ones if g is None else g.to(wide).exp())[..., None],
+        ones if beta is None else beta.to(wide),
+    )
+    return out.to(value.dtype), last.mT.to(initial_state.dtype)
+
+
+def delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+    state_layout: str,
+    is_kda: bool,
+    disable_state_update: bool,
+    **_: Any,
+) -> Tensor:
+    wide = accumulator(q)
+    batch, length, heads, key_size = k.shape
+    value_heads = v.shape[2]
+    channels = key_size if is_kda else 1
+    queries, keys = (x.to(wide).flatten(0, 1) for x in (q, k))
+    if use_qk_l2norm_in_kernel:
+        queries, keys = (
+            x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (queries, keys)
+        )
+    queries = queries * (key_size**-0.5 if scale is None else scale)
+    queries, keys = (x.repeat_interleave(value_heads // heads, 1) for x in (queries, keys))
+    x = a.to(wide).reshape(batch * length, value_heads, channels)
+    x = x + dt_bias.to(wide).view(value_heads, channels)
+    rate = gating.softplus(x, softplus_beta, softplus_threshold)
+    decay = torch.exp(-A_log.to(wide).exp()[:, None] * rate)
+    beta = torch.sigmoid(b.to(wide).reshape(batch * length, value_heads))
+
+    if cu_seqlens is None:
+        starts = torch.arange(batch, device=q.device) * length
+        lengths = torch.full_like(starts, length)
+    else:
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    slots = initial_state_indices.long()
+    live = (slots >= 0) & (slots < initial_state_source.shape[0])
+    initial = initial_state_source[slots.masked_fill(~live, 0)].to(wide)
+    initial = initial.masked_fill(~live[:, None, None, None], 0)
+    state = initial if state_layout == "kv" else initial.mT
+    last, out = _recurrence(
+        state, starts, lengths, queries, keys, v.to(wide).flatten(0, 1), decay, beta
+    )
+    if not disable_state_update:
+        stored = live & (lengths > 0)
+        after = last if state_layout == "kv" else last.mT
+        initial_state_source[slots[stored]] = after[stored].to(initial_state_source.dtype)
+    return out.view(v.shape).to(v.dtype)
+
+
+def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) -> str | None:
+    if v.dtype.itemsize == 1:
+        return "`v` is float8, which has no ONNX form. Convert `v` to the dtype of `q`."
+    if cu_seqlens_q is not None:
+        return "`cu_seqlens_q` is given, which has no ONNX form. Pass dense [B, H, N, D] tensors."
+    return None
+
+
+def _refuse_tnd(layout_query: str, **_: Any) -> str | None:
+    if layout_query == "TND":
+        return '`layout_query` is "TND", expected "BSND": packed queries have no ONNX form.'
+    return None
+
+
+def _refuse_verification(
+    intermediate_states: Tensor | None, retrieve_parent_token: Tensor | None, **_: Any
+) -> str | None:
+    for name, value in (
+        ("intermediate_states", intermediate_states),
+        ("retrieve_parent_token", retrieve_parent_token),
+    ):
+        if value is not None:
+            return f"`{name}` is given, which has no ONNX form. Leave it out."
+    return None
+
+
+DECOMPOSITIONS: dict[str, Decomposition] = {
+    "npu_sparse_attention_pto": Decomposition(sparse_attention_pto),
+    "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward),
+    "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward),
+    "npu_lightning_indexer": Decomposition(lightning_indexer, _refuse_tnd),
+    "npu_sparse_flash_attention": Decomposition(sparse_flash_attention, _refuse_tnd),
+    "npu_indexer_loss": Decomposition(loss_of_indexer),
+    "npu_fused_attention": Decomposition(fused_attention, _refuse_float8_and_varlen),
+    "npu_fused_sigmoid_gating_delta_rule_update": Decomposition(
+        delta_rule_update, _refuse_verification
+    ),
+    "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+}
