@@ -166,7 +166,10 @@ def forward(
     # row; 2048 in tiles of 64 for 32 and 128 rows
     alone = shared == 1 and plan.rows * triton.cdiv(reach, 128) <= 2048
     key_tile = 128 if alone else 64
-    per_chunk = key_tile if alone else 2048 if shared == 1 else 4096
+    # as many programs as keep 132 processors busy twice over, where there are keys enough
+    share = triton.next_power_of_2(triton.cdiv(triton.cdiv(plan.rows, shared) * reach, 264))
+    most = 2048 if shared == 1 else 4096
+    per_chunk = key_tile if alone else max(key_tile, min(most, share))
     chunks = triton.cdiv(reach, per_chunk)
     flat_indices = indices.view(plan.rows, sparse_count)
     flat_values = values.view(plan.rows, sparse_count) if return_value else values
