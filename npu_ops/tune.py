@@ -74,6 +74,24 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"Q_TILE": rows, "KEY_TILE": keys})
         for rows, keys in ((128, 128), (64, 128), (64, 64))
     ),
+    "fused_attention_backward.row_sums": (Config({"ROWS": 32}),),
+    # both accumulators, S and P's gradient share L0C
+    "fused_attention_backward.grad_keys": (
+        Config({"Q_TILE": 128, "KEY_TILE": 128}),
+        Config({"Q_TILE": 128, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2}),
+        Config({"Q_TILE": 64, "KEY_TILE": 32}, {"set_workspace_multibuffer": 2}),
+    ),
+    # larger ones leave some variant in which both vector units do all of the work
+    "fused_attention_backward.grad_query": (Config({"Q_TILE": 64, "KEY_TILE": 64}),),
+    "indexer_loss.gather": (Config({"ROWS": 32}),),
+    "indexer_loss.log_sums": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 64)
+    ),
+    "indexer_loss.head_sums": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 64)
+    ),
+    "indexer_loss.row_loss": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
+    "indexer_loss_backward.row_grad": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
 }
 
 

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_indexer_loss: selections that are short, empty, out of sight, out of range or doubled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..case import Arguments, Case, Inputs
+from ..controls import Control
+
+KERNEL = "indexer_loss"
+OP = f"npu_{KERNEL}"
+
+
+def selected(x: Inputs, batch: int, rows: int, keys: int, count: int) -> torch.Tensor:
+    """Any key, so that late ones are out of sight; the last rows few and none."""
+    drawn = torch.randint(0, keys, (batch, rows, count), generator=x.random)
+    drawn[0, -1, 3:] = -1
+    drawn[-1, 0] = -1
+    drawn[0, 1, 5] = keys + 7
+    return drawn
+
+
+def call(
+    heads: int = 16,
+    size: int = 128,
+    rope: int = 0,
+    count: int = 200,
+    rows: int = 3,
+    keys: int = 300,
+    batch: int = 2,
+    scores: torch.dtype = torch.float32,
+    kind: torch.dtype = torch.int32,
+    lse: bool = False,
+) -> Callable[[Inputs], Arguments]:
+    def make(x: Inputs) -> Arguments:
+        arguments = dict(
+            query=x.normal(batch, heads, rows, size),
+            key=x.normal(batch, keys, size),
+            index_score=x.normal(batch, rows, count, dtype=scores),
+            indices=x.ints(selected(x, batch, rows, keys, count), kind),
+            scaling=(size + rope) ** -0.5,
+            chunk_offset=keys - rows - 40,
+        )
+        if rope:
+            arguments["query_rope"] = x.normal(batch, heads, rows, rope)
+            arguments["key_rope"] = x.normal(batch, keys, rope)
+        if lse:
+            arguments["softmax_lse"] = x.normal(batch, heads, rows, dtype=torch.float32) + 6.0
+        return arguments
+
+    return make
+
+
+CASES = (
+    Case(OP, "16 heads", call()),
+    Case(OP, "24 heads, bf16 scores, int64", call(24, scores=torch.bfloat16, kind=torch.int64)),
+    Case(OP, "128 heads of 512 and 64, 256 slots", call(128, 512, 64, 256, 2)),
+    Case(OP, "64 heads of 576, 1500 slots", call(64, 576, 0, 1500, 2, 1800, 1)),
+    Case(OP, "8 heads, 12 slots, fp16", call(8, 64, count=12), torch.float16),
+    Case(OP, "log-sum-exp given", call(lse=True)),
+)
+CONTROLS = (
+    Control(
+        "future keys count",
+        KERNEL,
+        "tl.where(x <= last.to(tl.float32), 1.0, 0.0)",
+        "1.0",
+        "16 heads",
+    ),
+    Control(
+        "heads behind the last one",
+        KERNEL,
+        'mask=h < heads, other=float("inf")',
+        "mask=h < heads, other=0.0",
+        "24 heads, bf16 scores, int64",
+    ),
+    Control(
+        "the target is not normalised",
+        KERNEL,
+        "target / tl.where(total > 0, total, 1.0)",
+        "target",
+        "16 heads",
+    ),
+)
