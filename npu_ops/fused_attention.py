@@ -19,6 +19,7 @@ from ..dispatch.common import memory
 from . import cores, tune
 
 WIDEST = 256  # head sizes, of which the tiles of the last configuration fit
+FARTHEST = 2**30  # as far as a window reaches: positions are 32 bits wide
 
 
 @triton.jit
@@ -147,8 +148,9 @@ def strides(x: Tensor) -> tuple[int, ...]:
 
 def config(kernel: str, *sizes: int) -> tune.Config:
     """The tiles for these head sizes: they are listed from the largest down."""
-    small, wide = max(sizes) <= 64, max(sizes) > 128
-    return tune.TABLE[kernel][0 if small else 2 if wide else 1]
+    found = tune.TABLE[kernel]
+    least = 0 if max(sizes) <= 64 else 1 if max(sizes) <= 128 else 2
+    return found[min(least, len(found) - 1)]
 
 
 def forward(
@@ -174,7 +176,7 @@ def forward(
         none if cu_seqlens_k is None else cu_seqlens_k, out, lse,
         cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0],
         heads, heads // k.shape[1], q.shape[0 if varlen else 2], k.shape[0 if varlen else 2],
-        window or 0, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+        min(window or 0, FARTHEST), q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
         *strides(q), *strides(k), *strides(v),
         DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, WINDOW=window is not None,
         VARLEN=varlen, **config("fused_attention.attend", q.shape[-1], v.shape[-1]).keywords,

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of attention from its log-sum-exp, in three kernels; every sum has one fixed order.
+
+    P = exp(S - lse)   dS = P (grad_o v^T - delta)   delta = sum_d grad_o o - grad_lse
+
+    row_sums     vector cores    delta and lse, a head's rows side by side
+    grad_keys    cube + vector   a tile of keys, over the rows of all heads that share it
+    grad_query   cube + vector   a tile of query rows, over its keys
+
+Both gradients of a tile of keys accumulate in L0C, next to S and the product with v.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import cores, fused_attention, tune
+from .fused_attention import FARTHEST, config, sequence_of, strides
+
+unsupported = fused_attention.unsupported
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batches", "heads", "tokens", "g_batch", "g_head", "g_row", "o_batch", "o_head", "o_row",
+    ]
+)  # fmt: skip
+def row_sums(
+    grad_o, o, lse, grad_lse, delta, sums,
+    batches, heads, tokens, g_batch, g_head, g_row, o_batch, o_head, o_row,
+    VALUE_DIM: tl.constexpr, VARLEN: tl.constexpr, GRAD_LSE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A row that sees nothing gets the sum inf, so that its P is 0."""
+    i = tl.arange(0, ROWS)
+    e = tl.arange(0, VALUE_DIM)
+    tiles = (tokens + ROWS - 1) // ROWS
+    for work in range(tl.program_id(0), batches * heads * tiles, tl.num_programs(0)):
+        of_head = work // tiles
+        batch = (of_head // heads).to(tl.int64)
+        head = (of_head % heads).to(tl.int64)
+        first = work % tiles * ROWS
+        there = i < tokens - first
+        rows = (first + i).to(tl.int64)
+        g = tl.load(
+            grad_o + batch * g_batch + head * g_head + rows[:, None] * g_row + e[None],
+            mask=there[:, None], other=0.0,
+        )  # fmt: skip
+        x = tl.load(
+            o + batch * o_batch + head * o_head + rows[:, None] * o_row + e[None],
+            mask=there[:, None], other=0.0,
+        )  # fmt: skip
+        total = tl.sum(g.to(tl.float32) * x.to(tl.float32), 1)
+        to = of_head.to(tl.int64) * tokens + rows
+        if VARLEN:
+            at = rows * heads + head
+        else:
+            at = to
+        if GRAD_LSE:
+            total = total - tl.load(grad_lse + at, mask=there, other=0.0)
+        known = tl.load(lse + at, mask=there, other=0.0)
+        tl.store(delta + to, total, mask=there)
+        tl.store(sums + to, tl.where(known > float("-inf"), known, float("inf")), mask=there)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale", "q_batch",
+        "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "g_batch",
+        "g_head", "g_row",
+    ]
+)  # fmt: skip
+def grad_keys(
+    grad_o, q, k, v, delta, sums, starts_q, starts_k, grad_k, grad_v,
+    sequences, heads, key_heads, tokens_q, tokens_k, window, scale,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    VARLEN: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, Q_TILE)
+    j = tl.arange(0, KEY_TILE)
+    d = tl.arange(0, DIM)
+    e = tl.arange(0, VALUE_DIM)
+    group = heads // key_heads
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    for n in range(0, sequences + VARLEN):
+        batch, start_q, count_q, start_k, count_k = sequence_of(
+            n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
+        )
+        if VARLEN:
+            # behind the last sequence: keys that no row sees
+            count_q = tl.where(n < sequences, count_q, 0)
+            count_k = tl.where(n < sequences, count_k, tokens_k - start_k)
+        shift = count_k - count_q
+        tiles = (count_k + KEY_TILE - 1) // KEY_TILE
+        for work in range(turn, tiles * key_heads, turns):
+            key_head = work // tiles
+            first = work % tiles * KEY_TILE
+            there = (j < count_k - first)[:, None]
+            keys = (start_k + first + j).to(tl.int64)
+            of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
+            of_v = v + batch * v_batch + key_head.to(tl.int64) * v_head
+            k_tile = tl.load(of_k + keys[:, None] * k_row + d[None], mask=there, other=0.0)
+            v_tile = tl.load(of_v + keys[:, None] * v_row + e[None], mask=there, other=0.0)
+            acc_k = tl.zeros((KEY_TILE, DIM), tl.float32)
+            acc_v = tl.zeros((KEY_TILE, VALUE_DIM), tl.float32)
+            begin = 0
+            end = count_q
+            if CAUSAL:
+                begin = tl.maximum(first - shift, 0)
+            elif WINDOW:
+                begin = tl.maximum(first - shift - window + 1, 0)
+            if WINDOW:
+                end = tl.minimum(count_q, first + KEY_TILE - 1 + window - shift)
+            steps = (tl.maximum(end - begin, 0) + Q_TILE - 1) // Q_TILE
+            for step in range(0, group * steps):
+                head = key_head * group + step // steps
+                start = begin + step % steps * Q_TILE
+                known = i < count_q - start
+                rows = (start_q + start + i).to(tl.int64)
+                of_q = q + batch * q_batch + head.to(tl.int64) * q_head
+                of_g = grad_o + batch * g_batch + head.to(tl.int64) * g_head
+                of_row = (batch * heads + head) * tokens_q + rows
+                q_tile = tl.load(
+                    of_q + rows[:, None] * q_row + d[None], mask=known[:, None], other=0.0
+                )
+                g_tile = tl.load(
+                    of_g + rows[:, None] * g_row + e[None], mask=known[:, None], other=0.0
+                )
+                lse = tl.load(sums + of_row, mask=known, other=float("inf"))
+                of_delta = tl.load(delta + of_row, mask=known, other=0.0)
+                p = tl.exp(tl.dot(q_tile, tl.trans(k_tile)) * scale - lse[:, None])
+                if CAUSAL or WINDOW:
+                    position = (shift + start + i)[:, None]
+                    key = (first + j)[None]
+                    if CAUSAL:
+                        p = tl.where(key <= position, p, 0.0)
+                    else:
+                        p = tl.where(key < position + window, p, 0.0)
+                    if WINDOW:
+                        p = tl.where(key > position - window, p, 0.0)
+                acc_v = tl.dot(tl.trans(p.to(q_tile.dtype)), g_tile, acc_v)
+                ds = p * (tl.dot(g_tile, tl.trans(v_tile)) - of_delta[:, None])
+                acc_k = tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, acc_k)
+            if VARLEN:
+                to = (keys * key_heads + key_head)[:, None]
+            else:
+                to = ((batch * key_heads + key_head) * tokens_k + keys)[:, None]
+            tl.store(
+                grad_k + to * DIM + d[None], (acc_k * scale).to(grad_k.dtype.element_ty), mask=there
+            )
+            tl.store(
+                grad_v + to * VALUE_DIM + e[None], acc_v.to(grad_v.dtype.element_ty), mask=there
+            )
+        turn = ((turn - tiles * key_heads) % turns + turns) % turns
+
+
+@triton.jit(
+    do_not_specialize=[
+        "sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale", "q_batch",
+        "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "g_batch",
+        "g_head", "g_row",
+    ]
+)  # fmt: skip
+def grad_query(
+    grad_o, q, k, v, delta, sums, starts_q, starts_k, grad_q,
+    sequences, heads, key_heads, tokens_q, tokens_k, window, scale,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    VARLEN: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, Q_TILE)
+    j = tl.arange(0, KEY_TILE)
+    d = tl.arange(0, DIM)
+    e = tl.arange(0, VALUE_DIM)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    for n in range(0, sequences + VARLEN):
+        batch, start_q, count_q, start_k, count_k = sequence_of(
+            n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
+        )
+        shift = count_k - count_q
+        tiles = (count_q + Q_TILE - 1) // Q_TILE
+        for work in range(turn, tiles * heads, turns):
+            head = work // tiles
+            first = work % tiles * Q_TILE
+            key_head = head // (heads // key_heads)
+            left = count_q - first
+            known = i < left
+            rows = (start_q + first + i).to(tl.int64)
+            of_q = q + batch * q_batch + head.to(tl.int64) * q_head
+            of_g = grad_o + batch * g_batch + head.to(tl.int64) * g_head
+            of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
+            of_v = v + batch * v_batch + key_head.to(tl.int64) * v_head
+            of_row = (batch * heads + head) * tokens_q + rows
+            q_tile = tl.load(of_q + rows[:, None] * q_row + d[None], mask=known[:, None], other=0.0)
+            g_tile = tl.load(of_g + rows[:, None] * g_row + e[None], mask=known[:, None], other=0.0)
+            lse = tl.load(sums + of_row, mask=known, other=float("inf"))
+            of_delta = tl.load(delta + of_row, mask=known, other=0.0)
+            # row i sees the keys from `low` to before `high`
+            position = shift + first + i
+            begin = 0
+            end = count_k
+            if CAUSAL:
+                end = tl.minimum(count_k, shift + first + tl.minimum(left, Q_TILE))
+                high = tl.minimum(position + 1, count_k)
+            elif WINDOW:
+                end = tl.minimum(count_k, shift + first + Q_TILE - 1 + window)
+                high = tl.minimum(position + window, count_k)
+            else:
+                # count_k, as a vector: a mask of keys alone keeps the vector units from sharing
+                high = tl.minimum(position + count_q + count_k, count_k)
+            if WINDOW:
+                begin = tl.maximum(shift + first - window + 1, 0)
+                low = position - window + 1
+            acc = tl.zeros((Q_TILE, DIM), tl.float32)
+            for start in range(begin, end, KEY_TILE):
+                there = (j < count_k - start)[:, None]
+                keys = (start_k + start + j).to(tl.int64)
+                k_tile = tl.load(of_k + keys[:, None] * k_row + d[None], mask=there, other=0.0)
+                v_tile = tl.load(of_v + keys[:, None] * v_row + e[None], mask=there, other=0.0)
+                p = tl.exp(tl.dot(q_tile, tl.trans(k_tile)) * scale - lse[:, None])
+                # behind the tail as well: the exponential of -lse may be inf, and inf * 0 is NaN
+                p = tl.where((start + j)[None] < high[:, None], p, 0.0)
+                if WINDOW:
+                    p = tl.where((start + j)[None] >= low[:, None], p, 0.0)
+                ds = p * (tl.dot(g_tile, tl.trans(v_tile)) - of_delta[:, None])
+                acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc)
+            if VARLEN:
+                to = (rows * heads + head)[:, None]
+            else:
+                to = of_row[:, None]
+            tl.store(
+                grad_q + to * DIM + d[None],
+                (acc * scale).to(grad_q.dtype.element_ty),
+                mask=known[:, None],
+            )
+        turn = ((turn - tiles * heads) % turns + turns) % turns
+
+
+def backward(
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    sm_scale: float | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    window: int | None,
+    deterministic: bool,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v = (memory.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
+    heads, key_heads = q.shape[1], k.shape[1]
+    varlen = cu_seqlens_q is not None
+    batches = 1 if varlen else q.shape[0]
+    tokens_q, tokens_k = (x.shape[0 if varlen else 2] for x in (q, k))
+    if q.numel() == 0 or k.numel() == 0:
+        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
+    delta, sums = (
+        memory.empty([batches, heads, tokens_q], torch.float32, q.device) for _ in range(2)
+    )
+    sizes = q.shape[-1], v.shape[-1]
+    row_sums[(cores.vector(),)](
+        grad_o, o, lse, lse if grad_lse is None else grad_lse, delta, sums,
+        batches, heads, tokens_q, *strides(grad_o), *strides(o),
+        VALUE_DIM=v.shape[-1], VARLEN=varlen, GRAD_LSE=grad_lse is not None,
+        **tune.only("fused_attention_backward.row_sums").keywords,
+    )  # fmt: skip
+    none = torch.empty(0, dtype=torch.int32, device=q.device)
+    inputs = (
+        grad_o, q, k, v, delta, sums, none if cu_seqlens_q is None else cu_seqlens_q,
+        none if cu_seqlens_k is None else cu_seqlens_k,
+    )  # fmt: skip
+    scalars = (
+        batches if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+        heads, key_heads, tokens_q, tokens_k, min(window or 0, FARTHEST),
+        q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+        *strides(q), *strides(k), *strides(v), *strides(grad_o),
+    )  # fmt: skip
+    flags = {
+        "DIM": q.shape[-1],
+        "VALUE_DIM": v.shape[-1],
+        "CAUSAL": causal,
+        "WINDOW": window is not None,
+        "VARLEN": varlen,
+    }
+    grad_keys[(cores.cube(),)](
+        *inputs, grad_k, grad_v, *scalars, **flags,
+        **config("fused_attention_backward.grad_keys", *sizes).keywords,
+    )  # fmt: skip
+    grad_query[(cores.cube(),)](
+        *inputs, grad_q, *scalars, **flags,
+        **config("fused_attention_backward.grad_query", *sizes).keywords,
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_fused_attention_backward, on the cases of the forward op and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import memory
+from ..case import Arguments, Case, Inputs, reference
+from ..controls import Control
+from .fused_attention import OP as FORWARD
+from .fused_attention import dense, packed, token_major
+
+KERNEL = "fused_attention_backward"
+OP = f"npu_{KERNEL}"
+
+
+def after(make: Callable[[Inputs], Arguments], grad_lse: bool = False) -> Any:
+    """The arguments of the backward op after the forward one."""
+
+    def made(x: Inputs) -> Arguments:
+        arguments = make(x)
+        o, lse = reference(FORWARD, arguments).values()
+        arguments |= dict(o=memory.guarded(o), lse=memory.guarded(lse), grad_o=x.normal(*o.shape))
+        if grad_lse:
+            arguments["grad_lse"] = x.normal(*lse.shape, dtype=torch.float32)
+        return arguments
+
+    return made
+
+
+CASES = (
+    Case(OP, "tails", after(dense(150, 333))),
+    Case(OP, "causal, 4 heads on 2", after(dense(150, 200, 64, (4, 2), causal=True), True)),
+    Case(OP, "causal, fewer keys than rows", after(dense(270, 140, causal=True))),
+    Case(OP, "window 50", after(dense(270, 300, window=50, causal=True))),
+    Case(OP, "window 50, both sides", after(dense(170, 150, window=50))),
+    Case(OP, "fp16, scale 0.5", after(dense(130, 130, sm_scale=0.5)), torch.float16),
+    *(
+        Case(OP, f"head size {size}, causal", after(dense(150, 170, size, batch=1, causal=True)))
+        for size in (16, 96, 128, 192, 256)
+    ),
+    Case(OP, "head size 128, window 50", after(dense(150, 170, 128, batch=1, window=50))),
+    Case(OP, "head size 256", after(dense(70, 100, 256, batch=1))),
+    Case(
+        OP, "head size 256, window 50", after(dense(130, 140, 256, batch=1, causal=True, window=50))
+    ),
+    Case(
+        OP,
+        "head size 192, values 128",
+        after(dense(140, 130, 192, value_size=128, batch=1, causal=True)),
+    ),
+    Case(OP, "packed", after(packed([0, 130, 131, 131, 180], [0, 150, 150, 160, 300], 200), True)),
+    Case(
+        OP,
+        "packed, causal, int64",
+        after(packed([0, 130, 131, 180], [0, 150, 160, 200], 180, kind=torch.int64, causal=True)),
+    ),
+    Case(
+        OP,
+        "packed, head size 128, window 40",
+        after(packed([0, 70, 150], [0, 70, 170], 150, 128, (4, 2), causal=True, window=40)),
+    ),
+    Case(OP, "token-major strides, causal", after(token_major)),
+)
+CONTROLS = (
+    Control("the scale forgotten", KERNEL, "(acc_k * scale).to", "acc_k.to", "tails"),
+    Control(
+        "one head of the group",
+        KERNEL,
+        "key_head * group + step // steps",
+        "key_head * group",
+        "causal, 4 heads on 2",
+    ),
+    Control(
+        "causal limit off by one",
+        KERNEL,
+        "key <= position, p",
+        "key < position, p",
+        "causal, 4 heads on 2",
+    ),
+    Control(
+        "grad_lse with the other sign",
+        KERNEL,
+        "total - tl.load(grad_lse",
+        "total + tl.load(grad_lse",
+        "causal, 4 heads on 2",
+    ),
+    Control(
+        "keys behind the last sequence left alone",
+        KERNEL,
+        "tl.where(n < sequences, count_k, tokens_k - start_k)",
+        "count_k",
+        "packed",
+    ),
+)
