@@ -180,7 +180,6 @@ def _slots(
     REQUESTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Selected positions as rows of a key tensor whose rows are evenly spaced; -1 where absent."""
-    gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     request, start, seen = rows.locate(
         row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
@@ -359,7 +358,6 @@ def forward(
     if hopper:
         from . import sparse_flash_attention_hopper
 
-        # programmatic dependent launches: each kernel is set up while the one before still runs
         slots = memory.empty((plan.rows, entries), torch.int32, device)
         _slots[(plan.rows, triton.cdiv(entries, 1024))](
             index, slots, entries=entries, index_stride=index.stride(0), SPAN=sparse_block_size,
@@ -367,7 +365,7 @@ def forward(
         )  # fmt: skip
         sparse_flash_attention_hopper.attend[grid](
             q, qr, key, kr, slots, key_stride=key.stride(-3), rope_stride=kr.stride(-3),
-            **tensors, **sizes, num_warps=4, launch_pdl=True,
+            **tensors, **sizes, num_warps=4,
         )  # fmt: skip
     else:
         _attend[grid](

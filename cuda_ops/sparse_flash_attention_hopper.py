@@ -298,10 +298,6 @@ def attend(
     at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
     async_copy.async_copy_global_to_shared(qr.index(0), at, mask=real)
     async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
-    # the slots are another kernel's, which may still be running
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1
-    )
     lo = split * per_split
     # a split past the last entry still makes one step, of absent keys
     hi = gl.minimum(lo + per_split, entries)
