@@ -81,7 +81,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"Q_TILE": 128, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2}),
         Config({"Q_TILE": 64, "KEY_TILE": 32}, {"set_workspace_multibuffer": 2}),
     ),
-    # larger ones leave some variant in which both vector units do all of the work
+    # one square tile for every head size
     "fused_attention_backward.grad_query": (Config({"Q_TILE": 64, "KEY_TILE": 64}),),
     "indexer_loss.gather": (Config({"ROWS": 32}),),
     "indexer_loss.log_sums": tuple(
