@@ -130,9 +130,7 @@ def _over_queries(
     return grad_k, grad_v
 
 
-@triton.jit(
-    do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"]
-)
+@triton.jit(do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"])
 def _keys_kernel(
     q, k, v, grad_o, lse2, delta, grad_k, grad_v, plan, scale, window, tiles, n_q, n_k, heads,
     padded, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -161,9 +159,7 @@ def _keys_kernel(
 
     shift = n_k - n_q
     last = tl.minimum(tile * BN + BN, n_k) - 1
-    low, high, full_low, full_high = queries_of(
-        tile * BN, last, n_q, shift, window, CAUSAL, WINDOW
-    )
+    low, high, full_low, full_high = queries_of(tile * BN, last, n_q, shift, window, CAUSAL, WINDOW)
     low = low // BM * BM
     high = tl.maximum(high, low)
     if tile * BN + BN > n_k:
@@ -245,9 +241,7 @@ def _over_keys(
     return grad_q
 
 
-@triton.jit(
-    do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"]
-)
+@triton.jit(do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"])
 def _queries_kernel(
     q, k, v, grad_o, lse2, delta, grad_q, plan, scale, window, tiles, n_q, n_k, heads,
     padded, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -282,9 +276,7 @@ def _queries_kernel(
     shift = n_k - n_q
     position = query + shift
     last = tl.minimum(tile * BM + BM, n_q) - 1 + shift
-    low, high, full_low, full_high = keys_of(
-        tile * BM + shift, last, n_k, window, CAUSAL, WINDOW
-    )
+    low, high, full_low, full_high = keys_of(tile * BM + shift, last, n_k, window, CAUSAL, WINDOW)
     low = low // BN * BN
     high = tl.maximum(high, low)
     full_low = tl.minimum(tl.maximum((full_low + BN - 1) // BN * BN, low), high)

@@ -320,9 +320,7 @@ def _forward_producer(
                 number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
             )
             if tile * BM < rows:
-                low, top, _, _ = _blocks_of(
-                    tile, rows, columns, window, BM, BN, CAUSAL, WINDOW
-                )
+                low, top, _, _ = _blocks_of(tile, rows, columns, window, BM, BN, CAUSAL, WINDOW)
                 kv_head = head // GROUP
                 for wg in gl.static_range(NC):
                     mbarrier.wait(q_empty.index(wg), (turn & 1) ^ 1)

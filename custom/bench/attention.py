@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,21 +28,17 @@ def _first_heads(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], O
     return piece, lambda outputs: [out[:1, :1] for out in outputs]
 
 
-def _sdpa(backend: SDPBackend, backward: bool) -> Callable[[Arguments], Callable[[], Any] | None]:
+def _sdpa(backend: SDPBackend) -> Callable[[Arguments], Callable[[], Any] | None]:
     def prepare(arguments: Arguments) -> Callable[[], Any] | None:
         q, k, v = (arguments[name] for name in "qkv")
         if q.device.type != "cuda" or q.shape[1] != k.shape[1]:
             return None
 
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def forward() -> Tensor:
             with sdpa_kernel(backend):
                 return scaled_dot_product_attention(q, k, v, is_causal=arguments["causal"])
 
-        if not backward:
-            return partial(forward, q, k, v)
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = forward(*leaves)
-        return partial(torch.autograd.grad, out, leaves, arguments["grad_o"], retain_graph=True)
+        return forward
 
     return prepare
 
@@ -67,8 +62,8 @@ def case(op: str, b: int, n: int, nk: int, s: int, s2: int, d: int, causal: bool
     products, reads = (5, 4) if backward else (2, 2)
     label = f"B{b} H{n}{f'/{nk}' if nk != n else ''} D{d}, {s} x {s2}{', causal' if causal else ''}"
     peers = {
-        "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, backward),
-        "flash": _sdpa(SDPBackend.FLASH_ATTENTION, backward),
+        "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+        "flash": _sdpa(SDPBackend.FLASH_ATTENTION),
     }
     return Case(
         op,
@@ -78,7 +73,8 @@ def case(op: str, b: int, n: int, nk: int, s: int, s2: int, d: int, causal: bool
         bytes=float(BF16 * reads * d * b * (n * s + nk * s2)),
         flops=2.0 * products * b * n * d * _visible(s, s2, causal),
         shape=dict(b=b, n=n, s=s, d=d),
-        peers=peers if s > 1 else {},
+        # torch's backward runs on its forward's stream, which a captured graph is not
+        peers=peers if s > 1 and not backward else {},
     )
 
 
