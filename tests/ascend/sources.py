@@ -10,6 +10,9 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
+# the tiles that were chosen are in the lowered text; a planted mistake changes no real run
+_LEFT_OUT = (".specs", ".tune", ".controls")
+
 
 def of(*modules: str) -> str:
     """The syntax trees of the modules and of all that they import relatively."""
@@ -41,7 +44,7 @@ def _read(name: str) -> tuple[str, tuple[str, ...]]:
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and _is_docstring(body[0]):
             node.body = body[1:]  # type: ignore[attr-defined]
-    return ast.dump(tree), tuple(x for x in imported if not x.endswith(("specs", "tune")))
+    return ast.dump(tree), tuple(x for x in imported if not x.endswith(_LEFT_OUT))
 
 
 @cache

@@ -162,8 +162,8 @@ CONTROLS = (
     Control(
         "double buffering given up",
         "tune",
-        '{"set_workspace_multibuffer": 2}',
-        "{}",
+        '"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2}',
+        '"HEAD_TILE": heads, "KEY_TILE": 64}, {}',
         "paged, 64 heads",
         stage="compile",
     ),
