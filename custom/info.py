@@ -57,10 +57,10 @@ def _npu() -> str:
 
 def _runs(spec: Spec, backend: backends.Backend) -> str:
     """`yes`, or the reason against, for tensors that lie on the backend's own device."""
+    present = {backends.CUDA: _cuda, backends.NPU: _npu}.get(backend)
+    if present is not None and (found := present()).startswith("none"):
+        return f"no {backend.device} device{found.removeprefix('none')}"
     reason = backends.cannot_run(backend, torch.device(backend.device))
-    if reason is None and backend is not backends.REFERENCE:
-        present = _cuda() if backend is backends.CUDA else _npu()
-        reason = f"no {backend.device} device" if present.startswith("none") else None
     if reason is None and backends.launcher(backend, spec) is None:
         reason = "no kernel yet"
     return reason or "yes"

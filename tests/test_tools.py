@@ -50,6 +50,7 @@ def test_info_lists_every_op_and_variable():
     for spec in SPECS:
         assert spec.name in text
     assert "CUSTOM_BACKEND=" in text and "torch" in text
+    assert "Error" not in text, "a reason is a sentence, not an exception"
 
 
 def test_info_works_when_a_kernel_module_is_broken(monkeypatch):
