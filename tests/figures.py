@@ -10,6 +10,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from custom.bench.report import unpacked
+
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 
 
@@ -18,20 +20,33 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _memory(row: dict[str, str]) -> str:
+    """Peak extra memory of a call, results included, beside torch's; "-" where not measured."""
+    peaks = unpacked(row.get("peak_mib") or "")
+    if "ours" not in peaks:
+        return "-"
+    others = [f"{name} {mib:.4g}" for name, mib in peaks.items() if name.startswith("torch")]
+    return f"**{peaks['ours']:.4g}**" + (f" ({', '.join(others)})" if others else "")
+
+
 def table() -> str:
     public = {(r["op"], r["case"]): r for r in _rows(FIGURES / "public.csv")}
-    lines = [
-        "| op | shape | floor | ours | of floor | best public |",
-        "|---|---|---|---|---|---|",
-    ]
-    for path in sorted(FIGURES.glob("npu_*.csv")):
-        for row in _rows(path):
-            best = public.get((row["op"], row["case"]))
-            against = f"{best['us']} ({best['name']})" if best else "-"
-            ours = float(row["median_us"])
-            lines.append(
-                f"| `{row['op'].removeprefix('npu_')}` | {row['case']} | "
-                f"{float(row['floor_us']):.4g} | **{ours:.4g}** | {float(row['of_floor']):.0%} | "
-                f"{against} |"
-            )
-    return "\n".join(lines) + "\n"
+    rows = [row for path in sorted(FIGURES.glob("npu_*.csv")) for row in _rows(path)]
+    head = ["op", "shape", "floor", "ours", "of floor", "best public"]
+    remembered = any(row.get("peak_mib") for row in rows)
+    if remembered:
+        head.append("peak MiB")
+    lines = [head]
+    for row in rows:
+        best = public.get((row["op"], row["case"]))
+        line = [
+            f"`{row['op'].removeprefix('npu_')}`",
+            row["case"],
+            f"{float(row['floor_us']):.4g}",
+            f"**{float(row['median_us']):.4g}**",
+            f"{float(row['of_floor']):.0%}",
+            f"{best['us']} ({best['name']})" if best else "-",
+        ]
+        lines.append([*line, _memory(row)] if remembered else line)
+    drawn = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([drawn[0], "|---" * len(head) + "|", *drawn[1:]]) + "\n"

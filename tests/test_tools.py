@@ -9,6 +9,7 @@ import doctest
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from custom.dispatch.specs import SPECS
 import custom
 from custom.bench import __main__ as bench
 from custom.bench.presets import presets
+from custom.bench.report import Row, packed, text
 from custom.info import report
 
 from . import verified
@@ -82,6 +84,15 @@ def test_bench_checks_and_times_every_op_on_the_cpu(op, tmp_path, capsys, monkey
     assert case.label in out.out and "x before" in out.out and "[1/" in out.err
     rows = list(csv.DictReader(second.open()))
     assert float(rows[0]["median_us"]) > 0 and plot.stat().st_size > 1000
+
+
+def test_bench_shows_peak_memory_where_it_was_measured():
+    row = Row("op", "a", "cuda", 0.0, 2.0, 1.0, 3.0, 1.0, 0.5, 1.0, 1.0, "torch=4.00")
+    assert "MiB" not in text([row], {})
+    measured = replace(row, case="b", peak_mib=packed({"ours": 32.0, "torch": 2560.0}))
+    head, first, second = text([row, measured], {}).splitlines()
+    assert head.split()[-3:] == ["MiB", "MiB", "torch"]
+    assert first.split()[-2:] == ["-", "-"] and second.split()[-2:] == ["32", "2560"]
 
 
 def test_bench_prints_no_table_for_a_wrong_op(capsys, monkeypatch):

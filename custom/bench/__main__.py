@@ -26,8 +26,8 @@ from ..dispatch.env import config
 from ..dispatch.specs import BY_NAME
 from .case import Case, Outputs
 from .presets import presets
-from .report import Row, plot, read_medians, text, write_csv
-from .timing import measure, rates, wall_clock
+from .report import Row, packed, plot, read_medians, text, write_csv
+from .timing import measure, peak_mib, rates, wall_clock
 
 _ROTATED_BYTES = 200e6  # more than any L2 of today
 _REFERENCE_FLOPS = 1e11  # above this the reference is not timed
@@ -91,14 +91,17 @@ def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row
     inputs = [case.make(device, seed) for seed in range(copies)]
     ours = measure([partial(case.call, a) for a in inputs], device)
     peers: dict[str, float] = {}
+    peaks = {"ours": peak_mib(partial(case.call, inputs[0]), device)}
     for name, prepare in case.peers.items():
         calls = [prepare(arguments) for arguments in inputs]
         present = [call for call in calls if call is not None]
         if present:
             peers[name] = measure(present, device).median
+            peaks[name] = peak_mib(present[0], device)
     if device.type != "cpu" and case.flops < _REFERENCE_FLOPS:
         with _by_reference():
             peers["reference"] = wall_clock([partial(case.call, inputs[0])], device).median
+            peaks["reference"] = peak_mib(partial(case.call, inputs[0]), device)
     floor = max(case.bytes / bandwidth, case.flops / flops) * 1e6
     return Row(
         op=case.op,
@@ -114,7 +117,8 @@ def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row
         of_floor=floor / ours.median,
         tflops=case.flops / ours.median / 1e6,
         gb_per_s=case.bytes / ours.median / 1e3,
-        peers_us="; ".join(f"{name}={value:.2f}" for name, value in peers.items()),
+        peers_us=packed(peers),
+        peak_mib=packed({name: peak for name, peak in peaks.items() if peak is not None}),
     )
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -24,18 +24,35 @@ class Row:
     tflops: float
     gb_per_s: float
     peers_us: str  # "name=microseconds; ..."
+    peak_mib: str = ""  # "ours=MiB; name=MiB; ...": device memory at its peak, beside the inputs
 
     @property
     def peers(self) -> dict[str, float]:
-        pairs = [pair.split("=") for pair in self.peers_us.split("; ") if pair]
-        return {name: float(value) for name, value in pairs}
+        return unpacked(self.peers_us)
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        return unpacked(self.peak_mib)
+
+
+def packed(named: Mapping[str, float]) -> str:
+    return "; ".join(f"{name}={value:.2f}" for name, value in named.items())
+
+
+def unpacked(text: str) -> dict[str, float]:
+    pairs = [pair.split("=") for pair in text.split("; ") if pair]
+    return {name: float(value) for name, value in pairs}
 
 
 def text(rows: Sequence[Row], before: dict[tuple[str, str], float]) -> str:
     """A table; `before` holds the medians of an earlier CSV."""
     head = ["case", "median us", "p20", "p80", "floor us", "of floor", "TFLOPS", "GB/s"]
     peers = list(dict.fromkeys(name for row in rows for name in row.peers))
-    head += [f"x {name}" for name in peers] + (["x before"] if before else [])
+    head += [f"x {name}" for name in peers]
+    # memory only where it was measured, which is on CUDA
+    peaks = list(dict.fromkeys(name for row in rows for name in row.peaks))
+    head += ["MiB" if name == "ours" else f"MiB {name}" for name in peaks]
+    head += ["x before"] if before else []
     lines = [head]
     for row in rows:
         line = [
@@ -49,6 +66,7 @@ def text(rows: Sequence[Row], before: dict[tuple[str, str], float]) -> str:
             f"{row.gb_per_s:.3g}",
         ]
         line += [f"{row.peers[p] / row.median_us:.2f}" if p in row.peers else "-" for p in peers]
+        line += [f"{row.peaks[p]:.4g}" if p in row.peaks else "-" for p in peaks]
         if before:
             old = before.get((row.op, row.case))
             line.append(f"{old / row.median_us:.2f}" if old else "-")

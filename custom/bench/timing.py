@@ -88,6 +88,19 @@ def _elapsed(call: Call) -> float:
     return float(start.elapsed_time(end) * 1e3)
 
 
+def peak_mib(call: Call, device: torch.device) -> float | None:
+    """Device memory that one call holds at its peak beside what was there, results included; None
+    where the allocator does not tell.  The call has run before, so that nothing is set up in it."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
 # bytes/s and bf16 FLOP/s that a large copy and a large matrix product reach (H200, 2026-10)
 _KNOWN = {"NVIDIA H200": (4.3e12, 790e12)}
 
