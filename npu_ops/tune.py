@@ -56,6 +56,13 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     "lightning_indexer.topk": (Config({"COUNT_TILE": 4096, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
+    "lightning_indexer_grad.spread": (Config({}),),
+    "lightning_indexer_grad.grad_keys": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 32, 64)
+    ),
+    "lightning_indexer_grad.grad_query": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 32, 64)
+    ),
     # one row of indices at a time, in pieces
     "sparse_flash_attention.resolve": (Config({"PIECE": 1024}),),
     # rows that are copied back to back
