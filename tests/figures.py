@@ -3,6 +3,7 @@
 """The speed table, from the CSV files that `python -m custom.bench OP --csv` wrote.
 
 docs/figures/public.csv holds the best public kernel of each row, measured on the same kind of card.
+`python -m tests.figures` draws the plots beside the CSV files, as `--plot` would have.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from custom.bench.report import unpacked
+from custom.bench.report import plot, read_public, read_rows, unpacked
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 
@@ -50,3 +51,14 @@ def table() -> str:
         lines.append([*line, _memory(row)] if remembered else line)
     drawn = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([drawn[0], "|---" * len(head) + "|", *drawn[1:]]) + "\n"
+
+
+def draw() -> None:
+    """A plot of each op that has one."""
+    for path in sorted(FIGURES.glob("npu_*.csv")):
+        if (picture := path.with_suffix(".png")).exists():
+            plot(picture, read_rows(path), f"{path.stem}, NVIDIA H200", read_public())
+
+
+if __name__ == "__main__":
+    draw()

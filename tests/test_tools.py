@@ -20,7 +20,7 @@ from custom.dispatch.specs import SPECS
 import custom
 from custom.bench import __main__ as bench
 from custom.bench.presets import presets
-from custom.bench.report import Row, packed, text
+from custom.bench.report import Row, packed, plot, read_rows, text, write_csv
 from custom.info import report
 
 from . import verified
@@ -69,6 +69,20 @@ def test_both_tritons_says_which_wins_and_how_to_mend_it(monkeypatch):
     monkeypatch.setattr(backends, "installed", lambda name: "1.0")
     sentence = backends.both_tritons()
     assert "was installed last and wins" in sentence and "pip uninstall" in sentence
+
+
+def test_a_plot_of_stages_from_its_csv(tmp_path):
+    stages = {"prologs": 3.0, "attention": 5.5}
+    numbers = dict(error=0.0, median_us=8.0, p20_us=7.0, p80_us=9.0, floor_us=4.0, of_floor=0.5)
+    row = Row(
+        op="op", case="a case", backend="cuda", tflops=1.0, gb_per_s=2.0,
+        peers_us=packed({"reference": 90.0}), stages_us=packed(stages), **numbers,
+    )  # fmt: skip
+    write_csv(tmp_path / "a.csv", [row])
+    assert read_rows(tmp_path / "a.csv") == [row] and row.stages == stages
+    assert "prologs" in text([row], {})
+    plot(tmp_path / "a.png", [row], "title", {("op", "a case"): 20.0})
+    assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("op", BENCHED)

@@ -26,7 +26,7 @@ from ..dispatch.env import config
 from ..dispatch.specs import BY_NAME
 from .case import Case, Outputs
 from .presets import presets
-from .report import Row, packed, plot, read_medians, text, write_csv
+from .report import Row, packed, plot, read_medians, read_public, text, write_csv
 from .timing import measure, peak_mib, rates, wall_clock
 
 _ROTATED_BYTES = 200e6  # more than any L2 of today
@@ -102,6 +102,10 @@ def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row
         with _by_reference():
             peers["reference"] = wall_clock([partial(case.call, inputs[0])], device).median
             peaks["reference"] = peak_mib(partial(case.call, inputs[0]), device)
+    stages: dict[str, float] = {}
+    if case.stages is not None:
+        each = [case.stages(arguments) for arguments in inputs]
+        stages = {name: measure([calls[name] for calls in each], device).median for name in each[0]}
     floor = max(case.bytes / bandwidth, case.flops / flops) * 1e6
     return Row(
         op=case.op,
@@ -119,6 +123,7 @@ def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row
         gb_per_s=case.bytes / ours.median / 1e3,
         peers_us=packed(peers),
         peak_mib=packed({name: peak for name, peak in peaks.items() if peak is not None}),
+        stages_us=packed(stages),
     )
 
 
@@ -190,7 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.csv:
         write_csv(options.csv, rows)
     if options.plot:
-        plot(options.plot, rows, f"{options.op}, {hardware or device.type}")
+        title = f"{options.op}, {hardware or device.type}"
+        plot(options.plot, rows, title, read_public() if device.type == "cuda" else {})
     return 0
 
 

@@ -21,7 +21,8 @@ class Case:
     (arguments, select): a piece small enough for the reference, and which part of the full outputs
     it must equal (it may change the arguments, which the check alone uses).  `peers` are other
     implementations: name -> function of the arguments that returns the call to time, or None where
-    it is not installed."""
+    it is not installed.  `stages(arguments)` are the calls that a composed op is made of, in
+    order, each on what the one before it gave."""
 
     op: str
     label: str
@@ -31,6 +32,7 @@ class Case:
     flops: float
     shape: dict[str, int]
     peers: dict[str, Callable[[Arguments], Callable[[], Any] | None]] = field(default_factory=dict)
+    stages: Callable[[Arguments], dict[str, Callable[[], Any]]] | None = None
     tolerance: float = 2e-2  # relative Frobenius error; one bf16 rounding is 2**-9
 
     def call(self, arguments: Arguments) -> Any:

@@ -8,6 +8,10 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
+
+# in a clone of the repository: the best public kernel of each row, where one was measured
+_PUBLIC = Path(__file__).resolve().parents[2] / "docs" / "figures" / "public.csv"
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,15 @@ class Row:
     gb_per_s: float
     peers_us: str  # "name=microseconds; ..."
     peak_mib: str = ""  # "ours=MiB; name=MiB; ...": device memory at its peak, beside the inputs
+    stages_us: str = ""  # as peers_us; of an op that is composed of others, each alone
 
     @property
     def peers(self) -> dict[str, float]:
         return unpacked(self.peers_us)
+
+    @property
+    def stages(self) -> dict[str, float]:
+        return unpacked(self.stages_us)
 
     @property
     def peaks(self) -> dict[str, float]:
@@ -52,7 +61,8 @@ def text(rows: Sequence[Row], before: dict[tuple[str, str], float]) -> str:
     # memory only where it was measured, which is on CUDA
     peaks = list(dict.fromkeys(name for row in rows for name in row.peaks))
     head += ["MiB" if name == "ours" else f"MiB {name}" for name in peaks]
-    head += ["x before"] if before else []
+    stages = list(dict.fromkeys(name for row in rows for name in row.stages))
+    head += (["x before"] if before else []) + stages
     lines = [head]
     for row in rows:
         line = [
@@ -70,6 +80,7 @@ def text(rows: Sequence[Row], before: dict[tuple[str, str], float]) -> str:
         if before:
             old = before.get((row.op, row.case))
             line.append(f"{old / row.median_us:.2f}" if old else "-")
+        line += [f"{row.stages[name]:.1f}" if name in row.stages else "-" for name in stages]
         lines.append(line)
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
@@ -93,27 +104,79 @@ def read_medians(path: Path) -> dict[tuple[str, str], float]:
         return {(r["op"], r["case"]): float(r["median_us"]) for r in csv.DictReader(file)}
 
 
-def plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Bars of the medians, ours beside the peers', with the floor as a line."""
+def read_rows(path: Path) -> list[Row]:
+    """What write_csv wrote, now or before it had all of today's columns."""
+    floats = {field.name for field in fields(Row) if field.type == "float"}
+
+    def parsed(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: float(cell) if name in floats else cell for name, cell in row.items()}
+
+    with path.open(newline="") as file:
+        return [Row(**parsed(row)) for row in csv.DictReader(file)]
+
+
+def read_public() -> dict[tuple[str, str], float]:
+    if not _PUBLIC.exists():
+        return {}
+    with _PUBLIC.open(newline="") as file:
+        return {(r["op"], r["case"]): float(r["us"]) for r in csv.DictReader(file)}
+
+
+def plot(
+    path: Path, rows: Sequence[Row], title: str, public: Mapping[tuple[str, str], float]
+) -> None:
+    """Bars of the medians, ours beside the peers', with the floor as a line.  For an op of stages:
+    these, one on the other, with the op's own time as a marker."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = ["ours", *dict.fromkeys(name for row in rows for name in row.peers)]
     figure, axes = plt.subplots(figsize=(2.2 + 1.3 * len(rows), 4.2), layout="constrained")
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        heights = [row.median_us if name == "ours" else row.peers.get(name, 0.0) for row in rows]
-        axes.bar([x + i * width for x in range(len(rows))], heights, width, label=name)
-    for x, row in enumerate(rows):
-        left, right = x - width / 2, x + (len(names) - 0.5) * width
-        label = "floor" if x == 0 else "_nolegend_"
-        axes.hlines(row.floor_us, left, right, colors="black", linestyles="dashed", label=label)
-    axes.set_yscale("log")
+    beside = {
+        row.case: row.peers | {"best public": best}
+        if (best := public.get((row.op, row.case)))
+        else row.peers
+        for row in rows
+    }
+    if any(row.stages for row in rows):
+        # a reference as slow as it is would hide the stages
+        beside = {
+            case: {k: v for k, v in p.items() if k != "reference"} for case, p in beside.items()
+        }
+        centre = _bars(axes, rows, beside, stacked=True)
+    else:
+        axes.set_yscale("log")
+        centre = _bars(axes, rows, beside, stacked=False)
     axes.set_ylabel("microseconds")
-    centre = (len(names) - 1) * width / 2
     axes.set_xticks([x + centre for x in range(len(rows))], [row.case for row in rows], rotation=20)
     axes.set_title(title)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def _bars(
+    axes: Any, rows: Sequence[Row], beside: Mapping[str, Mapping[str, float]], *, stacked: bool
+) -> float:
+    """Draw them; the distance from a row's first bar to the middle of its bars."""
+    others = list(dict.fromkeys(name for named in beside.values() for name in named))
+    width = 0.8 / (1 + len(others))
+    places = range(len(rows))
+    if stacked:
+        under = [0.0] * len(rows)
+        for name in dict.fromkeys(name for row in rows for name in row.stages):
+            heights = [row.stages.get(name, 0.0) for row in rows]
+            axes.bar(places, heights, width, bottom=under, label=name)
+            under = [a + b for a, b in zip(under, heights, strict=True)]
+        whole = [row.median_us for row in rows]
+        axes.plot(places, whole, "kD", linestyle="none", label="the whole, in one call")
+    else:
+        axes.bar(places, [row.median_us for row in rows], width, label="ours")
+    for i, name in enumerate(others, 1):
+        heights = [beside[row.case].get(name, 0.0) for row in rows]
+        axes.bar([x + i * width for x in places], heights, width, label=name)
+    for x, row in enumerate(rows):
+        left, right = x - width / 2, x + (len(others) + 0.5) * width
+        label = "floor" if x == 0 else "_nolegend_"
+        axes.hlines(row.floor_us, left, right, colors="black", linestyles="dashed", label=label)
+    return len(others) * width / 2

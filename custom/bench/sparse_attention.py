@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -163,25 +165,35 @@ def _prolog_size(n: int) -> tuple[int, int]:
     return mla, RQ * NI * DI + H * DI + H * NI
 
 
-def mla_prolog_case(b: int, n: int) -> Case:
-    names = {
-        "x": "token_x",
-        "w_dq": "weight_dq",
-        "w_uq_qr": "weight_uq_qr",
-        "w_uk": "weight_uk",
-        "w_dkv_kr": "weight_dkv_kr",
-        "gamma_cq": "rmsnorm_gamma_cq",
-        "gamma_ckv": "rmsnorm_gamma_ckv",
-        "sin": "rope_sin",
-        "cos": "rope_cos",
-        "kv_cache": "kv_cache",
-        "kr_cache": "kr_cache",
-        "cache_index": "cache_index",
-    }
+# the layer's arguments by the names of the prologs'
+_BOTH = {"token_x": "x", "rope_sin": "sin", "rope_cos": "cos", "cache_index": "cache_index"}
+_MLA = _BOTH | {
+    "weight_dq": "w_dq",
+    "weight_uq_qr": "w_uq_qr",
+    "weight_uk": "w_uk",
+    "weight_dkv_kr": "w_dkv_kr",
+    "rmsnorm_gamma_cq": "gamma_cq",
+    "rmsnorm_gamma_ckv": "gamma_ckv",
+    "kv_cache": "kv_cache",
+    "kr_cache": "kr_cache",
+}
+_INDEXER = _BOTH | {
+    "weight_qb": "w_idx_qb",
+    "weight_k": "w_idx_k",
+    "weight_proj": "w_idx_proj",
+    "ln_gamma_k": "in_gamma_k",
+    "ln_beta_k": "in_beta_k",
+    "index_k_cache": "index_k_cache",
+}
 
+
+def _renamed(layer: Arguments, names: dict[str, str]) -> Arguments:
+    return {theirs: layer[ours] for theirs, ours in names.items()}
+
+
+def mla_prolog_case(b: int, n: int) -> Case:
     def make(device: torch.device, seed: int) -> Arguments:
-        layer = _layer(device, seed, b, 1, n, P)
-        return {theirs: layer[ours] for ours, theirs in names.items()}
+        return _renamed(_layer(device, seed, b, 1, n, P), _MLA)
 
     return Case(
         "npu_mla_prolog_pto",
@@ -196,20 +208,8 @@ def mla_prolog_case(b: int, n: int) -> Case:
 
 def indexer_prolog_case(b: int) -> Case:
     def make(device: torch.device, seed: int) -> Arguments:
-        layer = _layer(device, seed, b, 1, 1, P)
-        return dict(
-            token_x=layer["x"],
-            query_norm=Draw(device, seed + 1).normal(b, 1, RQ),
-            weight_qb=layer["w_idx_qb"],
-            weight_k=layer["w_idx_k"],
-            weight_proj=layer["w_idx_proj"],
-            ln_gamma_k=layer["in_gamma_k"],
-            ln_beta_k=layer["in_beta_k"],
-            rope_sin=layer["sin"],
-            rope_cos=layer["cos"],
-            index_k_cache=layer["index_k_cache"],
-            cache_index=layer["cache_index"],
-        )
+        query_norm = Draw(device, seed + 1).normal(b, 1, RQ)
+        return _renamed(_layer(device, seed, b, 1, 1, P), _INDEXER) | dict(query_norm=query_norm)
 
     return Case(
         "npu_indexer_prolog_pto",
@@ -236,6 +236,30 @@ def layer_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
         names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
         return first_requests(names, 2)(arguments)
 
+    def parts(layer: Arguments) -> dict[str, Callable[[], Any]]:
+        """The four ops whose composition the layer is, each on the outputs of those before it."""
+        ops = torch.ops.custom
+        paged = dict(block_table=layer["block_table"])
+        mla = partial(ops.npu_mla_prolog_pto, **_renamed(layer, _MLA))
+        query, query_rope, query_norm = mla()
+        prolog = partial(
+            ops.npu_indexer_prolog_pto, **_renamed(layer, _INDEXER), query_norm=query_norm
+        )
+        query_index, weights = prolog()
+        indexer = partial(
+            ops.npu_lightning_indexer, query_index, layer["index_k_cache"], weights, **paged,
+            actual_seq_lengths_key=layer["act_seqs"], layout_key="PA_BSND", sparse_count=k,
+        )  # fmt: skip
+        attention = partial(
+            ops.npu_sparse_flash_attention, query, layer["kv_cache"], None, indexer()[0],
+            (DN + DR) ** -0.5, **paged, actual_seq_lengths_kv=layer["act_seqs"],
+            query_rope=query_rope, key_rope=layer["kr_cache"], layout_kv="PA_BSND",
+            attention_mode=2,
+        )  # fmt: skip
+        return {
+            "MLA prolog": mla, "indexer prolog": prolog, "indexer": indexer, "attention": attention,
+        }  # fmt: skip
+
     return Case(
         "npu_sparse_attention_pto",
         f"{n} heads, {b} x {s} queries, {context // 1024}K keys",
@@ -244,6 +268,7 @@ def layer_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
         bytes=BF16 * weights + sum(stage.bytes for stage in stages),
         flops=2.0 * b * s * weights + sum(stage.flops for stage in stages),
         shape=dict(b=b, s=s, n=n, context=context, k=k),
+        stages=parts,
     )
 
 
