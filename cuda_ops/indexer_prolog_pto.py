@@ -40,11 +40,11 @@ def forward(
     requests, steps, hidden = token_x.shape
     ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]
     heads = weight_qb.numel() // (ranks * size)
-    query_index = memory.empty((requests, steps, heads, size), token_x.dtype, token_x.device)
     weights = memory.empty((requests, steps, heads), token_x.dtype, token_x.device)
     tokens = requests * steps
     if tokens == 0:
-        return query_index, weights
+        shape = (requests, steps, heads, size)
+        return memory.empty(shape, token_x.dtype, token_x.device), weights
     part = product(
         token_x.view(tokens, hidden),
         [(weight_k, size), (weight_proj, heads)],
@@ -56,10 +56,8 @@ def forward(
         ln_gamma_k, ln_beta_k, index_k_cache, weights, ln_epsilon, rope_interleaved
     )
     prolog.token_stage(part, rope_sin, rope_cos, cache_index, None, index)
-    q = product(
-        query_norm.view(tokens, ranks),
-        [(weight_qb, heads * size)],
-        weight_format,
-    )
-    prolog.index_stage(q, rope_sin, rope_cos, query_index, rope_interleaved)
+    query_index = prolog.index_heads(
+        query_norm.view(tokens, ranks), weight_qb, weight_format, size, rope_sin, rope_cos,
+        (requests, steps), rope_interleaved, late=True,
+    )  # fmt: skip
     return query_index, weights

@@ -41,15 +41,14 @@ def forward(
     weight_format: str = "nz",
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, steps, hidden = token_x.shape
-    heads, plain, rank = weight_uk.shape
+    heads, _, rank = weight_uk.shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
     dtype, device = token_x.dtype, token_x.device
-    query = memory.empty((requests, steps, heads, rank), dtype, device)
-    query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
     query_norm = memory.empty((requests, steps, ranks), dtype, device)
     tokens = requests * steps
     if tokens == 0:
-        return query, query_rope, query_norm
+        query = memory.empty((requests, steps, heads, rank), dtype, device)
+        return query, memory.empty((requests, steps, heads, rotary), dtype, device), query_norm
     part = product(
         token_x.view(tokens, hidden),
         [(weight_dq, ranks), (weight_dkv_kr, rank + rotary)],
@@ -62,10 +61,8 @@ def forward(
         rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved,
     )  # fmt: skip
     prolog.token_stage(part, rope_sin, rope_cos, cache_index, latent, None)
-    q = product(
-        query_norm.view(tokens, ranks),
-        [(weight_uq_qr, heads * (plain + rotary))],
-        weight_format,
-    )
-    prolog.query_stage(q, rope_sin, rope_cos, weight_uk, query, query_rope, rope_interleaved)
+    query, query_rope = prolog.query_heads(
+        query_norm.view(tokens, ranks), weight_uq_qr, weight_format, weight_uk, rope_sin, rope_cos,
+        (requests, steps), rope_interleaved,
+    )  # fmt: skip
     return query, query_rope, query_norm

@@ -12,6 +12,7 @@ kernel that writes x: that hides the end of that kernel, and the start of this o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,87 +28,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .rotation_hopper import pass_on, rotate
 from .tiling import Tiling
 
-SHARED = 220 * 1024  # of a multiprocessor, less what barriers and epilogues take
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 @gluon.jit
-def _fetch(w, block, FIRST: gl.constexpr, END: gl.constexpr, COLUMNS: gl.constexpr, k, bar, tile):
+def _fetch(
+    w, block, FIRST: gl.constexpr, END: gl.constexpr, COLUMNS: gl.constexpr, k, bar, tile, wanted
+):  # fmt: skip
     """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
     if END > FIRST:
-        mine = (block >= FIRST) & (block < END)
+        mine = (block >= FIRST) & (block < END) & wanted
         panel = (block - FIRST) * (COLUMNS // 16)
         tma.async_copy_global_to_shared(w, [panel, k, 0], bar, tile, pred=mine)
 
 
 @gluon.jit
-def _load(
-    x, w0, w1, w2, w3, w_tiles, x_tiles, full, empty, block, token, lo, chunks,
-    B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr, B3: gl.constexpr,
-    COLUMNS: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """The loading warp: weights as far as they fit, then, once x is there, tile by tile."""
-    STAGES: gl.constexpr = x_tiles.shape[0]
-    K_TILE: gl.constexpr = x_tiles.shape[2]
-    BYTES: gl.constexpr = (COLUMNS + x_tiles.shape[1]) * K_TILE * 2
-    ahead = gl.minimum(chunks, STAGES)
-    for i in range(ahead):
-        k = lo + i * K_TILE
-        bar = full.index(i)
-        mbarrier.expect(bar, BYTES)
-        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tiles.index(i))
-        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(i))
-        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(i))
-        _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(i))
-    if FIRST:
-        gdc_wait()
-        gdc_launch_dependents()
-    else:
-        gdc_launch_dependents()
-        gdc_wait()
-    for i in range(ahead):
-        tma.async_copy_global_to_shared(
-            x, [token, lo + i * K_TILE], full.index(i), x_tiles.index(i)
-        )
-    for i in range(ahead, chunks):
-        k = lo + i * K_TILE
-        stage = i % STAGES
-        bar = full.index(stage)
-        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, BYTES)
-        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tiles.index(stage))
-        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(stage))
-        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(stage))
-        _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(stage))
-        tma.async_copy_global_to_shared(x, [token, k], bar, x_tiles.index(stage))
-
-
-@gluon.jit
-def _multiply(
-    w_tiles, x_tiles, full, empty, out, row, tokens, block, token, chunks,
+def _store(
+    acc, out, tokens, token, block, run,
     N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, N3: gl.constexpr,
-    B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr, COLUMNS: gl.constexpr,
+    B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
+    COLUMNS: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    STAGES: gl.constexpr = x_tiles.shape[0]
-    TOKENS: gl.constexpr = x_tiles.shape[1]
-    K_TILE: gl.constexpr = x_tiles.shape[2]
-    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
-    summed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 16]
-    )
-    acc = gl.zeros([COLUMNS, TOKENS], gl.float32, summed)
-    for i in range(chunks):
-        stage = i % STAGES
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        w_tile = w_tiles.index(stage)._reinterpret(x_tiles.dtype, [COLUMNS, K_TILE], columns_first)
-        acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute([1, 0]), acc, is_async=True)
-        # the product before is done, its tiles are free
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=i > 0)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-
+    """out[run, t, column] = acc [COLUMNS, TOKENS]: the block's own columns, of tokens there are."""
     COLUMN_THREADS: gl.constexpr = min(32, COLUMNS // 4)
     along: gl.constexpr = gl.BlockedLayout(
         [4, 1], [COLUMN_THREADS, 32 // COLUMN_THREADS], [1, gl.num_warps()], [0, 1]
@@ -129,31 +74,32 @@ def _multiply(
         size = gl.where(block >= B2, N3, size)
     n = (block - begin) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, along))
     t = token + gl.arange(0, TOKENS, gl.SliceLayout(0, along))
-    at = (row + t) * (N0 + N1 + N2 + N3) + base
+    at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2 + N3) + base
     result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
     gl.store(
         out + at[None, :] + n[:, None], result, mask=(n < size)[:, None] & (t < tokens)[None, :]
     )
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "ahead"])
 def _product(
-    x, w0, w1, w2, w3, out, tokens,
-    K: gl.constexpr, RUN: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
+    x, w0, w1, w2, w3, out, sin, cos, tokens, ahead,
+    RUN: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
     N3: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, K_TILE: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
+    HEAD: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     B0: gl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
     B1: gl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
     B2: gl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
     B3: gl.constexpr = B2 + (N3 + COLUMNS - 1) // COLUMNS
+    BYTES: gl.constexpr = (COLUMNS + TOKENS) * K_TILE * 2
+    CHUNKS: gl.constexpr = RUN // K_TILE  # past the end of K, a copy fills in zeros
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS // 16, K_TILE, 16], w0.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, K_TILE], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    for each in gl.static_range(STAGES):
+        mbarrier.init(full.index(each), count=1)
     fence_async_shared()
     gl.thread_barrier()
 
@@ -164,58 +110,117 @@ def _product(
     token = (first + program % (GROUP * B3) % height) * TOKENS
     block = program % (GROUP * B3) // height
     lo = run * RUN
-    chunks = (gl.minimum(RUN, K - lo) + K_TILE - 1) // K_TILE
-    row = run.to(gl.int64) * tokens
-    gl.warp_specialize(
-        [
-            (_multiply, (w_tiles, x_tiles, full, empty, out, row, tokens, block, token, chunks,
-                         N0, N1, N2, N3, B0, B1, B2, COLUMNS)),
-            (_load, (x, w0, w1, w2, w3, w_tiles, x_tiles, full, empty, block, token, lo, chunks,
-                     B0, B1, B2, B3, COLUMNS, FIRST)),
-        ],
-        [1], [40],
-    )  # fmt: skip
+
+    # the first `ahead` weights, as far as they fit; then x, once it is there
+    for i in range(ahead):
+        k = lo + i * K_TILE
+        bar = full.index(i)
+        mbarrier.expect(bar, BYTES)
+        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tiles.index(i), True)
+        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(i), True)
+        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(i), True)
+        _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(i), True)
+    if FIRST:
+        gdc_wait()
+        gdc_launch_dependents()
+    else:
+        gdc_launch_dependents()
+        if not LATE:
+            gdc_wait()
+    for i in range(ahead):
+        tma.async_copy_global_to_shared(
+            x, [token, lo + i * K_TILE], full.index(i), x_tiles.index(i)
+        )
+
+    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
+    summed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 16]
+    )
+    acc = gl.zeros([COLUMNS, TOKENS], gl.float32, summed)
+    for i in range(CHUNKS):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        w_tile = w_tiles.index(stage)._reinterpret(x.dtype, [COLUMNS, K_TILE], columns_first)
+        acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute([1, 0]), acc, is_async=True)
+        # the product before is done in every warp, its tiles are free
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        gl.thread_barrier()
+        later = i + STAGES - 1
+        wanted = (i > 0) & (later < CHUNKS)
+        free = later % STAGES
+        k = lo + later * K_TILE
+        bar = full.index(free)
+        mbarrier.expect(bar, BYTES, pred=wanted)
+        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        tma.async_copy_global_to_shared(x, [token, k], bar, x_tiles.index(free), pred=wanted)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+
+    if HEAD > 0:
+        # blocks of 64 columns; the first one of a head is rotated, on its way through shared memory
+        x_tiles.index(0).permute([1, 0]).store(acc.to(out.dtype.element_ty))
+        gl.thread_barrier()
+        at = out + block * COLUMNS
+        if block % (HEAD // 64) == 0:
+            rotate(x_tiles.index(0), at, N0, sin, cos, token, tokens, TOKENS, INTERLEAVED)
+        else:
+            pass_on(x_tiles.index(0), at, N0, token, tokens, TOKENS)
+    else:
+        _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, COLUMNS, TOKENS)
+    if LATE:
+        gdc_wait()
 
 
 def describe(weight: Tensor, depth: int, size: int, columns: int, k: int) -> TensorDescriptor:
-    """Blocks [columns / 16, k, 16] of an NZ weight."""
+    """Blocks [columns / 16, k, 16] of an NZ weight [depth, size]."""
     layout = gl.NVMMASharedLayout(32, 16, rank=3)
-    return TensorDescriptor(
-        weight, [size // 16, depth, 16], [depth * 16, 16, 1], [columns // 16, k, 16], layout
-    )
+    shape, block = [max(size, 16) // 16, depth, 16], [columns // 16, k, 16]
+    return TensorDescriptor(weight, shape, [depth * 16, 16, 1], block, layout)
+
+
+def describe_rows(tensor: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
+    """Blocks of a contiguous matrix."""
+    layout = gl.NVMMASharedLayout(min(128, 2 * block[1]), 16, rank=2)
+    return TensorDescriptor(tensor, [rows, columns], [columns, 1], block, layout)
 
 
 def suits(x: Tensor, weights: Sequence[Tensor], formats: Sequence[bool]) -> bool:
     """All weights NZ, in half precision, and aligned as TMA wants it."""
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in [x, *weights])
-    return x.dtype in _DTYPES and all(formats) and aligned
+    return x.dtype in DTYPES and all(formats) and aligned
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The product is heads of `size` columns; the first 64 of each are rotated."""
+
+    size: int
+    sin: Tensor
+    cos: Tensor
+    interleaved: bool
 
 
 def launch(
     x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], out: Tensor, run: int, grid: int,
-    tiling: Tiling, *, first: bool, forked: bool,
+    tiling: Tiling, *, first: bool = False, forked: bool = False, late: bool = False,
+    turn: Turn | None = None,
 ) -> None:  # fmt: skip
-    """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight."""
+    """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight.
+    `late`: the kernel before is none that x comes from, so it is waited for at the end."""
     tokens, depth = x.shape
-    w_layout = gl.NVMMASharedLayout(32, 16, rank=3)
-    w_block = [tiling.columns // 16, tiling.k, 16]
     described = [
-        TensorDescriptor(
-            weight, [max(size, 16) // 16, depth, 16], [depth * 16, 16, 1], w_block, w_layout
-        )
+        describe(weight, depth, size, tiling.columns, tiling.k)
         for weight, size in zip(weights, sizes, strict=True)
     ]
-    x_layout = gl.NVMMASharedLayout(min(128, 2 * tiling.k), 16, rank=2)
-    x_block = [tiling.tokens, tiling.k]
-    # the register file is shared by as many programs as shared memory holds
-    threads = 32 * (tiling.warps + 4)
-    programs = max(1, SHARED // (tiling.stages * (tiling.columns + tiling.tokens) * tiling.k * 2))
-    registers = min(232, 65536 // (threads * programs) // 8 * 8)
     _product[grid, out.shape[0]](
-        TensorDescriptor(x, [tokens, depth], [depth, 1], x_block, x_layout), *described,
-        out, tokens,
-        K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
+        describe_rows(x, tokens, depth, [tiling.tokens, tiling.k]), *described,
+        out, turn and turn.sin, turn and turn.cos,
+        tokens, min(run // tiling.k, tiling.stages),
+        RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
         TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k, STAGES=tiling.stages,
-        GROUP=tiling.group, FIRST=first, num_warps=tiling.warps, maxnreg=registers,
+        GROUP=tiling.group, FIRST=first, LATE=late, HEAD=turn.size if turn else 0,
+        INTERLEAVED=turn is not None and turn.interleaved, num_warps=tiling.warps,
         launch_pdl=not forked,
     )  # fmt: skip

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import prolog_hopper
-from .nz_matmul import has_chained_launch
+from ..dispatch.common import memory, nz
+from . import nz_matmul_hopper, prolog_hopper, tiling
+from .nz_matmul import has_chained_launch, product
 from .tiling import Tiling, cdiv, power_of_two
 
 HEAD_TILE = 32  # heads that one program rotates
@@ -374,6 +375,50 @@ def token_stage(
         INDEX_INTERLEAVED=index is not None and index.interleaved,
         CHAINED=chained, num_warps=8 if tokens <= 32 else 4, launch_pdl=chained,
     )  # fmt: skip
+
+
+def query_heads(
+    c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor, cos: Tensor,
+    shape: tuple[int, int], interleaved: bool, *, forked: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """c [T, K] -> query [*shape, N, R], query_rope [*shape, N, D]; `forked` as for product."""
+    heads, plain, rank = w_uk.shape
+    rotary = sin.shape[-1]
+    query = memory.empty((*shape, heads, rank), c.dtype, c.device)
+    query_rope = memory.empty((*shape, heads, rotary), c.dtype, c.device)
+    whole = nz.is_nz(weight, weight_format) and has_chained_launch(c.device)
+    if whole and prolog_hopper.suits_heads(c, weight, w_uk, rotary):
+        prolog_hopper.heads(
+            c, weight, w_uk, sin, cos, query, query_rope, interleaved, forked=forked
+        )  # fmt: skip
+    else:
+        q = product(c, [(weight, heads * (plain + rotary))], weight_format, forked=forked)
+        query_stage(q, sin, cos, w_uk, query, query_rope, interleaved)
+    return query, query_rope
+
+
+def index_heads(
+    c: Tensor, weight: Tensor, weight_format: str, size: int, sin: Tensor, cos: Tensor,
+    shape: tuple[int, int], interleaved: bool, *, late: bool = False,
+) -> Tensor:  # fmt: skip
+    """c [T, K] -> query_index [*shape, NI, DI].  `late`: c does not come from the kernel before."""
+    tokens, depth = c.shape
+    heads = weight.numel() // (depth * size)
+    query_index = memory.empty((*shape, heads, size), c.dtype, c.device)
+    whole = nz.is_nz(weight, weight_format) and has_chained_launch(c.device)
+    cut = tiling.whole_depth(tokens, [heads * size], depth)
+    if whole and cut and size % 64 == 0 and sin.shape[-1] == 64 and nz_matmul_hopper.suits(
+        c, [weight], [True]
+    ):  # fmt: skip
+        nz_matmul_hopper.launch(
+            c, [weight] * 4, [heads * size, 0, 0, 0], query_index.view(1, tokens, heads * size),
+            cut.k * cdiv(depth, cut.k), heads * size // cut.columns, cut, late=late,
+            turn=nz_matmul_hopper.Turn(size, sin, cos, interleaved),
+        )  # fmt: skip
+    else:
+        q = product(c, [(weight, heads * size)], weight_format)
+        index_stage(q, sin, cos, query_index, interleaved)
+    return query_index
 
 
 def query_stage(

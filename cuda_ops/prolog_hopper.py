@@ -9,7 +9,6 @@ one runs.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,12 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .nz_matmul_hopper import DTYPES, describe, describe_rows
+from .rotation_hopper import rotate
+from .tiling import PROGRAMS, power_of_two
+
 COLUMNS = 128
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 @gluon.jit
@@ -103,13 +105,176 @@ def _absorb(
     tma.store_wait(0)
 
 
+@gluon.jit
+def _ask(
+    w, w_uk, c, w_tiles, c_tiles, full, step, wanted, head, token,
+    CHUNKS: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """What step `step` reads, into its place in the ring: three blocks of w_uq_qr and one of c,
+    or, in the last PARTS steps, two blocks of w_uk."""
+    STAGES: gl.constexpr = c_tiles.shape[0]
+    TOKENS: gl.constexpr = c_tiles.shape[1]
+    stage = step % STAGES
+    bar = full.index(stage)
+    k = step * 64
+    early = wanted & (step < CHUNKS)
+    mbarrier.expect(bar, (3 * 64 + TOKENS) * 64 * 2, pred=early)
+    for i in gl.static_range(3):
+        panel = (head * 3 + i) * 4
+        tma.async_copy_global_to_shared(
+            w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=early
+        )
+    tma.async_copy_global_to_shared(c, [token, k], bar, c_tiles.index(stage), pred=early)
+    late = wanted & (step >= CHUNKS) & (step < CHUNKS + PARTS)
+    mbarrier.expect(bar, 2 * 64 * 64 * 2, pred=late)
+    for i in gl.static_range(2):
+        tile = w_tiles.index(stage * 3 + i)._reinterpret(w.dtype, [64, 64], w_uk.layout)
+        tma.async_copy_global_to_shared(
+            w_uk, [head * 128 + i * 64, (step - CHUNKS) * 64], bar, tile, pred=late
+        )
+
+
+@gluon.jit(do_not_specialize=["tokens", "ahead"])
+def _query(
+    c, w, w_uk, query, query_rope, sin, cos, tokens, ahead,
+    HEADS: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """A head from c to its outputs: the last 64 columns of c W are rotated, the first 128 absorbed.
+    Transposed, [columns, tokens], but for the absorption of many tokens."""
+    dtype: gl.constexpr = c.dtype
+    TOKENS: gl.constexpr = c.block_shape[0]
+    PARTS: gl.constexpr = R // 64
+    head = gl.program_id(0)
+    token = gl.program_id(1) * TOKENS
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, 64, 16], w.layout)
+    c_tiles = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, 64], c.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(STAGES):
+        mbarrier.init(full.index(each), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    for i in range(ahead):
+        bar = full.index(i)
+        mbarrier.expect(bar, (3 * 64 + TOKENS) * 64 * 2)
+        for j in gl.static_range(3):
+            tma.async_copy_global_to_shared(
+                w, [(head * 3 + j) * 4, i * 64, 0], bar, w_tiles.index(i * 3 + j)
+            )
+    gdc_launch_dependents()
+    gdc_wait()
+    for i in range(ahead):
+        tma.async_copy_global_to_shared(c, [token, i * 64], full.index(i), c_tiles.index(i))
+
+    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
+    summed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16]
+    )
+    a = gl.zeros([64, TOKENS], gl.float32, summed)
+    b = gl.zeros([64, TOKENS], gl.float32, summed)
+    turned = gl.zeros([64, TOKENS], gl.float32, summed)
+    for i in range(CHUNKS):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        c_tile = c_tiles.index(stage).permute([1, 0])
+        w_tile = w_tiles.index(stage * 3)._reinterpret(dtype, [64, 64], columns_first)
+        a = warpgroup_mma(w_tile, c_tile, a, is_async=True)
+        w_tile = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [64, 64], columns_first)
+        b = warpgroup_mma(w_tile, c_tile, b, is_async=True)
+        w_tile = w_tiles.index(stage * 3 + 2)._reinterpret(dtype, [64, 64], columns_first)
+        turned = warpgroup_mma(w_tile, c_tile, turned, is_async=True)
+        # the step before is done in every warp, its tiles are free
+        a, b, turned = warpgroup_mma_wait(num_outstanding=3, deps=(a, b, turned))
+        gl.thread_barrier()
+        _ask(w, w_uk, c, w_tiles, c_tiles, full, i + STAGES - 1, i > 0, head, token, CHUNKS, PARTS)
+    a, b, turned = warpgroup_mma_wait(num_outstanding=0, deps=(a, b, turned))
+    gl.thread_barrier()
+    _ask(w, w_uk, c, w_tiles, c_tiles, full, CHUNKS - 1 + STAGES, True, head, token, CHUNKS, PARTS)
+
+    # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
+    c_tiles.index(0).permute([1, 0]).store(a.to(dtype))
+    c_tiles.index(1).permute([1, 0]).store(b.to(dtype))
+    c_tiles.index(2).permute([1, 0]).store(turned.to(dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    rotate(
+        c_tiles.index(2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS,
+        INTERLEAVED,
+    )  # fmt: skip
+    for part in range(PARTS):
+        step = CHUNKS + part
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        upper = w_tiles.index(stage * 3)._reinterpret(dtype, [64, 64], w_uk.layout)
+        lower = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [64, 64], w_uk.layout)
+        tile = c_tiles.index(3 + part % 2)
+        if TOKENS < 64:
+            out = gl.zeros([64, TOKENS], gl.float32, summed)
+            out = warpgroup_mma(
+                upper.permute([1, 0]), c_tiles.index(0).permute([1, 0]), out, is_async=True
+            )
+            out = warpgroup_mma(
+                lower.permute([1, 0]), c_tiles.index(1).permute([1, 0]), out, is_async=True
+            )
+            out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+            tma.store_wait(1)
+            gl.thread_barrier()
+            tile.permute([1, 0]).store(out.to(dtype))
+        else:
+            rows: gl.constexpr = gl.NVMMADistributedLayout(
+                version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+            )
+            out = gl.zeros([TOKENS, 64], gl.float32, rows)
+            out = warpgroup_mma(c_tiles.index(0), upper, out, is_async=True)
+            out = warpgroup_mma(c_tiles.index(1), lower, out, is_async=True)
+            out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+            tma.store_wait(1)
+            gl.thread_barrier()
+            tile.store(out.to(dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(query, [token, head * R + part * 64], tile)
+        _ask(w, w_uk, c, w_tiles, c_tiles, full, step + STAGES, True, head, token, CHUNKS, PARTS)
+    tma.store_wait(0)
+
+
+def suits_heads(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
+    """A head for nearly every multiprocessor, the sizes of DeepSeek's heads, alignment for TMA."""
+    tokens, depth = c.shape
+    heads, plain, rank = w_uk.shape
+    sizes = plain == 128 and rotary == 64 and rank % 64 == 0 and depth % 64 == 0 and depth >= 512
+    aligned = all(each.data_ptr() % 16 == 0 for each in (c, weight, w_uk))
+    return tokens <= 128 and 96 <= heads <= PROGRAMS and c.dtype in DTYPES and sizes and aligned
+
+
+def heads(
+    c: Tensor, weight: Tensor, w_uk: Tensor, sin: Tensor, cos: Tensor, query: Tensor,
+    query_rope: Tensor, interleaved: bool, *, forked: bool,
+) -> None:  # fmt: skip
+    """c [T, K] -> query [.., N, R], query_rope [.., N, D], in one launch."""
+    tokens, depth = c.shape
+    count, _, rank = w_uk.shape
+    tile = max(8, power_of_two(tokens))
+    chunks = depth // 64
+    stages = max(5, min(8, chunks, 200 * 1024 // ((3 * 64 + tile) * 128)))
+    _query[count, -(-tokens // tile)](
+        describe_rows(c, tokens, depth, [tile, 64]),
+        describe(weight, depth, count * 192, 64, 64),
+        describe_rows(w_uk, count * 128, rank, [64, 64]),
+        describe_rows(query, tokens, count * rank, [tile, 64]),
+        query_rope, sin, cos, tokens, min(chunks, stages),
+        HEADS=count, R=rank, CHUNKS=chunks, STAGES=stages, INTERLEAVED=interleaved, num_warps=4,
+        launch_pdl=not forked,
+    )  # fmt: skip
+
+
 def suits(q: Tensor, w_uk: Tensor, rotary: int) -> bool:
     """One run of products, blocks that divide everything, and alignment for TMA."""
     runs, tokens, total = q.shape
     _, plain, rank = w_uk.shape
     whole = plain in (64, 128) and rank % COLUMNS == 0 and rank <= 512 and rotary in (32, 64)
     aligned = q.data_ptr() % 16 == 0 and w_uk.data_ptr() % 16 == 0 and total % 8 == 0
-    return runs == 1 and tokens > 32 and q.dtype in _DTYPES and whole and aligned
+    return runs == 1 and tokens > 32 and q.dtype in DTYPES and whole and aligned
 
 
 def absorb(
@@ -120,16 +285,10 @@ def absorb(
     _, tokens, total = q.shape
     heads, plain, rank = w_uk.shape
     tile = 64 if tokens <= 64 else 128
-    dtype = _DTYPES[q.dtype]
-
-    def blocks(tensor: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-        return TensorDescriptor(tensor, [rows, columns], [columns, 1], block, layout)
-
     _absorb[heads, -(-tokens // tile)](
-        blocks(q, tokens, total, [tile, plain]),
-        blocks(w_uk, heads * plain, rank, [plain, COLUMNS]),
-        blocks(query, tokens, heads * rank, [tile, COLUMNS]),
+        describe_rows(q, tokens, total, [tile, plain]),
+        describe_rows(w_uk, heads * plain, rank, [plain, COLUMNS]),
+        describe_rows(query, tokens, heads * rank, [tile, COLUMNS]),
         q, query_rope, sin, cos, tokens,
         HEADS=heads, DN=plain, D=sin.shape[-1], R=rank, TOTAL=total, INTERLEAVED=interleaved,
         num_warps=tile // 16, launch_pdl=True,

@@ -14,7 +14,8 @@ graph keeps the two branches.  Every cache row is written before any cache is re
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from . import lightning_indexer, prolog, sparse_flash_attention
 from .nz_matmul import product
 
 _ALL = 2**63 - 1
+Made = TypeVar("Made")
 
 
 def unsupported(
@@ -52,7 +54,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Side:
-    """A second stream that leaves the current one at `fork` and comes back at `join`."""
+    """A second stream that leaves the current one at `fork` and comes back after `run`."""
 
     def __init__(self, device: torch.device) -> None:
         self.here, self.there = torch.cuda.current_stream(device), _second_stream(device)
@@ -60,12 +62,12 @@ class _Side:
     def fork(self) -> None:
         self.there.wait_stream(self.here)
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], Made]) -> Made:
+        """What `work` launches there; the current stream goes on when it is done."""
         with torch.cuda.stream(self.there):
-            work()
-
-    def join(self) -> None:
+            made = work()
         self.here.wait_stream(self.there)
+        return made
 
 
 def forward(
@@ -133,22 +135,16 @@ def forward(
         ),
     )  # fmt: skip
 
-    query = memory.empty((requests, steps, heads, rank), dtype, device)
-    query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
     side = _Side(device) if x.is_cuda else None
-
-    def absorb() -> None:
-        q = product(
-            query_norm,
-            [(w_uq_qr, heads * (plain + rotary))],
-            weight_format,
-            forked=side is not None,
-        )
-        prolog.query_stage(q, sin, cos, w_uk, query, query_rope, rope_interleaved)
-
-    q_index = product(query_norm, [(w_idx_qb, index_heads * size)], weight_format)
-    query_index = memory.empty((requests, steps, index_heads, size), dtype, device)
-    prolog.index_stage(q_index, sin, cos, query_index, index_rope_interleaved)
+    absorbed = partial(
+        prolog.query_heads,
+        query_norm, w_uq_qr, weight_format, w_uk, sin, cos, (requests, steps), rope_interleaved,
+        forked=side is not None,
+    )  # fmt: skip
+    query_index = prolog.index_heads(
+        query_norm, w_idx_qb, weight_format, size, sin, cos, (requests, steps),
+        index_rope_interleaved,
+    )  # fmt: skip
     indices, _ = lightning_indexer.forward(
         query=query_index,
         key=index_k_cache,
@@ -165,11 +161,7 @@ def forward(
         return_value=False,
         scored=side and side.fork,
     )
-    if side is None:
-        absorb()
-    else:
-        side.run(absorb)
-        side.join()
+    query, query_rope = side.run(absorbed) if side else absorbed()
     out, _, _ = sparse_flash_attention.forward(
         query=query,
         key=kv_cache,

@@ -82,3 +82,14 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
     stages = room * 1024 // ((tile + columns) * k * 2)
     blocks = _blocks(tokens, sizes, tile, columns)
     return Tiling(tile, columns, k, _runs(blocks, together * PROGRAMS, depth // k), stages, warps)
+
+
+def whole_depth(tokens: int, sizes: Sequence[int], depth: int) -> Tiling | None:
+    """For nz_matmul_hopper when what follows a product is done at its end: K in one run, 64 columns
+    a program.  None where that leaves multiprocessors without one, or is too many tokens."""
+    blocks = _blocks(1, sizes, 1, 64)
+    if tokens > 128 or blocks <= PROGRAMS // 2:
+        return None
+    tile = max(8, power_of_two(tokens))
+    stages = min(16, 192 * 1024 // ((tile + 64) * 64 * 2))
+    return Tiling(tile, 64, 64, 1, stages, 4)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Rotation at the end of a product on Hopper (Gluon): from shared memory to global."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
+
+
+@constexpr_function
+def _pairs(tokens, interleaved):
+    """[tokens, 64] in which a thread holds both columns of each of its pairs; 4 warps."""
+    first = [0, 1] if interleaved else [0, 32]
+    lanes = [[0, (2 if interleaved else 1) << i] for i in range(5)]
+    rows = [[4 << i, 0] for i in range((tokens // 4).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[first, *rows], lane_bases=lanes, warp_bases=[[1, 0], [2, 0]], block_bases=[],
+        shape=[tokens, 64],
+    )  # fmt: skip
+
+
+@gluon.jit
+def rotate(
+    tile, out, stride, sin, cos, token, tokens, TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr
+):  # fmt: skip
+    """out[t * stride :] = the 64 columns of shared tile [TOKENS, 64], rotated; 4 warps."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    ROWS: gl.constexpr = min(TOKENS, 32)  # at a time, for the registers
+    flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    i = gl.arange(0, 32, gl.SliceLayout(0, flat))[None, :]
+    for row in gl.static_range(0, TOKENS, ROWS):
+        both = tile.slice(row, ROWS).load(_pairs(ROWS, INTERLEAVED))
+        if INTERLEAVED:
+            left, right = gl.split(both.reshape([ROWS, 32, 2]))
+        else:
+            left, right = gl.split(both.reshape([ROWS, 2, 32]).permute([0, 2, 1]))
+        left = gl.convert_layout(left, flat).to(gl.float32)
+        right = gl.convert_layout(right, flat).to(gl.float32)
+        t = (token + row + gl.arange(0, ROWS, gl.SliceLayout(1, flat)))[:, None]
+        ok = (t < tokens) & (i >= 0)
+        t = t.to(gl.int64)
+        angle = t * 64 + i
+        low = left * gl.load(cos + angle, mask=ok, other=0.0).to(gl.float32)
+        low -= right * gl.load(sin + angle, mask=ok, other=0.0).to(gl.float32)
+        high = right * gl.load(cos + angle + 32, mask=ok, other=0.0).to(gl.float32)
+        high += left * gl.load(sin + angle + 32, mask=ok, other=0.0).to(gl.float32)
+        at = out + t * stride + i
+        gl.store(at, low.to(dtype), mask=ok)
+        gl.store(at + 32, high.to(dtype), mask=ok)
+
+
+@gluon.jit
+def pass_on(tile, out, stride, token, tokens, TOKENS: gl.constexpr):
+    """out[t * stride :] = the 64 columns of shared tile [TOKENS, 64], as they are; 4 warps."""
+    ROWS: gl.constexpr = min(TOKENS, 32)
+    flat: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    i = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
+    for row in gl.static_range(0, TOKENS, ROWS):
+        t = (token + row + gl.arange(0, ROWS, gl.SliceLayout(1, flat)))[:, None]
+        ok = (t < tokens) & (i >= 0)
+        gl.store(out + t.to(gl.int64) * stride + i, tile.slice(row, ROWS).load(flat), mask=ok)
