@@ -99,6 +99,16 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     "indexer_loss.row_loss": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
     "indexer_loss_backward.row_grad": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
+    "sparse_lightning_indexer_grad_kl_loss.targets": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 64)
+    ),
+    "sparse_lightning_indexer_grad_kl_loss.scores": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 64)
+    ),
+    "sparse_lightning_indexer_grad_kl_loss.row_loss": (
+        Config({"WIDTH": 512}),
+        Config({"WIDTH": 2048}),
+    ),
 }
 
 
