@@ -11,7 +11,7 @@
 
 The first kernel makes U, W, P of all chunks at once; the second walks over the chunks of a
 sequence with some columns of one head's state in registers.  Gated DeltaNet (Yang et al., 2024),
-section 3.3.
+section 3.3.  On Hopper the common sizes go to chunk_gated_delta_rule_hopper.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from . import rows
 
 CHUNK: tl.constexpr = tl.constexpr(64)
 SUB: tl.constexpr = tl.constexpr(16)
@@ -228,28 +229,65 @@ def forward(
     actual_seq_lengths: Tensor | None,
     scale: float | None,
     g: Tensor | None,
-    chosen: tuple[int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    T, N, DK = key.shape
     NV, DV = value.shape[1:]
+    DK = key.shape[-1]
     sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
-    device, half = value.device, value.dtype
-    out = memory.empty(value.shape, half, device)
+    out = memory.empty(value.shape, value.dtype, value.device)
     kind = torch.float32 if initial_state is None else initial_state.dtype
-    final = memory.empty((sequences, NV, DV, DK), kind, device)
+    final = memory.empty((sequences, NV, DV, DK), kind, value.device)
     if final.numel() == 0:
         return out.zero_(), final
+    scale = DK**-0.5 if scale is None else scale
+    if rows.capability(value.device) == 9 and _suits_hopper(query, key, value):
+        from . import chunk_gated_delta_rule_hopper as hopper
+
+        hopper.forward(
+            query, key, value, beta, initial_state, actual_seq_lengths, scale, g, out, final
+        )
+    else:
+        _plain(query, key, value, beta, initial_state, actual_seq_lengths, scale, g, out, final)
+    return out, final
+
+
+def _suits_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether chunk_gated_delta_rule_hopper takes these tensors: sizes, and rows of whole 16-byte
+    units."""
+    given = (query, key, value)
+    tokens, heads, size = value.shape
+    return (
+        key.shape[-1] in (64, 128)
+        and size % 64 == 0
+        and 0 < tokens * heads < 2**31 - 2**20
+        and all(x.data_ptr() % 16 == 0 for x in given)
+        and all(step > 0 and step % 8 == 0 for x in given for step in x.stride()[:-1])
+    )
+
+
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    scale: float,
+    g: Tensor | None,
+    out: Tensor,
+    final: Tensor,
+) -> None:
+    """Writes `out` and `final`."""
+    T, N, DK = key.shape
+    NV, DV = value.shape[1:]
+    sequences, half, device = final.shape[0], value.dtype, value.device
     # scratch of the chunks: N = U - W S needs them in the order of the tokens
     u = memory.empty((T, NV, DV), half, device)
     w = memory.empty((T, NV, DK), half, device)
     p = memory.empty((T, NV, CHUNK.value), half, device)
     sums = memory.empty((T, NV), torch.float32, device)
     DK_PAD = max(16, triton.next_power_of_2(DK))
-    scale = DK**-0.5 if scale is None else scale
     padded = max(16, triton.next_power_of_2(sequences))
-    # H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16: 4K tokens 264 us, 16K 1016, 64K 3983, of
-    # which the chunks' kernel takes 116, 453, 1785
-    BV, stages, warps, chunk_warps = chosen or (32 if DK_PAD <= 128 else 16, 2, 4, 2)
+    BV = 32 if DK_PAD <= 128 else 16
     # every sequence may end in a part of a chunk
     chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
     if T > 0:
@@ -260,12 +298,11 @@ def forward(
             N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, DV_PAD=max(16, triton.next_power_of_2(DV)),
             SEQUENCES=padded, VARLEN=actual_seq_lengths is not None,
             BETA=beta is not None, GATE=g is not None,
-            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=chunk_warps,
+            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=2,
         )  # fmt: skip
     _states_kernel[(sequences * NV * triton.cdiv(DV, BV),)](
         query, key, u, w, p, sums, actual_seq_lengths, initial_state, final, out,
         T, sequences, scale, *query.stride()[:2], *key.stride()[:2],
-        N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, SEQUENCES=padded, STAGES=stages,
-        VARLEN=actual_seq_lengths is not None, INITIAL=initial_state is not None, num_warps=warps,
+        N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, SEQUENCES=padded, STAGES=2,
+        VARLEN=actual_seq_lengths is not None, INITIAL=initial_state is not None, num_warps=4,
     )  # fmt: skip
-    return out, final
