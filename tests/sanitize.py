@@ -2,65 +2,124 @@
 # Copyright the npu-custom-ops authors
 """Every CUDA kernel at small sizes, for NVIDIA's checker:
 
-compute-sanitizer --tool memcheck python -m tests.sanitize [OP ...]     (or racecheck)
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python -m tests.sanitize [OP ...]
+    compute-sanitizer --tool racecheck --racecheck-report all python -m tests.sanitize [OP ...]
+    compute-sanitizer --tool synccheck python -m tests.sanitize [OP ...]
 
-PyTorch's caching allocator hides reads past the end of a tensor: run with
-PYTORCH_NO_CUDA_MEMORY_CACHING=1.
+PyTorch's caching allocator hides reads past the end of a tensor, hence the variable.  A run over
+all ops fails if it leaves out a kernel that the package can launch.  docs/sanitizer.md has the
+results.
 """
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
 
+import custom
+from custom.bench import attention, delta_rule, indexer_loss, sparse_attention
 from custom.bench.case import Case
-from custom.bench.indexer_loss import loss_case
 from custom.bench.presets import presets
 
 from .samples import sample
+from .test_cuda_prolog import formatted, launch, layer
 
+DEVICE = torch.device("cuda")
+FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"
 
-def _rope_apart(case: Case) -> Case:
-    def make(device: torch.device, seed: int) -> dict[str, Any]:
-        x = case.make(device, seed)
-        for name in ("query", "key"):
-            x[f"{name}_rope"], x[name] = x[name][..., -64:], x[name][..., :-64]
-        return x
-
-    return replace(case, make=make)
-
-
-# what the samples and the presets are too small for: kernels that are taken from some size on
-LARGER: dict[str, list[Case]] = {
-    "npu_indexer_loss": [
-        loss_case(65, 320, 4, 150, 140),
-        loss_case(128, 576, 3, 150, 140, lse=True),
-        _rope_apart(loss_case(96, 576, 3, 150, 140)),
-        loss_case(16, 320, 4, 90, 70),
-        loss_case(130, 128, 4, 90, 70),
+# sizes that the samples are too small for: what a GPU has kernels of its own for, every tile of
+# theirs, and sizes that no tile divides
+WIDER: dict[str, list[Case]] = {
+    "npu_sparse_flash_attention": [
+        sparse_attention.attention_case(1, 1, 128, 1024, 256),
+        sparse_attention.attention_case(12, 1, 128, 512, 128),
+        sparse_attention.attention_case(10, 1, 16, 512, 200),
+        sparse_attention.attention_case(2, 2, 64, 512, 100),
+        sparse_attention.prefill_case(12, 128, 640, 130),
     ],
+    "npu_lightning_indexer": [
+        sparse_attention.indexer_case(1, 1, 4096, 300),
+        sparse_attention.indexer_case(3, 2, 1024, 100),
+        sparse_attention.indexer_case(1, 9, 2048, 100),
+    ],
+    FORWARD: [
+        attention.case(FORWARD, 1, 2, 1, 200, 333, 128),
+        attention.case(FORWARD, 1, 2, 2, 300, 300, 64, False),
+        attention.case(FORWARD, 2, 2, 2, 70, 130, 64, packed=True),
+        attention.case(FORWARD, 1, 4, 2, 1, 900, 128),
+    ],
+    BACKWARD: [
+        attention.case(BACKWARD, 1, 2, 1, 200, 333, 128),
+        attention.case(BACKWARD, 1, 2, 2, 300, 300, 64, False),
+        attention.case(BACKWARD, 2, 2, 2, 70, 130, 64, packed=True),
+        attention.case(BACKWARD, 1, 2, 2, 200, 200, 64, deterministic=True),
+    ],
+    "npu_indexer_loss": [indexer_loss.loss_case(64, 128, 40, 700, 300)],
+    "npu_indexer_loss_backward": [indexer_loss.backward_case(40, 700, 300)],
+    "npu_fused_sigmoid_gating_delta_rule_update": [
+        delta_rule.decode_case(3, t, layout, dtype)
+        for t, dtype in ((1, torch.float32), (3, torch.float32), (1, torch.bfloat16))
+        for layout in ("kv", "vk")
+    ],
+    "npu_chunk_gated_delta_rule": [delta_rule.chunk_case(200)],
 }
 
 
-def main(names: list[str]) -> None:
-    device = torch.device("cuda")
-    for spec in SPECS:
-        if names and spec.name not in names:
-            continue
-        with torch.no_grad():
-            for sizes in ({}, {"B": 1, "S": 1}):
-                for dtype in (torch.bfloat16, torch.float16):
-                    overload(spec)(**sample(spec.name, device, dtype, **sizes))
-            for case in [*presets(spec.name, "cpu"), *LARGER.get(spec.name, ())]:
-                case.call(case.make(device, 0))
-        torch.cuda.synchronize()
-        print(f"ran {spec.name}", flush=True)
+def _prologs(op: str) -> None:
+    """A whole layer's heads, few heads, heads of another size; every tile of tokens."""
+    model = dict(h=512, ranks=512, plain=128, rank=128, rotary=64)
+    for tokens in ((1, 1), (10, 2), (40, 1), (70, 1), (130, 1)):
+        for sizes in (model | dict(n=96, index=(64, 128)), model | dict(n=3, index=(2, 64)), {}):
+            given = formatted(layer(*tokens, **sizes), torch.bfloat16, "nz", DEVICE)
+            launch("cuda", op, given)
+    launch("cuda", op, formatted(layer(3, 1, n=5), torch.float16, "nd", DEVICE), "nd")
+
+
+def _run(name: str) -> None:
+    spec = next(spec for spec in SPECS if spec.name == name)
+    for sizes in ({}, {"B": 1, "S": 1}):
+        for dtype in (torch.bfloat16, torch.float16):
+            overload(spec)(**sample(name, DEVICE, dtype, **sizes))
+    for case in [*presets(name, "cpu"), *WIDER.get(name, [])]:
+        case.call(case.make(DEVICE, 0))
+    if name.endswith("_pto"):
+        _prologs(name.removeprefix("npu_").removesuffix("_pto"))
+    torch.cuda.synchronize()
+    print(f"ran {name}", flush=True)
+
+
+def _kernels() -> Iterator[tuple[str, bool]]:
+    """Every kernel that the package's own Python launches, and whether it was compiled here."""
+    folder = Path(custom.__file__).parent.parent / "cuda_ops"
+    for file in sorted(folder.glob("*.py")):
+        source = file.read_text()
+        module = importlib.import_module(f"custom.cuda_ops.{file.stem}")
+        for name, kernel in vars(module).items():
+            defined = re.search(rf"^def {name}\(", source, re.MULTILINE)
+            if defined and hasattr(kernel, "device_caches") and re.search(rf"\b{name}\[", source):
+                caches = kernel.device_caches.values()
+                yield f"{file.stem}.{name}", any(cache[0] for cache in caches)
+
+
+def main(names: list[str]) -> int:
+    with torch.no_grad():
+        for spec in SPECS:
+            if not names or spec.name in names:
+                _run(spec.name)
+    left_out = [name for name, launched in _kernels() if not launched]
+    if left_out and not names:
+        print("not launched: " + ", ".join(left_out))
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
