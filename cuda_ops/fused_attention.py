@@ -244,13 +244,17 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def for_hopper(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *more: torch.Tensor
+    largest: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *more: torch.Tensor,
 ) -> bool:
-    """Whether the warp-specialised kernels are written for such tensors."""
-    size = q.shape[-1]
-    if not _is_hopper(q.device) or size not in (64, 128) or v.shape[-1] != size or scale <= 0:
+    """Whether the warp-specialised kernels, for heads up to `largest`, take such tensors."""
+    if not _is_hopper(q.device) or max(q.shape[-1], v.shape[-1]) > largest or scale <= 0:
         return False
-    if v.dtype != q.dtype or k.numel() == 0:
+    if v.dtype != q.dtype or 0 in (k.numel(), v.numel()):
         return False
     from .fused_attention_hopper import describable
 
@@ -289,7 +293,7 @@ def forward(
     sizes = Sizes.of(q, k, cu_seqlens_q)
     split = sizes.keys >= 2048 and sizes.is_narrow(processors(q.device))
     narrow = sizes.rows <= 64 or split
-    if not narrow and for_hopper(q, k, v, scale):
+    if not narrow and for_hopper(256, q, k, v, scale):
         from . import fused_attention_hopper
 
         fused_attention_hopper.forward(

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .fused_attention_hopper import at, describe, describe_row
+from .fused_attention_hopper import at, describe, describe_row, width_of
 from .fused_attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
 
 # Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1354 us (three stages 1401)
@@ -322,7 +322,7 @@ def _backward_hopper(
 @triton.jit(do_not_specialize=["tiles", "n_q", "heads", "padded", "scale"])
 def _round_kernel(
     sums, grad_q, plan, scale, tiles, n_q, heads, padded, gq_batch, gq_head, gq_row,
-    D: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """grad_q of a tile of BM queries, from its sums in tiles of 8 x 8."""
     program = tl.program_id(0)
@@ -334,16 +334,16 @@ def _round_kernel(
         return
     head = (outer % heads).to(tl.int64)
     r = tl.arange(0, BM)
-    d = tl.arange(0, D)
+    d = tl.arange(0, WIDTH)
     place = padded_first(first_q, sequence) + tile * BM
-    place = ((batch * heads + head) * padded + place) * D
-    place += (r // 8 * (8 * D) + r % 8 * 8)[:, None] + (d // 8 * 64 + d % 8)[None, :]
+    place = ((batch * heads + head) * padded + place) * WIDTH
+    place += (r // 8 * (8 * WIDTH) + r % 8 * 8)[:, None] + (d // 8 * 64 + d % 8)[None, :]
     total = tl.load(sums + place) * scale
     row = tile * BM + r
     out = batch * gq_batch + head * gq_head + (first_q + row) * gq_row
     tl.store(
         grad_q + out[:, None] + d[None, :], total.to(grad_q.dtype.element_ty),
-        (row < rows)[:, None],
+        (row < rows)[:, None] & (d < D)[None, :],
     )  # fmt: skip
 
 
@@ -364,7 +364,7 @@ def backward(
     window: int | None,
 ) -> None:
     """Writes the three `grads`; without `sums`, all but that of q."""
-    size, varlen, padded = q.shape[-1], sizes.varlen, lse2.shape[-1]
+    size, varlen, padded = width_of(max(q.shape[-1], v.shape[-1])), sizes.varlen, lse2.shape[-1]
     block, keys, stages = 64, 128, _STAGES
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
     listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
@@ -373,9 +373,9 @@ def backward(
         listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=False)
         tiles = listed.shape[0]
     _backward_hopper[(tiles * outers,)](
-        describe(q, block, varlen), describe(grad_o, block, varlen), describe(k, keys, varlen),
-        describe(v, keys, varlen), describe(grads[1], keys, varlen),
-        describe(grads[2], keys, varlen), describe_row(lse2, block), describe_row(delta, block),
+        *(describe(x, block, size, varlen) for x in (q, grad_o)),
+        *(describe(x, keys, size, varlen) for x in (k, v, *grads[1:])),
+        describe_row(lse2, block), describe_row(delta, block),
         sums, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section, n_q, n_k,
         padded, BM=block, BN=keys, D=size, STAGES=stages, GROUP=sizes.group,
         CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
@@ -389,5 +389,5 @@ def backward(
         tiles = listed.shape[0]
     _round_kernel[(tiles * sizes.outer * heads,)](
         sums, grads[0], listed, scale, tiles, n_q, heads, padded, *strides(grads[0]),
-        D=size, BM=block, VARLEN=varlen, num_warps=4,
+        D=q.shape[-1], WIDTH=size, BM=block, VARLEN=varlen, num_warps=4,
     )  # fmt: skip

@@ -5,11 +5,11 @@ a row sees.
 
 Sequences of equal length are [B, H, N, D]; packed ones are [T, H, D] with prefix sums on the
 device.  For the packed ones a small kernel lists the tiles, so that no length is read by the host:
-`T // tile + B + 1` rows are enough for any prefix sums, and those left over say "no rows".  The
+`T // tile + B + 1` tiles are enough for any prefix sums, and those left over say "no rows".  The
 tokens behind the last sequence are listed as a sequence that has nothing on the other side.
 
     row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile,
-                       sequence
+                       sequence; in the last row, which is no tile: 0, and the number of tiles
 
 Query i stands at position i + N_k - N_q; key j is visible when j < N_k, and j <= position if
 causal, and |position - j| < window if there is a window.
@@ -71,6 +71,8 @@ def _plan_kernel(
         for at in range(base + count, listed, BLOCK):
             out = plan + (at + row).to(tl.int64) * 8
             keep = at + row < listed
+            tl.store(out + 6, none, at + row == listed - 1)
+            tl.store(out + 7, none + base + count, at + row == listed - 1)
             tl.store(out, none, keep)
             tl.store(out + 1, none, keep)
             tl.store(out + 2, none, keep)
@@ -89,9 +91,10 @@ def plan(
     down: bool = True,
 ) -> torch.Tensor:
     """The list of tiles of `tile` rows [tiles, 8]; a row counts `pack` times (grouped heads).
-    The longest of a causal sequence come first: its last queries (down), or its first keys."""
+    The longest of a causal sequence come first: its last queries (down), or its first keys.
+    Of its last row, which is no tile, 6 is a counter at zero, and 7 the number of tiles."""
     batch = lengths.shape[0] - 1
-    listed = rows * pack // tile + batch + 1
+    listed = rows * pack // tile + batch + 2
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
     _plan_kernel[(batch + 1,)](
         lengths, other_lengths, found, batch, rows, other_rows, listed,

@@ -137,7 +137,7 @@ CASES = [
     Case(1, 2, 2, 5, 9, 16, 16, causal=False, window=7, ends_q=(), ends_k=()),
 ]
 
-# what the warp-specialised kernels take: heads of 64 and 128, more than 64 queries
+# what the warp-specialised kernels take: more than 64 queries, on Hopper
 LONG = (0, 170, 300, 301, 580), (10, 290, 320, 580, 585)
 HOPPER = [
     Case(1, 2, 2, 256, 256, 128, 128),
@@ -151,6 +151,11 @@ HOPPER = [
     Case(5, 16, 4, 700, 700, 128, 128, window=300),
     Case(2, 4, 2, 200, 330, 128, 128, deterministic=True),
     Case(3, 5, 5, 1500, 1500, 64, 64, causal=False),
+    Case(2, 4, 2, 200, 330, 96, 96),
+    Case(2, 4, 2, 200, 330, 32, 32, turned=True),
+    Case(1, 4, 2, 300, 330, 16, 32, causal=False),
+    Case(2, 4, 2, 200, 330, 192, 128),
+    Case(1, 16, 4, 1590, 1590, 256, 256, ends_q=(*LONG[0], 1590), ends_k=(*LONG[1], 1585)),
     # few tiles, many keys: the plain path splits the keys
     Case(1, 4, 2, 200, 4000, 128, 128),
 ]
