@@ -15,6 +15,7 @@ from custom.dispatch.reference import indexer_loss as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom
 
@@ -161,18 +162,87 @@ def test_reductions_and_return_target(device, backend):
         custom.compute_index_loss_sparse(**x, reduction="max")
 
 
-def test_chunks_of_queries_add_up(device, backend):
-    case = Case(1, 4, 30, 50, 32, 24)
+# the second is wide enough for a Hopper GPU's own kernel
+@pytest.mark.parametrize("case", [Case(2, 4, 9, 20, 32, 16), Case(1, 66, 7, 20, 320, 12)], ids=str)
+def test_chunks_of_queries_add_up(case, device, backend):
+    """Loss, target and gradient of a row do not depend on which rows come along."""
     x = to(case.arguments(), torch.float16, device)
-    whole = custom.compute_index_loss_sparse(**x, reduction="none")
-    for size in (1, 7, 30):
+
+    def run(**part: Any) -> list[Tensor]:
+        score = part["index_score"].detach().requires_grad_()
+        out = custom.compute_index_loss_sparse(
+            **part | dict(index_score=score), reduction="none", return_target=True
+        )
+        return [*out, *torch.autograd.grad(out[0].sum(), score)]
+
+    whole = run(**x)
+    for size in (1, 5):
         parts = []
         for start in range(0, case.S, size):
             rows = slice(start, start + size)
             part = dict(x, chunk_offset=case.offset + start, query=x["query"][:, :, rows])
             part.update(index_score=x["index_score"][:, rows], indices=x["indices"][:, rows])
-            parts.append(custom.compute_index_loss_sparse(**part, reduction="none"))
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
+            parts.append(run(**part))
+        for got, want in zip(zip(*parts, strict=True), whole, strict=True):
+            torch.testing.assert_close(torch.cat(got, 1), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [3, 66])
+def test_split_and_joined_are_one(heads, device, backend):
+    """D = 576, as 512 and 64 in tensors of their own or side by side."""
+    case = Case(1, heads, 3, 24, 512, 20, Dr=64)
+    split = to(case.arguments(), torch.float16, device)
+    joined = dict(split, query_rope=None, key_rope=None)
+    joined.update({n: torch.cat([split[n], split[f"{n}_rope"]], -1) for n in ("query", "key")})
+    kept = dict(reduction="none", return_target=True)
+    both = [custom.compute_index_loss_sparse(**x, **kept) for x in (split, joined)]
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    want, target = by_kl_div(to(joined, torch.float64))
+    torch.testing.assert_close(both[1][0].cpu().double(), want, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(both[1][1].cpu().double(), target, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads,size", [(4, 32), (66, 320)])
+def test_slots_that_do_not_count_are_as_if_absent(heads, size, device, backend):
+    """-1, future and out-of-range indices; an index that comes twice is two slots.  No key is read
+    but those that a row selects: the others are NaN."""
+    x = to(Case(1, heads, 2, 9, size, 6).arguments(), torch.float16, device)
+    x.update(chunk_offset=4)
+    x["indices"] = torch.tensor([[[2, -1, 2, 5, 99, 0], [-7, 5, 0, 6, 9, 5]]], device=device)
+    x["key"][:, [1, 3, 4, 6, 7, 8]] = torch.nan
+    kept = [[0, 2, 5], [1, 2, 5]]  # row 0 is at position 4, row 1 at 5
+    score = x["index_score"].requires_grad_()
+    loss, target = custom.compute_index_loss_sparse(**x, reduction="none", return_target=True)
+    (grad,) = torch.autograd.grad(loss.sum(), score)
+    for row, slots in enumerate(kept):
+        alone = dict(x, chunk_offset=4 + row, query=x["query"][:, :, [row]])
+        alone.update(index_score=score.detach()[:, [row]][..., slots].requires_grad_())
+        alone.update(indices=x["indices"][:, [row]][..., slots])
+        want, want_target = custom.compute_index_loss_sparse(
+            **alone, reduction="none", return_target=True
+        )
+        (want_grad,) = torch.autograd.grad(want.sum(), alone["index_score"])
+        close = dict(rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(loss[:, [row]], want, **close)
+        torch.testing.assert_close(target[:, [row]][..., slots], want_target, **close)
+        torch.testing.assert_close(grad[:, [row]][..., slots], want_grad, rtol=2e-3, atol=1e-6)
+        rest = [j for j in range(6) if j not in slots]
+        assert (target[0, row, rest] == 0).all() and (grad[0, row, rest] == 0).all()
+
+
+@pytest.mark.parametrize("heads,size", [(4, 32), (66, 320)])
+def test_given_sums_take_the_place_of_the_first_pass(heads, size, device, backend):
+    """Twice as large sums give half the target, and the same loss: nothing is summed again."""
+    case = Case(1, heads, 5, 20, size, 12, lse=True, every=True)
+    x = to(case.arguments(), torch.float16)
+    x = to(with_lse(case, x), torch.float16, device)
+    doubled = dict(x, softmax_lse=x["softmax_lse"] + math.log(2))
+    kept = dict(reduction="none", return_target=True)
+    loss, target = custom.compute_index_loss_sparse(**x, **kept)
+    same, half = custom.compute_index_loss_sparse(**doubled, **kept)
+    torch.testing.assert_close(half, target / 2, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(same, loss, rtol=1e-5, atol=1e-6)
 
 
 def test_targets_of_two_ranks_add_up(device, backend):
@@ -242,6 +312,95 @@ def test_blocks_of_rows_change_nothing(monkeypatch):
     parts = custom.compute_index_loss_sparse(**x, reduction="none", return_target=True)
     for got, want in zip(parts, whole, strict=True):
         torch.testing.assert_close(got, want)
+
+
+class _Largest(TorchDispatchMode):
+    """How many bytes the largest tensor has that any operation makes (not views of `given`)."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = {x.untyped_storage().data_ptr() for x in given.values() if torch.is_tensor(x)}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in self.given:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+def test_no_tensor_of_all_heads_probabilities(monkeypatch):
+    """The reference holds [B, S, K], and a block of rows of what has heads or keys in it."""
+    case = Case(2, 16, 64, 64, 8, 32, every=True)
+    x = to(case.arguments(), torch.float32)
+    monkeypatch.setattr(reference, "_BLOCK", 4 * case.K * case.N)
+    rows = 8 * case.B * case.S * case.K  # int64 or float32
+    with _Largest(x) as largest:
+        reference.forward(**x, eps=1e-10)
+    assert largest.bytes <= rows
+    with _Largest(x) as largest:
+        logits(x)
+    assert largest.bytes >= case.N * rows, "the test does not see large tensors"
+
+
+INDEXER = (3, 16)  # heads, size
+
+
+def chain(x: dict[str, Any], count: int) -> tuple[Tensor, ...]:
+    """The loss, its gradients down to the indexer's inputs, and the selection, by the three ops."""
+    leaves = [x[name].detach().requires_grad_() for name in ("query_index", "key_index", "weights")]
+    indices, score = custom.npu_lightning_indexer(*leaves, sparse_count=count, return_value=True)
+    loss = custom.compute_index_loss_sparse(
+        x["query"], x["key"], score[:, :, 0], indices[:, :, 0], x["scaling"], reduction="sum"
+    )
+    return *torch.autograd.grad(loss, leaves), loss.detach(), indices[:, :, 0]
+
+
+def chain_by_autograd(x: dict[str, Any], indices: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The same by torch alone, in float64 but for the indexer's scores, which have `dtype`."""
+    leaves = [x[n].double().requires_grad_() for n in ("query_index", "key_index", "weights")]
+    ok = indices >= 0
+    at = indices.long().where(ok, 0)
+    chosen = torch.stack([leaves[1][b, at[b], 0] for b in range(len(at))])
+    score = (leaves[2][..., None] * (leaves[0] @ chosen.mT).relu()).sum(2)
+    score = score + (score.to(dtype).double() - score).detach()
+    given = dict(index_score=score.detach(), indices=indices, chunk_offset=0, query_rope=None)
+    rows, target = by_kl_div(to(x | given, torch.float64))
+    pi = torch.nn.functional.normalize(target, p=1, dim=-1)
+    log_r = score.masked_fill(~ok, -torch.inf).log_softmax(-1)
+    # the ops' gradient is that of eps = 0; the loss hands it on in `dtype`
+    terms = torch.nn.functional.kl_div(log_r, pi, reduction="none").where(ok, 0.0)
+    (of_score,) = torch.autograd.grad(terms.sum(), score, retain_graph=True)
+    grads = torch.autograd.grad(score, leaves, of_score.to(dtype).double())
+    return *grads, rows.sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [4, 11])
+def test_chain_to_the_indexers_inputs(count, dtype, device, backend):
+    """From the attention's queries and keys to the gradients that train the indexer, with 4 of 11
+    keys and with all of them."""
+    skip_unless_taken(dtype, device, backend)
+    B, N, S, D, (Ni, Di) = 2, 4, 11, 32, INDEXER
+    half = dict(
+        query=torch.randn(B, N, S, D),
+        key=torch.randn(B, S, D),
+        query_index=torch.randn(B, S, Ni, Di),
+        key_index=torch.randn(B, S, 1, Di) / Di**0.5,
+        weights=torch.randn(B, S, Ni),
+        scaling=D**-0.5,
+    )
+    half = to(half, dtype)
+    *grads, loss, indices = chain(to(half, dtype, device), count)
+    exact = chain_by_autograd(half, indices.cpu(), dtype)
+    close = dict(rtol=1e-9, atol=1e-9) if dtype is torch.float64 else dict(rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(loss.cpu().double(), exact[3], **close)
+    for name, got, want in zip(("query_index", "key_index", "weights"), grads, exact, strict=False):
+        if dtype in (torch.float64, torch.float32):
+            torch.testing.assert_close(got.cpu().double(), want, **close)
+        else:
+            assert_close_to_float64(name, got, want.to(dtype), want)
 
 
 @settings(max_examples=40, deadline=None)

@@ -155,6 +155,65 @@ def test_equals_autograd(case, dtype, device, backend):
     torch.testing.assert_close(got[3].cpu().double(), exact[3], **tolerance)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics_of_the_attention_itself(dtype, device, backend):
+    """What npu_sparse_flash_attention returned, on the same device: no pass over the logits is
+    needed, and loss and gradients are those of autograd, which takes no statistics."""
+    skip_unless_taken(dtype, device, backend)
+    case = CASES[1]
+    half = to(case.arguments(), dtype)
+    x = to(half, dtype, device)
+    names = ("query", "key", "sparse_indices", "scale_value", "query_rope", "key_rope")
+    _, peak, total = custom.npu_sparse_flash_attention(
+        value=None, return_softmax_lse=True, **{name: x[name] for name in names}
+    )
+    got = custom.npu_sparse_lightning_indexer_grad_kl_loss(
+        **x | dict(softmax_max=peak, softmax_sum=total)
+    )
+    ok = case.seen(half)
+    exact = by_autograd(with_statistics(half, ok), ok, torch.float64)
+    for name, ours, want in zip(("query", "key", "weights"), got, exact, strict=False):
+        if dtype in (torch.float64, torch.float32):
+            torch.testing.assert_close(ours.cpu().double(), want, rtol=1e-4, atol=1e-5)
+        else:
+            assert_close_to_float64(name, ours, want.to(dtype), want)
+    torch.testing.assert_close(got[3].cpu().double(), exact[3], rtol=2e-4, atol=1e-4)
+
+
+def test_one_call_is_the_chain_of_three(device, backend):
+    """The indexer, the loss with the attention's log-sum-exp, and the indexer's gradient."""
+    case = Case(2, 9, 9, 4, 64, 4, 32, 5, Dr=16)
+    x = to(case.arguments(), torch.float16, device)
+    leaves = [x[name].requires_grad_() for name in ("query_index", "key_index", "weights")]
+    indices, score = custom.npu_lightning_indexer(*leaves, sparse_count=5, return_value=True)
+    x.update(sparse_indices=indices)
+    names = ("query", "key", "sparse_indices", "scale_value", "query_rope", "key_rope")
+    _, peak, total = custom.npu_sparse_flash_attention(
+        value=None, return_softmax_lse=True, **{name: x[name] for name in names}
+    )
+    loss = custom.compute_index_loss_sparse(
+        x["query"].transpose(1, 2),
+        x["key"][:, :, 0],
+        score[:, :, 0],
+        indices[:, :, 0],
+        x["scale_value"],
+        reduction="sum",
+        query_rope=x["query_rope"].transpose(1, 2),
+        key_rope=x["key_rope"][:, :, 0],
+        softmax_lse=(peak + torch.log(total))[:, 0].transpose(1, 2),
+    )
+    chained = torch.autograd.grad(loss, leaves)
+    with torch.no_grad():
+        *at_once, loss_at_once = custom.npu_sparse_lightning_indexer_grad_kl_loss(
+            **x | dict(softmax_max=peak, softmax_sum=total)
+        )
+    # the chain rounds the scores and their gradient to float16 on the way
+    torch.testing.assert_close(loss_at_once[0], loss.detach(), rtol=2e-3, atol=2e-3)
+    for ours, want in zip(at_once, chained, strict=True):
+        scale = want.abs().max().item()
+        torch.testing.assert_close(ours, want, rtol=0, atol=4 * 2**-10 * scale)
+
+
 def test_layout_tnd_is_a_request_at_a_time(device, backend):
     queries, keys = [3, 0, 5], [6, 4, 5]
     cases = [Case(1, s, s2, 4, 32, 4, 32, 5) for s, s2 in zip(queries, keys, strict=True)]
