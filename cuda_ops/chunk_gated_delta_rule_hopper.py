@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -304,13 +303,13 @@ def _consumer(
     else:
         state = gl.zeros([64, DK], gl.float32, layout=MS)
     chunks = (length + 63) // 64
-    o_flight = warpgroup_mma_init(zero)
     grown_from += (first_chunk.to(gl.int64) * NV + hv) * 64 + 63
     fade = gl.load(grown_from, mask=chunks > 0, other=1.0)
+    half = gl.convert_layout(state.to(dtype), A)
+    o_done = zero
     for c in range(chunks):
         stage = c % STAGES
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        half = gl.convert_layout(state.to(dtype), A)
         r_flight = warpgroup_mma(
             half, k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
         )
@@ -322,11 +321,9 @@ def _consumer(
         growth = grown.index(stage).load(COLUMNS)
         rest = left.index(stage).load(COLUMNS)
         value = v.index(stage).permute((1, 0)).load(M).to(gl.float32)
-        # the output of the chunk before
-        o_done = warpgroup_mma_wait(2, deps=[o_flight])
-        if c > 0:
-            mbarrier.arrive(empty.index((c + STAGES - 1) % STAGES))
-            _put(o_done, o, o_desc, _columns_at(hv, start, length, c * 64 - 64, block))
+        # the output of the chunk before; rows behind the sequence are not written
+        before = gl.where(c > 0, c * 64 - 64, chunks * 64)
+        _put(o_done, o, o_desc, _columns_at(hv, start, length, before, block))
         r = warpgroup_mma_wait(1, deps=[r_flight])
         r_half = gl.convert_layout((value - r * growth[None, :]).to(dtype), A)
         n_flight = warpgroup_mma(
@@ -342,7 +339,9 @@ def _consumer(
         n_half = gl.convert_layout(n.to(dtype), A)
         o_flight = warpgroup_mma(n_half, p.index(stage).permute((1, 0)), acc, is_async=True)
         state = warpgroup_mma_wait(1, deps=[s_flight])
-    o_done = warpgroup_mma_wait(0, deps=[o_flight])
+        half = gl.convert_layout(state.to(dtype), A)
+        o_done = warpgroup_mma_wait(0, deps=[o_flight])
+        mbarrier.arrive(empty.index(stage))
     if chunks > 0:
         _put(o_done, o, o_desc, _columns_at(hv, start, length, chunks * 64 - 64, block))
     gl.store(final + state_at, state.to(final.dtype.element_ty))
