@@ -100,6 +100,16 @@ def test_bench_checks_and_times_every_op_on_the_cpu(op, tmp_path, capsys, monkey
     assert float(rows[0]["median_us"]) > 0 and plot.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("op", ["npu_fused_attention", "npu_fused_attention_backward"])
+def test_bench_sweeps_over_lengths(op, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "rates", lambda device: (1e10, 1e11, "a test's"))
+    written, plot = tmp_path / "a.csv", tmp_path / "a.png"
+    argv = [op, "--device", "cpu", "--sweep", "--csv", str(written), "--plot", str(plot)]
+    assert bench.main(argv) == 0
+    assert [row.case.split(", ")[1] for row in read_rows(written)] == ["128 x 128", "256 x 256"]
+    assert plot.stat().st_size > 10_000
+
+
 def test_bench_shows_peak_memory_where_it_was_measured():
     row = Row("op", "a", "cuda", 0.0, 2.0, 1.0, 3.0, 1.0, 0.5, 1.0, 1.0, "torch=4.00")
     assert "MiB" not in text([row], {})

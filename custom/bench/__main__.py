@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""python -m custom.bench OP [--device D] [--shape b=32] [--csv F] [--plot F.png] [--against F.csv]
+"""python -m custom.bench OP [--device D] [--shape b=32] [--sweep] [--csv F] [--plot F.png]
+                         [--against F.csv]
 
 Correctness comes first: a row that differs from the reference is printed in red, and no table.
 """
@@ -25,8 +26,8 @@ from ..dispatch import log
 from ..dispatch.env import config
 from ..dispatch.specs import BY_NAME
 from .case import Case, Outputs
-from .presets import presets
-from .report import Row, packed, plot, read_medians, read_public, text, write_csv
+from .presets import presets, sweep
+from .report import Row, curves, packed, plot, read_medians, read_public, text, write_csv
 from .timing import measure, peak_mib, rates, wall_clock
 
 _ROTATED_BYTES = 200e6  # more than any L2 of today
@@ -81,7 +82,10 @@ def check(case: Case, device: torch.device) -> float:
         return relative_error(ours, _outputs(case, part))
 
 
-def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row:
+def run(
+    case: Case, device: torch.device, bandwidth: float, flops: float, seconds: float = 0.5
+) -> Row:
+    """Check and measure a row; `seconds` for each implementation."""
     error = check(case, device)
     if not error <= case.tolerance:
         raise ArithmeticError(
@@ -89,14 +93,14 @@ def run(case: Case, device: torch.device, bandwidth: float, flops: float) -> Row
         )
     copies = 1 if device.type == "cpu" else max(1, min(16, int(_ROTATED_BYTES / case.bytes)))
     inputs = [case.make(device, seed) for seed in range(copies)]
-    ours = measure([partial(case.call, a) for a in inputs], device)
+    ours = measure([partial(case.call, a) for a in inputs], device, seconds)
     peers: dict[str, float] = {}
     peaks = {"ours": peak_mib(partial(case.call, inputs[0]), device)}
     for name, prepare in case.peers.items():
         calls = [prepare(arguments) for arguments in inputs]
         present = [call for call in calls if call is not None]
         if present:
-            peers[name] = measure(present, device).median
+            peers[name] = measure(present, device, seconds).median
             peaks[name] = peak_mib(present[0], device)
     if device.type != "cpu" and case.flops < _REFERENCE_FLOPS:
         with _by_reference():
@@ -132,6 +136,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("op", choices=[name for name in BY_NAME if presets(name, "cuda")])
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto")
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=32,n=128")
+    parser.add_argument(
+        "--sweep", action="store_true", help="rows over the length; the plot shows TFLOPS over it"
+    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--against", type=Path, help="an earlier CSV, for the column `x before`")
@@ -166,14 +173,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _estimate(options.op, options.shape)
     device = _device(options.device)
     wanted = dict(pair.split("=") for pair in options.shape.split(",") if pair)
+    listed = (sweep if options.sweep else presets)(options.op, device.type)
     cases = [
         case
-        for case in presets(options.op, device.type)
+        for case in listed
         if all(str(case.shape.get(name)) == value for name, value in wanted.items())
     ]
     if not cases:
-        print(f"no preset of {options.op} has {options.shape}; the sizes are", file=sys.stderr)
-        for case in presets(options.op, device.type):
+        print(f"no row of {options.op} has {options.shape}; the sizes are", file=sys.stderr)
+        for case in listed:
             print("  " + ",".join(f"{k}={v}" for k, v in case.shape.items()), file=sys.stderr)
         return 2
     bandwidth, flops, source = rates(device)
@@ -185,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, case in enumerate(cases, 1):
         _progress(f"[{number}/{len(cases)}] {case.label}")
         try:
-            rows.append(run(case, device, bandwidth, flops))
+            rows.append(run(case, device, bandwidth, flops, 0.15 if options.sweep else 0.5))
         except ArithmeticError as wrong:
             print(f"\033[31mWRONG  {case.op}: {wrong}\033[0m")
             return 1
@@ -196,7 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_csv(options.csv, rows)
     if options.plot:
         title = f"{options.op}, {hardware or device.type}"
-        plot(options.plot, rows, title, read_public() if device.type == "cuda" else {})
+        if options.sweep:
+            curves(options.plot, rows, title)
+        else:
+            plot(options.plot, rows, title, read_public() if device.type == "cuda" else {})
     return 0
 
 

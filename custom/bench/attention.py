@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Rows for fused attention, with torch's own back ends side by side."""
+"""Rows for fused attention, with torch's own back ends side by side.
+
+torch's backwards are called by themselves on what their forwards saved: through autograd a graph
+could not hold them apart from the forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,96 +20,192 @@ from torch.nn.functional import scaled_dot_product_attention
 from .case import Arguments, Case, Draw, Outputs
 
 BF16 = 2
+Call = Callable[[], Any]
+Prepare = Callable[[Arguments], Call | None]
 
 
 def _visible(s: int, s2: int, causal: bool) -> float:
     return s * (s2 - s) + s * (s + 1) / 2 if causal else float(s * s2)
 
 
-def _first_heads(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-    """The first head of the first request, through all its query rows."""
-    names = ("q", "k", "v", "o", "lse", "grad_o")
-    piece = arguments | {n: arguments[n][:1, :1] for n in names if n in arguments}
-    return piece, lambda outputs: [out[:1, :1] for out in outputs]
+def _first_group(size: int) -> Callable[[Arguments], tuple[Arguments, Any]]:
+    """The first `size` heads and the key head they share, of the first sequence, all its rows."""
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        of_q, of_k = ("q", "o", "lse", "grad_o"), ("k", "v")
+        piece = dict(arguments)
+        if "cu_seqlens_q" not in arguments:
+            for names, heads in ((of_q, size), (of_k, 1)):
+                piece |= {n: arguments[n][:1, :heads] for n in names if n in arguments}
+            return piece, lambda outputs: [out[:1, :size] for out in outputs]
+        ends = [int(arguments[f"cu_seqlens_{n}"][1]) for n in "qk"]
+        for names, heads, end in ((of_q, size, ends[0]), (of_k, 1, ends[1])):
+            piece |= {n: arguments[n][:end, :heads] for n in names if n in arguments}
+        piece |= {f"cu_seqlens_{n}": arguments[f"cu_seqlens_{n}"][:2] for n in "qk"}
+        return piece, lambda outputs: [out[: ends[0], :size] for out in outputs]
+
+    return part
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Arguments], Callable[[], Any] | None]:
-    def prepare(arguments: Arguments) -> Callable[[], Any] | None:
+def _sdpa(backend: SDPBackend) -> Prepare:
+    def prepare(arguments: Arguments) -> Call | None:
         q, k, v = (arguments[name] for name in "qkv")
-        if q.device.type != "cuda" or q.shape[1] != k.shape[1]:
+        if q.device.type != "cuda":
             return None
 
         def forward() -> Tensor:
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=arguments["causal"])
+                return scaled_dot_product_attention(
+                    q, k, v, is_causal=arguments["causal"], enable_gqa=q.shape[1] != k.shape[1]
+                )
 
         return forward
 
     return prepare
 
 
-def case(op: str, b: int, n: int, nk: int, s: int, s2: int, d: int, causal: bool = True) -> Case:
+def _flash_backward(arguments: Arguments) -> Call | None:
+    q, k, v, grad_o = (arguments[name] for name in ("q", "k", "v", "grad_o"))
+    if q.device.type != "cuda":
+        return None
+    aten, causal = torch.ops.aten, arguments["causal"]
+    o, lse, cu_q, cu_k, s, s2, state, unused, _ = aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal
+    )
+    return lambda: aten._scaled_dot_product_flash_attention_backward(
+        grad_o, q, k, v, o, lse, cu_q, cu_k, s, s2, 0.0, causal, state, unused
+    )
+
+
+def _cudnn_backward(arguments: Arguments) -> Call | None:
+    q, k, v, grad_o = (arguments[name] for name in ("q", "k", "v", "grad_o"))
+    if q.device.type != "cuda":
+        return None
+    aten, causal = torch.ops.aten, arguments["causal"]
+    o, lse, cu_q, cu_k, s, s2, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal
+    )
+    return lambda: aten._scaled_dot_product_cudnn_attention_backward(
+        grad_o, q, k, v, o, lse, seed, offset, None, cu_q, cu_k, s, s2, 0.0, causal
+    )
+
+
+def _flash_packed(s: int, s2: int) -> Prepare:
+    """torch's flash back end for packed sequences, whose longest the caller has to know."""
+
+    def prepare(arguments: Arguments) -> Call | None:
+        q, k, v, cu_q, cu_k = (
+            arguments[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+        )
+        if q.device.type != "cuda":
+            return None
+        aten, causal = torch.ops.aten, arguments["causal"]
+
+        def forward() -> Any:
+            return aten._flash_attention_forward(
+                q, k, v, cu_q, cu_k, s, s2, 0.0, causal, return_debug_mask=False
+            )
+
+        if "grad_o" not in arguments:
+            return forward
+        o, lse, state, unused, _ = forward()
+        return lambda: aten._flash_attention_backward(
+            arguments["grad_o"], q, k, v, o, lse, cu_q, cu_k, s, s2, 0.0, causal, state, unused
+        )
+
+    return prepare
+
+
+def case(
+    op: str,
+    b: int,
+    n: int,
+    nk: int,
+    s: int,
+    s2: int,
+    d: int,
+    causal: bool = True,
+    *,
+    packed: bool = False,
+    deterministic: bool = False,
+) -> Case:
+    """`packed`: the b sequences lie in one row of tokens, behind prefix sums."""
     backward = op.endswith("_backward")
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
-        forward = dict(
-            q=draw.normal(b, n, s, d),
-            k=draw.normal(b, nk, s2, d),
-            v=draw.normal(b, nk, s2, d),
-            causal=causal,
-        )
+        of_q, of_k = ((b * s, n, d), (b * s2, nk, d)) if packed else ((b, n, s, d), (b, nk, s2, d))
+        forward: Arguments = dict(q=draw.normal(*of_q), causal=causal)
+        forward |= {name: draw.normal(*of_k) for name in "kv"}
+        if packed:
+            for name, length in (("q", s), ("k", s2)):
+                ends = list(accumulate([0] + [length] * b))
+                forward[f"cu_seqlens_{name}"] = torch.tensor(ends, dtype=torch.int32, device=device)
         if not backward:
             return forward
         o, lse = torch.ops.custom.npu_fused_attention(**forward)
+        forward |= dict(deterministic=True) if deterministic else {}
         return forward | dict(grad_o=draw.normal(*o.shape), o=o, lse=lse)
 
     products, reads = (5, 4) if backward else (2, 2)
-    label = f"B{b} H{n}{f'/{nk}' if nk != n else ''} D{d}, {s} x {s2}{', causal' if causal else ''}"
-    peers = {
-        "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-        "flash": _sdpa(SDPBackend.FLASH_ATTENTION),
-    }
+    label = f"B{b} H{n}{f'/{nk}' if nk != n else ''} D{d}, {s} x {s2}"
+    for flag, word in ((causal, "causal"), (packed, "packed"), (deterministic, "deterministic")):
+        label += f", {word}" if flag else ""
+    peers: dict[str, Prepare] = {}
+    if packed:
+        peers = {"flash": _flash_packed(s, s2)}
+    elif s == 1:
+        peers = {"flash": _sdpa(SDPBackend.FLASH_ATTENTION)}
+    elif not backward:
+        peers = {
+            "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+            "flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+        }
+    elif not deterministic:
+        peers = {"cudnn": _cudnn_backward, "flash": _flash_backward}
     return Case(
         op,
         label,
         make,
-        _first_heads if n == nk else _first_group(n // nk),
+        _first_group(n // nk),
         bytes=float(BF16 * reads * d * b * (n * s + nk * s2)),
         flops=2.0 * products * b * n * d * _visible(s, s2, causal),
         shape=dict(b=b, n=n, s=s, d=d),
-        # torch's backward runs on its forward's stream, which a captured graph is not
-        peers=peers if s > 1 and not backward else {},
+        peers=peers,
     )
-
-
-def _first_group(
-    size: int,
-) -> Callable[[Arguments], tuple[Arguments, Callable[[Outputs], Outputs]]]:
-    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-        piece = arguments | {
-            n: arguments[n][:1, : 1 if n in "kv" else size]
-            for n in ("q", "k", "v", "o", "lse", "grad_o")
-            if n in arguments
-        }
-        return piece, lambda outputs: [out[:1, :size] for out in outputs]
-
-    return part
 
 
 def _forward(small: bool) -> list[Case]:
     op = "npu_fused_attention"
     if small:
         return [case(op, 1, 4, 4, 512, 512, 64)]
-    dense = [case(op, 4, 16, 16, s, s, d) for s, d in ((4096, 128), (16384, 128), (4096, 64))]
-    return [*dense, case(op, 4, 16, 4, 4096, 4096, 128), case(op, 32, 32, 8, 1, 32768, 128, False)]
+    return [
+        *(case(op, 4, 16, 16, s, s, d) for s, d in ((4096, 128), (16384, 128), (4096, 64))),
+        case(op, 4, 16, 4, 4096, 4096, 128),
+        *(case(op, 4, 16, 16, 4096, 4096, d, packed=True) for d in (128, 64)),
+        *(case(op, b, 32, 8, 1, 32768, 128, False) for b in (8, 32)),
+    ]
 
 
 def _backward(small: bool) -> list[Case]:
     op = "npu_fused_attention_backward"
     if small:
         return [case(op, 1, 4, 4, 512, 512, 64)]
-    return [case(op, 4, 16, 16, s, s, d) for s, d in ((4096, 128), (16384, 128), (4096, 64))]
+    dense = ((4096, 128), (16384, 128), (4096, 64))
+    return [
+        *(case(op, 4, 16, 16, s, s, d) for s, d in dense),
+        case(op, 4, 16, 4, 4096, 4096, 128),
+        case(op, 4, 16, 16, 4096, 4096, 128, packed=True),
+        *(case(op, 4, 16, 16, s, s, d, deterministic=True) for s, d in dense),
+    ]
+
+
+def sweep(op: str, small: bool) -> list[Case]:
+    """Rows over the length of the sequences, 16384 tokens in all."""
+    if small:
+        return [case(op, 1, 4, 4, s, s, 64) for s in (128, 256)]
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    return [case(op, 16384 // s, 16, 16, s, s, d) for d in (128, 64) for s in lengths]
 
 
 PRESETS = {"npu_fused_attention": _forward, "npu_fused_attention_backward": _backward}

@@ -18,6 +18,16 @@ _PRESETS: dict[str, Callable[[bool], list[Case]]] = {
 }
 
 
+_SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(
+    attention.PRESETS, attention.sweep
+)
+
+
+def sweep(op: str, device: str) -> list[Case]:
+    """Rows of `op` over the length of its sequences; none for most ops."""
+    return _SWEEPS[op](op, device == "cpu") if op in _SWEEPS else []
+
+
 def presets(op: str, device: str) -> list[Case]:
     """The rows of `op`: the full ones, or the small ones on a CPU."""
     return _PRESETS[op](device == "cpu") if op in _PRESETS else []

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -152,6 +153,41 @@ def plot(
     axes.set_xticks([x + centre for x in range(len(rows))], [row.case for row in rows], rotation=20)
     axes.set_title(title)
     axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def curves(path: Path, rows: Sequence[Row], title: str) -> None:
+    """TFLOPS over the length of the sequences, ours and the peers', a panel for each head size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels: dict[str, list[tuple[int, Row]]] = {}
+    for row in rows:
+        found = re.search(r"(D\d+), (\d+) x", row.case)
+        if found is None:
+            raise ValueError(f"{row.case}: no head size and length")
+        panels.setdefault(found[1], []).append((int(found[2]), row))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(1 + 4.2 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    for panel, (name, points) in zip(axes[0], panels.items(), strict=True):
+        work = [row.tflops * row.median_us for _, row in points]
+        times = {"ours": [row.median_us for _, row in points]}
+        for peer in dict.fromkeys(peer for _, row in points for peer in row.peers):
+            times[peer] = [row.peers.get(peer, float("nan")) for _, row in points]
+        for label, us in times.items():
+            rates = [w / t for w, t in zip(work, us, strict=True)]
+            panel.plot([n for n, _ in points], rates, "o-", label=label)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks([n for n, _ in points], [str(n) for n, _ in points])
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("tokens of a sequence")
+        panel.set_title(name)
+        panel.legend()
+    axes[0][0].set_ylabel("TFLOPS")
+    figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
 
