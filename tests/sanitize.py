@@ -18,6 +18,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from custom.dispatch.specs import SPECS
 
 import custom
 from custom.bench import attention, delta_rule, indexer_loss, sparse_attention
-from custom.bench.case import Case
+from custom.bench.case import Arguments, Case
 from custom.bench.presets import presets
 
 from .samples import sample
@@ -34,6 +35,19 @@ from .test_cuda_prolog import formatted, launch, layer
 
 DEVICE = torch.device("cuda")
 FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"
+
+
+def _rope_apart(case: Case) -> Case:
+    """The last 64 dimensions in tensors of their own."""
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        x = case.make(device, seed)
+        for name in ("query", "key"):
+            x[f"{name}_rope"], x[name] = x[name][..., -64:], x[name][..., :-64]
+        return x
+
+    return replace(case, make=make)
+
 
 # sizes that the samples are too small for: what a GPU has kernels of its own for, every tile of
 # theirs, and sizes that no tile divides
@@ -62,7 +76,14 @@ WIDER: dict[str, list[Case]] = {
         attention.case(BACKWARD, 2, 2, 2, 70, 130, 64, packed=True),
         attention.case(BACKWARD, 1, 2, 2, 200, 200, 64, deterministic=True),
     ],
-    "npu_indexer_loss": [indexer_loss.loss_case(64, 128, 40, 700, 300)],
+    "npu_indexer_loss": [
+        indexer_loss.loss_case(64, 128, 40, 700, 300),
+        indexer_loss.loss_case(16, 320, 4, 90, 70),
+        indexer_loss.loss_case(130, 128, 4, 90, 70),
+        indexer_loss.loss_case(65, 320, 4, 150, 140),
+        indexer_loss.loss_case(128, 576, 3, 150, 140, lse=True),
+        _rope_apart(indexer_loss.loss_case(96, 576, 3, 150, 140)),
+    ],
     "npu_indexer_loss_backward": [indexer_loss.backward_case(40, 700, 300)],
     "npu_fused_sigmoid_gating_delta_rule_update": [
         delta_rule.decode_case(3, t, layout, dtype)
@@ -74,12 +95,15 @@ WIDER: dict[str, list[Case]] = {
 
 
 def _prologs(op: str) -> None:
-    """A whole layer's heads, few heads, heads of another size; every tile of tokens."""
-    model = dict(h=512, ranks=512, plain=128, rank=128, rotary=64)
-    for tokens in ((1, 1), (10, 2), (40, 1), (70, 1), (130, 1)):
-        for sizes in (model | dict(n=96, index=(64, 128)), model | dict(n=3, index=(2, 64)), {}):
-            given = formatted(layer(*tokens, **sizes), torch.bfloat16, "nz", DEVICE)
-            launch("cuda", op, given)
+    """A whole layer's heads; in the layer every tile of tokens, few heads, other sizes as well."""
+    whole = dict(h=512, ranks=512, n=96, plain=128, rank=128, rotary=64, index=(64, 128))
+    few = whole | dict(n=3, index=(2, 64))
+    cases = [((1, 1), whole), ((130, 1), whole)]
+    if op == "sparse_attention":
+        cases += [(tokens, whole) for tokens in ((10, 2), (40, 1), (70, 1))]
+        cases += [(tokens, sizes) for tokens in ((1, 1), (40, 1), (70, 1)) for sizes in (few, {})]
+    for tokens, sizes in cases:
+        launch("cuda", op, formatted(layer(*tokens, **sizes), torch.bfloat16, "nz", DEVICE))
     launch("cuda", op, formatted(layer(3, 1, n=5), torch.float16, "nd", DEVICE), "nd")
 
 
