@@ -7,6 +7,7 @@
 query [B, S, N, D], key [B, S2, 1, D] (or TND, or pages), weights [B, S, N].  The scores are fp32
 and lie in a [rows, keys] buffer of bounded size, a chunk of rows at a time; topk.py selects.
 Keys are the rows of the product, heads its columns: the sum over heads stays within a thread.
+On Hopper the scores are those of lightning_indexer_hopper.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import rows, topk
+from . import lightning_indexer_hopper, rows, topk
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 CHUNK_BYTES = 2**28  # of scores at a time: 1024 rows of 64K keys
@@ -161,6 +162,9 @@ def forward(
     score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
     scores = memory.empty((chunk_rows, score_row), torch.float32, device)
+    sample = None
+    if lightning_indexer_hopper.suits(q, key, layout_key):
+        sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row; 2048 in tiles of 64 for 32 and 128 rows
@@ -176,18 +180,23 @@ def forward(
     one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % key_tile == 0
     for first in range(0, plan.rows, chunk_rows):
         count = min(chunk_rows, plan.rows - first)
-        _scores[(triton.cdiv(count, shared) * chunks,)](
-            q, key, w, scores=scores, lengths=lengths, first_row=first, count=count,
-            chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0), q_head=q.stride(1),
-            w_row=w.stride(0), key_o=key_o, key_i=key_i, score_row=score_row, **plan.arguments,
-            **plan.constants, HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile,
-            D_TILE=max(16, triton.next_power_of_2(dim)), KEY_TILE=key_tile, ONE_PAGE=one_page,
-            STAGES=1 if alone else 2 if shared == 1 else 3, num_warps=4,
-        )  # fmt: skip
+        if sample is not None:
+            lightning_indexer_hopper.launch(
+                q, key, w, scores, sample, lengths, plan, layout_key, shared, first, count
+            )
+        else:
+            _scores[(triton.cdiv(count, shared) * chunks,)](
+                q, key, w, scores=scores, lengths=lengths, first_row=first, count=count,
+                chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0), q_head=q.stride(1),
+                w_row=w.stride(0), key_o=key_o, key_i=key_i, score_row=score_row, **plan.arguments,
+                **plan.constants, HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile,
+                D_TILE=max(16, triton.next_power_of_2(dim)), KEY_TILE=key_tile, ONE_PAGE=one_page,
+                STAGES=1 if alone else 2 if shared == 1 else 3, num_warps=4,
+            )  # fmt: skip
         if scored is not None and first + count == plan.rows:
             scored()
         topk.topk(
             scores[:count], lengths, flat_indices[first : first + count],
-            flat_values[first : first + count] if return_value else values, sparse_count,
+            flat_values[first : first + count] if return_value else values, sparse_count, sample,
         )  # fmt: skip
     return indices, values

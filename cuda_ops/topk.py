@@ -17,9 +17,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
+from . import topk_hopper
 from .rows import capability
+from .topk_hopper import EVERY, TILE
 
-TILE = 4096  # scores a program handles at once
+__all__ = ["EVERY", "MOST", "TILE", "topk"]
+
 MOST = 2 * TILE  # the largest K, and the longest row that is selected from directly
 LEAST = tl.constexpr(-2147483648)
 MINUS_INF = tl.constexpr(-2139095041)  # ordered(-inf)
@@ -271,9 +274,20 @@ def _topk(
     _pad(indices, values, found, k, 2 * SIZE, VALUES)
 
 
-def topk(scores: Tensor, lengths: Tensor, indices: Tensor, values: Tensor, k: int) -> None:
-    """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row."""
+def topk(
+    scores: Tensor,
+    lengths: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    k: int,
+    sample: Tensor | None = None,
+) -> None:
+    """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row.
+    `sample`: every EVERY-th of the scores, if they are at hand."""
     rows, device = scores.shape[0], scores.device
+    if capability(device) == 9:
+        topk_hopper.topk(scores, lengths, indices, values, k, sample)
+        return
     # enough programs for every SM, and for their neighbours to hide each other's waits
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1
     # one chunk may hold all that matters: high scores come together

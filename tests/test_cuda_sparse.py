@@ -215,13 +215,37 @@ def test_indexer(case, dtype):
         dict(N=64, R=128, S=50, B=2, keys="BSND", S2=9100, K=2048),
         dict(N=64, R=128, S=40, B=3, query="TND", keys="TND", rows=[10, 10, 110],
              lengths=[20, 3000, 7000], S2=2400, K=512),
+        dict(N=64, R=128, S=3, B=5, P=64, S2=9216, lengths=[9216, 5000, 70, 9000, 0], K=2048),
+        dict(N=128, R=128, S=5, B=2, P=64, S2=2048, K=500),
+        dict(N=5, R=64, S=4, B=3, P=64, S2=1024, rows=[4, 1, 3], K=300),
+        dict(N=64, R=64, S=3, B=3, query="TND", rows=[1, 6, 9], P=64, lengths=[4096, 100, 2000],
+             S2=4096, K=512, index=torch.int64),
+        dict(N=16, R=64, S=2, B=1, P=128, S2=70016, K=2048),
     ),
-    ids=("decode", "two tokens", "prefill", "packed"),
+    ids=("decode", "two tokens", "prefill", "packed", "three tokens", "128 heads", "few heads",
+         "packed, paged", "long"),
 )  # fmt: skip
-def test_indexer_large(case):
+@pytest.mark.parametrize("path", ("hopper", "plain"))
+def test_indexer_large(case, path, monkeypatch):
     _, indexer = arguments(torch.bfloat16, **case)
     every = on(DEVICE, indexer)
-    assert_top(every, *launched("lightning_indexer", **every))
+    hopper = importlib.import_module("custom.cuda_ops.lightning_indexer_hopper")
+    calls = []
+
+    def launch(*args):
+        calls.append(args)
+        kept(*args)
+
+    kept = hopper.launch
+    monkeypatch.setattr(hopper, "launch", launch)
+    if path == "plain":
+        monkeypatch.setattr(hopper, "suits", lambda *_: False)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    got, again = launched("lightning_indexer", **every), launched("lightning_indexer", **every)
+    assert len(calls) == 2 * (path == "hopper")
+    assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
+    assert_top(every, *got)
 
 
 def scores_of(kind: str, n: int) -> Tensor:
@@ -237,16 +261,28 @@ def scores_of(kind: str, n: int) -> Tensor:
     if kind == "comb":  # what a sample of every n-th score cannot see
         scores[:, ::2] = -9
         scores[1, 200:] = -torch.inf
+    if kind == "segment":  # all in one part of the row
+        scores[:, n // 3 : n // 3 + n // 8] += 9
+    if kind == "outliers":
+        scores = scores.exp().exp()
     return scores
 
 
+KINDS = ("random", "rounded", "equal", "plateau", "comb", "segment", "outliers")
+SIZES = ((100, 30), (7000, 50), (20000, 2048), (9000, 8192))
+LONG = ((36864, 2048), (65536, 2048), (300000, 2048))
+
+
 @kernels
-@pytest.mark.parametrize("kind", ("random", "rounded", "equal", "plateau", "comb"))
-@pytest.mark.parametrize(
-    "n, k", ((100, 30), (7000, 50), (20000, 2048), (9000, 8192)) + ((300000, 2048),) * ON_GPU
-)
-def test_topk_is_exact(n, k, kind):
+@pytest.mark.parametrize("path", ("plain", "hopper", "hopper, sampled") if ON_GPU else ("plain",))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k", SIZES + LONG * ON_GPU)
+def test_topk_is_exact(n, k, kind, path, monkeypatch):
     topk = importlib.import_module("custom.cuda_ops.topk")
+    if path == "plain":
+        monkeypatch.setattr(topk, "capability", lambda device: 8)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, min(n, 20)], dtype=torch.int32)
     wanted = torch.full((3, k), -1, dtype=torch.int32)
     for row, length in enumerate(lengths.tolist()):
@@ -257,7 +293,9 @@ def test_topk_is_exact(n, k, kind):
     value = scores.gather(1, wanted.clamp(min=0).long()).masked_fill(wanted < 0, 0)
     indices = torch.full((3, k), -9, dtype=torch.int32, device=DEVICE)
     values = torch.full((3, k), torch.nan, device=DEVICE)
-    topk.topk(scores.to(DEVICE), lengths.to(DEVICE), indices, values, k)
+    scores = scores.to(DEVICE)
+    sample = scores[:, :: topk.EVERY].contiguous() if path == "hopper, sampled" else None
+    topk.topk(scores, lengths.to(DEVICE), indices, values, k, sample)
     assert torch.equal(indices.cpu(), wanted)
     assert torch.equal(values.cpu(), value)
 
