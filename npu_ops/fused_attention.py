@@ -42,6 +42,30 @@ def sequence_of(n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN: tl
     return batch.to(tl.int64), start_q, count_q, start_k, count_k
 
 
+@triton.jit
+def keys_of(
+    position, first, left, shift, count_q, count_k, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_TILE: tl.constexpr,
+):  # fmt: skip
+    """(begin, end, low, high): a tile of rows sees the keys from `begin` to before `end`, the row
+    at `position` those from `low` to before `high`."""
+    begin = 0
+    end = count_k
+    low = position
+    # count_k, as a vector: a mask of keys alone keeps the vector units from sharing
+    high = tl.minimum(position + count_q + count_k, count_k)
+    if CAUSAL:
+        end = tl.minimum(count_k, shift + first + tl.minimum(left, Q_TILE))
+        high = tl.minimum(position + 1, count_k)
+    elif WINDOW:
+        end = tl.minimum(count_k, shift + first + Q_TILE - 1 + window)
+        high = tl.minimum(position + window, count_k)
+    if WINDOW:
+        begin = tl.maximum(shift + first - window + 1, 0)
+        low = position - window + 1
+    return begin, end, low, high
+
+
 @triton.jit(
     do_not_specialize=[
         "sequences", "heads", "group", "tokens_q", "tokens_k", "window", "scale", "q_batch",
@@ -79,19 +103,10 @@ def attend(
             q_tile = tl.load(
                 of_q + rows[:, None] * q_row + d[None], mask=(i < left)[:, None], other=0.0
             )
-            # row i sees the keys from `low` to before `high`
-            position = shift + first + i
-            begin = 0
-            end = count_k
-            if CAUSAL:
-                end = tl.minimum(count_k, shift + first + tl.minimum(left, Q_TILE))
-                high = tl.minimum(position + 1, count_k)
-            elif WINDOW:
-                end = tl.minimum(count_k, shift + first + Q_TILE - 1 + window)
-                high = tl.minimum(position + window, count_k)
-            if WINDOW:
-                begin = tl.maximum(shift + first - window + 1, 0)
-                low = position - window + 1
+            begin, end, low, high = keys_of(
+                shift + first + i, first, left, shift, count_q, count_k, window,
+                CAUSAL, WINDOW, Q_TILE,
+            )  # fmt: skip
             row_max = tl.full((Q_TILE,), -1e30, tl.float32)  # finite: a tile may show no key
             total = tl.zeros((Q_TILE,), tl.float32)
             acc = tl.zeros((Q_TILE, VALUE_DIM), tl.float32)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, fused_attention, tune
-from .fused_attention import FARTHEST, config, sequence_of, strides
+from .fused_attention import FARTHEST, config, keys_of, sequence_of, strides
 
 unsupported = fused_attention.unsupported
 
@@ -202,22 +202,10 @@ def grad_query(
             g_tile = tl.load(of_g + rows[:, None] * g_row + e[None], mask=known[:, None], other=0.0)
             lse = tl.load(sums + of_row, mask=known, other=float("inf"))
             of_delta = tl.load(delta + of_row, mask=known, other=0.0)
-            # row i sees the keys from `low` to before `high`
-            position = shift + first + i
-            begin = 0
-            end = count_k
-            if CAUSAL:
-                end = tl.minimum(count_k, shift + first + tl.minimum(left, Q_TILE))
-                high = tl.minimum(position + 1, count_k)
-            elif WINDOW:
-                end = tl.minimum(count_k, shift + first + Q_TILE - 1 + window)
-                high = tl.minimum(position + window, count_k)
-            else:
-                # count_k, as a vector: a mask of keys alone keeps the vector units from sharing
-                high = tl.minimum(position + count_q + count_k, count_k)
-            if WINDOW:
-                begin = tl.maximum(shift + first - window + 1, 0)
-                low = position - window + 1
+            begin, end, low, high = keys_of(
+                shift + first + i, first, left, shift, count_q, count_k, window,
+                CAUSAL, WINDOW, Q_TILE,
+            )  # fmt: skip
             acc = tl.zeros((Q_TILE, DIM), tl.float32)
             for start in range(begin, end, KEY_TILE):
                 there = (j < count_k - start)[:, None]
