@@ -123,12 +123,15 @@ def _run(name: str) -> None:
 def _kernels() -> Iterator[tuple[str, bool]]:
     """Every kernel that the package's own Python launches, and whether it was compiled here."""
     folder = Path(custom.__file__).parent.parent / "cuda_ops"
-    for file in sorted(folder.glob("*.py")):
-        source = file.read_text()
+    sources = {file: file.read_text() for file in sorted(folder.glob("*.py"))}
+    everything = "".join(sources.values())
+    for file, source in sources.items():
         module = importlib.import_module(f"custom.cuda_ops.{file.stem}")
         for name, kernel in vars(module).items():
             defined = re.search(rf"^def {name}\(", source, re.MULTILINE)
-            if defined and hasattr(kernel, "device_caches") and re.search(rf"\b{name}\[", source):
+            here, elsewhere = rf"\b{name}\[", f"{file.stem}.{name}["
+            launched = re.search(here, source) or elsewhere in everything
+            if defined and hasattr(kernel, "device_caches") and launched:
                 caches = kernel.device_caches.values()
                 yield f"{file.stem}.{name}", any(cache[0] for cache in caches)
 
