@@ -7,9 +7,9 @@ that see it; grad_q goes by fp32 additions in memory to a buffer that a last ker
 rounds.  So grad_q depends on the order of the additions: a deterministic call makes the other two
 here, and grad_q by the plain kernel.
 
-The buffer holds grad_q in tiles of 8 x 8, the shape in which a warp holds a product: each addition
-of a warp is then 256 bytes in a row.  Its rows are padded to whole tiles of queries, and so are
-those of the statistics.
+The buffer holds grad_q in tiles of 16 x 8, the shape in which a warp holds a product: each addition
+of a thread is then 16 bytes, of a warp 512 in a row.  Its rows are padded to whole tiles of queries,
+and so are those of the statistics.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .fused_attention_hopper import at, describe, describe_row, width_of
 from .fused_attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
 
-# Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1354 us (three stages 1401)
+# Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1357 us (three stages 1354 to 1384), 16384
+# tokens 20519 (21807)
 _STAGES = 2
 
 # Bytes of queries, gradients and sums of those heads whose tiles of keys take turns; of the heads
-# of a group one counts.  Same: 16384 tokens 20531 us (32 MB 21053, 64 MB 21186, 128 MB 21327)
+# of a group one counts.  Same, with additions of 8 bytes: 16384 tokens 20531 us (32 MB 21053, 64 MB
+# 21186, 128 MB 21327)
 _SHARE = 16 * 2**20
 
 _queries_of = gluon.jit(queries_of.fn)
@@ -80,6 +82,26 @@ def _blocks_of(tile, keys, rows, window, BM: gl.constexpr, BN: gl.constexpr,
 
 
 @gluon.jit
+def _add(sums, part, BM: gl.constexpr, D: gl.constexpr):
+    """Adds [BM, D] in memory, 16 bytes a thread: row 16 a + 8 b + c, column 2 d + e goes to place
+    (a, d // 4, c, d % 4, b, e), as the registers of a product come.  Measured as above: 4096 tokens
+    1357 us (8 bytes a thread 1379; without any addition, for comparison, 1239)."""
+    part = gl.permute(gl.reshape(part, [BM // 16, 2, 8, D // 2, 2]), (0, 2, 3, 1, 4))
+    even, odd = gl.split(part)
+    even_low, even_high = gl.split(even)
+    odd_low, odd_high = gl.split(odd)
+    L: gl.constexpr = even_low.type.layout
+    a = gl.arange(0, BM // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    c = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    d = gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    at = (sums + (a * (16 * D) + d // 4 * 128 + c * 16 + d % 4 * 4)).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "red.global.relaxed.gpu.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+        "=r,l,f,f,f,f", [at, even_low, odd_low, even_high, odd_high], gl.int32, False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty, count, grad_q,
           block, tile, rows, keys, window, scale_log2,
           BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -89,7 +111,6 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
     that product is left in flight, and the scores of the next block are under way behind it."""
     MS: gl.constexpr = zero_s.type.layout
     MK: gl.constexpr = acc_v.type.layout
-    MQ: gl.constexpr = zero_q.type.layout
     CARRY: gl.constexpr = D <= 64  # with heads of 128 it would not fit in the registers
     dtype: gl.constexpr = q.dtype
     stage = count % STAGES
@@ -106,16 +127,19 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
     row_lse = lse.index(stage).load(gl.SliceLayout(0, MS))
     p = gl.exp2(s * scale_log2 - row_lse[None, :])
     if MASKED:
-        query = block * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MS))
-        position = (query + (keys - rows))[None, :]
-        column = (tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, MS)))[:, None]
-        keep = (column < keys) & (query < rows)[None, :]
+        # counted from the first key of the tile; a row past the end has p = 0 by its lse
+        column = gl.arange(0, BN, layout=gl.SliceLayout(1, MS))[:, None]
+        position = gl.arange(0, BM, layout=gl.SliceLayout(0, MS))
+        position = position + (block * BM + keys - rows - tile * BN)
+        end = keys - tile * BN
         if CAUSAL:
-            keep = keep & (column <= position)
+            keep = column < gl.minimum(position + 1, end)[None, :]
+        elif WINDOW:
+            keep = column < gl.minimum(position + window, end)[None, :]
+        else:
+            keep = column < end
         if WINDOW:
-            keep = keep & (column > position - window)
-            if not CAUSAL:
-                keep = keep & (column < position + window)
+            keep = keep & (column > (position - window)[None, :])
         p = gl.where(keep, p, 0.0)
     p_half = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, MK, 2))
     grad_p = warpgroup_mma_wait(0, deps=[p_flight])
@@ -131,10 +155,7 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
     k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
     if GRAD_Q:
         acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
-        r = gl.arange(0, BM, layout=gl.SliceLayout(1, MQ))[:, None]
-        c = gl.arange(0, D, layout=gl.SliceLayout(0, MQ))[None, :]
-        place = r // 8 * (8 * D) + r % 8 * 8 + (c // 8 * 64 + c % 8)
-        gl.atomic_add(grad_q + block.to(gl.int64) * (BM * D) + place, part_q, sem="relaxed")
+        _add(grad_q + block.to(gl.int64) * (BM * D), part_q, BM, D)
     else:
         acc_v = warpgroup_mma_wait(1, deps=[v_flight])
     if CARRY:
@@ -324,7 +345,7 @@ def _round_kernel(
     sums, grad_q, plan, scale, tiles, n_q, heads, padded, gq_batch, gq_head, gq_row,
     D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """grad_q of a tile of BM queries, from its sums in tiles of 8 x 8."""
+    """grad_q of a tile of BM queries, from its sums in tiles of 16 x 8."""
     program = tl.program_id(0)
     outer = program // tiles
     batch, first_q, rows, _, _, tile, sequence = locate(
@@ -337,7 +358,8 @@ def _round_kernel(
     d = tl.arange(0, WIDTH)
     place = padded_first(first_q, sequence) + tile * BM
     place = ((batch * heads + head) * padded + place) * WIDTH
-    place += (r // 8 * (8 * WIDTH) + r % 8 * 8)[:, None] + (d // 8 * 64 + d % 8)[None, :]
+    place += (r // 16 * (16 * WIDTH) + r % 8 * 16 + r // 8 % 2 * 2)[:, None]
+    place += (d // 8 * 128 + d % 8 // 2 * 4 + d % 2)[None, :]
     total = tl.load(sums + place) * scale
     row = tile * BM + r
     out = batch * gq_batch + head * gq_head + (first_q + row) * gq_row
