@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -83,12 +84,18 @@ class Case:
         )
 
 
+def fused_forward(made: dict[str, Tensor], options: dict[str, object]) -> tuple[Tensor, Tensor]:
+    from custom.cuda_ops import fused_attention
+
+    return fused_attention.forward(**{name: made[name] for name in "qkv"}, **options)
+
+
 def launch(made: dict[str, Tensor], options: dict[str, object]) -> list[Tensor]:
     """o, lse and the three gradients, by the CUDA launchers themselves."""
-    from custom.cuda_ops import fused_attention, fused_attention_backward
+    from custom.cuda_ops import fused_attention_backward
 
     inputs = {name: made[name] for name in "qkv"}
-    o, lse = fused_attention.forward(**inputs, **options)
+    o, lse = fused_forward(made, options)
     upstream = dict(grad_o=made["grad_o"], grad_lse=made["grad_lse"])
     grads = fused_attention_backward.backward(o=o, lse=lse, **inputs, **upstream, **options)
     return [o, lse, *grads]
@@ -137,7 +144,7 @@ CASES = [
     Case(1, 2, 2, 5, 9, 16, 16, causal=False, window=7, ends_q=(), ends_k=()),
 ]
 
-# what the warp-specialised kernels take: more than 64 queries, on Hopper
+# what the warp-specialised kernels take on Hopper: more than 64 queries
 LONG = (0, 170, 300, 301, 580), (10, 290, 320, 580, 585)
 HOPPER = [
     Case(1, 2, 2, 256, 256, 128, 128),
@@ -156,15 +163,33 @@ HOPPER = [
     Case(1, 4, 2, 300, 330, 16, 32, causal=False),
     Case(2, 4, 2, 200, 330, 192, 128),
     Case(1, 16, 4, 1590, 1590, 256, 256, ends_q=(*LONG[0], 1590), ends_k=(*LONG[1], 1585)),
+    Case(1, 2, 1, 333, 1000, 64, 64, causal=False, window=150),
+    Case(1, 2, 1, 500, 300, 64, 64, window=70),  # the first rows see nothing
+    Case(1, 2, 1, 300, 700, 192, 192, window=90),
     # few tiles, many keys: the plain path splits the keys
     Case(1, 4, 2, 200, 4000, 128, 128),
 ]
 
 
+@pytest.fixture(params=["plain", pytest.param("hopper", marks=gpu)])
+def path(request, monkeypatch):
+    """Which kernels take what both could."""
+    if request.param == "plain":
+        plain_only(monkeypatch)
+    return request.param
+
+
+def plain_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from custom.cuda_ops import fused_attention
+
+    monkeypatch.setattr(fused_attention, "_is_hopper", lambda device: False)
+
+
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_the_reference(case, dtype):
+def test_matches_the_reference(case, dtype, monkeypatch):
+    plain_only(monkeypatch)
     check(case, dtype)
 
 
@@ -181,12 +206,26 @@ def test_long_rows_match_the_reference(case, dtype):
 def test_any_length(data):
     n_q, n_k = data.draw(st.tuples(st.integers(65, 400), st.integers(1, 400)))
     keys, size = data.draw(st.tuples(st.integers(1, 2), st.sampled_from([64, 128])))
-    check(Case(1, 2 * keys, keys, n_q, n_k, size, size), torch.bfloat16)
+    causal, window = data.draw(st.tuples(st.booleans(), st.none() | st.integers(1, 200)))
+    check(Case(1, 2 * keys, keys, n_q, n_k, size, size, causal, window), torch.bfloat16)
+
+
+@gpu
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_packing(data):
+    """Sequences of any lengths, empty ones and tokens behind the last one among them."""
+    lengths = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=5)
+    ends_q, ends_k = (tuple(accumulate(part)) for part in zip(*data.draw(lengths), strict=True))
+    behind_q, behind_k = data.draw(st.tuples(st.integers(0, 99), st.integers(0, 99)))
+    n_q, n_k = max(ends_q[-1] + behind_q, 65 * len(ends_q)), ends_k[-1] + behind_k
+    size, causal = data.draw(st.tuples(st.sampled_from([64, 128]), st.booleans()))
+    check(Case(1, 2, 1, n_q, n_k, size, size, causal, ends_q=ends_q, ends_k=ends_k), torch.bfloat16)
 
 
 @kernels
 @pytest.mark.parametrize("size", [32, pytest.param(128, marks=gpu)])
-def test_neighbours_do_not_leak(size):
+def test_neighbours_do_not_leak(size, path):
     """What a sequence reads of the next one's rows, infinities even, must count for nothing."""
     case = Case(1, 2, 1, 190, 190, size, size, ends_q=(90, 190), ends_k=(70, 190))
     if ON_GPU:
@@ -202,8 +241,8 @@ def test_neighbours_do_not_leak(size):
 
 
 @gpu
-@pytest.mark.parametrize("size", [64, 96, 128])
-def test_same_bits_when_deterministic(size):
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+def test_same_bits_when_deterministic(size, path):
     case = Case(2, 4, 2, 1000, 1000, size, size)
     made, options = case.tensors(torch.bfloat16), case.options()
     runs = [launch(made, options | dict(deterministic=True)) for _ in range(3)]
@@ -217,8 +256,20 @@ def test_same_bits_when_deterministic(size):
 
 
 @gpu
+@pytest.mark.parametrize("ends", [None, (300, 1001, 1001, 1500)], ids=["dense", "packed"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_forward_gives_the_same_bits(size, ends):
+    """Whichever program takes a tile."""
+    case = Case(3, 4, 2, 1500, 1500, size, size, ends_q=ends, ends_k=ends)
+    made, options = case.tensors(torch.bfloat16), case.options()
+    runs = [fused_forward(made, options) for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
+
+
+@gpu
 @pytest.mark.parametrize("size", [32, 128])
-def test_a_graph_replays_with_other_lengths(size):
+def test_a_graph_replays_with_other_lengths(size, path):
     case = Case(1, 4, 2, 900, 900, size, size, ends_q=(300, 600, 900), ends_k=(300, 600, 900))
     made, options = case.tensors(torch.bfloat16), case.options()
     launch(made, options)
@@ -239,7 +290,7 @@ def test_a_graph_replays_with_other_lengths(size):
 @gpu
 @pytest.mark.large
 @pytest.mark.parametrize("size", [32, 128])
-def test_offsets_past_two_to_the_31(size):
+def test_offsets_past_two_to_the_31(size, path):
     far = 2**31 + 4096
     if torch.cuda.get_device_properties(DEVICE).total_memory < 40 * 2**30:
         pytest.skip("needs 40 GB")

@@ -231,6 +231,33 @@ def test_attention_of_the_tutorial(device, backend):
         assert torch.equal(custom.attention(q, k, v, True, 0.5, BM, BN), want)
 
 
+@pytest.mark.parametrize("BM,BN", [(16, 128), (128, 16), (64, 64), (1, 300), (300, 7)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_tile_hint_is_right(BM, BN, causal, device, backend):
+    """The causal path of the tutorial was wrong whenever BN > BM."""
+    case = Case(B=1, H=2, Hk=1, Nq=70, Nk=90, D=32, Dv=32, causal=causal)
+    q, k, v = case.inputs(torch.float16)
+    got = custom.attention(*(x.to(device) for x in (q, k, v)), causal, 0.3, BM, BN)
+    exact = by_torch(q.double(), k.double(), v.double(), case.visible(), 0.3)
+    assert_close_to_float64("o", got, by_torch(q, k, v, case.visible(), 0.3), exact)
+
+
+def test_twice_in_one_compiled_function(device, backend):
+    """The second call takes what the first gave, and both share k and v."""
+    case = Case(B=1, H=4, Hk=2, Nq=40, Nk=40, D=32, Dv=32, causal=True)
+    leaves = [x.to(device).requires_grad_() for x in case.inputs(torch.float16)]
+
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        once = custom.npu_fused_attention(q, k, v, causal=True)
+        again, lse = custom.npu_fused_attention(once, k, v, window=9, return_lse=True)
+        return again.float().square().sum() + lse.square().sum()
+
+    want = torch.autograd.grad(twice(*leaves), leaves)
+    compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    for x, y in zip(torch.autograd.grad(compiled(*leaves), leaves), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
 def test_blocks_of_rows_change_nothing(monkeypatch):
     """16K tokens fit because the scores are made a block at a time; the result is the same."""
     case = Case(B=2, H=4, Hk=2, Nq=50, Nk=61, D=16, Dv=16, causal=True, window=20)
