@@ -8,8 +8,8 @@ rounds.  So grad_q depends on the order of the additions: a deterministic call m
 here, and grad_q by the plain kernel.
 
 The buffer holds grad_q in tiles of 16 x 8, the shape in which a warp holds a product: each addition
-of a thread is then 16 bytes, of a warp 512 in a row.  Its rows are padded to whole tiles of queries,
-and so are those of the statistics.
+of a thread is then 16 bytes, of a warp 512 in a row.  Its rows are padded to whole tiles of
+queries, and so are those of the statistics.
 """
 
 from __future__ import annotations
