@@ -20,8 +20,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
+from custom.cuda_ops import fused_attention, fused_attention_hopper
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
 
@@ -68,6 +70,7 @@ WIDER: dict[str, list[Case]] = {
         attention.case(FORWARD, 1, 2, 1, 200, 333, 128),
         attention.case(FORWARD, 1, 2, 2, 300, 300, 64, False),
         attention.case(FORWARD, 2, 2, 2, 70, 130, 64, packed=True),
+        attention.case(FORWARD, 2, 2, 2, 130, 150, 256, packed=True),
         attention.case(FORWARD, 1, 4, 2, 1, 900, 128),
     ],
     BACKWARD: [
@@ -75,6 +78,7 @@ WIDER: dict[str, list[Case]] = {
         attention.case(BACKWARD, 1, 2, 2, 300, 300, 64, False),
         attention.case(BACKWARD, 2, 2, 2, 70, 130, 64, packed=True),
         attention.case(BACKWARD, 1, 2, 2, 200, 200, 64, deterministic=True),
+        attention.case(BACKWARD, 1, 1, 1, 100, 130, 256),
     ],
     "npu_indexer_loss": [
         indexer_loss.loss_case(64, 128, 40, 700, 300),
@@ -107,6 +111,17 @@ def _prologs(op: str) -> None:
     launch("cuda", op, formatted(layer(3, 1, n=5), torch.float16, "nd", DEVICE), "nd")
 
 
+def _attention(name: str) -> None:
+    """Programs that take one tile after the other; and the plain kernels, as on other GPUs."""
+    for module, function, value in (
+        (fused_attention_hopper, "_processors", 2),
+        (fused_attention, "_is_hopper", False),
+    ):
+        with mock.patch.object(module, function, lambda device, value=value: value):
+            for case in WIDER[name]:
+                case.call(case.make(DEVICE, 0))
+
+
 def _run(name: str) -> None:
     spec = next(spec for spec in SPECS if spec.name == name)
     for sizes in ({}, {"B": 1, "S": 1}):
@@ -116,6 +131,8 @@ def _run(name: str) -> None:
         case.call(case.make(DEVICE, 0))
     if name.endswith("_pto"):
         _prologs(name.removeprefix("npu_").removesuffix("_pto"))
+    if name in (FORWARD, BACKWARD):
+        _attention(name)
     torch.cuda.synchronize()
     print(f"ran {name}", flush=True)
 
