@@ -76,6 +76,11 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "fused_sigmoid_gating_delta_rule_update.update": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
     ),
+    "chunk_gated_delta_rule.products": (Config({}),),
+    "chunk_gated_delta_rule.triangles": (Config({}),),
+    "chunk_gated_delta_rule.walk": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+    ),
     # head sizes up to 64, 128, 256
     "fused_attention.attend": tuple(
         Config({"Q_TILE": rows, "KEY_TILE": keys})

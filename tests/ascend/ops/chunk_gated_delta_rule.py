@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_chunk_gated_delta_rule, against the recurrence token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..case import Arguments, Case, Finding, Inputs, judge_floats
+from ..controls import Control
+
+KERNEL = "chunk_gated_delta_rule"
+OP = f"npu_{KERNEL}"
+
+
+def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
+    """The state is a sum of products of rounded factors: judged as if it had their dtype."""
+    found = []
+    for name, value in got.items():
+        kind = case.dtype if value.dtype is torch.float32 else value.dtype
+        found.append(judge_floats(name, value.to(kind), exact[name], rounded[name].to(kind)))
+    return found
+
+
+def call(
+    lengths: list[int],
+    heads: tuple[int, int] = (1, 2),
+    sizes: tuple[int, int] = (64, 64),
+    behind: int = 0,
+    state: torch.dtype | None = torch.float32,
+    gates: bool = True,
+    fading: float = 0.25,
+    alike: bool = False,
+    kind: torch.dtype = torch.int32,
+    strided: bool = False,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    """`lengths` of the sequences and `behind` tokens of none; one length: not packed."""
+
+    def make(x: Inputs) -> Arguments:
+        h, hv = heads
+        k, v = sizes
+        t = sum(lengths) + behind
+        drawn = x.normal(t, 2, h, k, dtype=torch.float32)
+        if alike:
+            drawn = drawn[:1] + drawn / 50
+        both = x.normal(t, 2, h, k)
+        both.copy_(torch.nn.functional.normalize(drawn, dim=-1))
+        query, key = (both[:, i] if strided else both[:, i].contiguous() for i in (0, 1))
+        arguments = dict(query=query, key=key, value=x.normal(t, hv, v))
+        if gates:
+            arguments["beta"] = x.normal(t, hv)
+            arguments["beta"].sigmoid_()
+            arguments["g"] = x.normal(t, hv, dtype=torch.float32)
+            arguments["g"].abs_().mul_(-fading)
+        if state is not None:
+            arguments["initial_state"] = x.normal(len(lengths), hv, v, k, dtype=state)
+        if len(lengths) > 1 or behind:
+            arguments["actual_seq_lengths"] = x.ints(lengths, kind)
+        return arguments | options
+
+    return make
+
+
+CASES = (
+    Case(OP, "two chunks and a part", call([150]), judge=judge),
+    Case(OP, "packed, tokens behind", call([70, 0, 1, 64], behind=3), judge=judge),
+    Case(
+        OP,
+        "128 x 128, no state",
+        call([65], (1, 1), (128, 128), state=None),
+        judge=judge,
+    ),
+    Case(OP, "no gates, keys alike", call([80], (1, 1), gates=False, alike=True), judge=judge),
+    Case(
+        OP,
+        "fp16, value size 96, int64, bf16 state",
+        call([20, 66], (1, 3), (32, 96), state=torch.bfloat16, kind=torch.int64, strided=True),
+        torch.float16,
+        judge=judge,
+    ),
+    Case(OP, "256 x 48, scale given", call([66], (1, 1), (256, 48), scale=0.5), judge=judge),
+)
+CONTROLS = (
+    Control(
+        "a token sees itself in the triangle",
+        KERNEL,
+        "i[:, None] > i[None], lower",
+        "i[:, None] >= i[None], lower",
+        "two chunks and a part",
+    ),
+    Control(
+        "the decay between chunks forgotten",
+        KERNEL,
+        "state = state * tl.exp(last) + ",
+        "state = state + ",
+        "two chunks and a part",
+    ),
+    Control(
+        "the tail of a packed row left alone",
+        KERNEL,
+        "range(start + tl.program_id(0), tokens, turns)",
+        "range(tokens, tokens, turns)",
+        "packed, tokens behind",
+    ),
+)
