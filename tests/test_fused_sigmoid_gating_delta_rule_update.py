@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,6 +206,50 @@ def test_positional_order_of_sglang(device, backend):
     want = custom.npu_fused_sigmoid_gating_delta_rule_update(**by_name)
     assert torch.equal(o, want)
     assert torch.equal(x["initial_state_source"], by_name["initial_state_source"])
+
+
+# the first parameters of sglang's function, as published; behind them come those of KDA and of
+# verification, in another order
+SGLANG = (
+    *("A_log", "a", "dt_bias", "softplus_beta", "softplus_threshold", "q", "k", "v", "b"),
+    *("initial_state_source", "initial_state_indices", "scale", "use_qk_l2norm_in_kernel"),
+    "cu_seqlens",
+)
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["decode", "verify a chain"])
+def test_drop_in_for_sglang(verify, device, backend):
+    """Its whole positional order, on its state [slots, HV, V, K], gates without a batch; and its
+    verification, whose buffer of states is `intermediate_states` here."""
+    ours = list(inspect.signature(custom.fused_sigmoid_gating_delta_rule_update).parameters)
+    assert tuple(ours[: len(SGLANG)]) == SGLANG
+    lengths = (3, 2) if verify else (1, 1, 1)
+    case = Case(
+        B=1,
+        T=sum(lengths),
+        lengths=lengths,
+        slots=(4, 0) if verify else (2, -1, 0),
+        layout="vk",
+        steps=3 if verify else 0,
+        rows=(1, 3) if verify else (),
+        options=dict(disable_state_update=verify),
+    )
+    drawn = case.arguments()
+    x = moved(drawn, torch.float16, case, device)
+    plain, exact = moved(drawn, torch.float16, case, "cpu"), rounded(drawn, torch.float16, case)
+    rounded_o, exact_o = reference.forward(**plain), reference.forward(**exact)
+    more = {}
+    if verify:
+        names = ("disable_state_update", "intermediate_states", "intermediate_state_indices")
+        more = {name: x[name] for name in names}
+    x["a"], x["b"] = x["a"][0], x["b"][0]
+    o = custom.fused_sigmoid_gating_delta_rule_update(
+        *(x[name] for name in SGLANG), state_layout="vk", **more
+    )
+    assert_close_to_float64("o", o, rounded_o, exact_o)
+    for name in POOLS:
+        if x[name] is not None:
+            assert_close_to_float64(name, x[name], plain[name], exact[name])
 
 
 def test_gates_without_a_batch_dimension_and_flat_channels(device, backend):

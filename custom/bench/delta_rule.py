@@ -51,12 +51,12 @@ def decode_case(b: int, t: int, layout: str, dtype: torch.dtype = torch.float32)
         bytes=float(2 * b * NV * D * D * size + BF16 * b * t * (2 * N + 2 * NV) * D),
         flops=6.0 * b * t * NV * D * D,
         shape=dict(b=b, t=t),
-        peers={"fla": _fla_decode} if layout == "vk" and dtype == torch.float32 else {},
+        peers={"fla": _fla_decode},
     )
 
 
 def _fla_decode(arguments: Arguments) -> Callable[[], Any] | None:
-    """fla-core's recurrence; it writes a new state tensor and takes the gates computed."""
+    """fla-core's recurrence; it writes a new float32 state and takes the gates computed."""
     if importlib.util.find_spec("fla") is None or arguments["q"].device.type != "cuda":
         return None
     from fla.ops.gated_delta_rule import (  # type: ignore[import-not-found]
@@ -77,6 +77,7 @@ def _fla_decode(arguments: Arguments) -> Callable[[], Any] | None:
         initial_state=state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
+        state_v_first=arguments["state_layout"] == "vk",
     )
 
 
@@ -121,10 +122,16 @@ def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     q, k, v, g, beta = (arguments[n][None] for n in ("query", "key", "value", "g", "beta"))
-    state = arguments["initial_state"].transpose(-1, -2).contiguous()
-    q, k = (each.repeat_interleave(NV // N, dim=2) for each in (q, k))
+    state = arguments["initial_state"]
     return lambda: chunk_gated_delta_rule(
-        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        state_v_first=True,
     )
 
 
