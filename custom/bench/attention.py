@@ -32,25 +32,38 @@ def _first_group(size: int) -> Callable[[Arguments], tuple[Arguments, Any]]:
     """The first `size` heads and the key head they share, of the first sequence, all its rows."""
 
     def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
-        of_q, of_k = ("q", "o", "lse", "grad_o"), ("k", "v")
-        piece = dict(arguments)
-        if "cu_seqlens_q" not in arguments:
-            for names, heads in ((of_q, size), (of_k, 1)):
-                piece |= {n: arguments[n][:1, :heads] for n in names if n in arguments}
-            return piece, lambda outputs: [out[:1, :size] for out in outputs]
-        ends = [int(arguments[f"cu_seqlens_{n}"][1]) for n in "qk"]
-        for names, heads, end in ((of_q, size, ends[0]), (of_k, 1, ends[1])):
-            piece |= {n: arguments[n][:end, :heads] for n in names if n in arguments}
-        piece |= {f"cu_seqlens_{n}": arguments[f"cu_seqlens_{n}"][:2] for n in "qk"}
-        return piece, lambda outputs: [out[: ends[0], :size] for out in outputs]
+        if "cu_seqlens_q" in arguments:
+            ends = [int(arguments[f"cu_seqlens_{n}"][1]) for n in "qk"]
+            of_q, of_k = (slice(ends[0]), slice(size)), (slice(ends[1]), slice(1))
+        else:
+            of_q, of_k = (slice(1), slice(size)), (slice(1), slice(1))
+        where = dict.fromkeys(("q", "o", "lse", "grad_o"), of_q) | dict.fromkeys(("k", "v"), of_k)
+        piece = arguments | {n: arguments[n][at] for n, at in where.items() if n in arguments}
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            piece |= {name: arguments[name][:2]} if name in arguments else {}
+        # o and lse; or the gradients of q, k and v
+        selected = (of_q, of_k, of_k) if "grad_o" in arguments else (of_q, of_q)
+        return piece, lambda outputs: [out[at] for out, at in zip(outputs, selected, strict=True)]
 
     return part
+
+
+def _takes(backend: SDPBackend, arguments: Arguments) -> bool:
+    """Whether a back end of torch takes these inputs on this machine."""
+    q, k, v = (arguments[name] for name in "qkv")
+    if q.device.type != "cuda":
+        return False
+    grouped = q.shape[1] != k.shape[1]
+    call = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, arguments["causal"], grouped)
+    if backend is SDPBackend.CUDNN_ATTENTION:
+        return torch.backends.cuda.can_use_cudnn_attention(call)
+    return torch.backends.cuda.can_use_flash_attention(call)
 
 
 def _sdpa(backend: SDPBackend) -> Prepare:
     def prepare(arguments: Arguments) -> Call | None:
         q, k, v = (arguments[name] for name in "qkv")
-        if q.device.type != "cuda":
+        if not _takes(backend, arguments):
             return None
 
         def forward() -> Tensor:
@@ -66,7 +79,7 @@ def _sdpa(backend: SDPBackend) -> Prepare:
 
 def _flash_backward(arguments: Arguments) -> Call | None:
     q, k, v, grad_o = (arguments[name] for name in ("q", "k", "v", "grad_o"))
-    if q.device.type != "cuda":
+    if not _takes(SDPBackend.FLASH_ATTENTION, arguments):
         return None
     aten, causal = torch.ops.aten, arguments["causal"]
     o, lse, cu_q, cu_k, s, s2, state, unused, _ = aten._scaled_dot_product_flash_attention(
@@ -79,7 +92,8 @@ def _flash_backward(arguments: Arguments) -> Call | None:
 
 def _cudnn_backward(arguments: Arguments) -> Call | None:
     q, k, v, grad_o = (arguments[name] for name in ("q", "k", "v", "grad_o"))
-    if q.device.type != "cuda":
+    # its backward by itself is measured for as many key heads as heads
+    if q.shape[1] != k.shape[1] or not _takes(SDPBackend.CUDNN_ATTENTION, arguments):
         return None
     aten, causal = torch.ops.aten, arguments["causal"]
     o, lse, cu_q, cu_k, s, s2, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
