@@ -160,13 +160,15 @@ def _product(
 
     if HEAD > 0:
         # blocks of 64 columns; the first one of a head is rotated, on its way through shared memory
-        x_tiles.index(0).permute([1, 0]).store(acc.to(out.dtype.element_ty))
+        halves: gl.constexpr = [K_TILE // 64, TOKENS, 64]
+        turned = x_tiles.index(0)._reinterpret(x.dtype, halves, x.layout).index(0)
+        turned.permute([1, 0]).store(acc.to(out.dtype.element_ty))
         gl.thread_barrier()
         at = out + block * COLUMNS
         if block % (HEAD // 64) == 0:
-            rotate(x_tiles.index(0), at, N0, sin, cos, token, tokens, TOKENS, INTERLEAVED)
+            rotate(turned, at, N0, sin, cos, token, tokens, TOKENS, INTERLEAVED)
         else:
-            pass_on(x_tiles.index(0), at, N0, token, tokens, TOKENS)
+            pass_on(turned, at, N0, token, tokens, TOKENS)
     else:
         _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, COLUMNS, TOKENS)
     if LATE:
@@ -210,6 +212,7 @@ def launch(
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight.
     `late`: the kernel before is none that x comes from, so it is waited for at the end."""
     tokens, depth = x.shape
+    chunks = run // tiling.k
     described = [
         describe(weight, depth, size, tiling.columns, tiling.k)
         for weight, size in zip(weights, sizes, strict=True)
@@ -217,10 +220,10 @@ def launch(
     _product[grid, out.shape[0]](
         describe_rows(x, tokens, depth, [tiling.tokens, tiling.k]), *described,
         out, turn and turn.sin, turn and turn.cos,
-        tokens, min(run // tiling.k, tiling.stages),
+        tokens, min(chunks, tiling.stages),
         RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
-        TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k, STAGES=tiling.stages,
-        GROUP=tiling.group, FIRST=first, LATE=late, HEAD=turn.size if turn else 0,
-        INTERLEAVED=turn is not None and turn.interleaved, num_warps=tiling.warps,
-        launch_pdl=not forked,
+        TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k,
+        STAGES=min(max(chunks, 2), tiling.stages), GROUP=tiling.group, FIRST=first, LATE=late,
+        HEAD=turn.size if turn else 0, INTERLEAVED=turn is not None and turn.interleaved,
+        num_warps=tiling.warps, launch_pdl=not forked,
     )  # fmt: skip

@@ -110,28 +110,39 @@ def _ask(
     w, w_uk, c, w_tiles, c_tiles, full, step, wanted, head, token,
     CHUNKS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """What step `step` reads, into its place in the ring: three blocks of w_uq_qr and one of c,
-    or, in the last PARTS steps, two blocks of w_uk."""
+    """What step `step` reads, into its place in the ring: three blocks of w_uq_qr and one of c, or,
+    in the last steps, two blocks of w_uk: twice 64 columns, or two halves of 64 columns."""
     STAGES: gl.constexpr = c_tiles.shape[0]
     TOKENS: gl.constexpr = c_tiles.shape[1]
+    K_TILE: gl.constexpr = c_tiles.shape[2]
     stage = step % STAGES
     bar = full.index(stage)
-    k = step * 64
+    k = step * K_TILE
     early = wanted & (step < CHUNKS)
-    mbarrier.expect(bar, (3 * 64 + TOKENS) * 64 * 2, pred=early)
+    mbarrier.expect(bar, (3 * 64 + TOKENS) * K_TILE * 2, pred=early)
     for i in gl.static_range(3):
         panel = (head * 3 + i) * 4
         tma.async_copy_global_to_shared(
             w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=early
         )
     tma.async_copy_global_to_shared(c, [token, k], bar, c_tiles.index(stage), pred=early)
-    late = wanted & (step >= CHUNKS) & (step < CHUNKS + PARTS)
-    mbarrier.expect(bar, 2 * 64 * 64 * 2, pred=late)
+    last = step - CHUNKS
+    late = wanted & (last >= 0) & (last < PARTS * 64 // K_TILE)
+    mbarrier.expect(bar, 2 * 64 * K_TILE * 2, pred=late)
     for i in gl.static_range(2):
-        tile = w_tiles.index(stage * 3 + i)._reinterpret(w.dtype, [64, 64], w_uk.layout)
-        tma.async_copy_global_to_shared(
-            w_uk, [head * 128 + i * 64, (step - CHUNKS) * 64], bar, tile, pred=late
-        )
+        tile = w_tiles.index(stage * 3 + i)._reinterpret(w.dtype, [K_TILE, 64], w_uk.layout)
+        row = head * 128 + (i * 64 if K_TILE == 64 else 0)
+        column = last * 64 if K_TILE == 64 else (last * 2 + i) * 64
+        tma.async_copy_global_to_shared(w_uk, [row, column], bar, tile, pred=late)
+
+
+@gluon.jit
+def _place(c_tiles, i: gl.constexpr):
+    """The i-th [TOKENS, 64] of the tiles of c."""
+    HALVES: gl.constexpr = c_tiles.shape[2] // 64
+    shape: gl.constexpr = [HALVES, c_tiles.shape[1], 64]
+    tile = c_tiles.index(i // HALVES)._reinterpret(c_tiles.dtype, shape, c_tiles.layout)
+    return tile.index(i % HALVES)
 
 
 @gluon.jit(do_not_specialize=["tokens", "ahead"])
@@ -144,11 +155,12 @@ def _query(
     Transposed, [columns, tokens], but for the absorption of many tokens."""
     dtype: gl.constexpr = c.dtype
     TOKENS: gl.constexpr = c.block_shape[0]
+    K_TILE: gl.constexpr = c.block_shape[1]
     PARTS: gl.constexpr = R // 64
     head = gl.program_id(0)
     token = gl.program_id(1) * TOKENS
-    w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, 64, 16], w.layout)
-    c_tiles = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, 64], c.layout)
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, K_TILE, 16], w.layout)
+    c_tiles = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, K_TILE], c.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(STAGES):
         mbarrier.init(full.index(each), count=1)
@@ -156,15 +168,15 @@ def _query(
     gl.thread_barrier()
     for i in range(ahead):
         bar = full.index(i)
-        mbarrier.expect(bar, (3 * 64 + TOKENS) * 64 * 2)
+        mbarrier.expect(bar, (3 * 64 + TOKENS) * K_TILE * 2)
         for j in gl.static_range(3):
             tma.async_copy_global_to_shared(
-                w, [(head * 3 + j) * 4, i * 64, 0], bar, w_tiles.index(i * 3 + j)
+                w, [(head * 3 + j) * 4, i * K_TILE, 0], bar, w_tiles.index(i * 3 + j)
             )
     gdc_launch_dependents()
     gdc_wait()
     for i in range(ahead):
-        tma.async_copy_global_to_shared(c, [token, i * 64], full.index(i), c_tiles.index(i))
+        tma.async_copy_global_to_shared(c, [token, i * K_TILE], full.index(i), c_tiles.index(i))
 
     columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
     summed: gl.constexpr = gl.NVMMADistributedLayout(
@@ -177,11 +189,11 @@ def _query(
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         c_tile = c_tiles.index(stage).permute([1, 0])
-        w_tile = w_tiles.index(stage * 3)._reinterpret(dtype, [64, 64], columns_first)
+        w_tile = w_tiles.index(stage * 3)._reinterpret(dtype, [64, K_TILE], columns_first)
         a = warpgroup_mma(w_tile, c_tile, a, is_async=True)
-        w_tile = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [64, 64], columns_first)
+        w_tile = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [64, K_TILE], columns_first)
         b = warpgroup_mma(w_tile, c_tile, b, is_async=True)
-        w_tile = w_tiles.index(stage * 3 + 2)._reinterpret(dtype, [64, 64], columns_first)
+        w_tile = w_tiles.index(stage * 3 + 2)._reinterpret(dtype, [64, K_TILE], columns_first)
         turned = warpgroup_mma(w_tile, c_tile, turned, is_async=True)
         # the step before is done in every warp, its tiles are free
         a, b, turned = warpgroup_mma_wait(num_outstanding=3, deps=(a, b, turned))
@@ -192,48 +204,65 @@ def _query(
     _ask(w, w_uk, c, w_tiles, c_tiles, full, CHUNKS - 1 + STAGES, True, head, token, CHUNKS, PARTS)
 
     # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
-    c_tiles.index(0).permute([1, 0]).store(a.to(dtype))
-    c_tiles.index(1).permute([1, 0]).store(b.to(dtype))
-    c_tiles.index(2).permute([1, 0]).store(turned.to(dtype))
+    _place(c_tiles, 0).permute([1, 0]).store(a.to(dtype))
+    _place(c_tiles, 1).permute([1, 0]).store(b.to(dtype))
+    _place(c_tiles, 2).permute([1, 0]).store(turned.to(dtype))
     fence_async_shared()
     gl.thread_barrier()
     rotate(
-        c_tiles.index(2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS,
+        _place(c_tiles, 2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS,
         INTERLEAVED,
     )  # fmt: skip
-    for part in range(PARTS):
-        step = CHUNKS + part
+    rows: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    for last in range(PARTS * 64 // K_TILE):
+        step = CHUNKS + last
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        upper = w_tiles.index(stage * 3)._reinterpret(dtype, [64, 64], w_uk.layout)
-        lower = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [64, 64], w_uk.layout)
-        tile = c_tiles.index(3 + part % 2)
-        if TOKENS < 64:
-            out = gl.zeros([64, TOKENS], gl.float32, summed)
-            out = warpgroup_mma(
-                upper.permute([1, 0]), c_tiles.index(0).permute([1, 0]), out, is_async=True
-            )
-            out = warpgroup_mma(
-                lower.permute([1, 0]), c_tiles.index(1).permute([1, 0]), out, is_async=True
-            )
-            out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
-            tma.store_wait(1)
+        upper = w_tiles.index(stage * 3)._reinterpret(dtype, [K_TILE, 64], w_uk.layout)
+        lower = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [K_TILE, 64], w_uk.layout)
+        column = head * R + last * K_TILE
+        if K_TILE == 128:
+            query_tile = c_tiles.index(0).permute([1, 0])
+            left = gl.zeros([64, TOKENS], gl.float32, summed)
+            right = gl.zeros([64, TOKENS], gl.float32, summed)
+            left = warpgroup_mma(upper.permute([1, 0]), query_tile, left, is_async=True)
+            right = warpgroup_mma(lower.permute([1, 0]), query_tile, right, is_async=True)
+            left, right = warpgroup_mma_wait(num_outstanding=0, deps=(left, right))
+            tma.store_wait(0)
             gl.thread_barrier()
-            tile.permute([1, 0]).store(out.to(dtype))
+            _place(c_tiles, 4).permute([1, 0]).store(left.to(dtype))
+            _place(c_tiles, 5).permute([1, 0]).store(right.to(dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(query, [token, column], _place(c_tiles, 4))
+            tma.async_copy_shared_to_global(query, [token, column + 64], _place(c_tiles, 5))
         else:
-            rows: gl.constexpr = gl.NVMMADistributedLayout(
-                version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
-            )
-            out = gl.zeros([TOKENS, 64], gl.float32, rows)
-            out = warpgroup_mma(c_tiles.index(0), upper, out, is_async=True)
-            out = warpgroup_mma(c_tiles.index(1), lower, out, is_async=True)
-            out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+            if TOKENS < 64:
+                out = gl.zeros([64, TOKENS], gl.float32, summed)
+                out = warpgroup_mma(
+                    upper.permute([1, 0]), c_tiles.index(0).permute([1, 0]), out, is_async=True
+                )
+                out = warpgroup_mma(
+                    lower.permute([1, 0]), c_tiles.index(1).permute([1, 0]), out, is_async=True
+                )
+                out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+            else:
+                out = gl.zeros([TOKENS, 64], gl.float32, rows)
+                out = warpgroup_mma(c_tiles.index(0), upper, out, is_async=True)
+                out = warpgroup_mma(c_tiles.index(1), lower, out, is_async=True)
+                out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+            place = c_tiles.index(3 + last % 2)
             tma.store_wait(1)
             gl.thread_barrier()
-            tile.store(out.to(dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(query, [token, head * R + part * 64], tile)
+            if TOKENS < 64:
+                place.permute([1, 0]).store(out.to(dtype))
+            else:
+                place.store(out.to(dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(query, [token, column], place)
         _ask(w, w_uk, c, w_tiles, c_tiles, full, step + STAGES, True, head, token, CHUNKS, PARTS)
     tma.store_wait(0)
 
@@ -255,15 +284,16 @@ def heads(
     tokens, depth = c.shape
     count, _, rank = w_uk.shape
     tile = max(8, power_of_two(tokens))
-    chunks = depth // 64
-    stages = max(5, min(8, chunks, 200 * 1024 // ((3 * 64 + tile) * 128)))
+    # a step costs much the same whatever its depth; with more tokens too few steps would fit
+    k = 128 if tile <= 32 and depth % 128 == 0 and rank % 128 == 0 else 64
+    stages = min(4, 226 // (48 + tile // 4)) if k == 128 else min(8, 200 // (24 + tile // 8))
     _query[count, -(-tokens // tile)](
-        describe_rows(c, tokens, depth, [tile, 64]),
-        describe(weight, depth, count * 192, 64, 64),
-        describe_rows(w_uk, count * 128, rank, [64, 64]),
+        describe_rows(c, tokens, depth, [tile, k]),
+        describe(weight, depth, count * 192, 64, k),
+        describe_rows(w_uk, count * 128, rank, [k, 64]),
         describe_rows(query, tokens, count * rank, [tile, 64]),
-        query_rope, sin, cos, tokens, min(chunks, stages),
-        HEADS=count, R=rank, CHUNKS=chunks, STAGES=stages, INTERLEAVED=interleaved, num_warps=4,
+        query_rope, sin, cos, tokens, stages,
+        HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved, num_warps=4,
         launch_pdl=not forked,
     )  # fmt: skip
 

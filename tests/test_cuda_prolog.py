@@ -170,7 +170,7 @@ def test_options_of_the_layer_arrive():
 
 @gpu
 @pytest.mark.parametrize("heads", [8, 128])
-@pytest.mark.parametrize("tokens", [(2, 2), (33, 1), (100, 1), (1, 300)], ids=str)
+@pytest.mark.parametrize("tokens", [(2, 2), (20, 1), (33, 1), (100, 1), (1, 300)], ids=str)
 def test_sizes_of_the_model(tokens, heads):
     sizes = dict(h=7168, ranks=1536, n=heads, plain=128, rank=512, rotary=64, index=(64, 128))
     given = layer(*tokens, **sizes)
