@@ -3,9 +3,12 @@
 """Every CUDA kernel at small sizes, for NVIDIA's checker:
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    python -m tests.sanitize [OP ...]       # compiles; the tools then find the kernels compiled
     compute-sanitizer --tool memcheck python -m tests.sanitize [OP ...]
-    compute-sanitizer --tool racecheck --racecheck-report all python -m tests.sanitize [OP ...]
     compute-sanitizer --tool synccheck python -m tests.sanitize [OP ...]
+    compute-sanitizer --tool racecheck --print-limit 100000 --log-file race.log \\
+        python -m tests.sanitize [OP ...]
+    python -m tests.racecheck race.log
 
 PyTorch's caching allocator hides reads past the end of a tensor, hence the variable.  A run over
 all ops fails if it leaves out a kernel that the package can launch.  docs/sanitizer.md has the

@@ -23,7 +23,7 @@ from custom.bench.presets import presets
 from custom.bench.report import Row, packed, plot, read_rows, text, write_csv
 from custom.info import report
 
-from . import verified
+from . import racecheck, verified
 
 ROOT = Path(__file__).parent.parent
 BENCHED = [spec.name for spec in SPECS if presets(spec.name, "cpu")]
@@ -69,6 +69,25 @@ def test_both_tritons_says_which_wins_and_how_to_mend_it(monkeypatch):
     monkeypatch.setattr(backends, "installed", lambda name: "1.0")
     sentence = backends.both_tritons()
     assert "was installed last and wins" in sentence and "pip uninstall" in sentence
+
+
+def test_a_racecheck_log_is_judged_by_its_pairs(tmp_path):
+    file, kernel = "chunk_gated_delta_rule_hopper.py", "_walk"
+    begin, calls = racecheck._lines(file, kernel)
+
+    def judged(read, write, errors=1):
+        (tmp_path / "log").write_text(
+            f"""========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at {kernel}+0x1 in {file}:{read}
+=========     and Write access at {kernel}+0x2 in {file}:{write} [66 hazards]
+========= RACECHECK SUMMARY: 1 hazards displayed ({errors} errors, 0 warnings)
+"""
+        )
+        return racecheck.main(str(tmp_path / "log"))
+
+    assert judged(begin, begin) == judged(begin, min(calls)) == 0
+    assert judged(begin + 9, begin) == judged(begin, begin + 9) == 1, "a kernel's own lines"
+    assert judged(begin, begin, errors=2) == 1, "not everything was printed"
 
 
 def test_a_plot_of_stages_from_its_csv(tmp_path):
