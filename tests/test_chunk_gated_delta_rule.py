@@ -41,6 +41,8 @@ class Case:
     gates: bool = True
     scale: float | None = None
     fading: float = 1.0  # times the decay's logarithm
+    alike: bool = False  # keys nearly the same: what a triangle's powers would cancel in
+    strided: bool = False  # query, key and value as views of one projection
 
     def arguments(self) -> dict[str, Any]:
         """In float64, on the CPU; keys of length 1, as the rule needs them."""
@@ -49,7 +51,10 @@ class Case:
             return torch.randn(*shape, dtype=torch.float64)
 
         T = sum(self.lengths) + self.behind
-        q, k = (torch.nn.functional.normalize(drawn(T, self.N, self.Dk), dim=-1) for _ in range(2))
+        q, k = drawn(T, self.N, self.Dk), drawn(T, self.N, self.Dk)
+        if self.alike:
+            k = drawn(1, self.N, self.Dk) + k / 50
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
         state = drawn(len(self.lengths), self.Nv, self.Dv, self.Dk)
         return dict(
             query=q,
@@ -73,7 +78,16 @@ class Case:
                 return y.to(device) if isinstance(y, Tensor) else y
             return y.to(kinds.get(name, dtype)).to(device)
 
-        return {name: one(name, y) for name, y in x.items()}
+        moved = {name: one(name, y) for name, y in x.items()}
+        if self.strided:
+            names = ("query", "key", "value")
+            whole = torch.cat([moved[name].flatten(1) for name in names], 1)
+            parts = whole.split([moved[name][0].numel() for name in names], 1)
+            moved |= {
+                name: part.unflatten(1, moved[name].shape[1:])
+                for name, part in zip(names, parts, strict=True)
+            }
+        return moved
 
 
 CASES = [
@@ -84,6 +98,10 @@ CASES = [
     Case((33, 64), gates=False, scale=0.5),
     Case((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
     Case((66,), N=1, Nv=1, Dk=256, Dv=32),
+    Case((64, 0, 3, 130), N=1, Nv=2, Dk=128, Dv=128, behind=70, fading=0.1, strided=True),
+    Case((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, gates=False, alike=True),
+    Case((10, 70), N=2, Nv=2, Dk=64, Dv=64, state=torch.bfloat16, fading=30.0),
+    Case((), N=1, Nv=1, Dk=128, Dv=64, behind=3),
     Case((), state=None),
 ]
 

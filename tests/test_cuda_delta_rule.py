@@ -16,7 +16,10 @@ from custom.dispatch.reference import fused_sigmoid_gating_delta_rule_update as 
 
 import custom
 
+from .test_chunk_gated_delta_rule import Case as ChunkCase
 from .test_fused_sigmoid_gating_delta_rule_update import Case, moved
+
+chunk = pytest.importorskip("custom.cuda_ops.chunk_gated_delta_rule")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -109,3 +112,42 @@ def test_graph_replays_with_other_slots_and_lengths():
         want = custom.npu_fused_sigmoid_gating_delta_rule_update(**y)
         assert torch.equal(o, want)
         assert torch.equal(x["initial_state_source"], y["initial_state_source"])
+
+
+def _prompt(lengths: list[int], behind: int = 0) -> dict[str, torch.Tensor]:
+    case = ChunkCase(tuple(lengths), N=2, Nv=4, Dk=128, Dv=128, behind=behind, fading=0.02)
+    return case.moved(case.arguments(), torch.bfloat16, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("lengths", [[4000], [1, 900, 0, 64, 2048, 77]], ids=str)
+def test_chunks_of_both_kernels(lengths, monkeypatch):
+    """The kernels for Hopper and those for any GPU, over many chunks."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    x = _prompt(lengths)
+    taken: list[bool] = []
+    plain = chunk._plain
+    monkeypatch.setattr(chunk, "_plain", lambda *args: taken.append(True) or plain(*args))
+    out, state = custom.npu_chunk_gated_delta_rule(**x)
+    assert not taken
+    monkeypatch.setattr(chunk, "_suits_hopper", lambda *args: False)
+    want, want_state = custom.npu_chunk_gated_delta_rule(**x)
+    assert taken
+    for got, other in ((out, want), (state, want_state)):
+        error = (got.double() - other.double()).norm() / other.double().norm()
+        assert error < 2**-7  # each rounds its operands to bfloat16
+
+
+@gpu
+def test_graph_of_chunks_replays_with_other_lengths():
+    x = _prompt([60, 130, 5], behind=5)
+    custom.npu_chunk_gated_delta_rule(**x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, state = custom.npu_chunk_gated_delta_rule(**x)
+    for lengths in ([200, 0, 0], [0, 64, 128], [70, 70, 60]):
+        x["actual_seq_lengths"].copy_(torch.tensor(lengths))
+        graph.replay()
+        want, want_state = custom.npu_chunk_gated_delta_rule(**x)
+        assert torch.equal(out, want) and torch.equal(state, want_state)
