@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,12 @@ SMALL = {
     "deepseek_v32_decode.py": ["--batch", "5", "--context", "64", "--new-tokens", "6"],
     "qwen3_next_generate.py": ["--batch", "3", "--context", "40", "--new-tokens", "6"],
 }
-SCRIPTS = sorted(p.name for p in (ROOT / "examples").glob("*.py") if not p.name.startswith("_"))
+# train_indexer.py has a test of its own
+SCRIPTS = sorted(
+    p.name
+    for p in (ROOT / "examples").glob("*.py")
+    if not p.name.startswith("_") and p.name != "train_indexer.py"
+)
 
 
 def run(script, *arguments):
@@ -38,6 +44,20 @@ def test_example(script, device):
     done = run(script, "--device", device.type, *SMALL.get(script, []))
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"device: {device.type}" in done.stdout
+
+
+def test_the_indexers_recall_rises(device, tmp_path):
+    """It learns which keys the attention looks at: in the dense warm-up, and on after it."""
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "recall.png"
+    done = run("train_indexer.py", "--device", device.type, "--plot", plot)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = re.findall(r"step +(\d+)  loss ([\d.]+)  recall +([\d.]+)%", done.stdout)
+    steps, losses, recalls = (list(map(float, column)) for column in zip(*found, strict=True))
+    assert recalls == sorted(recalls) and losses == sorted(losses, reverse=True)
+    warm = steps.index(100)
+    assert recalls[0] < 40 and recalls[warm] > recalls[0] + 25 and recalls[-1] > recalls[warm] + 1
+    assert plot.stat().st_size > 10_000
 
 
 def test_options_of_the_demo():
