@@ -7,6 +7,7 @@ torch.compile and torch.export need nothing from here: the specs carry schema an
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -95,8 +96,9 @@ class Captured:
 def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
     """Record `fn(*args)` into a device graph that replays with no work on the host.
 
-    The tensors in `args` become the graph's input buffers.  What `fn` writes in them while it is
-    warmed up is undone, so that a cache or a recurrent state holds what it held before.
+    The tensors in `args` become the graph's input buffers.  What `fn` writes in them, or in its own
+    buffers if it is a module, while it is warmed up is undone: a cache or a recurrent state holds
+    what it held before.
 
     Args:
         fn: any function of tensors on one CUDA or NPU device.
@@ -123,19 +125,22 @@ def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
             "On a CPU, call the function itself, or torch.compile it."
         )
     device = getattr(torch, kind)
-    keep = _KeepWritten(tensors)
+    held = fn.buffers() if isinstance(fn, torch.nn.Module) else ()
+    keep = _KeepWritten([*tensors, *held])
     side = device.Stream()
     side.wait_stream(device.current_stream())
-    with device.stream(side), keep:
-        for number in range(max(1, warmup)):
-            # the first call may compile, which synchronises; a later one must not
-            with _no_synchronisation(kind) if number else nullcontext():
-                fn(*args)
-    device.current_stream().wait_stream(side)
-    graph = device.CUDAGraph() if kind == "cuda" else device.NPUGraph()
-    with _no_synchronisation(kind), device.graph(graph):
-        outputs = fn(*args)
-    keep.restore()
+    try:
+        with device.stream(side), keep:
+            for number in range(max(1, warmup)):
+                # the first call may compile, which synchronises; a later one must not
+                with _no_synchronisation(kind) if number else nullcontext():
+                    fn(*args)
+        device.current_stream().wait_stream(side)
+        graph = device.CUDAGraph() if kind == "cuda" else device.NPUGraph()
+        with _no_synchronisation(kind), device.graph(graph):
+            outputs = fn(*args)
+    finally:
+        keep.restore()
     return Captured(graph, args, outputs)
 
 
@@ -154,10 +159,12 @@ class _no_synchronisation(AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._cuda:
             torch.cuda.set_sync_debug_mode(self._mode)
-        if isinstance(error, RuntimeError) and "synchroniz" in str(error):
+        # "synchronizing": torch's own check; "captur": the device's, for what torch does not check
+        if isinstance(error, RuntimeError) and re.search("synchroniz|captur", str(error)):
             raise RuntimeError(
                 "capture: the function waits for the device, which a graph cannot hold. Keep "
-                "lengths, tables and indices in device tensors: no .item(), .cpu(), .tolist()."
+                "lengths, tables and indices in device tensors: no .item(), .cpu(), .tolist(), "
+                "no branch on a tensor, no boolean mask as an index, no synchronize()."
             ) from error
 
 

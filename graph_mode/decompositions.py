@@ -120,7 +120,8 @@ def lightning_indexer(
     indices = picked.masked_fill(absent, -1).to(torch.int32)[:, :, None]
     if not return_value:
         return indices, query.new_empty([0])
-    value = torch.nn.functional.pad(score, (0, 1)).gather(-1, picked.masked_fill(absent, 0))
+    # onnx's ReferenceEvaluator gathers along a dimension counted from the front only
+    value = torch.nn.functional.pad(score, (0, 1)).gather(2, picked.masked_fill(absent, 0))
     return indices, value.masked_fill(absent, 0).to(query.dtype)[:, :, None]
 
 

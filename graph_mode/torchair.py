@@ -20,7 +20,7 @@ from ..dispatch.errors import NotSupported
 from ..dispatch.register import bind, overload
 from ..dispatch.specs import BY_NAME, SPECS, Spec
 
-_REMEDY = 'Compile with npugraph_ex (config.mode = "reduce-overhead"), which runs our own kernel.'
+_REMEDY = 'Compile with torch.compile(backend="npugraph_ex"), which runs our own kernel.'
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Twin:
     constants: dict[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     optional: Sequence[str] = ()  # inputs that older CANN releases lack: left out where absent
+    lacks: Sequence[str] = ()  # our arguments that CANN's operator does not take
+    sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # attribute: a tensor's size
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -146,10 +148,50 @@ TWINS: dict[str, Twin] = {
         outputs=("attention_out", "softmax_max", "softmax_sum"),
         returns=("attention_out", "softmax_max", "softmax_sum"),
     ),
+    "npu_lightning_indexer_grad": Twin(
+        inputs=_same(
+            "query",
+            "key",
+            "dy",
+            "sparse_indices",
+            "weights",
+            "actual_seq_lengths_query",
+            "actual_seq_lengths_key",
+        ),
+        attrs=dict(
+            layout="layout",
+            sparseMode="sparse_mode",
+            preTokens="pre_tokens",
+            nextTokens="next_tokens",
+        ),
+        constants=dict(determinstic=False),  # CANN spells it so
+        sizes=dict(headNum=("query", -2)),
+        outputs=("dq", "dk", "dweights"),
+        returns=("dq", "dk", "dweights"),
+    ),
+    "npu_sparse_lightning_indexer_grad_kl_loss": Twin(
+        inputs=_same("query", "key", "query_index", "key_index")
+        | {"weight": "weights"}
+        | _same("sparse_indices", "softmax_max", "softmax_sum", "query_rope", "key_rope")
+        | dict(
+            actual_seq_lengths_query="actual_seq_qlen", actual_seq_lengths_key="actual_seq_klen"
+        ),
+        attrs=_same("scale_value", "layout", "sparse_mode", "pre_tokens", "next_tokens"),
+        constants=dict(deterministic=False),
+        # the lengths are lists of the host here, and tensors there
+        lacks=("actual_seq_qlen", "actual_seq_klen", "sinks"),
+        outputs=("d_query_index", "d_key_index", "d_weight", "loss"),
+        returns=("d_query_index", "d_key_index", "d_weight", "loss"),
+    ),
 }
 
 
 def _refuse_what_cann_lacks(spec: Spec, twin: Twin, arguments: Mapping[str, Any]) -> None:
+    for name in twin.lacks:
+        if arguments[name] is not None:
+            raise NotSupported(
+                f"{spec.name}: `{name}` is given, which CANN's {spec.ge} does not take. {_REMEDY}"
+            )
     for name, only in twin.fixed.items():
         came = arguments[name]
         equal = math.isclose(came, only) if isinstance(came, float) else came == only
@@ -184,7 +226,12 @@ def _as_twin(spec: Spec, twin: Twin) -> Callable[..., Any]:
         for name in twin.optional:
             if inputs[name] is None:
                 del inputs[name]
-        values = {theirs: arguments[ours] for theirs, ours in twin.attrs.items()} | twin.constants
+        defaults = bind(overload(spec)._schema, (), {})
+        values = {
+            theirs: defaults[ours] if arguments[ours] is None else arguments[ours]
+            for theirs, ours in twin.attrs.items()
+        } | twin.constants
+        values |= {name: arguments[of].symsize[at] for name, (of, at) in twin.sizes.items()}
         attrs = {name: _attribute(spec, name, value) for name, value in values.items()}
         made = ge.custom_op(spec.ge, inputs=inputs, outputs=list(twin.outputs), attrs=attrs)
         by_name = dict(zip(twin.outputs, made, strict=True))
@@ -194,9 +241,108 @@ def _as_twin(spec: Spec, twin: Twin) -> Callable[..., Any]:
     return convert
 
 
-def _refusing(spec: Spec) -> Callable[..., Any]:
+# ----------------------------------------------- attention: CANN's operator and a few beside it
+
+_FLASH_LACKS = ("cu_seqlens_q", "cu_seqlens_k", "window", "grad_lse")
+_REPEATED = 8  # CANN keeps each row's maximum and sum eight times
+
+
+def _flash(spec: Spec, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(optional inputs, attributes) that CANN's attention and its gradient share."""
+    import numpy
+    from torchair import ge
+
+    q, k, v = (arguments[name] for name in "qkv")
+    for name in _FLASH_LACKS:
+        if arguments.get(name) is not None:
+            raise NotSupported(
+                f"{spec.name}: `{name}` is given, which CANN's {spec.ge} does not take as ours "
+                f"does. {_REMEDY}"
+            )
+    if q.dtype != v.dtype:
+        raise NotSupported(
+            f"{spec.name}: `v` is of another dtype than `q`, which CANN's {spec.ge} does not take. "
+            f"{_REMEDY}"
+        )
+    attrs = dict(
+        head_num=q.symsize[1],
+        input_layout="BNSD",
+        scale_value=arguments["sm_scale"],
+        keep_prob=1.0,
+        inner_precise=0,
+        sparse_mode=0,
+    )
+    if attrs["scale_value"] is None:
+        attrs["scale_value"] = q.symsize[3] ** -0.5
+    absent = ("padding_mask", "drop_mask", "prefix", "actual_seq_qlen", "actual_seq_kvlen")
+    inputs: dict[str, Any] = dict.fromkeys((*absent, "q_start_idx", "kv_start_idx", "atten_mask"))
+    if arguments["causal"]:
+        if q.symsize[2] > k.symsize[2]:  # where sizes are dynamic, a guard
+            raise NotSupported(
+                f"{spec.name}: `causal` with `q` longer than `k`: what CANN's {spec.ge} gives a "
+                f"query that sees no key is not known. {_REMEDY}"
+            )
+        # mode 3 is aligned at the last key, as ours; its mask is one tile of a causal one
+        mask = numpy.triu(numpy.ones((2048, 2048), dtype=bool), 1)
+        inputs["atten_mask"] = ge.Const(mask, dtype=ge.DataType.DT_BOOL, readable=False)
+        attrs["sparse_mode"] = 3
+    return inputs, {name: _attribute(spec, name, value).value for name, value in attrs.items()}
+
+
+def _flash_attention(spec: Spec, arguments: Mapping[str, Any]) -> Any:
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    inputs, attrs = _flash(spec, arguments)
+    q, k, v = (arguments[name] for name in "qkv")
+    top, total, _, out = ge.FlashAttentionScore(q, k, v, real_shift=None, **inputs, **attrs)
+    # softmax's maximum and sum make the log-sum-exp
+    return out, ge.ReduceMax(ge.Add(top, ge.Log(total)), ge.Const([-1]))
+
+
+def _flash_attention_backward(spec: Spec, arguments: Mapping[str, Any]) -> Any:
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    inputs, attrs = _flash(spec, arguments)
+    q, k, v = (arguments[name] for name in "qkv")
+    # exp(s - maximum) / sum is exp(s - lse) with `lse` as the maximum and 1 as the sum
+    lse = ge.Tile(ge.Unsqueeze(arguments["lse"], axes=[-1]), ge.Const([1, 1, 1, _REPEATED]))
+    return ge.FlashAttentionScoreGrad(
+        q,
+        k,
+        v,
+        arguments["grad_o"],
+        pse_shift=None,
+        softmax_max=lse,
+        softmax_sum=ge.OnesLike(lse),
+        softmax_in=None,
+        attention_in=arguments["o"],
+        **inputs,
+        **attrs,
+    )[:3]
+
+
+COMPOSED: dict[str, Callable[[Spec, Mapping[str, Any]], Any]] = {
+    "npu_fused_attention": _flash_attention,
+    "npu_fused_attention_backward": _flash_attention_backward,
+}
+
+
+def _composed(spec: Spec) -> Callable[..., Any]:
     def convert(*args: Any, meta_outputs: Any = None, **kwargs: Any) -> Any:
-        raise NotSupported(f"{spec.name}: CANN has no operator of this meaning for GE. {_REMEDY}")
+        return COMPOSED[spec.name](spec, bind(overload(spec)._schema, args, kwargs))
+
+    return convert
+
+
+def _refusing(spec: Spec) -> Callable[..., Any]:
+    lacking = (
+        f"no GE form of CANN's {spec.ge} is public"
+        if spec.ge
+        else "CANN has no operator of this meaning for GE"
+    )
+
+    def convert(*args: Any, meta_outputs: Any = None, **kwargs: Any) -> Any:
+        raise NotSupported(f"{spec.name}: {lacking}. {_REMEDY}")
 
     return convert
 
@@ -218,5 +364,7 @@ def register() -> None:
         twin = TWINS.get(spec.name)
         if twin is not None:
             register_fx_node_ge_converter(overload(spec))(_as_twin(spec, twin))
+        elif spec.name in COMPOSED:
+            register_fx_node_ge_converter(overload(spec))(_composed(spec))
         elif not _runs_python_ops():
             register_fx_node_ge_converter(overload(spec))(_refusing(spec))

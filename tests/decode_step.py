@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""A whole decode step, tiny: a layer of sparse attention, a layer of the gated delta rule, the head.
+"""A whole decode step, tiny: a layer of sparse attention, one of the gated delta rule, the head.
 
 Caches, states and weights are buffers; lengths, tables and slots are tensors, so that one graph
 serves every length.
@@ -21,7 +21,7 @@ _OF_THE_CALL = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
 
 
 class DecodeStep(torch.nn.Module):
-    """tokens [B], act_seqs [B], block_table [B, pages], slots [B] -> the next tokens, their logits"""
+    """tokens [B], act_seqs [B], block_table [B, pages], slots [B] -> the next tokens and logits"""
 
     written = (*_WRITTEN, "states")
 
@@ -29,7 +29,8 @@ class DecodeStep(torch.nn.Module):
         super().__init__()
         maker = Maker(device, dtype)
         layer = sample("npu_sparse_attention_pto", device, dtype)
-        self.names = [n for n, t in layer.items() if isinstance(t, Tensor) and n not in _OF_THE_CALL]
+        given = (n for n, value in layer.items() if isinstance(value, Tensor))
+        self.names = [name for name in given if name not in _OF_THE_CALL]
         for name in self.names:
             self.register_buffer(name, layer[name])
         for name, value in dict(

@@ -17,6 +17,7 @@ from torch.export import Dim
 
 import custom
 
+from .decode_step import DecodeStep, steps
 from .ragged import Packed
 from .samples import SAMPLES, Maker, sample
 from .test_contracts import everything, mutated, tensors
@@ -159,14 +160,15 @@ def test_the_layer_calls_its_stages(file_of):
     assert set(functions) == {"SparseAttentionPto", *stages}
 
 
-def test_the_reference_evaluator_agrees(file_of):
+@pytest.mark.parametrize("op", OPS)
+def test_the_reference_evaluator_agrees(op, file_of):
     from onnx.reference import ReferenceEvaluator
 
-    op = "npu_fused_attention"
     for arguments in arguments_of(op):
         feed = file_of(op).feed(arguments)
         out = ReferenceEvaluator(file_of(op).model).run(None, feed)
-        close([torch.from_numpy(x) for x in out], list(overload(BY_NAME[op])(**arguments)))
+        wanted = everything(BY_NAME[op], overload(BY_NAME[op]), arguments)
+        close([torch.from_numpy(x) for x in out], wanted)
 
 
 def test_calls_with_other_constants_are_overloads(tmp_path):
@@ -267,9 +269,32 @@ def refused(op: str, path, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_an_op_for_training_is_refused(tmp_path):
-    message = refused("npu_fused_attention_backward", tmp_path)
-    assert message == "npu_fused_attention_backward has no ONNX form: it is for training."
+@pytest.mark.parametrize("op", [spec.name for spec in SPECS if not spec.onnx])
+def test_an_op_for_training_is_refused(op, tmp_path):
+    assert refused(op, tmp_path) == f"{op} has no ONNX form: it is for training."
+
+
+def test_decode_step_runs_in_onnxruntime(tmp_path):
+    """Two layers and the head; the caches and states go from each call into the next."""
+    model = DecodeStep(CPU, torch.float32)
+    eager = copy.deepcopy(model)
+    calls = steps(CPU)
+    path = str(tmp_path / "model.onnx")
+    ours.export(copy.deepcopy(model), calls[0], path)
+    session = runtime.InferenceSession(path)
+    names = [i.name for i in session.get_inputs()]
+    assert [n for n in names if n in DecodeStep.written] == names[4:]
+    state = {name: getattr(model, name).numpy() for name in names[4:]}
+    for call in calls:
+        feed = dict(zip(names[:4], (x.numpy() for x in call), strict=True)) | state
+        got = session.run(None, feed)
+        with torch.no_grad():
+            wanted = eager(*call)
+        close([torch.from_numpy(x) for x in got[:2]], list(wanted))
+        for output, value in zip(session.get_outputs()[2:], got[2:], strict=True):
+            name = output.name.removesuffix("_out")
+            state[name] = value
+            close([torch.from_numpy(value)], [getattr(eager, name)])
 
 
 def _packed(maker: Maker) -> dict:

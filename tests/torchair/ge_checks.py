@@ -13,13 +13,20 @@ from custom.dispatch.specs import BY_NAME, SPECS
 
 import custom
 from tests.samples import sample
+from tests.test_contracts import mutated, tensors
 
 from . import standalone
 
+# these have an operator of CANN's, and no GE form of it is public
+NO_FORM = [
+    "npu_sparse_flash_attention_grad",
+    "npu_chunk_gated_delta_rule",
+]
 standalone.install({spec.ge for spec in SPECS if spec.ge})
 import torchair  # noqa: E402
 from custom.graph_mode import torchair as ours  # noqa: E402
 from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph  # noqa: E402
+from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef  # noqa: E402
 
 ours.register()
 CPU = torch.device("cpu")
@@ -44,13 +51,17 @@ def graphs(monkeypatch):
     return built
 
 
-def convert(name: str, arguments: dict, dynamic: bool = False):
+def convert(name: str, arguments: dict, dynamic: bool | None = False, free: dict | None = None):
+    """`free`: argument -> its dynamic dimensions, with dynamic=None."""
     torch._dynamo.reset()
     config = torchair.CompilerConfig()
     config.debug.run_eagerly = True
     backend = torchair.get_npu_backend(compiler_config=config)
     constants = {k: v for k, v in arguments.items() if not isinstance(v, torch.Tensor)}
     tensors = {k: v.clone() for k, v in arguments.items() if k not in constants}
+    for argument, dimensions in (free or {}).items():
+        torch._dynamo.mark_dynamic(tensors[argument], dimensions)
+
     compiled = torch.compile(
         lambda **kw: overload(BY_NAME[name])(**kw, **constants),
         backend=backend,
@@ -78,18 +89,21 @@ def test_becomes_cann_s_operator(name, dynamic, graphs):
     arguments = sample(name, CPU, torch.bfloat16)
     if name == "npu_sparse_attention_pto":
         arguments |= PUBLIC_KERNEL
+    twin, free = ours.TWINS[name], None
+    if twin.sizes and dynamic:  # a size that is an attribute must stay fixed
+        dynamic, free = None, {n: [0, 1] for n in tensors(arguments)}
     wanted = overload(BY_NAME[name])(**copy.deepcopy(arguments))
-    got = convert(name, arguments, dynamic)
+    got = convert(name, arguments, dynamic, free)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    op, twin = node(graphs, BY_NAME[name].ge), ours.TWINS[name]
+    op = node(graphs, BY_NAME[name].ge)
     assert [d.name for d in op.output_desc] == list(twin.outputs)
     given = [theirs for theirs, mine in twin.inputs.items() if arguments.get(mine) is not None]
     if name == "npu_sparse_flash_attention":
         given.insert(2, "value")  # None means the keys
     assert inputs_of(op) == given
     attributes = {k: v for k, v in op.attr.items() if not k.startswith("_")}
-    assert set(attributes) == {*twin.attrs, *twin.constants}
+    assert set(attributes) == {*twin.attrs, *twin.constants, *twin.sizes}
     # a cache is updated in place where torchair's table of such operators lists CANN's; it does not
     # list SparseAttentionPto, whose three caches it copies
     copies = [each.type for each in graphs[-1].graph.op].count("TensorMove")
@@ -112,15 +126,184 @@ def test_what_cann_lacks_is_refused_by_name(name, value):
         del arguments[name]
         if name == "sparse_count":
             arguments[name] = 1024
-    with pytest.raises(Exception, match=rf"computes with `{name}` = .* only.*reduce-overhead"):
+    with pytest.raises(Exception, match=rf"computes with `{name}` = .* only.*npugraph_ex"):
         convert("npu_sparse_attention_pto", arguments)
 
 
-@pytest.mark.parametrize("name", [s.name for s in SPECS if s.name not in ours.TWINS])
-def test_an_op_that_cann_lacks_names_npugraph_ex(name):
+FLASH = {
+    "npu_fused_attention": ("attention_out", ["query", "key", "value"]),
+    "npu_fused_attention_backward": (
+        "dq",
+        ["query", "key", "value", "dy", "softmax_max", "softmax_sum", "attention_in"],
+    ),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", list(FLASH))
+def test_attention_becomes_cann_s(name, dynamic, causal, graphs):
+    """CANN's operator between the few that make its softmax statistics of our log-sum-exp."""
+    arguments = sample(name, CPU, torch.bfloat16) | dict(causal=causal)
+    free = {n: [0, 2] for n in ("q", "k", "v", "grad_o", "o", "lse") if n in arguments}
+    wanted = overload(BY_NAME[name])(**arguments)
+    got = convert(name, arguments, None if dynamic else False, free if dynamic else None)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    op = node(graphs, BY_NAME[name].ge)
+    _, inputs = FLASH[name]
+    mask = ["atten_mask"] if causal else []
+    assert sorted(inputs_of(op)) == sorted(inputs + mask)
+    attr = op.attr
+    assert (attr["head_num"].i, attr["input_layout"].s) == (4, b"BNSD")
+    assert attr["scale_value"].f == pytest.approx(32**-0.5)
+    assert (attr["sparse_mode"].i, attr["keep_prob"].f) == (3 if causal else 0, 1.0)
+    kinds = {each.name: each.type for each in graphs[-1].graph.op}
+    if name == "npu_fused_attention":
+        log, add, most = (node(graphs, kind) for kind in ("Log", "Add", "ReduceMax"))
+        assert log.input[0] == f"{op.name}:1"  # the softmax sum
+        assert list(add.input) == [f"{op.name}:0", f"{log.name}:0"]
+        assert most.input[0] == f"{add.name}:0"
+        returned = node(graphs, "NetOutput").input
+        assert list(returned[:2]) == [f"{op.name}:3", f"{most.name}:0"]
+    else:
+        given = {
+            d.name: source.partition(":")[0]
+            for d, source in zip(op.input_desc, op.input, strict=True)
+        }
+        assert kinds[given["softmax_max"]] == "Tile" and kinds[given["softmax_sum"]] == "OnesLike"
+
+
+REFUSED = {
+    "window": (dict(window=3), "`window` is given"),
+    "cu_seqlens_q": (
+        dict(
+            q=torch.randn(6, 4, 16, dtype=torch.bfloat16),
+            k=torch.randn(6, 2, 16, dtype=torch.bfloat16),
+            v=torch.randn(6, 2, 16, dtype=torch.bfloat16),
+            cu_seqlens_q=torch.tensor([0, 2, 6], dtype=torch.int32),
+            cu_seqlens_k=torch.tensor([0, 2, 6], dtype=torch.int32),
+        ),
+        "`cu_seqlens_q` is given",
+    ),
+    "causal": (
+        dict(
+            k=torch.randn(2, 2, 5, 32, dtype=torch.bfloat16),
+            v=torch.randn(2, 2, 5, 16, dtype=torch.bfloat16),
+        ),
+        "`causal` with `q` longer than `k`",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(REFUSED))
+def test_what_cann_s_attention_lacks_is_refused_by_name(what):
+    changes, sentence = REFUSED[what]
+    arguments = sample("npu_fused_attention", CPU, torch.bfloat16) | changes
+    with pytest.raises(Exception, match=rf"npu_fused_attention: {sentence}.*npugraph_ex"):
+        convert("npu_fused_attention", arguments)
+
+
+def test_dynamic_sizes_that_do_not_fit_are_found_again():
+    """The converter asks for sizes by a guard: other sizes convert anew, and are refused."""
+    arguments = sample("npu_fused_attention", CPU, torch.bfloat16)
+    config = torchair.CompilerConfig()
+    config.debug.run_eagerly = True
+    compiled = torch.compile(
+        overload(BY_NAME["npu_fused_attention"]),
+        backend=torchair.get_npu_backend(compiler_config=config),
+        fullgraph=True,
+    )
+    torch._dynamo.reset()
+    for name in "qkv":
+        torch._dynamo.mark_dynamic(arguments[name], 2)
+    with torch.no_grad():
+        compiled(**arguments)
+        longer = torch.randn(2, 4, 8, 32, dtype=torch.bfloat16)
+        compiled(**arguments | dict(q=longer))
+        longest = torch.randn(2, 4, 10, 32, dtype=torch.bfloat16)
+        with pytest.raises(Exception, match="`causal` with `q` longer than `k`"):
+            compiled(**arguments | dict(q=longest))
+
+
+def test_sinks_of_the_loss_are_refused_by_name():
+    arguments = sample("npu_sparse_lightning_indexer_grad_kl_loss", CPU, torch.bfloat16)
+    arguments["sinks"] = torch.zeros(4)
+    with pytest.raises(Exception, match=r"`sinks` is given, which CANN's .*npugraph_ex"):
+        convert("npu_sparse_lightning_indexer_grad_kl_loss", arguments)
+
+
+def test_an_attribute_that_depends_on_a_size_is_refused_by_name():
+    arguments = sample("npu_lightning_indexer_grad", CPU, torch.bfloat16)
+    with pytest.raises(Exception, match=r"`headNum` is symbolic.*npugraph_ex"):
+        convert("npu_lightning_indexer_grad", arguments, dynamic=True)
+
+
+@pytest.mark.parametrize(
+    "name", [s.name for s in SPECS if s.name not in {*ours.TWINS, *ours.COMPOSED}]
+)
+def test_an_op_without_a_form_names_npugraph_ex(name):
     arguments = sample(name, CPU, torch.bfloat16)
-    with pytest.raises(Exception, match=r"CANN has no operator of this meaning.*npugraph_ex"):
+    sentence = r"no GE form of CANN's \w+" if name in NO_FORM else "CANN has no operator of this"
+    with pytest.raises(Exception, match=rf"{name}: {sentence}.*npugraph_ex"):
         convert(name, arguments)
+
+
+class Step(torch.nn.Module):
+    """The op with its constants; weights are buffers.  Caches are arguments: dynamo_export makes a
+    constant of every buffer."""
+
+    def __init__(self, name: str, arguments: dict) -> None:
+        super().__init__()
+        self.op = overload(BY_NAME[name])
+        self.constants = {n: v for n, v in arguments.items() if not isinstance(v, torch.Tensor)}
+        self.kept = [
+            n for n in arguments if n.startswith(("w_", "weight_")) and n != "weight_format"
+        ]
+        for each in self.kept:
+            self.register_buffer(each, arguments[each])
+
+    def forward(self, **given: torch.Tensor):
+        kept = {each: getattr(self, each) for each in self.kept}
+        return self.op(**given, **kept, **self.constants)
+
+
+@pytest.mark.parametrize("name", [*ours.TWINS, *ours.COMPOSED])
+def test_dynamo_export_writes_the_serialised_graph(name, tmp_path):
+    arguments = sample(name, CPU, torch.bfloat16)
+    if name == "npu_sparse_attention_pto":
+        arguments |= PUBLIC_KERNEL
+    model = Step(name, arguments)
+    given = {
+        n: v for n, v in arguments.items() if isinstance(v, torch.Tensor) and n not in model.kept
+    }
+    with torch._dynamo.config.patch(specialize_int=True):
+        torchair.dynamo_export(
+            model=model,
+            export_path=str(tmp_path),
+            export_name="step",
+            config=torchair.CompilerConfig(),
+            **given,
+        )
+    (graph,) = ModelDef.FromString((tmp_path / "step.air").read_bytes()).graph
+    kinds = [op.type for op in graph.op]
+    assert kinds.count(BY_NAME[name].ge) == 1
+    # a written cache is a variable of the graph
+    written = [each for each in mutated(BY_NAME[name]) if each in arguments]
+    assert kinds.count("RefData") == len(written)
+    assert kinds.count("Data") == len(given) - len(written)
+    assert (tmp_path / "options.json").exists()
+
+
+def test_dynamo_export_refuses_as_the_compiler_does(tmp_path):
+    name = "npu_indexer_prolog_pto"
+    arguments = sample(name, CPU, torch.bfloat16)
+    model = Step(name, arguments)
+    given = {n: v for n, v in arguments.items() if n not in model.kept}
+    with pytest.raises(Exception, match=r"CANN has no operator of this meaning.*npugraph_ex"):
+        torchair.dynamo_export(
+            model=model, export_path=str(tmp_path), config=torchair.CompilerConfig(), **given
+        )
 
 
 def test_the_package_is_the_installed_one():

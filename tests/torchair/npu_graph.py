@@ -13,7 +13,7 @@ import ctypes
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch_npu
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 class Graph(TorchDispatchMode):
     """Stands for torch.npu.NPUGraph, on CPU tensors."""
 
-    captured: list[Graph] = []
+    captured: ClassVar[list[Graph]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,9 +93,7 @@ def _storage(pointer: int, device: torch.device, size: int) -> torch.UntypedStor
 def _tensor(metadata: dict[str, Any], storage: torch.UntypedStorage) -> Tensor:
     with no_dispatch():
         empty = torch.empty(0, dtype=metadata["dtype"])
-        return empty.set_(
-            storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
-        )
+        return empty.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
 
 
 def install() -> None:

@@ -19,6 +19,13 @@ _DTYPES = (
 )
 
 
+def _export(serialised: bytes, options: dict[str, str]) -> None:
+    """Stands for the C++ part of dynamo_export, which lets GE write the graph that it is given."""
+    path = Path(options["export_path_dir"]) / options["export_name"]
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(serialised)
+
+
 def _stand_in(registered: set[str]) -> types.ModuleType:
     module = types.ModuleType(_NAME)
     members = {name: number for number, name in enumerate(_DTYPES.split())}
@@ -33,6 +40,7 @@ def _stand_in(registered: set[str]) -> types.ModuleType:
         [],
     )
     module.check_cann_compat = lambda *_: ""
+    module.export = _export
     for name in (
         "SetDebugLogPath",
         "InitializeGraphEngine",

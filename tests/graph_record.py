@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The table op x graph mode x how far checked, from the records that the tests wrote.
+
+pytest --record-graph tests/records/graph/NAME.json    writes a record: which tests passed
+tests/torchair/run.sh --record tests/records/graph     writes those of torchair
+python -m tests.graph_record                           puts the tables into docs/graph_mode.md
+
+A cell counts the recorded tests that bear the op's name.  A test that was skipped, renamed or never
+run is in no record, and its cell says so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from custom.dispatch.specs import SPECS, Spec
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "tests" / "records" / "graph"
+PAGE = ROOT / "docs" / "graph_mode.md"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A column: `tests` and `refusals` are parametrised by op, `steps` check a decode step."""
+
+    title: str
+    record: str
+    tests: tuple[str, ...]
+    steps: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+    applies: Callable[[Spec], bool] = lambda spec: True
+
+
+_COMPILE, _CAPTURE = "tests/test_compile.py::", "tests/test_graph_mode.py::"
+_ONNX, _GRAPH, _GE = (
+    "tests/test_onnx.py::",
+    "tests/torchair/graph_checks.py::",
+    "tests/torchair/ge_checks.py::",
+)
+_ALONE = f"{_COMPILE}test_compiled_graph_is_the_op_alone_for_every_size"
+_STEP = f"{_COMPILE}test_decode_step_compiles_once_for_every_length"
+_BACKWARD = f"{_COMPILE}test_backward_under_compile"
+_PACKAGE = f"{_COMPILE}test_package_of_aotinductor_equals_eager"
+_DIRECT = f"{_GRAPH}test_op_is_called_directly_and_captured_once"
+_WHOLE = f"{_GRAPH}test_whole_decode_step_is_captured_once"
+_REFUSED = f"{_GE}test_an_op_without_a_form_names_npugraph_ex"
+
+
+def _trained(spec: Spec) -> bool:
+    return spec.differentiable
+
+
+CPU_AND_CUDA = (
+    Mode("compile, CPU", "cpu", (_ALONE,), (_STEP,)),
+    Mode("compile, CUDA", "cuda", (_ALONE,), (_STEP,)),
+    Mode("backward, CPU", "cpu", (_BACKWARD,), applies=_trained),
+    Mode("backward, CUDA", "cuda", (_BACKWARD,), applies=_trained),
+    Mode("export", "cpu", (f"{_COMPILE}test_export_is_saved_and_loaded",)),
+    Mode("AOTInductor, CPU", "cpu", (_PACKAGE,)),
+    Mode("AOTInductor, CUDA", "cuda", (_PACKAGE,)),
+    Mode(
+        "reduce-overhead, CUDA",
+        "cuda",
+        (f"{_COMPILE}test_reduce_overhead_replays_with_other_lengths",),
+        (f"{_COMPILE}test_reduce_overhead_of_the_decode_step",),
+    ),
+    Mode(
+        "capture, CUDA",
+        "cuda",
+        (f"{_CAPTURE}test_replay_with_other_values_and_lengths",),
+        (f"{_CAPTURE}test_capture_of_a_decode_step_serves_every_length",),
+    ),
+)
+ASCEND_AND_ONNX = (
+    Mode("npugraph_ex", "npugraph_ex", (_DIRECT,), (_WHOLE,)),
+    Mode("reduce-overhead, torchair", "reduce-overhead", (_DIRECT,), (_WHOLE,)),
+    Mode(
+        "GE",
+        "ge",
+        (f"{_GE}test_becomes_cann_s_operator", f"{_GE}test_attention_becomes_cann_s"),
+        refusals=(_REFUSED,),
+    ),
+    Mode(
+        "dynamo_export",
+        "ge",
+        (f"{_GE}test_dynamo_export_writes_the_serialised_graph",),
+        refusals=(_REFUSED,),
+    ),
+    Mode(
+        "ONNX",
+        "cpu",
+        (
+            f"{_ONNX}test_onnxruntime_equals_eager_with_another_batch_and_length",
+            f"{_ONNX}test_is_one_node_with_the_schema_s_inputs_and_attributes",
+        ),
+        (f"{_ONNX}test_decode_step_runs_in_onnxruntime",),
+        (f"{_ONNX}test_an_op_for_training_is_refused",),
+    ),
+)
+MODES = (*CPU_AND_CUDA, *ASCEND_AND_ONNX)
+_RECORDED = {name for mode in MODES for name in (*mode.tests, *mode.steps, *mode.refusals)}
+
+
+def records() -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+
+
+def passed(found: dict[str, dict[str, Any]], record: str, test: str, op: str | None) -> int:
+    """How many parametrisations of `test` are in the record; those of `op`, if it is given."""
+    ids = found.get(record, {}).get("passed", [])
+    of_test = [each for each in ids if each.partition("[")[0] == test]
+    if op is None:
+        return len(of_test)
+    return sum(op in re.split(r"[\[\]-]", each) for each in of_test)
+
+
+def _cell(found: dict[str, dict[str, Any]], mode: Mode, spec: Spec) -> str:
+    if not mode.applies(spec):
+        return "-"
+    count = sum(passed(found, mode.record, test, spec.name) for test in mode.tests)
+    if count:
+        return str(count)
+    refused = sum(passed(found, mode.record, test, spec.name) for test in mode.refusals)
+    return "refused" if refused else "not checked"
+
+
+def _step_cell(found: dict[str, dict[str, Any]], mode: Mode) -> str:
+    count = sum(passed(found, mode.record, test, None) for test in mode.steps)
+    return str(count) if count else "not checked" if mode.steps else "-"
+
+
+def table(modes: tuple[Mode, ...]) -> str:
+    found = records()
+    rows = [
+        "| op | " + " | ".join(mode.title for mode in modes) + " |",
+        "|---" * (len(modes) + 1) + "|",
+    ]
+    for spec in SPECS:
+        cells = [_cell(found, mode, spec) for mode in modes]
+        rows.append(f"| `{spec.name}` | " + " | ".join(cells) + " |")
+    rows.append("| a decode step | " + " | ".join(_step_cell(found, m) for m in modes) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def sources() -> str:
+    """One line a record: where, when, with what."""
+    lines = [
+        f"- `{name}`: {record['hardware']}, {record['date']}, "
+        + ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+        for name, record in records().items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def fresh(text: str) -> str:
+    """`text` with all tables as they follow from today's records."""
+    made = {
+        "cpu and cuda": table(CPU_AND_CUDA),
+        "ascend and onnx": table(ASCEND_AND_ONNX),
+        "records": sources(),
+    }
+    for name, content in made.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        block = f"{begin}\n{content}{end}"
+        text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.S)
+    return text
+
+
+# ------------------------------------------------------------------------------ a plugin of pytest
+
+_ids: set[str] = set()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-graph", help="write which graph-mode tests passed to this JSON file")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed and report.nodeid.partition("[")[0] in _RECORDED:
+        _ids.add(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    path = session.config.getoption("--record-graph")
+    if not path or exitstatus or hasattr(session.config, "workerinput"):
+        return
+    cuda = session.config.getoption("--device") == "cuda"
+    record = {
+        "hardware": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "date": datetime.date.today().isoformat(),
+        "versions": {"torch": torch.__version__, **_versions("torch_npu", "onnx", "onnxruntime")},
+        "passed": sorted(_ids),
+    }
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fresh(PAGE.read_text()))
