@@ -145,6 +145,25 @@ def _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zer
     return warpgroup_mma_wait(0, deps=[_product(a_high, a_low, b_high, b_low, zero)])
 
 
+@gluon.jit
+def _decay(g, at, there, GATE: gl.constexpr):
+    """(running sum [64] of the decay's logarithm, all of it)."""
+    if GATE:
+        gate = gl.load(g + at, mask=there, other=0.0).to(gl.float32)
+    else:
+        gate = gl.zeros([64], gl.float32, layout=there.type.layout)
+    return gl.associative_scan(gate, 0, _add), gl.sum(gate, 0)
+
+
+@gluon.jit
+def _fading(total, rows, columns):
+    """(row i sees column j, what is left of column j by then)."""
+    seen = rows[:, None] >= columns[None, :]
+    of_row = gl.convert_layout(total, rows.type.layout)[:, None]
+    of_column = gl.convert_layout(total, columns.type.layout)[None, :]
+    return seen, gl.exp(gl.where(seen, of_row - of_column, 0.0))
+
+
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _prepare(
     q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, T, sequences, scale,
@@ -211,31 +230,29 @@ def _prepare(
         p_tile = q._reinterpret(dtype, [64, 64], TILE)
         b_high = k._reinterpret(gl.bfloat16, [64, 64], HALVES)
         place = (chunk * NV + hv) * 64
-        if GATE:
-            gate = gl.load(g + token * g_row + hv, mask=there, other=0.0).to(gl.float32)
-        else:
-            gate = gl.zeros([64], gl.float32, layout=TOKENS)
-        total = gl.associative_scan(gate, 0, _add)
+        total, last = _decay(g, token * g_row + hv, there, GATE)
         gl.store(grown + place.to(gl.int64) + i, gl.exp(total))
-        gl.store(left + place.to(gl.int64) + i, gl.exp(gl.sum(gate, 0) - total))
-        seen = rows[:, None] >= columns[None, :]
-        of_row = gl.convert_layout(total, ROWS)[:, None]
-        of_column = gl.convert_layout(total, COLUMNS)[None, :]
-        # of token j, what is left at token i
-        fading = gl.exp(gl.where(seen, of_row - of_column, 0.0))
+        gl.store(left + place.to(gl.int64) + i, gl.exp(last - total))
+        seen, fading = _fading(total, rows, columns)
         attention = gl.where(seen, qk * fading * scale, 0.0)
+        tma.store_wait(0)
         gl.thread_barrier()
         p_tile.store(attention.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(p_desc, [place, 0], p_tile)
+        # made again: nothing but k k^T is held while P is written
+        total, _last = _decay(g, token * g_row + hv, there, GATE)
         if BETA:
             rate = gl.load(beta + token * b_row + hv, mask=there, other=0.0).to(gl.float32)
         else:
             rate = gl.where(there, 1.0, 0.0)
+        _seen, fading = _fading(total, rows, columns)
         lower = kk * fading * gl.convert_layout(rate, ROWS)[:, None]
         lower = gl.where(rows[:, None] > columns[None, :], lower, 0.0)
         inverse = _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zero)
+        tma.store_wait(0)
+        gl.thread_barrier()
         t_tile.store((inverse * gl.convert_layout(rate, COLUMNS)[None, :]).to(dtype))
         fence_async_shared()
         gl.thread_barrier()
