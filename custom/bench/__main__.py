@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, case in enumerate(cases, 1):
         _progress(f"[{number}/{len(cases)}] {case.label}")
         try:
-            rows.append(run(case, device, bandwidth, flops, 0.15 if options.sweep else 0.5))
+            rows.append(run(case, device, bandwidth, flops, 0.1 if options.sweep else 0.5))
         except ArithmeticError as wrong:
             print(f"\033[31mWRONG  {case.op}: {wrong}\033[0m")
             return 1
