@@ -106,34 +106,61 @@ def _absorb(
 
 
 @gluon.jit
-def _ask(
-    w, w_uk, c, w_tiles, c_tiles, full, step, wanted, head, token,
-    CHUNKS: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """What step `step` reads, into its place in the ring: three blocks of w_uq_qr and one of c, or,
-    in the last steps, two blocks of w_uk: twice 64 columns, or two halves of 64 columns."""
+def _ask(w, c, w_tiles, c_tiles, full, step, wanted, head, token):
+    """Three blocks of w_uq_qr and one of c, for step `step`, into its place in the ring."""
     STAGES: gl.constexpr = c_tiles.shape[0]
     TOKENS: gl.constexpr = c_tiles.shape[1]
     K_TILE: gl.constexpr = c_tiles.shape[2]
     stage = step % STAGES
     bar = full.index(stage)
     k = step * K_TILE
-    early = wanted & (step < CHUNKS)
-    mbarrier.expect(bar, (3 * 64 + TOKENS) * K_TILE * 2, pred=early)
+    mbarrier.expect(bar, (3 * 64 + TOKENS) * K_TILE * 2, pred=wanted)
     for i in gl.static_range(3):
         panel = (head * 3 + i) * 4
         tma.async_copy_global_to_shared(
-            w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=early
+            w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=wanted
         )
-    tma.async_copy_global_to_shared(c, [token, k], bar, c_tiles.index(stage), pred=early)
-    last = step - CHUNKS
-    late = wanted & (last >= 0) & (last < PARTS * 64 // K_TILE)
-    mbarrier.expect(bar, 2 * 64 * K_TILE * 2, pred=late)
+    tma.async_copy_global_to_shared(c, [token, k], bar, c_tiles.index(stage), pred=wanted)
+
+
+@gluon.jit
+def _ask_last(
+    w_uk, w_tiles, c_tiles, full, step, head, CHUNKS: gl.constexpr, LAST: gl.constexpr
+):  # fmt: skip
+    """Two blocks of w_uk, for step `step` of the LAST ones: twice 64 columns, or the upper and the
+    lower half of 64 columns."""
+    STAGES: gl.constexpr = c_tiles.shape[0]
+    K_TILE: gl.constexpr = c_tiles.shape[2]
+    stage = step % STAGES
+    bar = full.index(stage)
+    wanted = step < CHUNKS + LAST
+    mbarrier.expect(bar, 2 * 64 * K_TILE * 2, pred=wanted)
     for i in gl.static_range(2):
-        tile = w_tiles.index(stage * 3 + i)._reinterpret(w.dtype, [K_TILE, 64], w_uk.layout)
+        tile = w_tiles.index(stage * 3 + i)._reinterpret(w_uk.dtype, [K_TILE, 64], w_uk.layout)
         row = head * 128 + (i * 64 if K_TILE == 64 else 0)
-        column = last * 64 if K_TILE == 64 else (last * 2 + i) * 64
-        tma.async_copy_global_to_shared(w_uk, [row, column], bar, tile, pred=late)
+        column = (step - CHUNKS) * K_TILE + (0 if K_TILE == 64 else i * 64)
+        tma.async_copy_global_to_shared(w_uk, [row, column], bar, tile, pred=wanted)
+
+
+@gluon.jit
+def _step(w_tiles, c_tiles, full, i, a, b, turned):
+    """The three products of step i; when it returns, those of the step before are done in every
+    warp, and its tiles are free."""
+    STAGES: gl.constexpr = c_tiles.shape[0]
+    K_TILE: gl.constexpr = c_tiles.shape[2]
+    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
+    stage = i % STAGES
+    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    c_tile = c_tiles.index(stage).permute([1, 0])
+    w_tile = w_tiles.index(stage * 3)._reinterpret(c_tiles.dtype, [64, K_TILE], columns_first)
+    a = warpgroup_mma(w_tile, c_tile, a, is_async=True)
+    w_tile = w_tiles.index(stage * 3 + 1)._reinterpret(c_tiles.dtype, [64, K_TILE], columns_first)
+    b = warpgroup_mma(w_tile, c_tile, b, is_async=True)
+    w_tile = w_tiles.index(stage * 3 + 2)._reinterpret(c_tiles.dtype, [64, K_TILE], columns_first)
+    turned = warpgroup_mma(w_tile, c_tile, turned, is_async=True)
+    a, b, turned = warpgroup_mma_wait(num_outstanding=3, deps=(a, b, turned))
+    gl.thread_barrier()
+    return a, b, turned
 
 
 @gluon.jit
@@ -145,9 +172,26 @@ def _place(c_tiles, i: gl.constexpr):
     return tile.index(i % HALVES)
 
 
-@gluon.jit(do_not_specialize=["tokens", "ahead"])
+@gluon.jit
+def _times(q, w, acc, SWAP: gl.constexpr):
+    """acc + q w, transposed if SWAP."""
+    if SWAP:
+        return warpgroup_mma(w.permute([1, 0]), q.permute([1, 0]), acc, is_async=True)
+    else:
+        return warpgroup_mma(q, w, acc, is_async=True)
+
+
+@gluon.jit
+def _put(out, place, SWAP: gl.constexpr):
+    if SWAP:
+        place.permute([1, 0]).store(out.to(place.dtype))
+    else:
+        place.store(out.to(place.dtype))
+
+
+@gluon.jit(do_not_specialize=["tokens"])
 def _query(
-    c, w, w_uk, query, query_rope, sin, cos, tokens, ahead,
+    c, w, w_uk, query, query_rope, sin, cos, tokens,
     HEADS: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
     INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
@@ -156,7 +200,8 @@ def _query(
     dtype: gl.constexpr = c.dtype
     TOKENS: gl.constexpr = c.block_shape[0]
     K_TILE: gl.constexpr = c.block_shape[1]
-    PARTS: gl.constexpr = R // 64
+    LAST: gl.constexpr = R // K_TILE
+    SWAP: gl.constexpr = TOKENS < 64
     head = gl.program_id(0)
     token = gl.program_id(1) * TOKENS
     w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, K_TILE, 16], w.layout)
@@ -166,104 +211,81 @@ def _query(
         mbarrier.init(full.index(each), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    for i in range(ahead):
-        bar = full.index(i)
-        mbarrier.expect(bar, (3 * 64 + TOKENS) * K_TILE * 2)
-        for j in gl.static_range(3):
+    for each in gl.static_range(STAGES):
+        mbarrier.expect(full.index(each), (3 * 64 + TOKENS) * K_TILE * 2)
+        for part in gl.static_range(3):
+            panel = (head * 3 + part) * 4
             tma.async_copy_global_to_shared(
-                w, [(head * 3 + j) * 4, i * K_TILE, 0], bar, w_tiles.index(i * 3 + j)
+                w, [panel, each * K_TILE, 0], full.index(each), w_tiles.index(each * 3 + part)
             )
     gdc_launch_dependents()
     gdc_wait()
-    for i in range(ahead):
-        tma.async_copy_global_to_shared(c, [token, i * K_TILE], full.index(i), c_tiles.index(i))
+    for each in gl.static_range(STAGES):
+        tma.async_copy_global_to_shared(
+            c, [token, each * K_TILE], full.index(each), c_tiles.index(each)
+        )
 
-    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16]
     )
     a = gl.zeros([64, TOKENS], gl.float32, summed)
     b = gl.zeros([64, TOKENS], gl.float32, summed)
     turned = gl.zeros([64, TOKENS], gl.float32, summed)
-    for i in range(CHUNKS):
-        stage = i % STAGES
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        c_tile = c_tiles.index(stage).permute([1, 0])
-        w_tile = w_tiles.index(stage * 3)._reinterpret(dtype, [64, K_TILE], columns_first)
-        a = warpgroup_mma(w_tile, c_tile, a, is_async=True)
-        w_tile = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [64, K_TILE], columns_first)
-        b = warpgroup_mma(w_tile, c_tile, b, is_async=True)
-        w_tile = w_tiles.index(stage * 3 + 2)._reinterpret(dtype, [64, K_TILE], columns_first)
-        turned = warpgroup_mma(w_tile, c_tile, turned, is_async=True)
-        # the step before is done in every warp, its tiles are free
-        a, b, turned = warpgroup_mma_wait(num_outstanding=3, deps=(a, b, turned))
-        gl.thread_barrier()
-        _ask(w, w_uk, c, w_tiles, c_tiles, full, i + STAGES - 1, i > 0, head, token, CHUNKS, PARTS)
+    for i in range(CHUNKS - STAGES + 1):
+        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned)
+        _ask(w, c, w_tiles, c_tiles, full, i + STAGES - 1, i > 0, head, token)
+    for i in range(CHUNKS - STAGES + 1, CHUNKS):
+        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned)
+        _ask_last(w_uk, w_tiles, c_tiles, full, i + STAGES - 1, head, CHUNKS, LAST)
     a, b, turned = warpgroup_mma_wait(num_outstanding=0, deps=(a, b, turned))
     gl.thread_barrier()
-    _ask(w, w_uk, c, w_tiles, c_tiles, full, CHUNKS - 1 + STAGES, True, head, token, CHUNKS, PARTS)
+    _ask_last(w_uk, w_tiles, c_tiles, full, CHUNKS - 1 + STAGES, head, CHUNKS, LAST)
 
     # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
-    _place(c_tiles, 0).permute([1, 0]).store(a.to(dtype))
-    _place(c_tiles, 1).permute([1, 0]).store(b.to(dtype))
-    _place(c_tiles, 2).permute([1, 0]).store(turned.to(dtype))
+    _put(a, _place(c_tiles, 0), True)
+    _put(b, _place(c_tiles, 1), True)
+    _put(turned, _place(c_tiles, 2), True)
     fence_async_shared()
     gl.thread_barrier()
     rotate(
         _place(c_tiles, 2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS,
         INTERLEAVED,
     )  # fmt: skip
-    rows: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    shape: gl.constexpr = [64, TOKENS] if SWAP else [TOKENS, 64]
+    absorbed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS if SWAP else 64, 16]
     )
-    for last in range(PARTS * 64 // K_TILE):
+    for last in range(LAST):
         step = CHUNKS + last
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        upper = w_tiles.index(stage * 3)._reinterpret(dtype, [K_TILE, 64], w_uk.layout)
-        lower = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [K_TILE, 64], w_uk.layout)
+        one = w_tiles.index(stage * 3)._reinterpret(dtype, [K_TILE, 64], w_uk.layout)
+        two = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [K_TILE, 64], w_uk.layout)
         column = head * R + last * K_TILE
-        if K_TILE == 128:
-            query_tile = c_tiles.index(0).permute([1, 0])
-            left = gl.zeros([64, TOKENS], gl.float32, summed)
-            right = gl.zeros([64, TOKENS], gl.float32, summed)
-            left = warpgroup_mma(upper.permute([1, 0]), query_tile, left, is_async=True)
-            right = warpgroup_mma(lower.permute([1, 0]), query_tile, right, is_async=True)
+        if K_TILE == 64:
+            out = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
+            out = _times(c_tiles.index(1), two, out, SWAP)
+            out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+            place = c_tiles.index(3 + last % 2)
+            tma.store_wait(1)
+            gl.thread_barrier()
+            _put(out, place, SWAP)
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(query, [token, column], place)
+        else:
+            left = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
+            right = _times(c_tiles.index(0), two, gl.zeros(shape, gl.float32, absorbed), SWAP)
             left, right = warpgroup_mma_wait(num_outstanding=0, deps=(left, right))
             tma.store_wait(0)
             gl.thread_barrier()
-            _place(c_tiles, 4).permute([1, 0]).store(left.to(dtype))
-            _place(c_tiles, 5).permute([1, 0]).store(right.to(dtype))
+            _put(left, _place(c_tiles, 4), SWAP)
+            _put(right, _place(c_tiles, 5), SWAP)
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(query, [token, column], _place(c_tiles, 4))
             tma.async_copy_shared_to_global(query, [token, column + 64], _place(c_tiles, 5))
-        else:
-            if TOKENS < 64:
-                out = gl.zeros([64, TOKENS], gl.float32, summed)
-                out = warpgroup_mma(
-                    upper.permute([1, 0]), c_tiles.index(0).permute([1, 0]), out, is_async=True
-                )
-                out = warpgroup_mma(
-                    lower.permute([1, 0]), c_tiles.index(1).permute([1, 0]), out, is_async=True
-                )
-                out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
-            else:
-                out = gl.zeros([TOKENS, 64], gl.float32, rows)
-                out = warpgroup_mma(c_tiles.index(0), upper, out, is_async=True)
-                out = warpgroup_mma(c_tiles.index(1), lower, out, is_async=True)
-                out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
-            place = c_tiles.index(3 + last % 2)
-            tma.store_wait(1)
-            gl.thread_barrier()
-            if TOKENS < 64:
-                place.permute([1, 0]).store(out.to(dtype))
-            else:
-                place.store(out.to(dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(query, [token, column], place)
-        _ask(w, w_uk, c, w_tiles, c_tiles, full, step + STAGES, True, head, token, CHUNKS, PARTS)
+        _ask_last(w_uk, w_tiles, c_tiles, full, step + STAGES, head, CHUNKS, LAST)
     tma.store_wait(0)
 
 
@@ -271,7 +293,7 @@ def suits_heads(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
     """A head for nearly every multiprocessor, the sizes of DeepSeek's heads, alignment for TMA."""
     tokens, depth = c.shape
     heads, plain, rank = w_uk.shape
-    sizes = plain == 128 and rotary == 64 and rank % 64 == 0 and depth % 64 == 0 and depth >= 512
+    sizes = plain == 128 and rotary == 64 and rank % 128 == 0 and depth % 128 == 0 and depth >= 512
     aligned = all(each.data_ptr() % 16 == 0 for each in (c, weight, w_uk))
     return tokens <= 128 and 96 <= heads <= PROGRAMS and c.dtype in DTYPES and sizes and aligned
 
@@ -284,15 +306,15 @@ def heads(
     tokens, depth = c.shape
     count, _, rank = w_uk.shape
     tile = max(8, power_of_two(tokens))
-    # a step costs much the same whatever its depth; with more tokens too few steps would fit
-    k = 128 if tile <= 32 and depth % 128 == 0 and rank % 128 == 0 else 64
-    stages = min(4, 226 // (48 + tile // 4)) if k == 128 else min(8, 200 // (24 + tile // 8))
+    # deep tiles, for a step costs the same whatever its depth; with 128 tokens too few would fit
+    k = 128 if tile <= 64 else 64
+    stages = min(4 if k == 128 else 7, 226 * 1024 // ((3 * 64 + tile) * k * 2))
     _query[count, -(-tokens // tile)](
         describe_rows(c, tokens, depth, [tile, k]),
         describe(weight, depth, count * 192, 64, k),
         describe_rows(w_uk, count * 128, rank, [k, 64]),
         describe_rows(query, tokens, count * rank, [tile, 64]),
-        query_rope, sin, cos, tokens, stages,
+        query_rope, sin, cos, tokens,
         HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved, num_warps=4,
         launch_pdl=not forked,
     )  # fmt: skip

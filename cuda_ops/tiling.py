@@ -64,7 +64,7 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
     DeepSeek-V3.2."""
     tile, warps, columns = max(8, power_of_two(tokens)), 4, 64
     # a step costs much the same whatever its depth
-    k = 128 if tokens <= 32 and depth % 128 == 0 else 64
+    k = 128 if tokens <= 64 and depth % 128 == 0 else 64
     narrow = sum(cdiv(size, columns) for size in sizes)
     if tokens > 128:
         tile, columns, warps, room, together = 256, 128, 8, 192, 1
@@ -72,7 +72,7 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
         columns, warps, room, together = 128, 8, 192, 1
     elif tokens > 64 or (tokens > 32 and PROGRAMS // 2 < narrow <= 2 * PROGRAMS):
         room, together = 192, 1
-    elif tokens <= 32 and depth > 4096:
+    elif depth > 4096:
         room, together = 200, 1  # fewer runs for the kernel behind to add up
     elif 16 < tokens <= 32 and narrow > PROGRAMS // 2:
         columns, room, together = 128, 200, 0  # K stays whole
@@ -92,6 +92,6 @@ def whole_depth(tokens: int, sizes: Sequence[int], depth: int) -> Tiling | None:
     if tokens > 128 or blocks <= PROGRAMS // 2:
         return None
     tile = max(8, power_of_two(tokens))
-    k = 128 if tokens <= 32 and depth % 128 == 0 else 64
+    k = 128 if tokens <= 64 and depth % 128 == 0 else 64
     stages = min(1024 // k, 192 * 1024 // ((tile + 64) * k * 2))
     return Tiling(tile, 64, k, 1, stages, 4)
