@@ -122,7 +122,8 @@ def _narrow(lo, hi, above, d1, d2, n1, n2, k):
 def _threshold(key, k, slack, above):
     """(lo, how many keys reach it): k to k + slack, or more where they are equal.  `above` >= k of
     them, fewer than 2**15, are there.  Two cuts of the range of values bring it into a few powers
-    of two; then it is the keys' range that is cut, so that no distribution takes long."""
+    of two; then it is the keys' range that is cut, to a third each time: of 2**32 keys one is left
+    after 21, so that 23 rounds are enough for any distribution.  Normal scores take 8."""
     lowest, highest = _range(key)
     lo = lowest.to(gl.int64)
     hi = highest.to(gl.int64) + 1

@@ -146,6 +146,11 @@ LARGE = {
     "96 heads": dict(R=512, D=64, N=96, B=3, S=40, keys="BSND", S2=1024, K=300),
     "joined": dict(R=512, D=64, N=24, joined=True, keys="BSND", S2=256, K=100),
     "own value": dict(R=512, D=64, N=128, B=1, S=30, own_value=True, keys="BSND", S2=300, K=100),
+    "one row": dict(R=512, D=64, N=128, B=1, S=1, P=64, S2=4096, K=2048),
+    "one row, 5 heads": dict(R=512, D=64, N=5, B=1, S=1, query="TND", keys="TND", S2=300, K=100),
+    "two rows, blocks": dict(R=512, D=64, N=17, B=2, S=1, span=4, S2=1024, K=200),
+    "two rows, no keys": dict(R=512, D=64, N=128, B=2, S=1, lengths=[0, 2], K=90),
+    "rows in turn": dict(R=512, D=64, N=100, B=2, S=80, query="TND", rows=[20, 160], K=90),
 }
 
 
@@ -265,10 +270,23 @@ def scores_of(kind: str, n: int) -> Tensor:
         scores[:, n // 3 : n // 3 + n // 8] += 9
     if kind == "outliers":
         scores = scores.exp().exp()
+    if kind == "zeros":
+        scores = torch.zeros(3, n)
+        scores[:, ::2] = -0.0
+    if kind == "infinite":
+        scores[:, ::30] = torch.inf
+    if kind == "clusters":  # as far apart as keys of floats can be
+        scores[:, ::2] *= 1e-30
+        scores[:, 1::2] = scores[:, 1::2] * 1e-3 + 1e6
+    if kind == "powers":
+        scores = scores.sign() * 10.0 ** (12 * scores)
     return scores
 
 
-KINDS = ("random", "rounded", "equal", "plateau", "comb", "segment", "outliers")
+KINDS = (
+    "random", "rounded", "equal", "plateau", "comb", "segment", "outliers", "zeros", "infinite",
+    "clusters", "powers",
+)  # fmt: skip
 SIZES = ((100, 30), (7000, 50), (20000, 2048), (9000, 8192))
 LONG = ((36864, 2048), (65536, 2048), (300000, 2048))
 
