@@ -18,6 +18,7 @@ order.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -316,9 +317,18 @@ def forward(
         and even
         and entries > 0
         and (rank, rope) == (512, 64)
-        and _suits_hopper(plan.rows, q, qr, key, kr)
+        and _suits_hopper(q, qr, key, kr)
     )
     if hopper:
+        from . import sparse_flash_attention_few, sparse_flash_attention_hopper
+
+        tile = sparse_flash_attention_few.tile_of(plan.rows, heads, entries)
+        if tile:
+            sparse_flash_attention_few.launch(
+                tile, q, qr, key, kr, index, sinks, out, softmax_max, softmax_sum, plan, entries,
+                scale_value * LOG2E, sparse_block_size,
+            )  # fmt: skip
+            return out, softmax_max, softmax_sum
         tier = hopper_tiles(plan.rows, heads, entries)
     else:
         tier = tiles(plan.rows, heads, entries, rank, q.element_size(), shared)
@@ -344,10 +354,7 @@ def forward(
     }  # fmt: skip
     items = plan.rows * splits * triton.cdiv(heads, tier.heads)
     if hopper:
-        from . import sparse_flash_attention_hopper
-
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        sparse_flash_attention_hopper.attend[(min(items, processors),)](
+        sparse_flash_attention_hopper.attend[(min(items, _processors(device)),)](
             q, qr, key, kr, index, index_stride=index.stride(0), key_stride=key.stride(-3),
             rope_stride=kr.stride(-3), items=items, SPAN=sparse_block_size, **tensors, **sizes,
             **plan.arguments, **plan.constants, num_warps=4,
@@ -377,15 +384,20 @@ def _even(key: Tensor, layout: str) -> bool:
     return layout == "TND" or outer == inner * key.shape[1]
 
 
-def _suits_hopper(count: int, q: Tensor, qr: Tensor, key: Tensor, kr: Tensor) -> bool:
-    """Whether sparse_flash_attention_hopper takes these tensors, whose sizes and even spacing are
-    checked before: 16-byte pieces, and enough rows.  128 heads, 1 / 4 / 8 rows: 14.6 / 18 / 24 us,
-    `_attend` 14.8 / 51 / 103; 16 heads, 2 / 4 / 8 rows: 11.9 / 13.5 / 16.6 us, `_attend`
-    10.8 / 14.8 / 28.7 (H200, 2026-11)."""
-    if rows.capability(q.device) != 9 or (count <= 2 and q.shape[1] < 64):
-        return False
+def _suits_hopper(q: Tensor, qr: Tensor, key: Tensor, kr: Tensor) -> bool:
+    """Whether the kernels for Hopper take these tensors, whose sizes and even spacing are checked
+    before: pieces of 16 bytes."""
     strides = (*q.stride()[:2], *qr.stride()[:2], key.stride(-3), kr.stride(-3))
-    return not any(s % 16 for s in strides) and not any(x.data_ptr() % 16 for x in (q, qr, key, kr))
+    return (
+        rows.capability(q.device) == 9
+        and not any(s % 16 for s in strides)
+        and not any(x.data_ptr() % 16 for x in (q, qr, key, kr))
+    )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def hopper_tiles(count: int, heads: int, entries: int) -> Tiles:

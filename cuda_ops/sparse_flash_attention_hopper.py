@@ -80,13 +80,14 @@ def _half(base, slot, stride, tile, column: gl.constexpr):
 
 
 @gluon.jit
-def _locate(
+def locate(
     row, act_q, act_k, tokens, requests, reach, Q_TND: gl.constexpr, KEYS: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """`rows.locate`, which has no layout for its vector of requests."""
     if Q_TND:
-        r = gl.arange(0, REQUESTS, layout=LINE)
+        r = gl.arange(0, REQUESTS, layout=LAYOUT)
         ends = gl.load(act_q + r, mask=r < requests, other=0).to(gl.int32)
         before = (r < requests) & (ends <= row)
         request = gl.sum(before.to(gl.int32), 0)
@@ -100,7 +101,7 @@ def _locate(
 
 
 @gluon.jit
-def _slots(
+def slots(
     index, entry, seen, request, start, reach, table, table_stride, pages, SPAN: gl.constexpr,
     PAGE: gl.constexpr, KEYS: gl.constexpr,
 ):  # fmt: skip
@@ -136,13 +137,14 @@ def _producer(
     item = gl.program_id(0)
     row, split, head = _item(item, HEADS, SPLITS)
     lo = split * per_split
-    request, start, seen = _locate(
-        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
-    )
+    request, start, seen = locate(
+        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+        LINE,
+    )  # fmt: skip
     entry = lo + column
     hi = gl.minimum(lo + per_split, entries)
     index = gl.load(indices + row * index_stride + entry // SPAN, mask=entry < hi, other=-1)
-    slot = _slots(
+    slot = slots(
         index, entry, seen, request, start, reach, table, table_stride, pages, SPAN, PAGE, KEYS
     )
     places.index(0).store(slot)
@@ -174,9 +176,9 @@ def _producer(
             item = gl.minimum(item + programs, items - 1)
             row, split, head = _item(item, HEADS, SPLITS)
             lo = split * per_split
-            request, start, seen = _locate(
+            request, start, seen = locate(
                 row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
-                REQUESTS,
+                REQUESTS, LINE,
             )  # fmt: skip
             hi = gl.minimum(lo + per_split, entries)
         entry = lo + step * 128 + column
@@ -199,7 +201,7 @@ def _producer(
         _half(key, slot1, key_stride, right.index(1), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
         # the places of the step before are free, since both consumers let go of its tiles
-        slot = _slots(
+        slot = slots(
             index, entry, seen, request, start, reach, table, table_stride, pages, SPAN, PAGE, KEYS
         )
         places.index((t + 1) & 1).store(slot)
