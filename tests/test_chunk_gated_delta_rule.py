@@ -99,7 +99,7 @@ CASES = [
     Case((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
     Case((66,), N=1, Nv=1, Dk=256, Dv=32),
     Case((64, 0, 3, 130), N=1, Nv=2, Dk=128, Dv=128, behind=70, fading=0.1, strided=True),
-    Case((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, gates=False, alike=True),
+    Case((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, alike=True, fading=0.1),
     Case((10, 70), N=2, Nv=2, Dk=64, Dv=64, state=torch.bfloat16, fading=30.0),
     Case((), N=1, Nv=1, Dk=128, Dv=64, behind=3),
     Case((), state=None),
@@ -146,6 +146,19 @@ def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(states) if states else torch.zeros(
         0, *x["value"].shape[1:], x["key"].shape[2]
     )
+
+
+@pytest.mark.parametrize("size", [64, 48])
+def test_keys_alike(size, device, backend):
+    """No decay, full rate, keys that are nearly one: the chunk's triangle is nearly all ones, and
+    in powers of it what cancels is 1e17 times as large as its inverse."""
+    case = Case((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
+    x = case.moved(case.arguments(), torch.float16, "cpu")
+    want, want_state = reference.forward(**case.moved(x, torch.float64, "cpu"))
+    out, state = custom.npu_chunk_gated_delta_rule(**case.moved(x, torch.float16, device))
+    for got, exact in ((out, want), (state, want_state)):
+        error = (got.cpu().double() - exact).norm() / exact.norm()
+        assert error < 2**-6  # roundings to float16, 2**-11 each, of what is larger than the rest
 
 
 def test_qwen3_next_chunks(device, backend):
