@@ -32,9 +32,10 @@ LARGEST = 256  # key and value size
 @triton.jit
 def _length(lengths, n, start, tokens, VARLEN: tl.constexpr):
     """Tokens of sequence n, which begins at `start`."""
+    length = tokens
     if VARLEN:
-        return tl.minimum(tl.load(lengths + n).to(tl.int32), tokens - start)
-    return tokens
+        length = tl.minimum(tl.load(lengths + n).to(tl.int32), tokens - start)
+    return length
 
 
 @triton.jit(
@@ -76,10 +77,12 @@ def products(
 def _column(gates, rows, head, there, HEADS: tl.constexpr):
     """[64] numbers of one head, out of whole rows: loads with a stride are padded in UB."""
     if HEADS == 1:
-        return tl.load(gates + rows, mask=there, other=0.0).to(tl.float32)
-    h = tl.arange(0, HEADS)
-    tile = tl.load(gates + rows[:, None] + h[None], mask=there[:, None], other=0.0)
-    return tl.sum(tl.where(h[None] == head, tile.to(tl.float32), 0.0), 1)
+        column = tl.load(gates + rows, mask=there, other=0.0).to(tl.float32)
+    else:
+        h = tl.arange(0, HEADS)
+        tile = tl.load(gates + rows[:, None] + h[None], mask=there[:, None], other=0.0)
+        column = tl.sum(tl.where(h[None] == head, tile.to(tl.float32), 0.0), 1)
+    return column
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "group", "beta_token", "g_token"])

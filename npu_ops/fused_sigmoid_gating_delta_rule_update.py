@@ -6,7 +6,8 @@
 
 A core takes VALUE_TILE value channels of a head of a sequence: that part of the state, fp32, stays
 in UB over the sequence's tokens.  A slot outside the pool makes an empty copy, in and out: the mask
-is a bound on its rows.
+is a bound on its rows.  In a tree of drafts a step that does not follow from the one before walks
+again from the root; the steps that are not on its way are made without decay and with beta 0.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..dispatch.common import memory
 from . import cores, tune
 
 _STATE = 8192  # elements of a part of the state; UB holds it and four of what is made of it
+_STEPS = 63  # of a tree: a way through it is a mask of bits
 _KERNEL = "fused_sigmoid_gating_delta_rule_update.update"
 
 
@@ -35,22 +37,62 @@ def _softplus(x, beta, threshold):
     return tl.where(y > threshold, x, (tl.maximum(y, 0.0) + log1p) / beta)
 
 
+@triton.jit
+def _gates(of_a, of_b, rate, bias, softplus_beta, softplus_threshold, one, d, KDA: tl.constexpr):
+    """(decay [1 or K], beta [1])."""
+    if KDA:
+        x = tl.load(of_a + d).to(tl.float32) + bias
+    else:
+        x = tl.load(of_a + one).to(tl.float32) + bias
+    decay = tl.exp(rate * _softplus(x, softplus_beta, softplus_threshold))
+    return decay, 1.0 / (1.0 + tl.exp(-tl.load(of_b + one).to(tl.float32)))
+
+
+@triton.jit
+def _row(of_row, d, NORM: tl.constexpr):
+    x = tl.load(of_row + d).to(tl.float32)
+    if NORM:
+        x = x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
+    return x
+
+
+@triton.jit
+def _update(state, k_t, v_t, decay, beta, VALUE_FIRST: tl.constexpr):
+    """The state after a token."""
+    if VALUE_FIRST:
+        state = state * decay[None]
+        change = (v_t - tl.sum(state * k_t[None], 1)) * beta
+        state += change[:, None] * k_t[None]
+    else:
+        state = state * decay[:, None]
+        change = (v_t - tl.sum(state * k_t[:, None], 0)) * beta
+        state += k_t[:, None] * change[None]
+    return state
+
+
+@triton.jit
+def _parent(parents, t, columns):
+    """The step that step t starts from; -1: the initial state."""
+    parent = tl.load(parents + tl.minimum(t, columns - 1)).to(tl.int32)
+    return tl.where((t < columns) & (parent >= 0) & (parent < t), parent, -1)
+
+
 @triton.jit(
     do_not_specialize=[
         "softplus_beta", "softplus_threshold", "scale", "sequences", "length", "tokens", "slots",
-        "rows", "steps", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head", "v_batch",
-        "v_token", "v_head", "a_batch", "a_token", "a_head", "b_batch", "b_token", "slot_size",
-        "row_size", "step_size",
+        "rows", "steps", "columns", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head",
+        "v_batch", "v_token", "v_head", "a_batch", "a_token", "a_head", "b_batch", "b_token",
+        "slot_size", "row_size", "step_size",
     ]
 )  # fmt: skip
 def update(
-    A_log, a, dt_bias, q, k, v, b, pool, slot_of, starts, cache, row_of, out,
+    A_log, a, dt_bias, q, k, v, b, pool, slot_of, starts, cache, row_of, parents, out,
     softplus_beta, softplus_threshold, scale, sequences, length, tokens, slots, rows, steps,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    columns, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     a_batch, a_token, a_head, b_batch, b_token, slot_size, row_size, step_size,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     VALUE_FIRST: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
-    STORE: tl.constexpr, KEEP: tl.constexpr, VALUE_TILE: tl.constexpr,
+    STORE: tl.constexpr, KEEP: tl.constexpr, TREE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """q, k [.., H, K]  v, out [.., HV, V]  a [.., HV, 1 or K]  b [.., HV]; see the launcher."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
@@ -93,39 +135,51 @@ def update(
             row = tl.load(row_of + n).to(tl.int64)
             kept = (row >= 0) & (row < rows)
             in_cache = cache + tl.where(kept, row, 0) * row_size
+        of_a = a + batch * a_batch + head * a_head
+        of_b = b + batch * b_batch + head
+        of_q = q + batch * q_batch + key_head * q_head
+        of_k = k + batch * k_batch + key_head * k_head
+        of_v = v + batch * v_batch + head * v_head + first
         for t in range(start, end):
-            of_a = a + batch * a_batch + t.to(tl.int64) * a_token + head * a_head
-            of_b = b + batch * b_batch + t.to(tl.int64) * b_token + head
-            of_q = q + batch * q_batch + t.to(tl.int64) * q_token + key_head * q_head
-            of_k = k + batch * k_batch + t.to(tl.int64) * k_token + key_head * k_head
-            of_v = v + batch * v_batch + t.to(tl.int64) * v_token + head * v_head
-            if KDA:
-                x = tl.load(of_a + d).to(tl.float32) + bias
-            else:
-                x = tl.load(of_a + one).to(tl.float32) + bias
-            decay = tl.exp(rate * _softplus(x, softplus_beta, softplus_threshold))
-            beta = 1.0 / (1.0 + tl.exp(-tl.load(of_b + one).to(tl.float32)))
-            q_t = tl.load(of_q + d).to(tl.float32)
-            k_t = tl.load(of_k + d).to(tl.float32)
-            v_t = tl.load(of_v + first + c).to(tl.float32)
-            if NORM:
-                q_t = q_t / tl.sqrt(tl.sum(q_t * q_t, 0) + 1e-6)
-                k_t = k_t / tl.sqrt(tl.sum(k_t * k_t, 0) + 1e-6)
-            q_t = q_t * scale
-            if VALUE_FIRST:
-                state = state * decay[None]
-                change = (v_t - tl.sum(state * k_t[None], 1)) * beta
-                state += change[:, None] * k_t[None]
-                o = tl.sum(state * q_t[None], 1)
-            else:
-                state = state * decay[:, None]
-                change = (v_t - tl.sum(state * k_t[:, None], 0)) * beta
-                state += k_t[:, None] * change[None]
-                o = tl.sum(state * q_t[:, None], 0)
+            step = t - start
+            if TREE:
+                target = _parent(parents + n * columns, step, columns)
+                again = target != step - 1
+                way = (step * 0).to(tl.int64)
+                one_bit = way + 1
+                for back in range(0, tl.where(again, step, 0)):
+                    earlier = step - 1 - back
+                    on = earlier == target
+                    way = tl.where(on, way | (one_bit << earlier.to(tl.int64)), way)
+                    above = _parent(parents + n * columns, earlier, columns)
+                    target = tl.where(on, above, target)
+                for _ in range(0, tl.where(again, 1, 0)):
+                    state = tl.load(in_pool + part, mask=loaded, other=0.0).to(tl.float32)
+                for earlier in range(0, tl.where(again, step, 0)):
+                    past = (start + earlier).to(tl.int64)
+                    on = ((way >> earlier.to(tl.int64)) & 1) == 1
+                    decay, beta = _gates(
+                        of_a + past * a_token, of_b + past * b_token, rate, bias, softplus_beta,
+                        softplus_threshold, one, d, KDA,
+                    )  # fmt: skip
+                    state = _update(
+                        state, _row(of_k + past * k_token, d, NORM),
+                        tl.load(of_v + past * v_token + c).to(tl.float32),
+                        tl.where(on, decay, 1.0), tl.where(on, beta, 0.0), VALUE_FIRST,
+                    )  # fmt: skip
+            now = t.to(tl.int64)
+            decay, beta = _gates(
+                of_a + now * a_token, of_b + now * b_token, rate, bias, softplus_beta,
+                softplus_threshold, one, d, KDA,
+            )  # fmt: skip
+            q_t = _row(of_q + now * q_token, d, NORM) * scale
+            k_t = _row(of_k + now * k_token, d, NORM)
+            v_t = tl.load(of_v + now * v_token + c).to(tl.float32)
+            state = _update(state, k_t, v_t, decay, beta, VALUE_FIRST)
+            o = tl.sum(state * q_t[None], 1) if VALUE_FIRST else tl.sum(state * q_t[:, None], 0)
             token = (batch * length + t) * VALUE_HEADS + head
             tl.store(out + token * VALUE + first + c, o.to(out.dtype.element_ty))
             if KEEP:
-                step = t - start
                 stored = (at < tl.where(kept & (step < steps), count, 0))[:, None]
                 to = in_cache + step.to(tl.int64) * step_size
                 tl.store(to + part, state.to(cache.dtype.element_ty), mask=stored)
@@ -159,8 +213,9 @@ def unsupported(q: Tensor, v: Tensor, retrieve_parent_token: Tensor | None, **_:
         return f"head sizes {key_size} and {value_size}, the kernel takes multiples of 16"
     if _tile(key_size, value_size) is None:
         return f"key size {key_size}, UB holds a state of {_STATE // 16} x 16 at most"
-    if retrieve_parent_token is not None:
-        return "`retrieve_parent_token` is given, the kernel keeps no earlier state to go back to"
+    if retrieve_parent_token is not None and retrieve_parent_token.shape[1] > _STEPS:
+        steps = retrieve_parent_token.shape[1]
+        return f"`retrieve_parent_token` has {steps} steps, the kernel follows up to {_STEPS}"
     return None
 
 
@@ -201,17 +256,21 @@ def forward(
     assert config is not None
     parts = sequences * value_heads * (value_size // config.tiles["VALUE_TILE"])
     cache = initial_state_source if intermediate_states is None else intermediate_states
+    parents = retrieve_parent_token
+    tree = parents is not None and parents.shape[1] > 0
     update[(min(parts, cores.vector()),)](
         A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices,
         initial_state_indices if cu_seqlens is None else cu_seqlens, cache,
         initial_state_indices if intermediate_state_indices is None else intermediate_state_indices,
-        out, softplus_beta, softplus_threshold, key_size**-0.5 if scale is None else scale,
+        initial_state_indices if parents is None else parents, out,
+        softplus_beta, softplus_threshold, key_size**-0.5 if scale is None else scale,
         sequences, length, length, initial_state_source.shape[0], cache.shape[0], cache.shape[1],
+        parents.shape[1] if parents is not None else 0,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:3], *b.stride()[:2],
         initial_state_source.stride(0), cache.stride(0), cache.stride(1),
         HEADS=heads, VALUE_HEADS=value_heads, KEY=key_size, VALUE=value_size,
         VALUE_FIRST=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
         VARLEN=cu_seqlens is not None, STORE=not disable_state_update,
-        KEEP=intermediate_states is not None, **config.keywords,
+        KEEP=intermediate_states is not None, TREE=tree, **config.keywords,
     )  # fmt: skip
     return out

@@ -30,6 +30,7 @@ def call(
     keep: list[int] | None = None,
     steps: int = 4,
     strided: bool = False,
+    parents: list[list[int]] | None = None,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
     """`slots` of the sequences, `starts` their prefix sums (then `tokens` are those of all)."""
@@ -68,6 +69,8 @@ def call(
             cache = x.normal(3, steps, *states, dtype=state)
             arguments["intermediate_states"] = cache
             arguments["intermediate_state_indices"] = x.ints(keep)
+        if parents:
+            arguments["retrieve_parent_token"] = x.ints(parents)
         return arguments | options
 
     return make
@@ -111,6 +114,31 @@ CASES = (
         "verification, varlen, fewer steps kept",
         call([3, 2], 6, starts=[0, 4, 6], keep=[1, 0], steps=2, state=torch.bfloat16),
     ),
+    Case(
+        OP,
+        "tree",
+        call(
+            [3, 2],
+            6,
+            keep=[1, 7],
+            steps=6,
+            parents=[[-1, 0, 0, 1, 2, 1], [-1, -1, 1, 0, 3, 9]],
+            disable_state_update=True,
+        ),
+    ),
+    Case(
+        OP,
+        "tree, vk, KDA, varlen, fewer parents than tokens",
+        call(
+            [3, -1],
+            7,
+            layout="vk",
+            kda=True,
+            starts=[0, 4, 7],
+            keep=[2, 0],
+            parents=[[-1, 0, 0], [0, 0, 1]],
+        ),
+    ),
     Case(OP, "q and k strided", call([3, 2], 2, strided=True)),
     Case(OP, "value size 96", call([3, 2], 2, sizes=(64, 96))),
     Case(OP, "value size 48, 1 head", call([3, 2], 2, (1, 1), (128, 48), layout="vk")),
@@ -138,6 +166,20 @@ CONTROLS = (
         "tl.where(d == 0, e, tl.log(u) * (e / tl.where(d == 0, 1.0, d)))",
         "e",
         "decode",
+    ),
+    Control(
+        "a branch that goes on from the step before it",
+        KERNEL,
+        "again = target != step - 1",
+        "again = target != target",
+        "tree",
+    ),
+    Control(
+        "a branch with the steps of another",
+        KERNEL,
+        "tl.where(on, beta, 0.0)",
+        "beta",
+        "tree",
     ),
     Control(
         "a step kept one late", KERNEL, "step = t - start", "step = t - start + 1", "verification"
