@@ -353,6 +353,8 @@ def topk(
     """See topk.topk."""
     rows, width = scores.shape
     device = scores.device
+    # H200, 2026-11, 64K scores: 32 rows take 15.8 us with 8 chunks and 21.6 with 16; 128 rows 26.6
+    # with 2 and 29.7 with 4
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 2 if rows <= 512 else 1
     # one chunk may hold all that matters: high scores come together
     room = 2 * TILE if chunks == 1 else TILE
