@@ -161,6 +161,17 @@ def test_both_rotations(op, interleaved):
     check(op, layer(2, 2), DTYPES[0], "nz", rope_interleaved=interleaved)
 
 
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [(3, 1), (70, 1)], ids=str)
+@pytest.mark.parametrize("op", ["mla_prolog", "indexer_prolog"])
+def test_rotation_where_a_program_does_a_whole_head(op, tokens, dtype):
+    """Enough heads for every multiprocessor: rotated in the product's own launch."""
+    sizes = dict(h=512, ranks=512, n=96, plain=128, rank=128, rotary=64, index=(64, 128))
+    for interleaved in (True, False):
+        check(op, layer(*tokens, **sizes), dtype, "nz", rope_interleaved=interleaved)
+
+
 @kernels
 def test_options_of_the_layer_arrive():
     options = dict(softmax_scale=0.1, rms_norm_eps=0.3, layer_norm_eps=0.2)
