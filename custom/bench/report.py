@@ -150,7 +150,8 @@ def plot(
         axes.set_yscale("log")
         centre = _bars(axes, rows, beside, stacked=False)
     axes.set_ylabel("microseconds")
-    axes.set_xticks([x + centre for x in range(len(rows))], [row.case for row in rows], rotation=20)
+    middles = [x + centre for x in range(len(rows))]
+    axes.set_xticks(middles, [row.case for row in rows], rotation=20, ha="right")
     axes.set_title(title)
     axes.legend()
     figure.savefig(path, dpi=150)
