@@ -62,7 +62,8 @@ WIDER: dict[str, list[Case]] = {
         sparse_attention.attention_case(12, 1, 128, 512, 128),
         sparse_attention.attention_case(10, 1, 16, 512, 200),
         sparse_attention.attention_case(2, 2, 64, 512, 100),
-        sparse_attention.prefill_case(12, 128, 640, 130),
+        sparse_attention.attention_case(5, 1, 128, 1024, 600),
+        sparse_attention.prefill_case(70, 128, 640, 130),  # more items than processors
     ],
     "npu_lightning_indexer": [
         sparse_attention.indexer_case(1, 1, 4096, 300),
