@@ -26,7 +26,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from custom.cuda_ops import fused_attention, fused_attention_hopper
+from custom.cuda_ops import (
+    fused_attention,
+    fused_attention_hopper,
+    lightning_indexer_hopper,
+    topk,
+)
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
 
@@ -40,6 +45,7 @@ from .test_cuda_prolog import formatted, launch, layer
 
 DEVICE = torch.device("cuda")
 FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"
+INDEXER = "npu_lightning_indexer"
 
 
 def _rope_apart(case: Case) -> Case:
@@ -65,7 +71,7 @@ WIDER: dict[str, list[Case]] = {
         sparse_attention.attention_case(5, 1, 128, 1024, 600),
         sparse_attention.prefill_case(70, 128, 640, 130),  # more items than processors
     ],
-    "npu_lightning_indexer": [
+    INDEXER: [
         sparse_attention.indexer_case(1, 1, 4096, 300),
         sparse_attention.indexer_case(3, 2, 1024, 100),
         sparse_attention.indexer_case(1, 9, 2048, 100),
@@ -126,6 +132,16 @@ def _attention(name: str) -> None:
                 case.call(case.make(DEVICE, 0))
 
 
+def _indexer() -> None:
+    """The plain kernels, as on other GPUs."""
+    with (
+        mock.patch.object(lightning_indexer_hopper, "suits", lambda *_: False),
+        mock.patch.object(topk, "capability", lambda device: 8),
+    ):
+        for case in [*presets(INDEXER, "cpu"), *WIDER[INDEXER]]:
+            case.call(case.make(DEVICE, 0))
+
+
 def _run(name: str) -> None:
     spec = next(spec for spec in SPECS if spec.name == name)
     for sizes in ({}, {"B": 1, "S": 1}):
@@ -137,6 +153,8 @@ def _run(name: str) -> None:
         _prologs(name.removeprefix("npu_").removesuffix("_pto"))
     if name in (FORWARD, BACKWARD):
         _attention(name)
+    if name == INDEXER:
+        _indexer()
     torch.cuda.synchronize()
     print(f"ran {name}", flush=True)
 
