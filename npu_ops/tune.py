@@ -72,6 +72,15 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
         for heads in (16, 32, 64)
     ),
+    "sparse_flash_attention_grad.row_sums": (Config({"HEAD_TILE": 16}),),
+    "sparse_flash_attention_grad.grad_query": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
+        for heads in (16, 32)
+    ),
+    "sparse_flash_attention_grad.grad_keys": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": 32}, {"set_workspace_multibuffer": 2})
+        for heads in (16, 32)
+    ),
     # the widest that divides the value channels and fits UB next to the key channels
     "fused_sigmoid_gating_delta_rule_update.update": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
