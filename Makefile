@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 # root installs what is missing; others are told
 APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
+COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
 .PHONY: demo test lint docs test-ascend test-torchair clean
 
@@ -30,16 +31,18 @@ docs: $(VENV)/.docs
 test-ascend:
 	tests/ascend/run.sh --check
 
-# the conversion to Ascend IR, through the real torchair (its own environment)
+# npugraph_ex and the conversion to Ascend IR, through the real torchair (its own environment)
 test-torchair:
+	@# for the stand-ins of CANN's libraries
+	$(COMPILER)
 	tests/torchair/run.sh
 
 clean:
 	rm -rf $(VENV) .ascend .torchair build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile
-	@# torch.compile needs a C++ compiler and Python's headers
-	command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
+	@# torch.compile and AOTInductor need a C++ compiler and Python's headers
+	$(COMPILER)
 	$(PYTHON) -c 'import ensurepip, venv' || { $(APT) python3-venv || { apt-get update -qq; $(APT) python3-venv; }; }
 	$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || $(APT) python3-dev
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)

@@ -17,8 +17,6 @@ sys.path.insert(0, str(ROOT))
 from custom.dispatch import backends  # noqa: E402
 from custom.dispatch.env import VARIABLES  # noqa: E402
 from custom.dispatch.specs import SPECS, Spec  # noqa: E402
-from custom.graph_mode.decompositions import DECOMPOSITIONS  # noqa: E402
-from custom.graph_mode.torchair import TWINS  # noqa: E402
 
 import custom  # noqa: E402
 from tests.verified import table  # noqa: E402
@@ -86,19 +84,6 @@ def variables() -> str:
     return "| variable | default | what it does |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def graph_modes() -> str:
-    """Op x mode, from the specs and the tables that the adapters themselves run by."""
-    rows = []
-    for spec in SPECS:
-        cuda = "yes" if backends.has_kernel(backends.CUDA, spec) else "-"
-        npu = "not run" if backends.has_kernel(backends.NPU, spec) else "-"
-        ge = f"CANN's `{spec.ge}`" if spec.name in TWINS else "refused"
-        onnx = f"`{spec.onnx}`" if spec.name in DECOMPOSITIONS else "refused"
-        rows.append(f"| `{spec.name}` | yes | {cuda} | {npu} | {ge} | {onnx} |")
-    head = "| op | eager, compile, export | CUDA graph | npugraph_ex | GE | ONNX |"
-    return head + "\n|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for spec in SPECS:
         files.append(File.generated(config, f"ops/{spec.name}.md", content=_page(spec)))
@@ -108,7 +93,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    made = {"verified": table, "variables": variables, "graph_modes": graph_modes}
+    made = {"verified": table, "variables": variables}
     for name, make in made.items():
         markdown = markdown.replace(f"{{{{ {name} }}}}", make())
     return markdown

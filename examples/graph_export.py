@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""torch.compile and torch.export: one graph for any batch and length, saved and loaded."""
+"""torch.export (and torch.compile): one graph for any batch and length, saved and loaded."""
 
 import tempfile
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from custom.dispatch import backends
 from custom.dispatch.specs import SPECS, Spec
 
 ROOT = Path(__file__).parent.parent
@@ -84,22 +85,22 @@ CPU_AND_CUDA = (
     ),
 )
 ASCEND_AND_ONNX = (
-    Mode("npugraph_ex", "npugraph_ex", (_DIRECT,), (_WHOLE,)),
-    Mode("reduce-overhead, torchair", "reduce-overhead", (_DIRECT,), (_WHOLE,)),
+    Mode("npugraph_ex, stand-ins", "npugraph_ex", (_DIRECT,), (_WHOLE,)),
+    Mode("torchair reduce-overhead, stand-ins", "reduce-overhead", (_DIRECT,), (_WHOLE,)),
     Mode(
-        "GE",
+        "GE, conversion",
         "ge",
         (f"{_GE}test_becomes_cann_s_operator", f"{_GE}test_attention_becomes_cann_s"),
         refusals=(_REFUSED,),
     ),
     Mode(
-        "dynamo_export",
+        "dynamo_export, serialised",
         "ge",
         (f"{_GE}test_dynamo_export_writes_the_serialised_graph",),
         refusals=(_REFUSED,),
     ),
     Mode(
-        "ONNX",
+        "ONNX, CPU",
         "cpu",
         (
             f"{_ONNX}test_onnxruntime_equals_eager_with_another_batch_and_length",
@@ -141,17 +142,16 @@ def _step_cell(found: dict[str, dict[str, Any]], mode: Mode) -> str:
     return str(count) if count else "not checked" if mode.steps else "-"
 
 
-def table(modes: tuple[Mode, ...]) -> str:
+def table(modes: tuple[Mode, ...], backend: backends.Backend) -> str:
+    """Every op; which have a kernel of `backend`, and what is recorded of each mode."""
     found = records()
-    rows = [
-        "| op | " + " | ".join(mode.title for mode in modes) + " |",
-        "|---" * (len(modes) + 1) + "|",
-    ]
+    titles = ("op", f"{backend.name.upper()} kernel", *(mode.title for mode in modes))
+    rows = [titles, ("---",) * len(titles)]
     for spec in SPECS:
-        cells = [_cell(found, mode, spec) for mode in modes]
-        rows.append(f"| `{spec.name}` | " + " | ".join(cells) + " |")
-    rows.append("| a decode step | " + " | ".join(_step_cell(found, m) for m in modes) + " |")
-    return "\n".join(rows) + "\n"
+        kernel = "yes" if backends.has_kernel(backend, spec) else "none"
+        rows.append((f"`{spec.name}`", kernel, *(_cell(found, mode, spec) for mode in modes)))
+    rows.append(("a decode step", "-", *(_step_cell(found, mode) for mode in modes)))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def sources() -> str:
@@ -167,8 +167,8 @@ def sources() -> str:
 def fresh(text: str) -> str:
     """`text` with all tables as they follow from today's records."""
     made = {
-        "cpu and cuda": table(CPU_AND_CUDA),
-        "ascend and onnx": table(ASCEND_AND_ONNX),
+        "cpu and cuda": table(CPU_AND_CUDA, backends.CUDA),
+        "ascend and onnx": table(ASCEND_AND_ONNX, backends.NPU),
         "records": sources(),
     }
     for name, content in made.items():

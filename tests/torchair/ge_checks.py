@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import copy
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +33,7 @@ from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef  # noqa: E402
 
 ours.register()
 CPU = torch.device("cpu")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # what the public kernel computes with
 PUBLIC_KERNEL = dict(
     softmax_scale=576**-0.5, rms_norm_eps=1e-5, index_rope_interleaved=True, sparse_count=2048
@@ -304,6 +308,15 @@ def test_dynamo_export_refuses_as_the_compiler_does(tmp_path):
         torchair.dynamo_export(
             model=model, export_path=str(tmp_path), config=torchair.CompilerConfig(), **given
         )
+
+
+def test_example_converts(monkeypatch, capsys, graphs):
+    monkeypatch.setattr(sys, "argv", ["graph_torchair.py", "--device", "cpu"])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    torch._dynamo.reset()
+    runpy.run_path(str(EXAMPLES / "graph_torchair.py"), run_name="__main__")
+    assert node(graphs, "FlashAttentionScore").attr["sparse_mode"].i == 3
+    assert "converted to CANN's FlashAttentionScore" in capsys.readouterr().out
 
 
 def test_the_package_is_the_installed_one():

@@ -28,4 +28,4 @@ check ge ge_checks.py
 export LD_LIBRARY_PATH="$home/cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 GRAPH_BACKEND=npugraph_ex check npugraph_ex graph_checks.py
 GRAPH_BACKEND=reduce-overhead check reduce-overhead graph_checks.py
-check schemas schema_checks.py
+record= check schemas schema_checks.py
