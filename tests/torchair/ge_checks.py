@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.dispatch.register import overload
+from custom.dispatch.register import bind, overload
 from custom.dispatch.specs import BY_NAME, SPECS
 
 import custom
@@ -30,6 +30,7 @@ import torchair  # noqa: E402
 from custom.graph_mode import torchair as ours  # noqa: E402
 from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph  # noqa: E402
 from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef  # noqa: E402
+from torchair.ge._ge_graph import torch_type_to_ge_proto_type  # noqa: E402
 
 ours.register()
 CPU = torch.device("cpu")
@@ -87,6 +88,11 @@ def inputs_of(op) -> list[str]:
     return [d.name for d, source in zip(op.input_desc, op.input, strict=True) if source]
 
 
+def value_of(attribute):
+    value = getattr(attribute, attribute.WhichOneof("value"))
+    return value.decode() if isinstance(value, bytes) else value
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", list(ours.TWINS))
 def test_becomes_cann_s_operator(name, dynamic, graphs):
@@ -98,8 +104,7 @@ def test_becomes_cann_s_operator(name, dynamic, graphs):
         dynamic, free = None, {n: [0, 1] for n in tensors(arguments)}
     wanted = overload(BY_NAME[name])(**copy.deepcopy(arguments))
     got = convert(name, arguments, dynamic, free)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
     op = node(graphs, BY_NAME[name].ge)
     assert [d.name for d in op.output_desc] == list(twin.outputs)
     given = [theirs for theirs, mine in twin.inputs.items() if arguments.get(mine) is not None]
@@ -108,6 +113,15 @@ def test_becomes_cann_s_operator(name, dynamic, graphs):
     assert inputs_of(op) == given
     attributes = {k: v for k, v in op.attr.items() if not k.startswith("_")}
     assert set(attributes) == {*twin.attrs, *twin.constants, *twin.sizes}
+    values = bind(overload(BY_NAME[name])._schema, (), arguments)
+    for theirs, mine in twin.attrs.items():
+        assert value_of(attributes[theirs]) == pytest.approx(values[mine]), theirs
+    for theirs, only in twin.constants.items():
+        assert value_of(attributes[theirs]) == only
+    outputs = (wanted,) if isinstance(wanted, torch.Tensor) else wanted
+    for theirs, output in zip(twin.returns, outputs, strict=True):
+        description = op.output_desc[list(twin.outputs).index(theirs)]
+        assert description.dtype == torch_type_to_ge_proto_type(output.dtype)
     # a cache is updated in place where torchair's table of such operators lists CANN's; it does not
     # list SparseAttentionPto, whose three caches it copies
     copies = [each.type for each in graphs[-1].graph.op].count("TensorMove")
@@ -308,6 +322,20 @@ def test_dynamo_export_refuses_as_the_compiler_does(tmp_path):
         torchair.dynamo_export(
             model=model, export_path=str(tmp_path), config=torchair.CompilerConfig(), **given
         )
+
+
+def test_where_ge_calls_python_back_nothing_is_refused(monkeypatch):
+    """torch_npu writes such a converter itself, if CANN has the package `ge`."""
+    registered = []
+
+    def register(target):
+        registered.append(target)
+        return lambda convert: convert
+
+    monkeypatch.setattr(torchair, "register_fx_node_ge_converter", register)
+    monkeypatch.setattr(ours, "_runs_python_ops", lambda: True)
+    ours.register()
+    assert set(registered) == {overload(BY_NAME[n]) for n in (*ours.TWINS, *ours.COMPOSED)}
 
 
 def test_example_converts(monkeypatch, capsys, graphs):
