@@ -52,13 +52,12 @@ def _request_of(row, act_q, tokens, requests, Q_TND: gl.constexpr, REQUESTS: gl.
 
 @gluon.jit
 def _part(
-    row, end, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+    row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
     Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, HAS_Q: gl.constexpr,
-    HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    HAS_K: gl.constexpr,
 ):  # fmt: skip
-    """Of rows row .. end those of the first one's request, row .. stop: (request, its first row,
-    rows and keys, its first key, stop, where this program's keys end that any of them sees)."""
-    request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+    """Of rows row .. end those of `request`, row .. stop: (how many rows and keys the request has,
+    its first key, stop, where this program's keys end that any of them sees)."""
     asked = _rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
     start, keys = _keys_of(request, act_k, reach, requests, KEYS, HAS_K)
     stop = first + tokens
@@ -67,19 +66,21 @@ def _part(
     stop = gl.minimum(stop, end)
     last = gl.minimum(stop, first + asked) - 1
     most = gl.where(last >= row, _sees(last - first, asked, keys, CAUSAL), 0)
-    return request, first, asked, keys, start, stop, gl.minimum(lo + per_chunk, most)
+    return asked, keys, start, stop, gl.minimum(lo + per_chunk, most)
 
 
 @gluon.jit
 def _outer_of(
-    base, hi, request, table, table_stride, pages, PAGE: gl.constexpr, KEYS: gl.constexpr
-):
-    """Of the next 32 tiles the key tensor's first index; negative where the page is absent."""
+    base, request, requests, reach, table, table_stride, pages, PAGE: gl.constexpr,
+    KEYS: gl.constexpr,
+):  # fmt: skip
+    """Of the next 32 tiles the key tensor's first index; negative where the page is absent.  The
+    number of keys is not yet known: this load and that of the number need not wait in turn."""
     tile: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     pos = base + gl.arange(0, 32, layout=tile) * KEYS_AT_ONCE
     if KEYS == PAGED:
         entry = table + request.to(gl.int64) * table_stride + pos // PAGE
-        outer = gl.load(entry, mask=pos < hi, other=-1)
+        outer = gl.load(entry, mask=(pos < reach) & (request < requests), other=-1)
         return gl.where((outer >= 0) & (outer < pages), outer, -1).to(gl.int32)
     elif KEYS == BSND:
         return pos * 0 + request
@@ -112,16 +113,23 @@ def _load(
         )  # fmt: skip
     count = 0
     while row < end:
-        request, first, asked, keys, start, stop, hi = _part(
-            row, end, act_q, act_k, tokens, requests, reach, lo, per_chunk,
-            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        ahead = _outer_of(lo, request, requests, reach, table, table_stride, pages, PAGE, KEYS)
+        asked, keys, start, stop, hi = _part(
+            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
         )  # fmt: skip
         if lo == 0:
             member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
             gl.store(lengths + member - first_row, _sees(member - first, asked, keys, CAUSAL),
                      mask=member < stop)  # fmt: skip
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
-            outers = _outer_of(base, hi, request, table, table_stride, pages, PAGE, KEYS)
+            outers = ahead
+            if base + 32 * KEYS_AT_ONCE < hi:
+                ahead = _outer_of(
+                    base + 32 * KEYS_AT_ONCE, request, requests, reach, table, table_stride,
+                    pages, PAGE, KEYS,
+                )  # fmt: skip
             for i in range(0, gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)):
                 stage = count % STAGES
                 bar = full.index(stage)
@@ -200,12 +208,19 @@ def _multiply(
     mbarrier.wait(q_full.index(0), 0)
     count = 0
     while row < end:
-        request, first, asked, keys, _start, stop, hi = _part(
-            row, end, act_q, act_k, tokens, requests, reach, lo, per_chunk,
-            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        ahead = _outer_of(lo, request, requests, reach, table, table_stride, pages, PAGE, KEYS)
+        asked, keys, _start, stop, hi = _part(
+            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
         )  # fmt: skip
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
-            outers = _outer_of(base, hi, request, table, table_stride, pages, PAGE, KEYS)
+            outers = ahead
+            if base + 32 * KEYS_AT_ONCE < hi:
+                ahead = _outer_of(
+                    base + 32 * KEYS_AT_ONCE, request, requests, reach, table, table_stride,
+                    pages, PAGE, KEYS,
+                )  # fmt: skip
             tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
             for i in range((GROUP - count) & (GROUPS - 1), tiles, GROUPS):
                 stage = (count + i) % STAGES
@@ -350,12 +365,14 @@ def launch(
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys, in microseconds.  Two
     # warpgroups, 256 columns, 4096 queries: 6850 with 4096 keys a program, 7270 with 8192, 7590
     # with 2048.  One warpgroup, 64 columns: of one row 7.2 with 256 keys a program, 7.7 with 512;
-    # of 32 rows 130.6 with 1024 keys, 2 stages and 64 registers, 134.0 with 2048, 5 and 128
+    # of 32 rows 130.6 with 1024 keys, 2 stages and 64 registers, 133.4 with 2048, 3 and 80
     groups = triton.cdiv(count, shared)
     if parts == 2:
         stages, per_chunk, registers = 8, 4096, None
     elif groups * triton.cdiv(plan.reach, 256) <= 264:
         stages, per_chunk, registers = 4, 256, 128
+    elif h_tile * shared <= 64 and groups > 64:
+        stages, per_chunk, registers = 3, 2048, 80
     elif h_tile * shared <= 64:
         stages, per_chunk, registers = 2, 1024, 64
     else:

@@ -217,12 +217,13 @@ def _scores(
 ):  # fmt: skip
     """[64, 64] scores of a tile, once it is there; masked, in powers of two."""
     mbarrier.wait(bars.index(LEFT + TILE), t & 1)
-    mbarrier.wait(bars.index(RIGHT + TILE), t & 1)
     fence_async_shared()
     s = gl.zeros([64, 64], gl.float32, layout=S)
     s = warpgroup_mma(
         q_left.index(zero), left.index(tile).permute((1, 0)), s, use_acc=False, is_async=True
     )
+    mbarrier.wait(bars.index(RIGHT + TILE), t & 1)
+    fence_async_shared()
     s = warpgroup_mma(q_right.index(zero), right.index(tile).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma(q_rope.index(zero), rope.index(tile).permute((1, 0)), s, is_async=True)
     mbarrier.wait(bars.index(PLACED + (t & 1)), (t >> 1) & 1)
