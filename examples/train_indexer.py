@@ -23,17 +23,18 @@ SCALE = 4 * (R + DR) ** -0.5  # sharper than the usual one, so that a random lay
 def rotated(x):
     """The last DR dimensions turned by their position; x is [B, S, heads, *]."""
     turns = torch.arange(S, device=x.device)[:, None] / 100 ** torch.linspace(0, 1, DR // 2).to(x)
-    sin, cos = turns.sin()[:, None].to(x.dtype), turns.cos()[:, None].to(x.dtype)
+    sin, cos = turns.sin()[:, None], turns.cos()[:, None]
     plain, left, right = x.split([x.shape[-1] - DR, DR // 2, DR // 2], -1)
     return torch.cat([plain, left * cos - right * sin, right * cos + left * sin], -1)
 
 
 class Layer(nn.Module):
     """DeepSeek-V3.2's attention in its absorbed form, heads that share one latent key, and the
-    indexer that selects for it."""
+    indexer that selects for it.  Weights are float32, the ops' inputs have `dtype`."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype) -> None:
         super().__init__()
+        self.dtype = dtype
         self.query = nn.Linear(H, N * (R + DR), bias=False)
         self.key = nn.Linear(H, R + DR, bias=False)
         self.out = nn.Linear(N * R, H, bias=False)
@@ -43,24 +44,25 @@ class Layer(nn.Module):
 
     def attention_inputs(self, x):
         """query, key, and their rotary parts."""
-        query = rotated(self.query(x).unflatten(-1, (N, R + DR)))
-        key = rotated(self.key(x).unsqueeze(2))
+        query = rotated(self.query(x).unflatten(-1, (N, R + DR))).to(self.dtype)
+        key = rotated(self.key(x).unsqueeze(2)).to(self.dtype)
         return query[..., :R], key[..., :R], query[..., R:], key[..., R:]
 
     def select(self, x, count):
         """Indices and differentiable scores of the keys that the indexer chooses."""
         x = x.detach()
-        query = rotated(self.index_query(x).unflatten(-1, (Ni, Di)))
-        key = rotated(self.index_key(x).unsqueeze(2))
+        query = rotated(self.index_query(x).unflatten(-1, (Ni, Di))).to(self.dtype)
+        key = rotated(self.index_key(x).unsqueeze(2)).to(self.dtype)
+        weights = self.index_weights(x).to(self.dtype)
         return custom.npu_lightning_indexer(
-            query, key, self.index_weights(x), sparse_count=count, return_value=True
+            query, key, weights, sparse_count=count, return_value=True
         )
 
     def attend(self, query, key, query_rope, key_rope, indices):
         heads, _, _ = custom.npu_sparse_flash_attention(
             query, key, None, indices, SCALE, query_rope=query_rope, key_rope=key_rope
         )
-        return self.out(heads.flatten(-2))
+        return self.out(heads.flatten(-2).float())
 
 
 def true_top(query, key, query_rope, key_rope):
@@ -85,9 +87,9 @@ def recall(layer, x, inputs):
 def train(device, dtype):
     """The loss and the recall of every step."""
     torch.manual_seed(0)
-    layer = Layer().to(device, dtype)
-    x = torch.randn(B, S, H, device=device, dtype=dtype)
-    wanted = torch.randn(B, S, H, device=device, dtype=dtype) / 4
+    layer = Layer(dtype).to(device)
+    x = torch.randn(B, S, H).to(device)
+    wanted = torch.randn(B, S, H).to(device) / 4
     slow = [*layer.query.parameters(), *layer.key.parameters()]
     fast = [p for p in layer.parameters() if all(p is not q for q in slow)]
     optimizer = torch.optim.Adam([{"params": slow, "lr": 1e-4}, {"params": fast, "lr": 3e-3}])
@@ -108,7 +110,7 @@ def train(device, dtype):
         )
         total = loss
         if step >= WARM_UP:  # the layer itself learns through the sparse attention
-            total = loss + (layer.attend(*inputs, indices) - wanted).float().square().mean()
+            total = loss + (layer.attend(*inputs, indices) - wanted).square().mean()
         optimizer.zero_grad()
         total.backward()
         optimizer.step()

@@ -54,8 +54,9 @@ def test_the_indexers_recall_rises(device, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = re.findall(r"step +(\d+)  loss ([\d.]+)  recall +([\d.]+)%", done.stdout)
     steps, losses, recalls = (list(map(float, column)) for column in zip(*found, strict=True))
-    assert recalls == sorted(recalls) and losses == sorted(losses, reverse=True)
+    assert losses == sorted(losses, reverse=True)
     warm = steps.index(100)
+    assert recalls[: warm + 1] == sorted(recalls[: warm + 1])
     assert recalls[0] < 40 and recalls[warm] > recalls[0] + 25 and recalls[-1] > recalls[warm] + 1
     assert plot.stat().st_size > 10_000
 
