@@ -34,14 +34,16 @@ PAGE = ROOT / "docs" / "graph_mode.md"
 
 @dataclass(frozen=True)
 class Mode:
-    """A column: `tests` and `refusals` are parametrised by op, `steps` check a decode step."""
+    """A column.  `tests` and `refusals` are parametrised by op, `every` check all ops at once,
+    `steps` check a decode step."""
 
     title: str
     record: str
-    tests: tuple[str, ...]
+    tests: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
     applies: Callable[[Spec], bool] = lambda spec: True
+    every: tuple[str, ...] = ()
 
 
 _COMPILE, _CAPTURE = "tests/test_compile.py::", "tests/test_graph_mode.py::"
@@ -53,7 +55,7 @@ _ONNX, _GRAPH, _GE = (
 _ALONE = f"{_COMPILE}test_compiled_graph_is_the_op_alone_for_every_size"
 _STEP = f"{_COMPILE}test_decode_step_compiles_once_for_every_length"
 _BACKWARD = f"{_COMPILE}test_backward_under_compile"
-_PACKAGE = f"{_COMPILE}test_package_of_aotinductor_equals_eager"
+_PACKAGE = f"{_COMPILE}test_package_of_aotinductor_equals_eager_for_every_op"
 _DIRECT = f"{_GRAPH}test_op_is_called_directly_and_captured_once"
 _WHOLE = f"{_GRAPH}test_whole_decode_step_is_captured_once"
 _REFUSED = f"{_GE}test_an_op_without_a_form_names_npugraph_ex"
@@ -69,8 +71,8 @@ CPU_AND_CUDA = (
     Mode("backward, CPU", "cpu", (_BACKWARD,), applies=_trained),
     Mode("backward, CUDA", "cuda", (_BACKWARD,), applies=_trained),
     Mode("export", "cpu", (f"{_COMPILE}test_export_is_saved_and_loaded",)),
-    Mode("AOTInductor, CPU", "cpu", (_PACKAGE,)),
-    Mode("AOTInductor, CUDA", "cuda", (_PACKAGE,)),
+    Mode("AOTInductor, CPU", "cpu", every=(_PACKAGE,)),
+    Mode("AOTInductor, CUDA", "cuda", every=(_PACKAGE,)),
     Mode(
         "reduce-overhead, CUDA",
         "cuda",
@@ -111,7 +113,9 @@ ASCEND_AND_ONNX = (
     ),
 )
 MODES = (*CPU_AND_CUDA, *ASCEND_AND_ONNX)
-_RECORDED = {name for mode in MODES for name in (*mode.tests, *mode.steps, *mode.refusals)}
+_RECORDED = {
+    name for mode in MODES for name in (*mode.tests, *mode.every, *mode.steps, *mode.refusals)
+}
 
 
 def records() -> dict[str, dict[str, Any]]:
@@ -131,6 +135,7 @@ def _cell(found: dict[str, dict[str, Any]], mode: Mode, spec: Spec) -> str:
     if not mode.applies(spec):
         return "-"
     count = sum(passed(found, mode.record, test, spec.name) for test in mode.tests)
+    count += sum(passed(found, mode.record, test, None) for test in mode.every)
     if count:
         return str(count)
     refused = sum(passed(found, mode.record, test, spec.name) for test in mode.refusals)
@@ -194,7 +199,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--record-graph")
-    if not path or exitstatus or hasattr(session.config, "workerinput"):
+    ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if not path or not ended or hasattr(session.config, "workerinput"):
         return
     cuda = session.config.getoption("--device") == "cuda"
     record = {

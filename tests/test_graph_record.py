@@ -29,7 +29,7 @@ def test_page_shows_the_records():
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.title)
 def test_every_test_of_a_column_exists(mode):
-    for name in (*mode.tests, *mode.steps, *mode.refusals):
+    for name in (*mode.tests, *mode.every, *mode.steps, *mode.refusals):
         file, _, function = name.partition("::")
         assert function in functions(file), name
 
