@@ -32,14 +32,6 @@ STEP = ["npu_sparse_attention_pto", "npu_fused_sigmoid_gating_delta_rule_update"
 
 
 @pytest.fixture(autouse=True)
-def _first_run_on_a_gpu(request):
-    """These have never run on a GPU: there they may fail, and do not stop the run."""
-    device = request.node.callspec.params.get("device") if hasattr(request.node, "callspec") else ""
-    if device == "cuda":
-        request.applymarker(pytest.mark.xfail(reason="never run on a GPU", strict=False))
-
-
-@pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
     counters.clear()

@@ -27,14 +27,6 @@ from .test_contracts import CPU, every_spec, everything, mutated, sample, tensor
 LENGTHS = ("act_seqs", "actual_seq_lengths_key", "actual_seq_lengths_kv", "cu_seqlens_k")
 
 
-@pytest.fixture
-def _first_run_on_a_gpu(request):
-    """These have never run on a GPU: there they may fail, and do not stop the run."""
-    device = request.node.callspec.params.get("device") if hasattr(request.node, "callspec") else ""
-    if device == "cuda":
-        request.applymarker(pytest.mark.xfail(reason="never run on a GPU", strict=False))
-
-
 def other(spec: Spec, device: torch.device, dtype: torch.dtype) -> dict:
     """Other values of the same shapes: new numbers, shorter lengths, absent slots."""
     maker = Maker(device, dtype)
@@ -89,7 +81,6 @@ WAITING = {
 }
 
 
-@pytest.mark.usefixtures("_first_run_on_a_gpu")
 @pytest.mark.parametrize("warmup", [1, 2])
 @pytest.mark.parametrize("what", list(WAITING))
 def test_capture_refuses_a_function_that_waits(what, warmup, device):
@@ -120,7 +111,6 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.usefixtures("_first_run_on_a_gpu")
 def test_capture_refuses_synchronize(device):
     """In a process of its own: torch checks this too late to end the capture in good order."""
     if device.type != "cuda":
@@ -140,7 +130,6 @@ def test_capture_refuses_a_cpu():
         capture(torch.neg, torch.ones(2))
 
 
-@pytest.mark.usefixtures("_first_run_on_a_gpu")
 def test_capture_of_a_decode_step_serves_every_length(device):
     if device.type == "cpu":
         pytest.skip("a CPU has no graphs")
