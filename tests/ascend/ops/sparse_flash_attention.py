@@ -162,8 +162,9 @@ CONTROLS = (
     Control(
         "double buffering given up",
         "tune",
-        '"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2}',
-        '"HEAD_TILE": heads, "KEY_TILE": 64}, {}',
+        'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, '
+        '{"set_workspace_multibuffer": 2})',
+        'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {})',
         "paged, 64 heads",
         stage="compile",
     ),
