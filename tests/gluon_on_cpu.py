@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Stands in for Gluon's language: kernels run on CPU tensors, a program at a time.
+
+Blind to layouts and missing barriers; sees wrong numbers, addresses outside of a tensor, two
+stores to one address, shared memory read before it was written or its copy waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+import triton
+
+
+class Block(torch.Tensor):
+    """A value, or shared memory."""
+
+    __iadd__ = torch.Tensor.__add__  # a value never changes
+
+    def slice(self, start, length, dim=0):
+        return self.narrow(dim, start, length)
+
+    def load(self, layout):
+        return self.clone()
+
+    def store(self, value):
+        assert value.dtype == self.dtype and value.shape == self.shape
+        self.copy_(value)
+
+
+def _block(x):
+    return torch.as_tensor(getattr(x, "value", x)).as_subclass(Block)
+
+
+def _unknown(dtype, shape, layout=None):
+    value = float("nan") if dtype.is_floating_point else 2**30
+    return _block(torch.full([int(n) for n in shape], value, dtype=dtype))
+
+
+class Pointer:
+    """Addresses: elements of the storage of a tensor."""
+
+    def __init__(self, tensor, at):
+        self.tensor, self.at, self.dtype = tensor, at, SimpleNamespace(element_ty=tensor.dtype)
+
+    @classmethod
+    def of(cls, x):
+        return cls(x, _block(x.storage_offset())) if torch.is_tensor(x) else _block(x)
+
+    def __add__(self, offset):
+        return Pointer(self.tensor, self.at + offset)
+
+    def __sub__(self, offset):
+        return self + -offset
+
+    def __getitem__(self, key):
+        return Pointer(self.tensor, self.at[key])
+
+    __radd__ = __add__
+
+    def memory(self, mask):
+        """(the storage, addresses, which of them count), the latter of one shape."""
+        x = self.tensor
+        at, mask = torch.broadcast_tensors(self.at, _block(True) if mask is None else mask)
+        first, size = x.storage_offset(), x.untyped_storage().nbytes() // x.element_size()
+        last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        assert (((at >= first) & (at <= last)) | ~mask).all(), "an address outside of the tensor"
+        return x.as_strided((size,), (1,), 0), at, mask
+
+
+def _load(pointer, mask=None, other=None):
+    memory, at, mask = pointer.memory(mask)
+    found = _unknown(memory.dtype, at.shape)
+    if other is not None:
+        found.fill_(other)
+    found[mask] = memory[at[mask]]
+    return found
+
+
+def _store(pointer, value, mask=None):
+    memory, at, mask = pointer.memory(mask)
+    assert at[mask].unique().numel() == mask.sum(), "two stores to one address"
+    memory[at[mask]] = value.to(memory.dtype).expand(at.shape)[mask]
+
+
+class Copies:
+    """cp.async: a group arrives when it is waited for, zeros where masked."""
+
+    def __init__(self):
+        self.groups = [[]]
+
+    def async_copy_global_to_shared(self, tile, pointer, mask=None):
+        tile.fill_(float("nan"))
+        self.groups[-1].append((tile, pointer, mask))
+
+    def commit_group(self):
+        self.groups.append([])
+
+    def wait_group(self, left):
+        while len(self.groups) > left + 1:
+            for tile, pointer, mask in self.groups.pop(0):
+                tile.store(_load(pointer, mask, 0))
+
+
+class Kernel:
+    """kernel[grid](arguments) runs every program; kernel(arguments) is a call in one."""
+
+    def __init__(self, kernel, language):
+        self.kernel, self.language = kernel, language
+
+    def __call__(self, *arguments, **named):
+        return self.kernel.fn(*arguments, **named)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **named):
+            named |= dict(zip(self.kernel.arg_names, arguments, strict=False))
+            constant = {p.name: p.is_constexpr for p in self.kernel.params}
+            values = {n: named[n] if constant[n] else Pointer.of(named[n]) for n in constant}
+            for place in itertools.product(*map(range, grid)):
+                self.language.program_id = [_block(i).int() for i in place].__getitem__
+                self(**values)
+                assert self.language.copies.groups == [[]], "copies on their way"
+
+        return launch
+
+
+def stand_in(monkeypatch, *modules):
+    """The kernels of these modules, and what of theirs they call, run here."""
+    gl = SimpleNamespace(
+        copies=Copies(), int32=torch.int32, int64=torch.int64, float32=torch.float32,
+        load=_load, store=_store, constexpr=triton.language.constexpr, static_range=range,
+        allocate_shared_memory=_unknown, convert_layout=lambda x, layout: x, where=torch.where,
+        arange=lambda lo, hi, layout=None: _block(torch.arange(lo, hi, dtype=torch.int32)),
+        zeros=lambda shape, dtype, layout: _unknown(dtype, shape).zero_(),
+        minimum=lambda a, b: torch.minimum(_block(a), _block(b)),
+        maximum=lambda a, b: torch.maximum(_block(a), _block(b)),
+        max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
+    )  # fmt: skip
+    for name in ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "SwizzledShared"):
+        setattr(gl, f"{name}Layout", lambda *_: None)
+    instead = dict(gl=gl, tl=gl, async_copy=gl.copies)
+    instead["mma_v2"] = lambda a, b, acc: acc + a.float() @ b.float()
+    instead |= dict.fromkeys(("gdc_wait", "gdc_launch_dependents"), lambda: None)
+    for module in modules:
+        for name, x in list(vars(module).items()):
+            if isinstance(x, triton.runtime.JITFunction) or name in instead:
+                monkeypatch.setattr(module, name, instead.get(name) or Kernel(x, gl))

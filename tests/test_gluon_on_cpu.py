@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The Gluon kernels for a few rows of sparse attention, on CPU tensors: Triton's interpreter does
+not know Gluon.  test_cuda_sparse.py runs the same kernels on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .test_cuda_sparse import INTERPRETED, arguments, assert_near, exact
+
+pytest.importorskip("triton")
+if INTERPRETED:
+    pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
+
+from custom.cuda_ops import (
+    rows,
+    sparse_flash_attention,
+    sparse_flash_attention_few,
+    sparse_flash_attention_hopper,
+)
+
+from .gluon_on_cpu import stand_in
+
+ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
+SIZES = dict(R=512, D=64)
+CASES = {
+    "one row": dict(N=64, B=1, S=1, P=64, S2=512, K=500, **SIZES),
+    "three rows": dict(N=16, B=1, S=3, keys="BSND", S2=700, K=600, **SIZES),
+    "two rows, blocks": dict(N=17, B=2, S=1, span=4, S2=256, K=50, **SIZES),
+    "packed": dict(N=5, B=2, S=2, query="TND", keys="TND", rows=[1, 3], K=100, **SIZES),
+    "packed, paged": dict(N=8, B=2, S=1, query="TND", rows=[0, 2], K=33, **SIZES),
+    "no keys": dict(N=100, B=2, S=1, lengths=[0, 2], K=90, **SIZES),
+    "idle row": dict(N=96, B=2, S=1, keys="BSND", rows=[1, 0], lengths=[96, 20], K=65, **SIZES),
+    "four requests, one key": dict(
+        N=16, B=4, S=1, K=1, lengths=[96, 0, 1, 40], index=torch.int64, **SIZES
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_few_rows(case, monkeypatch):
+    turn = list(CASES).index(case)
+    dtype = list(ERROR)[turn % 2]
+    launches = []
+    launch = sparse_flash_attention_few.launch
+    monkeypatch.setattr(
+        sparse_flash_attention_few, "launch", lambda *x: (launches.append(x), launch(*x))
+    )
+    monkeypatch.setattr(rows, "capability", lambda device: 9)
+    stand_in(
+        monkeypatch, rows, sparse_flash_attention, sparse_flash_attention_few,
+        sparse_flash_attention_hopper,
+    )  # fmt: skip
+    attention, _ = arguments(dtype, **CASES[case])
+    sinks = torch.randn(CASES[case]["N"]) if turn % 4 < 2 else None
+    every = attention | dict(return_softmax_lse=True, sinks=sinks)
+    got = sparse_flash_attention.forward(**every)
+    assert len(launches) == 1
+    wanted = exact("sparse_flash_attention", **every)
+    for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
+        assert_near(name, x, y, ERROR[dtype])
