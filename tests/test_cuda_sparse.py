@@ -148,6 +148,7 @@ LARGE = {
     "own value": dict(R=512, D=64, N=128, B=1, S=30, own_value=True, keys="BSND", S2=300, K=100),
     "one row": dict(R=512, D=64, N=128, B=1, S=1, P=64, S2=4096, K=2048),
     "one row, 5 heads": dict(R=512, D=64, N=5, B=1, S=1, query="TND", keys="TND", S2=300, K=100),
+    "one row, packed": dict(R=512, D=64, N=64, B=1, S=1, query="TND", keys="TND", S2=300, K=100),
     "two rows, blocks": dict(R=512, D=64, N=17, B=2, S=1, span=4, S2=1024, K=200),
     "two rows, no keys": dict(R=512, D=64, N=128, B=2, S=1, lengths=[0, 2], K=90),
     "rows in turn": dict(R=512, D=64, N=100, B=2, S=80, query="TND", rows=[20, 160], K=90),
