@@ -16,9 +16,20 @@ import triton
 
 
 class Block(torch.Tensor):
-    """A value, or shared memory."""
+    """A value, or shared memory.  uint32 is int64 that stays in its range."""
 
     __iadd__ = torch.Tensor.__add__  # a value never changes
+    numel = property(lambda self: self.nelement())
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype, bitcast=False):
+        if dtype == torch.uint32:
+            return self.long() & 0xFFFFFFFF if bitcast else self.double().clamp(0, 2**32 - 1).long()
+        if not bitcast:
+            return super().to(dtype)
+        if self.is_floating_point():
+            return self.view(dtype)
+        return super().to(torch.int32).view(dtype)  # an int64 wraps
 
     def slice(self, start, length, dim=0):
         return self.narrow(dim, start, length)
@@ -82,8 +93,8 @@ def _load(pointer, mask=None, other=None):
 
 def _store(pointer, value, mask=None):
     memory, at, mask = pointer.memory(mask)
-    assert at[mask].unique().numel() == mask.sum(), "two stores to one address"
-    memory[at[mask]] = value.to(memory.dtype).expand(at.shape)[mask]
+    assert len(at[mask].unique()) == mask.sum(), "two stores to one address"
+    memory[at[mask]] = _block(value).to(memory.dtype).expand(at.shape)[mask]
 
 
 class Copies:
@@ -130,9 +141,13 @@ class Kernel:
 def stand_in(monkeypatch, *modules):
     """The kernels of these modules, and what of theirs they call, run here."""
     gl = SimpleNamespace(
-        copies=Copies(), int32=torch.int32, int64=torch.int64, float32=torch.float32,
-        load=_load, store=_store, constexpr=triton.language.constexpr, static_range=range,
-        allocate_shared_memory=_unknown, convert_layout=lambda x, layout: x, where=torch.where,
+        copies=Copies(), int32=torch.int32, int64=torch.int64, uint32=torch.uint32,
+        float32=torch.float32, load=_load, store=_store, constexpr=triton.language.constexpr,
+        static_range=range, num_warps=lambda: 8, reshape=torch.reshape, min=torch.amin,
+        join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1), log=torch.log,
+        sqrt=torch.sqrt, rsqrt=torch.rsqrt, associative_scan=lambda x, axis, plus: x.cumsum(axis),
+        allocate_shared_memory=_unknown, convert_layout=lambda x, layout: x,
+        where=lambda condition, a, b: torch.where(condition, _block(a), _block(b)),
         arange=lambda lo, hi, layout=None: _block(torch.arange(lo, hi, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: _unknown(dtype, shape).zero_(),
         minimum=lambda a, b: torch.minimum(_block(a), _block(b)),
@@ -148,3 +163,5 @@ def stand_in(monkeypatch, *modules):
         for name, x in list(vars(module).items()):
             if isinstance(x, triton.runtime.JITFunction) or name in instead:
                 monkeypatch.setattr(module, name, instead.get(name) or Kernel(x, gl))
+            elif isinstance(x, triton.language.constexpr):
+                monkeypatch.setattr(module, name, x.value)

@@ -284,6 +284,17 @@ def scores_of(kind: str, n: int) -> Tensor:
     return scores
 
 
+def best_of(scores: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(positions, scores) of the k best of each row, by sorting it."""
+    wanted = torch.full((len(scores), k), -1, dtype=torch.int32)
+    for row, length in enumerate(lengths.tolist()):
+        seen = scores[row, :length]
+        count = min(k, int((seen > -torch.inf).sum()))
+        best = torch.sort(seen, descending=True, stable=True).indices[:count]
+        wanted[row, :count] = best.sort().values.int()
+    return wanted, scores.gather(1, wanted.clamp(min=0).long()).masked_fill(wanted < 0, 0)
+
+
 KINDS = (
     "random", "rounded", "equal", "plateau", "comb", "segment", "outliers", "zeros", "infinite",
     "clusters", "powers",
@@ -303,13 +314,7 @@ def test_topk_is_exact(n, k, kind, path, monkeypatch):
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, min(n, 20)], dtype=torch.int32)
-    wanted = torch.full((3, k), -1, dtype=torch.int32)
-    for row, length in enumerate(lengths.tolist()):
-        seen = scores[row, :length]
-        count = min(k, int((seen > -torch.inf).sum()))
-        best = torch.sort(seen, descending=True, stable=True).indices[:count]
-        wanted[row, :count] = best.sort().values.int()
-    value = scores.gather(1, wanted.clamp(min=0).long()).masked_fill(wanted < 0, 0)
+    wanted, value = best_of(scores, lengths, k)
     indices = torch.full((3, k), -9, dtype=torch.int32, device=DEVICE)
     values = torch.full((3, k), torch.nan, device=DEVICE)
     scores = scores.to(DEVICE)

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The Gluon kernels for a few rows of sparse attention, on CPU tensors: Triton's interpreter does
-not know Gluon.  test_cuda_sparse.py runs the same kernels on a GPU."""
+"""Gluon kernels of sparse attention for a few rows and of the top-k, on CPU tensors: Triton's
+interpreter does not know Gluon.  test_cuda_sparse.py runs the same kernels on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from .test_cuda_sparse import INTERPRETED, arguments, assert_near, exact
+from .test_cuda_sparse import (
+    INTERPRETED,
+    KINDS,
+    arguments,
+    assert_near,
+    best_of,
+    exact,
+    scores_of,
+)
 
 pytest.importorskip("triton")
 if INTERPRETED:
@@ -19,6 +27,7 @@ from custom.cuda_ops import (
     sparse_flash_attention,
     sparse_flash_attention_few,
     sparse_flash_attention_hopper,
+    topk_hopper,
 )
 
 from .gluon_on_cpu import stand_in
@@ -61,3 +70,16 @@ def test_few_rows(case, monkeypatch):
     wanted = exact("sparse_flash_attention", **every)
     for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
         assert_near(name, x, y, ERROR[dtype])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k", [(16, 20), (300, 30), (7000, 50), (20000, 2048), (65536, 2048)])
+def test_topk(n, k, kind, monkeypatch):
+    stand_in(monkeypatch, topk_hopper)
+    scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, 13], dtype=torch.int32)
+    indices = torch.full((3, k), -9, dtype=torch.int32)
+    values = torch.full((3, k), torch.nan)
+    sample = scores[:, :: topk_hopper.EVERY].contiguous() if n == 65536 else None
+    topk_hopper.topk(scores, lengths, indices, values, k, sample)
+    wanted, value = best_of(scores, lengths, k)
+    assert torch.equal(indices, wanted) and torch.equal(values, value)
