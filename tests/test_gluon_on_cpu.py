@@ -48,6 +48,20 @@ CASES = {
 }
 
 
+def poisoned(attention: dict) -> dict:
+    """Where an address of no key would point, the cache's first row, is NaN and of no request."""
+    caches = {name: attention[name] for name in ("key", "key_rope")}
+    table, index = attention["block_table"], attention["sparse_indices"].clone()
+    if table is not None:
+        table = torch.where(table < 0, table, table + 1)
+        caches = {name: torch.cat((x[:1], x)) for name, x in caches.items()}
+    else:
+        index[index == 0] = -1
+    for cache in caches.values():
+        cache.flatten(0, -3)[0] = torch.nan
+    return attention | caches | dict(block_table=table, sparse_indices=index)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_few_rows(case, monkeypatch):
     turn = list(CASES).index(case)
@@ -64,7 +78,7 @@ def test_few_rows(case, monkeypatch):
     )  # fmt: skip
     attention, _ = arguments(dtype, **CASES[case])
     sinks = torch.randn(CASES[case]["N"]) if turn % 4 < 2 else None
-    every = attention | dict(return_softmax_lse=True, sinks=sinks)
+    every = poisoned(attention) | dict(return_softmax_lse=True, sinks=sinks)
     got = sparse_flash_attention.forward(**every)
     assert len(launches) == 1
     wanted = exact("sparse_flash_attention", **every)
