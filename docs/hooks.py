@@ -93,7 +93,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    made = {"verified": table, "variables": variables}
-    for name, make in made.items():
-        markdown = markdown.replace(f"{{{{ {name} }}}}", make())
-    return markdown
+    return markdown.replace("{{ verified }}", table()).replace("{{ variables }}", variables())

@@ -11,19 +11,13 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from custom.bench.report import plot, read_public, read_rows, unpacked
+from custom.bench.report import plot, read_public, read_rows
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _memory(row: dict[str, str]) -> str:
+def _memory(peaks: dict[str, float]) -> str:
     """Peak extra memory of a call, results included, beside torch's; "-" where not measured."""
-    peaks = unpacked(row.get("peak_mib") or "")
     if "ours" not in peaks:
         return "-"
     others = [f"{name} {mib:.4g}" for name, mib in peaks.items() if name.startswith("torch")]
@@ -31,24 +25,25 @@ def _memory(row: dict[str, str]) -> str:
 
 
 def table() -> str:
-    public = {(r["op"], r["case"]): r for r in _rows(FIGURES / "public.csv")}
-    rows = [row for path in sorted(FIGURES.glob("npu_*.csv")) for row in _rows(path)]
+    with (FIGURES / "public.csv").open(newline="") as file:
+        public = {(r["op"], r["case"]): r for r in csv.DictReader(file)}
+    rows = [row for path in sorted(FIGURES.glob("npu_*.csv")) for row in read_rows(path)]
     head = ["op", "shape", "floor", "ours", "of floor", "best public"]
-    remembered = any(row.get("peak_mib") for row in rows)
+    remembered = any(row.peaks for row in rows)
     if remembered:
         head.append("peak MiB")
     lines = [head]
     for row in rows:
-        best = public.get((row["op"], row["case"]))
+        best = public.get((row.op, row.case))
         line = [
-            f"`{row['op'].removeprefix('npu_')}`",
-            row["case"],
-            f"{float(row['floor_us']):.4g}",
-            f"**{float(row['median_us']):.4g}**",
-            f"{float(row['of_floor']):.0%}",
+            f"`{row.op.removeprefix('npu_')}`",
+            row.case,
+            f"{row.floor_us:.4g}",
+            f"**{row.median_us:.4g}**",
+            f"{row.of_floor:.0%}",
             f"{best['us']} ({best['name']})" if best else "-",
         ]
-        lines.append([*line, _memory(row)] if remembered else line)
+        lines.append([*line, _memory(row.peaks)] if remembered else line)
     drawn = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([drawn[0], "|---" * len(head) + "|", *drawn[1:]]) + "\n"
 
