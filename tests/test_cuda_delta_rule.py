@@ -19,7 +19,9 @@ import custom
 from .test_chunk_gated_delta_rule import Case as ChunkCase
 from .test_fused_sigmoid_gating_delta_rule_update import Case, moved
 
-chunk = pytest.importorskip("custom.cuda_ops.chunk_gated_delta_rule")
+pytest.importorskip("triton")
+
+from custom.cuda_ops import chunk_gated_delta_rule as chunk
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -36,7 +38,6 @@ FILES = (
 @pytest.mark.parametrize("file", FILES)
 def test_under_the_interpreter(file):
     """float16 only: the kernels' float32 paths differ in nothing but the conversion."""
-    pytest.importorskip("triton")
     variables = {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     chosen = "cpu and not bfloat16 and not float32 and not float64"
     command = f"-m pytest -q -x -p no:cacheprovider --device cpu tests/{file} -k".split()
