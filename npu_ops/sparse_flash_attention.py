@@ -221,6 +221,22 @@ def _attention(heads: int, latent: int, rotary: int) -> tune.Config:
     return next((c for c in fitting if c.tiles["HEAD_TILE"] >= heads), fitting[-1])
 
 
+def resolved(
+    indices: Tensor, key: Tensor, plan: ragged.Plan, wide: int, block: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(slots [T, wide], last [T]) of int32 `indices` [T, .., K]: see `resolve`."""
+    slots = memory.empty((plan.rows, wide), torch.int32, key.device)
+    last = memory.empty((plan.rows,), torch.int32, key.device)
+    resolve[(min(plan.rows, cores.vector()),)](
+        indices, plan.table, slots=slots, last=last, **plan.arguments, **plan.flags,
+        rows=plan.rows, count=indices.shape[-1], wide=wide, indices_stride=indices.stride(0),
+        block=block, table_stride=plan.table.stride(0), pages=key.shape[0], page=key.shape[-3],
+        page_rows=ragged.page_rows(key), BLOCKS=block > 1,
+        **tune.only("sparse_flash_attention.resolve").keywords,
+    )  # fmt: skip
+    return slots, last
+
+
 def unsupported(
     query: Tensor,
     key: Tensor,
@@ -289,17 +305,8 @@ def forward(
     copies = tune.only("sparse_flash_attention.gather")
     key_tile, head_tile = attention.tiles["KEY_TILE"], attention.tiles["HEAD_TILE"]
     wide = tiling.up(count * sparse_block_size, key_tile)
-    slots = memory.empty((plan.rows, wide), torch.int32, device)
-    last = memory.empty((plan.rows,), torch.int32, device)
     indices = ragged.int32(sparse_indices).flatten(0, -3)
-    resolve[(min(plan.rows, cores.vector()),)](
-        indices, plan.table, slots=slots, last=last, **plan.arguments, **plan.flags,
-        rows=plan.rows, count=count, wide=wide, indices_stride=indices.stride(0),
-        block=sparse_block_size, table_stride=plan.table.stride(0), pages=key.shape[0],
-        page=key.shape[-3], page_rows=ragged.page_rows(key), BLOCKS=sparse_block_size > 1,
-        **tune.only("sparse_flash_attention.resolve").keywords,
-    )  # fmt: skip
-
+    slots, last = resolved(indices, key, plan, wide, sparse_block_size)
     rope = query if query_rope is None else query_rope
     q, rope = query.flatten(0, -3), rope.flatten(0, -3)
     at_once = min(plan.rows, max(1, _WORKSPACE // (wide * (latent + rotary) * dtype.itemsize)))

@@ -29,7 +29,7 @@ from ..dispatch.common import memory
 from . import cores, ragged, tiling, tune
 from .lightning_indexer_grad import spread
 from .ragged import TND, keys_of, tokens_of
-from .sparse_flash_attention import gather, resolve
+from .sparse_flash_attention import gather, resolved
 
 _WORKSPACE = 512 * 2**20  # bytes of dense keys, or of counts, at a time; more tokens take rounds
 
@@ -326,20 +326,13 @@ def _queries(
     heads, count = delta.shape[1], indices.shape[1]
     latent, rotary = shared["LATENT"], shared["ROTARY"]
     products = tune.at_least("sparse_flash_attention_grad.grad_query", "HEAD_TILE", heads)
-    tile, device = products.tiles["KEY_TILE"], key.device
+    tile = products.tiles["KEY_TILE"]
     wide = tiling.up(count, tile)
-    slots = memory.empty((plan.rows, wide), torch.int32, device)
-    last = memory.empty((plan.rows,), torch.int32, device)
-    resolve[(min(plan.rows, cores.vector()),)](
-        indices, plan.table, slots=slots, last=last, **plan.arguments, **plan.flags,
-        rows=plan.rows, count=count, wide=wide, indices_stride=indices.stride(0), block=1,
-        table_stride=0, pages=0, page=1, page_rows=ragged.page_rows(key), BLOCKS=False,
-        **tune.only("sparse_flash_attention.resolve").keywords,
-    )  # fmt: skip
+    slots, last = resolved(indices, key, plan, wide)
     each = wide * (latent + rotary) * key.element_size()
     at_once = min(plan.rows, max(1, _WORKSPACE // each))
-    dense = memory.empty((at_once, wide, latent), key.dtype, device)
-    dense_rope = memory.empty((at_once, wide, rotary), key.dtype, device)
+    dense = memory.empty((at_once, wide, latent), key.dtype, key.device)
+    dense_rope = memory.empty((at_once, wide, rotary), key.dtype, key.device)
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
         gather[(cores.vector(),)](

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..dispatch.common import memory
 from . import cores, lightning_indexer_grad, ragged, tiling, tune
 from .indexer_loss import distributions, too_wide
-from .sparse_flash_attention import gather, resolve
+from .sparse_flash_attention import gather, resolved
 
 EPS = 1e-10
 _WORKSPACE = 512 * 2**20  # bytes of dense keys at a time; more tokens go in several rounds
@@ -217,16 +217,7 @@ def _losses(
     products = tune.at_least("sparse_lightning_indexer_grad_kl_loss.targets", "HEAD_TILE", heads)
     tile = products.tiles["KEY_TILE"]
     wide = tiling.up(count, tile)
-    slots = memory.empty((plan.rows, wide), torch.int32, device)
-    last = memory.empty((plan.rows,), torch.int32, device)
-    indices = ragged.int32(sparse_indices).flatten(0, -3)
-    resolve[(min(plan.rows, cores.vector()),)](
-        indices, plan.table, slots=slots, last=last, **plan.arguments, **plan.flags,
-        rows=plan.rows, count=count, wide=wide, indices_stride=indices.stride(0), block=1,
-        table_stride=0, pages=0, page=1, page_rows=ragged.page_rows(key), BLOCKS=False,
-        **tune.only("sparse_flash_attention.resolve").keywords,
-    )  # fmt: skip
-
+    slots, last = resolved(ragged.int32(sparse_indices).flatten(0, -3), key, plan, wide)
     target = memory.empty((plan.rows, wide), torch.float32, device)
     score = memory.empty((plan.rows, wide), torch.float32, device)
     loss = memory.empty((plan.rows,), torch.float32, device)
