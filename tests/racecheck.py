@@ -21,16 +21,19 @@ _ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+):(\d+)"
 
 @cache
 def _lines(file: str, kernel: str) -> tuple[int, frozenset[int]]:
-    """Where the kernel is defined, and where it calls warp_specialize; 0 if it does not."""
+    """Where the kernel is defined, and where it calls warp_specialize; 0 if it does not.  The
+    machine code of a call that is a branch of an `if` carries the line of that `if`."""
     source = KERNELS / Path(file).name
     for node in ast.walk(ast.parse(source.read_text())) if source.exists() else ():
         if isinstance(node, ast.FunctionDef) and node.name == kernel:
             calls = [
-                each.lineno
-                for each in ast.walk(node)
-                if isinstance(each, ast.Call)
-                and isinstance(each.func, ast.Attribute)
-                and each.func.attr == "warp_specialize"
+                parent.lineno if isinstance(parent, ast.If) else statement.lineno
+                for parent in ast.walk(node)
+                for statement in ast.iter_child_nodes(parent)
+                if isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Call)
+                and isinstance(statement.value.func, ast.Attribute)
+                and statement.value.func.attr == "warp_specialize"
             ]
             return (node.lineno if calls else 0), frozenset(calls)
     return 0, frozenset()

@@ -71,9 +71,19 @@ def test_both_tritons_says_which_wins_and_how_to_mend_it(monkeypatch):
     assert "was installed last and wins" in sentence and "pip uninstall" in sentence
 
 
-def test_a_racecheck_log_is_judged_by_its_pairs(tmp_path):
-    file, kernel = "chunk_gated_delta_rule_hopper.py", "_walk"
+@pytest.mark.parametrize(
+    "file, kernel, text",
+    [
+        ("chunk_gated_delta_rule_hopper.py", "_walk", "gl.warp_specialize("),
+        ("fused_attention_hopper.py", "_forward_hopper", "if NC == 2:"),
+        ("lightning_indexer_hopper.py", "_scores", "if GROUPS == 1:"),
+    ],
+)
+def test_a_racecheck_log_is_judged_by_its_pairs(file, kernel, text, tmp_path):
     begin, calls = racecheck._lines(file, kernel)
+    source = (racecheck.KERNELS / file).read_text().splitlines()
+    assert source[begin - 1].startswith(f"def {kernel}(")
+    assert {source[line - 1].strip() for line in calls} == {text}
 
     def judged(read, write, errors=1):
         (tmp_path / "log").write_text(
@@ -86,7 +96,9 @@ def test_a_racecheck_log_is_judged_by_its_pairs(tmp_path):
         return racecheck.main(str(tmp_path / "log"))
 
     assert judged(begin, begin) == judged(begin, min(calls)) == 0
-    assert judged(begin + 9, begin) == judged(begin, begin + 9) == 1, "a kernel's own lines"
+    for own in begin + 9, min(calls) - 1, max(calls) + 1, 1:
+        assert judged(own, begin) == judged(begin, own) == 1, "a kernel's own lines"
+    assert judged(min(calls), begin) == 1, "nothing is read there"
     assert judged(begin, begin, errors=2) == 1, "not everything was printed"
 
 
