@@ -151,7 +151,8 @@ def _decay(g, at, there, GATE: gl.constexpr):
     if GATE:
         gate = gl.load(g + at, mask=there, other=0.0).to(gl.float32)
     else:
-        gate = gl.zeros([64], gl.float32, layout=there.type.layout)
+        LIST: gl.constexpr = there.type.layout
+        gate = gl.zeros([64], gl.float32, layout=LIST)
     return gl.associative_scan(gate, 0, _add), gl.sum(gate, 0)
 
 

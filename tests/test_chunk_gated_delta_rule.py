@@ -43,6 +43,7 @@ class Case:
     fading: float = 1.0  # times the decay's logarithm
     alike: bool = False  # keys nearly the same: what a triangle's powers would cancel in
     strided: bool = False  # query, key and value as views of one projection
+    without: tuple[str, ...] = ()  # arguments not given
 
     def arguments(self) -> dict[str, Any]:
         """In float64, on the CPU; keys of length 1, as the rule needs them."""
@@ -56,7 +57,7 @@ class Case:
             k = drawn(1, self.N, self.Dk) + k / 50
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
         state = drawn(len(self.lengths), self.Nv, self.Dv, self.Dk)
-        return dict(
+        every = dict(
             query=q,
             key=k,
             value=drawn(T, self.Nv, self.Dv),
@@ -66,6 +67,7 @@ class Case:
             scale=self.scale,
             g=-self.fading * drawn(T, self.Nv).exp() if self.gates else None,
         )
+        return every | dict.fromkeys(self.without)
 
     def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
         """Activations in `dtype`; the decay and the state in their own."""
@@ -103,6 +105,10 @@ CASES = [
     Case((10, 70), N=2, Nv=2, Dk=64, Dv=64, state=torch.bfloat16, fading=30.0),
     Case((), N=1, Nv=1, Dk=128, Dv=64, behind=3),
     Case((), state=None),
+    Case((100,), N=1, Nv=2, Dk=128, Dv=64, without=("g", "actual_seq_lengths")),
+    Case((70,), Dk=64, Dv=64, state=None, fading=0.1, without=("beta", "actual_seq_lengths")),
+    Case((3, 65), N=1, Nv=2, Dk=64, Dv=128, behind=2, gates=False),
+    Case((40,), without=("beta", "actual_seq_lengths")),
 ]
 
 
@@ -128,7 +134,8 @@ def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype is torch.float32:
         return reference.forward(**x)
     outs, states, start = [x["value"][:0]], [], 0
-    for n, length in enumerate(x["actual_seq_lengths"].tolist()):
+    lengths = x["actual_seq_lengths"]
+    for n, length in enumerate([len(x["value"])] if lengths is None else lengths.tolist()):
         shape = (1, x["value"].shape[1], x["value"].shape[2], x["key"].shape[2])
         state = torch.zeros(shape, dtype=dtype)
         if x["initial_state"] is not None:

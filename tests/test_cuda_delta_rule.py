@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """The gated delta rule's CUDA kernels: graphs, grids and pools beyond 32 bits.  Without a GPU the
-tests of both ops run on the kernels under Triton's interpreter, in a process of its own."""
+tests of both ops run on the kernels under Triton's interpreter, in a process of its own; those for
+Hopper, which it does not know, are compiled."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ from .test_fused_sigmoid_gating_delta_rule_update import Case, moved
 pytest.importorskip("triton")
 
 from custom.cuda_ops import chunk_gated_delta_rule as chunk
+from custom.cuda_ops import rows
+
+from .compile_for_hopper import stand_in
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -49,6 +53,26 @@ def test_under_the_interpreter(file):
         text=True,
     )
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        (
+            ChunkCase((9,), Dk=64, Dv=64, state=None, gates=False, without=("actual_seq_lengths",)),
+            torch.float16,
+        ),
+        (ChunkCase((9, 70), Dk=128, Dv=64, state=torch.bfloat16), torch.bfloat16),
+    ],
+    ids=["least", "most"],
+)
+def test_kernels_for_hopper_compile(case, dtype, monkeypatch):
+    """Every branch of them."""
+    compiled = stand_in(monkeypatch)
+    monkeypatch.setattr(rows, "capability", lambda device: 9)
+    chunk.forward(**case.moved(case.arguments(), dtype, "cpu"))
+    assert [kernel.name for kernel in compiled] == ["_prepare", "_walk"]
 
 
 @gpu

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Kernels compiled for Hopper where there is none: what a launch would run, and no launch.
+
+Sees what the compiler refuses, in branches that no test on a GPU may reach; wrong numbers are for
+gluon_on_cpu and the GPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import KernelInterface
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+def stand_in(monkeypatch):
+    """From here on a launch compiles its kernel; returns the list of what was compiled."""
+    driver = SimpleNamespace(
+        get_current_target=lambda: TARGET,
+        get_current_device=lambda: "hopper",  # a key of Triton's caches, beside those of real GPUs
+        get_current_stream=lambda device: 0,
+    )
+    compiled = []
+
+    def launch(kernel, grid):
+        return lambda *arguments, **named: compiled.append(
+            kernel.warmup(*arguments, grid=grid, **named)
+        )
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    return compiled
