@@ -102,7 +102,7 @@ def run(
         if present:
             peers[name] = measure(present, device, seconds).median
             peaks[name] = peak_mib(present[0], device)
-    if device.type != "cpu" and case.flops < _REFERENCE_FLOPS:
+    if device.type != "cpu" and case.reference and case.flops < _REFERENCE_FLOPS:
         with _by_reference():
             peers["reference"] = wall_clock([partial(case.call, inputs[0])], device).median
             peaks["reference"] = peak_mib(partial(case.call, inputs[0]), device)

@@ -22,7 +22,8 @@ class Case:
     it must equal (it may change the arguments, which the check alone uses).  `peers` are other
     implementations: name -> function of the arguments that returns the call to time, or None where
     it is not installed.  `stages(arguments)` are the calls that a composed op is made of, in
-    order, each on what the one before it gave."""
+    order, each on what the one before it gave.  `reference` is false where the reference takes
+    seconds even on a GPU, and is not timed."""
 
     op: str
     label: str
@@ -33,6 +34,7 @@ class Case:
     shape: dict[str, int]
     peers: dict[str, Callable[[Arguments], Callable[[], Any] | None]] = field(default_factory=dict)
     stages: Callable[[Arguments], dict[str, Callable[[], Any]]] | None = None
+    reference: bool = True
     tolerance: float = 2e-2  # relative Frobenius error; one bf16 rounding is 2**-9
 
     def call(self, arguments: Arguments) -> Any:

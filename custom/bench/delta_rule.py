@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -113,6 +116,7 @@ def chunk_case(t: int) -> Case:
         flops=2.0 * t * NV * (4 * 64 * D + 3 * D * D),
         shape=dict(t=t),
         peers={"fla": _fla_chunk},
+        reference=False,  # token by token
     )
 
 
@@ -123,16 +127,43 @@ def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
 
     q, k, v, g, beta = (arguments[n][None] for n in ("query", "key", "value", "g", "beta"))
     state = arguments["initial_state"]
-    return lambda: chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g=g,
-        beta=beta,
-        initial_state=state,
-        output_final_state=True,
-        state_v_first=True,
-    )
+
+    def call() -> Any:
+        return chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=True,
+            state_v_first=True,
+        )
+
+    with _compiled_together():
+        call()
+    return call
+
+
+@contextmanager
+def _compiled_together() -> Iterator[None]:
+    """What Triton's autotuner is about to try is compiled at once, by threads: by itself it would
+    compile fla's 34 kernels one after the other."""
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    choose = Autotuner.prune_configs
+
+    def compile_and_choose(tuner: Any, named: dict[str, Any]) -> Any:
+        configs: Any = choose(tuner, named)
+        given = {name: x for name, x in named.items() if name != "warmup"}
+        with ThreadPoolExecutor() as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for config in configs:
+                tuner.fn.warmup(*tuner.nargs.values(), **given, **config.all_kwargs())
+        return configs
+
+    with mock.patch.object(Autotuner, "prune_configs", compile_and_choose):
+        yield
 
 
 def _decode(small: bool) -> list[Case]:
