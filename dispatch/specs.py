@@ -204,6 +204,15 @@ SPECS: tuple[Spec, ...] = (
         file="chunk_gated_delta_rule",
         ge="ChunkGatedDeltaRule",
         onnx="ChunkGatedDeltaRule",
+        differentiable=True,
+    ),
+    Spec(
+        "npu_chunk_gated_delta_rule_grad(Tensor query, Tensor key, Tensor value, Tensor d_out, *,"
+        " Tensor? d_final_state=None, Tensor? beta=None, Tensor? initial_state=None,"
+        " Tensor? actual_seq_lengths=None, float? scale=None, Tensor? g=None)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        file="chunk_gated_delta_rule_grad",
+        function="backward",
     ),
 )
 

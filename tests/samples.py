@@ -242,6 +242,15 @@ def _chunk_gated_delta_rule(m: Maker, B: int = 2, S: int = 70) -> Arguments:
     )
 
 
+def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    forward = _chunk_gated_delta_rule(m, B, S)
+    state = forward["initial_state"]
+    return forward | dict(
+        d_out=m.normal(*forward["value"].shape),
+        d_final_state=m.normal(*state.shape, dtype=state.dtype),
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_mla_prolog_pto": _mla_prolog_pto,
@@ -257,6 +266,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_fused_attention_backward": _fused_attention_backward,
     "npu_fused_sigmoid_gating_delta_rule_update": _delta_rule_update,
     "npu_chunk_gated_delta_rule": _chunk_gated_delta_rule,
+    "npu_chunk_gated_delta_rule_grad": _chunk_gated_delta_rule_grad,
 }
 
 

@@ -117,6 +117,7 @@ TRAINED = {
     "npu_indexer_loss": ("index_score",),
     "npu_lightning_indexer": ("query", "key", "weights"),
     "npu_sparse_flash_attention": ("query", "key", "query_rope", "key_rope"),
+    "npu_chunk_gated_delta_rule": ("query", "key", "value", "beta", "initial_state", "g"),
 }
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Arguments and outputs of npu_chunk_gated_delta_rule (torch_npu's schema).
+"""Arguments, outputs and autograd of npu_chunk_gated_delta_rule (torch_npu's schema).
 
     query, key [T, N, Dk]   value [T, Nv, Dv]   beta, g [T, Nv]   states [B, Nv, Dv, Dk]
     out [T, Nv, Dv]
@@ -31,6 +31,20 @@ def check(
     g: Tensor | None,
 ) -> None:
     c = Checker("npu_chunk_gated_delta_rule")
+    inputs(c, query, key, value, beta, initial_state, actual_seq_lengths, g)
+
+
+def inputs(
+    c: Checker,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    g: Tensor | None,
+) -> None:
+    """What the op and its gradient ask of the tensors that they share."""
     c.same_device(
         query=query,
         key=key,
@@ -86,3 +100,40 @@ def fake(
     shape = [sequences, value.shape[1], value.shape[2], query.shape[2]]
     dtype = state if initial_state is None else initial_state.dtype
     return value.new_empty(value.shape), value.new_empty(shape, dtype=dtype)
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, scale, g = inputs
+    ctx.save_for_backward(*tensors, g)
+    ctx.scale = scale
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> tuple[Any, ...]:
+    if grad_out is None and grad_state is None:
+        return (None,) * 8
+    query, key, value, beta, initial_state, actual_seq_lengths, g = ctx.saved_tensors
+    op = torch.ops.custom.npu_chunk_gated_delta_rule_grad
+    d_query, d_key, d_value, d_beta, d_state, d_g = op(
+        query,
+        key,
+        value,
+        # an expanded gradient (of out.sum(), say) has no dense rows
+        torch.zeros_like(value) if grad_out is None else grad_out.contiguous(),
+        d_final_state=None if grad_state is None else grad_state.contiguous(),
+        beta=beta,
+        initial_state=initial_state,
+        actual_seq_lengths=actual_seq_lengths,
+        scale=ctx.scale,
+        g=g,
+    )
+    return (
+        d_query,
+        d_key,
+        d_value,
+        None if beta is None else d_beta,
+        None if initial_state is None else d_state,
+        None,
+        None,
+        None if g is None else d_g,
+    )

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of the gated delta rule against autograd of the recurrence, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from custom.dispatch import log
+from torch import Tensor
+
+import custom
+
+from .accuracy import assert_close_to_float64, skip_unless_taken
+from .test_chunk_gated_delta_rule import Case, one_thread  # noqa: F401
+
+FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"
+LEAVES = ("query", "key", "value", "beta", "initial_state", "g")
+
+
+def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One token, one head after the other; the state has dtype `stored` between tokens."""
+    query, value = x["query"], x["value"]
+    wide = torch.float64 if value.dtype is torch.float64 else torch.float32
+    _, N, Dk = query.shape
+    T, Nv, Dv = value.shape
+    scale = Dk**-0.5 if x["scale"] is None else x["scale"]
+    out: list[list[Tensor]] = [[value.new_zeros(Dv)] * Nv for _ in range(T)]
+    states, start = [], 0
+    for n, length in enumerate(x["actual_seq_lengths"].tolist()):
+        for h in range(Nv):
+            q, k = (x[name][:, h // (Nv // N)].to(wide) for name in ("query", "key"))
+            state = torch.zeros(Dv, Dk, dtype=stored)
+            if x["initial_state"] is not None:
+                state = x["initial_state"][n, h].to(stored)
+            for t in range(start, start + length):
+                S = state.to(wide)
+                if x["g"] is not None:
+                    S = S * x["g"][t, h].to(wide).exp()
+                error = value[t, h].to(wide) - S @ k[t]
+                if x["beta"] is not None:
+                    error = error * x["beta"][t, h].to(wide)
+                S = S + error[:, None] * k[t]
+                out[t][h] = (S @ q[t] * scale).to(value.dtype)
+                state = S.to(stored)
+            states.append(state)
+        start += length
+    outs = torch.stack([torch.stack(row) for row in out]) if T else value
+    shape = (-1, Nv, Dv, Dk)
+    return outs, torch.stack(states).view(shape) if states else value.new_zeros(0, Nv, Dv, Dk)
+
+
+def upstream(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Gradients of the outputs, in float64."""
+    shape = (len(x["actual_seq_lengths"]), *x["value"].shape[1:], x["key"].shape[2])
+    return torch.randn(x["value"].shape).double(), torch.randn(shape).double() / 4
+
+
+def gradients(outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], x: dict) -> dict[str, Tensor]:
+    """Of every leaf that is there; zeros where nothing depends on it."""
+    given = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+    leaves = {name: x[name] for name in LEAVES if x[name] is not None}
+    if not given:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    outs, ups = zip(*((o, g.to(o.dtype).to(o.device)) for o, g in given), strict=True)
+    found = torch.autograd.grad(outs, list(leaves.values()), ups, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
+    }
+
+
+def with_leaves(x: dict[str, Any]) -> dict[str, Any]:
+    return {n: y.detach().requires_grad_() if n in LEAVES and y is not None else y
+            for n, y in x.items()}  # fmt: skip
+
+
+CASES = [
+    Case((130,)),
+    Case((64, 1, 0, 63, 100), N=1, Nv=2, Dk=16, Dv=16, fading=0.1),
+    Case((5, 70), N=1, Nv=3, Dk=64, Dv=16, state=None, behind=4),
+    Case((65,), N=1, Nv=1, Dk=128, Dv=128, state=torch.bfloat16),
+    Case((33, 64), gates=False, scale=0.5),
+    Case((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
+    Case((66,), N=1, Nv=1, Dk=256, Dv=32),
+    Case((70,), N=1, Nv=1, Dk=32, Dv=256, state=None),
+    Case((64, 0, 3, 130), N=1, Nv=2, Dk=32, Dv=64, behind=70, fading=0.1, strided=True),
+    Case((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, alike=True, fading=0.1),
+    Case((1,), N=2, Nv=4),
+    Case((0, 0), N=1, Nv=2, Dk=16, Dv=16),
+    Case((), N=1, Nv=1, Dk=64, Dv=64, behind=3),
+    Case((), state=None),
+]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_autograd_of_the_recurrence(case, dtype, device, backend):
+    skip_unless_taken(dtype, device, backend)
+    drawn = case.arguments()
+    grads = upstream(drawn)
+    plain = with_leaves(case.moved(drawn, dtype, "cpu"))
+    # the same rounded numbers, and the upstream ones as the outputs' dtypes hold them
+    exact = with_leaves(case.moved(plain, torch.float64, "cpu"))
+    x = with_leaves(case.moved(drawn, dtype, device))
+    outputs = custom.npu_chunk_gated_delta_rule(**x)
+    grads = tuple(g.to(o.dtype).double().cpu() for g, o in zip(grads, outputs, strict=True))
+    before = log.calls[OP, backend]
+    got = gradients(outputs, grads, x)
+    assert log.calls[OP, backend] == before + 1
+    want = gradients(recurrence(exact, torch.float64), grads, exact)
+    rounded = gradients(recurrence(plain, dtype), grads, plain)
+    for name, grad in got.items():
+        assert grad.dtype is x[name].dtype
+        assert_close_to_float64(f"d_{name}", grad, rounded[name], want[name])
+
+
+@pytest.mark.parametrize("size", [64, 48])
+def test_keys_alike(size, device, backend):
+    """No decay, full rate, keys that are nearly one: in powers of the chunk's triangle what
+    cancels is 1e17 times as large as its inverse."""
+    case = Case((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
+    x = case.moved(case.arguments(), torch.float16, "cpu")
+    grads = upstream(x)
+    exact = with_leaves(case.moved(x, torch.float64, "cpu"))
+    want = gradients(recurrence(exact, torch.float64), grads, exact)
+    x = with_leaves(case.moved(x, torch.float16, device))
+    got = gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x)
+    for name, grad in got.items():
+        error = (grad.cpu().double() - want[name]).norm() / want[name].norm()
+        assert error < 2**-6, name
+
+
+def test_strong_decay_neither_overflows_nor_divides(device, backend):
+    """exp(g) is 0 in float32 for some tokens, and beta is 0 for others."""
+    case = Case((70,), N=1, Nv=2, Dk=16, Dv=16)
+    drawn = case.arguments()
+    drawn["g"][1::3] = -2000.0
+    drawn["beta"][::5] = 0.0
+    grads = upstream(drawn)
+    exact = with_leaves(case.moved(case.moved(drawn, torch.float16, "cpu"), torch.float64, "cpu"))
+    want = gradients(recurrence(exact, torch.float64), grads, exact)
+    x = with_leaves(case.moved(drawn, torch.float16, device))
+    got = gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x)
+    for name, grad in got.items():
+        error = (grad.cpu().double() - want[name]).norm() / want[name].norm()
+        assert error < 2**-8, name
+
+
+def test_equal_runs_give_equal_gradients(device, backend):
+    case = Case((130, 70), N=2, Nv=4)
+    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
+    grads = upstream(x)
+    first, second = (gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x) for _ in "ab")
+    for name, grad in first.items():
+        assert torch.equal(grad, second[name]), name
+
+
+@pytest.mark.parametrize("used", ["out", "state"])
+def test_one_output_is_enough(used, device, backend):
+    """A loss of one output alone: the gradient of both, with zeros for the other."""
+    case = Case((40, 3), N=1, Nv=2, Dk=16, Dv=16)
+    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
+    outputs = custom.npu_chunk_gated_delta_rule(**x)
+    leaves, chosen = [x[name] for name in LEAVES], int(used == "state")
+    one = torch.autograd.grad(outputs[chosen].sum(), leaves, retain_graph=True)
+    ups = [torch.full_like(o, float(i == chosen)) for i, o in enumerate(outputs)]
+    for a, b in zip(one, torch.autograd.grad(outputs, leaves, ups), strict=True):
+        torch.testing.assert_close(a, b)
+    assert any(a.any() for a in one)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((3, 0, 1, 66), N=1, Nv=2, Dk=3, Dv=2, behind=2),
+        Case((4,), N=1, Nv=2, Dk=3, Dv=2, gates=False, state=None, scale=0.7),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("public", [True, False], ids=["custom", "torch.ops"])
+def test_gradcheck(case, public):
+    x = with_leaves(case.moved(case.arguments(), torch.float64, "cpu"))
+    names = [name for name in LEAVES if x[name] is not None]
+    op = (custom if public else torch.ops.custom).npu_chunk_gated_delta_rule
+
+    def values(*given):
+        return op(**(x | dict(zip(names, given, strict=True))))
+
+    assert torch.autograd.gradcheck(values, [x[name] for name in names], fast_mode=True)
+
+
+def test_qwen3_next_training(device, backend):
+    """Gradients of Hugging Face's chunked form."""
+    qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    case = Case((150,), N=2, Nv=4, Dk=32, Dv=16)
+    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
+    wide = with_leaves({n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()})
+    outputs = custom.npu_chunk_gated_delta_rule(**x)
+    theirs, last = qwen.torch_chunk_gated_delta_rule(
+        wide["query"].repeat_interleave(2, 1)[None],
+        wide["key"].repeat_interleave(2, 1)[None],
+        wide["value"][None],
+        g=wide["g"][None],
+        beta=wide["beta"][None],
+        initial_state=wide["initial_state"].mT,
+        output_final_state=True,
+    )
+    grads = upstream(x)
+    want = gradients((theirs[0], last.mT), grads, wide)
+    for name, grad in gradients(outputs, grads, x).items():
+        error = (grad.float() - want[name]).norm() / want[name].norm()
+        assert error < 3e-3, name
+
+
+@pytest.mark.parametrize(
+    "change,error,sentence",
+    [
+        (dict(d_out=torch.zeros(9, 4, 31)), ValueError, "`d_out` has shape .* Dv=32"),
+        (dict(d_out=torch.zeros(9, 4, 32).half()), TypeError, "`d_out` has dtype"),
+        (dict(d_final_state=torch.zeros(2, 4, 32, 32)), ValueError, "`d_final_state` .* B=1"),
+        (dict(key=torch.zeros(9, 2, 31)), ValueError, "`key` has shape .* Dk=32"),
+        (dict(value=torch.zeros(9, 3, 32)), ValueError, "3 heads and `query` 2"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors(change, error, sentence):
+    case = replace(Case((9,)), state=torch.float32)
+    good = case.moved(case.arguments(), torch.float32, "cpu") | dict(d_out=torch.zeros(9, 4, 32))
+    with pytest.raises(error, match=f"{OP}: .*{sentence}"):
+        torch.ops.custom.npu_chunk_gated_delta_rule_grad(**(good | change))
