@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, tune
+from . import cores, tiling, tune
 
 CHUNK = tl.constexpr(64)
 LARGEST = 256  # key and value size
@@ -217,8 +217,8 @@ def _tile(value_size: int) -> tune.Config:
 
 
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"`query` is {query.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(query=query):
+        return reason
     sizes = query.shape[-1], value.shape[-1]
     if any(size % 16 or not 16 <= size <= LARGEST for size in sizes):
         return f"head sizes {sizes[0]} and {sizes[1]}, expected multiples of 16 up to {LARGEST}"

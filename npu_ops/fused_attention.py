@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, tune
+from . import cores, tiling, tune
 
 WIDEST = 256  # head sizes, of which the tiles of the last configuration fit
 FARTHEST = 2**30  # as far as a window reaches: positions are 32 bits wide
@@ -146,8 +146,8 @@ def attend(
 
 
 def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"`q` is {q.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(q=q):
+        return reason
     if v.dtype is not q.dtype:
         return f"`v` is {v.dtype}, the Ascend compiler knows no float8"
     sizes = q.shape[-1], v.shape[-1]

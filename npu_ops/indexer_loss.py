@@ -203,8 +203,8 @@ def unsupported(
     query_rope: Tensor | None,
     **_: Any,
 ) -> str | None:
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"`query` is {query.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(query=query):
+        return reason
     size, rope = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
     if size % 16 or rope % 16:
         return f"head sizes {size} and {rope}, the cube unit takes multiples of 16"

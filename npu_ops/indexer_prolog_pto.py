@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import product, rows
+from . import product, rows, tiling
 
 
 def unsupported(token_x: Tensor, ln_gamma_k: Tensor, rope_sin: Tensor, **_: Any) -> str | None:
-    if token_x.dtype not in (torch.bfloat16, torch.float16):
-        return f"token_x is {token_x.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(token_x=token_x):
+        return reason
     rotary, size = rope_sin.shape[-1], ln_gamma_k.shape[0]
     if rotary % 16 or (size - rotary) % 16:
         return f"{rotary} rotary dims of {size}: both they and the rest come in 16s"

@@ -202,8 +202,8 @@ def values(score, indices, out, first, rows, wide, chosen, PIECE: tl.constexpr):
 
 
 def unsupported(query: Tensor, key: Tensor, block_table: Tensor | None, **_: Any) -> str | None:
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"query is {query.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(query=query):
+        return reason
     size = query.shape[-1]
     overflow = tiling.matmul_overflow(64, 128, size)
     if size % 16 or overflow:

@@ -167,8 +167,8 @@ def grad_query(
 
 
 def unsupported(query: Tensor, key: Tensor, dy: Tensor, **_: Any) -> str | None:
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"query is {query.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(query=query):
+        return reason
     size = query.shape[-1]
     if size % 16 or size > 128:
         return f"head size {size}, the kernel takes multiples of 16 up to 128"

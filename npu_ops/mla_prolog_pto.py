@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import product, rows
+from . import product, rows, tiling
 
 
 def unsupported(
     token_x: Tensor, rmsnorm_gamma_cq: Tensor, kv_cache: Tensor, rope_sin: Tensor, **_: Any
 ) -> str | None:
-    if token_x.dtype not in (torch.bfloat16, torch.float16):
-        return f"token_x is {token_x.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(token_x=token_x):
+        return reason
     if max(rmsnorm_gamma_cq.shape[0], kv_cache.shape[-1]) > rows.widest():
         return f"a row of more than {rows.widest()} numbers does not fit into UB at once"
     if rope_sin.shape[-1] % 16:

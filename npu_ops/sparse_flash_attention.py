@@ -248,8 +248,8 @@ def unsupported(
     sparse_block_size: int,
     **_: Any,
 ) -> str | None:
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"query is {query.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(query=query):
+        return reason
     latent = query.shape[-1]
     rotary = 0 if query_rope is None else query_rope.shape[-1]
     if latent % 32 or rotary % 16:

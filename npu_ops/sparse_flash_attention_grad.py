@@ -221,8 +221,8 @@ def unsupported(
     key_rope: Tensor | None,
     **_: Any,
 ) -> str | None:
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"query is {query.dtype}, the cube unit multiplies bfloat16 and float16"
+    if reason := tiling.not_multiplied(query=query):
+        return reason
     latent, rotary = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
     if latent % 32 or rotary % 16:
         return f"head sizes {latent} and {rotary}: half of the one and the other come in 16s"

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 KIB = 1024
 
 
@@ -54,6 +57,14 @@ A3 = MACHINES["Ascend910_9392"]
 def up(size: int, step: int) -> int:
     """The least multiple of `step` that is not below `size`."""
     return -(-size // step) * step
+
+
+def not_multiplied(**operand: Tensor) -> str | None:
+    """Why the cube unit cannot multiply this operand, or None."""
+    ((name, x),) = operand.items()
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return None
+    return f"`{name}` is {x.dtype}, the cube unit multiplies bfloat16 and float16"
 
 
 def accumulator_bytes(rows: int, columns: int) -> int:
