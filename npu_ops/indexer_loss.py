@@ -20,8 +20,6 @@ from torch import Tensor
 from ..dispatch.common import memory
 from . import cores, ragged, tiling, tune
 
-_WORKSPACE = 512 * 2**20  # bytes of dense keys at a time; more tokens go in several rounds
-
 
 @triton.jit
 def usable(position, last):
@@ -249,7 +247,7 @@ def forward(
     sums = tune.at_least("indexer_loss.head_sums", "HEAD_TILE", heads)
     wide = tiling.up(count, sums.tiles["KEY_TILE"])
     tokens = batch * length
-    at_once = min(tokens, max(1, _WORKSPACE // (wide * (size + rope) * 2)))
+    at_once = tiling.at_once(tokens, wide * (size + rope) * 2)
     dense = memory.empty([at_once, wide, size], key.dtype, key.device)
     dense_rope = memory.empty([at_once, wide, rope], key.dtype, key.device)
     if softmax_lse is None:

@@ -26,7 +26,6 @@ from ..dispatch.common import memory
 from . import cores, ragged, tiling, tune
 from .ragged import PAGED, TND, keys_of, tokens_of, visible
 
-_WORKSPACE = 512 * 2**20  # bytes of scores at a time; more tokens go in several rounds
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -248,7 +247,7 @@ def forward(
         if page % config.tiles["KEY_TILE"] == 0 and config.tiles["HEAD_TILE"] >= min(heads, 64)
     )
     wide = tiling.up(plan.reach, product.tiles["KEY_TILE"])
-    at_once = min(plan.rows, max(1, _WORKSPACE // (wide * 4)))
+    at_once = tiling.at_once(plan.rows, wide * 4)
     score = memory.empty((at_once, wide), torch.float32, query.device)
     flags = dict(plan.flags)
     causal = flags.pop("CAUSAL")

@@ -26,8 +26,6 @@ from ..dispatch.common import memory
 from . import cores, ragged, tiling, tune
 from .ragged import TND, keys_of, tokens_of, visible
 
-_WORKSPACE = 512 * 2**20  # bytes of `g` at a time; more tokens go in several rounds
-
 
 @triton.jit(
     do_not_specialize=[
@@ -204,7 +202,7 @@ def backward(
         return d_query.zero_(), sums.to(key.dtype), d_weights.zero_()
     products = tune.at_least("lightning_indexer_grad.grad_keys", "HEAD_TILE", heads)
     wide = tiling.up(plan.reach, products.tiles["KEY_TILE"])
-    at_once = min(plan.rows, max(1, _WORKSPACE // (wide * 4)))
+    at_once = tiling.at_once(plan.rows, wide * 4)
     g = memory.empty((at_once, wide), torch.float32, device)
     indices = ragged.int32(sparse_indices).flatten(0, -3)
     grad, q, w = dy.flatten(0, -3), query.flatten(0, -3), weights.flatten(0, -2)

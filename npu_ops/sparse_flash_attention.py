@@ -28,8 +28,6 @@ from ..dispatch.common import memory
 from . import cores, ragged, tiling, tune
 from .ragged import PAGED, TND, visible
 
-_WORKSPACE = 512 * 2**20  # bytes of dense rows at a time; more tokens go in several rounds
-
 
 @triton.jit
 def _pages(row, column, limit, page, PIECE: tl.constexpr):
@@ -309,7 +307,7 @@ def forward(
     slots, last = resolved(indices, key, plan, wide, sparse_block_size)
     rope = query if query_rope is None else query_rope
     q, rope = query.flatten(0, -3), rope.flatten(0, -3)
-    at_once = min(plan.rows, max(1, _WORKSPACE // (wide * (latent + rotary) * dtype.itemsize)))
+    at_once = tiling.at_once(plan.rows, wide * (latent + rotary) * dtype.itemsize)
     dense_latent = memory.empty((at_once, wide, latent), dtype, device)
     dense_rotary = memory.empty((at_once, wide, rotary), dtype, device)
     sizes = dict(LATENT=latent, ROTARY=rotary)

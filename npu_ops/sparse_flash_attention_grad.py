@@ -31,8 +31,6 @@ from .lightning_indexer_grad import spread
 from .ragged import TND, keys_of, tokens_of
 from .sparse_flash_attention import gather, resolved
 
-_WORKSPACE = 512 * 2**20  # bytes of dense keys, or of counts, at a time; more tokens take rounds
-
 
 @triton.jit(do_not_specialize=["rows", "heads", "g_row", "g_head", "o_row", "o_head"])
 def row_sums(
@@ -330,7 +328,7 @@ def _queries(
     wide = tiling.up(count, tile)
     slots, last = resolved(indices, key, plan, wide)
     each = wide * (latent + rotary) * key.element_size()
-    at_once = min(plan.rows, max(1, _WORKSPACE // each))
+    at_once = tiling.at_once(plan.rows, each)
     dense = memory.empty((at_once, wide, latent), key.dtype, key.device)
     dense_rope = memory.empty((at_once, wide, rotary), key.dtype, key.device)
     for first in range(0, plan.rows, at_once):
@@ -362,7 +360,7 @@ def _keys(
     heads, count = delta.shape[1], indices.shape[1]
     products = tune.at_least("sparse_flash_attention_grad.grad_keys", "HEAD_TILE", heads)
     wide = tiling.up(plan.reach, products.tiles["KEY_TILE"])
-    at_once = min(plan.rows, max(1, _WORKSPACE // (wide * 4)))
+    at_once = tiling.at_once(plan.rows, wide * 4)
     counts = memory.empty((at_once, wide), torch.float32, key.device)
     one = torch.ones(count, dtype=torch.float32, device=key.device)
     for first in range(0, plan.rows, at_once):

@@ -32,7 +32,6 @@ from .indexer_loss import distributions, too_wide
 from .sparse_flash_attention import gather, resolved
 
 EPS = 1e-10
-_WORKSPACE = 512 * 2**20  # bytes of dense keys at a time; more tokens go in several rounds
 
 
 @triton.jit(
@@ -222,7 +221,7 @@ def _losses(
     score = memory.empty((plan.rows, wide), torch.float32, device)
     loss = memory.empty((plan.rows,), torch.float32, device)
     each = wide * (size + rope + index_size) * dtype.itemsize
-    at_once = min(plan.rows, max(1, _WORKSPACE // each))
+    at_once = tiling.at_once(plan.rows, each)
     dense = memory.empty((at_once, wide, size), dtype, device)
     dense_rope = memory.empty((at_once, wide, rope), dtype, device)
     dense_index = memory.empty((at_once, wide, index_size), dtype, device)

@@ -52,11 +52,18 @@ MACHINES = {
     )
 }
 A3 = MACHINES["Ascend910_9392"]
+# bytes of what one kernel lays out for the next, densely by token; more tokens go in several rounds
+WORKSPACE = 512 * 2**20
 
 
 def up(size: int, step: int) -> int:
     """The least multiple of `step` that is not below `size`."""
     return -(-size // step) * step
+
+
+def at_once(tokens: int, each: int) -> int:
+    """How many of `tokens` go in one round, if each takes `each` bytes of workspace."""
+    return min(tokens, max(1, WORKSPACE // each))
 
 
 def not_multiplied(**operand: Tensor) -> str | None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from custom.npu_ops import tiling, tune
 
 
@@ -18,6 +19,19 @@ def test_cores_of_the_machines():
 @pytest.mark.parametrize(("size", "step", "wanted"), [(0, 16, 0), (1, 16, 16), (32, 32, 32)])
 def test_up(size, step, wanted):
     assert tiling.up(size, step) == wanted
+
+
+@pytest.mark.parametrize(
+    ("tokens", "each", "wanted"), [(7, 2**28, 2), (7, 2**20, 7), (7, 2**40, 1)]
+)
+def test_rounds_fill_the_workspace(tokens, each, wanted):
+    assert tiling.at_once(tokens, each) == wanted
+
+
+def test_the_cube_unit_multiplies_16_bit_floats():
+    x = torch.empty(1)
+    assert tiling.not_multiplied(q=x.half()) is None is tiling.not_multiplied(q=x.bfloat16())
+    assert "`q` is torch.float32" in (tiling.not_multiplied(q=x) or "")
 
 
 def test_accumulators_are_whole_fractals():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from custom.dispatch.specs import BY_NAME
+from custom.npu_ops import tiling
 from torch import Tensor
 
 from . import memory
@@ -47,6 +48,16 @@ class Inputs:
         listed = list(blocks)
         tensor[listed] = float("nan")
         self.forbidden.append((tensor, listed))
+
+
+def in_rounds(workspace: int, make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """With so many bytes of workspace; a case has its process to itself."""
+
+    def small(x: Inputs) -> Arguments:
+        tiling.WORKSPACE = workspace
+        return make(x)
+
+    return small
 
 
 # the reference sums in the 8 or more lanes of a CPU's vector unit, the cube (and the lowered form)

@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from ..case import Arguments, Case, Inputs
+from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
 
 KERNEL = "lightning_indexer_grad"
@@ -62,17 +61,6 @@ def tnd(heads: int, count: int, **options: Any) -> Callable[[Inputs], Arguments]
     return rows((7,), (330,), heads, count, ([3, 4, 6], [150, 151, 328]), **options)
 
 
-def in_rounds(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
-    """With a workspace of three tokens; a case has its process to itself."""
-
-    def small(x: Inputs) -> Arguments:
-        launcher: Any = import_module(f"custom.npu_ops.{KERNEL}")
-        launcher._WORKSPACE = 3 * 4 * 384
-        return make(x)
-
-    return small
-
-
 CASES = (
     Case(OP, "64 heads", rows((2, 5), (2, 300), 64, 96)),
     Case(OP, "32 heads, lengths", rows((3, 4), (3, 160), 32, 48, ([3, 1, 2], [150, 1, 77]))),
@@ -81,7 +69,7 @@ CASES = (
     Case(OP, "24 heads, fp16", rows((1, 3), (1, 140), 24, 40), torch.float16),
     Case(OP, "4 heads of 32, more queries than keys", rows((2, 9), (2, 6), 4, 8, size=32)),
     Case(OP, "TND", tnd(64, 40)),
-    Case(OP, "three tokens a round", in_rounds(rows((2, 5), (2, 300), 16, 48))),
+    Case(OP, "three tokens a round", in_rounds(3 * 4 * 384, rows((2, 5), (2, 300), 16, 48))),
     Case(OP, "TND, int64, 16 heads of 64", tnd(16, 64, size=64, kind=torch.int64)),
 )
 CONTROLS = (

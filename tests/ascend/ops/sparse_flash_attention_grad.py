@@ -5,13 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from typing import Any
 
 import torch
 
 from .. import memory
-from ..case import Arguments, Case, Inputs, reference
+from ..case import Arguments, Case, Inputs, in_rounds, reference
 from ..controls import Control
 from .lightning_indexer_grad import selected
 
@@ -73,17 +71,6 @@ def call(
     return make
 
 
-def in_rounds(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
-    """With a workspace of two tokens' keys; a case has its process to itself."""
-
-    def small(x: Inputs) -> Arguments:
-        launcher: Any = import_module(f"custom.npu_ops.{KERNEL}")
-        launcher._WORKSPACE = 2 * 4 * 160
-        return make(x)
-
-    return small
-
-
 CASES = (
     Case(OP, "16 heads", call((2, 3), (2, 100), 16, 70)),
     Case(OP, "128 heads", call((1, 2), (1, 80), 128, 40)),
@@ -96,7 +83,7 @@ CASES = (
     ),
     Case(OP, "int64, more queries than keys", call((1, 9), (1, 6), 4, 8, 32, 16, kind=torch.int64)),
     Case(OP, "blocks of 4", call((1, 3), (1, 90), 16, 12, 128, 64, block=4)),
-    Case(OP, "two tokens a round", in_rounds(call((1, 5), (1, 140), 16, 60, 64, 16))),
+    Case(OP, "two tokens a round", in_rounds(2 * 4 * 160, call((1, 5), (1, 140), 16, 60, 64, 16))),
 )
 CONTROLS = (
     Control("the sum of d_out out forgotten", KERNEL,

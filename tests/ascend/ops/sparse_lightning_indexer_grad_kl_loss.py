@@ -7,13 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from typing import Any
 
 import torch
 
 from .. import memory
-from ..case import Arguments, Case, Finding, Inputs, judge, reference
+from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge, reference
 from ..controls import Control
 from .lightning_indexer_grad import selected
 
@@ -70,17 +68,6 @@ def call(
     return make
 
 
-def in_rounds(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
-    """With a workspace of two tokens; a case has its process to itself."""
-
-    def small(x: Inputs) -> Arguments:
-        launcher: Any = import_module(f"custom.npu_ops.{KERNEL}")
-        launcher._WORKSPACE = 2 * 128 * (128 + 128) * 2
-        return make(x)
-
-    return small
-
-
 def judge_all(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
     """The loss is one number: the reference may hit it by chance, which leaves no bound.  But each
     row adds pi (log pi - log r) with sum pi = 1, and a log of 1 / keys rounds by eps log(keys)."""
@@ -111,7 +98,9 @@ CASES = (
         torch.float16,
     ),
     case("int64, more queries than keys", call((1, 9), (1, 6), 4, 8, 32, kind=torch.int64)),
-    case("two tokens a round", in_rounds(call((1, 5), (1, 140), 16, 60))),
+    case(
+        "two tokens a round", in_rounds(2 * 128 * (128 + 128) * 2, call((1, 5), (1, 140), 16, 60))
+    ),
 )
 CONTROLS = (
     Control("relu forgotten", KERNEL, "tl.maximum(tl.dot(q, tl.trans(k)), 0.0)",
