@@ -159,16 +159,22 @@ def _product(
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
     if HEAD > 0:
-        # blocks of 64 columns; the first one of a head is rotated, on its way through shared memory
-        halves: gl.constexpr = [K_TILE // 64, TOKENS, 64]
-        turned = x_tiles.index(0)._reinterpret(x.dtype, halves, x.layout).index(0)
-        turned.permute([1, 0]).store(acc.to(out.dtype.element_ty))
+        # 64 columns at a time, through shared memory; the first ones of a head are rotated
+        PARTS: gl.constexpr = COLUMNS // 64
+        whole: gl.constexpr = [STAGES * K_TILE // COLUMNS, TOKENS, COLUMNS]
+        parts: gl.constexpr = [STAGES * K_TILE // 64, TOKENS, 64]
+        gl.thread_barrier()  # the last product is done in every warp, not only in this one
+        result = x_tiles._reinterpret(x.dtype, whole, x.layout).index(0)
+        result.permute([1, 0]).store(acc.to(out.dtype.element_ty))
         gl.thread_barrier()
-        at = out + block * COLUMNS
-        if block % (HEAD // 64) == 0:
-            rotate(turned, at, N0, sin, cos, token, tokens, TOKENS, INTERLEAVED)
-        else:
-            pass_on(turned, at, N0, token, tokens, TOKENS)
+        for part in gl.static_range(PARTS):
+            tile = x_tiles._reinterpret(x.dtype, parts, x.layout).index(part)
+            number = block * PARTS + part
+            at = out + number * 64
+            if number % (HEAD // 64) == 0:
+                rotate(tile, at, N0, sin, cos, token, tokens, TOKENS, INTERLEAVED)
+            else:
+                pass_on(tile, at, N0, token, tokens, TOKENS)
     else:
         _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, COLUMNS, TOKENS)
     if LATE:

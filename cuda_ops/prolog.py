@@ -412,8 +412,8 @@ def index_heads(
     ):  # fmt: skip
         nz_matmul_hopper.launch(
             c, [weight] * 4, [heads * size, 0, 0, 0], query_index.view(1, tokens, heads * size),
-            cut.k * cdiv(depth, cut.k), heads * size // cut.columns, cut, late=late,
-            turn=nz_matmul_hopper.Turn(size, sin, cos, interleaved),
+            cut.k * cdiv(depth, cut.k), heads * size // cut.columns * cdiv(tokens, cut.tokens), cut,
+            late=late, turn=nz_matmul_hopper.Turn(size, sin, cos, interleaved),
         )  # fmt: skip
     else:
         q = product(c, [(weight, heads * size)], weight_format)

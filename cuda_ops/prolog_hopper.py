@@ -196,7 +196,8 @@ def _query(
     INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """A head from c to its outputs: the last 64 columns of c W are rotated, the first 128 absorbed.
-    Transposed, [columns, tokens], but for the absorption of many tokens."""
+    Transposed, [columns, tokens], but for the absorption of many tokens.  Eight warps halve the
+    tokens, not the columns."""
     dtype: gl.constexpr = c.dtype
     TOKENS: gl.constexpr = c.block_shape[0]
     K_TILE: gl.constexpr = c.block_shape[1]
@@ -225,8 +226,9 @@ def _query(
             c, [token, each * K_TILE], full.index(each), c_tiles.index(each)
         )
 
+    GROUPS: gl.constexpr = gl.num_warps() // 4
     summed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS, 16]
+        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, TOKENS // GROUPS, 16]
     )
     a = gl.zeros([64, TOKENS], gl.float32, summed)
     b = gl.zeros([64, TOKENS], gl.float32, summed)
@@ -253,7 +255,7 @@ def _query(
     )  # fmt: skip
     shape: gl.constexpr = [64, TOKENS] if SWAP else [TOKENS, 64]
     absorbed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TOKENS if SWAP else 64, 16]
+        version=[3, 0], warps_per_cta=[4 * GROUPS, 1], instr_shape=[16, TOKENS if SWAP else 64, 16]
     )
     for last in range(LAST):
         step = CHUNKS + last
@@ -266,7 +268,7 @@ def _query(
             out = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
             out = _times(c_tiles.index(1), two, out, SWAP)
             out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
-            place = c_tiles.index(3 + last % 2)
+            place = c_tiles.index(2 + last % 2)
             tma.store_wait(1)
             gl.thread_barrier()
             _put(out, place, SWAP)
@@ -295,7 +297,7 @@ def suits_heads(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
     heads, plain, rank = w_uk.shape
     sizes = plain == 128 and rotary == 64 and rank % 128 == 0 and depth % 128 == 0 and depth >= 512
     aligned = all(each.data_ptr() % 16 == 0 for each in (c, weight, w_uk))
-    return tokens <= 128 and 96 <= heads <= PROGRAMS and c.dtype in DTYPES and sizes and aligned
+    return tokens <= 256 and 96 <= heads <= PROGRAMS and c.dtype in DTYPES and sizes and aligned
 
 
 def heads(
@@ -315,8 +317,8 @@ def heads(
         describe_rows(w_uk, count * 128, rank, [k, 64]),
         describe_rows(query, tokens, count * rank, [tile, 64]),
         query_rope, sin, cos, tokens,
-        HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved, num_warps=4,
-        launch_pdl=not forked,
+        HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved,
+        num_warps=8 if tile == 256 else 4, launch_pdl=not forked,
     )  # fmt: skip
 
 

@@ -10,13 +10,14 @@ from triton.runtime.jit import constexpr_function
 
 
 @constexpr_function
-def _pairs(tokens, interleaved):
-    """[tokens, 64] in which a thread holds both columns of each of its pairs; 4 warps."""
+def _pairs(tokens, interleaved, warps):
+    """[tokens, 64] in which a thread holds both columns of each of its pairs."""
     first = [0, 1] if interleaved else [0, 32]
     lanes = [[0, (2 if interleaved else 1) << i] for i in range(5)]
-    rows = [[4 << i, 0] for i in range((tokens // 4).bit_length() - 1)]
+    of_warps = [[1 << i, 0] for i in range(warps.bit_length() - 1)]
+    rows = [[warps << i, 0] for i in range((tokens // warps).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[first, *rows], lane_bases=lanes, warp_bases=[[1, 0], [2, 0]], block_bases=[],
+        reg_bases=[first, *rows], lane_bases=lanes, warp_bases=of_warps, block_bases=[],
         shape=[tokens, 64],
     )  # fmt: skip
 
@@ -25,13 +26,13 @@ def _pairs(tokens, interleaved):
 def rotate(
     tile, out, stride, sin, cos, token, tokens, TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr
 ):  # fmt: skip
-    """out[t * stride :] = the 64 columns of shared tile [TOKENS, 64], rotated; 4 warps."""
+    """out[t * stride :] = the 64 columns of shared tile [TOKENS, 64], rotated."""
     dtype: gl.constexpr = out.dtype.element_ty
     ROWS: gl.constexpr = min(TOKENS, 32)  # at a time, for the registers
-    flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, 32, gl.SliceLayout(0, flat))[None, :]
     for row in gl.static_range(0, TOKENS, ROWS):
-        both = tile.slice(row, ROWS).load(_pairs(ROWS, INTERLEAVED))
+        both = tile.slice(row, ROWS).load(_pairs(ROWS, INTERLEAVED, gl.num_warps()))
         if INTERLEAVED:
             left, right = gl.split(both.reshape([ROWS, 32, 2]))
         else:
@@ -53,9 +54,9 @@ def rotate(
 
 @gluon.jit
 def pass_on(tile, out, stride, token, tokens, TOKENS: gl.constexpr):
-    """out[t * stride :] = the 64 columns of shared tile [TOKENS, 64], as they are; 4 warps."""
+    """out[t * stride :] = the 64 columns of shared tile [TOKENS, 64], as they are."""
     ROWS: gl.constexpr = min(TOKENS, 32)
-    flat: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
     for row in gl.static_range(0, TOKENS, ROWS):
         t = (token + row + gl.arange(0, ROWS, gl.SliceLayout(1, flat)))[:, None]

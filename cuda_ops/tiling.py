@@ -86,11 +86,16 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
 
 
 def whole_depth(tokens: int, sizes: Sequence[int], depth: int) -> Tiling | None:
-    """For nz_matmul_hopper when what follows a product is done at its end: K in one run, 64 columns
-    a program.  None where that leaves multiprocessors without one, or is too many tokens."""
-    blocks = _blocks(1, sizes, 1, 64)
-    if tokens > 128 or blocks <= PROGRAMS // 2:
+    """For nz_matmul_hopper when what follows a product is done at its end: K in one run; 64 columns
+    a program or, of more than 128 tokens, 128.  None where multiprocessors would have none."""
+    if _blocks(1, sizes, 1, 64) <= PROGRAMS // 2:
         return None
+    if tokens > 128:
+        if any(size % 128 for size in sizes):
+            return None
+        # of two blocks of tokens 128 x 128 reads least through L2, and leaves no processor idle
+        tile, stages = (128, 6) if tokens <= 256 else (256, 4)
+        return Tiling(tile, 128, 64, 1, stages, 8)
     tile = max(8, power_of_two(tokens))
     k = 128 if tokens <= 64 and depth % 128 == 0 else 64
     stages = min(1024 // k, 192 * 1024 // ((tile + 64) * k * 2))

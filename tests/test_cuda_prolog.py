@@ -181,7 +181,7 @@ def test_options_of_the_layer_arrive():
 
 @gpu
 @pytest.mark.parametrize("heads", [8, 128])
-@pytest.mark.parametrize("tokens", [(2, 2), (20, 1), (33, 1), (100, 1), (1, 300)], ids=str)
+@pytest.mark.parametrize("tokens", [(2, 2), (20, 1), (33, 1), (100, 1), (75, 2), (1, 300)], ids=str)
 def test_sizes_of_the_model(tokens, heads):
     sizes = dict(h=7168, ranks=1536, n=heads, plain=128, rank=512, rotary=64, index=(64, 128))
     given = layer(*tokens, **sizes)
@@ -199,6 +199,11 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth):
     assert 1 <= cut.runs <= max(1, depth // cut.k)
     assert cut.columns % (16 * cut.warps) == 0  # whole warpgroups, 64 columns each
     assert cut.tokens >= min(tokens, 256)
+    cut = tiling.whole_depth(tokens, sizes, depth)
+    if cut is not None:
+        assert cut.runs == 1 and all(size % cut.columns == 0 for size in sizes)
+        assert cut.stages >= 2 and cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
+        assert cut.stages * cut.k % cut.columns == 0  # where the product lies before it is rotated
 
 
 @kernels
