@@ -126,14 +126,12 @@ def read_public() -> dict[tuple[str, str], float]:
 def plot(
     path: Path, rows: Sequence[Row], title: str, public: Mapping[tuple[str, str], float]
 ) -> None:
-    """Bars of the medians, ours beside the peers', with the floor as a line.  For an op of stages:
-    these, one on the other, with the op's own time as a marker."""
+    """Bars of the medians, ours beside the peers', with the floor as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(2.2 + 1.3 * len(rows), 4.2), layout="constrained")
     beside = {
         row.case: row.peers | {"best public": best}
         if (best := public.get((row.op, row.case)))
@@ -141,20 +139,64 @@ def plot(
         for row in rows
     }
     if any(row.stages for row in rows):
-        # a reference as slow as it is would hide the stages
-        beside = {
-            case: {k: v for k, v in p.items() if k != "reference"} for case, p in beside.items()
-        }
-        centre = _bars(axes, rows, beside, stacked=True)
+        figure = _stacks(rows, beside)
+        figure.suptitle(title)
     else:
+        figure, axes = plt.subplots(figsize=(2.2 + 1.3 * len(rows), 4.2), layout="constrained")
         axes.set_yscale("log")
-        centre = _bars(axes, rows, beside, stacked=False)
-    axes.set_ylabel("microseconds")
-    middles = [x + centre for x in range(len(rows))]
-    axes.set_xticks(middles, [row.case for row in rows], rotation=20, ha="right")
-    axes.set_title(title)
-    axes.legend()
+        centre = _bars(axes, rows, beside)
+        axes.set_ylabel("microseconds")
+        middles = [x + centre for x in range(len(rows))]
+        axes.set_xticks(middles, [row.case for row in rows], rotation=20, ha="right")
+        axes.set_title(title)
+        axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def _stacks(rows: Sequence[Row], beside: Mapping[str, Mapping[str, float]]) -> Any:
+    """A panel for each row, on its own scale: the op in one call, its stages end to end as each
+    takes alone, and the peers but the reference, whose length would hide the rest."""
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for row in rows for name in row.stages))
+    colours = dict(zip(names, ["#0072B2", "#56B4E9", "#009E73", "#E69F00"], strict=False))
+    across = min(3, len(rows))
+    down = -(-len(rows) // across)
+    figure, panels = plt.subplots(
+        down, across, figsize=(1 + 3.9 * across, 0.9 + 1.9 * down), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    for panel in panels.flat[len(rows) :]:
+        panel.set_axis_off()
+    for panel, row in zip(panels.flat, rows, strict=False):
+        others = {name: us for name, us in beside[row.case].items() if name != "reference"}
+        longest = max(row.median_us, sum(row.stages.values()), *others.values(), row.floor_us)
+        panel.set_xlim(0, 1.14 * longest)
+        lines = ["in one call", "its stages", *others]
+        panel.set_yticks(range(len(lines)), lines)
+        panel.invert_yaxis()
+        panel.barh(0, row.median_us, color="#333333")
+        end = 0.0
+        for name, us in row.stages.items():
+            panel.barh(1, us, left=end, color=colours.get(name), label=name)
+            if us > 0.07 * longest:
+                panel.text(
+                    end + us / 2, 1, f"{us:.0f}", ha="center", va="center", color="white", size=8
+                )
+            end += us
+        ends = [row.median_us, end, *others.values()]
+        for i, us in enumerate(others.values()):
+            panel.barh(2 + i, us, color="#BBBBBB")
+        for i, us in enumerate(ends):
+            panel.text(us + 0.012 * longest, i, f"{us:.0f}", va="center", size=8)
+        panel.axvline(row.floor_us, color="black", linestyle="dashed", linewidth=1, label="floor")
+        panel.set_title(f"{row.case}: floor {row.floor_us:.0f}", size=9)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[-1]:
+        panel.set_xlabel("microseconds")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncol=len(labels), frameon=False)
+    return figure
 
 
 def curves(path: Path, rows: Sequence[Row], title: str) -> None:
@@ -192,23 +234,12 @@ def curves(path: Path, rows: Sequence[Row], title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _bars(
-    axes: Any, rows: Sequence[Row], beside: Mapping[str, Mapping[str, float]], *, stacked: bool
-) -> float:
+def _bars(axes: Any, rows: Sequence[Row], beside: Mapping[str, Mapping[str, float]]) -> float:
     """Draw them; the distance from a row's first bar to the middle of its bars."""
     others = list(dict.fromkeys(name for named in beside.values() for name in named))
     width = 0.8 / (1 + len(others))
     places = range(len(rows))
-    if stacked:
-        under = [0.0] * len(rows)
-        for name in dict.fromkeys(name for row in rows for name in row.stages):
-            heights = [row.stages.get(name, 0.0) for row in rows]
-            axes.bar(places, heights, width, bottom=under, label=name)
-            under = [a + b for a, b in zip(under, heights, strict=True)]
-        whole = [row.median_us for row in rows]
-        axes.plot(places, whole, "kD", linestyle="none", label="the whole, in one call")
-    else:
-        axes.bar(places, [row.median_us for row in rows], width, label="ours")
+    axes.bar(places, [row.median_us for row in rows], width, label="ours")
     for i, name in enumerate(others, 1):
         heights = [beside[row.case].get(name, 0.0) for row in rows]
         axes.bar([x + i * width for x in places], heights, width, label=name)
