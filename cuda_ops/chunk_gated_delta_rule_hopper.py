@@ -215,7 +215,6 @@ def _prepare(
         dt_high = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
         dt_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
         b_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
-        t_tile = gl.allocate_shared_memory(dtype, [64, 64], TILE)
         rows = gl.arange(0, 64, layout=ROWS)
         columns = gl.arange(0, 64, layout=COLUMNS)
         i = gl.arange(0, 64, layout=TOKENS)
@@ -228,7 +227,7 @@ def _prepare(
         kk = warpgroup_mma_wait(1, deps=[kk])
         qk = warpgroup_mma_wait(0, deps=[qk])
         # behind the barrier all warps have read the queries and keys
-        p_tile = q._reinterpret(dtype, [64, 64], TILE)
+        tile = q._reinterpret(dtype, [64, 64], TILE)
         b_high = k._reinterpret(gl.bfloat16, [64, 64], HALVES)
         place = (chunk * NV + hv) * 64
         total, last = _decay(g, token * g_row + hv, there, GATE)
@@ -238,10 +237,10 @@ def _prepare(
         attention = gl.where(seen, qk * fading * scale, 0.0)
         tma.store_wait(0)
         gl.thread_barrier()
-        p_tile.store(attention.to(dtype))
+        tile.store(attention.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(p_desc, [place, 0], p_tile)
+        tma.async_copy_shared_to_global(p_desc, [place, 0], tile)
         # made again: nothing but k k^T is held while P is written
         total, _last = _decay(g, token * g_row + hv, there, GATE)
         if BETA:
@@ -252,12 +251,14 @@ def _prepare(
         lower = kk * fading * gl.convert_layout(rate, ROWS)[:, None]
         lower = gl.where(rows[:, None] > columns[None, :], lower, 0.0)
         inverse = _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zero)
+        # T' takes the place of P: were that not used again, the compiler would give it to others
+        # before its copy is over
         tma.store_wait(0)
         gl.thread_barrier()
-        t_tile.store((inverse * gl.convert_layout(rate, COLUMNS)[None, :]).to(dtype))
+        tile.store((inverse * gl.convert_layout(rate, COLUMNS)[None, :]).to(dtype))
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(t_desc, [place, 0], t_tile)
+        tma.async_copy_shared_to_global(t_desc, [place, 0], tile)
         tma.store_wait(0)
 
 
