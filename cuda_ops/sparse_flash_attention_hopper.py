@@ -332,6 +332,7 @@ def _even(
         exchange.index(2).store(row_sum)
         _arrive(bars, SUMMED)
         mbarrier.wait(bars.index(SUMMED + 1), turn)
+        gl.thread_barrier()  # racecheck believes the wait only where its warps meet after it
         total = exchange.index(3).load(ROW)
         turn = turn ^ 1
         row, split, head = _item(item, HEADS, SPLITS)
@@ -382,6 +383,7 @@ def _odd(
         exchange.index(3).store(row_sum)
         _arrive(bars, SUMMED + 1)
         mbarrier.wait(bars.index(SUMMED), turn)
+        gl.thread_barrier()
         total = exchange.index(2).load(ROW)
         turn = turn ^ 1
         row, split, head = _item(item, HEADS, SPLITS)
