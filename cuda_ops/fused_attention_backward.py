@@ -359,9 +359,11 @@ def backward(
     padded, v_padded = padded_size(size), padded_size(v_size)
     scale = size**-0.5 if sm_scale is None else sm_scale
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    hopper = sizes.rows > 64 and fused_attention.for_hopper(128, q, k, v, scale, grad_o, *grads)
-    # the width of the blocks there
-    sums_size = max(64, padded, v_padded) if hopper and not deterministic else 0
+    hopper = sizes.rows > 64 and fused_attention.for_hopper(256, q, k, v, scale, grad_o, *grads)
+    # the width of the blocks there; wide ones have one of their own for the values
+    sums_size = max(64, padded, v_padded if max(padded, v_padded) <= 128 else 0)
+    if not hopper or deterministic:
+        sums_size = 0
     lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, sums_size)
     if hopper:
         from . import fused_attention_backward_hopper

@@ -7,6 +7,10 @@ that see it; grad_q goes by fp32 additions in memory to a buffer that a last ker
 rounds.  So grad_q depends on the order of the additions: a deterministic call makes the other two
 here, and grad_q by the plain kernel.
 
+Heads wider than 128 leave no registers for that: tiles of 64 keys, of whose products each of two
+groups of warps makes half of the columns, so that the probabilities go through shared memory.  Of
+heads up to 192 the products leave out what blocks of 256 have more.
+
 The buffer holds grad_q in tiles of 16 x 8, the shape in which a warp holds a product: each addition
 of a thread is then 16 bytes, of a warp 512 in a row.  Its rows are padded to whole tiles of
 queries, and so are those of the statistics.
@@ -82,10 +86,11 @@ def _blocks_of(tile, keys, rows, window, BM: gl.constexpr, BN: gl.constexpr,
 
 
 @gluon.jit
-def _add(sums, part, BM: gl.constexpr, D: gl.constexpr):
-    """Adds [BM, D] in memory, 16 bytes a thread: row 16 a + 8 b + c, column 2 d + e goes to place
-    (a, d // 4, c, d % 4, b, e), as the registers of a product come.  Measured as above: 4096 tokens
-    1357 us (8 bytes a thread 1379; without any addition, for comparison, 1239)."""
+def _add(sums, part, BM: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """Adds [BM, D] in memory, to rows of WIDTH, 16 bytes a thread: row 16 a + 8 b + c, column
+    2 d + e goes to place (a, d // 4, c, d % 4, b, e), as the registers of a product come.  Measured
+    as above: 4096 tokens 1357 us (8 bytes a thread 1379; without any addition, for comparison,
+    1239)."""
     part = gl.permute(gl.reshape(part, [BM // 16, 2, 8, D // 2, 2]), (0, 2, 3, 1, 4))
     even, odd = gl.split(part)
     even_low, even_high = gl.split(even)
@@ -94,7 +99,7 @@ def _add(sums, part, BM: gl.constexpr, D: gl.constexpr):
     a = gl.arange(0, BM // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     c = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     d = gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    at = (sums + (a * (16 * D) + d // 4 * 128 + c * 16 + d % 4 * 4)).to(gl.int64)
+    at = (sums + (a * (16 * WIDTH) + d // 4 * 128 + c * 16 + d % 4 * 4)).to(gl.int64)
     gl.inline_asm_elementwise(
         "red.global.relaxed.gpu.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
         "=r,l,f,f,f,f", [at, even_low, odd_low, even_high, odd_high], gl.int32, False, 1,
@@ -155,7 +160,7 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, full, empty,
     k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
     if GRAD_Q:
         acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
-        _add(grad_q + block.to(gl.int64) * (BM * D), part_q, BM, D)
+        _add(grad_q + block.to(gl.int64) * (BM * D), part_q, BM, D, D)
     else:
         acc_v = warpgroup_mma_wait(1, deps=[v_flight])
     if CARRY:
@@ -241,11 +246,204 @@ def _consumer(
 
 
 @gluon.jit
+def _scores(rows, columns, zero, SIZE: gl.constexpr):
+    """rows [64, D] times columns [64, D], of which SIZE count; 192 takes two products."""
+    if SIZE == 192:
+        part = warpgroup_mma(
+            rows.slice(0, 128, dim=1), columns.slice(0, 128, dim=1).permute((1, 0)), zero,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        return warpgroup_mma(
+            rows.slice(128, 64, dim=1), columns.slice(128, 64, dim=1).permute((1, 0)), part,
+            is_async=True,
+        )  # fmt: skip
+    return warpgroup_mma(rows, columns.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _gather(weights, rows, acc, more, SIZE: gl.constexpr, NEW: gl.constexpr):
+    """acc + weights [64, 64] times rows [64, D]; of 192 columns the last 64 are `more`."""
+    if SIZE == 192:
+        acc = warpgroup_mma(weights, rows.slice(0, 128, dim=1), acc, use_acc=not NEW, is_async=True)
+        more = warpgroup_mma(
+            weights, rows.slice(128, 64, dim=1), more, use_acc=not NEW, is_async=True
+        )
+    else:
+        acc = warpgroup_mma(weights, rows, acc, use_acc=not NEW, is_async=True)
+    return acc, more
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    """What a product of 64 rows by two groups of warps begins with, half of the columns each."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
+    return gl.zeros([64, COLUMNS], gl.float32, layout=layout)
+
+
+@gluon.jit
+def _wide_step(acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse, delta, ps,
+               ds, full, empty, count, grad_q, block, tile, rows, keys, window, scale_log2,
+               D: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, STAGES: gl.constexpr,
+               MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+               GRAD_Q: gl.constexpr):  # fmt: skip
+    """One block of 64 queries against 64 keys.  Both groups of warps need all of p and of its
+    gradient, which go through shared memory; the products for grad_k and grad_v are left in flight,
+    and the scores of the next block are under way behind them."""
+    MS: gl.constexpr = zero_s.type.layout
+    OF_D: gl.constexpr = 2 if SIZE == 192 else 1  # products
+    OF_V: gl.constexpr = 2 if V_SIZE == 192 else 1
+    dtype: gl.constexpr = q.dtype
+    stage = count % STAGES
+    q_tile = q.index(stage)
+    g_tile = g.index(stage)
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    s_flight = _scores(q_tile, k, zero_s, SIZE)
+    p_flight = _scores(g_tile, v, zero_s, V_SIZE)
+    if SIZE == 192 and V_SIZE == 192:
+        acc_k, more_k, acc_v, more_v = warpgroup_mma_wait(
+            OF_D + OF_V, deps=[acc_k, more_k, acc_v, more_v]
+        )
+    elif SIZE == 192:
+        acc_k, more_k, acc_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, more_k, acc_v])
+    elif V_SIZE == 192:
+        acc_k, acc_v, more_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, acc_v, more_v])
+    else:
+        acc_k, acc_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, acc_v])
+    # behind this, nobody reads ps and ds any more either
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=count > 0)
+    s = warpgroup_mma_wait(OF_V, deps=[s_flight])
+    row_lse = lse.index(stage).load(gl.SliceLayout(1, MS))
+    p = gl.exp2(s * scale_log2 - row_lse[:, None])
+    if MASKED:
+        # counted from the first key of the tile; a row past the end has p = 0 by its lse
+        column = gl.arange(0, 64, layout=gl.SliceLayout(0, MS))[None, :]
+        position = gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
+        position = position + (block * 64 + keys - rows - tile * 64)
+        end = keys - tile * 64
+        if CAUSAL:
+            keep = column < gl.minimum(position + 1, end)[:, None]
+        elif WINDOW:
+            keep = column < gl.minimum(position + window, end)[:, None]
+        else:
+            keep = column < end
+        if WINDOW:
+            keep = keep & (column > (position - window)[:, None])
+        p = gl.where(keep, p, 0.0)
+    ps.store(p.to(dtype))
+    grad_p = warpgroup_mma_wait(0, deps=[p_flight])
+    row_delta = delta.index(stage).load(gl.SliceLayout(1, MS))
+    ds.store((p * (grad_p - row_delta[:, None])).to(dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    if GRAD_Q:
+        part, more = _gather(ds, k, zero_q, zero_more, SIZE, True)
+    acc_v, more_v = _gather(ps.permute((1, 0)), g_tile, acc_v, more_v, V_SIZE, False)
+    acc_k, more_k = _gather(ds.permute((1, 0)), q_tile, acc_k, more_k, SIZE, False)
+    if GRAD_Q:
+        # the additions run under the other products
+        grad_q += block.to(gl.int64) * (64 * D)
+        if SIZE == 192:
+            part, more = warpgroup_mma_wait(OF_D + OF_V, deps=[part, more])
+            _add(grad_q, part, 64, 128, D)
+            _add(grad_q + 128 * 16, more, 64, 64, D)
+        else:
+            part = warpgroup_mma_wait(OF_D + OF_V, deps=[part])
+            _add(grad_q, part, 64, SIZE, D)
+    return acc_k, more_k, acc_v, more_v
+
+
+@gluon.jit
+def _give(tile, acc, more, scale, SIZE: gl.constexpr):
+    if SIZE == 192:
+        tile.slice(0, 128, dim=1).store((acc * scale).to(tile.dtype))
+        tile.slice(128, 64, dim=1).store((more * scale).to(tile.dtype))
+    else:
+        tile.store((acc * scale).to(tile.dtype))
+
+
+@gluon.jit
+def _wide_consumer(
+    q, g, k, v, lse, delta, ps, ds, full, empty, kv_full, gk_desc, gv_desc, grad_q, plan, scale,
+    window, tiles, outers, heads, section, n_q, n_k, padded,
+    D: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+    GRAD_Q: gl.constexpr,
+):  # fmt: skip
+    FIRST: gl.constexpr = 128 if SIZE == 192 else SIZE
+    V_FIRST: gl.constexpr = 128 if V_SIZE == 192 else V_SIZE
+    zero_s = _zeros(64)
+    zero_q = _zeros(FIRST)
+    zero_more = _zeros(64)
+    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
+        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+    )
+    if tile * 64 < keys:
+        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, 64, 64, CAUSAL, WINDOW)
+        acc_k = warpgroup_mma_init(_zeros(FIRST))
+        acc_v = warpgroup_mma_init(_zeros(V_FIRST))
+        more_k = 0
+        more_v = 0
+        if SIZE == 192:
+            more_k = warpgroup_mma_init(_zeros(64))
+        if V_SIZE == 192:
+            more_v = warpgroup_mma_init(_zeros(64))
+        scale_log2 = scale * 1.4426950408889634
+        place = _padded_first(first_q, sequence)
+        mbarrier.wait(kv_full, 0)
+        count = 0
+        for member in range(GROUP):
+            head = (batch * heads + kv_head) * GROUP + member
+            grad_at = grad_q
+            if GRAD_Q:
+                grad_at += (head.to(gl.int64) * padded + place) * D
+            for block in range(low, full_low):
+                acc_k, more_k, acc_v, more_v = _wide_step(
+                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
+                    delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys, window,
+                    scale_log2, D, SIZE, V_SIZE, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                )  # fmt: skip
+                count += 1
+            for block in range(full_low, full_high):
+                acc_k, more_k, acc_v, more_v = _wide_step(
+                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
+                    delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys, window,
+                    scale_log2, D, SIZE, V_SIZE, STAGES, False, CAUSAL, WINDOW, GRAD_Q,
+                )  # fmt: skip
+                count += 1
+            if WINDOW:
+                for block in range(full_high, top):
+                    acc_k, more_k, acc_v, more_v = _wide_step(
+                        acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
+                        delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys,
+                        window, scale_log2, D, SIZE, V_SIZE, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                    )  # fmt: skip
+                    count += 1
+        acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
+        if SIZE == 192:
+            more_k = warpgroup_mma_wait(0, deps=[more_k])
+        if V_SIZE == 192:
+            more_v = warpgroup_mma_wait(0, deps=[more_v])
+        gl.thread_barrier()
+        _give(k, acc_k, more_k, scale, SIZE)
+        _give(v, acc_v, more_v, 1.0, V_SIZE)
+        fence_async_shared()
+        gl.thread_barrier()
+        where = at(batch, kv_head, first_k, keys, tile * 64, VARLEN)
+        tma.async_copy_shared_to_global(
+            gk_desc, where, k._reinterpret(k.dtype, gk_desc.block_shape, gk_desc.layout)
+        )
+        tma.async_copy_shared_to_global(
+            gv_desc, where, v._reinterpret(v.dtype, gv_desc.block_shape, gv_desc.layout)
+        )
+        tma.store_wait(0)
+
+
+@gluon.jit
 def _producer(
     q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc,
     v_desc, lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
         plan, tiles, outers, heads, section, n_k, n_q, VARLEN
@@ -253,7 +451,7 @@ def _producer(
     if tile * BN < keys:
         low, top, _, _ = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
         where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
-        mbarrier.expect(kv_full, BN * D * 4)
+        mbarrier.expect(kv_full, BN * (D + V) * 2)
         tma.async_copy_global_to_shared(
             k_desc, where, kv_full, k._reinterpret(k.dtype, k_desc.block_shape, k_desc.layout)
         )
@@ -270,7 +468,7 @@ def _producer(
                 stage = count % STAGES
                 phase = ((count // STAGES) & 1) ^ 1
                 mbarrier.wait(empty.index(stage), phase)
-                mbarrier.expect(full.index(stage), BM * D * 4 + BM * 8)
+                mbarrier.expect(full.index(stage), BM * (D + V) * 2 + BM * 8)
                 tma.async_copy_global_to_shared(
                     q_desc, where, full.index(stage),
                     q.index(stage)._reinterpret(q.dtype, q_desc.block_shape, q_desc.layout),
@@ -296,19 +494,21 @@ def _producer(
 def _backward_hopper(
     q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, grad_q, plan, scale,
     window, tiles, outers, heads, section, n_q, n_k, padded,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, GRAD_Q: gl.constexpr,
-    num_warps: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SIZE: gl.constexpr,
+    V_SIZE: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, VARLEN: gl.constexpr, GRAD_Q: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Two consumer warpgroups in step with each other, and a producer; `heads` are key heads."""
     dtype: gl.constexpr = q_desc.dtype
+    WIDE: gl.constexpr = D > 128 or V > 128
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, V], dtype)
     S_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q = gl.allocate_shared_memory(dtype, [STAGES, BM, D], SHARED)
-    g = gl.allocate_shared_memory(dtype, [STAGES, BM, D], SHARED)
+    g = gl.allocate_shared_memory(dtype, [STAGES, BM, V], V_SHARED)
     k = gl.allocate_shared_memory(dtype, [BN, D], SHARED)
-    v = gl.allocate_shared_memory(dtype, [BN, D], SHARED)
+    v = gl.allocate_shared_memory(dtype, [BN, V], V_SHARED)
     ds = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
@@ -321,23 +521,41 @@ def _backward_hopper(
     mbarrier.init(kv_full, count=1)
     fence_async_shared()
     gl.thread_barrier()
-    gl.warp_specialize(
-        [
-            (_consumer, (
-                q, g, k, v, lse, delta, ds, full, empty, kv_full,
-                gk_desc, gv_desc, grad_q, plan, scale, window, tiles, outers, heads, section, n_q,
-                n_k, padded, BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, GRAD_Q,
-                num_warps,
-            )),
-            (_producer, (
-                q, g, k, v, lse, delta, full, empty, kv_full, q_desc,
-                g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window, tiles, outers, heads,
-                section, n_q, n_k, padded, BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
-            )),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    if WIDE:
+        ps = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
+        gl.warp_specialize(
+            [
+                (_wide_consumer, (
+                    q, g, k, v, lse, delta, ps, ds, full, empty, kv_full, gk_desc, gv_desc,
+                    grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded,
+                    D, SIZE, V_SIZE, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, GRAD_Q,
+                )),
+                (_producer, (
+                    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc, v_desc,
+                    lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k,
+                    padded, BM, BN, D, V, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    q, g, k, v, lse, delta, ds, full, empty, kv_full, gk_desc, gv_desc, grad_q,
+                    plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded,
+                    BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, GRAD_Q, num_warps,
+                )),
+                (_producer, (
+                    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc, v_desc,
+                    lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k,
+                    padded, BM, BN, D, V, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles", "n_q", "heads", "padded", "scale"])
@@ -369,6 +587,11 @@ def _round_kernel(
     )  # fmt: skip
 
 
+def _counted(size: int, width: int) -> int:
+    """Columns that are multiplied of blocks of `width`."""
+    return 192 if 128 < size <= 192 else width
+
+
 def backward(
     grad_o: torch.Tensor,
     q: torch.Tensor,
@@ -386,8 +609,12 @@ def backward(
     window: int | None,
 ) -> None:
     """Writes the three `grads`; without `sums`, all but that of q."""
-    size, varlen, padded = width_of(max(q.shape[-1], v.shape[-1])), sizes.varlen, lse2.shape[-1]
-    block, keys, stages = 64, 128, _STAGES
+    varlen, padded = sizes.varlen, lse2.shape[-1]
+    size, v_size = width_of(q.shape[-1]), width_of(v.shape[-1])
+    wide = max(size, v_size) > 128
+    if not wide:
+        size = v_size = max(size, v_size)
+    block, keys, stages = 64, 64 if wide else 128, _STAGES
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
     listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
     section = min(outers, max(1, _SHARE // (sizes.rows * size * 8)))
@@ -395,11 +622,13 @@ def backward(
         listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=False)
         tiles = listed.shape[0]
     _backward_hopper[(tiles * outers,)](
-        *(describe(x, block, size, varlen) for x in (q, grad_o)),
-        *(describe(x, keys, size, varlen) for x in (k, v, *grads[1:])),
+        describe(q, block, size, varlen), describe(grad_o, block, v_size, varlen),
+        describe(k, keys, size, varlen), describe(v, keys, v_size, varlen),
+        describe(grads[1], keys, size, varlen), describe(grads[2], keys, v_size, varlen),
         describe_row(lse2, block), describe_row(delta, block),
         sums, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section, n_q, n_k,
-        padded, BM=block, BN=keys, D=size, STAGES=stages, GROUP=sizes.group,
+        padded, BM=block, BN=keys, D=size, V=v_size, SIZE=_counted(q.shape[-1], size),
+        V_SIZE=_counted(v.shape[-1], v_size), STAGES=stages, GROUP=sizes.group,
         CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
         num_warps=8,
     )  # fmt: skip

@@ -236,13 +236,28 @@ def _step(s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_
 
 
 @gluon.jit
+def _post(posted, full, slot, batch, head, first, rows, columns, tile):
+    """Tells the consumers of a tile, in the place that its queries have in the queue: nobody reads
+    there any more, since they have given back the queries.  No rows: there are no more tiles."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    values = (batch, head, first, rows, columns, tile)
+    for i in gl.static_range(6):
+        posted.index(slot * 8 + i).store(gl.full([1], values[i], gl.int32, layout=one))
+    mbarrier.arrive(full.index(slot))
+
+
+@gluon.jit
+def _posted(posted, slot, WHICH: gl.constexpr):
+    return gl.max(posted.index(slot * 8 + WHICH).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def _forward_consumer(
-    q, k, v, o, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full,
-    next_empty, o_desc, lse, plan, scale_log2, window, tiles, outers, heads, section, n_q, n_k,
-    total, counter, lse_batch, lse_head, lse_row,
-    WG: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    V: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
-    TURNS: gl.constexpr,
+    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, o_desc, lse,
+    scale_log2, window, lse_batch, lse_head, lse_row,
+    WG: gl.constexpr, NC: gl.constexpr, QUEUE: gl.constexpr, STAGES: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, VARLEN: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = 64 * NC
     OWN_O: gl.constexpr = D + V < 512  # else o takes the place of q
@@ -252,136 +267,129 @@ def _forward_consumer(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
     s_zero = gl.zeros([64, BN], gl.float32, layout=MS)
-    programs = gl.num_programs(0)
-    if VARLEN:
-        tiles = gl.load(counter + 1)
-        total = tiles * outers
     count = 0
     turn = 0
     if TURNS and WG == NC - 1:
         _turn(8, True)
-    step = 0
-    number = gl.program_id(0)
-    while number < total:
-        batch, head, first_q, rows, _first, columns, tile = _tile_of(
-            number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
+    mbarrier.wait(post_full.index(0), 0)
+    rows = _posted(posted, 0, 3)
+    while rows > 0:
+        slot = turn % QUEUE
+        batch = _posted(posted, slot, 0)
+        head = _posted(posted, slot, 1)
+        first_q = _posted(posted, slot, 2)
+        columns = _posted(posted, slot, 4)
+        tile = _posted(posted, slot, 5)
+        low, last, _low, _high = _blocks_of(
+            tile * BM, rows, columns, window, BM, BN, CAUSAL, WINDOW
         )
-        if tile * BM < rows:
-            low, last, _low, _high = _blocks_of(
-                tile * BM, rows, columns, window, BM, BN, CAUSAL, WINDOW
-            )
-            # of these blocks, from the last to the first, what the rows of this consumer see
-            _begin, top, full_low, full_high = _blocks_of(
-                tile * BM + WG * 64, rows, columns, window, 64, BN, CAUSAL, WINDOW
-            )
-            top = gl.minimum(gl.maximum(top, low + 1), last)
-            full_high = gl.minimum(gl.maximum(full_high, low), top - 1)
-            full_low = gl.minimum(gl.maximum(full_low, low), full_high)
-            for _block in range(0, last - top):  # seen by later rows alone
-                stage = count % STAGES
-                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-                if TURNS:
-                    _turn(8 + WG, False)
-                    _turn(8 + (WG + 1) % NC, True)
-                mbarrier.arrive(k_empty.index(stage))
-                mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-                mbarrier.arrive(v_empty.index(stage))
-                count += 1
-            row = tile * BM + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
-            shift = columns - rows
-            q_at = q.index(WG)
-            mbarrier.wait(q_full.index(WG), turn & 1)
-            k_stage = count % STAGES
-            mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
-            s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero,
-                                     use_acc=False, is_async=True)  # fmt: skip
-            s = warpgroup_mma_wait(0, deps=[s_flight])
-            mbarrier.arrive(k_empty.index(k_stage))
-            row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
-            row_sum = gl.zeros([64, 4], gl.float32, layout=SUMS)
-            even, odd, row_max, row_sum, _alpha = _softmax(
-                s, row_max, row_sum, row, (top - 1) * BN, shift, columns, window, scale_log2, BN,
-                True, CAUSAL, WINDOW,
-            )  # fmt: skip
-            p = _pairs(even, odd, v.dtype)
-            acc = gl.zeros([64, V], gl.float32, layout=MO)
+        # of these blocks, from the last to the first, what the rows of this consumer see
+        _begin, top, full_low, full_high = _blocks_of(
+            tile * BM + WG * 64, rows, columns, window, 64, BN, CAUSAL, WINDOW
+        )
+        top = gl.minimum(gl.maximum(top, low + 1), last)
+        full_high = gl.minimum(gl.maximum(full_high, low), top - 1)
+        full_low = gl.minimum(gl.maximum(full_low, low), full_high)
+        for _block in range(0, last - top):  # seen by later rows alone
+            stage = count % STAGES
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            if TURNS:
+                _turn(8 + WG, False)
+                _turn(8 + (WG + 1) % NC, True)
+            mbarrier.arrive(k_empty.index(stage))
+            mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+            mbarrier.arrive(v_empty.index(stage))
             count += 1
-            for back in range(0, top - 1 - full_high):
+        row = tile * BM + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
+        shift = columns - rows
+        q_at = q.index(slot * NC + WG)
+        mbarrier.wait(q_full.index(slot * NC + WG), (turn // QUEUE) & 1)
+        k_stage = count % STAGES
+        mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+        s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero,
+                                 use_acc=False, is_async=True)  # fmt: skip
+        s = warpgroup_mma_wait(0, deps=[s_flight])
+        mbarrier.arrive(k_empty.index(k_stage))
+        row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
+        row_sum = gl.zeros([64, 4], gl.float32, layout=SUMS)
+        even, odd, row_max, row_sum, _alpha = _softmax(
+            s, row_max, row_sum, row, (top - 1) * BN, shift, columns, window, scale_log2, BN,
+            True, CAUSAL, WINDOW,
+        )  # fmt: skip
+        p = _pairs(even, odd, v.dtype)
+        acc = gl.zeros([64, V], gl.float32, layout=MO)
+        count += 1
+        for back in range(0, top - 1 - full_high):
+            acc, p, row_max, row_sum = _step(
+                s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
+                v_empty, count, top - 2 - back, shift, columns, window, scale_log2,
+                WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
+            )  # fmt: skip
+            count += 1
+        for back in range(0, full_high - full_low):
+            acc, p, row_max, row_sum = _step(
+                s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
+                v_empty, count, full_high - 1 - back, shift, columns, window, scale_log2,
+                WG, NC, STAGES, BN, False, CAUSAL, WINDOW, TURNS,
+            )  # fmt: skip
+            count += 1
+        if WINDOW:
+            for back in range(0, full_low - low):
                 acc, p, row_max, row_sum = _step(
-                    s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
-                    v_empty, count, top - 2 - back, shift, columns, window, scale_log2,
-                    WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
+                    s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty,
+                    v_full, v_empty, count, full_low - 1 - back, shift, columns, window,
+                    scale_log2, WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
                 )  # fmt: skip
                 count += 1
-            for back in range(0, full_high - full_low):
-                acc, p, row_max, row_sum = _step(
-                    s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
-                    v_empty, count, full_high - 1 - back, shift, columns, window, scale_log2,
-                    WG, NC, STAGES, BN, False, CAUSAL, WINDOW, TURNS,
-                )  # fmt: skip
-                count += 1
-            if WINDOW:
-                for back in range(0, full_low - low):
-                    acc, p, row_max, row_sum = _step(
-                        s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty,
-                        v_full, v_empty, count, full_low - 1 - back, shift, columns, window,
-                        scale_log2, WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
-                    )  # fmt: skip
-                    count += 1
-            if OWN_O:
-                mbarrier.arrive(q_empty.index(WG))
-            v_stage = (count - 1) % STAGES
-            mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
-            o_flight = warpgroup_mma(_operand(p, v.dtype, MO), v.index(v_stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[o_flight])
-            mbarrier.arrive(v_empty.index(v_stage))
+        if OWN_O:
+            mbarrier.arrive(q_empty.index(slot * NC + WG))
+        v_stage = (count - 1) % STAGES
+        mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
+        o_flight = warpgroup_mma(_operand(p, v.dtype, MO), v.index(v_stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[o_flight])
+        mbarrier.arrive(v_empty.index(v_stage))
 
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, MS))
-            seen = row_sum > 0
-            inverse = 1.0 / gl.where(seen, row_sum, 1.0)
-            acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, MO))[:, None]
-            place = o.index(WG)
-            if OWN_O:
-                # it was read by the store of the tile before
-                tma.store_wait(0)
-                gl.thread_barrier()
-            place.store(acc.to(v.dtype))
-            fence_async_shared()
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, MS))
+        seen = row_sum > 0
+        inverse = 1.0 / gl.where(seen, row_sum, 1.0)
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, MO))[:, None]
+        place = o.index(WG)
+        if OWN_O:
+            # it was read by the store of the tile before
+            tma.store_wait(0)
             gl.thread_barrier()
-            tma.async_copy_shared_to_global(
-                o_desc,
-                at(batch, head, first_q, rows, tile * BM + WG * 64, VARLEN),
-                place._reinterpret(v.dtype, o_desc.block_shape, o_desc.layout),
-            )
-            natural = gl.where(
-                seen,
-                (row_max * scale_log2 + gl.log2(gl.where(seen, row_sum, 1.0))) * 0.6931471805599453,
-                float("-inf"),
-            )
-            lse_at = lse + batch.to(gl.int64) * lse_batch + head.to(gl.int64) * lse_head
-            lse_at += (first_q + row).to(gl.int64) * lse_row
-            gl.store(lse_at, natural, row < rows)
-            if not OWN_O:
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(WG))
-            turn += 1
-        step += 1
-        if VARLEN:
-            slot = (step - 1) & 1
-            mbarrier.wait(next_full.index(slot), ((step - 1) >> 1) & 1)
-            number = gl.max(next_tile.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(next_empty.index(slot))
-        else:
-            number = _round_of(step, programs)
+        place.store(acc.to(v.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(
+            o_desc,
+            at(batch, head, first_q, rows, tile * BM + WG * 64, VARLEN),
+            place._reinterpret(v.dtype, o_desc.block_shape, o_desc.layout),
+        )
+        natural = gl.where(
+            seen,
+            (row_max * scale_log2 + gl.log2(gl.where(seen, row_sum, 1.0))) * 0.6931471805599453,
+            float("-inf"),
+        )
+        lse_at = lse + batch.to(gl.int64) * lse_batch + head.to(gl.int64) * lse_head
+        lse_at += (first_q + row).to(gl.int64) * lse_row
+        gl.store(lse_at, natural, row < rows)
+        if not OWN_O:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(slot * NC + WG))
+        turn += 1
+        mbarrier.wait(post_full.index(turn % QUEUE), (turn // QUEUE) & 1)
+        rows = _posted(posted, turn % QUEUE, 3)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _forward_producer(
-    q, k, v, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty,
-    counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section, n_q, n_k, total,
-    NC: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, counter,
+    q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section, n_q, n_k, total,
+    NC: gl.constexpr, QUEUE: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, VARLEN: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = 64 * NC
     programs = gl.num_programs(0)
@@ -396,12 +404,7 @@ def _forward_producer(
         # the number after this one travels ahead of everything else of this one
         step += 1
         if VARLEN:
-            slot = (step - 1) & 1
             following = programs + gl.atomic_add(counter, 1)
-            mbarrier.wait(next_empty.index(slot), (((step - 1) >> 1) & 1) ^ 1)
-            one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-            next_tile.index(slot).store(gl.full([1], following, gl.int32, layout=one))
-            mbarrier.arrive(next_full.index(slot))
         else:
             following = _round_of(step, programs)
         batch, head, first_q, rows, first_k, columns, tile = _tile_of(
@@ -410,13 +413,17 @@ def _forward_producer(
         if tile * BM < rows:
             low, top, _, _ = _blocks_of(tile * BM, rows, columns, window, BM, BN, CAUSAL, WINDOW)
             kv_head = head // GROUP
+            slot = turn % QUEUE
             for wg in gl.static_range(NC):
-                mbarrier.wait(q_empty.index(wg), (turn & 1) ^ 1)
-                mbarrier.expect(q_full.index(wg), 64 * D * 2)
+                mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // QUEUE) & 1) ^ 1)
+            _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile)
+            for wg in gl.static_range(NC):
+                place = slot * NC + wg
+                mbarrier.expect(q_full.index(place), 64 * D * 2)
                 tma.async_copy_global_to_shared(
                     q_desc, at(batch, head, first_q, rows, tile * BM + wg * 64, VARLEN),
-                    q_full.index(wg),
-                    q.index(wg)._reinterpret(q.dtype, q_desc.block_shape, q_desc.layout),
+                    q_full.index(place),
+                    q.index(place)._reinterpret(q.dtype, q_desc.block_shape, q_desc.layout),
                 )  # fmt: skip
             turn += 1
             for back in range(0, top - low + 1):
@@ -443,6 +450,10 @@ def _forward_producer(
                 count += 1
             count -= 1
         number = following
+    slot = turn % QUEUE
+    for wg in gl.static_range(NC):
+        mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // QUEUE) & 1) ^ 1)
+    _post(posted, post_full, slot, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit(
@@ -454,15 +465,15 @@ def _forward_producer(
 def _forward_hopper(
     q_desc, k_desc, v_desc, o_desc, lse, plan, counter, scale_log2, window, tiles, outers, heads,
     section, n_q, n_k, total, lse_batch, lse_head, lse_row,
-    D: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
-    TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    D: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, QUEUE: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    VARLEN: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """NC consumer warpgroups of 64 rows each and a producer; programs walk over many tiles."""
     dtype: gl.constexpr = q_desc.dtype
     D_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V], dtype)
-    q = gl.allocate_shared_memory(dtype, [NC, 64, D], D_SHARED)
+    q = gl.allocate_shared_memory(dtype, [QUEUE * NC, 64, D], D_SHARED)
     k = gl.allocate_shared_memory(dtype, [STAGES, BN, D], D_SHARED)
     v = gl.allocate_shared_memory(dtype, [STAGES, BN, V], V_SHARED)
     if D + V < 512:
@@ -470,19 +481,18 @@ def _forward_hopper(
     else:
         o = q
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [QUEUE * NC, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUEUE * NC, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    next_tile = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    next_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    next_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for i in gl.static_range(2):
-        mbarrier.init(next_full.index(i), count=1)
-        mbarrier.init(next_empty.index(i), count=NC)
-    for i in gl.static_range(NC):
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    posted = gl.allocate_shared_memory(gl.int32, [QUEUE * 8, 1], WORDS)
+    post_full = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BAR)
+    for i in gl.static_range(QUEUE):
+        mbarrier.init(post_full.index(i), count=1)
+    for i in gl.static_range(QUEUE * NC):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -496,24 +506,19 @@ def _forward_hopper(
         gl.warp_specialize(
             [
                 (_forward_consumer, (
-                    q, k, v, o, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    next_full, next_empty, o_desc, lse, plan, scale_log2, window, tiles, outers,
-                    heads, section, n_q, n_k, total, counter, lse_batch, lse_head, lse_row,
-                    gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL,
-                    WINDOW, VARLEN, TURNS,
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(0), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
-                    q, k, v, o, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    next_full, next_empty, o_desc, lse, plan, scale_log2, window, tiles, outers,
-                    heads, section, n_q, n_k, total, counter, lse_batch, lse_head, lse_row,
-                    gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL,
-                    WINDOW, VARLEN, TURNS,
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(1), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_producer, (
-                    q, k, v, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    next_full, next_empty, counter, q_desc, k_desc, v_desc, plan, window, tiles,
-                    outers, heads, section, n_q, n_k, total,
-                    NC, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
+                    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full,
+                    counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section,
+                    n_q, n_k, total, NC, QUEUE, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
                 )),
             ],
             [4, 1],
@@ -523,31 +528,24 @@ def _forward_hopper(
         gl.warp_specialize(
             [
                 (_forward_consumer, (
-                    q, k, v, o, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    next_full, next_empty, o_desc, lse, plan, scale_log2, window, tiles, outers,
-                    heads, section, n_q, n_k, total, counter, lse_batch, lse_head, lse_row,
-                    gl.constexpr(0), NC, STAGES, BN, D, V, CAUSAL,
-                    WINDOW, VARLEN, TURNS,
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(0), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
-                    q, k, v, o, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    next_full, next_empty, o_desc, lse, plan, scale_log2, window, tiles, outers,
-                    heads, section, n_q, n_k, total, counter, lse_batch, lse_head, lse_row,
-                    gl.constexpr(1), NC, STAGES, BN, D, V, CAUSAL,
-                    WINDOW, VARLEN, TURNS,
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(1), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_consumer, (
-                    q, k, v, o, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    next_full, next_empty, o_desc, lse, plan, scale_log2, window, tiles, outers,
-                    heads, section, n_q, n_k, total, counter, lse_batch, lse_head, lse_row,
-                    gl.constexpr(2), NC, STAGES, BN, D, V, CAUSAL,
-                    WINDOW, VARLEN, TURNS,
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(2), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
                 )),
                 (_forward_producer, (
-                    q, k, v, next_tile, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    next_full, next_empty, counter, q_desc, k_desc, v_desc, plan, window, tiles,
-                    outers, heads, section, n_q, n_k, total,
-                    NC, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
+                    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full,
+                    counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section,
+                    n_q, n_k, total, NC, QUEUE, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
                 )),
             ],
             [4, 4, 1],
@@ -560,10 +558,18 @@ def _forward_hopper(
 # 16384 tokens 7300 (7808, 7434, 7895)
 _SHARE = 16 * 2**20
 
-# Consumers of 64 queries, keys of a block, stages, turns.  Causal, 64 heads of 4096 tokens, H200,
-# 2026-11: heads of 128 414 us (without turns 418), of 64 294 us (without turns 324, two consumers
-# with four stages 318)
-_CONFIG = {64: (3, 128, 3, True), 128: (2, 128, 2, True), 256: (2, 64, 2, True)}
+
+def _config(width: int, rows: int) -> tuple[int, int, int, bool, int]:
+    """Consumers of 64 queries, keys of a block, stages, turns, tiles whose queries are there.
+
+    Causal, 64 heads of 4096 tokens, H200, 2026-11: heads of 128 414 us (without turns 418), of 64
+    294 us (without turns 324, two consumers with four stages 318).  Tiles of 192 rows are too
+    coarse for short sequences: 512 heads of 64 and 512 tokens 82 us, with two consumers 67; 256
+    heads of 1024 tokens 116 and 102.  The queries of the next tile travel while this one is under
+    way: 512 heads of 128 and 512 tokens 92 to 94 us, else 100."""
+    if width == 64:
+        return (2 if rows <= 1024 else 3), 128, 3, True, 2
+    return (2, 128, 2, True, 2) if width == 128 else (2, 64, 2, True, 1)
 
 
 @functools.cache
@@ -585,7 +591,7 @@ def forward(
     window: int | None,
 ) -> None:
     size, v_size, varlen = width_of(q.shape[-1]), width_of(v.shape[-1]), sizes.varlen
-    consumers, keys, stages, turns = _CONFIG[max(size, v_size)]
+    consumers, keys, stages, turns, queue = _config(max(size, v_size), sizes.rows)
     rows = 64 * consumers
     listed, counter, outers = None, None, sizes.outer * sizes.heads
     tiles = triton.cdiv(sizes.n_q, rows)
@@ -601,7 +607,7 @@ def forward(
         describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
         lse, listed, counter, scale * LOG2_E, min(window or 0, 2**30), tiles,
         outers, sizes.heads, section, sizes.n_q, sizes.n_k, total, *row_strides(lse),
-        D=size, V=v_size, BN=keys, NC=consumers, STAGES=stages, GROUP=sizes.group,
+        D=size, V=v_size, BN=keys, NC=consumers, QUEUE=queue, STAGES=stages, GROUP=sizes.group,
         CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, TURNS=turns,
         REGISTERS=240 if consumers == 2 else 160, num_warps=4,
     )  # fmt: skip

@@ -81,6 +81,7 @@ WIDER: dict[str, list[Case]] = {
         attention.case(FORWARD, 1, 2, 2, 300, 300, 64, False),
         attention.case(FORWARD, 2, 2, 2, 70, 130, 64, packed=True),
         attention.case(FORWARD, 2, 2, 2, 130, 150, 256, packed=True),
+        attention.case(FORWARD, 1, 1, 1, 1100, 150, 64, False),  # tiles of 192 queries
         attention.case(FORWARD, 1, 4, 2, 1, 900, 128),
     ],
     BACKWARD: [
@@ -89,6 +90,7 @@ WIDER: dict[str, list[Case]] = {
         attention.case(BACKWARD, 2, 2, 2, 70, 130, 64, packed=True),
         attention.case(BACKWARD, 1, 2, 2, 200, 200, 64, deterministic=True),
         attention.case(BACKWARD, 1, 1, 1, 100, 130, 256),
+        attention.case(BACKWARD, 2, 2, 2, 130, 150, 192, packed=True),
     ],
     "npu_indexer_loss": [
         indexer_loss.loss_case(64, 128, 40, 700, 300),

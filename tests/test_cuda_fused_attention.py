@@ -166,6 +166,12 @@ HOPPER = [
     Case(1, 2, 1, 333, 1000, 64, 64, causal=False, window=150),
     Case(1, 2, 1, 500, 300, 64, 64, window=70),  # the first rows see nothing
     Case(1, 2, 1, 300, 700, 192, 192, window=90),
+    Case(2, 2, 2, 333, 400, 64, 256),
+    Case(1, 2, 2, 333, 400, 256, 64, causal=False),
+    Case(1, 2, 2, 333, 400, 136, 200),
+    Case(1, 4, 2, 590, 590, 192, 192, ends_q=LONG[0], ends_k=LONG[1], deterministic=True),
+    Case(1, 4, 1, 1000, 333, 256, 256, causal=False, window=50),
+    Case(2, 2, 1, 1300, 1400, 64, 64),  # longer ones have tiles of more queries
     # few tiles, many keys: the plain path splits the keys
     Case(1, 4, 2, 200, 4000, 128, 128),
 ]
@@ -208,7 +214,9 @@ def test_any_length(data):
     keys = data.draw(st.integers(1, 2))
     # few kinds of kernels, each of which is compiled
     size, causal, windowed = data.draw(
-        st.sampled_from([(64, True, False), (128, True, False), (64, False, True)])
+        st.sampled_from(
+            [(64, True, False), (128, True, False), (64, False, True), (192, True, False)]
+        )
     )
     window = data.draw(st.integers(1, 200)) if windowed else None
     check(Case(1, 2 * keys, keys, n_q, n_k, size, size, causal, window), torch.bfloat16)
