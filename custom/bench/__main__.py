@@ -188,6 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     print(f"{options.op} on {device.type} {hardware}, {time.strftime('%Y-%m-%d')}")
     print(f"npu-custom-ops {__version__}, torch {torch.__version__}, clocks as found")
+    if device.type == "cuda":
+        print(
+            "time: median of CUDA-graph replays, begun after the row's check, over inputs in turn"
+            f" (up to 16, while they read and write less than {_ROTATED_BYTES / 1e6:.0f} MB)"
+        )
     print(f"floor: {bandwidth / 1e12:.2f} TB/s, {flops / 1e12:.1f} TFLOPS ({source})\n")
     rows: list[Row] = []
     for number, case in enumerate(cases, 1):
