@@ -252,6 +252,14 @@ def _posted(posted, slot, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def _next_rows(posted, full, turn, QUEUE: gl.constexpr):
+    """Rows of the sequence of the tile to come."""
+    mbarrier.wait(full.index(turn % QUEUE), (turn // QUEUE) & 1)
+    gl.thread_barrier()  # racecheck believes the wait only where its warps meet after it
+    return _posted(posted, turn % QUEUE, 3)
+
+
+@gluon.jit
 def _forward_consumer(
     q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, o_desc, lse,
     scale_log2, window, lse_batch, lse_head, lse_row,
@@ -271,8 +279,7 @@ def _forward_consumer(
     turn = 0
     if TURNS and WG == NC - 1:
         _turn(8, True)
-    mbarrier.wait(post_full.index(0), 0)
-    rows = _posted(posted, 0, 3)
+    rows = _next_rows(posted, post_full, 0, QUEUE)
     while rows > 0:
         slot = turn % QUEUE
         batch = _posted(posted, slot, 0)
@@ -378,8 +385,7 @@ def _forward_consumer(
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(slot * NC + WG))
         turn += 1
-        mbarrier.wait(post_full.index(turn % QUEUE), (turn // QUEUE) & 1)
-        rows = _posted(posted, turn % QUEUE, 3)
+        rows = _next_rows(posted, post_full, turn, QUEUE)
     tma.store_wait(0)
 
 
