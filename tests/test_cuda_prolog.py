@@ -206,6 +206,31 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth):
         assert cut.stages * cut.k % cut.columns == 0  # where the product lies before it is rotated
 
 
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize("tokens", [2, 200, 300])
+def test_kernels_for_hopper_compile(tokens, monkeypatch):
+    """The second half of both prologs, at sizes of the model."""
+    pytest.importorskip("triton")
+    from custom.cuda_ops import nz_matmul, prolog
+
+    from .compile_for_hopper import stand_in
+
+    compiled = stand_in(monkeypatch)
+    monkeypatch.setattr(prolog, "has_chained_launch", lambda device: True)
+    monkeypatch.setattr(nz_matmul, "has_chained_launch", lambda device: True)
+
+    def empty(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    c, sin, cos = empty(tokens, 1536), empty(tokens, 64), empty(tokens, 64)
+    uq_qr, qb = empty(128 * 192 // 16, 96, 16, 16), empty(64 * 128 // 16, 96, 16, 16)
+    prolog.index_heads(c, qb, "nz", 128, sin, cos, (tokens, 1), False)
+    prolog.query_heads(c, uq_qr, "nz", empty(128, 128, 512), sin, cos, (tokens, 1), True)
+    wanted = ["_product", "_query"] if tokens <= 256 else ["_product", "_product", "_absorb"]
+    assert [kernel.name for kernel in compiled] == wanted
+    assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled)
+
+
 @kernels
 @pytest.mark.parametrize("op", OPS)
 def test_absent_slots_are_skipped(op):
