@@ -23,7 +23,7 @@ from custom.dispatch.common import memory
 
 import custom
 
-pytest_plugins = ["tests.graph_record"]
+pytest_plugins = ["tests.cxx", "tests.graph_record"]
 BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
 _verified: Counter[tuple[str, str]] = Counter()  # (op, backend) -> passing tests that ran it
 

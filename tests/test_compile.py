@@ -243,12 +243,13 @@ print("traced:", dict(counters))
 """
 
 
-def test_package_of_aotinductor_equals_eager_for_every_op(device, backend, dtype, tmp_path):
+def test_package_of_aotinductor_equals_eager_for_every_op(device, backend, dtype, cxx, tmp_path):
     """One package with every op, compiled once: it runs at two sizes, here and in a fresh process
     that has imported our package, and traces nothing."""
     names, path = [spec.name for spec in SPECS], str(tmp_path / "ops.pt2")
     program = export(names, device, dtype)
-    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=OPTIONS)
+    options = OPTIONS | {"cpp.cxx": cxx}
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
     run = torch._inductor.aoti_load_package(path)
     counters.clear()
     for S in (3, 5):

@@ -38,9 +38,10 @@ def run(script, *arguments):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_example(script, device):
+def test_example(script, device, cxx, monkeypatch):
     if script in SMALL and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers")
+    monkeypatch.setenv("CXX", cxx)
     done = run(script, "--device", device.type, *SMALL.get(script, []))
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"device: {device.type}" in done.stdout
