@@ -9,6 +9,7 @@ could not hold them apart from the forward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -140,17 +141,20 @@ def case(
     d: int,
     causal: bool = True,
     *,
+    v: int | None = None,
     packed: bool = False,
     deterministic: bool = False,
 ) -> Case:
-    """`packed`: the b sequences lie in one row of tokens, behind prefix sums."""
+    """`v`: the values' own head size.  `packed`: the b sequences lie in one row of tokens, behind
+    prefix sums."""
     backward = op.endswith("_backward")
+    e = d if v is None else v
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
-        of_q, of_k = ((b * s, n, d), (b * s2, nk, d)) if packed else ((b, n, s, d), (b, nk, s2, d))
-        forward: Arguments = dict(q=draw.normal(*of_q), causal=causal)
-        forward |= {name: draw.normal(*of_k) for name in "kv"}
+        of_q, of_k = ((b * s, n), (b * s2, nk)) if packed else ((b, n, s), (b, nk, s2))
+        forward: Arguments = dict(q=draw.normal(*of_q, d), causal=causal)
+        forward |= dict(k=draw.normal(*of_k, d), v=draw.normal(*of_k, e))
         if packed:
             for name, length in (("q", s), ("k", s2)):
                 ends = list(accumulate([0] + [length] * b))
@@ -161,8 +165,10 @@ def case(
         forward |= dict(deterministic=True) if deterministic else {}
         return forward | dict(grad_o=draw.normal(*o.shape), o=o, lse=lse)
 
-    products, reads = (5, 4) if backward else (2, 2)
-    label = f"B{b} H{n}{f'/{nk}' if nk != n else ''} D{d}, {s} x {s2}"
+    # columns of a score's products; passes over each of the four tensors of the forward
+    columns, passes = (3 * d + 2 * e, 2) if backward else (d + e, 1)
+    sizes = f"D{d}" if e == d else f"D{d}/{e}"
+    label = f"B{b} H{n}{f'/{nk}' if nk != n else ''} {sizes}, {s} x {s2}"
     for flag, word in ((causal, "causal"), (packed, "packed"), (deterministic, "deterministic")):
         label += f", {word}" if flag else ""
     peers: dict[str, Prepare] = {}
@@ -182,11 +188,17 @@ def case(
         label,
         make,
         _first_group(n // nk),
-        bytes=float(BF16 * reads * d * b * (n * s + nk * s2)),
-        flops=2.0 * products * b * n * d * _visible(s, s2, causal),
+        bytes=float(BF16 * passes * (d + e) * b * (n * s + nk * s2)),
+        flops=2.0 * columns * b * n * _visible(s, s2, causal),
         shape=dict(b=b, n=n, s=s, d=d),
         peers=peers,
     )
+
+
+def _sizes(op: str) -> list[Case]:
+    """Other head sizes."""
+    sizes = ((96, None), (192, 128), (256, None))
+    return [case(op, 4, 16, 16, 4096, 4096, d, v=v) for d, v in sizes]
 
 
 def _forward(small: bool) -> list[Case]:
@@ -198,6 +210,7 @@ def _forward(small: bool) -> list[Case]:
         case(op, 4, 16, 4, 4096, 4096, 128),
         *(case(op, 4, 16, 16, 4096, 4096, d, packed=True) for d in (128, 64)),
         *(case(op, b, 32, 8, 1, 32768, 128, False) for b in (8, 32)),
+        *_sizes(op),
     ]
 
 
@@ -211,6 +224,7 @@ def _backward(small: bool) -> list[Case]:
         case(op, 4, 16, 4, 4096, 4096, 128),
         case(op, 4, 16, 16, 4096, 4096, 128, packed=True),
         *(case(op, 4, 16, 16, s, s, d, deterministic=True) for s, d in dense),
+        *_sizes(op),
     ]
 
 
@@ -219,7 +233,8 @@ def sweep(op: str, small: bool) -> list[Case]:
     if small:
         return [case(op, 1, 4, 4, s, s, 64) for s in (128, 256)]
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
-    return [case(op, 16384 // s, 16, 16, s, s, d) for d in (128, 64) for s in lengths]
+    rows = [case(op, 16384 // s, 16, 16, s, s, d) for d in (128, 64) for s in lengths]
+    return [replace(row, reference=False) for row in rows]
 
 
 PRESETS = {"npu_fused_attention": _forward, "npu_fused_attention_backward": _backward}

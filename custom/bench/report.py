@@ -200,18 +200,22 @@ def _stacks(rows: Sequence[Row], beside: Mapping[str, Mapping[str, float]]) -> A
 
 
 def curves(path: Path, rows: Sequence[Row], title: str) -> None:
-    """TFLOPS over the length of the sequences, ours and the peers', a panel for each head size."""
+    """TFLOPS over the length of the sequences, ours and the peers', a panel for each head size.
+    Not the reference's, which would lie on the axis."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     panels: dict[str, list[tuple[int, Row]]] = {}
+    totals = set()
     for row in rows:
-        found = re.search(r"(D\d+), (\d+) x", row.case)
+        found = re.match(r"B(\d+) (H\S+ D\S+), (\d+) x \d+(.*)", row.case)
         if found is None:
-            raise ValueError(f"{row.case}: no head size and length")
-        panels.setdefault(found[1], []).append((int(found[2]), row))
+            raise ValueError(f"{row.case}: no batch, heads and length")
+        totals.add(int(found[1]) * int(found[3]))
+        panels.setdefault(found[2] + found[4], []).append((int(found[3]), row))
+    in_all = f", {totals.pop()} in all" if len(totals) == 1 else ""
     figure, axes = plt.subplots(
         1, len(panels), figsize=(1 + 4.2 * len(panels), 4), layout="constrained", squeeze=False
     )
@@ -219,6 +223,8 @@ def curves(path: Path, rows: Sequence[Row], title: str) -> None:
         work = [row.tflops * row.median_us for _, row in points]
         times = {"ours": [row.median_us for _, row in points]}
         for peer in dict.fromkeys(peer for _, row in points for peer in row.peers):
+            if peer == "reference":
+                continue
             times[peer] = [row.peers.get(peer, float("nan")) for _, row in points]
         for label, us in times.items():
             rates = [w / t for w, t in zip(work, us, strict=True)]
@@ -226,8 +232,9 @@ def curves(path: Path, rows: Sequence[Row], title: str) -> None:
         panel.set_xscale("log", base=2)
         panel.set_xticks([n for n, _ in points], [str(n) for n, _ in points])
         panel.set_ylim(bottom=0)
-        panel.set_xlabel("tokens of a sequence")
+        panel.set_xlabel(f"tokens of a sequence{in_all}")
         panel.set_title(name)
+        panel.grid(alpha=0.3)
         panel.legend()
     axes[0][0].set_ylabel("TFLOPS")
     figure.suptitle(title)
