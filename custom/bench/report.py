@@ -208,7 +208,7 @@ def curves(path: Path, rows: Sequence[Row], title: str) -> None:
     import matplotlib.pyplot as plt
 
     panels: dict[str, list[tuple[int, Row]]] = {}
-    totals = set()
+    totals: set[int] = set()
     for row in rows:
         found = re.match(r"B(\d+) (H\S+ D\S+), (\d+) x \d+(.*)", row.case)
         if found is None:
