@@ -107,6 +107,7 @@ WIDER: dict[str, list[Case]] = {
         for layout in ("kv", "vk")
     ],
     "npu_chunk_gated_delta_rule": [delta_rule.chunk_case(200)],
+    "npu_chunk_gated_delta_rule_grad": [delta_rule.chunk_grad_case(200)],
 }
 
 

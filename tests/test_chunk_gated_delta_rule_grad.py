@@ -90,6 +90,7 @@ CASES = [
     Case((64, 0, 3, 130), N=1, Nv=2, Dk=32, Dv=64, behind=70, fading=0.1, strided=True),
     Case((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, alike=True, fading=0.1),
     Case((1,), N=2, Nv=4),
+    Case((2, 67), N=1, Nv=2, Dk=5, Dv=3),
     Case((0, 0), N=1, Nv=2, Dk=16, Dv=16),
     Case((), N=1, Nv=1, Dk=64, Dv=64, behind=3),
     Case((), state=None),
@@ -185,6 +186,8 @@ def test_one_output_is_enough(used, device, backend):
 )
 @pytest.mark.parametrize("public", [True, False], ids=["custom", "torch.ops"])
 def test_gradcheck(case, public):
+    if custom.config.backend != "auto":
+        pytest.skip("float64 is the reference's")
     x = with_leaves(case.moved(case.arguments(), torch.float64, "cpu"))
     names = [name for name in LEAVES if x[name] is not None]
     op = (custom if public else torch.ops.custom).npu_chunk_gated_delta_rule

@@ -33,6 +33,7 @@ gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 FILES = (
     "test_fused_sigmoid_gating_delta_rule_update.py",
     "test_chunk_gated_delta_rule.py",
+    "test_chunk_gated_delta_rule_grad.py",
     "test_indexer_loss.py",
     "test_sparse_lightning_indexer_grad_kl_loss.py",
 )
@@ -176,3 +177,54 @@ def test_graph_of_chunks_replays_with_other_lengths():
         graph.replay()
         want, want_state = custom.npu_chunk_gated_delta_rule(**x)
         assert torch.equal(out, want) and torch.equal(state, want_state)
+
+
+@gpu
+def test_graph_of_chunks_gradients_replays_with_other_lengths():
+    x = _prompt([60, 130, 5], behind=5)
+    x["d_out"] = torch.randn_like(x["value"])
+    x["d_final_state"] = torch.randn_like(x["initial_state"])
+    op = torch.ops.custom.npu_chunk_gated_delta_rule_grad
+    op(**x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = op(**x)
+    for lengths in ([200, 0, 0], [0, 64, 128], [70, 70, 60], [0, 0, 0]):
+        x["actual_seq_lengths"].copy_(torch.tensor(lengths))
+        graph.replay()
+        for got, want in zip(grads, op(**x), strict=True):
+            assert torch.equal(got, want)
+
+
+@gpu
+def test_gradients_of_many_chunks():
+    """Packed sequences equal each of them alone, and a long one its two halves."""
+    x = _prompt([900, 0, 64, 2048, 77], behind=9)
+    x["d_out"] = torch.randn_like(x["value"])
+    x["d_final_state"] = torch.randn_like(x["initial_state"])
+    op = torch.ops.custom.npu_chunk_gated_delta_rule_grad
+    grads, start = op(**x), 0
+    tokens = ("query", "key", "value", "beta", "g", "d_out")
+    for n, length in enumerate((900, 0, 64, 2048, 77)):
+        own = slice(start, start + length)
+        alone = x | {name: x[name][own] for name in tokens} | dict(actual_seq_lengths=None)
+        alone |= {name: x[name][n : n + 1] for name in ("initial_state", "d_final_state")}
+        d_query, d_key, d_value, d_beta, d_state, d_g = op(**alone)
+        assert torch.equal(grads[4][n : n + 1], d_state)
+        for i, want in zip((0, 1, 2, 3, 5), (d_query, d_key, d_value, d_beta, d_g), strict=True):
+            assert torch.equal(grads[i][own], want)
+        start += length
+    assert not any(grads[i][start:].any() for i in (0, 1, 2, 3, 5))
+    # a loss of the second half alone, whose first state's gradient goes on into the first half
+    half = 1024
+    whole = {name: x[name][964 : 964 + 2 * half] for name in tokens}
+    whole |= dict(initial_state=x["initial_state"][:1], d_final_state=x["d_final_state"][:1])
+    halves = [{name: whole[name][i * half : (i + 1) * half] for name in tokens} for i in (0, 1)]
+    forward = {n: halves[0][n] for n in tokens[:5]} | dict(initial_state=whole["initial_state"])
+    _, middle = custom.npu_chunk_gated_delta_rule(**forward)
+    late = op(**halves[1], initial_state=middle, d_final_state=whole["d_final_state"])
+    early = op(**halves[0], initial_state=whole["initial_state"], d_final_state=late[4])
+    for i, got in enumerate(op(**whole)):
+        want = early[4] if i == 4 else torch.cat([early[i], late[i]])
+        error = (got.double() - want.double()).norm() / want.double().norm()
+        assert error < 2**-7  # the states between are rounded to bfloat16 on both ways

@@ -120,6 +120,39 @@ def chunk_case(t: int) -> Case:
     )
 
 
+def chunk_grad_case(t: int) -> Case:
+    forward = chunk_case(t)
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        arguments, draw = forward.make(device, seed), Draw(device, seed + 1000)
+        return arguments | dict(
+            d_out=draw.normal(t, NV, D),
+            d_final_state=draw.normal(1, NV, D, D, dtype=torch.float32, std=0.1),
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        piece, _ = forward.part(arguments)
+        first, state = piece["value"].shape[0], arguments["d_final_state"]
+        arguments.update(d_final_state=torch.cat([state, state]))
+        piece |= dict(d_out=arguments["d_out"][:first], d_final_state=state)
+        # of a state there is one for each sequence, of all else a row for each token
+        counts = (first, first, first, first, 1, first)
+        return piece, lambda outputs: [x[:n] for x, n in zip(outputs, counts, strict=True)]
+
+    return Case(
+        "npu_chunk_gated_delta_rule_grad",
+        f"{t} tokens",
+        make,
+        part,
+        bytes=float(BF16 * t * (4 * N + 3 * NV) * D + FP32 * 3 * NV * D * D),
+        # chunks of 64, with the states made again: ten products inside a chunk, eight with a state
+        flops=2.0 * t * NV * (10 * 64 * D + 8 * D * D),
+        shape=dict(t=t),
+        peers={"fla": _fla_chunk_grad},
+        reference=False,  # token by token
+    )
+
+
 def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
     if importlib.util.find_spec("fla") is None or arguments["query"].device.type != "cuda":
         return None
@@ -138,6 +171,32 @@ def _fla_chunk(arguments: Arguments) -> Callable[[], Any] | None:
             initial_state=state,
             output_final_state=True,
             state_v_first=True,
+        )
+
+    with _compiled_together():
+        call()
+    return call
+
+
+def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
+    """fla-core's backward alone, on what its forward keeps for it."""
+    if importlib.util.find_spec("fla") is None or arguments["query"].device.type != "cuda":
+        return None
+    from fla.ops.gated_delta_rule.chunk import (  # type: ignore[import-not-found]
+        chunk_gated_delta_rule_bwd,
+        chunk_gated_delta_rule_fwd,
+    )
+
+    names = ("query", "key", "value", "g", "beta", "d_out")
+    q, k, v, g, beta, d_out = (arguments[name][None] for name in names)
+    given: Arguments = dict(q=q, k=k, v=v, beta=beta, scale=D**-0.5, state_v_first=True)
+    given["initial_state"] = arguments["initial_state"]
+    with _compiled_together():
+        total, _, triangles, *_ = chunk_gated_delta_rule_fwd(g=g, output_final_state=True, **given)
+
+    def call() -> Any:
+        return chunk_gated_delta_rule_bwd(
+            g=total, A=triangles, do=d_out, dht=arguments["d_final_state"], **given
         )
 
     with _compiled_together():
@@ -178,7 +237,12 @@ def _chunk(small: bool) -> list[Case]:
     return [chunk_case(t) for t in ((16,) if small else (4096, 16384, 65536))]
 
 
+def _chunk_grad(small: bool) -> list[Case]:
+    return [chunk_grad_case(t) for t in ((8,) if small else (4096, 16384, 65536))]
+
+
 PRESETS = {
     "npu_fused_sigmoid_gating_delta_rule_update": _decode,
     "npu_chunk_gated_delta_rule": _chunk,
+    "npu_chunk_gated_delta_rule_grad": _chunk_grad,
 }

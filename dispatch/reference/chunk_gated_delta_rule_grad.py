@@ -23,6 +23,11 @@ from ._precision import accumulator
 SEGMENT = 64
 
 
+def _with(states: Tensor, some: Tensor | slice, new: Tensor) -> Tensor:
+    """`states`, with new ones for some sequences."""
+    return new if isinstance(some, slice) else states.index_copy(0, some, new)
+
+
 def backward(
     query: Tensor,
     key: Tensor,
@@ -77,10 +82,15 @@ def backward(
         state, grad = first(initial_state, some), first(d_final_state, some)
         last = int(lengths[some].max())
 
-        def after(state: Tensor, t: int, some: Tensor = some) -> Tensor:
+        def alive(t: int, some: Tensor = some) -> Tensor | slice:
+            """Which of these sequences have a token t; no copies where all do."""
             on = t < lengths[some]
+            return slice(None) if bool(on.all()) else on.nonzero()[:, 0]
+
+        def after(state: Tensor, t: int, some: Tensor = some) -> Tensor:
+            on = alive(t)
             new, _ = step(state[on], *token_of((starts[some] + t)[on]))
-            return state.index_copy(0, on.nonzero()[:, 0], new)
+            return _with(state, on, new)
 
         kept = []
         for t in range(last):
@@ -95,26 +105,26 @@ def backward(
             while len(states) > 1:
                 new, old = states.pop(), states[-1]
                 t = begin + len(states) - 1
-                on = t < lengths[some]
+                on = alive(t)
                 token = (starts[some] + t)[on]
                 q, k, v, decay, rate = token_of(token)
                 do = d_out[token].to(kind)
                 old = old[on] * decay[..., None]
                 x = v - (k[..., None, :] @ old)[..., 0, :]
-                e = grad[on] + q[..., None] * do[..., None, :]
+                e = torch.addcmul(grad[on], q[..., None], do[..., None, :])
                 du = (k[..., None, :] @ e)[..., 0, :]
                 dv = du * rate[..., None]
                 dq = scale * (new[on] @ do[..., None])[..., 0]
                 dk = (e @ (x * rate[..., None])[..., None] - old @ dv[..., None])[..., 0]
-                e = e - k[..., None] * dv[..., None, :]
+                e.addcmul_(k[..., None], dv[..., None, :], value=-1)
                 for out, each in ((d_query, dq), (d_key, dk)):
                     out[token] = each.unflatten(1, (heads, -1)).sum(2).to(out.dtype)
                 d_value[token] = dv.to(value.dtype)
                 if beta is not None:
                     d_beta[token] = (du * x).sum(-1).to(beta.dtype)
                 if g is not None:
-                    d_g[token] = (e * old).sum((-2, -1)).to(g.dtype)
-                grad = grad.index_copy(0, on.nonzero()[:, 0], e * decay[..., None])
+                    d_g[token] = (old.mul_(e)).sum((-2, -1)).to(g.dtype)
+                grad = _with(grad, on, e.mul_(decay[..., None]))
         if initial_state is not None:
             d_state[some] = grad.mT.to(d_state.dtype)
     return d_query, d_key, d_value, d_beta, d_state, d_g

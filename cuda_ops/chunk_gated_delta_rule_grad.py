@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of the gated delta rule, 64 tokens at a time on tensor cores.
+
+With the letters of chunk_gated_delta_rule, S the state before a chunk and E the gradient of the
+state behind it, the forward walk and the gradient's are
+
+    N = T beta (v - exp(G) (k S))                  S = exp(G_last) S + (exp(G_last - G) k)^T N
+    R = T^T (P^T dO + exp(G_last - G) (k E))       dv = beta R
+    E = exp(G_last) E + (scale exp(G) q)^T dO - (exp(G) k)^T dv
+
+and each chunk then has, with Z = scale D (dO N^T) for j <= i and M = -beta D (R N^T) for j < i,
+
+    dq = scale exp(G) (dO S^T) + Z k
+    dk = exp(G_last - G) (N E^T) - beta exp(G) (R S^T) + Z^T q + (M + M^T) k
+    dbeta = R . (v - exp(G) (k S)) - rows of D (R N^T) (k k^T)
+
+and dg as the sum, from a token to its chunk's end, of what G gets: rows less columns of
+Z (q k^T) + M (k k^T), and of each product with S or E its dot product with q or k.  Nothing is
+divided, and no exponent is above 0 where g is not.
+
+The first kernel makes T - I and P of all chunks.  The second walks, half of its programs forward
+over S and half backward over E, neither of which needs the other; it keeps both for every chunk, in
+the dtype of the query: 2 (T / 64 + sequences) Nv Dk Dv numbers.  The others run over chunks.  No
+sum depends on the order of programs: equal runs give equal gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+from .chunk_gated_delta_rule import CHUNK, _inverse, _rows
+from .chunk_gated_delta_rule import unsupported as unsupported_forward
+
+
+@triton.jit
+def _place(lengths, chunk, T, sequences, SEQUENCES: tl.constexpr, VARLEN: tl.constexpr):
+    """(start, first, length, inside) of a chunk: its sequence's first token, its own first token
+    there, the sequence's length, and how much of it is a sequence's at all: the tokens behind the
+    last sequence are one more, of which 0 are."""
+    if VARLEN:
+        s = tl.arange(0, SEQUENCES)
+        each = tl.load(lengths + s, mask=s < sequences, other=0).to(tl.int32)
+        ends = tl.cumsum((each + CHUNK - 1) // CHUNK, 0)
+        before = (ends <= chunk) & (s < sequences)
+        first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
+        start = tl.sum(tl.where(before, each, 0), 0).to(tl.int64)
+        sequence = tl.sum(before.to(tl.int32), 0)
+        inside = tl.sum(tl.where(s == sequence, each, 0), 0)
+        left = (T - start).to(tl.int32)
+        inside = tl.minimum(inside, left)
+        length = tl.where(sequence < sequences, inside, left)
+    else:
+        start, first, length = chunk.to(tl.int64) * 0, chunk * CHUNK, T
+        inside = length
+    return start, first, length, inside
+
+
+@triton.jit
+def _vector(base, token, row, there):
+    """Of 64 tokens, in float32; 0 where there is none."""
+    return tl.load(base + token * row, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _grown(g, token, g_row, there, GATE: tl.constexpr):
+    """(running sum [64] of the decay's logarithm, D [64, 64] with ones above the diagonal)."""
+    if GATE:
+        total = tl.cumsum(_vector(g, token, g_row, there), 0)
+    else:
+        total = tl.zeros([CHUNK], tl.float32)
+    i = tl.arange(0, CHUNK)
+    seen = i[:, None] >= i[None, :]
+    return total, tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+
+
+@triton.jit
+def _rate(beta, token, b_row, there, BETA: tl.constexpr):
+    if BETA:
+        return _vector(beta, token, b_row, there)
+    else:
+        return tl.where(there, 1.0, 0.0)
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _triangles_kernel(
+    query, key, beta, g, lengths, t, p, grown, left, T, sequences, scale,
+    q_row, q_head, k_row, k_head, b_row, g_row,
+    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
+    SEQUENCES: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """T - I, P, exp(G) and exp(G_last - G) of a chunk and a value head."""
+    chunk = tl.program_id(0)
+    hv = tl.program_id(1)
+    h = hv // (NV // N)
+    start, first, _length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
+    if first < inside:
+        i = tl.arange(0, CHUNK)
+        there = first + i < inside
+        token = start + first + i
+        ck = tl.arange(0, DK_PAD)
+        key += start * k_row + h * k_head
+        query += start * q_row + h * q_head
+        tile = (chunk.to(tl.int64) * NV + hv) * CHUNK
+        at = (tile + i)[:, None] * CHUNK + i[None, :]
+        total, fading = _grown(g + hv, token, g_row, there, GATE)
+        rate = _rate(beta + hv, token, b_row, there, BETA)
+        last = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0)
+        tl.store(grown + tile + i, tl.exp(total))
+        tl.store(left + tile + i, tl.exp(last - total))
+        k = _rows(key, first, inside, k_row, ck, DK, DK_PAD)
+        q = _rows(query, first, inside, q_row, ck, DK, DK_PAD)
+        seen = i[:, None] >= i[None, :]
+        attention = tl.where(seen, tl.dot(q, k.T) * fading * scale, 0.0)
+        tl.store(p + at, attention.to(p.dtype.element_ty))
+        lower = tl.dot(k, k.T) * fading * rate[:, None]
+        lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
+        # its diagonal is 1: what is stored is what a product adds to its right side, unrounded
+        below = tl.where(i[:, None] > i[None, :], _inverse(lower, PRECISION), 0.0)
+        tl.store(t + at, below.to(t.dtype.element_ty))
+
+
+@triton.jit
+def _columns(base, first, length, row, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """[PAD, 64]: `_rows`, transposed."""
+    i = first + tl.arange(0, CHUNK)
+    on = (i < length)[None, :]
+    if SIZE != PAD:
+        on = on & (columns < SIZE)[:, None]
+    return tl.load(base + i.to(tl.int64)[None, :] * row + columns[:, None], mask=on, other=0.0)
+
+
+@triton.jit
+def _put_columns(base, first, length, row, columns, x, SIZE: tl.constexpr):
+    """x [PAD, 64] into rows."""
+    i = first + tl.arange(0, CHUNK)
+    at = base + i.to(tl.int64)[None, :] * row + columns[:, None]
+    tl.store(at, x, mask=(i < length)[None, :] & (columns < SIZE)[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _walks_kernel(
+    query, key, value, d_out, beta, t, p, grown, left, lengths, initial, d_final,
+    n, r, states, grads, d_initial, T, sequences, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row,
+    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DK_PAD: tl.constexpr, BV: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
+    VARLEN: tl.constexpr, BETA: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """N and the states of a sequence, or R and their gradients, for some columns of one head.
+
+    The state is held transposed, [BV, Dk]: the left operand of every product then comes from
+    registers."""
+    BLOCKS: tl.constexpr = (DV + BV - 1) // BV
+    WHOLE: tl.constexpr = DV if BLOCKS * BV != DV else BV
+    program = tl.program_id(0)
+    back = program % 2
+    block = program // 2 % BLOCKS
+    hv = program // (2 * BLOCKS) % NV
+    sequence = program // (2 * BLOCKS * NV)
+    h = hv // (NV // N)
+    if VARLEN:
+        s = tl.arange(0, SEQUENCES)
+        each = tl.load(lengths + s, mask=s < sequences, other=0).to(tl.int32)
+        earlier = s < sequence
+        start = tl.sum(tl.where(earlier, each, 0), 0).to(tl.int64)
+        length = tl.sum(tl.where(s == sequence, each, 0), 0)
+        length = tl.minimum(length, (T - start).to(tl.int32))
+        first_chunk = tl.sum(tl.where(earlier, (each + CHUNK - 1) // CHUNK, 0), 0)
+    else:
+        start = program.to(tl.int64) * 0
+        length = T
+        first_chunk = program * 0
+    chunks = (length + CHUNK - 1) // CHUNK
+    ck = tl.arange(0, DK_PAD)
+    cv = block * BV + tl.arange(0, BV)
+    i = tl.arange(0, CHUNK)
+    inner = cv[:, None] * DK + ck[None, :]
+    on = (cv < DV)[:, None] & (ck < DK)[None, :]
+    whole_at = (sequence.to(tl.int64) * NV + hv) * (DV * DK) + inner
+    query += start * q_row + h * q_head
+    key += start * k_row + h * k_head
+    value += start * v_row + hv * v_head
+    d_out += start * o_row + hv * o_head
+    beta += start * b_row + hv
+    row0 = (start * NV + hv) * DV
+    element = t.dtype.element_ty
+    if back == 0:
+        if INITIAL:
+            state = tl.load(initial + whole_at, mask=on, other=0.0).to(tl.float32)
+        else:
+            state = tl.zeros([BV, DK_PAD], tl.float32)
+        for c in tl.range(0, chunks, num_stages=STAGES):
+            first = c * CHUNK
+            number = (first_chunk + c).to(tl.int64) * NV + hv
+            tile = number * CHUNK
+            k_tile = _rows(key, first, length, k_row, ck, DK, DK_PAD)
+            t_tile = tl.load(t + (tile + i)[:, None] * CHUNK + i[None, :])
+            v_tile = _columns(value, first, length, v_row, cv, WHOLE, BV)
+            growth = tl.load(grown + tile + i)
+            rest = tl.load(left + tile + i)
+            fade = tl.load(grown + tile + CHUNK - 1)
+            rate = _rate(beta, (first + i).to(tl.int64), b_row, first + i < length, BETA)
+            half = state.to(element)
+            tl.store(states + number * (DV * DK) + inner, half, mask=on)
+            seen = tl.dot(half, k_tile.T)
+            x = (v_tile.to(tl.float32) - seen * growth[None, :]) * rate[None, :]
+            new = tl.dot(x.to(element), t_tile.T, x)
+            _put_columns(n + row0, first, length, NV * DV, cv, new.to(element), DV)
+            state = tl.dot((new * rest[None, :]).to(element), k_tile, state * fade)
+    else:
+        if FINAL:
+            grad = tl.load(d_final + whole_at, mask=on, other=0.0).to(tl.float32)
+        else:
+            grad = tl.zeros([BV, DK_PAD], tl.float32)
+        for step in tl.range(0, chunks, num_stages=STAGES):
+            c = chunks - 1 - step
+            first = c * CHUNK
+            number = (first_chunk + c).to(tl.int64) * NV + hv
+            tile = number * CHUNK
+            k_tile = _rows(key, first, length, k_row, ck, DK, DK_PAD)
+            q_tile = _rows(query, first, length, q_row, ck, DK, DK_PAD)
+            square = (tile + i)[:, None] * CHUNK + i[None, :]
+            t_tile = tl.load(t + square)
+            p_tile = tl.load(p + square)
+            o_tile = _columns(d_out, first, length, o_row, cv, WHOLE, BV)
+            growth = tl.load(grown + tile + i)
+            rest = tl.load(left + tile + i)
+            fade = tl.load(grown + tile + CHUNK - 1)
+            rate = _rate(beta, (first + i).to(tl.int64), b_row, first + i < length, BETA)
+            half = grad.to(element)
+            tl.store(grads + number * (DV * DK) + inner, half, mask=on)
+            dn = tl.dot(o_tile, p_tile) + tl.dot(half, k_tile.T) * rest[None, :]
+            rr = tl.dot(dn.to(element), t_tile, dn)
+            _put_columns(r + row0, first, length, NV * DV, cv, rr.to(element), DV)
+            scaled = (o_tile.to(tl.float32) * (growth * scale)[None, :]).to(element)
+            grad = tl.dot(scaled, q_tile, grad * fade)
+            grad = tl.dot((rr * (-rate * growth)[None, :]).to(element), k_tile, grad)
+        if INITIAL:
+            tl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty), mask=on)
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _pairs_kernel(
+    query, key, value, d_out, beta, g, lengths, n, r, z, m, d_value, d_rate, d_total, T, sequences,
+    scale, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row, g_row,
+    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, SEQUENCES: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """dv, Z and M + M^T of a chunk and a value head; what pairs of its tokens give G and beta."""
+    chunk = tl.program_id(0)
+    hv = tl.program_id(1)
+    h = hv // (NV // N)
+    start, first, length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
+    if first < length:
+        i = tl.arange(0, CHUNK)
+        there = first + i < inside
+        token = start + first + i
+        key += start * k_row + h * k_head
+        query += start * q_row + h * q_head
+        value += start * v_row + hv * v_head
+        d_out += start * o_row + hv * o_head
+        row0 = (start * NV + hv) * DV
+        element = z.dtype.element_ty
+        rate = _rate(beta + hv, token, b_row, there, BETA)
+        on_n = tl.zeros([CHUNK, CHUNK], tl.float32)
+        on_r = tl.zeros([CHUNK, CHUNK], tl.float32)
+        by_value = tl.zeros([CHUNK], tl.float32)
+        for cv0 in range(0, DV, BV):
+            cv = cv0 + tl.arange(0, BV)
+            EDGE: tl.constexpr = BV if DV % BV == 0 else DV
+            o_tile = _rows(d_out, first, inside, o_row, cv, EDGE, BV)
+            n_tile = _rows(n + row0, first, inside, NV * DV, cv, EDGE, BV)
+            r_tile = _rows(r + row0, first, inside, NV * DV, cv, EDGE, BV)
+            on_n = tl.dot(o_tile, n_tile.T, on_n)
+            on_r = tl.dot(r_tile, n_tile.T, on_r)
+            v_tile = _rows(value, first, inside, v_row, cv, EDGE, BV)
+            wide = r_tile.to(tl.float32)
+            by_value += tl.sum(wide * v_tile.to(tl.float32), 1)
+            at = d_value + row0 + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
+            on = (first + i < length)[:, None] & (cv < DV)[None, :]
+            tl.store(at, (wide * rate[:, None]).to(d_value.dtype.element_ty), mask=on)
+        qk = tl.zeros([CHUNK, CHUNK], tl.float32)
+        kk = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for ck0 in range(0, DK, BK):
+            ck = ck0 + tl.arange(0, BK)
+            EDGE: tl.constexpr = BK if DK % BK == 0 else DK
+            k_tile = _rows(key, first, inside, k_row, ck, EDGE, BK)
+            q_tile = _rows(query, first, inside, q_row, ck, EDGE, BK)
+            kk = tl.dot(k_tile, k_tile.T, kk)
+            qk = tl.dot(q_tile, k_tile.T, qk)
+        _total, fading = _grown(g + hv, token, g_row, there, GATE)
+        z_tile = tl.where(i[:, None] >= i[None, :], on_n * fading * scale, 0.0)
+        m_tile = tl.where(i[:, None] > i[None, :], -on_r * fading, 0.0)
+        of_rate = by_value + tl.sum(m_tile * kk, 1)
+        m_tile *= rate[:, None]
+        weight = z_tile * qk + m_tile * kk
+        row = token * NV + hv
+        tl.store(d_rate + row, of_rate, mask=first + i < length)
+        tl.store(d_total + row, tl.sum(weight, 1) - tl.sum(weight, 0), mask=first + i < length)
+        tile = (chunk.to(tl.int64) * NV + hv) * CHUNK
+        square = (tile + i)[:, None] * CHUNK + i[None, :]
+        tl.store(z + square, z_tile.to(element))
+        tl.store(m + square, (m_tile + m_tile.T).to(element))
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _inputs_kernel(
+    query, key, d_out, beta, lengths, n, r, z, m, grown, left, states, grads, d_query, d_key,
+    rate_parts, total_parts, T, sequences, scale,
+    q_row, q_head, k_row, k_head, o_row, o_head, b_row,
+    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, SEQUENCES: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
+):  # fmt: skip
+    """Some columns of dq and dk of a chunk and a head; what they give G and beta."""
+    GROUP: tl.constexpr = NV // N
+    BLOCKS: tl.constexpr = (DK + BK - 1) // BK
+    program = tl.program_id(0)
+    block = program % BLOCKS
+    h = program // BLOCKS % N
+    chunk = program // (BLOCKS * N)
+    start, first, length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
+    if first < length:
+        i = tl.arange(0, CHUNK)
+        there = first + i < inside
+        token = start + first + i
+        ck = block * BK + tl.arange(0, BK)
+        EDGE: tl.constexpr = BK if DK % BK == 0 else DK
+        q_tile = _rows(query + start * q_row + h * q_head, first, inside, q_row, ck, EDGE, BK)
+        k_tile = _rows(key + start * k_row + h * k_head, first, inside, k_row, ck, EDGE, BK)
+        d_out += start * o_row
+        dq = tl.zeros([CHUNK, BK], tl.float32)
+        dk = tl.zeros([CHUNK, BK], tl.float32)
+        for one in range(0, GROUP):
+            hv = h * GROUP + one
+            row0 = (start * NV + hv) * DV
+            number = chunk.to(tl.int64) * NV + hv
+            tile = number * CHUNK
+            growth = tl.load(grown + tile + i, mask=there, other=0.0)
+            rest = tl.load(left + tile + i, mask=there, other=0.0)
+            fade = tl.load(grown + tile + CHUNK - 1, mask=first < inside, other=0.0)
+            rate = _rate(beta + hv, token, b_row, there, BETA)
+            by_o = tl.zeros([CHUNK, BK], tl.float32)
+            by_n = tl.zeros([CHUNK, BK], tl.float32)
+            by_r = tl.zeros([CHUNK, BK], tl.float32)
+            whole = tl.zeros([BV], tl.float32)
+            for cv0 in range(0, DV, BV):
+                cv = cv0 + tl.arange(0, BV)
+                EDGE_V: tl.constexpr = BV if DV % BV == 0 else DV
+                at = number * (DV * DK) + cv[:, None] * DK + ck[None, :]
+                on = (cv < DV)[:, None] & (ck < DK)[None, :] & (first < inside)
+                state = tl.load(states + at, mask=on, other=0.0)
+                grad = tl.load(grads + at, mask=on, other=0.0)
+                o_tile = _rows(d_out + hv * o_head, first, inside, o_row, cv, EDGE_V, BV)
+                n_tile = _rows(n + row0, first, inside, NV * DV, cv, EDGE_V, BV)
+                r_tile = _rows(r + row0, first, inside, NV * DV, cv, EDGE_V, BV)
+                by_o = tl.dot(o_tile, state, by_o)
+                by_r = tl.dot(r_tile, state, by_r)
+                by_n = tl.dot(n_tile, grad, by_n)
+                whole += tl.sum(state.to(tl.float32) * grad.to(tl.float32), 1)
+            by_o *= (growth * scale)[:, None]
+            by_r *= growth[:, None]
+            by_n *= rest[:, None]
+            of_rate = tl.sum(by_r * k_tile.to(tl.float32), 1)
+            of_rest = tl.sum(by_n * k_tile.to(tl.float32), 1)
+            of_total = tl.sum(by_o * q_tile.to(tl.float32), 1) - of_rate * rate - of_rest
+            end = tl.sum(of_rest, 0) + fade * tl.sum(whole, 0)
+            of_total += tl.where(first + i == tl.minimum(first + CHUNK, inside) - 1, end, 0.0)
+            row = (block * T.to(tl.int64) + token) * NV + hv
+            tl.store(rate_parts + row, -of_rate, mask=first + i < length)
+            tl.store(total_parts + row, of_total, mask=first + i < length)
+            dq += by_o
+            dk += by_n - by_r * rate[:, None]
+            square = (tile + i)[:, None] * CHUNK + i[None, :]
+            on = (first < inside) & (i >= 0)[:, None] & (i >= 0)[None, :]
+            z_tile = tl.load(z + square, mask=on, other=0.0)
+            m_tile = tl.load(m + square, mask=on, other=0.0)
+            dq = tl.dot(z_tile, k_tile, dq)
+            dk = tl.dot(z_tile.T, q_tile, dk)
+            dk = tl.dot(m_tile, k_tile, dk)
+        at = (token * N + h)[:, None] * DK + ck[None, :]
+        on = (first + i < length)[:, None] & (ck < DK)[None, :]
+        tl.store(d_query + at, dq.to(d_query.dtype.element_ty), mask=on)
+        tl.store(d_key + at, dk.to(d_key.dtype.element_ty), mask=on)
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _gates_kernel(
+    lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T, sequences,
+    NV: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, SEQUENCES: tl.constexpr,
+    VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """dbeta and dg of a chunk and some value heads, from the parts."""
+    chunk = tl.program_id(0)
+    hv = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    start, first, length, _inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
+    if first < length:
+        i = tl.arange(0, CHUNK)
+        at = (start + first + i)[:, None] * NV + hv[None, :]
+        on = (first + i < length)[:, None] & (hv < NV)[None, :]
+        if BETA:
+            of_rate = tl.load(d_rate + at, mask=on, other=0.0)
+            for block in range(0, BLOCKS):
+                of_rate += tl.load(rate_parts + block * T.to(tl.int64) * NV + at, on, 0.0)
+            tl.store(d_beta + at, of_rate.to(d_beta.dtype.element_ty), mask=on)
+        if GATE:
+            total = tl.load(d_total + at, mask=on, other=0.0)
+            for block in range(0, BLOCKS):
+                total += tl.load(total_parts + block * T.to(tl.int64) * NV + at, on, 0.0)
+            later = tl.cumsum(total, 0, reverse=True)
+            tl.store(d_g + at, later.to(d_g.dtype.element_ty), mask=on)
+
+
+def unsupported(**arguments: Any) -> str | None:
+    return unsupported_forward(**arguments)
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    d_out: Tensor,
+    d_final_state: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    scale: float | None,
+    g: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    T, N, DK = key.shape
+    NV, DV = value.shape[1:]
+    half, device, wide = value.dtype, value.device, torch.float32
+
+    def like(x: Tensor | None) -> Tensor:
+        return (
+            memory.empty((0,), half, device)
+            if x is None
+            else memory.empty(x.shape, x.dtype, device)
+        )
+
+    grads = tuple(like(x) for x in (query, key, value, beta, initial_state, g))
+    d_query, d_key, d_value, d_beta, d_initial, d_g = grads
+    varlen = actual_seq_lengths is not None
+    sequences = actual_seq_lengths.shape[0] if actual_seq_lengths is not None else 1
+    if sequences * NV * DV * DK == 0:
+        for grad in grads:
+            grad.zero_()
+        return d_query, d_key, d_value, d_beta, d_initial, d_g
+    scale = DK**-0.5 if scale is None else scale
+    # every sequence may end in a part of a chunk, and so may the tokens behind the last one
+    chunks = triton.cdiv(T, CHUNK.value) + (sequences if varlen else 0)
+    t, p = (memory.empty((chunks, NV, CHUNK.value, CHUNK.value), half, device) for _ in range(2))
+    grown, left = (memory.empty((chunks, NV, CHUNK.value), wide, device) for _ in range(2))
+    n, r = (memory.empty((T, NV, DV), half, device) for _ in range(2))
+    states, state_grads = (memory.empty((chunks, NV, DV, DK), half, device) for _ in range(2))
+    DK_PAD = max(16, triton.next_power_of_2(DK))
+    BK, BV = min(64, DK_PAD), min(64, max(16, triton.next_power_of_2(DV)))
+    blocks = triton.cdiv(DK, BK)
+    d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
+    rate_parts, total_parts = (memory.empty((blocks, T, NV), wide, device) for _ in range(2))
+    q_by, k_by, v_by, o_by = (x.stride()[:2] for x in (query, key, value, d_out))
+    b_row = 0 if beta is None else beta.stride(0)
+    g_row = 0 if g is None else g.stride(0)
+    # a pointer is needed where there is nothing to point at
+    rate, gate = grown if beta is None else beta, grown if g is None else g
+    sizes = dict(
+        NV=NV,
+        SEQUENCES=max(16, triton.next_power_of_2(sequences)),
+        VARLEN=varlen,
+        BETA=beta is not None,
+    )
+    if chunks > 0:
+        _triangles_kernel[(chunks, NV)](
+            query, key, rate, gate, actual_seq_lengths, t, p, grown, left, T, sequences, scale,
+            *q_by, *k_by, b_row, g_row, N=N, DK=DK, DK_PAD=DK_PAD, GATE=g is not None,
+            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=2, **sizes,
+        )  # fmt: skip
+    _walks_kernel[(2 * sequences * NV * triton.cdiv(DV, BV),)](
+        query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
+        d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
+        *q_by, *k_by, *v_by, *o_by, b_row,
+        N=N, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, STAGES=2, INITIAL=initial_state is not None,
+        FINAL=d_final_state is not None, num_warps=4, **sizes,
+    )  # fmt: skip
+    if chunks > 0:
+        # T and P are used up: Z and M lie in their place
+        _pairs_kernel[(chunks, NV)](
+            query, key, value, d_out, rate, gate, actual_seq_lengths, n, r, p, t, d_value, d_rate,
+            d_total, T, sequences, scale, *q_by, *k_by, *v_by, *o_by, b_row, g_row,
+            N=N, DK=DK, DV=DV, BK=BK, BV=BV, GATE=g is not None, num_warps=4,
+            num_stages=2, **sizes,
+        )  # fmt: skip
+        _inputs_kernel[(chunks * N * blocks,)](
+            query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
+            state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
+            *q_by, *k_by, *o_by, b_row,
+            N=N, DK=DK, DV=DV, BK=BK, BV=BV, num_warps=4, num_stages=2, **sizes,
+        )  # fmt: skip
+        if beta is not None or g is not None:
+            heads = min(32, triton.next_power_of_2(NV))
+            _gates_kernel[(chunks, triton.cdiv(NV, heads))](
+                actual_seq_lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T,
+                sequences, BLOCKS=blocks, HEADS=heads, GATE=g is not None, num_warps=4, **sizes,
+            )  # fmt: skip
+    return d_query, d_key, d_value, d_beta, d_initial, d_g
