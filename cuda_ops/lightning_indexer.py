@@ -13,6 +13,7 @@ On Hopper the scores are those of lightning_indexer_hopper.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -136,10 +137,10 @@ def forward(
     pre_tokens: int = 2**63 - 1,
     next_tokens: int = 2**63 - 1,
     return_value: bool = False,
-    scored: Callable[[], None] | None = None,
+    scored: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`scored` is called when all scores are on their way and the last top-k is not: its launches
-    find the memory free."""
+    find the memory free.  In what it returns the top-k is launched."""
     device = query.device
     shape = (*query.shape[:-2], 1, sparse_count)
     indices = memory.empty(shape, torch.int32, device)
@@ -193,10 +194,11 @@ def forward(
                 D_TILE=max(16, triton.next_power_of_2(dim)), KEY_TILE=key_tile, ONE_PAGE=one_page,
                 STAGES=1 if alone else 2 if shared == 1 else 3, num_warps=4,
             )  # fmt: skip
-        if scored is not None and first + count == plan.rows:
-            scored()
-        topk.topk(
-            scores[:count], lengths, flat_indices[first : first + count],
-            flat_values[first : first + count] if return_value else values, sparse_count, sample,
-        )  # fmt: skip
+        last = first + count == plan.rows
+        with scored() if scored is not None and last else nullcontext():
+            topk.topk(
+                scores[:count], lengths, flat_indices[first : first + count],
+                flat_values[first : first + count] if return_value else values, sparse_count,
+                sample,
+            )  # fmt: skip
     return indices, values

@@ -2,9 +2,10 @@
 # Copyright the npu-custom-ops authors
 """The scores of lightning_indexer.py on Hopper (Gluon).
 
-One warp asks for keys by TMA, 64 at a time, in a ring of shared memory; one or two warpgroups
-multiply them (the 64 rows of a wgmma) with the queries of up to four tokens (its columns), which
-stay in shared memory, and sum over heads in registers.
+The 64 rows of a wgmma are keys, which come by TMA, 64 at a time; its columns are the heads of up to
+four tokens, which stay in shared memory.  The sum over heads is one in registers.  Up to 128
+columns one warpgroup does everything, and others on its multiprocessor hide what it waits for; with
+256 there is room for one block, in which two warpgroups multiply and a warp asks for keys.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import rows
 from .rows import BSND, PAGED, TND
+from .tiling import PROGRAMS
 from .topk_hopper import EVERY
 
 KEYS_AT_ONCE = gl.constexpr(64)
@@ -94,63 +96,6 @@ def _pick(outer, i):
 
 
 @gluon.jit
-def _load(
-    key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table, tokens, requests,
-    reach, table_stride, pages, row, end, lo, per_chunk, first_row,
-    PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
-):  # fmt: skip
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    D: gl.constexpr = k_tiles.shape[2]
-    PARTS: gl.constexpr = q_tiles.shape[0]
-    gdc_launch_dependents()
-    gdc_wait()
-    mbarrier.expect(q_full.index(0), PARTS * q_tiles.shape[1] * D * 2)
-    for part in gl.static_range(PARTS):
-        tma.async_copy_global_to_shared(
-            q, [row + part * q.block_shape[0], 0, 0], q_full.index(0),
-            q_tiles.index(part)._reinterpret(q.dtype, q.block_shape, q.layout),
-        )  # fmt: skip
-    count = 0
-    while row < end:
-        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
-        ahead = _outer_of(lo, request, requests, reach, table, table_stride, pages, PAGE, KEYS)
-        asked, keys, start, stop, hi = _part(
-            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
-            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
-        )  # fmt: skip
-        if lo == 0:
-            member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            gl.store(lengths + member - first_row, _sees(member - first, asked, keys, CAUSAL),
-                     mask=member < stop)  # fmt: skip
-        for base in range(lo, hi, 32 * KEYS_AT_ONCE):
-            outers = ahead
-            if base + 32 * KEYS_AT_ONCE < hi:
-                ahead = _outer_of(
-                    base + 32 * KEYS_AT_ONCE, request, requests, reach, table, table_stride,
-                    pages, PAGE, KEYS,
-                )  # fmt: skip
-            for i in range(0, gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)):
-                stage = count % STAGES
-                bar = full.index(stage)
-                outer = _pick(outers, i)
-                outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
-                inner = base + i * KEYS_AT_ONCE
-                if KEYS == PAGED:
-                    inner = inner % PAGE
-                elif KEYS == TND:
-                    inner += start
-                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, KEYS_AT_ONCE * D * 2)
-                tma.async_copy_global_to_shared(
-                    key, [outer, inner, 0], bar,
-                    k_tiles.index(stage)._reinterpret(key.dtype, key.block_shape, key.layout),
-                )  # fmt: skip
-                count += 1
-        row = stop
-
-
-@gluon.jit
 def _finish(
     s, weight, scores, sample, member, row, stop, first, asked, keys, n, there, first_row,
     score_row, sample_row, R: gl.constexpr, CAUSAL: gl.constexpr, EVERY: gl.constexpr,
@@ -174,79 +119,24 @@ def _finish(
 
 
 @gluon.jit
-def _multiply(
-    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k, table,
-    tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk, first_row, w_row,
-    score_row, sample_row,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr,
-    EVERY: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr,
-    KEYS: gl.constexpr, CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr,
-    REQUESTS: gl.constexpr,
+def _ask(
+    key, k_tiles, full, outers, i, stage, wanted, lo, start, PAGE: gl.constexpr,
+    KEYS: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup GROUP of GROUPS takes every GROUPS-th tile."""
-    STAGES: gl.constexpr = k_tiles.shape[0]
-    PARTS: gl.constexpr = q_tiles.shape[0]
-    COLUMNS: gl.constexpr = q_tiles.shape[1]
-    R: gl.constexpr = ROWS // PARTS
-    H_TILE: gl.constexpr = COLUMNS // R
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    gdc_wait()
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
-    h = column % H_TILE
-    owner = (row + column // H_TILE).to(gl.int64)
-    weight0 = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
-    weight0 = weight0.to(gl.float32)
-    weight1 = weight0
-    if PARTS == 2:
-        owner += R
-        weight1 = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
-        weight1 = weight1.to(gl.float32)
-    zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
-    own = row
-    q0 = q_tiles.index(0).permute([1, 0])
-    q1 = q_tiles.index(PARTS - 1).permute([1, 0])
-    mbarrier.wait(q_full.index(0), 0)
-    count = 0
-    while row < end:
-        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
-        ahead = _outer_of(lo, request, requests, reach, table, table_stride, pages, PAGE, KEYS)
-        asked, keys, _start, stop, hi = _part(
-            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
-            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
-        )  # fmt: skip
-        for base in range(lo, hi, 32 * KEYS_AT_ONCE):
-            outers = ahead
-            if base + 32 * KEYS_AT_ONCE < hi:
-                ahead = _outer_of(
-                    base + 32 * KEYS_AT_ONCE, request, requests, reach, table, table_stride,
-                    pages, PAGE, KEYS,
-                )  # fmt: skip
-            tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
-            for i in range((GROUP - count) & (GROUPS - 1), tiles, GROUPS):
-                stage = (count + i) % STAGES
-                n = base + i * KEYS_AT_ONCE
-                there = _pick(outers, i) >= 0
-                mbarrier.wait(full.index(stage), ((count + i) // STAGES) & 1)
-                k_tile = k_tiles.index(stage)
-                s0 = warpgroup_mma(k_tile, q0, zero, use_acc=False, is_async=True)
-                if PARTS == 2:
-                    s1 = warpgroup_mma(k_tile, q1, zero, use_acc=False, is_async=True)
-                    s0 = warpgroup_mma_wait(1, deps=[s0])
-                    _finish(s0, weight0, scores, sample, own, row, stop, first, asked, keys, n,
-                            there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
-                    s0 = warpgroup_mma_wait(0, deps=[s1])
-                else:
-                    s0 = warpgroup_mma_wait(0, deps=[s0])
-                gl.thread_barrier()
-                mbarrier.arrive(empty.index(stage))
-                if PARTS == 2:
-                    _finish(s0, weight1, scores, sample, own + R, row, stop, first, asked, keys, n,
-                            there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
-                else:
-                    _finish(s0, weight0, scores, sample, own, row, stop, first, asked, keys, n,
-                            there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
-            count += tiles
-        row = stop
+    """Tile i of a program's keys, into its place in the ring."""
+    outer = _pick(outers, i)
+    outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
+    inner = lo + i * KEYS_AT_ONCE
+    if KEYS == PAGED:
+        inner = inner % PAGE
+    elif KEYS == TND:
+        inner += start
+    bar = full.index(stage)
+    mbarrier.expect(bar, KEYS_AT_ONCE * k_tiles.shape[2] * 2, pred=wanted)
+    tma.async_copy_global_to_shared(
+        key, [outer, inner, 0], bar,
+        k_tiles.index(stage)._reinterpret(key.dtype, key.block_shape, key.layout), pred=wanted,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
@@ -256,15 +146,206 @@ def _scores(
     w_row, score_row, sample_row,
     HEADS: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
-    ROWS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    EVERY: gl.constexpr, REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows against `per_chunk` keys, which pass by: once for each request among the rows."""
+    """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
+    among the rows."""
+    D: gl.constexpr = key.block_shape[2]
+    COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
+    H_TILE: gl.constexpr = COLUMNS // ROWS
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
+    q_tile = gl.allocate_shared_memory(key.dtype, [COLUMNS, D], tile)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
+    for each in gl.static_range(STAGES):
+        mbarrier.init(full.index(each), count=1)
+    mbarrier.init(q_full.index(0), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    program = gl.program_id(0)
+    lo = program % chunks * per_chunk
+    row = first_row + program // chunks * ROWS
+    end = gl.minimum(row + ROWS, first_row + count)
+    gdc_launch_dependents()
+    gdc_wait()
+    mbarrier.expect(q_full.index(0), COLUMNS * D * 2)
+    tma.async_copy_global_to_shared(
+        q, [row, 0, 0], q_full.index(0), q_tile._reinterpret(q.dtype, q.block_shape, q.layout)
+    )
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
+    h = column % H_TILE
+    owner = (row + column // H_TILE).to(gl.int64)
+    weight = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
+    weight = weight.to(gl.float32)
+    zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
+    own = row
+    done = 0
+    while row < end:
+        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        outers = _outer_of(lo, request, requests, reach, table, table_stride, pages, PAGE, KEYS)
+        asked, keys, start, stop, hi = _part(
+            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
+        )  # fmt: skip
+        tiles = gl.maximum(hi - lo + KEYS_AT_ONCE - 1, 0) // KEYS_AT_ONCE
+        for each in gl.static_range(STAGES):
+            _ask(key, k_tiles, full, outers, each, (done + each) % STAGES, each < tiles, lo,
+                 start, PAGE, KEYS)  # fmt: skip
+        if lo == 0:
+            lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+            member = row + gl.arange(0, 32, layout=lane)
+            gl.store(lengths + member - first_row, _sees(member - first, asked, keys, CAUSAL),
+                     mask=member < stop)  # fmt: skip
+        mbarrier.wait(q_full.index(0), 0)
+        for i in range(tiles):
+            stage = (done + i) % STAGES
+            mbarrier.wait(full.index(stage), ((done + i) // STAGES) & 1)
+            s = warpgroup_mma(
+                k_tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True
+            )
+            there = _pick(outers, i) >= 0
+            s = warpgroup_mma_wait(0, deps=[s])
+            gl.thread_barrier()  # done in every warp: the tile is free
+            _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo, start,
+                 PAGE, KEYS)  # fmt: skip
+            _finish(s, weight, scores, sample, own, row, stop, first, asked, keys,
+                    lo + i * KEYS_AT_ONCE, there, first_row, score_row, sample_row, ROWS, CAUSAL,
+                    EVERY)  # fmt: skip
+        done += tiles
+        row = stop
+
+
+@gluon.jit
+def _load(
+    key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table, tokens, requests,
+    reach, table_stride, pages, row, end, lo, per_chunk, first_row,
+    PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+):  # fmt: skip
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    D: gl.constexpr = k_tiles.shape[2]
+    gdc_launch_dependents()
+    gdc_wait()
+    mbarrier.expect(q_full.index(0), 2 * q_tiles.shape[1] * D * 2)
+    for part in gl.static_range(2):
+        tma.async_copy_global_to_shared(
+            q, [row + part * q.block_shape[0], 0, 0], q_full.index(0),
+            q_tiles.index(part)._reinterpret(q.dtype, q.block_shape, q.layout),
+        )  # fmt: skip
+    count = 0
+    while row < end:
+        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        asked, keys, start, stop, hi = _part(
+            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
+        )  # fmt: skip
+        if lo == 0:
+            member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            gl.store(lengths + member - first_row, _sees(member - first, asked, keys, CAUSAL),
+                     mask=member < stop)  # fmt: skip
+        for base in range(lo, hi, 32 * KEYS_AT_ONCE):
+            outers = _outer_of(
+                base, request, requests, reach, table, table_stride, pages, PAGE, KEYS
+            )
+            for i in range(0, gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)):
+                stage = count % STAGES
+                bar = full.index(stage)
+                outer = _pick(outers, i)
+                outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
+                inner = base + i * KEYS_AT_ONCE
+                if KEYS == PAGED:
+                    inner = inner % PAGE
+                elif KEYS == TND:
+                    inner += start
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, KEYS_AT_ONCE * D * 2)
+                tma.async_copy_global_to_shared(
+                    key, [outer, inner, 0], bar,
+                    k_tiles.index(stage)._reinterpret(key.dtype, key.block_shape, key.layout),
+                )  # fmt: skip
+                count += 1
+        row = stop
+
+
+@gluon.jit
+def _multiply(
+    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k, table,
+    tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk, first_row, w_row,
+    score_row, sample_row,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, EVERY: gl.constexpr,
+    PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup GROUP of two takes every other tile."""
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    COLUMNS: gl.constexpr = q_tiles.shape[1]
+    R: gl.constexpr = ROWS // 2
+    H_TILE: gl.constexpr = COLUMNS // R
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    gdc_wait()
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
+    h = column % H_TILE
+    owner = (row + column // H_TILE).to(gl.int64)
+    weight0 = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
+    weight0 = weight0.to(gl.float32)
+    owner += R
+    weight1 = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
+    weight1 = weight1.to(gl.float32)
+    zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
+    own = row
+    q0 = q_tiles.index(0).permute([1, 0])
+    q1 = q_tiles.index(1).permute([1, 0])
+    mbarrier.wait(q_full.index(0), 0)
+    count = 0
+    while row < end:
+        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        asked, keys, _start, stop, hi = _part(
+            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
+        )  # fmt: skip
+        for base in range(lo, hi, 32 * KEYS_AT_ONCE):
+            outers = _outer_of(
+                base, request, requests, reach, table, table_stride, pages, PAGE, KEYS
+            )
+            tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
+            for i in range((GROUP - count) & 1, tiles, 2):
+                stage = (count + i) % STAGES
+                n = base + i * KEYS_AT_ONCE
+                there = _pick(outers, i) >= 0
+                mbarrier.wait(full.index(stage), ((count + i) // STAGES) & 1)
+                k_tile = k_tiles.index(stage)
+                s0 = warpgroup_mma(k_tile, q0, zero, use_acc=False, is_async=True)
+                s1 = warpgroup_mma(k_tile, q1, zero, use_acc=False, is_async=True)
+                s0 = warpgroup_mma_wait(1, deps=[s0])
+                _finish(s0, weight0, scores, sample, own, row, stop, first, asked, keys, n,
+                        there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
+                s1 = warpgroup_mma_wait(0, deps=[s1])
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index(stage))
+                _finish(s1, weight1, scores, sample, own + R, row, stop, first, asked, keys, n,
+                        there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
+            count += tiles
+        row = stop
+
+
+@gluon.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
+def _scores_shared(
+    q, key, weights, act_q, act_k, table, scores, sample, lengths,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
+    w_row, score_row, sample_row,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, EVERY: gl.constexpr,
+):  # fmt: skip
+    """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
     D: gl.constexpr = key.block_shape[2]
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
     COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
-    q_tiles = gl.allocate_shared_memory(key.dtype, [PARTS, COLUMNS, D], tile)
+    q_tiles = gl.allocate_shared_memory(key.dtype, [2, COLUMNS, D], tile)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -279,46 +360,28 @@ def _scores(
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * ROWS
     end = gl.minimum(row + ROWS, first_row + count)
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q,
-                    act_k, table, tokens, requests, reach, table_stride, pages, row, end, lo,
-                    per_chunk, first_row, w_row, score_row, sample_row, gl.constexpr(0), GROUPS,
-                    HEADS, ROWS, EVERY, PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
-                )),
-                (_load, (
-                    key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table,
-                    tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk,
-                    first_row, PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
-                )),
-            ],
-            [1], [40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q,
-                    act_k, table, tokens, requests, reach, table_stride, pages, row, end, lo,
-                    per_chunk, first_row, w_row, score_row, sample_row, gl.constexpr(0), GROUPS,
-                    HEADS, ROWS, EVERY, PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
-                )),
-                (_multiply, (
-                    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q,
-                    act_k, table, tokens, requests, reach, table_stride, pages, row, end, lo,
-                    per_chunk, first_row, w_row, score_row, sample_row, gl.constexpr(1), GROUPS,
-                    HEADS, ROWS, EVERY, PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
-                )),
-                (_load, (
-                    key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table,
-                    tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk,
-                    first_row, PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
-                )),
-            ],
-            [4, 1], [REGISTERS, 40],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k,
+                table, tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk,
+                first_row, w_row, score_row, sample_row, gl.constexpr(0), HEADS, ROWS, EVERY,
+                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+            )),
+            (_multiply, (
+                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k,
+                table, tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk,
+                first_row, w_row, score_row, sample_row, gl.constexpr(1), HEADS, ROWS, EVERY,
+                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+            )),
+            (_load, (
+                key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table,
+                tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk, first_row,
+                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+            )),
+        ],
+        [4, 1], [232, 40],
+    )  # fmt: skip
 
 
 def _aligned(tensor: Tensor) -> bool:
@@ -351,6 +414,22 @@ def _describe(
     return TensorDescriptor(tensor, shape, [*steps[:-1], 1], block, layout)
 
 
+def _cut(groups: int, reach: int, columns: int) -> tuple[int, int]:
+    """(tiles in the ring, keys a program).  Few keys a program as long as all programs run at once,
+    four on a multiprocessor with 64 columns, two with 128.  One H200, 2026-11, 64 heads x 128, 64K
+    keys, microseconds of the scores alone: of 4 rows 19.4 with 512 keys, 20.1 with 1024; of 32 and
+    128 131.2 and 506.7 with 1024, 131.3 and 510.4 with 2048; of 128 requests' two rows each 539
+    with 1024 and 2 tiles, 556 with 2048, 640 with 2048 and 3 tiles."""
+    if columns > 128:
+        return 8, 4096
+    if columns > 64:
+        return (4, 256) if groups * triton.cdiv(reach, 256) <= 2 * PROGRAMS else (2, 1024)
+    for keys in (128, 256, 512):
+        if groups * triton.cdiv(reach, keys) <= 4 * PROGRAMS:
+            return 2, keys
+    return 2, 1024
+
+
 def launch(
     q: Tensor, key: Tensor, weights: Tensor, scores: Tensor, sample: Tensor, lengths: Tensor,
     plan: rows.Plan, layout_key: str, shared: int, first: int, count: int,
@@ -359,31 +438,18 @@ def launch(
     them once more as a sample."""
     heads, dim = q.shape[1:]
     h_tile = max(16, triton.next_power_of_2(heads))
-    parts = 2 if shared * h_tile > 128 else 1
+    columns = shared * h_tile
     outer, inner = rows.strides(key, layout_key)
     tall, wide = (1, key.shape[0]) if layout_key == "TND" else key.shape[:2]
-    # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys, in microseconds.  Two
-    # warpgroups, 256 columns, 4096 queries: 6850 with 4096 keys a program, 7270 with 8192, 7590
-    # with 2048.  One warpgroup, 64 columns: of one row 7.2 with 256 keys a program, 7.7 with 512;
-    # of 32 rows 130.6 with 1024 keys, 2 stages and 64 registers, 133.4 with 2048, 3 and 80
     groups = triton.cdiv(count, shared)
-    if parts == 2:
-        stages, per_chunk, registers = 8, 4096, None
-    elif groups * triton.cdiv(plan.reach, 256) <= 264:
-        stages, per_chunk, registers = 4, 256, 128
-    elif h_tile * shared <= 64 and groups > 64:
-        stages, per_chunk, registers = 3, 2048, 80
-    elif h_tile * shared <= 64:
-        stages, per_chunk, registers = 2, 1024, 64
-    else:
-        stages, per_chunk, registers = 5, 2048, 128
+    parts, kernel = (2, _scores_shared) if columns > 128 else (1, _scores)
+    stages, per_chunk = _cut(groups, max(plan.reach, 1), columns)
     chunks = triton.cdiv(max(plan.reach, 1), per_chunk)
-    _scores[(groups * chunks,)](
+    kernel[(groups * chunks,)](
         _describe(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
         _describe(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
         weights, scores=scores, sample=sample, lengths=lengths, first_row=first, count=count,
         chunks=chunks, per_chunk=per_chunk, w_row=weights.stride(0), score_row=scores.stride(0),
         sample_row=sample.stride(0), **plan.arguments, **plan.constants, HEADS=heads, ROWS=shared,
-        GROUPS=parts, STAGES=stages, PARTS=parts, EVERY=EVERY, REGISTERS=232, num_warps=4,
-        maxnreg=registers, launch_pdl=True,
+        STAGES=stages, EVERY=EVERY, num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -377,6 +377,12 @@ def token_stage(
     )  # fmt: skip
 
 
+def is_one_launch(c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor) -> bool:
+    """Whether query_heads is."""
+    whole = nz.is_nz(weight, weight_format) and has_chained_launch(c.device)
+    return whole and prolog_hopper.suits_heads(c, weight, w_uk, sin.shape[-1])
+
+
 def query_heads(
     c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor, cos: Tensor,
     shape: tuple[int, int], interleaved: bool, *, forked: bool = False,
@@ -386,8 +392,7 @@ def query_heads(
     rotary = sin.shape[-1]
     query = memory.empty((*shape, heads, rank), c.dtype, c.device)
     query_rope = memory.empty((*shape, heads, rotary), c.dtype, c.device)
-    whole = nz.is_nz(weight, weight_format) and has_chained_launch(c.device)
-    if whole and prolog_hopper.suits_heads(c, weight, w_uk, rotary):
+    if is_one_launch(c, weight, weight_format, w_uk, sin):
         prolog_hopper.heads(
             c, weight, w_uk, sin, cos, query, query_rope, interleaved, forked=forked
         )  # fmt: skip

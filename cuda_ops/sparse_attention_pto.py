@@ -8,14 +8,14 @@
     attention over the selected keys
 
 The queries of the attention are made while the top-k runs, which leaves the memory idle; a captured
-graph keeps the two branches.  Every cache row is written before any cache is read.
+graph keeps the two branches.  The longer one stays in the stream of the scores, where its launch
+overlaps their end.  Every cache row is written before any cache is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from . import lightning_indexer, prolog, sparse_flash_attention
 from .nz_matmul import product
 
 _ALL = 2**63 - 1
-Made = TypeVar("Made")
 
 
 def unsupported(
@@ -54,7 +53,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Side:
-    """A second stream that leaves the current one at `fork` and comes back after `run`."""
+    """A second stream that leaves the current one at `fork` and comes back at `join`."""
 
     def __init__(self, device: torch.device) -> None:
         self.here, self.there = torch.cuda.current_stream(device), _second_stream(device)
@@ -62,12 +61,8 @@ class _Side:
     def fork(self) -> None:
         self.there.wait_stream(self.here)
 
-    def run(self, work: Callable[[], Made]) -> Made:
-        """What `work` launches there; the current stream goes on when it is done."""
-        with torch.cuda.stream(self.there):
-            made = work()
+    def join(self) -> None:
         self.here.wait_stream(self.there)
-        return made
 
 
 def forward(
@@ -139,8 +134,19 @@ def forward(
     absorbed = partial(
         prolog.query_heads,
         query_norm, w_uq_qr, weight_format, w_uk, sin, cos, (requests, steps), rope_interleaved,
-        forked=side is not None,
     )  # fmt: skip
+    made: list[tuple[Tensor, Tensor]] = []
+    # of more than 128 tokens the queries' programs would leave those of the top-k no registers
+    longer = tokens <= 128 and prolog.is_one_launch(query_norm, w_uq_qr, weight_format, w_uk, sin)
+
+    def scored() -> AbstractContextManager[object]:
+        assert side is not None
+        side.fork()
+        if not longer:
+            return nullcontext()
+        made.append(absorbed())
+        return torch.cuda.stream(side.there)
+
     query_index = prolog.index_heads(
         query_norm, w_idx_qb, weight_format, size, sin, cos, (requests, steps),
         index_rope_interleaved,
@@ -159,9 +165,14 @@ def forward(
         pre_tokens=_ALL,
         next_tokens=_ALL,
         return_value=False,
-        scored=side and side.fork,
+        scored=scored if side else None,
     )
-    query, query_rope = side.run(absorbed) if side else absorbed()
+    if not made:
+        with torch.cuda.stream(side.there) if side else nullcontext():
+            made.append(absorbed(forked=side is not None))
+    if side:
+        side.join()
+    query, query_rope = made[0]
     out, _, _ = sparse_flash_attention.forward(
         query=query,
         key=kv_cache,

@@ -34,6 +34,14 @@ class Block(torch.Tensor):
     def slice(self, start, length, dim=0):
         return self.narrow(dim, start, length)
 
+    def index(self, i):
+        return self[i]
+
+    def _reinterpret(self, dtype, shape, layout):
+        """Only where no layout is another one's: the same numbers in the same order."""
+        assert dtype == self.dtype and len(shape) > 1 and shape[-1] == self.shape[-1]
+        return self.view(shape)
+
     def load(self, layout):
         return self.clone()
 
@@ -116,6 +124,61 @@ class Copies:
                 tile.store(_load(pointer, mask, 0))
 
 
+class Barriers:
+    """mbarrier and TMA: what is copied arrives when its barrier is waited for, and a wait for what
+    was not announced, or not asked for, is an error.  Zeros where a block leaves its tensor."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    def __init__(self):
+        self.of = {}
+
+    def init(self, bar, count):
+        self.of[bar.data_ptr()] = SimpleNamespace(phase=0, announced=0, copies=[])
+
+    def expect(self, bar, size, pred=True):
+        if pred:
+            self.of[bar.data_ptr()].announced += size
+
+    def async_copy_global_to_shared(self, block, at, bar, tile, pred=True):
+        if pred:
+            tile.fill_(float("nan"))
+            self.of[bar.data_ptr()].copies.append((block, [int(i) for i in at], tile))
+
+    def wait(self, bar, phase):
+        state = self.of[bar.data_ptr()]
+        if state.phase != phase:
+            return  # over long ago
+        size = sum(tile.nbytes for _, _, tile in state.copies)
+        assert size and size == state.announced, "waits forever"
+        for block, at, tile in state.copies:
+            assert list(tile.shape) == list(block.block_shape)
+            tile.zero_()
+            there = [
+                slice(i, min(i + n, size))
+                for i, n, size in zip(at, tile.shape, block.shape, strict=True)
+            ]
+            if all(part.start < part.stop for part in there):
+                whole = block.base.as_strided(block.shape, block.strides)
+                part = whole[tuple(there)]
+                tile[tuple(slice(n) for n in part.shape)] = part
+        state.phase, state.announced, state.copies = 1 - phase, 0, []
+
+    def all_done(self):
+        return all(not state.copies and not state.announced for state in self.of.values())
+
+
+def _described(base, shape, strides, block_shape, layout):
+    return SimpleNamespace(
+        base=base, dtype=base.dtype, shape=shape, strides=strides, block_shape=block_shape,
+        layout=layout,
+    )  # fmt: skip
+
+
+def _wgmma(a, b, acc, use_acc=True, is_async=False):
+    return a.float() @ b.float() + (acc if use_acc else 0)
+
+
 class Kernel:
     """kernel[grid](arguments) runs every program; kernel(arguments) is a call in one."""
 
@@ -129,11 +192,17 @@ class Kernel:
         def launch(*arguments, **named):
             named |= dict(zip(self.kernel.arg_names, arguments, strict=False))
             constant = {p.name: p.is_constexpr for p in self.kernel.params}
-            values = {n: named[n] if constant[n] else Pointer.of(named[n]) for n in constant}
+            values = {
+                n: named[n] if constant[n] or hasattr(named[n], "block_shape")
+                else Pointer.of(named[n])
+                for n in constant
+            }  # fmt: skip
             for place in itertools.product(*map(range, grid)):
                 self.language.program_id = [_block(i).int() for i in place].__getitem__
+                self.language.barriers.of.clear()
                 self(**values)
                 assert self.language.copies.groups == [[]], "copies on their way"
+                assert self.language.barriers.all_done(), "copies on their way"
 
         return launch
 
@@ -141,9 +210,10 @@ class Kernel:
 def stand_in(monkeypatch, *modules):
     """The kernels of these modules, and what of theirs they call, run here."""
     gl = SimpleNamespace(
-        copies=Copies(), int32=torch.int32, int64=torch.int64, uint32=torch.uint32,
-        float32=torch.float32, load=_load, store=_store, constexpr=triton.language.constexpr,
-        static_range=range, num_warps=lambda: 8, reshape=torch.reshape, min=torch.amin,
+        copies=Copies(), barriers=Barriers(), thread_barrier=lambda: None, int32=torch.int32,
+        int64=torch.int64, uint32=torch.uint32, float32=torch.float32, load=_load, store=_store,
+        constexpr=triton.language.constexpr, static_range=range, num_warps=lambda: 8,
+        reshape=torch.reshape, min=torch.amin,
         join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1), log=torch.log,
         sqrt=torch.sqrt, rsqrt=torch.rsqrt, associative_scan=lambda x, axis, plus: x.cumsum(axis),
         allocate_shared_memory=_unknown, convert_layout=lambda x, layout: x,
@@ -154,11 +224,16 @@ def stand_in(monkeypatch, *modules):
         maximum=lambda a, b: torch.maximum(_block(a), _block(b)),
         max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
     )  # fmt: skip
+    gl.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda shape, dtype: None)
     for name in ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "SwizzledShared"):
         setattr(gl, f"{name}Layout", lambda *_: None)
     instead = dict(gl=gl, tl=gl, async_copy=gl.copies)
     instead["mma_v2"] = lambda a, b, acc: acc + a.float() @ b.float()
-    instead |= dict.fromkeys(("gdc_wait", "gdc_launch_dependents"), lambda: None)
+    instead |= dict(mbarrier=gl.barriers, tma=gl.barriers, warpgroup_mma=_wgmma)
+    instead["TensorDescriptor"] = _described
+    instead["warpgroup_mma_wait"] = lambda left, deps: deps[0]
+    for name in ("gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
+        instead[name] = lambda: None
     for module in modules:
         for name, x in list(vars(module).items()):
             if isinstance(x, triton.runtime.JITFunction) or name in instead:

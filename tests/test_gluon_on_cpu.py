@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Gluon kernels of sparse attention for a few rows and of the top-k, on CPU tensors: Triton's
-interpreter does not know Gluon.  test_cuda_sparse.py runs the same kernels on a GPU."""
+"""Gluon kernels of sparse attention for a few rows, of the indexer's scores and top-k, on CPU
+tensors: Triton's interpreter does not know Gluon.  test_cuda_sparse.py runs the same kernels on a
+GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from .test_cuda_sparse import (
     KINDS,
     arguments,
     assert_near,
+    assert_top,
     best_of,
     exact,
     scores_of,
@@ -23,10 +25,13 @@ if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
 from custom.cuda_ops import (
+    lightning_indexer,
+    lightning_indexer_hopper,
     rows,
     sparse_flash_attention,
     sparse_flash_attention_few,
     sparse_flash_attention_hopper,
+    topk,
     topk_hopper,
 )
 
@@ -84,6 +89,35 @@ def test_few_rows(case, monkeypatch):
     wanted = exact("sparse_flash_attention", **every)
     for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
         assert_near(name, x, y, ERROR[dtype])
+
+
+INDEXED = {
+    "paged": dict(N=3, R=64, B=2, S=1, P=64, S2=704, K=40),
+    "two rows, long": dict(N=40, R=64, B=1, S=2, P=128, S2=9216, K=70),
+    "two rows, short": dict(N=64, R=128, B=3, S=2, P=64, S2=320, lengths=[320, 1, 150], K=33),
+    "four rows": dict(N=9, R=64, B=2, S=5, keys="BSND", S2=300, rows=[5, 3], K=50),
+    "packed": dict(
+        N=16, R=64, B=3, S=3, query="TND", keys="TND", rows=[1, 1, 7], lengths=[20, 20, 500],
+        S2=200, K=30,
+    ),
+    "packed, paged": dict(N=20, R=64, B=2, S=3, query="TND", rows=[2, 5], P=64, S2=256, K=20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INDEXED)
+def test_indexer(case, monkeypatch):
+    launches = []
+    launch = lightning_indexer_hopper.launch
+    monkeypatch.setattr(
+        lightning_indexer_hopper, "launch", lambda *x: (launches.append(x), launch(*x))
+    )
+    for module in (rows, topk):
+        monkeypatch.setattr(module, "capability", lambda device: 9)
+    stand_in(monkeypatch, rows, lightning_indexer_hopper, topk_hopper)
+    _, every = arguments(torch.bfloat16, **INDEXED[case])
+    got = lightning_indexer.forward(**every)
+    assert len(launches) == 1
+    assert_top(every, *got)
 
 
 @pytest.mark.parametrize("kind", KINDS)
