@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from .rows import INTERPRETED
 
 LARGEST_K = 256
 
@@ -36,6 +37,59 @@ def _softplus(x, beta, threshold):
     w = 1.0 + y
     log1p = tl.where(w == 1.0, y, tl.log(w) * (y / tl.where(w == 1.0, 1.0, w - 1.0)))
     return tl.where(bx <= threshold, log1p / beta, x)
+
+
+@triton.jit
+def _add_two(a, b, x, y):
+    return a + x, b + y
+
+
+@triton.jit
+def _add_three(a, b, c, x, y, z):
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def _products(q, k, VK: tl.constexpr):
+    """q q, k k and q k, of vectors [BK / KI, KI] for [V, K] and [BK] for [K, V]; these lie across
+    warps, which one sum of all three makes wait once."""
+    if VK:
+        qq = tl.sum(tl.sum(q * q, 1), 0)
+        kk = tl.sum(tl.sum(k * k, 1), 0)
+        qk = tl.sum(tl.sum(q * k, 1), 0)
+    else:
+        qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_three)
+    return qq, kk, qk
+
+
+@triton.jit
+def _over_k(tile, other, VK: tl.constexpr):
+    """The sums over K [BV] of two tiles, [BV, BK / KI, KI] or [BK, BV], likewise."""
+    if VK:
+        sums = tl.sum(tl.sum(tile, 1), 1), tl.sum(tl.sum(other, 1), 1)
+    else:
+        sums = tl.reduce((tile, other), 0, _add_two)
+    return sums
+
+
+@triton.jit
+def _beside(k_side, VK: tl.constexpr):
+    """A vector over K, to be multiplied with a tile."""
+    if VK:
+        wide = k_side[None, :, :]
+    else:
+        wide = k_side[:, None]
+    return wide
+
+
+@triton.jit
+def _along(v_side, VK: tl.constexpr):
+    """A vector [BV], to be multiplied with a tile."""
+    if VK:
+        wide = v_side[:, None, None]
+    else:
+        wide = v_side[None, :]
+    return wide
 
 
 @triton.jit
@@ -57,43 +111,53 @@ def _load_token(
 @triton.jit
 def _gates(
     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta, softplus_threshold,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, VK: tl.constexpr,
 ):  # fmt: skip
-    """q, k [BK] as they meet the state, the decay [BK] or scalar, and beta."""
+    """q, k as they meet the state, their product, the decay (over K or a scalar), and beta."""
     q_wide = q_tile.to(tl.float32)
     k_wide = k_tile.to(tl.float32)
+    qq, kk, qk = _products(q_wide, k_wide, VK)
     if NORM:
-        q_wide = q_wide * (1.0 / tl.sqrt(tl.sum(q_wide * q_wide, 0) + 1e-6))
-        k_wide = k_wide * (1.0 / tl.sqrt(tl.sum(k_wide * k_wide, 0) + 1e-6))
+        scale = scale / tl.sqrt(qq + 1e-6)
+        unit = 1.0 / tl.sqrt(kk + 1e-6)
+        k_wide = k_wide * unit
+        qk = qk * unit
     gate = _softplus(a_tile.to(tl.float32) + bias, softplus_beta, softplus_threshold)
-    decay = tl.exp(-rate * gate)
-    return q_wide * scale, k_wide, decay, 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
+    beta = 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
+    return q_wide * scale, k_wide, qk * scale, tl.exp(-rate * gate), beta
 
 
 @triton.jit
-def _step(state, q_wide, k_wide, v_tile, decay, beta, VK: tl.constexpr, KDA: tl.constexpr):
+def _again(tile, zero):
+    """A tile of 16-bit numbers; `zero` is 0, but the compiler does not know it.  What float32 is
+    made of this tile is not what the sums were made of, and takes no registers over them."""
+    return tl.inline_asm_elementwise(
+        "xor.b32 $0, $1, $2;", "=r,r,r,r", [tile, zero], dtype=tile.dtype, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _step(
+    stored, q_wide, k_wide, qk, v_tile, decay, beta, zero,
+    VK: tl.constexpr, KDA: tl.constexpr, TWICE: tl.constexpr,
+):  # fmt: skip
     """(state after the token, its output [BV])."""
     # one decay for all channels is taken out of the sums: two vectors less in registers
+    state = stored.to(tl.float32)
     k_faded = k_wide * decay if KDA else k_wide
     q_faded = q_wide * decay if KDA else q_wide
-    if VK:
-        seen = tl.sum(state * k_faded[None, :], 1)
-        read = tl.sum(state * q_faded[None, :], 1)
-    else:
-        seen = tl.sum(state * k_faded[:, None], 0)
-        read = tl.sum(state * q_faded[:, None], 0)
+    seen, read = _over_k(state * _beside(k_faded, VK), state * _beside(q_faded, VK), VK)
+    if TWICE:
+        state = _again(stored, zero).to(tl.float32)
     if KDA:
-        state = state * (decay[None, :] if VK else decay[:, None])
+        state = state * _beside(decay, VK)
     else:
         seen = seen * decay
         read = read * decay
         state = state * decay
     update = (v_tile.to(tl.float32) - seen) * beta
-    if VK:
-        state += update[:, None] * k_wide[None, :]
-    else:
-        state += k_wide[:, None] * update[None, :]
-    return state, read + tl.sum(q_wide * k_wide, 0) * update
+    state += _beside(k_wide, VK) * _along(update, VK)
+    return state, read + qk * update
 
 
 @triton.jit
@@ -111,22 +175,20 @@ def _state_tile(
     """(columns [BV], offsets of the tile in a head's state, its mask)."""
     v_at = column * BV + tl.arange(0, BV)
     if VK:
-        tile_at = v_at[:, None] * K + k_at[None, :]
+        tile_at = _along(v_at, VK) * K + _beside(k_at, VK)
     else:
-        tile_at = k_at[:, None] * V + v_at[None, :]
+        tile_at = _beside(k_at, VK) * V + _along(v_at, VK)
     if (BK == K) & (V % BV == 0):
         # one predicate for all: masks and addresses would cost registers
         tile_on = there
-    elif VK:
-        tile_on = (v_at[:, None] < V) & (k_at[None, :] < K) & there
     else:
-        tile_on = (k_at[:, None] < K) & (v_at[None, :] < V) & there
+        tile_on = (_beside(k_at, VK) < K) & (_along(v_at, VK) < V) & there
     return v_at, tile_at, tile_on
 
 
 @triton.jit
 def _load_state(at, on):
-    return tl.load(at, mask=on, other=0.0).to(tl.float32)
+    return tl.load(at, mask=on, other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns"])
@@ -137,9 +199,10 @@ def _delta_rule_kernel(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     a_batch, a_row, a_head, b_batch, b_row, slot_stride, cache_stride, step_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
+    BK: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
     VK: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr,
     VARLEN: tl.constexpr, UPDATE: tl.constexpr, CACHE: tl.constexpr, TREE: tl.constexpr,
+    TWICE: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = (V + BV * TILES - 1) // (BV * TILES)
     program = tl.program_id(0)
@@ -147,7 +210,12 @@ def _delta_rule_kernel(
     hv = (program // NV) % HV
     n = program // (NV * HV)
     h = hv // (HV // H)
-    k_at = tl.arange(0, BK)
+    if VK:
+        # as [.., 128 bytes]: 8 threads hold a row, and not 32, and its sums take 3 rounds of
+        # shuffles instead of 5
+        k_at = tl.arange(0, BK // KI)[:, None] * KI + tl.arange(0, KI)[None, :]
+    else:
+        k_at = tl.arange(0, BK)
     n_wide = n.to(tl.int64)
 
     slot = tl.load(indices + n).to(tl.int64)
@@ -173,6 +241,7 @@ def _delta_rule_kernel(
     v_at, tile_at, tile_on = _state_tile(column, k_at, live, K, V, BK, BV, VK)
     state = _load_state(pool + tile_at, tile_on)
 
+    zero = T >> 31
     rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
     if KDA:
         bias = tl.load(dt_bias + hv * K + k_at, mask=k_at < K, other=0.0).to(tl.float32)
@@ -190,9 +259,9 @@ def _delta_rule_kernel(
         q, k, a, b, 0, here, k_at, q_row, k_row, a_row, b_row, K, KDA
     )
     if ONE:
-        q_wide, k_wide, decay, beta = _gates(
+        q_wide, k_wide, qk, decay, beta = _gates(
             q_first, k_first, a_first, b_first, rate, bias, scale, softplus_beta,
-            softplus_threshold, NORM,
+            softplus_threshold, NORM, VK,
         )  # fmt: skip
     for tile in tl.static_range(TILES):
         v_tile = tl.load(v + v_at, mask=here & (v_at < V), other=0.0)
@@ -204,12 +273,13 @@ def _delta_rule_kernel(
         if CACHE:
             _, _, cache_on = _state_tile(column + tile, k_at, kept, K, V, BK, BV, VK)
         if ONE:
-            state, o = _step(state, q_wide, k_wide, v_tile, decay, beta, VK, KDA)
+            state, o = _step(state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, TWICE)
             tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
             if CACHE:
                 on = cache_on & (steps > 0)
                 tl.store(cache + tile_at, state.to(cache.dtype.element_ty), mask=on)
         else:
+            state = state.to(tl.float32)
             q_tile, k_tile, a_tile, b_tile = q_first, k_first, a_first, b_first
             for t in range(length):
                 coming = t + 1 < length
@@ -219,9 +289,9 @@ def _delta_rule_kernel(
                 v_next = tl.load(v + (t + 1) * v_row + v_at, mask=coming & (v_at < V), other=0.0)
                 if TREE:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
                     # the chain goes on in registers; a branch is walked again from its root,
-                    # which needs no stored states and rounds nothing
+                    # which needs no stored states and rounds zero
                     if (t > 0) & (_parent(parents, t, columns) != t - 1):
-                        state = _load_state(pool + tile_at, tile_on)
+                        state = _load_state(pool + tile_at, tile_on).to(tl.float32)
                         for earlier in range(t):
                             at = t
                             while at > earlier:
@@ -232,18 +302,21 @@ def _delta_rule_kernel(
                                     K, KDA,
                                 )  # fmt: skip
                                 v_past = tl.load(v + earlier * v_row + v_at, v_at < V, 0.0)
-                                q_wide, k_wide, decay, beta = _gates(
+                                q_wide, k_wide, qk, decay, beta = _gates(
                                     q_past, k_past, a_past, b_past, rate, bias, scale,
-                                    softplus_beta, softplus_threshold, NORM,
+                                    softplus_beta, softplus_threshold, NORM, VK,
                                 )  # fmt: skip
                                 state, _o = _step(
-                                    state, q_wide, k_wide, v_past, decay, beta, VK, KDA
-                                )
-                q_wide, k_wide, decay, beta = _gates(
+                                    state, q_wide, k_wide, qk, v_past, decay, beta, zero, VK, KDA,
+                                    False,
+                                )  # fmt: skip
+                q_wide, k_wide, qk, decay, beta = _gates(
                     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta,
-                    softplus_threshold, NORM,
+                    softplus_threshold, NORM, VK,
                 )  # fmt: skip
-                state, o = _step(state, q_wide, k_wide, v_tile, decay, beta, VK, KDA)
+                state, o = _step(
+                    state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, False
+                )
                 tl.store(out + t * out_row + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
                 if CACHE:
                     on = cache_on & (t < steps)
@@ -270,8 +343,8 @@ def tiles(
 
     H200, 2026-11, H 16, HV 32, K = V = 128, microseconds at 1 / 32 / 128 / 512 sequences:
     float32 [V, K] 3.2 / 36.3 / 134.9 / 528.9, [K, V] 3.2 / 37.2 / 137.2 / 537.2 (an in-place
-    multiply of the state: 1.8 / 33.9 / 128.5 / 516.7); bfloat16 at 32 / 512 [V, K] 20.4 / 275.1,
-    [K, V] 23.8 / 322.3; 4 tokens at 1 / 32 / 128 [V, K] 5.2 / 54.4 / 193, [K, V] 5.3 / 48.9 / 170.
+    multiply of the state: 1.8 / 33.9 / 128.5 / 516.7); bfloat16 at 32 / 128 / 512 [V, K] 20.8 /
+    73.3 / 280, [K, V] 24.1 / 79.9 / 306; 4 tokens at 32 / 128 [V, K] 50.4 / 179, [K, V] 48.3 / 167.
     """
     few = heads <= 128
     registers = None
@@ -279,7 +352,7 @@ def tiles(
         if few:
             BV, count, warps = 4, 1, 1
         elif tokens > 1:
-            BV, count, warps = 8, 1, 1
+            BV, count, warps, registers = 16, 1, 1, 128 if BK <= 128 else None
         else:
             BV, count, warps = 16, 2 if half else 1, 1
     elif few or tokens > 1:
@@ -331,6 +404,7 @@ def forward(
     pool, cache, parents = initial_state_source, intermediate_states, retrieve_parent_token
     BK = max(16, triton.next_power_of_2(K))
     tokens = T if cu_seqlens is None else triton.cdiv(T, N)
+    one = T == 1 and cu_seqlens is None
     BV, count, warps, registers = chosen or tiles(
         state_layout, pool.element_size() == 2, V, BK, N * HV, tokens
     )
@@ -346,10 +420,12 @@ def forward(
         pool.stride(0),
         0 if cache is None else cache.stride(0),
         0 if cache is None else cache.stride(1),
-        H=H, HV=HV, K=K, V=V, BK=BK, BV=BV, TILES=count,
+        H=H, HV=HV, K=K, V=V, BK=BK, KI=BK if tokens == 1 else min(BK, 128 // pool.element_size()),
+        BV=BV, TILES=count,
         VK=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
-        ONE=T == 1 and cu_seqlens is None, VARLEN=cu_seqlens is not None,
+        ONE=one, VARLEN=cu_seqlens is not None,
         UPDATE=not disable_state_update, CACHE=cache is not None, TREE=parents is not None,
+        TWICE=one and state_layout == "kv" and pool.element_size() == 2 and not INTERPRETED,
         num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return out

@@ -116,6 +116,11 @@ CASES = [
         T=6, layout="vk", steps=6, rows=(1, 7), parents=((-1, -1, 1, 0, 3, 9), (0, 0, 1, 2, 3, -5))
     ),
     Case(options=dict(softplus_beta=0.5, softplus_threshold=0.25), T=2),
+    # enough heads for the tiles of large batches
+    Case(HV=66, K=64, V=64, T=2, layout="vk"),
+    Case(HV=66, K=64, V=64, layout="vk", state=torch.bfloat16),
+    Case(HV=66, K=64, V=64, state=torch.bfloat16),
+    Case(HV=66, K=48, V=72, state=torch.bfloat16, kda=True, steps=1, rows=(4, -1), slots=(-1, 3)),
     Case(T=0),
     Case(B=0, slots=()),
 ]
