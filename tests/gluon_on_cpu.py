@@ -9,6 +9,8 @@ stores to one address, shared memory read before it was written or its copy wait
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
@@ -125,47 +127,77 @@ class Copies:
 
 
 class Barriers:
-    """mbarrier and TMA: what is copied arrives when its barrier is waited for, and a wait for what
-    was not announced, or not asked for, is an error.  Zeros where a block leaves its tensor."""
+    """mbarrier and TMA: what is copied arrives when its barrier is waited for, zeros where a block
+    leaves its tensor.  A wait that nothing would end is an error; under warp_specialize, whose
+    parts are threads here, one that nothing ends."""
 
     MBarrierLayout = staticmethod(lambda: None)
 
     def __init__(self):
-        self.of = {}
+        self.of, self.changed, self.threads, self.failed = {}, threading.Condition(), 0, False
 
     def init(self, bar, count):
-        self.of[bar.data_ptr()] = SimpleNamespace(phase=0, announced=0, copies=[])
+        self.of[bar.data_ptr()] = SimpleNamespace(
+            phase=0, count=count, arrived=0, announced=0, copies=[]
+        )
 
     def expect(self, bar, size, pred=True):
         if pred:
-            self.of[bar.data_ptr()].announced += size
+            with self.changed:
+                self.of[bar.data_ptr()].announced += size
+            self.arrive(bar)
+
+    def arrive(self, bar, count=1):
+        with self.changed:
+            self.of[bar.data_ptr()].arrived += count
+            self.changed.notify_all()
 
     def async_copy_global_to_shared(self, block, at, bar, tile, pred=True):
         if pred:
-            tile.fill_(float("nan"))
-            self.of[bar.data_ptr()].copies.append((block, [int(i) for i in at], tile))
+            with self.changed:
+                assert list(tile.shape) == list(block.block_shape)
+                tile.fill_(float("nan"))
+                self.of[bar.data_ptr()].copies.append((block, [int(i) for i in at], tile))
+                self.changed.notify_all()
 
     def wait(self, bar, phase):
         state = self.of[bar.data_ptr()]
-        if state.phase != phase:
-            return  # over long ago
-        size = sum(tile.nbytes for _, _, tile in state.copies)
-        assert size and size == state.announced, "waits forever"
-        for block, at, tile in state.copies:
-            assert list(tile.shape) == list(block.block_shape)
-            tile.zero_()
-            there = [
-                slice(i, min(i + n, size))
-                for i, n, size in zip(at, tile.shape, block.shape, strict=True)
-            ]
-            if all(part.start < part.stop for part in there):
+
+        def over():
+            size = sum(tile.nbytes for *_, tile in state.copies)
+            here = state.arrived == state.count and size == state.announced
+            return self.failed or state.phase != phase or here
+
+        with self.changed:
+            assert over() or (self.threads and self.changed.wait_for(over, 60)), "waits forever"
+            assert not self.failed
+            if state.phase != phase:
+                return  # over long ago
+            for block, at, tile in state.copies:
                 whole = block.base.as_strided(block.shape, block.strides)
-                part = whole[tuple(there)]
+                part = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
+                tile.zero_()
                 tile[tuple(slice(n) for n in part.shape)] = part
-        state.phase, state.announced, state.copies = 1 - phase, 0, []
+            state.phase, state.arrived, state.announced, state.copies = 1 - phase, 0, 0, []
+
+    def warp_specialize(self, parts, warps, registers):
+        def run(kernel, arguments):
+            try:
+                kernel(*arguments)
+            except BaseException:
+                with self.changed:
+                    self.failed = True
+                    self.changed.notify_all()
+                raise
+
+        self.threads, self.failed = len(parts), False
+        with ThreadPoolExecutor(self.threads) as pool:
+            for done in [pool.submit(run, *part) for part in parts]:
+                done.result()
+        self.threads = 0
 
     def all_done(self):
-        return all(not state.copies and not state.announced for state in self.of.values())
+        return not any(state.copies or state.announced for state in self.of.values())
 
 
 def _described(base, shape, strides, block_shape, layout):
@@ -177,6 +209,10 @@ def _described(base, shape, strides, block_shape, layout):
 
 def _wgmma(a, b, acc, use_acc=True, is_async=False):
     return a.float() @ b.float() + (acc if use_acc else 0)
+
+
+def _finished(num_outstanding, deps):
+    return deps[0] if len(deps) == 1 else deps
 
 
 class Kernel:
@@ -212,7 +248,7 @@ def stand_in(monkeypatch, *modules):
     gl = SimpleNamespace(
         copies=Copies(), barriers=Barriers(), thread_barrier=lambda: None, int32=torch.int32,
         int64=torch.int64, uint32=torch.uint32, float32=torch.float32, load=_load, store=_store,
-        constexpr=triton.language.constexpr, static_range=range, num_warps=lambda: 8,
+        constexpr=lambda x: x, static_range=range, num_warps=lambda: 8,
         reshape=torch.reshape, min=torch.amin,
         join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1), log=torch.log,
         sqrt=torch.sqrt, rsqrt=torch.rsqrt, associative_scan=lambda x, axis, plus: x.cumsum(axis),
@@ -224,6 +260,7 @@ def stand_in(monkeypatch, *modules):
         maximum=lambda a, b: torch.maximum(_block(a), _block(b)),
         max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
     )  # fmt: skip
+    gl.warp_specialize = gl.barriers.warp_specialize
     gl.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda shape, dtype: None)
     for name in ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "SwizzledShared"):
         setattr(gl, f"{name}Layout", lambda *_: None)
@@ -231,7 +268,7 @@ def stand_in(monkeypatch, *modules):
     instead["mma_v2"] = lambda a, b, acc: acc + a.float() @ b.float()
     instead |= dict(mbarrier=gl.barriers, tma=gl.barriers, warpgroup_mma=_wgmma)
     instead["TensorDescriptor"] = _described
-    instead["warpgroup_mma_wait"] = lambda left, deps: deps[0]
+    instead["warpgroup_mma_wait"] = _finished
     for name in ("gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
         instead[name] = lambda: None
     for module in modules:

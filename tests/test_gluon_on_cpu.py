@@ -101,6 +101,12 @@ INDEXED = {
         S2=200, K=30,
     ),
     "packed, paged": dict(N=20, R=64, B=2, S=3, query="TND", rows=[2, 5], P=64, S2=256, K=20),
+    "shared": dict(N=64, R=64, B=2, S=5, P=128, S2=4352, rows=[5, 2], lengths=[4300, 170], K=60),
+    "shared, 128 heads": dict(N=128, R=64, B=1, S=3, keys="BSND", S2=200, K=60),
+    "shared, packed": dict(
+        N=64, R=64, B=3, S=3, query="TND", keys="TND", rows=[1, 1, 9], lengths=[70, 70, 400],
+        S2=150, K=30,
+    ),
 }  # fmt: skip
 
 
