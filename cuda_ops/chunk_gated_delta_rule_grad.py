@@ -38,6 +38,9 @@ from ..dispatch.common import memory
 from .chunk_gated_delta_rule import CHUNK, _inverse, _rows
 from .chunk_gated_delta_rule import unsupported as unsupported_forward
 
+# columns of a walk's state; of the values and the keys in a tile of the chunks' kernels
+_WALK_TILE, _VALUE_TILE, _KEY_TILE = 64, 64, 64
+
 
 @triton.jit
 def _place(lengths, chunk, T, sequences, SEQUENCES: tl.constexpr, VARLEN: tl.constexpr):
@@ -462,7 +465,8 @@ def backward(
     n, r = (memory.empty((T, NV, DV), half, device) for _ in range(2))
     states, state_grads = (memory.empty((chunks, NV, DV, DK), half, device) for _ in range(2))
     DK_PAD = max(16, triton.next_power_of_2(DK))
-    BK, BV = min(64, DK_PAD), min(64, max(16, triton.next_power_of_2(DV)))
+    DV_PAD = max(16, triton.next_power_of_2(DV))
+    BK, BV, walked = min(_KEY_TILE, DK_PAD), min(_VALUE_TILE, DV_PAD), min(_WALK_TILE, DV_PAD)
     blocks = triton.cdiv(DK, BK)
     d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
     rate_parts, total_parts = (memory.empty((blocks, T, NV), wide, device) for _ in range(2))
@@ -483,11 +487,11 @@ def backward(
             *q_by, *k_by, b_row, g_row, N=N, DK=DK, DK_PAD=DK_PAD, GATE=g is not None,
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=2, **sizes,
         )  # fmt: skip
-    _walks_kernel[(2 * sequences * NV * triton.cdiv(DV, BV),)](
+    _walks_kernel[(2 * sequences * NV * triton.cdiv(DV, walked),)](
         query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
         d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
         *q_by, *k_by, *v_by, *o_by, b_row,
-        N=N, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, STAGES=2, INITIAL=initial_state is not None,
+        N=N, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=walked, STAGES=2, INITIAL=initial_state is not None,
         FINAL=d_final_state is not None, num_warps=4, **sizes,
     )  # fmt: skip
     if chunks > 0:
