@@ -22,35 +22,33 @@ LEAVES = ("query", "key", "value", "beta", "initial_state", "g")
 
 
 def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One token, one head after the other; the state has dtype `stored` between tokens."""
+    """One token after the other; the state has dtype `stored` between them."""
     query, value = x["query"], x["value"]
     wide = torch.float64 if value.dtype is torch.float64 else torch.float32
     _, N, Dk = query.shape
-    T, Nv, Dv = value.shape
+    _, Nv, Dv = value.shape
     scale = Dk**-0.5 if x["scale"] is None else x["scale"]
-    out: list[list[Tensor]] = [[value.new_zeros(Dv)] * Nv for _ in range(T)]
-    states, start = [], 0
+    q, k = (x[name].to(wide).repeat_interleave(Nv // N, 1) for name in ("query", "key"))
+    outs, states, start = [], [], 0
     for n, length in enumerate(x["actual_seq_lengths"].tolist()):
-        for h in range(Nv):
-            q, k = (x[name][:, h // (Nv // N)].to(wide) for name in ("query", "key"))
-            state = torch.zeros(Dv, Dk, dtype=stored)
-            if x["initial_state"] is not None:
-                state = x["initial_state"][n, h].to(stored)
-            for t in range(start, start + length):
-                S = state.to(wide)
-                if x["g"] is not None:
-                    S = S * x["g"][t, h].to(wide).exp()
-                error = value[t, h].to(wide) - S @ k[t]
-                if x["beta"] is not None:
-                    error = error * x["beta"][t, h].to(wide)
-                S = S + error[:, None] * k[t]
-                out[t][h] = (S @ q[t] * scale).to(value.dtype)
-                state = S.to(stored)
-            states.append(state)
+        state = torch.zeros(Nv, Dv, Dk, dtype=stored)
+        if x["initial_state"] is not None:
+            state = x["initial_state"][n].to(stored)
+        for t in range(start, start + length):
+            S = state.to(wide)
+            if x["g"] is not None:
+                S = S * x["g"][t, :, None, None].to(wide).exp()
+            error = value[t].to(wide) - (S * k[t, :, None]).sum(-1)
+            if x["beta"] is not None:
+                error = error * x["beta"][t, :, None].to(wide)
+            S = S + error[:, :, None] * k[t, :, None]
+            outs.append(((S * q[t, :, None]).sum(-1) * scale).to(value.dtype))
+            state = S.to(stored)
         start += length
-    outs = torch.stack([torch.stack(row) for row in out]) if T else value
-    shape = (-1, Nv, Dv, Dk)
-    return outs, torch.stack(states).view(shape) if states else value.new_zeros(0, Nv, Dv, Dk)
+        states.append(state)
+    outs += [value.new_zeros(Nv, Dv)] * (len(value) - start)
+    out = torch.stack(outs) if outs else value
+    return out, torch.stack(states) if states else value.new_zeros(0, Nv, Dv, Dk)
 
 
 def upstream(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
