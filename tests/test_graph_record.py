@@ -53,3 +53,12 @@ def test_a_cell_counts_what_is_recorded_of_its_op(tmp_path, monkeypatch):
     assert graph_record._cell(found, mode, spec) == "1"
     assert graph_record._cell(found, mode, grad) == "not checked"
     assert graph_record._step_cell(found, mode) == "1"
+
+
+def test_a_check_of_every_op_counts_for_the_ops_of_its_day(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_record, "RECORDS", tmp_path)
+    mode = next(mode for mode in MODES if mode.title == "AOTInductor, CUDA")
+    record = {"ops": [SPECS[0].name], "passed": [f"{mode.every[0]}[cuda]"]}
+    (tmp_path / f"{mode.record}.json").write_text(json.dumps(record))
+    cells = [graph_record._cell(graph_record.records(), mode, spec) for spec in SPECS]
+    assert cells == ["1"] + ["not checked"] * (len(SPECS) - 1)
