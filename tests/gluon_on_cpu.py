@@ -2,15 +2,18 @@
 # Copyright the npu-custom-ops authors
 """Stands in for Gluon's language: kernels run on CPU tensors, a program at a time.
 
-Blind to layouts and missing barriers; sees wrong numbers, addresses outside of a tensor, two
-stores to one address, shared memory read before it was written or its copy waited for.
+Blind to layouts of registers and missing barriers; sees wrong numbers, addresses outside of a
+tensor, two stores to one address, shared memory read before it was written or its copy waited for,
+or written before what leaves it was.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -39,11 +42,6 @@ class Block(torch.Tensor):
     def index(self, i):
         return self[i]
 
-    def _reinterpret(self, dtype, shape, layout):
-        """Only where no layout is another one's: the same numbers in the same order."""
-        assert dtype == self.dtype and len(shape) > 1 and shape[-1] == self.shape[-1]
-        return self.view(shape)
-
     def load(self, layout):
         return self.clone()
 
@@ -59,6 +57,65 @@ def _block(x):
 def _unknown(dtype, shape, layout=None):
     value = float("nan") if dtype.is_floating_point else 2**30
     return _block(torch.full([int(n) for n in shape], value, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """NVMMASharedLayout of `rank` dimensions: stripes as wide as the swizzle, one behind the other.
+    The swizzle itself is left out: all that looks at a memory has the same."""
+
+    swizzle_byte_width: int
+    element_bitwidth: int
+    rank: int = 2
+    transposed: bool = False
+
+    @classmethod
+    def get_default_for(cls, shape, dtype):
+        return cls(min(128, 2 * shape[-1]), 16, len(shape))
+
+    def places(self, shape):
+        outer, inner = list(shape[: -self.rank]), list(shape[-self.rank :])
+        *rows, wide = inner[::-1] if self.transposed else inner
+        stripe = min(wide, self.swizzle_byte_width // 2)
+        at = torch.arange(math.prod(shape)).view(*outer, wide // stripe, -1, stripe)
+        at = at.transpose(-3, -2).reshape(*outer, *rows, wide)
+        return at.mT if self.transposed else at
+
+
+class Shared:
+    """Shared memory in stripes, and where each number of a block lies in it."""
+
+    def __init__(self, memory, at, layout):
+        self.memory, self.at, self.layout = memory, at, layout
+        self.dtype, self.shape = memory.dtype, at.shape
+        self.nbytes = math.prod(at.shape) * memory.element_size()
+
+    def index(self, i):
+        return Shared(self.memory, self.at[int(i)], self.layout)
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.memory, self.at.narrow(dim, start, length), self.layout)
+
+    def permute(self, order):
+        return Shared(self.memory, self.at.permute(order), self.layout)
+
+    def _reinterpret(self, dtype, shape, layout):
+        first, size = int(self.at.min()), self.at.numel()
+        assert dtype == self.dtype and math.prod(shape) <= size == int(self.at.max()) + 1 - first
+        return Shared(self.memory, layout.places(shape) + first, layout)
+
+    def load(self, layout=None):
+        return self.memory[self.at]
+
+    def store(self, value):
+        assert value.dtype == self.dtype and value.shape == self.shape
+        self.memory[self.at] = value
+
+
+def _allocate(dtype, shape, layout):
+    if isinstance(layout, Stripes):
+        return Shared(_unknown(dtype, [math.prod(shape)]), layout.places(shape), layout)
+    return _unknown(dtype, shape)
 
 
 class Pointer:
@@ -128,13 +185,14 @@ class Copies:
 
 class Barriers:
     """mbarrier and TMA: what is copied arrives when its barrier is waited for, zeros where a block
-    leaves its tensor.  A wait that nothing would end is an error; under warp_specialize, whose
-    parts are threads here, one that nothing ends."""
+    leaves its tensor; and leaves shared memory when that is waited for.  A wait that nothing would
+    end is an error; under warp_specialize, whose parts are threads here, one that nothing ends."""
 
     MBarrierLayout = staticmethod(lambda: None)
 
     def __init__(self):
         self.of, self.changed, self.threads, self.failed = {}, threading.Condition(), 0, False
+        self.stores = []
 
     def init(self, bar, count):
         self.of[bar.data_ptr()] = SimpleNamespace(
@@ -156,7 +214,7 @@ class Barriers:
         if pred:
             with self.changed:
                 assert list(tile.shape) == list(block.block_shape)
-                tile.fill_(float("nan"))
+                tile.store(torch.full(tile.shape, float("nan"), dtype=tile.dtype))
                 self.of[bar.data_ptr()].copies.append((block, [int(i) for i in at], tile))
                 self.changed.notify_all()
 
@@ -174,11 +232,19 @@ class Barriers:
             if state.phase != phase:
                 return  # over long ago
             for block, at, tile in state.copies:
-                whole = block.base.as_strided(block.shape, block.strides)
-                part = whole[tuple(slice(i, i + n) for i, n in zip(at, tile.shape, strict=True))]
-                tile.zero_()
-                tile[tuple(slice(n) for n in part.shape)] = part
+                part = _part(block, at)
+                whole = torch.zeros(tile.shape, dtype=tile.dtype)
+                whole[tuple(slice(n) for n in part.shape)] = part
+                tile.store(whole)
             state.phase, state.arrived, state.announced, state.copies = 1 - phase, 0, 0, []
+
+    def async_copy_shared_to_global(self, block, at, tile):
+        self.stores.append((_part(block, [int(i) for i in at]), tile))
+
+    def store_wait(self, left):
+        while len(self.stores) > left:
+            part, tile = self.stores.pop(0)
+            part.copy_(tile.load()[tuple(slice(n) for n in part.shape)])
 
     def warp_specialize(self, parts, warps, registers):
         def run(kernel, arguments):
@@ -197,7 +263,14 @@ class Barriers:
         self.threads = 0
 
     def all_done(self):
-        return not any(state.copies or state.announced for state in self.of.values())
+        left = [state for state in self.of.values() if state.copies or state.announced]
+        return not left and not self.stores
+
+
+def _part(block, at):
+    """What there is of the tensor in the block at `at`."""
+    whole = block.base.as_strided(block.shape, block.strides)
+    return whole[tuple(slice(i, i + n) for i, n in zip(at, block.block_shape, strict=True))]
 
 
 def _described(base, shape, strides, block_shape, layout):
@@ -208,7 +281,7 @@ def _described(base, shape, strides, block_shape, layout):
 
 
 def _wgmma(a, b, acc, use_acc=True, is_async=False):
-    return a.float() @ b.float() + (acc if use_acc else 0)
+    return a.load().float() @ b.load().float() + (acc if use_acc else 0)
 
 
 def _finished(num_outstanding, deps):
@@ -229,7 +302,8 @@ class Kernel:
             named |= dict(zip(self.kernel.arg_names, arguments, strict=False))
             constant = {p.name: p.is_constexpr for p in self.kernel.params}
             values = {
-                n: named[n] if constant[n] or hasattr(named[n], "block_shape")
+                n: named[n]
+                if constant[n] or named[n] is None or hasattr(named[n], "block_shape")
                 else Pointer.of(named[n])
                 for n in constant
             }  # fmt: skip
@@ -252,7 +326,7 @@ def stand_in(monkeypatch, *modules):
         reshape=torch.reshape, min=torch.amin,
         join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1), log=torch.log,
         sqrt=torch.sqrt, rsqrt=torch.rsqrt, associative_scan=lambda x, axis, plus: x.cumsum(axis),
-        allocate_shared_memory=_unknown, convert_layout=lambda x, layout: x,
+        allocate_shared_memory=_allocate, convert_layout=lambda x, layout: x,
         where=lambda condition, a, b: torch.where(condition, _block(a), _block(b)),
         arange=lambda lo, hi, layout=None: _block(torch.arange(lo, hi, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: _unknown(dtype, shape).zero_(),
@@ -261,9 +335,10 @@ def stand_in(monkeypatch, *modules):
         max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
     )  # fmt: skip
     gl.warp_specialize = gl.barriers.warp_specialize
-    gl.NVMMASharedLayout = SimpleNamespace(get_default_for=lambda shape, dtype: None)
-    for name in ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "SwizzledShared"):
-        setattr(gl, f"{name}Layout", lambda *_: None)
+    gl.NVMMASharedLayout = Stripes
+    registers = ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "DistributedLinear")
+    for name in (*registers, "SwizzledShared"):
+        setattr(gl, f"{name}Layout", lambda *_, **named: None)
     instead = dict(gl=gl, tl=gl, async_copy=gl.copies)
     instead["mma_v2"] = lambda a, b, acc: acc + a.float() @ b.float()
     instead |= dict(mbarrier=gl.barriers, tma=gl.barriers, warpgroup_mma=_wgmma)

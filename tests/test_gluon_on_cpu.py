@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Gluon kernels of sparse attention for a few rows, of the indexer's scores and top-k, on CPU
-tensors: Triton's interpreter does not know Gluon.  test_cuda_sparse.py runs the same kernels on a
-GPU."""
+"""Gluon kernels of sparse attention for a few rows, of the indexer and of the prologs, on CPU
+tensors: Triton's interpreter does not know Gluon.  test_cuda_sparse.py and test_cuda_prolog.py run
+the same kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ if INTERPRETED:
 from custom.cuda_ops import (
     lightning_indexer,
     lightning_indexer_hopper,
+    nz_matmul,
+    nz_matmul_hopper,
+    prolog,
+    prolog_hopper,
+    rotation_hopper,
     rows,
     sparse_flash_attention,
     sparse_flash_attention_few,
@@ -34,6 +39,8 @@ from custom.cuda_ops import (
     topk,
     topk_hopper,
 )
+
+from custom import to_nz
 
 from .gluon_on_cpu import stand_in
 
@@ -124,6 +131,70 @@ def test_indexer(case, monkeypatch):
     got = lightning_indexer.forward(**every)
     assert len(launches) == 1
     assert_top(every, *got)
+
+
+def normal(*shape, std=1.0):
+    return (torch.randn(*shape) * std).to(torch.bfloat16)
+
+
+def near(got, wanted, error=5e-3):
+    assert got.shape == wanted.shape and not got.isnan().any()
+    assert (got.float() - wanted.float()).norm() <= error * wanted.float().norm()
+
+
+def turned(x, sin, cos, interleaved):
+    """x [T, N, D] rotated in float32, by its definition in prolog.py."""
+    left, right = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    v = torch.cat((left, right), -1).float()
+    w = torch.cat((-right, left), -1).float()
+    return v * cos[:, None].float() + w * sin[:, None].float()
+
+
+@pytest.fixture
+def prologs(monkeypatch):
+    modules = (prolog_hopper, nz_matmul_hopper, rotation_hopper)
+    for module in (prolog, nz_matmul):
+        monkeypatch.setattr(module, "has_chained_launch", lambda device: True)
+    stand_in(monkeypatch, *modules)
+
+
+@pytest.mark.parametrize("tokens, depth", [(3, 1024), (40, 320), (70, 448), (150, 192)])
+def test_product(tokens, depth, prologs):
+    x, sizes = normal(tokens, depth), (96, 16, 128)
+    weights = [normal(depth, size) for size in sizes]
+    parts = nz_matmul.product(
+        x, [(to_nz(w), size) for w, size in zip(weights, sizes, strict=True)], "nz",
+        keep_float=True, first=True,
+    )  # fmt: skip
+    near(parts.sum(0), x.float() @ torch.cat(weights, 1).float(), 1e-5)
+
+
+@pytest.mark.parametrize("tokens, size", [(3, 64), (70, 128), (140, 128), (260, 64)])
+def test_index_heads(tokens, size, prologs):
+    heads, depth, interleaved = 4352 // size, 192, size == 64
+    c, w, sin, cos = normal(tokens, depth), normal(depth, 4352), *normal(2, tokens, 64)
+    got = prolog.index_heads(
+        c, to_nz(w), "nz", size, sin, cos, (tokens, 1), interleaved, late=tokens < 100
+    )  # fmt: skip
+    wanted = (c.float() @ w.float()).bfloat16().float().view(tokens, heads, size)
+    wanted[..., :64] = turned(wanted[..., :64], sin, cos, interleaved)
+    near(got.squeeze(1), wanted)
+
+
+@pytest.mark.parametrize("tokens", [5, 40, 100, 150, 300])
+def test_query_heads(tokens, prologs, monkeypatch):
+    """One launch up to 256 tokens, then product and absorption."""
+    one = tokens <= 256
+    heads, depth, rank, interleaved = 2, 640 if one else 320, 256, tokens % 3 == 0
+    monkeypatch.setattr(prolog_hopper, "suits_heads", lambda *_: one)
+    c, w, w_uk = normal(tokens, depth), normal(depth, heads * 192), normal(heads, 128, rank)
+    sin, cos = normal(2, tokens, 64)
+    query, query_rope = prolog.query_heads(
+        c, to_nz(w), "nz", w_uk, sin, cos, (tokens, 1), interleaved
+    )  # fmt: skip
+    q = (c.float() @ w.float()).bfloat16().float().view(tokens, heads, 192)
+    near(query.squeeze(1), torch.einsum("tnd,ndr->tnr", q[..., :128], w_uk.float()))
+    near(query_rope.squeeze(1), turned(q[..., 128:], sin, cos, interleaved))
 
 
 @pytest.mark.parametrize("kind", KINDS)
