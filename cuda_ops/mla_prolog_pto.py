@@ -5,8 +5,9 @@
     c = rnd(RMSNorm(rnd(x W_dq)))   [q, q_rope] = rnd(c W_uq_qr)   query = rnd(q W_uk)
     [l, l_rope] = rnd(x W_dkv_kr)   kv_cache = rnd(RMSNorm(l))     kr_cache = rnd(RoPE(l_rope))
 
-Four launches, each beginning while the one before it ends: x products, norms and scatter, c
-product, absorption and rotation.
+Three launches, each beginning while the one before it ends: x products, norms and scatter, then a
+program a head from c to its outputs.  Few heads or more than 256 tokens take four: c product,
+absorption and rotation.
 """
 
 from __future__ import annotations

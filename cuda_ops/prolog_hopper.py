@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Absorption and rotation of the query heads on Hopper (Gluon), for many tokens.
+"""The query heads on Hopper (Gluon), one program a head and a block of tokens.
 
-One program a head and a block of tokens.  The head's whole w_uk is asked for before the kernel that
-writes q has ended; then one wgmma a block of columns, whose result leaves by TMA while the next
-one runs.
+    _query    up to 256 tokens: from c to the head's outputs; w_uq_qr and w_uk pass through one ring
+    _absorb   more: absorption and rotation of what a product made.  The head's whole w_uk is asked
+              for before that product has ended; then one wgmma a block of columns, whose result
+              leaves by TMA while the next one runs
 """
 
 from __future__ import annotations
