@@ -442,10 +442,11 @@ def launch(
     outer, inner = rows.strides(key, layout_key)
     tall, wide = (1, key.shape[0]) if layout_key == "TND" else key.shape[:2]
     groups = triton.cdiv(count, shared)
-    parts, kernel = (2, _scores_shared) if columns > 128 else (1, _scores)
+    parts = 2 if columns > 128 else 1
     stages, per_chunk = _cut(groups, max(plan.reach, 1), columns)
     chunks = triton.cdiv(max(plan.reach, 1), per_chunk)
-    kernel[(groups * chunks,)](
+    launched = _scores_shared[(groups * chunks,)] if parts == 2 else _scores[(groups * chunks,)]
+    launched(
         _describe(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
         _describe(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
         weights, scores=scores, sample=sample, lengths=lengths, first_row=first, count=count,

@@ -119,6 +119,8 @@ def _prologs(op: str) -> None:
     if op == "sparse_attention":
         cases += [(tokens, whole) for tokens in ((10, 2), (40, 1), (70, 1))]
         cases += [(tokens, sizes) for tokens in ((1, 1), (40, 1), (70, 1)) for sizes in (few, {})]
+    else:
+        cases.append(((260, 1), whole))
     for tokens, sizes in cases:
         launch("cuda", op, formatted(layer(*tokens, **sizes), torch.bfloat16, "nz", DEVICE))
     launch("cuda", op, formatted(layer(3, 1, n=5), torch.float16, "nd", DEVICE), "nd")
