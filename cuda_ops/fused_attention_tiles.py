@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..dispatch.common import memory
 
@@ -34,12 +33,10 @@ PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
 def _plan_kernel(
     lengths, other_lengths, plan, batch, rows, other_rows, listed,
     TILE: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr, BATCH: tl.constexpr,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b lists the tiles of sequence b; program `batch` those of what lies behind the last
     sequence, and blanks the rest of the list."""
-    if CHAINED:
-        gdc_launch_dependents()
     sequence = tl.program_id(0)
     each = tl.arange(0, BATCH)
     first = tl.load(lengths + each, each <= batch, 0).to(tl.int32)
@@ -92,19 +89,16 @@ def plan(
     tile: int,
     pack: int = 1,
     down: bool = True,
-    chained: bool = False,
 ) -> torch.Tensor:
     """The list of tiles of `tile` rows [tiles, 8]; a row counts `pack` times (grouped heads).
     The longest of a causal sequence come first: its last queries (down), or its first keys.
-    Of its last row, which is no tile, 6 is a counter at zero, and 7 the number of tiles.
-    Chained: the next kernel begins meanwhile, and waits for the list itself."""
+    Of its last row, which is no tile, 6 is a counter at zero, and 7 the number of tiles."""
     batch = lengths.shape[0] - 1
     listed = rows * pack // tile + batch + 2
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
     _plan_kernel[(batch + 1,)](
         lengths, other_lengths, found, batch, rows, other_rows, listed,
         TILE=tile, PACK=pack, DOWN=down, BATCH=triton.next_power_of_2(batch + 1), BLOCK=128,
-        CHAINED=chained,
     )  # fmt: skip
     return found
 
