@@ -2,10 +2,10 @@
 # Copyright the npu-custom-ops authors
 """The query heads on Hopper (Gluon), one program a head and a block of tokens.
 
-    _query    up to 256 tokens: from c to the head's outputs; w_uq_qr and w_uk pass through one ring
-    _absorb   more: absorption and rotation of what a product made.  The head's whole w_uk is asked
-              for before that product has ended; then one wgmma a block of columns, whose result
-              leaves by TMA while the next one runs
+_query    up to 256 tokens: from c to the head's outputs; w_uq_qr and w_uk pass through one ring
+_absorb   more: absorption and rotation of what a product made.  The head's whole w_uk is asked
+          for before that product has ended; then one wgmma a block of columns, whose result
+          leaves by TMA while the next one runs
 """
 
 from __future__ import annotations
