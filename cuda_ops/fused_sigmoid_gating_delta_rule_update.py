@@ -50,26 +50,39 @@ def _add_three(a, b, c, x, y, z):
 
 
 @triton.jit
-def _products(q, k, VK: tl.constexpr):
-    """q q, k k and q k, of vectors [BK / KI, KI] for [V, K] and [BK] for [K, V]; these lie across
-    warps, which one sum of all three makes wait once."""
+def _total(x, VK: tl.constexpr):
+    """The sum of a vector over K, [BK / KI, KI] for [V, K] and [BK] for [K, V]."""
     if VK:
-        qq = tl.sum(tl.sum(q * q, 1), 0)
-        kk = tl.sum(tl.sum(k * k, 1), 0)
-        qk = tl.sum(tl.sum(q * k, 1), 0)
+        total = tl.sum(tl.sum(x, 1), 0)
+    else:
+        total = tl.sum(x, 0)
+    return total
+
+
+@triton.jit
+def _products(q, k, VK: tl.constexpr):
+    """q q, k k and q k; for [K, V] across warps, which wait once for one sum of all three."""
+    if VK:
+        qq = _total(q * q, VK)
+        kk = _total(k * k, VK)
+        qk = _total(q * k, VK)
     else:
         qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _add_three)
     return qq, kk, qk
 
 
 @triton.jit
-def _over_k(tile, other, VK: tl.constexpr):
+def _over_k(tile, other, VK: tl.constexpr, TOGETHER: tl.constexpr):
     """The sums over K [BV] of two tiles, [BV, BK / KI, KI] or [BK, BV], likewise."""
     if VK:
-        sums = tl.sum(tl.sum(tile, 1), 1), tl.sum(tl.sum(other, 1), 1)
+        a = tl.sum(tl.sum(tile, 1), 1)
+        b = tl.sum(tl.sum(other, 1), 1)
+    elif TOGETHER:
+        a, b = tl.reduce((tile, other), 0, _add_two)
     else:
-        sums = tl.reduce((tile, other), 0, _add_two)
-    return sums
+        a = tl.sum(tile, 0)
+        b = tl.sum(other, 0)
+    return a, b
 
 
 @triton.jit
@@ -111,17 +124,22 @@ def _load_token(
 @triton.jit
 def _gates(
     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta, softplus_threshold,
-    NORM: tl.constexpr, VK: tl.constexpr,
+    NORM: tl.constexpr, VK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """q, k as they meet the state, their product, the decay (over K or a scalar), and beta."""
     q_wide = q_tile.to(tl.float32)
     k_wide = k_tile.to(tl.float32)
-    qq, kk, qk = _products(q_wide, k_wide, VK)
-    if NORM:
-        scale = scale / tl.sqrt(qq + 1e-6)
-        unit = 1.0 / tl.sqrt(kk + 1e-6)
-        k_wide = k_wide * unit
-        qk = qk * unit
+    qk = 0.0  # of one token not made here: see _step
+    if TOGETHER:
+        qq, kk, qk = _products(q_wide, k_wide, VK)
+        if NORM:
+            scale = scale / tl.sqrt(qq + 1e-6)
+            unit = 1.0 / tl.sqrt(kk + 1e-6)
+            k_wide = k_wide * unit
+            qk = qk * unit
+    elif NORM:
+        q_wide = q_wide * (1.0 / tl.sqrt(_total(q_wide * q_wide, VK) + 1e-6))
+        k_wide = k_wide * (1.0 / tl.sqrt(_total(k_wide * k_wide, VK) + 1e-6))
     gate = _softplus(a_tile.to(tl.float32) + bias, softplus_beta, softplus_threshold)
     beta = 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
     return q_wide * scale, k_wide, qk * scale, tl.exp(-rate * gate), beta
@@ -139,14 +157,14 @@ def _again(tile, zero):
 @triton.jit
 def _step(
     stored, q_wide, k_wide, qk, v_tile, decay, beta, zero,
-    VK: tl.constexpr, KDA: tl.constexpr, TWICE: tl.constexpr,
+    VK: tl.constexpr, KDA: tl.constexpr, TOGETHER: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """(state after the token, its output [BV])."""
     # one decay for all channels is taken out of the sums: two vectors less in registers
     state = stored.to(tl.float32)
     k_faded = k_wide * decay if KDA else k_wide
     q_faded = q_wide * decay if KDA else q_wide
-    seen, read = _over_k(state * _beside(k_faded, VK), state * _beside(q_faded, VK), VK)
+    seen, read = _over_k(state * _beside(k_faded, VK), state * _beside(q_faded, VK), VK, TOGETHER)
     if TWICE:
         state = _again(stored, zero).to(tl.float32)
     if KDA:
@@ -157,6 +175,8 @@ def _step(
         state = state * decay
     update = (v_tile.to(tl.float32) - seen) * beta
     state += _beside(k_wide, VK) * _along(update, VK)
+    if not TOGETHER:
+        qk = _total(q_wide * k_wide, VK)
     return state, read + qk * update
 
 
@@ -187,8 +207,9 @@ def _state_tile(
 
 
 @triton.jit
-def _load_state(at, on):
-    return tl.load(at, mask=on, other=0.0)
+def _load_state(at, on, TWICE: tl.constexpr):
+    state = tl.load(at, mask=on, other=0.0)
+    return state if TWICE else state.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns"])
@@ -239,8 +260,10 @@ def _delta_rule_kernel(
     here = length > 0
     pool += slot * slot_stride + hv * (K * V)
     v_at, tile_at, tile_on = _state_tile(column, k_at, live, K, V, BK, BV, VK)
-    state = _load_state(pool + tile_at, tile_on)
+    state = _load_state(pool + tile_at, tile_on, TWICE)
 
+    # apart, ptxas places a lone token's sums better among the loads of the state
+    TOGETHER: tl.constexpr = TWICE or not ONE
     zero = T >> 31
     rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
     if KDA:
@@ -261,7 +284,7 @@ def _delta_rule_kernel(
     if ONE:
         q_wide, k_wide, qk, decay, beta = _gates(
             q_first, k_first, a_first, b_first, rate, bias, scale, softplus_beta,
-            softplus_threshold, NORM, VK,
+            softplus_threshold, NORM, VK, TOGETHER,
         )  # fmt: skip
     for tile in tl.static_range(TILES):
         v_tile = tl.load(v + v_at, mask=here & (v_at < V), other=0.0)
@@ -269,17 +292,18 @@ def _delta_rule_kernel(
             v_at_2, tile_at_2, tile_on_2 = _state_tile(
                 column + tile + 1, k_at, live, K, V, BK, BV, VK
             )
-            state_2 = _load_state(pool + tile_at_2, tile_on_2)
+            state_2 = _load_state(pool + tile_at_2, tile_on_2, TWICE)
         if CACHE:
             _, _, cache_on = _state_tile(column + tile, k_at, kept, K, V, BK, BV, VK)
         if ONE:
-            state, o = _step(state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, TWICE)
+            state, o = _step(
+                state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, TOGETHER, TWICE
+            )
             tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
             if CACHE:
                 on = cache_on & (steps > 0)
                 tl.store(cache + tile_at, state.to(cache.dtype.element_ty), mask=on)
         else:
-            state = state.to(tl.float32)
             q_tile, k_tile, a_tile, b_tile = q_first, k_first, a_first, b_first
             for t in range(length):
                 coming = t + 1 < length
@@ -291,7 +315,7 @@ def _delta_rule_kernel(
                     # the chain goes on in registers; a branch is walked again from its root,
                     # which needs no stored states and rounds zero
                     if (t > 0) & (_parent(parents, t, columns) != t - 1):
-                        state = _load_state(pool + tile_at, tile_on).to(tl.float32)
+                        state = _load_state(pool + tile_at, tile_on, False)
                         for earlier in range(t):
                             at = t
                             while at > earlier:
@@ -304,18 +328,18 @@ def _delta_rule_kernel(
                                 v_past = tl.load(v + earlier * v_row + v_at, v_at < V, 0.0)
                                 q_wide, k_wide, qk, decay, beta = _gates(
                                     q_past, k_past, a_past, b_past, rate, bias, scale,
-                                    softplus_beta, softplus_threshold, NORM, VK,
+                                    softplus_beta, softplus_threshold, NORM, VK, True,
                                 )  # fmt: skip
                                 state, _o = _step(
                                     state, q_wide, k_wide, qk, v_past, decay, beta, zero, VK, KDA,
-                                    False,
+                                    True, False,
                                 )  # fmt: skip
                 q_wide, k_wide, qk, decay, beta = _gates(
                     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta,
-                    softplus_threshold, NORM, VK,
+                    softplus_threshold, NORM, VK, True,
                 )  # fmt: skip
                 state, o = _step(
-                    state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, False
+                    state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, True, False
                 )
                 tl.store(out + t * out_row + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
                 if CACHE:
