@@ -125,6 +125,6 @@ class Checker:
             names = ", ".join(repr(each) for each in wanted)
             self.fail(f"`{name}` is {value!r}, expected one of {names}.")
 
-    def at_least(self, name: str, value: Any, least: int) -> None:
-        if value < least:
+    def at_least(self, name: str, value: Any, least: float) -> None:
+        if not value >= least:  # so that NaN fails too
             self.fail(f"`{name}` is {value}, expected at least {least}.")

@@ -47,20 +47,31 @@ def _refuse_duplicate(spec: Spec) -> None:
         )
 
 
+def _checked(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, after the op's check."""
+    schema = overload(spec)._schema
+    arguments = bind(schema, args, kwargs)
+    for argument in schema.arguments:
+        # the dispatcher takes None for any tensor
+        if arguments[argument.name] is None and isinstance(argument.type, torch.TensorType):
+            raise TypeError(
+                f"{spec.name}: `{argument.name}` is None, expected a tensor. Only arguments that "
+                "are optional can be None."
+            )
+    spec.check(**arguments)
+    return arguments
+
+
 def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        arguments = bind(overload(spec)._schema, args, kwargs)
-        spec.check(**arguments)
-        return backends.run(spec, key, arguments)
+        return backends.run(spec, key, _checked(spec, args, kwargs))
 
     return kernel
 
 
 def _fake(spec: Spec) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        arguments = bind(overload(spec)._schema, args, kwargs)
-        spec.check(**arguments)
-        return spec.fake(**arguments)
+        return spec.fake(**_checked(spec, args, kwargs))
 
     return fake
 

@@ -34,7 +34,10 @@ def tensors(c: Checker, floats: Table, weights: Table, integers: Table) -> None:
         c.shape(name, tensor, shape)
     c.contiguous(**every)
     page, rotary = c.sizes["P"], c.sizes["Dr"]
-    c.require(page % 16 == 0, f"the cache has pages of {page} slots, expected a multiple of 16.")
+    c.require(
+        page % 16 == 0 and page > 0,
+        f"the cache has pages of {page} slots, expected a multiple of 16.",
+    )
     c.require(rotary % 2 == 0, f"the rotary size Dr is {rotary}, expected an even one.")
 
 

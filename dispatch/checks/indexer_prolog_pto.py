@@ -43,13 +43,15 @@ def check(
         index_k_cache=(index_k_cache, "pages P 1 Di"),
     )
     _prolog.tensors(c, floats, weights, dict(cache_index=(cache_index, "B S")))
-    index_sizes(c, weight_proj)
+    index_sizes(c, "weight_proj", weight_proj)
     _prolog.weights(c, weights, weight_format)
     _prolog.distinct_slots(c, cache_index)
 
 
-def index_sizes(c: Checker, weight_proj: Tensor) -> None:
+def index_sizes(c: Checker, name: str, weight_proj: Tensor) -> None:
     """The index heads, which the columns of `weight_proj` count, and all their dims."""
+    if weight_proj.ndim not in (2, 4):
+        c.shape(name, weight_proj, "H Ni")
     c.sizes["Ni"] = _prolog.columns_of(weight_proj)
     c.sizes["Ni*Di"] = c.sizes["Ni"] * c.sizes["Di"]
     c.require(

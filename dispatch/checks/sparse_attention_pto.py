@@ -68,7 +68,7 @@ def check(
     )
     _prolog.tensors(c, floats, weights, integers)
     query_sizes(c)
-    index_sizes(c, w_idx_proj)
+    index_sizes(c, "w_idx_proj", w_idx_proj)
     _prolog.weights(c, weights, weight_format)
     c.at_least("sparse_count", sparse_count, 1)
     _prolog.distinct_slots(c, cache_index)
