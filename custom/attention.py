@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._call import call
+
 
 def npu_fused_attention(
     q: Tensor,
@@ -55,7 +57,8 @@ def npu_fused_attention(
     >>> q.grad.shape
     torch.Size([1, 2, 5, 16])
     """
-    o, lse = torch.ops.custom.npu_fused_attention(
+    o, lse = call(
+        torch.ops.custom.npu_fused_attention,
         q,
         k,
         v,
@@ -94,7 +97,7 @@ def attention(
     torch.Size([1, 2, 5, 16])
     """
     for name, value in (("BM", BM), ("BN", BN)):
-        if value < 1:
-            raise ValueError(f"attention: `{name}` is {value}, expected at least 1.")
-    o: Tensor = torch.ops.custom.npu_fused_attention(q, k, v, causal, sm_scale)[0]
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"attention: `{name}` is {value!r}, expected an integer from 1 on.")
+    o: Tensor = call(torch.ops.custom.npu_fused_attention, q, k, v, causal, sm_scale)[0]
     return o

@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._call import call
+
 
 def npu_fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
@@ -81,7 +83,8 @@ def npu_fused_sigmoid_gating_delta_rule_update(
     ... ).shape
     torch.Size([1, 1, 4, 8])
     """
-    o: Tensor = torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update(
+    o: Tensor = call(
+        torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update,
         A_log,
         a,
         dt_bias,
@@ -157,7 +160,8 @@ def npu_chunk_gated_delta_rule(
     >>> state.shape
     torch.Size([1, 4, 8, 16])
     """
-    out: tuple[Tensor, Tensor] = torch.ops.custom.npu_chunk_gated_delta_rule(
+    out: tuple[Tensor, Tensor] = call(
+        torch.ops.custom.npu_chunk_gated_delta_rule,
         query,
         key,
         value,

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ._call import call
+
 _ALL = 2**63 - 1
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
@@ -78,7 +80,8 @@ def compute_index_loss_sparse(
             f"compute_index_loss_sparse: `reduction` is {reduction!r}, expected one of "
             f"{', '.join(map(repr, _REDUCTIONS))}."
         )
-    rows, target = torch.ops.custom.npu_indexer_loss(
+    rows, target = call(
+        torch.ops.custom.npu_indexer_loss,
         query,
         key,
         index_score,
@@ -157,26 +160,25 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         ValueError: a shape, layout, device or option does not fit.
         TypeError: a dtype does not fit.
     """
-    out: tuple[Tensor, Tensor, Tensor, Tensor] = (
-        torch.ops.custom.npu_sparse_lightning_indexer_grad_kl_loss(
-            query,
-            key,
-            query_index,
-            key_index,
-            weights,
-            sparse_indices,
-            softmax_max,
-            softmax_sum,
-            scale_value,
-            query_rope=query_rope,
-            key_rope=key_rope,
-            actual_seq_qlen=actual_seq_qlen,
-            actual_seq_klen=actual_seq_klen,
-            layout=layout,
-            sparse_mode=sparse_mode,
-            pre_tokens=pre_tokens,
-            next_tokens=next_tokens,
-            sinks=sinks,
-        )
+    out: tuple[Tensor, Tensor, Tensor, Tensor] = call(
+        torch.ops.custom.npu_sparse_lightning_indexer_grad_kl_loss,
+        query,
+        key,
+        query_index,
+        key_index,
+        weights,
+        sparse_indices,
+        softmax_max,
+        softmax_sum,
+        scale_value,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        actual_seq_qlen=actual_seq_qlen,
+        actual_seq_klen=actual_seq_klen,
+        layout=layout,
+        sparse_mode=sparse_mode,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        sinks=sinks,
     )
     return out

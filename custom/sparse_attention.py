@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._call import call
+
 _ops = torch.ops.custom
 _ALL = 2**63 - 1
 
@@ -105,7 +107,8 @@ def npu_sparse_attention_pto(
     >>> out.shape
     torch.Size([1, 1, 2, 32])
     """
-    out: Tensor = _ops.npu_sparse_attention_pto(
+    out: Tensor = call(
+        _ops.npu_sparse_attention_pto,
         x,
         w_dq,
         w_uq_qr,
@@ -189,7 +192,8 @@ def npu_mla_prolog_pto(
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
         TypeError: a dtype does not fit.
     """
-    out: tuple[Tensor, Tensor, Tensor] = _ops.npu_mla_prolog_pto(
+    out: tuple[Tensor, Tensor, Tensor] = call(
+        _ops.npu_mla_prolog_pto,
         token_x,
         weight_dq,
         weight_uq_qr,
@@ -258,7 +262,8 @@ def npu_indexer_prolog_pto(
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
         TypeError: a dtype does not fit.
     """
-    out: tuple[Tensor, Tensor] = _ops.npu_indexer_prolog_pto(
+    out: tuple[Tensor, Tensor] = call(
+        _ops.npu_indexer_prolog_pto,
         token_x,
         query_norm,
         weight_qb,
@@ -332,7 +337,8 @@ def npu_lightning_indexer(
     >>> index.shape
     torch.Size([1, 2, 1, 4])
     """
-    out: tuple[Tensor, Tensor] = _ops.npu_lightning_indexer(
+    out: tuple[Tensor, Tensor] = call(
+        _ops.npu_lightning_indexer,
         query,
         key,
         weights,
@@ -388,7 +394,8 @@ def npu_lightning_indexer_grad(
         ValueError: a shape, layout, device or option does not fit.
         TypeError: a dtype does not fit.
     """
-    out: tuple[Tensor, Tensor, Tensor] = _ops.npu_lightning_indexer_grad(
+    out: tuple[Tensor, Tensor, Tensor] = call(
+        _ops.npu_lightning_indexer_grad,
         query,
         key,
         dy,
@@ -473,7 +480,8 @@ def npu_sparse_flash_attention(
     >>> out.shape
     torch.Size([1, 2, 4, 32])
     """
-    out: tuple[Tensor, Tensor, Tensor] = _ops.npu_sparse_flash_attention(
+    out: tuple[Tensor, Tensor, Tensor] = call(
+        _ops.npu_sparse_flash_attention,
         query,
         key,
         value,
@@ -553,7 +561,8 @@ def npu_sparse_flash_attention_grad(
         ValueError: a shape, layout, device or option does not fit.
         TypeError: a dtype does not fit.
     """
-    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _ops.npu_sparse_flash_attention_grad(
+    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = call(
+        _ops.npu_sparse_flash_attention_grad,
         query,
         key,
         value,

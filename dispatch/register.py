@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,17 +49,22 @@ def _refuse_duplicate(spec: Spec) -> None:
 
 def _checked(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name, after the op's check."""
-    schema = overload(spec)._schema
-    arguments = bind(schema, args, kwargs)
-    for argument in schema.arguments:
-        # the dispatcher takes None for any tensor
-        if arguments[argument.name] is None and isinstance(argument.type, torch.TensorType):
+    arguments = bind(overload(spec)._schema, args, kwargs)
+    for name in _required_tensors(spec):
+        # the dispatcher itself takes None for any tensor
+        if arguments[name] is None:
             raise TypeError(
-                f"{spec.name}: `{argument.name}` is None, expected a tensor. Only arguments that "
-                "are optional can be None."
+                f"{spec.name}: `{name}` is None, expected a tensor. Only an optional argument may "
+                "be None."
             )
     spec.check(**arguments)
     return arguments
+
+
+@cache
+def _required_tensors(spec: Spec) -> tuple[str, ...]:
+    arguments = overload(spec)._schema.arguments
+    return tuple(a.name for a in arguments if isinstance(a.type, torch.TensorType))
 
 
 def _kernel(spec: Spec, key: str) -> Callable[..., Any]:

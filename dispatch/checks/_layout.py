@@ -9,6 +9,7 @@ options(...)     sparse_mode, pre_tokens, next_tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor
@@ -38,7 +39,7 @@ def letters(c: Checker, query: tuple[str, str], key: tuple[str, str]) -> tuple[s
 
 def layout(c: Checker, value: str | None) -> tuple[str, str]:
     """The letters for an op with one `layout` of queries and keys, which are not paged."""
-    value = value or "BSND"
+    value = "BSND" if value is None else value
     c.one_of("layout", value, *_ROWS)
     return letters(c, ("layout", value), ("layout", value))
 
@@ -78,24 +79,42 @@ def lengths(
             "Pass the paged layout 'PA_BSND', or leave the table out.",
         )
     values(c, *query, layout_query, c.sizes["S" if layout_query == "BSND" else "T"])
-    if layout_key == "PA_BSND":
+    if layout_key == "PA_BSND" and key[1] is not None and block_table is not None:
         values(c, *key, "BSND", c.sizes["max_pages"] * c.sizes["P"])
+        pages(c, block_table, key[0], key[1])
     else:
         values(c, *key, layout_key, c.sizes["S2" if layout_key == "BSND" else "T2"])
 
 
 def values(c: Checker, name: str, tensor: Tensor | None, layout_: str, reach: int) -> None:
     """Under CUSTOM_DEBUG=1: lengths from 0, prefix sums that never fall, none beyond `reach`."""
-    if not config.debug or tensor is None or not is_real(tensor):
-        return
-    came = tensor.tolist()
+    if config.debug and tensor is not None and is_real(tensor):
+        in_reach(c, name, tensor.tolist(), layout_, reach)
+
+
+def in_reach(c: Checker, name: str, came: Sequence[int], layout_: str, reach: int) -> None:
     rising = layout_ != "TND" or all(a <= b for a, b in pairwise(came))
     c.require(
         rising and all(0 <= value <= reach for value in came),
-        f"`{name}` is {came}, expected "
+        f"`{name}` is {list(came)}, expected "
         + ("prefix sums that never fall" if layout_ == "TND" else "lengths")
         + f" from 0 to {reach}.",
     )
+
+
+def pages(c: Checker, block_table: Tensor, name: str, lengths: Tensor) -> None:
+    """Under CUSTOM_DEBUG=1: every page that the lengths, checked already, reach is there."""
+    if not config.debug or not is_real(block_table) or not is_real(lengths):
+        return
+    for request, (row, length) in enumerate(
+        zip(block_table.tolist(), lengths.tolist(), strict=True)
+    ):
+        used = row[: -(-length // c.sizes["P"])]
+        c.require(
+            all(0 <= page < c.sizes["pages"] for page in used),
+            f"`block_table` has the pages {used} for the {length} positions of request {request} "
+            f"(from `{name}`), expected pages from 0 to {c.sizes['pages'] - 1}.",
+        )
 
 
 def is_real(tensor: Tensor) -> bool:

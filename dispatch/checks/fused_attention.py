@@ -73,7 +73,7 @@ def check_inputs(
             c.shape(name, cu_seqlens, "L")
             c.at_least(f"{name}.numel()", cu_seqlens.shape[0], 1)
             if config.debug and is_real(cu_seqlens):
-                _check_prefix_sums(c, name, cu_seqlens)
+                _check_prefix_sums(c, name, cu_seqlens, c.sizes[f"T{name[-1]}"])
     heads, key_heads = c.sizes["H"], c.sizes["Hk"]
     c.require(
         key_heads > 0 and heads % key_heads == 0,
@@ -85,11 +85,11 @@ def check_inputs(
     c.dense_rows(q=q, k=k, v=v)
 
 
-def _check_prefix_sums(c: Checker, name: str, cu_seqlens: Tensor) -> None:
+def _check_prefix_sums(c: Checker, name: str, cu_seqlens: Tensor, tokens: int) -> None:
     values = cu_seqlens.tolist()
     c.require(
-        values[0] == 0 and all(a <= b for a, b in pairwise(values)),
-        f"`{name}` is {values}, expected prefix sums of lengths, from 0 and never falling.",
+        values[0] == 0 and values[-1] <= tokens and all(a <= b for a, b in pairwise(values)),
+        f"`{name}` is {values}, expected prefix sums that never fall, from 0 to at most {tokens}.",
     )
 
 

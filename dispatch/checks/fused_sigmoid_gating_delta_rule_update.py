@@ -78,6 +78,8 @@ def check(
     _check_gates(c, a, dt_bias, b, is_kda)
     _check_sequences(c, cu_seqlens, initial_state_indices)
     _check_pool(c, "initial_state_source", initial_state_source, "slots", state_layout)
+    if not disable_state_update:
+        _check_distinct(c, "initial_state_indices", initial_state_indices, c.sizes["slots"])
     _check_verification(
         c,
         state_layout,
@@ -137,11 +139,15 @@ def _check_sequences(c: Checker, cu_seqlens: Tensor | None, indices: Tensor) -> 
             )
     c.integer("initial_state_indices", indices)
     c.shape("initial_state_indices", indices, "N")
+
+
+def _check_distinct(c: Checker, name: str, indices: Tensor, rows: int) -> None:
+    """Under CUSTOM_DEBUG=1: no two sequences write the same row."""
     if config.debug and is_real(indices):
-        live = indices[indices >= 0]
+        live = indices[(indices >= 0) & (indices < rows)]
         c.require(
             live.unique().numel() == live.numel(),
-            "`initial_state_indices` names a slot twice: which state remains is undefined.",
+            f"`{name}` names a slot twice: which state remains is undefined.",
         )
 
 
@@ -160,6 +166,15 @@ def _check_pool(c: Checker, name: str, pool: Tensor, leading: str, state_layout:
         f"`{name}` has strides {list(pool.stride())}, expected {list(wanted)} in its last three "
         "dimensions: only the slots may lie apart.",
     )
+    least = sizes[0] * sizes[1] * sizes[2]
+    for stride, size in sorted(zip(pool.stride()[:-3], pool.shape[:-3], strict=True)):
+        if size > 1 and pool.numel() > 0:
+            c.require(
+                stride >= least,
+                f"`{name}` has strides {list(pool.stride())} and shape {list(pool.shape)}, in "
+                f"which states overlap. Pass {name}.contiguous() and use what it returns.",
+            )
+            least = stride * size
 
 
 def _check_verification(
@@ -179,6 +194,9 @@ def _check_verification(
         _check_pool(c, "intermediate_states", intermediate_states, "rows steps", state_layout)
         c.integer("intermediate_state_indices", intermediate_state_indices)
         c.shape("intermediate_state_indices", intermediate_state_indices, "N")
+        _check_distinct(
+            c, "intermediate_state_indices", intermediate_state_indices, c.sizes["rows"]
+        )
         if not varlen:
             c.at_least("steps of `intermediate_states`", c.sizes["steps"], c.sizes["T"])
     if retrieve_parent_token is not None:

@@ -24,6 +24,7 @@ def check(
     rope_cos: Tensor,
     index_k_cache: Tensor,
     cache_index: Tensor,
+    ln_epsilon: float,
     weight_format: str,
     **_: Any,
 ) -> None:
@@ -45,6 +46,7 @@ def check(
     _prolog.tensors(c, floats, weights, dict(cache_index=(cache_index, "B S")))
     index_sizes(c, "weight_proj", weight_proj)
     _prolog.weights(c, weights, weight_format)
+    c.at_least("ln_epsilon", ln_epsilon, 0)
     _prolog.distinct_slots(c, cache_index)
 
 

@@ -25,6 +25,8 @@ def check(
     kv_cache: Tensor,
     kr_cache: Tensor,
     cache_index: Tensor,
+    rmsnorm_epsilon_cq: float,
+    rmsnorm_epsilon_ckv: float,
     weight_format: str,
     **_: Any,
 ) -> None:
@@ -47,6 +49,8 @@ def check(
     _prolog.tensors(c, floats, weights, dict(cache_index=(cache_index, "B S")))
     query_sizes(c)
     _prolog.weights(c, weights, weight_format)
+    c.at_least("rmsnorm_epsilon_cq", rmsnorm_epsilon_cq, 0)
+    c.at_least("rmsnorm_epsilon_ckv", rmsnorm_epsilon_ckv, 0)
     _prolog.distinct_slots(c, cache_index)
 
 

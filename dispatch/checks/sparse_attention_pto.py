@@ -35,6 +35,8 @@ def check(
     in_gamma_k: Tensor,
     in_beta_k: Tensor,
     index_k_cache: Tensor,
+    rms_norm_eps: float,
+    layer_norm_eps: float,
     sparse_count: int,
     weight_format: str,
     **_: Any,
@@ -70,9 +72,12 @@ def check(
     query_sizes(c)
     index_sizes(c, "w_idx_proj", w_idx_proj)
     _prolog.weights(c, weights, weight_format)
+    c.at_least("rms_norm_eps", rms_norm_eps, 0)
+    c.at_least("layer_norm_eps", layer_norm_eps, 0)
     c.at_least("sparse_count", sparse_count, 1)
     _prolog.distinct_slots(c, cache_index)
     _layout.values(c, "act_seqs", act_seqs, "BSND", c.sizes["max_pages"] * c.sizes["P"])
+    _layout.pages(c, block_table, "act_seqs", act_seqs)
 
 
 def fake(x: Tensor, w_uk: Tensor, **_: Any) -> Tensor:

@@ -99,7 +99,11 @@ def check(
 def _check_lengths(
     c: Checker, batched: bool, queries: Sequence[int] | None, keys: Sequence[int] | None
 ) -> None:
-    for name, lengths in (("actual_seq_qlen", queries), ("actual_seq_klen", keys)):
+    reach_q, reach_k = (c.sizes[x] for x in (("S", "S2") if batched else ("T", "T2")))
+    for name, lengths, reach in (
+        ("actual_seq_qlen", queries, reach_q),
+        ("actual_seq_klen", keys, reach_k),
+    ):
         if lengths is None:
             c.require(batched, f"`{name}` is missing, and layout 'TND' needs it.")
             continue
@@ -108,6 +112,7 @@ def _check_lengths(
             len(lengths) == wanted,
             f"`{name}` has {len(lengths)} numbers, expected {wanted}, one a request.",
         )
+        _layout.in_reach(c, name, lengths, "BSND" if batched else "TND", reach)
 
 
 def fake(

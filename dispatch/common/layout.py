@@ -54,6 +54,11 @@ class Keys:
         exists = (position >= 0) & (position < size) & (slot >= 0) & (slot < pages * page)
         return torch.where(exists, slot, -1)
 
+    def reach(self, key: Tensor) -> int:
+        """The positions that a request can have, whatever its length says."""
+        page = as_pages(key).shape[1]
+        return page if self.block_table is None else self.block_table.shape[1] * page
+
 
 def as_pages(key: Tensor) -> Tensor:
     """Keys of any layout as [pages, P, 1, D], a view."""

@@ -28,6 +28,17 @@ def step(
     return state, (q[..., None, :] @ state)[..., 0, :]
 
 
+def sequences(lengths: Tensor | None, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(first token, length) of each sequence; None is one of all tokens.  What lies behind the last
+    token is not there."""
+    if lengths is None:
+        lengths = torch.tensor([tokens], device=device)
+    lengths = lengths.long().clamp(0, tokens)
+    ends = lengths.cumsum(0)
+    starts = (ends - lengths).clamp(max=tokens)
+    return starts, ends.clamp(max=tokens) - starts
+
+
 def some_sequences(count: int, state_size: int) -> Iterator[Tensor]:
     """The numbers 0 to count - 1 in groups whose states fit."""
     if count:

@@ -30,7 +30,9 @@ def slots(
     width = max(1, indices.shape[1] * block_size)
     seeing = torch.nonzero(rows.limit).flatten()
     for tokens in seeing.split(max(1, _BLOCK // (width * numbers))):
-        position = (indices[tokens].long()[..., None] * block_size + inside).flatten(1)
+        # no product of an index that is out of range, which could overflow into it
+        index = indices[tokens].long().clamp(min=-1).minimum(rows.limit[tokens, None])
+        position = (index[..., None] * block_size + inside).flatten(1)
         slot = keys.slots(key, rows.request[tokens], position)
         slot = slot.masked_fill(position >= rows.limit[tokens, None], -1)
         if slot.numel():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._delta_rule import some_sequences, step
+from ._delta_rule import sequences, some_sequences, step
 from ._precision import accumulator
 
 
@@ -25,11 +25,7 @@ def forward(
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
     kind = accumulator(query)
-    if actual_seq_lengths is None:
-        lengths = torch.tensor([tokens], device=key.device)
-    else:
-        lengths = actual_seq_lengths.long()
-    starts = lengths.cumsum(0) - lengths
+    starts, lengths = sequences(actual_seq_lengths, tokens, key.device)
     if initial_state is None:
         shape = [len(lengths), value_heads, value_size, key_size]
         final = torch.zeros(shape, dtype=kind, device=key.device)

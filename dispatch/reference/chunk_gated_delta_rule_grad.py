@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._delta_rule import some_sequences, step
+from ._delta_rule import sequences, some_sequences, step
 from ._precision import accumulator
 
 SEGMENT = 64
@@ -43,11 +43,7 @@ def backward(
     tokens, heads, key_size = key.shape
     value_heads, value_size = value.shape[1:]
     kind, device = accumulator(query), key.device
-    if actual_seq_lengths is None:
-        lengths = torch.tensor([tokens], device=device)
-    else:
-        lengths = actual_seq_lengths.long()
-    starts = lengths.cumsum(0) - lengths
+    starts, lengths = sequences(actual_seq_lengths, tokens, device)
     scale = key_size**-0.5 if scale is None else scale
 
     def zeros(like: Tensor | None) -> Tensor:

@@ -61,7 +61,8 @@ def forward(
         starts = torch.arange(batch, device=q.device) * length
         lengths = torch.full_like(starts, length)
     else:
-        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        inside = cu_seqlens.long().clamp(0, rows)
+        starts, lengths = inside[:-1], inside.diff()
     pool = initial_state_source if state_layout == "kv" else initial_state_source.mT
     cache = intermediate_states
     if cache is not None and state_layout == "vk":

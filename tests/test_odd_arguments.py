@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments that no caller means: of another type, None, overlapping, lengths beyond the tensors.
+
+Each gets one sentence before anything is written, or counts as absent where the contract says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from custom.dispatch.register import overload
+from custom.dispatch.specs import SPECS, Spec
+from torch import Tensor
+
+import custom
+
+from .samples import sample
+from .test_contracts import mutated, tensors
+
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+public = pytest.mark.parametrize(
+    "spec", [s for s in SPECS if hasattr(custom, s.name)], ids=lambda s: s.name
+)
+UPDATE = "npu_fused_sigmoid_gating_delta_rule_update"
+CHUNK = "npu_chunk_gated_delta_rule"
+KL_LOSS = "npu_sparse_lightning_indexer_grad_kl_loss"
+BEYOND = [2**31 - 1, 2**62]
+
+
+def of(name: str) -> dict[str, Any]:
+    return sample(name, torch.device("cpu"), torch.float32)
+
+
+def run(name: str, **changes: Any) -> Any:
+    return getattr(torch.ops.custom, name)(**(of(name) | changes))
+
+
+def refused(spec: Spec, function: Any, good: dict[str, Any], name: str, bad: Any) -> Exception:
+    """The error of a call with one bad argument; nothing has been written, one sentence or two."""
+    arguments = copy.deepcopy(good) | {name: bad}
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
+        function(**arguments)
+    message = str(caught.value)
+    assert message.startswith(f"{spec.name}: ") and "\n" not in message, message
+    for cache in mutated(spec):
+        if cache in good and cache != name:
+            torch.testing.assert_close(arguments[cache], good[cache], rtol=0, atol=0)
+    return caught.value
+
+
+@every_spec
+def test_none_for_a_tensor_that_is_required(spec):
+    good, op = of(spec.name), overload(spec)
+    required = [a.name for a in op._schema.arguments if str(a.type) == "Tensor"]
+    assert required
+    for name in required:
+        error = refused(spec, op, good, name, None)
+        assert isinstance(error, TypeError) and f"`{name}` is None, expected a tensor" in str(error)
+
+
+@every_spec
+def test_a_tensor_without_dimensions(spec):
+    good = of(spec.name)
+    for name, value in tensors(good).items():
+        error = refused(spec, overload(spec), good, name, value.new_zeros(()))
+        assert isinstance(error, ValueError) and f"`{name}`" in str(error)
+
+
+@public
+@pytest.mark.parametrize(
+    ("came", "odd"), [("ndarray", np.zeros((2, 3))), ("list", [[1.0]]), ("float", 0.5)]
+)
+def test_something_that_is_no_tensor(spec, came, odd):
+    good = of(spec.name)
+    for name in tensors(good):
+        error = refused(spec, getattr(custom, spec.name), good, name, odd)
+        assert isinstance(error, TypeError), error
+        assert f"`{name}` is of type {came}, expected Tensor" in str(error)
+
+
+@public
+def test_numbers_and_names_of_another_type(spec):
+    good = of(spec.name)
+    for argument in overload(spec)._schema.arguments:
+        wanted = str(argument.type).removeprefix("Optional[").removesuffix("]")
+        if wanted in ("int", "SymInt", "float", "bool", "str"):
+            odd = 3 if wanted == "str" else "three"
+            error = refused(spec, getattr(custom, spec.name), good, argument.name, odd)
+            assert isinstance(error, TypeError) and f"`{argument.name}` is of type" in str(error)
+
+
+@public
+def test_sparse_tensors(spec):
+    good = of(spec.name)
+    for name, value in tensors(good).items():
+        error = refused(spec, getattr(custom, spec.name), good, name, value.to_sparse())
+        assert isinstance(error, custom.NotSupported) and "SparseCPU" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("npu_sparse_attention_pto", "rms_norm_eps"),
+        ("npu_sparse_attention_pto", "layer_norm_eps"),
+        ("npu_mla_prolog_pto", "rmsnorm_epsilon_cq"),
+        ("npu_mla_prolog_pto", "rmsnorm_epsilon_ckv"),
+        ("npu_indexer_prolog_pto", "ln_epsilon"),
+    ],
+)
+@pytest.mark.parametrize("value", [-1e-6, float("nan")])
+def test_epsilons_are_not_negative(op, name, value):
+    with pytest.raises(ValueError, match=rf"^{op}: `{name}` is {value}, expected at least 0"):
+        run(op, **{name: value})
+
+
+def test_caches_without_slots_in_a_page():
+    caches = {
+        name: of("npu_sparse_attention_pto")[name][:, :0]
+        for name in ("kv_cache", "kr_cache", "index_k_cache")
+    }
+    with pytest.raises(ValueError, match="pages of 0 slots, expected a multiple of 16"):
+        run("npu_sparse_attention_pto", **caches)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "npu_lightning_indexer_grad",
+        "npu_sparse_flash_attention_grad",
+        "npu_sparse_lightning_indexer_grad_kl_loss",
+    ],
+)
+@pytest.mark.parametrize("layout", ["", "bsnd", "BNSD"])
+def test_layouts_are_spelled_as_they_are(op, layout):
+    with pytest.raises(ValueError, match=rf"^{op}: `layout` is '{layout}', expected one of 'BSND'"):
+        run(op, layout=layout)
+
+
+@pytest.mark.parametrize("pool", ["initial_state_source", "intermediate_states"])
+def test_states_that_share_memory_are_refused(pool):
+    one = torch.zeros(1, 4, 16, 8)
+    changes: dict[str, Any] = {"initial_state_source": one.expand(5, -1, -1, -1)}
+    if pool == "intermediate_states":
+        rows = torch.tensor([0, 1])
+        changes = dict(intermediate_states=one.expand(3, 2, 4, 16, 8))
+        changes |= dict(intermediate_state_indices=rows)
+    with pytest.raises(ValueError, match=rf"^{UPDATE}: `{pool}` has strides .* overlap"):
+        run(UPDATE, **changes)
+    # steps before rows, and gaps: any order in which no two states meet
+    gaps = torch.zeros(2, 3, 2, 4, 16, 8)[:, :, 0].transpose(0, 1)
+    run(UPDATE, intermediate_states=gaps, intermediate_state_indices=torch.tensor([2, 0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "layout"),
+    [
+        ("actual_seq_qlen", [6, 5], "BSND"),
+        ("actual_seq_qlen", [-1, 5], "BSND"),
+        ("actual_seq_klen", [9, 10], "BSND"),
+        ("actual_seq_klen", [7, 5], "TND"),
+        ("actual_seq_qlen", [2, 6], "TND"),
+    ],
+)
+def test_lengths_on_the_host_are_always_checked(name, lengths, layout):
+    good = of(KL_LOSS)
+    if layout == "TND":
+        good = {n: x[0] if isinstance(x, Tensor) else x for n, x in good.items()}
+        good |= dict(layout="TND", actual_seq_qlen=[2, 5], actual_seq_klen=[4, 9])
+    with pytest.raises(ValueError, match=rf"^{KL_LOSS}: `{name}` is \[.* from 0 to \d+\."):
+        getattr(custom, KL_LOSS)(**(good | {name: lengths}))
+
+
+# ------------------------------------------------------------ out of range is absent, not an error
+
+
+@pytest.mark.parametrize("length", BEYOND)
+def test_more_keys_than_the_table_reaches(length):
+    good = of("npu_sparse_attention_pto")
+    good["block_table"][0, 2] = 4  # every page that the table reaches is there
+    whole = good | dict(act_seqs=torch.full((2,), 49), sparse_count=64)
+    beyond = good | dict(act_seqs=torch.full((2,), length), sparse_count=64)
+    op = custom.npu_sparse_attention_pto
+    # of S = 2 queries and 49 "keys" both see the 48 that there are
+    torch.testing.assert_close(
+        op(**copy.deepcopy(beyond)), op(**copy.deepcopy(whole)), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+@pytest.mark.parametrize("op", [CHUNK, f"{CHUNK}_grad"])
+def test_sequences_end_with_the_tokens(op, beyond):
+    tokens = of(CHUNK)["query"].shape[0]
+    lengths = [torch.tensor([40, last]) for last in (tokens - 40, beyond)]
+    inside, outside = (run(op, actual_seq_lengths=x) for x in lengths)
+    for a, b in zip(inside, outside, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("beyond", BEYOND)
+def test_sequences_of_a_decode_end_with_the_tokens(beyond):
+    good = of(UPDATE)
+    packed = {n: good[n].flatten(0, 1)[None] for n in ("q", "k", "v", "a", "b")}
+    states, outputs = [], []
+    for last in (4, beyond):
+        state = good["initial_state_source"].clone()
+        cut = dict(cu_seqlens=torch.tensor([0, 1, last]), initial_state_source=state)
+        outputs.append(run(UPDATE, **(packed | cut)))
+        states.append(state)
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("index", [2**62, -(2**62), 2**61 + 1])
+def test_an_index_far_out_of_range_does_not_come_back_in(index):
+    """Times a block of 4 keys, 2 ** 62 is 0 in 64 bits."""
+    op = "npu_sparse_flash_attention"
+    selected = torch.tensor([0, 2, index]).expand(2, 3, 1, 3)
+    absent = torch.tensor([0, 2, -1]).expand(2, 3, 1, 3)
+    for a, b in zip(
+        run(op, sparse_indices=selected, sparse_block_size=4, sparse_mode=0),
+        run(op, sparse_indices=absent, sparse_block_size=4, sparse_mode=0),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------- CUSTOM_DEBUG=1
+
+
+@pytest.fixture
+def debug(monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+
+
+@pytest.mark.usefixtures("debug")
+@every_spec
+def test_debug_accepts_what_is_right(spec):
+    overload(spec)(**of(spec.name))
+
+
+@pytest.mark.usefixtures("debug")
+@pytest.mark.parametrize("page", [-1, 8])
+def test_debug_finds_a_page_that_is_not_there(page):
+    good = of("npu_sparse_attention_pto")
+    table = good["block_table"]
+    unused = table.clone()
+    unused[0, 2] = page  # request 0 has 20 positions, which two pages hold
+    run("npu_sparse_attention_pto", block_table=unused)
+    table[0, 1] = page
+    message = rf"`block_table` has the pages \[3, {page}\] for the 20 positions of request 0 \("
+    with pytest.raises(ValueError, match=message):
+        run("npu_sparse_attention_pto", block_table=table)
+    with pytest.raises(ValueError, match=message):
+        custom.npu_lightning_indexer(
+            torch.zeros(2, 2, 4, 32),
+            good["index_k_cache"],
+            torch.zeros(2, 2, 4),
+            actual_seq_lengths_key=good["act_seqs"],
+            block_table=table,
+            layout_key="PA_BSND",
+        )
+
+
+@pytest.mark.usefixtures("debug")
+def test_debug_finds_states_written_twice():
+    twice = torch.tensor([1, 1])
+    with pytest.raises(ValueError, match="`initial_state_indices` names a slot twice"):
+        run(UPDATE, initial_state_indices=twice)
+    # read twice is right, and so are slots that do not exist
+    run(UPDATE, initial_state_indices=twice, disable_state_update=True)
+    run(UPDATE, initial_state_indices=torch.tensor([99, 99]))
+    with pytest.raises(ValueError, match="`intermediate_state_indices` names a slot twice"):
+        run(
+            UPDATE,
+            intermediate_states=torch.zeros(3, 2, 4, 16, 8),
+            intermediate_state_indices=twice,
+        )
+
+
+@pytest.mark.usefixtures("debug")
+@pytest.mark.parametrize("prefix", [[1, 5], [0, 3, 2], [0, 8]])
+def test_debug_looks_at_prefix_sums(prefix):
+    q, right = torch.zeros(7, 2, 16), torch.tensor([0, 7])
+    sums = torch.tensor(prefix, dtype=torch.int32)
+    for cut in (dict(cu_seqlens_q=sums), dict(cu_seqlens_k=sums)):
+        other = torch.zeros_like(sums)
+        arguments = dict(cu_seqlens_q=other, cu_seqlens_k=other) | cut
+        with pytest.raises(ValueError, match="expected prefix sums that never fall, from 0 to at"):
+            custom.npu_fused_attention(q, q, q, **arguments)
+    custom.npu_fused_attention(q, q, q, cu_seqlens_q=right, cu_seqlens_k=right)
+    good = of(UPDATE)
+    packed = {n: good[n].flatten(0, 1)[None] for n in ("q", "k", "v", "a", "b")}
+    with pytest.raises(ValueError, match="`cu_seqlens` is"):
+        run(UPDATE, **packed, cu_seqlens=sums, initial_state_indices=sums[1:] - 99)
+
+
+@pytest.mark.usefixtures("debug")
+def test_debug_looks_at_the_lengths_of_the_chunked_rule():
+    for lengths in ([70, 36], [-1, 5]):
+        with pytest.raises(ValueError, match="`actual_seq_lengths` adds up to"):
+            run(CHUNK, actual_seq_lengths=torch.tensor(lengths))
