@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """The gated delta rule's CUDA kernels: graphs, grids and pools beyond 32 bits.  Without a GPU the
-tests of both ops run on the kernels under Triton's interpreter, in a process of its own; those for
+tests of FILES run on the kernels under Triton's interpreter, in a process of their own; kernels for
 Hopper, which it does not know, are compiled."""
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ FILES = (
     "test_chunk_gated_delta_rule_grad.py",
     "test_indexer_loss.py",
     "test_sparse_lightning_indexer_grad_kl_loss.py",
+    "test_large.py",
 )
 
 

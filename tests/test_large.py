@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Caches of more than 2**31 numbers: the last page gives what the first page of a small one does.
+"""What lies more than 2**31 numbers away: the last page of a great cache gives what the first page
+of a small one does, and a tensor whose rows lie far apart what a contiguous one does.
 
-The great caches are not initialised: only their last page is ever touched.
+Nothing of the memory between is initialised or touched.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from custom.dispatch.specs import SPECS
 from torch import Tensor
 
 from .ragged import ints, run
@@ -105,3 +107,31 @@ def test_prologs_write_the_last_page(device, backend, room):
             del fresh
         for great, small in zip(*written, strict=True):
             assert torch.equal(great, small) and (great != 7).any()
+
+
+def rows_apart(x: Tensor) -> Tensor:
+    """The same numbers; the last row begins more than 2**31 numbers behind the first."""
+    step = -(-(2**31 + 16) // (16 * (len(x) - 1))) * 16
+    inner = x.contiguous().stride()[1:]
+    base = torch.empty(step * (len(x) - 1) + x[0].numel(), dtype=x.dtype, device=x.device)
+    return base.as_strided(x.shape, (step, *inner)).copy_(x)
+
+
+@pytest.mark.parametrize(
+    "op", [spec.name for spec in SPECS if not spec.name.endswith("_pto")]  # those are contiguous
+)
+def test_rows_far_apart(op, device, backend, room):
+    """One argument after the other, so that there is memory for it."""
+    arguments = sample(op, device, DTYPE)
+
+    def outputs(**changed: Tensor) -> list[Tensor]:
+        given = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        out = run(op, backend, **(given | changed))
+        return [out] if isinstance(out, Tensor) else list(out)
+
+    want = outputs()
+    spread = [n for n, x in arguments.items() if isinstance(x, Tensor) and x.dtype is DTYPE]
+    assert spread
+    for name in spread:
+        for got, exact in zip(outputs(**{name: rows_apart(arguments[name])}), want, strict=True):
+            assert torch.equal(got, exact), name
