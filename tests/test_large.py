@@ -90,7 +90,7 @@ def test_prologs_write_the_last_page(device, backend, room):
         ("npu_mla_prolog_pto", dict(kv_cache=32, kr_cache=16)),
         ("npu_indexer_prolog_pto", dict(index_k_cache=32)),
     ):
-        arguments = sample(op, device, DTYPE, S=5)
+        arguments = sample(op, device, DTYPE)
         slots = ints([[0, 5], [127, 64]], device)
         pages = 2**31 // (PAGE * 32) + 2
         written = []
