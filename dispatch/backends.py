@@ -75,7 +75,7 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
         return f"inputs are on {device}, this backend needs {backend.device}"
     if importlib.util.find_spec("triton") is None:
         package = "triton" if backend is CUDA else "triton-ascend"
-        return f"{package} is not installed; pip install npu-custom-ops[{backend.name}]"
+        return f"{package} is not installed; pip install {package}"
     if backend is NPU and installed("triton-ascend") is None:
         return "triton is installed, this backend needs triton-ascend (never both)"
     if backend is CUDA and installed("triton") is None and installed("triton-ascend"):

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from custom.dispatch import log
@@ -237,3 +240,28 @@ def test_pages():
     assert caches.capacity == 64 and caches.layers[0].kv.shape == (12, 16, 1, 32)
     assert torch.equal(caches.slots(torch.arange(48).expand(3, -1)), every)
     assert (caches.layers[1].kr.view(-1, 16)[every.flatten().long()] == 7.0).all()
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+@torch.inference_mode()
+def test_the_decode_step_of_the_readme(name):
+    """As it stands there, from empty caches: the output of the model's own attention."""
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parent.parent / name).read_text(), re.S
+    )
+    model, (B, S) = deepseek(), (2, 5)
+    layer, x = model.model.layers[0], torch.randn(B, S, 64)
+    lengths = torch.full((B,), S, dtype=torch.int32)
+    positions = token_positions(lengths, S)
+    cos, sin = model.model.rotary_emb(x, positions)
+    caches = PagedCaches(1, (32, 16, 32), requests=B, capacity=32, page_size=16)
+    pools = caches.layers[0]
+    names = dict(
+        layer=layer, x=x, sin=sin, cos=cos, lengths=lengths, block_table=caches.block_table
+    )
+    names |= dict(slots=caches.slots(positions), kv_cache=pools.kv, kr_cache=pools.kr)
+    names |= dict(index_k_cache=pools.index_k)
+    exec(code, names)
+    mask = torch.full((S, S), -torch.inf).triu(1).expand(B, 1, S, S)
+    own = layer.self_attn(x, position_embeddings=(cos, sin), attention_mask=mask)[0]
+    torch.testing.assert_close(names["hidden"], own, rtol=1e-4, atol=1e-5)
