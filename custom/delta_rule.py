@@ -130,8 +130,8 @@ def npu_chunk_gated_delta_rule(
     S = alpha S + beta (v - alpha S k) k^T;  o = S (scale q).
 
     Same signature as torch_npu's op, with any Dk, Dv to 256 and a state in float32 as well.  No L2
-    norm inside: the caller normalises q and k.  Differentiable in every tensor of floating point
-    (CPU and CUDA); equal runs give equal gradients.
+    norm inside: the caller normalises q and k.  Differentiable in every tensor of floating
+    point; equal runs give equal gradients.
 
     Formula: Gated DeltaNet (Yang et al., 2024), equation 10 and section 3.3.
 

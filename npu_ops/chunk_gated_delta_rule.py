@@ -27,6 +27,7 @@ from . import cores, tiling, tune
 
 CHUNK = tl.constexpr(64)
 LARGEST = 256  # key and value size
+MOST_HEADS = 128  # rows of gates are loaded whole
 
 
 @triton.jit
@@ -87,10 +88,12 @@ def _column(gates, rows, head, there, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "group", "beta_token", "g_token"])
 def triangles(
-    qk, kk, beta, g, lengths, solved, seen, sums, sequences, tokens, group, beta_token, g_token,
-    VALUE_HEADS: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr,
+    qk, kk, beta, g, lengths, solved, finer, seen, sums, rates, sequences, tokens, group,
+    beta_token, g_token, VALUE_HEADS: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
+    GATE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """T and P [chunks, HV, 64, 64] and G [chunks, HV, 64] of every chunk."""
+    """T and P [chunks, HV, 64, 64] and G [chunks, HV, 64] of every chunk; APART: instead of T
+    (I + L)^-1, what rounding leaves of it in `finer`, and beta in `rates`."""
     i = tl.arange(0, CHUNK)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
@@ -134,7 +137,13 @@ def triangles(
                 factor = tl.extract_slice(lower, (0, r), (CHUNK, 1), (1, 1))
                 done = tl.extract_slice(x, (r, 0), (1, CHUNK), (1, 1))
                 x = x - factor * done
-            tl.store(solved + tile, (x * rate[None]).to(solved.dtype.element_ty))
+            if APART:
+                half = x.to(solved.dtype.element_ty)
+                tl.store(solved + tile, half)
+                tl.store(finer + tile, (x - half.to(tl.float32)).to(half.dtype))
+                tl.store(rates + place * CHUNK + i, rate)
+            else:
+                tl.store(solved + tile, (x * rate[None]).to(solved.dtype.element_ty))
         turn = ((turn - chunks * VALUE_HEADS) % turns + turns) % turns
         start += length
         before += chunks
@@ -222,6 +231,8 @@ def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
     sizes = query.shape[-1], value.shape[-1]
     if any(size % 16 or not 16 <= size <= LARGEST for size in sizes):
         return f"head sizes {sizes[0]} and {sizes[1]}, expected multiples of 16 up to {LARGEST}"
+    if value.shape[1] > MOST_HEADS:
+        return f"{value.shape[1]} value heads, the kernel takes {MOST_HEADS} at most"
     return None
 
 
@@ -261,10 +272,10 @@ def forward(
         **tune.only("chunk_gated_delta_rule.products").keywords,
     )  # fmt: skip
     triangles[(cores.vector(),)](
-        qk, kk, sums if beta is None else beta, sums if g is None else g, lengths, solved, seen,
-        sums, sequences, tokens, group, 0 if beta is None else beta.stride(0),
+        qk, kk, sums if beta is None else beta, sums if g is None else g, lengths, solved, solved,
+        seen, sums, sums, sequences, tokens, group, 0 if beta is None else beta.stride(0),
         0 if g is None else g.stride(0), VALUE_HEADS=value_heads, VARLEN=varlen,
-        BETA=beta is not None, GATE=g is not None,
+        BETA=beta is not None, GATE=g is not None, APART=False,
         **tune.only("chunk_gated_delta_rule.triangles").keywords,
     )  # fmt: skip
     walk[(cores.cube(),)](

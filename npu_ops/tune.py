@@ -90,6 +90,22 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "chunk_gated_delta_rule.walk": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
     ),
+    "chunk_gated_delta_rule_grad.places": (Config({}),),
+    "chunk_gated_delta_rule_grad.walk_states": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+    ),
+    "chunk_gated_delta_rule_grad.walk_grads": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+    ),
+    "chunk_gated_delta_rule_grad.crosses": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+    ),
+    "chunk_gated_delta_rule_grad.dots": (Config({"ROWS": 16}),),
+    "chunk_gated_delta_rule_grad.pairs": (Config({"ROWS": 16}),),
+    "chunk_gated_delta_rule_grad.inputs": tuple(
+        Config({"KEY_TILE": channels}) for channels in (64, 32, 16)
+    ),
+    "chunk_gated_delta_rule_grad.gates": (Config({"HEAD_TILE": 16}),),
     # head sizes up to 64, 128, 256
     "fused_attention.attend": tuple(
         Config({"Q_TILE": rows, "KEY_TILE": keys})
