@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..dispatch.errors import NotSupported
 from ..dispatch.register import NAMESPACE
@@ -72,25 +72,43 @@ class Captured:
             raise ValueError(
                 f"capture: {len(args)} arguments came, expected the {len(self._inputs)} captured."
             )
-        for number, (buffer, value) in enumerate(zip(self._inputs, args, strict=True)):
-            if buffer is value:
-                continue
-            if not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
-                if buffer != value:
-                    raise ValueError(
-                        f"capture: argument {number} is {value!r}, {buffer!r} was captured. Only "
-                        "tensors may change. Capture again for another value."
-                    )
-            elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-                raise ValueError(
-                    f"capture: argument {number} has shape {list(value.shape)} and {value.dtype}, "
-                    f"expected {list(buffer.shape)} and {buffer.dtype} as captured. Capture again "
-                    "for another shape; lengths may change inside their tensors."
-                )
-            else:
-                buffer.copy_(value)
+        changed = [
+            pair
+            for number, (buffer, value) in enumerate(zip(self._inputs, args, strict=True))
+            if buffer is not value
+            for pair in _pairs(number, buffer, value)
+        ]
+        for buffer, value in changed:
+            buffer.copy_(value)
         self._graph.replay()
         return self.outputs
+
+
+def _pairs(number: int, captured: Any, came: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """(buffer, new value) of the tensors in one argument, which may be a list, a dict and so on."""
+    buffers, structure = tree_flatten(captured)
+    values, other = tree_flatten(came)
+    if structure != other:
+        raise ValueError(
+            f"capture: argument {number} is {type(came).__name__} of {len(values)} tensors or "
+            f"numbers, expected the structure that was captured, {type(captured).__name__} of "
+            f"{len(buffers)}."
+        )
+    for buffer, value in zip(buffers, values, strict=True):
+        if not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
+            if isinstance(buffer, Tensor) or isinstance(value, Tensor) or buffer != value:
+                raise ValueError(
+                    f"capture: argument {number} is {value!r}, {buffer!r} was captured. Only "
+                    "tensors may change. Capture again for another value."
+                )
+        elif (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            raise ValueError(
+                f"capture: argument {number} has shape {list(value.shape)} and {value.dtype}, "
+                f"expected {list(buffer.shape)} and {buffer.dtype} as captured. Capture again "
+                "for another shape; lengths may change inside their tensors."
+            )
+        elif buffer is not value:
+            yield buffer, value
 
 
 def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:

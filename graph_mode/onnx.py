@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram, graph_signature
 
-from ..dispatch.errors import NotSupported
+from ..dispatch.errors import NotSupported, need
 from ..dispatch.register import NAMESPACE, bind, overload
 from ..dispatch.specs import SPECS, Spec
 from .decompositions import DECOMPOSITIONS, Decomposition
@@ -57,7 +57,10 @@ def export(
 
     Raises:
         NotSupported: an op has no ONNX form, or not for one of its arguments.
+        BackendUnavailable: onnx or onnxscript is not installed.
     """
+    for package in ("onnx", "onnxscript"):
+        need(package, "custom.graph_mode.onnx", "onnx onnxscript")
     with torch.no_grad():
         program = torch.export.export(model, args, dynamic_shapes=dynamic_shapes)
         variants = _Variants()

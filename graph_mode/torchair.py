@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from ..dispatch.errors import NotSupported
+from ..dispatch.errors import NotSupported, need
 from ..dispatch.register import bind, overload
 from ..dispatch.specs import BY_NAME, SPECS, Spec
 
@@ -358,6 +358,7 @@ def _runs_python_ops() -> bool:
 
 def register() -> None:
     """Teach torchair our ops; call once, after `import torchair`."""
+    need("torchair", "custom.graph_mode.torchair", "torch_npu")
     from torchair import register_fx_node_ge_converter
 
     for spec in SPECS:

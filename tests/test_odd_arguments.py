@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from custom.dispatch import errors
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS, Spec
+from custom.graph_mode import onnx, torchair
+from custom.graph_mode.capture import Captured
 from torch import Tensor
 
 import custom
+from custom.bench import __main__ as bench
 
 from .samples import sample
 from .test_contracts import mutated, tensors
@@ -304,3 +308,83 @@ def test_debug_looks_at_the_lengths_of_the_chunked_rule():
     for lengths in ([70, 36], [-1, 5]):
         with pytest.raises(ValueError, match="`actual_seq_lengths` adds up to"):
             run(CHUNK, actual_seq_lengths=torch.tensor(lengths))
+
+
+# ------------------------------------------------------ captured graphs, optional packages, bench
+
+
+class Graph:
+    """Counts replays."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+def test_a_captured_call_refuses_before_it_copies():
+    x, caches, graph = torch.zeros(2), [torch.zeros(3), {"k": torch.zeros(1)}], Graph()
+    captured = Captured(graph, (x, caches, 7), "outputs")
+    ones = [torch.ones(3), {"k": torch.ones(1)}]
+    for args, message in (
+        ((torch.ones(2), ones), "2 arguments came, expected the 3 captured"),
+        ((torch.ones(2), ones, 8), "argument 2 is 8, 7 was captured"),
+        ((torch.ones(2), ones, torch.ones(1)), "argument 2 is tensor"),
+        ((torch.ones(2), [torch.ones(4), ones[1]], 7), r"argument 1 has shape \[4\]"),
+        ((torch.ones(2), [torch.ones(3).long(), ones[1]], 7), "argument 1 has .* torch.int64"),
+        ((torch.ones(2), [torch.ones(3)], 7), "argument 1 is list of 1 .* list of 2"),
+    ):
+        with pytest.raises(ValueError, match=f"^capture: {message}"):
+            captured(*args)
+    assert not graph.replays and not x.any() and not caches[0].any()
+    assert captured(torch.ones(2), ones, 7) == "outputs"
+    assert graph.replays == 1 and x.all() and caches[0].all() and caches[1]["k"].all()
+
+
+def test_an_optional_package_that_is_missing_says_who_needs_it(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(errors, "import_module", missing)
+    for call, message in (
+        (lambda: onnx.export(torch.nn.Identity(), (torch.ones(1),), "x"), "pip install onnx onnx"),
+        (torchair.register, "needs torchair, which is not installed: pip install torch_npu"),
+        (lambda: bench.main(["npu_indexer_loss", "--plot", "x.png"]), "--plot needs matplotlib"),
+    ):
+        with pytest.raises(custom.BackendUnavailable, match=message):
+            call()
+
+
+def test_a_package_that_lacks_something_itself_is_not_called_missing(monkeypatch):
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr(errors, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'numpy'$"):
+        errors.need("onnx", "a test", "onnx")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--shape", "b"], "--shape is 'b', expected sizes such as b=32,n=128"),
+        (["--against", "nowhere.csv"], "--against: there is no file nowhere.csv"),
+    ],
+)
+def test_bench_refuses_before_it_measures(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["npu_indexer_loss", *argv])
+    assert message in capsys.readouterr().err
+
+
+def test_bench_names_a_device_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(custom.BackendUnavailable, match="--device cuda: none is here"):
+        bench.main(["npu_indexer_loss", "--device", "cuda"])
+
+
+@pytest.mark.parametrize("tile", [0, None, 1.5])
+def test_tiles_of_the_tutorial_are_integers(tile):
+    q = torch.zeros(1, 1, 2, 16)
+    with pytest.raises(ValueError, match=r"^attention: `BM` is .*, expected an integer from 1 on"):
+        custom.attention(q, q, q, True, 1.0, tile, 64)

@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import __version__
 from ..dispatch import log
 from ..dispatch.env import config
+from ..dispatch.errors import BackendUnavailable, need
 from ..dispatch.specs import BY_NAME
 from .case import Case, Outputs
 from .presets import presets, sweep
@@ -145,15 +146,25 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--estimate", action="store_true", help="npu: from the compiled kernels, without a device"
     )
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    # what would fail after minutes of measuring fails now
+    if any(pair.count("=") != 1 for pair in options.shape.split(",") if pair):
+        parser.error(f"--shape is {options.shape!r}, expected sizes such as b=32,n=128")
+    if options.against and not options.against.exists():
+        parser.error(f"--against: there is no file {options.against}")
+    if options.plot:
+        need("matplotlib", "--plot", "matplotlib")
+    return options
 
 
 def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    if hasattr(torch, "npu") and torch.npu.is_available():
-        return torch.device("npu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    npu = hasattr(torch, "npu") and torch.npu.is_available()
+    here = {"npu": npu, "cuda": torch.cuda.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(each for each, there in here.items() if there)
+    elif not here[name]:
+        raise BackendUnavailable(f"--device {name}: none is here; python -m custom.info says why")
+    return torch.device(name)
 
 
 def _estimate(op: str, shape: str) -> int:

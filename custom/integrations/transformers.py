@@ -16,15 +16,22 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer
-from transformers.models.deepseek_v32 import modeling_deepseek_v32
-from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ..delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
 from ..dispatch.common.nz import to_nz
-from ..dispatch.errors import NotSupported
+from ..dispatch.errors import NotSupported, need
 from ..sparse_attention import npu_sparse_attention_pto
 from .paged import LayerCaches, PagedCaches, token_positions
+
+need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
+
+from transformers.cache_utils import (  # noqa: E402
+    Cache,
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+)
+from transformers.models.deepseek_v32 import modeling_deepseek_v32  # noqa: E402
+from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 # their functions are not typed
 _deepseek_v32: Any = modeling_deepseek_v32
