@@ -211,6 +211,13 @@ def test_an_attention_with_bias_is_refused():
         sparse_attention_weights(model.model.layers[0].self_attn)
 
 
+def test_a_module_that_is_no_attention_of_the_model_is_refused():
+    layer = deepseek().model.layers[0]
+    for module in (layer, layer.mlp, None):
+        with pytest.raises(TypeError, match=f"is of type {type(module).__name__}, .*self_attn"):
+            sparse_attention_weights(module)
+
+
 def test_gradients_are_refused():
     model, inputs = deepseek(), ragged()
     with pytest.raises(RuntimeError, match="requires grad"), use():

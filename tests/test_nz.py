@@ -75,11 +75,19 @@ def test_noncontiguous_weights_convert():
         (lambda: custom.from_nz(torch.zeros(2, 2, 16, 16)), "^from_nz: `z` has shape"),
         (lambda: custom.from_nz(torch.zeros(17, 16)), "^from_nz: `z` has shape"),
         (lambda: custom.from_nz(torch.zeros(2, 2, 16, 8), (40, 16)), "^from_nz: `shape` is"),
+        (lambda: custom.from_nz(torch.zeros(2, 2, 16, 8), (32,)), r"^from_nz: `shape` is \(32,\)"),
+        (lambda: custom.from_nz(torch.zeros(2, 2, 16, 8), 32), "^from_nz: `shape` is 32, expected"),
     ],
 )
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("convert", [custom.to_nz, custom.from_nz])
+def test_something_that_is_no_tensor(convert):
+    with pytest.raises(TypeError, match=rf"^{convert.__name__}: `.` is of type list, expected Ten"):
+        convert([[1.0]])
 
 
 def test_how_a_weight_argument_is_read(capsys, monkeypatch):

@@ -83,6 +83,11 @@ def sparse_attention_weights(
     float32: a positive factor and a rounding are all that this changes in the scores.
     """
     m: Any = module
+    if not hasattr(m, "kv_a_proj_with_mqa") or not hasattr(m, "indexer"):
+        raise TypeError(
+            f"sparse_attention_weights: `module` is of type {type(module).__name__}, expected the "
+            "attention of a DeepSeek-V3.2 layer. Pass layer.self_attn."
+        )
     if m.q_lora_rank is None or m.config.attention_bias:
         raise NotSupported(
             "npu_sparse_attention_pto needs a query latent (q_lora_rank) and projections without "

@@ -36,6 +36,7 @@ def to_nz(w: Tensor, *, flat: bool = False) -> Tensor:
     >>> custom.to_nz(torch.zeros(32, 40, dtype=torch.bfloat16)).shape
     torch.Size([3, 2, 16, 16])
     """
+    _tensor("to_nz: `w`", w)
     if w.ndim < 2:
         raise ValueError(f"to_nz: `w` has shape {list(w.shape)}, expected [..., K, N].")
     *batch, rows, cols = w.shape
@@ -66,6 +67,7 @@ def from_nz(z: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     >>> torch.equal(custom.from_nz(custom.to_nz(w), w.shape), w)
     True
     """
+    _tensor("from_nz: `z`", z)
     c0 = columns(z.dtype)
     if z.ndim == 2 and z.shape[0] % ROWS == 0 and z.shape[1] % c0 == 0:
         z = z.contiguous().view(z.shape[1] // c0, z.shape[0] // ROWS, ROWS, c0)
@@ -78,12 +80,22 @@ def from_nz(z: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     w = z.movedim(-4, -2).reshape(*batch, k * ROWS, n * c0)
     if shape is None:
         return w
+    if not isinstance(shape, Sequence) or len(shape) < 2:
+        raise ValueError(f"from_nz: `shape` is {shape!r}, expected (K, N).")
     rows, cols = shape[-2:]
     if not (0 <= k * ROWS - rows < ROWS and 0 <= n * c0 - cols < c0):
         raise ValueError(
             f"from_nz: `shape` is {list(shape)}, and `z` holds [{k * ROWS}, {n * c0}] with padding."
         )
     return w[..., :rows, :cols].contiguous()
+
+
+def _tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} is of type {type(value).__name__}, expected Tensor. Make it one with "
+            "torch.as_tensor()."
+        )
 
 
 def is_nz(weight: Tensor, weight_format: str) -> bool:
