@@ -49,7 +49,7 @@ def npu_fused_attention(
 
     Raises:
         ValueError: a shape, stride, device or option does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> q, k, v = (torch.randn(1, 2, 5, 16, requires_grad=True) for _ in range(3))
@@ -89,7 +89,7 @@ def attention(
 
     Raises:
         ValueError: a shape or value does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> q = k = v = torch.randn(1, 2, 5, 16)

@@ -71,7 +71,8 @@ def npu_fused_sigmoid_gating_delta_rule_update(
 
     Raises:
         ValueError: a shape, stride, device or option does not fit; no state has been written.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
 
     >>> import torch, custom
     >>> state, slot = torch.zeros(3, 4, 16, 8), torch.tensor([2])
@@ -151,7 +152,7 @@ def npu_chunk_gated_delta_rule(
 
     Raises:
         ValueError: a shape, device or option does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> q, k, v = torch.randn(7, 2, 16), torch.randn(7, 2, 16), torch.randn(7, 4, 8)

@@ -65,7 +65,7 @@ def compute_index_loss_sparse(
 
     Raises:
         ValueError: a shape, device or option does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 4, 16)
@@ -130,8 +130,14 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The indexer's KL loss and its gradients down to the indexer's inputs, in one call.
 
+    Over the selected slots j of a row: p = exp(scale_value q_h . k_j - softmax_max) / softmax_sum
+    by head, pi = sum_h p / sum_jh p, r = softmax_j(sum_n weights relu(query_index . key_index)),
+    loss = sum_j (pi + 1e-10) (log(pi + 1e-10) - log(r + 1e-10)); the scores' gradient is r - pi.
+
     Same signature as torch_npu's op.  The attention's own softmax statistics (from
     `npu_sparse_flash_attention`) save the loss a pass; the loss is summed over all query tokens.
+
+    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), the indexer's sparse training stage.
 
     Args:
         query: [B, S, N, R] or [T, N, R].
@@ -158,7 +164,8 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
 
     Raises:
         ValueError: a shape, layout, device or option does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
     """
     out: tuple[Tensor, Tensor, Tensor, Tensor] = call(
         torch.ops.custom.npu_sparse_lightning_indexer_grad_kl_loss,

@@ -90,7 +90,8 @@ def npu_sparse_attention_pto(
 
     Raises:
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
 
     >>> import torch, custom
     >>> H, Rq, N, Dn, R, Dr, Ni, Di, P = 64, 32, 2, 16, 32, 16, 16, 32, 16
@@ -190,7 +191,8 @@ def npu_mla_prolog_pto(
 
     Raises:
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
     """
     out: tuple[Tensor, Tensor, Tensor] = call(
         _ops.npu_mla_prolog_pto,
@@ -260,7 +262,8 @@ def npu_indexer_prolog_pto(
 
     Raises:
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
     """
     out: tuple[Tensor, Tensor] = call(
         _ops.npu_indexer_prolog_pto,
@@ -329,7 +332,7 @@ def npu_lightning_indexer(
 
     Raises:
         ValueError: a shape, layout, device or option does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> q, k, w = torch.randn(1, 2, 4, 16), torch.randn(1, 9, 1, 16), torch.rand(1, 2, 4)
@@ -392,7 +395,8 @@ def npu_lightning_indexer_grad(
 
     Raises:
         ValueError: a shape, layout, device or option does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
     """
     out: tuple[Tensor, Tensor, Tensor] = call(
         _ops.npu_lightning_indexer_grad,
@@ -439,8 +443,10 @@ def npu_sparse_flash_attention(
     positions of `sparse_indices` that exist and that the mask allows.
 
     Same signature as torch_npu's op, but `attention_mode` defaults to 2, the only valid one, and
-    the softmax statistics come with paged keys as well.  Differentiable in query, key, query_rope
-    and key_rope where keys are not paged (see `npu_sparse_flash_attention_grad`).
+    the softmax statistics come with paged keys as well.  Differentiable in every tensor of floating
+    point, sinks included, where keys are not paged (see `npu_sparse_flash_attention_grad`).
+
+    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), attention over the selected latents.
 
     Args:
         query: [B, S, N, R], or [T, N, R] with layout_query="TND".
@@ -471,7 +477,7 @@ def npu_sparse_flash_attention(
 
     Raises:
         ValueError: a shape, layout, device or option does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> q, k = torch.randn(1, 2, 4, 32), torch.randn(1, 9, 1, 32)
@@ -559,7 +565,8 @@ def npu_sparse_flash_attention_grad(
 
     Raises:
         ValueError: a shape, layout, device or option does not fit.
-        TypeError: a dtype does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
     """
     grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = call(
         _ops.npu_sparse_flash_attention_grad,
