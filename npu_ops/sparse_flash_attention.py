@@ -70,6 +70,8 @@ def resolve(
             if BLOCKS:
                 number = j // block
                 at = tl.load(selected + tl.minimum(number, count - 1))
+                # an absent block stays near, so that its positions fit in 32 bits
+                at = tl.minimum(tl.maximum(at, -1), limit // block + 1)
                 position = (at - number) * block + j
                 exists = (j < count * block) & (position >= 0) & (position < limit)
             else:

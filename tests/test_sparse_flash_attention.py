@@ -240,7 +240,12 @@ def test_nothing_selected_is_zero_with_or_without_sinks(device, backend):
     query = torch.randn(1, 2, 4, 32).to(device, dtype)
     key = torch.full((1, 9, 1, 32), torch.nan).to(device, dtype)
     for sinks in (None, torch.full((4,), -torch.inf, device=device), torch.ones(4, device=device)):
-        for index in (-1, 9, 2**31 - 1, -(2**31)):
+        # the last two name blocks of 4 whose first position is 0 in 32 bits
+        for index, block in (
+            *((i, 1) for i in (-1, 9, 2**31 - 1, -(2**31))),
+            (2**30, 4),
+            (-(2**30), 4),
+        ):
             out, top, total = run(
                 OP,
                 backend,
@@ -250,6 +255,7 @@ def test_nothing_selected_is_zero_with_or_without_sinks(device, backend):
                 sparse_indices=torch.full((1, 2, 1, 6), index, dtype=torch.int32, device=device),
                 scale_value=1.0,
                 sinks=sinks,
+                sparse_block_size=block,
                 return_softmax_lse=True,
             )
             assert (out == 0).all() and (top == -torch.inf).all() and (total == 0).all()

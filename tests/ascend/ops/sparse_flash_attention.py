@@ -50,6 +50,8 @@ def paged(
                 row[: len(chosen)] = chosen
                 row[inputs.permutation(k)[: k // 8]] = -1
                 row[k // 2] = n // block + 7  # out of range: absent
+                if block > 1:
+                    row[k // 3] = 2**32 // block  # so far that its position wraps to 0
                 rows.append(row)
         return dict(
             query=inputs.normal(len(lengths), s1, heads, D),
@@ -146,6 +148,13 @@ CONTROLS = (
         'tl.where(slot >= 0, 0.0, float("-inf"))[None]',
         'tl.where(slot >= -1, 0.0, float("-inf"))[None]',
         "paged, 64 heads",
+    ),
+    Control(
+        "the position of an absent block wraps",
+        OP[4:],
+        "tl.minimum(tl.maximum(at, -1), limit // block + 1)",
+        "at",
+        "paged, blocks of 4",
     ),
     Control("scale forgotten", OP[4:], "z * scale", "z", "paged, 64 heads"),
     Control(
