@@ -32,10 +32,12 @@ MOST_HEADS = 128  # rows of gates are loaded whole
 
 @triton.jit
 def _length(lengths, n, start, tokens, VARLEN: tl.constexpr):
-    """Tokens of sequence n, which begins at `start`."""
+    """Tokens of sequence n, which begins at `start`; those behind the last are not there."""
     length = tokens
     if VARLEN:
-        length = tl.minimum(tl.load(lengths + n).to(tl.int32), tokens - start)
+        # before it is cast: what does not fit 32 bits wraps
+        length = tl.minimum(tl.load(lengths + n), tokens - start)
+        length = tl.maximum(length, 0).to(tl.int32)
     return length
 
 

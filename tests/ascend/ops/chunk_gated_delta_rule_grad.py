@@ -46,6 +46,14 @@ def strong_decay(x: Inputs) -> Arguments:
     return arguments
 
 
+def beyond(x: Inputs) -> Arguments:
+    """A length below 0 and one that ends behind the tensors, d_out one half of wider rows."""
+    arguments = call([66, 9, 3])(x)
+    arguments["actual_seq_lengths"] = x.ints([66, -70, 2**40 - 2], torch.int64)
+    arguments["d_out"] = x.normal(78, 2, 128)[..., 64:]
+    return arguments
+
+
 CASES = tuple(
     Case(OP, name, make, dtype, judge=forward.judge)
     for name, make, dtype in (
@@ -77,6 +85,7 @@ CASES = tuple(
         ("48 x 16, 20 heads, scale given", call([66], (4, 20), (48, 16), scale=0.5), torch.float16),
         ("256 x 256", call([66], (1, 1), (256, 256)), torch.bfloat16),
         ("decay to nothing", strong_decay, torch.float16),
+        ("lengths beyond the tensors, strided d_out", beyond, torch.bfloat16),
         # 0.8 MB a head of two, 0.4 MB of one
         (
             "two heads a round",
