@@ -45,9 +45,10 @@ def packed(
     size: int = 64,
     heads: tuple[int, int] = (2, 1),
     kind: torch.dtype = torch.int32,
+    beyond: int = 0,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
-    """`tokens` query rows, some behind the last sequence."""
+    """`tokens` query rows, some behind the last sequence; or it ends so far `beyond` its sums."""
 
     def make(x: Inputs) -> Arguments:
         return (
@@ -55,8 +56,8 @@ def packed(
                 q=x.normal(tokens, heads[0], size),
                 k=x.normal(starts_k[-1] + 3, heads[1], size),
                 v=x.normal(starts_k[-1] + 3, heads[1], size),
-                cu_seqlens_q=x.ints(starts_q, kind),
-                cu_seqlens_k=x.ints(starts_k, kind),
+                cu_seqlens_q=x.ints([*starts_q[:-1], starts_q[-1] + beyond], kind),
+                cu_seqlens_k=x.ints([*starts_k[:-1], starts_k[-1] + beyond], kind),
             )
             | options
         )
@@ -100,6 +101,16 @@ CASES = (
     ),
     Case(
         OP,
+        "packed, causal, beyond the tensors",
+        packed([0, 70, 150], [0, 70, 170], 150, beyond=2**31 - 171, causal=True),
+    ),
+    Case(
+        OP,
+        "packed, beyond 32 bits",
+        packed([0, 70, 150], [0, 70, 170], 150, kind=torch.int64, beyond=2**32 - 40),
+    ),
+    Case(
+        OP,
         "packed, head size 128, window 40",
         packed([0, 70, 150], [0, 70, 170], 150, 128, (4, 2), causal=True, window=40),
     ),
@@ -139,6 +150,20 @@ CONTROLS = (
         "sequences + VARLEN",
         "sequences",
         "packed",
+    ),
+    Control(
+        "prefix sums beyond the tensors",
+        KERNEL,
+        "tl.minimum(tl.maximum(tl.load(sum_), 0), tokens)",
+        "tl.load(sum_)",
+        "packed, causal, beyond the tensors",
+    ),
+    Control(
+        "prefix sums that wrap",
+        KERNEL,
+        "tl.maximum(tl.load(sum_), 0)",
+        "tl.maximum(tl.load(sum_).to(tl.int32), 0)",
+        "packed, beyond 32 bits",
     ),
     Control(
         "another head's keys",

@@ -62,6 +62,16 @@ CASES = (
     ),
     Case(
         OP,
+        "packed, causal, beyond the tensors",
+        after(packed([0, 70, 150], [0, 70, 170], 150, beyond=2**31 - 171, causal=True)),
+    ),
+    Case(
+        OP,
+        "packed, beyond 32 bits",
+        after(packed([0, 70, 150], [0, 70, 170], 150, kind=torch.int64, beyond=2**32 - 40)),
+    ),
+    Case(
+        OP,
         "packed, head size 128, window 40",
         after(packed([0, 70, 150], [0, 70, 170], 150, 128, (4, 2), causal=True, window=40)),
     ),
