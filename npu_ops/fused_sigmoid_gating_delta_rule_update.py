@@ -73,8 +73,9 @@ def _update(state, k_t, v_t, decay, beta, VALUE_FIRST: tl.constexpr):
 @triton.jit
 def _parent(parents, t, columns):
     """The step that step t starts from; -1: the initial state."""
-    parent = tl.load(parents + tl.minimum(t, columns - 1)).to(tl.int32)
-    return tl.where((t < columns) & (parent >= 0) & (parent < t), parent, -1)
+    parent = tl.load(parents + tl.minimum(t, columns - 1))
+    # cast last: what does not fit 32 bits wraps
+    return tl.where((t < columns) & (parent >= 0) & (parent < t), parent, -1).to(tl.int32)
 
 
 @triton.jit(
@@ -106,8 +107,9 @@ def update(
         key_head = head // (VALUE_HEADS // HEADS)
         if VARLEN:
             batch = n * 0
-            start = tl.load(starts + n).to(tl.int32)
-            end = tl.load(starts + n + 1).to(tl.int32)
+            # within the tokens, then cast: what does not fit 32 bits wraps
+            start = tl.minimum(tl.maximum(tl.load(starts + n), 0), tokens).to(tl.int32)
+            end = tl.minimum(tl.maximum(tl.load(starts + n + 1), 0), tokens).to(tl.int32)
         else:
             batch = n
             start = n * 0
@@ -135,11 +137,11 @@ def update(
             row = tl.load(row_of + n).to(tl.int64)
             kept = (row >= 0) & (row < rows)
             in_cache = cache + tl.where(kept, row, 0) * row_size
-        of_a = a + batch * a_batch + head * a_head
+        of_a = a + batch * a_batch + head.to(tl.int64) * a_head
         of_b = b + batch * b_batch + head
-        of_q = q + batch * q_batch + key_head * q_head
-        of_k = k + batch * k_batch + key_head * k_head
-        of_v = v + batch * v_batch + head * v_head + first
+        of_q = q + batch * q_batch + key_head.to(tl.int64) * q_head
+        of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
+        of_v = v + batch * v_batch + head.to(tl.int64) * v_head + first
         for t in range(start, end):
             step = t - start
             if TREE:

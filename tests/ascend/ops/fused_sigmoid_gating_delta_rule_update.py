@@ -70,10 +70,20 @@ def call(
             arguments["intermediate_states"] = cache
             arguments["intermediate_state_indices"] = x.ints(keep)
         if parents:
-            arguments["retrieve_parent_token"] = x.ints(parents)
+            arguments["retrieve_parent_token"] = x.ints(parents, torch.int64)
         return arguments | options
 
     return make
+
+
+def heads_apart(x: Inputs) -> Arguments:
+    """The offset of the last value head needs 64 bits; nothing between them is touched."""
+    arguments = call([3, -1], 2)(x)
+    v = arguments["v"]
+    wide = torch.empty(3 * 2**30 + v.numel(), dtype=v.dtype)
+    tokens = v.shape[1] * v.shape[3]
+    strides = (tokens, v.shape[3], 2**30, 1)
+    return arguments | dict(v=wide.as_strided(v.shape, strides).copy_(v))
 
 
 CASES = (
@@ -96,12 +106,17 @@ CASES = (
     Case(OP, "varlen", call([3, -1, 0, 1], 9, starts=[0, 3, 4, 4, 7])),
     Case(
         OP,
-        "varlen, vk, int64",
+        "varlen, beyond the tokens and the pool",
+        call([-(2**31), 0, 2**31 - 1], 5, starts=[-2, 1, 4, 2**31 - 1]),
+    ),
+    Case(
+        OP,
+        "varlen, vk, int64, beyond 32 bits",
         lambda x: (
-            call([3, 1], 5, starts=[0, 1, 4], layout="vk")(x)
+            call([3, 1, 0], 5, starts=[0, 1, 2, 4], layout="vk")(x)
             | dict(
-                cu_seqlens=x.ints([0, 1, 4], torch.int64),
-                initial_state_indices=x.ints([3, 1], torch.int64),
+                cu_seqlens=x.ints([0, 1, 2, 2**32 + 3], torch.int64),
+                initial_state_indices=x.ints([3, 2**32 + 1, 0], torch.int64),
             )
         ),
     ),
@@ -122,7 +137,7 @@ CASES = (
             6,
             keep=[1, 7],
             steps=6,
-            parents=[[-1, 0, 0, 1, 2, 1], [-1, -1, 1, 0, 3, 9]],
+            parents=[[-1, 0, 0, 1, 2, 1], [-1, -1, 1, 2**32, 3, 9]],
             disable_state_update=True,
         ),
     ),
@@ -139,6 +154,7 @@ CASES = (
             parents=[[-1, 0, 0], [0, 0, 1]],
         ),
     ),
+    Case(OP, "value heads 2**30 numbers apart", heads_apart),
     Case(OP, "q and k strided", call([3, 2], 2, strided=True)),
     Case(OP, "value size 96", call([3, 2], 2, sizes=(64, 96))),
     Case(OP, "value size 48, 1 head", call([3, 2], 2, (1, 1), (128, 48), layout="vk")),
@@ -146,6 +162,34 @@ CASES = (
     Case(OP, "key size 512, vk", call([3, 2], 1, sizes=(512, 32), layout="vk")),
 )
 CONTROLS = (
+    Control(
+        "prefix sums beyond the tokens",
+        KERNEL,
+        "tl.minimum(tl.maximum(tl.load(starts + n + 1), 0), tokens)",
+        "tl.load(starts + n + 1)",
+        "varlen, beyond the tokens and the pool",
+    ),
+    Control(
+        "prefix sums that wrap",
+        KERNEL,
+        "tl.maximum(tl.load(starts + n + 1), 0)",
+        "tl.maximum(tl.load(starts + n + 1).to(tl.int32), 0)",
+        "varlen, vk, int64, beyond 32 bits",
+    ),
+    Control(
+        "a parent that wraps",
+        KERNEL,
+        "tl.load(parents + tl.minimum(t, columns - 1))",
+        "tl.load(parents + tl.minimum(t, columns - 1)).to(tl.int32)",
+        "tree",
+    ),
+    Control(
+        "a head's offset that wraps",
+        KERNEL,
+        "head.to(tl.int64) * v_head",
+        "head * v_head",
+        "value heads 2**30 numbers apart",
+    ),
     Control(
         "an absent slot is written",
         KERNEL,
