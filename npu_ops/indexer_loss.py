@@ -247,6 +247,7 @@ def forward(
     sums = tune.at_least("indexer_loss.head_sums", "HEAD_TILE", heads)
     wide = tiling.up(count, sums.tiles["KEY_TILE"])
     tokens = batch * length
+    offset = min(chunk_offset, keys)  # with the row's number it stays within 32 bits
     at_once = tiling.at_once(tokens, wide * (size + rope) * 2)
     dense = memory.empty([at_once, wide, size], key.dtype, key.device)
     dense_rope = memory.empty([at_once, wide, rope], key.dtype, key.device)
@@ -255,7 +256,7 @@ def forward(
     else:
         lse = softmax_lse.transpose(1, 2).to(torch.float32).contiguous()
     for first in range(0, tokens, at_once):
-        shape = (first, min(at_once, tokens - first), count, wide, length, keys, chunk_offset)
+        shape = (first, min(at_once, tokens - first), count, wide, length, keys, offset)
         gather[(cores.vector(),)](
             key, k_rope, indices, dense, dense_rope, *shape,
             *key.stride()[:2], *k_rope.stride()[:2], *indices.stride()[:2],
@@ -275,7 +276,7 @@ def forward(
             **sums.keywords,
         )  # fmt: skip
     row_loss[(min(tokens, cores.vector()),)](
-        index_score, indices, target, loss, tokens, count, length, keys, chunk_offset, eps,
+        index_score, indices, target, loss, tokens, count, length, keys, offset, eps,
         *index_score.stride()[:2], *indices.stride()[:2],
         **tune.at_least("indexer_loss.row_loss", "WIDTH", count).keywords,
     )  # fmt: skip

@@ -66,9 +66,10 @@ def backward(
     if grad.numel() == 0:
         return grad
     indices = ragged.int32(indices)
+    offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
     row_grad[(min(batch * length, cores.vector()),)](
         grad_loss, index_score, indices, target, grad,
-        batch * length, count, length, key_length, chunk_offset,
+        batch * length, count, length, key_length, offset,
         *index_score.stride()[:2], *indices.stride()[:2], *target.stride()[:2],
         **tune.at_least("indexer_loss_backward.row_grad", "WIDTH", count).keywords,
     )  # fmt: skip

@@ -20,7 +20,7 @@ def selected(x: Inputs, batch: int, rows: int, keys: int, count: int) -> torch.T
     drawn = torch.randint(0, keys, (batch, rows, count), generator=x.random)
     drawn[0, -1, 3:] = -1
     drawn[-1, 0] = -1
-    drawn[0, 1, 5] = keys + 7
+    drawn[0, 1, 5:8] = torch.tensor([keys + 7, 2**31 - 1, -(2**31)])
     return drawn
 
 
@@ -35,6 +35,7 @@ def call(
     scores: torch.dtype = torch.float32,
     kind: torch.dtype = torch.int32,
     lse: bool = False,
+    **options: int,
 ) -> Callable[[Inputs], Arguments]:
     def make(x: Inputs) -> Arguments:
         arguments = dict(
@@ -50,7 +51,7 @@ def call(
             arguments["key_rope"] = x.normal(batch, keys, rope)
         if lse:
             arguments["softmax_lse"] = x.normal(batch, heads, rows, dtype=torch.float32) + 6.0
-        return arguments
+        return arguments | options
 
     return make
 
@@ -62,6 +63,7 @@ CASES = (
     Case(OP, "64 heads of 576, 1500 slots", call(64, 576, 0, 1500, 2, 1800, 1)),
     Case(OP, "8 heads, 12 slots, fp16", call(8, 64, count=12), torch.float16),
     Case(OP, "log-sum-exp given", call(lse=True)),
+    Case(OP, "every key is past", call(chunk_offset=2**31 - 2)),
 )
 CONTROLS = (
     Control(
@@ -70,6 +72,13 @@ CONTROLS = (
         "tl.where(x <= last.to(tl.float32), 1.0, 0.0)",
         "1.0",
         "16 heads",
+    ),
+    Control(
+        "a row's position wraps",
+        KERNEL,
+        "min(chunk_offset, keys)",
+        "chunk_offset",
+        "every key is past",
     ),
     Control(
         "heads behind the last one",

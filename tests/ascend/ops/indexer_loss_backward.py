@@ -17,7 +17,10 @@ OP = f"npu_{KERNEL}"
 
 
 def call(
-    count: int, scores: torch.dtype = torch.float32, kind: torch.dtype = torch.int32
+    count: int,
+    scores: torch.dtype = torch.float32,
+    kind: torch.dtype = torch.int32,
+    offset: int = 257,
 ) -> Callable[[Inputs], Arguments]:
     def make(x: Inputs) -> Arguments:
         target = x.normal(2, 3, count, dtype=torch.float32)
@@ -27,7 +30,7 @@ def call(
             indices=x.ints(selected(x, 2, 3, 300, count), kind),
             target=target.abs_(),
             key_length=300,
-            chunk_offset=257,
+            chunk_offset=offset,
         )
 
     return make
@@ -36,6 +39,7 @@ def call(
 CASES = (
     Case(OP, "200 slots", call(200)),
     Case(OP, "1500 slots, bf16 scores", call(1500, torch.bfloat16)),
+    Case(OP, "every key is past", call(64, offset=2**31 - 2)),
     Case(OP, "12 slots, fp16 scores, int64", call(12, torch.float16, torch.int64)),
 )
 CONTROLS = (
@@ -45,5 +49,12 @@ CONTROLS = (
         "(r - p) * tl.load(grad_loss + token)",
         "r - p",
         "200 slots",
+    ),
+    Control(
+        "a row's position wraps",
+        KERNEL,
+        "min(chunk_offset, key_length)",
+        "chunk_offset",
+        "every key is past",
     ),
 )
