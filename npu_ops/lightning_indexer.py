@@ -57,7 +57,7 @@ def scores(
             position = tile * KEY_TILE
             if KEYS == PAGED:
                 column = position // page
-                number = tl.load(table + request * table_stride + column)
+                number = tl.load(table + request.to(tl.int64) * table_stride + column)
                 there = (number >= 0) & (number < pages)
                 row = number.to(tl.int64) * page_rows + position - column * page
             elif KEYS == TND:

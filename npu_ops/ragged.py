@@ -62,7 +62,8 @@ def keys_of(request, key_lengths, reach, KEYS: tl.constexpr, K_LENGTHS: tl.const
     """(first row, number of keys) of a request; the key tensor can hold `reach` of them."""
     if KEYS == TND:
         before = tl.load(key_lengths + tl.maximum(request - 1, 0))
-        first = tl.where(request > 0, before, 0)
+        # no sum is negative; if one is all the same, no row before the first is read or written
+        first = tl.where(request > 0, tl.maximum(before, 0), 0)
         count = tl.minimum(tl.load(key_lengths + request), reach) - first
     elif K_LENGTHS:
         first = request * 0
@@ -99,10 +100,11 @@ def visible(
 
 
 def int32(tensor: Tensor) -> Tensor:
-    """For the vector unit, which has no 64-bit arithmetic; what does not fit becomes -1."""
+    """For the vector unit, which has no 64-bit arithmetic.  What does not fit stays beyond all
+    that there is: an index is absent, a length ends with the tensors."""
     if tensor.dtype is torch.int32:
         return tensor
-    return tensor.masked_fill((tensor < 0) | (tensor > 2**31 - 1), -1).to(torch.int32)
+    return tensor.clamp(-1, 2**31 - 1).to(torch.int32)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,8 @@ def resolve(
             if KEYS == PAGED:
                 # not `position % page`: a remainder is a scalar loop
                 column = tl.where(exists, position // page, 0)
-                number = _pages(table + request * table_stride, column, limit, page, PIECE)
+                of_request = table + request.to(tl.int64) * table_stride
+                number = _pages(of_request, column, limit, page, PIECE)
                 exists = exists & (number >= 0) & (number < pages)
                 slot = number * page_rows + position - column * page
             elif KEYS == TND:
@@ -262,6 +263,8 @@ def unsupported(
     reach = block_table.shape[1] * key.shape[1] if block_table is not None else key.shape[-3]
     if max(reach, sparse_indices.shape[-1] * sparse_block_size) > ragged.LONGEST:
         return f"contexts of up to {reach} positions, the kernel reaches {ragged.LONGEST}"
+    if block_table is not None and key.shape[0] > ragged.LONGEST:
+        return f"a cache of {key.shape[0]} pages, the kernel knows {ragged.LONGEST} apart"
     return ragged.uneven(key=key, key_rope=key_rope)
 
 

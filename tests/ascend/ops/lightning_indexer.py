@@ -23,7 +23,7 @@ def paged(
     k: int = 64,
     page: int = 128,
     whole: bool = True,
-    hole: bool = False,
+    hole: int = 0,
     size: int = 128,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
@@ -40,9 +40,9 @@ def paged(
         key = inputs.whole(total, page, 1, D, low=-1, high=2)
         if not whole:
             key.copy_(inputs.normal(total, page, 1, D))
-        if hole:  # a page that the table lacks, in the middle of a request
+        if hole:  # stands for a page that is not there, in the middle of a request
             order.append(int(table[0, 1]))
-            table[0, 1] = -1
+            table[0, 1] = hole
         inputs.forbid(key, order)
         b = len(lengths)
         if whole:
@@ -132,8 +132,17 @@ CASES = (
     Case(OP, "paged, 128 heads", paged([140], 1, 128)),
     Case(OP, "paged, 24 heads", paged([140], 2, 24)),
     Case(OP, "paged, fp16", paged([300], 2), torch.float16),
-    Case(OP, "paged, a page missing", paged([400, 100], 1, 64, hole=True)),
+    Case(OP, "paged, a page missing", paged([400, 100], 1, 64, hole=-1)),
+    Case(OP, "paged, a page far behind the last", paged([400, 100], 1, 64, hole=2**31 - 1)),
     Case(OP, "paged, all keys", paged([300, 5], 3, 16, sparse_mode=0)),
+    Case(
+        OP,
+        "paged, all keys, a length beyond 32 bits",
+        lambda x: (
+            paged([300, 5], 3, 16, sparse_mode=0)(x)
+            | dict(actual_seq_lengths_key=x.ints([2**40, 5], torch.int64))
+        ),
+    ),
     Case(OP, "paged, k 2048 of 2049, 2048 and 5000", paged([2049, 2048, 5000], 2, 16, 2048)),
     Case(OP, "paged, k 2048 of 131072", paged([131072], 1, 16, 2048), cores=(24,)),
     Case(OP, "paged, random scores", paged([900, 77], 2, whole=False), judge=by_score),
@@ -183,6 +192,13 @@ CONTROLS = (
         "keys - (tokens - 1 - j), 0)",
         "keys - (tokens - j), 0)",
         "paged, 64 heads",
+    ),
+    Control(
+        "a length that wraps",
+        "ragged",
+        "tensor.clamp(-1, 2**31 - 1).to(torch.int32)",
+        "tensor.to(torch.int32)",
+        "paged, all keys, a length beyond 32 bits",
     ),
     Control(
         "a missing page is read",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..case import Arguments, Case, Inputs, in_rounds
+from ..case import Arguments, Case, Finding, Inputs, in_rounds
 from ..controls import Control
 
 KERNEL = "lightning_indexer_grad"
@@ -23,6 +23,8 @@ def selected(x: Inputs, rows: tuple[int, ...], keys: int, count: int) -> torch.T
     drawn[..., 1] = drawn[..., 0]
     drawn[..., 2] = -1
     drawn[..., 3] = keys + 7
+    drawn[..., 4] = 2**30  # the first one, were it times 4 in 32 bits
+    drawn[..., 5] = 2**31 - 1
     return drawn
 
 
@@ -61,6 +63,11 @@ def tnd(heads: int, count: int, **options: Any) -> Callable[[Inputs], Arguments]
     return rows((7,), (330,), heads, count, ([3, 4, 6], [150, 151, 328]), **options)
 
 
+def undefined(*_: Any) -> list[Finding]:
+    """Any result will do; reading or writing out of range would have ended the process."""
+    return [(0.0, "nothing out of range was touched")]
+
+
 CASES = (
     Case(OP, "64 heads", rows((2, 5), (2, 300), 64, 96)),
     Case(OP, "32 heads, lengths", rows((3, 4), (3, 160), 32, 48, ([3, 1, 2], [150, 1, 77]))),
@@ -69,6 +76,25 @@ CASES = (
     Case(OP, "24 heads, fp16", rows((1, 3), (1, 140), 24, 40), torch.float16),
     Case(OP, "4 heads of 32, more queries than keys", rows((2, 9), (2, 6), 4, 8, size=32)),
     Case(OP, "TND", tnd(64, 40)),
+    Case(
+        OP,
+        "TND, all keys, beyond 32 bits",
+        rows(
+            (7,),
+            (330,),
+            16,
+            40,
+            ([3, 4, 2**40], [150, 151, 2**32 + 100]),
+            kind=torch.int64,
+            sparse_mode=0,
+        ),
+    ),
+    Case(
+        OP,
+        "TND, a negative prefix sum",
+        rows((7,), (330,), 16, 40, ([3, 4, 7], [-150, 151, 328]), sparse_mode=0),
+        judge=undefined,
+    ),
     Case(OP, "three tokens a round", in_rounds(3 * 4 * 384, rows((2, 5), (2, 300), 16, 48))),
     Case(OP, "TND, int64, 16 heads of 64", tnd(16, 64, size=64, kind=torch.int64)),
 )
@@ -77,6 +103,8 @@ CONTROLS = (
     Control("equal positions: the last one wins", KERNEL, "tl.load(to + position) + value",
             "value", "64 heads"),
     Control("future keys count", KERNEL, "(position < limit)", "(position < wide)", "64 heads"),
+    Control("rows before the first key", "ragged", "tl.maximum(before, 0), 0)", "before, 0)",
+            "TND, a negative prefix sum"),
     Control("relu's gradient forgotten", KERNEL,
             "ds = tl.where(s > 0, grad[None] * w[:, None], 0.0)", "ds = grad[None] * w[:, None]",
             "64 heads"),

@@ -111,6 +111,19 @@ def _int64(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]
     return wide
 
 
+def _beyond(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """A length, an index and a page that 32 bits would bring back."""
+
+    def far(inputs: Inputs) -> Arguments:
+        arguments = make(inputs)
+        arguments["actual_seq_lengths_kv"][0] += 2**40
+        arguments["sparse_indices"][..., :2] += 2**32
+        arguments["block_table"][0, 1] += 2**32
+        return arguments
+
+    return far
+
+
 OP = "npu_sparse_flash_attention"
 CASES = (
     *(Case(OP, f"paged, {n} heads", paged([300, 1, 131], 2, n, 96)) for n in (8, 16, 32, 64, 128)),
@@ -127,6 +140,11 @@ CASES = (
         ),
     ),
     Case(OP, "paged, int64", _int64(paged([300, 1], 1, 16, 64))),
+    Case(
+        OP,
+        "paged, all keys, beyond 32 bits",
+        _beyond(_int64(paged([300, 5], 3, 16, 64, sparse_mode=0))),
+    ),
     Case(OP, "paged, 70 000 keys in pages of 16", paged([17000, 70000], 1, 8, 64, 16)),
     Case(OP, "paged, latent 128 and 32", paged([300, 1], 2, 16, 64, sizes=(128, 32))),
     Case(OP, "paged, latent 32 and 16, 2 heads", paged([40, 3], 2, 2, 16, 16, sizes=(32, 16))),
