@@ -166,8 +166,8 @@ def walk_grads(
                 grad = tl.load(d_final + whole + of_state).to(tl.float32)
             else:
                 grad = tl.zeros((VALUE_TILE, KEY), tl.float32)
-            for step in range(0, chunks):
-                chunk = chunks - 1 - step
+            # counted down by the loop: triton-ascend's adapter dies now and then of `chunks - step`
+            for chunk in range(chunks - 1, -1, -1):
                 first = chunk * CHUNK
                 there = (i < length - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
