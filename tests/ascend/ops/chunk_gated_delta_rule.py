@@ -65,6 +65,12 @@ def call(
     return make
 
 
+def beyond(x: Inputs) -> Arguments:
+    """A length below 0, and one that ends behind the tokens and does not fit 32 bits."""
+    arguments = call([66, 9, 30], (1, 1))(x)
+    return arguments | dict(actual_seq_lengths=x.ints([66, -200, 2**32 + 5], torch.int64))
+
+
 CASES = (
     Case(OP, "two chunks and a part", call([150]), judge=judge),
     Case(OP, "packed, tokens behind", call([70, 0, 1, 64], behind=3), judge=judge),
@@ -82,9 +88,24 @@ CASES = (
         torch.float16,
         judge=judge,
     ),
+    Case(OP, "lengths beyond the tokens", beyond, judge=judge),
     Case(OP, "256 x 48, scale given", call([66], (1, 1), (256, 48), scale=0.5), judge=judge),
 )
 CONTROLS = (
+    Control(
+        "a length that wraps",
+        KERNEL,
+        "tl.minimum(tl.load(lengths + n), tokens - start)",
+        "tl.minimum(tl.load(lengths + n).to(tl.int32), tokens - start)",
+        "lengths beyond the tokens",
+    ),
+    Control(
+        "a length below 0",
+        KERNEL,
+        "tl.maximum(length, 0)",
+        "length",
+        "lengths beyond the tokens",
+    ),
     Control(
         "a token sees itself in the triangle",
         KERNEL,
