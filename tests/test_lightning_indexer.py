@@ -16,6 +16,7 @@ import custom
 
 from .accuracy import DTYPES, skip_unless_taken
 from .ragged import LAYOUTS, Packed, ints, limits, run
+from .samples import sample
 
 OP = "npu_lightning_indexer"
 # (query tokens, keys) of each request
@@ -344,3 +345,20 @@ def test_gradients_need_keys_that_are_not_paged():
         custom.npu_lightning_indexer(**arguments)
     # indices alone carry no gradient, so there is none to miss
     custom.npu_lightning_indexer(**(arguments | dict(return_value=False)))
+
+
+def test_lengths_beyond_the_tensors_end_with_them(device, backend):
+    """First cut, then aligned at the last key."""
+    arguments = sample(OP, device, torch.float16)
+    S, S2 = arguments["query"].shape[1], arguments["key"].shape[1]
+
+    def chosen(queries, keys):
+        lengths = dict(
+            actual_seq_lengths_query=ints([queries, 2], device),
+            actual_seq_lengths_key=ints([keys, 9], device),
+        )
+        return run(OP, backend, **(arguments | lengths))
+
+    want = chosen(S, S2)
+    for queries, keys in ((S, S2 + 1), (S + 1, S2), (2**31 - 1, 2**31 - 1)):
+        assert all(torch.equal(a, b) for a, b in zip(chosen(queries, keys), want, strict=True))

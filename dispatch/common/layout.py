@@ -9,6 +9,7 @@
 Token j of the Lq query tokens of a request with L keys sees the positions below
 `limit` = L (sparse_mode 0), or L - Lq + 1 + j (sparse_mode 3: causal, aligned at the last key).
 Padding tokens (j >= Lq, or behind the last prefix sum) see nothing: limit 0.
+Lengths beyond the tensors end with them.
 All in tensors, with no value read on the host.
 """
 
@@ -54,11 +55,6 @@ class Keys:
         exists = (position >= 0) & (position < size) & (slot >= 0) & (slot < pages * page)
         return torch.where(exists, slot, -1)
 
-    def reach(self, key: Tensor) -> int:
-        """The positions that a request can have, whatever its length says."""
-        page = as_pages(key).shape[1]
-        return page if self.block_table is None else self.block_table.shape[1] * page
-
 
 def as_pages(key: Tensor) -> Tensor:
     """Keys of any layout as [pages, P, 1, D], a view."""
@@ -67,7 +63,6 @@ def as_pages(key: Tensor) -> Tensor:
 
 def starts(prefix: Tensor) -> Tensor:
     """[l0, l0 + l1, ...] -> [0, l0, ...]"""
-    prefix = prefix.long()
     return torch.cat([prefix.new_zeros(1), prefix])[:-1]
 
 
@@ -76,9 +71,11 @@ def keys_of(key: Tensor, layout: str, lengths: Tensor | None, block_table: Tenso
         length = torch.full((key.shape[0],), key.shape[1], device=key.device)
         return Keys(layout, length, torch.zeros_like(length), None)
     if layout == "TND":
-        start = starts(lengths)
-        return Keys(layout, lengths.long() - start, start, None)
-    return Keys(layout, lengths.long(), torch.zeros_like(lengths), block_table)
+        ends = lengths.long().clamp(0, key.shape[0])
+        start = starts(ends)
+        return Keys(layout, ends - start, start, None)
+    reach = key.shape[1] * (1 if block_table is None else block_table.shape[1])
+    return Keys(layout, lengths.long().clamp(max=reach), torch.zeros_like(lengths), block_table)
 
 
 def rows_of(
@@ -88,17 +85,20 @@ def rows_of(
     if layout == "TND":
         assert lengths is not None  # the check said so
         token = torch.arange(query.shape[0], device=query.device)
-        request = torch.searchsorted(lengths.long(), token, right=True)
+        ends = lengths.long().clamp(0, query.shape[0])
+        request = torch.searchsorted(ends, token, right=True)
         padding = request >= requests
         request = request.clamp(max=max(requests - 1, 0))
-        start = starts(lengths)
-        length = lengths.long() - start
+        start = starts(ends)
+        length = ends - start
     else:
         batch, size = query.shape[:2]
         token = torch.arange(batch * size, device=query.device)
         request = torch.div(token, max(size, 1), rounding_mode="floor")
         start = torch.arange(batch, device=query.device) * size
-        length = torch.full_like(start, size) if lengths is None else lengths.long()
+        length = torch.full_like(start, size)
+        if lengths is not None:
+            length = lengths.long().clamp(max=size)
         padding = torch.zeros_like(token, dtype=torch.bool)
     if requests == 0:
         return Rows(request, torch.zeros_like(token))

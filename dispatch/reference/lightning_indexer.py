@@ -43,16 +43,14 @@ def forward(
 
     query, weights = query.flatten(0, -3), weights.flatten(0, -2)
     chosen = indices.view(-1, sparse_count)
-    reach = keys.reach(key)
     for request in range(keys.length.shape[0]):
         tokens = torch.nonzero((rows.request == request) & (rows.limit > 0)).flatten()
-        if not len(tokens) or not reach:
+        if not len(tokens):
             continue
         # no key is visible beyond the last limit
-        seen = min(int(rows.limit[tokens].max()), reach)
-        positions = torch.arange(seen, device=query.device)[None]
+        positions = torch.arange(int(rows.limit[tokens].max()), device=query.device)[None]
         slots = keys.slots(key, tokens.new_full((1,), request), positions)[0]
-        for block in tokens.split(max(1, _BLOCK // seen)):
+        for block in tokens.split(max(1, _BLOCK // len(slots))):
             score = scores(query[block], layout.as_pages(key), weights[block], slots)
             visible = (positions < rows.limit[block, None]) & (slots >= 0)
             picked = top(score, visible, sparse_count)
