@@ -271,4 +271,4 @@ def test_the_decode_step_of_the_readme(name):
     exec(code, names)
     mask = torch.full((S, S), -torch.inf).triu(1).expand(B, 1, S, S)
     own = layer.self_attn(x, position_embeddings=(cos, sin), attention_mask=mask)[0]
-    torch.testing.assert_close(names["hidden"], own, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(names["hidden"], own, rtol=1e-5, atol=1e-5)
