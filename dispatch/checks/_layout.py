@@ -37,11 +37,11 @@ def letters(c: Checker, query: tuple[str, str], key: tuple[str, str]) -> tuple[s
     return _ROWS[query[1]], _KEYS[key[1]]
 
 
-def layout(c: Checker, value: str | None) -> tuple[str, str]:
-    """The letters for an op with one `layout` of queries and keys, which are not paged."""
+def layout(c: Checker, value: str | None) -> tuple[str, str, str]:
+    """(layout, letters of queries, of keys) for an op with one `layout`; keys are not paged."""
     value = "BSND" if value is None else value
     c.one_of("layout", value, *_ROWS)
-    return letters(c, ("layout", value), ("layout", value))
+    return value, *letters(c, ("layout", value), ("layout", value))
 
 
 def lengths(

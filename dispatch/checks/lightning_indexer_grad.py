@@ -31,8 +31,7 @@ def check(
     next_tokens: int | None,
 ) -> None:
     c = Checker("npu_lightning_indexer_grad")
-    layout = "BSND" if layout is None else layout
-    rows, keys = _layout.layout(c, layout)
+    layout, rows, keys = _layout.layout(c, layout)
     inputs(c, rows, keys, query, key, weights)
     c.same_device(
         query=query,

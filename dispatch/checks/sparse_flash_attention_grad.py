@@ -41,8 +41,7 @@ def check(
     attention_mode: int | None,
 ) -> None:
     c = Checker("npu_sparse_flash_attention_grad")
-    layout = "BSND" if layout is None else layout
-    rows, keys = _layout.layout(c, layout)
+    layout, rows, keys = _layout.layout(c, layout)
     inputs(c, rows, keys, query, key, value, sparse_indices, query_rope, key_rope)
     c.same_device(
         query=query,

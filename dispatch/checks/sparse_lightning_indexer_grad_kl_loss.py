@@ -55,7 +55,7 @@ def check(
         key_rope=key_rope,
         sinks=sinks,
     )
-    rows, keys = _layout.layout(c, layout)
+    _, rows, keys = _layout.layout(c, layout)
     _layout.options(c, sparse_mode, pre_tokens, next_tokens)
     c.floating("query", query)
     c.same_dtype(query=query, key=key, query_rope=query_rope, key_rope=key_rope)
