@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, tiling, tune
+from .lengths import within
 
 CHUNK = tl.constexpr(64)
 LARGEST = 256  # key and value size
@@ -35,9 +36,7 @@ def _length(lengths, n, start, tokens, VARLEN: tl.constexpr):
     """Tokens of sequence n, which begins at `start`; those behind the last are not there."""
     length = tokens
     if VARLEN:
-        # before it is cast: what does not fit 32 bits wraps
-        length = tl.minimum(tl.load(lengths + n), tokens - start)
-        length = tl.maximum(length, 0).to(tl.int32)
+        length = within(lengths + n, tokens - start)
     return length
 
 

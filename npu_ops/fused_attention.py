@@ -17,16 +17,10 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, tiling, tune
+from .lengths import within
 
 WIDEST = 256  # head sizes, of which the tiles of the last configuration fit
 FARTHEST = 2**30  # as far as a window reaches: positions are 32 bits wide
-
-
-@triton.jit
-def _within(sum_, tokens):
-    """A prefix sum, no farther than the tensors reach."""
-    # before it is cast: what does not fit 32 bits wraps
-    return tl.minimum(tl.maximum(tl.load(sum_), 0), tokens).to(tl.int32)
 
 
 @triton.jit
@@ -34,12 +28,12 @@ def sequence_of(n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN: tl
     """(batch, first query row, their number, first key row, their number) of sequence n."""
     if VARLEN:
         batch = n * 0
-        start_q = _within(starts_q + n, tokens_q)
-        start_k = _within(starts_k + n, tokens_k)
+        start_q = within(starts_q + n, tokens_q)
+        start_k = within(starts_k + n, tokens_k)
         after = tl.minimum(n + 1, sequences)
-        end = _within(starts_q + after, tokens_q)
+        end = within(starts_q + after, tokens_q)
         count_q = tl.where(n < sequences, end, tokens_q) - start_q
-        count_k = _within(starts_k + after, tokens_k) - start_k
+        count_k = within(starts_k + after, tokens_k) - start_k
     else:
         batch = n
         start_q = n * 0

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, tune
+from .lengths import within
 
 _STATE = 8192  # elements of a part of the state; UB holds it and four of what is made of it
 _STEPS = 63  # of a tree: a way through it is a mask of bits
@@ -107,9 +108,8 @@ def update(
         key_head = head // (VALUE_HEADS // HEADS)
         if VARLEN:
             batch = n * 0
-            # within the tokens, then cast: what does not fit 32 bits wraps
-            start = tl.minimum(tl.maximum(tl.load(starts + n), 0), tokens).to(tl.int32)
-            end = tl.minimum(tl.maximum(tl.load(starts + n + 1), 0), tokens).to(tl.int32)
+            start = within(starts + n, tokens)
+            end = within(starts + n + 1, tokens)
         else:
             batch = n
             start = n * 0

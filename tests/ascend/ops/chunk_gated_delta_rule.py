@@ -94,16 +94,16 @@ CASES = (
 CONTROLS = (
     Control(
         "a length that wraps",
-        KERNEL,
-        "tl.minimum(tl.load(lengths + n), tokens - start)",
-        "tl.minimum(tl.load(lengths + n).to(tl.int32), tokens - start)",
+        "lengths",
+        "tl.load(length)",
+        "tl.load(length).to(tl.int32)",
         "lengths beyond the tokens",
     ),
     Control(
         "a length below 0",
-        KERNEL,
-        "tl.maximum(length, 0)",
-        "length",
+        "lengths",
+        "tl.maximum(tl.load(length), 0)",
+        "tl.load(length)",
         "lengths beyond the tokens",
     ),
     Control(

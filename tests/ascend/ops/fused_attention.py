@@ -153,16 +153,16 @@ CONTROLS = (
     ),
     Control(
         "prefix sums beyond the tensors",
-        KERNEL,
-        "tl.minimum(tl.maximum(tl.load(sum_), 0), tokens)",
-        "tl.load(sum_)",
+        "lengths",
+        "tl.minimum(tl.maximum(tl.load(length), 0), most)",
+        "tl.load(length)",
         "packed, causal, beyond the tensors",
     ),
     Control(
         "prefix sums that wrap",
-        KERNEL,
-        "tl.maximum(tl.load(sum_), 0)",
-        "tl.maximum(tl.load(sum_).to(tl.int32), 0)",
+        "lengths",
+        "tl.maximum(tl.load(length), 0)",
+        "tl.maximum(tl.load(length).to(tl.int32), 0)",
         "packed, beyond 32 bits",
     ),
     Control(

@@ -164,16 +164,16 @@ CASES = (
 CONTROLS = (
     Control(
         "prefix sums beyond the tokens",
-        KERNEL,
-        "tl.minimum(tl.maximum(tl.load(starts + n + 1), 0), tokens)",
-        "tl.load(starts + n + 1)",
+        "lengths",
+        "tl.minimum(tl.maximum(tl.load(length), 0), most)",
+        "tl.load(length)",
         "varlen, beyond the tokens and the pool",
     ),
     Control(
         "prefix sums that wrap",
-        KERNEL,
-        "tl.maximum(tl.load(starts + n + 1), 0)",
-        "tl.maximum(tl.load(starts + n + 1).to(tl.int32), 0)",
+        "lengths",
+        "tl.maximum(tl.load(length), 0)",
+        "tl.maximum(tl.load(length).to(tl.int32), 0)",
         "varlen, vk, int64, beyond 32 bits",
     ),
     Control(
