@@ -6,12 +6,10 @@ PyTorch, eager and compiled, which holds the gathered keys and every head's prob
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor
 
+from . import in_torch
 from .case import Arguments, Case, Draw, Outputs
 
 BF16 = 2
@@ -27,77 +25,6 @@ def _indices(device: torch.device, seed: int, s: int, s2: int, k: int) -> torch.
     return torch.where(slot < limit, torch.where(limit > k, wide.minimum(limit - 1), slot), -1)[
         None
     ]
-
-
-def _torch_loss(
-    query: Tensor,
-    key: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    scaling: float,
-    chunk_offset: int,
-    softmax_lse: Tensor | None = None,
-    eps: float = 1e-10,
-) -> tuple[Tensor, Tensor]:
-    """The loss as one would write it: products in bfloat16, the rest in float32.  Every row has a
-    valid slot."""
-    ok = _valid(indices, key.shape[1], chunk_offset)
-    request = torch.arange(key.shape[0], device=key.device)[:, None, None]
-    chosen = key[request, indices.clamp(0, key.shape[1] - 1)]  # [B, S, K, D]
-    logits = (query.transpose(1, 2) @ chosen.mT).float() * scaling  # [B, S, N, K]
-    logits = logits.masked_fill(~ok[:, :, None], -torch.inf)
-    if softmax_lse is None:
-        p = logits.softmax(-1)
-    else:
-        p = torch.exp(logits - softmax_lse.transpose(1, 2)[..., None])
-    target = p.sum(2)
-    pi = target / target.sum(-1, keepdim=True)
-    r = index_score.masked_fill(~ok, -torch.inf).softmax(-1)
-    terms = (pi + eps) * (torch.log(pi + eps) - torch.log(r + eps))
-    return terms.masked_fill(~ok, 0).sum(-1), target
-
-
-def _torch_backward(
-    grad_loss: Tensor,
-    index_score: Tensor,
-    indices: Tensor,
-    target: Tensor,
-    key_length: int,
-    chunk_offset: int,
-) -> Tensor:
-    ok = _valid(indices, key_length, chunk_offset)
-    pi = target.masked_fill(~ok, 0)
-    pi = pi / pi.sum(-1, keepdim=True)
-    r = index_score.masked_fill(~ok, -torch.inf).softmax(-1)
-    return (grad_loss[..., None] * (r - pi)).masked_fill(~ok, 0)
-
-
-def _valid(indices: Tensor, key_length: int, chunk_offset: int) -> Tensor:
-    row = torch.arange(indices.shape[1], device=indices.device)[:, None]
-    return (indices >= 0) & (indices <= chunk_offset + row) & (indices < key_length)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
-
-
-def _peers(
-    function: Callable[..., Any],
-) -> dict[str, Callable[[Arguments], Callable[[], Any] | None]]:
-    """`function` and its compiled form; the CPU has the reference, which is PyTorch too."""
-
-    def eager(arguments: Arguments) -> Callable[[], Any] | None:
-        return None if _on_cpu(arguments) else lambda: function(**arguments)
-
-    def compiled(arguments: Arguments) -> Callable[[], Any] | None:
-        return None if _on_cpu(arguments) else lambda: _compiled(function)(**arguments)
-
-    return {"torch": eager, "torch.compile": compiled}
-
-
-def _on_cpu(arguments: Arguments) -> bool:
-    return bool(arguments["indices"].device.type == "cpu")
 
 
 def loss_case(n: int, d: int, s: int, s2: int, k: int, lse: bool = False) -> Case:
@@ -136,7 +63,7 @@ def loss_case(n: int, d: int, s: int, s2: int, k: int, lse: bool = False) -> Cas
         bytes=float(BF16 * d * (n * s + s2) + s * k * 12),
         flops=2.0 * passes * n * s * k * d,
         shape=dict(n=n, d=d, s=s, s2=s2, k=k),
-        peers=_peers(_torch_loss),
+        peers=in_torch.peers(in_torch.loss),
     )
 
 
@@ -179,7 +106,7 @@ def backward_case(s: int, s2: int, k: int) -> Case:
         bytes=float(s * k * 16),
         flops=10.0 * s * k,
         shape=dict(s=s, s2=s2, k=k),
-        peers=_peers(_torch_backward),
+        peers=in_torch.peers(in_torch.loss_backward),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..dispatch.common.nz import to_nz
+from . import in_torch
 from .case import Arguments, Case, Draw, Outputs
 
 R, DR, DN, DI, NI, P = 512, 64, 128, 128, 64, 128
@@ -60,6 +61,7 @@ def attention_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
         bytes=rows * k * (R + DR) * BF16 + rows * n * (2 * R + DR) * BF16,
         flops=2.0 * rows * n * k * (2 * R + DR),
         shape=dict(b=b, s=s, n=n, context=context, k=k),
+        peers=in_torch.peers(in_torch.sparse_attention),
     )
 
 
@@ -92,6 +94,7 @@ def prefill_case(s: int, n: int, context: int, k: int = 2048) -> Case:
         bytes=float(context * (R + DR) * BF16 + s * n * (2 * R + DR) * BF16),
         flops=2.0 * s * n * k * (2 * R + DR),
         shape=dict(b=1, s=s, n=n, context=context, k=k),
+        peers=in_torch.peers(in_torch.sparse_attention, compiled=False),
     )
 
 
@@ -128,6 +131,7 @@ def indexer_case(b: int, s: int, context: int, k: int = 2048) -> Case:
         bytes=b * context * DI * BF16 + b * s * NI * (DI + 1) * BF16 + b * s * k * 4.0,
         flops=2.0 * b * s * context * NI * DI,
         shape=dict(b=b, s=s, context=context, k=k),
+        peers=in_torch.peers(in_torch.lightning_indexer, compiled=s == 1),
     )
 
 
@@ -205,6 +209,7 @@ def mla_prolog_case(b: int, n: int) -> Case:
         bytes=float(BF16 * (_prolog_size(n)[0] + b * (H + RQ + n * (R + DR) + R + DR))),
         flops=2.0 * b * _prolog_size(n)[0],
         shape=dict(b=b, n=n),
+        peers=in_torch.peers(in_torch.mla_prolog),
     )
 
 
@@ -221,6 +226,7 @@ def indexer_prolog_case(b: int) -> Case:
         bytes=float(BF16 * (_prolog_size(1)[1] + b * (H + RQ + NI * (DI + 1) + DI))),
         flops=2.0 * b * _prolog_size(1)[1],
         shape=dict(b=b),
+        peers=in_torch.peers(in_torch.indexer_prolog),
     )
 
 

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The ops in plain PyTorch as one would write them, products in the tensors' own type: peers on a
+GPU, eager and compiled.  They take what the bench's rows use and nothing else: every selected
+position exists, nothing is masked but by the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..dispatch.common.nz import from_nz
+from ..dispatch.common.rope import rotate
+from .case import Arguments
+
+Peers = dict[str, Callable[[Arguments], Callable[[], Any] | None]]
+_ROWS = 64  # query tokens at a time: what is gathered for them, or their scores, stay near 1 GB
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def peers(function: Callable[..., Any], compiled: bool = True) -> Peers:
+    """`function` and, where its loops are short, its compiled form; the CPU has the reference,
+    which is PyTorch too."""
+
+    def prepare(get: Callable[[], Callable[..., Any]], arguments: Arguments) -> partial[Any] | None:
+        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+        if tensors[0].device.type == "cpu":
+            return None
+        return partial(get(), **{name: _dense(value) for name, value in arguments.items()})
+
+    forms = {"torch": lambda: function, "torch.compile": lambda: _compiled(function)}
+    return {name: partial(prepare, get) for name, get in list(forms.items())[: 1 + compiled]}
+
+
+def _dense(value: Any) -> Any:
+    """Weights row-major: torch's products know no tiles."""
+    return from_nz(value) if isinstance(value, Tensor) and _tiled(value) else value
+
+
+def _tiled(value: Tensor) -> bool:
+    return value.ndim == 4 and value.shape[-2:] == (16, 32 // value.element_size())
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    query_rope: Tensor,
+    key_rope: Tensor,
+    block_table: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """[B, S, N, R]; the latent is key and value."""
+    batch, length, heads, rank = query.shape
+    position = sparse_indices.view(batch, -1).long()
+    if block_table is not None:
+        page = key.shape[1]
+        position = block_table.gather(1, position // page) * page + position % page
+    slots = position.view(batch * length, -1)
+    latent, rope = key.view(-1, rank), key_rope.view(-1, key_rope.shape[-1])
+    out = []
+    for some, q, q_rope in zip(
+        slots.split(_ROWS), query.flatten(0, 1).split(_ROWS), query_rope.flatten(0, 1).split(_ROWS),
+        strict=True,
+    ):  # fmt: skip
+        chosen = latent[some]
+        logits = (q @ chosen.mT + q_rope @ rope[some].mT).float() * scale_value
+        out.append(logits.softmax(-1).to(q.dtype) @ chosen)
+    return torch.cat(out).view(batch, length, heads, rank)
+
+
+def lightning_indexer(
+    query: Tensor, key: Tensor, weights: Tensor, block_table: Tensor, sparse_count: int, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """(values, positions) [B, S, K], the highest first."""
+    keys = key[block_table.long()].flatten(1, 3)  # [B, T, D]
+    parts = [
+        (_relu_weighted(q, keys, w)).topk(sparse_count)
+        for q, w in zip(query.split(_ROWS, 1), weights.split(_ROWS, 1), strict=True)
+    ]
+    return torch.cat([p.values for p in parts], 1), torch.cat([p.indices for p in parts], 1)
+
+
+def _relu_weighted(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """Scores [B, S, T]."""
+    scores = (query.flatten(1, 2) @ keys.mT).relu().unflatten(1, query.shape[1:3])
+    weighted: Tensor = scores * weights[..., None]
+    return weighted.sum(2, dtype=torch.float32)
+
+
+def mla_prolog(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_index: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(query [B, S, N, R], query_rope, query_norm)."""
+    heads, plain, rank = weight_uk.shape
+    norm = F.rms_norm(token_x @ weight_dq, rmsnorm_gamma_cq.shape, rmsnorm_gamma_cq, 1e-6)
+    q = (norm @ weight_uq_qr).unflatten(-1, (heads, -1))
+    query = torch.einsum("bsnd,ndr->bsnr", q[..., :plain], weight_uk)
+    query_rope = rotate(q[..., plain:], rope_sin[:, :, None], rope_cos[:, :, None], True)
+    latent = token_x @ weight_dkv_kr
+    key = F.rms_norm(latent[..., :rank], rmsnorm_gamma_ckv.shape, rmsnorm_gamma_ckv, 1e-6)
+    slots = cache_index.flatten().long()
+    kv_cache.view(-1, rank)[slots] = key.flatten(0, 1)
+    key_rope = rotate(latent[..., rank:], rope_sin, rope_cos, True)
+    kr_cache.view(-1, key_rope.shape[-1])[slots] = key_rope.flatten(0, 1)
+    return query, query_rope, norm
+
+
+def indexer_prolog(
+    token_x: Tensor,
+    query_norm: Tensor,
+    weight_qb: Tensor,
+    weight_k: Tensor,
+    weight_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    index_k_cache: Tensor,
+    cache_index: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(query [B, S, N, D], weights [B, S, N])."""
+    size, rotary = ln_gamma_k.shape[0], rope_sin.shape[-1]
+
+    def turn(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+        return torch.cat([rotate(x[..., :rotary], sin, cos, False), x[..., rotary:]], -1)
+
+    query = (query_norm @ weight_qb).unflatten(-1, (-1, size))
+    key = F.layer_norm(token_x @ weight_k, [size], ln_gamma_k, ln_beta_k, 1e-6)
+    index_k_cache.view(-1, size)[cache_index.flatten().long()] = turn(
+        key, rope_sin, rope_cos
+    ).flatten(0, 1)
+    query = turn(query, rope_sin[:, :, None], rope_cos[:, :, None])
+    return query, token_x @ weight_proj
+
+
+def loss(
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int,
+    softmax_lse: Tensor | None = None,
+    eps: float = 1e-10,
+) -> tuple[Tensor, Tensor]:
+    """The loss as one would write it: products in bfloat16, the rest in float32.  Every row has a
+    valid slot."""
+    ok = _valid(indices, key.shape[1], chunk_offset)
+    request = torch.arange(key.shape[0], device=key.device)[:, None, None]
+    chosen = key[request, indices.clamp(0, key.shape[1] - 1)]  # [B, S, K, D]
+    logits = (query.transpose(1, 2) @ chosen.mT).float() * scaling  # [B, S, N, K]
+    logits = logits.masked_fill(~ok[:, :, None], -torch.inf)
+    if softmax_lse is None:
+        p = logits.softmax(-1)
+    else:
+        p = torch.exp(logits - softmax_lse.transpose(1, 2)[..., None])
+    target = p.sum(2)
+    pi = target / target.sum(-1, keepdim=True)
+    r = index_score.masked_fill(~ok, -torch.inf).softmax(-1)
+    terms = (pi + eps) * (torch.log(pi + eps) - torch.log(r + eps))
+    return terms.masked_fill(~ok, 0).sum(-1), target
+
+
+def loss_backward(
+    grad_loss: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    target: Tensor,
+    key_length: int,
+    chunk_offset: int,
+) -> Tensor:
+    ok = _valid(indices, key_length, chunk_offset)
+    pi = target.masked_fill(~ok, 0)
+    pi = pi / pi.sum(-1, keepdim=True)
+    r = index_score.masked_fill(~ok, -torch.inf).softmax(-1)
+    return (grad_loss[..., None] * (r - pi)).masked_fill(~ok, 0)
+
+
+def _valid(indices: Tensor, key_length: int, chunk_offset: int) -> Tensor:
+    row = torch.arange(indices.shape[1], device=indices.device)[:, None]
+    return (indices >= 0) & (indices <= chunk_offset + row) & (indices < key_length)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the bench times beside our ops computes the same."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from custom.bench import in_torch
+from custom.bench.__main__ import relative_error
+from custom.bench.indexer_loss import backward_case, loss_case
+from custom.bench.sparse_attention import (
+    attention_case,
+    indexer_case,
+    indexer_prolog_case,
+    mla_prolog_case,
+    prefill_case,
+)
+
+CASES = {
+    "decode": (partial(attention_case, 2, 2, 16, 1024, 128), in_torch.sparse_attention),
+    "prefill": (partial(prefill_case, 100, 8, 512, 64), in_torch.sparse_attention),
+    "mla prolog": (partial(mla_prolog_case, 2, 4), in_torch.mla_prolog),
+    "indexer prolog": (partial(indexer_prolog_case, 3), in_torch.indexer_prolog),
+    "loss": (partial(loss_case, 4, 32, 8, 64, 16), in_torch.loss),
+    "loss, lse given": (partial(loss_case, 4, 32, 8, 64, 16, lse=True), in_torch.loss),
+    "loss backward": (partial(backward_case, 8, 64, 16), in_torch.loss_backward),
+}
+
+
+def _copies(arguments):
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+def _caches(arguments):
+    return [value for name, value in arguments.items() if name.endswith("cache")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plain_torch_computes_what_the_op_does(name):
+    make, function = CASES[name]
+    case = make()
+    ours = case.make(torch.device("cpu"), 0)
+    theirs = _copies(ours)
+    wanted = case.call(ours)
+    got = function(**{name: in_torch._dense(value) for name, value in theirs.items()})
+    wanted, got = ([x] if isinstance(x, Tensor) else list(x) for x in (wanted, got))
+    if case.op == "npu_sparse_flash_attention":
+        wanted = wanted[:1]
+    assert relative_error(got, wanted) < case.tolerance
+    assert relative_error(_caches(theirs), _caches(ours)) < case.tolerance
+
+
+def test_plain_torch_selects_what_the_indexer_does():
+    case = indexer_case(2, 1, 1024, 64)
+    arguments = case.make(torch.device("cpu"), 0)
+    indices, values = case.call(arguments)
+    got, positions = in_torch.lightning_indexer(**arguments)
+    # near-ties at the edge may go either way: scores of bfloat16 products are coarse
+    same = torch.isin(positions.flatten(1)[0], indices.flatten(1)[0]).float().mean()
+    assert same > 0.95
+    assert relative_error([got.sort().values], [values.float().squeeze(2).sort().values]) < 2e-2
+
+
+def test_the_cpu_has_no_torch_beside_the_reference():
+    case = indexer_case(1, 1, 512, 64)
+    arguments = case.make(torch.device("cpu"), 0)
+    assert all(prepare(arguments) is None for prepare in case.peers.values())
