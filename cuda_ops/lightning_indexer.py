@@ -42,7 +42,7 @@ def _key_tile(
         there = (outer >= 0) & (outer < pages)
         ok = ok & there
         base = key + outer * key_o + (first % PAGE).to(tl.int64) * key_i
-        at = base + (pos - first)[:, None] * key_i + d[None, :]
+        at = base + (pos - first).to(tl.int64)[:, None] * key_i + d[None, :]
     else:
         outer, inner, ok = rows.place(
             pos, ok, request, start, table, table_stride, pages, PAGE, KEYS
@@ -73,7 +73,7 @@ def _scores(
     member = row.to(tl.int64) + tl.arange(0, ROWS)
     column = tl.arange(0, ROWS * H_TILE)
     owner = row.to(tl.int64) + column // H_TILE
-    h = column % H_TILE
+    h = (column % H_TILE).to(tl.int64)
     d = tl.arange(0, D_TILE)
     real = (owner < end) & (h < HEADS)
     q_tile = tl.load(
@@ -87,7 +87,8 @@ def _scores(
         start, keys = rows.keys_of(request, act_k, reach, requests, KEYS, HAS_K)
         stop = first + tokens
         if Q_TND:
-            stop = tl.where(request < requests, first + asked, end)
+            # one row at least, or prefix sums that fall would have no end
+            stop = tl.where(request < requests, tl.maximum(first + asked, row + 1), end)
         stop = tl.minimum(stop, end)
         here = (member >= row) & (member < stop)
         seen = rows.sees((member - first).to(tl.int32), asked, keys, CAUSAL)

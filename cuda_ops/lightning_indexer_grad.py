@@ -37,7 +37,7 @@ def _gradients(
     request, start, seen = rows.locate(
         row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
     )
-    h = tl.program_id(0) % head_tiles * H_TILE + tl.arange(0, H_TILE)
+    h = (tl.program_id(0) % head_tiles * H_TILE + tl.arange(0, H_TILE)).to(tl.int64)
     d = tl.arange(0, D_TILE)
     real = (h < HEADS)[:, None] & (d < D)[None, :]
     q_tile = tl.load(query + row * q_row + h[:, None] * q_head + d[None, :], mask=real, other=0.0)

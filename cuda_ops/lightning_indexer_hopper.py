@@ -34,6 +34,7 @@ KEYS_AT_ONCE = gl.constexpr(64)
 LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
+_within = gluon.jit(rows.within.fn)
 _rows_of = gluon.jit(rows.rows_of.fn)
 _keys_of = gluon.jit(rows.keys_of.fn)
 _sees = gluon.jit(rows.sees.fn)
@@ -45,7 +46,7 @@ def _request_of(row, act_q, tokens, requests, Q_TND: gl.constexpr, REQUESTS: gl.
     if Q_TND:
         line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         r = gl.arange(0, REQUESTS, layout=line)
-        ends = gl.load(act_q + r, mask=r < requests, other=0).to(gl.int32)
+        ends = _within(gl.load(act_q + r, mask=r < requests, other=0), tokens)
         before = (r < requests) & (ends <= row)
         return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
     request = row // tokens
@@ -64,7 +65,8 @@ def _part(
     start, keys = _keys_of(request, act_k, reach, requests, KEYS, HAS_K)
     stop = first + tokens
     if Q_TND:
-        stop = gl.where(request < requests, first + asked, end)
+        # one row at least, or prefix sums that fall would have no end
+        stop = gl.where(request < requests, gl.maximum(first + asked, row + 1), end)
     stop = gl.minimum(stop, end)
     last = gl.minimum(stop, first + asked) - 1
     most = gl.where(last >= row, _sees(last - first, asked, keys, CAUSAL), 0)

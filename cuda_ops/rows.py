@@ -4,7 +4,8 @@
 
 Rows are the query tokens of all requests in order: row = request * S1 + token (BSND), or the
 token itself (TND, whose lengths are prefix sums).  Lengths are read on the device, so a captured
-graph replays with others.  Keys lie as BSND, as TND, or in pages that a block table names.
+graph replays with others; they end with the tensors.  Keys lie as BSND, as TND, or in pages that a
+block table names.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ LAYOUTS = {"BSND": 0, "TND": 1, "PA_BSND": 2}
 
 
 @triton.jit
+def within(length, most):
+    """A length or a prefix sum, int32 or int64, from 0 to `most`, as int32."""
+    # before it is cast: what does not fit 32 bits wraps
+    return tl.minimum(tl.maximum(length, 0), most).to(tl.int32)
+
+
+@triton.jit
 def request_of(row, act_q, tokens, requests, Q_TND: tl.constexpr, REQUESTS: tl.constexpr):
     """(request, its first row) of a query row; request == requests for a row past the last one.
     REQUESTS is a power of two not below the number of requests."""
     if Q_TND:
         r = tl.arange(0, REQUESTS)
-        ends = tl.load(act_q + r, mask=r < requests, other=0).to(tl.int32)
+        ends = within(tl.load(act_q + r, mask=r < requests, other=0), tokens)
         before = (r < requests) & (ends <= row)
         request = tl.sum(before.to(tl.int32), 0)
         first = tl.max(tl.where(before, ends, 0), 0)
@@ -41,12 +49,12 @@ def request_of(row, act_q, tokens, requests, Q_TND: tl.constexpr, REQUESTS: tl.c
 
 @triton.jit
 def rows_of(request, first, act_q, tokens, requests, Q_TND: tl.constexpr, HAS_Q: tl.constexpr):
-    """How many query rows the request has."""
+    """How many query rows the request has; fewer than 0 where prefix sums fall."""
     if Q_TND:
-        end = tl.load(act_q + request, mask=request < requests, other=0).to(tl.int32)
+        end = within(tl.load(act_q + request, mask=request < requests, other=0), tokens)
         count = tl.where(request < requests, end - first, 0)
     elif HAS_Q:
-        count = tl.minimum(tl.load(act_q + request).to(tl.int32), tokens)
+        count = within(tl.load(act_q + request), tokens)
     else:
         count = tokens
     return count
@@ -57,17 +65,16 @@ def keys_of(request, act_k, reach, requests, KEYS: tl.constexpr, HAS_K: tl.const
     """(first key, number of keys) of a request; `reach` is what the key tensor can hold."""
     inside = request < requests
     if KEYS == TND:
-        first = tl.load(act_k + request - 1, mask=inside & (request > 0), other=0).to(tl.int32)
-        end = tl.load(act_k + request, mask=inside, other=0).to(tl.int32)
-        count = tl.minimum(end, reach) - first
+        first = within(tl.load(act_k + request - 1, mask=inside & (request > 0), other=0), reach)
+        end = within(tl.load(act_k + request, mask=inside, other=0), reach)
+        count = tl.maximum(end - first, 0)
     else:
         first = request * 0
         if HAS_K:
-            count = tl.load(act_k + request, mask=inside, other=0).to(tl.int32)
-            count = tl.minimum(count, reach)
+            count = within(tl.load(act_k + request, mask=inside, other=0), reach)
         else:
             count = tl.where(inside, reach, 0)
-    return first, tl.maximum(count, 0)
+    return first, count
 
 
 @triton.jit
@@ -132,11 +139,12 @@ def plan(
     layout_k: str,
     sparse_mode: int | None,
 ) -> Plan:
-    """`reach` is the most keys that one request can have."""
+    """`reach` is the most keys that one request can have; `tokens` are those of each request, or of
+    all of them (TND)."""
     q_tnd = layout_q == "TND"
     if q_tnd:
         assert act_q is not None
-        requests, tokens, rows = act_q.shape[0], 1, query.shape[0]
+        requests, tokens, rows = act_q.shape[0], query.shape[0], query.shape[0]
     else:
         requests, tokens = query.shape[:2]
         rows = requests * tokens

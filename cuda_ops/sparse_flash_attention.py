@@ -103,7 +103,7 @@ def _attend(
     request, start, seen = rows.locate(
         row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
     )
-    head = program % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    head = (program % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)).to(tl.int64)
     real = head < HEADS
     # the R columns come in one tile, or in two (the second from column LEFT on)
     d = tl.arange(0, LEFT)

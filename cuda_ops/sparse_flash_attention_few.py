@@ -78,11 +78,11 @@ def attend(
     right = gl.allocate_shared_memory(dtype, [TILE, 256], SWIZZLED)
     ropes = gl.allocate_shared_memory(dtype, [TILE, 64], SWIZZLED)
     places = gl.allocate_shared_memory(gl.int32, [TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    h = head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))
+    h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
     d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
     at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
     async_copy.async_copy_global_to_shared(queries, at, mask=(h < HEADS)[:, None])
-    h = head + gl.arange(0, 16, layout=gl.SliceLayout(1, GATHER))
+    h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, GATHER))).to(gl.int64)
     r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
     async_copy.async_copy_global_to_shared(query_ropes, at, mask=(h < HEADS)[:, None])

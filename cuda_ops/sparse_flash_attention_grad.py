@@ -53,7 +53,7 @@ def _gradients(
     request, start, seen = rows.locate(
         row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
     )
-    head = tl.program_id(0) % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    head = (tl.program_id(0) % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)).to(tl.int64)
     real = head < HEADS
     d = tl.arange(0, R_TILE)
     r = tl.arange(0, D_TILE)

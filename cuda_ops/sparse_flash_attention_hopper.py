@@ -88,7 +88,7 @@ def locate(
     """`rows.locate`, which has no layout for its vector of requests."""
     if Q_TND:
         r = gl.arange(0, REQUESTS, layout=LAYOUT)
-        ends = gl.load(act_q + r, mask=r < requests, other=0).to(gl.int32)
+        ends = rows.within(gl.load(act_q + r, mask=r < requests, other=0), tokens)
         before = (r < requests) & (ends <= row)
         request = gl.sum(before.to(gl.int32), 0)
         first = gl.max(gl.where(before, ends, 0), 0)
@@ -161,7 +161,7 @@ def _producer(
             # the queries of an item come as soon as both consumers have no more scores to make
             mbarrier.wait(bars.index(QUERY_FREE), turn)
             turn = turn ^ 1
-            h = head + line
+            h = (head + line).to(gl.int64)
             real = (h < HEADS)[:, None]
             at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
             async_copy.async_copy_global_to_shared(q_left.index(0), at, mask=real)

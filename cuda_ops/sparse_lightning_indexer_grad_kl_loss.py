@@ -59,13 +59,13 @@ def _scores_kernel(
     c1 = tl.arange(0, P1)
     cr = tl.arange(0, PR)
     ci = tl.arange(0, PI)
-    n = tl.arange(0, INDEX_HEADS)
+    n = tl.arange(0, INDEX_HEADS).to(tl.int64)
     is_index = n < NI
     qi = _part(query_index + row * qi_row, n * qi_head, is_index, ci, DI, PI)
     weight = tl.load(weights + row * w_row + n, mask=is_index, other=0.0).to(tl.float32)
     end = tl.where(seen > 0, entries, 0)
     for first in range(0, N, HEADS):
-        h = first + tl.arange(0, HEADS)
+        h = (first + tl.arange(0, HEADS)).to(tl.int64)
         is_head = h < N
         q0 = _part(query + row * q_row, h * q_head, is_head, c0, D0, P0)
         if D1 > 0:

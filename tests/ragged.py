@@ -8,15 +8,24 @@ layout.  What no request owns (padding, unused pages) is NaN: reading it shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from custom.dispatch import log
 from torch import Tensor
 
+from .samples import sample
+
 LAYOUTS = [("BSND", "BSND"), ("TND", "TND"), ("BSND", "PA_BSND"), ("TND", "PA_BSND")]
 PAGE = 16
+# no tensor is as long; cut to 32 bits some of them would be 0, 5, or below 0
+BEYOND = [
+    (2**31 - 1, torch.int32),
+    (2**31 + 3, torch.int64),
+    (2**32 + 5, torch.int64),
+    (2**62, torch.int64),
+]
 
 
 def run(op: str, backend: str, **arguments: Any) -> Any:
@@ -116,3 +125,48 @@ def limits(rows: int, keys: int, sparse_mode: int) -> list[int]:
     if sparse_mode == 0:
         return [keys] * rows
     return [max(0, keys - rows + 1 + j) for j in range(rows)]
+
+
+def lengths_within_and_beyond(
+    layout: str, S: int, S2: int
+) -> Iterator[tuple[tuple[list[int], list[int]], tuple[list[int], list[int]], torch.dtype]]:
+    """Query and key lengths of two requests as far as the tensors reach, and the same farther."""
+    if layout == "TND":  # prefix sums: not below 0 either
+        for far, dtype in [(max(S, S2) + 1, torch.int32), *BEYOND]:
+            yield ([2, S], [10, S2]), ([2, far], [10, far]), dtype
+            yield ([0, S], [0, S2]), ([-far, far], [-far, far]), dtype
+    else:
+        yield ([S, 2], [S2, 9]), ([S + 1, 2], [S2, 9]), torch.int32
+        yield ([S, 2], [S2, 9]), ([S, 2], [S2 + 1, 9]), torch.int32
+        for far, dtype in BEYOND:
+            yield ([S, 2], [S2, 9]), ([far, 2], [far, 9]), dtype
+            yield ([0, 2], [S2, 0]), ([-far, 2], [far, -far]), dtype
+
+
+def assert_lengths_end_with_the_tensors(
+    op: str,
+    backend: str,
+    device: torch.device,
+    names: tuple[str, str],
+    layouts: Sequence[str],
+    layout: str,
+    sparse_mode: int,
+) -> None:
+    """First cut, then aligned at the last key.  `names` and `layouts` are the op's arguments for
+    the lengths and for the layout."""
+    arguments = sample(op, device, torch.float16, **(dict(B=1, S=6) if layout == "TND" else {}))
+    if layout == "TND":
+        arguments = {n: x[0] if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    arguments |= dict.fromkeys(layouts, layout) | dict(sparse_mode=sparse_mode)
+    sizes = arguments["query"].shape[-3], arguments["key"].shape[-3]
+    for within, beyond, dtype in lengths_within_and_beyond(layout, *sizes):
+        want, got = (
+            run(
+                op,
+                backend,
+                **arguments,
+                **{n: ints(x, device, dtype) for n, x in zip(names, lengths, strict=True)},
+            )
+            for lengths in (within, beyond)
+        )
+        torch.testing.assert_close(got, want, msg=lambda text, at=(beyond, dtype): f"{at}: {text}")

@@ -8,6 +8,9 @@ must be equal on every device, ties included.  Drawn numbers are compared by sco
 
 from __future__ import annotations
 
+import faulthandler
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +18,14 @@ from torch import Tensor
 import custom
 
 from .accuracy import DTYPES, skip_unless_taken
-from .ragged import LAYOUTS, Packed, ints, limits, run
+from .ragged import (
+    LAYOUTS,
+    Packed,
+    assert_lengths_end_with_the_tensors,
+    ints,
+    limits,
+    run,
+)
 from .samples import sample
 
 OP = "npu_lightning_indexer"
@@ -347,18 +357,79 @@ def test_gradients_need_keys_that_are_not_paged():
     custom.npu_lightning_indexer(**(arguments | dict(return_value=False)))
 
 
-def test_lengths_beyond_the_tensors_end_with_them(device, backend):
-    """First cut, then aligned at the last key."""
-    arguments = sample(OP, device, torch.float16)
-    S, S2 = arguments["query"].shape[1], arguments["key"].shape[1]
+@pytest.mark.parametrize("sparse_mode", [3, 0])
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, sparse_mode):
+    names, layouts = (
+        ("actual_seq_lengths_query", "actual_seq_lengths_key"),
+        ("layout_query", "layout_key"),
+    )
+    assert_lengths_end_with_the_tensors(OP, backend, device, names, layouts, layout, sparse_mode)
 
-    def chosen(queries, keys):
-        lengths = dict(
-            actual_seq_lengths_query=ints([queries, 2], device),
-            actual_seq_lengths_key=ints([keys, 9], device),
+
+@pytest.fixture
+def bounded():
+    """A call that does not come back ends the run, on a GPU too."""
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        ([5, 3, 9], [10, 14, 21]),
+        ([9, 3, 4], [10, 14, 21]),
+        ([3, 5, 9], [20, -4, 21]),
+        ([3, 5, 9], [20, -(2**31), 21]),
+        ([-(2**31), 2**31 - 1, -(2**31)], [2**31 - 1, -(2**31), 2**31 - 1]),
+    ],
+    ids=str,
+)
+def test_prefix_sums_that_fall_read_nothing_outside(device, backend, bounded, queries, keys):
+    """They mean nothing, and CUSTOM_DEBUG refuses them; but the call ends, and what comes back
+    are keys that there are."""
+    arguments = sample(OP, device, torch.float16, B=1, S=9)
+    arguments = {n: x[0] if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    # what lies in front of the keys and behind them is NaN
+    T2 = len(arguments["key"])
+    arguments["key"] = torch.nn.functional.pad(
+        arguments["key"], (0, 0, 0, 0, T2, T2), value=torch.nan
+    )[T2 : 2 * T2]
+    for sparse_mode in (3, 0):
+        indices, values = run(
+            OP,
+            backend,
+            **arguments,
+            actual_seq_lengths_query=ints(queries, device),
+            actual_seq_lengths_key=ints(keys, device),
+            layout_query="TND",
+            layout_key="TND",
+            sparse_mode=sparse_mode,
         )
-        return run(OP, backend, **(arguments | lengths))
+        assert ((indices >= -1) & (indices < T2)).all() and values.isfinite().all()
 
-    want = chosen(S, S2)
-    for queries, keys in ((S, S2 + 1), (S + 1, S2), (2**31 - 1, 2**31 - 1)):
-        assert all(torch.equal(a, b) for a, b in zip(chosen(queries, keys), want, strict=True))
+
+@pytest.mark.large
+def test_keys_of_a_page_far_apart(device, backend):
+    """The page's last key begins 2**31 numbers behind its first."""
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 6 * 2**30:
+        pytest.skip("needs 6 GiB of free device memory")
+    arguments = sample(OP, device, torch.float16)
+    pages, P, size = 2, 64, arguments["key"].shape[-1]
+    near = torch.randn(pages, P, 1, size).to(device, torch.float16)
+    step = -(-(2**31) // (P - 1) // 16) * 16
+    memory = torch.empty(step * P, dtype=torch.float16, device=device)
+    far = memory.as_strided(near.shape, (2 * size, step, size, 1)).copy_(near)
+    want, got = (
+        run(
+            OP,
+            backend,
+            **arguments | dict(key=key),
+            layout_key="PA_BSND",
+            actual_seq_lengths_key=ints([2 * P, P - 3], device),
+            block_table=ints([[1, 0], [0, 1]], device),
+        )
+        for key in (near, far)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

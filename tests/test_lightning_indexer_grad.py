@@ -11,7 +11,7 @@ from torch import Tensor
 import custom
 
 from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .ragged import Packed, limits, run
+from .ragged import Packed, assert_lengths_end_with_the_tensors, limits, run
 
 OP = "npu_lightning_indexer_grad"
 LAYOUTS = ["BSND", "TND"]
@@ -93,6 +93,13 @@ def test_formula(device, backend, dtype, layout, sparse_mode):
         got, padding = owners[i](outs[i])
         assert (padding == 0).all(), f"{name}: padding"
         assert_close_to_float64(name, torch.cat(got), torch.cat(plain[i]), torch.cat(exact[i]))
+
+
+@pytest.mark.parametrize("sparse_mode", [3, 0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, sparse_mode):
+    names, layouts = ("actual_seq_lengths_query", "actual_seq_lengths_key"), ["layout"]
+    assert_lengths_end_with_the_tensors(OP, backend, device, names, layouts, layout, sparse_mode)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

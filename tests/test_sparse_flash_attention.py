@@ -13,7 +13,14 @@ from torch import Tensor
 import custom
 
 from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .ragged import LAYOUTS, Packed, ints, limits, run
+from .ragged import (
+    LAYOUTS,
+    Packed,
+    assert_lengths_end_with_the_tensors,
+    ints,
+    limits,
+    run,
+)
 
 OP = "npu_sparse_flash_attention"
 # (query tokens, keys) of each request
@@ -308,6 +315,16 @@ def test_strided_inputs_and_64_bit_indices(device, backend):
         strided[name] = dense[name].long()
     a, b = run(OP, backend, **dense), run(OP, backend, **strided)
     assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("sparse_mode", [3, 0])
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, sparse_mode):
+    names, layouts = (
+        ("actual_seq_lengths_query", "actual_seq_lengths_kv"),
+        ("layout_query", "layout_kv"),
+    )
+    assert_lengths_end_with_the_tensors(OP, backend, device, names, layouts, layout, sparse_mode)
 
 
 def test_prefill_in_blocks_equals_one_block(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 import custom
 
 from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .ragged import Packed, limits, run
+from .ragged import Packed, assert_lengths_end_with_the_tensors, limits, run
 from .test_sparse_flash_attention import RAGGED, SCALE, Problem, attend, chosen
 
 OP = "npu_sparse_flash_attention_grad"
@@ -121,6 +121,13 @@ def test_formula(device, backend, dtype, layout, sparse_mode, options):
         assert_close_to_float64(
             f"d_{name}", torch.cat(parts), torch.cat(plain[name]), torch.cat(exact[name])
         )
+
+
+@pytest.mark.parametrize("sparse_mode", [3, 0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, sparse_mode):
+    names, layouts = ("actual_seq_qlen", "actual_seq_kvlen"), ["layout"]
+    assert_lengths_end_with_the_tensors(OP, backend, device, names, layouts, layout, sparse_mode)
 
 
 @pytest.mark.parametrize("return_softmax_lse", [True, False])
