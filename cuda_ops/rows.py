@@ -22,6 +22,7 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BSND, TND, PAGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LAYOUTS = {"BSND": 0, "TND": 1, "PA_BSND": 2}
+MOST = 2**30  # that 32 bits number of anything, with room for a tile past its end
 
 
 @triton.jit
@@ -175,6 +176,14 @@ def plan(
         "REQUESTS": triton.next_power_of_2(requests) if q_tnd else 1,
     }
     return Plan(rows, reach, arguments, constants)
+
+
+def too_many(key: Tensor, table: Tensor | None, entries: int = 0) -> str | None:
+    """Why 32 bits do not number the positions of a request, all rows of its key tensor, or the
+    `entries` of a query's selection; None if they do."""
+    reach = key.shape[-3] * (1 if table is None else table.shape[1])
+    most = max(reach, key.shape[:-2].numel(), entries)
+    return None if most <= MOST else f"{most} positions, supported up to {MOST}"
 
 
 def capability(device: torch.device) -> int:

@@ -33,6 +33,9 @@ def unsupported(
     w_idx_qb: Tensor,
     gamma_cq: Tensor,
     in_gamma_k: Tensor,
+    kv_cache: Tensor,
+    index_k_cache: Tensor,
+    block_table: Tensor,
     sparse_count: int,
     **_: object,
 ) -> str | None:
@@ -42,8 +45,10 @@ def unsupported(
     indexed = x[..., :1].expand(*x.shape[:2], index_heads * size).unflatten(-1, (-1, size))
     return (
         prolog.unsupported(x)
-        or lightning_indexer.unsupported(query=indexed, sparse_count=sparse_count)
-        or sparse_flash_attention.unsupported(query=w_uk)
+        or lightning_indexer.unsupported(
+            query=indexed, key=index_k_cache, block_table=block_table, sparse_count=sparse_count
+        )
+        or sparse_flash_attention.unsupported(w_uk, kv_cache, block_table)
     )
 
 

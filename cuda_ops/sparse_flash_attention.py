@@ -258,14 +258,20 @@ def tiles(count: int, heads: int, entries: int, rank: int, itemsize: int, shared
     return replace(tier, splits=splits)
 
 
-def unsupported(**arguments: object) -> str | None:
-    query = arguments["query"]
-    assert isinstance(query, Tensor)
+def unsupported(
+    query: Tensor,
+    key: Tensor,
+    block_table: Tensor | None = None,
+    sparse_indices: Tensor | None = None,
+    sparse_block_size: int = 1,
+    **_: object,
+) -> str | None:
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
         return f"query is {query.dtype}, supported float16 and bfloat16"
     if query.shape[-1] > 1024:
         return f"head_dim={query.shape[-1]}, supported up to 1024"
-    return None
+    entries = 0 if sparse_indices is None else sparse_indices.shape[-1] * sparse_block_size
+    return rows.too_many(key, block_table, entries)
 
 
 def forward(

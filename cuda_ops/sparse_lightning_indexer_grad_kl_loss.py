@@ -130,7 +130,7 @@ def _loss_kernel(target, score, loss, entries, eps, ENTRIES: tl.constexpr):
 
 
 def unsupported(
-    query: Tensor, query_index: Tensor, query_rope: Tensor | None, **_: Any
+    query: Tensor, key: Tensor, query_index: Tensor, query_rope: Tensor | None, **_: Any
 ) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         kind = str(query.dtype).removeprefix("torch.")
@@ -140,7 +140,7 @@ def unsupported(
         return f"D={D}, supported up to {LARGEST_D}"
     if max(query_index.shape[-2:]) > 256:
         return f"index heads and size are {tuple(query_index.shape[-2:])}, supported up to 256"
-    return None
+    return rows.too_many(key, None)
 
 
 def forward(

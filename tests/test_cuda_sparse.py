@@ -374,17 +374,40 @@ def test_gradients(case, dtype, deterministic):
         torch.use_deterministic_algorithms(False)
 
 
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
+def test_more_positions_than_32_bits_number_are_refused():
+    attention, indexer = arguments(torch.float16)
+    far = torch.empty(2**24, 128, 1, 16, device="meta")
+    wide = torch.empty(2, 2**27, dtype=torch.int32, device="meta")
+    for op, every in (("sparse_flash_attention", attention), ("lightning_indexer", indexer)):
+        unsupported = importlib.import_module(f"custom.cuda_ops.{op}").unsupported
+        assert unsupported(**every) is None
+        for change in (dict(key=far), dict(block_table=wide), dict(sparse_block_size=2**40)):
+            if change.keys() <= every.keys():
+                assert "supported up to 1073741824" in unsupported(**every | change)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_under_the_interpreter():
+@needs_triton
+@pytest.mark.parametrize("own", [True, False], ids=["cases", "lengths"])
+def test_under_the_interpreter(own):
     """The kernels on CPU tensors: their index arithmetic, on a machine without a GPU."""
+    tests = Path(__file__).parent
+    files = [__file__]
     chosen = "attention and (paged or packed or blocks) or indexer and (packed or many)"
     chosen += " or exact and (7000 or 20000 and random) or gradients and (packed or idle)"
+    if not own:
+        ops = ("lightning_indexer", "sparse_flash_attention")
+        files = [tests / f"test_{op}{grad}.py" for op in ops for grad in ("", "_grad")]
+        chosen = "BSND-3 and beyond or TND-3 and beyond or fall or apart"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
-         chosen],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
+         *files, "-k", chosen],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
-        cwd=Path(__file__).parents[1],
+        cwd=tests.parent,
         capture_output=True,
         text=True,
     )  # fmt: skip
