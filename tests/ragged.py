@@ -8,7 +8,10 @@ layout.  What no request owns (padding, unused pages) is NaN: reading it shows.
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +37,16 @@ def run(op: str, backend: str, **arguments: Any) -> Any:
     out = getattr(torch.ops.custom, op)(**arguments)
     assert log.calls[op, backend] == before + 1, f"{op} did not run on {backend}"
     return out
+
+
+@contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """What does not end the process does: a kernel that hangs listens to nothing else."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def ints(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -43,6 +43,7 @@ from custom.cuda_ops import (
 from custom import to_nz
 
 from .gluon_on_cpu import stand_in
+from .ragged import ends_within
 
 ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 SIZES = dict(R=512, D=64)
@@ -56,6 +57,28 @@ CASES = {
     "idle row": dict(N=96, B=2, S=1, keys="BSND", rows=[1, 0], lengths=[96, 20], K=65, **SIZES),
     "four requests, one key": dict(
         N=16, B=4, S=1, K=1, lengths=[96, 0, 1, 40], index=torch.int64, **SIZES
+    ),
+    "beyond 32 bits": dict(
+        N=16,
+        B=3,
+        S=1,
+        rows=[2**32, 1, 2**31],
+        lengths=[2**32 + 5, 2**62, -(2**33)],
+        index=torch.int64,
+        K=90,
+        **SIZES,
+    ),
+    "packed, beyond 32 bits": dict(
+        N=5,
+        B=2,
+        S=2,
+        query="TND",
+        keys="TND",
+        rows=[1, 2**32 + 2],
+        lengths=[50, 2**32 + 70],
+        index=torch.int64,
+        K=100,
+        **SIZES,
     ),
 }
 
@@ -74,10 +97,9 @@ def poisoned(attention: dict) -> dict:
     return attention | caches | dict(block_table=table, sparse_indices=index)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_few_rows(case, monkeypatch):
-    turn = list(CASES).index(case)
-    dtype = list(ERROR)[turn % 2]
+@pytest.fixture
+def few(monkeypatch):
+    """Launches of the kernels for few rows."""
     launches = []
     launch = sparse_flash_attention_few.launch
     monkeypatch.setattr(
@@ -88,14 +110,34 @@ def test_few_rows(case, monkeypatch):
         monkeypatch, rows, sparse_flash_attention, sparse_flash_attention_few,
         sparse_flash_attention_hopper,
     )  # fmt: skip
+    return launches
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_few_rows(case, few):
+    turn = list(CASES).index(case)
+    dtype = list(ERROR)[turn % 2]
     attention, _ = arguments(dtype, **CASES[case])
     sinks = torch.randn(CASES[case]["N"]) if turn % 4 < 2 else None
     every = poisoned(attention) | dict(return_softmax_lse=True, sinks=sinks)
     got = sparse_flash_attention.forward(**every)
-    assert len(launches) == 1
+    assert len(few) == 1
     wanted = exact("sparse_flash_attention", **every)
     for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
         assert_near(name, x, y, ERROR[dtype])
+
+
+def test_heads_of_few_rows_far_apart(few):
+    """The last head begins 2**31 numbers behind the first, or farther."""
+    heads = 16
+    attention, _ = arguments(torch.bfloat16, N=heads, B=1, S=1, K=30, **SIZES)
+    spread = dict(attention)
+    for name in ("query", "query_rope"):
+        x, step = attention[name], -(-(2**31) // (heads - 1) // 16 + 1) * 16
+        memory = torch.empty(step * heads, dtype=x.dtype)
+        spread[name] = memory.as_strided(x.shape, (*x.stride()[:2], step, 1)).copy_(x)
+    want, got = (sparse_flash_attention.forward(**x)[0] for x in (attention, spread))
+    assert len(few) == 2 and torch.equal(got, want)
 
 
 INDEXED = {
@@ -114,11 +156,24 @@ INDEXED = {
         N=64, R=64, B=3, S=3, query="TND", keys="TND", rows=[1, 1, 9], lengths=[70, 70, 400],
         S2=150, K=30,
     ),
+    "beyond 32 bits": dict(
+        N=3, R=64, B=3, S=1, P=64, S2=128, rows=[2**32, 1, 2**31],
+        lengths=[2**32 + 5, 2**62, -(2**33)], index=torch.int64, K=40,
+    ),
+    "packed, beyond 32 bits": dict(
+        N=16, R=64, B=2, S=3, query="TND", keys="TND", rows=[-(2**32) + 2, 2**32 + 5],
+        lengths=[50, 2**32 + 70], index=torch.int64, S2=100, K=30,
+    ),
+    "shared, beyond 32 bits": dict(
+        N=64, R=64, B=2, S=3, query="TND", keys="TND", rows=[1, 2**31 - 1],
+        lengths=[-3, 2**31 - 1], S2=100, K=30,
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", INDEXED)
-def test_indexer(case, monkeypatch):
+@pytest.fixture
+def indexed(monkeypatch):
+    """Launches of the scores."""
     launches = []
     launch = lightning_indexer_hopper.launch
     monkeypatch.setattr(
@@ -127,10 +182,27 @@ def test_indexer(case, monkeypatch):
     for module in (rows, topk):
         monkeypatch.setattr(module, "capability", lambda device: 9)
     stand_in(monkeypatch, rows, lightning_indexer_hopper, topk_hopper)
+    return launches
+
+
+@pytest.mark.parametrize("case", INDEXED)
+def test_indexer(case, indexed):
     _, every = arguments(torch.bfloat16, **INDEXED[case])
     got = lightning_indexer.forward(**every)
-    assert len(launches) == 1
+    assert len(indexed) == 1
     assert_top(every, *got)
+
+
+@pytest.mark.parametrize("heads", [9, 64], ids=["alone", "shared"])
+@pytest.mark.parametrize("rows", [[4, 2, 9], [9, 3, 4], [-(2**31), 2**31 - 1, 5]], ids=str)
+def test_prefix_sums_that_fall(rows, heads, indexed):
+    """They mean nothing, but the kernels end, and read no key that is not there."""
+    packed = dict(query="TND", keys="TND", rows=rows, lengths=[20, -(2**31), 60])
+    _, every = arguments(torch.bfloat16, N=heads, R=64, B=3, S=3, S2=100, K=30, **packed)
+    with ends_within(120):
+        indices, values = lightning_indexer.forward(**every)
+    assert len(indexed) == 1
+    assert ((indices >= -1) & (indices < 300)).all() and values.isfinite().all()
 
 
 def normal(*shape, std=1.0):
