@@ -32,10 +32,11 @@ LARGEST_D = 576
 
 
 @triton.jit
-def valid_slots(indices, slot, K, position, key_length):
+def valid_slots(indices, slot, K, row, chunk_offset, key_length):
     """(index, whether it counts) of the slots of a row; slots from K on do not."""
     index = tl.load(indices + slot, mask=slot < K, other=-1)
-    return index, (index >= 0) & (index <= position) & (index < key_length)
+    # the sum of the row and its chunk's offset may be beyond 32 bits
+    return index, (index >= 0) & (index - row <= chunk_offset) & (index < key_length)
 
 
 @triton.jit
@@ -69,10 +70,9 @@ def _target_kernel(
     if DR > 0:
         query_rope += batch * qr_batch + row_wide * qr_row
         key_rope += batch * kr_batch
-    position = chunk_offset + row
 
     every = tl.arange(0, K_PAD)
-    _, counts = valid_slots(indices, every, K, position, key_length)
+    _, counts = valid_slots(indices, every, K, row, chunk_offset, key_length)
     # slots behind the last valid one are not visited
     last = tl.max(tl.where(counts, every + 1, 0), 0)
     tl.store(target + every, tl.zeros([K_PAD], tl.float32), mask=(every >= last) & (every < K))
@@ -100,7 +100,7 @@ def _target_kernel(
             row_sum = tl.zeros([HEADS], tl.float32)
             for start in tl.range(0, last, KEYS, num_stages=STAGES):
                 slot = start + tl.arange(0, KEYS)
-                index, there = valid_slots(indices, slot, K, position, key_length)
+                index, there = valid_slots(indices, slot, K, row, chunk_offset, key_length)
                 at = index.to(tl.int64)
                 z = tl.dot(q0, _part(key, at, k_row, there, c0, D0, P0).T)
                 if D1 > 0:
@@ -120,7 +120,7 @@ def _target_kernel(
 
         for start in tl.range(0, last, KEYS_2, num_stages=STAGES):
             slot = start + tl.arange(0, KEYS_2)
-            index, there = valid_slots(indices, slot, K, position, key_length)
+            index, there = valid_slots(indices, slot, K, row, chunk_offset, key_length)
             at = index.to(tl.int64)
             k0 = _part(key, at, k_row, there, c0, D0, P0)
             z = tl.dot(k0, q0.T)
@@ -145,7 +145,7 @@ def _slots_kernel(
     batch = tl.program_id(1).to(tl.int64)
     slot = tl.arange(0, K_PAD)
     from_row = indices + batch * i_batch + row.to(tl.int64) * i_row
-    index, counts = valid_slots(from_row, slot, K, chunk_offset + row, key_length)
+    index, counts = valid_slots(from_row, slot, K, row, chunk_offset, key_length)
     at = (batch * S + row) * K + slot
     tl.store(slots + at, tl.where(counts, index, -1).to(tl.int32), mask=slot < K)
     tl.store(ends + batch * S + row, tl.max(tl.where(counts, slot + 1, 0), 0))
@@ -177,7 +177,7 @@ def _loss_kernel(
     row_wide = row.to(tl.int64)
     slot = tl.arange(0, K_PAD)
     _, counts = valid_slots(
-        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
+        indices + batch * i_batch + row_wide * i_row, slot, K, row, chunk_offset, key_length
     )
     score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
     mass = tl.load(target + (batch * S + row_wide) * K + slot, counts, 0.0)

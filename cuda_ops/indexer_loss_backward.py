@@ -30,7 +30,7 @@ def _grad_kernel(
     row_wide = row.to(tl.int64)
     slot = tl.arange(0, K_PAD)
     _, counts = valid_slots(
-        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
+        indices + batch * i_batch + row_wide * i_row, slot, K, row, chunk_offset, key_length
     )
     score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
     mass = tl.load(target + batch * t_batch + row_wide * t_row + slot, counts, 0.0)

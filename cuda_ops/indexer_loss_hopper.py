@@ -107,7 +107,8 @@ def _consume(
     mbarrier.wait(bars.index(2 * PIECES), 0)
     phase = 0
     if HAS_LSE:
-        row_lse = gl.load(lse + head * lse_head, mask=head < N, other=0.0).to(gl.float32) * LOG2_E
+        of_head = lse + head.to(gl.int64) * lse_head
+        row_lse = gl.load(of_head, mask=head < N, other=0.0).to(gl.float32) * LOG2_E
     else:
         row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
@@ -163,7 +164,7 @@ def targets(
     query += batch * q_batch + row * q_row
     query_rope += batch * qr_batch + row * qr_row
     for group in gl.static_range(2):
-        head = group * 64 + h
+        head = (group * 64 + h).to(gl.int64)
         real = (head < N)[:, None]
         at = (query + head * q_head)[:, None] + d[None, :]
         rope_at = (query_rope + head * qr_head)[:, None] + d[None, :]

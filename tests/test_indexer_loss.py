@@ -231,6 +231,23 @@ def test_slots_that_do_not_count_are_as_if_absent(heads, size, device, backend):
         assert (target[0, row, rest] == 0).all() and (grad[0, row, rest] == 0).all()
 
 
+@pytest.mark.parametrize("offset", [2**31 - 2, 2**31, 2**62], ids=str)
+@pytest.mark.parametrize("heads,size", [(4, 32), (66, 320)])
+def test_rows_behind_all_keys_see_them_all(heads, size, offset, device, backend):
+    """However far: the row's number and its chunk's offset together may need more than 32 bits."""
+    x = to(Case(1, heads, 5, 9, size, 6).arguments(), torch.float16, device)
+
+    def run(offset: int) -> list[Tensor]:
+        score = x["index_score"].detach().requires_grad_()
+        out = custom.compute_index_loss_sparse(
+            **x | dict(index_score=score, chunk_offset=offset), return_target=True
+        )
+        return [*out, *torch.autograd.grad(out[0], score)]
+
+    for got, want in zip(run(offset), run(9), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("heads,size", [(4, 32), (66, 320)])
 def test_given_sums_take_the_place_of_the_first_pass(heads, size, device, backend):
     """Twice as large sums give half the target, and the same loss: nothing is summed again."""
