@@ -26,11 +26,13 @@ from ..dispatch.common import memory
 from .fused_attention_tiles import (
     LOG2_E,
     Sizes,
+    is_far,
     keys_of,
     locate,
     padded_size,
     plan,
     row_strides,
+    steps,
     strides,
     visible,
 )
@@ -51,13 +53,14 @@ def _over_keys(
     scale_log2, window, D, V,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BN: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Adds keys [low, high) to (acc, row_max, row_sum); row_max and row_sum in base 2."""
     d = tl.arange(0, D_PAD)
     e = tl.arange(0, V_PAD)
     n = tl.arange(0, BN)
-    k_offset = n[None, :] * k_row + d[:, None]  # [D, BN]
-    v_offset = n[:, None] * v_row + e[None, :]  # [BN, V]
+    k_offset = steps(BN, FAR)[None, :] * k_row + d[:, None]  # [D, BN]
+    v_offset = steps(BN, FAR)[:, None] * v_row + e[None, :]  # [BN, V]
     for start in tl.range(low, high, BN, num_stages=STAGES):
         column = start + n
         k_at = k + tl.cast(start, tl.int64) * k_row + k_offset
@@ -105,7 +108,7 @@ def _forward_kernel(
     D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
     GROUP: tl.constexpr, PACK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     VARLEN: tl.constexpr, SPLIT: tl.constexpr, NEGATIVE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM rows; PACK heads of a group share it, row r = query r // PACK, head r % PACK.
     With SPLIT the program takes one of `parts` of the keys and leaves (o, lse in base 2) there."""
@@ -156,15 +159,15 @@ def _forward_kernel(
     if WINDOW:
         acc, row_max, row_sum = _over_keys(
             acc, row_max, row_sum, q_tile, k, v, k_row, v_row, low, full_low, n_k, position,
-            scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+            scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
         )  # fmt: skip
     acc, row_max, row_sum = _over_keys(
         acc, row_max, row_sum, q_tile, k, v, k_row, v_row, full_low, full_high, n_k, position,
-        scale_log2, window, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+        scale_log2, window, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
     )  # fmt: skip
     acc, row_max, row_sum = _over_keys(
         acc, row_max, row_sum, q_tile, k, v, k_row, v_row, full_high, high, n_k, position,
-        scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+        scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
     )  # fmt: skip
 
     seen = row_sum > 0
@@ -337,7 +340,8 @@ def _plain(
         *strides(q), *strides(k), *strides(v), *strides(o), *row_strides(lse), part_o, part_lse,
         D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, PACK=t.pack,
         CAUSAL=causal, WINDOW=window is not None, VARLEN=sizes.varlen, SPLIT=split,
-        NEGATIVE=scale < 0, BM=t.queries, BN=t.keys, STAGES=t.stages, num_warps=t.warps,
+        NEGATIVE=scale < 0, BM=t.queries, BN=t.keys, STAGES=t.stages,
+        FAR=is_far(k, v), num_warps=t.warps,
     )  # fmt: skip
     if split:
         _merge_kernel[(lse.numel(),)](

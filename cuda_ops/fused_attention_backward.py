@@ -23,6 +23,7 @@ from ..dispatch.common import memory
 from . import fused_attention
 from .fused_attention_tiles import (
     Sizes,
+    is_far,
     keys_of,
     locate,
     padded_first,
@@ -31,6 +32,7 @@ from .fused_attention_tiles import (
     plan,
     queries_of,
     row_strides,
+    steps,
     strides,
     visible,
 )
@@ -89,15 +91,17 @@ def _over_queries(
     column, columns, scale_log2, window, D, V,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BM: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Adds what queries [low, high) of one head give to the keys of a tile."""
     d = tl.arange(0, D_PAD)
     e = tl.arange(0, V_PAD)
     m = tl.arange(0, BM)
+    step = steps(BM, FAR)
     for start in tl.range(low, high, BM, num_stages=STAGES):
         query = start + m
-        q_at = q + tl.cast(start, tl.int64) * q_row + (m * q_row)[:, None] + d[None, :]
-        g_at = grad_o + tl.cast(start, tl.int64) * g_row + (m * g_row)[:, None] + e[None, :]
+        q_at = q + tl.cast(start, tl.int64) * q_row + (step * q_row)[:, None] + d[None, :]
+        g_at = grad_o + tl.cast(start, tl.int64) * g_row + (step * g_row)[:, None] + e[None, :]
         if MASKED:
             q_tile = tl.load(q_at, (query < rows)[:, None] & (d < D)[None, :], 0.0)
         elif D_PAD == D:
@@ -137,7 +141,7 @@ def _keys_kernel(
     g_batch, g_head, g_row, gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
     D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """grad_k and grad_v of a tile of BN keys of one key head (`heads` are key heads here)."""
     program = tl.program_id(0)
@@ -178,17 +182,17 @@ def _keys_kernel(
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
             low, full_low, n_q, shift, column, n_k, scale_log2, window, D, V,
-            True, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES,
+            True, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES, FAR,
         )  # fmt: skip
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
             full_low, full_high, n_q, shift, column, n_k, scale_log2, window, D, V,
-            False, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES,
+            False, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES, FAR,
         )  # fmt: skip
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
             full_high, high, n_q, shift, column, n_k, scale_log2, window, D, V,
-            True, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES,
+            True, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES, FAR,
         )  # fmt: skip
 
     at = batch * gk_batch + kv_head.to(tl.int64) * gk_head + (first_k + column) * gk_row
@@ -209,15 +213,17 @@ def _over_keys(
     scale_log2, window, D, V,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BN: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Adds what keys [low, high) give to the queries of a tile."""
     d = tl.arange(0, D_PAD)
     e = tl.arange(0, V_PAD)
     n = tl.arange(0, BN)
+    step = steps(BN, FAR)
     for start in tl.range(low, high, BN, num_stages=STAGES):
         column = start + n
-        k_at = k + tl.cast(start, tl.int64) * k_row + (n * k_row)[:, None] + d[None, :]
-        v_at = v + tl.cast(start, tl.int64) * v_row + (n * v_row)[:, None] + e[None, :]
+        k_at = k + tl.cast(start, tl.int64) * k_row + (step * k_row)[:, None] + d[None, :]
+        v_at = v + tl.cast(start, tl.int64) * v_row + (step * v_row)[:, None] + e[None, :]
         if MASKED:
             k_tile = tl.load(k_at, (column < columns)[:, None] & (d < D)[None, :], 0.0)
             v_tile = tl.load(v_at, (column < columns)[:, None] & (e < V)[None, :], 0.0)
@@ -248,7 +254,7 @@ def _queries_kernel(
     g_batch, g_head, g_row, gq_batch, gq_head, gq_row,
     D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """grad_q of a tile of BM queries of one head."""
     program = tl.program_id(0)
@@ -287,15 +293,15 @@ def _queries_kernel(
     if WINDOW:
         acc = _over_keys(
             acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, low, full_low, n_k,
-            position, scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+            position, scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
         )  # fmt: skip
     acc = _over_keys(
         acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, full_low, full_high, n_k,
-        position, scale_log2, window, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+        position, scale_log2, window, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
     )  # fmt: skip
     acc = _over_keys(
         acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, full_high, high, n_k,
-        position, scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES,
+        position, scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
     )  # fmt: skip
     at = batch * gq_batch + head * gq_head + (first_q + query) * gq_row
     tl.store(
@@ -364,7 +370,9 @@ def backward(
     sums_size = max(64, padded, v_padded if max(padded, v_padded) <= 128 else 0)
     if not hopper or deterministic:
         sums_size = 0
-    lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, sums_size)
+    lse2, delta, sums = statistics(
+        grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, cu_seqlens_k, sums_size
+    )
     if hopper:
         from . import fused_attention_backward_hopper
 
@@ -379,6 +387,7 @@ def backward(
     options = {
         "D": size, "V": v_size, "D_PAD": padded, "V_PAD": v_padded, "GROUP": sizes.group,
         "CAUSAL": causal, "WINDOW": window is not None, "VARLEN": varlen,
+        "FAR": is_far(q, k, v, grad_o),
     }  # fmt: skip
     window = min(window or 0, 2**30)
     shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
@@ -414,6 +423,7 @@ def statistics(
     grad_lse: torch.Tensor | None,
     sizes: Sizes,
     cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
     sums: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(lse in base 2, delta) [B, H, padded rows], and zeros [B, H, padded rows, sums] or None.
@@ -423,8 +433,8 @@ def statistics(
     lse2, delta = memory.empty((2, batch, heads, padded), torch.float32, lse.device)
     zeros = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
     listed, tiles = None, triton.cdiv(n_q, 64)
-    if cu_seqlens_q is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, 64)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, sizes.n_k, 64)
         tiles = listed.shape[0]
     v_size = o.shape[-1]
     _statistics_kernel[(tiles * batch * heads,)](

@@ -30,14 +30,15 @@ from .fused_attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, st
 
 _keys_of = gluon.jit(keys_of.fn)
 _FAR = 1 << 30
+_WRAP = 1 << 34
 
 
 # ------------------------------------------------------------------------------------ descriptors
 def describable(tensor: torch.Tensor) -> bool:
-    """TMA wants 16-byte aligned rows, and a step between them."""
+    """TMA wants 16-byte aligned rows, and a step between them, which a packed one may not exceed."""
     unit = 16 // tensor.element_size()
     steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in steps)
+    return tensor.data_ptr() % 16 == 0 and all(0 < s < _WRAP and s % unit == 0 for s in steps)
 
 
 def describe(tensor: torch.Tensor, rows: int, width: int, varlen: bool) -> TensorDescriptor:
@@ -52,7 +53,7 @@ def describe(tensor: torch.Tensor, rows: int, width: int, varlen: bool) -> Tenso
         heads, tokens = tensor.shape[1], tensor.shape[0]
         row = row if tokens > 1 else unit
         shape = [0x7FFF0000, 0x7FFF0000, heads, _FAR, size]
-        steps = [2**34 - row, row, head if heads > 1 else unit, row, 1]
+        steps = [_WRAP - row, row, head if heads > 1 else unit, row, 1]
     else:
         shape = [1, *tensor.shape]
         sized = zip((batch, head, row), tensor.shape[:3], strict=True)

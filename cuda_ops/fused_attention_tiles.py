@@ -6,7 +6,8 @@ a row sees.
 Sequences of equal length are [B, H, N, D]; packed ones are [T, H, D] with prefix sums on the
 device.  For the packed ones a small kernel lists the tiles, so that no length is read by the host:
 `T // tile + B + 1` tiles are enough for any prefix sums, and those left over say "no rows".  The
-tokens behind the last sequence are listed as a sequence that has nothing on the other side.
+tokens behind the last sequence are listed as a sequence that has nothing on the other side.  Sums
+beyond the tokens end with them; of sums that fall, all tokens lie behind the last sequence.
 
     row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile,
                        sequence; in the last row, which is no tile: 0, and the number of tiles
@@ -24,8 +25,10 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
+from .lengths import within
 
 LOG2_E = 1.4426950408889634
+MOST_ROWS = 128  # of a block of a plain kernel
 PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
 
 
@@ -39,46 +42,50 @@ def _plan_kernel(
     sequence, and blanks the rest of the list."""
     sequence = tl.program_id(0)
     each = tl.arange(0, BATCH)
-    first = tl.load(lengths + each, each <= batch, 0).to(tl.int32)
-    end = tl.load(lengths + each + 1, each < batch, rows).to(tl.int32)
-    first = tl.minimum(tl.maximum(first, 0), rows)
-    end = tl.maximum(tl.minimum(end, rows), first)
+    inner = each < batch
+    first = within(lengths + each, each <= batch, rows)
+    end = tl.where(inner, within(lengths + each + 1, inner, rows), rows)
+    others = within(other_lengths + each, inner, other_rows)
+    other_ends = within(other_lengths + each + 1, inner, other_rows)
+    # where sums fall, sequences overlap and have more tiles than there are places: there are none
+    falls = inner & ((end < first) | (other_ends < others))
+    none = tl.max(falls.to(tl.int32), 0) > 0
+    first = tl.where(none, tl.where(inner, rows, 0), first)
+    end = tl.where(none, rows, end)
     tiles = tl.where(each <= batch, ((end - first) * PACK + TILE - 1) // TILE, 0)
+    mine = each == sequence
     base = tl.sum(tl.where(each < sequence, tiles, 0), 0)
-    begin = tl.sum(tl.where(each == sequence, first, 0), 0)
-    length = tl.sum(tl.where(each == sequence, end - first, 0), 0)
-    count = tl.sum(tl.where(each == sequence, tiles, 0), 0)
-    real = sequence < batch
-    other = tl.load(other_lengths + sequence, real, 0).to(tl.int32)
-    other_end = tl.load(other_lengths + sequence + 1, real, 0).to(tl.int32)
-    other = tl.minimum(tl.maximum(other, 0), other_rows)
-    other_end = tl.maximum(tl.minimum(other_end, other_rows), other)
+    begin = tl.sum(tl.where(mine, first, 0), 0)
+    length = tl.sum(tl.where(mine, end - first, 0), 0)
+    count = tl.sum(tl.where(mine, tiles, 0), 0)
+    other = tl.sum(tl.where(mine, others, 0), 0)
+    other_length = tl.sum(tl.where(mine, other_ends - others, 0), 0)
     row = tl.arange(0, BLOCK)
-    none = tl.zeros([BLOCK], tl.int32)
+    zero = tl.zeros([BLOCK], tl.int32)
     for at in range(0, count, BLOCK):
         keep = at + row < count
         tile = at + row
         if DOWN:
             tile = count - 1 - tile
         out = plan + (base + at + row).to(tl.int64) * 8
-        tl.store(out, none + begin, keep)
-        tl.store(out + 1, none + length, keep)
-        tl.store(out + 2, none + other, keep)
-        tl.store(out + 3, none + (other_end - other), keep)
+        tl.store(out, zero + begin, keep)
+        tl.store(out + 1, zero + length, keep)
+        tl.store(out + 2, zero + other, keep)
+        tl.store(out + 3, zero + other_length, keep)
         tl.store(out + 4, tile, keep)
-        tl.store(out + 5, none + sequence, keep)
+        tl.store(out + 5, zero + sequence, keep)
     if sequence == batch:
         for at in range(base + count, listed, BLOCK):
             out = plan + (at + row).to(tl.int64) * 8
             keep = at + row < listed
-            tl.store(out + 6, none, at + row == listed - 1)
-            tl.store(out + 7, none + base + count, at + row == listed - 1)
-            tl.store(out, none, keep)
-            tl.store(out + 1, none, keep)
-            tl.store(out + 2, none, keep)
-            tl.store(out + 3, none, keep)
-            tl.store(out + 4, none, keep)
-            tl.store(out + 5, none, keep)
+            tl.store(out + 6, zero, at + row == listed - 1)
+            tl.store(out + 7, zero + base + count, at + row == listed - 1)
+            tl.store(out, zero, keep)
+            tl.store(out + 1, zero, keep)
+            tl.store(out + 2, zero, keep)
+            tl.store(out + 3, zero, keep)
+            tl.store(out + 4, zero, keep)
+            tl.store(out + 5, zero, keep)
 
 
 def plan(
@@ -192,11 +199,23 @@ def queries_of(first, last, rows, shift, window, CAUSAL: tl.constexpr, WINDOW: t
     return low, high, full_low, full_high
 
 
+@triton.jit
+def steps(COUNT: tl.constexpr, FAR: tl.constexpr):
+    """Numbers of the rows of a block, wide enough for their offsets."""
+    row = tl.arange(0, COUNT)
+    return row.to(tl.int64) if FAR else row
+
+
 def strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     """(batch, head, row) strides of [B, H, N, D], or of [T, H, D]."""
     if tensor.dim() == 4:
         return tensor.stride(0), tensor.stride(1), tensor.stride(2)
     return 0, tensor.stride(1), tensor.stride(0)
+
+
+def is_far(*tensors: torch.Tensor) -> bool:
+    """Whether the rows of one block of a plain kernel lie beyond the reach of 32 bits."""
+    return any(MOST_ROWS * strides(each)[2] >= 2**31 for each in tensors)
 
 
 def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:

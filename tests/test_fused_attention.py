@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from custom.dispatch import log
+from custom.dispatch.common import memory
 from custom.dispatch.reference import fused_attention as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,6 +156,57 @@ def test_varlen_is_a_sequence_at_a_time(window, device, backend):
             torch.testing.assert_close(got[s], want[0].transpose(0, 1), rtol=4e-3, atol=4e-3)
     assert (o[-behind:] == 0).all() and (lse[-behind:] == -math.inf).all()
     assert all((x[-behind:] == 0).all() for x in grads)
+
+
+def packed(
+    tokens: int, sums: tuple[int, ...], kind: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """o, lse and the gradients of as many queries as keys, behind the same prefix sums."""
+    random = torch.Generator().manual_seed(3)
+    q, k, v, grad_o = (torch.randn(tokens, heads, 32, generator=random) for heads in (2, 1, 1, 2))
+    leaves = [x.half().to(device).requires_grad_() for x in (q, k, v)]
+    ends = torch.tensor(sums, dtype=kind, device=device)
+    o, lse = custom.npu_fused_attention(
+        *leaves, causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends, return_lse=True
+    )
+    return [o, lse, *torch.autograd.grad(o, leaves, grad_o.half().to(device))]
+
+
+@pytest.mark.parametrize(
+    "kind,beyond",
+    [
+        (torch.int32, 2**31 - 1),
+        (torch.int64, 2**31),
+        (torch.int64, 2**32 + 40),
+        (torch.int64, 2**62),
+    ],
+    ids=str,
+)
+def test_prefix_sums_beyond_the_tensors_end_with_them(kind, beyond, device, backend):
+    want = packed(300, (0, 7, 150, 300, 300), kind, device)
+    got = packed(300, (0, 7, 150, beyond, beyond), kind, device)
+    for x, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(x, exact, rtol=2e-3, atol=2e-3)
+
+
+def test_prefix_sums_that_fall_write_nothing_outside(device, backend, monkeypatch):
+    """Each sequence by itself would lie inside, but all have more tiles than there are places."""
+    fences, empty = [], memory.empty
+
+    def fenced(shape, dtype, device):
+        """Between two fences of 64 KiB."""
+        count = math.prod(shape)
+        wide = 2**16 // dtype.itemsize
+        whole = empty((count + 2 * wide,), dtype, device)
+        fences.extend(x.fill_(7) for x in (whole[:wide], whole[wide + count :]))
+        return whole[wide : wide + count].view(shape)
+
+    monkeypatch.setattr(memory, "empty", fenced)
+    for sums in ((0, 700, 0, 700, 0, 700), (0, *[700, 0] * 10, 700)):
+        got = packed(700, sums, torch.int32, device)
+        assert fences or backend == "reference"
+        assert all((x == 7).all() for x in fences)
+        assert all(torch.isfinite(x).all() for x in (got[0], *got[2:]))
 
 
 def test_strides_of_a_fused_projection(device, backend):
