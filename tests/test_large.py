@@ -109,30 +109,139 @@ def test_prologs_write_the_last_page(device, backend, room):
             assert torch.equal(great, small) and (great != 7).any()
 
 
-def rows_apart(x: Tensor) -> Tensor:
-    """The same numbers; the last row begins more than 2**31 numbers behind the first."""
-    step = -(-(2**31 + 16) // (16 * (len(x) - 1))) * 16
-    inner = x.contiguous().stride()[1:]
-    base = torch.empty(step * (len(x) - 1) + x[0].numel(), dtype=x.dtype, device=x.device)
-    return base.as_strided(x.shape, (step, *inner)).copy_(x)
+def apart(x: Tensor, dim: int = 0) -> Tensor:
+    """The same numbers; the last of `dim` begins more than 2**31 numbers behind the first."""
+    step = -(-(2**31 + 16) // (16 * (x.shape[dim] - 1))) * 16
+    strides = list(x.select(dim, 0).contiguous().stride())
+    strides.insert(dim, step)
+    reach = 1 + sum(s * (n - 1) for s, n in zip(strides, x.shape, strict=True))
+    base = torch.empty(reach, dtype=x.dtype, device=x.device)
+    return base.as_strided(x.shape, strides).copy_(x)
 
 
-@pytest.mark.parametrize(
-    "op",
-    [spec.name for spec in SPECS if not spec.name.endswith("_pto")],  # those are contiguous
-)
+STRIDED = [spec.name for spec in SPECS if not spec.name.endswith("_pto")]  # those are contiguous
+
+
+def outputs(op: str, backend: str, arguments: dict, **changed: Tensor) -> list[Tensor]:
+    given = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    out = run(op, backend, **(given | changed))
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+@pytest.mark.parametrize("op", STRIDED)
 def test_rows_far_apart(op, device, backend, room):
     """One argument after the other, so that there is memory for it."""
     arguments = sample(op, device, DTYPE, S=5)
-
-    def outputs(**changed: Tensor) -> list[Tensor]:
-        given = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-        out = run(op, backend, **(given | changed))
-        return [out] if isinstance(out, Tensor) else list(out)
-
-    want = outputs()
+    want = outputs(op, backend, arguments)
     spread = [n for n, x in arguments.items() if isinstance(x, Tensor) and x.dtype is DTYPE]
     assert spread
     for name in spread:
-        for got, exact in zip(outputs(**{name: rows_apart(arguments[name])}), want, strict=True):
-            assert torch.equal(got, exact), name
+        got = outputs(op, backend, arguments, **{name: apart(arguments[name])})
+        for x, exact in zip(got, want, strict=True):
+            assert torch.equal(x, exact), name
+
+
+def attention(m: Maker, *ends: int) -> dict:
+    """For the kernels of more than 64 queries; packed if there are `ends`."""
+    q, k, v = (m.normal(2, heads, 70, 64) for heads in (6, 3, 3))
+    if not ends:
+        return dict(q=q, k=k, v=v, causal=True)
+    sums = m.ints(0, *ends)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))
+    return dict(q=q, k=k, v=v, causal=True, cu_seqlens_q=sums, cu_seqlens_k=sums)
+
+
+def attention_backward(m: Maker, *ends: int) -> dict:
+    forward = attention(m, *ends)
+    o, lse = torch.ops.custom.npu_fused_attention(**forward)
+    return forward | dict(grad_o=m.normal(*o.shape), o=o, lse=lse)
+
+
+def sparse_attention(m: Maker, heads: int) -> dict:
+    return dict(
+        query=m.normal(1, 3, heads, 512),
+        key=m.normal(1, 40, 1, 512),
+        value=None,
+        sparse_indices=m.shuffled(1, 3, 1, 32, high=40),
+        scale_value=0.1,
+        query_rope=m.normal(1, 3, heads, 64),
+        key_rope=m.normal(1, 40, 1, 64),
+        return_softmax_lse=True,
+    )
+
+
+def indexer(m: Maker) -> dict:
+    return dict(
+        query=m.normal(2, 3, 5, 64),
+        key=m.normal(2, 70, 1, 64),
+        weights=m.normal(2, 3, 5),
+        sparse_count=16,
+        return_value=True,
+    )
+
+
+def indexer_loss(m: Maker) -> dict:
+    return dict(
+        query=m.normal(1, 66, 3, 256),
+        key=m.normal(1, 20, 256),
+        index_score=m.normal(1, 3, 12),
+        indices=m.shuffled(1, 3, 12, high=20),
+        scaling=0.1,
+        chunk_offset=17,
+        query_rope=m.normal(1, 66, 3, 64),
+        key_rope=m.normal(1, 20, 64),
+        softmax_lse=m.normal(1, 66, 3, dtype=torch.float32),
+    )
+
+
+def delta_rule(m: Maker) -> dict:
+    return dict(
+        query=m.normal(130, 3, 64),
+        key=torch.nn.functional.normalize(m.normal(130, 3, 64), dim=-1),
+        value=m.normal(130, 6, 64),
+        beta=m.normal(130, 6).sigmoid(),
+        initial_state=m.normal(2, 6, 64, 64, dtype=torch.float32),
+        actual_seq_lengths=m.ints(90, 40),
+        g=-m.normal(130, 6, dtype=torch.float32).abs(),
+    )
+
+
+# what has kernels of its own on Hopper, where it is large enough for them
+WIDE = {
+    "dense": ("npu_fused_attention", attention),
+    "packed": ("npu_fused_attention", lambda m: attention(m, 70, 140)),
+    "dense, backward": ("npu_fused_attention_backward", attention_backward),
+    "packed, backward": ("npu_fused_attention_backward", lambda m: attention_backward(m, 70, 140)),
+    "few rows": ("npu_sparse_flash_attention", lambda m: sparse_attention(m, 4)),
+    "rows": ("npu_sparse_flash_attention", lambda m: sparse_attention(m, 20)),
+    "scores": ("npu_lightning_indexer", indexer),
+    "loss": ("npu_indexer_loss", indexer_loss),
+    "chunks": ("npu_chunk_gated_delta_rule", delta_rule),
+}
+CONTIGUOUS = {
+    "softmax_max", "softmax_sum", "lse", "initial_state", "d_final_state", "initial_state_source",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*STRIDED, *WIDE])
+def test_heads_far_apart(case, device, backend):
+    """And tokens, where they come behind another dimension: all arguments at once."""
+    if case in WIDE and backend == "cuda" and device.type == "cpu":
+        pytest.skip("the kernels for Hopper are not interpreted")
+    op, make = WIDE.get(case, (case, None))
+    arguments = make(Maker(device, DTYPE)) if make else sample(op, device, DTYPE, S=3)
+    want = outputs(op, backend, arguments)
+    for dim in range(0 if case in WIDE else 1, 3):
+        near = {
+            n: x
+            for n, x in arguments.items()
+            if isinstance(x, Tensor) and n not in CONTIGUOUS
+            if x.ndim > dim + (n != "softmax_lse") and x.shape[dim] > 1
+        }
+        size = sum(x.element_size() for x in near.values()) * 2**31
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < size + 2**30:
+            pytest.skip(f"needs {size / 2**30:.0f} GiB of free device memory")
+        far = {n: apart(x, dim) for n, x in near.items()}
+        for x, exact in zip(outputs(op, backend, arguments, **far), want, strict=True):
+            torch.testing.assert_close(x, exact, rtol=4e-3, atol=4e-3)
+        del far
