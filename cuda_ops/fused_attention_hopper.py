@@ -35,7 +35,7 @@ _WRAP = 1 << 34
 
 # ------------------------------------------------------------------------------------ descriptors
 def describable(tensor: torch.Tensor) -> bool:
-    """TMA wants 16-byte aligned rows, and a step between them, which a packed one may not exceed."""
+    """TMA wants 16-byte aligned rows, and a step between them; packed ones wrap at the largest."""
     unit = 16 // tensor.element_size()
     steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
     return tensor.data_ptr() % 16 == 0 and all(0 < s < _WRAP and s % unit == 0 for s in steps)
