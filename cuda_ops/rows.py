@@ -173,7 +173,7 @@ def plan(
         "CAUSAL": sparse_mode == 3,
         "HAS_Q": act_q is not None,
         "HAS_K": act_k is not None,
-        "REQUESTS": triton.next_power_of_2(requests) if q_tnd else 1,
+        "REQUESTS": triton.next_power_of_2(max(requests, 1)) if q_tnd else 1,
     }
     return Plan(rows, reach, arguments, constants)
 

@@ -144,7 +144,8 @@ def lengths_within_and_beyond(
     layout: str, S: int, S2: int
 ) -> Iterator[tuple[tuple[list[int], list[int]], tuple[list[int], list[int]], torch.dtype]]:
     """Query and key lengths of two requests as far as the tensors reach, and the same farther."""
-    if layout == "TND":  # prefix sums: not below 0 either
+    if layout == "TND":  # prefix sums: not below 0 either; and of no request at all
+        yield ([0, 0], [0, 0]), ([], []), torch.int32
         for far, dtype in [(max(S, S2) + 1, torch.int32), *BEYOND]:
             yield ([2, S], [10, S2]), ([2, far], [10, far]), dtype
             yield ([0, S], [0, S2]), ([-far, far], [-far, far]), dtype
