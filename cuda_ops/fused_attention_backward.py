@@ -370,9 +370,7 @@ def backward(
     sums_size = max(64, padded, v_padded if max(padded, v_padded) <= 128 else 0)
     if not hopper or deterministic:
         sums_size = 0
-    lse2, delta, sums = statistics(
-        grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, cu_seqlens_k, sums_size
-    )
+    lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, sums_size)
     if hopper:
         from . import fused_attention_backward_hopper
 
@@ -423,7 +421,6 @@ def statistics(
     grad_lse: torch.Tensor | None,
     sizes: Sizes,
     cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
     sums: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(lse in base 2, delta) [B, H, padded rows], and zeros [B, H, padded rows, sums] or None.
@@ -433,8 +430,8 @@ def statistics(
     lse2, delta = memory.empty((2, batch, heads, padded), torch.float32, lse.device)
     zeros = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
     listed, tiles = None, triton.cdiv(n_q, 64)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, sizes.n_k, 64)
+    if cu_seqlens_q is not None:
+        listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, 64)
         tiles = listed.shape[0]
     v_size = o.shape[-1]
     _statistics_kernel[(tiles * batch * heads,)](

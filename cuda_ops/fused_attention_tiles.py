@@ -7,7 +7,7 @@ Sequences of equal length are [B, H, N, D]; packed ones are [T, H, D] with prefi
 device.  For the packed ones a small kernel lists the tiles, so that no length is read by the host:
 `T // tile + B + 1` tiles are enough for any prefix sums, and those left over say "no rows".  The
 tokens behind the last sequence are listed as a sequence that has nothing on the other side.  Sums
-beyond the tokens end with them; of sums that fall, all tokens lie behind the last sequence.
+beyond the tokens end with them; if they fall anywhere, all tokens lie behind the last sequence.
 
     row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile,
                        sequence; in the last row, which is no tile: 0, and the number of tiles
@@ -42,24 +42,22 @@ def _plan_kernel(
     sequence, and blanks the rest of the list."""
     sequence = tl.program_id(0)
     each = tl.arange(0, BATCH)
-    inner = each < batch
     first = within(lengths + each, each <= batch, rows)
-    end = tl.where(inner, within(lengths + each + 1, inner, rows), rows)
-    others = within(other_lengths + each, inner, other_rows)
-    other_ends = within(other_lengths + each + 1, inner, other_rows)
+    end = within(lengths + each + 1, each < batch, rows)
+    size = tl.where(each <= batch, tl.where(each < batch, end, rows) - first, 0)
     # where sums fall, sequences overlap and have more tiles than there are places: there are none
-    falls = inner & ((end < first) | (other_ends < others))
-    none = tl.max(falls.to(tl.int32), 0) > 0
-    first = tl.where(none, tl.where(inner, rows, 0), first)
-    end = tl.where(none, rows, end)
-    tiles = tl.where(each <= batch, ((end - first) * PACK + TILE - 1) // TILE, 0)
-    mine = each == sequence
+    none = tl.min(size, 0) < 0
+    tiles = tl.where(none, 0, (size * PACK + TILE - 1) // TILE)
     base = tl.sum(tl.where(each < sequence, tiles, 0), 0)
-    begin = tl.sum(tl.where(mine, first, 0), 0)
-    length = tl.sum(tl.where(mine, end - first, 0), 0)
-    count = tl.sum(tl.where(mine, tiles, 0), 0)
-    other = tl.sum(tl.where(mine, others, 0), 0)
-    other_length = tl.sum(tl.where(mine, other_ends - others, 0), 0)
+    real = sequence < batch
+    begin = within(lengths + sequence, True, rows)
+    length = tl.where(real, within(lengths + sequence + 1, real, rows), rows) - begin
+    begin = tl.where(none, 0, begin)
+    length = tl.where(none, tl.where(real, 0, rows), length)
+    count = (length * PACK + TILE - 1) // TILE
+    other = within(other_lengths + sequence, real, other_rows)
+    other_end = within(other_lengths + sequence + 1, real, other_rows)
+    other_length = tl.maximum(other_end - other, 0)
     row = tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.int32)
     for at in range(0, count, BLOCK):
