@@ -32,11 +32,10 @@ LARGEST_D = 576
 
 
 @triton.jit
-def valid_slots(indices, slot, K, row, chunk_offset, key_length):
+def valid_slots(indices, slot, K, position, key_length):
     """(index, whether it counts) of the slots of a row; slots from K on do not."""
     index = tl.load(indices + slot, mask=slot < K, other=-1)
-    # the sum of the row and its chunk's offset may be beyond 32 bits
-    return index, (index >= 0) & (index - row <= chunk_offset) & (index < key_length)
+    return index, (index >= 0) & (index <= position) & (index < key_length)
 
 
 @triton.jit
@@ -70,9 +69,10 @@ def _target_kernel(
     if DR > 0:
         query_rope += batch * qr_batch + row_wide * qr_row
         key_rope += batch * kr_batch
+    position = chunk_offset + row
 
     every = tl.arange(0, K_PAD)
-    _, counts = valid_slots(indices, every, K, row, chunk_offset, key_length)
+    _, counts = valid_slots(indices, every, K, position, key_length)
     # slots behind the last valid one are not visited
     last = tl.max(tl.where(counts, every + 1, 0), 0)
     tl.store(target + every, tl.zeros([K_PAD], tl.float32), mask=(every >= last) & (every < K))
@@ -100,7 +100,7 @@ def _target_kernel(
             row_sum = tl.zeros([HEADS], tl.float32)
             for start in tl.range(0, last, KEYS, num_stages=STAGES):
                 slot = start + tl.arange(0, KEYS)
-                index, there = valid_slots(indices, slot, K, row, chunk_offset, key_length)
+                index, there = valid_slots(indices, slot, K, position, key_length)
                 at = index.to(tl.int64)
                 z = tl.dot(q0, _part(key, at, k_row, there, c0, D0, P0).T)
                 if D1 > 0:
@@ -120,7 +120,7 @@ def _target_kernel(
 
         for start in tl.range(0, last, KEYS_2, num_stages=STAGES):
             slot = start + tl.arange(0, KEYS_2)
-            index, there = valid_slots(indices, slot, K, row, chunk_offset, key_length)
+            index, there = valid_slots(indices, slot, K, position, key_length)
             at = index.to(tl.int64)
             k0 = _part(key, at, k_row, there, c0, D0, P0)
             z = tl.dot(k0, q0.T)
@@ -145,7 +145,7 @@ def _slots_kernel(
     batch = tl.program_id(1).to(tl.int64)
     slot = tl.arange(0, K_PAD)
     from_row = indices + batch * i_batch + row.to(tl.int64) * i_row
-    index, counts = valid_slots(from_row, slot, K, row, chunk_offset, key_length)
+    index, counts = valid_slots(from_row, slot, K, chunk_offset + row, key_length)
     at = (batch * S + row) * K + slot
     tl.store(slots + at, tl.where(counts, index, -1).to(tl.int32), mask=slot < K)
     tl.store(ends + batch * S + row, tl.max(tl.where(counts, slot + 1, 0), 0))
@@ -177,7 +177,7 @@ def _loss_kernel(
     row_wide = row.to(tl.int64)
     slot = tl.arange(0, K_PAD)
     _, counts = valid_slots(
-        indices + batch * i_batch + row_wide * i_row, slot, K, row, chunk_offset, key_length
+        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
     )
     score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
     mass = tl.load(target + (batch * S + row_wide) * K + slot, counts, 0.0)
@@ -212,7 +212,7 @@ def tiles(N: int, D: int, has_lse: bool) -> tuple[int, int, int, int, int]:
 
 
 def unsupported(
-    query: Tensor, index_score: Tensor, query_rope: Tensor | None, **_: Any
+    query: Tensor, key: Tensor, index_score: Tensor, query_rope: Tensor | None, **_: Any
 ) -> str | None:
     if torch.float64 in (query.dtype, index_score.dtype):
         return "inputs are float64, supported are float16, bfloat16 and (index_score) float32"
@@ -221,7 +221,11 @@ def unsupported(
     D = query.shape[-1] + (0 if query_rope is None else query_rope.shape[-1])
     if D > LARGEST_D:
         return f"D={D}, supported up to {LARGEST_D}"
-    return None
+    return too_many(key.shape[1])
+
+
+def too_many(keys: int) -> str | None:
+    return None if keys <= rows.MOST else f"{keys} keys, supported up to {rows.MOST}"
 
 
 def _suits_hopper(
@@ -295,6 +299,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     B, N, S, D = query.shape
     K, key_length = indices.shape[2], key.shape[1]
+    chunk_offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
     loss = memory.empty((B, S), torch.float32, query.device)
     target = memory.empty((B, S, K), torch.float32, query.device)
     if target.numel() == 0:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from .indexer_loss import normalised, padded, softmax_of_scores, valid_slots
+from .indexer_loss import normalised, padded, softmax_of_scores, too_many, valid_slots
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _grad_kernel(
     row_wide = row.to(tl.int64)
     slot = tl.arange(0, K_PAD)
     _, counts = valid_slots(
-        indices + batch * i_batch + row_wide * i_row, slot, K, row, chunk_offset, key_length
+        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
     )
     score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
     mass = tl.load(target + batch * t_batch + row_wide * t_row + slot, counts, 0.0)
@@ -40,10 +40,12 @@ def _grad_kernel(
     tl.store(at, tl.where(counts, out, 0.0).to(grad.dtype.element_ty), mask=slot < K)
 
 
-def unsupported(index_score: Tensor, target: Tensor, grad_loss: Tensor, **_: Any) -> str | None:
+def unsupported(
+    index_score: Tensor, target: Tensor, grad_loss: Tensor, key_length: int, **_: Any
+) -> str | None:
     if torch.float64 in (index_score.dtype, target.dtype, grad_loss.dtype):
         return "an input is float64, supported are float32 and (index_score) float16, bfloat16"
-    return None
+    return too_many(key_length)
 
 
 def backward(
@@ -58,6 +60,7 @@ def backward(
     grad = memory.empty((B, S, K), index_score.dtype, index_score.device)
     if grad.numel() == 0:
         return grad
+    chunk_offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
     _grad_kernel[(S, B)](
         grad_loss, index_score, indices, target, grad, chunk_offset, S, key_length, K,
         *index_score.stride()[:2], *indices.stride()[:2], *target.stride()[:2],
