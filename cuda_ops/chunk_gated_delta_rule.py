@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import rows
+from .lengths import within
 
 CHUNK: tl.constexpr = tl.constexpr(64)
 SUB: tl.constexpr = tl.constexpr(16)
@@ -73,6 +74,21 @@ def _rows(base, first, length, row, columns, SIZE: tl.constexpr, PAD: tl.constex
     return tl.load(base + i.to(tl.int64)[:, None] * row + columns[None, :], mask=on, other=0.0)
 
 
+@triton.jit
+def _lengths(lengths, T, sequences, SEQUENCES: tl.constexpr):
+    """By sequence [SEQUENCES]: its number and length, in 64 bits: what the lengths add up to may be
+    far beyond the T tokens."""
+    s = tl.arange(0, SEQUENCES)
+    return s, within(lengths + s, s < sequences, T).to(tl.int64)
+
+
+@triton.jit
+def _heads(head, GROUP: tl.constexpr):
+    """(head of the keys, `head` of the values), in 64 bits, as what they are multiplied with may be
+    any stride."""
+    return (head // GROUP).to(tl.int64), head.to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _chunks_kernel(
     query, key, value, beta, g, lengths, u, w, p, sums, T, sequences, scale,
@@ -82,19 +98,17 @@ def _chunks_kernel(
     VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
-    hv = tl.program_id(1)
-    h = hv // (NV // N)
+    h, hv = _heads(tl.program_id(1), NV // N)
     if VARLEN:
-        s = tl.arange(0, SEQUENCES)
-        each = tl.load(lengths + s, mask=s < sequences, other=0).to(tl.int32)
+        s, each = _lengths(lengths, T, sequences, SEQUENCES)
         ends = tl.cumsum((each + CHUNK - 1) // CHUNK, 0)
         before = ends <= chunk
-        chunks_before = tl.max(tl.where(before, ends, 0), 0)
-        start = tl.sum(tl.where(before, each, 0), 0).to(tl.int64)
+        chunks_before = tl.max(tl.where(before, ends, 0), 0).to(tl.int32)
+        start = tl.minimum(tl.sum(tl.where(before, each, 0), 0), T)
         sequence = tl.sum(before.to(tl.int32), 0)
         length = tl.sum(tl.where(s == sequence, each, 0), 0)
         first = (chunk - chunks_before) * CHUNK
-        length = tl.minimum(length, (T - start).to(tl.int32))
+        length = tl.minimum(length, T - start).to(tl.int32)
     else:
         start, first, length = chunk.to(tl.int64) * 0, chunk * CHUNK, T
     if first < length:
@@ -149,15 +163,13 @@ def _states_kernel(
     BLOCKS: tl.constexpr = (DV + BV - 1) // BV
     program = tl.program_id(0)
     block = program % BLOCKS
-    hv = (program // BLOCKS) % NV
+    h, hv = _heads((program // BLOCKS) % NV, NV // N)
     sequence = program // (BLOCKS * NV)
-    h = hv // (NV // N)
     if VARLEN:
-        s = tl.arange(0, SEQUENCES)
-        each = tl.load(lengths + s, mask=s < sequences, other=0).to(tl.int32)
-        start = tl.sum(tl.where(s < sequence, each, 0), 0).to(tl.int64)
+        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        start = tl.minimum(tl.sum(tl.where(s < sequence, each, 0), 0), T)
         length = tl.sum(tl.where(s == sequence, each, 0), 0)
-        length = tl.minimum(length, (T - start).to(tl.int32))
+        length = tl.minimum(length, T - start).to(tl.int32)
     else:
         start = program.to(tl.int64) * 0
         length = T
@@ -239,7 +251,7 @@ def forward(
     if final.numel() == 0:
         return out.zero_(), final
     scale = DK**-0.5 if scale is None else scale
-    if rows.capability(value.device) == 9 and _suits_hopper(query, key, value):
+    if rows.capability(value.device) == 9 and _suits_hopper(query, key, value, sequences):
         from . import chunk_gated_delta_rule_hopper as hopper
 
         hopper.forward(
@@ -250,7 +262,7 @@ def forward(
     return out, final
 
 
-def _suits_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _suits_hopper(query: Tensor, key: Tensor, value: Tensor, sequences: int) -> bool:
     """Whether chunk_gated_delta_rule_hopper takes these tensors: sizes, and rows of whole 16-byte
     units."""
     given = (query, key, value)
@@ -258,9 +270,11 @@ def _suits_hopper(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         key.shape[-1] in (64, 128)
         and size % 64 == 0
-        and 0 < tokens * heads < 2**31 - 2**20
+        # its scratch, in rows: a coordinate of TMA has 32 bits
+        and tokens > 0
+        and (tokens + CHUNK.value * (sequences + 1)) * heads < 2**31
         and all(x.data_ptr() % 16 == 0 for x in given)
-        and all(step > 0 and step % 8 == 0 for x in given for step in x.stride()[:-1])
+        and all(0 < step < 2**34 and step % 8 == 0 for x in given for step in x.stride()[:-1])
     )
 
 

@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from .chunk_gated_delta_rule import CHUNK, _inverse, _rows
+from .chunk_gated_delta_rule import CHUNK, _heads, _inverse, _lengths, _rows
 from .chunk_gated_delta_rule import unsupported as unsupported_forward
 
 # columns of a walk's state; of the values and the keys in a tile of the chunks' kernels
@@ -48,14 +48,13 @@ def _place(lengths, chunk, T, sequences, SEQUENCES: tl.constexpr, VARLEN: tl.con
     there, the sequence's length, and how much of it is a sequence's at all: the tokens behind the
     last sequence are one more, of which 0 are."""
     if VARLEN:
-        s = tl.arange(0, SEQUENCES)
-        each = tl.load(lengths + s, mask=s < sequences, other=0).to(tl.int32)
+        s, each = _lengths(lengths, T, sequences, SEQUENCES)
         ends = tl.cumsum((each + CHUNK - 1) // CHUNK, 0)
         before = (ends <= chunk) & (s < sequences)
-        first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
-        start = tl.sum(tl.where(before, each, 0), 0).to(tl.int64)
+        first = (chunk - tl.max(tl.where(before, ends, 0), 0).to(tl.int32)) * CHUNK
+        start = tl.minimum(tl.sum(tl.where(before, each, 0), 0), T)
         sequence = tl.sum(before.to(tl.int32), 0)
-        inside = tl.sum(tl.where(s == sequence, each, 0), 0)
+        inside = tl.sum(tl.where(s == sequence, each, 0), 0).to(tl.int32)
         left = (T - start).to(tl.int32)
         inside = tl.minimum(inside, left)
         length = tl.where(sequence < sequences, inside, left)
@@ -101,8 +100,7 @@ def _triangles_kernel(
 ):  # fmt: skip
     """T - I, P, exp(G) and exp(G_last - G) of a chunk and a value head."""
     chunk = tl.program_id(0)
-    hv = tl.program_id(1)
-    h = hv // (NV // N)
+    h, hv = _heads(tl.program_id(1), NV // N)
     start, first, _length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
     if first < inside:
         i = tl.arange(0, CHUNK)
@@ -166,17 +164,16 @@ def _walks_kernel(
     program = tl.program_id(0)
     back = program % 2
     block = program // 2 % BLOCKS
-    hv = program // (2 * BLOCKS) % NV
+    h, hv = _heads(program // (2 * BLOCKS) % NV, NV // N)
     sequence = program // (2 * BLOCKS * NV)
-    h = hv // (NV // N)
     if VARLEN:
-        s = tl.arange(0, SEQUENCES)
-        each = tl.load(lengths + s, mask=s < sequences, other=0).to(tl.int32)
+        s, each = _lengths(lengths, T, sequences, SEQUENCES)
         earlier = s < sequence
-        start = tl.sum(tl.where(earlier, each, 0), 0).to(tl.int64)
+        start = tl.minimum(tl.sum(tl.where(earlier, each, 0), 0), T)
         length = tl.sum(tl.where(s == sequence, each, 0), 0)
-        length = tl.minimum(length, (T - start).to(tl.int32))
-        first_chunk = tl.sum(tl.where(earlier, (each + CHUNK - 1) // CHUNK, 0), 0)
+        length = tl.minimum(length, T - start).to(tl.int32)
+        chunks_before = tl.sum(tl.where(earlier, (each + CHUNK - 1) // CHUNK, 0), 0)
+        first_chunk = chunks_before.to(tl.int32)
     else:
         start = program.to(tl.int64) * 0
         length = T
@@ -260,8 +257,7 @@ def _pairs_kernel(
 ):  # fmt: skip
     """dv, Z and M + M^T of a chunk and a value head; what pairs of its tokens give G and beta."""
     chunk = tl.program_id(0)
-    hv = tl.program_id(1)
-    h = hv // (NV // N)
+    h, hv = _heads(tl.program_id(1), NV // N)
     start, first, length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
     if first < length:
         i = tl.arange(0, CHUNK)
@@ -328,7 +324,8 @@ def _inputs_kernel(
     BLOCKS: tl.constexpr = (DK + BK - 1) // BK
     program = tl.program_id(0)
     block = program % BLOCKS
-    h = program // BLOCKS % N
+    head = program // BLOCKS % N
+    h = head.to(tl.int64)
     chunk = program // (BLOCKS * N)
     start, first, length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
     if first < length:
@@ -343,7 +340,7 @@ def _inputs_kernel(
         dq = tl.zeros([CHUNK, BK], tl.float32)
         dk = tl.zeros([CHUNK, BK], tl.float32)
         for one in range(0, GROUP):
-            hv = h * GROUP + one
+            hv = head * GROUP + one
             row0 = (start * NV + hv) * DV
             number = chunk.to(tl.int64) * NV + hv
             tile = number * CHUNK
@@ -362,7 +359,9 @@ def _inputs_kernel(
                 on = (cv < DV)[:, None] & (ck < DK)[None, :] & (first < inside)
                 state = tl.load(states + at, mask=on, other=0.0)
                 grad = tl.load(grads + at, mask=on, other=0.0)
-                o_tile = _rows(d_out + hv * o_head, first, inside, o_row, cv, EDGE_V, BV)
+                o_tile = _rows(
+                    d_out + hv.to(tl.int64) * o_head, first, inside, o_row, cv, EDGE_V, BV
+                )
                 n_tile = _rows(n + row0, first, inside, NV * DV, cv, EDGE_V, BV)
                 r_tile = _rows(r + row0, first, inside, NV * DV, cv, EDGE_V, BV)
                 by_o = tl.dot(o_tile, state, by_o)

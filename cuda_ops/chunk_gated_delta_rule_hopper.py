@@ -49,12 +49,30 @@ def _add(a, b):
 
 
 @gluon.jit
-def _first_chunks(lengths, sequences, SEQUENCES: gl.constexpr):
-    """By sequence [SEQUENCES]: its number, length, and the chunks up to its end."""
+def _add_lengths(a, b):
+    """Of numbers from 0, in 32 bits: beyond them it is the largest, which is beyond the tokens."""
+    return a + gl.minimum(b, 2147483647 - a)
+
+
+@gluon.jit
+def _lengths(lengths, T, sequences, SEQUENCES: gl.constexpr):
+    """By sequence [SEQUENCES]: its number and length."""
     LIST: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     s = gl.arange(0, SEQUENCES, layout=LIST)
-    each = gl.load(lengths + s, mask=s < sequences, other=0).to(gl.int32)
-    return s, each, gl.associative_scan((each + 63) // 64, 0, _add)
+    each = gl.load(lengths + s, mask=s < sequences, other=0)
+    # before it is cast: what does not fit 32 bits wraps
+    return s, gl.minimum(gl.maximum(each, 0), T).to(gl.int32)
+
+
+@gluon.jit
+def _tokens(s, each, before, sequence, T):
+    """(first token, length) of a sequence, behind those that are `before` it."""
+    # the largest and a sum are instructions of a warp: what other reductions give is to ptxas not
+    # the same in all threads, and the walk would spill
+    ends = gl.associative_scan(each, 0, _add_lengths)
+    start = gl.minimum(gl.max(gl.where(before, ends, 0), 0), T)
+    length = gl.sum(gl.where(s == sequence, each, 0), 0)
+    return start, gl.minimum(length, T - start)
 
 
 @gluon.jit
@@ -191,12 +209,11 @@ def _prepare(
     first = chunk * 64
     length = T
     if VARLEN:
-        s, each, ends = _first_chunks(lengths, sequences, SEQUENCES)
+        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        ends = gl.associative_scan((each + 63) // 64, 0, _add_lengths)
         before = ends <= chunk
         first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
-        start = gl.sum(gl.where(before, each, 0), 0)
-        sequence = gl.sum(before.to(gl.int32), 0)
-        length = gl.minimum(gl.sum(gl.where(s == sequence, each, 0), 0), T - start)
+        start, length = _tokens(s, each, before, gl.sum(before.to(gl.int32), 0), T)
     if first < length:
         mbarrier.init(full, count=1)
         fence_async_shared()
@@ -414,10 +431,10 @@ def _walk(
     tokens = T
     first_chunk = 0
     if VARLEN:
-        s, each, ends = _first_chunks(lengths, sequences, SEQUENCES)
-        start = gl.sum(gl.where(s < sequence, each, 0), 0)
-        first_chunk = gl.max(gl.where(s < sequence, ends, 0), 0)
-        length = gl.minimum(gl.sum(gl.where(s == sequence, each, 0), 0), T - start)
+        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        start, length = _tokens(s, each, s < sequence, sequence, T)
+        # before a sequence with tokens; before another it may wrap, and is not used
+        first_chunk = gl.sum(gl.where(s < sequence, (each + 63) // 64, 0), 0)
         tokens = gl.where(sequence == sequences - 1, T - start, length)
     q = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
     k = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from .lengths import within
 from .rows import INTERPRETED
 
 LARGEST_K = 256
@@ -112,13 +113,14 @@ def _load_token(
 ):  # fmt: skip
     """The token's q, k [BK], a, b as they are stored; zeros where `there` is false."""
     k_on = there & (k_at < K)
-    q_tile = tl.load(q + t * q_row + k_at, mask=k_on, other=0.0)
-    k_tile = tl.load(k + t * k_row + k_at, mask=k_on, other=0.0)
+    t_wide = tl.cast(t, tl.int64)
+    q_tile = tl.load(q + t_wide * q_row + k_at, mask=k_on, other=0.0)
+    k_tile = tl.load(k + t_wide * k_row + k_at, mask=k_on, other=0.0)
     if KDA:
-        a_tile = tl.load(a + t * a_row + k_at, mask=k_on, other=0.0)
+        a_tile = tl.load(a + t_wide * a_row + k_at, mask=k_on, other=0.0)
     else:
-        a_tile = tl.load(a + t * a_row, mask=there, other=0.0)
-    return q_tile, k_tile, a_tile, tl.load(b + t * b_row, mask=there, other=0.0)
+        a_tile = tl.load(a + t_wide * a_row, mask=there, other=0.0)
+    return q_tile, k_tile, a_tile, tl.load(b + t_wide * b_row, mask=there, other=0.0)
 
 
 @triton.jit
@@ -183,8 +185,9 @@ def _step(
 @triton.jit
 def _parent(parents, t, columns):
     """The step that step t starts from; -1: the initial state."""
-    parent = tl.load(parents + t, mask=t < columns, other=-1).to(tl.int32)
-    return tl.where((parent >= 0) & (parent < t), parent, -1)
+    parent = tl.load(parents + t, mask=t < columns, other=-1)
+    # cast last: what does not fit 32 bits wraps
+    return tl.where((parent >= 0) & (parent < t), parent, -1).to(tl.int32)
 
 
 @triton.jit
@@ -228,9 +231,11 @@ def _delta_rule_kernel(
     NV: tl.constexpr = (V + BV * TILES - 1) // (BV * TILES)
     program = tl.program_id(0)
     column = (program % NV) * TILES
-    hv = (program // NV) % HV
+    head = (program // NV) % HV
     n = program // (NV * HV)
-    h = hv // (HV // H)
+    # heads and tokens may lie any distance apart: their products with a stride need 64 bits
+    h = (head // (HV // H)).to(tl.int64)
+    hv = head.to(tl.int64)
     if VK:
         # as [.., 128 bytes]: 8 threads hold a row, and not 32, and its sums take 3 rounds of
         # shuffles instead of 5
@@ -241,9 +246,9 @@ def _delta_rule_kernel(
 
     slot = tl.load(indices + n).to(tl.int64)
     if VARLEN:
-        first = tl.load(cu_seqlens + n).to(tl.int64)
-        end = tl.minimum(tl.load(cu_seqlens + n + 1).to(tl.int64), T)
-        length = (end - first).to(tl.int32)
+        first = within(cu_seqlens + n, True, T)
+        length = tl.maximum(within(cu_seqlens + n + 1, True, T) - first, 0)
+        first = first.to(tl.int64)
         n_batch = n_wide * 0
     else:
         first = n_wide * 0
@@ -310,7 +315,9 @@ def _delta_rule_kernel(
                 q_next, k_next, a_next, b_next = _load_token(
                     q, k, a, b, t + 1, coming, k_at, q_row, k_row, a_row, b_row, K, KDA
                 )
-                v_next = tl.load(v + (t + 1) * v_row + v_at, mask=coming & (v_at < V), other=0.0)
+                v_next = tl.load(
+                    v + tl.cast(t + 1, tl.int64) * v_row + v_at, mask=coming & (v_at < V), other=0.0
+                )
                 if TREE:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
                     # the chain goes on in registers; a branch is walked again from its root,
                     # which needs no stored states and rounds zero
@@ -325,7 +332,9 @@ def _delta_rule_kernel(
                                     q, k, a, b, earlier, here, k_at, q_row, k_row, a_row, b_row,
                                     K, KDA,
                                 )  # fmt: skip
-                                v_past = tl.load(v + earlier * v_row + v_at, v_at < V, 0.0)
+                                v_past = tl.load(
+                                    v + tl.cast(earlier, tl.int64) * v_row + v_at, v_at < V, 0.0
+                                )
                                 q_wide, k_wide, qk, decay, beta = _gates(
                                     q_past, k_past, a_past, b_past, rate, bias, scale,
                                     softplus_beta, softplus_threshold, NORM, VK, True,
@@ -341,10 +350,11 @@ def _delta_rule_kernel(
                 state, o = _step(
                     state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, True, False
                 )
-                tl.store(out + t * out_row + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
+                out_at = out + tl.cast(t, tl.int64) * out_row + v_at
+                tl.store(out_at, o.to(out.dtype.element_ty), mask=v_at < V)
                 if CACHE:
                     on = cache_on & (t < steps)
-                    at_step = cache + t * step_stride + tile_at
+                    at_step = cache + tl.cast(t, tl.int64) * step_stride + tile_at
                     tl.store(at_step, state.to(cache.dtype.element_ty), mask=on)
                 q_tile, k_tile, v_tile, a_tile, b_tile = q_next, k_next, v_next, a_next, b_next
         if UPDATE:
@@ -352,8 +362,9 @@ def _delta_rule_kernel(
         if VARLEN:  # noqa: SIM102 (likewise)
             # tokens behind the last sequence
             if n == sequences - 1:
-                for t in range(length, (T - first).to(tl.int32)):
-                    tl.store(out + t * out_row + v_at, tl.zeros([BV], tl.float32), mask=v_at < V)
+                for t in range(length, T - first):
+                    out_at = out + tl.cast(t, tl.int64) * out_row + v_at
+                    tl.store(out_at, tl.zeros([BV], tl.float32), mask=v_at < V)
         if tile + 1 < TILES:
             v_at, tile_at, tile_on, state = v_at_2, tile_at_2, tile_on_2, state_2
 
@@ -386,11 +397,14 @@ def tiles(
     return min(max(1, BV * 128 // BK), triton.next_power_of_2(V)), count, warps, registers
 
 
-def unsupported(k: Tensor, **_: Any) -> str | None:
+def unsupported(k: Tensor, v: Tensor, **_: Any) -> str | None:
     if k.dtype is torch.float64:
         return "q, k, v are float64, supported are float32, float16 and bfloat16"
     if k.shape[-1] > LARGEST_K:
         return f"K={k.shape[-1]}, supported up to {LARGEST_K}"
+    if k.shape[-1] * v.shape[-1] >= 2**31:
+        # offsets in a head's state are 32 bits wide
+        return f"K={k.shape[-1]} and V={v.shape[-1]}, supported are states below 2**31 numbers"
     return None
 
 

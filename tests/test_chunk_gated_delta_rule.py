@@ -168,6 +168,29 @@ def test_keys_alike(size, device, backend):
         assert error < 2**-6  # roundings to float16, 2**-11 each, of what is larger than the rest
 
 
+# lengths that no caller means, and those that stand for them with 70 tokens
+ODD_LENGTHS = [
+    ((40, 2**32 + 9), (40, 30)),
+    ((-200, 60, 10), (0, 60, 10)),
+    ((40, -(2**32) + 5, 20), (40, 0, 20)),
+    ((2**62, 2**62, 5), (70, 0, 0)),
+    ((64, 2**31 - 1, 2**31 - 1), (64, 6, 0)),
+]
+
+
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("odd,meant", ODD_LENGTHS)
+def test_lengths_beyond_the_tokens_end_with_them(odd, meant, size, device, backend):
+    case = Case(meant, N=1, Nv=1, Dk=size, Dv=size, behind=70 - sum(meant), fading=0.1)
+    x = case.moved(case.arguments(), torch.float16, device)
+    want = custom.npu_chunk_gated_delta_rule(**x)
+    x["actual_seq_lengths"] = torch.tensor(odd, device=device)
+    before = log.calls[OP, backend]
+    got = custom.npu_chunk_gated_delta_rule(**x)
+    assert log.calls[OP, backend] == before + 1
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_qwen3_next_chunks(device, backend):
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     case = Case((150,), N=2, Nv=4, Dk=32, Dv=16)

@@ -15,7 +15,7 @@ from torch import Tensor
 import custom
 
 from .accuracy import assert_close_to_float64, skip_unless_taken
-from .test_chunk_gated_delta_rule import Case, one_thread  # noqa: F401
+from .test_chunk_gated_delta_rule import ODD_LENGTHS, Case, one_thread  # noqa: F401
 
 FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"
 LEAVES = ("query", "key", "value", "beta", "initial_state", "g")
@@ -158,6 +158,22 @@ def test_equal_runs_give_equal_gradients(device, backend):
     first, second = (gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x) for _ in "ab")
     for name, grad in first.items():
         assert torch.equal(grad, second[name]), name
+
+
+@pytest.mark.parametrize("odd,meant", ODD_LENGTHS)
+def test_lengths_beyond_the_tokens_end_with_them(odd, meant, device, backend):
+    case = Case(meant, N=1, Nv=1, Dk=16, Dv=16, behind=70 - sum(meant), fading=0.1)
+    drawn = case.arguments()
+    d_out, d_final = (x.to(device) for x in upstream(drawn))
+    x = case.moved(drawn, torch.float16, device)
+    x |= dict(d_out=d_out.half(), d_final_state=d_final.float())
+    op = getattr(torch.ops.custom, OP)
+    want = op(**x)
+    x["actual_seq_lengths"] = torch.tensor(odd, device=device)
+    before = log.calls[OP, backend]
+    got = op(**x)
+    assert log.calls[OP, backend] == before + 1
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("used", ["out", "state"])

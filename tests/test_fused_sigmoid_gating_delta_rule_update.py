@@ -280,6 +280,65 @@ def test_slices_of_one_projection(device, backend):
     assert torch.equal(x["initial_state_source"], y["initial_state_source"])
 
 
+def same(case: Case, device: Any, backend: str, **changed: tuple[Any, Any]) -> None:
+    """Integers that no caller means, and those they stand for: outputs and states are equal."""
+    drawn, results = case.arguments(), []
+    for which in (0, 1):
+        x = moved(drawn, torch.float16, case, device)
+        x |= {name: torch.tensor(both[which], device=device) for name, both in changed.items()}
+        before = log.calls[OP, backend]
+        o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
+        assert log.calls[OP, backend] == before + 1
+        results.append([o, *(x[name] for name in POOLS if x[name] is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    "odd,meant",
+    [
+        ((0, 2, 2**32 + 3), (0, 2, 6)),
+        ((-5, 2, 4), (0, 2, 4)),
+        ((0, -(2**40), 3), (0, 0, 3)),
+        ((-(2**31), 2**33, 2**33 + 4), (0, 6, 6)),
+        ((0, 2**31 - 1, 2**31 - 1), (0, 6, 6)),
+        ((0, 5, 3), (0, 5, 5)),
+    ],
+)
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+def test_sums_beyond_the_tokens_end_with_them(odd, meant, layout, device, backend):
+    sizes = dict(H=1, HV=1, K=16, V=16)
+    case = Case(B=1, T=6, lengths=(3, 3), slots=(2, 0), layout=layout, **sizes)
+    same(case, device, backend, cu_seqlens=(odd, meant))
+
+
+def test_a_parent_or_a_slot_beyond_32_bits_is_none(device, backend):
+    none = ((-1, -1, 1, -1), (-1, 0, -1, 1))
+    case = Case(T=4, H=1, HV=1, K=16, V=16, steps=4, rows=(1, 2), parents=none)
+    odd = ((2**32, 2**32, 1, 2**33 + 2), (-(2**32), 0, 2**62 + 1, 1))
+    same(case, device, backend, retrieve_parent_token=(odd, none))
+    same(case, device, backend, initial_state_indices=((2**32 + 1, 3), (-1, 3)))
+    same(case, device, backend, intermediate_state_indices=((2, -(2**32)), (2, -1)))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["q", "k", "v", "a", "b"])
+def test_tokens_far_apart(name, device, backend):
+    """The last one begins more than 2**31 numbers behind the first."""
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 6 * 2**30:
+        pytest.skip("needs 6 GiB of free device memory")
+    sizes = dict(T=3, H=1, HV=1, K=16, V=16)
+    case = Case(B=1, kda=True, parents=((-1, 0, 0),), slots=(1,), **sizes)
+    x = moved(case.arguments(), torch.float16, case, device)
+    y = dict(x, initial_state_source=x["initial_state_source"].clone())
+    step, last = 2**30 + 8, x[name][0, 0].numel()
+    room = torch.empty(2 * step + last, dtype=torch.float16, device=device)
+    strides = (room.numel(), step, *x[name].stride()[2:])
+    y[name] = room.as_strided(x[name].shape, strides).copy_(x[name])
+    o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
+    assert torch.equal(custom.npu_fused_sigmoid_gating_delta_rule_update(**y), o)
+    assert torch.equal(x["initial_state_source"], y["initial_state_source"])
+
+
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_scalar_loops(data):
