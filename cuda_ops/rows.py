@@ -28,8 +28,14 @@ MOST = 2**30  # that 32 bits number of anything, with room for a tile past its e
 @triton.jit
 def within(length, most):
     """A length or a prefix sum, int32 or int64, from 0 to `most`, as int32."""
-    # before it is cast: what does not fit 32 bits wraps
-    return tl.minimum(tl.maximum(length, 0), most).to(tl.int32)
+    if length.dtype == tl.int64:
+        # by halves, as the indexer has no registers for comparisons in 64 bits
+        high = (length >> 32).to(tl.int32)
+        low = tl.minimum(length.to(tl.uint32), most).to(tl.int32)
+        length = tl.where(high == 0, low, tl.where(high < 0, 0, most))
+    else:
+        length = tl.minimum(tl.maximum(length, 0), most)
+    return length
 
 
 @triton.jit
