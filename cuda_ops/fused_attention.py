@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
+from . import rows
 from .fused_attention_tiles import (
     LOG2_E,
     Sizes,
@@ -271,6 +272,10 @@ def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
     for name, size in (("q", q.shape[-1]), ("v", v.shape[-1])):
         if size > 256:
             return f"head size of {name} is {size}, supported up to 256"
+    for name, each in (("q", q), ("v", v)):
+        count = each.shape[0 if each.ndim == 3 else 2]
+        if count > rows.MOST:
+            return f"{name} has {count} rows, supported up to {rows.MOST}"
     if v.dtype is torch.float8_e4m3fn and v.is_cuda:
         capability = torch.cuda.get_device_capability(v.device)
         if capability < (8, 9):

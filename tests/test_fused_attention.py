@@ -209,6 +209,18 @@ def test_prefix_sums_that_fall_write_nothing_outside(device, backend, monkeypatc
         assert all(torch.isfinite(x).all() for x in (got[0], *got[2:]))
 
 
+def test_cuda_refuses_more_rows_than_32_bits_number():
+    pytest.importorskip("triton")
+    from custom.cuda_ops.fused_attention import unsupported
+
+    x = torch.zeros(1, 1, 1, 16).half()
+    many = x.expand(1, 1, 2**30 + 1, 16)
+    assert unsupported(q=x, v=many[:, :, 1:]) is None
+    packed = many[0].transpose(0, 1), x[0]
+    for q, v in ((x, many), (many, x), packed):
+        assert "has 1073741825 rows, supported up to 1073741824" in unsupported(q=q, v=v)
+
+
 def test_strides_of_a_fused_projection(device, backend):
     """q, k, v as slices of one [B, N, 3 H D] product, [B, N, H, D] turned to [B, H, N, D]."""
     B, N, H, D = 2, 19, 3, 32

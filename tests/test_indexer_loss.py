@@ -248,6 +248,19 @@ def test_rows_behind_all_keys_see_them_all(heads, size, offset, device, backend)
         assert torch.equal(got, want)
 
 
+def test_cuda_refuses_more_keys_than_32_bits_number():
+    pytest.importorskip("triton")
+    from custom.cuda_ops import indexer_loss, indexer_loss_backward
+
+    x = to(CASES[0].arguments(), torch.float16)
+    rows = dict(index_score=x["index_score"], target=x["index_score"], grad_loss=x["index_score"])
+    for count in (2**30, 2**30 + 1, 2**31):
+        key = x["key"][:, :1].expand(-1, count, -1)
+        refused = f"{count} keys, supported up to 1073741824" if count > 2**30 else None
+        assert indexer_loss.unsupported(**x | dict(key=key)) == refused
+        assert indexer_loss_backward.unsupported(**rows, key_length=count) == refused
+
+
 @pytest.mark.parametrize("heads,size", [(4, 32), (66, 320)])
 def test_given_sums_take_the_place_of_the_first_pass(heads, size, device, backend):
     """Twice as large sums give half the target, and the same loss: nothing is summed again."""
