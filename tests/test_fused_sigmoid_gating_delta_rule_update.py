@@ -320,6 +320,15 @@ def test_a_parent_or_a_slot_beyond_32_bits_is_none(device, backend):
     same(case, device, backend, intermediate_state_indices=((2, -(2**32)), (2, -1)))
 
 
+def test_a_state_beyond_32_bits_is_refused_on_cuda():
+    pytest.importorskip("triton")
+    from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as kernels
+
+    k, v = (torch.empty(1, 1, 1, size, device="meta") for size in (256, 2**23))
+    assert "K=256 and V=8388608" in kernels.unsupported(k=k, v=v)
+    assert kernels.unsupported(k=k, v=v[..., 1:]) is None
+
+
 @pytest.mark.large
 @pytest.mark.parametrize("name", ["q", "k", "v", "a", "b"])
 def test_tokens_far_apart(name, device, backend):
