@@ -362,7 +362,7 @@ def _delta_rule_kernel(
         if VARLEN:  # noqa: SIM102 (likewise)
             # tokens behind the last sequence
             if n == sequences - 1:
-                for t in range(length, T - first):
+                for t in range(length, (T - first).to(tl.int32)):
                     out_at = out + tl.cast(t, tl.int64) * out_row + v_at
                     tl.store(out_at, tl.zeros([BV], tl.float32), mask=v_at < V)
         if tile + 1 < TILES:
@@ -402,6 +402,8 @@ def unsupported(k: Tensor, v: Tensor, **_: Any) -> str | None:
         return "q, k, v are float64, supported are float32, float16 and bfloat16"
     if k.shape[-1] > LARGEST_K:
         return f"K={k.shape[-1]}, supported up to {LARGEST_K}"
+    if k.shape[1] >= 2**31:
+        return f"{k.shape[1]} tokens, supported are below 2**31"
     if k.shape[-1] * v.shape[-1] >= 2**31:
         # offsets in a head's state are 32 bits wide
         return f"K={k.shape[-1]} and V={v.shape[-1]}, supported are states below 2**31 numbers"
