@@ -23,6 +23,8 @@ from .test_fused_sigmoid_gating_delta_rule_update import Case, moved
 pytest.importorskip("triton")
 
 from custom.cuda_ops import chunk_gated_delta_rule as chunk
+from custom.cuda_ops import chunk_gated_delta_rule_grad as chunk_grad
+from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as decode
 from custom.cuda_ops import rows
 
 from .compile_for_hopper import stand_in
@@ -75,6 +77,36 @@ def test_kernels_for_hopper_compile(case, dtype, monkeypatch):
     monkeypatch.setattr(rows, "capability", lambda device: 9)
     chunk.forward(**case.moved(case.arguments(), dtype, "cpu"))
     assert [kernel.name for kernel in compiled] == ["_prepare", "_walk"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(layout="vk"),
+        Case(B=1, T=4, lengths=(2, 1), kda=True, steps=2, rows=(0, 1)),
+        Case(B=1, T=4, lengths=(2, 1), layout="vk", parents=((-1, 0), (-1, 0))),
+    ],
+    ids=["one token", "packed", "packed tree"],
+)
+def test_kernels_of_a_decode_compile(case, monkeypatch):
+    """The interpreter does not know that a variable of a kernel keeps its type."""
+    compiled = stand_in(monkeypatch)
+    decode.forward(**moved(case.arguments(), torch.bfloat16, case, "cpu"))
+    assert len(compiled) == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+def test_kernels_of_chunks_compile(monkeypatch):
+    """Those of any GPU, of the op and its gradient, with lengths in 64 bits."""
+    compiled = stand_in(monkeypatch)
+    monkeypatch.setattr(rows, "capability", lambda device: 8)
+    case = ChunkCase((9, 70), Dk=32, Dv=32)
+    x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    x["actual_seq_lengths"] = x["actual_seq_lengths"].long()
+    chunk.forward(**x)
+    chunk_grad.backward(**x, d_out=x["value"], d_final_state=x["initial_state"])
+    assert len(compiled) == 7
 
 
 @gpu
