@@ -28,6 +28,21 @@ from .lengths import within
 from .rows import INTERPRETED
 
 LARGEST_K = 256
+SIMULATED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def _wide(x, zero):
+    """x in float32: one instruction for a bfloat16, where the compiler takes two.  `zero` is 0; one
+    that the compiler does not know makes the same numbers anew, in registers of their own."""
+    if (x.dtype == tl.bfloat16) & (not SIMULATED):
+        wide = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x1044; prmt.b32 $1, $2, $3, 0x3244;", "=f,=f,r,r,r",
+            [x, zero], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        wide = x.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -107,20 +122,16 @@ def _along(v_side, VK: tl.constexpr):
 
 
 @triton.jit
-def _load_token(
-    q, k, a, b, t, there, k_at, q_row, k_row, a_row, b_row,
-    K: tl.constexpr, KDA: tl.constexpr,
-):  # fmt: skip
-    """The token's q, k [BK], a, b as they are stored; zeros where `there` is false."""
+def _load_token(q, k, a, b, there, k_at, K: tl.constexpr, KDA: tl.constexpr):
+    """A token's q, k [BK], a, b as they are stored; zeros where `there` is false."""
     k_on = there & (k_at < K)
-    t_wide = tl.cast(t, tl.int64)
-    q_tile = tl.load(q + t_wide * q_row + k_at, mask=k_on, other=0.0)
-    k_tile = tl.load(k + t_wide * k_row + k_at, mask=k_on, other=0.0)
+    q_tile = tl.load(q + k_at, mask=k_on, other=0.0)
+    k_tile = tl.load(k + k_at, mask=k_on, other=0.0)
     if KDA:
-        a_tile = tl.load(a + t_wide * a_row + k_at, mask=k_on, other=0.0)
+        a_tile = tl.load(a + k_at, mask=k_on, other=0.0)
     else:
-        a_tile = tl.load(a + t_wide * a_row, mask=there, other=0.0)
-    return q_tile, k_tile, a_tile, tl.load(b + t_wide * b_row, mask=there, other=0.0)
+        a_tile = tl.load(a, mask=there, other=0.0)
+    return q_tile, k_tile, a_tile, tl.load(b, mask=there, other=0.0)
 
 
 @triton.jit
@@ -128,58 +139,50 @@ def _gates(
     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta, softplus_threshold,
     NORM: tl.constexpr, VK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """q, k as they meet the state, their product, the decay (over K or a scalar), and beta."""
-    q_wide = q_tile.to(tl.float32)
-    k_wide = k_tile.to(tl.float32)
+    """q, k, the factors they want, their product, the decay (over K or a scalar), and beta."""
+    q_wide = _wide(q_tile, 0)
+    k_wide = _wide(k_tile, 0)
+    unit = 1.0
     qk = 0.0  # of one token not made here: see _step
     if TOGETHER:
         qq, kk, qk = _products(q_wide, k_wide, VK)
         if NORM:
             scale = scale / tl.sqrt(qq + 1e-6)
             unit = 1.0 / tl.sqrt(kk + 1e-6)
-            k_wide = k_wide * unit
-            qk = qk * unit
     elif NORM:
-        q_wide = q_wide * (1.0 / tl.sqrt(_total(q_wide * q_wide, VK) + 1e-6))
-        k_wide = k_wide * (1.0 / tl.sqrt(_total(k_wide * k_wide, VK) + 1e-6))
+        scale = scale / tl.sqrt(_total(q_wide * q_wide, VK) + 1e-6)
+        unit = 1.0 / tl.sqrt(_total(k_wide * k_wide, VK) + 1e-6)
     gate = _softplus(a_tile.to(tl.float32) + bias, softplus_beta, softplus_threshold)
     beta = 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
-    return q_wide * scale, k_wide, qk * scale, tl.exp(-rate * gate), beta
-
-
-@triton.jit
-def _again(tile, zero):
-    """A tile of 16-bit numbers; `zero` is 0, but the compiler does not know it.  What float32 is
-    made of this tile is not what the sums were made of, and takes no registers over them."""
-    return tl.inline_asm_elementwise(
-        "xor.b32 $0, $1, $2;", "=r,r,r,r", [tile, zero], dtype=tile.dtype, is_pure=True, pack=2
-    )
+    return q_wide, k_wide, scale, unit, qk, tl.exp(-rate * gate), beta
 
 
 @triton.jit
 def _step(
-    stored, q_wide, k_wide, qk, v_tile, decay, beta, zero,
+    stored, q_wide, k_wide, scale, unit, qk, v_tile, decay, beta, zero,
     VK: tl.constexpr, KDA: tl.constexpr, TOGETHER: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """(state after the token, its output [BV])."""
-    # one decay for all channels is taken out of the sums: two vectors less in registers
-    state = stored.to(tl.float32)
-    k_faded = k_wide * decay if KDA else k_wide
-    q_faded = q_wide * decay if KDA else q_wide
+    # the norms are taken out of the sums, and so is one decay for all channels: two vectors less
+    # in registers, and numbers to multiply with instead
+    state = _wide(stored, 0) if TWICE else stored
+    if KDA:
+        k_faded = k_wide * decay
+        q_faded = q_wide * decay
+        faded = 1.0
+    else:
+        k_faded = k_wide
+        q_faded = q_wide
+        faded = decay
     seen, read = _over_k(state * _beside(k_faded, VK), state * _beside(q_faded, VK), VK, TOGETHER)
     if TWICE:
-        state = _again(stored, zero).to(tl.float32)
-    if KDA:
-        state = state * _beside(decay, VK)
-    else:
-        seen = seen * decay
-        read = read * decay
-        state = state * decay
-    update = (v_tile.to(tl.float32) - seen) * beta
+        state = _wide(stored, zero)
+    state = state * (_beside(decay, VK) if KDA else decay)
+    update = (v_tile.to(tl.float32) - seen * (unit * faded)) * (beta * unit)
     state += _beside(k_wide, VK) * _along(update, VK)
     if not TOGETHER:
         qk = _total(q_wide * k_wide, VK)
-    return state, read + qk * update
+    return state, read * (scale * faded) + (scale * qk) * update
 
 
 @triton.jit
@@ -212,7 +215,7 @@ def _state_tile(
 @triton.jit
 def _load_state(at, on, TWICE: tl.constexpr):
     state = tl.load(at, mask=on, other=0.0)
-    return state if TWICE else state.to(tl.float32)
+    return state if TWICE else _wide(state, 0)
 
 
 @triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns"])
@@ -237,8 +240,8 @@ def _delta_rule_kernel(
     h = (head // (HV // H)).to(tl.int64)
     hv = head.to(tl.int64)
     if VK:
-        # as [.., 128 bytes]: 8 threads hold a row, and not 32, and its sums take 3 rounds of
-        # shuffles instead of 5
+        # as [.., 128 bytes], unless a row is as well whole: 8 threads hold it, and not 32, and its
+        # sums take 3 rounds of shuffles instead of 5
         k_at = tl.arange(0, BK // KI)[:, None] * KI + tl.arange(0, KI)[None, :]
     else:
         k_at = tl.arange(0, BK)
@@ -283,11 +286,9 @@ def _delta_rule_kernel(
         parents += n_wide * columns
 
     # the first token's values, which every tile needs, are in flight together with the state
-    q_first, k_first, a_first, b_first = _load_token(
-        q, k, a, b, 0, here, k_at, q_row, k_row, a_row, b_row, K, KDA
-    )
+    q_first, k_first, a_first, b_first = _load_token(q, k, a, b, here, k_at, K, KDA)
     if ONE:
-        q_wide, k_wide, qk, decay, beta = _gates(
+        q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
             q_first, k_first, a_first, b_first, rate, bias, scale, softplus_beta,
             softplus_threshold, NORM, VK, TOGETHER,
         )  # fmt: skip
@@ -302,22 +303,28 @@ def _delta_rule_kernel(
             _, _, cache_on = _state_tile(column + tile, k_at, kept, K, V, BK, BV, VK)
         if ONE:
             state, o = _step(
-                state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, TOGETHER, TWICE
-            )
+                state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, VK, KDA,
+                TOGETHER, TWICE,
+            )  # fmt: skip
             tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
             if CACHE:
                 on = cache_on & (steps > 0)
                 tl.store(cache + tile_at, state.to(cache.dtype.element_ty), mask=on)
         else:
             q_tile, k_tile, a_tile, b_tile = q_first, k_first, a_first, b_first
+            # walked, not multiplied with the token, which would take 64 bits
+            q_to, k_to, v_to, a_to, b_to, out_to, cache_to = q, k, v, a, b, out, cache
             for t in range(length):
                 coming = t + 1 < length
+                q_to += q_row
+                k_to += k_row
+                v_to += v_row
+                a_to += a_row
+                b_to += b_row
                 q_next, k_next, a_next, b_next = _load_token(
-                    q, k, a, b, t + 1, coming, k_at, q_row, k_row, a_row, b_row, K, KDA
+                    q_to, k_to, a_to, b_to, coming, k_at, K, KDA
                 )
-                v_next = tl.load(
-                    v + tl.cast(t + 1, tl.int64) * v_row + v_at, mask=coming & (v_at < V), other=0.0
-                )
+                v_next = tl.load(v_to + v_at, mask=coming & (v_at < V), other=0.0)
                 if TREE:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
                     # the chain goes on in registers; a branch is walked again from its root,
                     # which needs no stored states and rounds zero
@@ -328,43 +335,46 @@ def _delta_rule_kernel(
                             while at > earlier:
                                 at = _parent(parents, at, columns)
                             if at == earlier:
+                                past = tl.cast(earlier, tl.int64)
                                 q_past, k_past, a_past, b_past = _load_token(
-                                    q, k, a, b, earlier, here, k_at, q_row, k_row, a_row, b_row,
-                                    K, KDA,
+                                    q + past * q_row, k + past * k_row, a + past * a_row,
+                                    b + past * b_row, here, k_at, K, KDA,
                                 )  # fmt: skip
-                                v_past = tl.load(
-                                    v + tl.cast(earlier, tl.int64) * v_row + v_at, v_at < V, 0.0
-                                )
-                                q_wide, k_wide, qk, decay, beta = _gates(
+                                v_past = tl.load(v + past * v_row + v_at, v_at < V, 0.0)
+                                q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
                                     q_past, k_past, a_past, b_past, rate, bias, scale,
                                     softplus_beta, softplus_threshold, NORM, VK, True,
                                 )  # fmt: skip
                                 state, _o = _step(
-                                    state, q_wide, k_wide, qk, v_past, decay, beta, zero, VK, KDA,
-                                    True, False,
+                                    state, q_wide, k_wide, q_scale, unit, qk, v_past, decay, beta,
+                                    zero, VK, KDA, True, False,
                                 )  # fmt: skip
-                q_wide, k_wide, qk, decay, beta = _gates(
+                q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
                     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta,
                     softplus_threshold, NORM, VK, True,
                 )  # fmt: skip
                 state, o = _step(
-                    state, q_wide, k_wide, qk, v_tile, decay, beta, zero, VK, KDA, True, False
-                )
-                out_at = out + tl.cast(t, tl.int64) * out_row + v_at
-                tl.store(out_at, o.to(out.dtype.element_ty), mask=v_at < V)
+                    state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, VK, KDA,
+                    True, False,
+                )  # fmt: skip
+                tl.store(out_to + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
+                out_to += out_row
                 if CACHE:
                     on = cache_on & (t < steps)
-                    at_step = cache + tl.cast(t, tl.int64) * step_stride + tile_at
-                    tl.store(at_step, state.to(cache.dtype.element_ty), mask=on)
+                    tl.store(cache_to + tile_at, state.to(cache.dtype.element_ty), mask=on)
+                    cache_to += step_stride
                 q_tile, k_tile, v_tile, a_tile, b_tile = q_next, k_next, v_next, a_next, b_next
         if UPDATE:
             tl.store(pool + tile_at, state.to(pool.dtype.element_ty), mask=tile_on & here)
-        if VARLEN:  # noqa: SIM102 (likewise)
-            # tokens behind the last sequence
-            if n == sequences - 1:
-                for t in range(length, (T - first).to(tl.int32)):
-                    out_at = out + tl.cast(t, tl.int64) * out_row + v_at
-                    tl.store(out_at, tl.zeros([BV], tl.float32), mask=v_at < V)
+        if VARLEN:
+            # tokens before the first sequence, and behind the last one
+            nothing = tl.zeros([BV], out.dtype.element_ty)
+            before = tl.where(n == 0, -first, 0).to(tl.int32)
+            for t in range(before, 0):
+                tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < V)
+            behind = tl.where(n == sequences - 1, T - first, length).to(tl.int32)
+            for t in range(length, behind):
+                tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < V)
         if tile + 1 < TILES:
             v_at, tile_at, tile_on, state = v_at_2, tile_at_2, tile_on_2, state_2
 
@@ -376,10 +386,11 @@ def tiles(
     `tokens` a sequence.  What counts is the bytes in flight: 128 KB a multiprocessor in the best
     tiles, and whole lines of 256 bytes for [K, V].
 
-    H200, 2026-11, H 16, HV 32, K = V = 128, microseconds at 1 / 32 / 128 / 512 sequences:
-    float32 [V, K] 3.2 / 36.3 / 134.9 / 528.9, [K, V] 3.2 / 37.2 / 137.2 / 537.2 (an in-place
-    multiply of the state: 1.8 / 33.9 / 128.5 / 516.7); bfloat16 at 32 / 128 / 512 [V, K] 20.8 /
-    73.3 / 280, [K, V] 24.1 / 79.9 / 306; 4 tokens at 32 / 128 [V, K] 50.4 / 179, [K, V] 48.3 / 167.
+    H200, 2026-11, H 16, HV 32, K = V = 128, slots in order, microseconds at 1 / 32 / 128 / 512
+    sequences: float32 [V, K] 2.8 / 35.9 / 133.7 / 520, [K, V] 2.9 / 37.5 / 136.6 / 529.6 (an
+    in-place multiply of the state: 1.8 / 33.9 / 129.4 / 512.7); bfloat16 at 32 / 128 / 512 [V, K]
+    20.1 / 69.5 / 268.5, [K, V] 21.9 / 73.2 / 281.2; 4 tokens at 32 / 128 [V, K] 48.6 / 172,
+    [K, V] 47.5 / 165.
     """
     few = heads <= 128
     registers = None
@@ -445,9 +456,10 @@ def forward(
     BK = max(16, triton.next_power_of_2(K))
     tokens = T if cu_seqlens is None else triton.cdiv(T, N)
     one = T == 1 and cu_seqlens is None
-    BV, count, warps, registers = chosen or tiles(
-        state_layout, pool.element_size() == 2, V, BK, N * HV, tokens
-    )
+    half = pool.element_size() == 2
+    BV, count, warps, registers = chosen or tiles(state_layout, half, V, BK, N * HV, tokens)
+    # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
+    KI = BK if tokens == 1 and not half else min(BK, 128 // pool.element_size())
     _delta_rule_kernel[(N * HV * triton.cdiv(V, BV * count),)](
         A_log, a, dt_bias, q, k, v, b, pool, initial_state_indices, cu_seqlens,
         cache, intermediate_state_indices, parents, out,
@@ -460,12 +472,11 @@ def forward(
         pool.stride(0),
         0 if cache is None else cache.stride(0),
         0 if cache is None else cache.stride(1),
-        H=H, HV=HV, K=K, V=V, BK=BK, KI=BK if tokens == 1 else min(BK, 128 // pool.element_size()),
-        BV=BV, TILES=count,
+        H=H, HV=HV, K=K, V=V, BK=BK, KI=KI, BV=BV, TILES=count,
         VK=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
         ONE=one, VARLEN=cu_seqlens is not None,
         UPDATE=not disable_state_update, CACHE=cache is not None, TREE=parents is not None,
-        TWICE=one and state_layout == "kv" and pool.element_size() == 2 and not INTERPRETED,
+        TWICE=one and state_layout == "kv" and half and not INTERPRETED,
         num_warps=warps, maxnreg=registers,
     )  # fmt: skip
     return out

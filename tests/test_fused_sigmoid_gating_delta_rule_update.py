@@ -311,6 +311,16 @@ def test_sums_beyond_the_tokens_end_with_them(odd, meant, layout, device, backen
     same(case, device, backend, cu_seqlens=(odd, meant))
 
 
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+def test_tokens_of_no_sequence_are_zero(layout, device, backend):
+    sizes = dict(H=1, HV=1, K=16, V=16)
+    case = Case(B=1, T=9, lengths=(3, 3), slots=(2, 0), layout=layout, **sizes)
+    x = moved(case.arguments(), torch.float16, case, device)
+    x["cu_seqlens"] = torch.tensor([2, 5, 8], device=device)
+    o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
+    assert o[:, :2].eq(0).all() and o[:, 8:].eq(0).all() and o[:, 2:8].ne(0).any(-1).all()
+
+
 def test_a_parent_or_a_slot_beyond_32_bits_is_none(device, backend):
     none = ((-1, -1, 1, -1), (-1, 0, -1, 1))
     case = Case(T=4, H=1, HV=1, K=16, V=16, steps=4, rows=(1, 2), parents=none)
