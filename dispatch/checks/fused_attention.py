@@ -72,6 +72,7 @@ def check_inputs(
             c.integer(name, cu_seqlens)
             c.shape(name, cu_seqlens, "L")
             c.at_least(f"{name}.numel()", cu_seqlens.shape[0], 1)
+            c.contiguous(**{name: cu_seqlens})
             if config.debug and is_real(cu_seqlens):
                 _check_prefix_sums(c, name, cu_seqlens, c.sizes[f"T{name[-1]}"])
     heads, key_heads = c.sizes["H"], c.sizes["Hk"]

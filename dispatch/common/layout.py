@@ -75,7 +75,7 @@ def keys_of(key: Tensor, layout: str, lengths: Tensor | None, block_table: Tenso
         start = starts(ends)
         return Keys(layout, ends - start, start, None)
     reach = key.shape[1] * (1 if block_table is None else block_table.shape[1])
-    return Keys(layout, lengths.long().clamp(max=reach), torch.zeros_like(lengths), block_table)
+    return Keys(layout, lengths.long().clamp(0, reach), torch.zeros_like(lengths), block_table)
 
 
 def rows_of(
@@ -98,7 +98,7 @@ def rows_of(
         start = torch.arange(batch, device=query.device) * size
         length = torch.full_like(start, size)
         if lengths is not None:
-            length = lengths.long().clamp(max=size)
+            length = lengths.long().clamp(0, size)
         padding = torch.zeros_like(token, dtype=torch.bool)
     if requests == 0:
         return Rows(request, torch.zeros_like(token))
