@@ -169,6 +169,17 @@ def test_bad_arguments_get_one_sentence_and_no_cache_is_written(spec):
                     torch.testing.assert_close(arguments[cache], good[cache], rtol=0, atol=0)
 
 
+@every_spec
+def test_lengths_with_gaps_are_refused(spec):
+    """Kernels read them one after the other."""
+    good = sample(spec.name, CPU, torch.float32)
+    for name, value in tensors(good).items():
+        if value.ndim == 1 and not value.dtype.is_floating_point and value.numel() > 1:
+            strided = torch.stack([value, value], dim=-1)[..., 0]
+            with pytest.raises(ValueError, match=rf"^{spec.name}: `{name}` is not contiguous"):
+                overload(spec)(**(copy.deepcopy(good) | {name: strided}))
+
+
 @pytest.mark.parametrize(
     "spec", [s for s in SPECS if s.name.endswith("_pto")], ids=lambda spec: spec.name
 )

@@ -410,3 +410,12 @@ def _good() -> dict[str, Tensor]:
 def test_errors(change, error, sentence):
     with pytest.raises(error, match=f"npu_fused_attention: .*{sentence}"):
         custom.npu_fused_attention(**(_good() | change))
+
+
+def test_prefix_sums_with_gaps_are_refused():
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in _good().values())
+    sums = {"cu_seqlens_q": torch.tensor([0, 1, 3]), "cu_seqlens_k": torch.tensor([0, 2, 5])}
+    for name, value in sums.items():
+        strided = torch.stack([value, value], -1)[:, 0]
+        with pytest.raises(ValueError, match=f"npu_fused_attention: `{name}` is not contiguous"):
+            custom.npu_fused_attention(q, k, v, **(sums | {name: strided}))
