@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .lengths import within
+
 BSND, TND, PAGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LAYOUTS = {"BSND": 0, "TND": 1, "PA_BSND": 2}
 LONGEST = 2**24  # the vector unit divides integers as floats, exactly up to here
@@ -24,30 +26,28 @@ LONGEST = 2**24  # the vector unit divides integers as floats, exactly up to her
 
 @triton.jit
 def request_of(token, query_lengths, requests, tokens, Q_TND: tl.constexpr):
-    """(request, its first token) of a token; request == requests behind the last one."""
+    """The request of a token; `requests` behind the last one."""
     if Q_TND:
         request = 0
         for start in range(0, requests, 128):
             r = start + tl.arange(0, 128)
             ends = tl.load(query_lengths + r, mask=r < requests, other=2147483647)
             request += tl.sum(tl.where(ends <= token, 1.0, 0.0), 0).to(tl.int32)
-        before = tl.load(query_lengths + tl.maximum(request - 1, 0))
-        first = tl.where(request > 0, before, 0)
     else:
         request = token // tokens
-        first = request * tokens
-    return request, first
+    return request
 
 
 @triton.jit
 def tokens_of(
     request, query_lengths, requests, tokens, Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr
 ):
-    """(first token, number of tokens) of a request."""
+    """(first token, number of tokens) of a request; `tokens` are those of each request, or of all
+    of them (TND)."""
     if Q_TND:
-        before = tl.load(query_lengths + tl.maximum(request - 1, 0))
-        first = tl.where(request > 0, before, 0)
-        count = tl.load(query_lengths + request) - first
+        first = within(query_lengths + tl.maximum(request - 1, 0), tokens)
+        first = tl.where(request > 0, first, 0)
+        count = within(query_lengths + request, tokens) - first
     elif Q_LENGTHS:
         first = request * tokens
         count = tl.minimum(tl.load(query_lengths + request), tokens)
@@ -91,7 +91,7 @@ def visible(
 ):  # fmt: skip
     """(request, its first key row, positions seen) of a token; nothing is seen by a token that
     belongs to no request, and its request is then some valid one."""
-    request, first = request_of(token, query_lengths, requests, tokens, Q_TND)
+    request = request_of(token, query_lengths, requests, tokens, Q_TND)
     inside = request < requests
     request = tl.minimum(request, requests - 1)
     first, count = tokens_of(request, query_lengths, requests, tokens, Q_TND, Q_LENGTHS)
@@ -130,7 +130,10 @@ def plan(
 ) -> Plan:
     if layout_query == "TND":
         assert query_lengths is not None
-        requests, tokens, rows = query_lengths.shape[0], 1, query.shape[0]
+        tokens = rows = query.shape[0]
+        if query_lengths.shape[0] == 0:  # as one without tokens: no kernel reads an empty tensor
+            query_lengths = key_lengths = query_lengths.new_zeros(1)
+        requests = query_lengths.shape[0]
     else:
         requests, tokens = query.shape[:2]
         rows = requests * tokens

@@ -93,6 +93,17 @@ def rows(layout: str, heads: int, k: int, **options: Any) -> Callable[[Inputs], 
     return make
 
 
+def beyond(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """The prefix sums of 7 queries in 3 requests, below 0 and above 7."""
+    lengths = [-(2**31), 4, 2**31 - 1]
+    return lambda x: make(x) | dict(actual_seq_lengths_query=x.ints(lengths))
+
+
+def no_request(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+    return lambda x: make(x) | {name: x.ints([]) for name in names}
+
+
 def by_score(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
     """As many positions as the reference chose, ascending; and the chosen scores, sorted, within
     the bound: a swap at the boundary changes them by no more than rounding does."""
@@ -151,6 +162,20 @@ CASES = (
     Case(OP, "4 heads of 32", paged([45, 5], 2, 4, 16, 16, size=32)),
     Case(OP, "BSND", rows("BSND", 64, 32)),
     Case(OP, "TND", rows("TND", 64, 32)),
+    Case(OP, "TND, sums of queries beyond the tokens", beyond(rows("TND", 64, 32))),
+    Case(OP, "TND, no request", no_request(rows("TND", 64, 32))),
+    Case(
+        OP,
+        "TND queries, paged, no request",
+        lambda x: (
+            no_request(rows("TND", 16, 32))(x)
+            | dict(
+                key=x.whole(3, 64, 1, D, low=-1, high=2),
+                block_table=x.ints(torch.zeros(0, 2)),
+                layout_key="PA_BSND",
+            )
+        ),
+    ),
     Case(
         OP,
         "BSND, no lengths",
@@ -192,6 +217,27 @@ CONTROLS = (
         "keys - (tokens - 1 - j), 0)",
         "keys - (tokens - j), 0)",
         "paged, 64 heads",
+    ),
+    Control(
+        "a sum of queries beyond the tokens",
+        "ragged",
+        "within(query_lengths + request, tokens)",
+        "tl.load(query_lengths + request)",
+        "TND, sums of queries beyond the tokens",
+    ),
+    Control(
+        "a sum of queries below 0",
+        "ragged",
+        "within(query_lengths + tl.maximum(request - 1, 0), tokens)",
+        "tl.load(query_lengths + tl.maximum(request - 1, 0))",
+        "TND, sums of queries beyond the tokens",
+    ),
+    Control(
+        "the lengths of no request are read",
+        "ragged",
+        "if query_lengths.shape[0] == 0:",
+        "if False:",
+        "TND, no request",
     ),
     Control(
         "a length that wraps",

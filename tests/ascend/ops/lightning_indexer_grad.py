@@ -91,6 +91,12 @@ CASES = (
     ),
     Case(
         OP,
+        "TND, sums of queries beyond the tokens",
+        rows((7,), (330,), 16, 40, ([-(2**31), 4, 2**31 - 1], [150, 151, 328])),
+    ),
+    Case(OP, "TND, no request", rows((7,), (330,), 16, 40, ([], []))),
+    Case(
+        OP,
         "TND, a negative prefix sum",
         rows((7,), (330,), 16, 40, ([3, 4, 7], [-150, 151, 328]), sparse_mode=0),
         judge=undefined,

@@ -111,6 +111,15 @@ def _int64(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]
     return wide
 
 
+def _with_lengths(
+    make: Callable[[Inputs], Arguments], of_queries: list[int], of_keys: list[int]
+) -> Callable[[Inputs], Arguments]:
+    return lambda x: (
+        make(x)
+        | dict(actual_seq_lengths_query=x.ints(of_queries), actual_seq_lengths_kv=x.ints(of_keys))
+    )
+
+
 def _beyond(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """A length, an index and a page that 32 bits would bring back."""
 
@@ -151,6 +160,16 @@ CASES = (
     Case(OP, "paged, latent 576 and 64", paged([140], 1, 64, 64, sizes=(576, 64))),
     Case(OP, "BSND", rows("BSND", 16, 64, return_softmax_lse=True)),
     Case(OP, "TND", rows("TND", 32, 40)),
+    Case(
+        OP,
+        "TND, sums of queries beyond the tokens",
+        _with_lengths(rows("TND", 16, 40), [-(2**31), 4, 2**31 - 1], [150, 151, 228]),
+    ),
+    Case(
+        OP,
+        "TND, no request",
+        _with_lengths(rows("TND", 16, 40, return_softmax_lse=True), [], []),
+    ),
 )
 CONTROLS = (
     Control(

@@ -96,6 +96,12 @@ CASES = (
             sparse_mode=0,
         ),
     ),
+    Case(
+        OP,
+        "TND, sums of queries beyond the tokens",
+        call((6,), (200,), 8, 60, 128, 32, ([-(2**31), 4, 2**31 - 1], [90, 90, 199])),
+    ),
+    Case(OP, "TND, no request", call((6,), (200,), 8, 60, 128, 32, ([], []))),
     Case(OP, "int64, more queries than keys", call((1, 9), (1, 6), 4, 8, 32, 16, kind=torch.int64)),
     Case(OP, "blocks of 4", call((1, 3), (1, 90), 16, 12, 128, 64, block=4)),
     Case(OP, "two tokens a round", in_rounds(2 * 4 * 160, call((1, 5), (1, 140), 16, 60, 64, 16))),

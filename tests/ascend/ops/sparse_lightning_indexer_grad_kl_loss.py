@@ -92,6 +92,7 @@ CASES = (
         "TND, all keys",
         call((6,), (200,), 8, 60, index=(4, 32), sparse_mode=0, lengths=([3, 3, 5], [90, 90, 199])),
     ),
+    case("TND, no request", call((6,), (200,), 8, 60, index=(4, 32), lengths=([], []))),
     case(
         "fp16, float32 weights",
         call((1, 3), (1, 100), 16, 40, 64, index=(24, 64), weights=torch.float32),
