@@ -189,11 +189,23 @@ def update(
             stored = (at < tl.where(there & (end > start), count, 0))[:, None]
             tl.store(in_pool + part, state.to(pool.dtype.element_ty), mask=stored)
         if VARLEN:
-            # behind the last sequence
-            for t in range(end, tl.where(n == sequences - 1, tokens, end)):
+            # tokens of no sequence: behind all of them, and before the first one
+            zero = tl.zeros((VALUE_TILE,), out.dtype.element_ty)
+            behind = tl.where(n == sequences - 1, tl.maximum(start, end), tokens)
+            for i in range(0, tl.where(behind < tokens, sequences, 0)):
+                behind = tl.maximum(behind, within(starts + i, tokens))
+            for t in range(behind, tokens):
                 token = t.to(tl.int64) * VALUE_HEADS + head
-                zero = tl.zeros((VALUE_TILE,), out.dtype.element_ty)
                 tl.store(out + token * VALUE + first + c, zero)
+            for t in range(0, tl.where(n == 0, start, 0)):
+                # another sequence has it only where the sums fall
+                taken = t * 0
+                for i in range(0, sequences):
+                    begun = within(starts + i, tokens) <= t
+                    taken = tl.where(begun & (t < within(starts + i + 1, tokens)), 1, taken)
+                if taken == 0:
+                    token = t.to(tl.int64) * VALUE_HEADS + head
+                    tl.store(out + token * VALUE + first + c, zero)
 
 
 def _tile(key_size: int, value_size: int) -> tune.Config | None:

@@ -109,6 +109,11 @@ CASES = (
         "varlen, beyond the tokens and the pool",
         call([-(2**31), 0, 2**31 - 1], 5, starts=[-2, 1, 4, 2**31 - 1]),
     ),
+    Case(OP, "varlen, tokens before the first sequence", call([3, 1], 6, starts=[2, 3, 5])),
+    # the tokens behind the last sum and before the first one are another sequence's, in part
+    Case(OP, "varlen, the last sum falls", call([3, 1], 6, starts=[0, 5, 3])),
+    Case(OP, "varlen, sums fall and rise", call([3, 1, 0], 9, starts=[0, 7, 3, 3])),
+    Case(OP, "varlen, the first sum falls", call([3, 1], 7, starts=[5, 2, 4], layout="vk")),
     Case(
         OP,
         "varlen, vk, int64, beyond 32 bits",
@@ -231,9 +236,37 @@ CONTROLS = (
     Control(
         "the tail of a packed row left alone",
         KERNEL,
-        "n == sequences - 1, tokens, end",
-        "n == sequences - 1, end, end",
+        "for t in range(behind, tokens)",
+        "for t in range(tokens, tokens)",
         "varlen",
+    ),
+    Control(
+        "the tokens before the first sequence left alone",
+        KERNEL,
+        "tl.where(n == 0, start, 0)",
+        "0 * start",
+        "varlen, tokens before the first sequence",
+    ),
+    Control(
+        "the tail begins in an earlier sequence",
+        KERNEL,
+        "sequences - 1, tl.maximum(start, end), tokens)",
+        "sequences - 1, end, tokens)",
+        "varlen, the last sum falls",
+    ),
+    Control(
+        "the tail begins behind the last two sums",
+        KERNEL,
+        "behind = tl.maximum(behind, within(starts + i, tokens))",
+        "behind = tl.maximum(behind, start)",
+        "varlen, sums fall and rise",
+    ),
+    Control(
+        "zeros over another sequence",
+        KERNEL,
+        "if taken == 0",
+        "if taken >= 0",
+        "varlen, the first sum falls",
     ),
     Control(
         "a part of the state that does not fit",
