@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -90,6 +92,21 @@ def _poisoned(shape, dtype, device):
 def poison(monkeypatch):
     """What a kernel forgets to write is NaN, not a lucky zero."""
     monkeypatch.setattr(memory, "empty", _poisoned)
+
+
+@pytest.fixture(autouse=True)
+def _turns(request):
+    """Tests of tens of GB: two workers at a time share a GPU, and give the memory back."""
+    if request.node.get_closest_marker("large") is None or not torch.cuda.is_available():
+        yield
+        return
+    import fcntl  # not on every system, but wherever there is CUDA and pytest-xdist
+
+    turn = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2
+    with open(Path(tempfile.gettempdir()) / f"npu-custom-ops-large-{turn}", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
