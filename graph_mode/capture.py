@@ -148,12 +148,15 @@ def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
     side = device.Stream()
     side.wait_stream(device.current_stream())
     try:
-        with device.stream(side), keep:
-            for number in range(max(1, warmup)):
-                # the first call may compile, which synchronises; a later one must not
-                with _no_synchronisation(kind) if number else nullcontext():
-                    fn(*args)
-        device.current_stream().wait_stream(side)
+        try:
+            with device.stream(side), keep:
+                for number in range(max(1, warmup)):
+                    # the first call may compile, which synchronises; a later one must not
+                    with _no_synchronisation(kind) if number else nullcontext():
+                        fn(*args)
+        finally:
+            # after an error too: what was written there comes before what is put back here
+            device.current_stream().wait_stream(side)
         graph = device.CUDAGraph() if kind == "cuda" else device.NPUGraph()
         with _no_synchronisation(kind), device.graph(graph):
             outputs = fn(*args)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +99,43 @@ def test_capture_refuses_a_function_that_waits(what, warmup, device):
         capture(waits, x, warmup=warmup)
     assert x.tolist() == [1, 1]  # what it wrote is undone
     assert capture(torch.neg, x)(x).tolist() == [-1, -1]
+
+
+class _OnNpu(Tensor):
+    device = SimpleNamespace(type="npu")
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_what_a_failing_warm_up_wrote_is_undone_behind_it(fails, monkeypatch):
+    """On stand-ins for a device and its streams: the order of what is asked of them."""
+    order = []
+
+    class Stream:
+        def __init__(self, name="side"):
+            self.name = name
+
+        def wait_stream(self, other):
+            order.append(f"{self.name} waits for {other.name}")
+
+    main = Stream("main")
+    npu = SimpleNamespace(Stream=Stream, current_stream=lambda: main, stream=nullcontext)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+
+    def writes(x):
+        x += 1
+        order.append("writes")
+        if order.count("writes") == fails:
+            raise ArithmeticError("a test's")
+
+    x = torch.zeros(2).as_subclass(_OnNpu)
+    copy_ = Tensor.copy_
+    monkeypatch.setattr(
+        _OnNpu, "copy_", lambda self, other: order.append("undone") or copy_(self, other), False
+    )
+    with pytest.raises(ArithmeticError):
+        capture(writes, x)
+    assert order == ["side waits for main", *["writes"] * fails, "main waits for side", "undone"]
+    assert x.tolist() == [0, 0]
 
 
 SYNCHRONISES = """
