@@ -191,7 +191,7 @@ def update(
         if VARLEN:
             # tokens of no sequence: behind all of them, and before the first one
             zero = tl.zeros((VALUE_TILE,), out.dtype.element_ty)
-            behind = tl.where(n == sequences - 1, tl.maximum(start, end), tokens)
+            behind = tl.where(n == sequences - 1, end, tokens)
             for i in range(0, tl.where(behind < tokens, sequences, 0)):
                 behind = tl.maximum(behind, within(starts + i, tokens))
             for t in range(behind, tokens):

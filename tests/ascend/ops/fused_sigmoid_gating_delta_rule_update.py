@@ -250,8 +250,8 @@ CONTROLS = (
     Control(
         "the tail begins in an earlier sequence",
         KERNEL,
-        "sequences - 1, tl.maximum(start, end), tokens)",
-        "sequences - 1, end, tokens)",
+        "behind = tl.maximum(behind, within(starts + i, tokens))",
+        "behind = tl.maximum(behind, end)",
         "varlen, the last sum falls",
     ),
     Control(
