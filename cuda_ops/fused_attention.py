@@ -273,9 +273,9 @@ def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
         if size > 256:
             return f"head size of {name} is {size}, supported up to 256"
     for name, each in (("q", q), ("v", v)):
-        count = each.shape[0 if each.ndim == 3 else 2]
-        if count > rows.MOST:
-            return f"{name} has {count} rows, supported up to {rows.MOST}"
+        reason = rows.too_many(each.shape[0 if each.ndim == 3 else 2], "rows")
+        if reason:
+            return f"{name} has {reason}"
     if v.dtype is torch.float8_e4m3fn and v.is_cuda:
         capability = torch.cuda.get_device_capability(v.device)
         if capability < (8, 9):

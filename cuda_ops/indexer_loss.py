@@ -221,11 +221,7 @@ def unsupported(
     D = query.shape[-1] + (0 if query_rope is None else query_rope.shape[-1])
     if D > LARGEST_D:
         return f"D={D}, supported up to {LARGEST_D}"
-    return too_many(key.shape[1])
-
-
-def too_many(keys: int) -> str | None:
-    return None if keys <= rows.MOST else f"{keys} keys, supported up to {rows.MOST}"
+    return rows.too_many(key.shape[1], "keys")
 
 
 def _suits_hopper(

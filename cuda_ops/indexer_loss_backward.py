@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from .indexer_loss import normalised, padded, softmax_of_scores, too_many, valid_slots
+from . import rows
+from .indexer_loss import normalised, padded, softmax_of_scores, valid_slots
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def unsupported(
 ) -> str | None:
     if torch.float64 in (index_score.dtype, target.dtype, grad_loss.dtype):
         return "an input is float64, supported are float32 and (index_score) float16, bfloat16"
-    return too_many(key_length)
+    return rows.too_many(key_length, "keys")
 
 
 def backward(

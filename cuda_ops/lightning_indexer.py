@@ -121,7 +121,7 @@ def unsupported(**arguments: Any) -> str | None:
         return f"sparse_count={k}, supported up to {topk.MOST}"
     if query.shape[-1] > 256 or query.shape[-2] > 256:
         return f"heads and head_dim are {tuple(query.shape[-2:])}, supported up to 256"
-    return rows.too_many(arguments["key"], arguments.get("block_table"))
+    return rows.too_many_positions(arguments["key"], arguments.get("block_table"))
 
 
 def forward(

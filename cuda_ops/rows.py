@@ -184,12 +184,16 @@ def plan(
     return Plan(rows, reach, arguments, constants)
 
 
-def too_many(key: Tensor, table: Tensor | None, entries: int = 0) -> str | None:
-    """Why 32 bits do not number the positions of a request, all rows of its key tensor, or the
-    `entries` of a query's selection; None if they do."""
+def too_many(count: int, what: str) -> str | None:
+    """Why 32 bits do not number `count` of them, or None."""
+    return None if count <= MOST else f"{count} {what}, supported up to {MOST}"
+
+
+def too_many_positions(key: Tensor, table: Tensor | None, entries: int = 0) -> str | None:
+    """The same of the positions of a request, all rows of its key tensor, and the `entries` of a
+    query's selection."""
     reach = key.shape[-3] * (1 if table is None else table.shape[1])
-    most = max(reach, key.shape[:-2].numel(), entries)
-    return None if most <= MOST else f"{most} positions, supported up to {MOST}"
+    return too_many(max(reach, key.shape[:-2].numel(), entries), "positions")
 
 
 def capability(device: torch.device) -> int:

@@ -271,7 +271,7 @@ def unsupported(
     if query.shape[-1] > 1024:
         return f"head_dim={query.shape[-1]}, supported up to 1024"
     entries = 0 if sparse_indices is None else sparse_indices.shape[-1] * sparse_block_size
-    return rows.too_many(key, block_table, entries)
+    return rows.too_many_positions(key, block_table, entries)
 
 
 def forward(

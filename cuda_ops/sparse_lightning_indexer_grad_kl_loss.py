@@ -140,7 +140,7 @@ def unsupported(
         return f"D={D}, supported up to {LARGEST_D}"
     if max(query_index.shape[-2:]) > 256:
         return f"index heads and size are {tuple(query_index.shape[-2:])}, supported up to 256"
-    return rows.too_many(key, None)
+    return rows.too_many_positions(key, None)
 
 
 def forward(

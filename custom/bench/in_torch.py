@@ -35,19 +35,18 @@ def peers(function: Callable[..., Any], compiled: bool = True) -> Peers:
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         if tensors[0].device.type == "cpu":
             return None
-        return partial(get(), **{name: _dense(value) for name, value in arguments.items()})
+        return partial(get(), **dense(arguments))
 
-    forms = {"torch": lambda: function, "torch.compile": lambda: _compiled(function)}
-    return {name: partial(prepare, get) for name, get in list(forms.items())[: 1 + compiled]}
-
-
-def _dense(value: Any) -> Any:
-    """Weights row-major: torch's products know no tiles."""
-    return from_nz(value) if isinstance(value, Tensor) and _tiled(value) else value
+    found: Peers = {"torch": partial(prepare, lambda: function)}
+    if compiled:
+        found["torch.compile"] = partial(prepare, lambda: _compiled(function))
+    return found
 
 
-def _tiled(value: Tensor) -> bool:
-    return value.ndim == 4 and value.shape[-2:] == (16, 32 // value.element_size())
+def dense(arguments: Arguments) -> Arguments:
+    """The same with row-major weights: torch's products know no tiles."""
+    tiled = {n: x for n, x in arguments.items() if n.startswith("weight_") and x.ndim == 4}
+    return arguments | {name: from_nz(weight) for name, weight in tiled.items()}
 
 
 def sparse_attention(
