@@ -44,6 +44,7 @@ from custom import to_nz
 
 from .gluon_on_cpu import stand_in
 from .ragged import ends_within
+from .samples import apart
 
 ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 SIZES = dict(R=512, D=64)
@@ -129,13 +130,8 @@ def test_few_rows(case, few):
 
 def test_heads_of_few_rows_far_apart(few):
     """The last head begins 2**31 numbers behind the first, or farther."""
-    heads = 16
-    attention, _ = arguments(torch.bfloat16, N=heads, B=1, S=1, K=30, **SIZES)
-    spread = dict(attention)
-    for name in ("query", "query_rope"):
-        x, step = attention[name], -(-(2**31) // (heads - 1) // 16 + 1) * 16
-        memory = torch.empty(step * heads, dtype=x.dtype)
-        spread[name] = memory.as_strided(x.shape, (*x.stride()[:2], step, 1)).copy_(x)
+    attention, _ = arguments(torch.bfloat16, N=16, B=1, S=1, K=30, **SIZES)
+    spread = attention | {name: apart(attention[name], 2) for name in ("query", "query_rope")}
     want, got = (sparse_flash_attention.forward(**x)[0] for x in (attention, spread))
     assert len(few) == 2 and torch.equal(got, want)
 

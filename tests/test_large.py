@@ -14,7 +14,7 @@ from custom.dispatch.specs import SPECS
 from torch import Tensor
 
 from .ragged import ints, run
-from .samples import Maker, sample
+from .samples import Maker, apart, sample
 
 pytestmark = pytest.mark.large
 PAGE, DTYPE = 128, torch.float16
@@ -107,16 +107,6 @@ def test_prologs_write_the_last_page(device, backend, room):
             del fresh
         for great, small in zip(*written, strict=True):
             assert torch.equal(great, small) and (great != 7).any()
-
-
-def apart(x: Tensor, dim: int = 0) -> Tensor:
-    """The same numbers; the last of `dim` begins more than 2**31 numbers behind the first."""
-    step = -(-(2**31 + 16) // (16 * (x.shape[dim] - 1))) * 16
-    strides = list(x.select(dim, 0).contiguous().stride())
-    strides.insert(dim, step)
-    reach = 1 + sum(s * (n - 1) for s, n in zip(strides, x.shape, strict=True))
-    base = torch.empty(reach, dtype=x.dtype, device=x.device)
-    return base.as_strided(x.shape, strides).copy_(x)
 
 
 STRIDED = [spec.name for spec in SPECS if not spec.name.endswith("_pto")]  # those are contiguous
