@@ -11,8 +11,6 @@ the next sequence, and never writes one.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -26,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import gpu
 from .fused_attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, strides
 
 _keys_of = gluon.jit(keys_of.fn)
@@ -589,11 +588,6 @@ def _config(width: int, rows: int) -> tuple[int, int, int, bool, int]:
     return (2, 128, 2, True, 2) if width == 128 else (2, 64, 2, True, 1)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -619,7 +613,7 @@ def forward(
     total = tiles * outers
     section = max(1, _SHARE // (sizes.keys * (size + v_size) * 2)) * sizes.group
     section = min(section, outers)
-    _forward_hopper[(min(total, _processors(q.device)),)](
+    _forward_hopper[(min(total, gpu.processors(q.device)),)](
         describe(q, 64, size, varlen), describe(k, keys, size, varlen),
         describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
         lse, listed, counter, scale * LOG2_E, min(window or 0, 2**30), tiles,

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import rows
+from . import gpu, rows
 from .rows import BSND, PAGED, TND
 from .tiling import PROGRAMS
 from .topk_hopper import EVERY
@@ -397,7 +397,7 @@ def suits(q: Tensor, key: Tensor, layout_key: str) -> bool:
     heads, dim = q.shape[1:]
     paged = layout_key == "PA_BSND"
     return (
-        rows.capability(q.device) == 9
+        gpu.is_hopper(q.device)
         and q.dtype in _DTYPES
         and heads <= 128
         and dim in (64, 128)

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -126,6 +127,14 @@ def device_of(arguments: Mapping[str, Any]) -> torch.device:
     return next(v.device for v in arguments.values() if isinstance(v, torch.Tensor))
 
 
+def made_current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device and its current stream: `device` becomes that one."""
+    if device.type == "cpu":
+        return nullcontext()
+    module = getattr(torch, device.type)
+    return nullcontext() if module.current_device() == device.index else module.device(device)
+
+
 def run(spec: Spec, key: str, arguments: dict[str, Any]) -> Any:
     """Run one checked call.  Never falls back: the chosen backend runs it, or one error says why
     none can."""
@@ -135,7 +144,8 @@ def run(spec: Spec, key: str, arguments: dict[str, Any]) -> Any:
     found = launcher(backend, spec)
     assert found is not None  # reason_against said so
     log.ran(spec.name, backend.name, f"inputs on {device}", arguments)
-    return found[0](**arguments)
+    with made_current(device):
+        return found[0](**arguments)
 
 
 def _none_can_run(

@@ -27,10 +27,8 @@ from unittest import mock
 
 import torch
 from custom.cuda_ops import (
-    fused_attention,
-    fused_attention_hopper,
+    gpu,
     lightning_indexer_hopper,
-    topk,
 )
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
@@ -128,11 +126,11 @@ def _prologs(op: str) -> None:
 
 def _attention(name: str) -> None:
     """Programs that take one tile after the other; and the plain kernels, as on other GPUs."""
-    for module, function, value in (
-        (fused_attention_hopper, "_processors", 2),
-        (fused_attention, "_is_hopper", False),
+    for function, value in (
+        ("processors", 2),
+        ("is_hopper", False),
     ):
-        with mock.patch.object(module, function, lambda device, value=value: value):
+        with mock.patch.object(gpu, function, lambda device, value=value: value):
             for case in WIDER[name]:
                 case.call(case.make(DEVICE, 0))
 
@@ -141,7 +139,7 @@ def _indexer() -> None:
     """The plain kernels, as on other GPUs."""
     with (
         mock.patch.object(lightning_indexer_hopper, "suits", lambda *_: False),
-        mock.patch.object(topk, "capability", lambda device: 8),
+        mock.patch.object(gpu, "capability", lambda device: (8, 0)),
     ):
         for case in [*presets(INDEXER, "cpu"), *WIDER[INDEXER]]:
             case.call(case.make(DEVICE, 0))
