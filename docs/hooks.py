@@ -19,7 +19,7 @@ from custom.dispatch.env import VARIABLES  # noqa: E402
 from custom.dispatch.specs import SPECS, Spec  # noqa: E402
 
 import custom  # noqa: E402
-from tests.verified import table  # noqa: E402
+from docs.tables import verified  # noqa: E402
 
 # public functions whose op bears another name
 WRAPPERS = {"compute_index_loss_sparse": "npu_indexer_loss"}
@@ -93,4 +93,4 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    return markdown.replace("{{ verified }}", table()).replace("{{ variables }}", variables())
+    return markdown.replace("{{ verified }}", verified()).replace("{{ variables }}", variables())

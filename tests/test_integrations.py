@@ -253,9 +253,11 @@ def test_pages():
 @torch.inference_mode()
 def test_the_decode_step_of_the_readme(name):
     """As it stands there, from empty caches: the output of the model's own attention."""
-    (code,) = re.findall(
+    first, code = re.findall(
         r"```python\n(.*?)```", (Path(__file__).parent.parent / name).read_text(), re.S
     )
+    with torch.inference_mode(False):
+        exec(first, {})
     model, (B, S) = deepseek(), (2, 5)
     layer, x = model.model.layers[0], torch.randn(B, S, 64)
     lengths = torch.full((B,), S, dtype=torch.int32)

@@ -64,6 +64,24 @@ class SparseAttentionWeights:
     uv: Tensor
     options: dict[str, Any]
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The weights and options under the op's own names."""
+        return dict(
+            w_dq=self.dq,
+            w_uq_qr=self.uq_qr,
+            w_uk=self.uk,
+            w_dkv_kr=self.dkv_kr,
+            gamma_cq=self.gamma_cq,
+            gamma_ckv=self.gamma_ckv,
+            w_idx_qb=self.idx_qb,
+            w_idx_k=self.idx_k,
+            w_idx_proj=self.idx_proj,
+            in_gamma_k=self.idx_gamma_k,
+            in_beta_k=self.idx_beta_k,
+            **self.options,
+        )
+
     def values(self, latent: Tensor) -> Tensor:
         """The heads' outputs [B, S, N * Dv] from the op's latent output [B, S, N, R]."""
         return torch.einsum("bsnr,nvr->bsnv", latent, self.uv).flatten(2)
