@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ._call import call
+from .dispatch.spec import UNLIMITED
 
-_ALL = 2**63 - 1
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
@@ -124,8 +124,8 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     actual_seq_klen: list[int] | None = None,
     layout: str | None = "BSND",
     sparse_mode: int | None = 3,
-    pre_tokens: int | None = _ALL,
-    next_tokens: int | None = _ALL,
+    pre_tokens: int | None = UNLIMITED,
+    next_tokens: int | None = UNLIMITED,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The indexer's KL loss and its gradients down to the indexer's inputs, in one call.

@@ -17,7 +17,8 @@ import torch
 from . import __version__
 from .dispatch import backends
 from .dispatch.env import VARIABLES
-from .dispatch.specs import SPECS, Spec
+from .dispatch.spec import Spec
+from .dispatch.specs import SPECS
 
 PACKAGES = (
     "torch",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ._call import call
+from .dispatch.spec import UNLIMITED
 
 _ops = torch.ops.custom
-_ALL = 2**63 - 1
 
 
 def npu_sparse_attention_pto(
@@ -297,8 +297,8 @@ def npu_lightning_indexer(
     layout_key: str = "BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
-    pre_tokens: int = _ALL,
-    next_tokens: int = _ALL,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
     return_value: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The `sparse_count` positions of `key` that score highest for every query.
@@ -369,8 +369,8 @@ def npu_lightning_indexer_grad(
     actual_seq_lengths_key: Tensor | None = None,
     layout: str | None = "BSND",
     sparse_mode: int | None = 3,
-    pre_tokens: int | None = _ALL,
-    next_tokens: int | None = _ALL,
+    pre_tokens: int | None = UNLIMITED,
+    next_tokens: int | None = UNLIMITED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the selected scores of `npu_lightning_indexer`.
 
@@ -431,8 +431,8 @@ def npu_sparse_flash_attention(
     layout_query: str = "BSND",
     layout_kv: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = _ALL,
-    next_tokens: int = _ALL,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
     attention_mode: int = 2,
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
@@ -528,8 +528,8 @@ def npu_sparse_flash_attention_grad(
     actual_seq_kvlen: Tensor | None = None,
     layout: str | None = "BSND",
     sparse_mode: int | None = 3,
-    pre_tokens: int | None = _ALL,
-    next_tokens: int | None = _ALL,
+    pre_tokens: int | None = UNLIMITED,
+    next_tokens: int | None = UNLIMITED,
     attention_mode: int | None = 2,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `npu_sparse_flash_attention` in everything but the indices.

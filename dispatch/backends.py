@@ -18,7 +18,7 @@ import torch
 from . import log
 from .env import config
 from .errors import BackendUnavailable, NotSupported
-from .specs import Spec
+from .spec import Spec
 
 _ROOT = __package__.rpartition(".")[0]
 

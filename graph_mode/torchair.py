@@ -18,7 +18,8 @@ from typing import Any
 
 from ..dispatch.errors import NotSupported, need
 from ..dispatch.register import bind, overload
-from ..dispatch.specs import BY_NAME, SPECS, Spec
+from ..dispatch.spec import Spec
+from ..dispatch.specs import BY_NAME, SPECS
 
 _REMEDY = 'Compile with torch.compile(backend="npugraph_ex"), which runs our own kernel.'
 

@@ -13,8 +13,18 @@ from typing import Any
 from torch import Tensor
 
 from ..check import Checker
+from ..spec import UNLIMITED
 from . import _layout
 from .lightning_indexer import inputs
+
+SCHEMA = (
+    "npu_lightning_indexer_grad(Tensor query, Tensor key, Tensor dy, Tensor sparse_indices,"
+    " Tensor weights, Tensor? actual_seq_lengths_query=None,"
+    ' Tensor? actual_seq_lengths_key=None, str? layout="BSND", SymInt? sparse_mode=3,'
+    f" SymInt? pre_tokens={UNLIMITED}, SymInt? next_tokens={UNLIMITED}) -> (Tensor, Tensor, Tensor)"
+)
+GE = "LightningIndexerGrad"
+FUNCTION = "backward"
 
 
 def check(

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from ..check import Checker
+from ..spec import UNLIMITED
 from . import _layout
+
+SCHEMA = (
+    "npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *,"
+    " Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,"
+    ' Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",'
+    f" SymInt sparse_count=2048, SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED},"
+    f" SymInt next_tokens={UNLIMITED}, bool return_value=False) -> (Tensor, Tensor)"
+)
+GE = "LightningIndexer"
+ONNX = "LightningIndexer"
 
 
 def check(
@@ -72,20 +83,19 @@ def fake(query: Tensor, sparse_count: int, return_value: bool, **_: Any) -> tupl
     return indices, query.new_empty(shape if return_value else [0])
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, weights, lengths_query, lengths_key, _, layout_query, layout_key = inputs[:8]
-    sparse_mode, return_value = inputs[9], inputs[12]
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    if not return_value:
+    if not x["return_value"]:
         return  # indices alone carry no gradient
-    _layout.refuse_paged_gradient("npu_lightning_indexer", layout_key)
-    ctx.save_for_backward(query, key, weights, output[0], lengths_query, lengths_key)
-    ctx.options = layout_query, sparse_mode
+    _layout.refuse_paged_gradient("npu_lightning_indexer", x["layout_key"])
+    lengths = x["actual_seq_lengths_query"], x["actual_seq_lengths_key"]
+    ctx.save_for_backward(x["query"], x["key"], x["weights"], output[0], *lengths)
+    ctx.options = x["layout_query"], x["sparse_mode"]
 
 
-def backward(ctx: Any, _: None, grad_values: Tensor | None) -> tuple[Any, ...]:
+def backward(ctx: Any, _: None, grad_values: Tensor | None) -> dict[str, Any]:
     if grad_values is None or not ctx.saved_tensors:
-        return (None,) * 13
+        return {}
     query, key, weights, indices, lengths_query, lengths_key = ctx.saved_tensors
     grads = torch.ops.custom.npu_lightning_indexer_grad(
         query,
@@ -98,4 +108,4 @@ def backward(ctx: Any, _: None, grad_values: Tensor | None) -> tuple[Any, ...]:
         lengths_key,
         *ctx.options,
     )
-    return (*grads, *(None,) * 10)
+    return dict(zip(("query", "key", "weights"), grads, strict=True))

@@ -16,6 +16,12 @@ from torch import Tensor
 
 from ..check import Checker
 
+SCHEMA = (
+    "npu_indexer_loss_backward(Tensor grad_loss, Tensor index_score, Tensor indices,"
+    " Tensor target, SymInt key_length, SymInt chunk_offset=0) -> Tensor"
+)
+FUNCTION = "backward"
+
 
 def check(
     grad_loss: Tensor,

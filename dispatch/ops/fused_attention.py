@@ -23,6 +23,14 @@ from ..env import config
 from ..errors import NotSupported
 from ._layout import is_real
 
+SCHEMA = (
+    "npu_fused_attention(Tensor q, Tensor k, Tensor v, bool causal=False,"
+    " float? sm_scale=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
+    " SymInt? window=None, bool deterministic=False) -> (Tensor, Tensor)"
+)
+GE = "FlashAttentionScore"
+ONNX = "FusedAttention"
+
 FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fn)
 
 
@@ -99,23 +107,22 @@ def fake(q: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse)
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, causal, sm_scale, cu_seqlens_q, cu_seqlens_k, window, deterministic = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
-    ctx.options = causal, sm_scale, window, deterministic
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    cu_seqlens = x["cu_seqlens_q"], x["cu_seqlens_k"]
+    ctx.save_for_backward(x["q"], x["k"], x["v"], *output, *cu_seqlens)
+    ctx.options = {name: x[name] for name in ("causal", "sm_scale", "window", "deterministic")}
     ctx.set_materialize_grads(False)
 
 
-def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> dict[str, Any]:
     q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    causal, sm_scale, window, deterministic = ctx.options
     if v.dtype in FLOAT8:
         raise NotSupported(
             f"npu_fused_attention: `v` is {str(v.dtype).removeprefix('torch.')}, and the backward "
             "needs it in the dtype of `q`. Convert `v` first."
         )
     if grad_o is None and grad_lse is None:
-        return (None,) * 9
+        return {}
     if grad_o is None:
         grad_o = torch.zeros_like(o)
     grads = torch.ops.custom.npu_fused_attention_backward(
@@ -126,12 +133,9 @@ def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[
         v,
         o,
         lse,
-        causal,
-        sm_scale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        window=window,
-        deterministic=deterministic,
+        **ctx.options,
         grad_lse=None if grad_lse is None else grad_lse.contiguous(),
     )
-    return (*grads, *(None,) * 6)
+    return dict(zip("qkv", grads, strict=True))

@@ -11,6 +11,17 @@ from torch import Tensor
 from ..check import Checker
 from . import _prolog
 
+SCHEMA = (
+    "npu_mla_prolog_pto(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr,"
+    " Tensor weight_uk, Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq,"
+    " Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, Tensor(a!) kv_cache,"
+    " Tensor(b!) kr_cache, Tensor cache_index, *, float rmsnorm_epsilon_cq=1e-6,"
+    " float rmsnorm_epsilon_ckv=1e-6, bool rope_interleaved=True,"
+    ' str weight_format="nz") -> (Tensor, Tensor, Tensor)'
+)
+GE = "MlaPrologV3"
+ONNX = "MlaPrologPto"
+
 
 def check(
     token_x: Tensor,

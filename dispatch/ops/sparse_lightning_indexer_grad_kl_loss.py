@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from ..check import Checker
+from ..spec import UNLIMITED
 from . import _layout
+
+SCHEMA = (
+    "npu_sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index,"
+    " Tensor key_index, Tensor weights, Tensor sparse_indices, Tensor softmax_max,"
+    " Tensor softmax_sum, float scale_value, *, Tensor? query_rope=None,"
+    " Tensor? key_rope=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None,"
+    f' str? layout="BSND", SymInt? sparse_mode=3, SymInt? pre_tokens={UNLIMITED},'
+    f" SymInt? next_tokens={UNLIMITED}, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+GE = "SparseLightningIndexerGradKLLoss"
 
 
 def check(

@@ -13,8 +13,21 @@ from typing import Any
 from torch import Tensor
 
 from ..check import Checker
+from ..spec import UNLIMITED
 from . import _layout
 from .sparse_flash_attention import inputs, mode, statistics
+
+SCHEMA = (
+    "npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value,"
+    " Tensor sparse_indices, Tensor d_out, Tensor out, Tensor softmax_max,"
+    " Tensor softmax_sum, float scale_value, SymInt sparse_block_size,"
+    " Tensor? query_rope=None, Tensor? key_rope=None, Tensor? actual_seq_qlen=None,"
+    ' Tensor? actual_seq_kvlen=None, str? layout="BSND", SymInt? sparse_mode=3,'
+    f" SymInt? pre_tokens={UNLIMITED}, SymInt? next_tokens={UNLIMITED}, SymInt? attention_mode=2)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+GE = "SparseFlashAttentionGrad"
+FUNCTION = "backward"
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -16,6 +16,14 @@ from torch import Tensor
 from ..check import Checker
 from .chunk_gated_delta_rule import inputs
 
+SCHEMA = (
+    "npu_chunk_gated_delta_rule_grad(Tensor query, Tensor key, Tensor value, Tensor d_out, *,"
+    " Tensor? d_final_state=None, Tensor? beta=None, Tensor? initial_state=None,"
+    " Tensor? actual_seq_lengths=None, float? scale=None, Tensor? g=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+FUNCTION = "backward"
+
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 

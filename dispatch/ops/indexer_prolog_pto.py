@@ -11,6 +11,15 @@ from torch import Tensor
 from ..check import Checker
 from . import _prolog
 
+SCHEMA = (
+    "npu_indexer_prolog_pto(Tensor token_x, Tensor query_norm, Tensor weight_qb,"
+    " Tensor weight_k, Tensor weight_proj, Tensor ln_gamma_k, Tensor ln_beta_k,"
+    " Tensor rope_sin, Tensor rope_cos, Tensor(a!) index_k_cache, Tensor cache_index, *,"
+    ' float ln_epsilon=1e-6, bool rope_interleaved=False, str weight_format="nz")'
+    " -> (Tensor, Tensor)"
+)
+ONNX = "IndexerPrologPto"
+
 
 def check(
     token_x: Tensor,

@@ -19,6 +19,14 @@ from ..check import Checker
 from ..env import config
 from ._layout import is_real
 
+SCHEMA = (
+    "npu_chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, *,"
+    " Tensor? beta=None, Tensor? initial_state=None, Tensor? actual_seq_lengths=None,"
+    " float? scale=None, Tensor? g=None) -> (Tensor, Tensor)"
+)
+GE = "ChunkGatedDeltaRule"
+ONNX = "ChunkGatedDeltaRule"
+
 
 def check(
     query: Tensor,
@@ -102,38 +110,26 @@ def fake(
     return value.new_empty(value.shape), value.new_empty(shape, dtype=dtype)
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, g = inputs
-    ctx.save_for_backward(*tensors, g)
-    ctx.scale = scale
+_SAVED = ("query", "key", "value", "beta", "initial_state", "actual_seq_lengths", "g")
+_LEARNED = ("query", "key", "value", "beta", "initial_state", "g")
+
+
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*(x[name] for name in _SAVED))
+    ctx.scale = x["scale"]
     ctx.set_materialize_grads(False)
 
 
-def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> tuple[Any, ...]:
+def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
     if grad_out is None and grad_state is None:
-        return (None,) * 8
-    query, key, value, beta, initial_state, actual_seq_lengths, g = ctx.saved_tensors
-    op = torch.ops.custom.npu_chunk_gated_delta_rule_grad
-    d_query, d_key, d_value, d_beta, d_state, d_g = op(
-        query,
-        key,
-        value,
+        return {}
+    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
+    value = x["value"]
+    grads = torch.ops.custom.npu_chunk_gated_delta_rule_grad(
         # an expanded gradient (of out.sum(), say) has no dense rows
-        torch.zeros_like(value) if grad_out is None else grad_out.contiguous(),
+        d_out=torch.zeros_like(value) if grad_out is None else grad_out.contiguous(),
         d_final_state=None if grad_state is None else grad_state.contiguous(),
-        beta=beta,
-        initial_state=initial_state,
-        actual_seq_lengths=actual_seq_lengths,
         scale=ctx.scale,
-        g=g,
+        **x,
     )
-    return (
-        d_query,
-        d_key,
-        d_value,
-        None if beta is None else d_beta,
-        None if initial_state is None else d_state,
-        None,
-        None,
-        None if g is None else d_g,
-    )
+    return {name: d for name, d in zip(_LEARNED, grads, strict=True) if x[name] is not None}

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..check import Checker
 from ..env import config
 from ..errors import NotSupported
+from ..spec import UNLIMITED
 
-_ALL = 2**63 - 1
 _ROWS = {"BSND": "B S", "TND": "T"}
 _KEYS = {"BSND": "B S2", "TND": "T2", "PA_BSND": "pages P"}
 
@@ -128,8 +128,9 @@ def options(
     c.one_of("sparse_mode", 3 if sparse_mode is None else sparse_mode, 0, 3)
     for name, value in (("pre_tokens", pre_tokens), ("next_tokens", next_tokens)):
         c.require(
-            value is None or value == _ALL,
-            f"`{name}` is {value}, expected its default {_ALL}: only sparse_mode limits the keys.",
+            value is None or value == UNLIMITED,
+            f"`{name}` is {value}, expected its default {UNLIMITED}: only sparse_mode limits "
+            "the keys.",
         )
 
 

@@ -17,7 +17,20 @@ import torch
 from torch import Tensor
 
 from ..check import Checker
+from ..spec import UNLIMITED
 from . import _layout
+
+SCHEMA = (
+    "npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value,"
+    " Tensor sparse_indices, float scale_value, *, Tensor? block_table=None,"
+    " Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None,"
+    " Tensor? query_rope=None, Tensor? key_rope=None, SymInt sparse_block_size=1,"
+    ' str layout_query="BSND", str layout_kv="BSND", SymInt sparse_mode=3,'
+    f" SymInt pre_tokens={UNLIMITED}, SymInt next_tokens={UNLIMITED}, SymInt attention_mode=2,"
+    " bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)"
+)
+GE = "SparseFlashAttention"
+ONNX = "SparseFlashAttention"
 
 
 def check(
@@ -127,82 +140,58 @@ def fake(query: Tensor, return_softmax_lse: bool, **_: Any) -> tuple[Tensor, Ten
     )
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, indices, scale = inputs[:5]
-    lengths_query, lengths_kv, query_rope, key_rope, block_size = inputs[6:11]
-    layout_query, layout_kv, sparse_mode = inputs[11:14]
-    return_softmax_lse, sinks = inputs[17:19]
-    _layout.refuse_paged_gradient("npu_sparse_flash_attention", layout_kv)
-    out, softmax_max, softmax_sum = output
-    ctx.mark_non_differentiable(softmax_max, softmax_sum)
+_SAVED = (
+    "query", "key", "value", "sparse_indices", "actual_seq_lengths_query",
+    "actual_seq_lengths_kv", "query_rope", "key_rope", "sinks",
+)  # fmt: skip
+_LEARNED = ("query", "key", "value", "query_rope", "key_rope")
+
+
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _layout.refuse_paged_gradient("npu_sparse_flash_attention", x["layout_kv"])
+    out, *statistics = output
+    ctx.mark_non_differentiable(*statistics)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        query, key, value, indices, lengths_query, lengths_kv, query_rope, key_rope, sinks,
-        out, *((softmax_max, softmax_sum) if return_softmax_lse else (None, None)),
-    )  # fmt: skip
-    ctx.options = scale, block_size, layout_query, sparse_mode
+    kept = statistics if x["return_softmax_lse"] else (None, None)
+    ctx.save_for_backward(*(x[name] for name in _SAVED), out, *kept)
+    ctx.options = {name: x[name] for name in ("scale_value", "sparse_block_size", "sparse_mode")}
+    ctx.layout = x["layout_query"]
 
 
-def backward(ctx: Any, d_out: Tensor | None, *_: None) -> tuple[Any, ...]:
+def backward(ctx: Any, d_out: Tensor | None, *_: None) -> dict[str, Any]:
     if d_out is None:
-        return (None,) * 19
-    query, key, value, indices, lengths_query, lengths_kv, query_rope, key_rope, sinks = (
-        ctx.saved_tensors[:9]
-    )
-    out, softmax_max, softmax_sum = ctx.saved_tensors[9:]
-    scale, block_size, layout, sparse_mode = ctx.options
+        return {}
+    *saved, out, softmax_max, softmax_sum = ctx.saved_tensors
+    x = dict(zip(_SAVED, saved, strict=True))
+    sinks = x.pop("sinks")
     if softmax_max is None:
         _, softmax_max, softmax_sum = torch.ops.custom.npu_sparse_flash_attention(
-            query,
-            key,
-            value,
-            indices,
-            scale,
-            actual_seq_lengths_query=lengths_query,
-            actual_seq_lengths_kv=lengths_kv,
-            query_rope=query_rope,
-            key_rope=key_rope,
-            sparse_block_size=block_size,
-            layout_query=layout,
-            layout_kv=layout,
-            sparse_mode=sparse_mode,
+            **x,
+            **ctx.options,
+            layout_query=ctx.layout,
+            layout_kv=ctx.layout,
             return_softmax_lse=True,
         )
-    d_sinks = None
+    d = {}
     if sinks is not None:
         # the gradient op knows no sinks: they enter through the denominator
         softmax_max, softmax_sum, share = _with_sinks(softmax_max, softmax_sum, sinks)
         delta = (d_out.to(sinks.dtype) * out.to(sinks.dtype)).sum(-1)
-        d_sinks = -(share.view(delta.shape) * delta).flatten(0, -2).sum(0)
+        d["sinks"] = -(share.view(delta.shape) * delta).flatten(0, -2).sum(0)
+    lengths = x.pop("actual_seq_lengths_query"), x.pop("actual_seq_lengths_kv")
     grads = torch.ops.custom.npu_sparse_flash_attention_grad(
-        query,
-        key,
-        value,
-        indices,
+        **x,
         # an expanded gradient (of a sum, say) has no dense rows
-        d_out.contiguous(),
-        out,
-        softmax_max,
-        softmax_sum,
-        scale,
-        block_size,
-        query_rope,
-        key_rope,
-        lengths_query,
-        lengths_kv,
-        layout,
-        sparse_mode,
+        d_out=d_out.contiguous(),
+        out=out,
+        softmax_max=softmax_max,
+        softmax_sum=softmax_sum,
+        **ctx.options,
+        actual_seq_qlen=lengths[0],
+        actual_seq_kvlen=lengths[1],
+        layout=ctx.layout,
     )
-    d_query, d_key, d_value, d_query_rope, d_key_rope = grads
-    return (
-        d_query,
-        d_key,
-        None if value is None else d_value,
-        *(None,) * 5,
-        *((None, None) if query_rope is None else (d_query_rope, d_key_rope)),
-        *(None,) * 8,
-        d_sinks,
-    )
+    return d | {n: g for n, g in zip(_LEARNED, grads, strict=True) if x[n] is not None}
 
 
 def _with_sinks(

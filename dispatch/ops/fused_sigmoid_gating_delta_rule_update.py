@@ -20,6 +20,17 @@ from ..check import Checker
 from ..env import config
 from ._layout import is_real
 
+SCHEMA = (
+    "npu_fused_sigmoid_gating_delta_rule_update(Tensor A_log, Tensor a, Tensor dt_bias,"
+    " float softplus_beta, float softplus_threshold, Tensor q, Tensor k, Tensor v, Tensor b,"
+    " Tensor(a!) initial_state_source, Tensor initial_state_indices, float? scale=None,"
+    " bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, *,"
+    ' str state_layout="kv", bool is_kda=False, bool disable_state_update=False,'
+    " Tensor(b!)? intermediate_states=None, Tensor? intermediate_state_indices=None,"
+    " Tensor? retrieve_parent_token=None) -> Tensor"
+)
+ONNX = "FusedSigmoidGatingDeltaRuleUpdate"
+
 
 def check(
     A_log: Tensor,

@@ -13,6 +13,19 @@ from . import _layout, _prolog
 from .indexer_prolog_pto import index_sizes
 from .mla_prolog_pto import query_sizes
 
+SCHEMA = (
+    "npu_sparse_attention_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk,"
+    " Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos,"
+    " Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table,"
+    " Tensor act_seqs, Tensor w_idx_qb, Tensor w_idx_k, Tensor w_idx_proj, Tensor in_gamma_k,"
+    " Tensor in_beta_k, Tensor(c!) index_k_cache, *, float? softmax_scale=None,"
+    " float rms_norm_eps=1e-6, float layer_norm_eps=1e-6, SymInt sparse_count=2048,"
+    ' bool rope_interleaved=True, bool index_rope_interleaved=False, str weight_format="nz")'
+    " -> Tensor"
+)
+GE = "SparseAttentionPto"
+ONNX = "SparseAttentionPto"
+
 
 def check(
     x: Tensor,

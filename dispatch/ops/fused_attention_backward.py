@@ -19,6 +19,15 @@ from torch import Tensor
 from ..check import Checker
 from .fused_attention import check_inputs
 
+SCHEMA = (
+    "npu_fused_attention_backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o,"
+    " Tensor lse, bool causal=False, float? sm_scale=None, *, Tensor? cu_seqlens_q=None,"
+    " Tensor? cu_seqlens_k=None, SymInt? window=None, bool deterministic=False,"
+    " Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor)"
+)
+GE = "FlashAttentionScoreGrad"
+FUNCTION = "backward"
+
 
 def check(
     grad_o: Tensor,

@@ -18,6 +18,13 @@ from torch import Tensor
 
 from ..check import Checker
 
+SCHEMA = (
+    "npu_indexer_loss(Tensor query, Tensor key, Tensor index_score, Tensor indices,"
+    " float scaling, SymInt chunk_offset=0, *, float eps=1e-10, Tensor? query_rope=None,"
+    " Tensor? key_rope=None, Tensor? softmax_lse=None) -> (Tensor, Tensor)"
+)
+ONNX = "IndexerLoss"
+
 
 def check(
     query: Tensor,
@@ -79,17 +86,15 @@ def fake(query: Tensor, index_score: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(shape[:2], dtype=dtype), query.new_empty(shape, dtype=dtype)
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, key, index_score, indices, _, chunk_offset, *_ = inputs
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
     target = output[1]
     # what the indexer should learn is not to be learned itself
     ctx.mark_non_differentiable(target)
-    ctx.save_for_backward(index_score, indices, target)
-    ctx.key_length, ctx.chunk_offset = key.shape[1], chunk_offset
-    ctx.arguments = len(inputs)
+    ctx.save_for_backward(x["index_score"], x["indices"], target)
+    ctx.key_length, ctx.chunk_offset = x["key"].shape[1], x["chunk_offset"]
 
 
-def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
+def backward(ctx: Any, grad_loss: Tensor, _: Any) -> dict[str, Any]:
     index_score, indices, target = ctx.saved_tensors
     grad = torch.ops.custom.npu_indexer_loss_backward(
         # an expanded gradient (of loss.sum(), say) has no strides of its own
@@ -100,4 +105,4 @@ def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Any, ...]:
         ctx.key_length,
         ctx.chunk_offset,
     )
-    return (None, None, grad, *(None,) * (ctx.arguments - 3))
+    return {"index_score": grad}
