@@ -76,6 +76,27 @@ SPECS: tuple[Spec, ...] = (
         onnx="SparseAttentionPto",
     ),
     Spec(
+        "npu_sparse_attention_indices_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk,"
+        " Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos,"
+        " Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table,"
+        " Tensor act_seqs, Tensor w_idx_qb, Tensor w_idx_k, Tensor w_idx_proj, Tensor in_gamma_k,"
+        " Tensor in_beta_k, Tensor(c!) index_k_cache, *, float? softmax_scale=None,"
+        " float rms_norm_eps=1e-6, float layer_norm_eps=1e-6, SymInt sparse_count=2048,"
+        ' bool rope_interleaved=True, bool index_rope_interleaved=False, str weight_format="nz")'
+        " -> (Tensor, Tensor)",
+        file="sparse_attention_indices_pto",
+        onnx="SparseAttentionIndicesPto",
+    ),
+    Spec(
+        "npu_sparse_attention_shared_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk,"
+        " Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos,"
+        " Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table,"
+        " Tensor act_seqs, Tensor sparse_indices, *, float? softmax_scale=None,"
+        ' float rms_norm_eps=1e-6, bool rope_interleaved=True, str weight_format="nz") -> Tensor',
+        file="sparse_attention_shared_pto",
+        onnx="SparseAttentionSharedPto",
+    ),
+    Spec(
         "npu_mla_prolog_pto(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr,"
         " Tensor weight_uk, Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq,"
         " Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, Tensor(a!) kv_cache,"
