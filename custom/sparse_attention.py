@@ -141,6 +141,232 @@ def npu_sparse_attention_pto(
     return out
 
 
+def npu_sparse_attention_indices_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    rms_norm_eps: float = 1e-6,
+    layer_norm_eps: float = 1e-6,
+    sparse_count: int = 2048,
+    rope_interleaved: bool = True,
+    index_rope_interleaved: bool = False,
+    weight_format: str = "nz",
+) -> tuple[Tensor, Tensor]:
+    """`npu_sparse_attention_pto`, and the positions that it attended to.
+
+    For models whose other layers attend to the same positions (`npu_sparse_attention_shared_pto`):
+    all but one of every few layers of GLM-5.2, or the draft tokens of multi-token prediction.
+
+    Args:
+        x: [B, S, H] hidden states; S is 1 + the draft tokens of multi-token prediction.
+        w_dq: [H, Rq] query down-projection, NZ (see `weight_format`).
+        w_uq_qr: [Rq, N * (Dn + Dr)] query up-projection, NZ; per head Dn plain, Dr rotary columns.
+        w_uk: [N, Dn, R] key up-projection, absorbed into the query; row-major.
+        w_dkv_kr: [H, R + Dr] latent and rotary key projection, NZ.
+        gamma_cq: [Rq] RMSNorm weight of the query latent.
+        gamma_ckv: [R] RMSNorm weight of the key latent.
+        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
+        cos: [B, S, Dr] cosines likewise.
+        cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
+            written to; negative or out of range: not written.
+        kv_cache: [pages, P, 1, R] latent cache, updated in place.
+        kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        act_seqs: [B] int32 or int64, length of each request with its S new tokens.
+        w_idx_qb: [Rq, Ni * Di] index query projection, NZ.
+        w_idx_k: [H, Di] index key projection, NZ.
+        w_idx_proj: [H, Ni] index head weights, NZ.
+        in_gamma_k: [Di] LayerNorm weight of the index key.
+        in_beta_k: [Di] LayerNorm bias of the index key.
+        index_k_cache: [pages, P, 1, Di] index key cache, updated in place.
+        softmax_scale: None is (Dn + Dr) ** -0.5. A checkpoint with YaRN needs its own: the released
+            DeepSeek-V3.2-Exp has 192 ** -0.5 * mscale ** 2 = 0.13523.
+        rms_norm_eps: of both RMSNorms.
+        layer_norm_eps: of the index key's LayerNorm.
+        sparse_count: positions attended to by a query, at most.
+        rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
+        index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate).
+        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
+            "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+
+    Returns:
+        out: [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.
+        sparse_indices: [B, S, 1, sparse_count] int32, ascending positions; -1 where fewer exist.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> H, Rq, N, Dn, R, Dr, Ni, Di, P = 64, 32, 2, 16, 32, 16, 16, 32, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> nz = lambda *shape: custom.to_nz(new(*shape))
+    >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> out, indices = custom.npu_sparse_attention_indices_pto(
+    ...     new(1, 1, H), nz(H, Rq), nz(Rq, N * (Dn + Dr)), new(N, Dn, R), nz(H, R + Dr),
+    ...     torch.ones(Rq), torch.ones(R), new(1, 1, Dr), new(1, 1, Dr), ints([37]),
+    ...     new(8, P, 1, R), new(8, P, 1, Dr), ints([0, 1, 2]), ints(38),
+    ...     nz(Rq, Ni * Di), nz(H, Di), nz(H, Ni), torch.ones(Di), torch.zeros(Di),
+    ...     new(8, P, 1, Di), sparse_count=16,
+    ... )
+    >>> out.shape, indices.shape
+    (torch.Size([1, 1, 2, 32]), torch.Size([1, 1, 1, 16]))
+    """
+    out: tuple[Tensor, Tensor] = call(
+        _ops.npu_sparse_attention_indices_pto,
+        x,
+        w_dq,
+        w_uq_qr,
+        w_uk,
+        w_dkv_kr,
+        gamma_cq,
+        gamma_ckv,
+        sin,
+        cos,
+        cache_index,
+        kv_cache,
+        kr_cache,
+        block_table,
+        act_seqs,
+        w_idx_qb,
+        w_idx_k,
+        w_idx_proj,
+        in_gamma_k,
+        in_beta_k,
+        index_k_cache,
+        softmax_scale=softmax_scale,
+        rms_norm_eps=rms_norm_eps,
+        layer_norm_eps=layer_norm_eps,
+        sparse_count=sparse_count,
+        rope_interleaved=rope_interleaved,
+        index_rope_interleaved=index_rope_interleaved,
+        weight_format=weight_format,
+    )
+    return out
+
+
+def npu_sparse_attention_shared_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    sparse_indices: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    rms_norm_eps: float = 1e-6,
+    rope_interleaved: bool = True,
+    weight_format: str = "nz",
+) -> Tensor:
+    """The sparse attention of a layer that takes over another layer's selection.
+
+    Writes the new tokens' keys into the two paged caches and attends to the positions in
+    `sparse_indices`: `npu_mla_prolog_pto` and `npu_sparse_flash_attention` in one call. There is no
+    indexer and no index cache; `npu_sparse_attention_indices_pto` gives the selection.
+
+    Formula: as `npu_sparse_attention_pto`; sharing as in arXiv 2603.12201.
+
+    Args:
+        x: [B, S, H] hidden states; S is 1 + the draft tokens of multi-token prediction.
+        w_dq: [H, Rq] query down-projection, NZ (see `weight_format`).
+        w_uq_qr: [Rq, N * (Dn + Dr)] query up-projection, NZ; per head Dn plain, Dr rotary columns.
+        w_uk: [N, Dn, R] key up-projection, absorbed into the query; row-major.
+        w_dkv_kr: [H, R + Dr] latent and rotary key projection, NZ.
+        gamma_cq: [Rq] RMSNorm weight of the query latent.
+        gamma_ckv: [R] RMSNorm weight of the key latent.
+        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
+        cos: [B, S, Dr] cosines likewise.
+        cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
+            written to; negative or out of range: not written.
+        kv_cache: [pages, P, 1, R] latent cache, updated in place.
+        kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        act_seqs: [B] int32 or int64, length of each request with its S new tokens.
+        sparse_indices: [B, S, 1, K] int32 or int64, positions; one that is negative, or that its
+            token does not see, is absent.
+        softmax_scale: None is (Dn + Dr) ** -0.5. A checkpoint with YaRN needs its own: the released
+            DeepSeek-V3.2-Exp has 192 ** -0.5 * mscale ** 2 = 0.13523.
+        rms_norm_eps: of both RMSNorms.
+        rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
+        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
+            "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+
+    Returns:
+        [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> H, Rq, N, Dn, R, Dr, P = 64, 32, 2, 16, 32, 16, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> nz = lambda *shape: custom.to_nz(new(*shape))
+    >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> out = custom.npu_sparse_attention_shared_pto(
+    ...     new(1, 1, H), nz(H, Rq), nz(Rq, N * (Dn + Dr)), new(N, Dn, R), nz(H, R + Dr),
+    ...     torch.ones(Rq), torch.ones(R), new(1, 1, Dr), new(1, 1, Dr), ints([37]),
+    ...     new(8, P, 1, R), new(8, P, 1, Dr), ints([0, 1, 2]), ints(38),
+    ...     ints([[[0, 5, 37, -1]]]),
+    ... )
+    >>> out.shape
+    torch.Size([1, 1, 2, 32])
+    """
+    out: Tensor = call(
+        _ops.npu_sparse_attention_shared_pto,
+        x,
+        w_dq,
+        w_uq_qr,
+        w_uk,
+        w_dkv_kr,
+        gamma_cq,
+        gamma_ckv,
+        sin,
+        cos,
+        cache_index,
+        kv_cache,
+        kr_cache,
+        block_table,
+        act_seqs,
+        sparse_indices,
+        softmax_scale=softmax_scale,
+        rms_norm_eps=rms_norm_eps,
+        rope_interleaved=rope_interleaved,
+        weight_format=weight_format,
+    )
+    return out
+
+
 def npu_mla_prolog_pto(
     token_x: Tensor,
     weight_dq: Tensor,

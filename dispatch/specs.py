@@ -17,6 +17,8 @@ from .spec import Spec
 
 OPS = (
     "sparse_attention_pto",
+    "sparse_attention_indices_pto",
+    "sparse_attention_shared_pto",
     "mla_prolog_pto",
     "indexer_prolog_pto",
     "lightning_indexer",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
-from ..dispatch.common.nz import to_nz
 from ..dispatch.errors import NotSupported, need
 from ..sparse_attention import npu_sparse_attention_pto
 from .paged import LayerCaches, PagedCaches, token_positions
@@ -33,122 +31,16 @@ from transformers.cache_utils import (  # noqa: E402
 from transformers.models.deepseek_v32 import modeling_deepseek_v32  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
+from .dsa import (  # noqa: E402
+    SparseAttentionWeights,
+    cache_widths,
+    sparse_attention_weights,
+)
+
 # their functions are not typed
 _deepseek_v32: Any = modeling_deepseek_v32
 _qwen3_next: Any = modeling_qwen3_next
 _new_layer: Any = DynamicIndexedLayer
-
-# ------------------------------------------------------------------------ DeepSeek-V3.2's weights
-
-
-@dataclass(frozen=True)
-class SparseAttentionWeights:
-    """What `npu_sparse_attention_pto` takes of a layer, and what comes after it.
-
-    `dq`, `uq_qr`, `dkv_kr` and the `idx_` projections are [K, N], NZ or row-major; `uk` [N, Dn, R]
-    and `uv` [N, Dv, R] are the two halves of the key-value up-projection; `options` are the op's
-    keyword arguments.
-    """
-
-    dq: Tensor
-    uq_qr: Tensor
-    uk: Tensor
-    dkv_kr: Tensor
-    gamma_cq: Tensor
-    gamma_ckv: Tensor
-    idx_qb: Tensor
-    idx_k: Tensor
-    idx_proj: Tensor
-    idx_gamma_k: Tensor
-    idx_beta_k: Tensor
-    uv: Tensor
-    options: dict[str, Any]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The weights and options under the op's own names."""
-        return dict(
-            w_dq=self.dq,
-            w_uq_qr=self.uq_qr,
-            w_uk=self.uk,
-            w_dkv_kr=self.dkv_kr,
-            gamma_cq=self.gamma_cq,
-            gamma_ckv=self.gamma_ckv,
-            w_idx_qb=self.idx_qb,
-            w_idx_k=self.idx_k,
-            w_idx_proj=self.idx_proj,
-            in_gamma_k=self.idx_gamma_k,
-            in_beta_k=self.idx_beta_k,
-            **self.options,
-        )
-
-    def values(self, latent: Tensor) -> Tensor:
-        """The heads' outputs [B, S, N * Dv] from the op's latent output [B, S, N, R]."""
-        return torch.einsum("bsnr,nvr->bsnv", latent, self.uv).flatten(2)
-
-
-@torch.no_grad()
-def sparse_attention_weights(
-    module: nn.Module, weight_format: str = "nz"
-) -> SparseAttentionWeights:
-    """The op's weights from a `DeepseekV32Attention`.
-
-    Args:
-        module: the attention of one layer; its projections must have no bias.
-        weight_format: "nz" makes 4-D FRACTAL_NZ weights, "nd" row-major [K, N] ones.
-
-    All have the dtype of `q_a_proj`, also the index head weights, which Transformers may keep in
-    float32: a positive factor and a rounding are all that this changes in the scores.
-    """
-    m: Any = module
-    if not hasattr(m, "kv_a_proj_with_mqa") or not hasattr(m, "indexer"):
-        raise TypeError(
-            f"sparse_attention_weights: `module` is of type {type(module).__name__}, expected the "
-            "attention of a DeepSeek-V3.2 layer. Pass layer.self_attn."
-        )
-    if m.q_lora_rank is None or m.config.attention_bias:
-        raise NotSupported(
-            "npu_sparse_attention_pto needs a query latent (q_lora_rank) and projections without "
-            f"bias; {type(module).__name__} has q_lora_rank={m.q_lora_rank}, "
-            f"attention_bias={m.config.attention_bias}."
-        )
-    if m.q_a_layernorm.variance_epsilon != m.kv_a_layernorm.variance_epsilon:
-        raise NotSupported("npu_sparse_attention_pto has one epsilon for both RMSNorms.")
-    dtype = m.q_a_proj.weight.dtype
-
-    def projection(linear: nn.Linear) -> Tensor:
-        weight = linear.weight.to(dtype).t()  # [out, in] to [K, N]
-        return to_nz(weight) if weight_format == "nz" else weight.contiguous()
-
-    heads = m.kv_b_proj.weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
-    uk, uv = heads.split([m.qk_nope_head_dim, m.v_head_dim], dim=1)
-    return SparseAttentionWeights(
-        dq=projection(m.q_a_proj),
-        uq_qr=projection(m.q_b_proj),
-        uk=uk.contiguous(),
-        dkv_kr=projection(m.kv_a_proj_with_mqa),
-        gamma_cq=m.q_a_layernorm.weight.detach(),
-        gamma_ckv=m.kv_a_layernorm.weight.detach(),
-        idx_qb=projection(m.indexer.wq_b),
-        idx_k=projection(m.indexer.wk),
-        idx_proj=projection(m.indexer.weights_proj),
-        idx_gamma_k=m.indexer.k_norm.weight.detach(),
-        idx_beta_k=m.indexer.k_norm.bias.detach(),
-        uv=uv.contiguous(),
-        options=dict(
-            softmax_scale=m.scaling,  # with YaRN's factor, where the checkpoint has one
-            rms_norm_eps=m.q_a_layernorm.variance_epsilon,
-            layer_norm_eps=m.indexer.k_norm.eps,
-            sparse_count=m.indexer.index_topk,
-            weight_format=weight_format,
-        ),
-    )
-
-
-def cache_widths(config: Any) -> tuple[int, int, int]:
-    """(R, Dr, Di) of a DeepSeek-V3.2 configuration, for `PagedCaches`."""
-    return config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
-
 
 # ---------------------------------------------------------------------- DeepSeek-V3.2's attention
 

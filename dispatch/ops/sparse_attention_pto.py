@@ -52,9 +52,10 @@ def check(
     layer_norm_eps: float,
     sparse_count: int,
     weight_format: str,
+    op: str = "npu_sparse_attention_pto",
     **_: Any,
 ) -> None:
-    c = Checker("npu_sparse_attention_pto")
+    c = Checker(op)
     weights = dict(
         w_dq=(w_dq, "H Rq"),
         w_uq_qr=(w_uq_qr, "Rq N*(Dn+Dr)"),

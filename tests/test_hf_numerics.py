@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""npu_sparse_attention_pto and its stages against Hugging Face's DeepSeek-V3.2 attention.
+"""npu_sparse_attention_pto and its stages against Hugging Face's DeepSeek-V3.2 and GLM-5.
 
-The model attends to a whole text at once, with expanded keys and a mask; ours decodes it token by
+The layer attends to a whole text at once, with expanded keys and a mask; ours decodes it token by
 token from latent, paged caches in shuffled order.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,9 +22,38 @@ import custom
 from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 from .ragged import PAGE, run, shuffled_table
 
-modeling = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
+transformers = pytest.importorskip("transformers", minversion="5.17")
 LENGTHS = (41, 7, 26)  # tokens of each text
-N, DN, DR, DV, R, TOPK = 8, 16, 16, 24, 32, 12
+N, DR, R, TOPK = 8, 16, 32, 12
+
+
+@dataclass(frozen=True)
+class Model:
+    """Where its code is, its sizes in their proportions, and how its indexer pairs dimensions."""
+
+    package: str
+    prefix: str
+    plain: int
+    value: int
+    index_heads: int
+    index_rope_interleaved: bool
+
+    @property
+    def modeling(self):
+        return importlib.import_module(
+            f"transformers.models.{self.package}.modeling_{self.package}"
+        )
+
+    def named(self, suffix: str):
+        return getattr(self.modeling, self.prefix + suffix)
+
+    def __str__(self):
+        return self.prefix
+
+
+DEEPSEEK = Model("deepseek_v32", "DeepseekV32", 16, 24, 32, False)
+GLM = Model("glm_moe_dsa", "GlmMoeDsa", 24, 32, 16, True)
+every_model = pytest.mark.parametrize("model", [DEEPSEEK, GLM], ids=str)
 
 
 class _Float64:
@@ -35,7 +66,7 @@ class _Float64:
 
 
 @contextmanager
-def float64_throughout():
+def float64_throughout(modeling):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling, "torch", _Float64())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -45,26 +76,26 @@ def float64_throughout():
 class Texts:
     """An attention layer, hidden states of some texts, and what the layer makes of each."""
 
-    def __init__(self, topk: int, lengths=LENGTHS) -> None:
-        config = modeling.DeepseekV32Config(
+    def __init__(self, model: Model, topk: int, lengths=LENGTHS) -> None:
+        config = model.named("Config")(
             hidden_size=64,
             num_attention_heads=N,
             num_key_value_heads=N,
             q_lora_rank=48,
             kv_lora_rank=R,
-            qk_nope_head_dim=DN,
+            qk_nope_head_dim=model.plain,
             qk_rope_head_dim=DR,
-            v_head_dim=DV,
-            index_n_heads=16,
+            v_head_dim=model.value,
+            index_n_heads=model.index_heads,
             index_head_dim=32,
             index_topk=topk,
             attn_implementation="eager",
         )
-        self.attention = modeling.DeepseekV32Attention(config, 0).double().eval()
+        self.attention = model.named("Attention")(config, 0).double().eval()
         for parameter in self.attention.parameters():
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        self.rotary = modeling.DeepseekV32RotaryEmbedding(config)
-        self.lengths, self.topk = lengths, topk
+        self.rotary = model.named("RotaryEmbedding")(config)
+        self.model, self.lengths, self.topk = model, lengths, topk
         self.hidden = [torch.randn(length, 64).double() for length in lengths]
 
     def rounded_to(self, dtype: torch.dtype) -> Texts:
@@ -97,14 +128,16 @@ class Texts:
             hidden_keys = torch.full((len(x), len(x)), torch.finfo(evaluate).min, dtype=evaluate)
             cos, sin = (y[None].to(evaluate) for y in self.cos_sin(len(x), dtype))
             mask = hidden_keys.triu(1)[None, None]
-            with float64_throughout() if evaluate is torch.float64 else nullcontext():
-                out, _ = attention(x[None].to(evaluate), (cos, sin), mask)
+            double = evaluate is torch.float64
+            with float64_throughout(self.model.modeling) if double else nullcontext():
+                out, *_ = attention(x[None].to(evaluate), (cos, sin), mask)
             outputs.append(out[0])
         return list(zip(outputs, chosen, strict=True))
 
     def weights(self, dtype, device, form="4-D NZ") -> dict[str, Tensor]:
         layer, indexer = self.attention, self.attention.indexer
-        up = layer.kv_b_proj.weight.view(N, DN + DV, R)
+        plain = self.model.plain
+        up = layer.kv_b_proj.weight.view(N, plain + self.model.value, R)
 
         def matrix(linear: torch.nn.Linear) -> Tensor:
             w = linear.weight.detach().T.to(dtype).contiguous()
@@ -120,7 +153,7 @@ class Texts:
         return dict(
             w_dq=matrix(layer.q_a_proj),
             w_uq_qr=matrix(layer.q_b_proj),
-            w_uk=vector(up[:, :DN]),
+            w_uk=vector(up[:, :plain]),
             w_dkv_kr=matrix(layer.kv_a_proj_with_mqa),
             gamma_cq=vector(layer.q_a_layernorm.weight),
             gamma_ckv=vector(layer.kv_a_layernorm.weight),
@@ -135,7 +168,8 @@ class Texts:
     @torch.no_grad()
     def projected(self, latent: Tensor) -> Tensor:
         """[.., N, R] through the value up-projection and the output projection, in float64."""
-        up = self.attention.kv_b_proj.weight.view(N, DN + DV, R)[:, DN:]
+        plain = self.model.plain
+        up = self.attention.kv_b_proj.weight.view(N, -1, R)[:, plain:]
         value = torch.einsum("...nr,nvr->...nv", latent.double().cpu(), up)
         return self.attention.o_proj(value.flatten(-2))
 
@@ -193,6 +227,7 @@ class Decoder:
                 **self.step(first),
                 **self.weights,
                 **self.caches,
+                index_rope_interleaved=self.texts.model.index_rope_interleaved,
                 **options,
             ).cpu()
             for i, length in enumerate(self.texts.lengths):
@@ -207,8 +242,9 @@ class Decoder:
     [(1, "4-D NZ"), (2, "4-D NZ"), (5, "4-D NZ"), (2, "2-D NZ"), (2, "row-major")],
 )
 @pytest.mark.parametrize("topk", [TOPK, 64])
-def test_decoding_equals_the_model_in_float64(topk, tokens, form):
-    texts = Texts(topk)
+@every_model
+def test_decoding_equals_the_model_in_float64(model, topk, tokens, form):
+    texts = Texts(model, topk)
     device = torch.device("cpu")
     decoder = Decoder(texts, torch.float64, device, "reference", tokens, form)
     outs = decoder.decode(sparse_count=topk)
@@ -217,10 +253,11 @@ def test_decoding_equals_the_model_in_float64(topk, tokens, form):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decoding_with_all_keys_selected(device, backend, dtype):
+@every_model
+def test_decoding_with_all_keys_selected(device, backend, dtype, model):
     """No selection, so that rounding alone separates the two; the model in `dtype` is the yard."""
     skip_unless_taken(dtype, device, backend)
-    texts = Texts(64).rounded_to(dtype)
+    texts = Texts(model, 64).rounded_to(dtype)
     outs = Decoder(texts, dtype, device, backend, tokens=2).decode(sparse_count=64)
     exact, plain = texts.by_the_model(dtype), texts.by_the_model(dtype, dtype)
     for out, (wanted, _), (rounded, _) in zip(outs, exact, plain, strict=True):
@@ -268,6 +305,7 @@ def stages(texts: Texts, i: int, dtype, device, backend, topk: int):
         rope_cos=cos,
         index_k_cache=caches["index_k_cache"],
         cache_index=slots,
+        rope_interleaved=texts.model.index_rope_interleaved,
     )
     paged = dict(
         block_table=step["block_table"][rows],
@@ -308,11 +346,12 @@ def stages(texts: Texts, i: int, dtype, device, backend, topk: int):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_selection_and_attention_given_the_selection(device, backend, dtype):
+@every_model
+def test_selection_and_attention_given_the_selection(device, backend, dtype, model):
     """The model's own selection, but for scores that the rounding of `dtype` cannot tell apart;
     then the attention over exactly that selection."""
     skip_unless_taken(dtype, device, backend)
-    texts = Texts(TOPK).rounded_to(dtype)
+    texts = Texts(model, TOPK).rounded_to(dtype)
     exact = texts.by_the_model(dtype)
     plain = texts.by_the_model(dtype, dtype, given=[chosen for _, chosen in exact])
     # every position with its score, in float64: the yard for the selection
