@@ -15,6 +15,10 @@ if not (_here / "dispatch").is_dir():
     # a clone that was not installed: the other folders lie beside this one
     __path__.append(str(_here.parent))
 
+from .dispatch.register import register_all as _register_all  # noqa: E402
+
+_register_all()
+
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
 from .delta_rule import (  # noqa: E402
@@ -25,7 +29,6 @@ from .delta_rule import (  # noqa: E402
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
 from .dispatch.env import config  # noqa: E402
 from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
-from .dispatch.register import register_all as _register_all  # noqa: E402
 from .graph_mode import warmup  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     compute_index_loss_sparse,
@@ -68,5 +71,3 @@ __all__ = [
     "to_nz",
     "warmup",
 ]
-
-_register_all()

@@ -7,12 +7,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._call import call
+from ._op import op
 from .dispatch.spec import UNLIMITED
 
 _ops = torch.ops.custom
 
 
+@op
 def npu_sparse_attention_pto(
     x: Tensor,
     w_dq: Tensor,
@@ -108,39 +109,9 @@ def npu_sparse_attention_pto(
     >>> out.shape
     torch.Size([1, 1, 2, 32])
     """
-    out: Tensor = call(
-        _ops.npu_sparse_attention_pto,
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        cache_index,
-        kv_cache,
-        kr_cache,
-        block_table,
-        act_seqs,
-        w_idx_qb,
-        w_idx_k,
-        w_idx_proj,
-        in_gamma_k,
-        in_beta_k,
-        index_k_cache,
-        softmax_scale=softmax_scale,
-        rms_norm_eps=rms_norm_eps,
-        layer_norm_eps=layer_norm_eps,
-        sparse_count=sparse_count,
-        rope_interleaved=rope_interleaved,
-        index_rope_interleaved=index_rope_interleaved,
-        weight_format=weight_format,
-    )
-    return out
 
 
+@op
 def npu_sparse_attention_indices_pto(
     x: Tensor,
     w_dq: Tensor,
@@ -232,39 +203,9 @@ def npu_sparse_attention_indices_pto(
     >>> out.shape, indices.shape
     (torch.Size([1, 1, 2, 32]), torch.Size([1, 1, 1, 16]))
     """
-    out: tuple[Tensor, Tensor] = call(
-        _ops.npu_sparse_attention_indices_pto,
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        cache_index,
-        kv_cache,
-        kr_cache,
-        block_table,
-        act_seqs,
-        w_idx_qb,
-        w_idx_k,
-        w_idx_proj,
-        in_gamma_k,
-        in_beta_k,
-        index_k_cache,
-        softmax_scale=softmax_scale,
-        rms_norm_eps=rms_norm_eps,
-        layer_norm_eps=layer_norm_eps,
-        sparse_count=sparse_count,
-        rope_interleaved=rope_interleaved,
-        index_rope_interleaved=index_rope_interleaved,
-        weight_format=weight_format,
-    )
-    return out
 
 
+@op
 def npu_sparse_attention_shared_pto(
     x: Tensor,
     w_dq: Tensor,
@@ -342,31 +283,9 @@ def npu_sparse_attention_shared_pto(
     >>> out.shape
     torch.Size([1, 1, 2, 32])
     """
-    out: Tensor = call(
-        _ops.npu_sparse_attention_shared_pto,
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        cache_index,
-        kv_cache,
-        kr_cache,
-        block_table,
-        act_seqs,
-        sparse_indices,
-        softmax_scale=softmax_scale,
-        rms_norm_eps=rms_norm_eps,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
-    )
-    return out
 
 
+@op
 def npu_mla_prolog_pto(
     token_x: Tensor,
     weight_dq: Tensor,
@@ -420,28 +339,9 @@ def npu_mla_prolog_pto(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    out: tuple[Tensor, Tensor, Tensor] = call(
-        _ops.npu_mla_prolog_pto,
-        token_x,
-        weight_dq,
-        weight_uq_qr,
-        weight_uk,
-        weight_dkv_kr,
-        rmsnorm_gamma_cq,
-        rmsnorm_gamma_ckv,
-        rope_sin,
-        rope_cos,
-        kv_cache,
-        kr_cache,
-        cache_index,
-        rmsnorm_epsilon_cq=rmsnorm_epsilon_cq,
-        rmsnorm_epsilon_ckv=rmsnorm_epsilon_ckv,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
-    )
-    return out
 
 
+@op
 def npu_indexer_prolog_pto(
     token_x: Tensor,
     query_norm: Tensor,
@@ -491,26 +391,9 @@ def npu_indexer_prolog_pto(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    out: tuple[Tensor, Tensor] = call(
-        _ops.npu_indexer_prolog_pto,
-        token_x,
-        query_norm,
-        weight_qb,
-        weight_k,
-        weight_proj,
-        ln_gamma_k,
-        ln_beta_k,
-        rope_sin,
-        rope_cos,
-        index_k_cache,
-        cache_index,
-        ln_epsilon=ln_epsilon,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
-    )
-    return out
 
 
+@op
 def npu_lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -566,25 +449,9 @@ def npu_lightning_indexer(
     >>> index.shape
     torch.Size([1, 2, 1, 4])
     """
-    out: tuple[Tensor, Tensor] = call(
-        _ops.npu_lightning_indexer,
-        query,
-        key,
-        weights,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        block_table=block_table,
-        layout_query=layout_query,
-        layout_key=layout_key,
-        sparse_count=sparse_count,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        return_value=return_value,
-    )
-    return out
 
 
+@op
 def npu_lightning_indexer_grad(
     query: Tensor,
     key: Tensor,
@@ -624,23 +491,9 @@ def npu_lightning_indexer_grad(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    out: tuple[Tensor, Tensor, Tensor] = call(
-        _ops.npu_lightning_indexer_grad,
-        query,
-        key,
-        dy,
-        sparse_indices,
-        weights,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        layout,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-    )
-    return out
 
 
+@op
 def npu_sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -712,31 +565,9 @@ def npu_sparse_flash_attention(
     >>> out.shape
     torch.Size([1, 2, 4, 32])
     """
-    out: tuple[Tensor, Tensor, Tensor] = call(
-        _ops.npu_sparse_flash_attention,
-        query,
-        key,
-        value,
-        sparse_indices,
-        scale_value,
-        block_table=block_table,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_kv=actual_seq_lengths_kv,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        sparse_block_size=sparse_block_size,
-        layout_query=layout_query,
-        layout_kv=layout_kv,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        attention_mode=attention_mode,
-        return_softmax_lse=return_softmax_lse,
-        sinks=sinks,
-    )
-    return out
 
 
+@op
 def npu_sparse_flash_attention_grad(
     query: Tensor,
     key: Tensor,
@@ -794,26 +625,3 @@ def npu_sparse_flash_attention_grad(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = call(
-        _ops.npu_sparse_flash_attention_grad,
-        query,
-        key,
-        value,
-        sparse_indices,
-        d_out,
-        out,
-        softmax_max,
-        softmax_sum,
-        scale_value,
-        sparse_block_size,
-        query_rope,
-        key_rope,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        layout,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-        attention_mode,
-    )
-    return grads

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""How the public functions reach their ops: what PyTorch itself refuses is one sentence too."""
+"""How the public functions reach their ops: what Python and PyTorch refuse is one sentence too."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +19,30 @@ _OF_TYPE = re.compile(
     r"but instead found type '(.+?)'"
 )
 _NOWHERE = re.compile(r"Could not run 'custom::(\w+)' with arguments from the '(\w+)' backend")
+
+
+Public = TypeVar("Public", bound=Callable[..., Any])
+
+
+def op(signature: Public) -> Public:
+    """The op of that name, called as it was called itself: the parameters and their defaults are
+    the schema's (tests/test_contracts.py holds them to it), so the function needs no body."""
+    packet = getattr(torch.ops.custom, signature.__name__)
+    parameters = inspect.signature(signature)
+
+    @functools.wraps(signature)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(packet, *args, **kwargs)
+        except (TypeError, RuntimeError):
+            # a missing or unknown argument, in Python's own words
+            try:
+                parameters.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{signature.__name__}: {error}.") from None
+            raise
+
+    return public  # type: ignore[return-value]
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
