@@ -17,12 +17,12 @@ import triton
 from torch import Tensor, float32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
 from . import rows
-from .gluon_names import cp_async
+from .gluon_names import cp_async, mma_v2
 from .sparse_flash_attention_hopper import locate, slots
 
 LOWEST = gl.constexpr(-1e30)
