@@ -7,6 +7,7 @@ Works when half of the environment is broken: each line is found out on its own.
 
 from __future__ import annotations
 
+import importlib
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -47,6 +48,16 @@ def _cuda() -> str:
     return ", ".join(torch.cuda.get_device_name(index) for index in range(count))
 
 
+def _chosen_by(index: int) -> str:
+    """What a GPU can do, and which kernels run on it for that: or why none do."""
+    device = torch.device("cuda", index)
+    reason = backends.cannot_run(backends.CUDA, device)
+    if reason is not None:
+        return reason
+    gpu = importlib.import_module(f"{backends.CUDA.package}.gpu")
+    return str(gpu.described(device))
+
+
 def _npu() -> str:
     if backends.installed("torch_npu") is None:
         return "none (torch_npu is not installed)"
@@ -78,6 +89,8 @@ def report() -> Iterator[str]:
     for name in PACKAGES:
         yield f"  {name:<15}{_or_error(backends.installed, name)}"
     yield f"  {'cuda devices':<15}{_or_error(_cuda)}"
+    for index in range(torch.cuda.device_count()):
+        yield f"  {f'  cuda:{index}':<15}{_or_error(_chosen_by, index)}"
     yield f"  {'npu devices':<15}{_or_error(_npu)}"
     both = backends.both_tritons()
     if both is not None:

@@ -21,6 +21,7 @@ from .errors import BackendUnavailable, NotSupported
 from .spec import Spec
 
 _ROOT = __package__.rpartition(".")[0]
+_OLDEST_TRITON = (3, 5)  # of CUDA: what the kernels import is not all in 3.4
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ def both_tritons() -> str | None:
     )
 
 
+def _release(version: str) -> tuple[int, ...]:
+    """(3, 6) of `3.6.0+git1a2b`."""
+    return tuple(int(number) for number in version.split(".")[:2])
+
+
 def interpreting() -> bool:
     """Kernels run on CPU tensors: Triton's interpreter, or a stand-in for the driver (tests)."""
     return os.environ.get("TRITON_INTERPRET") == "1" or config.backend in ("cuda", "npu")
@@ -81,6 +87,12 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
         return "triton is installed, this backend needs triton-ascend (never both)"
     if backend is CUDA and installed("triton") is None and installed("triton-ascend"):
         return "triton-ascend is installed, this backend needs triton (never both)"
+    version = installed("triton")
+    if backend is CUDA and version and _release(version) < _OLDEST_TRITON:
+        return (
+            f"triton {version} is installed, this backend needs 3.5 or later, which comes with "
+            "torch 2.9: pip install -U torch"
+        )
     return None
 
 

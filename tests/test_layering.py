@@ -18,7 +18,7 @@ ALLOWED = {
     "dispatch": ("dispatch",),
     "graph_mode": ("dispatch", "graph_mode"),
     "npu_ops": ("dispatch.common", "dispatch.errors", "npu_ops"),
-    "cuda_ops": ("dispatch.common", "dispatch.errors", "cuda_ops"),
+    "cuda_ops": ("dispatch.common", "dispatch.errors", "dispatch.log", "cuda_ops"),
 }
 # what may be imported at module level, so that `import custom` needs torch alone
 LAZY = {
