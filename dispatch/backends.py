@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from . import log
 from .env import config
 from .errors import BackendUnavailable, NotSupported
 from .specs import Spec
+from .versions import installed
 
 _ROOT = __package__.rpartition(".")[0]
 
@@ -36,15 +36,6 @@ REFERENCE = Backend("reference", "CPU", "cpu", f"{_ROOT}.dispatch.reference")
 CUDA = Backend("cuda", "CUDA", "cuda", f"{_ROOT}.cuda_ops")
 NPU = Backend("npu", "PrivateUse1", "npu", f"{_ROOT}.npu_ops")
 BACKENDS = (REFERENCE, CUDA, NPU)
-
-
-@cache
-def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def both_tritons() -> str | None:
@@ -101,7 +92,10 @@ def launcher(backend: Backend, spec: Spec) -> tuple[Callable[..., Any], Callable
     if not has_kernel(backend, spec):
         return None
     module = importlib.import_module(f"{backend.package}.{spec.file}")
-    return getattr(module, spec.function), getattr(module, "unsupported", _nothing)
+    function = getattr(module, spec.function)
+    if backend is NPU:
+        function = importlib.import_module(f"{_ROOT}.npu_ops.tune").retrying(spec.name, function)
+    return function, getattr(module, "unsupported", _nothing)
 
 
 def _nothing(**_: Any) -> None:
