@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from . import log
+from .common import nz
 from .env import config
 from .errors import BackendUnavailable, NotSupported
 from .specs import Spec
-from .versions import installed
+from .versions import installed as installed
 
 _ROOT = __package__.rpartition(".")[0]
 
@@ -113,6 +114,8 @@ def reason_against(
     if found is None:
         return "has no kernel for this op yet"
     against: str | None = found[1](**arguments)
+    if against is None and backend is NPU:
+        against = nz.unreadable(arguments)
     return against
 
 
