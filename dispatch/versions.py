@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -25,9 +25,6 @@ class Together:
     torch: str
     torch_npu: str
     compiler: str
-
-    def __str__(self) -> str:
-        return ", ".join(f"{NAMES[each.name]} {getattr(self, each.name)}" for each in fields(self))
 
 
 NAMES = {

@@ -22,7 +22,7 @@ from pathlib import Path
 from ..dispatch import log, versions
 from ..dispatch.env import config
 
-_COMPILERS = ("bishengir-compile", "npuc", "triton-adapter-opt")
+_COMPILERS = ("bishengir-compile", "npuc")
 _MEMORIES = {"ub": "UB", "cbuf": "L1", "l1": "L1", "cc": "L0C", "l0c": "L0C"}
 _OVERFLOW = r"(\w+) overflow, requires (\d+) bits while (\d+) bits"
 _STOPPED = (-2, -9, -15)  # interrupted, out of the host's memory, ended: the compiler said nothing

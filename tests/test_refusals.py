@@ -128,6 +128,7 @@ def test_when_none_fits_one_sentence_says_what_and_why():
     [
         (RuntimeError("ub overflow, requires 2 bits while 1 bits"), "no process behind it"),
         (triton_error("no such file", tool="/usr/bin/g++"), "another tool"),
+        (triton_error(OVERFLOW, tool="/wheel/triton-adapter-opt"), "triton-ascend's own front end"),
         (triton_error("", code=-9), "killed for memory"),
         (triton_error("", code=-2), "interrupted"),
     ],
