@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -16,9 +15,11 @@ from typing import Any
 import torch
 
 from . import log
+from .common import nz
 from .env import config
 from .errors import BackendUnavailable, NotSupported
 from .spec import Spec
+from .versions import installed as installed
 
 _ROOT = __package__.rpartition(".")[0]
 _OLDEST_TRITON = (3, 5)  # of CUDA: what the kernels import is not all in 3.4
@@ -38,15 +39,6 @@ REFERENCE = Backend("reference", "CPU", "cpu", f"{_ROOT}.dispatch.reference")
 CUDA = Backend("cuda", "CUDA", "cuda", f"{_ROOT}.cuda_ops")
 NPU = Backend("npu", "PrivateUse1", "npu", f"{_ROOT}.npu_ops")
 BACKENDS = (REFERENCE, CUDA, NPU)
-
-
-@cache
-def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def both_tritons() -> str | None:
@@ -114,7 +106,10 @@ def launcher(backend: Backend, spec: Spec) -> tuple[Callable[..., Any], Callable
     if not has_kernel(backend, spec):
         return None
     module = importlib.import_module(f"{backend.package}.{spec.file}")
-    return getattr(module, spec.function), getattr(module, "unsupported", _nothing)
+    function = getattr(module, spec.function)
+    if backend is NPU:
+        function = importlib.import_module(f"{_ROOT}.npu_ops.tune").retrying(spec.name, function)
+    return function, getattr(module, "unsupported", _nothing)
 
 
 def _nothing(**_: Any) -> None:
@@ -132,6 +127,8 @@ def reason_against(
     if found is None:
         return "has no kernel for this op yet"
     against: str | None = found[1](**arguments)
+    if against is None and backend is NPU:
+        against = nz.unreadable(arguments)
     return against
 
 
