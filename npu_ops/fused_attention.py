@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, tiling, tune
+from . import cores, entry, tiling, tune
 from .lengths import within
 
 WIDEST = 256  # head sizes, of which the tiles of the last configuration fit
@@ -67,7 +67,7 @@ def keys_of(
     return begin, end, low, high
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "sequences", "heads", "group", "tokens_q", "tokens_k", "window", "scale", "q_batch",
         "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",

@@ -14,18 +14,17 @@ Both gradients of a tile of keys accumulate in L0C, next to S and the product wi
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, fused_attention, tune
+from . import cores, entry, fused_attention, tune
 from .fused_attention import FARTHEST, config, keys_of, sequence_of, strides
 
 unsupported = fused_attention.unsupported
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "batches", "heads", "tokens", "g_batch", "g_head", "g_row", "o_batch", "o_head", "o_row",
     ]
@@ -67,7 +66,7 @@ def row_sums(
         tl.store(sums + to, tl.where(known > float("-inf"), known, float("inf")), mask=there)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale", "q_batch",
         "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "g_batch",
@@ -160,7 +159,7 @@ def grad_keys(
         turn = ((turn - tiles * key_heads) % turns + turns) % turns
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale", "q_batch",
         "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "g_batch",

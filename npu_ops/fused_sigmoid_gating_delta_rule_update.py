@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, tune
+from . import cores, entry, tune
 from .lengths import within
 
 _STATE = 8192  # elements of a part of the state; UB holds it and four of what is made of it
@@ -79,7 +79,7 @@ def _parent(parents, t, columns):
     return tl.where((t < columns) & (parent >= 0) & (parent < t), parent, -1).to(tl.int32)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "softplus_beta", "softplus_threshold", "scale", "sequences", "length", "tokens", "slots",
         "rows", "steps", "columns", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head",

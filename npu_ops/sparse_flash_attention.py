@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
 from .ragged import PAGED, TND, visible
 
 
@@ -45,7 +45,7 @@ def _pages(row, column, limit, page, PIECE: tl.constexpr):
     return number.to(tl.int32)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach",
         "table_stride", "pages", "page", "page_rows",
@@ -95,7 +95,7 @@ def resolve(
         tl.store(last + row, end)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "wide", "latent_stride", "rotary_stride"])
+@entry.jit(do_not_specialize=["first", "rows", "wide", "latent_stride", "rotary_stride"])
 def gather(
     latent, rotary, slots, last, dense_latent, dense_rotary,
     first, rows, wide, latent_stride, rotary_stride,
@@ -131,7 +131,7 @@ def gather(
                     tl.store(dense_rotary + to * ROTARY + e[None], nothing)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "query_row", "query_head", "rope_row", "rope_head",
         "scale",

@@ -21,18 +21,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
 from .lightning_indexer_grad import spread
 from .ragged import TND, keys_of, tokens_of
 from .sparse_flash_attention import gather, resolved
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "g_row", "g_head", "o_row", "o_head"])
+@entry.jit(do_not_specialize=["rows", "heads", "g_row", "g_head", "o_row", "o_head"])
 def row_sums(
     d_out, out, peak, total, delta, lse, rows, heads, g_row, g_head, o_row, o_head,
     LATENT: tl.constexpr, HEAD_TILE: tl.constexpr,
@@ -56,7 +55,7 @@ def row_sums(
         tl.store(lse + at, sums, mask=h < heads)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "q_row", "q_head", "r_row", "r_head", "g_row", "g_head",
         "scale",
@@ -119,7 +118,7 @@ def grad_query(
             tl.store(to, acc_r.to(d_query.dtype.element_ty), mask=there)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "q_row", "q_head", "r_row", "r_head", "g_row", "g_head",
         "key_row", "rope_row", "page_rows", "scale", "requests", "tokens", "reach",

@@ -54,7 +54,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
         for keys in (128, 64, 32, 16)
         for heads in (16, 32, 64)
     ),
-    "lightning_indexer.topk": (Config({"COUNT_TILE": 4096, "SORT_TILE": 1024}),),
+    "lightning_indexer.topk": (Config({"COUNT_TILE": 2048, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
     "lightning_indexer_grad.spread": (Config({}),),
     "lightning_indexer_grad.grad_keys": tuple(
