@@ -65,6 +65,7 @@ def grad_query(
     query, query_rope, d_out, dense, dense_rope, slots, last, delta, lse, d_query, d_query_rope,
     first, rows, wide, heads, q_row, q_head, r_row, r_head, g_row, g_head, scale,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = LATENT // 2
     d = tl.arange(0, HALF)
@@ -131,7 +132,7 @@ def grad_keys(
     page_rows, scale, requests, tokens, reach,
     Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
     CAUSAL: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
-    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
 ):  # fmt: skip
     """d_key [keys, LATENT] and d_key_rope, float32: what `rows` tokens from `first` on contribute.
     Added up over launches outside."""

@@ -80,6 +80,10 @@ CASES = (
     Case(OP, "causal, 1 row", dense(1, 200, 128, (4, 2), causal=True), torch.float16),
     Case(OP, "window 50", dense(270, 300, window=50, causal=True)),
     Case(OP, "window 50, both sides", dense(170, 150, window=50)),
+    Case(OP, "whole tiles, causal", dense(128, 222, causal=True)),
+    Case(OP, "whole tiles, causal, head size 128", dense(64, 170, 128, batch=1, causal=True)),
+    Case(OP, "whole tiles, causal, head size 256", dense(64, 170, 256, batch=1, causal=True)),
+    Case(OP, "whole tiles, window 50", dense(128, 140, causal=True, window=50)),
     Case(OP, "no key", dense(20, 0)),
     Case(OP, "fp16, scale 0.5", dense(130, 130, sm_scale=0.5), torch.float16),
     *(
@@ -139,9 +143,16 @@ CONTROLS = (
     Control(
         "keys behind the tail",
         KERNEL,
-        'z = z + tl.where(j < count_k - start, 0.0, float("-inf"))[None]',
+        'z = tl.where(column < within_tile(high, start, KEY_TILE), z, float("-inf"))',
         "z = z + 0.0",
         "tails",
+    ),
+    Control(
+        "a tile that one row sees as a whole",
+        KERNEL,
+        "shift + first + 1), 0)",
+        "shift + first + 2), 0)",
+        "whole tiles, causal",
     ),
     Control("the sum is not shrunk", KERNEL, "total * shrink", "total", "tails"),
     Control(
