@@ -116,11 +116,11 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "fused_attention_backward.row_sums": (Config({"ROWS": 32}),),
     # both accumulators, S and P's gradient share L0C
     "fused_attention_backward.grad_keys": (
-        Config({"Q_TILE": 128, "KEY_TILE": 128}),
-        Config({"Q_TILE": 128, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2}),
+        Config({"Q_TILE": 128, "KEY_TILE": 64}, {"set_workspace_multibuffer": 4}),
+        Config({"Q_TILE": 64, "KEY_TILE": 64}, {"set_workspace_multibuffer": 4}),
         Config({"Q_TILE": 64, "KEY_TILE": 32}, {"set_workspace_multibuffer": 2}),
     ),
-    # one square tile for every head size
+    # one square tile for every head size: others are not shared by the vector units
     "fused_attention_backward.grad_query": (Config({"Q_TILE": 64, "KEY_TILE": 64}),),
     "indexer_loss.gather": (Config({"ROWS": 32}),),
     "indexer_loss.log_sums": tuple(

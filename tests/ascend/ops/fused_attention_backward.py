@@ -37,6 +37,9 @@ CASES = (
     Case(OP, "tails", after(dense(150, 333))),
     Case(OP, "causal, 4 heads on 2", after(dense(150, 200, 64, (4, 2), causal=True), True)),
     Case(OP, "causal, fewer keys than rows", after(dense(270, 140, causal=True))),
+    Case(
+        OP, "causal, a diagonal before a tile's edge", after(dense(130, 192, batch=1, causal=True))
+    ),
     Case(OP, "window 50", after(dense(270, 300, window=50, causal=True))),
     Case(OP, "window 50, both sides", after(dense(170, 150, window=50))),
     Case(OP, "fp16, scale 0.5", after(dense(130, 130, sm_scale=0.5)), torch.float16),
@@ -78,7 +81,23 @@ CASES = (
     Case(OP, "token-major strides, causal", after(token_major)),
 )
 CONTROLS = (
-    Control("the scale forgotten", KERNEL, "(acc_k * scale).to", "acc_k.to", "tails"),
+    Control(
+        "the scale forgotten",
+        KERNEL,
+        " * scale\n                acc_k =",
+        "\n                acc_k =",
+        "tails",
+    ),
+    Control(
+        "the queries' scale forgotten", KERNEL, " * scale\n    return", "\n    return", "tails"
+    ),
+    Control(
+        "a tile that one row sees as a whole",
+        "fused_attention",
+        "shift + first + 1), 0)",
+        "shift + first + 2), 0)",
+        "causal, a diagonal before a tile's edge",
+    ),
     Control(
         "one head of the group",
         KERNEL,
@@ -89,8 +108,8 @@ CONTROLS = (
     Control(
         "causal limit off by one",
         KERNEL,
-        "key <= position, p",
-        "key < position, p",
+        "(1 if CAUSAL else window)",
+        "(0 if CAUSAL else window)",
         "causal, 4 heads on 2",
     ),
     Control(
