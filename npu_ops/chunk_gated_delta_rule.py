@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, tiling, tune
+from . import cores, entry, tiling, tune
 from .front_end import extract_slice
 from .lengths import within
 
@@ -41,7 +41,7 @@ def _length(lengths, n, start, tokens, VARLEN: tl.constexpr):
     return length
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=["sequences", "tokens", "heads", "q_token", "q_head", "k_token", "k_head"]
 )
 def products(
@@ -88,7 +88,7 @@ def _column(gates, rows, head, there, HEADS: tl.constexpr):
     return column
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens", "group", "beta_token", "g_token"])
+@entry.jit(do_not_specialize=["sequences", "tokens", "group", "beta_token", "g_token"])
 def triangles(
     qk, kk, beta, g, lengths, solved, finer, seen, sums, rates, sequences, tokens, group,
     beta_token, g_token, VALUE_HEADS: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
@@ -151,7 +151,7 @@ def triangles(
         before += chunks
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "sequences", "tokens", "group", "value_heads", "scale", "q_token", "q_head", "k_token",
         "k_head", "v_token", "v_head",

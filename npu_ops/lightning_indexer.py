@@ -23,14 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
 from .front_end import sort
 from .ragged import PAGED, TND, keys_of, tokens_of, visible
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "query_row", "query_head", "weights_row", "key_row", "requests",
         "tokens", "reach", "table_stride", "pages", "page", "page_rows",
@@ -104,7 +104,7 @@ def as_float(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "wide", "chosen", "requests", "tokens", "reach"])
+@entry.jit(do_not_specialize=["first", "rows", "wide", "chosen", "requests", "tokens", "reach"])
 def topk(
     score, query_lengths, key_lengths, out,
     first, rows, wide, chosen, requests, tokens, reach,
@@ -188,7 +188,7 @@ def topk(
             tl.store(to + s + p, tl.full((SORT_TILE,), -1, tl.int32), mask=p < chosen - s)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "wide", "chosen"])
+@entry.jit(do_not_specialize=["first", "rows", "wide", "chosen"])
 def values(score, indices, out, first, rows, wide, chosen, PIECE: tl.constexpr):
     p = tl.arange(0, PIECE)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):

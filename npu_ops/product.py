@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import nz
-from . import cores, tune
+from . import cores, entry, tune
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr):
     tl.store(at, acc.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "depth"])
+@entry.jit(do_not_specialize=["rows", "columns", "depth"])
 def nz_product(
     x, w, out, rows, columns, depth,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -88,7 +88,7 @@ def nz_product(
         _put(out, row, m, panel + 3, panels, columns, acc3, WHOLE_N)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
+@entry.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
 def nd_product(
     x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,

@@ -22,19 +22,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, lightning_indexer_grad, ragged, tiling, tune
+from . import cores, entry, lightning_indexer_grad, ragged, tiling, tune
 from .indexer_loss import distributions, too_wide
 from .sparse_flash_attention import gather, resolved
 
 EPS = 1e-10
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "q_row", "q_head", "r_row", "r_head", "scale",
     ]
@@ -72,7 +71,7 @@ def targets(
             tl.store(target + token * wide + start + j, acc)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "wide", "heads", "q_row", "q_head", "w_row"])
+@entry.jit(do_not_specialize=["first", "rows", "wide", "heads", "q_row", "q_head", "w_row"])
 def scores(
     query, weights, dense, last, score, first, rows, wide, heads, q_row, q_head, w_row,
     DIM: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
@@ -99,7 +98,7 @@ def scores(
             tl.store(score + token * wide + start + j, acc)
 
 
-@triton.jit(do_not_specialize=["rows", "count", "wide", "eps"])
+@entry.jit(do_not_specialize=["rows", "count", "wide", "eps"])
 def row_loss(target, score, slots, loss, d, rows, count, wide, eps, WIDTH: tl.constexpr):
     j = tl.arange(0, WIDTH)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):

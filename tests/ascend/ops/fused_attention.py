@@ -89,6 +89,10 @@ CASES = (
     Case(OP, "causal, 1 row", dense(1, 200, 128, (4, 2), causal=True), torch.float16),
     Case(OP, "window 50", dense(270, 300, window=50, causal=True)),
     Case(OP, "window 50, both sides", dense(170, 150, window=50)),
+    Case(OP, "whole tiles, causal", dense(128, 222, causal=True)),
+    Case(OP, "whole tiles, causal, head size 128", dense(64, 170, 128, batch=1, causal=True)),
+    Case(OP, "whole tiles, causal, head size 256", dense(64, 170, 256, batch=1, causal=True)),
+    Case(OP, "whole tiles, window 50", dense(128, 140, causal=True, window=50)),
     Case(OP, "no key", dense(20, 0)),
     # one key more than a tile, from 0: of all keys, of what is seen causally, of a window
     Case(OP, "one key in the last tile", dense(130, 129)),
@@ -197,9 +201,16 @@ CONTROLS = (
     Control(
         "keys behind the tail",
         KERNEL,
-        'z = z + tl.where(j < count_k - start, 0.0, float("-inf"))[None]',
+        'z = tl.where(column < within_tile(high, start, KEY_TILE), z, float("-inf"))',
         "z = z + 0.0",
         "tails",
+    ),
+    Control(
+        "a tile that one row sees as a whole",
+        KERNEL,
+        "shift + first + 1), 0)",
+        "shift + first + 2), 0)",
+        "whole tiles, causal",
     ),
     Control("the sum is not shrunk", KERNEL, "total * shrink", "total", "tails"),
     Control(

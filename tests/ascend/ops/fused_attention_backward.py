@@ -37,6 +37,9 @@ CASES = (
     Case(OP, "tails", after(dense(150, 333))),
     Case(OP, "causal, 4 heads on 2", after(dense(150, 200, 64, (4, 2), causal=True), True)),
     Case(OP, "causal, fewer keys than rows", after(dense(270, 140, causal=True))),
+    Case(
+        OP, "causal, a diagonal before a tile's edge", after(dense(130, 192, batch=1, causal=True))
+    ),
     Case(OP, "window 50", after(dense(270, 300, window=50, causal=True))),
     Case(OP, "window 50, both sides", after(dense(170, 150, window=50))),
     # one row more than a tile, from 0
@@ -95,7 +98,22 @@ CONTROLS = (
         "end = count_q - 1\n",
         "causal, one row more than a tile",
     ),
-    Control("the scale forgotten", KERNEL, "(acc_k * scale).to", "acc_k.to", "tails"),
+        "the scale forgotten",
+        KERNEL,
+        " * scale\n                acc_k =",
+        "\n                acc_k =",
+        "tails",
+    ),
+    Control(
+        "the queries' scale forgotten", KERNEL, " * scale\n    return", "\n    return", "tails"
+    ),
+    Control(
+        "a tile that one row sees as a whole",
+        "fused_attention",
+        "shift + first + 1), 0)",
+        "shift + first + 2), 0)",
+        "causal, a diagonal before a tile's edge",
+    ),
     Control(
         "one head of the group",
         KERNEL,
@@ -106,8 +124,8 @@ CONTROLS = (
     Control(
         "causal limit off by one",
         KERNEL,
-        "key <= position, p",
-        "key < position, p",
+        "(1 if CAUSAL else window)",
+        "(0 if CAUSAL else window)",
         "causal, 4 heads on 2",
     ),
     Control(

@@ -262,7 +262,7 @@ CONTROLS = (
     Control(
         "a branch with the steps of another",
         KERNEL,
-        "tl.where(on, beta, 0.0)",
+        "beta * on",
         "beta",
         "tree",
     ),
