@@ -18,7 +18,7 @@ from . import controls, isolated, known, ops, report, store
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
-from .examine import Outcome, examine
+from .examine import Outcome, examine, lower
 from .store import Store
 from .toolchain import BUILDS, versions
 
@@ -30,6 +30,17 @@ def modules(names: list[str]) -> list[ModuleType]:
         if name not in there:
             sys.exit(f"no cases for {name}; there are {', '.join(there)}")
     return [importlib.import_module(f"{ops.__name__}.{name}") for name in names or there]
+
+
+def lower_cases(cases: list[tuple[Case, str]], jobs: int) -> tuple[dict[str, Outcome], list[str]]:
+    outcomes: dict[str, Outcome] = {}
+    failures: list[str] = []
+    for (case,), launches in isolated.each(lower, [(case,) for case, _ in cases], jobs):
+        if isinstance(launches, isolated.Crash):
+            failures.append(f"{case.title}: {launches}")
+        else:
+            outcomes[case.title] = Outcome("", launches)
+    return outcomes, failures
 
 
 def run_cases(
@@ -101,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.ascend")
     parser.add_argument("ops", nargs="*", help="files of ops/, default all")
     parser.add_argument("--cold", action="store_true", help="run everything, kept or not")
+    parser.add_argument("--no-run", action="store_true", help="lower, compile and lint only")
     parser.add_argument("--check", action="store_true", help="run a sample of what is kept")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="", help="cases whose title contains this")
@@ -117,7 +129,10 @@ def main() -> int:
         quick = [c.title for c, _ in cases if kept.cases.get(c.title, [0, 0, 99])[2] < 20]
         sample = random.sample(quick, min(3, len(quick)))
 
-    outcomes, failures = run_cases(cases, kept, sample, chosen.cold, chosen.jobs)
+    if chosen.no_run:
+        outcomes, failures = lower_cases(cases, chosen.jobs)
+    else:
+        outcomes, failures = run_cases(cases, kept, sample, chosen.cold, chosen.jobs)
     kept.write()  # a case that passed is kept, whatever else fails
     distinct: dict[str, Launch] = {}
     for outcome in outcomes.values():
@@ -138,7 +153,8 @@ def main() -> int:
         failures += [f"{row.title}: no case reaches it" for row in rows if not row.launches]
         failures += report.forgotten_kernels(distinct)
         failures += [f"{x}: nothing shows it any more" for x in known.unused()]
-    planted = controls.run(found, chosen.jobs) if not chosen.only else []
+    partial = bool(chosen.only) or chosen.no_run
+    planted = [] if partial else controls.run(found, chosen.jobs)
     failures += [f"planted mistake not caught: {x.title}" for x in planted if not x.caught]
     print(report.table([row for row in rows if row.launches]))
     for each in planted:
@@ -148,7 +164,7 @@ def main() -> int:
         f"{len(distinct)} lowered kernels with {len(BUILDS)} compilers, "
         f"{len(planted)} planted mistakes"
     )
-    if whole and not failures:
+    if whole and not chosen.no_run and not failures:
         report.write(rows, planted, outcomes, versions())
         kept.cases = {title: kept.cases[title] for title in outcomes}
         kept.compiled = {key: kept.compiled[key] for key in distinct}

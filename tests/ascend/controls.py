@@ -14,9 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from . import isolated, known
-from .case import Case, Inputs
+from .case import Case
 from .compiler import compile_for_npu
-from .examine import examine, launches, prepare
+from .examine import examine, lower
 from .lint import unbounded_indirect_loads
 from .toolchain import NEWEST, ROOT
 
@@ -63,8 +63,7 @@ def _attempt(control: Control, case: Case, file: str) -> tuple[bool, str]:
     if control.stage == "run":
         outcome = examine(case, file, None)
         return outcome.share > 1, outcome.findings[0]
-    prepare()
-    for launch in launches(case, case.make(Inputs(case.dtype, case.seed))):
+    for launch in lower(case):
         compiled = compile_for_npu(launch.linalg, launch.options, NEWEST)
         found = [*compiled.found, *unbounded_indirect_loads(launch.ttir)]
         new = [x.text for x in found if not known.listed(launch.kernel, x.kind)]

@@ -72,6 +72,12 @@ def _key(case: Case, file: str, launched: list[Launch]) -> str:
     return digest(case.title, repr(case.cores), repr(lowered), read, tools, pipeline())
 
 
+def lower(case: Case) -> list[Launch]:
+    """What the case launches; nothing runs."""
+    prepare()
+    return launches(case, case.make(judgement.Inputs(case.dtype, case.seed)))
+
+
 def examine(case: Case, file: str, kept: str | None) -> Outcome:
     """Lower the kernels of the case; run them unless `kept` is the key of this very run."""
     prepare()

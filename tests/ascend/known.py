@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     # the older builds give every workspace one slot
     "turns": ("cube and vector take turns: a workspace of one slot", (NEWEST,)),
     # the older builds make loops of 64 bit compares as well
-    "scalar": ("innermost loops over single elements", (NEWEST,)),
+    "scalar": ("innermost loops that load or store single elements", (NEWEST,)),
     "tight": (f"more than {TIGHT} KiB of UB", (NEWEST,)),
 }
 

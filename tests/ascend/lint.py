@@ -27,7 +27,7 @@ def of(hivm: str, said: str = "") -> list[Finding]:
         found.append(Finding("turns", "cube and vector take turns: a workspace of one slot"))
     loops = scalar_loops(hivm)
     if loops:
-        found.append(Finding("scalar", f"{loops} innermost loops over single elements"))
+        found.append(Finding("scalar", f"{loops} innermost loops load or store single elements"))
     return found
 
 
