@@ -14,22 +14,23 @@ from types import ModuleType
 
 from custom.npu_ops import tune
 
-from . import controls, isolated, known, ops, report, store
+from . import controls, isolated, known, models, ops, report, store
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
-from .examine import Outcome, examine, lower
+from .examine import Outcome, examine, lower, lower_large
 from .store import Store
 from .toolchain import BUILDS, versions
 
 
 def modules(names: list[str]) -> list[ModuleType]:
-    """Those of ops/ with these names; without names, all."""
-    there = [module.name for module in pkgutil.iter_modules(ops.__path__)]
+    """models.py and the files of ops/ with these names; without names, all."""
+    found = {x.name: f"{ops.__name__}.{x.name}" for x in pkgutil.iter_modules(ops.__path__)}
+    found["models"] = models.__name__
     for name in names:
-        if name not in there:
-            sys.exit(f"no cases for {name}; there are {', '.join(there)}")
-    return [importlib.import_module(f"{ops.__name__}.{name}") for name in names or there]
+        if name not in found:
+            sys.exit(f"no cases for {name}; there are {', '.join(found)}")
+    return [importlib.import_module(found[name]) for name in names or found]
 
 
 def lower_cases(cases: list[tuple[Case, str]], jobs: int) -> tuple[dict[str, Outcome], list[str]]:
@@ -41,6 +42,27 @@ def lower_cases(cases: list[tuple[Case, str]], jobs: int) -> tuple[dict[str, Out
         else:
             outcomes[case.title] = Outcome("", launches)
     return outcomes, failures
+
+
+def lower_models(
+    outcomes: dict[str, Outcome], jobs: int
+) -> tuple[dict[str, list[Launch]], list[str]]:
+    """The launches of the large calls, and which of their kernels no case ran."""
+    launched: dict[str, list[Launch]] = {}
+    failures: list[str] = []
+    calls = [(op,) for op in sorted({large.op for large in models.LARGE})]
+    for (op,), found in isolated.each(lower_large, calls, jobs):
+        if isinstance(found, isolated.Crash):
+            failures.append(f"{op} at full size: {found}")
+        else:
+            launched |= found
+    ran = {x.lowered_key for outcome in outcomes.values() for x in outcome.launches}
+    missing: dict[str, str] = {}
+    for title, launches in launched.items():
+        for x in launches:
+            if x.lowered_key not in ran:
+                missing.setdefault(x.lowered_key, f"{title}: no case runs {x.kernel} {x.constants}")
+    return launched, failures + list(missing.values())
 
 
 def run_cases(
@@ -97,6 +119,8 @@ def compile_all(
         key = todo[places[text, repr(options), build]][0]
         compiled = Compiled(str(answer)) if isinstance(answer, isolated.Crash) else answer
         answers[key][build] = compiled
+        if sum(map(len, answers.values())) % 100 == 0:
+            print(f"{sum(map(len, answers.values()))} of {len(pairs)} compiled", flush=True)
         entry = store.entry(compiled)
         before = kept.compiled.setdefault(key, {}).get(build)
         if (key, build) in again and before != entry:
@@ -138,6 +162,13 @@ def main() -> int:
     for outcome in outcomes.values():
         for launch in outcome.launches:
             distinct.setdefault(launch.lowered_key, launch)
+    large: dict[str, list[Launch]] = {}
+    if whole or "models" in chosen.ops:
+        large, unrun = lower_models(outcomes, chosen.jobs)
+        failures += unrun
+        for launches in large.values():
+            for launch in launches:
+                distinct.setdefault(launch.lowered_key, launch)
     compiled, differing = compile_all(
         distinct, kept, 6 * chosen.check, chosen.cold or bool(chosen.keep_ir), chosen.jobs
     )
@@ -161,6 +192,7 @@ def main() -> int:
         print(f"planted: {each.title}: {each.said}")
     print(
         f"{len(cases)} cases ({sum(o.kept for o in outcomes.values())} kept, the rest run now), "
+        f"{len(large)} calls at full size, "
         f"{len(distinct)} lowered kernels with {len(BUILDS)} compilers, "
         f"{len(planted)} planted mistakes"
     )

@@ -78,6 +78,22 @@ def lower(case: Case) -> list[Launch]:
     return launches(case, case.make(judgement.Inputs(case.dtype, case.seed)))
 
 
+def lower_large(op: str) -> dict[str, list[Launch]]:
+    """What the large calls of an op launch, by title; nothing runs, and no tensor is filled."""
+    from . import models
+
+    prepare()
+    launcher_memory.empty = memory.vast
+    recorder.execute = False
+    launched = {}
+    for large in models.LARGE:
+        if large.op == op:
+            recorder.launches = []
+            call(large, large.make(models.Sizes(large.dtype)))
+            launched[large.title] = recorder.launches
+    return launched
+
+
 def examine(case: Case, file: str, kept: str | None) -> Outcome:
     """Lower the kernels of the case; run them unless `kept` is the key of this very run."""
     prepare()
