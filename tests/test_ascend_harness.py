@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import dataclasses
+import tarfile
+from pathlib import Path
 
 import pytest
+from custom.dispatch.specs import BY_NAME
 from custom.npu_ops import tune
 
-from .ascend import known, lint
+from .ascend import known, lint, onboard
 
 GM = "#hivm.address_space<gm>"
 UB = "#hivm.address_space<ub>"
@@ -167,3 +170,38 @@ def test_a_known_finding_covers_its_tiles_and_builds_only():
     assert not entry.covers("a.b", config, "turns", "1.0.0")
     smaller = dataclasses.replace(config, tiles={"HEAD_TILE": 16, "KEY_TILE": 64})
     assert not entry.covers("a.b", smaller, "repeat", "1.0.0")
+
+
+def test_onboard_without_a_compiler_says_what_to_source(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit, match=r"no bishengir-compile in PATH.*set_env.sh"):
+        onboard.tools()
+
+
+def test_onboard_packs_what_was_written_without_the_home_folder(monkeypatch, tmp_path, capsys):
+    folder, archive = tmp_path / "ascend-results", tmp_path / "ascend-results.tar.gz"
+    folder.mkdir()
+    monkeypatch.setattr(onboard, "FOLDER", folder)
+    monkeypatch.setattr(onboard, "ARCHIVE", archive)
+    monkeypatch.setenv("HOME", "/home/owner")
+    (folder / "bench.txt").write_text("/home/owner/clone: 3 us; /home/owners is another\n")
+    assert onboard.pack()
+    with tarfile.open(archive) as packed:
+        assert packed.getnames() == ["ascend-results/bench.txt"]
+        read = packed.extractfile("ascend-results/bench.txt")
+        assert read is not None
+        assert read.read() == b"~/clone: 3 us; /home/owners is another\n"
+    assert "without compile.json" in capsys.readouterr().out
+
+
+def test_onboard_logs_a_step_that_fails_and_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(onboard, "FOLDER", tmp_path)
+    command = "import sys; print('before'); sys.exit(3)"
+    assert not onboard._logged("step", onboard.sys.executable, "-c", command)
+    assert (tmp_path / "step.txt").read_text().startswith("before\nended with 3 after")
+
+
+def test_onboard_runs_files_and_ops_that_exist():
+    here = Path(__file__).parent
+    assert all((here / f"{name}.py").exists() for name in onboard.SUITE)
+    assert set(onboard.BENCH) <= set(BY_NAME)

@@ -19,12 +19,15 @@ from typing import Any
 from . import lint
 from .toolchain import ARCH, bishengir
 
-# takes the place of the closed code generator: keeps its input, which is the final HIVM
+# takes the place of the closed code generator: keeps its input, which is the final HIVM, and goes on
+# with the real one where there is one
 _CODE_GENERATOR = """#!/bin/sh
-[ "$1" = --version ] && { echo "hivmc 1.2.0"; exit 0; }
 for argument in "$@"; do
   case "$argument" in *.mlir) cp "$argument" "$FINAL_HIVM" ;; esac
 done
+[ -n "$HIVMC" ] && exec "$HIVMC" "$@"
+[ "$1" = --version ] && echo "hivmc 1.2.0"
+exit 0
 """
 
 _FLAGS = {
@@ -38,6 +41,7 @@ _FLAGS = {
     "tile_mix_cube_loop": "tile-mix-cube-loop",
 }
 _BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "f16": 16, "bf16": 16, "f32": 32}
+_PATIENCE = 300  # seconds
 MEMORIES = {"UB": "ub", "L1": "cbuf", "L0C": "cc"}
 
 
@@ -55,10 +59,15 @@ class Compiled:
         return not self.error
 
 
-def compile_for_npu(
-    linalg: str, options: dict[str, Any], build: str, timeout: float = 300
-) -> Compiled:
+def compile_for_npu(linalg: str, options: dict[str, Any], build: str) -> Compiled:
     """`options` are launch keywords of triton-ascend, as a configuration gives them."""
+    return compile_with(bishengir(build), None, ARCH, linalg, options)
+
+
+def compile_with(
+    compiler: Path, hivmc: str | None, arch: str, linalg: str, options: dict[str, Any]
+) -> Compiled:
+    """`hivmc` is the closed code generator of the same CANN, if there is one."""
     chosen = {"multibuffer": True, "enable_auto_bind_sub_block": True} | options
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
@@ -67,7 +76,7 @@ def compile_for_npu(
         source = work / "kernel.ttadapter.mlir"
         # triton-ascend strips this attribute as well
         source.write_text(re.sub(r', mix_mode\s*=\s*"[^"]*"', "", linalg))
-        command = [str(bishengir(build)), str(source), f"--target={ARCH}"]
+        command = [str(compiler), str(source), f"--target={arch}"]
         command += [f"--{_FLAGS[name]}={value}" for name, value in chosen.items()]
         command += ["--enable-hfusion-compile=true", "--enable-hivm-compile=true"]
         command += ["--enable-triton-kernel-compile=true", "-o", str(work / "kernel")]
@@ -75,13 +84,14 @@ def compile_for_npu(
         environment = os.environ | {
             "PATH": f"{scratch}:{os.environ['PATH']}",
             "FINAL_HIVM": str(final),
+            "HIVMC": hivmc or "",
         }
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, env=environment
+                command, capture_output=True, text=True, timeout=_PATIENCE, env=environment
             )
         except subprocess.TimeoutExpired:
-            return Compiled(f"no answer in {timeout} s")
+            return Compiled(f"no answer in {_PATIENCE} s")
         said = done.stderr + done.stdout
         if done.returncode or not final.exists():
             return Compiled(_first_error(said) or f"ended with {done.returncode}")
