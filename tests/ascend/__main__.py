@@ -14,7 +14,7 @@ from types import ModuleType
 
 from custom.npu_ops import tune
 
-from . import controls, isolated, known, models, ops, report, store
+from . import controls, isolated, known, models, mutants, ops, report, store
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
@@ -141,6 +141,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="", help="cases whose title contains this")
     parser.add_argument("--keep-ir", metavar="DIR", help="write the IR of every kernel there")
+    parser.add_argument("--mutate", action="store_true", help="plant mechanical mistakes instead")
+    parser.add_argument("--sample", type=int, default=0, help="of the mistakes, so many")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
     chosen = parser.parse_args()
 
     whole = not chosen.ops and not chosen.only
@@ -148,6 +151,10 @@ def main() -> int:
     cases = [(c, m.__name__) for m in found for c in m.CASES if chosen.only in c.title]
     kept = store.read()
     versions()  # once, before the processes part
+    if chosen.mutate:
+        seconds = {title: entry[2] for title, entry in kept.cases.items()}
+        of_ops = [(case, file) for case, file in cases if file != models.__name__]
+        return mutants.run(of_ops, seconds, chosen.sample, chosen.seed, chosen.jobs)
     sample: list[str] = []
     if chosen.check:
         quick = [c.title for c, _ in cases if kept.cases.get(c.title, [0, 0, 99])[2] < 20]

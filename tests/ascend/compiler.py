@@ -19,8 +19,8 @@ from typing import Any
 from . import lint
 from .toolchain import ARCH, bishengir
 
-# takes the place of the closed code generator: keeps its input, which is the final HIVM, and goes on
-# with the real one where there is one
+# takes the place of the closed code generator: keeps its input, which is the final HIVM, and goes
+# on with the real one where there is one
 _CODE_GENERATOR = """#!/bin/sh
 for argument in "$@"; do
   case "$argument" in *.mlir) cp "$argument" "$FINAL_HIVM" ;; esac

@@ -46,15 +46,20 @@ def plant(control: Control) -> None:
     text = (ROOT / f"npu_ops/{control.file}.py").read_text()
     if text.count(control.old) != 1:
         raise LookupError(f"{control.old!r} occurs {text.count(control.old)} times, expected once")
-    scratch = Path(tempfile.mkdtemp()) / f"{control.file}.py"
-    scratch.write_text(text.replace(control.old, control.new))
+    plant_text(control.file, text.replace(control.old, control.new))
+
+
+def plant_text(file: str, text: str) -> None:
+    """`text` in the place of `npu_ops/<file>.py`, in this process."""
+    scratch = Path(tempfile.mkdtemp()) / f"{file}.py"
+    scratch.write_text(text)
     linecache.checkcache(str(scratch))
-    name = f"custom.npu_ops.{control.file}"
+    name = f"custom.npu_ops.{file}"
     spec = importlib.util.spec_from_file_location(name, scratch)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    setattr(sys.modules["custom.npu_ops"], control.file, module)
+    setattr(sys.modules["custom.npu_ops"], file, module)
     spec.loader.exec_module(module)
 
 

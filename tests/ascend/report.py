@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import known
+from . import known, mutants
 from .compiler import Compiled
 from .driver import Launch
 from .lint import Finding, unbounded_indirect_loads
@@ -213,6 +213,13 @@ def write(
         "| mistake | caught by |",
         "|---|---|",
         *(f"| {x.title} | {x.said} |" for x in planted),
+        "",
+        "## Mechanical mistakes",
+        "",
+        "Planted by `make mutate-ascend` in kernels and launchers, one at a time; a cell has those",
+        "that a case noticed, of those planted.",
+        "",
+        *mutants.table(),
         "",
         "## Cases",
         "",
