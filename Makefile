@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
-.PHONY: demo test lint docs test-ascend test-torchair clean
+.PHONY: demo test lint docs test-ascend mutate-ascend test-torchair clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/deepseek_v32_decode.py
@@ -27,9 +27,13 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
-# every NPU kernel and tile configuration, through the real Ascend compiler (its own environment)
+# every NPU kernel and tile configuration, through the real Ascend compilers (its own environment)
 test-ascend:
 	tests/ascend/run.sh --check
+
+# mistakes planted in every NPU kernel and launcher: hours; SAMPLE=200 for some of them
+mutate-ascend:
+	tests/ascend/run.sh --mutate $(if $(SAMPLE),--sample $(SAMPLE))
 
 # npugraph_ex and the conversion to Ascend IR, through the real torchair (its own environment)
 test-torchair:

@@ -39,7 +39,7 @@ class Launch:
 
     @property
     def lowered_key(self) -> str:
-        return digest(self.linalg, repr(sorted(self.options.items())))
+        return digest(self.linalg, repr(sorted(self.options.items())))[:16]
 
 
 class Recorder:

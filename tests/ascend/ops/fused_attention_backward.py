@@ -98,6 +98,7 @@ CONTROLS = (
         "end = count_q - 1\n",
         "causal, one row more than a tile",
     ),
+    Control(
         "the scale forgotten",
         KERNEL,
         " * scale\n                acc_k =",
