@@ -67,11 +67,6 @@ class SharedAttentionWeights:
             w_dkv_kr=self.dkv_kr,
             gamma_cq=self.gamma_cq,
             gamma_ckv=self.gamma_ckv,
-            w_idx_qb=self.idx_qb,
-            w_idx_k=self.idx_k,
-            w_idx_proj=self.idx_proj,
-            in_gamma_k=self.idx_gamma_k,
-            in_beta_k=self.idx_beta_k,
             **self.options,
         )
 
@@ -89,6 +84,17 @@ class SparseAttentionWeights(SharedAttentionWeights):
     idx_proj: Tensor
     idx_gamma_k: Tensor
     idx_beta_k: Tensor
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(
+            super().arguments,
+            w_idx_qb=self.idx_qb,
+            w_idx_k=self.idx_k,
+            w_idx_proj=self.idx_proj,
+            in_gamma_k=self.idx_gamma_k,
+            in_beta_k=self.idx_beta_k,
+        )
 
 
 def _conventions(module: nn.Module) -> dict[str, bool]:
