@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -204,6 +205,7 @@ def test_every_op_asks_before_it_runs_on_an_npu(torch_npu, monkeypatch):
     monkeypatch.setattr(backends, "cannot_run", lambda *_: None)
     monkeypatch.setattr(backends, "launcher", lambda *_: (lambda **_: "ran", lambda **_: None))
     monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
+    monkeypatch.setattr(backends, "made_current", lambda device: nullcontext())
     spec = BY_NAME["npu_sparse_attention_pto"]
     assert backends.run(spec, "PrivateUse1", layer()) == "ran"
     with pytest.raises(NotSupported, match=r"npu +`w_uk` is in torch_npu's format 29"):
