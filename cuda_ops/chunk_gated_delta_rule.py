@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import rows
+from . import gpu
 from .lengths import within
 
 CHUNK: tl.constexpr = tl.constexpr(64)
@@ -251,7 +251,7 @@ def forward(
     if final.numel() == 0:
         return out.zero_(), final
     scale = DK**-0.5 if scale is None else scale
-    if rows.capability(value.device) == 9 and _suits_hopper(query, key, value, sequences):
+    if gpu.is_hopper(value.device) and _suits_hopper(query, key, value, sequences):
         from . import chunk_gated_delta_rule_hopper as hopper
 
         hopper.forward(

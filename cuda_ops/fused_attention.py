@@ -14,7 +14,6 @@ negative scales, and rows that are not aligned.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
-from . import rows
+from . import gpu, rows
 from .fused_attention_tiles import (
     LOG2_E,
     Sizes,
@@ -39,13 +38,6 @@ from .fused_attention_tiles import (
 )
 
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -243,11 +235,6 @@ def tiling(sizes: Sizes, size: int, processors: int) -> Tiling:
     return Tiling(tile, block, warps, stages, 1, parts)
 
 
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def for_hopper(
     largest: int,
     q: torch.Tensor,
@@ -257,7 +244,7 @@ def for_hopper(
     *more: torch.Tensor,
 ) -> bool:
     """Whether the warp-specialised kernels, for heads up to `largest`, take such tensors."""
-    if not _is_hopper(q.device) or max(q.shape[-1], v.shape[-1]) > largest or scale <= 0:
+    if not gpu.is_hopper(q.device) or max(q.shape[-1], v.shape[-1]) > largest or scale <= 0:
         return False
     if v.dtype != q.dtype or 0 in (k.numel(), v.numel()):
         return False
@@ -277,7 +264,7 @@ def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
         if reason:
             return f"{name} has {reason}"
     if v.dtype is torch.float8_e4m3fn and v.is_cuda:
-        capability = torch.cuda.get_device_capability(v.device)
+        capability = gpu.capability(v.device)
         if capability < (8, 9):
             return f"v is float8_e4m3fn, which compute capability {capability} cannot convert"
     return None
@@ -300,7 +287,7 @@ def forward(
         return o, lse
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     sizes = Sizes.of(q, k, cu_seqlens_q)
-    split = sizes.keys >= 2048 and sizes.is_narrow(processors(q.device))
+    split = sizes.keys >= 2048 and sizes.is_narrow(gpu.processors(q.device))
     # heads of 16 would be padded to 64: causal, B 4, H 16, 4096 tokens, H200, 2026-11, 264 us by
     # the plain kernel and 327 by the other (heads of 32: 310 and 308)
     plain = sizes.rows <= 64 or split or max(q.shape[-1], v.shape[-1]) <= 16
@@ -330,7 +317,7 @@ def _plain(
 ) -> None:
     size, v_size = q.shape[-1], v.shape[-1]
     padded, v_padded = padded_size(size), padded_size(v_size)
-    t = tiling(sizes, max(padded, v_padded), processors(q.device))
+    t = tiling(sizes, max(padded, v_padded), gpu.processors(q.device))
     listed, tiles = None, triton.cdiv(sizes.n_q * t.pack, t.queries)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)

@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from .gpu import INTERPRETED
 from .lengths import within
-from .rows import INTERPRETED
 
 LARGEST_K = 256
 SIMULATED = tl.constexpr(INTERPRETED)

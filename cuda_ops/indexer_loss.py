@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import rows
+from . import gpu, rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LARGEST_D = 576
@@ -241,7 +241,7 @@ def _suits_hopper(
         and all(x.data_ptr() % 16 == 0 for x in given)
         and all(step % 8 == 0 for x in given for step in x.stride()[:-1])
         and (softmax_lse is None or softmax_lse.dtype is torch.float32)
-        and rows.capability(query.device) == 9
+        and gpu.is_hopper(query.device)
     )
 
 

@@ -14,7 +14,6 @@ GPU: nz_matmul_hopper.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -23,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz
-from . import nz_matmul_hopper, tiling
+from . import gpu, nz_matmul_hopper, tiling
 from .tiling import cdiv
 
 
@@ -132,12 +131,6 @@ def _product(
     tl.store(at, acc.to(out.dtype.element_ty), mask=n_ok & t_ok)
 
 
-@cache
-def has_chained_launch(device: torch.device) -> bool:
-    """Programmatic dependent launch and L2 prefetch: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def product(
     x: Tensor,
     weights: Sequence[tuple[Tensor, int]],
@@ -156,8 +149,8 @@ def product(
     sizes = given + [0] * (4 - len(weights))
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
     formats = [nz.is_nz(weight, weight_format) for weight in kept]
-    chained = has_chained_launch(x.device)
-    by_tma = chained and nz_matmul_hopper.suits(x, kept, formats)
+    chained = gpu.has_chained_launch(x.device)
+    by_tma = gpu.is_hopper(x.device) and nz_matmul_hopper.suits(x, kept, formats)
     cut = (tiling.hopper if by_tma else tiling.plain)(tokens, given, depth)
     run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
     runs = cdiv(depth, run)

@@ -22,8 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz
-from . import nz_matmul_hopper, prolog_hopper, tiling
-from .nz_matmul import has_chained_launch, product
+from . import gpu, nz_matmul_hopper, prolog_hopper, tiling
+from .nz_matmul import product
 from .tiling import Tiling, cdiv, power_of_two
 
 HEAD_TILE = 32  # heads that one program rotates
@@ -354,7 +354,7 @@ def token_stage(
     """part [RUNS, T, Q + R + D + DI + NI]: norms, rotations, scatters; head weights."""
     runs, tokens, _ = part.shape
     cache = latent.kv_cache if latent else index.k_cache
-    chained = has_chained_launch(part.device)
+    chained = gpu.has_chained_launch(part.device)
     _token_stage[tokens, (2 if latent else 0) + (1 if index else 0)](
         part,
         latent and latent.gamma_cq, latent and latent.gamma_ckv,
@@ -379,7 +379,7 @@ def token_stage(
 
 def is_one_launch(c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor) -> bool:
     """Whether query_heads is."""
-    whole = nz.is_nz(weight, weight_format) and has_chained_launch(c.device)
+    whole = nz.is_nz(weight, weight_format) and gpu.is_hopper(c.device)
     return whole and prolog_hopper.suits_heads(c, weight, w_uk, sin.shape[-1])
 
 
@@ -410,7 +410,7 @@ def index_heads(
     tokens, depth = c.shape
     heads = weight.numel() // (depth * size)
     query_index = memory.empty((*shape, heads, size), c.dtype, c.device)
-    whole = nz.is_nz(weight, weight_format) and has_chained_launch(c.device)
+    whole = nz.is_nz(weight, weight_format) and gpu.is_hopper(c.device)
     cut = tiling.whole_depth(tokens, [heads * size], depth)
     if whole and cut and size % 64 == 0 and sin.shape[-1] == 64 and nz_matmul_hopper.suits(
         c, [weight], [True]
@@ -433,8 +433,8 @@ def query_stage(
     """q [RUNS, T, N (DN + D)] -> query [.., N, R], query_rope [.., N, D]."""
     runs, tokens, _ = q.shape
     heads, plain, rank = w_uk.shape
-    chained = has_chained_launch(q.device)
-    if chained and prolog_hopper.suits(q, w_uk, sin.shape[-1]):
+    chained = gpu.has_chained_launch(q.device)
+    if gpu.is_hopper(q.device) and prolog_hopper.suits(q, w_uk, sin.shape[-1]):
         prolog_hopper.absorb(q, sin, cos, w_uk, query, query_rope, interleaved)
         return
     tiling = absorb_tiling(tokens)
@@ -455,7 +455,7 @@ def index_stage(
     """q [RUNS, T, NI DI] -> query_index [.., NI, DI]."""
     runs, tokens, _ = q.shape
     heads, size = query_index.shape[-2:]
-    chained = has_chained_launch(q.device)
+    chained = gpu.has_chained_launch(q.device)
     _index_stage[(tokens * cdiv(heads, HEAD_TILE),)](
         q, sin, cos, query_index, tokens,
         HEADS=heads, DI=size, D=sin.shape[-1], RUNS=runs, INTERLEAVED=interleaved,

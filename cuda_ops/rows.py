@@ -10,16 +10,13 @@ block table names.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BSND, TND, PAGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LAYOUTS = {"BSND": 0, "TND": 1, "PA_BSND": 2}
 MOST = 2**30  # that 32 bits number of anything, with room for a tile past its end
@@ -194,11 +191,6 @@ def too_many_positions(key: Tensor, table: Tensor | None, entries: int = 0) -> s
     query's selection."""
     reach = key.shape[-3] * (1 if table is None else table.shape[1])
     return too_many(max(reach, key.shape[:-2].numel(), entries), "positions")
-
-
-def capability(device: torch.device) -> int:
-    """The GPU's major compute capability; 0 in the interpreter."""
-    return 0 if INTERPRETED else torch.cuda.get_device_capability(device)[0]
 
 
 def strides(key: Tensor, layout_k: str) -> tuple[int, int]:

@@ -18,7 +18,6 @@ order.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import rows
+from . import gpu, rows
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
@@ -345,7 +344,7 @@ def forward(
         part_max = memory.empty((plan.rows * splits * heads,), torch.float32, device)
         part_sum = memory.empty((plan.rows * splits * heads,), torch.float32, device)
     # programmatic dependent launch: the merge is set up while the last parts are being stored
-    chained = splits > 1 and rows.capability(device) >= 9
+    chained = splits > 1 and gpu.has_chained_launch(device)
     sink = softmax_max if sinks is None else sinks
     tensors = {
         "sinks": sink, "out": out, "part": part, "part_max": part_max, "part_sum": part_sum,
@@ -360,7 +359,7 @@ def forward(
     }  # fmt: skip
     items = plan.rows * splits * triton.cdiv(heads, tier.heads)
     if hopper:
-        sparse_flash_attention_hopper.attend[(min(items, _processors(device)),)](
+        sparse_flash_attention_hopper.attend[(min(items, gpu.processors(device)),)](
             q, qr, key, kr, index, index_stride=index.stride(0), key_stride=key.stride(-3),
             rope_stride=kr.stride(-3), items=items, SPAN=sparse_block_size, **tensors, **sizes,
             **plan.arguments, **plan.constants, num_warps=4,
@@ -395,15 +394,10 @@ def _suits_hopper(q: Tensor, qr: Tensor, key: Tensor, kr: Tensor) -> bool:
     before: pieces of 16 bytes."""
     strides = (*q.stride()[:2], *qr.stride()[:2], key.stride(-3), kr.stride(-3))
     return (
-        rows.capability(q.device) == 9
+        gpu.is_hopper(q.device)
         and not any(s % 16 for s in strides)
         and not any(x.data_ptr() % 16 for x in (q, qr, key, kr))
     )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def hopper_tiles(count: int, heads: int, entries: int) -> Tiles:

@@ -17,8 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import topk_hopper
-from .rows import capability
+from . import gpu, topk_hopper
 from .topk_hopper import EVERY, TILE
 
 __all__ = ["EVERY", "MOST", "TILE", "topk"]
@@ -285,7 +284,7 @@ def topk(
     """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row.
     `sample`: every EVERY-th of the scores, if they are at hand."""
     rows, device = scores.shape[0], scores.device
-    if capability(device) == 9:
+    if gpu.is_hopper(device):
         topk_hopper.topk(scores, lengths, indices, values, k, sample)
         return
     # enough programs for every SM, and for their neighbours to hide each other's waits
@@ -296,7 +295,7 @@ def topk(
     counts = memory.empty((rows, chunks), lengths.dtype, device)
     long = scores.shape[1] > 2 * TILE
     whole = scores.shape[1] % TILE == 0 and scores.stride(0) % TILE == 0
-    chained = long and capability(device) >= 9
+    chained = long and gpu.has_chained_launch(device)
     together = {"launch_pdl": True} if chained else {}
     if long:
         _collect[(rows, chunks)](

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from ..dispatch.backends import made_current
 from ..dispatch.errors import NotSupported
 from ..dispatch.register import NAMESPACE
 from ..dispatch.specs import BY_NAME
@@ -142,6 +143,15 @@ def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
             f"capture: the arguments are on {kind}, expected cuda or npu: only these have graphs. "
             "On a CPU, call the function itself, or torch.compile it."
         )
+    with made_current(tensors[0].device):
+        graph, outputs = _recorded(fn, args, tensors, kind, warmup)
+    return Captured(graph, args, outputs)
+
+
+def _recorded(
+    fn: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor], kind: str, warmup: int
+) -> tuple[Any, Any]:
+    """(graph, its outputs), recorded on the current device."""
     device = getattr(torch, kind)
     held = fn.buffers() if isinstance(fn, torch.nn.Module) else ()
     keep = _KeepWritten([*tensors, *held])
@@ -162,7 +172,7 @@ def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
             outputs = fn(*args)
     finally:
         keep.restore()
-    return Captured(graph, args, outputs)
+    return graph, outputs
 
 
 class _no_synchronisation(AbstractContextManager[None]):

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def usable(position, last):
     return tl.where(x >= 0, tl.where(x <= last.to(tl.float32), 1.0, 0.0), 0.0)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "count", "wide", "length", "keys", "offset", "key_batch", "key_row",
         "rope_batch", "rope_row", "i_batch", "i_row",
@@ -62,7 +62,7 @@ def gather(
             tl.store(dense_rope + to * ROPE + e[None], tail)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "count", "wide", "length", "keys", "offset", "heads", "scale", "q_batch",
         "q_head", "q_row", "r_batch", "r_head", "r_row", "i_batch", "i_row",
@@ -112,7 +112,7 @@ def log_sums(
         tl.store(lse + (first + row).to(tl.int64) * heads + h, sums, mask=h < heads)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "count", "wide", "length", "keys", "offset", "heads", "scale", "q_batch",
         "q_head", "q_row", "r_batch", "r_head", "r_row", "i_batch", "i_row",
@@ -170,7 +170,7 @@ def distributions(target, score, ok):
     return target / tl.where(total > 0, total, 1.0), e / tl.where(total_e > 0, total_e, 1.0)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "tokens", "count", "length", "keys", "offset", "eps", "s_batch", "s_row", "i_batch", "i_row"
     ]

@@ -72,7 +72,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def device(request) -> torch.device:
-    return torch.device(request.param)
+    """The last one of the host, so that where there are two the current one is another."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    return torch.device(request.param, getattr(torch, request.param).device_count() - 1)
 
 
 @pytest.fixture

@@ -27,10 +27,8 @@ from unittest import mock
 
 import torch
 from custom.cuda_ops import (
-    fused_attention,
-    fused_attention_hopper,
+    gpu,
     lightning_indexer_hopper,
-    topk,
 )
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
@@ -41,6 +39,7 @@ from custom.bench.case import Arguments, Case
 from custom.bench.presets import presets
 
 from .samples import sample
+from .test_cuda_prolog import OPS as LAUNCHED
 from .test_cuda_prolog import formatted, launch, layer
 
 DEVICE = torch.device("cuda")
@@ -116,7 +115,7 @@ def _prologs(op: str) -> None:
     whole = dict(h=512, ranks=512, n=96, plain=128, rank=128, rotary=64, index=(64, 128))
     few = whole | dict(n=3, index=(2, 64))
     cases = [((1, 1), whole), ((130, 1), whole)]
-    if op == "sparse_attention":
+    if op.startswith("sparse_attention"):
         cases += [(tokens, whole) for tokens in ((10, 2), (40, 1), (70, 1))]
         cases += [(tokens, sizes) for tokens in ((1, 1), (40, 1), (70, 1)) for sizes in (few, {})]
     else:
@@ -128,11 +127,11 @@ def _prologs(op: str) -> None:
 
 def _attention(name: str) -> None:
     """Programs that take one tile after the other; and the plain kernels, as on other GPUs."""
-    for module, function, value in (
-        (fused_attention_hopper, "_processors", 2),
-        (fused_attention, "_is_hopper", False),
+    for function, value in (
+        ("processors", 2),
+        ("is_hopper", False),
     ):
-        with mock.patch.object(module, function, lambda device, value=value: value):
+        with mock.patch.object(gpu, function, lambda device, value=value: value):
             for case in WIDER[name]:
                 case.call(case.make(DEVICE, 0))
 
@@ -141,7 +140,7 @@ def _indexer() -> None:
     """The plain kernels, as on other GPUs."""
     with (
         mock.patch.object(lightning_indexer_hopper, "suits", lambda *_: False),
-        mock.patch.object(topk, "capability", lambda device: 8),
+        mock.patch.object(gpu, "capability", lambda device: (8, 0)),
     ):
         for case in [*presets(INDEXER, "cpu"), *WIDER[INDEXER]]:
             case.call(case.make(DEVICE, 0))
@@ -154,8 +153,9 @@ def _run(name: str) -> None:
             overload(spec)(**sample(name, DEVICE, dtype, **sizes))
     for case in [*presets(name, "cpu"), *WIDER.get(name, [])]:
         case.call(case.make(DEVICE, 0))
-    if name.endswith("_pto"):
-        _prologs(name.removeprefix("npu_").removesuffix("_pto"))
+    op = name.removeprefix("npu_").removesuffix("_pto")
+    if op in LAUNCHED:
+        _prologs(op)
     if name in (FORWARD, BACKWARD):
         _attention(name)
     if name == INDEXER:

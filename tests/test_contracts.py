@@ -7,9 +7,12 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from custom.dispatch.backends import made_current
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS, Spec
 from torch import Tensor
@@ -218,6 +221,56 @@ def test_a_backend_that_cannot_run_says_why_and_never_falls_back(spec, monkeypat
     assert lines[0] == f"{spec.name} cannot run on cpu."
     assert [line.split()[0] for line in lines[1:4]] == ["reference", "cuda", "npu"]
     assert "float32" in lines[4] or "fp32" in lines[4]
+
+
+def test_a_launch_makes_the_tensors_device_current(monkeypatch):
+    """On a stand-in for a host with two NPUs; on a real host `device` is the last one."""
+    made = []
+
+    @contextmanager
+    def on(device):
+        made.append(device.index)
+        yield
+        made.append("back")
+
+    monkeypatch.setattr(
+        torch, "npu", SimpleNamespace(current_device=lambda: 0, device=on), raising=False
+    )
+    for index, wanted in ((0, []), (1, [1, "back"])):
+        made.clear()
+        with made_current(SimpleNamespace(type="npu", index=index)):
+            assert made == wanted[:1]
+        assert made == wanted
+    with made_current(CPU):
+        assert made == [1, "back"]
+
+
+@every_spec
+def test_kernels_run_in_the_current_stream_of_the_tensors_device(spec, device):
+    """Behind a long wait in that stream, while device 0 is the current one."""
+    if device.type == "cpu":
+        pytest.skip("a CPU has no streams")
+    on = getattr(torch, device.type)
+    arguments = sample(spec.name, device, torch.bfloat16)
+    wanted = everything(spec, overload(spec), arguments)
+    stale = copy.deepcopy(arguments)
+    floats = [n for n, t in tensors(arguments).items() if t.is_floating_point()]
+    for name in floats:
+        stale[name].zero_()
+    stream = on.Stream(device)
+    stream.wait_stream(on.current_stream(device))
+    with on.stream(stream), on.device(0), torch.no_grad():
+        wait = torch.zeros(8192, 8192, device=device)
+        for _ in range(20):
+            wait = wait @ wait
+        for name in floats:
+            stale[name].copy_(arguments[name])
+        out = overload(spec)(**stale)
+    stream.synchronize()
+    got = [*((out,) if isinstance(out, Tensor) else out), *(stale[n] for n in mutated(spec))]
+    for x, y in zip(got, wanted, strict=True):
+        # some gradients are added up in any order
+        assert (x.double() - y.double()).norm() <= 1e-2 * y.double().norm(), spec.name
 
 
 def test_a_second_definition_names_its_owner():

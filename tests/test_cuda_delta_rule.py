@@ -25,7 +25,6 @@ pytest.importorskip("triton")
 from custom.cuda_ops import chunk_gated_delta_rule as chunk
 from custom.cuda_ops import chunk_gated_delta_rule_grad as chunk_grad
 from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as decode
-from custom.cuda_ops import rows
 
 from .compile_for_hopper import stand_in
 
@@ -74,7 +73,7 @@ def test_under_the_interpreter(file):
 def test_kernels_for_hopper_compile(case, dtype, monkeypatch):
     """Every branch of them."""
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr(rows, "capability", lambda device: 9)
+    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
     chunk.forward(**case.moved(case.arguments(), dtype, "cpu"))
     assert [kernel.name for kernel in compiled] == ["_prepare", "_walk"]
 
@@ -100,7 +99,7 @@ def test_kernels_of_a_decode_compile(case, monkeypatch):
 def test_kernels_of_chunks_compile(monkeypatch):
     """Those of any GPU, of the op and its gradient, with lengths in 64 bits."""
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr(rows, "capability", lambda device: 8)
+    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 0))
     case = ChunkCase((9, 70), Dk=32, Dv=32)
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
     x["actual_seq_lengths"] = x["actual_seq_lengths"].long()

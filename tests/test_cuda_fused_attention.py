@@ -186,9 +186,7 @@ def path(request, monkeypatch):
 
 
 def plain_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from custom.cuda_ops import fused_attention
-
-    monkeypatch.setattr(fused_attention, "_is_hopper", lambda device: False)
+    monkeypatch.setattr("custom.cuda_ops.gpu.is_hopper", lambda device: False)
 
 
 @kernels

@@ -310,7 +310,7 @@ LONG = ((36864, 2048), (65536, 2048), (300000, 2048))
 def test_topk_is_exact(n, k, kind, path, monkeypatch):
     topk = importlib.import_module("custom.cuda_ops.topk")
     if path == "plain":
-        monkeypatch.setattr(topk, "capability", lambda device: 8)
+        monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 0))
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, min(n, 20)], dtype=torch.int32)

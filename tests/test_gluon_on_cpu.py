@@ -36,7 +36,6 @@ from custom.cuda_ops import (
     sparse_flash_attention,
     sparse_flash_attention_few,
     sparse_flash_attention_hopper,
-    topk,
     topk_hopper,
 )
 
@@ -106,7 +105,7 @@ def few(monkeypatch):
     monkeypatch.setattr(
         sparse_flash_attention_few, "launch", lambda *x: (launches.append(x), launch(*x))
     )
-    monkeypatch.setattr(rows, "capability", lambda device: 9)
+    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
     stand_in(
         monkeypatch, rows, sparse_flash_attention, sparse_flash_attention_few,
         sparse_flash_attention_hopper,
@@ -175,8 +174,7 @@ def indexed(monkeypatch):
     monkeypatch.setattr(
         lightning_indexer_hopper, "launch", lambda *x: (launches.append(x), launch(*x))
     )
-    for module in (rows, topk):
-        monkeypatch.setattr(module, "capability", lambda device: 9)
+    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
     stand_in(monkeypatch, rows, lightning_indexer_hopper, topk_hopper)
     return launches
 
@@ -221,8 +219,7 @@ def turned(x, sin, cos, interleaved):
 @pytest.fixture
 def prologs(monkeypatch):
     modules = (prolog_hopper, nz_matmul_hopper, rotation_hopper)
-    for module in (prolog, nz_matmul):
-        monkeypatch.setattr(module, "has_chained_launch", lambda device: True)
+    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
     stand_in(monkeypatch, *modules)
 
 

@@ -102,7 +102,7 @@ def test_capture_refuses_a_function_that_waits(what, warmup, device):
 
 
 class _OnNpu(Tensor):
-    device = SimpleNamespace(type="npu")
+    device = SimpleNamespace(type="npu", index=0)
 
 
 @pytest.mark.parametrize("fails", [1, 2])
@@ -118,7 +118,9 @@ def test_what_a_failing_warm_up_wrote_is_undone_behind_it(fails, monkeypatch):
             order.append(f"{self.name} waits for {other.name}")
 
     main = Stream("main")
-    npu = SimpleNamespace(Stream=Stream, current_stream=lambda: main, stream=nullcontext)
+    npu = SimpleNamespace(
+        Stream=Stream, current_stream=lambda: main, stream=nullcontext, current_device=lambda: 0
+    )
     monkeypatch.setattr(torch, "npu", npu, raising=False)
 
     def writes(x):
