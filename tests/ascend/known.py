@@ -73,7 +73,7 @@ _SCALAR = {
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
     "indexer_loss.gather": "one index a row, and the row is one copy",
-    "fused_sigmoid_gating_delta_rule_update.update": "the gates of a head, about 16 numbers a token",
+    "fused_sigmoid_gating_delta_rule_update.update": "a head's gates, about 16 numbers a token",
     "chunk_gated_delta_rule.walk": _CHUNK,
     "chunk_gated_delta_rule_grad.walk_states": _CHUNK,
     "chunk_gated_delta_rule_grad.walk_grads": _CHUNK,
