@@ -104,7 +104,9 @@ def _first_error(said: str) -> str:
     overflow = re.search(r"\w+ overflow, requires \d+ bits while \d+ bits", said)
     if overflow:
         return overflow[0]
-    lines = [x for x in said.splitlines() if re.search("error|Assert|failed", x)]
+    # without the place, which is in a folder of this run
+    plain = re.sub(r'loc\("[^"]*"[^)]*\): ', "", said)
+    lines = [x for x in plain.splitlines() if re.search("error|Assert|failed", x)]
     return " | ".join(lines[:2])[:400]
 
 

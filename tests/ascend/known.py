@@ -56,7 +56,44 @@ class Known:
         )
 
 
-KNOWN: tuple[Known, ...] = ()
+_SUMS = "the sums of a row come out of UB one by one; the row itself moves in bulk"
+_CHUNK = "one number a chunk of 64 tokens, whose tiles move in bulk"
+_SCALAR = {
+    "rows.rms_norm": _SUMS,
+    "rows.latent_rows": _SUMS,
+    "rows.index_rows": _SUMS,
+    "indexer_loss.row_loss": _SUMS,
+    "indexer_loss_backward.row_grad": _SUMS,
+    "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
+    "lightning_indexer.topk": "one count a tile of scores",
+    "lightning_indexer.values": "one score an index: there is no gather of single elements",
+    "lightning_indexer_grad.spread": "one gradient an index, added one after the other: exact where"
+    " an index comes twice, and slow",
+    "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
+    "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
+    "sparse_flash_attention.gather": "one index a row, and the row is one copy",
+    "indexer_loss.gather": "one index a row, and the row is one copy",
+    "fused_sigmoid_gating_delta_rule_update.update": "a head's gates, about 16 numbers a token",
+    "chunk_gated_delta_rule.walk": _CHUNK,
+    "chunk_gated_delta_rule_grad.walk_states": _CHUNK,
+    "chunk_gated_delta_rule_grad.walk_grads": _CHUNK,
+    "chunk_gated_delta_rule_grad.crosses": _CHUNK,
+    "chunk_gated_delta_rule_grad.dots": _CHUNK,
+}
+# the state of a chunk is needed by the next one: nothing runs ahead
+_CHAIN = "a chunk needs the state of the one before: there is nothing to work on meanwhile"
+_TURNS = {
+    "lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
+    "fused_attention.attend": "the compiler does not pipeline masked loads of keys",
+    "chunk_gated_delta_rule.walk": _CHAIN,
+    "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
+    "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
+}
+
+KNOWN = (
+    *(Known(kernel, "scalar", reason) for kernel, reason in _SCALAR.items()),
+    *(Known(kernel, "turns", reason) for kernel, reason in _TURNS.items()),
+)
 
 _met: set[Known] = set()
 
