@@ -47,7 +47,7 @@ class Config:
         """What a launch takes that follows at once: if it does not compile, this is to blame."""
         call = _call.get()
         if call is not None:
-            call.launching = self
+            call.launching = self if self.kernel else None  # None: it was not chosen here
         return {**self.tiles, **self.options}
 
 
@@ -236,15 +236,16 @@ def retrying(op: str, launcher: Callable[..., Any]) -> Callable[..., Any]:
         token = _call.set(call)
         try:
             while True:
+                call.launching = None
                 try:
                     return launcher(**arguments)
                 except _Exhausted as exhausted:
                     raise _none_fits(op, str(exhausted), call, arguments) from None
                 except Exception as error:
-                    refused = refusals.said(error)
-                    if refused is None or call.launching is None:
+                    refused, tiles = refusals.said(error), call.launching
+                    if refused is None or tiles is None:
                         raise
-                    _refuse(call, call.launching, *refused)
+                    _refuse(call, tiles, *refused)
         finally:
             _call.reset(token)
 

@@ -142,6 +142,14 @@ def test_other_errors_pass_and_are_not_remembered(error, why, tmp_path):
     assert not refusals.known() and not (tmp_path / "cache").exists()
 
 
+def test_tiles_that_nobody_chose_are_not_tried_again():
+    launcher = Launcher(lambda tile: False)
+    launch = tune.retrying("npu_stand_in", lambda x: launcher.kernel(**CONFIGS[0].keywords))
+    with pytest.raises(RuntimeError) as raised:
+        launch(x=torch.zeros(1))
+    assert raised.value is launcher.error and launcher.compiled == [16]
+
+
 def test_a_crash_of_the_compiler_is_forgotten_with_the_process(tmp_path):
     launcher = Launcher(lambda tile: tile == 64, triton_error("Assertion `x' failed.", code=-6))
     assert call(launcher) == 64 and launcher.compiled == [32, 64]

@@ -282,7 +282,7 @@ CONTROLS = (
         "the last tile forgotten where it has one slot",
         OP[4:],
         "for start in range(0, end, KEY_TILE)",
-        "for start in range(0, end - 1, KEY_TILE)",
+        "for start in range(0, end - tl.where(end > 1, 1, 0), KEY_TILE)",
         "one slot in the last tile",
     ),
     Control(
