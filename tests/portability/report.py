@@ -6,11 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .pretend import GPUS
+from .gpus import GPUS, TRITONS
 
-CAPABILITIES = (80, 89, 90, 100, 120)
-TRITONS = ("3.6.0", "3.9.0")
-WHOLE = {(capability, version) for capability in CAPABILITIES for version in TRITONS}
 Found = dict[tuple[int, str], dict[str, Any]]
 
 TEXT = """\
@@ -52,13 +49,13 @@ def _kernels(cases: list[dict[str, Any]], results: dict[str, Any]) -> str:
 
 def table(found: Found, results: dict[str, Any]) -> str:
     """The page."""
-    names = [f"sm_{c} ({GPUS[c].name}), {GPUS[c].shared_memory // 1024} KiB" for c in CAPABILITIES]
+    names = [f"sm_{c} ({x.name}), {x.shared_memory // 1024} KiB" for c, x in GPUS.items()]
     lines = [f"| op | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    every = found[CAPABILITIES[0], TRITONS[0]]["cases"]
+    every = found[90, TRITONS[0]]["cases"]
     refused: dict[tuple[str, str], list[str]] = {}
     for op in sorted({case["op"] for case in every}):
         cells = []
-        for capability in CAPABILITIES:
+        for capability in GPUS:
             answers = []
             for version in TRITONS:
                 cases = [c for c in found[capability, version]["cases"] if c["op"] == op]
