@@ -26,6 +26,7 @@ from ..dispatch.common import memory
 from . import cores, entry, ragged, tiling, tune
 from .ragged import PAGED, TND, keys_of, tokens_of, visible
 
+_LOGITS = 64 * 128  # of a token and a tile of keys, that UB has room for
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -244,7 +245,9 @@ def forward(
     product = next(
         config
         for config in tune.TABLE["lightning_indexer.scores"]
-        if page % config.tiles["KEY_TILE"] == 0 and config.tiles["HEAD_TILE"] >= min(heads, 64)
+        if page % config.tiles["KEY_TILE"] == 0
+        and config.tiles["HEAD_TILE"] >= min(heads, 64)
+        and min(heads, 128) * config.tiles["KEY_TILE"] <= _LOGITS
     )
     wide = tiling.up(plan.reach, product.tiles["KEY_TILE"])
     at_once = tiling.at_once(plan.rows, wide * 4)
