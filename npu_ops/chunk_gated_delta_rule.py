@@ -92,7 +92,7 @@ def _column(gates, rows, head, there, HEADS: tl.constexpr):
 def triangles(
     qk, kk, beta, g, lengths, solved, finer, seen, sums, rates, sequences, tokens, group,
     beta_token, g_token, VALUE_HEADS: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
-    GATE: tl.constexpr, APART: tl.constexpr,
+    GATE: tl.constexpr, APART: tl.constexpr, multibuffer: tl.constexpr,
 ):  # fmt: skip
     """T and P [chunks, HV, 64, 64] and G [chunks, HV, 64] of every chunk; APART: instead of T
     (I + L)^-1, what rounding leaves of it in `finer`, and beta in `rates`."""

@@ -243,7 +243,9 @@ def grad_query(
                         DIM, VALUE_DIM, KEY_TILE, WINDOW, False,
                     )  # fmt: skip
                 begin = shared
-            for start in range(begin, end, KEY_TILE):
+            # from 0: the compiler of January 2026 crashes where a loop begins at a window's edge
+            for step in range(0, (tl.maximum(end - begin, 0) + KEY_TILE - 1) // KEY_TILE):
+                start = begin + step * KEY_TILE
                 acc = _along_keys(
                     q_tile, g_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start,
                     count_k, low, high, lse, of_delta, acc, scale, k_row, v_row,

@@ -27,6 +27,7 @@ from . import cores, entry, ragged, tiling, tune
 from .front_end import sort
 from .ragged import PAGED, TND, keys_of, tokens_of, visible
 
+_LOGITS = 64 * 128  # of a token and a tile of keys, that UB has room for
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -246,6 +247,7 @@ def forward(
         config
         for config in tune.TABLE["lightning_indexer.scores"]
         if page % config.tiles["KEY_TILE"] == 0
+        and min(heads, 128) * config.tiles["KEY_TILE"] <= _LOGITS
     ]
     product = tune.choose(
         "lightning_indexer.scores",

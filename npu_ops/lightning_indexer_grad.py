@@ -153,8 +153,9 @@ def grad_query(
             )  # fmt: skip
             grad = tl.load(g + row.to(tl.int64) * wide + position + p)
             s = tl.dot(q, tl.trans(k))  # [HEAD_TILE, KEY_TILE]
-            total += tl.sum(tl.maximum(s, 0.0) * grad[None], 1)
-            ds = tl.where(s > 0, grad[None] * w[:, None], 0.0)
+            seen = tl.where(s > 0, grad[None], 0.0)
+            total += tl.sum(s * seen, 1)
+            ds = seen * w[:, None]
             acc = tl.dot(ds.to(k.dtype), k, acc)
         to = d_query + (token * heads + h[:, None]) * DIM + d[None]
         tl.store(to, acc.to(d_query.dtype.element_ty), mask=known)

@@ -108,7 +108,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
     ),
     "chunk_gated_delta_rule.products": (Config({}),),
-    "chunk_gated_delta_rule.triangles": (Config({}),),
+    # elimination in UB, which loads and stores little: nothing to gain from double buffering
+    "chunk_gated_delta_rule.triangles": (Config({}, {"multibuffer": False}),),
     "chunk_gated_delta_rule.walk": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
     ),

@@ -340,7 +340,7 @@ CONTROLS = (
     Control(
         "counted in tiles that do not fit",
         "tune",
-        '"COUNT_TILE": 4096',
+        '"COUNT_TILE": 2048',
         '"COUNT_TILE": 16384',
         "paged, 64 heads",
         stage="compile",

@@ -232,8 +232,8 @@ CONTROLS = (
     Control(
         "absent slots not masked",
         OP[4:],
-        'tl.where(slot >= 0, 0.0, float("-inf"))[None]',
-        'tl.where(slot >= -1, 0.0, float("-inf"))[None]',
+        'tl.where(slot.to(tl.float32) >= 0, 0.0, float("-inf"))[None]',
+        'tl.where(slot.to(tl.float32) >= -1, 0.0, float("-inf"))[None]',
         "paged, 64 heads",
     ),
     Control(
@@ -316,7 +316,8 @@ CONTROLS = (
         "tune",
         'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, '
         '{"set_workspace_multibuffer": 2})',
-        'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {})',
+        'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, '
+        '{"set_workspace_multibuffer": 4})',
         "paged, 64 heads",
         stage="compile",
     ),
