@@ -17,13 +17,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
+from ..delta_rule import npu_fused_sigmoid_gating_delta_rule_update
 from ..dispatch.errors import NotSupported, need
 from ..sparse_attention import (
     npu_sparse_attention_indices_pto,
     npu_sparse_attention_pto,
     npu_sparse_attention_shared_pto,
 )
+from .kernels import chunk_gated_delta_rule
 from .paged import LayerCaches, PagedCaches, token_positions
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
@@ -37,6 +38,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
+from .attention import register  # noqa: E402
 from .dsa import (  # noqa: E402
     CONVENTIONS,
     SharedAttentionWeights,
@@ -52,6 +54,7 @@ __all__ = [
     "SparseAttentionWeights",
     "cache_widths",
     "layer_widths",
+    "register",
     "shared_attention_weights",
     "sparse_attention_weights",
     "use",
@@ -174,7 +177,7 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
         cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
         lengths = _lengths(attention_mask, requests)
         slots = layer.caches.slots(token_positions(lengths, tokens))
-        arguments: tuple[Tensor, ...] = (
+        arguments: Any = (
             hidden_states.contiguous(),
             w.dq,
             w.uq_qr,
@@ -210,9 +213,7 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
                 "Pass the third result of the layer before it."
             )
         else:
-            latent = npu_sparse_attention_shared_pto(
-                *arguments, sparse_indices=indices, **w.options
-            )
+            latent = npu_sparse_attention_shared_pto(*(*arguments, indices), **w.options)
         out = self.o_proj(w.values(latent))
         return (out, None, indices) if hasattr(self, "skip_topk") else (out, None)
 
@@ -284,21 +285,19 @@ def _delta_rule_forward(
             use_qk_l2norm_in_kernel=True,
         )
     else:
-        # the prefill op takes all tokens in a row, gates ready-made, and states [B, Nv, Dv, Dk]
         gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias)
-        state = cache.recurrent_states[0].mT.contiguous() if continues else None
-        q, k = (_qwen3_next.l2norm(each.float()).to(v.dtype) for each in (q, k))
-        out, state = npu_chunk_gated_delta_rule(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            beta=b.sigmoid().flatten(0, 1),
-            initial_state=state,
-            actual_seq_lengths=torch.full((requests,), tokens, device=x.device),
-            g=gate.flatten(0, 1),
+        out, state = chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            gate,
+            b.sigmoid(),
+            initial_state=cache.recurrent_states[0] if continues else None,
+            output_final_state=cache_params is not None,
+            use_qk_l2norm_in_kernel=True,
         )
-        if cache_params is not None:
-            cache_params.update_recurrent_state(state.mT.contiguous(), self.layer_idx)
+        if cache_params is not None and state is not None:
+            cache_params.update_recurrent_state(state, self.layer_idx)
     out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     projected: Tensor = self.out_proj(out.view(requests, tokens, -1))
     return projected
