@@ -1,4 +1,4 @@
-# `make demo` and `make test` each do all of their own set-up on a fresh Debian or Ubuntu machine with Python.
+# `make demo`, `make serve` and `make test` each do all of their own set-up on a fresh Debian or Ubuntu machine with Python.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -8,10 +8,13 @@ TORCH := torch==2.13.0
 APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
-.PHONY: demo test lint docs test-ascend test-torchair clean
+.PHONY: demo serve test lint docs test-ascend test-torchair clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/deepseek_v32_decode.py
+
+serve: $(VENV)/.ready
+	$(BIN)/python examples/serve.py
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -n auto tests

@@ -94,9 +94,14 @@ class PagedCaches:
             for layer in self.layers
         ]
 
-    def slots(self, positions: Tensor) -> Tensor:
-        """Flat slot of every position [B, S], or -1 (not written) where there is none."""
-        there = (positions >= 0) & (positions < self.capacity)
+    def slots(self, positions: Tensor, block_table: Tensor | None = None) -> Tensor:
+        """Flat slot of every position [B, S], or -1 (not written) where there is none.
+
+        `block_table` [B, columns] of these requests: by default that of all requests here.
+        """
+        table = self.block_table if block_table is None else block_table
+        there = (positions >= 0) & (positions < table.shape[1] * self.page_size)
         safe = positions.where(there, 0).long()
-        pages = self.block_table.gather(1, safe // self.page_size)
-        return (pages * self.page_size + safe % self.page_size).where(there, -1).to(torch.int32)
+        pages = table.gather(1, safe // self.page_size)
+        slots = pages * self.page_size + safe % self.page_size
+        return slots.where(there & (pages >= 0), -1).to(torch.int32)
