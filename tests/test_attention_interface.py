@@ -17,7 +17,18 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from custom.integrations.transformers import register  # noqa: E402
 
-from .test_integrations import DSA, NEW, SHARING, deepseek, glm, greedy, made, qwen3_5, ragged  # noqa: E402
+from .test_integrations import (  # noqa: E402
+    DSA,
+    NEW,
+    SHARING,
+    compiled_greedy,
+    deepseek,
+    glm,
+    greedy,
+    made,
+    qwen3_5,
+    ragged,
+)  # fmt: skip
 
 OP = "npu_sparse_flash_attention"
 NAME = register()
@@ -102,40 +113,11 @@ def test_the_decode_step_compiles_once(name):
     """In one graph over a static cache; experts, which Transformers loops over, are left out."""
     model, inputs = MODELS[name](first_k_dense_replace=5), ragged()
     expected = greedy(model, inputs)
-    ours = switched(model)
-    length = inputs["input_ids"].shape[1]
-    cache = transformers.StaticCache(ours.config, max_cache_len=length + NEW)
-    graphs = []
-
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    step = torch.compile(ours.forward, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW), value=1)
-        position = mask.cumsum(-1) - 1
-        out = ours(
-            inputs["input_ids"],
-            attention_mask=mask[:, :length],
-            position_ids=position[:, :length].clamp(min=0),
-            past_key_values=cache,
-        )
-        tokens = [out.logits[:, -1:].argmax(-1)]
-        for at in range(length, length + NEW - 1):
-            given = mask * (torch.arange(length + NEW) <= at)
-            out = step(
-                input_ids=tokens[-1],
-                attention_mask=given,
-                position_ids=position[:, at : at + 1],
-                past_key_values=cache,
-            )
-            tokens.append(out.logits.argmax(-1))
-    assert torch.equal(torch.cat(tokens, 1), expected[:, length:])
+    tokens, graphs = compiled_greedy(switched(model), inputs)
+    assert torch.equal(tokens, expected[:, inputs["input_ids"].shape[1] :])
     assert len(graphs) == 1
-    calls = [n.target for n in graphs[0].graph.nodes if n.op == "call_function"]
     own = torch.ops.custom.npu_sparse_flash_attention
+    calls = [n.target for n in graphs[0].graph.nodes if n.op == "call_function"]
     assert sum(each in (own, own.default) for each in calls) == model.config.num_hidden_layers
 
 

@@ -89,8 +89,8 @@ def glm(**changes):
     return made("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **DSA | changes)
 
 
-def qwen3_next():
-    return made("Qwen3NextForCausalLM", "Qwen3NextConfig", **LINEAR, **EXPERTS)
+def qwen3_next(**changes):
+    return made("Qwen3NextForCausalLM", "Qwen3NextConfig", **LINEAR, **EXPERTS, **changes)
 
 
 def qwen3_5():
@@ -111,6 +111,38 @@ def ragged(lengths=(30, 21, 5)):
 @torch.inference_mode()
 def greedy(model, inputs, **options):
     return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+@torch.no_grad()
+def compiled_greedy(model, inputs):
+    """New tokens [B, NEW] over a static cache, and the graphs of the compiled decode step."""
+    length, graphs = inputs["input_ids"].shape[1], []
+    cache = transformers.StaticCache(model.config, max_cache_len=length + NEW)
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True, backend=backend)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW), value=1)
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(
+        inputs["input_ids"],
+        attention_mask=mask[:, :length],
+        position_ids=position[:, :length],
+        past_key_values=cache,
+    )
+    tokens = [out.logits[:, -1:].argmax(-1)]
+    for at in range(length, length + NEW - 1):
+        out = step(
+            input_ids=tokens[-1],
+            attention_mask=mask * (torch.arange(length + NEW) <= at),
+            position_ids=position[:, at : at + 1],
+            past_key_values=cache,
+        )
+        tokens.append(out.logits.argmax(-1))
+    return torch.cat(tokens, 1), graphs
 
 
 def ran(*ops):
@@ -217,6 +249,20 @@ def test_delta_rule_continues_a_prompt(make):
     torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(second, expected[:, 17:30], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(third, expected[:, 30:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [None, dict(mlp_only_layers=[0, 1, 2, 3])], ids=str)
+def test_the_decode_step_of_a_delta_rule_compiles_once(changes):
+    """Qwen3.5, and Qwen3-Next without the experts, which Transformers loops over."""
+    model, inputs = qwen3_5() if changes is None else qwen3_next(**changes), ragged()
+    expected = greedy(model, inputs)
+    with use():
+        tokens, graphs = compiled_greedy(model, inputs)
+    assert torch.equal(tokens, expected[:, inputs["input_ids"].shape[1] :])
+    assert len(graphs) == 1
+    own = torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update
+    calls = [n.target for n in graphs[0].graph.nodes if n.op == "call_function"]
+    assert sum(each in (own, own.default) for each in calls) == 3
 
 
 def test_nested_use_is_refused_and_leaves_the_outer_one():
