@@ -108,6 +108,11 @@ def test_every_model_with_an_indexer_is_supported_or_refused():
     assert set(dsa.REFUSED) == set(REFUSED)
 
 
+def test_the_page_of_models_names_them_all():
+    page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    assert [name for name in FOUND if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_give_the_reason(name):
     config, settings, layer = REFUSED[name]
