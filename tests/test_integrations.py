@@ -333,6 +333,8 @@ def test_pages():
     every = caches.slots(torch.arange(48).expand(3, -1))
     assert sorted(every.flatten().tolist()) == list(range(3 * 48))
     assert not torch.equal(caches.block_table.flatten().sort().values, caches.block_table.flatten())
+    given = torch.tensor([[5, -1]], dtype=torch.int32)  # another table, its second page not there
+    assert caches.slots(torch.tensor([[0, 15, 16, 40]]), given).tolist() == [[80, 95, -1, -1]]
     caches.layers[1].kr.view(-1, 16)[every.flatten().long()] = 7.0
     caches.reserve(49)
     assert caches.capacity == 64 and caches.layers[0].kv.shape == (12, 16, 1, 32)
