@@ -12,7 +12,7 @@ import pytest
 from custom.dispatch.specs import BY_NAME
 from custom.npu_ops import tune
 
-from .ascend import known, lint, onboard
+from .ascend import known, lint, mutants, onboard
 
 GM = "#hivm.address_space<gm>"
 UB = "#hivm.address_space<ub>"
@@ -205,3 +205,36 @@ def test_onboard_runs_files_and_ops_that_exist():
     here = Path(__file__).parent
     assert all((here / f"{name}.py").exists() for name in onboard.SUITE)
     assert set(onboard.BENCH) <= set(BY_NAME)
+
+
+TEXT = """
+def kernel(x, out, first, rows, eps):
+    there = first + step() < rows
+    tile = tl.load(x + first, mask=there, other=0.0)
+    out = tl.rsqrt(tile + eps)
+    helper(x, out, rows)
+    return range(first, rows)
+"""
+
+
+def test_mutants_of_a_text():
+    told = {(x.kind, x.old, x.new) for x in mutants.mutants_of("file", TEXT)}
+    assert told == {
+        ("off by one", "first + step() < rows", "first + step() <= rows"),
+        ("a part dropped", "first + step()", "step()"),
+        ("a part dropped", "x + first", "x"),
+        ("a mask dropped", "tl.load(x + first, mask=there, other=0.0)", "tl.load(x + first)"),
+        ("an epsilon moved", "tl.rsqrt(tile + eps)", "tl.rsqrt(tile) + eps"),
+        ("an epsilon dropped", "tl.rsqrt(tile + eps)", "tl.rsqrt(tile)"),
+        ("swapped", "helper(x, out, rows)", "helper(out, x, rows)"),
+        ("swapped", "helper(x, out, rows)", "helper(x, rows, out)"),
+    }
+    for x in mutants.mutants_of("file", TEXT):
+        compile(x.text, "file", "exec")
+        assert sum(a != b for a, b in zip(x.text.split("\n"), TEXT.split("\n"), strict=True)) == 1
+
+
+def test_every_launcher_has_its_files():
+    assert {"sparse_attention_pto", "product", "ragged"} <= mutants.files_of(
+        "npu_sparse_attention_pto"
+    )

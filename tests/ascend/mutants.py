@@ -3,7 +3,7 @@
 """Mechanical mistakes, one at a time, in every kernel and launcher: does a case notice?
 
 A mutant is caught if a case of an op that uses its file fails, crashes or raises.  Cases whose
-lowered text, grid and scalars stay the same are not run.  What no case notices survives, and must
+launches stay the same (text, grid, arguments) are not run.  What no case notices survives, and must
 be in EQUIVALENT with the reason why it changes no result.
 """
 
@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.specs import BY_NAME
+from torch import Tensor
 
-from . import controls, isolated, sources
+from . import controls, isolated, memory, sources
 from .case import Case, Inputs
-from .driver import recorder
+from .driver import Launch, recorder
 from .examine import call, examine, prepare
 from .toolchain import ROOT
 
@@ -181,13 +183,35 @@ def files_of(op: str) -> set[str]:
 
 
 def _launched(case: Case) -> list[tuple[Any, ...]]:
-    """What decides the result of the call, kernel by kernel, without running it."""
-    recorder.execute = False
-    recorder.launches = []
+    """What decides the result of the call, kernel by kernel, without running it: the lowered text
+    and what it is called with, tensors by whose they are and where they begin."""
+    names: dict[int, Any] = {}
+    found: list[tuple[Any, ...]] = []
+
+    def empty(*given: Any) -> Tensor:
+        made = memory.empty(*given)
+        names[made.untyped_storage().data_ptr()] = len(names)
+        return made
+
+    def described(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        whose = names.get(value.untyped_storage().data_ptr())
+        return whose, value.dtype, value.shape, value.stride(), value.storage_offset()
+
+    def observe(launch: Launch, given: list[Any]) -> None:
+        found.append((launch.lowered_key, launch.grid, *map(described, given)))
+
+    arguments = case.make(Inputs(case.dtype, case.seed))
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            names[value.untyped_storage().data_ptr()] = name
+    recorder.execute, recorder.observe, launcher_memory.empty = False, observe, empty
     recorder.cube_cores = case.cores[0]
-    call(case, case.make(Inputs(case.dtype, case.seed)))
-    recorder.execute = True
-    return [(x.lowered_key, x.grid, x.scalars) for x in recorder.launches]
+    call(case, arguments)
+    recorder.execute, recorder.observe, launcher_memory.empty = True, None, memory.empty
+    recorder.launches = []
+    return found
 
 
 def baseline(cases: list[Case]) -> dict[str, list[tuple[Any, ...]]]:
@@ -209,7 +233,6 @@ def attempt(mutant: Mutant, cases: list[tuple[Case, str]], usual: dict[str, Any]
         # the cases' own references may be made by an op of another file: those stay as they are
         if usual.get(case.title) == _launched(case):
             continue
-        recorder.launches = []
         outcome = examine(case, file, None)
         signal.alarm(0)
         if outcome.share > 1:
