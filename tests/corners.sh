@@ -9,9 +9,15 @@ quick="tests/test_contracts.py tests/test_nz.py tests/test_lightning_indexer.py
   tests/test_fused_attention.py tests/test_indexer_loss.py tests/test_sparse_attention_pto.py
   tests/test_compile.py tests/test_layering.py"
 
-# the interpreter of a version: on the path, or pyenv's
+# the interpreter of a version: pyenv's (whose shims on the path may refuse), or the path's
 interpreter() {
-  command -v "python$1" || ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python 2> /dev/null | tail -1
+  local found
+  for found in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python "python$1"; do
+    if "$found" -c "import venv" 2> /dev/null; then
+      echo "$found"
+      return
+    fi
+  done
 }
 
 # Libraries that torch's CUDA half is linked with and nothing calls without a GPU: gigabytes, in
@@ -59,7 +65,7 @@ PYTHON
 
 for corner in $corners; do
   version=${corner%:*} torch=${corner#*:} folder=$home/py$version
-  python=$(interpreter "$version" || true)
+  python=$(interpreter "$version")
   if [ -z "$python" ]; then
     echo "corner Python $version, torch $torch: skipped, there is no python$version here"
     continue
