@@ -3,8 +3,8 @@
 """What was found out about a call holds for every call like it: check, backend, launcher.
 
 Two calls are alike if they agree in all that these read: shapes, strides, dtypes, devices, whether
-pointers are aligned and equal, formats of an NPU, numbers and strings, and the settings.  Never in a tensor's values:
-where CUSTOM_DEBUG has them checked, no call is like another.
+pointers are aligned and equal, formats of an NPU, numbers and strings, and the settings.  Never in
+a tensor's values: where CUSTOM_DEBUG has them checked, no call is like another.
 """
 
 from __future__ import annotations
