@@ -55,7 +55,18 @@ def _key_tile(
     return tile, ok
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "count",
+        "chunks",
+        "per_chunk",
+        "table_stride",
+        "pages",
+    ]
+)
 def _scores(
     query, key, weights, act_q, act_k, table, scores, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,

@@ -22,7 +22,7 @@ from . import launches, lightning_indexer, rows, scatter
 from .sparse_flash_attention import selected
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _gradients(
     query, key, weights, dy, indices, act_q, act_k, table, d_query, d_weights, d_key, peak,
     tokens, requests, reach, table_stride, pages, entries,

@@ -141,7 +141,18 @@ def _ask(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
+@gluon.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "count",
+        "chunks",
+        "per_chunk",
+        "table_stride",
+        "pages",
+    ]
+)
 def _scores(
     q, key, weights, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
@@ -331,7 +342,18 @@ def _multiply(
         row = stop
 
 
-@gluon.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
+@gluon.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "count",
+        "chunks",
+        "per_chunk",
+        "table_stride",
+        "pages",
+    ]
+)
 def _scores_shared(
     q, key, weights, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,

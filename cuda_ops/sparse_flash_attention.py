@@ -81,7 +81,17 @@ def _load(
     return tile
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "per_split"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "entries",
+        "per_split",
+        "table_stride",
+        "pages",
+    ]
+)
 def _attend(
     q, q_rope, key, key_rope, value, indices, act_q, act_k, table, sinks,
     out, part, part_max, part_sum, softmax_max, softmax_sum,

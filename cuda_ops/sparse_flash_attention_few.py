@@ -45,7 +45,7 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
     return s, s2
 
 
-@gluon.jit(do_not_specialize=["entries", "tokens", "requests", "reach"])
+@gluon.jit(do_not_specialize=["entries", "tokens", "requests", "reach", "table_stride", "pages"])
 def attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, part, part_max, part_sum, scale_log2,
     entries, tokens, requests, reach, table_stride, pages, q_row, q_head, qr_row, qr_head,

@@ -35,7 +35,7 @@ def _keys_tile(base, outer, inner, ok, o_stride, i_stride, d, D: tl.constexpr):
     return tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _gradients(
     q, q_rope, key, key_rope, value, indices, d_out, out, softmax_max, softmax_sum,
     act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,

@@ -37,7 +37,7 @@ def _part(base, at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
     return tl.load(base + at[:, None] + columns[None, :], mask=on, other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _scores_kernel(
     query, key, query_rope, key_rope, query_index, key_index, weights, indices,
     peaks, totals, sinks, target, score, act_q, act_k, table,

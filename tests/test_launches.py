@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 from custom.cuda_ops import gpu, launches
+from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
@@ -312,6 +314,63 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
     _, allocated = pretended.take()
     large = [x for x in first[len(first) // 2 :] if _bytes(x) > launches.PIECE]
     assert len(allocated) <= len(out) + len(large) + 1
+
+
+@pytest.fixture
+def variants(pretended, monkeypatch) -> dict[str, set[str]]:
+    """Triton's own keys of what is launched, by kernel: it compiles once for each."""
+    found: dict[str, set[str]] = {}
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: "counted",
+        get_current_stream=lambda device: 0,
+    )
+
+    def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launched(*args: Any, **named: Any) -> None:
+            _, kinds, options = kernel.device_caches["counted"][-1](*args, **named)
+            found.setdefault(kernel.__name__, set()).add(f"{kinds} {options}")
+
+        return launched
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    return found
+
+
+def _tokens(random: Random) -> int:
+    return random.randint(64, 3000)
+
+
+def _keys(random: Random) -> int:
+    return 256 * random.randint(50, 120)
+
+
+@pytest.mark.parametrize("pretended", [(9, 0)], ids=["sm90"], indirect=True)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda r: delta_rule.decode_case(r.randint(5, 300), 1, "vk"),
+        lambda r: delta_rule.chunk_case(_tokens(r)),
+        lambda r: delta_rule.chunk_grad_case(_tokens(r)),
+        lambda r: attention.case(FORWARD, r.randint(1, 4), 16, 16, n := _tokens(r), n + 99, 128),
+        lambda r: attention.case(BACKWARD, r.randint(1, 4), 16, 16, n := _tokens(r), n + 99, 128),
+        lambda r: sparse_attention.attention_case(8, 1, 128, _keys(r)),
+        lambda r: sparse_attention.indexer_case(8, 1, _keys(r)),
+        lambda r: sparse_attention.layer_case(8, 1, 128, _keys(r)),
+    ],
+    ids=["decode", "chunk", "chunk grad", "attention", "gradient", "sparse", "indexer", "layer"],
+)
+def test_another_length_compiles_nothing_anew(shape, variants):
+    """50 shapes of one model: lengths, pages, and batch where no tile depends on it."""
+    random = Random(0)
+    for _ in range(50):
+        which = shape(random)
+        direct(which.op, which.make(torch.device("cpu"), 0))
+    # the layer has several products, and top-k another kernel where a sample is not whole tiles
+    most = dict(_product=2, collect=4)
+    assert variants
+    assert not {x: len(keys) for x, keys in variants.items() if len(keys) > most.get(x, 1)}
 
 
 def decode(**changed: Any) -> dict[str, Any]:
