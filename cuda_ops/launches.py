@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -33,8 +34,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime._async_compile import AsyncCompileMode
 
 from ..dispatch.common import memory
+from . import gpu
 
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
@@ -49,9 +52,27 @@ _here = threading.local()
 
 
 def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
-    """`kernel[grid]`, noted where a launcher is being recorded."""
+    """`kernel[grid]`, noted where a launcher is being recorded; compiled and not launched inside
+    `compiling`."""
+    if getattr(_here, "compiling", False):
+        return partial(kernel.warmup, grid=grid)
     recorder = getattr(_here, "recorder", None)
     return kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
+
+
+@contextmanager
+def compiling(executor: Executor) -> Iterator[None]:
+    """Launchers that run inside launch nothing: their kernels are compiled, side by side, by
+    `executor`, and ready at the end."""
+    if gpu.INTERPRETED:
+        yield
+        return
+    _here.compiling = True
+    try:
+        with AsyncCompileMode(executor):
+            yield
+    finally:
+        _here.compiling = False
 
 
 @cache

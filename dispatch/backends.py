@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -180,9 +181,18 @@ def runner(spec: Spec, key: str, arguments: dict[str, Any]) -> Runner:
 @cache
 def recorder(backend: Backend) -> Callable[..., Any] | None:
     """`record` of the backend's package: (what a launcher gave, how to do the same again)."""
+    return _of_launches(backend, "record")
+
+
+def compiling(backend: Backend) -> Callable[[Executor], AbstractContextManager[None]] | None:
+    """Inside it launchers launch nothing, and have their kernels compiled by an executor."""
+    return _of_launches(backend, "compiling")
+
+
+def _of_launches(backend: Backend, name: str) -> Callable[..., Any] | None:
     if backend is not CUDA:
         return None
-    found: Callable[..., Any] = importlib.import_module(f"{backend.package}.launches").record
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{_ROOT}.cuda_ops.launches"), name)
     return found
 
 

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from functools import cache
 from typing import Any
 
@@ -106,6 +107,22 @@ def forget() -> None:
     """No call is like an earlier one: for whoever replaces parts of this package (tests)."""
     for memo in _memos:
         memo.clear()
+
+
+def compile_kernels(
+    calls: Iterable[tuple[Spec, dict[str, Any]]], device: torch.device, executor: Executor
+) -> None:
+    """Have `executor` compile the kernels of these calls, by keyword and on `device`; nothing is
+    launched.  For backends that can; the others do nothing."""
+    key = next(backend.key for backend in backends.BACKENDS if backend.device == device.type)
+    compiling = backends.compiling(backends.choose(key))
+    if compiling is None:
+        return
+    with compiling(executor):
+        for spec, given in calls:
+            arguments = _checked(spec, (), given)
+            with backends.made_current(device):
+                backends.runner(spec, key, arguments).function(**arguments)
 
 
 def _fake(spec: Spec) -> Callable[..., Any]:
