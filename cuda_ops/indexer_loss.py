@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, rows
+from . import gpu, launches, rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LARGEST_D = 576
@@ -263,13 +263,13 @@ def _hopper(
     DR = 0 if query_rope is None else query_rope.shape[-1]
     slots = memory.empty((B, S, K), torch.int32, query.device)
     ends = memory.empty((B, S), torch.int32, query.device)
-    _slots_kernel[(S, B)](
+    launches.kernel(_slots_kernel, S, B)(
         indices, slots, ends, chunk_offset, S, key.shape[1], K, *indices.stride()[:2],
         K_PAD=padded(K), num_warps=4,
     )  # fmt: skip
     q_rope = query if query_rope is None else query_rope
     k_rope = key if key_rope is None else key_rope
-    indexer_loss_hopper.targets[(B * S,)](
+    launches.kernel(indexer_loss_hopper.targets, B * S)(
         query, q_rope, key, k_rope, slots, ends,
         target if softmax_lse is None else softmax_lse, target.zero_(),
         scaling * LOG2_E.value, S, K,
@@ -308,7 +308,7 @@ def forward(
         )
     else:
         heads, keys, keys_2, stages, warps = chosen or tiles(N, D + DR, softmax_lse is not None)
-        _target_kernel[(S, B)](
+        launches.kernel(_target_kernel, S, B)(
             query, key, query_rope, key_rope, indices, softmax_lse, target,
             scaling * LOG2_E.value, chunk_offset, S, key_length, K,
             *query.stride()[:3], *key.stride()[:2],
@@ -320,7 +320,7 @@ def forward(
             K_PAD=padded(K), HEADS=heads, KEYS=keys, KEYS_2=keys_2,
             STAGES=stages, HAS_LSE=softmax_lse is not None, num_warps=warps,
         )  # fmt: skip
-    _loss_kernel[(S, B)](
+    launches.kernel(_loss_kernel, S, B)(
         index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,
         *index_score.stride()[:2], *indices.stride()[:2], K_PAD=padded(K), num_warps=4,
     )  # fmt: skip

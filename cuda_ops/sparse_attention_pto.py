@@ -15,14 +15,14 @@ overlaps their end.  Every cache row is written before any cache is read.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import lightning_indexer, prolog, sparse_flash_attention
+from . import launches, lightning_indexer, prolog, sparse_flash_attention
 from .nz_matmul import product
 
 _ALL = 2**63 - 1
@@ -51,24 +51,6 @@ def unsupported(
         )
         or sparse_flash_attention.unsupported(w_uk, kv_cache, block_table)
     )
-
-
-@cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-class _Side:
-    """A second stream that leaves the current one at `fork` and comes back at `join`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.here, self.there = torch.cuda.current_stream(device), _second_stream(device)
-
-    def fork(self) -> None:
-        self.there.wait_stream(self.here)
-
-    def join(self) -> None:
-        self.here.wait_stream(self.there)
 
 
 def with_indices(
@@ -137,7 +119,7 @@ def with_indices(
         ),
     )  # fmt: skip
 
-    side = _Side(device) if x.is_cuda else None
+    side = launches.Side(device) if x.is_cuda else None
     absorbed = partial(
         prolog.query_heads,
         query_norm, w_uq_qr, weight_format, w_uk, sin, cos, (requests, steps), rope_interleaved,
@@ -152,7 +134,7 @@ def with_indices(
         if not longer:
             return nullcontext()
         made.append(absorbed())
-        return torch.cuda.stream(side.there)
+        return side.stream()
 
     query_index = prolog.index_heads(
         query_norm, w_idx_qb, weight_format, size, sin, cos, (requests, steps),
@@ -175,7 +157,7 @@ def with_indices(
         scored=scored if side else None,
     )
     if not made:
-        with torch.cuda.stream(side.there) if side else nullcontext():
+        with side.stream() if side else nullcontext():
             made.append(absorbed(forked=side is not None))
     if side:
         side.join()

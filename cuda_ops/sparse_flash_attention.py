@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import gpu, rows
+from . import gpu, launches, rows
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
@@ -81,7 +81,17 @@ def _load(
     return tile
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "per_split"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "entries",
+        "per_split",
+        "table_stride",
+        "pages",
+    ]
+)
 def _attend(
     q, q_rope, key, key_rope, value, indices, act_q, act_k, table, sinks,
     out, part, part_max, part_sum, softmax_max, softmax_sum,
@@ -359,13 +369,13 @@ def forward(
     }  # fmt: skip
     items = plan.rows * splits * triton.cdiv(heads, tier.heads)
     if hopper:
-        sparse_flash_attention_hopper.attend[(min(items, gpu.processors(device)),)](
+        launches.kernel(sparse_flash_attention_hopper.attend, min(items, gpu.processors(device)))(
             q, qr, key, kr, index, index_stride=index.stride(0), key_stride=key.stride(-3),
             rope_stride=kr.stride(-3), items=items, SPAN=sparse_block_size, **tensors, **sizes,
             **plan.arguments, **plan.constants, num_warps=4,
         )  # fmt: skip
     else:
-        _attend[(items,)](
+        launches.kernel(_attend, items)(
             q, qr, key, kr, value, index, **tensors, **sizes, **plan.arguments, **plan.constants,
             **key_strides(key, kr, value, layout_kv), index_stride=index.stride(0), R=rank,
             D=rope, SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained,
@@ -375,7 +385,7 @@ def forward(
         )  # fmt: skip
     if splits > 1:
         width = min(128 if splits > 8 else 512, triton.next_power_of_2(rank))
-        merge[(plan.rows * heads, triton.cdiv(rank, width))](
+        launches.kernel(merge, plan.rows * heads, triton.cdiv(rank, width))(
             part, part_max, part_sum, sink, out, softmax_max, softmax_sum, HEADS=heads, R=rank,
             SPLITS=splits, WIDTH=width, HAS_SINK=sinks is not None, STATS=return_softmax_lse,
             CHAINED=chained, num_warps=4, **({"launch_pdl": True} if chained else {}),

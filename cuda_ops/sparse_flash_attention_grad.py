@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import rows, scatter, sparse_flash_attention
+from . import launches, rows, scatter, sparse_flash_attention
 from .sparse_flash_attention import key_strides, selected
 
 
@@ -35,7 +35,7 @@ def _keys_tile(base, outer, inner, ok, o_stride, i_stride, d, D: tl.constexpr):
     return tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _gradients(
     q, q_rope, key, key_rope, value, indices, d_out, out, softmax_max, softmax_sum,
     act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
@@ -163,7 +163,7 @@ def backward(
 
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
         if query.numel():
-            _gradients[(plan.rows * triton.cdiv(heads, head_tile),)](
+            launches.kernel(_gradients, plan.rows * triton.cdiv(heads, head_tile))(
                 q, qr, key, kr, v, index, do, o, softmax_max, softmax_sum,
                 d_q=d_query, d_q_rope=d_query_rope, d_key=sums[0], d_key_rope=sums[1],
                 d_value=sums[2], peaks=peaks, scale=scale_value,

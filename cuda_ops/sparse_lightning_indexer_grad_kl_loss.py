@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import lightning_indexer_grad, rows
+from . import launches, lightning_indexer_grad, rows
 from .indexer_loss import LARGEST_D, LOG2_E, normalised, padded, parts, softmax_of_scores
 from .sparse_flash_attention import selected
 
@@ -37,7 +37,7 @@ def _part(base, at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
     return tl.load(base + at[:, None] + columns[None, :], mask=on, other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _scores_kernel(
     query, key, query_rope, key_rope, query_index, key_index, weights, indices,
     peaks, totals, sinks, target, score, act_q, act_k, table,
@@ -186,7 +186,7 @@ def forward(
         loss.zero_()
         score.zero_()
     else:
-        _scores_kernel[(plan.rows,)](
+        launches.kernel(_scores_kernel, plan.rows)(
             q, key, qr, key_rope, qi, key_index, w, index,
             softmax_max, softmax_sum, sinks, target, score,
             scale_log2=scale_value * LOG2_E.value, entries=entries,
@@ -207,7 +207,7 @@ def forward(
             KEY_TILE=64, HAS_SINK=sinks is not None, STAGES=1 if wide else 2,
             num_warps=8 if wide else 4,
         )  # fmt: skip
-        _loss_kernel[(plan.rows,)](
+        launches.kernel(_loss_kernel, plan.rows)(
             target, score, loss, entries, EPS, ENTRIES=padded(entries), num_warps=4
         )
     grads = lightning_indexer_grad.backward(

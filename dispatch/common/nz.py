@@ -113,7 +113,7 @@ def _tensor(name: str, value: object) -> None:
         )
 
 
-def _npu_format(tensor: Tensor) -> int | None:
+def npu_format(tensor: Tensor) -> int | None:
     """torch_npu's format of a tensor on an NPU."""
     if tensor.device.type != "npu":
         return None
@@ -123,7 +123,7 @@ def _npu_format(tensor: Tensor) -> int | None:
 def is_nz(weight: Tensor, weight_format: str) -> bool:
     """Whether the bytes of a [K, N] weight argument are NZ: by its shape, by its NPU format, by
     `weight_format`."""
-    if weight.ndim == 4 or _npu_format(weight) == _FRACTAL_NZ:
+    if weight.ndim == 4 or npu_format(weight) == _FRACTAL_NZ:
         return True
     if weight_format == "nz":
         log.once(
@@ -138,7 +138,7 @@ def is_nz(weight: Tensor, weight_format: str) -> bool:
 def to_nd(weight: Tensor, weight_format: str) -> Tensor:
     """The row-major [K, N] behind a weight argument; row-major ones are not copied, nor those whose
     format torch_npu knows: PyTorch reads them as their shape says."""
-    if weight.ndim == 2 and _npu_format(weight) == _FRACTAL_NZ:
+    if weight.ndim == 2 and npu_format(weight) == _FRACTAL_NZ:
         return weight
     return from_nz(weight) if is_nz(weight, weight_format) else weight
 
@@ -155,7 +155,7 @@ def unreadable(arguments: Mapping[str, Any]) -> str | None:
     2-D weights are read in format 29 (`is_nz`), where no padding lies between their tiles.
     """
     for name, tensor in arguments.items():
-        number = _npu_format(tensor) if isinstance(tensor, Tensor) else None
+        number = npu_format(tensor) if isinstance(tensor, Tensor) else None
         if number is None or number not in _TILED:
             continue
         weight = "weight_format" in arguments and tensor.ndim == 2
