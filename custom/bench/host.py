@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,9 +25,13 @@ _ROWS = 20
 Call = Callable[[], Any]
 
 
+def _nothing() -> None:
+    return None
+
+
 def microseconds(call: Call, device: torch.device) -> float:
     """Of one call, on the host: the median over rows of calls, each begun with an idle device."""
-    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    wait = torch.accelerator.synchronize if device.type != "cpu" else _nothing
     for _ in range(3):  # compiles, records, repeats
         call()
     samples: list[float] = []
@@ -49,11 +52,16 @@ def launches(call: Call, device: torch.device) -> int | None:
     from triton import knobs
 
     seen: list[object] = []
+
+    def note(metadata: Any) -> None:
+        seen.append(metadata)
+
     hook = knobs.runtime.launch_enter_hook
-    with ExitStack() as after:
-        hook.add(seen.append)
-        after.callback(hook.remove, seen.append)
+    hook.add(note)
+    try:
         call()
+    finally:
+        hook.remove(note)
     return len(seen)
 
 
