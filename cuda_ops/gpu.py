@@ -49,3 +49,9 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def too_small(device: torch.device) -> str:
+    """Why an op refuses sizes of which no tile fits."""
+    size = shared_memory(device) // 1024
+    return f"no tile of these sizes fits into this GPU's {size} KiB of shared memory a program"
