@@ -35,8 +35,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from . import gpu
 from .chunk_gated_delta_rule import CHUNK, _heads, _inverse, _lengths, _rows
 from .chunk_gated_delta_rule import unsupported as unsupported_forward
+
+# a pass of Triton 3.6 and 3.7 fails in _inputs_kernel, at every shape
+_BREAKS_ON_SM_100 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 # columns of a walk's state; of the values and the keys in a tile of the chunks' kernels
 _WALK_TILE, _VALUE_TILE, _KEY_TILE = 64, 64, 64
@@ -422,6 +426,11 @@ def _gates_kernel(
 
 
 def unsupported(**arguments: Any) -> str | None:
+    if gpu.capability(arguments["query"].device)[0] == 10 and _BREAKS_ON_SM_100:
+        return (
+            f"triton {triton.__version__} cannot compile this gradient for Blackwell data center "
+            "GPUs (sm_100); pip install 'triton>=3.8'"
+        )
     return unsupported_forward(**arguments)
 
 

@@ -34,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dispatch.common import memory
 from .fused_attention_hopper import at, describe, describe_row
+from .gluon_names import barrier, reinterpret, tma_load, tma_store
 
 CHUNK = 64
 
@@ -108,10 +109,10 @@ def _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zer
     inside = rows[:, None] // 16 == columns[None, :] // 16
     parts = gl.reshape(gl.where(inside, lower, 0.0), [4, 16, 4, 16])
     diagonal.store(gl.permute(gl.sum(parts, 2), (1, 0, 2)))
-    by_row = diagonal._reinterpret(
-        gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    by_row = reinterpret(
+        diagonal, gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
-    gl.thread_barrier()
+    barrier()
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
     # x [block, column, row]
@@ -132,21 +133,21 @@ def _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zer
     b_high.store(high)
     b_low.store(low)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     d_high = dt_high.permute((1, 0))
     d_low = dt_low.permute((1, 0))
     z = warpgroup_mma_wait(0, deps=[_product(d_high, d_low, b_high, b_low, zero)])
     near = rows[:, None] // 32 == columns[None, :] // 32
     eye = gl.where(rows[:, None] == columns[None, :], 1.0, 0.0)
     high, low = _halves(gl.where(near, 0.0, z))
-    gl.thread_barrier()
+    barrier()
     b_high.store(high)
     b_low.store(low)
     high, low = _halves(eye - gl.where(near, z, 0.0))
     a_high = gl.convert_layout(high, A)
     a_low = gl.convert_layout(low, A)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     wide_flight = _product(a_high, a_low, b_high, b_low, zero)
     d_flight = _product(a_high, a_low, d_high, d_low, zero)
     wide = warpgroup_mma_wait(3, deps=[wide_flight])
@@ -155,11 +156,11 @@ def _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zer
     a_low = gl.convert_layout(low, A)
     doubled = warpgroup_mma_wait(0, deps=[d_flight])
     high, low = _halves(doubled)
-    gl.thread_barrier()
+    barrier()
     b_high.store(high)
     b_low.store(low)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     return warpgroup_mma_wait(0, deps=[_product(a_high, a_low, b_high, b_low, zero)])
 
 
@@ -217,15 +218,11 @@ def _prepare(
     if first < length:
         mbarrier.init(full, count=1)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         mbarrier.expect(full, 64 * DK * 4)
         where = at(0, h, start, length, first, True)
-        tma.async_copy_global_to_shared(
-            k_desc, where, full, k._reinterpret(dtype, k_desc.block_shape, k_desc.layout)
-        )
-        tma.async_copy_global_to_shared(
-            q_desc, where, full, q._reinterpret(dtype, q_desc.block_shape, q_desc.layout)
-        )
+        tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
+        tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
         diagonal = gl.allocate_shared_memory(
             gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         )
@@ -244,8 +241,8 @@ def _prepare(
         kk = warpgroup_mma_wait(1, deps=[kk])
         qk = warpgroup_mma_wait(0, deps=[qk])
         # behind the barrier all warps have read the queries and keys
-        tile = q._reinterpret(dtype, [64, 64], TILE)
-        b_high = k._reinterpret(gl.bfloat16, [64, 64], HALVES)
+        tile = reinterpret(q, dtype, [DK // 64, 64, 64], TILE).index(0)
+        b_high = reinterpret(k, gl.bfloat16, [DK // 64, 64, 64], HALVES).index(0)
         place = (chunk * NV + hv) * 64
         total, last = _decay(g, token * g_row + hv, there, GATE)
         gl.store(grown + place.to(gl.int64) + i, gl.exp(total))
@@ -253,11 +250,11 @@ def _prepare(
         seen, fading = _fading(total, rows, columns)
         attention = gl.where(seen, qk * fading * scale, 0.0)
         tma.store_wait(0)
-        gl.thread_barrier()
+        barrier()
         tile.store(attention.to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(p_desc, [place, 0], tile)
+        barrier()
+        tma_store(p_desc, [place, 0], tile)
         # made again: nothing but k k^T is held while P is written
         total, _last = _decay(g, token * g_row + hv, there, GATE)
         if BETA:
@@ -271,11 +268,11 @@ def _prepare(
         # T' takes the place of P: were that not used again, the compiler would give it to others
         # before its copy is over
         tma.store_wait(0)
-        gl.thread_barrier()
+        barrier()
         tile.store((inverse * gl.convert_layout(rate, COLUMNS)[None, :]).to(dtype))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(t_desc, [place, 0], tile)
+        barrier()
+        tma_store(t_desc, [place, 0], tile)
         tma.store_wait(0)
 
 
@@ -290,13 +287,11 @@ def _columns_at(head, first, count, row, block):
 def _put(o, place, o_desc, where):
     """Rows `where` of the output, from o^T."""
     tma.store_wait(0)
-    gl.thread_barrier()
+    barrier()
     place.permute((1, 0)).store(o.to(place.dtype))
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(
-        o_desc, where, place._reinterpret(place.dtype, o_desc.block_shape, o_desc.layout)
-    )
+    barrier()
+    tma_store(o_desc, where, reinterpret(place, place.dtype, o_desc.block_shape, o_desc.layout))
 
 
 @gluon.jit
@@ -388,24 +383,24 @@ def _producer(
         mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
         mbarrier.expect(ready, 64 * DK * 4 + 3 * 64 * 64 * 2 + 2 * 64 * 4)
         where = at(0, hv // GROUP, start, length, c * 64, True)
-        tma.async_copy_global_to_shared(
+        tma_load(
             k_desc, where, ready,
-            k.index(stage)._reinterpret(dtype, k_desc.block_shape, k_desc.layout),
+            reinterpret(k.index(stage), dtype, k_desc.block_shape, k_desc.layout),
         )  # fmt: skip
         of_value = _columns_at(hv, start, length, c * 64, block)
-        tma.async_copy_global_to_shared(
+        tma_load(
             v_desc, of_value, ready,
-            v.index(stage)._reinterpret(dtype, v_desc.block_shape, v_desc.layout),
+            reinterpret(v.index(stage), dtype, v_desc.block_shape, v_desc.layout),
         )  # fmt: skip
         tile = ((first_chunk + c) * NV + hv) * 64
-        tma.async_copy_global_to_shared(grown_desc, [tile], ready, grown.index(stage))
-        tma.async_copy_global_to_shared(left_desc, [tile], ready, left.index(stage))
-        tma.async_copy_global_to_shared(t_desc, [tile, 0], ready, t.index(stage))
-        tma.async_copy_global_to_shared(
+        tma_load(grown_desc, [tile], ready, grown.index(stage))
+        tma_load(left_desc, [tile], ready, left.index(stage))
+        tma_load(t_desc, [tile, 0], ready, t.index(stage))
+        tma_load(
             q_desc, where, ready,
-            q.index(stage)._reinterpret(dtype, q_desc.block_shape, q_desc.layout),
+            reinterpret(q.index(stage), dtype, q_desc.block_shape, q_desc.layout),
         )  # fmt: skip
-        tma.async_copy_global_to_shared(p_desc, [tile, 0], ready, p.index(stage))
+        tma_load(p_desc, [tile, 0], ready, p.index(stage))
 
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
@@ -450,7 +445,7 @@ def _walk(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     gl.warp_specialize(
         [
             (_consumer, (

@@ -38,6 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .fused_attention_hopper import at, describe, describe_row, width_of
 from .fused_attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
+from .gluon_names import barrier, reinterpret, tma_load, tma_store
 
 # Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1357 us (three stages 1354 to 1384), 16384
 # tokens 20519 (21807)
@@ -178,7 +179,7 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums, 
         fence_async_shared()
         if D == 128:
             tma.store_wait(0)  # the last block's additions have read `part`
-        gl.thread_barrier()
+        barrier()
         q_flight = warpgroup_mma(ds.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
     s_half = gl.convert_layout(grad_s, gl.DotOperandLayout(0, MK, 2))
     k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
@@ -187,7 +188,7 @@ def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums, 
         if D == 128:
             part.store(_in_tiles(part_q))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             _add_bulk(sums, [grad_q + block * 32, 0], part)
         else:
             _add(grad_q + block.to(gl.int64) * (BM * D), part_q, BM, D, D)
@@ -263,18 +264,14 @@ def _consumer(
                     count += 1
         if CARRY:
             acc_k = warpgroup_mma_wait(0, deps=[acc_k])
-        gl.thread_barrier()
+        barrier()
         k.store((acc_k * scale).to(k.dtype))
         v.store(acc_v.to(v.dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
-        tma.async_copy_shared_to_global(
-            gk_desc, where, k._reinterpret(k.dtype, gk_desc.block_shape, gk_desc.layout)
-        )
-        tma.async_copy_shared_to_global(
-            gv_desc, where, v._reinterpret(v.dtype, gv_desc.block_shape, gv_desc.layout)
-        )
+        tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
+        tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
         tma.store_wait(0)
 
 
@@ -367,7 +364,7 @@ def _wide_step(acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q,
     row_delta = delta.index(stage).load(gl.SliceLayout(1, MS))
     ds.store((p * (grad_p - row_delta[:, None])).to(dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if GRAD_Q:
         part, more = _gather(ds, k, zero_q, zero_more, SIZE, True)
     acc_v, more_v = _gather(ps.permute((1, 0)), g_tile, acc_v, more_v, V_SIZE, False)
@@ -456,18 +453,14 @@ def _wide_consumer(
             more_k = warpgroup_mma_wait(0, deps=[more_k])
         if V_SIZE == 192:
             more_v = warpgroup_mma_wait(0, deps=[more_v])
-        gl.thread_barrier()
+        barrier()
         _give(k, acc_k, more_k, scale, SIZE)
         _give(v, acc_v, more_v, 1.0, V_SIZE)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         where = at(batch, kv_head, first_k, keys, tile * 64, VARLEN)
-        tma.async_copy_shared_to_global(
-            gk_desc, where, k._reinterpret(k.dtype, gk_desc.block_shape, gk_desc.layout)
-        )
-        tma.async_copy_shared_to_global(
-            gv_desc, where, v._reinterpret(v.dtype, gv_desc.block_shape, gv_desc.layout)
-        )
+        tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
+        tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
         tma.store_wait(0)
 
 
@@ -485,12 +478,8 @@ def _producer(
         low, top, _, _ = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
         where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
         mbarrier.expect(kv_full, BN * (D + V) * 2)
-        tma.async_copy_global_to_shared(
-            k_desc, where, kv_full, k._reinterpret(k.dtype, k_desc.block_shape, k_desc.layout)
-        )
-        tma.async_copy_global_to_shared(
-            v_desc, where, kv_full, v._reinterpret(v.dtype, v_desc.block_shape, v_desc.layout)
-        )
+        tma_load(k_desc, where, kv_full, reinterpret(k, k.dtype, k_desc.block_shape, k_desc.layout))
+        tma_load(v_desc, where, kv_full, reinterpret(v, v.dtype, v_desc.block_shape, v_desc.layout))
         place = _padded_first(first_q, sequence)
         count = 0
         for member in range(GROUP):
@@ -502,20 +491,16 @@ def _producer(
                 phase = ((count // STAGES) & 1) ^ 1
                 mbarrier.wait(empty.index(stage), phase)
                 mbarrier.expect(full.index(stage), BM * (D + V) * 2 + BM * 8)
-                tma.async_copy_global_to_shared(
+                tma_load(
                     q_desc, where, full.index(stage),
-                    q.index(stage)._reinterpret(q.dtype, q_desc.block_shape, q_desc.layout),
+                    reinterpret(q.index(stage), q.dtype, q_desc.block_shape, q_desc.layout),
                 )  # fmt: skip
-                tma.async_copy_global_to_shared(
-                    lse_desc, [row + block * BM], full.index(stage), lse.index(stage)
-                )
-                tma.async_copy_global_to_shared(
+                tma_load(lse_desc, [row + block * BM], full.index(stage), lse.index(stage))
+                tma_load(
                     g_desc, where, full.index(stage),
-                    g.index(stage)._reinterpret(g.dtype, g_desc.block_shape, g_desc.layout),
+                    reinterpret(g.index(stage), g.dtype, g_desc.block_shape, g_desc.layout),
                 )  # fmt: skip
-                tma.async_copy_global_to_shared(
-                    delta_desc, [row + block * BM], full.index(stage), delta.index(stage)
-                )
+                tma_load(delta_desc, [row + block * BM], full.index(stage), delta.index(stage))
                 count += 1
 
 
@@ -553,7 +538,7 @@ def _backward_hopper(
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(kv_full, count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if WIDE:
         ps = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
         gl.warp_specialize(

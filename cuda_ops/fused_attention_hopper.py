@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import gpu
 from .fused_attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, strides
+from .gluon_names import barrier, reinterpret, tma_load, tma_store
 
 _keys_of = gluon.jit(keys_of.fn)
 _FAR = 1 << 30
@@ -265,7 +266,7 @@ def _posted(posted, slot, WHICH: gl.constexpr):
 def _next_rows(posted, full, turn, QUEUE: gl.constexpr):
     """Rows of the sequence of the tile to come."""
     mbarrier.wait(full.index(turn % QUEUE), (turn // QUEUE) & 1)
-    gl.thread_barrier()  # racecheck believes the wait only where its warps meet after it
+    barrier()  # racecheck believes the wait only where its warps meet after it
     return _posted(posted, turn % QUEUE, 3)
 
 
@@ -374,14 +375,14 @@ def _forward_consumer(
         if OWN_O:
             # it was read by the store of the tile before
             tma.store_wait(0)
-            gl.thread_barrier()
+            barrier()
         place.store(acc.to(v.dtype))
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(
+        barrier()
+        tma_store(
             o_desc,
             at(batch, head, first_q, rows, tile * BM + WG * 64, VARLEN),
-            place._reinterpret(v.dtype, o_desc.block_shape, o_desc.layout),
+            reinterpret(place, v.dtype, o_desc.block_shape, o_desc.layout),
         )
         natural = gl.where(
             seen,
@@ -436,10 +437,10 @@ def _forward_producer(
             for wg in gl.static_range(NC):
                 place = slot * NC + wg
                 mbarrier.expect(q_full.index(place), 64 * D * 2)
-                tma.async_copy_global_to_shared(
+                tma_load(
                     q_desc, at(batch, head, first_q, rows, tile * BM + wg * 64, VARLEN),
                     q_full.index(place),
-                    q.index(place)._reinterpret(q.dtype, q_desc.block_shape, q_desc.layout),
+                    reinterpret(q.index(place), q.dtype, q_desc.block_shape, q_desc.layout),
                 )  # fmt: skip
             turn += 1
             for back in range(0, top - low + 1):
@@ -448,20 +449,20 @@ def _forward_producer(
                     stage = count % STAGES
                     mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)
                     mbarrier.expect(k_full.index(stage), BN * D * 2)
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         k_desc,
                         at(batch, kv_head, first_k, columns, (top - 1 - back) * BN, VARLEN),
                         k_full.index(stage),
-                        k.index(stage)._reinterpret(k.dtype, k_desc.block_shape, k_desc.layout),
+                        reinterpret(k.index(stage), k.dtype, k_desc.block_shape, k_desc.layout),
                     )
                 if back > 0:
                     stage = (count - 1) % STAGES
                     mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)
                     mbarrier.expect(v_full.index(stage), BN * V * 2)
-                    tma.async_copy_global_to_shared(
+                    tma_load(
                         v_desc, at(batch, kv_head, first_k, columns, (top - back) * BN, VARLEN),
                         v_full.index(stage),
-                        v.index(stage)._reinterpret(v.dtype, v_desc.block_shape, v_desc.layout),
+                        reinterpret(v.index(stage), v.dtype, v_desc.block_shape, v_desc.layout),
                     )  # fmt: skip
                 count += 1
             count -= 1
@@ -517,7 +518,7 @@ def _forward_hopper(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=NC)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if NC == 2:
         gl.warp_specialize(
             [

@@ -12,6 +12,9 @@ import os
 from functools import cache
 
 import torch
+import triton
+
+from ..dispatch import log
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,8 +28,27 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """wgmma, TMA and warp specialisation: what the kernels in Gluon are written for."""
-    return capability(device) == (9, 0)
+    """wgmma, TMA and warp specialisation: what the kernels in Gluon are written for, and a Gluon
+    that has them."""
+    if capability(device) != (9, 0):
+        return False
+    lacking = without_gluon()
+    if lacking is not None:
+        log.once(("gluon",), lacking)
+    return lacking is None
+
+
+@cache
+def without_gluon() -> str | None:
+    """Why plain kernels run on Hopper with this Triton, or None."""
+    from .gluon_names import LACKING
+
+    if not LACKING:
+        return None
+    return (
+        f"triton {triton.__version__} has no {', '.join(LACKING)} in Gluon, so plain kernels run, "
+        "which are slower on Hopper; pip install 'triton>=3.6,<3.10'"
+    )
 
 
 def has_chained_launch(device: torch.device) -> bool:
@@ -55,3 +77,16 @@ def too_small(device: torch.device) -> str:
     """Why an op refuses sizes of which no tile fits."""
     size = shared_memory(device) // 1024
     return f"no tile of these sizes fits into this GPU's {size} KiB of shared memory a program"
+
+
+def described(device: torch.device) -> str:
+    """For custom.info: what the kernels are chosen by, and which those are."""
+    major, minor = capability(device)
+    if (major, minor) != (9, 0):
+        path = "plain kernels: those in Gluon are for sm_90"
+    else:
+        path = without_gluon() or "kernels in Gluon for Hopper"
+    return (
+        f"sm_{major}{minor}, {processors(device)} multiprocessors, "
+        f"{shared_memory(device) // 1024} KiB of shared memory; {path}"
+    )

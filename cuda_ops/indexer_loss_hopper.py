@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gluon_names import barrier, cp_async
+
 LOWEST = gl.constexpr(-1e30)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -52,13 +54,9 @@ def _gather(
             for c in gl.static_range(PIECES):
                 mbarrier.wait(bars.index(PIECES + c), phase)
                 if c < ROPE_FROM:
-                    async_copy.async_copy_global_to_shared(
-                        ring.index(c), key_at + c * 64, mask=there
-                    )
+                    cp_async(ring.index(c), key_at + c * 64, mask=there)
                 else:
-                    async_copy.async_copy_global_to_shared(
-                        ring.index(c), rope_at + (c - ROPE_FROM) * 64, mask=there
-                    )
+                    cp_async(ring.index(c), rope_at + (c - ROPE_FROM) * 64, mask=there)
                 async_copy.mbarrier_arrive(bars.index(c), increment_count=False)
             phase = phase ^ 1
     async_copy.wait_group(0)
@@ -67,7 +65,7 @@ def _gather(
 @gluon.jit
 def _release(bars, which: gl.constexpr):
     """After every warp of the group is here."""
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(bars.index(which), count=1)
 
 
@@ -158,7 +156,7 @@ def targets(
         mbarrier.init(bars.index(c), count=128)
         mbarrier.init(bars.index(PIECES + c), count=2)
     mbarrier.init(bars.index(2 * PIECES), count=128)
-    gl.thread_barrier()
+    barrier()
     h = gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))
     query += batch * q_batch + row * q_row
@@ -170,13 +168,9 @@ def targets(
         rope_at = (query_rope + head * qr_head)[:, None] + d[None, :]
         for c in gl.static_range(PIECES):
             if c < ROPE_FROM:
-                async_copy.async_copy_global_to_shared(
-                    q.index(group * PIECES + c), at + c * 64, mask=real
-                )
+                cp_async(q.index(group * PIECES + c), at + c * 64, mask=real)
             else:
-                async_copy.async_copy_global_to_shared(
-                    q.index(group * PIECES + c), rope_at + (c - ROPE_FROM) * 64, mask=real
-                )
+                cp_async(q.index(group * PIECES + c), rope_at + (c - ROPE_FROM) * 64, mask=real)
     async_copy.mbarrier_arrive(bars.index(2 * PIECES), increment_count=False)
     end = gl.load(ends + batch * S + row)
     slots += (batch * S + row) * K

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -26,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu, rows
+from .gluon_names import barrier, reinterpret, tma_load
 from .rows import BSND, PAGED, TND
 from .tiling import PROGRAMS
 from .topk_hopper import EVERY
@@ -135,9 +135,9 @@ def _ask(
         inner += start
     bar = full.index(stage)
     mbarrier.expect(bar, KEYS_AT_ONCE * k_tiles.shape[2] * 2, pred=wanted)
-    tma.async_copy_global_to_shared(
+    tma_load(
         key, [outer, inner, 0], bar,
-        k_tiles.index(stage)._reinterpret(key.dtype, key.block_shape, key.layout), pred=wanted,
+        reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout), pred=wanted,
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _scores(
         mbarrier.init(full.index(each), count=1)
     mbarrier.init(q_full.index(0), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     program = gl.program_id(0)
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * ROWS
@@ -174,9 +174,7 @@ def _scores(
     gdc_launch_dependents()
     gdc_wait()
     mbarrier.expect(q_full.index(0), COLUMNS * D * 2)
-    tma.async_copy_global_to_shared(
-        q, [row, 0, 0], q_full.index(0), q_tile._reinterpret(q.dtype, q.block_shape, q.layout)
-    )
+    tma_load(q, [row, 0, 0], q_full.index(0), reinterpret(q_tile, q.dtype, q.block_shape, q.layout))
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
     h = column % H_TILE
     owner = (row + column // H_TILE).to(gl.int64)
@@ -210,7 +208,7 @@ def _scores(
             )
             there = _pick(outers, i) >= 0
             s = warpgroup_mma_wait(0, deps=[s])
-            gl.thread_barrier()  # done in every warp: the tile is free
+            barrier()  # done in every warp: the tile is free
             _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo, start,
                  PAGE, KEYS)  # fmt: skip
             _finish(s, weight, scores, sample, own, row, stop, first, asked, keys,
@@ -233,9 +231,9 @@ def _load(
     gdc_wait()
     mbarrier.expect(q_full.index(0), 2 * q_tiles.shape[1] * D * 2)
     for part in gl.static_range(2):
-        tma.async_copy_global_to_shared(
+        tma_load(
             q, [row + part * q.block_shape[0], 0, 0], q_full.index(0),
-            q_tiles.index(part)._reinterpret(q.dtype, q.block_shape, q.layout),
+            reinterpret(q_tiles.index(part), q.dtype, q.block_shape, q.layout),
         )  # fmt: skip
     count = 0
     while row < end:
@@ -264,9 +262,9 @@ def _load(
                     inner += start
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 mbarrier.expect(bar, KEYS_AT_ONCE * D * 2)
-                tma.async_copy_global_to_shared(
+                tma_load(
                     key, [outer, inner, 0], bar,
-                    k_tiles.index(stage)._reinterpret(key.dtype, key.block_shape, key.layout),
+                    reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout),
                 )  # fmt: skip
                 count += 1
         row = stop
@@ -325,7 +323,7 @@ def _multiply(
                 _finish(s0, weight0, scores, sample, own, row, stop, first, asked, keys, n,
                         there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
                 s1 = warpgroup_mma_wait(0, deps=[s1])
-                gl.thread_barrier()
+                barrier()
                 mbarrier.arrive(empty.index(stage))
                 _finish(s1, weight1, scores, sample, own + R, row, stop, first, asked, keys, n,
                         there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
@@ -357,7 +355,7 @@ def _scores_shared(
         mbarrier.init(empty.index(stage), count=1)
     mbarrier.init(q_full.index(0), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     program = gl.program_id(0)
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * ROWS

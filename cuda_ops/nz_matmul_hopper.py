@@ -21,13 +21,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .gluon_names import barrier, reinterpret, tma_load
 from .rotation_hopper import pass_on, rotate
 from .tiling import Tiling
 
@@ -42,7 +42,7 @@ def _fetch(
     if END > FIRST:
         mine = (block >= FIRST) & (block < END) & wanted
         panel = (block - FIRST) * (COLUMNS // 16)
-        tma.async_copy_global_to_shared(w, [panel, k, 0], bar, tile, pred=mine)
+        tma_load(w, [panel, k, 0], bar, tile, pred=mine)
 
 
 @gluon.jit
@@ -101,7 +101,7 @@ def _product(
     for each in gl.static_range(STAGES):
         mbarrier.init(full.index(each), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     program = gl.program_id(0)
     run = gl.program_id(1)
@@ -128,9 +128,7 @@ def _product(
         if not LATE:
             gdc_wait()
     for i in range(ahead):
-        tma.async_copy_global_to_shared(
-            x, [token, lo + i * K_TILE], full.index(i), x_tiles.index(i)
-        )
+        tma_load(x, [token, lo + i * K_TILE], full.index(i), x_tiles.index(i))
 
     columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
     summed: gl.constexpr = gl.NVMMADistributedLayout(
@@ -140,11 +138,11 @@ def _product(
     for i in range(CHUNKS):
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        w_tile = w_tiles.index(stage)._reinterpret(x.dtype, [COLUMNS, K_TILE], columns_first)
+        w_tile = reinterpret(w_tiles.index(stage), x.dtype, [COLUMNS, K_TILE], columns_first)
         acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute([1, 0]), acc, is_async=True)
         # the product before is done in every warp, its tiles are free
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        gl.thread_barrier()
+        barrier()
         later = i + STAGES - 1
         wanted = (i > 0) & (later < CHUNKS)
         free = later % STAGES
@@ -155,7 +153,7 @@ def _product(
         _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(free), wanted)
         _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(free), wanted)
         _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(free), wanted)
-        tma.async_copy_global_to_shared(x, [token, k], bar, x_tiles.index(free), pred=wanted)
+        tma_load(x, [token, k], bar, x_tiles.index(free), pred=wanted)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
     if HEAD > 0:
@@ -163,12 +161,12 @@ def _product(
         PARTS: gl.constexpr = COLUMNS // 64
         whole: gl.constexpr = [STAGES * K_TILE // COLUMNS, TOKENS, COLUMNS]
         parts: gl.constexpr = [STAGES * K_TILE // 64, TOKENS, 64]
-        gl.thread_barrier()  # the last product is done in every warp, not only in this one
-        result = x_tiles._reinterpret(x.dtype, whole, x.layout).index(0)
+        barrier()  # the last product is done in every warp, not only in this one
+        result = reinterpret(x_tiles, x.dtype, whole, x.layout).index(0)
         result.permute([1, 0]).store(acc.to(out.dtype.element_ty))
-        gl.thread_barrier()
+        barrier()
         for part in gl.static_range(PARTS):
-            tile = x_tiles._reinterpret(x.dtype, parts, x.layout).index(part)
+            tile = reinterpret(x_tiles, x.dtype, parts, x.layout).index(part)
             number = block * PARTS + part
             at = out + number * 64
             if number % (HEAD // 64) == 0:

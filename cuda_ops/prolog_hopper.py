@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .gluon_names import barrier, reinterpret, tma_load, tma_store
 from .nz_matmul_hopper import DTYPES, describe, describe_rows
 from .rotation_hopper import rotate
 from .tiling import PROGRAMS, power_of_two
@@ -77,18 +78,16 @@ def _absorb(
     for part in gl.static_range(PARTS + 1):
         mbarrier.init(bars.index(part), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     for part in gl.static_range(PARTS):
         bar = bars.index(part)
         mbarrier.expect(bar, DN * WIDE * 2)
-        tma.async_copy_global_to_shared(
-            w_blocks, [head * DN, part * WIDE], bar, w_tiles.index(part)
-        )
+        tma_load(w_blocks, [head * DN, part * WIDE], bar, w_tiles.index(part))
     gdc_launch_dependents()
     gdc_wait()
     there = bars.index(PARTS)
     mbarrier.expect(there, TOKENS * DN * 2)
-    tma.async_copy_global_to_shared(q_blocks, [token, head * (DN + D)], there, q_tile)
+    tma_load(q_blocks, [token, head * (DN + D)], there, q_tile)
     _rotate(q, query_rope, sin, cos, head, token, tokens, HEADS, DN, D, TOTAL, TOKENS, INTERLEAVED)
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
@@ -102,7 +101,7 @@ def _absorb(
         tma.store_wait(0)
         out_tile.store(acc.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_blocks, [token, head * R + part * WIDE], out_tile)
+        tma_store(out_blocks, [token, head * R + part * WIDE], out_tile)
     tma.store_wait(0)
 
 
@@ -118,10 +117,8 @@ def _ask(w, c, w_tiles, c_tiles, full, step, wanted, head, token):
     mbarrier.expect(bar, (3 * 64 + TOKENS) * K_TILE * 2, pred=wanted)
     for i in gl.static_range(3):
         panel = (head * 3 + i) * 4
-        tma.async_copy_global_to_shared(
-            w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=wanted
-        )
-    tma.async_copy_global_to_shared(c, [token, k], bar, c_tiles.index(stage), pred=wanted)
+        tma_load(w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=wanted)
+    tma_load(c, [token, k], bar, c_tiles.index(stage), pred=wanted)
 
 
 @gluon.jit
@@ -137,10 +134,10 @@ def _ask_last(
     wanted = step < CHUNKS + LAST
     mbarrier.expect(bar, 2 * 64 * K_TILE * 2, pred=wanted)
     for i in gl.static_range(2):
-        tile = w_tiles.index(stage * 3 + i)._reinterpret(w_uk.dtype, [K_TILE, 64], w_uk.layout)
+        tile = reinterpret(w_tiles.index(stage * 3 + i), w_uk.dtype, [K_TILE, 64], w_uk.layout)
         row = head * 128 + (i * 64 if K_TILE == 64 else 0)
         column = (step - CHUNKS) * K_TILE + (0 if K_TILE == 64 else i * 64)
-        tma.async_copy_global_to_shared(w_uk, [row, column], bar, tile, pred=wanted)
+        tma_load(w_uk, [row, column], bar, tile, pred=wanted)
 
 
 @gluon.jit
@@ -153,14 +150,14 @@ def _step(w_tiles, c_tiles, full, i, a, b, turned):
     stage = i % STAGES
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     c_tile = c_tiles.index(stage).permute([1, 0])
-    w_tile = w_tiles.index(stage * 3)._reinterpret(c_tiles.dtype, [64, K_TILE], columns_first)
+    w_tile = reinterpret(w_tiles.index(stage * 3), c_tiles.dtype, [64, K_TILE], columns_first)
     a = warpgroup_mma(w_tile, c_tile, a, is_async=True)
-    w_tile = w_tiles.index(stage * 3 + 1)._reinterpret(c_tiles.dtype, [64, K_TILE], columns_first)
+    w_tile = reinterpret(w_tiles.index(stage * 3 + 1), c_tiles.dtype, [64, K_TILE], columns_first)
     b = warpgroup_mma(w_tile, c_tile, b, is_async=True)
-    w_tile = w_tiles.index(stage * 3 + 2)._reinterpret(c_tiles.dtype, [64, K_TILE], columns_first)
+    w_tile = reinterpret(w_tiles.index(stage * 3 + 2), c_tiles.dtype, [64, K_TILE], columns_first)
     turned = warpgroup_mma(w_tile, c_tile, turned, is_async=True)
     a, b, turned = warpgroup_mma_wait(num_outstanding=3, deps=(a, b, turned))
-    gl.thread_barrier()
+    barrier()
     return a, b, turned
 
 
@@ -169,7 +166,7 @@ def _place(c_tiles, i: gl.constexpr):
     """The i-th [TOKENS, 64] of the tiles of c."""
     HALVES: gl.constexpr = c_tiles.shape[2] // 64
     shape: gl.constexpr = [HALVES, c_tiles.shape[1], 64]
-    tile = c_tiles.index(i // HALVES)._reinterpret(c_tiles.dtype, shape, c_tiles.layout)
+    tile = reinterpret(c_tiles.index(i // HALVES), c_tiles.dtype, shape, c_tiles.layout)
     return tile.index(i % HALVES)
 
 
@@ -212,20 +209,16 @@ def _query(
     for each in gl.static_range(STAGES):
         mbarrier.init(full.index(each), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     for each in gl.static_range(STAGES):
         mbarrier.expect(full.index(each), (3 * 64 + TOKENS) * K_TILE * 2)
         for part in gl.static_range(3):
             panel = (head * 3 + part) * 4
-            tma.async_copy_global_to_shared(
-                w, [panel, each * K_TILE, 0], full.index(each), w_tiles.index(each * 3 + part)
-            )
+            tma_load(w, [panel, each * K_TILE, 0], full.index(each), w_tiles.index(each * 3 + part))
     gdc_launch_dependents()
     gdc_wait()
     for each in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(
-            c, [token, each * K_TILE], full.index(each), c_tiles.index(each)
-        )
+        tma_load(c, [token, each * K_TILE], full.index(each), c_tiles.index(each))
 
     GROUPS: gl.constexpr = gl.num_warps() // 4
     summed: gl.constexpr = gl.NVMMADistributedLayout(
@@ -241,7 +234,7 @@ def _query(
         a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned)
         _ask_last(w_uk, w_tiles, c_tiles, full, i + STAGES - 1, head, CHUNKS, LAST)
     a, b, turned = warpgroup_mma_wait(num_outstanding=0, deps=(a, b, turned))
-    gl.thread_barrier()
+    barrier()
     _ask_last(w_uk, w_tiles, c_tiles, full, CHUNKS - 1 + STAGES, head, CHUNKS, LAST)
 
     # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
@@ -249,7 +242,7 @@ def _query(
     _put(b, _place(c_tiles, 1), True)
     _put(turned, _place(c_tiles, 2), True)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     rotate(
         _place(c_tiles, 2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS,
         INTERLEAVED,
@@ -262,8 +255,8 @@ def _query(
         step = CHUNKS + last
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        one = w_tiles.index(stage * 3)._reinterpret(dtype, [K_TILE, 64], w_uk.layout)
-        two = w_tiles.index(stage * 3 + 1)._reinterpret(dtype, [K_TILE, 64], w_uk.layout)
+        one = reinterpret(w_tiles.index(stage * 3), dtype, [K_TILE, 64], w_uk.layout)
+        two = reinterpret(w_tiles.index(stage * 3 + 1), dtype, [K_TILE, 64], w_uk.layout)
         column = head * R + last * K_TILE
         if K_TILE == 64:
             out = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
@@ -271,23 +264,23 @@ def _query(
             out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
             place = c_tiles.index(2 + last % 2)
             tma.store_wait(1)
-            gl.thread_barrier()
+            barrier()
             _put(out, place, SWAP)
             fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(query, [token, column], place)
+            barrier()
+            tma_store(query, [token, column], place)
         else:
             left = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
             right = _times(c_tiles.index(0), two, gl.zeros(shape, gl.float32, absorbed), SWAP)
             left, right = warpgroup_mma_wait(num_outstanding=0, deps=(left, right))
             tma.store_wait(0)
-            gl.thread_barrier()
+            barrier()
             _put(left, _place(c_tiles, 4), SWAP)
             _put(right, _place(c_tiles, 5), SWAP)
             fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(query, [token, column], _place(c_tiles, 4))
-            tma.async_copy_shared_to_global(query, [token, column + 64], _place(c_tiles, 5))
+            barrier()
+            tma_store(query, [token, column], _place(c_tiles, 4))
+            tma_store(query, [token, column + 64], _place(c_tiles, 5))
         _ask_last(w_uk, w_tiles, c_tiles, full, step + STAGES, head, CHUNKS, LAST)
     tma.store_wait(0)
 

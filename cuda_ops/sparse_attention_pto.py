@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class _Side:
         self.here.wait_stream(self.there)
 
 
-def forward(
+def with_indices(
     x: Tensor,
     w_dq: Tensor,
     w_uq_qr: Tensor,
@@ -98,7 +99,7 @@ def forward(
     rope_interleaved: bool = True,
     index_rope_interleaved: bool = False,
     weight_format: str = "nz",
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     requests, steps, hidden = x.shape
     heads, plain, rank = w_uk.shape
     ranks, rotary, size = gamma_cq.shape[0], sin.shape[-1], in_gamma_k.shape[0]
@@ -108,7 +109,8 @@ def forward(
     if softmax_scale is None:
         softmax_scale = (plain + rotary) ** -0.5
     if tokens == 0:
-        return memory.empty((requests, steps, heads, rank), dtype, device)
+        indices = memory.empty((requests, steps, 1, sparse_count), torch.int32, device)
+        return memory.empty((requests, steps, heads, rank), dtype, device), indices
 
     query_norm = memory.empty((tokens, ranks), dtype, device)
     weights = memory.empty((requests, steps, index_heads), dtype, device)
@@ -199,4 +201,8 @@ def forward(
         return_softmax_lse=False,
         sinks=None,
     )
-    return out
+    return out, indices
+
+
+def forward(*args: Any, **arguments: Any) -> Tensor:
+    return with_indices(*args, **arguments)[0]

@@ -17,11 +17,12 @@ import triton
 from torch import Tensor, float32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
 from . import rows
+from .gluon_names import cp_async, mma_v2
 from .sparse_flash_attention_hopper import locate, slots
 
 LOWEST = gl.constexpr(-1e30)
@@ -81,11 +82,11 @@ def attend(
     h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
     d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
     at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(queries, at, mask=(h < HEADS)[:, None])
+    cp_async(queries, at, mask=(h < HEADS)[:, None])
     h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, GATHER))).to(gl.int64)
     r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
-    async_copy.async_copy_global_to_shared(query_ropes, at, mask=(h < HEADS)[:, None])
+    cp_async(query_ropes, at, mask=(h < HEADS)[:, None])
     places.store(
         slots(
             index, entry, seen, request, start, reach, table, table_stride, pages, SPAN, PAGE, KEYS
@@ -95,12 +96,12 @@ def attend(
     there = (slot >= 0)[:, None]
     slot = gl.maximum(slot, 0).to(gl.int64)
     at = (key_rope + slot * rope_stride)[:, None] + r[None, :]
-    async_copy.async_copy_global_to_shared(ropes, at, mask=there)
+    cp_async(ropes, at, mask=there)
     d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
     at = (key + slot * key_stride)[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(left, at, mask=there)
+    cp_async(left, at, mask=there)
     async_copy.commit_group()
-    async_copy.async_copy_global_to_shared(right, at + 256, mask=there)
+    cp_async(right, at + 256, mask=there)
     async_copy.commit_group()
     async_copy.wait_group(1)
     s = mma_v2(

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import rows
+from .gluon_names import barrier, cp_async
 from .sparse_flash_attention import placed, slot_of
 
 LOWEST = gl.constexpr(-1e30)
@@ -67,7 +68,7 @@ LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
 @gluon.jit
 def _arrive(bars, which):
     """After every warp of the group is here."""
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(bars.index(which), count=1)
 
 
@@ -76,7 +77,7 @@ def _half(base, slot, stride, tile, column: gl.constexpr):
     """Ask for columns `column` .. of the rows `slot`; absent rows become 0."""
     d = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, GATHER))
     at = (base + gl.maximum(slot, 0).to(gl.int64) * stride)[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(tile, at, mask=(slot >= 0)[:, None])
+    cp_async(tile, at, mask=(slot >= 0)[:, None])
 
 
 @gluon.jit
@@ -164,10 +165,10 @@ def _producer(
             h = (head + line).to(gl.int64)
             real = (h < HEADS)[:, None]
             at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
-            async_copy.async_copy_global_to_shared(q_left.index(0), at, mask=real)
-            async_copy.async_copy_global_to_shared(q_right.index(0), at + 256, mask=real)
+            cp_async(q_left.index(0), at, mask=real)
+            cp_async(q_right.index(0), at + 256, mask=real)
             at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
-            async_copy.async_copy_global_to_shared(qr.index(0), at, mask=real)
+            cp_async(qr.index(0), at, mask=real)
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
@@ -332,7 +333,7 @@ def _even(
         exchange.index(2).store(row_sum)
         _arrive(bars, SUMMED)
         mbarrier.wait(bars.index(SUMMED + 1), turn)
-        gl.thread_barrier()  # racecheck believes the wait only where its warps meet after it
+        barrier()  # racecheck believes the wait only where its warps meet after it
         total = exchange.index(3).load(ROW)
         turn = turn ^ 1
         row, split, head = _item(item, HEADS, SPLITS)
@@ -383,7 +384,7 @@ def _odd(
         exchange.index(3).store(row_sum)
         _arrive(bars, SUMMED + 1)
         mbarrier.wait(bars.index(SUMMED), turn)
-        gl.thread_barrier()
+        barrier()
         total = exchange.index(2).load(ROW)
         turn = turn ^ 1
         row, split, head = _item(item, HEADS, SPLITS)
@@ -420,7 +421,7 @@ def attend(
         mbarrier.init(bars.index(i), count=1)
     mbarrier.init(bars.index(QUERY), count=128)
     mbarrier.init(bars.index(QUERY_FREE), count=2)
-    gl.thread_barrier()
+    barrier()
     gl.warp_specialize(
         [
             (

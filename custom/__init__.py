@@ -15,6 +15,10 @@ if not (_here / "dispatch").is_dir():
     # a clone that was not installed: the other folders lie beside this one
     __path__.append(str(_here.parent))
 
+from .dispatch.register import register_all as _register_all  # noqa: E402
+
+_register_all()
+
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
 from .delta_rule import (  # noqa: E402
@@ -25,7 +29,6 @@ from .delta_rule import (  # noqa: E402
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
 from .dispatch.env import config  # noqa: E402
 from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
-from .dispatch.register import register_all as _register_all  # noqa: E402
 from .graph_mode import warmup  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     compute_index_loss_sparse,
@@ -36,7 +39,9 @@ from .sparse_attention import (  # noqa: E402
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
     npu_mla_prolog_pto,
+    npu_sparse_attention_indices_pto,
     npu_sparse_attention_pto,
+    npu_sparse_attention_shared_pto,
     npu_sparse_flash_attention,
     npu_sparse_flash_attention_grad,
 )
@@ -57,12 +62,12 @@ __all__ = [
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
     "npu_mla_prolog_pto",
+    "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",
+    "npu_sparse_attention_shared_pto",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
     "to_nz",
     "warmup",
 ]
-
-_register_all()

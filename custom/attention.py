@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._call import call
+from ._op import call
 
 
 def npu_fused_attention(

@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ._call import call
+from ._op import op
 
 
+@op
 def npu_fused_sigmoid_gating_delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -84,36 +84,13 @@ def npu_fused_sigmoid_gating_delta_rule_update(
     ... ).shape
     torch.Size([1, 1, 4, 8])
     """
-    o: Tensor = call(
-        torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update,
-        A_log,
-        a,
-        dt_bias,
-        softplus_beta,
-        softplus_threshold,
-        q,
-        k,
-        v,
-        b,
-        initial_state_source,
-        initial_state_indices,
-        scale,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-        state_layout=state_layout,
-        is_kda=is_kda,
-        disable_state_update=disable_state_update,
-        intermediate_states=intermediate_states,
-        intermediate_state_indices=intermediate_state_indices,
-        retrieve_parent_token=retrieve_parent_token,
-    )
-    return o
 
 
 # the source document's name; sglang's positional order with state_layout="vk"
 fused_sigmoid_gating_delta_rule_update = npu_fused_sigmoid_gating_delta_rule_update
 
 
+@op
 def npu_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -161,15 +138,3 @@ def npu_chunk_gated_delta_rule(
     >>> state.shape
     torch.Size([1, 4, 8, 16])
     """
-    out: tuple[Tensor, Tensor] = call(
-        torch.ops.custom.npu_chunk_gated_delta_rule,
-        query,
-        key,
-        value,
-        beta=beta,
-        initial_state=initial_state,
-        actual_seq_lengths=actual_seq_lengths,
-        scale=scale,
-        g=g,
-    )
-    return out

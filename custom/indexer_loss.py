@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._call import call
+from ._op import call, op
+from .dispatch.spec import UNLIMITED
 
-_ALL = 2**63 - 1
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
@@ -107,6 +107,7 @@ def _reduce(rows: Tensor, reduction: str) -> Tensor:
     return rows.sum() / max(count, 1)
 
 
+@op
 def npu_sparse_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -124,8 +125,8 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     actual_seq_klen: list[int] | None = None,
     layout: str | None = "BSND",
     sparse_mode: int | None = 3,
-    pre_tokens: int | None = _ALL,
-    next_tokens: int | None = _ALL,
+    pre_tokens: int | None = UNLIMITED,
+    next_tokens: int | None = UNLIMITED,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The indexer's KL loss and its gradients down to the indexer's inputs, in one call.
@@ -167,25 +168,3 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    out: tuple[Tensor, Tensor, Tensor, Tensor] = call(
-        torch.ops.custom.npu_sparse_lightning_indexer_grad_kl_loss,
-        query,
-        key,
-        query_index,
-        key_index,
-        weights,
-        sparse_indices,
-        softmax_max,
-        softmax_sum,
-        scale_value,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        actual_seq_qlen=actual_seq_qlen,
-        actual_seq_klen=actual_seq_klen,
-        layout=layout,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        sinks=sinks,
-    )
-    return out

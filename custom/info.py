@@ -7,6 +7,7 @@ Works when half of the environment is broken: each line is found out on its own.
 
 from __future__ import annotations
 
+import importlib
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 
 from . import __version__
-from .dispatch import backends
+from .dispatch import backends, versions
 from .dispatch.env import VARIABLES
-from .dispatch.specs import SPECS, Spec
+from .dispatch.spec import Spec
+from .dispatch.specs import SPECS
 
 PACKAGES = (
     "torch",
@@ -46,6 +48,16 @@ def _cuda() -> str:
     return ", ".join(torch.cuda.get_device_name(index) for index in range(count))
 
 
+def _chosen_by(index: int) -> str:
+    """What a GPU can do, and which kernels run on it for that: or why none do."""
+    device = torch.device("cuda", index)
+    reason = backends.cannot_run(backends.CUDA, device)
+    if reason is not None:
+        return reason
+    gpu = importlib.import_module(f"{backends.CUDA.package}.gpu")
+    return str(gpu.described(device))
+
+
 def _npu() -> str:
     if backends.installed("torch_npu") is None:
         return "none (torch_npu is not installed)"
@@ -53,6 +65,18 @@ def _npu() -> str:
 
     count: int = torch_npu.npu.device_count()
     return ", ".join(torch_npu.npu.get_device_name(index) for index in range(count)) or "none"
+
+
+def _compiler() -> str | None:
+    build = versions.compiler()
+    return None if build is None else f"{build.said}, {build.path}"
+
+
+def _apart() -> str | None:
+    """Only where there is something of Ascend to compare."""
+    if backends.installed("triton-ascend") is None:
+        return None
+    return versions.apart(versions.here())
 
 
 def _runs(spec: Spec, backend: backends.Backend) -> str:
@@ -77,7 +101,14 @@ def report() -> Iterator[str]:
     for name in PACKAGES:
         yield f"  {name:<15}{_or_error(backends.installed, name)}"
     yield f"  {'cuda devices':<15}{_or_error(_cuda)}"
+    for index in range(torch.cuda.device_count()):
+        yield f"  {f'  cuda:{index}':<15}{_or_error(_chosen_by, index)}"
     yield f"  {'npu devices':<15}{_or_error(_npu)}"
+    yield f"  {'CANN':<15}{_or_error(versions.cann)}"
+    yield f"  {'its compiler':<15}{_or_error(_compiler)}"
+    apart = _or_error(_apart)
+    if apart != "-":
+        yield f"  WARNING: {apart}"
     both = backends.both_tritons()
     if both is not None:
         yield f"  WARNING: {both}"

@@ -7,12 +7,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._call import call
+from ._op import op
+from .dispatch.spec import UNLIMITED
 
 _ops = torch.ops.custom
-_ALL = 2**63 - 1
 
 
+@op
 def npu_sparse_attention_pto(
     x: Tensor,
     w_dq: Tensor,
@@ -108,39 +109,183 @@ def npu_sparse_attention_pto(
     >>> out.shape
     torch.Size([1, 1, 2, 32])
     """
-    out: Tensor = call(
-        _ops.npu_sparse_attention_pto,
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        cache_index,
-        kv_cache,
-        kr_cache,
-        block_table,
-        act_seqs,
-        w_idx_qb,
-        w_idx_k,
-        w_idx_proj,
-        in_gamma_k,
-        in_beta_k,
-        index_k_cache,
-        softmax_scale=softmax_scale,
-        rms_norm_eps=rms_norm_eps,
-        layer_norm_eps=layer_norm_eps,
-        sparse_count=sparse_count,
-        rope_interleaved=rope_interleaved,
-        index_rope_interleaved=index_rope_interleaved,
-        weight_format=weight_format,
-    )
-    return out
 
 
+@op
+def npu_sparse_attention_indices_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    rms_norm_eps: float = 1e-6,
+    layer_norm_eps: float = 1e-6,
+    sparse_count: int = 2048,
+    rope_interleaved: bool = True,
+    index_rope_interleaved: bool = False,
+    weight_format: str = "nz",
+) -> tuple[Tensor, Tensor]:
+    """`npu_sparse_attention_pto`, and the positions that it attended to.
+
+    For models whose other layers attend to the same positions (`npu_sparse_attention_shared_pto`):
+    all but one of every few layers of GLM-5.2, or the draft tokens of multi-token prediction.
+
+    Args:
+        x: [B, S, H] hidden states; S is 1 + the draft tokens of multi-token prediction.
+        w_dq: [H, Rq] query down-projection, NZ (see `weight_format`).
+        w_uq_qr: [Rq, N * (Dn + Dr)] query up-projection, NZ; per head Dn plain, Dr rotary columns.
+        w_uk: [N, Dn, R] key up-projection, absorbed into the query; row-major.
+        w_dkv_kr: [H, R + Dr] latent and rotary key projection, NZ.
+        gamma_cq: [Rq] RMSNorm weight of the query latent.
+        gamma_ckv: [R] RMSNorm weight of the key latent.
+        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
+        cos: [B, S, Dr] cosines likewise.
+        cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
+            written to; negative or out of range: not written.
+        kv_cache: [pages, P, 1, R] latent cache, updated in place.
+        kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        act_seqs: [B] int32 or int64, length of each request with its S new tokens.
+        w_idx_qb: [Rq, Ni * Di] index query projection, NZ.
+        w_idx_k: [H, Di] index key projection, NZ.
+        w_idx_proj: [H, Ni] index head weights, NZ.
+        in_gamma_k: [Di] LayerNorm weight of the index key.
+        in_beta_k: [Di] LayerNorm bias of the index key.
+        index_k_cache: [pages, P, 1, Di] index key cache, updated in place.
+        softmax_scale: None is (Dn + Dr) ** -0.5. A checkpoint with YaRN needs its own: the released
+            DeepSeek-V3.2-Exp has 192 ** -0.5 * mscale ** 2 = 0.13523.
+        rms_norm_eps: of both RMSNorms.
+        layer_norm_eps: of the index key's LayerNorm.
+        sparse_count: positions attended to by a query, at most.
+        rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
+        index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate).
+        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
+            "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+
+    Returns:
+        out: [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.
+        sparse_indices: [B, S, 1, sparse_count] int32, ascending positions; -1 where fewer exist.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> H, Rq, N, Dn, R, Dr, Ni, Di, P = 64, 32, 2, 16, 32, 16, 16, 32, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> nz = lambda *shape: custom.to_nz(new(*shape))
+    >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> out, indices = custom.npu_sparse_attention_indices_pto(
+    ...     new(1, 1, H), nz(H, Rq), nz(Rq, N * (Dn + Dr)), new(N, Dn, R), nz(H, R + Dr),
+    ...     torch.ones(Rq), torch.ones(R), new(1, 1, Dr), new(1, 1, Dr), ints([37]),
+    ...     new(8, P, 1, R), new(8, P, 1, Dr), ints([0, 1, 2]), ints(38),
+    ...     nz(Rq, Ni * Di), nz(H, Di), nz(H, Ni), torch.ones(Di), torch.zeros(Di),
+    ...     new(8, P, 1, Di), sparse_count=16,
+    ... )
+    >>> out.shape, indices.shape
+    (torch.Size([1, 1, 2, 32]), torch.Size([1, 1, 1, 16]))
+    """
+
+
+@op
+def npu_sparse_attention_shared_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    sparse_indices: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    rms_norm_eps: float = 1e-6,
+    rope_interleaved: bool = True,
+    weight_format: str = "nz",
+) -> Tensor:
+    """The sparse attention of a layer that takes over another layer's selection.
+
+    Writes the new tokens' keys into the two paged caches and attends to the positions in
+    `sparse_indices`: `npu_mla_prolog_pto` and `npu_sparse_flash_attention` in one call. There is no
+    indexer and no index cache; `npu_sparse_attention_indices_pto` gives the selection.
+
+    Formula: as `npu_sparse_attention_pto`; sharing as in arXiv 2603.12201.
+
+    Args:
+        x: [B, S, H] hidden states; S is 1 + the draft tokens of multi-token prediction.
+        w_dq: [H, Rq] query down-projection, NZ (see `weight_format`).
+        w_uq_qr: [Rq, N * (Dn + Dr)] query up-projection, NZ; per head Dn plain, Dr rotary columns.
+        w_uk: [N, Dn, R] key up-projection, absorbed into the query; row-major.
+        w_dkv_kr: [H, R + Dr] latent and rotary key projection, NZ.
+        gamma_cq: [Rq] RMSNorm weight of the query latent.
+        gamma_ckv: [R] RMSNorm weight of the key latent.
+        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
+        cos: [B, S, Dr] cosines likewise.
+        cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
+            written to; negative or out of range: not written.
+        kv_cache: [pages, P, 1, R] latent cache, updated in place.
+        kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        act_seqs: [B] int32 or int64, length of each request with its S new tokens.
+        sparse_indices: [B, S, 1, K] int32 or int64, positions; one that is negative, or that its
+            token does not see, is absent.
+        softmax_scale: None is (Dn + Dr) ** -0.5. A checkpoint with YaRN needs its own: the released
+            DeepSeek-V3.2-Exp has 192 ** -0.5 * mscale ** 2 = 0.13523.
+        rms_norm_eps: of both RMSNorms.
+        rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
+        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
+            "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+
+    Returns:
+        [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> H, Rq, N, Dn, R, Dr, P = 64, 32, 2, 16, 32, 16, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> nz = lambda *shape: custom.to_nz(new(*shape))
+    >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+    >>> out = custom.npu_sparse_attention_shared_pto(
+    ...     new(1, 1, H), nz(H, Rq), nz(Rq, N * (Dn + Dr)), new(N, Dn, R), nz(H, R + Dr),
+    ...     torch.ones(Rq), torch.ones(R), new(1, 1, Dr), new(1, 1, Dr), ints([37]),
+    ...     new(8, P, 1, R), new(8, P, 1, Dr), ints([0, 1, 2]), ints(38),
+    ...     ints([[[0, 5, 37, -1]]]),
+    ... )
+    >>> out.shape
+    torch.Size([1, 1, 2, 32])
+    """
+
+
+@op
 def npu_mla_prolog_pto(
     token_x: Tensor,
     weight_dq: Tensor,
@@ -194,28 +339,9 @@ def npu_mla_prolog_pto(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    out: tuple[Tensor, Tensor, Tensor] = call(
-        _ops.npu_mla_prolog_pto,
-        token_x,
-        weight_dq,
-        weight_uq_qr,
-        weight_uk,
-        weight_dkv_kr,
-        rmsnorm_gamma_cq,
-        rmsnorm_gamma_ckv,
-        rope_sin,
-        rope_cos,
-        kv_cache,
-        kr_cache,
-        cache_index,
-        rmsnorm_epsilon_cq=rmsnorm_epsilon_cq,
-        rmsnorm_epsilon_ckv=rmsnorm_epsilon_ckv,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
-    )
-    return out
 
 
+@op
 def npu_indexer_prolog_pto(
     token_x: Tensor,
     query_norm: Tensor,
@@ -265,26 +391,9 @@ def npu_indexer_prolog_pto(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    out: tuple[Tensor, Tensor] = call(
-        _ops.npu_indexer_prolog_pto,
-        token_x,
-        query_norm,
-        weight_qb,
-        weight_k,
-        weight_proj,
-        ln_gamma_k,
-        ln_beta_k,
-        rope_sin,
-        rope_cos,
-        index_k_cache,
-        cache_index,
-        ln_epsilon=ln_epsilon,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
-    )
-    return out
 
 
+@op
 def npu_lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -297,8 +406,8 @@ def npu_lightning_indexer(
     layout_key: str = "BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
-    pre_tokens: int = _ALL,
-    next_tokens: int = _ALL,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
     return_value: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The `sparse_count` positions of `key` that score highest for every query.
@@ -340,25 +449,9 @@ def npu_lightning_indexer(
     >>> index.shape
     torch.Size([1, 2, 1, 4])
     """
-    out: tuple[Tensor, Tensor] = call(
-        _ops.npu_lightning_indexer,
-        query,
-        key,
-        weights,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        block_table=block_table,
-        layout_query=layout_query,
-        layout_key=layout_key,
-        sparse_count=sparse_count,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        return_value=return_value,
-    )
-    return out
 
 
+@op
 def npu_lightning_indexer_grad(
     query: Tensor,
     key: Tensor,
@@ -369,8 +462,8 @@ def npu_lightning_indexer_grad(
     actual_seq_lengths_key: Tensor | None = None,
     layout: str | None = "BSND",
     sparse_mode: int | None = 3,
-    pre_tokens: int | None = _ALL,
-    next_tokens: int | None = _ALL,
+    pre_tokens: int | None = UNLIMITED,
+    next_tokens: int | None = UNLIMITED,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the selected scores of `npu_lightning_indexer`.
 
@@ -398,23 +491,9 @@ def npu_lightning_indexer_grad(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    out: tuple[Tensor, Tensor, Tensor] = call(
-        _ops.npu_lightning_indexer_grad,
-        query,
-        key,
-        dy,
-        sparse_indices,
-        weights,
-        actual_seq_lengths_query,
-        actual_seq_lengths_key,
-        layout,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-    )
-    return out
 
 
+@op
 def npu_sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -431,8 +510,8 @@ def npu_sparse_flash_attention(
     layout_query: str = "BSND",
     layout_kv: str = "BSND",
     sparse_mode: int = 3,
-    pre_tokens: int = _ALL,
-    next_tokens: int = _ALL,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
     attention_mode: int = 2,
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
@@ -486,31 +565,9 @@ def npu_sparse_flash_attention(
     >>> out.shape
     torch.Size([1, 2, 4, 32])
     """
-    out: tuple[Tensor, Tensor, Tensor] = call(
-        _ops.npu_sparse_flash_attention,
-        query,
-        key,
-        value,
-        sparse_indices,
-        scale_value,
-        block_table=block_table,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_kv=actual_seq_lengths_kv,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        sparse_block_size=sparse_block_size,
-        layout_query=layout_query,
-        layout_kv=layout_kv,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        attention_mode=attention_mode,
-        return_softmax_lse=return_softmax_lse,
-        sinks=sinks,
-    )
-    return out
 
 
+@op
 def npu_sparse_flash_attention_grad(
     query: Tensor,
     key: Tensor,
@@ -528,8 +585,8 @@ def npu_sparse_flash_attention_grad(
     actual_seq_kvlen: Tensor | None = None,
     layout: str | None = "BSND",
     sparse_mode: int | None = 3,
-    pre_tokens: int | None = _ALL,
-    next_tokens: int | None = _ALL,
+    pre_tokens: int | None = UNLIMITED,
+    next_tokens: int | None = UNLIMITED,
     attention_mode: int | None = 2,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `npu_sparse_flash_attention` in everything but the indices.
@@ -568,26 +625,3 @@ def npu_sparse_flash_attention_grad(
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
     """
-    grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = call(
-        _ops.npu_sparse_flash_attention_grad,
-        query,
-        key,
-        value,
-        sparse_indices,
-        d_out,
-        out,
-        softmax_max,
-        softmax_sum,
-        scale_value,
-        sparse_block_size,
-        query_rope,
-        key_rope,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        layout,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-        attention_mode,
-    )
-    return grads

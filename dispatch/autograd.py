@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .specs import Spec
+from .spec import Spec
 
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
@@ -24,7 +24,10 @@ def _wants_gradient(value: Any) -> bool:
 
 def differentiable(spec: Spec, op: torch._ops.OpOverload, bind: Bind) -> Callable[..., Any]:
     """Runs the op and, where an argument requires grad, records it with the spec's own formula.
-    `setup_context` and `backward` see all arguments in the schema's order."""
+    `setup_context` sees all arguments by name, and `backward` answers by name."""
+    assert spec.setup_context is not None and spec.backward is not None
+    save, gradients = spec.setup_context, spec.backward
+    names = [argument.name for argument in op._schema.arguments]
     positional = sum(not argument.kwarg_only for argument in op._schema.arguments)
     keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
 
@@ -32,11 +35,13 @@ def differentiable(spec: Spec, op: torch._ops.OpOverload, bind: Bind) -> Callabl
         with torch._C._AutoDispatchBelowAutograd():
             given = dict(zip(keywords, values[positional:], strict=True))
             out = op(*values[:positional], **given)
-        spec.setup_context(ctx, values, out)
+        save(ctx, dict(zip(names, values, strict=True)), out)
         return out
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        return spec.backward(ctx, *grads)
+        found = gradients(ctx, *grads)
+        assert found.keys() <= set(names), f"{spec.name} has no {found.keys() - set(names)}"
+        return tuple(found.get(name) for name in names)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     recorded: Any = type(spec.name, (torch.autograd.Function,), members)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -16,11 +15,14 @@ from typing import Any
 import torch
 
 from . import log
+from .common import nz
 from .env import config
 from .errors import BackendUnavailable, NotSupported
-from .specs import Spec
+from .spec import Spec
+from .versions import installed as installed
 
 _ROOT = __package__.rpartition(".")[0]
+_OLDEST_TRITON = (3, 5)  # of CUDA: what the kernels import is not all in 3.4
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,6 @@ NPU = Backend("npu", "PrivateUse1", "npu", f"{_ROOT}.npu_ops")
 BACKENDS = (REFERENCE, CUDA, NPU)
 
 
-@cache
-def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def both_tritons() -> str | None:
     """The sentence for an environment in which triton and triton-ascend overwrote each other."""
     if installed("triton") is None or installed("triton-ascend") is None:
@@ -59,6 +52,11 @@ def both_tritons() -> str | None:
         "pip uninstall -y triton triton-ascend, then pip install the one this machine needs "
         "(triton for CUDA, triton-ascend for Ascend)."
     )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(3, 6) of `3.6.0+git1a2b`."""
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 def interpreting() -> bool:
@@ -81,6 +79,12 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
         return "triton is installed, this backend needs triton-ascend (never both)"
     if backend is CUDA and installed("triton") is None and installed("triton-ascend"):
         return "triton-ascend is installed, this backend needs triton (never both)"
+    version = installed("triton")
+    if backend is CUDA and version and _release(version) < _OLDEST_TRITON:
+        return (
+            f"triton {version} is installed, this backend needs 3.5 or later, which comes with "
+            "torch 2.9: pip install -U torch"
+        )
     return None
 
 
@@ -102,7 +106,10 @@ def launcher(backend: Backend, spec: Spec) -> tuple[Callable[..., Any], Callable
     if not has_kernel(backend, spec):
         return None
     module = importlib.import_module(f"{backend.package}.{spec.file}")
-    return getattr(module, spec.function), getattr(module, "unsupported", _nothing)
+    function = getattr(module, spec.function)
+    if backend is NPU:
+        function = importlib.import_module(f"{_ROOT}.npu_ops.tune").retrying(spec.name, function)
+    return function, getattr(module, "unsupported", _nothing)
 
 
 def _nothing(**_: Any) -> None:
@@ -120,6 +127,8 @@ def reason_against(
     if found is None:
         return "has no kernel for this op yet"
     against: str | None = found[1](**arguments)
+    if against is None and backend is NPU:
+        against = nz.unreadable(arguments)
     return against
 
 

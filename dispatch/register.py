@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from . import autograd, backends
-from .specs import SPECS, Spec
+from .spec import Spec
+from .specs import SPECS
 
 NAMESPACE = "custom"
 

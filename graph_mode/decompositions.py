@@ -172,7 +172,7 @@ def sparse_flash_attention(
     return out, top.view(batch, 1, length, heads), total.view(batch, 1, length, heads)
 
 
-def sparse_attention_pto(
+def sparse_attention_indices_pto(
     x: Tensor,
     w_dq: Tensor,
     w_uq_qr: Tensor,
@@ -200,7 +200,7 @@ def sparse_attention_pto(
     rope_interleaved: bool,
     index_rope_interleaved: bool,
     weight_format: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The four stages, as nodes of their own."""
     ops = torch.ops.custom
     if softmax_scale is None:
@@ -253,6 +253,68 @@ def sparse_attention_pto(
         kv_cache,
         None,
         indices,
+        softmax_scale,
+        block_table=block_table,
+        actual_seq_lengths_kv=act_seqs,
+        query_rope=query_rope,
+        key_rope=kr_cache,
+        layout_kv="PA_BSND",
+    )
+    return out, indices
+
+
+def sparse_attention_pto(**arguments: Any) -> Tensor:
+    return sparse_attention_indices_pto(**arguments)[0]
+
+
+def sparse_attention_shared_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    sparse_indices: Tensor,
+    softmax_scale: float | None,
+    rms_norm_eps: float,
+    rope_interleaved: bool,
+    weight_format: str,
+) -> Tensor:
+    """Two of the four stages, as nodes of their own."""
+    ops = torch.ops.custom
+    if softmax_scale is None:
+        softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
+    query, query_rope, _ = ops.npu_mla_prolog_pto(
+        x,
+        w_dq,
+        w_uq_qr,
+        w_uk,
+        w_dkv_kr,
+        gamma_cq,
+        gamma_ckv,
+        sin,
+        cos,
+        kv_cache,
+        kr_cache,
+        cache_index,
+        rmsnorm_epsilon_cq=rms_norm_eps,
+        rmsnorm_epsilon_ckv=rms_norm_eps,
+        rope_interleaved=rope_interleaved,
+        weight_format=weight_format,
+    )
+    out, _, _ = ops.npu_sparse_flash_attention(
+        query,
+        kv_cache,
+        None,
+        sparse_indices,
         softmax_scale,
         block_table=block_table,
         actual_seq_lengths_kv=act_seqs,
@@ -456,6 +518,8 @@ def _refuse_verification(
 
 DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_sparse_attention_pto": Decomposition(sparse_attention_pto),
+    "npu_sparse_attention_indices_pto": Decomposition(sparse_attention_indices_pto),
+    "npu_sparse_attention_shared_pto": Decomposition(sparse_attention_shared_pto),
     "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward),
     "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward),
     "npu_lightning_indexer": Decomposition(lightning_indexer, _refuse_tnd),

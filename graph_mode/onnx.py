@@ -24,7 +24,8 @@ from torch.export import Dim, ExportedProgram, graph_signature
 
 from ..dispatch.errors import NotSupported, need
 from ..dispatch.register import NAMESPACE, bind, overload
-from ..dispatch.specs import SPECS, Spec
+from ..dispatch.spec import Spec
+from ..dispatch.specs import SPECS
 from .decompositions import DECOMPOSITIONS, Decomposition
 
 if TYPE_CHECKING:

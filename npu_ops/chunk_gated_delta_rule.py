@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, tiling, tune
+from .front_end import extract_slice
 from .lengths import within
 
 CHUNK = tl.constexpr(64)
@@ -135,8 +136,8 @@ def triangles(
             x = tl.where(i[:, None] == i[None], 1.0, 0.0)
             # row r is done: take it out of the rows below
             for r in range(0, CHUNK - 1):
-                factor = tl.extract_slice(lower, (0, r), (CHUNK, 1), (1, 1))
-                done = tl.extract_slice(x, (r, 0), (1, CHUNK), (1, 1))
+                factor = extract_slice(lower, (0, r), (CHUNK, 1), (1, 1))
+                done = extract_slice(x, (r, 0), (1, CHUNK), (1, 1))
                 x = x - factor * done
             if APART:
                 half = x.to(solved.dtype.element_ty)
@@ -222,8 +223,9 @@ def walk(
 
 def _tile(value_size: int) -> tune.Config:
     """The widest that divides the value channels."""
-    table = tune.TABLE["chunk_gated_delta_rule.walk"]
-    return next(c for c in table if value_size % c.tiles["VALUE_TILE"] == 0)
+    kernel = "chunk_gated_delta_rule.walk"
+    dividing = [c for c in tune.TABLE[kernel] if value_size % c.tiles["VALUE_TILE"] == 0]
+    return tune.choose(kernel, dividing)
 
 
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:

@@ -420,8 +420,9 @@ def gates(
 
 def _tile(kernel: str, size: int) -> dict[str, Any]:
     """The widest that divides these channels."""
-    table = tune.TABLE[f"chunk_gated_delta_rule_grad.{kernel}"]
-    return next(c for c in table if size % next(iter(c.tiles.values())) == 0).keywords
+    kernel = f"chunk_gated_delta_rule_grad.{kernel}"
+    dividing = [c for c in tune.TABLE[kernel] if size % next(iter(c.tiles.values())) == 0]
+    return tune.choose(kernel, dividing).keywords
 
 
 def _only(kernel: str) -> dict[str, Any]:

@@ -162,11 +162,11 @@ def strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3] if x.ndim == 4 else (0, x.stride(1), x.stride(0))
 
 
-def config(kernel: str, *sizes: int) -> tune.Config:
+def config(kernel: str, *sizes: int, masked: bool) -> tune.Config:
     """The tiles for these head sizes: they are listed from the largest down."""
     found = tune.TABLE[kernel]
     least = 0 if max(sizes) <= 64 else 1 if max(sizes) <= 128 else 2
-    return found[min(least, len(found) - 1)]
+    return tune.choose(kernel, found[min(least, len(found) - 1) :], *sizes, masked)
 
 
 def forward(
@@ -195,6 +195,10 @@ def forward(
         min(window or 0, FARTHEST), q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
         *strides(q), *strides(k), *strides(v),
         DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, WINDOW=window is not None,
-        VARLEN=varlen, **config("fused_attention.attend", q.shape[-1], v.shape[-1]).keywords,
+        VARLEN=varlen,
+        **config(
+            "fused_attention.attend", q.shape[-1], v.shape[-1],
+            masked=causal or window is not None,
+        ).keywords,
     )  # fmt: skip
     return out, lse

@@ -256,7 +256,7 @@ def backward(
     delta, sums = (
         memory.empty([batches, heads, tokens_q], torch.float32, q.device) for _ in range(2)
     )
-    sizes = q.shape[-1], v.shape[-1]
+    sizes, masked = (q.shape[-1], v.shape[-1]), causal or window is not None
     row_sums[(cores.vector(),)](
         grad_o, o, lse, lse if grad_lse is None else grad_lse, delta, sums,
         batches, heads, tokens_q, *strides(grad_o), *strides(o),
@@ -283,10 +283,10 @@ def backward(
     }
     grad_keys[(cores.cube(),)](
         *inputs, grad_k, grad_v, *scalars, **flags,
-        **config("fused_attention_backward.grad_keys", *sizes).keywords,
+        **config("fused_attention_backward.grad_keys", *sizes, masked=masked).keywords,
     )  # fmt: skip
     grad_query[(cores.cube(),)](
         *inputs, grad_q, *scalars, **flags,
-        **config("fused_attention_backward.grad_query", *sizes).keywords,
+        **config("fused_attention_backward.grad_query", *sizes, masked=masked).keywords,
     )  # fmt: skip
     return grad_q, grad_k, grad_v

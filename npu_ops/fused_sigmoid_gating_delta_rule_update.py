@@ -210,15 +210,13 @@ def update(
 
 def _tile(key_size: int, value_size: int) -> tune.Config | None:
     """The widest part of the state that divides it and fits."""
-    return next(
-        (
-            config
-            for config in tune.TABLE[_KERNEL]
-            if value_size % config.tiles["VALUE_TILE"] == 0
-            and key_size * config.tiles["VALUE_TILE"] <= _STATE
-        ),
-        None,
-    )
+    fitting = [
+        config
+        for config in tune.TABLE[_KERNEL]
+        if value_size % config.tiles["VALUE_TILE"] == 0
+        and key_size * config.tiles["VALUE_TILE"] <= _STATE
+    ]
+    return tune.choose(_KERNEL, fitting, key_size) if fitting else None
 
 
 def unsupported(q: Tensor, v: Tensor, retrieve_parent_token: Tensor | None, **_: Any) -> str | None:

@@ -158,10 +158,12 @@ def _config(kernel: str, rows: int, depth: int) -> tune.Config:
     """The least rows that cover M; a depth that divides K where there is one."""
     found = tune.TABLE[kernel]
     most = max(config.tiles["ROWS"] for config in found)
-    covering = [config for config in found if config.tiles["ROWS"] >= min(rows, most)]
-    least = min(config.tiles["ROWS"] for config in covering)
-    fitting = [config for config in covering if config.tiles["ROWS"] == least]
-    return next((c for c in fitting if depth % c.tiles["DEPTH"] == 0), fitting[-1])
+    by_rows = tune.ranked(found, "ROWS", min(rows, most))
+    least = by_rows[0].tiles["ROWS"]
+    fitting = [config for config in by_rows if config.tiles["ROWS"] == least]
+    dividing = [config for config in fitting if depth % config.tiles["DEPTH"] == 0]
+    smaller = [config for config in by_rows if config.tiles["ROWS"] < least]
+    return tune.choose(kernel, dividing + fitting[::-1] + smaller)
 
 
 def _whole(config: tune.Config, rows: int, depth: int) -> dict[str, bool]:

@@ -48,7 +48,7 @@ def unsupported(
     )  # fmt: skip
 
 
-def forward(
+def with_indices(
     x: Tensor,
     w_dq: Tensor,
     w_uq_qr: Tensor,
@@ -76,7 +76,7 @@ def forward(
     rope_interleaved: bool,
     index_rope_interleaved: bool,
     weight_format: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     if softmax_scale is None:
         softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
     query, query_rope, query_norm = mla_prolog_pto.forward(
@@ -98,4 +98,8 @@ def forward(
         query_rope=query_rope, key_rope=kr_cache, sparse_block_size=1, layout_kv="PA_BSND",
         attention_mode=2, return_softmax_lse=False, sinks=None, **paged, **options,
     )  # fmt: skip
-    return out
+    return out, indices
+
+
+def forward(*args: Any, **arguments: Any) -> Tensor:
+    return with_indices(*args, **arguments)[0]

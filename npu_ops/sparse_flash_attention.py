@@ -212,14 +212,15 @@ def attend(
 
 def _attention(heads: int, latent: int, rotary: int) -> tune.Config:
     """The least tile that covers the heads; the largest that fits, where none does both."""
+    kernel = "sparse_flash_attention.attend"
     fitting = [
         config
-        for config in tune.TABLE["sparse_flash_attention.attend"]
+        for config in tune.TABLE[kernel]
         if not tiling.attend_overflow(
             config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"], latent, rotary
         )
     ]
-    return next((c for c in fitting if c.tiles["HEAD_TILE"] >= heads), fitting[-1])
+    return tune.choose(kernel, tune.ranked(fitting, "HEAD_TILE", heads), latent, rotary)
 
 
 def resolved(

@@ -225,7 +225,7 @@ def _losses(
     dense = memory.empty((at_once, wide, size), dtype, device)
     dense_rope = memory.empty((at_once, wide, rope), dtype, device)
     dense_index = memory.empty((at_once, wide, index_size), dtype, device)
-    copies = dict(KEY_TILE=tile) | tune.only("sparse_flash_attention.gather").keywords
+    copies = tune.only("sparse_flash_attention.gather")
     q, qr, qi = (x.flatten(0, -3) for x in (query, q_rope, query_index))
     w = weights.flatten(0, -2)
     for first in range(0, plan.rows, at_once):
@@ -233,11 +233,13 @@ def _losses(
         span = (first, rows, wide)
         gather[(cores.vector(),)](
             key, k_rope, slots, last, dense, dense_rope, *span,
-            ragged.row_stride(key), ragged.row_stride(k_rope), LATENT=size, ROTARY=rope, **copies,
+            ragged.row_stride(key), ragged.row_stride(k_rope), LATENT=size, ROTARY=rope,
+            KEY_TILE=tile, **copies.keywords,
         )  # fmt: skip
         gather[(cores.vector(),)](
             key_index, key_index, slots, last, dense_index, dense_index, *span,
-            ragged.row_stride(key_index), 0, LATENT=index_size, ROTARY=0, **copies,
+            ragged.row_stride(key_index), 0, LATENT=index_size, ROTARY=0,
+            KEY_TILE=tile, **copies.keywords,
         )  # fmt: skip
         targets[(cores.cube(),)](
             q, qr, dense, dense_rope, last, lse, target, *span, heads,

@@ -3,29 +3,49 @@
 """Every tile configuration that ships, by kernel.  tests/ascend runs and compiles each of them.
 
 `tiles` are constexpr arguments of the kernel, `options` are those of the Ascend compiler.  A
-launcher takes the only one, the one that covers its size, or searches the table itself.
+launcher takes the only one, the one that covers its size, or ranks some of the table itself.
 Chosen by what compiles inside the memories with double buffering; none was timed on a device.
+
+The compiler is the machine's, and another build may refuse a configuration.  The launcher then
+begins anew, and its choice falls on the next one: see `retrying`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
+
+from ..dispatch import log
+from ..dispatch.errors import NotSupported
+from . import refusals
 
 
 @dataclass(frozen=True)
 class Config:
     tiles: Mapping[str, int]
     options: Mapping[str, Any] = field(default_factory=dict)
+    # of one that was chosen: the kernel, and what else decides about its size
+    kernel: str = ""
+    shape: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         both = {**self.tiles, **self.options}
         return " ".join(f"{name}={value}" for name, value in both.items()) or "no tile"
 
     @property
+    def title(self) -> str:
+        """What a refusal is remembered by."""
+        return " ".join((self.kernel, str(self), *(("for", str(self.shape)) if self.shape else ())))
+
+    @property
     def keywords(self) -> dict[str, Any]:
-        """What a launch takes."""
+        """What a launch takes that follows at once: if it does not compile, this is to blame."""
+        call = _call.get()
+        if call is not None:
+            call.launching = self
         return {**self.tiles, **self.options}
 
 
@@ -142,13 +162,110 @@ TABLE: dict[str, tuple[Config, ...]] = {
 }
 
 
-def only(kernel: str) -> Config:
-    """The configuration of a kernel that has one."""
-    (config,) = TABLE[kernel]
-    return config
+@dataclass
+class _Call:
+    """One call of an op: what the compiler refused in it, and the launch that is under way."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    launching: Config | None = None
 
 
-def at_least(kernel: str, name: str, size: int) -> Config:
-    """The first configuration whose tile `name` covers `size`, or the last one."""
-    found = TABLE[kernel]
-    return next((config for config in found if config.tiles[name] >= size), found[-1])
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+
+
+class _Exhausted(Exception):
+    """No configuration is left for this kernel."""
+
+
+def choose(kernel: str, candidates: Sequence[Config], *shape: Any) -> Config:
+    """The first of `candidates` that the compiler takes.  `shape` is what decides about the memory
+    of the kernel beside its tiles.
+
+    A refusal that was remembered only moves a configuration to the end: should the memory be wrong,
+    it costs time and no answer.
+    """
+    call, known = _call.get(), refusals.known()
+    refused = call.refused if call is not None else {}
+    last = None
+    for config in candidates:
+        chosen = replace(config, kernel=kernel, shape=shape)
+        # a title is made only where there is something to compare it with
+        if refused and chosen.title in refused:
+            continue
+        if not known or chosen.title not in known:
+            return chosen
+        last = last or chosen
+    if last is None:
+        raise _Exhausted(kernel)
+    return last
+
+
+def only(kernel: str, *shape: Any) -> Config:
+    """For a kernel whose launcher has no say: the first of its configurations."""
+    return choose(kernel, TABLE[kernel], *shape)
+
+
+def ranked(configs: Sequence[Config], name: str, size: int) -> list[Config]:
+    """Those whose tile `name` covers `size`, then the others from the largest down; where a WIDTH
+    holds a row at once, it must cover it, and the largest is all there is instead."""
+    covering = [config for config in configs if config.tiles[name] >= size]
+    smaller = [config for config in configs if config.tiles[name] < size]
+    others = sorted(smaller, key=lambda config: -config.tiles[name])
+    if name == "WIDTH":
+        return covering or others[:1]
+    return covering + others
+
+
+def at_least(kernel: str, name: str, size: int, *shape: Any) -> Config:
+    """The first configuration whose tile `name` covers `size`, or the largest one."""
+    return choose(kernel, ranked(TABLE[kernel], name, size), *shape)
+
+
+def retrying(op: str, launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """`launcher`, begun anew where the compiler refuses the tiles of a kernel.
+
+    What it has written until then it writes again, the same; and kernels compile in the first call,
+    which precedes every capture of a graph.
+    """
+
+    @wraps(launcher)
+    def run(**arguments: Any) -> Any:
+        call = _Call()
+        token = _call.set(call)
+        try:
+            while True:
+                try:
+                    return launcher(**arguments)
+                except _Exhausted as exhausted:
+                    raise _none_fits(op, str(exhausted), call, arguments) from None
+                except Exception as error:
+                    refused = refusals.said(error)
+                    if refused is None or call.launching is None:
+                        raise
+                    _refuse(call, call.launching, *refused)
+        finally:
+            _call.reset(token)
+
+    return run
+
+
+def _refuse(call: _Call, config: Config, why: str, always: bool) -> None:
+    call.refused[config.title] = why
+    refusals.add(config.title, why, always)
+    log.once(
+        ("refused", config.title),
+        f"{refusals.compiler()} refuses {config.title} ({why}); the next tiles are tried.",
+    )
+
+
+def _none_fits(op: str, kernel: str, call: _Call, arguments: Mapping[str, Any]) -> NotSupported:
+    each = "; ".join(
+        f"{title.removeprefix(kernel).strip()}: {why}"
+        for title, why in call.refused.items()
+        if title.split(" ")[0] == kernel
+    )
+    return NotSupported(
+        f"{op}: {refusals.compiler()} refuses every tile configuration of {kernel} ({each}) for "
+        f"{log.describe(arguments)}. Install the CANN that belongs to this triton-ascend "
+        "(python -m custom.info), or set CUSTOM_BACKEND=reference."
+    )

@@ -14,16 +14,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
-TARGET = GPUTarget("cuda", 90, 32)
+
+def driver(capability):
+    """Triton's driver of a GPU that is not there."""
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        # a key of Triton's caches, beside those of real GPUs
+        get_current_device=lambda: f"pretended sm_{capability}",
+        get_current_stream=lambda device: 0,
+    )
 
 
 def stand_in(monkeypatch):
     """From here on a launch compiles its kernel; returns the list of what was compiled."""
-    driver = SimpleNamespace(
-        get_current_target=lambda: TARGET,
-        get_current_device=lambda: "hopper",  # a key of Triton's caches, beside those of real GPUs
-        get_current_stream=lambda device: 0,
-    )
     compiled = []
 
     def launch(kernel, grid):
@@ -31,6 +34,6 @@ def stand_in(monkeypatch):
             kernel.warmup(*arguments, grid=grid, **named)
         )
 
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver(90))
     monkeypatch.setattr(KernelInterface, "__getitem__", launch)
     return compiled

@@ -99,7 +99,7 @@ class Shared:
     def permute(self, order):
         return Shared(self.memory, self.at.permute(order), self.layout)
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         first, size = int(self.at.min()), self.at.numel()
         assert dtype == self.dtype and math.prod(shape) <= size == int(self.at.max()) + 1 - first
         return Shared(self.memory, layout.places(shape) + first, layout)
@@ -170,7 +170,7 @@ class Copies:
     def __init__(self):
         self.groups = [[]]
 
-    def async_copy_global_to_shared(self, tile, pointer, mask=None):
+    def cp_async(self, tile, pointer, mask=None):
         tile.fill_(float("nan"))
         self.groups[-1].append((tile, pointer, mask))
 
@@ -210,7 +210,7 @@ class Barriers:
             self.of[bar.data_ptr()].arrived += count
             self.changed.notify_all()
 
-    def async_copy_global_to_shared(self, block, at, bar, tile, pred=True):
+    def tma_load(self, block, at, bar, tile, pred=True):
         if pred:
             with self.changed:
                 assert list(tile.shape) == list(block.block_shape)
@@ -238,7 +238,7 @@ class Barriers:
                 tile.store(whole)
             state.phase, state.arrived, state.announced, state.copies = 1 - phase, 0, 0, []
 
-    def async_copy_shared_to_global(self, block, at, tile):
+    def tma_store(self, block, at, tile):
         self.stores.append((_part(block, [int(i) for i in at]), tile))
 
     def store_wait(self, left):
@@ -320,7 +320,7 @@ class Kernel:
 def stand_in(monkeypatch, *modules):
     """The kernels of these modules, and what of theirs they call, run here."""
     gl = SimpleNamespace(
-        copies=Copies(), barriers=Barriers(), thread_barrier=lambda: None, int32=torch.int32,
+        copies=Copies(), barriers=Barriers(), int32=torch.int32,
         int64=torch.int64, uint32=torch.uint32, float32=torch.float32, load=_load, store=_store,
         constexpr=lambda x: x, static_range=range, num_warps=lambda: 8,
         reshape=torch.reshape, min=torch.amin,
@@ -342,9 +342,11 @@ def stand_in(monkeypatch, *modules):
     instead = dict(gl=gl, tl=gl, async_copy=gl.copies)
     instead["mma_v2"] = lambda a, b, acc: acc + a.float() @ b.float()
     instead |= dict(mbarrier=gl.barriers, tma=gl.barriers, warpgroup_mma=_wgmma)
+    instead |= dict(tma_load=gl.barriers.tma_load, tma_store=gl.barriers.tma_store)
+    instead |= dict(cp_async=gl.copies.cp_async, reinterpret=Shared.reinterpret)
     instead["TensorDescriptor"] = _described
     instead["warpgroup_mma_wait"] = _finished
-    for name in ("gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
+    for name in ("barrier", "gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
         instead[name] = lambda: None
     for module in modules:
         for name, x in list(vars(module).items()):

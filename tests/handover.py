@@ -8,6 +8,7 @@ compute-sanitizer --tool racecheck python -m tests.handover
 from __future__ import annotations
 
 import torch
+from custom.cuda_ops.gluon_names import barrier
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -15,7 +16,7 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def _part(out, end, FIRST: gl.constexpr):
     i = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.thread_barrier()
+    barrier()
     gl.store(out + FIRST + i, i + end)
 
 

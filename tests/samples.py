@@ -75,6 +75,13 @@ def _sparse_attention_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     )
 
 
+def _sparse_attention_shared_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    layer = _sparse_attention_pto(m, B, S)
+    del layer["sparse_count"], layer["index_k_cache"]
+    kept = {n: v for n, v in layer.items() if not n.startswith(("w_idx", "in_"))}
+    return kept | dict(sparse_indices=m.shuffled(B, S, 1, 16, high=48))
+
+
 def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     layer = _sparse_attention_pto(m, B, S)
     return dict(
@@ -253,6 +260,8 @@ def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments
 
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
+    "npu_sparse_attention_indices_pto": _sparse_attention_pto,
+    "npu_sparse_attention_shared_pto": _sparse_attention_shared_pto,
     "npu_mla_prolog_pto": _mla_prolog_pto,
     "npu_indexer_prolog_pto": _indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,

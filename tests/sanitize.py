@@ -39,6 +39,7 @@ from custom.bench.case import Arguments, Case
 from custom.bench.presets import presets
 
 from .samples import sample
+from .test_cuda_prolog import OPS as LAUNCHED
 from .test_cuda_prolog import formatted, launch, layer
 
 DEVICE = torch.device("cuda")
@@ -114,7 +115,7 @@ def _prologs(op: str) -> None:
     whole = dict(h=512, ranks=512, n=96, plain=128, rank=128, rotary=64, index=(64, 128))
     few = whole | dict(n=3, index=(2, 64))
     cases = [((1, 1), whole), ((130, 1), whole)]
-    if op == "sparse_attention":
+    if op.startswith("sparse_attention"):
         cases += [(tokens, whole) for tokens in ((10, 2), (40, 1), (70, 1))]
         cases += [(tokens, sizes) for tokens in ((1, 1), (40, 1), (70, 1)) for sizes in (few, {})]
     else:
@@ -152,8 +153,9 @@ def _run(name: str) -> None:
             overload(spec)(**sample(name, DEVICE, dtype, **sizes))
     for case in [*presets(name, "cpu"), *WIDER.get(name, [])]:
         case.call(case.make(DEVICE, 0))
-    if name.endswith("_pto"):
-        _prologs(name.removeprefix("npu_").removesuffix("_pto"))
+    op = name.removeprefix("npu_").removesuffix("_pto")
+    if op in LAUNCHED:
+        _prologs(op)
     if name in (FORWARD, BACKWARD):
         _attention(name)
     if name == INDEXER:

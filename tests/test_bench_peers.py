@@ -15,6 +15,8 @@ from custom.bench import in_torch
 from custom.bench.__main__ import relative_error
 from custom.bench.indexer_loss import backward_case, loss_case
 from custom.bench.sparse_attention import (
+    GLM5,
+    PRESETS,
     attention_case,
     indexer_case,
     indexer_prolog_case,
@@ -26,11 +28,21 @@ CASES = {
     "decode": (partial(attention_case, 2, 2, 16, 1024, 128), in_torch.sparse_attention),
     "prefill": (partial(prefill_case, 100, 8, 512, 64), in_torch.sparse_attention),
     "mla prolog": (partial(mla_prolog_case, 2, 4), in_torch.mla_prolog),
+    "mla prolog, GLM-5": (partial(mla_prolog_case, 2, 4, GLM5), in_torch.mla_prolog),
+    "indexer prolog, GLM-5": (partial(indexer_prolog_case, 3, GLM5), in_torch.indexer_prolog),
     "indexer prolog": (partial(indexer_prolog_case, 3), in_torch.indexer_prolog),
     "loss": (partial(loss_case, 4, 32, 8, 64, 16), in_torch.loss),
     "loss, lse given": (partial(loss_case, 4, 32, 8, 64, 16, lse=True), in_torch.loss),
     "loss backward": (partial(backward_case, 8, 64, 16), in_torch.loss_backward),
 }
+
+
+def test_the_labels_of_a_preset_differ():
+    """They tell the rows of a table, of a figure and of an older table apart."""
+    for preset in PRESETS.values():
+        labels = [case.label for case in preset(False)]
+        assert len(set(labels)) == len(labels)
+        assert any(label.startswith("GLM-5, ") for label in labels)
 
 
 def _caches(arguments):

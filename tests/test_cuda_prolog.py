@@ -27,6 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16, torch.fl
 P = 16
 MLA = "x w_dq w_uq_qr w_uk w_dkv_kr gamma_cq gamma_ckv sin cos kv_cache kr_cache cache_index"
 INDEX = "x query_norm w_idx_qb w_idx_k w_idx_proj in_gamma_k in_beta_k sin cos index_k_cache"
+SHARED = f"{MLA} block_table act_seqs"
 CACHES = ("kv_cache", "kr_cache", "index_k_cache")
 WEIGHTS = ("w_dq", "w_uq_qr", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
 
@@ -108,8 +109,20 @@ def launch(backend: str, op: str, given: dict, weight_format="nz", **options) ->
         index_rope_interleaved=False,
     )
     every = {name: value for name, value in given.items() if name != "query_norm"}
+    if op == "sparse_attention_shared":
+        for name in ("layer_norm_eps", "sparse_count", "index_rope_interleaved"):
+            del defaults[name]
+        # all that there are, and some beyond the end of the request
+        reach = given["block_table"].shape[-1] * P
+        each = torch.arange(reach, dtype=torch.int32, device=given["x"].device)
+        b, s = given["x"].shape[:2]
+        every = {name: every[name] for name in SHARED.split()}
+        every["sparse_indices"] = each.expand(b, s, 1, reach).contiguous()
+        out = forward(**every, **defaults | options)
+        return out, given["kv_cache"], given["kr_cache"]
     out = forward(**every, **defaults | options)
-    return out, *[given[name] for name in CACHES]
+    outputs = (out,) if op == "sparse_attention" else out
+    return *outputs, *[given[name] for name in CACHES]
 
 
 def check(op, arguments, dtype, weight_format, **options):
@@ -122,14 +135,22 @@ def check(op, arguments, dtype, weight_format, **options):
     plain = launch("reference", op, formatted(rounded, dtype, "nd", cpu), "nd", **options)
     got = launch("cuda", op, formatted(rounded, dtype, weight_format), weight_format, **options)
     for i, parts in enumerate(zip(got, plain, exact, strict=True)):
-        if parts[0].numel():
+        if not parts[0].is_floating_point():
+            assert torch.equal(parts[0].cpu(), parts[2]), f"{op} output {i}"
+        elif parts[0].numel():
             assert_close_to_float64(f"{op} output {i}", *parts)
 
 
 SMALL = [(1, 1), (3, 2), (0, 2)]
 # every token tile; sizes that no tile divides
 LARGE = [(1, 1), (5, 2), (25, 1), (37, 1), (17, 4), (130, 1), (2, 150), (0, 1)]
-OPS = ("mla_prolog", "indexer_prolog", "sparse_attention")
+OPS = (
+    "mla_prolog",
+    "indexer_prolog",
+    "sparse_attention",
+    "sparse_attention_indices",
+    "sparse_attention_shared",
+)
 
 
 @kernels

@@ -17,8 +17,16 @@ ALLOWED = {
     "custom": ("custom", "dispatch", "graph_mode"),
     "dispatch": ("dispatch",),
     "graph_mode": ("dispatch", "graph_mode"),
-    "npu_ops": ("dispatch.common", "dispatch.errors", "npu_ops"),
-    "cuda_ops": ("dispatch.common", "dispatch.errors", "cuda_ops"),
+    # beside what both packages of kernels take: what a refusal of the machine's compiler needs
+    "npu_ops": (
+        "dispatch.common",
+        "dispatch.errors",
+        "dispatch.env",
+        "dispatch.log",
+        "dispatch.versions",
+        "npu_ops",
+    ),
+    "cuda_ops": ("dispatch.common", "dispatch.errors", "dispatch.log", "cuda_ops"),
 }
 # what may be imported at module level, so that `import custom` needs torch alone
 LAZY = {

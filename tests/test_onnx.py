@@ -93,7 +93,7 @@ class File:
 def arguments_of(op: str) -> tuple[dict, dict]:
     """Two calls that differ in batch and length."""
     first, second = (sample(op, CPU, torch.float32, B=B, S=S) for B, S in ((2, 2), (1, 70)))
-    if op == "npu_sparse_attention_pto":
+    if op.startswith("npu_sparse_attention_"):
         second = sample(op, CPU, torch.float32, B=1, S=5)
     if "cache_index" in first:
         first["cache_index"][0, 1] = -1  # written nowhere
@@ -152,12 +152,15 @@ def test_is_one_node_with_the_schema_s_inputs_and_attributes(op, file_of, check)
     )
 
 
-def test_the_layer_calls_its_stages(file_of):
-    functions = {f.name: f for f in file_of("npu_sparse_attention_pto").model.functions}
+@pytest.mark.parametrize("op", [op for op in OPS if op.startswith("npu_sparse_attention_")])
+def test_the_layer_calls_its_stages(op, file_of):
+    functions, name = {f.name: f for f in file_of(op).model.functions}, BY_NAME[op].onnx
     stages = ["MlaPrologPto", "IndexerPrologPto", "LightningIndexer", "SparseFlashAttention"]
-    nodes = functions["SparseAttentionPto"].node
+    if op == "npu_sparse_attention_shared_pto":
+        stages = [stages[0], stages[3]]
+    nodes = functions[name].node
     assert [node.op_type for node in nodes if node.domain] == stages
-    assert set(functions) == {"SparseAttentionPto", *stages}
+    assert set(functions) == {name, *stages}
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""npu_sparse_attention_pto against the layer's formulas, one query token at a time."""
+"""npu_sparse_attention_pto, and its forms for shared selections, against the layer's formulas, one
+query token at a time."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from .samples import sample
 from .test_mla_prolog_pto import refuse
 
 OP = "npu_sparse_attention_pto"
+SELECTING, SHARED = "npu_sparse_attention_indices_pto", "npu_sparse_attention_shared_pto"
+INDEXER = ("w_idx_qb", "w_idx_k", "w_idx_proj", "in_gamma_k", "in_beta_k", "index_k_cache")
 PAGE = 16
 CPU = torch.device("cpu")
 # what the public kernel has fixed
@@ -88,8 +91,10 @@ class Step:
         layer_norm_eps: float = 1e-6,
         rope_interleaved: bool = True,
         index_rope_interleaved: bool = False,
+        given: Tensor | None = None,
     ) -> Tensor:
-        """[B, S, N, R]: all tokens write before the first reads."""
+        """[B, S, N, R]: all tokens write before the first reads; `given` [B, S, K] are attended to
+        instead of those that score highest."""
         golden, B = Golden(self.layer, precision), len(self.lengths)
         wide, scale = golden.wide, 32**-0.5 if softmax_scale is None else softmax_scale
         kv, kr, ki = (cache.to(wide).flatten(0, 2).clone() for cache in self.caches.values())
@@ -125,6 +130,10 @@ class Step:
                 continue
             score = (weight[:, None] * torch.relu(q_index @ ki[slots].T)).sum(0)
             best = score.topk(min(count, limit)).indices
+            if given is not None:
+                best = given[b, j][(given[b, j] >= 0) & (given[b, j] < limit)].long()
+                if not len(best):
+                    continue
             keys, keys_rope = kv[slots][best], kr[slots][best]
             z = (q @ keys.T + q_rope @ keys_rope.T) * scale
             out[b, j] = torch.softmax(z, -1) @ keys
@@ -226,6 +235,76 @@ def test_equals_its_four_stages(device, backend, dtype, S):
     for name in ("kv_cache", "kr_cache", "index_k_cache"):
         assert torch.equal(whole[name], apart[name]), name
     torch.testing.assert_close(out, out_apart)
+
+
+def without_indexer(arguments: dict) -> dict:
+    return {name: value for name, value in arguments.items() if name not in INDEXER}
+
+
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_selecting_and_sharing_equal_the_whole(device, backend, dtype, S):
+    """The selection is the indexer's, and another call with it gives the same output and caches."""
+    skip_unless_taken(dtype, device, backend)
+    whole = Step((40, 100, 0, 9), S, dtype).arguments(device)
+    selecting, sharing = ({n: x.clone() for n, x in whole.items()} for _ in range(2))
+    out = run(OP, backend, **whole, sparse_count=16)
+    again, indices = run(SELECTING, backend, **selecting, sparse_count=16)
+    assert torch.equal(again, out)
+    assert (indices.dtype, indices.shape) == (torch.int32, (4, S, 1, 16))
+    for b, length in enumerate((40, 100, 0, 9)):
+        for j in range(S):
+            limit = max(0, length - (S - 1 - j))
+            kept = indices[b, j, 0].tolist()
+            count = min(16, limit)
+            assert kept[count:] == [-1] * (16 - count)
+            assert kept[:count] == sorted(set(kept[:count])) and all(p < limit for p in kept)
+    shared = run(SHARED, backend, **without_indexer(sharing), sparse_indices=indices)
+    torch.testing.assert_close(shared, out)
+    for name in ("kv_cache", "kr_cache", "index_k_cache"):
+        assert torch.equal(selecting[name], whole[name]), name
+        if name != "index_k_cache":
+            assert torch.equal(sharing[name], whole[name]), name
+
+
+@pytest.mark.parametrize("options", [{}, dict(softmax_scale=0.2, rms_norm_eps=1e-3)], ids=str)
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_given_positions(device, backend, dtype, integer, options):
+    """In any order, some absent, some behind what the token sees; a row may have none at all."""
+    skip_unless_taken(dtype, device, backend)
+    lengths, S, K = (40, 100, 0, 9), 3, 20
+    step = Step(lengths, S, dtype)
+    given = torch.stack([torch.randperm(max(n, K) + 8)[:K] for n in lengths for _ in range(S)])
+    given = given.view(len(lengths), S, K)
+    given[:, :, ::5] = -1
+    given[1, 1] = -1
+    arguments = without_indexer(step.arguments(device))
+    indices = given[:, :, None].to(device, integer)
+    out = run(SHARED, backend, **arguments, sparse_indices=indices, **options)
+    plain = step.solved(dtype, K, given=given, **options)
+    exact = step.solved(torch.float64, K, given=given, **options)
+    assert (out[1, 1] == 0).all() and (out[2] == 0).all()
+    assert_close_to_float64("out", out, plain, exact)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            dict(sparse_indices=torch.zeros(2, 2, 16).int()),
+            ValueError,
+            "`sparse_indices` has shape",
+        ),
+        (dict(sparse_indices=torch.zeros(2, 2, 1, 16)), TypeError, "`sparse_indices` is float32"),
+        (dict(act_seqs=torch.zeros(3).int()), ValueError, "`act_seqs` has shape .* B=2"),
+        (dict(kr_cache=torch.zeros(9, 16, 1, 16)), ValueError, "`kr_cache` .* pages=8"),
+        (dict(rms_norm_eps=-1.0), ValueError, "`rms_norm_eps` is -1.0"),
+        (dict(weight_format="x"), ValueError, "`weight_format` is 'x'"),
+    ],
+)
+def test_errors_of_a_shared_selection(change, error, message):
+    refuse(SHARED, change, error, message)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,14 @@ def check(op: str, first: dict, second: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["npu_sparse_attention_pto", "npu_mla_prolog_pto", "npu_indexer_prolog_pto"]
+    "op",
+    [
+        "npu_sparse_attention_pto",
+        "npu_sparse_attention_indices_pto",
+        "npu_sparse_attention_shared_pto",
+        "npu_mla_prolog_pto",
+        "npu_indexer_prolog_pto",
+    ],
 )
 def test_layer_and_prologs(op):
     first, second = (sample(op, CPU, torch.float32, B=2, S=S) for S in (2, 3))

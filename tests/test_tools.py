@@ -22,8 +22,9 @@ from custom.bench import __main__ as bench
 from custom.bench.presets import presets
 from custom.bench.report import Row, packed, plot, read_rows, text, write_csv
 from custom.info import report
+from docs import tables
 
-from . import racecheck, verified
+from . import racecheck
 
 ROOT = Path(__file__).parent.parent
 BENCHED = [spec.name for spec in SPECS if presets(spec.name, "cpu")]
@@ -166,11 +167,11 @@ def test_relative_error_sees_nan_and_ignores_equal_infinities():
     assert bench.relative_error([one * 1.5], [one]) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_readme_shows_the_records_and_figures(name):
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_pages_show_the_records_and_figures(name):
     text = (ROOT / name).read_text()
-    assert text.count(": begin -->") == 2
-    assert text == verified.fresh(text), f"{name} is out of step: run python -m tests.verified"
+    assert text.count(": begin -->") == (2 if "README" in name else 1)
+    assert text == tables.fresh(text), f"{name} is out of step: run python -m docs.tables"
 
 
 def test_every_public_name_exists():

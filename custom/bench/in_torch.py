@@ -138,12 +138,13 @@ def indexer_prolog(
     rope_cos: Tensor,
     index_k_cache: Tensor,
     cache_index: Tensor,
+    rope_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(query [B, S, N, D], weights [B, S, N])."""
     size, rotary = ln_gamma_k.shape[0], rope_sin.shape[-1]
 
     def turn(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-        return torch.cat([rotate(x[..., :rotary], sin, cos, False), x[..., rotary:]], -1)
+        return torch.cat([rotate(x[..., :rotary], sin, cos, rope_interleaved), x[..., rotary:]], -1)
 
     query = (query_norm @ weight_qb).unflatten(-1, (-1, size))
     key = F.layer_norm(token_x @ weight_k, [size], ln_gamma_k, ln_beta_k, 1e-6)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Rows for the DeepSeek-V3.2 layer and its stages."""
+"""Rows for the DeepSeek-V3.2 layer and its stages, and for GLM-5's sizes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,31 @@ from ..dispatch.common.nz import to_nz
 from . import in_torch
 from .case import Arguments, Case, Draw, Outputs
 
-R, DR, DN, DI, NI, P = 512, 64, 128, 128, 64, 128
-H, RQ = 7168, 1536
+R, DR, DI, P = 512, 64, 128, 128
 BF16 = 2  # bytes
 Part = Callable[[Arguments], tuple[Arguments, Callable[[Outputs], Outputs]]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes in which the models differ; heads are given case by case, for shards of them."""
+
+    label: str
+    h: int
+    rq: int
+    dn: int
+    ni: int
+    scale: float
+    index_rope_interleaved: bool
+
+    def prolog_size(self, n: int) -> tuple[int, int]:
+        """Weights of the MLA prolog and of the indexer prolog, in elements."""
+        mla = self.h * (self.rq + R + DR) + self.rq * n * (self.dn + DR) + n * self.dn * R
+        return mla, self.rq * self.ni * DI + self.h * (DI + self.ni)
+
+
+DEEPSEEK = Model("", 7168, 1536, 128, 64, 0.13523, False)  # with YaRN's factor
+GLM5 = Model("GLM-5, ", 6144, 2048, 192, 32, 256**-0.5, True)
 
 
 def first_requests(names: tuple[str, ...], keep: int) -> Part:
@@ -30,7 +52,9 @@ def first_requests(names: tuple[str, ...], keep: int) -> Part:
     return part
 
 
-def attention_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
+def attention_case(
+    b: int, s: int, n: int, context: int, k: int = 2048, model: Model = DEEPSEEK
+) -> Case:
     """Paged sparse attention: `s` query tokens for each of `b` requests of `context` tokens, which
     share no page: 128 requests of 64K tokens keep 9.7 GB, in pages of random order.  The selected
     positions ascend, one in each of `k` equal pieces of the context."""
@@ -43,7 +67,7 @@ def attention_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
             key=draw.normal(b * pages, P, 1, R),
             value=None,
             sparse_indices=draw.chosen(b * s, k, context - s).view(b, s, 1, k),
-            scale_value=0.13523,
+            scale_value=model.scale,
             block_table=draw.table(b, pages),
             actual_seq_lengths_kv=draw.full(b, value=context),
             query_rope=draw.normal(b, s, n, DR),
@@ -55,7 +79,7 @@ def attention_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
     names = ("query", "query_rope", "sparse_indices", "block_table", "actual_seq_lengths_kv")
     return Case(
         "npu_sparse_flash_attention",
-        f"{n} heads, {b} x {s} queries, {context // 1024}K keys, top {k}",
+        f"{model.label}{n} heads, {b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
         first_requests(names, 2),
         bytes=rows * k * (R + DR) * BF16 + rows * n * (2 * R + DR) * BF16,
@@ -65,7 +89,7 @@ def attention_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
     )
 
 
-def prefill_case(s: int, n: int, context: int, k: int = 2048) -> Case:
+def prefill_case(s: int, n: int, context: int, k: int = 2048, model: Model = DEEPSEEK) -> Case:
     """Sparse attention of one long chunk of queries over dense keys."""
 
     def make(device: torch.device, seed: int) -> Arguments:
@@ -75,7 +99,7 @@ def prefill_case(s: int, n: int, context: int, k: int = 2048) -> Case:
             key=draw.normal(1, context, 1, R),
             value=None,
             sparse_indices=draw.chosen(s, k, context - s).view(1, s, 1, k),
-            scale_value=0.13523,
+            scale_value=model.scale,
             query_rope=draw.normal(1, s, n, DR),
             key_rope=draw.normal(1, context, 1, DR),
         )
@@ -88,7 +112,7 @@ def prefill_case(s: int, n: int, context: int, k: int = 2048) -> Case:
 
     return Case(
         "npu_sparse_flash_attention",
-        f"{n} heads, prefill of {s} queries, {context // 1024}K keys, top {k}",
+        f"{model.label}{n} heads, prefill of {s} queries, {context // 1024}K keys, top {k}",
         make,
         part,
         bytes=float(context * (R + DR) * BF16 + s * n * (2 * R + DR) * BF16),
@@ -98,16 +122,16 @@ def prefill_case(s: int, n: int, context: int, k: int = 2048) -> Case:
     )
 
 
-def indexer_case(b: int, s: int, context: int, k: int = 2048) -> Case:
+def indexer_case(b: int, s: int, context: int, k: int = 2048, model: Model = DEEPSEEK) -> Case:
     """Scores and top-k over paged index keys."""
-    pages = context // P
+    pages, ni = context // P, model.ni
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
         return dict(
-            query=draw.normal(b, s, NI, DI),
+            query=draw.normal(b, s, ni, DI),
             key=draw.normal(b * pages, P, 1, DI),
-            weights=draw.normal(b, s, NI),
+            weights=draw.normal(b, s, ni),
             actual_seq_lengths_key=draw.full(b, value=context),
             block_table=draw.table(b, pages),
             layout_key="PA_BSND",
@@ -125,29 +149,32 @@ def indexer_case(b: int, s: int, context: int, k: int = 2048) -> Case:
 
     return Case(
         "npu_lightning_indexer",
-        f"{b} x {s} queries, {context // 1024}K keys, top {k}",
+        f"{model.label}{b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
         part,
-        bytes=b * context * DI * BF16 + b * s * NI * (DI + 1) * BF16 + b * s * k * 4.0,
-        flops=2.0 * b * s * context * NI * DI,
+        bytes=b * context * DI * BF16 + b * s * ni * (DI + 1) * BF16 + b * s * k * 4.0,
+        flops=2.0 * b * s * context * ni * DI,
         shape=dict(b=b, s=s, context=context, k=k),
         peers=in_torch.peers(in_torch.lightning_indexer, compiled=s == 1),
     )
 
 
-def _layer(device: torch.device, seed: int, b: int, s: int, n: int, context: int) -> Arguments:
+def _layer(
+    device: torch.device, seed: int, b: int, s: int, n: int, context: int, model: Model
+) -> Arguments:
     draw = Draw(device, seed)
+    h, rq, dn, ni = model.h, model.rq, model.dn, model.ni
     pages = context // P
     table = draw.table(b, pages)
     position = torch.arange(context - s, context, device=device)
     slots = table[:, position // P] * P + position % P
     return dict(
-        x=draw.normal(b, s, H),
-        w_dq=to_nz(draw.normal(H, RQ, std=H**-0.5)),
-        w_uq_qr=to_nz(draw.normal(RQ, n * (DN + DR), std=RQ**-0.5)),
-        w_uk=draw.normal(n, DN, R, std=DN**-0.5),
-        w_dkv_kr=to_nz(draw.normal(H, R + DR, std=H**-0.5)),
-        gamma_cq=draw.normal(RQ),
+        x=draw.normal(b, s, h),
+        w_dq=to_nz(draw.normal(h, rq, std=h**-0.5)),
+        w_uq_qr=to_nz(draw.normal(rq, n * (dn + DR), std=rq**-0.5)),
+        w_uk=draw.normal(n, dn, R, std=dn**-0.5),
+        w_dkv_kr=to_nz(draw.normal(h, R + DR, std=h**-0.5)),
+        gamma_cq=draw.normal(rq),
         gamma_ckv=draw.normal(R),
         sin=draw.normal(b, s, DR),
         cos=draw.normal(b, s, DR),
@@ -156,19 +183,13 @@ def _layer(device: torch.device, seed: int, b: int, s: int, n: int, context: int
         kr_cache=draw.normal(b * pages, P, 1, DR),
         block_table=table,
         act_seqs=draw.full(b, value=context),
-        w_idx_qb=to_nz(draw.normal(RQ, NI * DI, std=RQ**-0.5)),
-        w_idx_k=to_nz(draw.normal(H, DI, std=H**-0.5)),
-        w_idx_proj=to_nz(draw.normal(H, NI, std=H**-0.5)),
+        w_idx_qb=to_nz(draw.normal(rq, ni * DI, std=rq**-0.5)),
+        w_idx_k=to_nz(draw.normal(h, DI, std=h**-0.5)),
+        w_idx_proj=to_nz(draw.normal(h, ni, std=h**-0.5)),
         in_gamma_k=draw.normal(DI),
         in_beta_k=draw.normal(DI),
         index_k_cache=draw.normal(b * pages, P, 1, DI),
     )
-
-
-def _prolog_size(n: int) -> tuple[int, int]:
-    """Weights of the MLA prolog and of the indexer prolog, in elements."""
-    mla = H * RQ + RQ * n * (DN + DR) + n * DN * R + H * (R + DR)
-    return mla, RQ * NI * DI + H * DI + H * NI
 
 
 # the layer's arguments by the names of the prologs'
@@ -197,47 +218,59 @@ def _renamed(layer: Arguments, names: dict[str, str]) -> Arguments:
     return {theirs: layer[ours] for theirs, ours in names.items()}
 
 
-def mla_prolog_case(b: int, n: int) -> Case:
+def mla_prolog_case(b: int, n: int, model: Model = DEEPSEEK) -> Case:
+    size, _ = model.prolog_size(n)
+
     def make(device: torch.device, seed: int) -> Arguments:
-        return _renamed(_layer(device, seed, b, 1, n, P), _MLA)
+        return _renamed(_layer(device, seed, b, 1, n, P, model), _MLA)
 
     return Case(
         "npu_mla_prolog_pto",
-        f"{n} heads, {b} tokens",
+        f"{model.label}{n} heads, {b} tokens",
         make,
         first_requests(("token_x", "rope_sin", "rope_cos", "cache_index"), 4),
-        bytes=float(BF16 * (_prolog_size(n)[0] + b * (H + RQ + n * (R + DR) + R + DR))),
-        flops=2.0 * b * _prolog_size(n)[0],
+        bytes=float(BF16 * (size + b * (model.h + model.rq + n * (R + DR) + R + DR))),
+        flops=2.0 * b * size,
         shape=dict(b=b, n=n),
         peers=in_torch.peers(in_torch.mla_prolog),
     )
 
 
-def indexer_prolog_case(b: int) -> Case:
+def indexer_prolog_case(b: int, model: Model = DEEPSEEK) -> Case:
+    _, size = model.prolog_size(1)
+
     def make(device: torch.device, seed: int) -> Arguments:
-        query_norm = Draw(device, seed + 1).normal(b, 1, RQ)
-        return _renamed(_layer(device, seed, b, 1, 1, P), _INDEXER) | dict(query_norm=query_norm)
+        query_norm = Draw(device, seed + 1).normal(b, 1, model.rq)
+        layer = _layer(device, seed, b, 1, 1, P, model)
+        return _renamed(layer, _INDEXER) | dict(
+            query_norm=query_norm, rope_interleaved=model.index_rope_interleaved
+        )
 
     return Case(
         "npu_indexer_prolog_pto",
-        f"{b} tokens",
+        f"{model.label}{b} tokens",
         make,
         first_requests(("token_x", "query_norm", "rope_sin", "rope_cos", "cache_index"), 4),
-        bytes=float(BF16 * (_prolog_size(1)[1] + b * (H + RQ + NI * (DI + 1) + DI))),
-        flops=2.0 * b * _prolog_size(1)[1],
+        bytes=float(BF16 * (size + b * (model.h + model.rq + model.ni * (DI + 1) + DI))),
+        flops=2.0 * b * size,
         shape=dict(b=b),
         peers=in_torch.peers(in_torch.indexer_prolog),
     )
 
 
-def layer_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
+def layer_case(
+    b: int, s: int, n: int, context: int, k: int = 2048, model: Model = DEEPSEEK
+) -> Case:
     """The whole layer.  Its check runs with as many keys selected as there are, because a near-tie
     at the edge of the selection changes the output without being wrong."""
-    stages = [attention_case(b, s, n, context, k), indexer_case(b, s, context, k)]
-    weights = sum(_prolog_size(n))
+    stages = [attention_case(b, s, n, context, k), indexer_case(b, s, context, k, model)]
+    weights = sum(model.prolog_size(n))
+    interleaved = model.index_rope_interleaved
 
     def make(device: torch.device, seed: int) -> Arguments:
-        return _layer(device, seed, b, s, n, context) | dict(sparse_count=k)
+        return _layer(device, seed, b, s, n, context, model) | dict(
+            sparse_count=k, index_rope_interleaved=interleaved
+        )
 
     def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
         arguments["act_seqs"].clamp_(max=k)
@@ -251,8 +284,9 @@ def layer_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
         mla = partial(ops.npu_mla_prolog_pto, **_renamed(layer, _MLA))
         query, query_rope, query_norm = mla()
         prolog = partial(
-            ops.npu_indexer_prolog_pto, **_renamed(layer, _INDEXER), query_norm=query_norm
-        )
+            ops.npu_indexer_prolog_pto, **_renamed(layer, _INDEXER), query_norm=query_norm,
+            rope_interleaved=interleaved,
+        )  # fmt: skip
         query_index, weights = prolog()
         indexer = partial(
             ops.npu_lightning_indexer, query_index, layer["index_k_cache"], weights, **paged,
@@ -260,7 +294,7 @@ def layer_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
         )  # fmt: skip
         attention = partial(
             ops.npu_sparse_flash_attention, query, layer["kv_cache"], None, indexer()[0],
-            (DN + DR) ** -0.5, **paged, actual_seq_lengths_kv=layer["act_seqs"],
+            (model.dn + DR) ** -0.5, **paged, actual_seq_lengths_kv=layer["act_seqs"],
             query_rope=query_rope, key_rope=layer["kr_cache"], layout_kv="PA_BSND",
             attention_mode=2,
         )  # fmt: skip
@@ -270,7 +304,7 @@ def layer_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
 
     return Case(
         "npu_sparse_attention_pto",
-        f"{n} heads, {b} x {s} queries, {context // 1024}K keys",
+        f"{model.label}{n} heads, {b} x {s} queries, {context // 1024}K keys",
         make,
         part,
         bytes=BF16 * weights + sum(stage.bytes for stage in stages),
@@ -280,34 +314,51 @@ def layer_case(b: int, s: int, n: int, context: int, k: int = 2048) -> Case:
     )
 
 
+BATCHES = (1, 32, 128)
+GLM5_HEADS = (64, 8)  # all, and those of one of eight shards
+
+
 def _attention(small: bool) -> list[Case]:
     if small:
         return [attention_case(b, 1, 16, 2048, 256) for b in (1, 4)]
-    decode = [attention_case(b, 1, n, 65536) for n in (128, 16) for b in (1, 32, 128)]
+    decode = [attention_case(b, 1, n, 65536) for n in (128, 16) for b in BATCHES]
     prefill = [prefill_case(4096, 128, context) for context in (8192, 65536)]
-    return [*decode, attention_case(128, 2, 128, 65536), *prefill]
+    glm5 = [attention_case(b, 1, n, 65536, model=GLM5) for n in GLM5_HEADS for b in BATCHES]
+    glm5 += [prefill_case(4096, 64, 65536, model=GLM5)]
+    return [*decode, attention_case(128, 2, 128, 65536), *prefill, *glm5]
 
 
 def _indexer(small: bool) -> list[Case]:
     if small:
         # the last one is too long to be selected from at once, and has tokens that share keys
         return [*(indexer_case(b, 1, 8192, 512) for b in (1, 4)), indexer_case(2, 4, 12288, 512)]
-    return [*(indexer_case(b, 1, 65536) for b in (1, 32, 128)), indexer_case(1, 4096, 65536)]
+    sizes = [*((b, 1) for b in BATCHES), (1, 4096)]
+    return [indexer_case(b, s, 65536, model=model) for model in (DEEPSEEK, GLM5) for b, s in sizes]
 
 
 def _prolog(small: bool) -> list[Case]:
-    sizes = [(1, 16)] if small else [(1, 128), (32, 128), (128, 128), (1, 16), (4096, 128)]
-    return [mla_prolog_case(b, n) for b, n in sizes]
+    if small:
+        return [mla_prolog_case(1, 16)]
+    sizes = [(1, 128), (32, 128), (128, 128), (1, 16), (4096, 128)]
+    glm5 = [(b, n) for n in GLM5_HEADS for b in BATCHES] + [(4096, 64)]
+    return [
+        *(mla_prolog_case(b, n) for b, n in sizes),
+        *(mla_prolog_case(b, n, GLM5) for b, n in glm5),
+    ]
 
 
 def _indexer_prolog(small: bool) -> list[Case]:
-    return [indexer_prolog_case(b) for b in ([1] if small else [1, 32, 128, 4096])]
+    if small:
+        return [indexer_prolog_case(1)]
+    return [indexer_prolog_case(b, model) for model in (DEEPSEEK, GLM5) for b in (*BATCHES, 4096)]
 
 
 def _whole(small: bool) -> list[Case]:
     if small:
         return [layer_case(1, 1, 16, 4096, 512)]
-    return [layer_case(b, s, 128, 65536) for s in (1, 2) for b in (1, 32, 128)]
+    deepseek = [layer_case(b, s, 128, 65536) for s in (1, 2) for b in BATCHES]
+    glm5 = [layer_case(b, 1, n, 65536, model=GLM5) for n in GLM5_HEADS for b in BATCHES]
+    return [*deepseek, *glm5]
 
 
 PRESETS = {

@@ -34,7 +34,8 @@ class PagedCaches:
 
     Args:
         layers: layers of the model; each has pools of its own.
-        widths: (R, Dr, Di), the sizes of a latent, a rotary key and an index key.
+        widths: (R, Dr, Di), the sizes of a latent, a rotary key and an index key; or one such
+            triple a layer.
         seed: shuffles the block table.
 
     >>> from custom.integrations.paged import PagedCaches, token_positions
@@ -48,7 +49,7 @@ class PagedCaches:
     def __init__(
         self,
         layers: int,
-        widths: tuple[int, int, int],
+        widths: tuple[int, int, int] | list[tuple[int, int, int]],
         *,
         requests: int,
         capacity: int,
@@ -60,11 +61,14 @@ class PagedCaches:
         self.page_size = page_size
         self._random = torch.Generator().manual_seed(seed)
         self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
+        each = widths if isinstance(widths, list) else [widths] * layers
+        if len(each) != layers:
+            raise ValueError(f"PagedCaches: {len(each)} `widths` for {layers} layers.")
         self.layers = [
             LayerCaches(
-                *(torch.empty(0, page_size, 1, n, dtype=dtype, device=device) for n in widths)
+                *(torch.empty(0, page_size, 1, n, dtype=dtype, device=device) for n in sizes)
             )
-            for _ in range(layers)
+            for sizes in each
         ]
         self.reserve(capacity)
 

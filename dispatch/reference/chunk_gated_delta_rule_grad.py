@@ -106,12 +106,14 @@ def backward(
                 q, k, v, decay, rate = token_of(token)
                 do = d_out[token].to(kind)
                 old = old[on] * decay[..., None]
-                x = v - (k[..., None, :] @ old)[..., 0, :]
+                # sums of products, not products of matrices: torch adds by halves, a BLAS in turn
+                x = v - (k[..., None] * old).sum(-2)
                 e = torch.addcmul(grad[on], q[..., None], do[..., None, :])
-                du = (k[..., None, :] @ e)[..., 0, :]
+                du = (k[..., None] * e).sum(-2)
                 dv = du * rate[..., None]
-                dq = scale * (new[on] @ do[..., None])[..., 0]
-                dk = (e @ (x * rate[..., None])[..., None] - old @ dv[..., None])[..., 0]
+                dq = scale * (new[on] * do[..., None, :]).sum(-1)
+                u = x * rate[..., None]
+                dk = (e * u[..., None, :] - old * dv[..., None, :]).sum(-1)
                 e.addcmul_(k[..., None], dv[..., None, :], value=-1)
                 for out, each in ((d_query, dq), (d_key, dk)):
                     out[token] = each.unflatten(1, (heads, -1)).sum(2).to(out.dtype)

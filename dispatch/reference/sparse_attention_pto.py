@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from . import indexer_prolog_pto, lightning_indexer, mla_prolog_pto, sparse_flash_attention
@@ -11,7 +13,7 @@ from . import indexer_prolog_pto, lightning_indexer, mla_prolog_pto, sparse_flas
 _ALL = 2**63 - 1
 
 
-def forward(
+def with_indices(
     x: Tensor,
     w_dq: Tensor,
     w_uq_qr: Tensor,
@@ -39,7 +41,7 @@ def forward(
     rope_interleaved: bool,
     index_rope_interleaved: bool,
     weight_format: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     if softmax_scale is None:
         softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
     query, query_rope, query_norm = mla_prolog_pto.forward(
@@ -112,4 +114,8 @@ def forward(
         return_softmax_lse=False,
         sinks=None,
     )
-    return out
+    return out, indices
+
+
+def forward(*args: Any, **arguments: Any) -> Tensor:
+    return with_indices(*args, **arguments)[0]

@@ -39,6 +39,9 @@ CASES = (
     Case(OP, "causal, fewer keys than rows", after(dense(270, 140, causal=True))),
     Case(OP, "window 50", after(dense(270, 300, window=50, causal=True))),
     Case(OP, "window 50, both sides", after(dense(170, 150, window=50))),
+    # one row more than a tile, from 0
+    Case(OP, "window 2, both sides, one row more than a tile", after(dense(200, 200, window=2))),
+    Case(OP, "causal, one row more than a tile", after(dense(129, 130, causal=True))),
     Case(OP, "fp16, scale 0.5", after(dense(130, 130, sm_scale=0.5)), torch.float16),
     *(
         Case(OP, f"head size {size}, causal", after(dense(150, 170, size, batch=1, causal=True)))
@@ -78,6 +81,20 @@ CASES = (
     Case(OP, "token-major strides, causal", after(token_major)),
 )
 CONTROLS = (
+    Control(
+        "the window's end one too early",
+        KERNEL,
+        "first + KEY_TILE - 1 + window - shift",
+        "first + KEY_TILE - 2 + window - shift",
+        "window 2, both sides, one row more than a tile",
+    ),
+    Control(
+        "the last tile of rows forgotten where it has one",
+        KERNEL,
+        "end = count_q\n",
+        "end = count_q - 1\n",
+        "causal, one row more than a tile",
+    ),
     Control("the scale forgotten", KERNEL, "(acc_k * scale).to", "acc_k.to", "tails"),
     Control(
         "one head of the group",

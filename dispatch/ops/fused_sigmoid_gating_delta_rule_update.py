@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_fused_sigmoid_gating_delta_rule_update.
+
+    q, k [B, T, H, K]   v [B, T, HV, V]   a, b [B, T, HV]   A_log, dt_bias [HV]   o [B, T, HV, V]
+    state [slots, HV, K, V] ("kv") or [slots, HV, V, K] ("vk")
+
+With `is_kda` the decay has K channels: a [B, T, HV, K] or [B, T, HV * K], dt_bias [HV, K] or
+[HV * K].  Where B is 1, a and b may leave B out.  N sequences: B, or those of `cu_seqlens`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from ..check import Checker
+from ..env import config
+from ._layout import is_real
+
+SCHEMA = (
+    "npu_fused_sigmoid_gating_delta_rule_update(Tensor A_log, Tensor a, Tensor dt_bias,"
+    " float softplus_beta, float softplus_threshold, Tensor q, Tensor k, Tensor v, Tensor b,"
+    " Tensor(a!) initial_state_source, Tensor initial_state_indices, float? scale=None,"
+    " bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, *,"
+    ' str state_layout="kv", bool is_kda=False, bool disable_state_update=False,'
+    " Tensor(b!)? intermediate_states=None, Tensor? intermediate_state_indices=None,"
+    " Tensor? retrieve_parent_token=None) -> Tensor"
+)
+ONNX = "FusedSigmoidGatingDeltaRuleUpdate"
+
+
+def check(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+    state_layout: str,
+    is_kda: bool,
+    disable_state_update: bool,
+    intermediate_states: Tensor | None,
+    intermediate_state_indices: Tensor | None,
+    retrieve_parent_token: Tensor | None,
+) -> None:
+    c = Checker("npu_fused_sigmoid_gating_delta_rule_update")
+    c.same_device(
+        q=q,
+        k=k,
+        v=v,
+        a=a,
+        b=b,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state_source=initial_state_source,
+        initial_state_indices=initial_state_indices,
+        cu_seqlens=cu_seqlens,
+        intermediate_states=intermediate_states,
+        intermediate_state_indices=intermediate_state_indices,
+        retrieve_parent_token=retrieve_parent_token,
+    )
+    c.one_of("state_layout", state_layout, "kv", "vk")
+    c.require(softplus_beta > 0, f"`softplus_beta` is {softplus_beta}, expected a positive number.")
+    c.require(scale is None or scale > 0, f"`scale` is {scale}, expected a positive number.")
+    c.floating("q", q)
+    c.same_dtype(q=q, k=k, v=v)
+    c.shape("q", q, "B T H K")
+    c.shape("k", k, "B T H K")
+    c.shape("v", v, "B T HV V")
+    heads, value_heads = c.sizes["H"], c.sizes["HV"]
+    c.require(
+        heads > 0 and value_heads % heads == 0,
+        f"`v` has {value_heads} heads and `q` {heads}, expected a multiple of the heads of `q`.",
+    )
+    for name, gate in (("A_log", A_log), ("a", a), ("dt_bias", dt_bias), ("b", b)):
+        c.floating(name, gate)
+    c.shape("A_log", A_log, "HV")
+    _check_gates(c, a, dt_bias, b, is_kda)
+    _check_sequences(c, cu_seqlens, initial_state_indices)
+    _check_pool(c, "initial_state_source", initial_state_source, "slots", state_layout)
+    if not disable_state_update:
+        _check_distinct(c, "initial_state_indices", initial_state_indices, c.sizes["slots"])
+    _check_verification(
+        c,
+        state_layout,
+        cu_seqlens is not None,
+        intermediate_states,
+        intermediate_state_indices,
+        retrieve_parent_token,
+    )
+    c.dense_rows(q=q, k=k, v=v, a=a, b=b)
+    c.contiguous(
+        A_log=A_log,
+        dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens,
+        initial_state_indices=initial_state_indices,
+        intermediate_state_indices=intermediate_state_indices,
+        retrieve_parent_token=retrieve_parent_token,
+    )
+
+
+def _check_gates(c: Checker, a: Tensor, dt_bias: Tensor, b: Tensor, is_kda: bool) -> None:
+    c.sizes["HV*K"] = channels = c.sizes["HV"] * c.sizes["K"]
+    whole = c.sizes["B"] == 1
+    c.shape("b", b, "T HV" if b.ndim == 2 and whole else "B T HV")
+    if not is_kda:
+        c.shape("a", a, "T HV" if a.ndim == 2 and whole else "B T HV")
+        c.shape("dt_bias", dt_bias, "HV")
+        return
+    if a.ndim == 4:
+        c.shape("a", a, "B T HV K")
+    else:
+        c.shape("a", a, "T HV*K" if a.ndim == 2 and whole else "B T HV*K")
+    if dt_bias.ndim == 2:
+        c.shape("dt_bias", dt_bias, "HV K")
+    else:
+        c.shape("dt_bias", dt_bias, "HV*K", **{"HV*K": channels})
+
+
+def _check_sequences(c: Checker, cu_seqlens: Tensor | None, indices: Tensor) -> None:
+    if cu_seqlens is None:
+        c.sizes["N"] = c.sizes["B"]
+    else:
+        c.integer("cu_seqlens", cu_seqlens)
+        c.require(
+            c.sizes["B"] == 1,
+            f"`q` has batch {c.sizes['B']}, expected 1: `cu_seqlens` cuts one row of tokens.",
+        )
+        c.shape("cu_seqlens", cu_seqlens, "N+1")
+        c.at_least("cu_seqlens.numel()", c.sizes["N+1"], 1)
+        c.sizes["N"] = c.sizes["N+1"] - 1
+        if config.debug and is_real(cu_seqlens):
+            values = cu_seqlens.tolist()
+            c.require(
+                values[0] == 0
+                and all(x <= y for x, y in pairwise(values))
+                and values[-1] <= c.sizes["T"],
+                f"`cu_seqlens` is {values}, expected prefix sums of lengths, to {c.sizes['T']}.",
+            )
+    c.integer("initial_state_indices", indices)
+    c.shape("initial_state_indices", indices, "N")
+
+
+def _check_distinct(c: Checker, name: str, indices: Tensor, rows: int) -> None:
+    """Under CUSTOM_DEBUG=1: no two sequences write the same row."""
+    if config.debug and is_real(indices):
+        live = indices[(indices >= 0) & (indices < rows)]
+        c.require(
+            live.unique().numel() == live.numel(),
+            f"`{name}` names a slot twice: which state remains is undefined.",
+        )
+
+
+def _check_pool(c: Checker, name: str, pool: Tensor, leading: str, state_layout: str) -> None:
+    """A pool of states: the leading dimensions have any stride, a state lies in one piece."""
+    c.floating(name, pool)
+    c.shape(name, pool, f"{leading} HV {'K V' if state_layout == 'kv' else 'V K'}")
+    sizes = pool.shape[-3:]
+    wanted = (sizes[1] * sizes[2], sizes[2], 1)
+    c.require(
+        pool.numel() == 0
+        or all(
+            size == 1 or got == want
+            for size, got, want in zip(sizes, pool.stride()[-3:], wanted, strict=True)
+        ),
+        f"`{name}` has strides {list(pool.stride())}, expected {list(wanted)} in its last three "
+        "dimensions: only the slots may lie apart.",
+    )
+    least = sizes[0] * sizes[1] * sizes[2]
+    for stride, size in sorted(zip(pool.stride()[:-3], pool.shape[:-3], strict=True)):
+        if size > 1 and pool.numel() > 0:
+            c.require(
+                stride >= least,
+                f"`{name}` has strides {list(pool.stride())} and shape {list(pool.shape)}, in "
+                f"which states overlap. Pass {name}.contiguous() and use what it returns.",
+            )
+            least = stride * size
+
+
+def _check_verification(
+    c: Checker,
+    state_layout: str,
+    varlen: bool,
+    intermediate_states: Tensor | None,
+    intermediate_state_indices: Tensor | None,
+    retrieve_parent_token: Tensor | None,
+) -> None:
+    c.require(
+        (intermediate_states is None) == (intermediate_state_indices is None),
+        "only one of `intermediate_states` and `intermediate_state_indices` is given, expected "
+        "both or none.",
+    )
+    if intermediate_states is not None and intermediate_state_indices is not None:
+        _check_pool(c, "intermediate_states", intermediate_states, "rows steps", state_layout)
+        c.integer("intermediate_state_indices", intermediate_state_indices)
+        c.shape("intermediate_state_indices", intermediate_state_indices, "N")
+        _check_distinct(
+            c, "intermediate_state_indices", intermediate_state_indices, c.sizes["rows"]
+        )
+        if not varlen:
+            c.at_least("steps of `intermediate_states`", c.sizes["steps"], c.sizes["T"])
+    if retrieve_parent_token is not None:
+        c.integer("retrieve_parent_token", retrieve_parent_token)
+        c.shape("retrieve_parent_token", retrieve_parent_token, "N columns")
+        if not varlen:
+            c.at_least("columns of `retrieve_parent_token`", c.sizes["columns"], c.sizes["T"])
+
+
+def fake(v: Tensor, **_: Any) -> Tensor:
+    return v.new_empty(v.shape)

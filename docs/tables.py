@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The tables of the READMEs and of docs/speed.md, from records that tests and benches wrote.
+
+pytest --device D --record tests/records/NAME.json              writes a record of verified ops
+python -m custom.bench OP --csv docs/figures/OP.csv             writes the figures of an op
+python -m docs.tables                                           puts the tables into the pages
+python -m docs.tables --plots                                   draws the plots of the CSVs anew
+
+docs/figures/public.csv holds the best public kernel of each row, measured on the same kind of card,
+with its build; a peer of the row's own run that is faster takes its place.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from custom.dispatch import backends
+from custom.dispatch.specs import SPECS
+
+from custom.bench.report import Row, plot, read_public, read_rows
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "tests" / "records"
+FIGURES = ROOT / "docs" / "figures"
+PAGES = ("README.md", "README.zh.md", "docs/speed.md")
+
+
+def records() -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+
+
+def simulated() -> Counter[str]:
+    """Cases of each op that passed the Ascend harness; their keys are hashes of what was run."""
+    titles = json.loads((ROOT / "tests" / "ascend" / "results.json").read_text())
+    return Counter(title.partition(":")[0] for title in titles)
+
+
+def _cell(found: dict[str, dict[str, Any]], name: str, op: str, backend: str) -> str:
+    """What the record `name` shows of `op`; a kernel with no record is said to have none."""
+    tests = found.get(name, {}).get("ops", {}).get(op, {}).get("tests", 0)
+    if tests:
+        return f"{tests} tests"
+    spec = next(spec for spec in SPECS if spec.name == op)
+    which = next(b for b in backends.BACKENDS if b.name == backend)
+    return "not verified" if backends.has_kernel(which, spec) else "-"
+
+
+def verified() -> str:
+    found, npu = records(), simulated()
+    rows = ["| op | CPU | CUDA | Atlas A3 (NPU) |", "|---|---|---|---|"]
+    for spec in SPECS:
+        cells = [
+            _cell(found, "cpu", spec.name, "reference"),
+            _cell(found, "cuda", spec.name, "cuda"),
+            f"{npu[spec.file]} cases, simulated" if npu[spec.file] else "-",
+        ]
+        rows.append(f"| `{spec.name}` | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n\n" + sources(found)
+
+
+def sources(found: dict[str, dict[str, Any]]) -> str:
+    """One line a record: where, when, with what."""
+    lines = [
+        f"- {name}: {record['hardware']}, {record['date']}, torch {record['torch']}"
+        for name, record in found.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _four(value: float) -> str:
+    """Four digits, and never an exponent."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _best(row: Row, public: dict[str, str] | None) -> str:
+    """The fastest that is not ours: a peer of the same run, or the best public kernel on record."""
+    times = {name: us for name, us in row.peers.items() if name != "reference"}
+    if public:
+        times[public["name"]] = min(float(public["us"]), times.get(public["name"], float("inf")))
+    if not times:
+        return "-"
+    name = min(times, key=times.__getitem__)
+    return f"{_four(times[name])} ({name})"
+
+
+def _memory(peaks: dict[str, float]) -> str:
+    """Peak extra memory of a call, results included, beside torch's; "-" where not measured."""
+    if "ours" not in peaks:
+        return "-"
+    others = [f"{name} {_four(mib)}" for name, mib in peaks.items() if name.startswith("torch")]
+    return f"**{_four(peaks['ours'])}**" + (f" ({', '.join(others)})" if others else "")
+
+
+def _measured() -> list[list[Row]]:
+    """The rows of every op that has figures."""
+    return [read_rows(path) for path in sorted(FIGURES.glob("npu_*.csv"))]
+
+
+def _drawn(rows: Sequence[Row], memory: bool) -> str:
+    with (FIGURES / "public.csv").open(newline="") as file:
+        public = {(r["op"], r["case"]): r for r in csv.DictReader(file)}
+    head = ["op", "shape", "floor", "ours", "of floor", "best public", *["peak MiB"] * memory]
+    lines = [head]
+    for row in rows:
+        line = [
+            f"`{row.op.removeprefix('npu_')}`",
+            row.case,
+            _four(row.floor_us),
+            f"**{_four(row.median_us)}**",
+            f"{row.of_floor:.0%}",
+            _best(row, public.get((row.op, row.case))),
+        ]
+        lines.append([*line, _memory(row.peaks)] if memory else line)
+    drawn = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([drawn[0], "|---" * len(head) + "|", *drawn[1:]]) + "\n"
+
+
+def speed() -> str:
+    """Every row."""
+    return _drawn([row for rows in _measured() for row in rows], memory=True)
+
+
+def best() -> str:
+    """Of every op the row that is nearest to its floor."""
+    return _drawn([max(rows, key=lambda row: row.of_floor) for rows in _measured()], memory=False)
+
+
+def fresh(text: str) -> str:
+    """`text` with its tables as they follow from the records and figures of today."""
+    for table in (verified, speed, best):
+        begin, end = f"<!-- {table.__name__}: begin -->", f"<!-- {table.__name__}: end -->"
+        block = f"{begin}\n{table()}{end}"
+        text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.S)
+    return text
+
+
+def draw() -> None:
+    """A plot of each op that has one."""
+    for path in sorted(FIGURES.glob("npu_*.csv")):
+        if (picture := path.with_suffix(".png")).exists():
+            plot(picture, read_rows(path), f"{path.stem}, NVIDIA H200", read_public())
+
+
+if __name__ == "__main__":
+    if "--plots" in sys.argv:
+        draw()
+    for page in (ROOT / name for name in PAGES):
+        page.write_text(fresh(page.read_text()))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Runs the matrix; see the package's own words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from . import report
+from .pretend import GPUS, HOME, TENSOR_MEMORY
+
+ROOT = HOME.parent
+RESULTS = Path(__file__).parent / "results.json"
+TABLE = ROOT / "docs/portability.md"
+
+
+def one(pair: tuple[int, str], share: float, parts: list[str]) -> dict[str, Any]:
+    """What pretend.py found for one GPU and one Triton."""
+    capability, version = pair
+    with tempfile.TemporaryDirectory() as scratch:
+        out = f"{scratch}/out.json"
+        command = [sys.executable, "-m", "tests.portability.pretend"]
+        subprocess.run(
+            [*command, str(capability), str(RESULTS), out, str(share), *parts],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(HOME / f"triton-{version}")},
+            check=True,
+        )
+        return json.loads(Path(out).read_text())
+
+
+def against(case: dict[str, Any], capability: int, results: dict[str, Any]) -> list[str]:
+    """What is wrong with a case on that GPU."""
+    gpu, found = GPUS[capability], []
+    for key in case["launches"]:
+        kernel = results[key]
+        if "error" in kernel:
+            found.append(f"{kernel['kernel']}: {kernel['error']}")
+            continue
+        if kernel["shared"] > gpu.shared_memory:
+            found.append(
+                f"{kernel['kernel']} needs {kernel['shared'] / 1024:.1f} KiB of shared memory, "
+                f"there are {gpu.shared_memory // 1024}"
+            )
+        if kernel["tensor"] > TENSOR_MEMORY:
+            found.append(f"{kernel['kernel']} needs {kernel['tensor']} columns of tensor memory")
+        if kernel["unit"] == "wgmma" and capability != 90:
+            found.append(f"{kernel['kernel']} takes wgmma")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.portability", description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, compile a sample again"
+    )
+    parser.add_argument(
+        "--sample", type=float, default=0.01, help="share that --check compiles again"
+    )
+    parser.add_argument("--gpu", type=int, nargs="*", default=report.CAPABILITIES, choices=GPUS)
+    parser.add_argument(
+        "--triton", nargs="*", default=report.TRITONS, help="folders of .portability"
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="cases with this in `op | label`")
+    options = parser.parse_args()
+    start = time.time()
+    results = json.loads(RESULTS.read_text())
+    pairs = [(capability, version) for version in options.triton for capability in options.gpu]
+    share = options.sample if options.check else 0.0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(
+            zip(pairs, pool.map(lambda p: one(p, share, options.only), pairs), strict=True)
+        )
+    wrong, compiled = [], 0
+    for pair, answer in found.items():
+        for key, facts in answer["compiled"].items():
+            compiled += 1
+            if results.setdefault(key, facts) != facts:
+                wrong.append(f"{pair}: {facts} now, kept as {results[key]}")
+        for case in answer["cases"]:
+            wrong += [
+                f"sm_{pair[0]}, Triton {pair[1]}, {case['op']}, {case['label']}: {x}"
+                for x in against(case, pair[0], results)
+            ]
+    whole = not options.only and set(pairs) >= report.WHOLE
+    table = report.table(found, results) if whole else ""
+    if options.check and whole and TABLE.read_text() != table:
+        wrong.append(f"{TABLE.name} or results.json are of another day: make portability")
+    if not options.check:
+        if whole:  # nothing is kept of kernels that are no more
+            TABLE.write_text(table)
+            used = {x for a in found.values() for c in a["cases"] for x in c["launches"]}
+            results = {key: results[key] for key in used}
+        lines = [f'"{key}": {json.dumps(results[key])}' for key in sorted(results)]
+        RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print("\n".join(wrong))
+    cases, seconds = sum(len(answer["cases"]) for answer in found.values()), time.time() - start
+    print(f"{cases} cases, {compiled} kernels compiled, {len(wrong)} wrong, {seconds:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What is compiled: the shapes that are measured (custom/bench), and some that take other tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from custom.dispatch.specs import SPECS
+
+from custom.bench import attention, delta_rule, sparse_attention
+from custom.bench.presets import presets
+
+Make = Callable[[torch.device, int], dict[str, Any]]
+FLOAT = torch.float32
+
+
+def cases() -> Iterator[tuple[str, str, Make]]:
+    """(op, label, make) of every case; `make(device, seed)` gives the arguments."""
+    for spec in SPECS:
+        for case in presets(spec.name, "cuda"):
+            yield spec.name, case.label, case.make
+    for beyond in (_attention, _sparse, _gradients, _indexer, _prologs, _delta_rule):
+        yield from beyond()
+
+
+def _bf16(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return _bf16(*shape, dtype=torch.int32)
+
+
+def _attention() -> Iterator[tuple[str, str, Make]]:
+    for op in ("npu_fused_attention", "npu_fused_attention_backward"):
+        for d in (32, 256):
+            case = attention.case(op, 1, 16, 16, 4096, 4096, d, True)
+            yield op, case.label, case.make
+        window = attention.case(op, 1, 16, 16, 4096, 4096, 128)
+        yield op, "D128, window 512", lambda at, seed, c=window: c.make(at, seed) | {"window": 512}
+    case = attention.case("npu_fused_attention", 1, 32, 8, 1, 8192, 256, False)
+    yield "npu_fused_attention", case.label, case.make
+
+
+def _rows(s: int, n: int, r: int, dr: int, **more: Any) -> dict[str, Any]:
+    """Arguments of sparse attention: s rows of n heads over 2048 keys out of 8192."""
+    given = dict(
+        query=_bf16(1, s, n, r), key=_bf16(1, 8192, 1, r), sparse_indices=_int32(1, s, 1, 2048),
+        scale_value=0.1,
+    )  # fmt: skip
+    if dr:
+        given |= dict(query_rope=_bf16(1, s, n, dr), key_rope=_bf16(1, 8192, 1, dr))
+    return given | more
+
+
+def _sparse() -> Iterator[tuple[str, str, Make]]:
+    op = "npu_sparse_flash_attention"
+    for s, n, r, dr in [
+        (1, 128, 512, 64), (64, 64, 512, 64), (256, 64, 1024, 64), (256, 16, 128, 0),
+        (256, 64, 256, 64), (64, 64, 576, 0), (4096, 64, 512, 64),
+    ]:  # fmt: skip
+        yield op, f"H{n} {r} + {dr}, {s} x 8192", lambda at, seed, a=(s, n, r, dr): _rows(*a)
+
+    def value(at: torch.device, seed: int) -> dict[str, Any]:
+        return _rows(64, 64, 512, 64, value=_bf16(1, 8192, 1, 512))
+
+    yield op, "H64 512 + 64, 64 x 8192, value apart", value
+
+
+def _gradients() -> Iterator[tuple[str, str, Make]]:
+    for n, r, dr in [(128, 512, 64), (64, 512, 64), (16, 512, 64), (64, 128, 0)]:
+
+        def statistics(s: int, n: int = n) -> dict[str, Any]:
+            return {f"softmax_{name}": _bf16(1, 1, s, n, dtype=FLOAT) for name in ("max", "sum")}
+
+        def attend(at, seed, n=n, r=r, dr=dr, statistics=statistics):  # type: ignore[no-untyped-def]
+            out = dict(d_out=_bf16(1, 4096, n, r), out=_bf16(1, 4096, n, r))
+            return _rows(4096, n, r, dr, value=None, sparse_block_size=1, **out, **statistics(4096))
+
+        def loss(at, seed, n=n, r=r, dr=dr, statistics=statistics):  # type: ignore[no-untyped-def]
+            index = dict(
+                query_index=_bf16(1, 4096, 64, 128), key_index=_bf16(1, 8192, 1, 128),
+                weights=_bf16(1, 4096, 64),
+            )  # fmt: skip
+            return _rows(4096, n, r, dr, **index, **statistics(4096))
+
+        yield "npu_sparse_flash_attention_grad", f"H{n} {r} + {dr}, 4096 x 8192", attend
+        yield "npu_sparse_lightning_indexer_grad_kl_loss", f"H{n} {r} + {dr}, 4096 x 8192", loss
+
+
+def _indexer() -> Iterator[tuple[str, str, Make]]:
+    for n, d in [(64, 128), (16, 128), (8, 64)]:
+
+        def grad(at, seed, n=n, d=d):  # type: ignore[no-untyped-def]
+            return dict(
+                query=_bf16(1, 4096, n, d), key=_bf16(1, 8192, 1, d), dy=_bf16(1, 4096, 1, 2048),
+                sparse_indices=_int32(1, 4096, 1, 2048), weights=_bf16(1, 4096, n),
+            )  # fmt: skip
+
+        yield "npu_lightning_indexer_grad", f"H{n} D{d}, 4096 x 8192", grad
+    for s, n, d in [(4, 64, 128), (1, 64, 128), (4096, 16, 64)]:
+
+        def dense(at, seed, s=s, n=n, d=d):  # type: ignore[no-untyped-def]
+            return dict(
+                query=_bf16(2, s, n, d), key=_bf16(2, 8192, 1, d), weights=_bf16(2, s, n),
+                sparse_count=2048, return_value=True,
+            )  # fmt: skip
+
+        yield "npu_lightning_indexer", f"H{n} D{d}, {s} x 8192, dense", dense
+    for n, d, dr in [(128, 512, 64), (64, 512, 64), (32, 576, 0), (64, 128, 64)]:
+        for lse in (False, True):
+
+            def loss(at, seed, n=n, d=d, dr=dr, lse=lse):  # type: ignore[no-untyped-def]
+                given = dict(
+                    query=_bf16(1, n, 1024, d), key=_bf16(1, 8192, d), scaling=0.1,
+                    index_score=_bf16(1, 1024, 2048, dtype=FLOAT), indices=_int32(1, 1024, 2048),
+                    chunk_offset=7168,
+                )  # fmt: skip
+                if dr:
+                    given |= dict(query_rope=_bf16(1, n, 1024, dr), key_rope=_bf16(1, 8192, dr))
+                return given | (dict(softmax_lse=_bf16(1, n, 1024, dtype=FLOAT)) if lse else {})
+
+            yield "npu_indexer_loss", f"H{n} D{d} + {dr}{', lse' if lse else ''}", loss
+
+
+def _prologs() -> Iterator[tuple[str, str, Make]]:
+    for tokens in (8, 200):
+
+        def mla(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
+            weights = dict(
+                weight_dq=_bf16(7168, 1536), weight_uq_qr=_bf16(1536, 128 * 192),
+                weight_dkv_kr=_bf16(7168, 576), weight_format="nd",
+            )  # fmt: skip
+            return sparse_attention.mla_prolog_case(tokens, 128).make(at, seed) | weights
+
+        def indexer(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
+            weights = dict(
+                weight_qb=_bf16(1536, 8192), weight_k=_bf16(7168, 128),
+                weight_proj=_bf16(7168, 64), weight_format="nd",
+            )  # fmt: skip
+            return sparse_attention.indexer_prolog_case(tokens).make(at, seed) | weights
+
+        yield "npu_mla_prolog_pto", f"{tokens} tokens, 128 heads, nd", mla
+        yield "npu_indexer_prolog_pto", f"{tokens} tokens, nd", indexer
+    layer = sparse_attention.layer_case(4, 1, 16, 8192)
+    yield "npu_sparse_attention_pto", layer.label, layer.make
+
+
+def _delta_rule() -> Iterator[tuple[str, str, Make]]:
+    for d, state in [(64, torch.bfloat16), (256, FLOAT), (96, None)]:
+
+        def forward(at, seed, d=d, state=state):  # type: ignore[no-untyped-def]
+            given = dict(
+                query=_bf16(4096, 16, d), key=_bf16(4096, 16, d), value=_bf16(4096, 32, d),
+                beta=_bf16(4096, 32), g=_bf16(4096, 32, dtype=FLOAT),
+            )  # fmt: skip
+            if state:
+                given["initial_state"] = _bf16(1, 32, d, d, dtype=state)
+            return given
+
+        def grad(at, seed, d=d, state=state, forward=forward):  # type: ignore[no-untyped-def]
+            final = _bf16(1, 32, d, d, dtype=state) if state else None
+            return forward(at, seed) | dict(d_out=_bf16(4096, 32, d), d_final_state=final)
+
+        label = f"K{d} V{d}, {str(state).removeprefix('torch.')} state"
+        yield "npu_chunk_gated_delta_rule", label, forward
+        yield "npu_chunk_gated_delta_rule_grad", label, grad
+    decode = delta_rule.decode_case(32, 1, "vk")
+
+    def kda(at: torch.device, seed: int) -> dict[str, Any]:
+        gates = dict(is_kda=True, a=_bf16(32, 1, 32, 128), dt_bias=_bf16(32, 128, dtype=FLOAT))
+        return decode.make(at, seed) | gates
+
+    yield decode.op, f"{decode.label}, kda", kda

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""One GPU that is not here: which kernels the launchers would run on it, and what those compile to.
+
+python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SHARE [PART ...]
+
+Compiles what KNOWN has not, and a random SHARE of what it has; of all cases, or of those whose
+`op | label` contains a PART.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import pkgutil
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.runtime.jit import JITCallable, KernelInterface
+
+HOME = Path(__file__).parents[2] / ".portability"
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class GPU:
+    name: str
+    processors: int
+    shared_memory: int
+
+
+GPUS = {
+    80: GPU("A100", 108, 163 * KIB),
+    86: GPU("A40, RTX 3090", 84, 99 * KIB),
+    89: GPU("L40S, RTX 4090", 142, 99 * KIB),
+    90: GPU("H100, H200", 132, 227 * KIB),
+    100: GPU("B200", 148, 227 * KIB),
+    120: GPU("RTX 5090, RTX PRO 6000", 170, 99 * KIB),
+}
+TENSOR_MEMORY = 512  # columns, where there is any
+
+
+def pretend(capability: int) -> None:
+    """From here on tensors on `cuda` have shapes but no memory, and the GPU is that one."""
+    ctypes.CDLL(str(HOME / "guard.so"))
+    from custom.cuda_ops import gpu, sparse_attention_pto
+
+    from custom.bench.case import Draw
+
+    from ..compile_for_hopper import driver
+
+    at_hand = GPUS[capability]
+    gpu.capability = lambda device: divmod(capability, 10)
+    gpu.processors = lambda device: at_hand.processors
+    gpu.shared_memory = lambda device: at_hand.shared_memory
+    triton.runtime.driver._active = driver(capability)
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    sparse_attention_pto._Side = _Side
+    FakeTensor.data_ptr = _address
+
+    def draw(self, device, seed, dtype=torch.bfloat16):
+        self.device, self.dtype, self.random = device, dtype, None
+
+    Draw.__init__ = draw
+
+
+class _Side:
+    here = there = None
+
+    def __init__(self, device):
+        pass
+
+    def fork(self):
+        pass
+
+    join = fork
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Aligned, and the same for two views of one storage."""
+    return (tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.itemsize
+
+
+class Recorder:
+    """What would be launched: the keys in `launches`; `of` has the name of each and how to compile
+    it."""
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+        self.of: dict[str, tuple[str, Callable[[], Any]]] = {}
+        self.compile = triton.compiler.compile
+        triton.compiler.compile = self._compiled
+        KernelInterface.__getitem__ = lambda kernel, grid: self._launcher(kernel)
+        # a kernel that only moved within its file is the same
+        import custom.cuda_ops
+
+        for module in pkgutil.iter_modules(custom.cuda_ops.__path__):
+            found = vars(importlib.import_module(f"custom.cuda_ops.{module.name}")).values()
+            for kernel in (x for x in found if isinstance(x, JITCallable)):
+                kernel.starting_line_number = 1
+
+    def _launcher(self, kernel):
+        def launch(*arguments, **named):
+            self.launches.append(kernel.warmup(*arguments, grid=(1,), **named))
+
+        return launch
+
+    def _compiled(self, src, target, options) -> str:
+        """In place of Triton's own compile: the key of what is to be compiled."""
+        chosen = {n: x for n, x in options.items() if n != "extern_libs"}  # a path of this machine
+        parts = (src.hash(), repr(sorted(chosen.items())), repr(target), triton.__version__)
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        name = f"{src.fn.__module__.rpartition('.')[2]}.{src.name}"
+        self.of[key] = name, lambda: self.compile(src, target=target, options=options)
+        return key
+
+
+def facts(binary) -> dict[str, Any]:
+    """What is kept of a compiled kernel."""
+    ptx = binary.asm["ptx"]
+    units = [unit for unit in ("wgmma", "tcgen05", "mma.sync") if unit in ptx]
+    return dict(
+        unit=units[0] if units else "",
+        shared=binary.metadata.shared,
+        tensor=getattr(binary.metadata, "tmem_size", None) or 0,
+    )
+
+
+def in_child(compile: Callable[[], Any]) -> dict[str, Any]:
+    """Its facts, or its error: LLVM ends the process where it gives up."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(err.fileno(), 2)
+            try:
+                found = facts(compile())
+            except Exception as error:
+                found = dict(error=f"{type(error).__name__}: {error}"[:600])
+            json.dump(found, out)
+            out.flush()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        for file in (out, err):
+            file.seek(0)
+        if not os.WIFSIGNALED(status):
+            return json.load(out)
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return dict(error=f"the compiler died of {name}: {err.read()[:300]}")
+
+
+def gather(recorder: Recorder, wanted: list[str]) -> list[dict[str, Any]]:
+    """Every case: the keys of what it launches, or why it is not."""
+    from custom.dispatch import backends
+    from custom.dispatch.register import bind, overload
+    from custom.dispatch.specs import BY_NAME
+
+    from .cases import cases
+
+    found = []
+    for op, label, make in cases():
+        if wanted and not any(part in f"{op} | {label}" for part in wanted):
+            continue
+        spec, row = BY_NAME[op], dict(op=op, label=label)
+        found.append(row)
+        recorder.launches.clear()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            arguments = bind(overload(spec)._schema, (), make(torch.device("cuda:0"), 0))
+            spec.check(**arguments)
+            function, unsupported = backends.launcher(backends.CUDA, spec)
+            row["refused"] = unsupported(**arguments)
+            if row["refused"] is None:
+                function(**arguments)
+        row["launches"] = list(dict.fromkeys(recorder.launches))
+    return found
+
+
+def main() -> None:
+    capability, share = int(sys.argv[1]), float(sys.argv[4])
+    known, out = json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    pretend(capability)
+    recorder = Recorder()
+    found = gather(recorder, sys.argv[5:])
+    kept = sorted(known.keys() & recorder.of)
+    again = random.sample(kept, round(share * len(kept)))
+    compiled = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["TRITON_CACHE_DIR"] = scratch
+        for key in [*(recorder.of.keys() - known), *again]:
+            name, compile = recorder.of[key]
+            compiled[key] = dict(kernel=name) | in_child(compile)
+            print(f"  sm_{capability}, {triton.__version__}: {compiled[key]}", flush=True)
+    out.write_text(json.dumps(dict(cases=found, compiled=compiled)))
+
+
+if __name__ == "__main__":
+    main()

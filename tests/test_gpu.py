@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Which kernels a GPU and a Triton get, and the one sentence where they get none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from custom.dispatch import backends, log
+
+pytest.importorskip("triton")
+
+from custom.cuda_ops import chunk_gated_delta_rule_grad, gluon_names, gpu
+
+from .samples import sample
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """An H100 in place of the CPU; afterwards Gluon is asked anew."""
+    monkeypatch.setattr(gpu, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(log, "_said", set())
+    yield
+    monkeypatch.undo()
+    gpu.without_gluon.cache_clear()
+
+
+@pytest.mark.parametrize("lacking", [[], ["barrier", "mma_v2"]], ids=str)
+def test_hopper_without_a_whole_gluon_runs_plain_kernels_and_says_so_once(
+    lacking, hopper, monkeypatch, capsys
+):
+    monkeypatch.setattr(gluon_names, "LACKING", lacking)
+    gpu.without_gluon.cache_clear()
+    assert [gpu.is_hopper(CPU) for _ in range(2)] == [not lacking] * 2
+    said = capsys.readouterr().err
+    assert said.count("custom: ") == bool(lacking)
+    assert not lacking or "no barrier, mma_v2 in Gluon" in said
+    described = gpu.described(CPU)
+    assert described.startswith("sm_90, ")
+    assert ("plain kernels run" if lacking else "kernels in Gluon") in described
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_gluon_is_for_hopper_alone(capability, monkeypatch):
+    monkeypatch.setattr(gpu, "capability", lambda device: capability)
+    assert not gpu.is_hopper(CPU)
+    assert gpu.described(CPU).startswith(f"sm_{capability[0]}{capability[1]}, ")
+
+
+def test_what_triton_cannot_compile_for_sm_100_is_refused(monkeypatch):
+    arguments = sample("npu_chunk_gated_delta_rule_grad", CPU, torch.bfloat16)
+    monkeypatch.setattr(chunk_gated_delta_rule_grad, "_BREAKS_ON_SM_100", True)
+    for capability in ((9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(gpu, "capability", lambda device, c=capability: c)
+        against = chunk_gated_delta_rule_grad.unsupported(**arguments)
+        assert (against is not None and "triton>=3.8" in against) == (capability == (10, 0))
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.5.0", "3.5.1+git0", "3.10.0", "2.3.1", "4.0"])
+def test_a_triton_that_is_too_old_is_one_sentence(version, monkeypatch):
+    monkeypatch.setattr(backends, "installed", lambda name: version if name == "triton" else None)
+    reason = backends.cannot_run(backends.CUDA, torch.device("cuda", 0))
+    if version in ("3.4.0", "2.3.1"):
+        assert reason is not None and f"triton {version} is installed" in reason
+    else:
+        assert reason is None
