@@ -51,6 +51,11 @@ def without_gluon() -> str | None:
     )
 
 
+def has_tensor_memory(device: torch.device) -> bool:
+    """Products of 64 rows and more go to tcgen05: sm_100 to sm_110, not sm_120."""
+    return (10, 0) <= capability(device) < (12, 0)
+
+
 def has_chained_launch(device: torch.device) -> bool:
     """Programmatic dependent launch and L2 prefetch: Hopper and later."""
     return capability(device) >= (9, 0)
