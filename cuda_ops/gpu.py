@@ -56,6 +56,12 @@ def has_tensor_memory(device: torch.device) -> bool:
     return (10, 0) <= capability(device) < (12, 0)
 
 
+def reads_shared(device: torch.device) -> bool:
+    """Large products read both sides from shared memory (wgmma, tcgen05), not from registers, so
+    that a pipeline of loads needs one tile more."""
+    return (9, 0) <= capability(device) < (12, 0)
+
+
 def has_chained_launch(device: torch.device) -> bool:
     """Programmatic dependent launch and L2 prefetch: Hopper and later."""
     return capability(device) >= (9, 0)

@@ -212,15 +212,15 @@ class Tiles:
     warps: int
 
 
-def shared_bytes(tile: Tiles, columns: Sequence[int], itemsize: int = 2) -> int:
+def shared_bytes(tile: Tiles, columns: Sequence[int], wgmma: bool) -> int:
     """At most, for queries and keys whose columns come in these pieces: all of the queries, and of
-    the keys what each stage holds, or one piece at a time."""
-    held = max(columns) if tile.stages == 1 else tile.stages * sum(columns)
-    return (tile.heads * sum(columns) + tile.keys * held) * itemsize + 1024
+    the keys what the stages hold, or one piece at a time."""
+    held = max(columns) if tile.stages == 1 else (tile.stages - (not wgmma)) * sum(columns)
+    return 2 * (tile.heads * sum(columns) + tile.keys * held) + 1024
 
 
-def tiles(N: int, columns: Sequence[int], has_lse: bool, limit: int) -> Tiles | None:
-    """The first that fits into `limit` bytes of shared memory."""
+def tiles(N: int, columns: Sequence[int], has_lse: bool, device: torch.device) -> Tiles | None:
+    """The first that fits into this GPU."""
     heads = min(128, padded(N))
     if sum(columns) > 256:
         tiers = [Tiles(heads, 64, 1, 8), Tiles(min(64, heads), 64, 1, 8)]
@@ -229,7 +229,8 @@ def tiles(N: int, columns: Sequence[int], has_lse: bool, limit: int) -> Tiles | 
     else:
         tiers = [Tiles(heads, 64, 3, 4) if has_lse else Tiles(heads, 128, 2, 4)]
     tiers += [Tiles(min(32, heads), 32, 1, 4)]
-    fitting = (tile for tile in tiers if shared_bytes(tile, columns) <= limit)
+    limit, wgmma = gpu.shared_memory(device), gpu.reads_shared(device)
+    fitting = (tile for tile in tiers if shared_bytes(tile, columns, wgmma) <= limit)
     return next(fitting, None)
 
 
@@ -248,8 +249,7 @@ def unsupported(
     D, DR = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
     if D + DR > LARGEST_D:
         return f"D={D + DR}, supported up to {LARGEST_D}"
-    limit = gpu.shared_memory(query.device)
-    if tiles(query.shape[1], pieces(D, DR), softmax_lse is not None, limit) is None:
+    if tiles(query.shape[1], pieces(D, DR), softmax_lse is not None, query.device) is None:
         return gpu.too_small(query.device)
     return rows.too_many(key.shape[1], "keys")
 
@@ -336,8 +336,7 @@ def forward(
             query, key, indices, scaling, chunk_offset, query_rope, key_rope, softmax_lse, target
         )
     else:
-        limit = gpu.shared_memory(query.device)
-        tile = tiles(N, pieces(D, DR), softmax_lse is not None, limit)
+        tile = tiles(N, pieces(D, DR), softmax_lse is not None, query.device)
         assert tile is not None
         _target_kernel[(S, B)](
             query, key, query_rope, key_rope, indices, softmax_lse, target,

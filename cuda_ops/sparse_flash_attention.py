@@ -263,7 +263,7 @@ def tiles(
             tiers.append(Tiles(32, 32, 4, 2, left))
         tiers.append(Tiles(16, 64, 4, 3, left))
     tiers += [Tiles(16, keys, 4, 1, left, right) for keys in (32, 16)]
-    limit, wgmma = gpu.shared_memory(device), gpu.capability(device) == (9, 0)
+    limit, wgmma = gpu.shared_memory(device), gpu.reads_shared(device)
     fitting = (t for t in tiers if shared_bytes(t, rope, wgmma) <= limit)
     tile = next(fitting, None)
     if tile is None:
@@ -400,10 +400,10 @@ def forward(
     else:
         slots = memory.empty((plan.rows, splits * per_split), torch.int32, device)
         _attend[(items,)](
-            q, qr, key, kr, value, index, slots, **tensors, **sizes, **plan.arguments, **plan.constants,
-            **key_strides(key, kr, value, layout_kv), index_stride=index.stride(0),
-            slot_stride=slots.stride(0), R=rank, D=rope, SPAN=sparse_block_size, EVEN=even,
-            SHARED=shared, CHAINED=chained,
+            q, qr, key, kr, value, index, slots, **tensors, **sizes, **plan.arguments,
+            **plan.constants, **key_strides(key, kr, value, layout_kv),
+            index_stride=index.stride(0), slot_stride=slots.stride(0), R=rank, D=rope,
+            SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained,
             PLACE=min(1024, triton.next_power_of_2(max(per_split, key_tile))),
             HEAD_TILE=tier.heads, KEY_TILE=key_tile, LEFT=tier.left, RIGHT=tier.right,
             D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier.stages,

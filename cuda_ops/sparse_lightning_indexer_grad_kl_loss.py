@@ -139,8 +139,8 @@ def _loss_kernel(target, score, loss, entries, eps, ENTRIES: tl.constexpr):
     tl.store(score + at, tl.where(counts, r - pi, 0.0), mask=slot < entries)
 
 
-def tiles(N: int, columns: Sequence[int], NI: int, DI: int, limit: int) -> Tiles | None:
-    """The first that fits into `limit` bytes of shared memory beside the indexer's query."""
+def tiles(N: int, columns: Sequence[int], NI: int, DI: int, device: torch.device) -> Tiles | None:
+    """The first that fits into this GPU beside the indexer's query."""
     heads = min(128, padded(N))
     if sum(columns) > 256:
         tiers = [Tiles(heads, 64, 1, 8), Tiles(min(64, heads), 64, 1, 8)]
@@ -148,7 +148,8 @@ def tiles(N: int, columns: Sequence[int], NI: int, DI: int, limit: int) -> Tiles
         tiers = [Tiles(heads, 64, 2, 4)]
     tiers += [Tiles(min(32, heads), 32, 1, 4)]
     beside = padded(NI) * padded(DI) * 2
-    fitting = (tile for tile in tiers if shared_bytes(tile, columns) + beside <= limit)
+    limit, wgmma = gpu.shared_memory(device) - beside, gpu.reads_shared(device)
+    fitting = (tile for tile in tiers if shared_bytes(tile, columns, wgmma) <= limit)
     return next(fitting, None)
 
 
@@ -164,8 +165,8 @@ def unsupported(
     if max(query_index.shape[-2:]) > 256:
         return f"index heads and size are {tuple(query_index.shape[-2:])}, supported up to 256"
     DR = 0 if query_rope is None else query_rope.shape[-1]
-    limit = gpu.shared_memory(query.device)
-    if tiles(query.shape[-2], pieces(query.shape[-1], DR), *query_index.shape[-2:], limit) is None:
+    columns, indexer = pieces(query.shape[-1], DR), query_index.shape[-2:]
+    if tiles(query.shape[-2], columns, *indexer, query.device) is None:
         return gpu.too_small(query.device)
     return rows.too_many_positions(key, None)
 
@@ -208,7 +209,7 @@ def forward(
     w = weights.reshape(plan.rows, NI)
     index = sparse_indices.reshape(plan.rows, entries)
     D0, D1 = parts(D)
-    tile = tiles(N, pieces(D, DR), NI, DI, gpu.shared_memory(device))
+    tile = tiles(N, pieces(D, DR), NI, DI, device)
     assert tile is not None
     if plan.rows == 0 or entries == 0 or key.numel() == 0:
         loss.zero_()
