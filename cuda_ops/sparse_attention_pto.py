@@ -33,6 +33,7 @@ def unsupported(
     w_uk: Tensor,
     w_idx_qb: Tensor,
     gamma_cq: Tensor,
+    sin: Tensor,
     in_gamma_k: Tensor,
     kv_cache: Tensor,
     index_k_cache: Tensor,
@@ -43,13 +44,21 @@ def unsupported(
     """What any of the stages cannot do; the stages see stand-ins for what comes between them."""
     size = in_gamma_k.shape[0]
     index_heads = w_idx_qb.numel() // (gamma_cq.shape[0] * size)
-    indexed = x[..., :1].expand(*x.shape[:2], index_heads * size).unflatten(-1, (-1, size))
+    heads, _dn, rank = w_uk.shape
     return (
         prolog.unsupported(x)
         or lightning_indexer.unsupported(
-            query=indexed, key=index_k_cache, block_table=block_table, sparse_count=sparse_count
+            query=prolog.like_queries(x, index_heads, size),
+            key=index_k_cache,
+            block_table=block_table,
+            sparse_count=sparse_count,
         )
-        or sparse_flash_attention.unsupported(w_uk, kv_cache, block_table)
+        or sparse_flash_attention.unsupported(
+            prolog.like_queries(x, heads, rank),
+            kv_cache,
+            block_table,
+            query_rope=prolog.like_queries(x, heads, sin.shape[-1]),
+        )
     )
 
 
