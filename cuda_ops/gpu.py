@@ -56,6 +56,11 @@ def has_chained_launch(device: torch.device) -> bool:
     return capability(device) >= (9, 0)
 
 
+def has_tensor_memory(device: torch.device) -> bool:
+    """Accumulators lie in 512 columns of their own: B200."""
+    return capability(device)[0] == 10
+
+
 @cache
 def processors(device: torch.device) -> int:
     """Multiprocessors."""
