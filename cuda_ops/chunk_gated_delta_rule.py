@@ -222,11 +222,11 @@ def _states_kernel(
 
 
 def walk_tiling(size: int, shared: int) -> tuple[int, int]:
-    """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` what a program may
-    have.
+    """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` the memory of a
+    program.
 
     One sequence of 4096 tokens, Nv 32, Dk and Dv 128, H200, 2026-11: 101 us, with two stages 155.
-    With two a processor of less shared memory holds two programs."""
+    Where three do not fit, two leave room for a second program."""
     if size <= 128:
         return 32, 3 if shared >= 185 * 1024 else 2
     return 16, 2 if shared >= 107 * 1024 else 1

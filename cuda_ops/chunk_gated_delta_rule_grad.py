@@ -426,8 +426,8 @@ def _gates_kernel(
 
 
 def walk_tiling(size: int, shared: int) -> tuple[int, int]:
-    """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` what a program may
-    have.  Of 256 x 64 the states alone would take all of a B200's tensor memory."""
+    """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` the memory of a
+    program.  Of 256 x 64 the states alone would take all of a B200's tensor memory."""
     if size <= 128:
         return 64, 2
     return 32, 2 if shared >= 105 * 1024 else 1

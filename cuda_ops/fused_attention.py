@@ -217,7 +217,7 @@ class Tiling:
 
 
 def tiling(sizes: Sizes, size: int, processors: int, shared: int) -> Tiling:
-    """`size` is the larger head size, padded to a power of two; `shared` what a program may have."""
+    """`size` is the larger head size, padded to a power of two; `shared` a program's memory."""
     if sizes.rows * sizes.group <= 64:
         # few queries: what counts is that every byte of k and v is in flight once
         tile = max(16, triton.next_power_of_2(sizes.rows * sizes.group))
@@ -228,7 +228,7 @@ def tiling(sizes: Sizes, size: int, processors: int, shared: int) -> Tiling:
         return Tiling(tile, block, 4, stages, sizes.group, parts)
     tile = 128 if sizes.rows > 64 else 64
     block, warps, stages = (64, 4, 3) if size <= 64 else (64, 8, 3) if size <= 128 else (32, 8, 2)
-    if size > 128 and shared < 104 * 1024:
+    if size > 128 and shared < 104 * 1024:  # what 128 queries take
         tile, warps = 64, 4
     parts = 1
     if sizes.is_narrow(processors):

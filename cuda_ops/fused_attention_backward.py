@@ -332,8 +332,8 @@ class Tiling:
 
 
 def tiling(size: int, shared: int, tensor_memory: bool) -> tuple[Tiling, Tiling]:
-    """Of the keys and of the queries kernel; `size` is the larger head size, padded, `shared` what
-    a program may have.  Two sums of 64 keys x 256 are too many columns of tensor memory.
+    """Of the keys and of the queries kernel; `size` is the larger head size, padded, `shared` the
+    memory of a program.  Two sums of 64 keys x 256 are too many columns of tensor memory.
 
     The plain backward, causal, B 4, H 16, 4096 tokens, H200, 2026-11: D 64 1105 us, D 128 2023 us
     (keys of 64 x 64 2069), D 256 7646 us."""
