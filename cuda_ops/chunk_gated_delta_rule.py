@@ -221,6 +221,17 @@ def _states_kernel(
                 tl.store(out_at, tl.zeros([CHUNK, BV], tl.float32), mask=on)
 
 
+def walk_tiling(size: int, shared: int) -> tuple[int, int]:
+    """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` the memory of a
+    program.
+
+    One sequence of 4096 tokens, Nv 32, Dk and Dv 128, H200, 2026-11: 101 us, with two stages 155.
+    Where three do not fit, two leave room for a second program."""
+    if size <= 128:
+        return 32, 3 if shared >= 185 * 1024 else 2
+    return 16, 2 if shared >= 107 * 1024 else 1
+
+
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16):
         kind = str(query.dtype).removeprefix("torch.")
@@ -301,7 +312,7 @@ def _plain(
     sums = memory.empty((T, NV), torch.float32, device)
     DK_PAD = max(16, triton.next_power_of_2(DK))
     padded = max(16, triton.next_power_of_2(sequences))
-    BV = 32 if DK_PAD <= 128 else 16
+    BV, stages = walk_tiling(DK_PAD, gpu.shared_memory(device))
     # every sequence may end in a part of a chunk
     chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
     if T > 0:
@@ -317,6 +328,6 @@ def _plain(
     launches.kernel(_states_kernel, sequences * NV * triton.cdiv(DV, BV))(
         query, key, u, w, p, sums, actual_seq_lengths, initial_state, final, out,
         T, sequences, scale, *query.stride()[:2], *key.stride()[:2],
-        N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, SEQUENCES=padded, STAGES=2,
+        N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, SEQUENCES=padded, STAGES=stages,
         VARLEN=actual_seq_lengths is not None, INITIAL=initial_state is not None, num_warps=4,
     )  # fmt: skip

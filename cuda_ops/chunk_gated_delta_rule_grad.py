@@ -42,8 +42,8 @@ from .chunk_gated_delta_rule import unsupported as unsupported_forward
 # a pass of Triton 3.6 and 3.7 fails in _inputs_kernel, at every shape
 _BREAKS_ON_SM_100 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
-# columns of a walk's state; of the values and the keys in a tile of the chunks' kernels
-_WALK_TILE, _VALUE_TILE, _KEY_TILE = 64, 64, 64
+# columns of the values and the keys in a tile of the chunks' kernels
+_VALUE_TILE, _KEY_TILE = 64, 64
 
 
 @triton.jit
@@ -425,6 +425,14 @@ def _gates_kernel(
             tl.store(d_g + at, later.to(d_g.dtype.element_ty), mask=on)
 
 
+def walk_tiling(size: int, shared: int) -> tuple[int, int]:
+    """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` the memory of a
+    program.  Of 256 x 64 the states alone would take all of a B200's tensor memory."""
+    if size <= 128:
+        return 64, 2
+    return 32, 2 if shared >= 105 * 1024 else 1
+
+
 def unsupported(**arguments: Any) -> str | None:
     if gpu.capability(arguments["query"].device)[0] == 10 and _BREAKS_ON_SM_100:
         return (
@@ -474,7 +482,9 @@ def backward(
     states, state_grads = (memory.empty((chunks, NV, DV, DK), half, device) for _ in range(2))
     DK_PAD = max(16, triton.next_power_of_2(DK))
     DV_PAD = max(16, triton.next_power_of_2(DV))
-    BK, BV, walked = min(_KEY_TILE, DK_PAD), min(_VALUE_TILE, DV_PAD), min(_WALK_TILE, DV_PAD)
+    BK, BV = min(_KEY_TILE, DK_PAD), min(_VALUE_TILE, DV_PAD)
+    walked, stages = walk_tiling(DK_PAD, gpu.shared_memory(device))
+    walked = min(walked, DV_PAD)
     blocks = triton.cdiv(DK, BK)
     d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
     rate_parts, total_parts = (memory.empty((blocks, T, NV), wide, device) for _ in range(2))
@@ -499,8 +509,8 @@ def backward(
         query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
         d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
         *q_by, *k_by, *v_by, *o_by, b_row,
-        N=N, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=walked, STAGES=2, INITIAL=initial_state is not None,
-        FINAL=d_final_state is not None, num_warps=4, **sizes,
+        N=N, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=walked, STAGES=stages,
+        INITIAL=initial_state is not None, FINAL=d_final_state is not None, num_warps=4, **sizes,
     )  # fmt: skip
     if chunks > 0:
         # T and P are used up: Z and M lie in their place

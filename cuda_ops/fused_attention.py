@@ -216,8 +216,8 @@ class Tiling:
     parts: int  # programs among which the keys of a tile are split
 
 
-def tiling(sizes: Sizes, size: int, processors: int) -> Tiling:
-    """`size` is the larger head size, padded to a power of two."""
+def tiling(sizes: Sizes, size: int, processors: int, shared: int) -> Tiling:
+    """`size` is the larger head size, padded to a power of two; `shared` a program's memory."""
     if sizes.rows * sizes.group <= 64:
         # few queries: what counts is that every byte of k and v is in flight once
         tile = max(16, triton.next_power_of_2(sizes.rows * sizes.group))
@@ -228,6 +228,8 @@ def tiling(sizes: Sizes, size: int, processors: int) -> Tiling:
         return Tiling(tile, block, 4, stages, sizes.group, parts)
     tile = 128 if sizes.rows > 64 else 64
     block, warps, stages = (64, 4, 3) if size <= 64 else (64, 8, 3) if size <= 128 else (32, 8, 2)
+    if size > 128 and shared < 104 * 1024:  # what 128 queries take
+        tile, warps = 64, 4
     parts = 1
     if sizes.is_narrow(processors):
         programs = max(1, sizes.batch * sizes.heads * triton.cdiv(sizes.rows, tile))
@@ -317,7 +319,7 @@ def _plain(
 ) -> None:
     size, v_size = q.shape[-1], v.shape[-1]
     padded, v_padded = padded_size(size), padded_size(v_size)
-    t = tiling(sizes, max(padded, v_padded), gpu.processors(q.device))
+    t = tiling(sizes, max(padded, v_padded), gpu.processors(q.device), gpu.shared_memory(q.device))
     listed, tiles = None, triton.cdiv(sizes.n_q * t.pack, t.queries)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
-from . import fused_attention, launches
+from . import fused_attention, gpu, launches
 from .fused_attention_tiles import (
     Sizes,
     is_far,
@@ -86,6 +86,13 @@ def _statistics_kernel(
 
 
 @triton.jit
+def _settled(x):
+    """x.  Two sums that wgmma is still adding to where a loop ends make ptxas wait behind every one
+    of the loop's products: a bit cast has Triton wait for both in the same step."""
+    return x.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _over_queries(
     grad_k, grad_v, k_tile, v_tile, q, grad_o, lse2, delta, q_row, g_row, low, high, rows, shift,
     column, columns, scale_log2, window, D, V,
@@ -108,29 +115,28 @@ def _over_queries(
             q_tile = tl.load(q_at)
         else:
             q_tile = tl.load(q_at, (d < D)[None, :], 0.0)
-        score = tl.dot(k_tile, tl.trans(q_tile))  # [BN, BM]
         if MASKED:
+            g_tile = tl.load(g_at, (query < rows)[:, None] & (e < V)[None, :], 0.0)
             row_lse = tl.load(lse2 + query, query < rows, float("inf"))
+            row_delta = tl.load(delta + query, query < rows, 0.0)
         else:
+            if V_PAD == V:
+                g_tile = tl.load(g_at)
+            else:
+                g_tile = tl.load(g_at, (e < V)[None, :], 0.0)
             row_lse = tl.load(lse2 + query)
+            row_delta = tl.load(delta + query)
+        score = tl.dot(k_tile, tl.trans(q_tile))  # [BN, BM]
+        grad_p = tl.dot(v_tile, tl.trans(g_tile))
         p = tl.exp2(score * scale_log2 - row_lse[None, :])
         if MASKED:
             keep = visible(
                 (query + shift)[None, :], column[:, None], columns, window, CAUSAL, WINDOW
             )
             p = tl.where(keep, p, 0.0)
-            g_tile = tl.load(g_at, (query < rows)[:, None] & (e < V)[None, :], 0.0)
-            row_delta = tl.load(delta + query, query < rows, 0.0)
-        elif V_PAD == V:
-            g_tile = tl.load(g_at)
-            row_delta = tl.load(delta + query)
-        else:
-            g_tile = tl.load(g_at, (e < V)[None, :], 0.0)
-            row_delta = tl.load(delta + query)
-        grad_v = tl.dot(p.to(g_tile.dtype), g_tile, grad_v)
-        grad_p = tl.dot(v_tile, tl.trans(g_tile))
         grad_s = p * (grad_p - row_delta[None, :])
-        grad_k = tl.dot(grad_s.to(q_tile.dtype), q_tile, grad_k)
+        grad_v = _settled(tl.dot(p.to(g_tile.dtype), g_tile, grad_v))
+        grad_k = _settled(tl.dot(grad_s.to(q_tile.dtype), q_tile, grad_k))
     return grad_k, grad_v
 
 
@@ -325,17 +331,18 @@ class Tiling:
         }  # fmt: skip
 
 
-def tiling(size: int) -> tuple[Tiling, Tiling]:
-    """Of the keys and of the queries kernel; `size` is the larger head size, padded.
+def tiling(size: int, shared: int, tensor_memory: bool) -> tuple[Tiling, Tiling]:
+    """Of the keys and of the queries kernel; `size` is the larger head size, padded, `shared` the
+    memory of a program.  Two sums of 64 keys x 256 are too many columns of tensor memory.
 
-    The second one after the Hopper kernel, causal, B 4, H 16, 4096 tokens, H200, 2026-11, the whole
-    deterministic backward: D 64 969 us (128 x 64 of 8 warps 1348), D 128 1781 us (128 x 32 of 8
-    warps 2300, 128 x 64 1908)."""
+    The plain backward, causal, B 4, H 16, 4096 tokens, H200, 2026-11: D 64 1105 us, D 128 2023 us
+    (keys of 64 x 64 2069), D 256 7646 us."""
     if size <= 64:
-        return Tiling(64, 128, 8, 2), Tiling(64, 64, 4, 3)
+        return Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3)
     if size <= 128:
-        return Tiling(32, 128, 8, 2), Tiling(64, 64, 4, 2)
-    return Tiling(32, 64, 8, 1), Tiling(64, 32, 8, 1)
+        return Tiling(32, 64, 4, 3), Tiling(64, 64, 4, 2)
+    small = shared < 129 * 1024 or tensor_memory
+    return Tiling(32, 32, 4, 1) if small else Tiling(32, 64, 8, 2), Tiling(64, 32, 4, 1)
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
@@ -380,7 +387,9 @@ def backward(
         )  # fmt: skip
         if sums is not None:
             return grads[0], grads[1], grads[2]
-    over_queries, over_keys = tiling(max(padded, v_padded))
+    over_queries, over_keys = tiling(
+        max(padded, v_padded), gpu.shared_memory(q.device), gpu.has_tensor_memory(q.device)
+    )
     n_q, n_k, heads, varlen = sizes.n_q, sizes.n_k, sizes.heads, sizes.varlen
     options = {
         "D": size, "V": v_size, "D_PAD": padded, "V_PAD": v_padded, "GROUP": sizes.group,

@@ -51,11 +51,6 @@ def without_gluon() -> str | None:
     )
 
 
-def has_tensor_memory(device: torch.device) -> bool:
-    """Products of 64 rows and more go to tcgen05: sm_100 to sm_110, not sm_120."""
-    return (10, 0) <= capability(device) < (12, 0)
-
-
 def reads_shared(device: torch.device) -> bool:
     """Large products read both sides from shared memory (wgmma, tcgen05), not from registers, so
     that a pipeline of loads needs one tile more."""
@@ -65,6 +60,11 @@ def reads_shared(device: torch.device) -> bool:
 def has_chained_launch(device: torch.device) -> bool:
     """Programmatic dependent launch and L2 prefetch: Hopper and later."""
     return capability(device) >= (9, 0)
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Accumulators lie in 512 columns of their own: B200."""
+    return capability(device)[0] == 10
 
 
 @cache

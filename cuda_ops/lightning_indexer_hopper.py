@@ -27,7 +27,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import gpu, launches, rows
 from .gluon_names import barrier, reinterpret, tma_load
 from .rows import BSND, PAGED, TND
-from .tiling import PROGRAMS
 from .topk_hopper import EVERY
 
 KEYS_AT_ONCE = gl.constexpr(64)
@@ -436,7 +435,7 @@ def _describe(
     return TensorDescriptor(tensor, shape, [*steps[:-1], 1], block, layout)
 
 
-def _cut(groups: int, reach: int, columns: int) -> tuple[int, int]:
+def _cut(groups: int, reach: int, columns: int, processors: int) -> tuple[int, int]:
     """(tiles in the ring, keys a program).  Few keys a program as long as all programs run at once,
     four on a multiprocessor with 64 columns, two with 128.  One H200, 2026-11, 64 heads x 128, 64K
     keys, microseconds of the scores alone: of 4 rows 19.4 with 512 keys, 20.1 with 1024; of 32 and
@@ -445,9 +444,9 @@ def _cut(groups: int, reach: int, columns: int) -> tuple[int, int]:
     if columns > 128:
         return 8, 4096
     if columns > 64:
-        return (4, 256) if groups * triton.cdiv(reach, 256) <= 2 * PROGRAMS else (2, 1024)
+        return (4, 256) if groups * triton.cdiv(reach, 256) <= 2 * processors else (2, 1024)
     for keys in (128, 256, 512):
-        if groups * triton.cdiv(reach, keys) <= 4 * PROGRAMS:
+        if groups * triton.cdiv(reach, keys) <= 4 * processors:
             return 2, keys
     return 2, 1024
 
@@ -465,8 +464,9 @@ def launch(
     tall, wide = (1, key.shape[0]) if layout_key == "TND" else key.shape[:2]
     groups = triton.cdiv(count, shared)
     parts = 2 if columns > 128 else 1
-    stages, per_chunk = _cut(groups, max(plan.reach, 1), columns)
-    chunks = triton.cdiv(max(plan.reach, 1), per_chunk)
+    reach = max(plan.reach, 1)
+    stages, per_chunk = _cut(groups, reach, columns, gpu.processors(q.device))
+    chunks = triton.cdiv(reach, per_chunk)
     launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(
         _describe(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
         _describe(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),

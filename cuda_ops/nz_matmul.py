@@ -151,7 +151,8 @@ def product(
     formats = [nz.is_nz(weight, weight_format) for weight in kept]
     chained = gpu.has_chained_launch(x.device)
     by_tma = gpu.is_hopper(x.device) and nz_matmul_hopper.suits(x, kept, formats)
-    cut = (tiling.hopper if by_tma else tiling.plain)(tokens, given, depth)
+    chosen = tiling.hopper if by_tma else tiling.plain
+    cut = chosen(tokens, given, depth, gpu.processors(x.device))
     run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
     runs = cdiv(depth, run)
     dtype = torch.float32 if keep_float or runs > 1 else x.dtype

@@ -416,7 +416,7 @@ def index_heads(
     heads = weight.numel() // (depth * size)
     query_index = memory.empty((*shape, heads, size), c.dtype, c.device)
     whole = nz.is_nz(weight, weight_format) and gpu.is_hopper(c.device)
-    cut = tiling.whole_depth(tokens, [heads * size], depth)
+    cut = tiling.whole_depth(tokens, [heads * size], depth, gpu.processors(c.device))
     if whole and cut and size % 64 == 0 and sin.shape[-1] == 64 and nz_matmul_hopper.suits(
         c, [weight], [True]
     ):  # fmt: skip

@@ -22,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import launches
+from . import gpu, launches
 from .gluon_names import barrier, reinterpret, tma_load, tma_store
 from .nz_matmul_hopper import DTYPES, describe, describe_rows
 from .rotation_hopper import rotate
-from .tiling import PROGRAMS, power_of_two
+from .tiling import power_of_two
 
 COLUMNS = 128
 
@@ -292,7 +292,8 @@ def suits_heads(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
     heads, plain, rank = w_uk.shape
     sizes = plain == 128 and rotary == 64 and rank % 128 == 0 and depth % 128 == 0 and depth >= 512
     aligned = all(each.data_ptr() % 16 == 0 for each in (c, weight, w_uk))
-    return tokens <= 256 and 96 <= heads <= PROGRAMS and c.dtype in DTYPES and sizes and aligned
+    programs = gpu.processors(c.device)
+    return tokens <= 256 and 96 <= heads <= programs and c.dtype in DTYPES and sizes and aligned
 
 
 def heads(

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""How a product is cut into programs: pure arithmetic on its sizes."""
+"""How a product is cut into programs: pure arithmetic on its sizes and the GPU's processors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PROGRAMS = 132  # that run at a time on an H200, if each takes a multiprocessor
 MOST_RUNS = 16  # that the kernel behind a product adds up
 
 
@@ -45,7 +44,7 @@ def _blocks(tokens: int, sizes: Sequence[int], tile: int, columns: int) -> int:
     return sum(cdiv(size, columns) for size in sizes) * cdiv(tokens, tile)
 
 
-def plain(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
+def plain(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
     """For nz_matmul."""
     if tokens <= 64:
         tile, columns, k, warps, swap = max(8, power_of_two(tokens)), 64, 128, 4, True
@@ -54,11 +53,11 @@ def plain(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
         tile, columns, k, stages, warps, swap = 128, 128, 64, 3, 4, False
     else:
         tile, columns, k, stages, warps, swap = 128, 128, 64, 4, 8, False
-    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * PROGRAMS, depth // k)
+    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * processors, depth // k)
     return Tiling(tile, columns, k, runs, stages, warps, swap)
 
 
-def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
+def hopper(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
     """For nz_matmul_hopper.  The memory is kept busy by what all programs of a multiprocessor have
     asked for, so shared memory is filled; the best on one H200, 2026-11, for the sizes of
     DeepSeek-V3.2."""
@@ -68,27 +67,27 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int) -> Tiling:
     narrow = sum(cdiv(size, columns) for size in sizes)
     if tokens > 128:
         tile, columns, warps, room, together = 256, 128, 8, 192, 1
-    elif tokens > 64 and narrow > 2 * PROGRAMS:
+    elif tokens > 64 and narrow > 2 * processors:
         columns, warps, room, together = 128, 8, 192, 1
-    elif tokens > 64 or (tokens > 32 and PROGRAMS // 2 < narrow <= 2 * PROGRAMS):
+    elif tokens > 64 or (tokens > 32 and processors // 2 < narrow <= 2 * processors):
         room, together = 192, 1
     elif depth > 4096:
         room, together = 200, 1  # fewer runs for the kernel behind to add up
-    elif 16 < tokens <= 32 and narrow > PROGRAMS // 2:
+    elif 16 < tokens <= 32 and narrow > processors // 2:
         columns, room, together = 128, 200, 0  # K stays whole
-    elif narrow > PROGRAMS // 2:
+    elif narrow > processors // 2:
         room, together = 64, 3
     else:
         room, together = 96, 2
     stages = room * 1024 // ((tile + columns) * k * 2)
     blocks = _blocks(tokens, sizes, tile, columns)
-    return Tiling(tile, columns, k, _runs(blocks, together * PROGRAMS, depth // k), stages, warps)
+    return Tiling(tile, columns, k, _runs(blocks, together * processors, depth // k), stages, warps)
 
 
-def whole_depth(tokens: int, sizes: Sequence[int], depth: int) -> Tiling | None:
+def whole_depth(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling | None:
     """For nz_matmul_hopper when what follows a product is done at its end: K in one run; 64 columns
     a program or, of more than 128 tokens, 128.  None where multiprocessors would have none."""
-    if _blocks(1, sizes, 1, 64) <= PROGRAMS // 2:
+    if _blocks(1, sizes, 1, 64) <= processors // 2:
         return None
     if tokens > 128:
         if any(size % 128 for size in sizes):

@@ -198,6 +198,24 @@ def test_chunks_of_both_kernels(lengths, monkeypatch):
 
 
 @gpu
+@pytest.mark.parametrize("size", [128, 256])
+def test_stages_of_chunks_change_no_bit(size, monkeypatch):
+    """A walk has as many as a GPU's shared memory holds."""
+    case = ChunkCase((300, 70), Dk=size, Dv=size, fading=0.02)
+    x = case.moved(case.arguments(), torch.bfloat16, "cuda")
+    monkeypatch.setattr("custom.cuda_ops.gpu.is_hopper", lambda device: False)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        grads = chunk_grad.backward(**x, d_out=x["value"], d_final_state=x["initial_state"])
+        return *chunk.forward(**x), *grads
+
+    here = run()
+    for shared in (99, 163):
+        monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda at, k=shared: k * 1024)
+        assert all(torch.equal(a, b) for a, b in zip(run(), here, strict=True))
+
+
+@gpu
 def test_graph_of_chunks_replays_with_other_lengths():
     x = _prompt([60, 130, 5], behind=5)
     custom.npu_chunk_gated_delta_rule(**x)

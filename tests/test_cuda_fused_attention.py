@@ -197,6 +197,39 @@ def test_matches_the_reference(case, dtype, monkeypatch):
     check(case, dtype)
 
 
+@kernels
+@pytest.mark.parametrize("case", [Case(1, 2, 1, 90, 100, 256, 256), Case(1, 1, 1, 70, 9, 160, 32)])
+def test_tiles_for_99_kib_match_the_reference(case, monkeypatch):
+    plain_only(monkeypatch)
+    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: 99 * 1024)
+    check(case, DTYPES[0])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_products_of_the_keys_kernel_overlap_on_hopper(size, monkeypatch, tmp_path):
+    """ptxas would say so if it made each wgmma wait for the one before."""
+    triton = pytest.importorskip("triton")
+    from custom.cuda_ops import fused_attention_backward
+
+    from .compile_for_hopper import stand_in
+
+    compiled = stand_in(monkeypatch)
+    plain_only(monkeypatch)
+    x = torch.empty(1, 2, 256, size, dtype=torch.bfloat16)
+    options = Case(1, 2, 2, 256, 256, size, size).options()
+    lse = torch.empty(1, 2, 256)
+    fused_attention_backward.backward(x, x, x, x, x, lse, grad_lse=None, **options)
+    (keys,) = (kernel for kernel in compiled if kernel.name == "_keys_kernel")
+    assert "wgmma.mma_async" in keys.asm["ptx"]
+    (tmp_path / "keys.ptx").write_text(keys.asm["ptx"])
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch", "sm_90a", tmp_path / "keys.ptx"]
+    said = subprocess.run(
+        [*command, "-o", tmp_path / "keys.cubin"], capture_output=True, text=True, check=True
+    )
+    assert "registers" in said.stderr and "serialized" not in said.stderr, said.stderr
+
+
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", HOPPER, ids=str)

@@ -35,6 +35,13 @@ kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU or
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 
+@pytest.fixture(autouse=True)
+def processors_of_a_gpu(monkeypatch):
+    """The interpreter has one: K would always be whole."""
+    if INTERPRETED:
+        monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+
+
 def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16, 32), pages=None):
     """Arguments of the whole layer in float64, on the CPU; request i has its own pages."""
     index_heads, size = index
@@ -213,14 +220,15 @@ def test_sizes_of_the_model(tokens, heads):
 @pytest.mark.parametrize("tokens", [1, 8, 9, 32, 33, 64, 65, 128, 129, 4096])
 @pytest.mark.parametrize("sizes", [(1536, 576, 128, 64), (24576,), (8192,), (3072,), (128, 64)])
 @pytest.mark.parametrize("depth", [48, 1536, 7168])
-def test_tilings_fit_a_multiprocessor(tokens, sizes, depth):
-    cut = tiling.hopper(tokens, sizes, depth)
+@pytest.mark.parametrize("processors", [78, 132], ids=["H20", "H200"])
+def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
+    cut = tiling.hopper(tokens, sizes, depth, processors)
     assert cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
     assert 2 <= cut.stages <= 16 and cut.warps in (4, 8)
     assert 1 <= cut.runs <= max(1, depth // cut.k)
     assert cut.columns % (16 * cut.warps) == 0  # whole warpgroups, 64 columns each
     assert cut.tokens >= min(tokens, 256)
-    cut = tiling.whole_depth(tokens, sizes, depth)
+    cut = tiling.whole_depth(tokens, sizes, depth, processors)
     if cut is not None:
         assert cut.runs == 1 and all(size % cut.columns == 0 for size in sizes)
         assert cut.stages >= 2 and cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
@@ -238,6 +246,7 @@ def test_kernels_for_hopper_compile(tokens, monkeypatch):
 
     compiled = stand_in(monkeypatch)
     monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
 
     def empty(*shape):
         return torch.empty(shape, dtype=torch.bfloat16)

@@ -175,6 +175,7 @@ def indexed(monkeypatch):
         lightning_indexer_hopper, "launch", lambda *x: (launches.append(x), launch(*x))
     )
     monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
     stand_in(monkeypatch, rows, lightning_indexer_hopper, topk_hopper)
     return launches
 
@@ -220,6 +221,7 @@ def turned(x, sin, cos, interleaved):
 def prologs(monkeypatch):
     modules = (prolog_hopper, nz_matmul_hopper, rotation_hopper)
     monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
     stand_in(monkeypatch, *modules)
 
 

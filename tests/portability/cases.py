@@ -43,6 +43,8 @@ def _attention() -> Iterator[tuple[str, str, Make]]:
         yield op, "D128, window 512", lambda at, seed, c=window: c.make(at, seed) | {"window": 512}
     case = attention.case("npu_fused_attention", 1, 32, 8, 1, 8192, 256, False)
     yield "npu_fused_attention", case.label, case.make
+    case = attention.case("npu_fused_attention_backward", 1, 32, 8, 4096, 4096, 256, True)
+    yield "npu_fused_attention_backward", case.label, case.make
 
 
 def _rows(s: int, n: int, r: int, dr: int, **more: Any) -> dict[str, Any]:
