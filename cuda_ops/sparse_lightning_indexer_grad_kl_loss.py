@@ -140,17 +140,20 @@ def _loss_kernel(target, score, loss, entries, eps, ENTRIES: tl.constexpr):
 
 
 def tiles(N: int, columns: Sequence[int], NI: int, DI: int, device: torch.device) -> Tiles | None:
-    """The first that fits into this GPU beside the indexer's query."""
+    """The first that fits into this GPU beside the indexer's query and keys."""
     heads = min(128, padded(N))
     if sum(columns) > 256:
         tiers = [Tiles(heads, 64, 1, 8), Tiles(min(64, heads), 64, 1, 8)]
     else:
         tiers = [Tiles(heads, 64, 2, 4)]
     tiers += [Tiles(min(32, heads), 32, 1, 4)]
-    beside = padded(NI) * padded(DI) * 2
-    limit, wgmma = gpu.shared_memory(device) - beside, gpu.reads_shared(device)
-    fitting = (tile for tile in tiers if shared_bytes(tile, columns, wgmma) <= limit)
-    return next(fitting, None)
+    wgmma = gpu.reads_shared(device)
+
+    def needed(tile: Tiles) -> int:
+        indexer = padded(NI) + (tile.stages * tile.keys if tile.stages > 1 else 0)
+        return shared_bytes(tile, columns, wgmma) + 2 * indexer * padded(DI)
+
+    return next((tile for tile in tiers if needed(tile) <= gpu.shared_memory(device)), None)
 
 
 def unsupported(
