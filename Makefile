@@ -1,17 +1,23 @@
-# `make demo` and `make test` each do all of their own set-up on a fresh Debian or Ubuntu machine with Python.
+# `make demo`, `make serve` and `make test` each do all of their own set-up on a fresh Debian or Ubuntu machine with Python.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# the one that PyPI's torch of that version pins
+TRITON := triton==3.7.1
 # root installs what is missing; others are told
 APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
-.PHONY: demo test lint docs test-ascend test-torchair clean
+.PHONY: demo serve test lint docs test-ascend mutate-ascend test-torchair test-portability
+.PHONY: portability test-corners clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/deepseek_v32_decode.py
+
+serve: $(VENV)/.ready
+	$(BIN)/python examples/serve.py
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -n auto tests
@@ -27,9 +33,13 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
-# every NPU kernel and tile configuration, through the real Ascend compiler (its own environment)
+# every NPU kernel and tile configuration, through the real Ascend compilers (its own environment)
 test-ascend:
 	tests/ascend/run.sh --check
+
+# mistakes planted in every NPU kernel and launcher: hours; SAMPLE=200 for some of them
+mutate-ascend:
+	tests/ascend/run.sh --mutate $(if $(SAMPLE),--sample $(SAMPLE))
 
 # npugraph_ex and the conversion to Ascend IR, through the real torchair (its own environment)
 test-torchair:
@@ -37,8 +47,20 @@ test-torchair:
 	$(COMPILER)
 	tests/torchair/run.sh
 
+# every CUDA kernel compiled for GPUs that are not here (its own Tritons): what changed, and a sample
+test-portability: $(VENV)/.ready
+	tests/portability/run.sh --check
+
+# the same, kept in tests/portability/results.json and docs/portability.md
+portability: $(VENV)/.ready
+	tests/portability/run.sh
+
+# the oldest and the newest Python and torch, where those Pythons are (their own environments)
+test-corners:
+	tests/corners.sh
+
 clean:
-	rm -rf $(VENV) .ascend .torchair build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .ascend .torchair .portability .corners build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	@# torch.compile and AOTInductor need a C++ compiler and Python's headers
@@ -47,7 +69,7 @@ $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || $(APT) python3-dev
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77,<82" wheel build $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ruff==0.17.5 mypy==2.4.1 pytest==9.2.0 transformers==5.17.0 triton==3.6.0 --editable ".[test,hf,onnx,bench]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ruff==0.17.5 mypy==2.4.1 pytest==9.2.0 transformers==5.17.0 $(TRITON) --editable ".[test,hf,onnx,bench]"
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.ready

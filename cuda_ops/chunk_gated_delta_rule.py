@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu
+from . import gpu, launches
 from .lengths import within
 
 CHUNK: tl.constexpr = tl.constexpr(64)
@@ -316,7 +316,7 @@ def _plain(
     # every sequence may end in a part of a chunk
     chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
     if T > 0:
-        _chunks_kernel[(chunks, NV)](
+        launches.kernel(_chunks_kernel, chunks, NV)(
             query, key, value, beta, g, actual_seq_lengths, u, w, p, sums, T, sequences, scale,
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
@@ -325,7 +325,7 @@ def _plain(
             BETA=beta is not None, GATE=g is not None,
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=2,
         )  # fmt: skip
-    _states_kernel[(sequences * NV * triton.cdiv(DV, BV),)](
+    launches.kernel(_states_kernel, sequences * NV * triton.cdiv(DV, BV))(
         query, key, u, w, p, sums, actual_seq_lengths, initial_state, final, out,
         T, sequences, scale, *query.stride()[:2], *key.stride()[:2],
         N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, SEQUENCES=padded, STAGES=stages,

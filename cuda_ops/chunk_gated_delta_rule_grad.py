@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu
+from . import gpu, launches
 from .chunk_gated_delta_rule import CHUNK, _heads, _inverse, _lengths, _rows
 from .chunk_gated_delta_rule import unsupported as unsupported_forward
 
@@ -499,12 +499,12 @@ def backward(
         BETA=beta is not None,
     )
     if chunks > 0:
-        _triangles_kernel[(chunks, NV)](
+        launches.kernel(_triangles_kernel, chunks, NV)(
             query, key, rate, gate, actual_seq_lengths, t, p, grown, left, T, sequences, scale,
             *q_by, *k_by, b_row, g_row, N=N, DK=DK, DK_PAD=DK_PAD, GATE=g is not None,
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=2, **sizes,
         )  # fmt: skip
-    _walks_kernel[(2 * sequences * NV * triton.cdiv(DV, walked),)](
+    launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
         query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
         d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
         *q_by, *k_by, *v_by, *o_by, b_row,
@@ -513,13 +513,13 @@ def backward(
     )  # fmt: skip
     if chunks > 0:
         # T and P are used up: Z and M lie in their place
-        _pairs_kernel[(chunks, NV)](
+        launches.kernel(_pairs_kernel, chunks, NV)(
             query, key, value, d_out, rate, gate, actual_seq_lengths, n, r, p, t, d_value, d_rate,
             d_total, T, sequences, scale, *q_by, *k_by, *v_by, *o_by, b_row, g_row,
             N=N, DK=DK, DV=DV, BK=BK, BV=BV, GATE=g is not None, num_warps=4,
             num_stages=2, **sizes,
         )  # fmt: skip
-        _inputs_kernel[(chunks * N * blocks,)](
+        launches.kernel(_inputs_kernel, chunks * N * blocks)(
             query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
             state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
             *q_by, *k_by, *o_by, b_row,
@@ -527,7 +527,7 @@ def backward(
         )  # fmt: skip
         if beta is not None or g is not None:
             heads = min(32, triton.next_power_of_2(NV))
-            _gates_kernel[(chunks, triton.cdiv(NV, heads))](
+            launches.kernel(_gates_kernel, chunks, triton.cdiv(NV, heads))(
                 actual_seq_lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T,
                 sequences, BLOCKS=blocks, HEADS=heads, GATE=g is not None, num_warps=4, **sizes,
             )  # fmt: skip

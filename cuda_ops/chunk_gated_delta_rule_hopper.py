@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..dispatch.common import memory
+from . import launches
 from .fused_attention_hopper import at, describe, describe_row
 from .gluon_names import barrier, reinterpret, tma_load, tma_store
 
@@ -495,13 +496,13 @@ def forward(
     grown, left = (memory.empty((rows,), torch.float32, value.device) for _ in range(2))
     q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
     t_desc, p_desc = _tiles(t), _tiles(p)
-    _prepare[(chunks, NV)](
+    launches.kernel(_prepare, chunks, NV)(
         q_desc, k_desc, t_desc, p_desc, beta, g, actual_seq_lengths, grown, left, T, sequences,
         scale, 0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
         NV=NV, DK=DK, GROUP=NV // N, SEQUENCES=padded, VARLEN=varlen, BETA=beta is not None,
         GATE=g is not None, num_warps=4,
     )  # fmt: skip
-    _walk[(sequences * NV * (DV // 64),)](
+    launches.kernel(_walk, sequences * NV * (DV // 64))(
         q_desc, k_desc, describe(value, CHUNK, CHUNK, True), t_desc, p_desc,
         describe_row(grown, CHUNK), describe_row(left, CHUNK), describe(out, CHUNK, CHUNK, True),
         grown, actual_seq_lengths, initial_state, final, out, T, sequences, scale,

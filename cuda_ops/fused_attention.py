@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
-from . import gpu, rows
+from . import gpu, launches, rows
 from .fused_attention_tiles import (
     LOG2_E,
     Sizes,
@@ -328,7 +328,7 @@ def _plain(
     part_o = memory.empty((lse.numel(), t.parts, v_size), torch.float32, q.device) if split else o
     part_lse = memory.empty((lse.numel(), t.parts), torch.float32, q.device) if split else lse
     heads = sizes.heads // t.pack
-    _forward_kernel[(t.parts * tiles * sizes.outer * heads,)](
+    launches.kernel(_forward_kernel, t.parts * tiles * sizes.outer * heads)(
         q, k, v, o, lse, listed, abs(scale) * LOG2_E, min(window or 0, 2**30), tiles,
         sizes.n_q, sizes.n_k, heads, t.parts,
         *strides(q), *strides(k), *strides(v), *strides(o), *row_strides(lse), part_o, part_lse,
@@ -338,7 +338,7 @@ def _plain(
         FAR=is_far(k, v), num_warps=t.warps,
     )  # fmt: skip
     if split:
-        _merge_kernel[(lse.numel(),)](
+        launches.kernel(_merge_kernel, lse.numel())(
             part_o, part_lse, o, lse, t.parts,
             V=v_size, V_PAD=v_padded, PARTS=triton.next_power_of_2(t.parts), num_warps=4,
         )  # fmt: skip

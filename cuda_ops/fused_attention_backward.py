@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
-from . import fused_attention, gpu
+from . import fused_attention, gpu, launches
 from .fused_attention_tiles import (
     Sizes,
     is_far,
@@ -404,7 +404,7 @@ def backward(
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
             listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, over_queries.keys, down=False)
             tiles = listed.shape[0]
-        _keys_kernel[(tiles * sizes.outer * sizes.key_heads,)](
+        launches.kernel(_keys_kernel, tiles * sizes.outer * sizes.key_heads)(
             q, k, v, grad_o, lse2, delta, grads[1], grads[2], listed, scale, window, tiles,
             n_q, n_k, sizes.key_heads, lse2.shape[-1], *shared,
             *strides(grads[1]), *strides(grads[2]),
@@ -415,7 +415,7 @@ def backward(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, over_keys.queries)
         tiles = listed.shape[0]
-    _queries_kernel[(tiles * sizes.outer * heads,)](
+    launches.kernel(_queries_kernel, tiles * sizes.outer * heads)(
         q, k, v, grad_o, lse2, delta, grads[0], listed, scale, window, tiles, n_q, n_k, heads,
         lse2.shape[-1], *shared, *strides(grads[0]),
         **over_keys.options(), **options,
@@ -443,7 +443,7 @@ def statistics(
         listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, 64)
         tiles = listed.shape[0]
     v_size = o.shape[-1]
-    _statistics_kernel[(tiles * batch * heads,)](
+    launches.kernel(_statistics_kernel, tiles * batch * heads)(
         o, grad_o, lse, grad_lse, lse2, delta, zeros, listed, tiles, n_q, heads, padded,
         *strides(o), *strides(grad_o), *row_strides(lse),
         *row_strides(lse if grad_lse is None else grad_lse),

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import launches
 from .fused_attention_hopper import at, describe, describe_row, width_of
 from .fused_attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
 from .gluon_names import barrier, reinterpret, tma_load, tma_store
@@ -649,7 +650,7 @@ def backward(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=False)
         tiles = listed.shape[0]
-    _backward_hopper[(tiles * outers,)](
+    launches.kernel(_backward_hopper, tiles * outers)(
         describe(q, block, size, varlen), describe(grad_o, block, v_size, varlen),
         describe(k, keys, size, varlen), describe(v, keys, v_size, varlen),
         describe(grads[1], keys, size, varlen), describe(grads[2], keys, v_size, varlen),
@@ -667,7 +668,7 @@ def backward(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, block)
         tiles = listed.shape[0]
-    _round_kernel[(tiles * sizes.outer * heads,)](
+    launches.kernel(_round_kernel, tiles * sizes.outer * heads)(
         sums, grads[0], listed, scale, tiles, n_q, heads, padded, *strides(grads[0]),
         D=q.shape[-1], WIDTH=size, BM=block, VARLEN=varlen, num_warps=4,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import gpu
+from . import gpu, launches
 from .fused_attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, strides
 from .gluon_names import barrier, reinterpret, tma_load, tma_store
 
@@ -614,7 +614,7 @@ def forward(
     total = tiles * outers
     section = max(1, _SHARE // (sizes.keys * (size + v_size) * 2)) * sizes.group
     section = min(section, outers)
-    _forward_hopper[(min(total, gpu.processors(q.device)),)](
+    launches.kernel(_forward_hopper, min(total, gpu.processors(q.device)))(
         describe(q, 64, size, varlen), describe(k, keys, size, varlen),
         describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
         lse, listed, counter, scale * LOG2_E, min(window or 0, 2**30), tiles,

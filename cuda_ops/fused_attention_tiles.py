@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
+from . import launches
 from .lengths import within
 
 LOG2_E = 1.4426950408889634
@@ -101,7 +102,7 @@ def plan(
     batch = lengths.shape[0] - 1
     listed = rows * pack // tile + batch + 2
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
-    _plan_kernel[(batch + 1,)](
+    launches.kernel(_plan_kernel, batch + 1)(
         lengths, other_lengths, found, batch, rows, other_rows, listed,
         TILE=tile, PACK=pack, DOWN=down, BATCH=triton.next_power_of_2(batch + 1), BLOCK=128,
     )  # fmt: skip

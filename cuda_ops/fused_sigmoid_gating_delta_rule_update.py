@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from . import launches
 from .gpu import INTERPRETED
 from .lengths import within
 
@@ -460,7 +461,7 @@ def forward(
     BV, count, warps, registers = chosen or tiles(state_layout, half, V, BK, N * HV, tokens)
     # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
     KI = BK if tokens == 1 and not half else min(BK, 128 // pool.element_size())
-    _delta_rule_kernel[(N * HV * triton.cdiv(V, BV * count),)](
+    launches.kernel(_delta_rule_kernel, N * HV * triton.cdiv(V, BV * count))(
         A_log, a, dt_bias, q, k, v, b, pool, initial_state_indices, cu_seqlens,
         cache, intermediate_state_indices, parents, out,
         T, N, pool.shape[0],

@@ -51,6 +51,12 @@ def without_gluon() -> str | None:
     )
 
 
+def reads_shared(device: torch.device) -> bool:
+    """Large products read both sides from shared memory (wgmma, tcgen05), not from registers, so
+    that a pipeline of loads needs one tile more."""
+    return (9, 0) <= capability(device) < (12, 0)
+
+
 def has_chained_launch(device: torch.device) -> bool:
     """Programmatic dependent launch and L2 prefetch: Hopper and later."""
     return capability(device) >= (9, 0)
@@ -76,6 +82,12 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def too_small(device: torch.device) -> str:
+    """Why an op refuses sizes of which no tile fits."""
+    size = shared_memory(device) // 1024
+    return f"no tile of these sizes fits into this GPU's {size} KiB of shared memory a program"
 
 
 def described(device: torch.device) -> str:

@@ -17,6 +17,8 @@ heads of wide keys go to indexer_loss_hopper on a Hopper GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, rows
+from . import gpu, launches, rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LARGEST_D = 576
@@ -55,7 +57,7 @@ def _target_kernel(
     i_batch, i_row, l_batch, l_head, l_row,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DR: tl.constexpr,
     P0: tl.constexpr, P1: tl.constexpr, PR: tl.constexpr, K_PAD: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, KEYS_2: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     # late rows see most keys: they start first
@@ -118,8 +120,8 @@ def _target_kernel(
         row_lse = tl.where(is_head, row_lse, float("inf"))
         row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse)
 
-        for start in tl.range(0, last, KEYS_2, num_stages=STAGES):
-            slot = start + tl.arange(0, KEYS_2)
+        for start in tl.range(0, last, KEYS, num_stages=STAGES):
+            slot = start + tl.arange(0, KEYS)
             index, there = valid_slots(indices, slot, K, position, key_length)
             at = index.to(tl.int64)
             k0 = _part(key, at, k_row, there, c0, D0, P0)
@@ -197,30 +199,58 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def tiles(N: int, D: int, has_lse: bool) -> tuple[int, int, int, int, int]:
-    """(heads, keys of the first pass, keys of the second, stages, warps).
+def pieces(D: int, DR: int) -> list[int]:
+    """The padded widths of the columns' pieces: of the two parts of D, and of the rope."""
+    return [padded(size) for size in (*parts(D), DR) if size]
 
-    H200, 2026-11, K 2048, S 4096, forward without and with lse, in microseconds: 16 heads, D 128,
-    4K keys 462 and 219; 64 heads, D 128, 8K keys 954 and 476; 128 heads, D 576, 8K keys 9003 and
-    5407 (the query alone fills 147 KB, so one stage; Hopper has its own kernel for this)."""
+
+@dataclass(frozen=True)
+class Tiles:
+    heads: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def shared_bytes(tile: Tiles, columns: Sequence[int], wgmma: bool) -> int:
+    """At most, for queries and keys whose columns come in these pieces: all of the queries, and of
+    the keys what the stages hold, or one piece at a time."""
+    held = max(columns) if tile.stages == 1 else (tile.stages - (not wgmma)) * sum(columns)
+    return 2 * (tile.heads * sum(columns) + tile.keys * held) + 1024
+
+
+def tiles(N: int, columns: Sequence[int], has_lse: bool, device: torch.device) -> Tiles | None:
+    """The first that fits into this GPU."""
     heads = min(128, padded(N))
-    if D > 256:
-        return heads, 64, 64, 1, 8
-    if heads <= 16:
-        return heads, 64, 64, 4, 2
-    return (heads, 64, 64, 3, 4) if has_lse else (heads, 128, 128, 2, 4)
+    if sum(columns) > 256:
+        tiers = [Tiles(heads, 64, 1, 8), Tiles(min(64, heads), 64, 1, 8)]
+    elif heads <= 16:
+        tiers = [Tiles(heads, 64, 4, 2)]
+    else:
+        tiers = [Tiles(heads, 64, 3, 4) if has_lse else Tiles(heads, 128, 2, 4)]
+    tiers += [Tiles(min(32, heads), 32, 1, 4)]
+    limit, wgmma = gpu.shared_memory(device), gpu.reads_shared(device)
+    fitting = (tile for tile in tiers if shared_bytes(tile, columns, wgmma) <= limit)
+    return next(fitting, None)
 
 
 def unsupported(
-    query: Tensor, key: Tensor, index_score: Tensor, query_rope: Tensor | None, **_: Any
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    query_rope: Tensor | None,
+    softmax_lse: Tensor | None = None,
+    **_: Any,
 ) -> str | None:
     if torch.float64 in (query.dtype, index_score.dtype):
         return "inputs are float64, supported are float16, bfloat16 and (index_score) float32"
     if query.dtype is torch.float32:
         return "query is float32, supported are float16 and bfloat16"
-    D = query.shape[-1] + (0 if query_rope is None else query_rope.shape[-1])
-    if D > LARGEST_D:
-        return f"D={D}, supported up to {LARGEST_D}"
+    D, DR = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
+    if D + DR > LARGEST_D:
+        return f"D={D + DR}, supported up to {LARGEST_D}"
+    if tiles(query.shape[1], pieces(D, DR), softmax_lse is not None, query.device) is None:
+        return gpu.too_small(query.device)
     return rows.too_many(key.shape[1], "keys")
 
 
@@ -263,13 +293,13 @@ def _hopper(
     DR = 0 if query_rope is None else query_rope.shape[-1]
     slots = memory.empty((B, S, K), torch.int32, query.device)
     ends = memory.empty((B, S), torch.int32, query.device)
-    _slots_kernel[(S, B)](
+    launches.kernel(_slots_kernel, S, B)(
         indices, slots, ends, chunk_offset, S, key.shape[1], K, *indices.stride()[:2],
         K_PAD=padded(K), num_warps=4,
     )  # fmt: skip
     q_rope = query if query_rope is None else query_rope
     k_rope = key if key_rope is None else key_rope
-    indexer_loss_hopper.targets[(B * S,)](
+    launches.kernel(indexer_loss_hopper.targets, B * S)(
         query, q_rope, key, k_rope, slots, ends,
         target if softmax_lse is None else softmax_lse, target.zero_(),
         scaling * LOG2_E.value, S, K,
@@ -291,7 +321,6 @@ def forward(
     query_rope: Tensor | None,
     key_rope: Tensor | None,
     softmax_lse: Tensor | None,
-    chosen: tuple[int, int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     B, N, S, D = query.shape
     K, key_length = indices.shape[2], key.shape[1]
@@ -302,13 +331,14 @@ def forward(
         return loss.zero_(), target
     D0, D1 = parts(D)
     DR = 0 if query_rope is None else query_rope.shape[-1]
-    if chosen is None and _suits_hopper(query, key, query_rope, key_rope, softmax_lse):
+    if _suits_hopper(query, key, query_rope, key_rope, softmax_lse):
         _hopper(
             query, key, indices, scaling, chunk_offset, query_rope, key_rope, softmax_lse, target
         )
     else:
-        heads, keys, keys_2, stages, warps = chosen or tiles(N, D + DR, softmax_lse is not None)
-        _target_kernel[(S, B)](
+        tile = tiles(N, pieces(D, DR), softmax_lse is not None, query.device)
+        assert tile is not None
+        launches.kernel(_target_kernel, S, B)(
             query, key, query_rope, key_rope, indices, softmax_lse, target,
             scaling * LOG2_E.value, chunk_offset, S, key_length, K,
             *query.stride()[:3], *key.stride()[:2],
@@ -317,10 +347,10 @@ def forward(
             *indices.stride()[:2],
             *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
             N=N, D0=D0, D1=D1, DR=DR, P0=padded(D0), P1=padded(D1), PR=padded(DR),
-            K_PAD=padded(K), HEADS=heads, KEYS=keys, KEYS_2=keys_2,
-            STAGES=stages, HAS_LSE=softmax_lse is not None, num_warps=warps,
+            K_PAD=padded(K), HEADS=tile.heads, KEYS=tile.keys, STAGES=tile.stages,
+            HAS_LSE=softmax_lse is not None, num_warps=tile.warps,
         )  # fmt: skip
-    _loss_kernel[(S, B)](
+    launches.kernel(_loss_kernel, S, B)(
         index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,
         *index_score.stride()[:2], *indices.stride()[:2], K_PAD=padded(K), num_warps=4,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import rows
+from . import launches, rows
 from .indexer_loss import normalised, padded, softmax_of_scores, valid_slots
 
 
@@ -62,7 +62,7 @@ def backward(
     if grad.numel() == 0:
         return grad
     chunk_offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
-    _grad_kernel[(S, B)](
+    launches.kernel(_grad_kernel, S, B)(
         grad_loss, index_score, indices, target, grad, chunk_offset, S, key_length, K,
         *index_score.stride()[:2], *indices.stride()[:2], *target.stride()[:2],
         K_PAD=padded(K), num_warps=4,

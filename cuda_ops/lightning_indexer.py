@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import lightning_indexer_hopper, rows, topk
+from . import launches, lightning_indexer_hopper, rows, topk
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 CHUNK_BYTES = 2**28  # of scores at a time: 1024 rows of 64K keys
@@ -55,7 +55,18 @@ def _key_tile(
     return tile, ok
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "count",
+        "chunks",
+        "per_chunk",
+        "table_stride",
+        "pages",
+    ]
+)
 def _scores(
     query, key, weights, act_q, act_k, table, scores, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
@@ -187,7 +198,7 @@ def forward(
                 q, key, w, scores, sample, lengths, plan, layout_key, shared, first, count
             )
         else:
-            _scores[(triton.cdiv(count, shared) * chunks,)](
+            launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
                 q, key, w, scores=scores, lengths=lengths, first_row=first, count=count,
                 chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0), q_head=q.stride(1),
                 w_row=w.stride(0), key_o=key_o, key_i=key_i, score_row=score_row, **plan.arguments,

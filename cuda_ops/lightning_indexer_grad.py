@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import lightning_indexer, rows, scatter
+from . import launches, lightning_indexer, rows, scatter
 from .sparse_flash_attention import selected
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _gradients(
     query, key, weights, dy, indices, act_q, act_k, table, d_query, d_weights, d_key, peak,
     tokens, requests, reach, table_stride, pages, entries,
@@ -108,7 +108,7 @@ def backward(
 
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
         if query.numel():
-            _gradients[(plan.rows * triton.cdiv(heads, h_tile),)](
+            launches.kernel(_gradients, plan.rows * triton.cdiv(heads, h_tile))(
                 q, key, w, grad, index, d_query=d_query, d_weights=d_weights, d_key=sums[0],
                 peak=peaks, entries=index.shape[1], q_row=q.stride(0), q_head=q.stride(1),
                 w_row=w.stride(0), key_o=key_o, key_i=key_i, dy_row=grad.stride(0),

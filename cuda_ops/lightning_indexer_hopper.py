@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu, rows
+from . import gpu, launches, rows
 from .gluon_names import barrier, reinterpret, tma_load
 from .rows import BSND, PAGED, TND
 from .topk_hopper import EVERY
@@ -140,7 +140,18 @@ def _ask(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
+@gluon.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "count",
+        "chunks",
+        "per_chunk",
+        "table_stride",
+        "pages",
+    ]
+)
 def _scores(
     q, key, weights, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
@@ -330,7 +341,18 @@ def _multiply(
         row = stop
 
 
-@gluon.jit(do_not_specialize=["tokens", "requests", "reach", "count", "chunks", "per_chunk"])
+@gluon.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "count",
+        "chunks",
+        "per_chunk",
+        "table_stride",
+        "pages",
+    ]
+)
 def _scores_shared(
     q, key, weights, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
@@ -445,8 +467,7 @@ def launch(
     reach = max(plan.reach, 1)
     stages, per_chunk = _cut(groups, reach, columns, gpu.processors(q.device))
     chunks = triton.cdiv(reach, per_chunk)
-    launched = _scores_shared[(groups * chunks,)] if parts == 2 else _scores[(groups * chunks,)]
-    launched(
+    launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(
         _describe(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
         _describe(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
         weights, scores=scores, sample=sample, lengths=lengths, first_row=first, count=count,

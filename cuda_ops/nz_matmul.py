@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz
-from . import gpu, nz_matmul_hopper, tiling
+from . import gpu, launches, nz_matmul_hopper, tiling
 from .tiling import cdiv
 
 
@@ -161,7 +161,7 @@ def product(
     if by_tma:
         nz_matmul_hopper.launch(x, kept, sizes, out, run, blocks, cut, first=first, forked=forked)
         return out
-    _product[blocks, runs](
+    launches.kernel(_product, blocks, runs)(
         x, *kept, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
         NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=nz.columns(x.dtype),

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import launches
 from .gluon_names import barrier, reinterpret, tma_load
 from .rotation_hopper import pass_on, rotate
 from .tiling import Tiling
@@ -221,7 +222,7 @@ def launch(
         describe(weight, depth, size, tiling.columns, tiling.k)
         for weight, size in zip(weights, sizes, strict=True)
     ]
-    _product[grid, out.shape[0]](
+    launches.kernel(_product, grid, out.shape[0])(
         describe_rows(x, tokens, depth, [tiling.tokens, tiling.k]), *described,
         out, turn and turn.sin, turn and turn.cos,
         tokens, min(chunks, tiling.stages),

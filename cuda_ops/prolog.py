@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz
-from . import gpu, nz_matmul_hopper, prolog_hopper, tiling
+from . import gpu, launches, nz_matmul_hopper, prolog_hopper, tiling
 from .nz_matmul import product
 from .tiling import Tiling, cdiv, power_of_two
 
@@ -321,6 +321,11 @@ def unsupported(x: Tensor) -> str | None:
     return None
 
 
+def like_queries(x: Tensor, heads: int, size: int) -> Tensor:
+    """What stands for the queries of x before they are made: of their shape, and no memory."""
+    return x[..., :1, None].expand(*x.shape[:2], heads, size)
+
+
 @dataclass(frozen=True)
 class Latent:
     """The attention side's share of a token stage; caches and query norm are written."""
@@ -355,7 +360,7 @@ def token_stage(
     runs, tokens, _ = part.shape
     cache = latent.kv_cache if latent else index.k_cache
     chained = gpu.has_chained_launch(part.device)
-    _token_stage[tokens, (2 if latent else 0) + (1 if index else 0)](
+    launches.kernel(_token_stage, tokens, (2 if latent else 0) + (1 if index else 0))(
         part,
         latent and latent.gamma_cq, latent and latent.gamma_ckv,
         index and index.gamma, index and index.beta,
@@ -440,7 +445,7 @@ def query_stage(
     tiling = absorb_tiling(tokens)
     columns = min(tiling.columns, power_of_two(max(rank, 16)))
     absorbers = heads * cdiv(rank, columns) * cdiv(tokens, tiling.tokens)
-    _query_stage[(absorbers + tokens * cdiv(heads, HEAD_TILE),)](
+    launches.kernel(_query_stage, absorbers + tokens * cdiv(heads, HEAD_TILE))(
         q, w_uk, sin, cos, query, query_rope, tokens, absorbers,
         HEADS=heads, DN=plain, R=rank, D=sin.shape[-1], RUNS=runs, INTERLEAVED=interleaved,
         TOKENS=tiling.tokens, COLUMNS=columns, K_TILE=min(tiling.k, power_of_two(max(plain, 16))),
@@ -456,7 +461,7 @@ def index_stage(
     runs, tokens, _ = q.shape
     heads, size = query_index.shape[-2:]
     chained = gpu.has_chained_launch(q.device)
-    _index_stage[(tokens * cdiv(heads, HEAD_TILE),)](
+    launches.kernel(_index_stage, tokens * cdiv(heads, HEAD_TILE))(
         q, sin, cos, query_index, tokens,
         HEADS=heads, DI=size, D=sin.shape[-1], RUNS=runs, INTERLEAVED=interleaved,
         HEAD_TILE=HEAD_TILE, CHAINED=chained, launch_pdl=chained,

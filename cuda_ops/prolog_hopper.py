@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu
+from . import gpu, launches
 from .gluon_names import barrier, reinterpret, tma_load, tma_store
 from .nz_matmul_hopper import DTYPES, describe, describe_rows
 from .rotation_hopper import rotate
@@ -307,7 +307,7 @@ def heads(
     # deep tiles, for a step costs the same whatever its depth; with 128 tokens too few would fit
     k = 128 if tile <= 64 else 64
     stages = min(4 if k == 128 else 7, 226 * 1024 // ((3 * 64 + tile) * k * 2))
-    _query[count, -(-tokens // tile)](
+    launches.kernel(_query, count, -(-tokens // tile))(
         describe_rows(c, tokens, depth, [tile, k]),
         describe(weight, depth, count * 192, 64, k),
         describe_rows(w_uk, count * 128, rank, [k, 64]),
@@ -335,7 +335,7 @@ def absorb(
     _, tokens, total = q.shape
     heads, plain, rank = w_uk.shape
     tile = 64 if tokens <= 64 else 128
-    _absorb[heads, -(-tokens // tile)](
+    launches.kernel(_absorb, heads, -(-tokens // tile))(
         describe_rows(q, tokens, total, [tile, plain]),
         describe_rows(w_uk, heads * plain, rank, [plain, COLUMNS]),
         describe_rows(query, tokens, heads * rank, [tile, COLUMNS]),

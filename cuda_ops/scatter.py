@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from . import launches
 
 PLAIN, PEAK, FIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -65,6 +66,6 @@ def run(launch: Callable[[int, Sequence[Tensor], Tensor], None], outs: Sequence[
         launch(mode, sums, peaks)
     for i, out in enumerate(outs):
         if out.numel():
-            _round[(triton.cdiv(out.numel(), 1024),)](
+            launches.kernel(_round, triton.cdiv(out.numel(), 1024))(
                 sums[i], peaks[i:], out, out.numel(), MODE=modes[-1], BLOCK=1024
             )

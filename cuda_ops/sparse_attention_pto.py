@@ -15,14 +15,14 @@ overlaps their end.  Every cache row is written before any cache is read.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import lightning_indexer, prolog, sparse_flash_attention
+from . import launches, lightning_indexer, prolog, sparse_flash_attention
 from .nz_matmul import product
 
 _ALL = 2**63 - 1
@@ -33,6 +33,7 @@ def unsupported(
     w_uk: Tensor,
     w_idx_qb: Tensor,
     gamma_cq: Tensor,
+    sin: Tensor,
     in_gamma_k: Tensor,
     kv_cache: Tensor,
     index_k_cache: Tensor,
@@ -43,32 +44,22 @@ def unsupported(
     """What any of the stages cannot do; the stages see stand-ins for what comes between them."""
     size = in_gamma_k.shape[0]
     index_heads = w_idx_qb.numel() // (gamma_cq.shape[0] * size)
-    indexed = x[..., :1].expand(*x.shape[:2], index_heads * size).unflatten(-1, (-1, size))
+    heads, _dn, rank = w_uk.shape
     return (
         prolog.unsupported(x)
         or lightning_indexer.unsupported(
-            query=indexed, key=index_k_cache, block_table=block_table, sparse_count=sparse_count
+            query=prolog.like_queries(x, index_heads, size),
+            key=index_k_cache,
+            block_table=block_table,
+            sparse_count=sparse_count,
         )
-        or sparse_flash_attention.unsupported(w_uk, kv_cache, block_table)
+        or sparse_flash_attention.unsupported(
+            prolog.like_queries(x, heads, rank),
+            kv_cache,
+            block_table,
+            query_rope=prolog.like_queries(x, heads, sin.shape[-1]),
+        )
     )
-
-
-@cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-class _Side:
-    """A second stream that leaves the current one at `fork` and comes back at `join`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.here, self.there = torch.cuda.current_stream(device), _second_stream(device)
-
-    def fork(self) -> None:
-        self.there.wait_stream(self.here)
-
-    def join(self) -> None:
-        self.here.wait_stream(self.there)
 
 
 def with_indices(
@@ -137,7 +128,7 @@ def with_indices(
         ),
     )  # fmt: skip
 
-    side = _Side(device) if x.is_cuda else None
+    side = launches.Side(device) if x.is_cuda else None
     absorbed = partial(
         prolog.query_heads,
         query_norm, w_uq_qr, weight_format, w_uk, sin, cos, (requests, steps), rope_interleaved,
@@ -152,7 +143,7 @@ def with_indices(
         if not longer:
             return nullcontext()
         made.append(absorbed())
-        return torch.cuda.stream(side.there)
+        return side.stream()
 
     query_index = prolog.index_heads(
         query_norm, w_idx_qb, weight_format, size, sin, cos, (requests, steps),
@@ -175,7 +166,7 @@ def with_indices(
         scored=scored if side else None,
     )
     if not made:
-        with torch.cuda.stream(side.there) if side else nullcontext():
+        with side.stream() if side else nullcontext():
             made.append(absorbed(forked=side is not None))
     if side:
         side.join()

@@ -14,13 +14,19 @@ _ALL = 2**63 - 1
 def unsupported(
     x: Tensor,
     w_uk: Tensor,
+    sin: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
     sparse_indices: Tensor,
     **_: object,
 ) -> str | None:
+    heads, _dn, rank = w_uk.shape
     return prolog.unsupported(x) or sparse_flash_attention.unsupported(
-        w_uk, kv_cache, block_table, sparse_indices
+        prolog.like_queries(x, heads, rank),
+        kv_cache,
+        block_table,
+        sparse_indices,
+        query_rope=prolog.like_queries(x, heads, sin.shape[-1]),
     )
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import gpu, rows
+from . import gpu, launches, rows
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
@@ -81,19 +81,29 @@ def _load(
     return tile
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "per_split"])
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "entries",
+        "per_split",
+        "table_stride",
+        "pages",
+    ]
+)
 def _attend(
-    q, q_rope, key, key_rope, value, indices, act_q, act_k, table, sinks,
+    q, q_rope, key, key_rope, value, indices, slots, act_q, act_k, table, sinks,
     out, part, part_max, part_sum, softmax_max, softmax_sum,
     scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split,
     q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
-    index_stride,
+    index_stride, slot_stride,
     HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
     PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
     EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    D_TILE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    D_TILE: tl.constexpr, STAGES: tl.constexpr, PLACE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     program = tl.program_id(0)
@@ -102,6 +112,20 @@ def _attend(
     request, start, seen = rows.locate(
         row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
     )
+    # where the keys lie is found first, so that the loop over keys reads one number before each;
+    # programs of other heads of the row write the same numbers
+    index_row = indices + row * index_stride
+    slots += row * slot_stride
+    lo = split * per_split
+    hi = tl.minimum(lo + per_split, entries)
+    for n in tl.range(lo, hi, PLACE, num_stages=1):
+        entry = n + tl.arange(0, PLACE)
+        outer, inner, ok = selected(
+            entry, hi, index_row, seen, request, start, table, table_stride, pages, SPAN, PAGE, KEYS
+        )  # fmt: skip
+        slot = slot_of(outer, inner, ok, reach, PAGE, KEYS)
+        tl.store(slots + entry, slot, mask=entry < lo + per_split)
+    tl.debug_barrier()
     head = (program % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)).to(tl.int64)
     real = head < HEADS
     # the R columns come in one tile, or in two (the second from column LEFT on)
@@ -120,15 +144,8 @@ def _attend(
     acc = tl.zeros([HEAD_TILE, LEFT], tl.float32)
     if RIGHT > 0:
         acc2 = tl.zeros([HEAD_TILE, RIGHT], tl.float32)
-    index_row = indices + row * index_stride
-    lo = split * per_split
-    hi = tl.minimum(lo + per_split, entries)
     for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
-        outer, inner, ok = selected(
-            n + tl.arange(0, KEY_TILE), hi, index_row, seen, request, start, table, table_stride,
-            pages, SPAN, PAGE, KEYS,
-        )  # fmt: skip
-        slot = slot_of(outer, inner, ok, reach, PAGE, KEYS)
+        slot = tl.load(slots + n + tl.arange(0, KEY_TILE))
         k_tile = _load(key, slot, d, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT)
         if RIGHT > 0:
             k_tile2 = _load(key, slot, e, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT)
@@ -221,40 +238,58 @@ class Tiles:
 
     heads: int
     keys: int
-    splits: int
     warps: int
     stages: int
     left: int
     right: int = 0
+    splits: int = 1
 
 
-def tiles(count: int, heads: int, entries: int, rank: int, itemsize: int, shared: bool) -> Tiles:
-    """Tile sizes for `count` query rows.  Measured on one H200, 2026-11, bf16, R = 512, K = 2048:
-    128 heads, 1 row: 16 heads x 128 keys in 16 splits; 32 rows: 64 x 64 in 2; more: 64 x 64 whole.
-    16 heads, 1 row: 16 x 32 in 64 splits; 32 rows: 16 x 64 in 8; 128 rows: 16 x 64 in 2."""
-    left = max(16, triton.next_power_of_2(rank))
-    # values apart from keys double the tiles; float32 runs in the interpreter only
-    if itemsize > 2 or rank > 512 or not shared:
-        right = 0
-        if rank > 512:
-            left, right = 512, max(16, triton.next_power_of_2(rank - 512))
-        tier = Tiles(16, 32 if itemsize == 2 else 16, 2, 4, 1, left, right)
-    elif heads >= 64 and count <= 8:
-        tier = Tiles(16, 128, 16, 8, 1, left)
-        if left >= 64:
-            tier = replace(tier, left=left // 2, right=left // 2)
-    elif heads >= 64:
-        tier = Tiles(64, 64, 1 if count >= 66 else 2, 8, 2, left)
-    elif count <= 4:
-        tier = Tiles(16, 32, 64, 4, 2, left)
-    elif count <= 64:
-        tier = Tiles(16, 64, 8, 4, 2, left)
-    else:
-        tier = Tiles(16, 64, 2 if count <= 256 else 1, 4, 3, left)
-    splits = tier.splits
-    while splits > 1 and splits * tier.keys >= 2 * max(entries, tier.keys):
-        splits //= 2
-    return replace(tier, splits=splits)
+def shared_bytes(tile: Tiles, rope: int, wgmma: bool) -> int:
+    """Of shared memory that a program takes, at most: its queries, one tile of keys (two where
+    wgmma reads them, and the first half again where there are two), and the probabilities."""
+    wide = tile.left + tile.right + (max(16, triton.next_power_of_2(rope)) if rope else 0)
+    held = 2 if wgmma and tile.heads == 64 else 1
+    keys = tile.keys * (held * wide + (tile.left if tile.right else 0))
+    return 2 * (tile.heads * wide + keys + tile.heads * tile.keys) + 1024
+
+
+def tiles(
+    count: int, heads: int, entries: int, rank: int, rope: int, apart: bool, device: torch.device
+) -> Tiles | None:
+    """For `count` query rows, the first that fits into this GPU.  One H200, 2026-11, plain kernels
+    alone, bf16, R = 512, K = 2048, 128 heads: 128 rows took 291 us by 64 heads x 64 keys, 470 by
+    32 x 32 and 508 by 16 x 64; 32 rows 93 us in 2 splits, 1 row 16 us by 16 x 64 in 16 splits."""
+    left, right = max(16, triton.next_power_of_2(rank)), 0
+    if rank > 512:
+        left, right = 512, max(16, triton.next_power_of_2(rank - 512))
+    tiers: list[Tiles] = []
+    if not apart and rank <= 512:
+        if heads >= 64 and count > 8:
+            split = 2 * count * triton.cdiv(heads, 64) <= gpu.processors(device)
+            # tensor memory has no place for both products: 345 KB of shared memory instead
+            if not gpu.has_tensor_memory(device):
+                tiers.append(Tiles(64, 64, 8, 3 if split else 2, left))
+            tiers.append(Tiles(32, 32, 4, 2, left))
+        tiers.append(Tiles(16, 64, 4, 3, left))
+    tiers += [Tiles(16, keys, 4, 1, left, right) for keys in (32, 16)]
+    limit, wgmma = gpu.shared_memory(device), gpu.reads_shared(device)
+    fitting = (t for t in tiers if shared_bytes(t, rope, wgmma) <= limit)
+    tile = next(fitting, None)
+    if tile is None:
+        return None
+    # programs for every processor, one of 64 heads or two, of at least 128 keys each
+    room = gpu.processors(device) * (1 if tile.heads == 64 else 2)
+    items, splits = count * triton.cdiv(heads, tile.heads), 1
+    while 2 * splits * items <= room and 2 * splits * 128 <= entries:
+        splits *= 2
+    return replace(tile, splits=splits)
+
+
+def _apart(key: Tensor, value: Tensor | None) -> bool:
+    return value is not None and (
+        value.data_ptr() != key.data_ptr() or value.stride() != key.stride()
+    )
 
 
 def unsupported(
@@ -263,6 +298,8 @@ def unsupported(
     block_table: Tensor | None = None,
     sparse_indices: Tensor | None = None,
     sparse_block_size: int = 1,
+    value: Tensor | None = None,
+    query_rope: Tensor | None = None,
     **_: object,
 ) -> str | None:
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
@@ -270,6 +307,10 @@ def unsupported(
     if query.shape[-1] > 1024:
         return f"head_dim={query.shape[-1]}, supported up to 1024"
     entries = 0 if sparse_indices is None else sparse_indices.shape[-1] * sparse_block_size
+    count, (heads, rank) = query.shape[:-2].numel(), query.shape[-2:]
+    rope = 0 if query_rope is None else query_rope.shape[-1]
+    if tiles(count, heads, entries, rank, rope, _apart(key, value), query.device) is None:
+        return gpu.too_small(query.device)
     return rows.too_many_positions(key, block_table, entries)
 
 
@@ -314,7 +355,7 @@ def forward(
     kr = key if key_rope is None else key_rope
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
     entries = index.shape[1] * sparse_block_size
-    shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
+    shared = not _apart(key, value)
     rope = 0 if query_rope is None else query_rope.shape[-1]
     even = all(_even(each, layout_kv) for each in (key, kr, value))
     hopper = (
@@ -336,7 +377,9 @@ def forward(
             return out, softmax_max, softmax_sum
         tier = hopper_tiles(plan.rows, heads, entries)
     else:
-        tier = tiles(plan.rows, heads, entries, rank, q.element_size(), shared)
+        found = tiles(plan.rows, heads, entries, rank, rope, not shared, device)
+        assert found is not None
+        tier = found
     splits, key_tile = tier.splits, tier.keys
     part = part_max = part_sum = softmax_max
     if splits > 1:
@@ -350,32 +393,35 @@ def forward(
         "sinks": sink, "out": out, "part": part, "part_max": part_max, "part_sum": part_sum,
         "softmax_max": softmax_max, "softmax_sum": softmax_sum,
     }  # fmt: skip
+    per_split = triton.cdiv(triton.cdiv(entries, splits), key_tile) * key_tile
     sizes = {
-        "scale_log2": scale_value * LOG2E, "entries": entries,
-        "per_split": triton.cdiv(triton.cdiv(entries, splits), key_tile) * key_tile,
+        "scale_log2": scale_value * LOG2E, "entries": entries, "per_split": per_split,
         "q_row": q.stride(0), "q_head": q.stride(1), "qr_row": qr.stride(0),
         "qr_head": qr.stride(1), "HEADS": heads, "SPLITS": splits,
         "HAS_SINK": sinks is not None, "STATS": return_softmax_lse,
     }  # fmt: skip
     items = plan.rows * splits * triton.cdiv(heads, tier.heads)
     if hopper:
-        sparse_flash_attention_hopper.attend[(min(items, gpu.processors(device)),)](
+        launches.kernel(sparse_flash_attention_hopper.attend, min(items, gpu.processors(device)))(
             q, qr, key, kr, index, index_stride=index.stride(0), key_stride=key.stride(-3),
             rope_stride=kr.stride(-3), items=items, SPAN=sparse_block_size, **tensors, **sizes,
             **plan.arguments, **plan.constants, num_warps=4,
         )  # fmt: skip
     else:
-        _attend[(items,)](
-            q, qr, key, kr, value, index, **tensors, **sizes, **plan.arguments, **plan.constants,
-            **key_strides(key, kr, value, layout_kv), index_stride=index.stride(0), R=rank,
-            D=rope, SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained,
+        slots = memory.empty((plan.rows, splits * per_split), torch.int32, device)
+        launches.kernel(_attend, items)(
+            q, qr, key, kr, value, index, slots, **tensors, **sizes, **plan.arguments,
+            **plan.constants, **key_strides(key, kr, value, layout_kv),
+            index_stride=index.stride(0), slot_stride=slots.stride(0), R=rank, D=rope,
+            SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained,
+            PLACE=min(1024, triton.next_power_of_2(max(per_split, key_tile))),
             HEAD_TILE=tier.heads, KEY_TILE=key_tile, LEFT=tier.left, RIGHT=tier.right,
             D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier.stages,
             num_warps=tier.warps,
         )  # fmt: skip
     if splits > 1:
         width = min(128 if splits > 8 else 512, triton.next_power_of_2(rank))
-        merge[(plan.rows * heads, triton.cdiv(rank, width))](
+        launches.kernel(merge, plan.rows * heads, triton.cdiv(rank, width))(
             part, part_max, part_sum, sink, out, softmax_max, softmax_sum, HEADS=heads, R=rank,
             SPLITS=splits, WIDTH=width, HAS_SINK=sinks is not None, STATS=return_softmax_lse,
             CHAINED=chained, num_warps=4, **({"launch_pdl": True} if chained else {}),
@@ -407,7 +453,7 @@ def hopper_tiles(count: int, heads: int, entries: int) -> Tiles:
     small = count * heads
     while items * splits * 2 <= 132 and splits * 256 <= entries and small * splits**2 < 2**15:
         splits *= 2
-    return Tiles(64, 128, splits, 4, 1, 512)
+    return Tiles(64, 128, 4, 1, 512, splits=splits)
 
 
 def key_strides(key: Tensor, kr: Tensor, value: Tensor, layout: str) -> dict[str, int]:

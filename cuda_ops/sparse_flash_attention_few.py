@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import rows
+from . import launches, rows
 from .gluon_names import cp_async, mma_v2
 from .sparse_flash_attention_hopper import locate, slots
 
@@ -45,7 +45,7 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
     return s, s2
 
 
-@gluon.jit(do_not_specialize=["entries", "tokens", "requests", "reach"])
+@gluon.jit(do_not_specialize=["entries", "tokens", "requests", "reach", "table_stride", "pages"])
 def attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, part, part_max, part_sum, scale_log2,
     entries, tokens, requests, reach, table_stride, pages, q_row, q_head, qr_row, qr_head,
@@ -195,7 +195,7 @@ def launch(
     part_max = memory.empty((count * heads * splits,), float32, q.device)
     part_sum = memory.empty((count * heads * splits,), float32, q.device)
     warps = 8 if tile == 128 else 4
-    attend[(count * splits * triton.cdiv(heads, 16),)](
+    launches.kernel(attend, count * splits * triton.cdiv(heads, 16))(
         q, qr, key, kr, index, part=part, part_max=part_max, part_sum=part_sum,
         scale_log2=scale_log2, entries=entries, q_row=q.stride(0), q_head=q.stride(1),
         qr_row=qr.stride(0), qr_head=qr.stride(1), key_stride=key.stride(-3),
@@ -204,7 +204,7 @@ def launch(
     )  # fmt: skip
     # a thread takes up to 16 parts of 4 columns
     down = min(4, max(1, splits // 16))
-    merge[(count * heads, down)](
+    launches.kernel(merge, count * heads, down)(
         part, part_max, part_sum, softmax_max if sinks is None else sinks, out, softmax_max,
         softmax_sum, HEADS=heads, SPLITS=splits, HAS_SINK=sinks is not None,
         STATS=softmax_max.numel() > 0, DOWN=down, WARPS=4, num_warps=4, launch_pdl=True,

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import rows, scatter, sparse_flash_attention
+from . import gpu, launches, rows, scatter, sparse_flash_attention
 from .sparse_flash_attention import key_strides, selected
 
 
@@ -35,7 +36,7 @@ def _keys_tile(base, outer, inner, ok, o_stride, i_stride, d, D: tl.constexpr):
     return tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _gradients(
     q, q_rope, key, key_rope, value, indices, d_out, out, softmax_max, softmax_sum,
     act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
@@ -112,10 +113,28 @@ def _gradients(
         tl.store(to, dqr.to(d_q.dtype.element_ty), mask=real[:, None] & (r < D)[None, :])
 
 
+def shared_bytes(tile: int, rank: int, rope: int) -> int:
+    """Of shared memory that a program of `tile` heads x `tile` keys takes, at most."""
+    R = max(16, triton.next_power_of_2(rank))
+    D = max(16, triton.next_power_of_2(rope)) if rope else 0
+    return 2 * tile * (3 * R + 2 * D) + 64 * R
+
+
+def tile_of(heads: int, rank: int, rope: int, itemsize: int, device: torch.device) -> int | None:
+    """Heads, and keys, of a program: 32 or 16, or None where neither fits into this GPU."""
+    sizes = [16] if heads <= 16 or itemsize > 2 else [32, 16]
+    limit = gpu.shared_memory(device)
+    return next((size for size in sizes if shared_bytes(size, rank, rope) <= limit), None)
+
+
 def unsupported(**arguments: Any) -> str | None:
-    dim = arguments["query"].shape[-1]
+    query, query_rope = arguments["query"], arguments["query_rope"]
+    heads, dim = query.shape[-2:]
     if dim > 512:
         return f"head_dim={dim}, supported up to 512 (split the rotary part off)"
+    rope = 0 if query_rope is None else query_rope.shape[-1]
+    if tile_of(heads, dim, rope, query.element_size(), query.device) is None:
+        return gpu.too_small(query.device)
     return sparse_flash_attention.unsupported(**arguments)
 
 
@@ -159,11 +178,12 @@ def backward(
     kr = key if key_rope is None else key_rope
     v = key if value is None else value
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
-    head_tile = 16 if heads <= 16 or query.element_size() > 2 else 32
+    tile = tile_of(heads, rank, rope, query.element_size(), query.device)
+    assert tile is not None
 
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
         if query.numel():
-            _gradients[(plan.rows * triton.cdiv(heads, head_tile),)](
+            launches.kernel(_gradients, plan.rows * triton.cdiv(heads, tile))(
                 q, qr, key, kr, v, index, do, o, softmax_max, softmax_sum,
                 d_q=d_query, d_q_rope=d_query_rope, d_key=sums[0], d_key_rope=sums[1],
                 d_value=sums[2], peaks=peaks, scale=scale_value,
@@ -173,7 +193,7 @@ def backward(
                 **key_strides(key, kr, v, layout), index_row=index.stride(0),
                 out_o=0 if layout == "TND" else key.shape[1], **plan.arguments, **plan.constants,
                 HEADS=heads, R=rank, D=rope, SPAN=sparse_block_size, SHARED=value is None,
-                HEAD_TILE=head_tile, KEY_TILE=32, R_TILE=max(16, triton.next_power_of_2(rank)),
+                HEAD_TILE=tile, KEY_TILE=tile, R_TILE=max(16, triton.next_power_of_2(rank)),
                 D_TILE=max(16, triton.next_power_of_2(rope)), MODE=mode, num_warps=8,
             )  # fmt: skip
 

@@ -394,7 +394,18 @@ def _odd(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["entries", "per_split", "tokens", "requests", "reach", "items"])
+@gluon.jit(
+    do_not_specialize=[
+        "entries",
+        "per_split",
+        "tokens",
+        "requests",
+        "reach",
+        "items",
+        "table_stride",
+        "pages",
+    ]
+)
 def attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, sinks, out, part, part_max, part_sum,
     softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, reach,

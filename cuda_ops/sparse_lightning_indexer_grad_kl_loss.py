@@ -21,8 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import lightning_indexer_grad, rows
-from .indexer_loss import LARGEST_D, LOG2_E, normalised, padded, parts, softmax_of_scores
+from . import gpu, launches, lightning_indexer_grad, rows
+from .indexer_loss import (
+    LARGEST_D,
+    LOG2_E,
+    Tiles,
+    normalised,
+    padded,
+    parts,
+    pieces,
+    shared_bytes,
+    softmax_of_scores,
+)
 from .sparse_flash_attention import selected
 
 EPS = 1e-10
@@ -37,7 +47,7 @@ def _part(base, at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
     return tl.load(base + at[:, None] + columns[None, :], mask=on, other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries"])
+@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _scores_kernel(
     query, key, query_rope, key_rope, query_index, key_index, weights, indices,
     peaks, totals, sinks, target, score, act_q, act_k, table,
@@ -129,6 +139,20 @@ def _loss_kernel(target, score, loss, entries, eps, ENTRIES: tl.constexpr):
     tl.store(score + at, tl.where(counts, r - pi, 0.0), mask=slot < entries)
 
 
+def tiles(N: int, columns: Sequence[int], NI: int, DI: int, device: torch.device) -> Tiles | None:
+    """The first that fits into this GPU beside the indexer's query."""
+    heads = min(128, padded(N))
+    if sum(columns) > 256:
+        tiers = [Tiles(heads, 64, 1, 8), Tiles(min(64, heads), 64, 1, 8)]
+    else:
+        tiers = [Tiles(heads, 64, 2, 4)]
+    tiers += [Tiles(min(32, heads), 32, 1, 4)]
+    beside = padded(NI) * padded(DI) * 2
+    limit, wgmma = gpu.shared_memory(device) - beside, gpu.reads_shared(device)
+    fitting = (tile for tile in tiers if shared_bytes(tile, columns, wgmma) <= limit)
+    return next(fitting, None)
+
+
 def unsupported(
     query: Tensor, key: Tensor, query_index: Tensor, query_rope: Tensor | None, **_: Any
 ) -> str | None:
@@ -140,6 +164,10 @@ def unsupported(
         return f"D={D}, supported up to {LARGEST_D}"
     if max(query_index.shape[-2:]) > 256:
         return f"index heads and size are {tuple(query_index.shape[-2:])}, supported up to 256"
+    DR = 0 if query_rope is None else query_rope.shape[-1]
+    columns, indexer = pieces(query.shape[-1], DR), query_index.shape[-2:]
+    if tiles(query.shape[-2], columns, *indexer, query.device) is None:
+        return gpu.too_small(query.device)
     return rows.too_many_positions(key, None)
 
 
@@ -181,12 +209,13 @@ def forward(
     w = weights.reshape(plan.rows, NI)
     index = sparse_indices.reshape(plan.rows, entries)
     D0, D1 = parts(D)
-    heads, wide = min(128, padded(N)), D + DR > 256
+    tile = tiles(N, pieces(D, DR), NI, DI, device)
+    assert tile is not None
     if plan.rows == 0 or entries == 0 or key.numel() == 0:
         loss.zero_()
         score.zero_()
     else:
-        _scores_kernel[(plan.rows,)](
+        launches.kernel(_scores_kernel, plan.rows)(
             q, key, qr, key_rope, qi, key_index, w, index,
             softmax_max, softmax_sum, sinks, target, score,
             scale_log2=scale_value * LOG2_E.value, entries=entries,
@@ -203,11 +232,10 @@ def forward(
             **plan.arguments, **plan.constants,
             N=N, D0=D0, D1=D1, DR=DR, NI=NI, DI=DI,
             P0=padded(D0), P1=padded(D1), PR=padded(DR), PI=padded(DI),
-            HEADS=heads, INDEX_HEADS=padded(NI),
-            KEY_TILE=64, HAS_SINK=sinks is not None, STAGES=1 if wide else 2,
-            num_warps=8 if wide else 4,
+            HEADS=tile.heads, INDEX_HEADS=padded(NI), KEY_TILE=tile.keys,
+            HAS_SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
-        _loss_kernel[(plan.rows,)](
+        launches.kernel(_loss_kernel, plan.rows)(
             target, score, loss, entries, EPS, ENTRIES=padded(entries), num_warps=4
         )
     grads = lightning_indexer_grad.backward(

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import gpu, topk_hopper
+from . import gpu, launches, topk_hopper
 from .topk_hopper import EVERY, TILE
 
 __all__ = ["EVERY", "MOST", "TILE", "topk"]
@@ -298,12 +298,12 @@ def topk(
     chained = long and gpu.has_chained_launch(device)
     together = {"launch_pdl": True} if chained else {}
     if long:
-        _collect[(rows, chunks)](
+        launches.kernel(_collect, rows, chunks)(
             scores, lengths, candidates, counts, k, scores.stride(0), CHUNKS=chunks, ROOM=room,
             SAMPLE=TILE if scores.shape[1] <= 2**18 else 4 * TILE, SIZE=TILE,
             WHOLE=whole, CHAINED=chained, num_warps=8, **together,
         )  # fmt: skip
-    _topk[(rows,)](
+    launches.kernel(_topk, rows)(
         scores, lengths, candidates, counts, indices, values, k, scores.stride(0), CHUNKS=chunks,
         ROOM=room, SIZE=TILE, VALUES=values.numel() > 0, CHAINED=chained, num_warps=8, **together,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
+from . import launches
 
 TILE = 4096  # scores a program handles at once
 EVERY = 16  # a sample that comes with the scores has every 16th of them
@@ -434,13 +435,13 @@ def topk(
     if long:
         of, each = (scores, 1) if sample is None else (sample, EVERY)
         most = TILE if width <= 2**18 else 4 * TILE  # of a sample
-        collect[(rows, chunks)](
+        launches.kernel(collect, rows, chunks)(
             scores, of, lengths, candidates, counts, k, scores.stride(0), of.stride(0),
             CHUNKS=chunks, ROOM=room, SAMPLE=min(most, triton.next_power_of_2(width // each)),
             EACH=each, SPARSE=width // each > most or width // each % most > 0, SIZE=TILE,
             WHOLE=width % TILE == 0 and scores.stride(0) % TILE == 0, num_warps=8, launch_pdl=True,
         )  # fmt: skip
-    select[(rows,)](
+    launches.kernel(select, rows)(
         scores, lengths, candidates, counts, indices, values, k, scores.stride(0), CHUNKS=chunks,
         ROOM=room, SIZE=TILE, LONG=long, VALUES=values.numel() > 0, num_warps=8, launch_pdl=True,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import __version__
-from .dispatch import backends
+from .dispatch import backends, versions
 from .dispatch.env import VARIABLES
 from .dispatch.spec import Spec
 from .dispatch.specs import SPECS
@@ -67,6 +67,18 @@ def _npu() -> str:
     return ", ".join(torch_npu.npu.get_device_name(index) for index in range(count)) or "none"
 
 
+def _compiler() -> str | None:
+    build = versions.compiler()
+    return None if build is None else f"{build.said}, {build.path}"
+
+
+def _apart() -> str | None:
+    """Only where there is something of Ascend to compare."""
+    if backends.installed("triton-ascend") is None:
+        return None
+    return versions.apart(versions.here())
+
+
 def _runs(spec: Spec, backend: backends.Backend) -> str:
     """`yes`, or the reason against, for tensors that lie on the backend's own device."""
     present = {backends.CUDA: _cuda, backends.NPU: _npu}.get(backend)
@@ -92,6 +104,11 @@ def report() -> Iterator[str]:
     for index in range(torch.cuda.device_count()):
         yield f"  {f'  cuda:{index}':<15}{_or_error(_chosen_by, index)}"
     yield f"  {'npu devices':<15}{_or_error(_npu)}"
+    yield f"  {'CANN':<15}{_or_error(versions.cann)}"
+    yield f"  {'its compiler':<15}{_or_error(_compiler)}"
+    apart = _or_error(_apart)
+    if apart != "-":
+        yield f"  WARNING: {apart}"
     both = backends.both_tritons()
     if both is not None:
         yield f"  WARNING: {both}"

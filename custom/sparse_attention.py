@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""DeepSeek-V3.2's sparse attention: the whole layer in one call, its four stages, two gradients."""
+"""The sparse attention of DeepSeek-V3.2 and GLM-5: the layer in one call, also for selections that
+layers share, its four stages, two gradients."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def npu_sparse_attention_pto(
     index_rope_interleaved: bool = False,
     weight_format: str = "nz",
 ) -> Tensor:
-    """The sparse attention of one DeepSeek-V3.2 layer, from hidden states to latent output.
+    """The sparse attention of a DeepSeek-V3.2 or GLM-5 layer, from hidden states to latent output.
 
     Writes the new tokens' keys into the three paged caches, scores every cached position with the
     lightning indexer, and attends to the `sparse_count` best ones: `npu_mla_prolog_pto`,
@@ -82,7 +83,8 @@ def npu_sparse_attention_pto(
         layer_norm_eps: of the index key's LayerNorm.
         sparse_count: positions attended to by a query, at most.
         rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
-        index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate).
+        index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate):
+            False for DeepSeek-V3.2, True for GLM-5.
         weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
             "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
 
@@ -175,7 +177,8 @@ def npu_sparse_attention_indices_pto(
         layer_norm_eps: of the index key's LayerNorm.
         sparse_count: positions attended to by a query, at most.
         rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
-        index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate).
+        index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate):
+            False for DeepSeek-V3.2, True for GLM-5.
         weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
             "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
 

@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -16,12 +16,16 @@ from typing import Any
 import torch
 
 from . import log
+from .common import nz
 from .env import config
 from .errors import BackendUnavailable, NotSupported
 from .spec import Spec
+from .versions import installed as installed
 
 _ROOT = __package__.rpartition(".")[0]
 _OLDEST_TRITON = (3, 5)  # of CUDA: what the kernels import is not all in 3.4
+
+Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,6 @@ REFERENCE = Backend("reference", "CPU", "cpu", f"{_ROOT}.dispatch.reference")
 CUDA = Backend("cuda", "CUDA", "cuda", f"{_ROOT}.cuda_ops")
 NPU = Backend("npu", "PrivateUse1", "npu", f"{_ROOT}.npu_ops")
 BACKENDS = (REFERENCE, CUDA, NPU)
-
-
-@cache
-def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def both_tritons() -> str | None:
@@ -67,6 +62,11 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split(".")[:2])
 
 
+@cache
+def _importable(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 def interpreting() -> bool:
     """Kernels run on CPU tensors: Triton's interpreter, or a stand-in for the driver (tests)."""
     return os.environ.get("TRITON_INTERPRET") == "1" or config.backend in ("cuda", "npu")
@@ -80,7 +80,7 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
         return f"inputs are on {device}; move them, or set CUSTOM_BACKEND=reference"
     if device.type != backend.device and not interpreting():
         return f"inputs are on {device}, this backend needs {backend.device}"
-    if importlib.util.find_spec("triton") is None:
+    if not _importable("triton"):
         package = "triton" if backend is CUDA else "triton-ascend"
         return f"{package} is not installed; pip install {package}"
     if backend is NPU and installed("triton-ascend") is None:
@@ -114,7 +114,10 @@ def launcher(backend: Backend, spec: Spec) -> tuple[Callable[..., Any], Callable
     if not has_kernel(backend, spec):
         return None
     module = importlib.import_module(f"{backend.package}.{spec.file}")
-    return getattr(module, spec.function), getattr(module, "unsupported", _nothing)
+    function = getattr(module, spec.function)
+    if backend is NPU:
+        function = importlib.import_module(f"{_ROOT}.npu_ops.tune").retrying(spec.name, function)
+    return function, getattr(module, "unsupported", _nothing)
 
 
 def _nothing(**_: Any) -> None:
@@ -132,6 +135,8 @@ def reason_against(
     if found is None:
         return "has no kernel for this op yet"
     against: str | None = found[1](**arguments)
+    if against is None and backend is NPU:
+        against = nz.unreadable(arguments)
     return against
 
 
@@ -147,17 +152,72 @@ def made_current(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if module.current_device() == device.index else module.device(device)
 
 
-def run(spec: Spec, key: str, arguments: dict[str, Any]) -> Any:
-    """Run one checked call.  Never falls back: the chosen backend runs it, or one error says why
-    none can."""
+@dataclass(frozen=True)
+class Runner:
+    """Who runs a call that is checked."""
+
+    spec: Spec
+    backend: Backend
+    device: torch.device
+    function: Callable[..., Any]
+
+    def run(self, arguments: dict[str, Any]) -> Any:
+        reason = f"inputs on {self.device}"
+        log.ran(self.spec.name, self.backend.name, reason, arguments)
+        with made_current(self.device):
+            return self.function(**arguments)
+
+
+def runner(spec: Spec, key: str, arguments: dict[str, Any]) -> Runner:
+    """Never falls back: the chosen backend runs the call, or one error says why none can."""
     backend, device = choose(key), device_of(arguments)
     if reason_against(backend, spec, device, arguments) is not None:
         raise _none_can_run(spec, device, arguments)
     found = launcher(backend, spec)
     assert found is not None  # reason_against said so
-    log.ran(spec.name, backend.name, f"inputs on {device}", arguments)
-    with made_current(device):
-        return found[0](**arguments)
+    return Runner(spec, backend, device, found[0])
+
+
+@cache
+def recorder(backend: Backend) -> Callable[..., Any] | None:
+    """`record` of the backend's package: (what a launcher gave, how to do the same again)."""
+    return _of_launches(backend, "record")
+
+
+def compiling(backend: Backend) -> Callable[[Executor], AbstractContextManager[None]] | None:
+    """Inside it launchers launch nothing, and have their kernels compiled by an executor."""
+    return _of_launches(backend, "compiling")
+
+
+def _of_launches(backend: Backend, name: str) -> Callable[..., Any] | None:
+    if backend is not CUDA:
+        return None
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{_ROOT}.cuda_ops.launches"), name)
+    return found
+
+
+class Again:
+    """A call like one that ran.  The first is recorded where the backend can; the others do what
+    was recorded."""
+
+    def __init__(self, runner: Runner, bind: Bind) -> None:
+        self._runner, self._bind = runner, bind
+        self._counted = runner.spec.name, runner.backend.name
+        self._record = recorder(runner.backend)
+        self._plan: Callable[[list[torch.Tensor]], Any] | None = None
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        log.calls[self._counted] += 1
+        with made_current(self._runner.device):
+            if self._plan is not None:
+                return self._plan(tensors)
+            record, self._record = self._record, None
+            if record is None:
+                return self._runner.function(**self._bind(args, kwargs))
+            out, self._plan = record(self._runner.function, self._bind, args, kwargs)
+            return out
 
 
 def _none_can_run(

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 class Variable:
     name: str
     default: str
-    allowed: tuple[str, ...]
+    allowed: tuple[str, ...] | None  # None: any
     sentence: str
 
     def read(self) -> str:
         value = os.environ.get(self.name, self.default)
-        if value not in self.allowed:
+        if self.allowed is not None and value not in self.allowed:
             names = ", ".join(repr(each) for each in self.allowed)
             raise ValueError(f"{self.name} is {value!r}, expected one of {names}.")
         return value
@@ -43,6 +43,13 @@ VARIABLES = (
         ("0", "1"),
         "1: also check the values of indices, lengths and tables, which synchronises.",
     ),
+    Variable(
+        "CUSTOM_CACHE_DIR",
+        "",
+        None,
+        "A folder that remembers which tiles the Ascend compiler refused; "
+        "else npu-custom-ops in $XDG_CACHE_HOME or ~/.cache.",
+    ),
 )
 
 
@@ -53,11 +60,12 @@ class Config:
     backend: str
     log: str
     debug: bool
+    cache_dir: str
 
 
 def _read() -> Config:
-    backend, log, debug = (variable.read() for variable in VARIABLES)
-    return Config(backend, log, debug == "1")
+    backend, log, debug, cache_dir = (variable.read() for variable in VARIABLES)
+    return Config(backend, log, debug == "1", cache_dir)
 
 
 config = _read()

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from functools import cache
 from typing import Any
 
 import torch
 
 from . import autograd, backends
+from .memo import Memo, likeness
 from .spec import Spec
 from .specs import SPECS
 
@@ -24,10 +26,18 @@ def bind(
     schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """All arguments by name: the dispatcher drops those that equal their default."""
-    bound = {argument.name: argument.default_value for argument in schema.arguments}
-    bound.update(zip(bound, args, strict=False))
-    bound.update(kwargs)
-    return bound
+    return _bound({a.name: a.default_value for a in schema.arguments}, args, kwargs)
+
+
+def _bound(
+    defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+@cache
+def _defaults(spec: Spec) -> dict[str, Any]:
+    return bind(overload(spec)._schema, (), {})
 
 
 def overload(spec: Spec) -> torch._ops.OpOverload:
@@ -50,7 +60,7 @@ def _refuse_duplicate(spec: Spec) -> None:
 
 def _checked(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name, after the op's check."""
-    arguments = bind(overload(spec)._schema, args, kwargs)
+    arguments = _bound(_defaults(spec), args, kwargs)
     for name in _required_tensors(spec):
         # the dispatcher itself takes None for any tensor
         if arguments[name] is None:
@@ -69,10 +79,50 @@ def _required_tensors(spec: Spec) -> tuple[str, ...]:
 
 
 def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
+    memo = Memo()
+    _memos.append(memo)
+
+    def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return _bound(_defaults(spec), args, kwargs)
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return backends.run(spec, key, _checked(spec, args, kwargs))
+        alike = likeness(args, kwargs)
+        again = alike and memo.find(alike[0])
+        if alike and again:
+            return again(args, kwargs, alike[1])
+        arguments = _checked(spec, args, kwargs)
+        runner = backends.runner(spec, key, arguments)
+        out = runner.run(arguments)
+        if alike:
+            memo.keep(alike[0], backends.Again(runner, bound))
+        return out
 
     return kernel
+
+
+_memos: list[Memo] = []
+
+
+def forget() -> None:
+    """No call is like an earlier one: for whoever replaces parts of this package (tests)."""
+    for memo in _memos:
+        memo.clear()
+
+
+def compile_kernels(
+    calls: Iterable[tuple[Spec, dict[str, Any]]], device: torch.device, executor: Executor
+) -> None:
+    """Have `executor` compile the kernels of these calls, by keyword and on `device`; nothing is
+    launched.  For backends that can; the others do nothing."""
+    key = next(backend.key for backend in backends.BACKENDS if backend.device == device.type)
+    compiling = backends.compiling(backends.choose(key))
+    if compiling is None:
+        return
+    with compiling(executor):
+        for spec, given in calls:
+            arguments = _checked(spec, (), given)
+            with backends.made_current(device):
+                backends.runner(spec, key, arguments).function(**arguments)
 
 
 def _fake(spec: Spec) -> Callable[..., Any]:
@@ -90,7 +140,7 @@ def _register(spec: Spec) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", _fake(spec), lib=_library)
     at_autograd = autograd.differentiable if spec.differentiable else autograd.refusing
     op = overload(spec)
-    _library.impl(spec.name, at_autograd(spec, op, partial(bind, op._schema)), "Autograd")
+    _library.impl(spec.name, at_autograd(spec, op), "Autograd")
 
 
 def register_all() -> None:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from custom.dispatch import backends  # noqa: E402
 from custom.dispatch.env import VARIABLES  # noqa: E402
 from custom.dispatch.specs import SPECS, Spec  # noqa: E402
+from custom.dispatch.versions import NAMES, TABLE  # noqa: E402
 
 import custom  # noqa: E402
 from docs.tables import verified  # noqa: E402
@@ -84,6 +85,12 @@ def variables() -> str:
     return "| variable | default | what it does |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
+def versions() -> str:
+    rows = ["| " + " | ".join(getattr(row, name) for name in NAMES) + " |" for row in TABLE]
+    head = "| " + " | ".join(NAMES.values()) + " |\n|" + "---|" * len(NAMES)
+    return head + "\n" + "\n".join(rows) + "\n"
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for spec in SPECS:
         files.append(File.generated(config, f"ops/{spec.name}.md", content=_page(spec)))
@@ -93,4 +100,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    return markdown.replace("{{ verified }}", verified()).replace("{{ variables }}", variables())
+    made = {"verified": verified, "variables": variables, "versions": versions}
+    for name, make in made.items():
+        markdown = markdown.replace(f"{{{{ {name} }}}}", make())
+    return markdown

@@ -7,9 +7,11 @@ torch.compile and torch.export need nothing from here: the specs carry schema an
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..dispatch.backends import made_current
 from ..dispatch.errors import NotSupported
-from ..dispatch.register import NAMESPACE
+from ..dispatch.register import NAMESPACE, compile_kernels
 from ..dispatch.specs import BY_NAME
 
 
@@ -200,7 +202,8 @@ class _no_synchronisation(AbstractContextManager[None]):
 
 
 def warmup(calls: Mapping[str, Iterable[Mapping[str, Any]]], device: str | torch.device) -> None:
-    """Compile and tune the kernels of these calls ahead of time, with a progress bar on stderr.
+    """Compile and tune the kernels of these calls ahead of time, with a progress bar on stderr:
+    those for CUDA side by side, on all cores.
 
     Args:
         calls: op name -> the argument sets to expect, by keyword; a tensor is a tensor or a pair
@@ -211,17 +214,47 @@ def warmup(calls: Mapping[str, Iterable[Mapping[str, Any]]], device: str | torch
     >>> q = ((1, 2, 5, 16), torch.float32)
     >>> custom.warmup({"npu_fused_attention": [dict(q=q, k=q, v=q)]}, "cpu")
     """
+    where = torch.device(device)
     todo = [(name, arguments) for name, sets in calls.items() for arguments in sets]
-    for number, (name, arguments) in enumerate(todo, 1):
+    for name, _ in todo:
         if name not in BY_NAME:
             raise ValueError(f"warmup: {name!r} is no op, expected one of {', '.join(BY_NAME)}.")
-        made = {key: _make(value, torch.device(device)) for key, value in arguments.items()}
+    with torch.no_grad(), _Compilers() as compilers:
+        made = ((BY_NAME[name], _made(arguments, where)) for name, arguments in todo)
+        compile_kernels(made, where, compilers)
+    for number, (name, arguments) in enumerate(todo, 1):
         with torch.no_grad():
-            getattr(getattr(torch.ops, NAMESPACE), name)(**made)
-        bar = "#" * (20 * number // len(todo))
-        print(f"\rwarmup [{bar:<20}] {number}/{len(todo)} {name}", end="", file=sys.stderr)
+            getattr(getattr(torch.ops, NAMESPACE), name)(**_made(arguments, where))
+        _progress("calls", number, len(todo), name)
     if todo:
         print(file=sys.stderr)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """A thread for every core, and a progress bar of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__(os.cpu_count())
+        self._given = self._done = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._given += 1
+        future = super().submit(fn, *args, **kwargs)
+        future.add_done_callback(self._tick)
+        return future
+
+    def _tick(self, _: Future[Any]) -> None:
+        self._done += 1
+        _progress("kernels", self._done, self._given, "")
+
+
+def _progress(what: str, done: int, of: int, name: str) -> None:
+    bar = "#" * (20 * done // of)
+    print(f"\rwarmup [{bar:<20}] {what} {done}/{of} {name}", end="", file=sys.stderr)
+
+
+def _made(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: _make(value, device) for key, value in arguments.items()}
 
 
 def _make(value: Any, device: torch.device) -> Any:

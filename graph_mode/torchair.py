@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 from ..dispatch.errors import NotSupported, need
@@ -348,17 +347,13 @@ def _refusing(spec: Spec) -> Callable[..., Any]:
     return convert
 
 
-def _runs_python_ops() -> bool:
-    """torch_npu from 2.13 on, with a CANN that has the package `ge`, lets GE call an op back in
-    Python where CANN lacks it."""
-    return (
-        find_spec("torchair._ge_concrete_graph.custom_op_pre_scan") is not None
-        and find_spec("ge") is not None
-    )
-
-
 def register() -> None:
-    """Teach torchair our ops; call once, after `import torchair`."""
+    """Teach torchair our ops; call once, after `import torchair`.
+
+    From torch_npu 2.13 on, with a CANN that has the package `ge`, GE would call an op that has no
+    converter back in Python, on a stream of its own.  triton-ascend cannot launch there (507011:
+    it passes arguments from the host), so that such an op is refused by name here as well.
+    """
     need("torchair", "custom.graph_mode.torchair", "torch_npu")
     from torchair import register_fx_node_ge_converter
 
@@ -368,5 +363,5 @@ def register() -> None:
             register_fx_node_ge_converter(overload(spec))(_as_twin(spec, twin))
         elif spec.name in COMPOSED:
             register_fx_node_ge_converter(overload(spec))(_composed(spec))
-        elif not _runs_python_ops():
+        else:
             register_fx_node_ge_converter(overload(spec))(_refusing(spec))

@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, tiling, tune
+from . import cores, entry, tiling, tune
+from .front_end import extract_slice
 from .lengths import within
 
 CHUNK = tl.constexpr(64)
@@ -40,7 +41,7 @@ def _length(lengths, n, start, tokens, VARLEN: tl.constexpr):
     return length
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=["sequences", "tokens", "heads", "q_token", "q_head", "k_token", "k_head"]
 )
 def products(
@@ -87,11 +88,11 @@ def _column(gates, rows, head, there, HEADS: tl.constexpr):
     return column
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens", "group", "beta_token", "g_token"])
+@entry.jit(do_not_specialize=["sequences", "tokens", "group", "beta_token", "g_token"])
 def triangles(
     qk, kk, beta, g, lengths, solved, finer, seen, sums, rates, sequences, tokens, group,
     beta_token, g_token, VALUE_HEADS: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
-    GATE: tl.constexpr, APART: tl.constexpr,
+    GATE: tl.constexpr, APART: tl.constexpr, multibuffer: tl.constexpr,
 ):  # fmt: skip
     """T and P [chunks, HV, 64, 64] and G [chunks, HV, 64] of every chunk; APART: instead of T
     (I + L)^-1, what rounding leaves of it in `finer`, and beta in `rates`."""
@@ -135,8 +136,8 @@ def triangles(
             x = tl.where(i[:, None] == i[None], 1.0, 0.0)
             # row r is done: take it out of the rows below
             for r in range(0, CHUNK - 1):
-                factor = tl.extract_slice(lower, (0, r), (CHUNK, 1), (1, 1))
-                done = tl.extract_slice(x, (r, 0), (1, CHUNK), (1, 1))
+                factor = extract_slice(lower, (0, r), (CHUNK, 1), (1, 1))
+                done = extract_slice(x, (r, 0), (1, CHUNK), (1, 1))
                 x = x - factor * done
             if APART:
                 half = x.to(solved.dtype.element_ty)
@@ -150,7 +151,7 @@ def triangles(
         before += chunks
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "sequences", "tokens", "group", "value_heads", "scale", "q_token", "q_head", "k_token",
         "k_head", "v_token", "v_head",
@@ -222,8 +223,9 @@ def walk(
 
 def _tile(value_size: int) -> tune.Config:
     """The widest that divides the value channels."""
-    table = tune.TABLE["chunk_gated_delta_rule.walk"]
-    return next(c for c in table if value_size % c.tiles["VALUE_TILE"] == 0)
+    kernel = "chunk_gated_delta_rule.walk"
+    dividing = [c for c in tune.TABLE[kernel] if value_size % c.tiles["VALUE_TILE"] == 0]
+    return tune.choose(kernel, dividing)
 
 
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:

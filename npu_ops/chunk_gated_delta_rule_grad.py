@@ -39,13 +39,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import chunk_gated_delta_rule, cores, tiling, tune
+from . import chunk_gated_delta_rule, cores, entry, tiling, tune
 from .chunk_gated_delta_rule import CHUNK, _length, products, triangles
 
 unsupported = chunk_gated_delta_rule.unsupported
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens"])
+@entry.jit(do_not_specialize=["sequences", "tokens"])
 def places(lengths, number, firsts, counts, sequences, tokens, VARLEN: tl.constexpr):
     """How many chunks there are; the first token of each, and its tokens.  For one program."""
     i = tl.arange(0, CHUNK)
@@ -64,7 +64,7 @@ def places(lengths, number, firsts, counts, sequences, tokens, VARLEN: tl.conste
     tl.store(number, before)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "sequences", "tokens", "group", "value_heads", "state_row", "k_token", "k_head", "v_token",
         "v_head",
@@ -128,7 +128,7 @@ def walk_states(
         before += chunks
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "sequences", "tokens", "group", "value_heads", "scale", "state_row", "q_token", "q_head",
         "k_token", "k_head", "o_token", "o_head", "dv_token",
@@ -208,7 +208,7 @@ def walk_grads(
         before += chunks
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "group", "value_heads", "q_token", "q_head", "k_token", "k_head", "o_token", "o_head",
     ]
@@ -254,7 +254,7 @@ def crosses(
         tl.store(on_back + tile, cross_r)
 
 
-@triton.jit(do_not_specialize=["value_heads", "v_token", "v_head"])
+@entry.jit(do_not_specialize=["value_heads", "v_token", "v_head"])
 def dots(
     v, number, firsts, counts, sums, kept, back, drop, grown, q_states, k_states, k_grads,
     of_rate, of_total, of_rest, value_heads, v_token, v_head,
@@ -286,7 +286,7 @@ def dots(
         tl.store(of_rest + row, tl.sum(rest, 1))
 
 
-@triton.jit(do_not_specialize=["group", "value_heads", "scale"])
+@entry.jit(do_not_specialize=["group", "value_heads", "scale"])
 def pairs(
     number, qk, kk, on_new, on_back, sums, rates, states, grads, of_rest, z, m, of_rate, of_total,
     of_column, group, value_heads, scale,
@@ -337,7 +337,7 @@ def pairs(
         tl.store(of_column + place * CHUNK + i, columns)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=["group", "heads", "q_token", "q_head", "k_token", "k_head", "to_token"]
 )
 def inputs(
@@ -383,7 +383,7 @@ def inputs(
         tl.store(d_key + to, dk.to(d_key.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["value_heads", "beta_token", "g_token"])
+@entry.jit(do_not_specialize=["value_heads", "beta_token", "g_token"])
 def gates(
     number, firsts, counts, of_rate, of_total, of_column, d_beta, d_g, value_heads, beta_token,
     g_token, BETA: tl.constexpr, GATE: tl.constexpr, HEAD_TILE: tl.constexpr,
@@ -420,8 +420,9 @@ def gates(
 
 def _tile(kernel: str, size: int) -> dict[str, Any]:
     """The widest that divides these channels."""
-    table = tune.TABLE[f"chunk_gated_delta_rule_grad.{kernel}"]
-    return next(c for c in table if size % next(iter(c.tiles.values())) == 0).keywords
+    kernel = f"chunk_gated_delta_rule_grad.{kernel}"
+    dividing = [c for c in tune.TABLE[kernel] if size % next(iter(c.tiles.values())) == 0]
+    return tune.choose(kernel, dividing).keywords
 
 
 def _only(kernel: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, tiling, tune
+from . import cores, entry, tiling, tune
 from .lengths import within
 
 WIDEST = 256  # head sizes, of which the tiles of the last configuration fit
@@ -48,14 +48,17 @@ def keys_of(
     position, first, left, shift, count_q, count_k, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_TILE: tl.constexpr,
 ):  # fmt: skip
-    """(begin, end, low, high): a tile of rows sees the keys from `begin` to before `end`, the row
-    at `position` those from `low` to before `high`."""
+    """(begin, shared, end, low, high): a tile of rows sees the keys from `begin` to before `end`,
+    every row of it those before `shared`; the row at `position` those from `low` to before `high`.
+    With a window no key counts as shared."""
     begin = 0
+    shared = count_k
     end = count_k
     low = position
     # count_k, as a vector: a mask of keys alone keeps the vector units from sharing
     high = tl.minimum(position + count_q + count_k, count_k)
     if CAUSAL:
+        shared = tl.maximum(tl.minimum(count_k, shift + first + 1), 0)
         end = tl.minimum(count_k, shift + first + tl.minimum(left, Q_TILE))
         high = tl.minimum(position + 1, count_k)
     elif WINDOW:
@@ -63,11 +66,50 @@ def keys_of(
         high = tl.minimum(position + window, count_k)
     if WINDOW:
         begin = tl.maximum(shift + first - window + 1, 0)
+        shared = begin
         low = position - window + 1
-    return begin, end, low, high
+    return begin, shared, end, low, high
 
 
-@triton.jit(
+@triton.jit
+def within_tile(bound, start, KEY_TILE: tl.constexpr):
+    """Which column of the tile that begins at `start` a row's bound is; as floats, which every
+    build of the compiler compares as vectors."""
+    return tl.minimum(tl.maximum(bound - start, 0), KEY_TILE).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _step(
+    q_tile, of_k, of_v, keys, start, count_k, low, high, row_max, total, acc, scale, k_row, v_row,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The running maximum, sum and output, one tile of keys further."""
+    j = tl.arange(0, KEY_TILE)
+    at_k = of_k + keys[:, None] * k_row + tl.arange(0, DIM)[None]
+    at_v = of_v + keys[:, None] * v_row + tl.arange(0, VALUE_DIM)[None]
+    if MASKED:
+        there = (j < count_k - start)[:, None]
+        k_tile = tl.load(at_k, mask=there, other=0.0)
+        v_tile = tl.load(at_v, mask=there, other=0.0)
+    else:
+        k_tile = tl.load(at_k)
+        v_tile = tl.load(at_v)
+    z = tl.dot(q_tile, tl.trans(k_tile)) * scale
+    if MASKED:
+        column = j.to(tl.float32)[None]
+        z = tl.where(column < within_tile(high, start, KEY_TILE), z, float("-inf"))
+        if WINDOW:
+            z = tl.where(column >= within_tile(low, start, KEY_TILE), z, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(z, 1))
+    p = tl.exp(z - new_max[:, None])
+    shrink = tl.exp(row_max - new_max)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v_tile.dtype), v_tile)
+    return new_max, total, acc
+
+
+@entry.jit(
     do_not_specialize=[
         "sequences", "heads", "group", "tokens_q", "tokens_k", "window", "scale", "q_batch",
         "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
@@ -78,8 +120,9 @@ def attend(
     sequences, heads, group, tokens_q, tokens_k, window, scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    VARLEN: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    VARLEN: tl.constexpr, WHOLE: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
+    """WHOLE: every tile of rows is full, and nothing of it is masked."""
     i = tl.arange(0, Q_TILE)
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
@@ -101,48 +144,49 @@ def attend(
             of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
             of_v = v + batch * v_batch + key_head.to(tl.int64) * v_head
             rows = (start_q + first + i).to(tl.int64)
-            q_tile = tl.load(
-                of_q + rows[:, None] * q_row + d[None], mask=(i < left)[:, None], other=0.0
-            )
-            begin, end, low, high = keys_of(
+            at_q = of_q + rows[:, None] * q_row + d[None]
+            if WHOLE:
+                q_tile = tl.load(at_q)
+            else:
+                q_tile = tl.load(at_q, mask=(i < left)[:, None], other=0.0)
+            begin, shared, end, low, high = keys_of(
                 shift + first + i, first, left, shift, count_q, count_k, window,
                 CAUSAL, WINDOW, Q_TILE,
             )  # fmt: skip
             row_max = tl.full((Q_TILE,), -1e30, tl.float32)  # finite: a tile may show no key
             total = tl.zeros((Q_TILE,), tl.float32)
             acc = tl.zeros((Q_TILE, VALUE_DIM), tl.float32)
+            if not WINDOW:
+                # the tiles that all rows see as a whole; what is masked does not overlap
+                shared = shared // KEY_TILE * KEY_TILE
+                for start in range(0, shared, KEY_TILE):
+                    row_max, total, acc = _step(
+                        q_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start, count_k,
+                        low, high, row_max, total, acc, scale, k_row, v_row,
+                        DIM, VALUE_DIM, KEY_TILE, WINDOW, False,
+                    )  # fmt: skip
+                begin = shared
             for start in range(begin, end, KEY_TILE):
-                there = (j < count_k - start)[:, None]
-                keys = (start_k + start + j).to(tl.int64)
-                k_tile = tl.load(of_k + keys[:, None] * k_row + d[None], mask=there, other=0.0)
-                v_tile = tl.load(of_v + keys[:, None] * v_row + e[None], mask=there, other=0.0)
-                z = tl.dot(q_tile, tl.trans(k_tile)) * scale
-                if CAUSAL or WINDOW:
-                    z = tl.where((start + j)[None] < high[:, None], z, float("-inf"))
-                    if WINDOW:
-                        z = tl.where((start + j)[None] >= low[:, None], z, float("-inf"))
-                else:
-                    z = z + tl.where(j < count_k - start, 0.0, float("-inf"))[None]
-                new_max = tl.maximum(row_max, tl.max(z, 1))
-                p = tl.exp(z - new_max[:, None])
-                shrink = tl.exp(row_max - new_max)
-                total = total * shrink + tl.sum(p, 1)
-                acc = acc * shrink[:, None] + tl.dot(p.to(v_tile.dtype), v_tile)
-                row_max = new_max
+                row_max, total, acc = _step(
+                    q_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start, count_k,
+                    low, high, row_max, total, acc, scale, k_row, v_row,
+                    DIM, VALUE_DIM, KEY_TILE, WINDOW, True,
+                )  # fmt: skip
             seen = total > 0
             divisor = tl.where(seen, total, 1.0)
-            acc = acc / divisor[:, None]
+            result = (acc / divisor[:, None]).to(out.dtype.element_ty)
             sums = tl.where(seen, row_max + tl.log(divisor), float("-inf"))
             if VARLEN:
                 to = rows * heads + head
             else:
                 to = (batch * heads + head) * tokens_q + rows
-            tl.store(lse + to, sums, mask=i < left)
-            tl.store(
-                out + to[:, None] * VALUE_DIM + e[None],
-                acc.to(out.dtype.element_ty),
-                mask=(i < left)[:, None],
-            )
+            to_out = out + to[:, None] * VALUE_DIM + e[None]
+            if WHOLE:
+                tl.store(lse + to, sums)
+                tl.store(to_out, result)
+            else:
+                tl.store(lse + to, sums, mask=i < left)
+                tl.store(to_out, result, mask=(i < left)[:, None])
         turn = ((turn - tiles * heads) % turns + turns) % turns
 
 
@@ -162,11 +206,11 @@ def strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3] if x.ndim == 4 else (0, x.stride(1), x.stride(0))
 
 
-def config(kernel: str, *sizes: int) -> tune.Config:
+def config(kernel: str, *sizes: int, masked: bool) -> tune.Config:
     """The tiles for these head sizes: they are listed from the largest down."""
     found = tune.TABLE[kernel]
     least = 0 if max(sizes) <= 64 else 1 if max(sizes) <= 128 else 2
-    return found[min(least, len(found) - 1)]
+    return tune.choose(kernel, found[min(least, len(found) - 1) :], *sizes, masked)
 
 
 def forward(
@@ -187,6 +231,9 @@ def forward(
         return out, lse
     varlen = cu_seqlens_q is not None
     none = torch.empty(0, dtype=torch.int32, device=q.device)
+    # packed rows take more of UB: the tiles of the next size
+    sizes = q.shape[-1], v.shape[-1], 128 if varlen else 0
+    tiles = config("fused_attention.attend", *sizes, masked=causal or window is not None)
     attend[(cores.cube(),)](
         q, k, v, none if cu_seqlens_q is None else cu_seqlens_q,
         none if cu_seqlens_k is None else cu_seqlens_k, out, lse,
@@ -195,6 +242,7 @@ def forward(
         min(window or 0, FARTHEST), q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
         *strides(q), *strides(k), *strides(v),
         DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, WINDOW=window is not None,
-        VARLEN=varlen, **config("fused_attention.attend", q.shape[-1], v.shape[-1]).keywords,
+        VARLEN=varlen, WHOLE=not varlen and q.shape[2] % tiles.tiles["Q_TILE"] == 0,
+        **tiles.keywords,
     )  # fmt: skip
     return out, lse

@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, fused_attention, tune
-from .fused_attention import FARTHEST, config, keys_of, sequence_of, strides
+from . import cores, entry, fused_attention, tune
+from .fused_attention import FARTHEST, config, keys_of, sequence_of, strides, within_tile
 
 unsupported = fused_attention.unsupported
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "batches", "heads", "tokens", "g_batch", "g_head", "g_row", "o_batch", "o_head", "o_row",
     ]
@@ -67,7 +67,7 @@ def row_sums(
         tl.store(sums + to, tl.where(known > float("-inf"), known, float("inf")), mask=there)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale", "q_batch",
         "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "g_batch",
@@ -80,9 +80,11 @@ def grad_keys(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     VARLEN: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, Q_TILE)
     j = tl.arange(0, KEY_TILE)
+    column = j.to(tl.float32)[None]
     d = tl.arange(0, DIM)
     e = tl.arange(0, VALUE_DIM)
     group = heads // key_heads
@@ -136,31 +138,55 @@ def grad_keys(
                 of_delta = tl.load(delta + of_row, mask=known, other=0.0)
                 p = tl.exp(tl.dot(q_tile, tl.trans(k_tile)) * scale - lse[:, None])
                 if CAUSAL or WINDOW:
-                    position = (shift + start + i)[:, None]
-                    key = (first + j)[None]
-                    if CAUSAL:
-                        p = tl.where(key <= position, p, 0.0)
-                    else:
-                        p = tl.where(key < position + window, p, 0.0)
+                    after = shift + start + i + (1 if CAUSAL else window)
+                    p = tl.where(column < within_tile(after, first, KEY_TILE), p, 0.0)
                     if WINDOW:
-                        p = tl.where(key > position - window, p, 0.0)
+                        low = shift + start + i - window + 1
+                        p = tl.where(column >= within_tile(low, first, KEY_TILE), p, 0.0)
                 acc_v = tl.dot(tl.trans(p.to(q_tile.dtype)), g_tile, acc_v)
-                ds = p * (tl.dot(g_tile, tl.trans(v_tile)) - of_delta[:, None])
+                ds = p * (tl.dot(g_tile, tl.trans(v_tile)) - of_delta[:, None]) * scale
                 acc_k = tl.dot(tl.trans(ds.to(q_tile.dtype)), q_tile, acc_k)
             if VARLEN:
                 to = (keys * key_heads + key_head)[:, None]
             else:
                 to = ((batch * key_heads + key_head) * tokens_k + keys)[:, None]
-            tl.store(
-                grad_k + to * DIM + d[None], (acc_k * scale).to(grad_k.dtype.element_ty), mask=there
-            )
+            tl.store(grad_k + to * DIM + d[None], acc_k.to(grad_k.dtype.element_ty), mask=there)
             tl.store(
                 grad_v + to * VALUE_DIM + e[None], acc_v.to(grad_v.dtype.element_ty), mask=there
             )
         turn = ((turn - tiles * key_heads) % turns + turns) % turns
 
 
-@triton.jit(
+@triton.jit
+def _along_keys(
+    q_tile, g_tile, of_k, of_v, keys, start, count_k, low, high, lse, of_delta, acc, scale,
+    k_row, v_row,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of rows, one tile of keys further."""
+    j = tl.arange(0, KEY_TILE)
+    at_k = of_k + keys[:, None] * k_row + tl.arange(0, DIM)[None]
+    at_v = of_v + keys[:, None] * v_row + tl.arange(0, VALUE_DIM)[None]
+    if MASKED:
+        there = (j < count_k - start)[:, None]
+        k_tile = tl.load(at_k, mask=there, other=0.0)
+        v_tile = tl.load(at_v, mask=there, other=0.0)
+    else:
+        k_tile = tl.load(at_k)
+        v_tile = tl.load(at_v)
+    p = tl.exp(tl.dot(q_tile, tl.trans(k_tile)) * scale - lse[:, None])
+    if MASKED:
+        # behind the tail as well: the exponential of -lse may be inf, and inf * 0 is NaN
+        column = j.to(tl.float32)[None]
+        p = tl.where(column < within_tile(high, start, KEY_TILE), p, 0.0)
+        if WINDOW:
+            p = tl.where(column >= within_tile(low, start, KEY_TILE), p, 0.0)
+    ds = p * (tl.dot(g_tile, tl.trans(v_tile)) - of_delta[:, None]) * scale
+    return tl.dot(ds.to(k_tile.dtype), k_tile, acc)
+
+
+@entry.jit(
     do_not_specialize=[
         "sequences", "heads", "key_heads", "tokens_q", "tokens_k", "window", "scale", "q_batch",
         "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "g_batch",
@@ -202,32 +228,35 @@ def grad_query(
             g_tile = tl.load(of_g + rows[:, None] * g_row + e[None], mask=known[:, None], other=0.0)
             lse = tl.load(sums + of_row, mask=known, other=float("inf"))
             of_delta = tl.load(delta + of_row, mask=known, other=0.0)
-            begin, end, low, high = keys_of(
+            begin, shared, end, low, high = keys_of(
                 shift + first + i, first, left, shift, count_q, count_k, window,
                 CAUSAL, WINDOW, Q_TILE,
             )  # fmt: skip
             acc = tl.zeros((Q_TILE, DIM), tl.float32)
-            for start in range(begin, end, KEY_TILE):
-                there = (j < count_k - start)[:, None]
-                keys = (start_k + start + j).to(tl.int64)
-                k_tile = tl.load(of_k + keys[:, None] * k_row + d[None], mask=there, other=0.0)
-                v_tile = tl.load(of_v + keys[:, None] * v_row + e[None], mask=there, other=0.0)
-                p = tl.exp(tl.dot(q_tile, tl.trans(k_tile)) * scale - lse[:, None])
-                # behind the tail as well: the exponential of -lse may be inf, and inf * 0 is NaN
-                p = tl.where((start + j)[None] < high[:, None], p, 0.0)
-                if WINDOW:
-                    p = tl.where((start + j)[None] >= low[:, None], p, 0.0)
-                ds = p * (tl.dot(g_tile, tl.trans(v_tile)) - of_delta[:, None])
-                acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc)
+            if not WINDOW:
+                # the tiles that all rows see as a whole; what is masked does not overlap
+                shared = shared // KEY_TILE * KEY_TILE
+                for start in range(0, shared, KEY_TILE):
+                    acc = _along_keys(
+                        q_tile, g_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start,
+                        count_k, low, high, lse, of_delta, acc, scale, k_row, v_row,
+                        DIM, VALUE_DIM, KEY_TILE, WINDOW, False,
+                    )  # fmt: skip
+                begin = shared
+            # from 0: the compiler of January 2026 crashes where a loop begins at a window's edge
+            for step in range(0, (tl.maximum(end - begin, 0) + KEY_TILE - 1) // KEY_TILE):
+                start = begin + step * KEY_TILE
+                acc = _along_keys(
+                    q_tile, g_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start,
+                    count_k, low, high, lse, of_delta, acc, scale, k_row, v_row,
+                    DIM, VALUE_DIM, KEY_TILE, WINDOW, True,
+                )  # fmt: skip
             if VARLEN:
                 to = (rows * heads + head)[:, None]
             else:
                 to = of_row[:, None]
-            tl.store(
-                grad_q + to * DIM + d[None],
-                (acc * scale).to(grad_q.dtype.element_ty),
-                mask=known[:, None],
-            )
+            to = grad_q + to * DIM + d[None]
+            tl.store(to, acc.to(grad_q.dtype.element_ty), mask=known[:, None])
         turn = ((turn - tiles * heads) % turns + turns) % turns
 
 
@@ -256,7 +285,7 @@ def backward(
     delta, sums = (
         memory.empty([batches, heads, tokens_q], torch.float32, q.device) for _ in range(2)
     )
-    sizes = q.shape[-1], v.shape[-1]
+    sizes, masked = (q.shape[-1], v.shape[-1]), causal or window is not None
     row_sums[(cores.vector(),)](
         grad_o, o, lse, lse if grad_lse is None else grad_lse, delta, sums,
         batches, heads, tokens_q, *strides(grad_o), *strides(o),
@@ -283,10 +312,10 @@ def backward(
     }
     grad_keys[(cores.cube(),)](
         *inputs, grad_k, grad_v, *scalars, **flags,
-        **config("fused_attention_backward.grad_keys", *sizes).keywords,
+        **config("fused_attention_backward.grad_keys", *sizes, masked=masked).keywords,
     )  # fmt: skip
     grad_query[(cores.cube(),)](
         *inputs, grad_q, *scalars, **flags,
-        **config("fused_attention_backward.grad_query", *sizes).keywords,
+        **config("fused_attention_backward.grad_query", *sizes, masked=masked).keywords,
     )  # fmt: skip
     return grad_q, grad_k, grad_v

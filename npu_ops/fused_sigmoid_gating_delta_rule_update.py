@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, tune
+from . import cores, entry, tune
 from .lengths import within
 
 _STATE = 8192  # elements of a part of the state; UB holds it and four of what is made of it
@@ -79,7 +79,7 @@ def _parent(parents, t, columns):
     return tl.where((t < columns) & (parent >= 0) & (parent < t), parent, -1).to(tl.int32)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "softplus_beta", "softplus_threshold", "scale", "sequences", "length", "tokens", "slots",
         "rows", "steps", "columns", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head",
@@ -159,7 +159,8 @@ def update(
                     state = tl.load(in_pool + part, mask=loaded, other=0.0).to(tl.float32)
                 for earlier in range(0, tl.where(again, step, 0)):
                     past = (start + earlier).to(tl.int64)
-                    on = ((way >> earlier.to(tl.int64)) & 1) == 1
+                    # a factor: not every build of the compiler selects one element by a scalar
+                    on = ((way >> earlier.to(tl.int64)) & 1).to(tl.float32)
                     decay, beta = _gates(
                         of_a + past * a_token, of_b + past * b_token, rate, bias, softplus_beta,
                         softplus_threshold, one, d, KDA,
@@ -167,7 +168,7 @@ def update(
                     state = _update(
                         state, _row(of_k + past * k_token, d, NORM),
                         tl.load(of_v + past * v_token + c).to(tl.float32),
-                        tl.where(on, decay, 1.0), tl.where(on, beta, 0.0), VALUE_FIRST,
+                        decay * on + (1.0 - on), beta * on, VALUE_FIRST,
                     )  # fmt: skip
             now = t.to(tl.int64)
             decay, beta = _gates(
@@ -210,15 +211,13 @@ def update(
 
 def _tile(key_size: int, value_size: int) -> tune.Config | None:
     """The widest part of the state that divides it and fits."""
-    return next(
-        (
-            config
-            for config in tune.TABLE[_KERNEL]
-            if value_size % config.tiles["VALUE_TILE"] == 0
-            and key_size * config.tiles["VALUE_TILE"] <= _STATE
-        ),
-        None,
-    )
+    fitting = [
+        config
+        for config in tune.TABLE[_KERNEL]
+        if value_size % config.tiles["VALUE_TILE"] == 0
+        and key_size * config.tiles["VALUE_TILE"] <= _STATE
+    ]
+    return tune.choose(_KERNEL, fitting, key_size) if fitting else None
 
 
 def unsupported(q: Tensor, v: Tensor, retrieve_parent_token: Tensor | None, **_: Any) -> str | None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def usable(position, last):
     return tl.where(x >= 0, tl.where(x <= last.to(tl.float32), 1.0, 0.0), 0.0)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "count", "wide", "length", "keys", "offset", "key_batch", "key_row",
         "rope_batch", "rope_row", "i_batch", "i_row",
@@ -62,19 +62,21 @@ def gather(
             tl.store(dense_rope + to * ROPE + e[None], tail)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
-        "first", "rows", "count", "wide", "length", "keys", "offset", "heads", "scale", "q_batch",
+        "first", "rows", "count", "wide", "length", "keys", "offset", "heads", "lse_row", "scale",
+        "q_batch",
         "q_head", "q_row", "r_batch", "r_head", "r_row", "i_batch", "i_row",
     ]
 )  # fmt: skip
 def log_sums(
     query, query_rope, dense, dense_rope, indices, lse,
-    first, rows, count, wide, length, keys, offset, heads, scale,
+    first, rows, count, wide, length, keys, offset, heads, lse_row, scale,
     q_batch, q_head, q_row, r_batch, r_head, r_row, i_batch, i_row,
     DIM: tl.constexpr, ROPE: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """lse [T, N]; a token without a slot gets something finite."""
+    """lse [T, lse_row], rows of whole tiles: a masked store keeps the vector units from sharing
+    the tile.  A token without a slot gets something finite."""
     d = tl.arange(0, DIM)
     j = tl.arange(0, KEY_TILE)
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
@@ -109,18 +111,19 @@ def log_sums(
             total = total * tl.exp(row_max - new_max) + tl.sum(p, 1)
             row_max = new_max
         sums = row_max + tl.log(tl.where(total > 0, total, 1.0))
-        tl.store(lse + (first + row).to(tl.int64) * heads + h, sums, mask=h < heads)
+        tl.store(lse + (first + row).to(tl.int64) * lse_row + h, sums)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
-        "first", "rows", "count", "wide", "length", "keys", "offset", "heads", "scale", "q_batch",
+        "first", "rows", "count", "wide", "length", "keys", "offset", "heads", "lse_row", "scale",
+        "q_batch",
         "q_head", "q_row", "r_batch", "r_head", "r_row", "i_batch", "i_row",
     ]
 )  # fmt: skip
 def head_sums(
     query, query_rope, dense, dense_rope, indices, lse, target,
-    first, rows, count, wide, length, keys, offset, heads, scale,
+    first, rows, count, wide, length, keys, offset, heads, lse_row, scale,
     q_batch, q_head, q_row, r_batch, r_head, r_row, i_batch, i_row,
     DIM: tl.constexpr, ROPE: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +153,7 @@ def head_sums(
             if ROPE > 0:
                 q_rope = tl.load(of_r + h[:, None] * r_head + e[None], mask=there, other=0.0)
                 z = tl.dot(q_rope, tl.trans(k_rope), z)
-            sums = tl.load(lse + token * heads + h, mask=h < heads, other=float("inf"))
+            sums = tl.load(lse + token * lse_row + h, mask=h < heads, other=float("inf"))
             sums = tl.where(sums > float("-inf"), sums, 0.0)
             acc += tl.sum(tl.exp(z * scale - sums[:, None]), 0)
         of_row = indices + batch * i_batch + i.to(tl.int64) * i_row + start
@@ -170,7 +173,7 @@ def distributions(target, score, ok):
     return target / tl.where(total > 0, total, 1.0), e / tl.where(total_e > 0, total_e, 1.0)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "tokens", "count", "length", "keys", "offset", "eps", "s_batch", "s_row", "i_batch", "i_row"
     ]
@@ -252,7 +255,8 @@ def forward(
     dense = memory.empty([at_once, wide, size], key.dtype, key.device)
     dense_rope = memory.empty([at_once, wide, rope], key.dtype, key.device)
     if softmax_lse is None:
-        lse = memory.empty([batch, length, heads], torch.float32, query.device)
+        whole_heads = tiling.up(heads, sums.tiles["HEAD_TILE"])
+        lse = memory.empty([batch, length, whole_heads], torch.float32, query.device)
     else:
         lse = softmax_lse.transpose(1, 2).to(torch.float32).contiguous()
     for first in range(0, tokens, at_once):
@@ -263,7 +267,7 @@ def forward(
             DIM=size, ROPE=rope, **tune.only("indexer_loss.gather").keywords,
         )  # fmt: skip
         scalars = (
-            *shape, heads, scaling, *query.stride()[:3], *q_rope.stride()[:3],
+            *shape, heads, lse.shape[-1], scaling, *query.stride()[:3], *q_rope.stride()[:3],
             *indices.stride()[:2],
         )  # fmt: skip
         if softmax_lse is None:

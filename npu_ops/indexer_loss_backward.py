@@ -7,16 +7,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tune
+from . import cores, entry, ragged, tune
 from .indexer_loss import distributions, too_wide, usable
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "tokens", "count", "length", "keys", "offset", "s_batch", "s_row", "i_batch", "i_row",
         "t_batch", "t_row",

@@ -23,13 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
+from .front_end import sort
 from .ragged import PAGED, TND, keys_of, tokens_of, visible
 
+_LOGITS = 64 * 128  # of a token and a tile of keys, that UB has room for
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "query_row", "query_head", "weights_row", "key_row", "requests",
         "tokens", "reach", "table_stride", "pages", "page", "page_rows",
@@ -103,7 +105,7 @@ def as_float(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "wide", "chosen", "requests", "tokens", "reach"])
+@entry.jit(do_not_specialize=["first", "rows", "wide", "chosen", "requests", "tokens", "reach"])
 def topk(
     score, query_lengths, key_lengths, out,
     first, rows, wide, chosen, requests, tokens, reach,
@@ -170,7 +172,7 @@ def topk(
             last = -1.0 * SORT_TILE  # the last equal position that is taken, negative
             if here > ties:
                 # rare: the wanted ones end inside this tile
-                packed = tl.sort(tl.where(equal > 0, negative, float("-inf")), 0, True)
+                packed = sort(tl.where(equal > 0, negative, float("-inf")), 0, True)
                 last = tl.sum(tl.where(p == ties - 1, packed, 0.0), 0)
                 if ties == 0:
                     last = 1.0
@@ -179,7 +181,7 @@ def topk(
             key = tl.where(v > least, negative, tl.where(equal > 0, negative, float("-inf")))
             taken = tl.sum(tl.where(key > float("-inf"), 1.0, 0.0), 0).to(tl.int32)
             if taken > 0:
-                packed = tl.sort(key, 0, True)
+                packed = sort(key, 0, True)
                 position = s - tl.maximum(packed, -1.0 * SORT_TILE).to(tl.int32)
                 tl.store(to + written + p, position, mask=p < taken)
                 written += taken
@@ -187,7 +189,7 @@ def topk(
             tl.store(to + s + p, tl.full((SORT_TILE,), -1, tl.int32), mask=p < chosen - s)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "wide", "chosen"])
+@entry.jit(do_not_specialize=["first", "rows", "wide", "chosen"])
 def values(score, indices, out, first, rows, wide, chosen, PIECE: tl.constexpr):
     p = tl.arange(0, PIECE)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -241,10 +243,16 @@ def forward(
 
     # a tile lies within a page
     page = key.shape[-3] if layout_key == "PA_BSND" else 0
-    product = next(
+    within = [
         config
         for config in tune.TABLE["lightning_indexer.scores"]
-        if page % config.tiles["KEY_TILE"] == 0 and config.tiles["HEAD_TILE"] >= min(heads, 64)
+        if page % config.tiles["KEY_TILE"] == 0
+        and min(heads, 128) * config.tiles["KEY_TILE"] <= _LOGITS
+    ]
+    product = tune.choose(
+        "lightning_indexer.scores",
+        tune.ranked(within, "HEAD_TILE", min(heads, 64)),
+        query.shape[-1],
     )
     wide = tiling.up(plan.reach, product.tiles["KEY_TILE"])
     at_once = tiling.at_once(plan.rows, wide * 4)

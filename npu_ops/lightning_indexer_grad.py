@@ -18,16 +18,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
 from .ragged import TND, keys_of, tokens_of, visible
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "count", "wide", "indices_row", "dy_row", "requests", "tokens", "reach",
     ]
@@ -54,7 +53,7 @@ def spread(
                 tl.store(to + position, tl.load(to + position) + value)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "query_row", "query_head", "weights_row", "key_row",
         "page_rows", "requests", "tokens", "reach",
@@ -112,7 +111,7 @@ def grad_keys(
         turn = ((turn - tiles) % turns + turns) % turns
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "query_row", "query_head", "weights_row", "key_row",
         "page_rows", "requests", "tokens", "reach",
@@ -154,8 +153,9 @@ def grad_query(
             )  # fmt: skip
             grad = tl.load(g + row.to(tl.int64) * wide + position + p)
             s = tl.dot(q, tl.trans(k))  # [HEAD_TILE, KEY_TILE]
-            total += tl.sum(tl.maximum(s, 0.0) * grad[None], 1)
-            ds = tl.where(s > 0, grad[None] * w[:, None], 0.0)
+            seen = tl.where(s > 0, grad[None], 0.0)
+            total += tl.sum(s * seen, 1)
+            ds = seen * w[:, None]
             acc = tl.dot(ds.to(k.dtype), k, acc)
         to = d_query + (token * heads + h[:, None]) * DIM + d[None]
         tl.store(to, acc.to(d_query.dtype.element_ty), mask=known)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import nz
-from . import cores, tune
+from . import cores, entry, tune
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr):
     tl.store(at, acc.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "depth"])
+@entry.jit(do_not_specialize=["rows", "columns", "depth"])
 def nz_product(
     x, w, out, rows, columns, depth,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -88,7 +88,7 @@ def nz_product(
         _put(out, row, m, panel + 3, panels, columns, acc3, WHOLE_N)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
+@entry.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
 def nd_product(
     x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -158,10 +158,12 @@ def _config(kernel: str, rows: int, depth: int) -> tune.Config:
     """The least rows that cover M; a depth that divides K where there is one."""
     found = tune.TABLE[kernel]
     most = max(config.tiles["ROWS"] for config in found)
-    covering = [config for config in found if config.tiles["ROWS"] >= min(rows, most)]
-    least = min(config.tiles["ROWS"] for config in covering)
-    fitting = [config for config in covering if config.tiles["ROWS"] == least]
-    return next((c for c in fitting if depth % c.tiles["DEPTH"] == 0), fitting[-1])
+    by_rows = tune.ranked(found, "ROWS", min(rows, most))
+    least = by_rows[0].tiles["ROWS"]
+    fitting = [config for config in by_rows if config.tiles["ROWS"] == least]
+    dividing = [config for config in fitting if depth % config.tiles["DEPTH"] == 0]
+    smaller = [config for config in by_rows if config.tiles["ROWS"] < least]
+    return tune.choose(kernel, dividing + fitting[::-1] + smaller)
 
 
 def _whole(config: tune.Config, rows: int, depth: int) -> dict[str, bool]:

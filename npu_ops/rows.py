@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import cores, ragged, tune
+from . import cores, entry, ragged, tune
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _angles(sin, cos, SIZE: tl.constexpr):
     return s0, s1, c0, c1
 
 
-@triton.jit(do_not_specialize=["rows", "size", "epsilon"])
+@entry.jit(do_not_specialize=["rows", "size", "epsilon"])
 def rms_norm(x, gamma, out, rows, size, epsilon, WIDTH: tl.constexpr):
     d = tl.arange(0, WIDTH)
     g = tl.load(gamma + d, mask=d < size, other=0.0).to(tl.float32)
@@ -50,7 +50,7 @@ def rms_norm(x, gamma, out, rows, size, epsilon, WIDTH: tl.constexpr):
         tl.store(out + at + d, (v * scale * g).to(out.dtype.element_ty), mask=d < size)
 
 
-@triton.jit(do_not_specialize=["rows", "slots", "epsilon"])
+@entry.jit(do_not_specialize=["rows", "slots", "epsilon"])
 def latent_rows(
     x, gamma, sin, cos, index, latent_cache, rotary_cache, rows, slots, epsilon,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
@@ -82,7 +82,7 @@ def latent_rows(
         tl.store(to + ROTARY // 2, (right * c1 + left * s1).to(dtype), mask=h < of_rotary)
 
 
-@triton.jit(do_not_specialize=["rows", "slots", "epsilon"])
+@entry.jit(do_not_specialize=["rows", "slots", "epsilon"])
 def index_rows(
     x, gamma, beta, sin, cos, index, cache, rows, slots, epsilon,
     SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -131,7 +131,7 @@ def index_rows(
             tl.store(to + ROTARY + r, normed, mask=r < of_rest)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "x_row", "x_head", "out_row", "out_head"])
+@entry.jit(do_not_specialize=["rows", "heads", "x_row", "x_head", "out_row", "out_head"])
 def rotate_heads(
     x, sin, cos, out, rows, heads, x_row, x_head, out_row, out_head,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,

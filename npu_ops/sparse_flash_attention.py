@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
 from .ragged import PAGED, TND, visible
 
 
@@ -45,7 +45,7 @@ def _pages(row, column, limit, page, PIECE: tl.constexpr):
     return number.to(tl.int32)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach",
         "table_stride", "pages", "page", "page_rows",
@@ -95,7 +95,7 @@ def resolve(
         tl.store(last + row, end)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "wide", "latent_stride", "rotary_stride"])
+@entry.jit(do_not_specialize=["first", "rows", "wide", "latent_stride", "rotary_stride"])
 def gather(
     latent, rotary, slots, last, dense_latent, dense_rotary,
     first, rows, wide, latent_stride, rotary_stride,
@@ -131,7 +131,7 @@ def gather(
                     tl.store(dense_rotary + to * ROTARY + e[None], nothing)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "query_row", "query_head", "rope_row", "rope_head",
         "scale",
@@ -140,9 +140,11 @@ def gather(
 def attend(
     query, query_rope, dense_latent, dense_rotary, slots, last, sinks, out, out_max, out_sum,
     first, rows, wide, heads, query_row, query_head, rope_row, rope_head, scale,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, SINKS: tl.constexpr, STATISTICS: tl.constexpr,
-    WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
+    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
 ):  # fmt: skip
+    """The statistics are stored even where nobody asks for them: without a store of its own, what
+    a loop carries keeps the vector units from sharing the tile (compiler of January 2026)."""
     HALF: tl.constexpr = LATENT // 2
     d = tl.arange(0, HALF)
     j = tl.arange(0, KEY_TILE)
@@ -182,7 +184,7 @@ def attend(
                 kr = tl.load(dense_rotary + at * ROTARY + e[None])
                 z = tl.dot(qr, tl.trans(kr), z)
             slot = tl.load(slots + token * wide + start + j)
-            z = z * scale + tl.where(slot >= 0, 0.0, float("-inf"))[None]
+            z = z * scale + tl.where(slot.to(tl.float32) >= 0, 0.0, float("-inf"))[None]
             new_max = tl.maximum(row_max, tl.max(z, 1))
             p = tl.exp(z - new_max[:, None])
             shrink = tl.exp(row_max - new_max)
@@ -193,33 +195,43 @@ def attend(
             row_max = new_max
         denominator = total
         if SINKS:
-            sink = tl.load(sinks + h, mask=h < heads, other=0.0)
+            if WHOLE:
+                sink = tl.load(sinks + h)
+            else:
+                sink = tl.load(sinks + h, mask=h < heads, other=0.0)
             denominator += tl.exp(sink - row_max)
         # without a key the sums are 0, and so is the result
         denominator = tl.where(denominator > 0, denominator, 1.0)[:, None]
         to = out + (token * heads + h[:, None]) * LATENT + d[None]
+        row_max = tl.where(total > 0, row_max, float("-inf"))
+        of_row = token * heads + h
         if WHOLE:
             tl.store(to, (acc0 / denominator).to(out.dtype.element_ty))
             tl.store(to + HALF, (acc1 / denominator).to(out.dtype.element_ty))
+            tl.store(out_max + of_row, row_max)
+            tl.store(out_sum + of_row, total)
         else:
             tl.store(to, (acc0 / denominator).to(out.dtype.element_ty), mask=there)
             tl.store(to + HALF, (acc1 / denominator).to(out.dtype.element_ty), mask=there)
-        if STATISTICS:
-            row_max = tl.where(total > 0, row_max, float("-inf"))
-            tl.store(out_max + token * heads + h, row_max, mask=h < heads)
-            tl.store(out_sum + token * heads + h, total, mask=h < heads)
+            tl.store(out_max + of_row, row_max, mask=h < heads)
+            tl.store(out_sum + of_row, total, mask=h < heads)
 
 
 def _attention(heads: int, latent: int, rotary: int) -> tune.Config:
-    """The least tile that covers the heads; the largest that fits, where none does both."""
+    """The largest tile that fits and divides the heads; where none does, the least one that
+    covers them, or the largest."""
+    kernel = "sparse_flash_attention.attend"
     fitting = [
         config
-        for config in tune.TABLE["sparse_flash_attention.attend"]
+        for config in tune.TABLE[kernel]
         if not tiling.attend_overflow(
             config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"], latent, rotary
         )
     ]
-    return next((c for c in fitting if c.tiles["HEAD_TILE"] >= heads), fitting[-1])
+    whole = [config for config in fitting if heads % config.tiles["HEAD_TILE"] == 0]
+    rest = [config for config in fitting if config not in whole]
+    wanted = whole[::-1] + tune.ranked(rest, "HEAD_TILE", heads)
+    return tune.choose(kernel, wanted, latent, rotary)
 
 
 def resolved(
@@ -236,6 +248,10 @@ def resolved(
         **tune.only("sparse_flash_attention.resolve").keywords,
     )  # fmt: skip
     return slots, last
+
+
+def _asked_for(given: bool, *statistics: Tensor) -> tuple[Tensor, ...]:
+    return statistics if given else tuple(x.new_empty([0]) for x in statistics)
 
 
 def unsupported(
@@ -295,13 +311,15 @@ def forward(
     )  # fmt: skip
     *batch, length, heads, latent = query.shape
     device, dtype = query.device, query.dtype
-    shape = [*batch, 1, length, heads] if return_softmax_lse else [0]
+    shape = [*batch, 1, length, heads]
     out = memory.empty(query.shape, dtype, device)
     out_max = memory.empty(shape, torch.float32, device)
     out_sum = memory.empty(shape, torch.float32, device)
     count = sparse_indices.shape[-1]
     if plan.rows * heads == 0 or count * plan.reach == 0 or key.numel() == 0:
-        return out.zero_(), out_max.fill_(-torch.inf), out_sum.zero_()
+        out_max.fill_(-torch.inf)
+        out_sum.zero_()
+        return out.zero_(), *_asked_for(return_softmax_lse, out_max, out_sum)
 
     rotary = 0 if key_rope is None else key_rope.shape[-1]
     attention = _attention(heads, latent, rotary)
@@ -328,7 +346,7 @@ def forward(
         attend[(min(rows * -(-heads // head_tile), cores.cube()),)](
             q, rope, dense_latent, dense_rotary, slots, last, out if sinks is None else sinks,
             out, out_max, out_sum, first, rows, wide, heads, *q.stride()[:2], *rope.stride()[:2],
-            scale_value, **sizes, SINKS=sinks is not None, STATISTICS=return_softmax_lse,
-            WHOLE=heads % head_tile == 0, **attention.keywords,
+            scale_value, **sizes, SINKS=sinks is not None, WHOLE=heads % head_tile == 0,
+            **attention.keywords,
         )  # fmt: skip
-    return out, out_max, out_sum
+    return out, *_asked_for(return_softmax_lse, out_max, out_sum)

@@ -21,18 +21,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, ragged, tiling, tune
+from . import cores, entry, ragged, tiling, tune
 from .lightning_indexer_grad import spread
 from .ragged import TND, keys_of, tokens_of
 from .sparse_flash_attention import gather, resolved
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "g_row", "g_head", "o_row", "o_head"])
+@entry.jit(do_not_specialize=["rows", "heads", "g_row", "g_head", "o_row", "o_head"])
 def row_sums(
     d_out, out, peak, total, delta, lse, rows, heads, g_row, g_head, o_row, o_head,
     LATENT: tl.constexpr, HEAD_TILE: tl.constexpr,
@@ -56,7 +55,7 @@ def row_sums(
         tl.store(lse + at, sums, mask=h < heads)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "q_row", "q_head", "r_row", "r_head", "g_row", "g_head",
         "scale",
@@ -66,6 +65,7 @@ def grad_query(
     query, query_rope, d_out, dense, dense_rope, slots, last, delta, lse, d_query, d_query_rope,
     first, rows, wide, heads, q_row, q_head, r_row, r_head, g_row, g_head, scale,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = LATENT // 2
     d = tl.arange(0, HALF)
@@ -119,7 +119,7 @@ def grad_query(
             tl.store(to, acc_r.to(d_query.dtype.element_ty), mask=there)
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "q_row", "q_head", "r_row", "r_head", "g_row", "g_head",
         "key_row", "rope_row", "page_rows", "scale", "requests", "tokens", "reach",
@@ -132,7 +132,7 @@ def grad_keys(
     page_rows, scale, requests, tokens, reach,
     Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
     CAUSAL: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
-    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
 ):  # fmt: skip
     """d_key [keys, LATENT] and d_key_rope, float32: what `rows` tokens from `first` on contribute.
     Added up over launches outside."""

@@ -22,19 +22,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, lightning_indexer_grad, ragged, tiling, tune
+from . import cores, entry, lightning_indexer_grad, ragged, tiling, tune
 from .indexer_loss import distributions, too_wide
 from .sparse_flash_attention import gather, resolved
 
 EPS = 1e-10
 
 
-@triton.jit(
+@entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "heads", "q_row", "q_head", "r_row", "r_head", "scale",
     ]
@@ -72,7 +71,7 @@ def targets(
             tl.store(target + token * wide + start + j, acc)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "wide", "heads", "q_row", "q_head", "w_row"])
+@entry.jit(do_not_specialize=["first", "rows", "wide", "heads", "q_row", "q_head", "w_row"])
 def scores(
     query, weights, dense, last, score, first, rows, wide, heads, q_row, q_head, w_row,
     DIM: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
@@ -99,7 +98,7 @@ def scores(
             tl.store(score + token * wide + start + j, acc)
 
 
-@triton.jit(do_not_specialize=["rows", "count", "wide", "eps"])
+@entry.jit(do_not_specialize=["rows", "count", "wide", "eps"])
 def row_loss(target, score, slots, loss, d, rows, count, wide, eps, WIDTH: tl.constexpr):
     j = tl.arange(0, WIDTH)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -225,7 +224,7 @@ def _losses(
     dense = memory.empty((at_once, wide, size), dtype, device)
     dense_rope = memory.empty((at_once, wide, rope), dtype, device)
     dense_index = memory.empty((at_once, wide, index_size), dtype, device)
-    copies = dict(KEY_TILE=tile) | tune.only("sparse_flash_attention.gather").keywords
+    copies = tune.only("sparse_flash_attention.gather")
     q, qr, qi = (x.flatten(0, -3) for x in (query, q_rope, query_index))
     w = weights.flatten(0, -2)
     for first in range(0, plan.rows, at_once):
@@ -233,11 +232,13 @@ def _losses(
         span = (first, rows, wide)
         gather[(cores.vector(),)](
             key, k_rope, slots, last, dense, dense_rope, *span,
-            ragged.row_stride(key), ragged.row_stride(k_rope), LATENT=size, ROTARY=rope, **copies,
+            ragged.row_stride(key), ragged.row_stride(k_rope), LATENT=size, ROTARY=rope,
+            KEY_TILE=tile, **copies.keywords,
         )  # fmt: skip
         gather[(cores.vector(),)](
             key_index, key_index, slots, last, dense_index, dense_index, *span,
-            ragged.row_stride(key_index), 0, LATENT=index_size, ROTARY=0, **copies,
+            ragged.row_stride(key_index), 0, LATENT=index_size, ROTARY=0,
+            KEY_TILE=tile, **copies.keywords,
         )  # fmt: skip
         targets[(cores.cube(),)](
             q, qr, dense, dense_rope, last, lse, target, *span, heads,

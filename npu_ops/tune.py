@@ -2,30 +2,52 @@
 # Copyright the npu-custom-ops authors
 """Every tile configuration that ships, by kernel.  tests/ascend runs and compiles each of them.
 
-`tiles` are constexpr arguments of the kernel, `options` are those of the Ascend compiler.  A
-launcher takes the only one, the one that covers its size, or searches the table itself.
+`tiles` are constexpr arguments of the kernel, `options` are those of the Ascend compiler; each is
+a constexpr parameter of its kernel as well, since triton-ascend 3.2.0 prints a warning at keywords
+that are none, and takes it from there all the same.  A launcher takes the only configuration, the
+one that covers its size, or ranks some of the table itself.
 Chosen by what compiles inside the memories with double buffering; none was timed on a device.
+
+The compiler is the machine's, and another build may refuse a configuration.  The launcher then
+begins anew, and its choice falls on the next one: see `retrying`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
+
+from ..dispatch import log
+from ..dispatch.errors import NotSupported
+from . import refusals
 
 
 @dataclass(frozen=True)
 class Config:
     tiles: Mapping[str, int]
     options: Mapping[str, Any] = field(default_factory=dict)
+    # of one that was chosen: the kernel, and what else decides about its size
+    kernel: str = ""
+    shape: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         both = {**self.tiles, **self.options}
         return " ".join(f"{name}={value}" for name, value in both.items()) or "no tile"
 
     @property
+    def title(self) -> str:
+        """What a refusal is remembered by."""
+        return " ".join((self.kernel, str(self), *(("for", str(self.shape)) if self.shape else ())))
+
+    @property
     def keywords(self) -> dict[str, Any]:
-        """What a launch takes."""
+        """What a launch takes that follows at once: if it does not compile, this is to blame."""
+        call = _call.get()
+        if call is not None:
+            call.launching = self if self.kernel else None  # None: it was not chosen here
         return {**self.tiles, **self.options}
 
 
@@ -44,8 +66,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "product.nd_product": tuple(
         Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128}) for rows in (16, 32, 64, 128)
     ),
-    "rows.rms_norm": (Config({"WIDTH": 2048}), Config({"WIDTH": 8192})),
-    "rows.latent_rows": (Config({"WIDTH": 512}), Config({"WIDTH": 8192})),
+    "rows.rms_norm": (Config({"WIDTH": 2048}), Config({"WIDTH": 6144})),
+    "rows.latent_rows": (Config({"WIDTH": 512}), Config({"WIDTH": 6144})),
     "rows.index_rows": (Config({}),),
     "rows.rotate_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 16, 32)),
     # the key tile is a page of 128, or the largest of these that divides a page
@@ -54,7 +76,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
         for keys in (128, 64, 32, 16)
         for heads in (16, 32, 64)
     ),
-    "lightning_indexer.topk": (Config({"COUNT_TILE": 4096, "SORT_TILE": 1024}),),
+    "lightning_indexer.topk": (Config({"COUNT_TILE": 2048, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
     "lightning_indexer_grad.spread": (Config({}),),
     "lightning_indexer_grad.grad_keys": tuple(
@@ -68,9 +90,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
     # rows that are copied back to back
     "sparse_flash_attention.gather": (Config({"ROWS": 32}),),
     "sparse_flash_attention.attend": tuple(
-        # two workspace buffers, not four: with four, 64 heads give up double buffering altogether
+        # two workspace buffers: with four, L1 overflows and double buffering is given up altogether
         Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
-        for heads in (16, 32, 64)
+        for heads in (8, 16, 32)
     ),
     "sparse_flash_attention_grad.row_sums": (Config({"HEAD_TILE": 16}),),
     "sparse_flash_attention_grad.grad_query": tuple(
@@ -86,7 +108,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
     ),
     "chunk_gated_delta_rule.products": (Config({}),),
-    "chunk_gated_delta_rule.triangles": (Config({}),),
+    # elimination in UB, which loads and stores little: nothing to gain from double buffering
+    "chunk_gated_delta_rule.triangles": (Config({}, {"multibuffer": False}),),
     "chunk_gated_delta_rule.walk": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
     ),
@@ -100,25 +123,25 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "chunk_gated_delta_rule_grad.crosses": tuple(
         Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
     ),
-    "chunk_gated_delta_rule_grad.dots": (Config({"ROWS": 16}),),
+    "chunk_gated_delta_rule_grad.dots": (Config({"ROWS": 8}),),
     "chunk_gated_delta_rule_grad.pairs": (Config({"ROWS": 16}),),
     "chunk_gated_delta_rule_grad.inputs": tuple(
         Config({"KEY_TILE": channels}) for channels in (64, 32, 16)
     ),
     "chunk_gated_delta_rule_grad.gates": (Config({"HEAD_TILE": 16}),),
-    # head sizes up to 64, 128, 256
+    # head sizes up to 64 (in sequences of one length), 128, 256; square tiles are not shared by
+    # the vector units
     "fused_attention.attend": tuple(
-        Config({"Q_TILE": rows, "KEY_TILE": keys})
-        for rows, keys in ((128, 128), (64, 128), (64, 64))
+        Config({"Q_TILE": rows, "KEY_TILE": keys}) for rows, keys in ((64, 96), (32, 128), (32, 64))
     ),
     "fused_attention_backward.row_sums": (Config({"ROWS": 32}),),
     # both accumulators, S and P's gradient share L0C
     "fused_attention_backward.grad_keys": (
-        Config({"Q_TILE": 128, "KEY_TILE": 128}),
-        Config({"Q_TILE": 128, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2}),
+        Config({"Q_TILE": 128, "KEY_TILE": 64}, {"set_workspace_multibuffer": 4}),
+        Config({"Q_TILE": 64, "KEY_TILE": 64}, {"set_workspace_multibuffer": 4}),
         Config({"Q_TILE": 64, "KEY_TILE": 32}, {"set_workspace_multibuffer": 2}),
     ),
-    # one square tile for every head size
+    # one square tile for every head size: others are not shared by the vector units
     "fused_attention_backward.grad_query": (Config({"Q_TILE": 64, "KEY_TILE": 64}),),
     "indexer_loss.gather": (Config({"ROWS": 32}),),
     "indexer_loss.log_sums": tuple(
@@ -142,13 +165,111 @@ TABLE: dict[str, tuple[Config, ...]] = {
 }
 
 
-def only(kernel: str) -> Config:
-    """The configuration of a kernel that has one."""
-    (config,) = TABLE[kernel]
-    return config
+@dataclass
+class _Call:
+    """One call of an op: what the compiler refused in it, and the launch that is under way."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    launching: Config | None = None
 
 
-def at_least(kernel: str, name: str, size: int) -> Config:
-    """The first configuration whose tile `name` covers `size`, or the last one."""
-    found = TABLE[kernel]
-    return next((config for config in found if config.tiles[name] >= size), found[-1])
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+
+
+class _Exhausted(Exception):
+    """No configuration is left for this kernel."""
+
+
+def choose(kernel: str, candidates: Sequence[Config], *shape: Any) -> Config:
+    """The first of `candidates` that the compiler takes.  `shape` is what decides about the memory
+    of the kernel beside its tiles.
+
+    A refusal that was remembered only moves a configuration to the end: should the memory be wrong,
+    it costs time and no answer.
+    """
+    call, known = _call.get(), refusals.known()
+    refused = call.refused if call is not None else {}
+    last = None
+    for config in candidates:
+        chosen = replace(config, kernel=kernel, shape=shape)
+        # a title is made only where there is something to compare it with
+        if refused and chosen.title in refused:
+            continue
+        if not known or chosen.title not in known:
+            return chosen
+        last = last or chosen
+    if last is None:
+        raise _Exhausted(kernel)
+    return last
+
+
+def only(kernel: str, *shape: Any) -> Config:
+    """For a kernel whose launcher has no say: the first of its configurations."""
+    return choose(kernel, TABLE[kernel], *shape)
+
+
+def ranked(configs: Sequence[Config], name: str, size: int) -> list[Config]:
+    """Those whose tile `name` covers `size`, then the others from the largest down; where a WIDTH
+    holds a row at once, it must cover it, and the largest is all there is instead."""
+    covering = [config for config in configs if config.tiles[name] >= size]
+    smaller = [config for config in configs if config.tiles[name] < size]
+    others = sorted(smaller, key=lambda config: -config.tiles[name])
+    if name == "WIDTH":
+        return covering or others[:1]
+    return covering + others
+
+
+def at_least(kernel: str, name: str, size: int, *shape: Any) -> Config:
+    """The first configuration whose tile `name` covers `size`, or the largest one."""
+    return choose(kernel, ranked(TABLE[kernel], name, size), *shape)
+
+
+def retrying(op: str, launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """`launcher`, begun anew where the compiler refuses the tiles of a kernel.
+
+    What it has written until then it writes again, the same; and kernels compile in the first call,
+    which precedes every capture of a graph.
+    """
+
+    @wraps(launcher)
+    def run(**arguments: Any) -> Any:
+        call = _Call()
+        token = _call.set(call)
+        try:
+            while True:
+                call.launching = None
+                try:
+                    return launcher(**arguments)
+                except _Exhausted as exhausted:
+                    raise _none_fits(op, str(exhausted), call, arguments) from None
+                except Exception as error:
+                    refused, tiles = refusals.said(error), call.launching
+                    if refused is None or tiles is None:
+                        raise
+                    _refuse(call, tiles, *refused)
+        finally:
+            _call.reset(token)
+
+    return run
+
+
+def _refuse(call: _Call, config: Config, why: str, always: bool) -> None:
+    call.refused[config.title] = why
+    refusals.add(config.title, why, always)
+    log.once(
+        ("refused", config.title),
+        f"{refusals.compiler()} refuses {config.title} ({why}); the next tiles are tried.",
+    )
+
+
+def _none_fits(op: str, kernel: str, call: _Call, arguments: Mapping[str, Any]) -> NotSupported:
+    each = "; ".join(
+        f"{title.removeprefix(kernel).strip()}: {why}"
+        for title, why in call.refused.items()
+        if title.split(" ")[0] == kernel
+    )
+    return NotSupported(
+        f"{op}: {refusals.compiler()} refuses every tile configuration of {kernel} ({each}) for "
+        f"{log.describe(arguments)}. Install the CANN that belongs to this triton-ascend "
+        "(python -m custom.info), or set CUSTOM_BACKEND=reference."
+    )

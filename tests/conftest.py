@@ -4,6 +4,7 @@
 
 pytest --device cpu|cuda|npu     one device (default: every device of this machine)
 pytest --quick                   two cases of each parametrised test
+pytest --replay                  CUDA launchers run once on copies, and plans give the results
 pytest --record FILE             write which ops ran in passing tests, by backend
 """
 
@@ -20,8 +21,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from custom.dispatch import log
+from custom.dispatch import backends, log, register
 from custom.dispatch.common import memory
+from torch.utils._python_dispatch import _disable_current_modes
 
 import custom
 
@@ -42,6 +44,7 @@ def devices_here() -> list[str]:
 def pytest_addoption(parser):
     parser.addoption("--device", choices=list(BACKEND_OF), help="default: every device here")
     parser.addoption("--quick", action="store_true", help="two cases of each parametrised test")
+    parser.addoption("--replay", action="store_true", help="results come from plans (launches.py)")
     parser.addoption("--record", help="write the record of verified ops to this JSON file")
 
 
@@ -88,13 +91,55 @@ def backend(device) -> str:
 
 def _poisoned(shape, dtype, device):
     out = torch.empty(shape, dtype=dtype, device=device)
-    return out.fill_(float("nan") if dtype.is_floating_point else -(2**30))
+    bad = {torch.uint8: 255}.get(dtype, -(2**30))  # bytes of work space: NaN in any float
+    # the fill is no step of a launcher that is being recorded
+    with _disable_current_modes():
+        return out.fill_(float("nan") if dtype.is_floating_point else bad)
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """What a kernel forgets to write is NaN, not a lucky zero."""
     monkeypatch.setattr(memory, "empty", _poisoned)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """A test may replace parts of the package: no call in it is like one of another test."""
+    register.forget()
+
+
+def _by_plan(runner, arguments):
+    """Runner.run, by the plan of what the launcher did with copies."""
+    from custom.cuda_ops import launches
+
+    log.ran(runner.spec.name, runner.backend.name, f"inputs on {runner.device}", arguments)
+    with backends.made_current(runner.device):
+        if runner.backend is not backends.CUDA:
+            return runner.function(**arguments)
+        storages: dict[int, torch.UntypedStorage] = {}
+        copies = {name: _copied(x, storages) for name, x in arguments.items()}
+        _, plan = launches.record(runner.function, lambda args, kwargs: kwargs, (), copies)
+        if plan is None:
+            return runner.function(**arguments)
+        return plan([x for x in arguments.values() if isinstance(x, torch.Tensor)])
+
+
+def _copied(x, storages):
+    """A copy of a tensor; two that share their memory share the copy's."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    storage = x.untyped_storage()
+    if storage._cdata not in storages:
+        storages[storage._cdata] = storage.clone()
+    copy = torch.empty(0, dtype=x.dtype, device=x.device)
+    return copy.set_(storages[storage._cdata], x.storage_offset(), x.shape, x.stride())
+
+
+@pytest.fixture(autouse=True)
+def _replay(request, monkeypatch):
+    if request.config.getoption("--replay"):
+        monkeypatch.setattr(backends.Runner, "run", _by_plan)
 
 
 @pytest.fixture(autouse=True)

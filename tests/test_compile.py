@@ -165,10 +165,10 @@ class Calls(torch.nn.Module):
         }
 
     def forward(self, given: dict[str, dict[str, Tensor]]):
-        return {
-            name: overload(BY_NAME[name])(**tensors, **self.constants[name])
-            for name, tensors in given.items()
-        }
+        results = {}  # dynamo follows no comprehension under Python 3.10
+        for name, its in given.items():
+            results[name] = overload(BY_NAME[name])(**its, **self.constants[name])
+        return results
 
 
 def samples(names: list[str], device, dtype, S: int) -> dict[str, dict]:

@@ -160,7 +160,9 @@ LARGE = {
 @pytest.mark.parametrize(
     "case", CASES | ({f"large {n}": c for n, c in LARGE.items()} if ON_GPU else {})
 )
-def test_attention(case, dtype):
+def test_attention(case, dtype, monkeypatch):
+    if INTERPRETED:  # a GPU of so many processors splits the selections of these cases
+        monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 16)
     values = CASES[case] if case in CASES else LARGE[case.removeprefix("large ")]
     attention, _ = arguments(dtype, **values)
     heads = attention["query"].shape[-2]

@@ -108,6 +108,11 @@ def test_every_model_with_an_indexer_is_supported_or_refused():
     assert set(dsa.REFUSED) == set(REFUSED)
 
 
+def test_the_page_of_models_names_them_all():
+    page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    assert [name for name in FOUND if f"`{name}`" not in page] == []
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_give_the_reason(name):
     config, settings, layer = REFUSED[name]
@@ -222,7 +227,23 @@ def test_every_epsilon_is_the_module_s(name):
         dsa.sparse_attention_weights(attention)
 
 
-def test_a_layer_without_an_indexer_is_refused_by_name():
+def test_a_layer_without_an_indexer_says_what_to_use():
     attention, _ = attention_of("GlmMoeDsaAttention", 2, indexer_types=["full", "full", "shared"])
-    with pytest.raises(custom.NotSupported, match=r"layer 2 .* selection of layer 1"):
+    with pytest.raises(
+        custom.NotSupported, match=r"layer 2 .* layer 1\..*shared_attention_weights"
+    ):
         dsa.sparse_attention_weights(attention)
+    w = dsa.shared_attention_weights(attention)
+    assert not hasattr(w, "idx_qb") and "sparse_count" not in w.options
+
+
+def test_only_layers_with_an_indexer_keep_index_keys():
+    config = transformers.GlmMoeDsaConfig(**SMALL, indexer_types=["full", "shared", "full"])
+    widths = dsa.layer_widths(config)
+    assert [index for _, _, index in widths] == [DI, 0, DI]
+    caches = PagedCaches(3, widths, requests=1, capacity=16, page_size=16)
+    assert [each.index_k.numel() > 0 for each in caches.layers] == [True, False, True]
+    deepseek = transformers.DeepseekV32Config(**SMALL)
+    assert dsa.layer_widths(deepseek) == [dsa.cache_widths(deepseek)] * 3
+    with pytest.raises(ValueError, match="3 `widths` for 2 layers"):
+        PagedCaches(2, widths, requests=1, capacity=16)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = {
     "deepseek_v32_decode.py": ["--batch", "5", "--context", "64", "--new-tokens", "6"],
     "qwen3_next_generate.py": ["--batch", "3", "--context", "40", "--new-tokens", "6"],
+    "serve.py": ["--new-tokens", "4"],
 }
 # train_indexer.py has a test of its own
 SCRIPTS = sorted(

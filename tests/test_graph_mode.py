@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -13,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.register import compile_kernels, overload
+from custom.dispatch.specs import BY_NAME, SPECS, Spec
 from custom.graph_mode import capture, warmup
+from custom.graph_mode.capture import _Compilers
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -219,6 +222,32 @@ def test_warmup_runs_every_call_and_leaves_the_callers_tensors(device, capsys):
     assert "2/2 npu_fused_attention" in capsys.readouterr().err
     with pytest.raises(ValueError, match="'npu_nothing' is no op"):
         warmup({"npu_nothing": [{}]}, device)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="nothing is compiled",
+)
+def test_warmup_compiles_side_by_side_and_launches_nothing(monkeypatch, capsys):
+    from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as launcher
+
+    from .compile_for_hopper import stand_in
+
+    stand_in(monkeypatch)
+    monkeypatch.setattr(custom.config, "backend", "cuda")
+    name = "npu_fused_sigmoid_gating_delta_rule_update"
+    arguments = sample(name, torch.device("cpu"), torch.float32)
+    before = arguments["initial_state_source"].clone()
+    kernels = launcher._delta_rule_kernel.device_caches["pretended sm_90"][0]
+    kernels.clear()
+    with _Compilers() as compilers:
+        calls = [
+            (BY_NAME[name], arguments | dict(use_qk_l2norm_in_kernel=x)) for x in (True, False)
+        ]
+        compile_kernels(calls, torch.device("cpu"), compilers)
+    assert len(kernels) == 2 and all("ptx" in kernel.asm for kernel in kernels.values())
+    assert "kernels 2/2" in capsys.readouterr().err
+    assert torch.equal(before, arguments["initial_state_source"])
 
 
 @every_spec

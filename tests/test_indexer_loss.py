@@ -95,7 +95,7 @@ def logits(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     index = x["indices"]
     ok = (index >= 0) & (index <= rows) & (index < k.shape[1])
     every = (q @ k[:, None].mT) * x["scaling"]
-    at = index.clamp(0, k.shape[1] - 1)[:, None].expand(-1, q.shape[1], -1, -1)
+    at = index.long().clamp(0, k.shape[1] - 1)[:, None].expand(-1, q.shape[1], -1, -1)
     return every.gather(-1, at).masked_fill(~ok[:, None], -torch.inf), ok
 
 

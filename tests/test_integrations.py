@@ -21,60 +21,84 @@ from custom.integrations.transformers import sparse_attention_weights, use  # no
 NEW = 12
 
 
+DSA = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=24,
+    index_n_heads=16,
+    index_head_dim=32,
+    index_topk=12,
+    n_routed_experts=4,
+    num_experts_per_tok=4,
+    n_group=1,
+    topk_group=1,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+SHARING = dict(num_hidden_layers=5, indexer_types=["full", "shared", "shared", "full", "shared"])
+LINEAR = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+EXPERTS = dict(
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_experts=4,
+    num_experts_per_tok=4,
+)
+
+
+def made(name, config, **settings):
+    """A model of few random weights; its norms are random too, as they are after training."""
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**settings)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return model
+
+
 def deepseek(**changes):
-    settings = dict(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=24,
-        index_n_heads=16,
-        index_head_dim=32,
-        index_topk=12,
-        n_routed_experts=4,
-        num_experts_per_tok=4,
-        n_group=1,
-        topk_group=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    config = transformers.DeepseekV32Config(**{**settings, **changes})
-    return transformers.DeepseekV32ForCausalLM(config).eval()
+    return made("DeepseekV32ForCausalLM", "DeepseekV32Config", **DSA | changes)
 
 
-def qwen3_next():
-    config = transformers.Qwen3NextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=16,
-        linear_value_head_dim=24,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        num_experts=4,
-        num_experts_per_tok=4,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    return transformers.Qwen3NextForCausalLM(config).eval()
+def glm(**changes):
+    return made("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **DSA | changes)
+
+
+def qwen3_next(**changes):
+    return made("Qwen3NextForCausalLM", "Qwen3NextConfig", **LINEAR, **EXPERTS, **changes)
+
+
+def qwen3_5():
+    return made("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **LINEAR)
+
+
+def qwen3_5_moe():
+    return made("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **LINEAR, **EXPERTS)
 
 
 def ragged(lengths=(30, 21, 5)):
@@ -89,23 +113,70 @@ def greedy(model, inputs, **options):
     return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
 
 
+@torch.no_grad()
+def compiled_greedy(model, inputs):
+    """New tokens [B, NEW] over a static cache, and the graphs of the compiled decode step."""
+    length, graphs = inputs["input_ids"].shape[1], []
+    cache = transformers.StaticCache(model.config, max_cache_len=length + NEW)
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True, backend=backend)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW), value=1)
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(
+        inputs["input_ids"],
+        attention_mask=mask[:, :length],
+        position_ids=position[:, :length],
+        past_key_values=cache,
+    )
+    tokens = [out.logits[:, -1:].argmax(-1)]
+    for at in range(length, length + NEW - 1):
+        out = step(
+            input_ids=tokens[-1],
+            attention_mask=mask * (torch.arange(length + NEW) <= at),
+            position_ids=position[:, at : at + 1],
+            past_key_values=cache,
+        )
+        tokens.append(out.logits.argmax(-1))
+    return torch.cat(tokens, 1), graphs
+
+
 def ran(*ops):
     return [log.calls[op, "reference"] for op in ops]
 
 
+OPS = {
+    "whole": "npu_sparse_attention_pto",
+    "selecting": "npu_sparse_attention_indices_pto",
+    "shared": "npu_sparse_attention_shared_pto",
+}
+SPARSE = {
+    "deepseek": (deepseek, dict(whole=3)),
+    "glm": (glm, dict(whole=3)),
+    "glm that shares": (lambda **c: glm(**SHARING | c), dict(selecting=2, shared=3)),
+}
+
+
 @pytest.mark.parametrize("weight_format", ["nz", "nd"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_deepseek_generates_the_same_tokens(attention, weight_format):
-    model, inputs = deepseek(attn_implementation=attention), ragged()
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention_generates_the_same_tokens(name, attention, weight_format):
+    make, layers = SPARSE[name]
+    model, inputs = make(attn_implementation=attention), ragged()
     own = type(model.model.layers[0].self_attn).forward
     expected = greedy(model, inputs)
-    (before,) = ran("npu_sparse_attention_pto")
+    before = ran(*OPS.values())
     with use(weight_format=weight_format, page_size=16):
         assert torch.equal(greedy(model, inputs), expected)
-    assert ran("npu_sparse_attention_pto") == [before + 3 * NEW]
+    after = [n + layers.get(kind, 0) * NEW for kind, n in zip(OPS, before, strict=True)]
+    assert ran(*OPS.values()) == after
     assert type(model.model.layers[0].self_attn).forward is own
     assert torch.equal(greedy(model, inputs), expected)
-    assert ran("npu_sparse_attention_pto") == [before + 3 * NEW]
+    assert ran(*OPS.values()) == after
 
 
 def test_deepseek_with_yarn():
@@ -135,8 +206,9 @@ def test_deepseek_verifies_and_crops_drafts():
         assert torch.equal(greedy(model, inputs, prompt_lookup_num_tokens=3), expected)
 
 
-def test_deepseek_without_a_cache():
-    model, inputs = deepseek(), ragged()
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention_without_a_cache(name):
+    model, inputs = SPARSE[name][0](), ragged()
     there = inputs["attention_mask"].bool()
     with torch.inference_mode():
         expected = model(**inputs, use_cache=False).logits[there]
@@ -145,8 +217,12 @@ def test_deepseek_without_a_cache():
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_qwen3_next_generates_the_same_tokens():
-    model, inputs = qwen3_next(), ragged()
+DELTA_RULES = [qwen3_next, qwen3_5, qwen3_5_moe]
+
+
+@pytest.mark.parametrize("make", DELTA_RULES, ids=lambda make: make.__name__)
+def test_delta_rule_generates_the_same_tokens(make):
+    model, inputs = make(), ragged()
     own = type(model.model.layers[0].linear_attn).forward
     expected = greedy(model, inputs)
     ops = "npu_chunk_gated_delta_rule", "npu_fused_sigmoid_gating_delta_rule_update"
@@ -159,9 +235,10 @@ def test_qwen3_next_generates_the_same_tokens():
     assert ran(*ops) == [prefill + 3, decode + 3 * (NEW - 1)]
 
 
-def test_qwen3_next_continues_a_prompt():
+@pytest.mark.parametrize("make", DELTA_RULES, ids=lambda make: make.__name__)
+def test_delta_rule_continues_a_prompt(make):
     """Several tokens on a state that is not zero; and a cache that both kinds of code share."""
-    model, ids = qwen3_next(), torch.randint(1, 128, (2, 40))
+    model, ids = make(), torch.randint(1, 128, (2, 40))
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits
         with use():
@@ -172,6 +249,20 @@ def test_qwen3_next_continues_a_prompt():
     torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(second, expected[:, 17:30], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(third, expected[:, 30:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [None, dict(mlp_only_layers=[0, 1, 2, 3])], ids=str)
+def test_the_decode_step_of_a_delta_rule_compiles_once(changes):
+    """Qwen3.5, and Qwen3-Next without the experts, which Transformers loops over."""
+    model, inputs = qwen3_5() if changes is None else qwen3_next(**changes), ragged()
+    expected = greedy(model, inputs)
+    with use():
+        tokens, graphs = compiled_greedy(model, inputs)
+    assert torch.equal(tokens, expected[:, inputs["input_ids"].shape[1] :])
+    assert len(graphs) == 1
+    own = torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update
+    calls = [n.target for n in graphs[0].graph.nodes if n.op == "call_function"]
+    assert sum(each in (own, own.default) for each in calls) == 3
 
 
 def test_nested_use_is_refused_and_leaves_the_outer_one():
@@ -242,6 +333,8 @@ def test_pages():
     every = caches.slots(torch.arange(48).expand(3, -1))
     assert sorted(every.flatten().tolist()) == list(range(3 * 48))
     assert not torch.equal(caches.block_table.flatten().sort().values, caches.block_table.flatten())
+    given = torch.tensor([[5, -1]], dtype=torch.int32)  # another table, its second page not there
+    assert caches.slots(torch.tensor([[0, 15, 16, 40]]), given).tolist() == [[80, 95, -1, -1]]
     caches.layers[1].kr.view(-1, 16)[every.flatten().long()] = 7.0
     caches.reserve(49)
     assert caches.capacity == 64 and caches.layers[0].kv.shape == (12, 16, 1, 32)

@@ -17,7 +17,15 @@ ALLOWED = {
     "custom": ("custom", "dispatch", "graph_mode"),
     "dispatch": ("dispatch",),
     "graph_mode": ("dispatch", "graph_mode"),
-    "npu_ops": ("dispatch.common", "dispatch.errors", "npu_ops"),
+    # beside what both packages of kernels take: what a refusal of the machine's compiler needs
+    "npu_ops": (
+        "dispatch.common",
+        "dispatch.errors",
+        "dispatch.env",
+        "dispatch.log",
+        "dispatch.versions",
+        "npu_ops",
+    ),
     "cuda_ops": ("dispatch.common", "dispatch.errors", "dispatch.log", "cuda_ops"),
 }
 # what may be imported at module level, so that `import custom` needs torch alone
@@ -57,6 +65,12 @@ def imported(path: Path) -> list[str]:
     return names
 
 
+def _last_name(node: ast.expr) -> str:
+    """`jit` of triton.jit(...), gluon.jit and jit."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_the_layers(path):
     folder = path.relative_to(ROOT).parts[0]
@@ -82,6 +96,35 @@ def test_optional_packages_are_imported_lazily(path):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
             assert not {(n or "").partition(".")[0] for n in names} & LAZY, f"{path}: {names}"
+
+
+def kernels(path: Path) -> set[str]:
+    """Names of jitted functions that a module of cuda_ops has."""
+    tree = ast.parse(path.read_text())
+    own = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and "jit" in map(_last_name, node.decorator_list)
+    }
+    taken = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level == 1]
+    for node in (node for node in taken if node.module):
+        there = kernels(path.parent / f"{node.module}.py")
+        own |= {alias.name for alias in node.names if alias.name in there}
+    return own
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "cuda_ops").glob("*.py")), ids=lambda p: p.name)
+def test_kernels_are_launched_in_one_place(path):
+    """A plan repeats what goes through launches.py, and knows nothing of anything else."""
+    if path.name == "launches.py":
+        return
+    here = kernels(path)
+    streams = ("stream", "Stream", "Event", "current_stream", "set_stream", "synchronize")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Subscript):
+            assert ast.unparse(node.value) not in here, f"line {node.lineno}: launches.kernel(...)"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda":
+            assert node.attr not in streams, f"line {node.lineno}: launches.Side"
 
 
 def test_source_files_carry_their_licence():

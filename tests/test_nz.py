@@ -4,14 +4,22 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
-from custom.dispatch import log
+from custom.dispatch import backends, log
 from custom.dispatch.common import nz
+from custom.dispatch.errors import NotSupported
+from custom.dispatch.specs import BY_NAME
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import custom
+
+from .samples import sample
 
 TILE = {
     torch.bfloat16: 16,
@@ -101,3 +109,104 @@ def test_how_a_weight_argument_is_read(capsys, monkeypatch):
         assert torch.equal(nz.to_nd(custom.to_nz(w, flat=True), "nz"), w)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "FRACTAL_NZ" in lines[0] and 'weight_format="nd"' in lines[0]
+
+
+# -------------------------------------------------- what torch_npu formats, by a stand-in for it
+
+
+class OnNpu(torch.Tensor):
+    """A CPU tensor that says it is on an NPU; `get_npu_format` of the stand-in knows it."""
+
+    @property
+    def device(self):
+        return SimpleNamespace(type="npu", index=0)
+
+
+def on_npu(tensor: torch.Tensor, number: int = 2) -> torch.Tensor:
+    moved = tensor.as_subclass(OnNpu)
+    moved.npu_format = number
+    return moved
+
+
+@pytest.fixture
+def torch_npu(monkeypatch):
+    stand_in = SimpleNamespace(get_npu_format=lambda tensor: tensor.npu_format)
+    monkeypatch.setitem(sys.modules, "torch_npu", stand_in)
+    monkeypatch.setattr(log, "_said", set())
+
+
+def test_a_weight_in_format_29_is_nz_whatever_is_said(torch_npu, capsys):
+    w = on_npu(numbered(32, 48, torch.bfloat16), 29)
+    assert nz.is_nz(w, "nd") and nz.is_nz(w, "nz")
+    # the reference reads it through PyTorch, which knows the format
+    assert nz.to_nd(w, "nd") is w and nz.to_nd(w, "nz") is w
+    assert capsys.readouterr().err == ""
+
+
+def test_a_plain_weight_read_as_nz_on_an_npu_is_said_once(torch_npu, capsys):
+    w = on_npu(numbered(32, 48, torch.bfloat16))
+    assert not nz.is_nz(w, "nd") and capsys.readouterr().err == ""
+    for _ in range(2):
+        assert nz.is_nz(w, "nz")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a 2-D weight on npu is read as FRACTAL_NZ bytes" in line
+
+
+def layer(**formats: int) -> dict:
+    """The arguments of the layer on an NPU, some in these formats."""
+    arguments = sample("npu_sparse_attention_pto", torch.device("cpu"), torch.bfloat16)
+    return {
+        name: on_npu(value, formats.get(name, 2)) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    } | {"weight_format": "nz"}
+
+
+def test_what_lies_as_its_shape_says_is_read(torch_npu):
+    assert nz.unreadable(layer()) is None
+    # NCHW and NCDHW are names of row-major bytes
+    assert nz.unreadable(layer(w_uk=0, kv_cache=30)) is None
+
+
+OPERANDS = [name for name, value in layer().items() if isinstance(value, torch.Tensor)]
+WEIGHTS = {"w_dq", "w_uq_qr", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj"}
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERANDS) - WEIGHTS))
+def test_any_other_operand_in_format_29_is_refused_by_name(name, torch_npu):
+    reason = nz.unreadable(layer(**{name: 29}))
+    assert reason is not None and reason.startswith(f"`{name}` is in torch_npu's format 29 (FRA")
+    assert f"torch_npu.npu_format_cast({name}, 2)" in reason
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTS))
+def test_two_dimensional_weights_in_format_29_are_read(name, torch_npu):
+    arguments = layer()
+    arguments[name] = on_npu(numbered(32, 48, torch.bfloat16), 29)
+    assert nz.unreadable(arguments) is None
+    # a whole tile is a tile of another: its format cannot be 29 once more
+    arguments[name] = on_npu(custom.to_nz(numbered(32, 48, torch.bfloat16)), 29)
+    assert f"`{name}` is in torch_npu's format 29" in (nz.unreadable(arguments) or "")
+    # torch_npu pads, and the kernel does not know where
+    arguments[name] = on_npu(numbered(40, 48, torch.bfloat16), 29)
+    assert f"`{name}` is in torch_npu's format 29" in (nz.unreadable(arguments) or "")
+
+
+@pytest.mark.parametrize("number", [3, 4, 12, 32, 33, 50, 54])
+def test_other_tiled_formats_are_refused(number, torch_npu):
+    assert f"format {number} (" in (nz.unreadable(layer(w_dq=number)) or "")
+
+
+def test_ops_without_weights_refuse_2d_operands_too(torch_npu):
+    beta = on_npu(torch.zeros(32, 16), 29)
+    assert "`beta` is in torch_npu's format 29" in (nz.unreadable({"beta": beta}) or "")
+
+
+def test_every_op_asks_before_it_runs_on_an_npu(torch_npu, monkeypatch):
+    monkeypatch.setattr(backends, "cannot_run", lambda *_: None)
+    monkeypatch.setattr(backends, "launcher", lambda *_: (lambda **_: "ran", lambda **_: None))
+    monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
+    monkeypatch.setattr(backends, "made_current", lambda device: nullcontext())
+    spec = BY_NAME["npu_sparse_attention_pto"]
+    assert backends.run(spec, "PrivateUse1", layer()) == "ran"
+    with pytest.raises(NotSupported, match=r"npu +`w_uk` is in torch_npu's format 29"):
+        backends.run(spec, "PrivateUse1", layer(w_uk=29))

@@ -5,6 +5,9 @@ query token at a time."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+
 import pytest
 import torch
 from torch import Tensor
@@ -340,3 +343,23 @@ def test_weights_that_are_parameters_need_no_grad():
         custom.npu_sparse_attention_pto(**arguments)
     with torch.inference_mode():
         custom.npu_sparse_attention_pto(**arguments)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("op", ["attention", "attention_indices", "attention_shared"])
+def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeypatch):
+    """The layer asks its stages with the queries that it is going to make."""
+    module = importlib.import_module(f"custom.cuda_ops.sparse_{op}_pto")
+    from custom.cuda_ops import gpu
+
+    x = torch.empty(2, 1, 64, dtype=torch.bfloat16)
+    given = dict(
+        x=x, w_uk=x.new_empty(16, 32, 512), w_idx_qb=x.new_empty(64, 4 * 32),
+        gamma_cq=x.new_empty(64), sin=x.new_empty(2, 1, 64), in_gamma_k=x.new_empty(32),
+        kv_cache=x.new_empty(4, 16, 1, 512), index_k_cache=x.new_empty(4, 16, 1, 32),
+        block_table=torch.zeros(2, 2, dtype=torch.int32), sparse_count=16,
+        sparse_indices=torch.zeros(2, 1, 1, 16, dtype=torch.int32),
+    )  # fmt: skip
+    assert module.unsupported(**given) is None
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: 32 * 1024)
+    assert "fits into this GPU's 32 KiB" in module.unsupported(**given)

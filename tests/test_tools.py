@@ -19,6 +19,7 @@ from custom.dispatch.specs import SPECS
 
 import custom
 from custom.bench import __main__ as bench
+from custom.bench import host
 from custom.bench.presets import presets
 from custom.bench.report import Row, packed, plot, read_rows, text, write_csv
 from custom.info import report
@@ -140,6 +141,21 @@ def test_bench_sweeps_over_lengths(op, tmp_path, capsys, monkeypatch):
     assert bench.main(argv) == 0
     assert [row.case.split(", ")[1] for row in read_rows(written)] == ["128 x 128", "256 x 256"]
     assert plot.stat().st_size > 10_000
+
+
+def test_bench_prints_the_cost_of_a_call_on_the_host(capsys, monkeypatch):
+    assert bench.main(["npu_fused_attention", "--device", "cpu", "--host"]) == 2
+    assert "expected --device cuda or npu" in capsys.readouterr().err
+    monkeypatch.setattr(host, "_ROWS", 2)
+    monkeypatch.setattr(host, "_CALLS", 2)
+    case = replace(
+        presets("npu_fused_sigmoid_gating_delta_rule_update", "cpu")[0],
+        peers={"theirs": lambda arguments: lambda: None, "absent": lambda arguments: None},
+    )
+    head, row = host.table([case], torch.device("cpu")).splitlines()
+    assert head.split() == ["us", "launches", "checks", "case", "peers"]
+    assert float(row.split()[0]) > 0 and row.split()[2].endswith("%") and row.endswith("theirs 0")
+    assert "absent" not in row
 
 
 def test_bench_shows_peak_memory_where_it_was_measured():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """python -m custom.bench OP [--device D] [--shape b=32] [--sweep] [--csv F] [--plot F.png]
-                         [--against F.csv]
+                         [--against F.csv] [--host]
 
 Correctness comes first: a row that differs from the reference is printed in red, and no table.
 """
@@ -26,6 +26,7 @@ from ..dispatch import log
 from ..dispatch.env import config
 from ..dispatch.errors import BackendUnavailable, need
 from ..dispatch.specs import BY_NAME
+from . import host
 from .case import Case, Outputs
 from .presets import presets, sweep
 from .report import Row, curves, packed, plot, read_medians, read_public, text, write_csv
@@ -140,6 +141,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sweep", action="store_true", help="rows over the length; the plot shows TFLOPS over it"
     )
+    parser.add_argument(
+        "--host", action="store_true", help="what a call costs on the host (of the first row)"
+    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--against", type=Path, help="an earlier CSV, for the column `x before`")
@@ -183,6 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.estimate:
         return _estimate(options.op, options.shape)
     device = _device(options.device)
+    if options.host and device.type == "cpu":
+        print("--host: a CPU computes on the host, expected --device cuda or npu", file=sys.stderr)
+        return 2
     wanted = dict(pair.split("=") for pair in options.shape.split(",") if pair)
     listed = (sweep if options.sweep else presets)(options.op, device.type)
     cases = [
@@ -195,6 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in listed:
             print("  " + ",".join(f"{k}={v}" for k, v in case.shape.items()), file=sys.stderr)
         return 2
+    if options.host:
+        print(host.table(cases if options.shape else cases[:1], device))
+        return 0
     bandwidth, flops, source = rates(device)
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     print(f"{options.op} on {device.type} {hardware}, {time.strftime('%Y-%m-%d')}")

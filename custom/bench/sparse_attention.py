@@ -314,6 +314,31 @@ def layer_case(
     )
 
 
+def shared_case(
+    b: int, s: int, n: int, context: int, k: int = 2048, model: Model = DEEPSEEK
+) -> Case:
+    """A layer that takes over the selection of another: positions as in `attention_case`."""
+    attention = attention_case(b, s, n, context, k, model)
+    weights, _ = model.prolog_size(n)
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        layer = _layer(device, seed, b, s, n, context, model)
+        chosen = Draw(device, seed + 1).chosen(b * s, k, context - s).view(b, s, 1, k)
+        kept = (*_MLA.values(), "block_table", "act_seqs")
+        return {name: layer[name] for name in kept} | dict(sparse_indices=chosen)
+
+    names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs", "sparse_indices")
+    return Case(
+        "npu_sparse_attention_shared_pto",
+        f"{model.label}{n} heads, {b} x {s} queries, {context // 1024}K keys, top {k}",
+        make,
+        first_requests(names, 2),
+        bytes=BF16 * weights + attention.bytes,
+        flops=2.0 * b * s * weights + attention.flops,
+        shape=dict(b=b, s=s, n=n, context=context, k=k),
+    )
+
+
 BATCHES = (1, 32, 128)
 GLM5_HEADS = (64, 8)  # all, and those of one of eight shards
 
@@ -361,8 +386,16 @@ def _whole(small: bool) -> list[Case]:
     return [*deepseek, *glm5]
 
 
+def _shared(small: bool) -> list[Case]:
+    if small:
+        return [shared_case(2, 2, 16, 2048, 256)]
+    glm5 = [shared_case(b, 1, n, 65536, model=GLM5) for n in GLM5_HEADS for b in BATCHES]
+    return [*(shared_case(b, 1, 128, 65536) for b in BATCHES), *glm5]
+
+
 PRESETS = {
     "npu_sparse_attention_pto": _whole,
+    "npu_sparse_attention_shared_pto": _shared,
     "npu_mla_prolog_pto": _prolog,
     "npu_indexer_prolog_pto": _indexer_prolog,
     "npu_lightning_indexer": _indexer,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Medians of device time: graph replay over rotated inputs on CUDA, wall clock on the CPU."""
+"""Medians of device time: graph replay over rotated inputs on CUDA and NPU, the wall on the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def _quantiles(samples: Sequence[float]) -> Times:
 
 def measure(calls: Sequence[Call], device: torch.device, seconds: float = 0.5) -> Times:
     """Time one call; `calls` are the same work on different inputs, so that no cache stays warm."""
-    return _cuda(calls, seconds) if device.type == "cuda" else wall_clock(calls, device, seconds)
+    return (
+        wall_clock(calls, device, seconds)
+        if device.type == "cpu"
+        else _replay(calls, device, seconds)
+    )
 
 
 def _nothing() -> None:
@@ -56,19 +60,21 @@ def wall_clock(calls: Sequence[Call], device: torch.device, seconds: float = 0.2
     return _quantiles(samples)
 
 
-def _cuda(calls: Sequence[Call], seconds: float) -> Times:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def _replay(calls: Sequence[Call], device: torch.device, seconds: float) -> Times:
+    """The device's own time: a launch of the host takes longer than many a kernel."""
+    api: Any = getattr(torch, device.type)  # torch.npu has the names of torch.cuda
+    side = api.Stream()
+    side.wait_stream(api.current_stream())
+    with api.stream(side):
         for call in calls:
             call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    once = _elapsed(lambda: [call() for call in calls]) / len(calls)
+    api.current_stream().wait_stream(side)
+    api.synchronize()
+    once = _elapsed(lambda: [call() for call in calls], api) / len(calls)
     # enough calls in a graph that its own launch does not count
     rounds = max(1, min(16, int(1500 / max(once, 1.0)) // len(calls)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph = api.CUDAGraph() if device.type == "cuda" else api.NPUGraph()
+    with api.graph(graph):
         for _ in range(rounds):
             for call in calls:
                 call()
@@ -76,32 +82,33 @@ def _cuda(calls: Sequence[Call], seconds: float) -> Times:
     # right after the check of the results a call can take a tenth longer (H200, 2026-11)
     begin = time.perf_counter()
     while time.perf_counter() - begin < _WARM_UP:
-        _elapsed(graph.replay)
+        _elapsed(graph.replay, api)
     repeats = max(5, min(50, int(seconds * 1e6 / max(once * replayed, 1.0))))
-    return _quantiles([_elapsed(graph.replay) / replayed for _ in range(repeats)])
+    return _quantiles([_elapsed(graph.replay, api) / replayed for _ in range(repeats)])
 
 
-def _elapsed(call: Call) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
+def _elapsed(call: Call, api: Any) -> float:
+    start, end = (api.Event(enable_timing=True) for _ in range(2))
+    api.synchronize()
     start.record()
     call()
     end.record()
-    torch.cuda.synchronize()
+    api.synchronize()
     return float(start.elapsed_time(end) * 1e3)
 
 
 def peak_mib(call: Call, device: torch.device) -> float | None:
     """Device memory that one call holds at its peak beside what was there, results included; None
     where the allocator does not tell.  The call has run before, so that nothing is set up in it."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    api: Any = getattr(torch, device.type)
+    api.synchronize()
+    api.reset_peak_memory_stats(device)
+    before = api.memory_allocated(device)
     call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    api.synchronize()
+    return float(api.max_memory_allocated(device) - before) / 2**20
 
 
 # bytes/s and bf16 FLOP/s that a large copy and a large matrix product reach (H200, 2026-10)

@@ -8,6 +8,7 @@ in `REFUSED` are not, each for the reason given.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,11 @@ REFUSED: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class SparseAttentionWeights:
-    """What `npu_sparse_attention_pto` takes of a layer, and what comes after it.
+class SharedAttentionWeights:
+    """What `npu_sparse_attention_shared_pto` takes of a layer, and what comes after it.
 
-    `dq`, `uq_qr`, `dkv_kr` and the `idx_` projections are [K, N], NZ or row-major; `uk` [N, Dn, R]
-    and `uv` [N, Dv, R] are the two halves of the key-value up-projection; `options` are the op's
-    keyword arguments.
+    `dq`, `uq_qr` and `dkv_kr` are [K, N], NZ or row-major; `uk` [N, Dn, R] and `uv` [N, Dv, R] are
+    the two halves of the key-value up-projection; `options` are the op's keyword arguments.
     """
 
     dq: Tensor
@@ -54,11 +54,6 @@ class SparseAttentionWeights:
     dkv_kr: Tensor
     gamma_cq: Tensor
     gamma_ckv: Tensor
-    idx_qb: Tensor
-    idx_k: Tensor
-    idx_proj: Tensor
-    idx_gamma_k: Tensor
-    idx_beta_k: Tensor
     uv: Tensor
     options: dict[str, Any]
 
@@ -72,17 +67,34 @@ class SparseAttentionWeights:
             w_dkv_kr=self.dkv_kr,
             gamma_cq=self.gamma_cq,
             gamma_ckv=self.gamma_ckv,
-            w_idx_qb=self.idx_qb,
-            w_idx_k=self.idx_k,
-            w_idx_proj=self.idx_proj,
-            in_gamma_k=self.idx_gamma_k,
-            in_beta_k=self.idx_beta_k,
             **self.options,
         )
 
     def values(self, latent: Tensor) -> Tensor:
         """The heads' outputs [B, S, N * Dv] from the op's latent output [B, S, N, R]."""
         return torch.einsum("bsnr,nvr->bsnv", latent, self.uv).flatten(2)
+
+
+@dataclass(frozen=True)
+class SparseAttentionWeights(SharedAttentionWeights):
+    """What `npu_sparse_attention_pto` takes: the indexer's as well, [K, N] as the others."""
+
+    idx_qb: Tensor
+    idx_k: Tensor
+    idx_proj: Tensor
+    idx_gamma_k: Tensor
+    idx_beta_k: Tensor
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return dict(
+            super().arguments,
+            w_idx_qb=self.idx_qb,
+            w_idx_k=self.idx_k,
+            w_idx_proj=self.idx_proj,
+            in_gamma_k=self.idx_gamma_k,
+            in_beta_k=self.idx_beta_k,
+        )
 
 
 def _conventions(module: nn.Module) -> dict[str, bool]:
@@ -113,6 +125,48 @@ def sparse_attention_weights(
     All have the dtype of `q_a_proj`, also the index head weights, which Transformers may keep in
     float32: a positive factor and a rounding are all that this changes in the scores.
     """
+    m, conventions = _supported(module)
+    if m.indexer is None:
+        kinds = m.config.indexer_types[: m.layer_idx]
+        owner = max(i for i, kind in enumerate(kinds) if kind == "full")
+        raise NotSupported(
+            f"npu_sparse_attention_pto needs an indexer, and layer {m.layer_idx} of this "
+            f"{type(module).__name__} has none: it shares the selection of layer {owner}. Use "
+            "shared_attention_weights and npu_sparse_attention_shared_pto."
+        )
+    shared = _shared(m, conventions, weight_format)
+    projection = _projection(m, weight_format)
+    return SparseAttentionWeights(
+        **{
+            **vars(shared),
+            "options": dict(
+                **shared.options,
+                layer_norm_eps=m.indexer.k_norm.eps,
+                sparse_count=m.indexer.index_topk,
+                index_rope_interleaved=conventions["index_rope_interleaved"],
+            ),
+        },
+        idx_qb=projection(m.indexer.wq_b),
+        idx_k=projection(m.indexer.wk),
+        idx_proj=projection(m.indexer.weights_proj),
+        idx_gamma_k=m.indexer.k_norm.weight.detach(),
+        idx_beta_k=m.indexer.k_norm.bias.detach(),
+    )
+
+
+@torch.no_grad()
+def shared_attention_weights(
+    module: nn.Module, weight_format: str = "nz"
+) -> SharedAttentionWeights:
+    """The weights of `npu_sparse_attention_shared_pto`, from a layer with or without an indexer.
+
+    Arguments as for `sparse_attention_weights`.
+    """
+    return _shared(*_supported(module), weight_format)
+
+
+def _supported(module: nn.Module) -> tuple[Any, dict[str, bool]]:
+    """The module, not typed, and its conventions."""
     conventions = _conventions(module)
     m: Any = module
     name = type(module).__name__
@@ -128,41 +182,42 @@ def sparse_attention_weights(
             "npu_sparse_attention_pto has one epsilon for both RMSNorms; of this "
             f"{name} q_a_layernorm has {eps_cq}, kv_a_layernorm {eps_ckv}."
         )
-    if m.indexer is None:
-        kinds = m.config.indexer_types[: m.layer_idx]
-        owner = max(i for i, kind in enumerate(kinds) if kind == "full")
-        raise NotSupported(
-            f"npu_sparse_attention_pto needs an indexer, and layer {m.layer_idx} of this "
-            f"{name} has none: it shares the selection of layer {owner}."
-        )
+    return m, conventions
+
+
+def _projection(m: Any, weight_format: str) -> Callable[[nn.Linear], Tensor]:
     dtype = m.q_a_proj.weight.dtype
 
     def projection(linear: nn.Linear) -> Tensor:
         weight = linear.weight.to(dtype).t()  # [out, in] to [K, N]
         return to_nz(weight) if weight_format == "nz" else weight.contiguous()
 
+    return projection
+
+
+def up_projections(m: Any) -> tuple[Tensor, Tensor]:
+    """uk [N, Dn, R] and uv [N, Dv, R], views of the module's weight."""
     heads = m.kv_b_proj.weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
     uk, uv = heads.split([m.qk_nope_head_dim, m.v_head_dim], dim=1)
-    return SparseAttentionWeights(
+    return uk, uv
+
+
+def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
+    projection = _projection(m, weight_format)
+    uk, uv = up_projections(m)
+    return SharedAttentionWeights(
         dq=projection(m.q_a_proj),
         uq_qr=projection(m.q_b_proj),
         uk=uk.contiguous(),
         dkv_kr=projection(m.kv_a_proj_with_mqa),
         gamma_cq=m.q_a_layernorm.weight.detach(),
         gamma_ckv=m.kv_a_layernorm.weight.detach(),
-        idx_qb=projection(m.indexer.wq_b),
-        idx_k=projection(m.indexer.wk),
-        idx_proj=projection(m.indexer.weights_proj),
-        idx_gamma_k=m.indexer.k_norm.weight.detach(),
-        idx_beta_k=m.indexer.k_norm.bias.detach(),
         uv=uv.contiguous(),
         options=dict(
             softmax_scale=m.scaling,  # with YaRN's factor, where the checkpoint has one
-            rms_norm_eps=eps_cq,
-            layer_norm_eps=m.indexer.k_norm.eps,
-            sparse_count=m.indexer.index_topk,
+            rms_norm_eps=m.q_a_layernorm.variance_epsilon,
+            rope_interleaved=conventions["rope_interleaved"],
             weight_format=weight_format,
-            **conventions,
         ),
     )
 
@@ -170,3 +225,10 @@ def sparse_attention_weights(
 def cache_widths(config: Any) -> tuple[int, int, int]:
     """(R, Dr, Di) of a model's configuration, for `PagedCaches`."""
     return config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
+
+
+def layer_widths(config: Any) -> list[tuple[int, int, int]]:
+    """The same by layer: a layer that shares its selection keeps no index keys."""
+    latent, rope, index = cache_widths(config)
+    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    return [(latent, rope, index if kind == "full" else 0) for kind in kinds]

@@ -34,7 +34,8 @@ class PagedCaches:
 
     Args:
         layers: layers of the model; each has pools of its own.
-        widths: (R, Dr, Di), the sizes of a latent, a rotary key and an index key.
+        widths: (R, Dr, Di), the sizes of a latent, a rotary key and an index key; or one such
+            triple a layer.
         seed: shuffles the block table.
 
     >>> from custom.integrations.paged import PagedCaches, token_positions
@@ -48,7 +49,7 @@ class PagedCaches:
     def __init__(
         self,
         layers: int,
-        widths: tuple[int, int, int],
+        widths: tuple[int, int, int] | list[tuple[int, int, int]],
         *,
         requests: int,
         capacity: int,
@@ -60,11 +61,14 @@ class PagedCaches:
         self.page_size = page_size
         self._random = torch.Generator().manual_seed(seed)
         self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
+        each = widths if isinstance(widths, list) else [widths] * layers
+        if len(each) != layers:
+            raise ValueError(f"PagedCaches: {len(each)} `widths` for {layers} layers.")
         self.layers = [
             LayerCaches(
-                *(torch.empty(0, page_size, 1, n, dtype=dtype, device=device) for n in widths)
+                *(torch.empty(0, page_size, 1, n, dtype=dtype, device=device) for n in sizes)
             )
-            for _ in range(layers)
+            for sizes in each
         ]
         self.reserve(capacity)
 
@@ -90,9 +94,14 @@ class PagedCaches:
             for layer in self.layers
         ]
 
-    def slots(self, positions: Tensor) -> Tensor:
-        """Flat slot of every position [B, S], or -1 (not written) where there is none."""
-        there = (positions >= 0) & (positions < self.capacity)
+    def slots(self, positions: Tensor, block_table: Tensor | None = None) -> Tensor:
+        """Flat slot of every position [B, S], or -1 (not written) where there is none.
+
+        `block_table` [B, columns] of these requests: by default that of all requests here.
+        """
+        table = self.block_table if block_table is None else block_table
+        there = (positions >= 0) & (positions < table.shape[1] * self.page_size)
         safe = positions.where(there, 0).long()
-        pages = self.block_table.gather(1, safe // self.page_size)
-        return (pages * self.page_size + safe % self.page_size).where(there, -1).to(torch.int32)
+        pages = table.gather(1, safe // self.page_size)
+        slots = pages * self.page_size + safe % self.page_size
+        return slots.where(there & (pages >= 0), -1).to(torch.int32)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Hugging Face models on our ops: DeepSeek-V3.2's attention and Qwen3-Next's recurrence.
+"""Hugging Face models on our ops: DeepSeek-V3.2's and GLM-5's attention, the recurrence of
+Qwen3-Next and Qwen3.5.
 
 with custom.integrations.transformers.use():
     model.generate(**inputs)
@@ -16,9 +17,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
+from ..delta_rule import npu_fused_sigmoid_gating_delta_rule_update
 from ..dispatch.errors import NotSupported, need
-from ..sparse_attention import npu_sparse_attention_pto
+from ..sparse_attention import (
+    npu_sparse_attention_indices_pto,
+    npu_sparse_attention_pto,
+    npu_sparse_attention_shared_pto,
+)
+from .kernels import chunk_gated_delta_rule
 from .paged import LayerCaches, PagedCaches, token_positions
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
@@ -28,21 +34,37 @@ from transformers.cache_utils import (  # noqa: E402
     CacheLayerMixin,
     DynamicIndexedLayer,
 )
-from transformers.models.deepseek_v32 import modeling_deepseek_v32  # noqa: E402
+from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
+from .attention import register  # noqa: E402
 from .dsa import (  # noqa: E402
+    CONVENTIONS,
+    SharedAttentionWeights,
     SparseAttentionWeights,
     cache_widths,
+    layer_widths,
+    shared_attention_weights,
     sparse_attention_weights,
 )
 
+__all__ = [
+    "SharedAttentionWeights",
+    "SparseAttentionWeights",
+    "cache_widths",
+    "layer_widths",
+    "register",
+    "shared_attention_weights",
+    "sparse_attention_weights",
+    "use",
+]
+
 # their functions are not typed
-_deepseek_v32: Any = modeling_deepseek_v32
 _qwen3_next: Any = modeling_qwen3_next
 _new_layer: Any = DynamicIndexedLayer
 
-# ---------------------------------------------------------------------- DeepSeek-V3.2's attention
+# ------------------------------------------------------------------------------- sparse attention
 
 
 class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -106,7 +128,7 @@ def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) ->
         )
     caches = PagedCaches(
         len(layers),
-        cache_widths(module.config),
+        layer_widths(module.config) if cache is not None else cache_widths(module.config),
         requests=x.shape[0],
         capacity=x.shape[1],
         page_size=page_size,
@@ -125,8 +147,15 @@ def _lengths(attention_mask: Tensor, requests: int) -> Tensor:
     return seen.sum(-1, dtype=torch.int32).expand(requests).contiguous()
 
 
-def _deepseek_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
-    converted: WeakKeyDictionary[nn.Module, SparseAttentionWeights] = WeakKeyDictionary()
+def _is_shared(config: Any, index: int) -> bool:
+    """Whether layer `index` exists and takes over the selection of the one before it."""
+    kinds = getattr(config, "indexer_types", None) or []
+    return index < len(kinds) and kinds[index] == "shared"
+
+
+def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
+    """The forward of a sparse attention; GLM-5's hands its selection on, as a third result."""
+    converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
 
     def forward(
         self: Any,
@@ -135,18 +164,20 @@ def _deepseek_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
         attention_mask: Tensor,
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
+        prev_topk_indices: Tensor | None = None,
         **_: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, None] | tuple[Tensor, None, Tensor | None]:
         requests, tokens, _hidden = hidden_states.shape
         w = converted.get(self)
         if w is None or (w.uk.dtype, w.uk.device) != (hidden_states.dtype, hidden_states.device):
-            w = converted[self] = sparse_attention_weights(self, weight_format)
+            convert = shared_attention_weights if self.indexer is None else sparse_attention_weights
+            w = converted[self] = convert(self, weight_format)
         layer = _paged_layer(past_key_values, self, hidden_states, page_size)
         pools = layer.append(tokens)
         cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
         lengths = _lengths(attention_mask, requests)
         slots = layer.caches.slots(token_positions(lengths, tokens))
-        latent = npu_sparse_attention_pto(
+        arguments: Any = (
             hidden_states.contiguous(),
             w.dq,
             w.uq_qr,
@@ -161,30 +192,55 @@ def _deepseek_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
             pools.kr,
             layer.caches.block_table,
             lengths,
-            w.idx_qb,
-            w.idx_k,
-            w.idx_proj,
-            w.idx_gamma_k,
-            w.idx_beta_k,
-            pools.index_k,
-            **w.options,
         )
-        return self.o_proj(w.values(latent)), None
+        indices = prev_topk_indices
+        if isinstance(w, SparseAttentionWeights):
+            arguments += (
+                w.idx_qb,
+                w.idx_k,
+                w.idx_proj,
+                w.idx_gamma_k,
+                w.idx_beta_k,
+                pools.index_k,
+            )
+            if _is_shared(self.config, self.layer_idx + 1):
+                latent, indices = npu_sparse_attention_indices_pto(*arguments, **w.options)
+            else:
+                latent = npu_sparse_attention_pto(*arguments, **w.options)
+        elif indices is None:
+            raise ValueError(
+                f"Layer {self.layer_idx} shares its selection, and `prev_topk_indices` is None. "
+                "Pass the third result of the layer before it."
+            )
+        else:
+            latent = npu_sparse_attention_shared_pto(*(*arguments, indices), **w.options)
+        out = self.o_proj(w.values(latent))
+        return (out, None, indices) if hasattr(self, "skip_topk") else (out, None)
 
     return forward
 
 
-# ------------------------------------------------------------------------ Qwen3-Next's recurrence
+# ------------------------------------------------------------------------ the gated delta rule
 
 
-def _qwen3_next_forward(
+def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is convolved, [B, channels, S], and z [B, S, Nv, Dv], b, a [B, S, Nv]."""
+    if hasattr(self, "in_proj_qkv"):  # Qwen3.5 has a projection for each
+        z = self.in_proj_z(x).unflatten(-1, (-1, self.head_v_dim))
+        return self.in_proj_qkv(x).transpose(1, 2), z, self.in_proj_b(x), self.in_proj_a(x)
+    q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+    return torch.cat([each.flatten(2) for each in (q, k, v)], -1).transpose(1, 2), z, b, a
+
+
+def _delta_rule_forward(
     self: Any,
     hidden_states: Tensor,
     cache_params: Cache | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`Qwen3NextGatedDeltaNet.forward`: its projections and convolution, our recurrence.
+    """`Qwen3NextGatedDeltaNet.forward` and Qwen3.5's: their projections and convolution, our
+    recurrence.
 
     A decode step updates the cache's own state tensor [B, Nv, Dk, Dv] in place.
     """
@@ -196,8 +252,7 @@ def _qwen3_next_forward(
     continues = cache_params is not None and cache_params.has_previous_state(self.layer_idx)
     decodes = continues and tokens == 1
 
-    q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
-    mixed = torch.cat([each.flatten(2) for each in (q, k, v)], -1).transpose(1, 2)
+    mixed, z, b, a = _projected(self, x)
     kernel, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
     if decodes and not cache.record_past:
         mixed = _qwen3_next.causal_conv1d_update(
@@ -230,21 +285,19 @@ def _qwen3_next_forward(
             use_qk_l2norm_in_kernel=True,
         )
     else:
-        # the prefill op takes all tokens in a row, gates ready-made, and states [B, Nv, Dv, Dk]
         gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias)
-        state = cache.recurrent_states[0].mT.contiguous() if continues else None
-        q, k = (_qwen3_next.l2norm(each.float()).to(v.dtype) for each in (q, k))
-        out, state = npu_chunk_gated_delta_rule(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            beta=b.sigmoid().flatten(0, 1),
-            initial_state=state,
-            actual_seq_lengths=torch.full((requests,), tokens, device=x.device),
-            g=gate.flatten(0, 1),
+        out, state = chunk_gated_delta_rule(
+            q,
+            k,
+            v,
+            gate,
+            b.sigmoid(),
+            initial_state=cache.recurrent_states[0] if continues else None,
+            output_final_state=cache_params is not None,
+            use_qk_l2norm_in_kernel=True,
         )
-        if cache_params is not None:
-            cache_params.update_recurrent_state(state.mT.contiguous(), self.layer_idx)
+        if cache_params is not None and state is not None:
+            cache_params.update_recurrent_state(state, self.layer_idx)
     out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
     projected: Tensor = self.out_proj(out.view(requests, tokens, -1))
     return projected
@@ -252,17 +305,23 @@ def _qwen3_next_forward(
 
 # --------------------------------------------------------------------------------- the replacement
 
+_DELTA_RULES: tuple[Any, ...] = (
+    modeling_qwen3_next.Qwen3NextGatedDeltaNet,
+    modeling_qwen3_5.Qwen3_5GatedDeltaNet,
+    modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet,
+)
 _in_use = False
 
 
 @contextmanager
 def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
-    """Run DeepSeek-V3.2's attention and Qwen3-Next's recurrence by our ops inside the context.
+    """Run DeepSeek-V3.2's and GLM-5's attention, and the recurrence of Qwen3-Next and Qwen3.5, by
+    our ops inside the context.
 
     Every such model of the process is concerned; on exit their own code is back. Inference only.
-    Batches are padded on the left, as `generate` wants them. DeepSeek-V3.2's cache becomes paged at
-    the first forward pass (a new cache for every context), and its weights are converted once per
-    context: do not change them inside. Qwen3-Next keeps its cache.
+    Batches are padded on the left, as `generate` wants them. The cache of a sparse attention
+    becomes paged at the first forward pass (a new cache for every context), and the weights are
+    converted once per context: do not change them inside. The other models keep their cache.
 
     Args:
         weight_format: "nz" or "nd", of the converted weights.
@@ -277,10 +336,9 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
         raise RuntimeError(
             "custom.integrations.transformers.use() is in force already; leave that context first."
         )
-    replacements = (
-        (_deepseek_v32.DeepseekV32Attention, _deepseek_forward(weight_format, page_size)),
-        (_qwen3_next.Qwen3NextGatedDeltaNet, _qwen3_next_forward),
-    )
+    attention = _attention_forward(weight_format, page_size)
+    replacements = [(each, attention) for each in CONVENTIONS]
+    replacements += [(each, _delta_rule_forward) for each in _DELTA_RULES]
     originals = [(each, each.forward) for each, _ in replacements]
     _in_use = True
     try:

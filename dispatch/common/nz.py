@@ -10,8 +10,9 @@ bytes under the shape [K, N]: `weight_format` tells how a 2-D tensor is to be re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,20 @@ from .. import log
 
 ROWS = 16  # of a tile
 _FRACTAL_NZ = 29
+# torch_npu's formats whose bytes do not lie as the shape says
+_TILED = {
+    3: "NC1HWC0",
+    4: "FRACTAL_Z",
+    12: "NC1HWC0_C04",
+    29: "FRACTAL_NZ",
+    32: "NDC1HWC0",
+    33: "FRACTAL_Z_3D",
+    50: "FRACTAL_NZ_C0_16",
+    51: "FRACTAL_NZ_C0_32",
+    52: "FRACTAL_NZ_C0_2",
+    53: "FRACTAL_NZ_C0_4",
+    54: "FRACTAL_NZ_C0_8",
+}
 
 
 def columns(dtype: torch.dtype) -> int:
@@ -98,14 +113,18 @@ def _tensor(name: str, value: object) -> None:
         )
 
 
+def npu_format(tensor: Tensor) -> int | None:
+    """torch_npu's format of a tensor on an NPU."""
+    if tensor.device.type != "npu":
+        return None
+    return int(import_module("torch_npu").get_npu_format(tensor))
+
+
 def is_nz(weight: Tensor, weight_format: str) -> bool:
     """Whether the bytes of a [K, N] weight argument are NZ: by its shape, by its NPU format, by
     `weight_format`."""
-    if weight.ndim == 4:
+    if weight.ndim == 4 or npu_format(weight) == _FRACTAL_NZ:
         return True
-    if weight.device.type == "npu":
-        formatted = import_module("torch_npu").get_npu_format(weight) == _FRACTAL_NZ
-        return formatted or weight_format == "nz"
     if weight_format == "nz":
         log.once(
             ("read as NZ",),
@@ -117,5 +136,33 @@ def is_nz(weight: Tensor, weight_format: str) -> bool:
 
 
 def to_nd(weight: Tensor, weight_format: str) -> Tensor:
-    """The row-major [K, N] behind a weight argument; row-major ones are not copied."""
+    """The row-major [K, N] behind a weight argument; row-major ones are not copied, nor those whose
+    format torch_npu knows: PyTorch reads them as their shape says."""
+    if weight.ndim == 2 and npu_format(weight) == _FRACTAL_NZ:
+        return weight
     return from_nz(weight) if is_nz(weight, weight_format) else weight
+
+
+def _whole(weight: Tensor) -> bool:
+    """Whether it fills its tiles."""
+    rows, cols = weight.shape
+    return rows % ROWS == 0 and cols % columns(weight.dtype) == 0
+
+
+def unreadable(arguments: Mapping[str, Any]) -> str | None:
+    """Why a kernel on an NPU, which sees bytes, cannot read one of a call's tensors, or None.
+
+    2-D weights are read in format 29 (`is_nz`), where no padding lies between their tiles.
+    """
+    for name, tensor in arguments.items():
+        number = npu_format(tensor) if isinstance(tensor, Tensor) else None
+        if number is None or number not in _TILED:
+            continue
+        weight = "weight_format" in arguments and tensor.ndim == 2
+        if weight and number == _FRACTAL_NZ and _whole(tensor):
+            continue
+        return (
+            f"`{name}` is in torch_npu's format {number} ({_TILED[number]}), the kernel reads "
+            f"row-major bytes: pass torch_npu.npu_format_cast({name}, 2)"
+        )
+    return None

@@ -9,16 +9,19 @@ For every tile configuration in `npu_ops/tune.py`, through the op's own launcher
     run        the lowered form, on the CPU: bf16, tails, absent slots, several core counts, NaN in
                every allocation, forbidden pages around every tensor; against the reference, in
                bounds derived from float64
-    compile    with the real Ascend compiler for Atlas A3: memory plan (UB, L1, L0C) and final HIVM
-    lint       the TTIR and the final HIVM, for what neither of the two shows
+    compile    with the real Ascend compiler for Atlas A3, in every public build of it (on a machine
+               the compiler is the one of its CANN): memory plan (UB, L1, L0C) and final HIVM
+    lint       the TTIR and the final HIVM, for what neither of the two shows; what is found must be
+               listed, with its reason, in known.py
 
 To add an op: list its configurations in `npu_ops/tune.py`, launch with one, and write
 `tests/ascend/ops/<file>.py` with `CASES` (see case.py) that reach all of them, and `CONTROLS`:
 planted mistakes that a case must catch (see controls.py).  A configuration that no case reaches
 fails the run, and so does a launch that the table does not list.
 
-Lowering, compiling and linting are done anew in every run; they are quick.  The CPU runs are not:
-results.json keeps their findings under a hash of the lowered text of every kernel that the call
-launched, of the case, the launcher, the reference, and the tools.  Whatever differs is run again,
-`--cold` runs everything, and `--check` runs a sample of what is kept and compares the findings.
+Every kernel is lowered anew in every run.  The rest is kept in results.json: the findings of a case
+under a hash of the lowered text of every kernel that the call launched, of the case, the launcher,
+the reference, the harness and the tools; those of a compile under a hash of the lowered text, the
+options, the compiler and what reads its output.  Whatever differs is run again, `--cold` runs
+everything, and `--check` runs a sample of what is kept and compares the findings.
 """

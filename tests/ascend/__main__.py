@@ -6,161 +6,81 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import pkgutil
 import random
 import sys
-import time
-from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
 
-import torch
-from custom.dispatch import log
-from custom.dispatch.common import memory as launcher_memory
-from custom.dispatch.specs import BY_NAME
 from custom.npu_ops import tune
 
-from . import case as judgement
-from . import controls, driver, isolated, memory, ops, report, sources
+from . import controls, isolated, known, models, mutants, ops, report, store
 from .case import Case
 from .compiler import Compiled, compile_for_npu
-from .driver import Launch, recorder
-from .lint import unbounded_indirect_loads
-from .lowered import pipeline
-from .toolchain import ROOT, digest, versions
-
-RESULTS = ROOT / "tests/ascend/results.json"
+from .driver import Launch
+from .examine import Outcome, examine, lower, lower_large
+from .store import Store
+from .toolchain import BUILDS, versions
 
 
-@dataclass
-class Outcome:
-    """What the process of one case sends back."""
-
-    key: str
-    launches: list[Launch]
-    share: float = 0.0
-    findings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    kept: bool = False
+def modules(names: list[str]) -> list[ModuleType]:
+    """models.py and the files of ops/ with these names; without names, all."""
+    found = {x.name: f"{ops.__name__}.{x.name}" for x in pkgutil.iter_modules(ops.__path__)}
+    found["models"] = models.__name__
+    for name in names:
+        if name not in found:
+            sys.exit(f"no cases for {name}; there are {', '.join(found)}")
+    return [importlib.import_module(found[name]) for name in names or found]
 
 
-def prepare() -> None:
-    """State of every process of a case."""
-    torch.set_num_threads(1)
-    driver.install()
-    launcher_memory.empty = memory.empty
-
-
-def _call(case: Case, arguments: dict[str, Any]) -> Any:
-    before = log.calls[case.op, "npu"]
-    outputs = getattr(torch.ops.custom, case.op)(**arguments)
-    if log.calls[case.op, "npu"] != before + 1:
-        raise RuntimeError("the NPU backend did not run")
-    return outputs
-
-
-def _key(case: Case, launches: list[Launch]) -> str:
-    spec = BY_NAME[case.op]
-    lowered = [(x.lowered_key, x.grid, x.scalars) for x in launches]
-    read = sources.of(
-        f"custom.npu_ops.{spec.file}",
-        f"custom.dispatch.reference.{spec.file}",
-        f"tests.ascend.ops.{spec.file}",
-        "tests.ascend.case",
-        "tests.ascend.memory",
-    )
-    tools = json.dumps(versions(), sort_keys=True)
-    return digest(case.title, repr(case.cores), repr(lowered), read, tools, pipeline())
-
-
-def examine(case: Case, kept: str | None) -> Outcome:
-    """Lower the kernels of the case; run them unless `kept` is the key of this very run."""
-    prepare()
-    inputs = judgement.Inputs(case.dtype, case.seed)
-    arguments = case.make(inputs)
-    recorder.execute = False
-    for recorder.cube_cores in case.cores:
-        _call(case, judgement.copied(arguments))
-    launches = list(recorder.launches)
-    outcome = Outcome(_key(case, launches), launches)
-    if outcome.key == kept:
-        outcome.kept = True
-        return outcome
-    start = time.time()
-    recorder.execute = True
-    plain = judgement.copied(arguments)
-    exact = judgement.reference(case.op, case.widen(judgement.copied(plain)))
-    rounded = judgement.reference(case.op, judgement.copied(plain))
-    first: dict[str, Any] = {}
-    for recorder.cube_cores in case.cores:
-        for name, value in arguments.items():  # a mutated argument starts anew
-            if isinstance(value, torch.Tensor):
-                value.copy_(plain[name])
-        with memory.Forbidden(inputs.forbidden):
-            outputs = _call(case, arguments)
-        got = judgement.results(case.op, outputs, arguments)
-        if not first:
-            for share, sentence in case.judge(case, got, exact, rounded):
-                # the worst one first
-                at = 0 if share > outcome.share else len(outcome.findings)
-                outcome.findings.insert(at, sentence)
-                outcome.share = max(outcome.share, share)
-            first = judgement.copied(got)
-        elif not all(_same(first[name], got[name]) for name in first):
-            outcome.share = float("inf")
-            outcome.findings.insert(0, f"another result with {recorder.cube_cores} cube cores")
-    outcome.seconds = time.time() - start
-    return outcome
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0))
-
-
-def build(linalg: str, options: dict[str, Any], ttir: str) -> Compiled:
-    compiled = compile_for_npu(linalg, options)
-    compiled.problems += unbounded_indirect_loads(ttir)
-    return compiled
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="tests.ascend")
-    parser.add_argument("ops", nargs="*", help="files of ops/, default all")
-    parser.add_argument("--cold", action="store_true", help="run everything, kept or not")
-    parser.add_argument("--check", action="store_true", help="run a sample of what is kept")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="", help="cases whose title contains this")
-    parser.add_argument("--keep-ir", metavar="DIR", help="write the IR of every kernel there")
-    chosen = parser.parse_args()
-
-    names = [module.name for module in pkgutil.iter_modules(ops.__path__)]
-    whole = not chosen.ops and not chosen.only
-    for name in chosen.ops:
-        if name not in names:
-            parser.error(f"no cases for {name}; there are {', '.join(names)}")
-    modules = [importlib.import_module(f"{ops.__name__}.{n}") for n in chosen.ops or names]
-    cases = [c for m in modules for c in m.CASES if chosen.only in c.title]
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    keys = {} if chosen.cold else {title: entry["key"] for title, entry in kept.items()}
-    sample: list[str] = []
-    if chosen.check:
-        quick = [c.title for c in cases if kept.get(c.title, {"seconds": 99})["seconds"] < 20]
-        sample = random.sample(quick, min(3, len(quick)))
-        for title in sample:
-            del keys[title]
-
-    failures: list[str] = []
+def lower_cases(cases: list[tuple[Case, str]], jobs: int) -> tuple[dict[str, Outcome], list[str]]:
     outcomes: dict[str, Outcome] = {}
-    calls = [(case, keys.get(case.title)) for case in cases]
-    for (case, _), outcome in isolated.each(examine, calls, chosen.jobs):
+    failures: list[str] = []
+    for (case,), launches in isolated.each(lower, [(case,) for case, _ in cases], jobs):
+        if isinstance(launches, isolated.Crash):
+            failures.append(f"{case.title}: {launches}")
+        else:
+            outcomes[case.title] = Outcome("", launches)
+    return outcomes, failures
+
+
+def lower_models(
+    outcomes: dict[str, Outcome], jobs: int
+) -> tuple[dict[str, list[Launch]], list[str]]:
+    """The launches of the large calls, and which of their kernels no case ran."""
+    launched: dict[str, list[Launch]] = {}
+    failures: list[str] = []
+    calls = [(op,) for op in sorted({large.op for large in models.LARGE})]
+    for (op,), found in isolated.each(lower_large, calls, jobs):
+        if isinstance(found, isolated.Crash):
+            failures.append(f"{op} at full size: {found}")
+        else:
+            launched |= found
+    ran = {x.lowered_key for outcome in outcomes.values() for x in outcome.launches}
+    missing: dict[str, str] = {}
+    for title, launches in launched.items():
+        for x in launches:
+            if x.lowered_key not in ran:
+                missing.setdefault(x.lowered_key, f"{title}: no case runs {x.kernel} {x.constants}")
+    return launched, failures + list(missing.values())
+
+
+def run_cases(
+    cases: list[tuple[Case, str]], kept: Store, sample: list[str], cold: bool, jobs: int
+) -> tuple[dict[str, Outcome], list[str]]:
+    """Outcomes by title, failures; what passed is put into `kept`."""
+    outcomes: dict[str, Outcome] = {}
+    failures: list[str] = []
+    fresh = {title: entry[0] for title, entry in kept.cases.items() if title not in sample}
+    calls = [(case, file, None if cold else fresh.get(case.title)) for case, file in cases]
+    for (case, _, _), outcome in isolated.each(examine, calls, jobs):
         if isinstance(outcome, isolated.Crash):
             failures.append(f"{case.title}: {outcome}")
             print(f"FAIL {case.title}: {outcome}", flush=True)
             continue
         outcomes[case.title] = outcome
         if outcome.kept:
-            outcome.share = kept[case.title]["share"]
+            outcome.share = kept.cases[case.title][1]
             continue
         good = outcome.share <= 1
         print(
@@ -171,34 +91,96 @@ def main() -> int:
         if not good:
             failures.append(f"{case.title}: {'; '.join(outcome.findings)}")
             continue
-        before = kept.get(case.title)
-        if case.title in sample and before and before["key"] == outcome.key:
-            if abs(before["share"] - outcome.share) > 0.25:
-                failures.append(
-                    f"{case.title}: kept with {before['share']}, now {outcome.share:.2f}"
-                )
+        before = kept.cases.get(case.title)
+        if case.title in sample and before and before[0] == outcome.key:
+            if abs(before[1] - outcome.share) > 0.25:
+                failures.append(f"{case.title}: kept with {before[1]}, now {outcome.share:.2f}")
             continue
-        kept[case.title] = {
-            "key": outcome.key,
-            "share": round(outcome.share, 3),
-            "seconds": round(outcome.seconds),
-        }
+        kept.cases[case.title] = [outcome.key, round(outcome.share, 3), round(outcome.seconds)]
+    return outcomes, failures
 
-    # a case that passed is kept, whatever else fails
-    RESULTS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
 
+def compile_all(
+    distinct: dict[str, Launch], kept: Store, sample: int, cold: bool, jobs: int
+) -> tuple[dict[str, dict[str, Compiled]], list[str]]:
+    """Answers by lowered text and build; a sample of the kept ones is asked for again."""
+    pairs = [(key, build) for key in distinct for build in BUILDS]
+    there = [] if cold else [x for x in pairs if x[1] in kept.compiled.get(x[0], {})]
+    again = random.sample(there, min(sample, len(there)))
+    skipped = set(there) - set(again)
+    todo = [x for x in pairs if x not in skipped]
+    answers: dict[str, dict[str, Compiled]] = {key: {} for key in distinct}
+    for key, build in skipped:
+        answers[key][build] = store.answer(kept.compiled[key][build])
+    failures = []
+    calls = [(distinct[key].linalg, distinct[key].options, build) for key, build in todo]
+    places = {(text, repr(options), build): at for at, (text, options, build) in enumerate(calls)}
+    for (text, options, build), answer in isolated.each(compile_for_npu, calls, jobs):
+        key = todo[places[text, repr(options), build]][0]
+        compiled = Compiled(str(answer)) if isinstance(answer, isolated.Crash) else answer
+        answers[key][build] = compiled
+        if sum(map(len, answers.values())) % 100 == 0:
+            print(f"{sum(map(len, answers.values()))} of {len(pairs)} compiled", flush=True)
+        entry = store.entry(compiled)
+        before = kept.compiled.setdefault(key, {}).get(build)
+        if (key, build) in again and before != entry:
+            failures.append(
+                f"{distinct[key].kernel} with {build}: kept as {before}, now {entry}: run --cold"
+            )
+        kept.compiled[key][build] = entry
+    print(f"{len(todo)} compiles of {len(pairs)}, the others are kept", flush=True)
+    return answers, failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.ascend")
+    parser.add_argument("ops", nargs="*", help="files of ops/, default all")
+    parser.add_argument("--cold", action="store_true", help="run everything, kept or not")
+    parser.add_argument("--no-run", action="store_true", help="lower, compile and lint only")
+    parser.add_argument("--check", action="store_true", help="run a sample of what is kept")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--only", default="", help="cases whose title contains this")
+    parser.add_argument("--keep-ir", metavar="DIR", help="write the IR of every kernel there")
+    parser.add_argument("--mutate", action="store_true", help="plant mechanical mistakes instead")
+    parser.add_argument("--sample", type=int, default=0, help="of the mistakes, so many")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    chosen = parser.parse_args()
+
+    whole = not chosen.ops and not chosen.only
+    found = modules(chosen.ops)
+    cases = [(c, m.__name__) for m in found for c in m.CASES if chosen.only in c.title]
+    kept = store.read()
+    versions()  # once, before the processes part
+    if chosen.mutate:
+        seconds = {title: entry[2] for title, entry in kept.cases.items()}
+        of_ops = [(case, file) for case, file in cases if file != models.__name__]
+        return mutants.run(of_ops, seconds, chosen.sample, chosen.seed, chosen.jobs)
+    sample: list[str] = []
+    if chosen.check:
+        quick = [c.title for c, _ in cases if kept.cases.get(c.title, [0, 0, 99])[2] < 20]
+        sample = random.sample(quick, min(3, len(quick)))
+
+    if chosen.no_run:
+        outcomes, failures = lower_cases(cases, chosen.jobs)
+    else:
+        outcomes, failures = run_cases(cases, kept, sample, chosen.cold, chosen.jobs)
+    kept.write()  # a case that passed is kept, whatever else fails
     distinct: dict[str, Launch] = {}
     for outcome in outcomes.values():
         for launch in outcome.launches:
             distinct.setdefault(launch.lowered_key, launch)
-    compiled: dict[str, Compiled] = {}
-    work = [(x.linalg, x.options, x.ttir) for x in distinct.values()]
-    of_text = {(x.linalg, repr(x.options)): key for key, x in distinct.items()}
-    for (linalg, options, _), answer in isolated.each(build, work, chosen.jobs):
-        key = of_text[linalg, repr(options)]
-        if isinstance(answer, isolated.Crash):
-            answer = Compiled(False, str(answer))
-        compiled[key] = answer
+    large: dict[str, list[Launch]] = {}
+    if whole or "models" in chosen.ops:
+        large, unrun = lower_models(outcomes, chosen.jobs)
+        failures += unrun
+        for launches in large.values():
+            for launch in launches:
+                distinct.setdefault(launch.lowered_key, launch)
+    compiled, differing = compile_all(
+        distinct, kept, 6 * chosen.check, chosen.cold or bool(chosen.keep_ir), chosen.jobs
+    )
+    failures += differing
+    kept.write()
     if chosen.keep_ir:
         report.write_ir(chosen.keep_ir, distinct, compiled)
 
@@ -208,19 +190,24 @@ def main() -> int:
     if whole:
         failures += [f"{row.title}: no case reaches it" for row in rows if not row.launches]
         failures += report.forgotten_kernels(distinct)
-    planted = controls.run(modules, chosen.jobs) if not chosen.only else []
+        failures += [f"{x}: nothing shows it any more" for x in known.unused()]
+    partial = bool(chosen.only) or chosen.no_run
+    planted = [] if partial else controls.run(found, chosen.jobs)
     failures += [f"planted mistake not caught: {x.title}" for x in planted if not x.caught]
     print(report.table([row for row in rows if row.launches]))
     for each in planted:
         print(f"planted: {each.title}: {each.said}")
     print(
         f"{len(cases)} cases ({sum(o.kept for o in outcomes.values())} kept, the rest run now), "
-        f"{len(distinct)} lowered kernels compiled, {len(planted)} planted mistakes"
+        f"{len(large)} calls at full size, "
+        f"{len(distinct)} lowered kernels with {len(BUILDS)} compilers, "
+        f"{len(planted)} planted mistakes"
     )
-    if whole and not failures:
-        kept = {title: kept[title] for title in sorted(outcomes)}
+    if whole and not chosen.no_run and not failures:
         report.write(rows, planted, outcomes, versions())
-        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+        kept.cases = {title: kept.cases[title] for title in outcomes}
+        kept.compiled = {key: kept.compiled[key] for key in distinct}
+        kept.write()
     for failure in failures:
         print(f"FAIL {failure}")
     print("green" if not failures else f"{len(failures)} failures", flush=True)

@@ -12,19 +12,22 @@ import os
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .toolchain import ARCH, BISHENGIR
+from . import lint
+from .toolchain import ARCH, bishengir
 
-# takes the place of the closed code generator: keeps its input, which is the final HIVM
+# takes the place of the closed code generator: keeps its input, which is the final HIVM, and goes
+# on with the real one where there is one
 _CODE_GENERATOR = """#!/bin/sh
-[ "$1" = --version ] && { echo "hivmc 1.2.0"; exit 0; }
 for argument in "$@"; do
   case "$argument" in *.mlir) cp "$argument" "$FINAL_HIVM" ;; esac
 done
+[ -n "$HIVMC" ] && exec "$HIVMC" "$@"
+[ "$1" = --version ] && echo "hivmc 1.2.0"
+exit 0
 """
 
 _FLAGS = {
@@ -38,23 +41,33 @@ _FLAGS = {
     "tile_mix_cube_loop": "tile-mix-cube-loop",
 }
 _BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "f16": 16, "bf16": 16, "f32": 32}
+_PATIENCE = 300  # seconds
 MEMORIES = {"UB": "ub", "L1": "cbuf", "L0C": "cc"}
 
 
 @dataclass
 class Compiled:
-    """The compiler's answer; `problems` are our own findings in a compile that passed."""
+    """The compiler's answer; `found` are our own findings in a compile that passed."""
 
-    ok: bool
     error: str = ""
     hivm: str = field(default="", repr=False)
     kib: dict[str, int] = field(default_factory=dict)
-    scalar_loops: int = 0
-    problems: list[str] = field(default_factory=list)
+    found: list[lint.Finding] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
 
 
-def compile_for_npu(linalg: str, options: dict[str, Any], timeout: float = 300) -> Compiled:
+def compile_for_npu(linalg: str, options: dict[str, Any], build: str) -> Compiled:
     """`options` are launch keywords of triton-ascend, as a configuration gives them."""
+    return compile_with(bishengir(build), None, ARCH, linalg, options)
+
+
+def compile_with(
+    compiler: Path, hivmc: str | None, arch: str, linalg: str, options: dict[str, Any]
+) -> Compiled:
+    """`hivmc` is the closed code generator of the same CANN, if there is one."""
     chosen = {"multibuffer": True, "enable_auto_bind_sub_block": True} | options
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
@@ -63,7 +76,7 @@ def compile_for_npu(linalg: str, options: dict[str, Any], timeout: float = 300) 
         source = work / "kernel.ttadapter.mlir"
         # triton-ascend strips this attribute as well
         source.write_text(re.sub(r', mix_mode\s*=\s*"[^"]*"', "", linalg))
-        command = [str(BISHENGIR), str(source), f"--target={ARCH}"]
+        command = [str(compiler), str(source), f"--target={arch}"]
         command += [f"--{_FLAGS[name]}={value}" for name, value in chosen.items()]
         command += ["--enable-hfusion-compile=true", "--enable-hivm-compile=true"]
         command += ["--enable-triton-kernel-compile=true", "-o", str(work / "kernel")]
@@ -71,42 +84,36 @@ def compile_for_npu(linalg: str, options: dict[str, Any], timeout: float = 300) 
         environment = os.environ | {
             "PATH": f"{scratch}:{os.environ['PATH']}",
             "FINAL_HIVM": str(final),
+            "HIVMC": hivmc or "",
         }
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout, env=environment
+                command, capture_output=True, text=True, timeout=_PATIENCE, env=environment
             )
         except subprocess.TimeoutExpired:
-            return Compiled(False, f"no answer in {timeout} s")
+            return Compiled(f"no answer in {_PATIENCE} s")
         said = done.stderr + done.stdout
         if done.returncode or not final.exists():
-            return Compiled(False, _first_error(said) or f"ended with {done.returncode}")
+            return Compiled(_first_error(said) or f"ended with {done.returncode}")
         hivm = final.read_text()
-    compiled = Compiled(True, hivm=hivm, scalar_loops=scalar_loops(hivm))
-    compiled.kib = {name: -(-highest(hivm, space) // 8192) for name, space in MEMORIES.items()}
-    compiled.problems = wrong_multiplies(hivm)
-    compiled.problems += re.findall(r"\[NOTE\][^\n]*", said)
-    if "limit_sub_block_id0" in hivm:
-        compiled.problems.append("both vector sub-cores repeat the same vector work")
-    return compiled
+    kib = {name: -(-highest(hivm, space) // 8192) for name, space in MEMORIES.items()}
+    return Compiled("", hivm, kib, lint.of(hivm, said))
 
 
 def _first_error(said: str) -> str:
     overflow = re.search(r"\w+ overflow, requires \d+ bits while \d+ bits", said)
     if overflow:
         return overflow[0]
-    lines = [x for x in said.splitlines() if re.search("error|Assert|failed", x)]
+    # without the place, which is in a folder of this run
+    plain = re.sub(r'loc\("[^"]*"[^)]*\): ', "", said)
+    lines = [x for x in plain.splitlines() if re.search("error|Assert|failed", x)]
     return " | ".join(lines[:2])[:400]
-
-
-def _functions(hivm: str) -> list[str]:
-    return re.split(r"\n  func\.func ", hivm)[1:]
 
 
 def highest(hivm: str, space: str) -> int:
     """The highest planned bit of a memory, over the functions of the module."""
     best = 0
-    for function in _functions(hivm):
+    for function in lint.functions(hivm):
         constants = dict(re.findall(r"(%\S+) = arith\.constant (-?\d+) : i64", function))
         casts = re.findall(
             r"hivm\.hir\.pointer_cast\(([^)]*)\)[^:\n]*: memref<((?:\d+x)*)(\w+)"
@@ -121,69 +128,3 @@ def highest(hivm: str, space: str) -> int:
                 if offset.strip() in constants:
                     best = max(best, int(constants[offset.strip()]) * 8 + size)
     return best
-
-
-def wrong_multiplies(hivm: str) -> list[str]:
-    """Cube multiplies whose second operand in L1 is not N x K: a silent miscompile, which running
-    the lowered form does not show."""
-    found = []
-    for function in _functions(hivm):
-        value: dict[str, int] = {}
-        shape: dict[str, list[int]] = {}
-        # line by line: sibling regions use a name again
-        for line in function.splitlines():
-            constant = re.search(r"(%\S+) = arith\.constant (-?\d+) : index", line)
-            if constant:
-                value[constant[1]] = int(constant[2])
-            cast = re.search(r"(%\S+) = memref\.cast %\S+ : memref<((?:\d+x)+\d+)x\w+.*#hivm", line)
-            if cast:
-                shape[cast[1]] = [int(extent) for extent in cast[2].split("x")]
-            call = re.search(r"call @(mma_tile\w+)\(([^)]*)\)", line)
-            if not call:
-                continue
-            arguments = [x.strip() for x in call[2].split(",")]
-            k, n = (value.get(arguments[i]) for i in (4, 5))
-            tile = shape.get(arguments[1])
-            if k is None or n is None or tile is None:
-                continue
-            wanted = [-(-n // 16), -(-k // 16)]
-            if tile[:2] not in (wanted, wanted[::-1]):
-                found.append(f"{call[1]}: B in L1 is {tile}, the multiply wants N={n} K={k}")
-    return found
-
-
-def scalar_loops(hivm: str) -> int:
-    """Loops that load or store one element of UB or GM after the other."""
-    found = 0
-    for header, body in _innermost_loops(hivm):
-        variable = re.search(r"scf\.for (%\w+) = ", header)
-        at = re.escape(variable[1]) if variable else "%"
-        found += bool(re.search(rf"memref\.(load|store) [^\n]*\[[^\]]*{at}\b", body))
-    return found
-
-
-def _innermost_loops(hivm: str) -> list[tuple[str, str]]:
-    """(header, body) of every loop that contains no other."""
-    found: list[tuple[str, str]] = []
-    stack: list[tuple[str, str, list[str], bool]] = []
-    for line in hivm.splitlines():
-        code = re.sub(r'"[^"]*"|\{[^{}]*\}', "", line)
-        for entry in stack:
-            entry[2].append(line)
-        opened = re.search(r"\bscf\.(for|while|if)\b", code)
-        indent = re.match(r" *", line)[0]  # type: ignore[index]
-        if opened and code.rstrip().endswith("{"):
-            if opened[1] != "if":
-                stack = [(i, h, b, True) for i, h, b, _ in stack]
-                stack.append((indent, line, [], False))
-        elif line.startswith(f"{stack[-1][0]}}}") if stack else False:
-            _, header, body, contains = stack.pop()
-            if not contains:
-                found.append((header, "\n".join(body)))
-    return found
-
-
-def operations(hivm: str) -> Counter[str]:
-    """How often each HIVM operation and template call occurs in the text."""
-    names = re.findall(r"\bhivm\.hir\.(\w+)|\bcall @(\w+)", hivm)
-    return Counter(a or b for a, b in names)

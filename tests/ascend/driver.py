@@ -39,7 +39,7 @@ class Launch:
 
     @property
     def lowered_key(self) -> str:
-        return digest(self.linalg, repr(sorted(self.options.items())))
+        return digest(self.linalg, repr(sorted(self.options.items())))[:16]
 
 
 class Recorder:
@@ -116,9 +116,10 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Non
         self.create_binder(backend)
     bound, spec, constexprs, values, extra = self.binder(*args, **keywords)
     options = backend.parse_options(keywords)
-    unknown = [name for name in extra if name not in options.__dict__]
+    # an option that is no parameter of the kernel works as well, but triton-ascend prints a warning
+    unknown = [name for name in extra if name != "debug"]
     if unknown:
-        raise KeyError(f"{self.__name__} was launched with unknown options {unknown}")
+        raise KeyError(f"{self.__name__} has no parameters {unknown}")
     names = [self.params[i].name for i in self.non_constexpr_indices]
     all_values = tuple(bound.values())
     attributes = backend.get_attrs_descriptor(self.params, all_values)
@@ -128,8 +129,8 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Non
         for value, p in zip(all_values, self.params, strict=True)
         if p.is_constexpr or p.num in folded or value is None
     }
-    chosen = {name: value for name, value in extra.items() if name != "debug"}
-    key = (self.cache_key, "".join(spec), str((constexprs, chosen)))
+    chosen = {n: v for n, v in keywords.items() if n in options.__dict__ and n != "debug"}
+    key = (self.cache_key, "".join(spec), str(constexprs))
     if key not in recorder.lowered:
         types = zip(names, spec[: len(names)], strict=True)
         signature = {name: "*i8" if kind == "none" else kind for name, kind in types}

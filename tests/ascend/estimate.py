@@ -18,12 +18,13 @@ from custom.bench.presets import presets
 from . import cost, driver
 from .compiler import compile_for_npu
 from .driver import Launch, recorder
+from .toolchain import NEWEST
 
 _SUM = "sum of the launches, without gaps"
 
 
 def _row(launch: Launch, given: list[Any]) -> tuple[float, str]:
-    compiled = compile_for_npu(launch.linalg, launch.options)
+    compiled = compile_for_npu(launch.linalg, launch.options, NEWEST)
     if not compiled.ok:
         raise RuntimeError(f"{launch.kernel}: {compiled.error}")
     costs = cost.of(compiled.hivm, given, launch.grid)

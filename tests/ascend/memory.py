@@ -16,6 +16,7 @@ import torch
 
 _PAGE = mmap.PAGESIZE
 _NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_NO_RESERVE = 0x4000  # Linux; Python 3.11 has no name for it
 _libc = ctypes.CDLL(None, use_errno=True)
 _mappings: list[mmap.mmap] = []  # alive for as long as the process, which runs one case
 
@@ -44,6 +45,18 @@ def empty(
     tensor = torch.frombuffer(held, dtype=dtype, count=count)
     tensor.fill_(float("nan") if dtype.is_floating_point else -(2**30))
     return tensor.view(*shape)
+
+
+def vast(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """Addresses for a tensor of any size; memory is taken where it is touched, which reads 0."""
+    count = math.prod(shape)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    region = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    return torch.frombuffer(region, dtype=dtype, count=count).view(*shape)
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import known, mutants
 from .compiler import Compiled
 from .driver import Launch
-from .toolchain import ARCH, ROOT
+from .lint import Finding, unbounded_indirect_loads
+from .toolchain import ARCH, BUILDS, ROOT, built
 
 MEMORY = {"UB": 192, "L1": 512, "L0C": 128}  # KiB of one core
 
@@ -24,7 +27,7 @@ class Row:
     kernel: str
     config: Any
     launches: list[Launch] = field(default_factory=list)
-    compiled: list[Compiled] = field(default_factory=list)
+    compiled: dict[str, list[Compiled]] = field(default_factory=dict)  # by build
     share: float = 0.0
     cases: int = 0
 
@@ -33,21 +36,39 @@ class Row:
         return f"{self.kernel} {self.config}"
 
     @property
-    def problems(self) -> list[str]:
-        found = []
-        for compiled in self.compiled:
-            if not compiled.ok:
-                found.append(f"{self.title}: {compiled.error}")
-            found += [f"{self.title}: {problem}" for problem in compiled.problems]
-            found += [
-                f"{self.title}: {memory} {kib} KiB of {MEMORY[memory]}"
-                for memory, kib in compiled.kib.items()
-                if kib > MEMORY[memory]
-            ]
-        return found
+    def found(self) -> list[tuple[str, Finding]]:
+        """What is judged, each once, by build."""
+        listed = []
+        for build, answers in self.compiled.items():
+            findings = {finding for compiled in answers for finding in compiled.found}
+            for launch in self.launches:
+                findings.update(unbounded_indirect_loads(launch.ttir))
+            if self.worst("UB", build) > known.TIGHT:
+                findings.add(Finding("tight", f"{self.worst('UB', build)} KiB of UB"))
+            listed += [(build, x) for x in sorted(findings) if build in known.KINDS[x.kind][1]]
+        return listed
 
-    def worst(self, memory: str) -> int:
-        return max((c.kib.get(memory, 0) for c in self.compiled), default=0)
+    @property
+    def problems(self) -> list[str]:
+        told = []
+        for build, answers in self.compiled.items():
+            told += sorted(
+                {f"{build}: {compiled.error}" for compiled in answers if not compiled.ok}
+            )
+            told += [
+                f"{build}: {self.worst(memory, build)} KiB of {memory}, there are {kib}"
+                for memory, kib in MEMORY.items()
+                if self.worst(memory, build) > kib
+            ]
+        told += [
+            f"{build}: {x.kind}: {x.text}"
+            for build, x in self.found
+            if known.expected(self.kernel, self.config, x.kind, build) is None
+        ]
+        return [f"{self.title}: {text}" for text in told]
+
+    def worst(self, memory: str, build: str) -> int:
+        return max((c.kib.get(memory, 0) for c in self.compiled.get(build, ())), default=0)
 
 
 def matches(launch: Launch, kernel: str, config: Any) -> bool:
@@ -62,7 +83,7 @@ def rows(
     listed: Mapping[str, Sequence[Any]],
     outcomes: Mapping[str, Any],
     distinct: Mapping[str, Launch],
-    compiled: Mapping[str, Compiled],
+    compiled: Mapping[str, Mapping[str, Compiled]],
 ) -> list[Row]:
     found = []
     for kernel, configs in listed.items():
@@ -70,7 +91,7 @@ def rows(
             row = Row(kernel, config)
             keys = [key for key, x in distinct.items() if matches(x, kernel, config)]
             row.launches = [distinct[key] for key in keys]
-            row.compiled = [compiled[key] for key in keys]
+            row.compiled = {build: [compiled[key][build] for key in keys] for build in BUILDS}
             for outcome in outcomes.values():
                 if any(matches(x, kernel, config) for x in outcome.launches):
                     row.cases += 1
@@ -108,24 +129,39 @@ def forgotten_kernels(distinct: Mapping[str, Launch]) -> list[str]:
     ]
 
 
-_HEAD = (
-    "kernel", "configuration", "variants", "lowers", "cases", "of bound", "compiles", "UB", "L1",
-    "L0C", "scalar loops",
-)  # fmt: skip
+_HEAD = ("kernel", "configuration", "variants", "cases", "of bound", *BUILDS, "known")
+
+
+def _memories(row: Row, build: str) -> str:
+    """UB/L1/L0C of the largest variant, or what the compiler said."""
+    errors = [compiled.error for compiled in row.compiled[build] if not compiled.ok]
+    if errors:
+        overflow = re.match(r"\w+ overflow", errors[0])
+        return overflow[0] if overflow else "refused"
+    return "/".join(str(row.worst(memory, build)) for memory in MEMORY)
+
+
+def _known(row: Row) -> str:
+    """The kinds found, with their builds where those are not all that are asked."""
+    kinds: dict[str, list[str]] = {}
+    for build, x in row.found:
+        if build not in kinds.setdefault(x.kind, []):
+            kinds[x.kind].append(build)
+    return ", ".join(
+        kind if len(builds) == len(known.KINDS[kind][1]) else f"{kind} ({', '.join(builds)})"
+        for kind, builds in sorted(kinds.items())
+    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    good = bool(row.compiled) and all(c.ok for c in row.compiled)
     return (
         row.kernel,
         str(row.config),
-        str(len(row.compiled)),
-        "yes" if row.launches else "no",
+        str(len(row.launches)),
         str(row.cases),
         f"{row.share:.2f}",
-        "yes" if good else "NO",
-        *(str(row.worst(memory)) for memory in MEMORY),
-        str(max((c.scalar_loops for c in row.compiled), default=0)),
+        *(_memories(row, build) for build in BUILDS),
+        _known(row),
     )
 
 
@@ -141,22 +177,34 @@ def table(found: Sequence[Row]) -> str:
 def write(
     found: Sequence[Row], planted: Sequence[Any], outcomes: Mapping[str, Any], tools: dict[str, str]
 ) -> None:
+    builds = [f"{build} ({built(build)})" for build in BUILDS]
     text = [
         "# Ascend kernels, compiled and simulated",
         "",
-        f"Written by `make test-ascend`: triton-ascend {tools['triton-ascend']}, the Ascend"
-        f" compiler for {ARCH} (Atlas A3).  **Not run on hardware.**",
+        f"Written by `make test-ascend`: triton-ascend {tools['triton-ascend']} and the Ascend"
+        f" compiler for {ARCH} (Atlas A3) of ascendnpu-ir {', '.join(builds)}.",
+        "**Not run on hardware**, where the compiler is the one of the CANN that is installed.",
         "",
         "A row is a tile configuration of `npu_ops/tune.py`.  *variants*: lowered forms of it",
-        "(dtype, layout, flags), all compiled; the memories are those of the largest, in KiB of a",
-        f"core ({', '.join(f'{name} {kib}' for name, kib in MEMORY.items())}).  *cases*: calls",
+        "(dtype, layout, flags), all compiled with every build; the column of a build has the KiB",
+        "of the largest, in the memories of a core:",
+        f"{', '.join(f'{name} of {kib}' for name, kib in MEMORY.items())}.  *cases*: calls",
         "of the op that launched it, run from the lowered form on the CPU; *of bound*: the largest",
         "error among them, as a share of the bound that the reference's own error against float64",
-        "sets.  *scalar loops*: innermost loops of the final HIVM that touch single elements.",
+        "sets.  *known*: findings that are listed below, with the builds that show them where not",
+        "all do.",
         "",
         "| " + " | ".join(_HEAD) + " |",
         "|" + "---|" * len(_HEAD),
         *("| " + " | ".join(_cells(row)) + " |" for row in found),
+        "",
+        "## Known findings",
+        "",
+        *(f"- *{kind}*: {text}" for kind, (text, _) in known.KINDS.items()),
+        "",
+        "| kernel | finding | why it stays |",
+        "|---|---|---|",
+        *(f"| {x.kernel} {x.where} | {x.kind} | {x.reason} |" for x in known.KNOWN),
         "",
         "## Planted mistakes",
         "",
@@ -165,6 +213,13 @@ def write(
         "| mistake | caught by |",
         "|---|---|",
         *(f"| {x.title} | {x.said} |" for x in planted),
+        "",
+        "## Mechanical mistakes",
+        "",
+        "Planted by `make mutate-ascend` in kernels and launchers, one at a time; a cell has those",
+        "that a case noticed, of those planted.",
+        "",
+        *mutants.table(),
         "",
         "## Cases",
         "",
@@ -176,12 +231,17 @@ def write(
     (ROOT / "tests/ascend/REPORT.md").write_text("\n".join(text))
 
 
-def write_ir(folder: str, distinct: Mapping[str, Launch], compiled: Mapping[str, Compiled]) -> None:
-    """TTIR, lowered form and final HIVM of every kernel, for reading."""
+def write_ir(
+    folder: str,
+    distinct: Mapping[str, Launch],
+    compiled: Mapping[str, Mapping[str, Compiled]],
+) -> None:
+    """TTIR, lowered form and, by build, the final HIVM of every kernel, for reading."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for key, launch in distinct.items():
         stem = f"{launch.kernel}-{key[:8]}"
         (target / f"{stem}.ttir").write_text(launch.ttir)
         (target / f"{stem}.linalg").write_text(launch.linalg)
-        (target / f"{stem}.hivm").write_text(compiled[key].hivm)
+        for build, answer in compiled[key].items():
+            (target / f"{stem}-{build}.hivm").write_text(answer.hivm)

@@ -4,7 +4,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 home=$PWD/.ascend
-versions="torch==2.13.0 numpy==2.2.6 pybind11 triton-ascend==3.2.0 ascendnpu-ir==1.2.0 llvm-19"
+# the compilers of January, April and July 2026, side by side
+builds="1.0.0 1.1.0 1.2.0"
+versions="torch==2.13.0 numpy==2.2.6 pybind11 triton-ascend==3.2.0 ascendnpu-ir: $builds llvm-19"
 
 root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
 
@@ -18,11 +20,17 @@ set_up() {
   $pip install --no-deps triton-ascend==3.2.0
   local scratch
   scratch=$(mktemp -d)
-  # the open part of the Ascend compiler, one wheel of executables
-  $pip download --no-deps --dest "$scratch" ascendnpu-ir==1.2.0
-  rm -rf "$home/bishengir"
-  "$home/venv/bin/python" -m zipfile -e "$scratch"/ascendnpu_ir-*.whl "$home/bishengir"
-  chmod +x "$home"/bishengir/ascendnpuir/bin/*
+  # the open part of the Ascend compiler, one wheel of executables a build
+  local build
+  for build in $builds; do
+    $pip download --no-deps --dest "$scratch" "ascendnpu-ir==$build"
+    rm -rf "$home/bishengir-$build"
+    "$home/venv/bin/python" -m zipfile -e "$scratch/ascendnpu_ir-$build"-*.whl "$home/bishengir-$build"
+    # the first release has its files a level deeper
+    [ -d "$home/bishengir-$build/ascendnpuir" ] ||
+      mv "$home/bishengir-$build"/*.data/purelib/ascendnpuir "$home/bishengir-$build/"
+    chmod +x "$home/bishengir-$build"/ascendnpuir/bin/*
+  done
   # Debian's MLIR tools, unpacked: nothing is installed system-wide
   local packages="mlir-19-tools libmlir-19 libllvm19 llvm-19"
   (cd "$scratch" && { apt-get download -qq $packages || { root apt-get update -qq; apt-get download -qq $packages; }; })

@@ -26,6 +26,11 @@ def of(*modules: str) -> str:
     return "\n".join(f"{name} {seen[name]}" for name in sorted(seen))
 
 
+def imported(module: str) -> tuple[str, ...]:
+    """The modules that it imports relatively."""
+    return _read(module)[1]
+
+
 @cache
 def _read(name: str) -> tuple[str, tuple[str, ...]]:
     spec = importlib.util.find_spec(name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 from functools import cache
 from importlib.metadata import version
@@ -13,7 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".ascend"
-BISHENGIR = HOME / "bishengir/ascendnpuir/bin/bishengir-compile"
+# releases of ascendnpu-ir, oldest first: on a machine the compiler is the one of its CANN
+BUILDS = ("1.0.0", "1.1.0", "1.2.0")
+NEWEST = BUILDS[-1]
 LLVM = HOME / "mlir/usr/lib/llvm-19"
 ARCH = "Ascend910_9392"  # Atlas A3
 _LIBRARIES = f"{HOME / 'mlir/usr/lib/x86_64-linux-gnu'}:{LLVM / 'lib'}"
@@ -41,12 +44,32 @@ def digest(*parts: str | bytes) -> str:
     return total.hexdigest()[:24]
 
 
+def bishengir(build: str) -> Path:
+    return HOME / f"bishengir-{build}/ascendnpuir/bin/bishengir-compile"
+
+
+@cache
+def stamp(build: str) -> str:
+    """The digest of a compiler."""
+    return digest(bishengir(build).read_bytes())
+
+
+@cache
+def built(build: str) -> str:
+    """The day a compiler was made, by its own words."""
+    command = [str(bishengir(build)), "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    day = re.search(r"\d{4}-\d\d-\d\d", said)
+    if day is None:
+        raise ToolError(f"bishengir-compile of ascendnpu-ir {build} gives no date: {said[:200]}")
+    return day[0]
+
+
 @cache
 def versions() -> dict[str, str]:
-    """What a record was made with: another version is another record."""
+    """What a run on the CPU was made with: another version is another record."""
     return {
         "triton-ascend": version("triton-ascend"),
-        "bishengir-compile": digest(BISHENGIR.read_bytes()),
         "mlir": digest((LLVM / "bin/mlir-opt").resolve().read_bytes()),
         "torch": version("torch").partition("+")[0],
     }

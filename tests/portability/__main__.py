@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import report
-from .pretend import GPUS, HOME, TENSOR_MEMORY
+from .gpus import GPUS, HOME, TENSOR_MEMORY, TRITONS, WHOLE
 
 ROOT = HOME.parent
 RESULTS = Path(__file__).parent / "results.json"
@@ -35,7 +35,10 @@ def one(pair: tuple[int, str], share: float, parts: list[str]) -> dict[str, Any]
             env=os.environ | {"PYTHONPATH": str(HOME / f"triton-{version}")},
             check=True,
         )
-        return json.loads(Path(out).read_text())
+        found = json.loads(Path(out).read_text())
+    if found["triton"] != version:
+        raise RuntimeError(f"triton {found['triton']} ran: run.sh puts {version} into {HOME}")
+    return found
 
 
 def against(case: dict[str, Any], capability: int, results: dict[str, Any]) -> list[str]:
@@ -58,6 +61,22 @@ def against(case: dict[str, Any], capability: int, results: dict[str, Any]) -> l
     return found
 
 
+def paths(found: report.Found, results: dict[str, Any]) -> list[str]:
+    """The cases that take other kernels with one Triton than with another, on the same GPU."""
+    taken: dict[tuple[int, str, str], dict[str, set[str]]] = {}
+    for (capability, version), answer in found.items():
+        for case in answer["cases"]:
+            if case["refused"] is None:
+                names = {results[key]["kernel"] for key in case["launches"]}
+                at = capability, case["op"], case["label"]
+                taken.setdefault(at, {})[version] = names
+    return [
+        f"sm_{capability}, {op}, {label}: {of}"
+        for (capability, op, label), of in taken.items()
+        if len({frozenset(names) for names in of.values()}) > 1
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.portability", description=__doc__)
     parser.add_argument(
@@ -66,10 +85,8 @@ def main() -> int:
     parser.add_argument(
         "--sample", type=float, default=0.01, help="share that --check compiles again"
     )
-    parser.add_argument("--gpu", type=int, nargs="*", default=report.CAPABILITIES, choices=GPUS)
-    parser.add_argument(
-        "--triton", nargs="*", default=report.TRITONS, help="folders of .portability"
-    )
+    parser.add_argument("--gpu", type=int, nargs="*", default=list(GPUS), choices=GPUS)
+    parser.add_argument("--triton", nargs="*", default=TRITONS, help="folders of .portability")
     parser.add_argument("--only", nargs="*", default=[], help="cases with this in `op | label`")
     options = parser.parse_args()
     start = time.time()
@@ -91,10 +108,11 @@ def main() -> int:
                 f"sm_{pair[0]}, Triton {pair[1]}, {case['op']}, {case['label']}: {x}"
                 for x in against(case, pair[0], results)
             ]
-    whole = not options.only and set(pairs) >= report.WHOLE
+    wrong += paths(found, results)
+    whole = not options.only and set(pairs) >= set(WHOLE)
     table = report.table(found, results) if whole else ""
-    if options.check and whole and TABLE.read_text() != table:
-        wrong.append(f"{TABLE.name} or results.json are of another day: make portability")
+    if options.check and whole and (not TABLE.exists() or TABLE.read_text() != table):
+        wrong.append(f"{TABLE.name} says something else: make portability")
     if not options.check:
         if whole:  # nothing is kept of kernels that are no more
             TABLE.write_text(table)

@@ -22,7 +22,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +30,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import JITCallable, KernelInterface
 
-HOME = Path(__file__).parents[2] / ".portability"
-KIB = 1024
-
-
-@dataclass(frozen=True)
-class GPU:
-    name: str
-    processors: int
-    shared_memory: int
-
-
-GPUS = {
-    80: GPU("A100", 108, 163 * KIB),
-    86: GPU("A40, RTX 3090", 84, 99 * KIB),
-    89: GPU("L40S, RTX 4090", 142, 99 * KIB),
-    90: GPU("H100, H200", 132, 227 * KIB),
-    100: GPU("B200", 148, 227 * KIB),
-    120: GPU("RTX 5090, RTX PRO 6000", 170, 99 * KIB),
-}
-TENSOR_MEMORY = 512  # columns, where there is any
+from .gpus import GPUS, HOME
 
 
 def pretend(capability: int) -> None:
@@ -203,7 +183,7 @@ def main() -> None:
             name, compile = recorder.of[key]
             compiled[key] = dict(kernel=name) | in_child(compile)
             print(f"  sm_{capability}, {triton.__version__}: {compiled[key]}", flush=True)
-    out.write_text(json.dumps(dict(cases=found, compiled=compiled)))
+    out.write_text(json.dumps(dict(triton=triton.__version__, cases=found, compiled=compiled)))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ cd "$(dirname "$0")/../.."
 home=$PWD/.portability
 python=$PWD/.venv/bin/python
 mkdir -p "$home"
-# each version in a folder of its own, without what only profiles
-for version in $("$python" -c "from tests.portability.report import TRITONS; print(*TRITONS)"); do
+# each version in a folder of its own
+for version in $("$python" -c "from tests.portability.gpus import TRITONS; print(*TRITONS)"); do
   [ -e "$home/triton-$version/ready" ] && continue
   rm -rf "$home/triton-$version"
   "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \

@@ -7,10 +7,12 @@ from __future__ import annotations
 import copy
 import runpy
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from custom.dispatch.errors import NotSupported
 from custom.dispatch.register import bind, overload
 from custom.dispatch.specs import BY_NAME, SPECS
 
@@ -324,18 +326,22 @@ def test_dynamo_export_refuses_as_the_compiler_does(tmp_path):
         )
 
 
-def test_where_ge_calls_python_back_nothing_is_refused(monkeypatch):
-    """torch_npu writes such a converter itself, if CANN has the package `ge`."""
-    registered = []
+def test_where_ge_calls_python_back_ops_without_a_twin_are_still_refused(monkeypatch):
+    """CANN has the package `ge`: torch_npu would write a converter that calls back."""
+    converters = {}
 
     def register(target):
-        registered.append(target)
-        return lambda convert: convert
+        return lambda convert: converters.setdefault(target, convert)
 
+    monkeypatch.setitem(sys.modules, "ge", types.ModuleType("ge"))
     monkeypatch.setattr(torchair, "register_fx_node_ge_converter", register)
-    monkeypatch.setattr(ours, "_runs_python_ops", lambda: True)
     ours.register()
-    assert set(registered) == {overload(BY_NAME[n]) for n in (*ours.TWINS, *ours.COMPOSED)}
+    assert set(converters) == {overload(spec) for spec in SPECS}
+    lacking = [spec for spec in SPECS if spec.name not in {*ours.TWINS, *ours.COMPOSED}]
+    assert {"npu_indexer_prolog_pto", "npu_chunk_gated_delta_rule"} <= {x.name for x in lacking}
+    for spec in lacking:
+        with pytest.raises(NotSupported, match=f"^{spec.name}: .*npugraph_ex"):
+            converters[overload(spec)]()
 
 
 def test_example_converts(monkeypatch, capsys, graphs):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..case import Arguments, Case, Inputs
+from ..conditions import with_
 from ..controls import Control
 
 KERNEL = "fused_attention"
@@ -72,6 +73,14 @@ def token_major(x: Inputs) -> Arguments:
     return drawn | dict(zip("qkv", swapped, strict=True))
 
 
+def below(arguments: Arguments) -> torch.Tensor:
+    return arguments["q"].abs_().neg_()
+
+
+def above(arguments: Arguments) -> torch.Tensor:
+    return arguments["k"].abs_()
+
+
 CASES = (
     Case(OP, "128 x 256", dense(128, 256)),
     Case(OP, "tails", dense(150, 333)),
@@ -80,7 +89,18 @@ CASES = (
     Case(OP, "causal, 1 row", dense(1, 200, 128, (4, 2), causal=True), torch.float16),
     Case(OP, "window 50", dense(270, 300, window=50, causal=True)),
     Case(OP, "window 50, both sides", dense(170, 150, window=50)),
+    Case(OP, "whole tiles, causal", dense(128, 222, causal=True)),
+    Case(OP, "whole tiles, causal, head size 128", dense(64, 170, 128, batch=1, causal=True)),
+    Case(OP, "whole tiles, causal, head size 256", dense(64, 170, 256, batch=1, causal=True)),
+    Case(OP, "whole tiles, window 50", dense(128, 140, causal=True, window=50)),
     Case(OP, "no key", dense(20, 0)),
+    # one key more than a tile, from 0: of all keys, of what is seen causally, of a window
+    Case(OP, "one key in the last tile", dense(130, 129)),
+    Case(OP, "causal, the last row sees one key more than a tile", dense(150, 151, causal=True)),
+    Case(OP, "window 2, both sides, one key more than a tile", dense(200, 200, window=2)),
+    Case(OP, "window 128, begins at 0", dense(200, 201, window=128, causal=True)),
+    Case(OP, "scores that underflow", with_(dense(70, 140, sm_scale=4.0), q=below, k=above)),
+    Case(OP, "scores far apart, causal", dense(140, 140, sm_scale=9.0, causal=True)),
     Case(OP, "fp16, scale 0.5", dense(130, 130, sm_scale=0.5), torch.float16),
     *(
         Case(OP, f"head size {size}, causal", dense(200, 210, size, batch=1, causal=True))
@@ -123,6 +143,48 @@ CASES = (
 )
 CONTROLS = (
     Control(
+        "the last tile forgotten where it has one key",
+        KERNEL,
+        "end = count_k\n",
+        "end = count_k - 1\n",
+        "one key in the last tile",
+    ),
+    Control(
+        "the causal end one too early",
+        KERNEL,
+        "shift + first + tl.minimum(left, Q_TILE))",
+        "shift + first + tl.minimum(left, Q_TILE) - 1)",
+        "causal, the last row sees one key more than a tile",
+    ),
+    Control(
+        "the window's end one too early",
+        KERNEL,
+        "first + Q_TILE - 1 + window",
+        "first + Q_TILE - 2 + window",
+        "window 2, both sides, one key more than a tile",
+    ),
+    Control(
+        "the window begins one late",
+        KERNEL,
+        "shift + first - window + 1, 0)",
+        "shift + first - window + 1, 1)",
+        "window 128, begins at 0",
+    ),
+    Control(
+        "a maximum of at least 0",
+        KERNEL,
+        "tl.full((Q_TILE,), -1e30, tl.float32)",
+        "tl.full((Q_TILE,), 0.0, tl.float32)",
+        "scores that underflow",
+    ),
+    Control(
+        "a score that overflows",
+        KERNEL,
+        "p = tl.exp(z - new_max[:, None])",
+        "p = tl.exp(z - tl.minimum(new_max, 40.0)[:, None])",
+        "scores far apart, causal",
+    ),
+    Control(
         "causal limit off by one",
         KERNEL,
         "tl.minimum(position + 1, count_k)",
@@ -139,9 +201,16 @@ CONTROLS = (
     Control(
         "keys behind the tail",
         KERNEL,
-        'z = z + tl.where(j < count_k - start, 0.0, float("-inf"))[None]',
+        'z = tl.where(column < within_tile(high, start, KEY_TILE), z, float("-inf"))',
         "z = z + 0.0",
         "tails",
+    ),
+    Control(
+        "a tile that one row sees as a whole",
+        KERNEL,
+        "shift + first + 1), 0)",
+        "shift + first + 2), 0)",
+        "whole tiles, causal",
     ),
     Control("the sum is not shrunk", KERNEL, "total * shrink", "total", "tails"),
     Control(

@@ -37,8 +37,14 @@ CASES = (
     Case(OP, "tails", after(dense(150, 333))),
     Case(OP, "causal, 4 heads on 2", after(dense(150, 200, 64, (4, 2), causal=True), True)),
     Case(OP, "causal, fewer keys than rows", after(dense(270, 140, causal=True))),
+    Case(
+        OP, "causal, a diagonal before a tile's edge", after(dense(130, 192, batch=1, causal=True))
+    ),
     Case(OP, "window 50", after(dense(270, 300, window=50, causal=True))),
     Case(OP, "window 50, both sides", after(dense(170, 150, window=50))),
+    # one row more than a tile, from 0
+    Case(OP, "window 2, both sides, one row more than a tile", after(dense(200, 200, window=2))),
+    Case(OP, "causal, one row more than a tile", after(dense(129, 130, causal=True))),
     Case(OP, "fp16, scale 0.5", after(dense(130, 130, sm_scale=0.5)), torch.float16),
     *(
         Case(OP, f"head size {size}, causal", after(dense(150, 170, size, batch=1, causal=True)))
@@ -78,7 +84,37 @@ CASES = (
     Case(OP, "token-major strides, causal", after(token_major)),
 )
 CONTROLS = (
-    Control("the scale forgotten", KERNEL, "(acc_k * scale).to", "acc_k.to", "tails"),
+    Control(
+        "the window's end one too early",
+        KERNEL,
+        "first + KEY_TILE - 1 + window - shift",
+        "first + KEY_TILE - 2 + window - shift",
+        "window 2, both sides, one row more than a tile",
+    ),
+    Control(
+        "the last tile of rows forgotten where it has one",
+        KERNEL,
+        "end = count_q\n",
+        "end = count_q - 1\n",
+        "causal, one row more than a tile",
+    ),
+    Control(
+        "the scale forgotten",
+        KERNEL,
+        " * scale\n                acc_k =",
+        "\n                acc_k =",
+        "tails",
+    ),
+    Control(
+        "the queries' scale forgotten", KERNEL, " * scale\n    return", "\n    return", "tails"
+    ),
+    Control(
+        "a tile that one row sees as a whole",
+        "fused_attention",
+        "shift + first + 1), 0)",
+        "shift + first + 2), 0)",
+        "causal, a diagonal before a tile's edge",
+    ),
     Control(
         "one head of the group",
         KERNEL,
@@ -89,8 +125,8 @@ CONTROLS = (
     Control(
         "causal limit off by one",
         KERNEL,
-        "key <= position, p",
-        "key < position, p",
+        "(1 if CAUSAL else window)",
+        "(0 if CAUSAL else window)",
         "causal, 4 heads on 2",
     ),
     Control(

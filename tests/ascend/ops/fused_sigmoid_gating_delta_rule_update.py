@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..case import Arguments, Case, Inputs
+from ..conditions import with_
 from ..controls import Control
 
 KERNEL = "fused_sigmoid_gating_delta_rule_update"
@@ -86,8 +87,22 @@ def heads_apart(x: Inputs) -> Arguments:
     return arguments | dict(v=wide.as_strided(v.shape, strides).copy_(v))
 
 
+def tiny(arguments: Arguments) -> torch.Tensor:
+    """Keys whose squares add up to about 1e-6, and one of zeros."""
+    k = arguments["k"].mul_(1e-4)
+    k[0, 0] = 0
+    return k
+
+
 CASES = (
     Case(OP, "decode", call([3, -1, 0, 7])),
+    Case(OP, "decode, the slot past the last", call([3, SLOTS, 0])),
+    Case(OP, "verification, the row past the last", call([3, 2, 0], 2, keep=[2, 3, 0])),
+    Case(
+        OP,
+        "tiny keys, and one of zeros",
+        with_(call([3, 0, 1], 2), k=tiny, q=lambda x: x["q"].mul_(1e-3)),
+    ),
     Case(OP, "decode, vk", call([3, -1, 0, 7], layout="vk")),
     Case(OP, "3 tokens", call([3, -1, 0], 3)),
     Case(OP, "3 tokens, vk, bf16 state", call([3, -1, 0], 3, state=torch.bfloat16, layout="vk")),
@@ -168,6 +183,27 @@ CASES = (
 )
 CONTROLS = (
     Control(
+        "the slot past the last is there",
+        KERNEL,
+        "(slot >= 0) & (slot < slots)",
+        "(slot >= 0) & (slot <= slots)",
+        "decode, the slot past the last",
+    ),
+    Control(
+        "the row past the last is kept",
+        KERNEL,
+        "(row >= 0) & (row < rows)",
+        "(row >= 0) & (row <= rows)",
+        "verification, the row past the last",
+    ),
+    Control(
+        "no epsilon under the norm",
+        KERNEL,
+        "tl.sum(x * x, 0) + 1e-6",
+        "tl.sum(x * x, 0) + 1e-30",
+        "tiny keys, and one of zeros",
+    ),
+    Control(
         "prefix sums beyond the tokens",
         "lengths",
         "tl.minimum(tl.maximum(tl.load(length), 0), most)",
@@ -226,7 +262,7 @@ CONTROLS = (
     Control(
         "a branch with the steps of another",
         KERNEL,
-        "tl.where(on, beta, 0.0)",
+        "beta * on",
         "beta",
         "tree",
     ),

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..case import Arguments, Case, Inputs
+from ..case import Arguments, Case, Inputs, in_rounds
+from ..conditions import with_
 from ..controls import Control
 
 KERNEL = "indexer_loss"
@@ -35,7 +36,7 @@ def call(
     scores: torch.dtype = torch.float32,
     kind: torch.dtype = torch.int32,
     lse: bool = False,
-    **options: int,
+    **options: float,
 ) -> Callable[[Inputs], Arguments]:
     def make(x: Inputs) -> Arguments:
         arguments = dict(
@@ -56,8 +57,38 @@ def call(
     return make
 
 
+def beside_the_last(keys: int = 300) -> Callable[[Arguments], torch.Tensor]:
+    """Where every key is past, the index after the last key's."""
+
+    def made(arguments: Arguments) -> torch.Tensor:
+        indices = arguments["indices"]
+        indices[:, :, 1::7] = keys
+        return indices
+
+    return made
+
+
+def one_in_the_last_tile(arguments: Arguments) -> torch.Tensor:
+    indices = arguments["indices"]
+    indices[..., 0], indices[..., -1] = 0, 1
+    return indices
+
+
 CASES = (
     Case(OP, "16 heads", call()),
+    Case(OP, "several rounds", in_rounds(2 * 256 * 128 * 2, call())),
+    Case(
+        OP,
+        "the index after the last key's, every key is past",
+        with_(call(chunk_offset=305), indices=beside_the_last()),
+    ),
+    Case(OP, "one slot in the last tile", with_(call(count=129), indices=one_in_the_last_tile)),
+    Case(
+        OP,
+        "scores far apart, eps 0.01",
+        with_(call(eps=0.01), index_score=lambda x: x["index_score"].mul_(60.0)),
+    ),
+    Case(OP, "targets far apart", call(scaling=6.0)),
     Case(OP, "24 heads, bf16 scores, int64", call(24, scores=torch.bfloat16, kind=torch.int64)),
     Case(OP, "128 heads of 512 and 64, 256 slots", call(128, 512, 64, 256, 2)),
     Case(OP, "64 heads of 576, 1500 slots", call(64, 576, 0, 1500, 2, 1800, 1)),
@@ -66,6 +97,55 @@ CASES = (
     Case(OP, "every key is past", call(chunk_offset=2**31 - 2)),
 )
 CONTROLS = (
+    Control(
+        "another round's token",
+        KERNEL,
+        "token = (first + row).to(tl.int64)",
+        "token = row.to(tl.int64)",
+        "several rounds",
+    ),
+    Control(
+        "another round's log-sum-exp",
+        KERNEL,
+        "lse + (first + row).to(tl.int64) * heads",
+        "lse + row.to(tl.int64) * heads",
+        "several rounds",
+    ),
+    Control(
+        "the key after the last is gathered",
+        KERNEL,
+        "last = tl.minimum(offset + i, keys - 1)\n        at = indices",
+        "last = tl.minimum(offset + i, keys)\n        at = indices",
+        "the index after the last key's, every key is past",
+    ),
+    Control(
+        "the index after the last key's counts",
+        KERNEL,
+        "last = tl.minimum(offset + i, keys - 1)\n        of_indices",
+        "last = tl.minimum(offset + i, keys)\n        of_indices",
+        "the index after the last key's, every key is past",
+    ),
+    Control(
+        "the last tile forgotten where it has one slot",
+        KERNEL,
+        "for start in range(0, count, KEY_TILE)",
+        "for start in range(0, count - 1, KEY_TILE)",
+        "one slot in the last tile",
+    ),
+    Control(
+        "eps beside the target forgotten",
+        KERNEL,
+        "terms = (p + eps) * (",
+        "terms = p * (",
+        "scores far apart, eps 0.01",
+    ),
+    Control(
+        "a score that overflows",
+        KERNEL,
+        "p = tl.exp(z - new_max[:, None])",
+        "p = tl.exp(z - tl.minimum(new_max, 40.0)[:, None])",
+        "targets far apart",
+    ),
     Control(
         "future keys count",
         KERNEL,

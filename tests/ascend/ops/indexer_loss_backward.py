@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 
 from ..case import Arguments, Case, Inputs
+from ..conditions import with_
 from ..controls import Control
-from .indexer_loss import selected
+from .indexer_loss import beside_the_last, selected
 
 KERNEL = "indexer_loss_backward"
 OP = f"npu_{KERNEL}"
@@ -40,9 +41,21 @@ CASES = (
     Case(OP, "200 slots", call(200)),
     Case(OP, "1500 slots, bf16 scores", call(1500, torch.bfloat16)),
     Case(OP, "every key is past", call(64, offset=2**31 - 2)),
+    Case(
+        OP,
+        "the index after the last key's, every key is past",
+        with_(call(200, offset=305), indices=beside_the_last()),
+    ),
     Case(OP, "12 slots, fp16 scores, int64", call(12, torch.float16, torch.int64)),
 )
 CONTROLS = (
+    Control(
+        "the index after the last key's counts",
+        KERNEL,
+        "tl.minimum(offset + i, keys - 1)",
+        "tl.minimum(offset + i, keys)",
+        "the index after the last key's, every key is past",
+    ),
     Control(
         "the loss's gradient forgotten",
         KERNEL,

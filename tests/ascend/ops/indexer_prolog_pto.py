@@ -25,12 +25,14 @@ def prolog(
     rotary: int = ROTARY,
     form: str = "nz",
     interleaved: bool = False,
+    past: int = 3,
+    scale: float = 1.0,
 ) -> Callable[[Inputs], Arguments]:
     def make(inputs: Inputs) -> Arguments:
         pages = -(-batch * length // PAGE) + 1
         tokens = (batch, length)
         return dict(
-            token_x=inputs.normal(*tokens, hidden),
+            token_x=inputs.normal(*tokens, hidden, scale=scale),
             query_norm=inputs.normal(*tokens, rank),
             weight_qb=weight(inputs, rank, heads * size, form),
             weight_k=weight(inputs, hidden, size, form),
@@ -40,7 +42,7 @@ def prolog(
             rope_sin=inputs.normal(*tokens, rotary),
             rope_cos=inputs.normal(*tokens, rotary),
             index_k_cache=inputs.normal(pages, PAGE, 1, size),
-            cache_index=inputs.ints(slots(inputs, batch * length, pages).view(tokens)),
+            cache_index=inputs.ints(slots(inputs, batch * length, pages, past).view(tokens)),
             rope_interleaved=interleaved,
             weight_format="nd" if form == "nd" else "nz",
         )
@@ -59,6 +61,8 @@ CASES = (
     case("32 heads, NZ bytes", prolog(5, 1, 32, form="flat", hidden=208, rank=112)),
     case("sizes of the tests", prolog(2, 2, 16, hidden=64, rank=32, size=32, rotary=16)),
     case("all 64 dims rotate", prolog(3, 1, 16, size=64, **SMALL)),
+    case("the slot past the last", prolog(3, 1, 16, size=64, past=0, hidden=208, rank=112)),
+    case("tiny rows", prolog(3, 1, 16, scale=1e-3, hidden=208, rank=112)),
 )
 CONTROLS = (
     Control("mean not taken off", "rows", "        right -= mean\n", "", "32 heads, NZ bytes"),
@@ -69,4 +73,12 @@ CONTROLS = (
         "total = tl.sum(left, 0)",
         "32 heads, NZ bytes",
     ),
+    Control(
+        "the slot past the last is written",
+        "rows",
+        "there = (slot >= 0) & (slot < slots)\n        of_rotary",
+        "there = (slot >= 0) & (slot <= slots)\n        of_rotary",
+        "the slot past the last",
+    ),
+    Control("no epsilon", "rows", "squares / SIZE + epsilon", "squares / SIZE", "tiny rows"),
 )

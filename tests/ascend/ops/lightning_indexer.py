@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..case import Arguments, Case, Finding, Inputs, judge
+from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge
+from ..conditions import a_page_past_the_last, many_requests, pages_apart, with_
 from ..controls import Control
 
 D = 128
@@ -102,6 +103,32 @@ def beyond(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]
 def no_request(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
     return lambda x: make(x) | {name: x.ints([]) for name in names}
+
+
+def decode(requests: int, page: int = 16, size: int = 32) -> Callable[[Inputs], Arguments]:
+    """TND tokens of so many requests, paged keys."""
+    tokens, sums = many_requests(requests)
+    lengths = [1 + i % 40 for i in range(requests)]
+
+    def make(x: Inputs) -> Arguments:
+        drawn = paged(lengths, 1, 16, 16, page, size=size)(x)
+        return drawn | dict(
+            query=x.whole(tokens, 16, size, low=-1, high=2),
+            weights=x.whole(tokens, 16, low=-2, high=3),
+            actual_seq_lengths_query=x.ints(sums),
+            layout_query="TND",
+        )
+
+    return make
+
+
+def the_last_key_wins(arguments: Arguments) -> torch.Tensor:
+    """Weights that are all positive, and the last key of request 0 is its last query."""
+    key, table = arguments["key"], arguments["block_table"]
+    at = int(arguments["actual_seq_lengths_key"][0]) - 1
+    page, row = divmod(at, key.shape[1])
+    key[table[0, page], row, 0] = arguments["query"][0, -1, 0]
+    return arguments["weights"].fill_(1.0)
 
 
 def by_score(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
@@ -201,6 +228,21 @@ CASES = (
             )
         ),
     ),
+    Case(OP, "several rounds", in_rounds(2 * 384 * 4, paged([300, 1, 129], 2, 16))),
+    Case(
+        OP,
+        "TND, several rounds",
+        in_rounds(2 * 256 * 4, rows("TND", 16, 32)),
+    ),
+    Case(OP, "pages apart", pages_apart(paged([300, 1, 129], 2, 16), "key")),
+    Case(OP, "the page past the last", a_page_past_the_last(paged([400, 100], 1, 16))),
+    Case(OP, "TND, 133 requests, paged", decode(133)),
+    Case(
+        OP,
+        "one key in the last tile",
+        with_(paged([4097], 1, 16, 64), weights=the_last_key_wins),
+        cores=(24,),
+    ),
 )
 CONTROLS = (
     Control("relu forgotten", OP[4:], "tl.maximum(z, 0.0)", "z", "paged, 64 heads"),
@@ -254,9 +296,51 @@ CONTROLS = (
         "paged, a page missing",
     ),
     Control(
+        "another round's lengths",
+        OP[4:],
+        "first + row, query_lengths",
+        "row, query_lengths",
+        "several rounds",
+    ),
+    Control(
+        "another round's scores",
+        OP[4:],
+        "low = tl.maximum(first - token, 0)",
+        "low = tl.maximum(0 - token, 0)",
+        "TND, several rounds",
+    ),
+    Control(
+        "pages side by side",
+        OP[4:],
+        "* page_rows + position - column",
+        "* page + position - column",
+        "pages apart",
+    ),
+    Control(
+        "the page past the last is read",
+        OP[4:],
+        "(number < pages)",
+        "(number <= pages)",
+        "the page past the last",
+    ),
+    Control(
+        "128 requests at most",
+        "ragged",
+        "for start in range(0, requests, 128)",
+        "for start in range(0, 1, 128)",
+        "TND, 133 requests, paged",
+    ),
+    Control(
+        "the last tile forgotten where it has one key",
+        OP[4:],
+        "for s in range(0, n, SORT_TILE)",
+        "for s in range(0, n - 1, SORT_TILE)",
+        "one key in the last tile",
+    ),
+    Control(
         "counted in tiles that do not fit",
         "tune",
-        '"COUNT_TILE": 4096',
+        '"COUNT_TILE": 2048',
         '"COUNT_TILE": 16384',
         "paged, 64 heads",
         stage="compile",

@@ -112,7 +112,7 @@ CONTROLS = (
     Control("rows before the first key", "ragged", "tl.maximum(before, 0), 0)", "before, 0)",
             "TND, a negative prefix sum"),
     Control("relu's gradient forgotten", KERNEL,
-            "ds = tl.where(s > 0, grad[None] * w[:, None], 0.0)", "ds = grad[None] * w[:, None]",
+            "seen = tl.where(s > 0, grad[None], 0.0)", "seen = grad[None] + 0.0 * s",
             "64 heads"),
     Control("one token too few", KERNEL, "position - keys + count", "position - keys + count + 1",
             "4 heads of 32, more queries than keys"),

@@ -34,11 +34,11 @@ def row_major(arguments: Arguments) -> Arguments:
     return in_float64(arguments) | dict(weight_format="nd")
 
 
-def slots(inputs: Inputs, tokens: int, pages: int) -> Tensor:
-    """Distinct, one -1 and one out of range among them."""
+def slots(inputs: Inputs, tokens: int, pages: int, past: int = 3) -> Tensor:
+    """Distinct, one -1 and one so far past the last among them."""
     drawn = inputs.permutation(pages * PAGE)[:tokens]
     drawn[tokens // 2] = -1
-    drawn[tokens // 3] = pages * PAGE + 3
+    drawn[tokens // 3] = pages * PAGE + past
     return drawn
 
 
@@ -54,12 +54,15 @@ def prolog(
     rotary: int = ROTARY,
     form: str = "nz",
     interleaved: bool = True,
+    past: int = 3,
+    scale: float = 1.0,
+    epsilons: tuple[float, float] = (1e-5, 1e-5),
 ) -> Callable[[Inputs], Arguments]:
     def make(inputs: Inputs) -> Arguments:
         pages = -(-batch * length // PAGE) + 1
         tokens = (batch, length)
         return dict(
-            token_x=inputs.normal(*tokens, hidden),
+            token_x=inputs.normal(*tokens, hidden, scale=scale),
             weight_dq=weight(inputs, hidden, rank, form),
             weight_uq_qr=weight(inputs, rank, heads * (plain + rotary), form),
             weight_uk=inputs.normal(heads, plain, latent, scale=plain**-0.5),
@@ -70,7 +73,9 @@ def prolog(
             rope_cos=inputs.normal(*tokens, rotary),
             kv_cache=inputs.normal(pages, PAGE, 1, latent),
             kr_cache=inputs.normal(pages, PAGE, 1, rotary),
-            cache_index=inputs.ints(slots(inputs, batch * length, pages).view(tokens)),
+            cache_index=inputs.ints(slots(inputs, batch * length, pages, past).view(tokens)),
+            rmsnorm_epsilon_cq=epsilons[0],
+            rmsnorm_epsilon_ckv=epsilons[1],
             rope_interleaved=interleaved,
             weight_format="nd" if form == "nd" else "nz",
         )
@@ -97,6 +102,9 @@ CASES = (
     case("wide rows", prolog(3, 2, 8, hidden=512, rank=2560, latent=640)),
     case("NZ bytes under the ND shape", prolog(4, 2, 8, form="flat", **SMALL)),
     case("row-major", prolog(4, 2, 8, form="nd", **SMALL)),
+    case("the slot past the last", prolog(3, 1, 3, past=0, **UNEVEN)),
+    case("two epsilons", prolog(3, 1, 3, epsilons=(0.5, 0.1), **UNEVEN)),
+    case("tiny rows", prolog(3, 1, 3, scale=1e-3, **UNEVEN)),
     case("row-major, uneven, 70 tokens", prolog(35, 2, 8, hidden=200, rank=120, form="nd")),
 )
 _TILE = """                w_tile = tl.load(from_w)
@@ -134,6 +142,34 @@ CONTROLS = (
         "there = (slot >= 0) & (slot < slots)\n        of_latent",
         "there = (slot >= -1) & (slot < slots)\n        of_latent",
         "uneven, 18 tokens",
+    ),
+    Control(
+        "the slot past the last is written",
+        "rows",
+        "there = (slot >= 0) & (slot < slots)\n        of_latent",
+        "there = (slot >= 0) & (slot <= slots)\n        of_latent",
+        "the slot past the last",
+    ),
+    Control(
+        "the other norm's epsilon",
+        "mla_prolog_pto",
+        "rows.norm(down, rmsnorm_gamma_cq, rmsnorm_epsilon_cq",
+        "rows.norm(down, rmsnorm_gamma_cq, rmsnorm_epsilon_ckv",
+        "two epsilons",
+    ),
+    Control(
+        "no epsilon under a row of queries",
+        "rows",
+        "/ size + epsilon",
+        "/ size + 1e-30",
+        "tiny rows",
+    ),
+    Control(
+        "no epsilon under a latent row",
+        "rows",
+        "/ LATENT + epsilon",
+        "/ LATENT + 1e-30",
+        "tiny rows",
     ),
     Control(
         "a 3-D load, reshaped",

@@ -101,6 +101,10 @@ CASES = (
         layer([2100], 1, 8, 2048, hidden=7168, rank=1536, tied=True),
         cores=(24,),
     ),
+    case(
+        "two epsilons",
+        layer([140, 60], 1, 8, 256, tied=True, rms_norm_eps=0.5, layer_norm_eps=0.05),
+    ),
     case("fp16", layer([140, 260], 1, 32, 256), dtype=torch.float16),
 )
 CONTROLS = (
@@ -110,6 +114,13 @@ CONTROLS = (
         "cache_index, rms_norm_eps, rms_norm_eps",
         "cache_index * 0 - 1, rms_norm_eps, rms_norm_eps",
         "everything selected, 16 heads, s1 2",
+    ),
+    Control(
+        "the other norm's epsilon",
+        OP[4:],
+        "cache_index, layer_norm_eps",
+        "cache_index, rms_norm_eps",
+        "two epsilons",
     ),
     Control(
         "scale of the latent",

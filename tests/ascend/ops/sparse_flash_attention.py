@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..case import Arguments, Case, Inputs
+from ..case import Arguments, Case, Inputs, in_rounds
+from ..conditions import a_page_past_the_last, many_requests, pages_apart, with_
 from ..controls import Control
 
 D, DR = 512, 64
@@ -133,6 +134,40 @@ def _beyond(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments
     return far
 
 
+def decode(requests: int, count: int = 16) -> Callable[[Inputs], Arguments]:
+    """TND tokens of so many requests, paged keys."""
+    tokens, sums = many_requests(requests)
+    lengths = [1 + i % 40 for i in range(requests)]
+
+    def make(x: Inputs) -> Arguments:
+        drawn = paged(lengths, 1, 8, count, 16, sizes=(128, 32))(x)
+        index = torch.stack([x.permutation(40)[:count] for _ in range(tokens)])
+        return drawn | dict(
+            query=x.normal(tokens, 8, 128),
+            query_rope=x.normal(tokens, 8, 32),
+            sparse_indices=x.ints(index.view(tokens, 1, count)),
+            actual_seq_lengths_query=x.ints(sums),
+            layout_query="TND",
+            return_softmax_lse=False,
+        )
+
+    return make
+
+
+def all_of_them(arguments: Arguments) -> torch.Tensor:
+    """As many positions as there are slots, from the last down, none absent."""
+    indices = arguments["sparse_indices"]
+    return indices.copy_(torch.arange(indices.shape[-1] - 1, -1, -1))
+
+
+def opposed(arguments: Arguments) -> torch.Tensor:
+    """Queries below 0 and keys above: every score is far below 0."""
+    for name in ("key", "key_rope"):
+        arguments[name].abs_()
+    arguments["query_rope"].abs_().neg_()
+    return arguments["query"].abs_().neg_()
+
+
 OP = "npu_sparse_flash_attention"
 CASES = (
     *(Case(OP, f"paged, {n} heads", paged([300, 1, 131], 2, n, 96)) for n in (8, 16, 32, 64, 128)),
@@ -170,6 +205,21 @@ CASES = (
         "TND, no request",
         _with_lengths(rows("TND", 16, 40, return_softmax_lse=True), [], []),
     ),
+    Case(OP, "several rounds", in_rounds(2 * 128 * 576 * 2, paged([300, 1, 131], 2, 16, 96))),
+    Case(OP, "pages apart", pages_apart(paged([300, 1, 131], 2, 16, 96), "key", "key_rope")),
+    Case(OP, "the page past the last", a_page_past_the_last(paged([300, 70], 1, 16, 96))),
+    Case(OP, "TND, 133 requests, paged", decode(133)),
+    Case(
+        OP,
+        "one slot in the last tile",
+        with_(paged([65, 300], 1, 16, 65, sizes=(128, 32)), sparse_indices=all_of_them),
+    ),
+    Case(OP, "scores far apart", paged([300, 70], 1, 16, 96, sizes=(128, 32), scale_value=9.0)),
+    Case(
+        OP,
+        "scores that underflow",
+        with_(paged([300, 70], 1, 16, 96, sizes=(128, 32), scale_value=2.0), query=opposed),
+    ),
 )
 CONTROLS = (
     Control(
@@ -182,8 +232,8 @@ CONTROLS = (
     Control(
         "absent slots not masked",
         OP[4:],
-        'tl.where(slot >= 0, 0.0, float("-inf"))[None]',
-        'tl.where(slot >= -1, 0.0, float("-inf"))[None]',
+        'tl.where(slot.to(tl.float32) >= 0, 0.0, float("-inf"))[None]',
+        'tl.where(slot.to(tl.float32) >= -1, 0.0, float("-inf"))[None]',
         "paged, 64 heads",
     ),
     Control(
@@ -192,6 +242,62 @@ CONTROLS = (
         "tl.minimum(tl.maximum(at, -1), limit // block + 1)",
         "at",
         "paged, blocks of 4",
+    ),
+    Control(
+        "another round's rows",
+        OP[4:],
+        "slot = tl.load(slots + (first + row).to(tl.int64) * wide + piece + r)",
+        "slot = tl.load(slots + row.to(tl.int64) * wide + piece + r)",
+        "several rounds",
+    ),
+    Control(
+        "another round's queries",
+        OP[4:],
+        "token = (first + row).to(tl.int64)",
+        "token = row.to(tl.int64)",
+        "several rounds",
+    ),
+    Control(
+        "pages side by side",
+        OP[4:],
+        "slot = number * page_rows",
+        "slot = number * page",
+        "pages apart",
+    ),
+    Control(
+        "the page past the last is read",
+        OP[4:],
+        "(number < pages)",
+        "(number <= pages)",
+        "the page past the last",
+    ),
+    Control(
+        "128 requests at most",
+        "ragged",
+        "for start in range(0, requests, 128)",
+        "for start in range(0, 1, 128)",
+        "TND, 133 requests, paged",
+    ),
+    Control(
+        "the last tile forgotten where it has one slot",
+        OP[4:],
+        "for start in range(0, end, KEY_TILE)",
+        "for start in range(0, end - tl.where(end > 1, 1, 0), KEY_TILE)",
+        "one slot in the last tile",
+    ),
+    Control(
+        "a score that overflows",
+        OP[4:],
+        "p = tl.exp(z - new_max[:, None])",
+        "p = tl.exp(z - tl.minimum(new_max, 40.0)[:, None])",
+        "scores far apart",
+    ),
+    Control(
+        "a maximum of at least 0",
+        OP[4:],
+        "row_max = tl.full((HEAD_TILE,), -1e30, tl.float32)",
+        "row_max = tl.full((HEAD_TILE,), 0.0, tl.float32)",
+        "scores that underflow",
     ),
     Control("scale forgotten", OP[4:], "z * scale", "z", "paged, 64 heads"),
     Control(
@@ -210,7 +316,8 @@ CONTROLS = (
         "tune",
         'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, '
         '{"set_workspace_multibuffer": 2})',
-        'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {})',
+        'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, '
+        '{"set_workspace_multibuffer": 4})',
         "paged, 64 heads",
         stage="compile",
     ),

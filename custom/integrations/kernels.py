@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The gated delta rule under the names that Transformers gives to kernels.
+
+Qwen3-Next, Qwen3.5, Qwen4 and OLMo-Hybrid call `chunk_gated_delta_rule` for a prompt and
+`fused_recurrent_gated_delta_rule` for a token.  The mapping puts ours there, with the package
+`kernels` (0.16), which Transformers uses for this:
+
+    with kernels.use_kernel_mapping(kernel_mapping(), inherit_mapping=False):
+        transformers.integrations.hub_kernels.kernelize(model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
+
+
+def _normalised(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Output [B, S, Nv, Dv] and final state [B, Nv, Dk, Dv] of query and key [B, S, Nk, Dk].
+
+    `chunk_size` is the kernel's own; with `cu_seqlens` [N + 1] B is 1, and there are N states.
+    """
+    requests, tokens = query.shape[:2]
+    lengths = torch.full((requests,), tokens, device=query.device)
+    if kwargs.get("cu_seqlens") is not None:
+        lengths = kwargs["cu_seqlens"].diff()
+    if use_qk_l2norm_in_kernel:
+        query, key = _normalised(query), _normalised(key)
+    # ours takes all tokens in a row, and states [B, Nv, Dv, Dk]
+    out, state = npu_chunk_gated_delta_rule(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        beta=beta.flatten(0, 1),
+        initial_state=None if initial_state is None else initial_state.mT.contiguous(),
+        actual_seq_lengths=lengths,
+        g=g.flatten(0, 1),
+    )
+    out = out.unflatten(0, (requests, tokens))
+    return out, state.mT.contiguous() if output_final_state else None
+
+
+def fused_recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The same, token by token; `initial_state` is left as it is."""
+    heads, size = value.shape[2:]
+    cu_seqlens = kwargs.get("cu_seqlens")
+    sequences = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is None:
+        state = value.new_zeros(sequences, heads, query.shape[-1], size, dtype=torch.float32)
+    else:
+        state = initial_state.clone()
+    # the op makes its gates of a and b; of these it makes g and beta: above the threshold softplus
+    # is the identity, and g is never positive
+    nothing = value.new_zeros(heads, dtype=torch.float32)
+    out = npu_fused_sigmoid_gating_delta_rule_update(
+        nothing,
+        -g,
+        nothing,
+        1.0,
+        -1.0,
+        query,
+        key,
+        value,
+        beta.float().logit(),
+        state,
+        torch.arange(sequences, device=value.device),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+    return out, state if output_final_state else None
+
+
+class _Chunk(nn.Module):
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        return chunk_gated_delta_rule(
+            query, key, value, g, beta, chunk_size, initial_state, output_final_state,
+            use_qk_l2norm_in_kernel, **kwargs,
+        )  # fmt: skip
+
+
+class _Recurrent(nn.Module):
+    can_torch_compile, has_backward = True, False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        return fused_recurrent_gated_delta_rule(
+            query, key, value, g, beta, initial_state, output_final_state,
+            use_qk_l2norm_in_kernel, **kwargs,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """What `kernels` loads a layer from; ours is here already."""
+
+    layer: type[nn.Module]
+
+    def load(self) -> type[nn.Module]:
+        return self.layer
+
+
+def kernel_mapping(devices: Sequence[str] = ("cuda", "npu")) -> dict[str, dict[str, Any]]:
+    """For `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping`.
+
+    >>> from custom.integrations.kernels import kernel_mapping
+    >>> sorted(kernel_mapping())
+    ['chunk_gated_delta_rule', 'fused_recurrent_gated_delta_rule']
+    """
+    layers = {
+        "chunk_gated_delta_rule": _Chunk,
+        "fused_recurrent_gated_delta_rule": _Recurrent,
+    }
+    return {
+        name: {device: _Repository(layer) for device in devices} for name, layer in layers.items()
+    }

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Which tiles the installed Ascend compiler refused, remembered over processes.
+
+    <CUSTOM_CACHE_DIR>/refused/<digest of the compiler's version>/<digest of the entry>.json
+
+An entry is a file of its own and comes by a rename: processes that learn the same at once do not
+disturb each other.  What cannot be read is as if it were not there; that costs one compilation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from ..dispatch import log, versions
+from ..dispatch.env import config
+
+_COMPILERS = ("bishengir-compile", "npuc")
+_MEMORIES = {"ub": "UB", "cbuf": "L1", "l1": "L1", "cc": "L0C", "l0c": "L0C"}
+_OVERFLOW = r"(\w+) overflow, requires (\d+) bits while (\d+) bits"
+_STOPPED = (-2, -9, -15)  # interrupted, out of the host's memory, ended: the compiler said nothing
+
+
+def said(error: BaseException | None) -> tuple[str, bool] | None:
+    """(what the compiler said, whether it says so of these tiles every time), or None where `error`
+    is not its refusal.  triton-ascend's own error has the failed process behind it."""
+    while error is not None:
+        if isinstance(error, subprocess.CalledProcessError):
+            break
+        error = error.__cause__ or error.__context__
+    else:
+        return None
+    tool = error.cmd[0] if isinstance(error.cmd, list | tuple) else str(error.cmd).split()[0]
+    if os.path.basename(tool) not in _COMPILERS or error.returncode in _STOPPED:
+        return None
+    text = "\n".join(_text(x) for x in (error.stderr, error.stdout))
+    overflow = re.search(_OVERFLOW, text)
+    if overflow:
+        memory = _MEMORIES.get(overflow[1].lower(), overflow[1])
+        wanted, there = (-(-int(overflow[i]) // 8192) for i in (2, 3))
+        return f"{memory} overflow, {wanted} KiB of {there}", True
+    lines = [line.strip() for line in text.splitlines() if re.search("error|Assert|fail", line)]
+    return (lines[0][:200] if lines else f"it ended with {error.returncode}"), False
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+def compiler() -> str:
+    """The installed compiler, in words."""
+    build = versions.compiler()
+    return "the Ascend compiler" if build is None else build.said
+
+
+def _root() -> Path | None:
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser() / "refused"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches) / "npu-custom-ops/refused" if os.path.isabs(caches) else None
+
+
+def _folder() -> Path | None:
+    """Of the installed compiler."""
+    root = _root()
+    if root is None:
+        return None
+    both = f"{compiler()} triton-ascend {versions.installed('triton-ascend')}"
+    return root / hashlib.sha256(both.encode()).hexdigest()[:16]
+
+
+@cache
+def known() -> set[str]:
+    """Every refusal that is remembered, and those of this process."""
+    try:
+        root = _root()
+        # mostly there is none, and no compiler is asked for its version
+        folder = _folder() if root is not None and root.is_dir() else None
+        if folder is None or folder.stat().st_uid != os.getuid():
+            return set()
+        return {_read(path) for path in folder.glob("*.json")} - {""}
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+
+
+def _read(path: Path) -> str:
+    try:
+        entry = json.loads(path.read_text())
+        return str(entry["refused"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def add(refused: str, why: str, always: bool) -> None:
+    """Remember for this process; for all where the compiler says so `always`."""
+    known().add(refused)
+    folder = _folder() if always else None
+    if folder is None:
+        return
+    entry = {"refused": refused, "compiler": compiler(), "said": why}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as file:
+            json.dump(entry, file)
+        name = f"{hashlib.sha256(refused.encode()).hexdigest()[:16]}.json"
+        os.replace(file.name, folder / name)
+    except OSError as error:
+        log.once(("refusals",), f"what the compiler refuses cannot be remembered: {error}")

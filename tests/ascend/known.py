@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What a configuration may show, and why: every other finding fails the run.
+
+A kernel that a build refuses is never listed: every build compiles every shipped configuration.
+An entry that meets nothing any more fails the run as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .toolchain import BUILDS, NEWEST
+
+TIGHT = 160  # KiB of UB that the newest build may plan, of 192
+
+# kinds of findings, and the builds on which they are judged
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "multiply": ("the multiply reads another tile than it was given", BUILDS),
+    "index": ("a masked load through an index that is not clamped", BUILDS),
+    "retry": ("compiled at the second attempt, without double buffering", BUILDS),
+    "repeat": ("both vector sub-cores repeat the same vector work", BUILDS),
+    # the older builds give every workspace one slot
+    "turns": ("cube and vector take turns: a workspace of one slot", (NEWEST,)),
+    # the older builds make loops of 64 bit compares as well
+    "scalar": ("innermost loops that load or store single elements", (NEWEST,)),
+    "tight": (f"more than {TIGHT} KiB of UB", (NEWEST,)),
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """Findings of `kind` in the configurations of `kernel` that hold all of `tiles`."""
+
+    kernel: str
+    kind: str
+    reason: str
+    builds: tuple[str, ...] = BUILDS
+    tiles: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The configurations and builds, in words; empty for all."""
+        tiles = [f"{name}={value}" for name, value in self.tiles]
+        builds = [] if self.builds == BUILDS else [f"({', '.join(self.builds)})"]
+        return " ".join(tiles + builds)
+
+    def covers(self, kernel: str, config: Any, kind: str, build: str) -> bool:
+        values: Mapping[str, Any] = config.keywords
+        return (
+            (kernel, kind) == (self.kernel, self.kind)
+            and build in self.builds
+            and all(values.get(name) == value for name, value in self.tiles)
+        )
+
+
+_SUMS = "the sums of a row come out of UB one by one; the row itself moves in bulk"
+_CHUNK = "one number a chunk of 64 tokens, whose tiles move in bulk"
+_SCALAR = {
+    "rows.rms_norm": _SUMS,
+    "rows.latent_rows": _SUMS,
+    "rows.index_rows": _SUMS,
+    "indexer_loss.row_loss": _SUMS,
+    "indexer_loss_backward.row_grad": _SUMS,
+    "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
+    "lightning_indexer.topk": "one count a tile of scores",
+    "lightning_indexer.values": "one score an index: there is no gather of single elements",
+    "lightning_indexer_grad.spread": "one gradient an index, added one after the other: exact where"
+    " an index comes twice, and slow",
+    "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
+    "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
+    "sparse_flash_attention.gather": "one index a row, and the row is one copy",
+    "indexer_loss.gather": "one index a row, and the row is one copy",
+    "fused_sigmoid_gating_delta_rule_update.update": "a head's gates, about 16 numbers a token",
+    "chunk_gated_delta_rule.walk": _CHUNK,
+    "chunk_gated_delta_rule_grad.walk_states": _CHUNK,
+    "chunk_gated_delta_rule_grad.walk_grads": _CHUNK,
+    "chunk_gated_delta_rule_grad.crosses": _CHUNK,
+    "chunk_gated_delta_rule_grad.dots": _CHUNK,
+}
+# the state of a chunk is needed by the next one: nothing runs ahead
+_CHAIN = "a chunk needs the state of the one before: there is nothing to work on meanwhile"
+_TURNS = {
+    "lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
+    "fused_attention.attend": "the compiler does not pipeline masked loads of keys",
+    "chunk_gated_delta_rule.walk": _CHAIN,
+    "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
+    "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
+}
+
+KNOWN = (
+    *(Known(kernel, "scalar", reason) for kernel, reason in _SCALAR.items()),
+    *(Known(kernel, "turns", reason) for kernel, reason in _TURNS.items()),
+)
+
+_met: set[Known] = set()
+
+
+def expected(kernel: str, config: Any, kind: str, build: str) -> Known | None:
+    """The entry that lists this finding, or None."""
+    for entry in KNOWN:
+        if entry.covers(kernel, config, kind, build):
+            _met.add(entry)
+            return entry
+    return None
+
+
+def listed(kernel: str, kind: str) -> bool:
+    return any((x.kernel, x.kind) == (kernel, kind) for x in KNOWN)
+
+
+def unused() -> list[str]:
+    """After all rows were looked at: the entries that met nothing."""
+    return [f"known.py: {x.kernel} {x.kind} {x.where}" for x in KNOWN if x not in _met]

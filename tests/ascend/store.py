@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""results.json: what was found, under hashes of all that decided it.
+
+cases       title -> [key, share of the bound, seconds]
+compilers   build -> hash of the compiler and of what reads its output
+compiled    lowered text and options -> one entry a build, in the order of `compilers`: the KiB of
+            [UB, L1, L0C], then the findings as "kind: text"; or the compiler's error; or null
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import sources
+from .compiler import MEMORIES, Compiled
+from .lint import Finding
+from .toolchain import BUILDS, ROOT, digest, stamp
+
+PATH = ROOT / "tests/ascend/results.json"
+Entry = list[Any] | str | None
+
+
+@dataclass
+class Store:
+    cases: dict[str, list[Any]] = field(default_factory=dict)
+    compiled: dict[str, dict[str, Entry]] = field(default_factory=dict)
+
+    def write(self) -> None:
+        lines = ["{", ' "cases": {']
+        lines.append(",\n".join(_line(*item) for item in sorted(self.cases.items())))
+        lines += [" },", f' "compilers": {json.dumps(stamps())},', ' "compiled": {']
+        rows = {key: [of.get(build) for build in BUILDS] for key, of in self.compiled.items()}
+        lines.append(",\n".join(_line(*item) for item in sorted(rows.items())))
+        PATH.write_text("\n".join([*lines, " }", "}"]) + "\n")
+
+
+def _line(name: str, value: Any) -> str:
+    return f"  {json.dumps(name)}: {json.dumps(value)}"
+
+
+def stamps() -> dict[str, str]:
+    reader = sources.of("tests.ascend.compiler", "tests.ascend.isolated")
+    return {build: digest(stamp(build), reader) for build in BUILDS}
+
+
+def read() -> Store:
+    """Without what another compiler, or another reader of its output, found."""
+    if not PATH.exists():
+        return Store()
+    text = json.loads(PATH.read_text())
+    now = stamps()
+    valid = {build: text["compilers"].get(build) == now[build] for build in BUILDS}
+    order = list(text["compilers"])
+    compiled = {
+        key: {
+            build: entry
+            for build, entry in zip(order, entries, strict=True)
+            if valid.get(build) and entry is not None
+        }
+        for key, entries in text["compiled"].items()
+    }
+    return Store(text["cases"], compiled)
+
+
+def entry(compiled: Compiled) -> Entry:
+    if not compiled.ok:
+        return compiled.error
+    found = [f"{finding.kind}: {finding.text}" for finding in compiled.found]
+    return [[compiled.kib[name] for name in MEMORIES], *found]
+
+
+def answer(kept: Entry) -> Compiled:
+    if isinstance(kept, str):
+        return Compiled(kept)
+    assert kept is not None
+    kib, *found = kept
+    findings = [Finding(*text.split(": ", 1)) for text in found]
+    return Compiled("", "", dict(zip(MEMORIES, kib, strict=True)), findings)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The Ascend harness itself, as far as it needs no Ascend tools: its readings of IR, its lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import tarfile
+from pathlib import Path
+
+import pytest
+from custom.dispatch.specs import BY_NAME
+from custom.npu_ops import tune
+
+from .ascend import known, lint, mutants, onboard
+
+GM = "#hivm.address_space<gm>"
+UB = "#hivm.address_space<ub>"
+
+
+def module(*functions: str) -> str:
+    return "module {\n" + "\n".join(f"  func.func {text}\n  }}" for text in functions) + "\n}\n"
+
+
+def test_scalar_loop_behind_an_offset():
+    """The loop variable is in the offset, the brackets hold a constant."""
+    assert (
+        lint.scalar_loops(f"""
+    scf.for %arg21 = %c0_i32 to %arg10 step %c1_i32  : i32 {{
+      %44 = affine.apply #map1()[%28, %arg21]
+      %at = memref.reinterpret_cast %arg4 to offset: [%44], sizes: [1] : memref<1xi32, {GM}>
+      %45 = memref.load %at[%c0] {{mark = 0 : i32}} : memref<1xi32, strided<[1]>, {GM}>
+    }}
+""")
+        == 1
+    )
+
+
+def test_scalar_store_in_a_branch_of_an_innermost_loop():
+    assert (
+        lint.scalar_loops(f"""
+    scf.for %arg20 = %c0 to %c32 step %c1 {{
+      scf.for %arg21 = %c0 to %c32 step %c1 {{
+        scf.if %48 {{
+          memref.store %50, %51[%arg21] : memref<32xf32, {UB}>
+        }} {{unlikely}}
+      }} {{ExtractedLoadOrStore}}
+      %1 = memref.load %51[%c0] : memref<1xf32, {UB}>
+    }}
+""")
+        == 1
+    )
+
+
+def test_bulk_loops_are_not_scalar():
+    """Copies of whole tiles, and a scalar load of a loop that only contains the innermost one."""
+    assert (
+        lint.scalar_loops(f"""
+    scf.for %arg20 = %c0 to %c32 step %c1 {{
+      %45 = memref.load %at[%c0] : memref<1xi32, {GM}>
+      scf.for %arg21 = %c0 to %c32 step %c1 {{
+        %view = memref.subview %3[%arg21] [64] [1] : memref<128xf32, {GM}> to memref<64xf32, {GM}>
+        func.call @load_gm_to_ubuf_1d_float(%view, %4) : (memref<?xf32, {GM}>) -> ()
+      }}
+    }}
+    %46 = memref.load %at[%c0] : memref<1xi32, {GM}>
+""")
+        == 0
+    )
+
+
+def cube_half(view: str, use: str, kernel: str = "scores_mix_aic") -> str:
+    workspace = f"%arg2: memref<?xi8, {GM}> {{hacc.arg_type = #hacc.arg_type<workspace>}}"
+    return f"""@{kernel}(%arg0: i64, {workspace}) {{
+    scf.for %arg29 = %18 to %20 step %c1_i32  : i32 {{
+      %view = memref.view %arg2[%106][] : memref<?xi8, {GM}> to memref<{view}, {GM}>
+      {use}
+    }}"""
+
+
+ONE = cube_half("64x128xf32", f"%cast = memref.cast %view : memref<64x128xf32, {GM}> to memref<?>")
+# a tail of the only slot is no slot
+TAIL = cube_half(
+    "64x128xf32", f"%s = memref.subview %view[0, 0] [%76, 128] [1, 1] : memref<64x128xf32, {GM}>"
+)
+FOUR = cube_half(
+    "4x64x128xf32",
+    "%s = memref.subview %view[%arg32, 0, 0] [1, 64, 128] [1, 1, 1] : memref<4x64x128xf32>",
+)
+
+
+@pytest.mark.parametrize(
+    ("functions", "turns"),
+    [
+        ([ONE], True),
+        ([TAIL], True),
+        ([FOUR], False),
+        # the vector half takes its share of the only slot
+        ([ONE, FOUR.replace("mix_aic", "mix_aiv")], True),
+        # not mixed: nothing is handed over
+        ([ONE.replace("_mix_aic", "")], False),
+        (["@scores_mix_aic(%arg0: i64) {\n    return"], False),
+    ],
+)
+def test_cube_and_vector_take_turns(functions, turns):
+    assert lint.takes_turns(module(*functions)) is turns
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        "func.call @mma_tile_bfloat16_t_to_float(%cast_6, %cast_7, %true, %c64, %c256, %c128) : ()",
+        "hivm.hir.mmadL1 {b_transpose} ins(%cast_6, %cast_7, %true, %c64, %c256, %c128 : x) outs()",
+    ],
+)
+@pytest.mark.parametrize(("tile", "wrong"), [("8x16", 0), ("16x8", 0), ("256x1", 1)])
+def test_multiply_of_another_tile(multiply, tile, wrong):
+    space = "#hivm.address_space<cbuf>"
+    body = f"""@product(%arg0: i64) {{
+    %c64 = arith.constant 64 : index
+    %c128 = arith.constant 128 : index
+    %c256 = arith.constant 256 : index
+    %cast_7 = memref.cast %36 : memref<{tile}x16x16xbf16, {space}> to memref<?x?x?x?xbf16, {space}>
+    {multiply}"""
+    assert len(lint.wrong_multiplies(module(body))) == wrong
+
+
+def test_repeat_and_retry():
+    kinds = [x.kind for x in lint.of("{limit_sub_block_id0}", "[NOTE] compiled again, single")]
+    assert kinds == ["retry", "repeat"]
+    assert lint.of(module("@rows(%arg0: i64) {\n    return"), "warning: unused") == []
+
+
+INDIRECT = """
+    %1 = tt.load %0, %m : tensor<32x!tt.ptr<i32>>
+    {clamp}
+    %3 = tt.splat %arg1 : !tt.ptr<f32> -> tensor<32x!tt.ptr<f32>>
+    %4 = tt.addptr %3, %2 : tensor<32x!tt.ptr<f32>>, tensor<32xi32>
+    %5 = tt.load %4, %m, %o : tensor<32x!tt.ptr<f32>>
+"""
+
+
+@pytest.mark.parametrize(
+    ("clamp", "kinds"),
+    [
+        ("%2 = arith.addi %1, %c : tensor<32xi32>", ["index"]),
+        ("%2 = arith.select %m, %1, %z : tensor<32xi1>, tensor<32xi32>", []),
+    ],
+)
+def test_masked_load_through_an_index(clamp, kinds):
+    found = lint.unbounded_indirect_loads(INDIRECT.replace("{clamp}", clamp))
+    assert [x.kind for x in found] == kinds
+
+
+def test_known_findings_name_what_ships():
+    for entry in known.KNOWN:
+        assert entry.kind in known.KINDS, entry
+        assert entry.reason, entry
+        assert any(
+            entry.covers(entry.kernel, config, entry.kind, entry.builds[0])
+            for config in tune.TABLE[entry.kernel]
+        ), f"{entry} covers no configuration"
+
+
+def test_a_known_finding_covers_its_tiles_and_builds_only():
+    entry = known.Known("a.b", "repeat", "why", builds=("1.0.0",), tiles=(("HEAD_TILE", 64),))
+    config = tune.Config({"HEAD_TILE": 64, "KEY_TILE": 64})
+    assert entry.covers("a.b", config, "repeat", "1.0.0")
+    assert not entry.covers("a.b", config, "repeat", "1.1.0")
+    assert not entry.covers("a.b", config, "turns", "1.0.0")
+    smaller = dataclasses.replace(config, tiles={"HEAD_TILE": 16, "KEY_TILE": 64})
+    assert not entry.covers("a.b", smaller, "repeat", "1.0.0")
+
+
+def test_onboard_without_a_compiler_says_what_to_source(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit, match=r"no bishengir-compile in PATH.*set_env.sh"):
+        onboard.tools()
+
+
+def test_onboard_packs_what_was_written_without_the_home_folder(monkeypatch, tmp_path, capsys):
+    folder, archive = tmp_path / "ascend-results", tmp_path / "ascend-results.tar.gz"
+    folder.mkdir()
+    monkeypatch.setattr(onboard, "FOLDER", folder)
+    monkeypatch.setattr(onboard, "ARCHIVE", archive)
+    monkeypatch.setenv("HOME", "/home/owner")
+    (folder / "bench.txt").write_text("/home/owner/clone: 3 us; /home/owners is another\n")
+    assert onboard.pack()
+    with tarfile.open(archive) as packed:
+        assert packed.getnames() == ["ascend-results/bench.txt"]
+        read = packed.extractfile("ascend-results/bench.txt")
+        assert read is not None
+        assert read.read() == b"~/clone: 3 us; /home/owners is another\n"
+    assert "without compile.json" in capsys.readouterr().out
+
+
+def test_onboard_logs_a_step_that_fails_and_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(onboard, "FOLDER", tmp_path)
+    command = "import sys; print('before'); sys.exit(3)"
+    assert not onboard._logged("step", onboard.sys.executable, "-c", command)
+    assert (tmp_path / "step.txt").read_text().startswith("before\nended with 3 after")
+
+
+def test_onboard_runs_files_and_ops_that_exist():
+    here = Path(__file__).parent
+    assert all((here / f"{name}.py").exists() for name in onboard.SUITE)
+    assert set(onboard.BENCH) <= set(BY_NAME)
+
+
+TEXT = """
+def kernel(x, out, first, rows, eps):
+    there = first + step() < rows
+    tile = tl.load(x + first, mask=there, other=0.0)
+    out = tl.rsqrt(tile + eps)
+    helper(x, out, rows)
+    return range(first, rows)
+"""
+
+
+def test_mutants_of_a_text():
+    told = {(x.kind, x.old, x.new) for x in mutants.mutants_of("file", TEXT)}
+    assert told == {
+        ("off by one", "first + step() < rows", "first + step() <= rows"),
+        ("a part dropped", "first + step()", "step()"),
+        ("a part dropped", "x + first", "x"),
+        ("a mask dropped", "tl.load(x + first, mask=there, other=0.0)", "tl.load(x + first)"),
+        ("an epsilon moved", "tl.rsqrt(tile + eps)", "tl.rsqrt(tile) + eps"),
+        ("an epsilon dropped", "tl.rsqrt(tile + eps)", "tl.rsqrt(tile)"),
+        ("swapped", "helper(x, out, rows)", "helper(out, x, rows)"),
+        ("swapped", "helper(x, out, rows)", "helper(x, rows, out)"),
+    }
+    for x in mutants.mutants_of("file", TEXT):
+        compile(x.text, "file", "exec")
+        assert sum(a != b for a, b in zip(x.text.split("\n"), TEXT.split("\n"), strict=True)) == 1
+
+
+def test_every_launcher_has_its_files():
+    assert {"sparse_attention_pto", "product", "ragged"} <= mutants.files_of(
+        "npu_sparse_attention_pto"
+    )

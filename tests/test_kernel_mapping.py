@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Our gated delta rule under Transformers' names of kernels: against its own functions, and in
+whole models through the package `kernels`."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from custom.dispatch import log
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
+
+from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
+
+from custom.integrations import kernels as ours  # noqa: E402
+
+from .test_integrations import NEW, greedy, qwen3_5, qwen3_5_moe, qwen3_next, ragged  # noqa: E402
+
+PAIRS = {
+    "chunk_gated_delta_rule": modeling_qwen3_next.torch_chunk_gated_delta_rule,
+    "fused_recurrent_gated_delta_rule": modeling_qwen3_next.torch_recurrent_gated_delta_rule,
+}
+every_kernel = pytest.mark.parametrize("name", PAIRS)
+
+
+def arguments(tokens, state):
+    B, N, K, V = 3, 4, 16, 24
+    return dict(
+        query=torch.randn(B, tokens, N, K),
+        key=torch.randn(B, tokens, N, K),
+        value=torch.randn(B, tokens, N, V),
+        g=-torch.rand(B, tokens, N),
+        beta=torch.rand(B, tokens, N),
+        initial_state=torch.randn(B, N, K, V) if state else None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("tokens", [1, 70])
+@every_kernel
+def test_equals_the_function_of_that_name(name, tokens, state):
+    given = arguments(tokens, state)
+    before = None if not state else given["initial_state"].clone()
+    out, final = getattr(ours, name)(**given)
+    wanted_out, wanted_final = PAIRS[name](**given)
+    torch.testing.assert_close(out, wanted_out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(final, wanted_final, rtol=1e-4, atol=1e-5)
+    if state:
+        assert torch.equal(given["initial_state"], before)
+    assert getattr(ours, name)(**given | dict(output_final_state=False))[1] is None
+
+
+@every_kernel
+def test_gates_at_their_ends(name):
+    """Nothing is forgotten, everything is; nothing is written, everything is."""
+    given = arguments(8, True)
+    given["g"][:, ::2], given["g"][:, 1::4] = 0.0, -60.0
+    given["beta"][:, ::3], given["beta"][:, 1::3] = 0.0, 1.0
+    out, final = getattr(ours, name)(**given)
+    wanted_out, wanted_final = PAIRS[name](**given)
+    torch.testing.assert_close(out, wanted_out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(final, wanted_final, rtol=1e-4, atol=1e-5)
+
+
+@every_kernel
+def test_packed_sequences(name):
+    """Three sequences in one row, as each alone."""
+    given = arguments(30, True)
+    flat = {n: x[:1] if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    flat["initial_state"] = given["initial_state"]
+    ends = [0, 11, 12, 30]
+    packed, states = getattr(ours, name)(**flat, cu_seqlens=torch.tensor(ends))
+    for i in range(3):
+        part = {
+            n: x[:, ends[i] : ends[i + 1]] if isinstance(x, torch.Tensor) else x
+            for n, x in flat.items()
+        }
+        part["initial_state"] = given["initial_state"][i : i + 1]
+        out, state = getattr(ours, name)(**part)
+        torch.testing.assert_close(packed[:, ends[i] : ends[i + 1]], out, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(states[i : i + 1], state, rtol=1e-5, atol=1e-6)
+
+
+@every_kernel
+def test_signature_is_the_one_that_is_replaced(name):
+    """`kernels` compares the kinds of the parameters."""
+    (repository,) = ours.kernel_mapping(["npu"])[name].values()
+    mine = inspect.signature(repository.load().forward).parameters.values()
+    theirs = getattr(PAIRS[name], "forward", PAIRS[name])  # a module, where `kernels` is installed
+    wanted = inspect.signature(theirs).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in mine][1:] == [
+        (p.name, p.kind, p.default) for p in wanted
+    ]
+    assert list(ours.kernel_mapping()[name]) == ["cuda", "npu"]
+
+
+@pytest.mark.parametrize("make", [qwen3_next, qwen3_5, qwen3_5_moe], ids=lambda m: m.__name__)
+def test_models_generate_the_same_tokens(make):
+    kernels = pytest.importorskip("kernels", minversion="0.16")
+    from transformers.integrations.hub_kernels import kernelize
+
+    model, inputs = make(), ragged()
+    expected = greedy(model, inputs)
+    ops = "npu_chunk_gated_delta_rule", "npu_fused_sigmoid_gating_delta_rule_update"
+    before = [log.calls[op, "reference"] for op in ops]
+    mapping = ours.kernel_mapping(["cpu"])
+    try:
+        with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+            kernelize(model)
+        assert torch.equal(greedy(model, inputs), expected)
+        after = [log.calls[op, "reference"] for op in ops]
+        assert after == [before[0] + 3, before[1] + 3 * (NEW - 1)]
+    finally:  # the functions are one for all models of their module
+        with kernels.use_kernel_mapping({}, inherit_mapping=False):
+            kernelize(model)
+    assert torch.equal(greedy(model, inputs), expected)
+    assert [log.calls[op, "reference"] for op in ops] == after

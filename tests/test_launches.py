@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A call like an earlier one: what a plan launches is what its launcher would, and little else."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from custom.dispatch import backends, log, memo, register
+from custom.dispatch.common import memory
+from custom.dispatch.specs import BY_NAME
+from torch import Tensor
+
+import custom
+from tests import samples
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton", allow_module_level=True)
+
+import triton
+from custom.cuda_ops import gpu, launches
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import KernelInterface
+
+from custom.bench import attention, case, delta_rule, indexer_loss, sparse_attention
+
+DECODE = "npu_fused_sigmoid_gating_delta_rule_update"
+FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"
+CASES = [
+    sparse_attention.layer_case(2, 1, 128, 4096),
+    sparse_attention.layer_case(1, 1, 16, 1024, 512),
+    sparse_attention.layer_case(200, 1, 128, 1024),
+    sparse_attention.mla_prolog_case(1, 128),
+    sparse_attention.mla_prolog_case(300, 16),
+    sparse_attention.indexer_prolog_case(32),
+    sparse_attention.indexer_case(1, 1, 8192),
+    sparse_attention.indexer_case(2, 4, 12288),
+    sparse_attention.attention_case(1, 1, 128, 8192),
+    sparse_attention.attention_case(32, 1, 16, 4096),
+    sparse_attention.prefill_case(64, 128, 4096),
+    attention.case(FORWARD, 1, 16, 16, 512, 512, 128),
+    attention.case(FORWARD, 2, 16, 4, 512, 512, 64, packed=True),
+    attention.case(FORWARD, 2, 32, 8, 1, 4096, 128, False),
+    attention.case(BACKWARD, 1, 16, 16, 512, 512, 128),
+    attention.case(BACKWARD, 1, 16, 16, 512, 512, 128, packed=True),
+    indexer_loss.loss_case(16, 128, 256, 512, 128),
+    indexer_loss.loss_case(128, 576, 256, 512, 128, lse=True),
+    indexer_loss.backward_case(256, 512, 128),
+    delta_rule.decode_case(1, 1, "kv"),
+    delta_rule.decode_case(64, 1, "vk", torch.bfloat16),
+    delta_rule.decode_case(4, 4, "kv"),
+    delta_rule.chunk_case(512),
+    delta_rule.chunk_grad_case(512),
+]
+
+
+class Device:
+    """A stand-in for the GPU: notes every launch, and gives the launcher a compiled kernel."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, tuple[int, ...], list[Any]]] = []
+        self.allocated: list[Tensor] = []
+
+    def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launched(*args: Any, **named: Any) -> CompiledKernel:
+            given = dict(zip(kernel.arg_names, args, strict=False)) | named
+            again = partial(self.again, kernel)
+            again(*(*grid, 1, 1)[:3], 0, None, None, None, None, None,
+                  *(given.get(p.name, p.default) for p in kernel.params))  # fmt: skip
+            compiled = object.__new__(CompiledKernel)
+            compiled.module = compiled.function = compiled.packed_metadata = None
+            compiled._run = again
+            return compiled
+
+        return launched
+
+    def again(self, kernel: Any, x: int, y: int, z: int, *rest: Any) -> None:
+        values = [_address(value) for value in rest[6:]]
+        self.launched.append((kernel.__name__, (x, y, z), values))
+
+    def empty(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        out = torch.empty(shape, dtype=dtype, device=device)
+        self.allocated.append(out)
+        return out
+
+    def take(self) -> tuple[list[Any], list[Tensor]]:
+        """What was noted since the last time."""
+        noted = self.launched, self.allocated
+        self.launched, self.allocated = [], []
+        return noted
+
+
+class _Address(int):
+    """A tensor's, among the numbers that a kernel gets."""
+
+
+def _address(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Address(value.data_ptr())
+    if hasattr(value, "block_shape"):
+        there = value.base.data_ptr()
+        return _Address(there), [*value.shape], [*value.strides], value.block_shape, value.layout
+    return value
+
+
+@pytest.fixture(params=[(8, 0), (9, 0)], ids=["sm80", "sm90"])
+def pretended(request, monkeypatch) -> Device:
+    out = Device()
+    monkeypatch.setattr(custom.config, "backend", "cuda")
+    monkeypatch.setattr(gpu, "capability", lambda device: request.param)
+    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    monkeypatch.setattr(
+        KernelInterface, "__getitem__", lambda kernel, grid: out.launch(kernel, grid)
+    )
+    here = SimpleNamespace(get_current_stream=lambda device: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", here)
+    monkeypatch.setattr(memory, "empty", out.empty)
+    # nothing here reads a value
+    monkeypatch.setattr(
+        case.Draw, "normal",
+        lambda self, *shape, dtype=None, std=1.0: torch.empty(shape, dtype=dtype or self.dtype),
+    )  # fmt: skip
+    return out
+
+
+def direct(name: str, arguments: dict[str, Any]) -> Any:
+    """The launcher itself."""
+    spec = BY_NAME[name]
+    found = backends.launcher(backends.CUDA, spec)
+    assert found is not None
+    return found[0](**register.bind(register.overload(spec)._schema, (), arguments))
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else [*out]
+
+
+@pytest.mark.parametrize("which", CASES, ids=lambda c: f"{c.op}, {c.label}")
+def test_a_plan_launches_what_its_launcher_does(which, pretended):
+    plans = []
+    with pytest.MonkeyPatch.context() as patch:
+        make = launches._plan
+        patch.setattr(launches, "_plan", lambda *x: plans.append(make(*x)) or plans[-1])
+        for seed in range(2):
+            which.call(which.make(torch.device("cpu"), seed))
+    assert plans, "no plan"
+    arguments = which.make(torch.device("cpu"), 2)
+    given = [x for x in arguments.values() if isinstance(x, Tensor)]
+    pretended.take()
+    wanted_out = _tensors(direct(which.op, arguments))
+    wanted, pieces = pretended.take()
+    out = _tensors(which.call(arguments))
+    launched, allocated = pretended.take()
+
+    assert [(name, grid) for name, grid, _ in launched] == [(n, g) for n, g, _ in wanted]
+    # the launcher's address -> the plan's; that of an argument stays the same
+    same: dict[int, int] = {x.data_ptr(): x.data_ptr() for x in given}
+    pairs = []
+    for (_, _, a), (_, _, b) in zip(wanted, launched, strict=True):
+        pairs += zip(a, b, strict=True)
+    pairs += [(_address(a), b.data_ptr()) for a, b in zip(wanted_out, out, strict=True)]
+    for a, b in pairs:
+        if isinstance(a, tuple) and isinstance(a[0], _Address):
+            assert a[1:] == b[1:]
+            a, b = a[0], b[0]
+        if isinstance(a, _Address) and a:  # 0: empty
+            inside = [x for x in given if x.data_ptr() <= a < x.data_ptr() + _bytes(x)]
+            assert same.setdefault(a, a if inside else b) == b
+        elif not isinstance(a, _Address):
+            assert a == b and type(a) is type(b)
+    # no two pieces of memory overlap, and all lie in what was allocated
+    places = [(same.get(x.data_ptr()), _bytes(x)) for x in pieces]
+    ends = sorted((begin, begin + size) for begin, size in places if begin)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
+    whole = [(x.data_ptr(), x.data_ptr() + _bytes(x)) for x in allocated]
+    assert all(any(lo <= begin and end <= hi for lo, hi in whole) for begin, end in ends)
+    for a, b in zip(wanted_out, out, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+
+
+def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
+    """The streams of the time of the call, and what is launched on which."""
+    noted: list[str] = []
+    current = ["here"]
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            noted.append(f"{self.name} waits for {other.name}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(current[0]))
+    monkeypatch.setattr(
+        torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream.name)
+    )
+    monkeypatch.setattr(launches, "_second_stream", lambda device: Stream("there"))
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda tensor: noted.append(f"{tensor.item()} on {current[0]}")
+
+    def launcher(x: Tensor) -> Tensor:
+        side = launches.Side(x.device)
+        out = memory.empty((1,), x.dtype, x.device)
+        side.fork()
+        with side.stream():
+            launches.kernel(Kernel(), 1)(x)
+        launches.kernel(Kernel(), 1)(x)
+        side.join()
+        return out
+
+    _, plan = launches.record(launcher, lambda args, kwargs: dict(x=args[0]), (torch.ones(1),), {})
+    assert noted == ["there waits for here", "1.0 on there", "1.0 on here", "here waits for there"]
+    noted.clear()
+    current[0] = "elsewhere"
+    assert plan is not None
+    plan([torch.full((1,), 2.0)])
+    assert noted == [
+        "there waits for elsewhere", "2.0 on there", "2.0 on elsewhere", "elsewhere waits for there"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda x: x.sum().item(),  # reads a value
+        lambda x: launches.kernel(Reads(), 1)(torch.tensor([1])),  # a tensor from nowhere
+        lambda x: launches.kernel(Reads(), 1)((x,)),
+    ],
+    ids=["value", "tensor", "tuple"],
+)
+def test_what_a_plan_cannot_do_again_has_none(does):
+    def launcher(x: Tensor) -> Tensor:
+        does(x)
+        return x + 1
+
+    out, plan = launches.record(launcher, lambda a, kwargs: dict(x=a[0]), (torch.ones(3),), {})
+    assert plan is None and out.tolist() == [2, 2, 2]
+
+
+class Reads:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: None
+
+
+def test_a_plan_repeats_operators_and_cuts_results():
+    def launcher(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        work = torch.zeros(2, 3)
+        work[1].add_(x[:3], alpha=2).mul_(y)
+        whole = memory.empty((4, 3), torch.float32, x.device)
+        whole[1:3].copy_(work)
+        return whole[1:3].t(), work.amax(0)
+
+    def call(x: Tensor, y: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (x,), dict(y=y)
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(x=args[0], **kwargs)
+
+    both = torch.arange(6.0)
+    # the two share their memory: which one a part of it belongs to is known all the same
+    _, plan = launches.record(launcher, bind, (both,), dict(y=both[3:]))
+    assert plan is not None
+    x, y = torch.randn(4), torch.randn(3)
+    for ours, wanted in zip(plan([x, y]), launcher(x, y), strict=True):
+        assert torch.equal(ours, wanted) and ours.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("pretended", [(9, 0)], ids=["sm90"], indirect=True)
+@pytest.mark.parametrize(
+    "which", [x for x in CASES if "backward" not in x.op], ids=lambda c: f"{c.op}, {c.label}"
+)
+def test_a_repeated_call_looks_nothing_up(which, pretended):
+    """No import, no file, no binding, no check; its outputs and work space are all it allocates."""
+    arguments = which.make(torch.device("cpu"), 0)
+    for _ in range(2):
+        out = _tensors(which.call(arguments))
+    _, first = pretended.take()
+    called: list[str] = []
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            called.append(f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}")
+        elif event == "c_call":
+            called.append(f"{argument.__module__}.{argument.__name__}")
+
+    sys.setprofile(watch)
+    try:
+        which.call(arguments)
+    finally:
+        sys.setprofile(None)
+    files = ("importlib", "os", "posix", "pathlib", "io", "inspect")
+    package = custom.__name__
+    ours = (f"{package}.dispatch.checks", f"{package}.dispatch.check.", f"{package}.cuda_ops")
+    unwanted = [
+        x for x in called if x.startswith((*files, *ours)) and ".cuda_ops.launches" not in x
+    ]
+    assert not unwanted
+    _, allocated = pretended.take()
+    large = [x for x in first[len(first) // 2 :] if _bytes(x) > launches.PIECE]
+    assert len(allocated) <= len(out) + len(large) + 1
+
+
+@pytest.fixture
+def variants(pretended, monkeypatch) -> dict[str, set[str]]:
+    """Triton's own keys of what is launched, by kernel: it compiles once for each."""
+    found: dict[str, set[str]] = {}
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: "counted",
+        get_current_stream=lambda device: 0,
+    )
+
+    def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launched(*args: Any, **named: Any) -> None:
+            _, kinds, options = kernel.device_caches["counted"][-1](*args, **named)
+            found.setdefault(kernel.__name__, set()).add(f"{kinds} {options}")
+
+        return launched
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    return found
+
+
+def _tokens(random: Random) -> int:
+    return random.randint(64, 3000)
+
+
+def _keys(random: Random) -> int:
+    return 256 * random.randint(50, 120)
+
+
+@pytest.mark.parametrize("pretended", [(9, 0)], ids=["sm90"], indirect=True)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda r: delta_rule.decode_case(r.randint(5, 300), 1, "vk"),
+        lambda r: delta_rule.chunk_case(_tokens(r)),
+        lambda r: delta_rule.chunk_grad_case(_tokens(r)),
+        lambda r: attention.case(FORWARD, r.randint(1, 4), 16, 16, n := _tokens(r), n + 99, 128),
+        lambda r: attention.case(BACKWARD, r.randint(1, 4), 16, 16, n := _tokens(r), n + 99, 128),
+        lambda r: sparse_attention.attention_case(8, 1, 128, _keys(r)),
+        lambda r: sparse_attention.indexer_case(8, 1, _keys(r)),
+        lambda r: sparse_attention.layer_case(8, 1, 128, _keys(r)),
+    ],
+    ids=["decode", "chunk", "chunk grad", "attention", "gradient", "sparse", "indexer", "layer"],
+)
+def test_another_length_compiles_nothing_anew(shape, variants):
+    """50 shapes of one model: lengths, pages, and batch where no tile depends on it."""
+    random = Random(0)
+    for _ in range(50):
+        which = shape(random)
+        direct(which.op, which.make(torch.device("cpu"), 0))
+    # the layer has several products, and top-k another kernel where a sample is not whole tiles
+    most = dict(_product=2, collect=4)
+    assert variants
+    assert not {x: len(keys) for x, keys in variants.items() if len(keys) > most.get(x, 1)}
+
+
+def decode(**changed: Any) -> dict[str, Any]:
+    return samples.sample(DECODE, torch.device("cpu"), torch.float32) | changed
+
+
+def call(arguments: dict[str, Any]) -> Tensor:
+    return getattr(torch.ops.custom, DECODE)(**arguments)
+
+
+@pytest.fixture
+def checked(monkeypatch) -> list[str]:
+    """The ops whose arguments were checked."""
+    done: list[str] = []
+    check = register._checked
+
+    def noting(spec: Any, *given: Any) -> dict[str, Any]:
+        done.append(spec.name)
+        return check(spec, *given)
+
+    monkeypatch.setattr(register, "_checked", noting)
+    return done
+
+
+def test_a_call_like_an_earlier_one_is_not_checked_again(checked):
+    first, second = decode(), decode(q=torch.randn_like(decode()["q"]))
+    outs = [call(arguments) for arguments in (first, second)]
+    assert checked == [DECODE]
+    assert not torch.equal(*outs)
+    assert log.calls[DECODE, "reference"] >= 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: dict(q=a["q"].double()),
+        lambda a: dict(q=a["q"][..., :-1]),
+        lambda a: dict(q=a["q"].transpose(2, 3).contiguous().transpose(2, 3)),
+        lambda a: dict(softplus_beta=-1.0),
+        lambda a: dict(state_layout="vv"),
+        lambda a: dict(k=a["k"].to("meta")),
+        lambda a: dict(q=None),
+    ],
+    ids=["dtype", "shape", "strides", "number", "string", "device", "none"],
+)
+def test_a_bad_call_is_refused_after_a_good_one(change):
+    arguments = decode()
+    with pytest.raises((ValueError, TypeError, RuntimeError, NotImplementedError)) as before:
+        call(arguments | change(arguments))
+    for _ in range(3):
+        call(decode())
+    with pytest.raises(type(before.value)) as after:
+        call(arguments | change(arguments))
+    assert str(after.value) == str(before.value)
+
+
+def test_a_setting_makes_another_call_of_it(checked, monkeypatch):
+    for _ in range(2):
+        call(decode())
+    monkeypatch.setattr(custom.config, "backend", "reference")
+    call(decode())
+    assert len(checked) == 2
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    call(decode())
+    assert len(checked) == 3
+
+
+def test_values_are_checked_every_time(monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+    call(decode())
+    slots = decode()["initial_state_indices"]
+    with pytest.raises(ValueError, match="initial_state_indices"):
+        call(decode(initial_state_indices=torch.ones_like(slots)))
+
+
+def test_pointers_that_are_aligned_or_equal_make_another_call_of_it():
+    def key(*args: Any) -> memo.Key:
+        found = memo.likeness(args, {})
+        assert found is not None
+        return found[0]
+
+    x, y = torch.zeros(64), torch.zeros(64)
+    assert key(x[:8], y[:8]) == key(y[:8], x[16:24])
+    assert key(x[:8], y[:8]) != key(x[1:9], y[:8])
+    assert key(x[:8], y[:8]) != key(x[:8], x[:8])
+    assert key(x, 1) != key(x, 2)
+
+
+@pytest.mark.parametrize("value", [torch.nn.Buffer(torch.ones(1)), object(), [torch.ones(1)]])
+def test_what_is_not_plain_is_like_nothing(value):
+    plain = type(value) is Tensor
+    assert (memo.likeness((value,), {}) is None) != plain
+
+
+def test_kinds_of_calls_are_bounded():
+    kept = memo.Memo()
+    for number in range(memo.MOST + 5):
+        kept.keep((number,), lambda *_: None)
+    assert kept.find((4,)) is None and kept.find((5,)) is not None
+    kept.clear()
+    assert kept.find((5,)) is None

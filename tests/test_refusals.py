@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A compiler that refuses tiles, by stand-ins: what is tried next, what is said and remembered."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+
+import pytest
+import torch
+from custom.dispatch import backends, log, versions
+from custom.dispatch.env import config
+from custom.dispatch.errors import NotSupported
+from custom.dispatch.specs import BY_NAME
+from custom.npu_ops import refusals, tune
+
+KERNEL = "stand_in.walk"
+CONFIGS = tuple(tune.Config({"TILE": size}) for size in (16, 32, 64))
+OVERFLOW = (
+    "error: ub overflow, requires 1675520 bits while 1572864 bits available! (possible reason ..)"
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """A table with one kernel, an empty memory, and a compiler that says its version."""
+    compiler = tmp_path / "bin/bishengir-compile"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho 'bishengir-compile 9.9 (abc 2031-01-02)'\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}:/usr/bin:/bin")
+    monkeypatch.setitem(tune.TABLE, KERNEL, CONFIGS)
+    monkeypatch.setattr(config, "cache_dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(log, "_said", set())
+    refusals.known.cache_clear()
+    yield
+    refusals.known.cache_clear()
+
+
+def triton_error(text: str, code: int = 1, tool: str = "/cann/bin/bishengir-compile") -> Exception:
+    """As triton-ascend raises it: an error of its own, in the handling of the process's."""
+    try:
+        try:
+            raise subprocess.CalledProcessError(code, [tool, "kernel.mlir"], b"", text.encode())
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(f"[ConvertLinalgRToBinary] encounters error: {error.stderr}")  # noqa: B904
+    except RuntimeError as error:
+        return error
+
+
+class Launcher:
+    """Launches one kernel, whose tiles compile where `fits` says so."""
+
+    def __init__(self, fits, error=None) -> None:
+        self.fits, self.error = fits, error or triton_error(OVERFLOW)
+        self.compiled: list[int] = []
+
+    def __call__(self, x: torch.Tensor) -> int:
+        chosen = tune.at_least(KERNEL, "TILE", x.shape[0], x.shape[1])
+        return self.kernel(**chosen.keywords)
+
+    def kernel(self, TILE: int) -> int:
+        self.compiled.append(TILE)
+        if not self.fits(TILE):
+            raise self.error
+        return TILE
+
+
+def call(launcher: Launcher, rows: int = 20, columns: int = 8) -> int:
+    return tune.retrying("npu_stand_in", launcher)(x=torch.zeros(rows, columns))
+
+
+def test_the_next_tiles_are_taken_and_it_is_said_once(capsys):
+    launcher = Launcher(lambda tile: tile < 32)
+    assert call(launcher) == 16
+    # those that cover 20 rows, then the largest of the others
+    assert launcher.compiled == [32, 64, 16]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "bishengir-compile 9.9 (abc 2031-01-02) refuses stand_in.walk TILE=32" in lines[0]
+    assert "UB overflow, 205 KiB of 192" in lines[0]
+    launcher.compiled.clear()
+    assert call(launcher) == 16 and launcher.compiled == [16]
+    assert capsys.readouterr().err == ""
+
+
+def test_another_shape_has_its_own_memory():
+    launcher = Launcher(lambda tile: tile < 32)
+    call(launcher)
+    launcher.compiled.clear()
+    launcher.fits = lambda tile: True
+    assert call(launcher, columns=9) == 32
+    assert call(launcher, columns=8) == 16
+
+
+def test_another_process_remembers(tmp_path):
+    call(Launcher(lambda tile: tile < 32))
+    refusals.known.cache_clear()  # as a new process
+    launcher = Launcher(lambda tile: tile < 32)
+    assert call(launcher) == 16 and launcher.compiled == [16]
+
+
+def test_another_compiler_is_asked_again(tmp_path):
+    call(Launcher(lambda tile: tile < 32))
+    refusals.known.cache_clear()
+    versions._build.cache_clear()
+    (tmp_path / "bin/bishengir-compile").write_text("#!/bin/sh\necho 'bishengir-compile 10.0'\n")
+    launcher = Launcher(lambda tile: True)
+    assert call(launcher) == 32 and launcher.compiled == [32]
+
+
+def test_when_none_fits_one_sentence_says_what_and_why():
+    with pytest.raises(NotSupported) as raised:
+        call(Launcher(lambda tile: False))
+    sentence = str(raised.value)
+    assert sentence.startswith("npu_stand_in: bishengir-compile 9.9 (abc 2031-01-02) refuses every")
+    for part in ("stand_in.walk", "TILE=32", "TILE=64", "TILE=16", "UB overflow, 205 KiB of 192"):
+        assert part in sentence
+    assert "x[20,8] fp32" in sentence and "custom.info" in sentence
+    # what is remembered costs no answer: a better compiler is tried
+    assert call(Launcher(lambda tile: tile == 64)) == 64
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("ub overflow, requires 2 bits while 1 bits"), "no process behind it"),
+        (triton_error("no such file", tool="/usr/bin/g++"), "another tool"),
+        (triton_error(OVERFLOW, tool="/wheel/triton-adapter-opt"), "triton-ascend's own front end"),
+        (triton_error("", code=-9), "killed for memory"),
+        (triton_error("", code=-2), "interrupted"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_other_errors_pass_and_are_not_remembered(error, why, tmp_path):
+    launcher = Launcher(lambda tile: False, error)
+    with pytest.raises(type(error)) as raised:
+        call(launcher)
+    assert raised.value is error and launcher.compiled == [32]
+    assert not refusals.known() and not (tmp_path / "cache").exists()
+
+
+def test_tiles_that_nobody_chose_are_not_tried_again():
+    launcher = Launcher(lambda tile: False)
+    launch = tune.retrying("npu_stand_in", lambda x: launcher.kernel(**CONFIGS[0].keywords))
+    with pytest.raises(RuntimeError) as raised:
+        launch(x=torch.zeros(1))
+    assert raised.value is launcher.error and launcher.compiled == [16]
+
+
+def test_a_crash_of_the_compiler_is_forgotten_with_the_process(tmp_path):
+    launcher = Launcher(lambda tile: tile == 64, triton_error("Assertion `x' failed.", code=-6))
+    assert call(launcher) == 64 and launcher.compiled == [32, 64]
+    assert call(launcher) == 64 and launcher.compiled == [32, 64, 64]
+    assert not (tmp_path / "cache").exists()
+
+
+def entries(tmp_path):
+    return sorted((tmp_path / "cache").rglob("*.json"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"refused": ', '{"other": 1}', "\x00\xff"])
+def test_a_corrupt_entry_is_ignored(text, tmp_path):
+    call(Launcher(lambda tile: tile == 64))
+    (entry,) = entries(tmp_path)
+    assert json.loads(entry.read_text())["refused"] == "stand_in.walk TILE=32 for (8,)"
+    entry.write_text(text)
+    refusals.known.cache_clear()
+    launcher = Launcher(lambda tile: tile == 64)
+    assert call(launcher) == 64 and launcher.compiled == [32, 64]
+    assert json.loads(entry.read_text())["said"] == "UB overflow, 205 KiB of 192"
+
+
+def test_what_another_user_left_is_ignored(monkeypatch, tmp_path):
+    call(Launcher(lambda tile: tile == 64))
+    refusals.known.cache_clear()
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    assert refusals.known() == set()
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(monkeypatch, tmp_path, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(config, "cache_dir", str(blocked))
+    launcher = Launcher(lambda tile: tile < 32)
+    assert call(launcher) == 16 and call(launcher) == 16
+    assert launcher.compiled == [32, 64, 16, 16]
+    assert capsys.readouterr().err.count("cannot be remembered") == 1
+
+
+def test_the_folder_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "cache_dir", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    call(Launcher(lambda tile: tile == 64))
+    assert len(list((tmp_path / "xdg/npu-custom-ops/refused").rglob("*.json"))) == 1
+
+
+def _learn(number: int) -> None:
+    refusals.known.cache_clear()
+    for each in range(40):
+        refusals.add(f"kernel TILE={each} for ({number % 2},)", "UB overflow", True)
+
+
+def test_processes_at_once_lose_nothing(tmp_path):
+    context = multiprocessing.get_context("fork")
+    several = [context.Process(target=_learn, args=(number,)) for number in range(4)]
+    for process in several:
+        process.start()
+    for process in several:
+        process.join()
+        assert process.exitcode == 0
+    assert len(refusals.known()) == 80 == len(entries(tmp_path))
+    assert not list((tmp_path / "cache").rglob("*.new"))
+
+
+def test_widths_hold_a_row_at_once():
+    wide = [tune.Config({"WIDTH": width}) for width in (512, 2048)]
+    assert tune.ranked(wide, "WIDTH", 500) == wide
+    assert tune.ranked(wide, "WIDTH", 600) == wide[1:]
+    assert tune.ranked(wide, "WIDTH", 9000) == wide[1:]
+
+
+def test_every_launcher_of_the_npu_tries_again(monkeypatch):
+    spec = BY_NAME["npu_lightning_indexer"]
+
+    class Module:
+        @staticmethod
+        def forward(**_):
+            """The launcher."""
+
+    real = backends.importlib.import_module
+    path = f"{backends.NPU.package}.{spec.file}"
+    monkeypatch.setattr(
+        backends.importlib, "import_module", lambda name: Module if name == path else real(name)
+    )
+    found = backends.launcher.__wrapped__(backends.NPU, spec)
+    assert found is not None and found[0].__wrapped__ is Module.forward

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Versions that belong together, and the names that triton-ascend moved, by stand-ins."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from custom.dispatch import backends, versions
+
+from custom import info
+
+ROOT = Path(__file__).parent.parent
+FIRST = versions.TABLE[0]
+WHOLE = {
+    "triton_ascend": FIRST.triton_ascend,
+    "cann": FIRST.cann,
+    "torch": FIRST.torch,
+    "torch_npu": FIRST.torch_npu,
+    "compiler": FIRST.compiler,
+}
+
+
+def test_the_extra_pins_the_first_row():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extra = setup["options.extras_require"]["npu"].split()
+    assert f"triton-ascend=={FIRST.triton_ascend}" in extra
+    assert f"torch=={FIRST.torch}" in extra and f"torch_npu=={FIRST.torch_npu}" in extra
+
+
+def test_what_belongs_together_is_not_apart():
+    assert versions.apart(WHOLE) is None
+
+
+def test_what_differs_is_named_with_what_is_expected():
+    sentence = versions.apart(WHOLE | {"torch_npu": "2.14.0", "compiler": None})
+    assert sentence is not None and "CANN" not in sentence
+    assert "torch_npu 2.14.0 (expected 2.9.0)" in sentence
+    assert "bishengir-compile of - (expected 2026-01-16)" in sentence
+
+
+def test_an_unknown_triton_ascend_is_said():
+    assert "9.9 is in no table" in (versions.apart(WHOLE | {"triton_ascend": "9.9"}) or "")
+
+
+@pytest.mark.parametrize(
+    ("said", "day"),
+    [
+        ("bishengir-compile version 0.1.0 (e4e2ba9841d1 2026-01-16)", "2026-01-16"),
+        ("bishengir-compile 1.1.0 (/usr1/BiSheng/bishengir 428ab8fdab46 2026-04-30)", "2026-04-30"),
+        ("bishengir-compile of somebody", None),
+    ],
+)
+def test_the_compiler_says_its_day(said, day, tmp_path, monkeypatch):
+    compiler = tmp_path / "bishengir-compile"
+    compiler.write_text(f"#!/bin/sh\necho '{said}'; echo 'llvm 19.1.7'\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    build = versions.compiler()
+    assert build is not None and build.day == day and "/usr1" not in build.said
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.delenv("TRITON_NPU_COMPILER_PATH", raising=False)
+    assert versions.compiler() is None
+
+
+def test_info_warns_of_versions_that_are_apart(monkeypatch):
+    monkeypatch.setattr(backends, "installed", lambda name: "3.2.0")
+    monkeypatch.setattr(versions, "here", lambda: WHOLE | {"cann": "9.1.0"})
+    assert "  WARNING: beside triton-ascend 3.2.0: CANN 9.1.0 (expected 8.5.0)" in info.report()
+
+
+# ------------------------------------------------------------------ names that triton-ascend moved
+
+
+def module(name: str, **members: object) -> ModuleType:
+    made = ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None, is_package=True)
+    made.__path__ = []
+    vars(made).update(members)
+    return made
+
+
+def names(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> ModuleType:
+    """npu_ops/front_end.py over these modules instead of an installed triton."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    parents = ("triton", "triton.language.extra")
+    for each in (*map(module, parents), *modules):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    monkeypatch.delitem(sys.modules, "custom.npu_ops.front_end", raising=False)
+    return importlib.import_module("custom.npu_ops.front_end")
+
+
+OLD = {"extract_slice": "slice of tl", "sort": "sort of tl"}
+CANN = "triton.language.extra.cann"
+
+
+def test_3_2_0_has_them_in_its_language(monkeypatch):
+    found = names(monkeypatch, module("triton.language", **OLD))
+    assert (found.extract_slice, found.sort) == ("slice of tl", "sort of tl")
+
+
+def test_later_ones_have_them_in_an_extension(monkeypatch):
+    # upstream's own sort stays in the language
+    language = module("triton.language", sort="upstream's sort")
+    extension = module(f"{CANN}.extension", extract_slice="moved slice", sort="moved sort")
+    found = names(monkeypatch, language, module(CANN), extension)
+    assert (found.extract_slice, found.sort) == ("moved slice", "moved sort")
+
+
+def test_a_name_that_only_the_language_has(monkeypatch):
+    extension = module(f"{CANN}.extension", extract_slice="moved slice")
+    found = names(monkeypatch, module("triton.language", **OLD), module(CANN), extension)
+    assert (found.extract_slice, found.sort) == ("moved slice", "sort of tl")
+
+
+def test_another_triton_is_named(monkeypatch):
+    with pytest.raises(ImportError, match="no `extract_slice`: this is no triton-ascend"):
+        names(monkeypatch, module("triton.language", sort=1))
+
+
+def test_kernels_take_them_from_here_alone():
+    for path in (ROOT / "npu_ops").glob("*.py"):
+        text = path.read_text()
+        assert "tl.extract_slice" not in text and "tl.sort" not in text, path.name
