@@ -425,12 +425,12 @@ def _gates_kernel(
             tl.store(d_g + at, later.to(d_g.dtype.element_ty), mask=on)
 
 
-def walk_tiling(size: int, shared: int) -> tuple[int, int]:
-    """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` the memory of a
-    program.  Of 256 x 64 the states alone would take all of a B200's tensor memory."""
+def walk_tile(size: int, shared: int) -> int:
+    """Columns of a walk's state; `size` is Dk, padded, `shared` the memory of a program.  Of 64 the
+    states of Dk 256 alone would take all of a B200's tensor memory."""
     if size <= 128:
-        return 64, 2
-    return 32, 2 if shared >= 105 * 1024 else 1
+        return 64
+    return 32 if shared >= 105 * 1024 else 16
 
 
 def unsupported(**arguments: Any) -> str | None:
@@ -483,8 +483,7 @@ def backward(
     DK_PAD = max(16, triton.next_power_of_2(DK))
     DV_PAD = max(16, triton.next_power_of_2(DV))
     BK, BV = min(_KEY_TILE, DK_PAD), min(_VALUE_TILE, DV_PAD)
-    walked, stages = walk_tiling(DK_PAD, gpu.shared_memory(device))
-    walked = min(walked, DV_PAD)
+    walked = min(walk_tile(DK_PAD, gpu.shared_memory(device)), DV_PAD)
     blocks = triton.cdiv(DK, BK)
     d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
     rate_parts, total_parts = (memory.empty((blocks, T, NV), wide, device) for _ in range(2))
@@ -509,8 +508,8 @@ def backward(
         query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
         d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
         *q_by, *k_by, *v_by, *o_by, b_row,
-        N=N, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=walked, STAGES=stages,
-        INITIAL=initial_state is not None, FINAL=d_final_state is not None, num_warps=4, **sizes,
+        N=N, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=walked, STAGES=2, INITIAL=initial_state is not None,
+        FINAL=d_final_state is not None, num_warps=4, **sizes,
     )  # fmt: skip
     if chunks > 0:
         # T and P are used up: Z and M lie in their place

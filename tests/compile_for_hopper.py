@@ -25,7 +25,7 @@ def driver(capability):
     )
 
 
-def stand_in(monkeypatch):
+def stand_in(monkeypatch, capability=90):
     """From here on a launch compiles its kernel; returns the list of what was compiled."""
     compiled = []
 
@@ -34,6 +34,6 @@ def stand_in(monkeypatch):
             kernel.warmup(*arguments, grid=grid, **named)
         )
 
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver(90))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver(capability))
     monkeypatch.setattr(KernelInterface, "__getitem__", launch)
     return compiled

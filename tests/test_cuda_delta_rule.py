@@ -108,6 +108,19 @@ def test_kernels_of_chunks_compile(monkeypatch):
     assert len(compiled) == 7
 
 
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+def test_wide_chunks_fit_into_99_kib(monkeypatch):
+    compiled = stand_in(monkeypatch, 89)
+    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 9))
+    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: 99 * 1024)
+    case = ChunkCase((9, 70), Dk=256, Dv=256)
+    x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    chunk.forward(**x)
+    chunk_grad.backward(**x, d_out=x["value"], d_final_state=x["initial_state"])
+    assert len(compiled) == 7
+    assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
+
+
 @gpu
 @pytest.mark.parametrize("layout", ["kv", "vk"])
 def test_more_sequences_than_a_grid_is_high(layout):
@@ -199,8 +212,8 @@ def test_chunks_of_both_kernels(lengths, monkeypatch):
 
 @gpu
 @pytest.mark.parametrize("size", [128, 256])
-def test_stages_of_chunks_change_no_bit(size, monkeypatch):
-    """A walk has as many as a GPU's shared memory holds."""
+def test_tiles_of_chunks_agree(size, monkeypatch):
+    """Stages and columns of a walk follow a GPU's shared memory; no sum does."""
     case = ChunkCase((300, 70), Dk=size, Dv=size, fading=0.02)
     x = case.moved(case.arguments(), torch.bfloat16, "cuda")
     monkeypatch.setattr("custom.cuda_ops.gpu.is_hopper", lambda device: False)
@@ -212,7 +225,9 @@ def test_stages_of_chunks_change_no_bit(size, monkeypatch):
     here = run()
     for shared in (99, 163):
         monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda at, k=shared: k * 1024)
-        assert all(torch.equal(a, b) for a, b in zip(run(), here, strict=True))
+        for got, want in zip(run(), here, strict=True):
+            error = (got.double() - want.double()).norm() / want.double().norm()
+            assert error < 2**-7  # as of kernels that round their operands to bfloat16
 
 
 @gpu

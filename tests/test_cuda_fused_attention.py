@@ -206,6 +206,23 @@ def test_tiles_for_99_kib_match_the_reference(case, monkeypatch):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize("capability, shared", [(89, 99), (100, 227)])
+def test_widest_heads_fit(capability, shared, monkeypatch):
+    pytest.importorskip("triton")
+    from .compile_for_hopper import stand_in
+
+    compiled = stand_in(monkeypatch, capability)
+    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: divmod(capability, 10))
+    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: shared * 1024)
+    case = Case(1, 4, 2, 300, 300, 256, 256)
+    made = {name: each.cpu() for name, each in case.tensors(torch.bfloat16).items()}
+    launch(made, case.options())
+    assert len(compiled) == 4
+    assert max(kernel.metadata.shared for kernel in compiled) <= shared * 1024
+    assert all((getattr(kernel.metadata, "tmem_size", 0) or 0) <= 512 for kernel in compiled)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_products_of_the_keys_kernel_overlap_on_hopper(size, monkeypatch, tmp_path):
     """ptxas would say so if it made each wgmma wait for the one before."""
