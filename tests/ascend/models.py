@@ -368,13 +368,15 @@ def _small() -> list[Case]:
     found.append(Case(indexer_loss_backward.OP, title, indexer_loss_backward.call(2048)))
     for size, value in ATTENTION:
         for causal in (False, True):
-            title = f"{size} and {value}, causal {causal}, 4 heads on 1"
-            make = fused_attention.dense(
-                140, 190, size, (4, 1), value_size=value, batch=1, causal=causal
-            )
-            found.append(Case(fused_attention.OP, title, make))
-            after = fused_attention_backward.after(make)
-            found.append(Case(fused_attention_backward.OP, title, after))
+            # tails, and whole tiles of every size
+            for rows, keys in ((140, 190), (384, 384)):
+                title = f"{size} and {value}, causal {causal}, {rows} x {keys}, 4 heads on 1"
+                make = fused_attention.dense(
+                    rows, keys, size, (4, 1), value_size=value, batch=1, causal=causal
+                )
+                found.append(Case(fused_attention.OP, title, make))
+                after = fused_attention_backward.after(make)
+                found.append(Case(fused_attention_backward.OP, title, after))
     for heads in SHARDS:
         for name, form in DELTA_FORMS.items():
             found.append(Case(DELTA.OP, f"heads {heads}, {name}", delta(heads, **form)))
