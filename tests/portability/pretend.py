@@ -36,7 +36,7 @@ from .gpus import GPUS, HOME
 def pretend(capability: int) -> None:
     """From here on tensors on `cuda` have shapes but no memory, and the GPU is that one."""
     ctypes.CDLL(str(HOME / "guard.so"))
-    from custom.cuda_ops import gpu, sparse_attention_pto
+    from custom.cuda_ops import gpu, launches
 
     from custom.bench.case import Draw
 
@@ -47,8 +47,7 @@ def pretend(capability: int) -> None:
     gpu.processors = lambda device: at_hand.processors
     gpu.shared_memory = lambda device: at_hand.shared_memory
     triton.runtime.driver._active = driver(capability)
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    sparse_attention_pto._Side = _Side
+    launches.Side = _Side
     FakeTensor.data_ptr = _address
 
     def draw(self, device, seed, dtype=torch.bfloat16):
@@ -58,8 +57,6 @@ def pretend(capability: int) -> None:
 
 
 class _Side:
-    here = there = None
-
     def __init__(self, device):
         pass
 
@@ -67,6 +64,9 @@ class _Side:
         pass
 
     join = fork
+
+    def stream(self):
+        return contextlib.nullcontext()
 
 
 def _address(tensor: torch.Tensor) -> int:
