@@ -22,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches, lightning_indexer_hopper, rows, topk
+from . import gpu, launches, lightning_indexer_hopper, rows, topk
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 CHUNK_BYTES = 2**28  # of scores at a time: 1024 rows of 64K keys
+KEY_TILE = 64
 
 
 @triton.jit
@@ -124,6 +125,23 @@ def _scores(
         row = stop
 
 
+def shape(
+    together: int, heads: int, dim: int, device: torch.device
+) -> tuple[int, int, int, int] | None:
+    """(ROWS, H_TILE, D_TILE, STAGES) for up to `together` rows that share the keys that pass by,
+    the first that fits into this GPU; the product has 256 columns at most."""
+    h_tile, d_tile = (max(16, triton.next_power_of_2(size)) for size in (heads, dim))
+    most = min(4, 256 // h_tile, triton.next_power_of_2(together))
+    for shared in (4, 2, 1):
+        for stages in (3, 2):
+            # a tile of keys for each stage but one, unless the product reads it from there too
+            held = stages if gpu.reads_shared(device) else stages - 1
+            needed = 2 * d_tile * (shared * h_tile + held * KEY_TILE) + 1024 * shared
+            if shared <= most and needed <= gpu.shared_memory(device):
+                return shared, h_tile, d_tile, stages
+    return None
+
+
 def unsupported(**arguments: Any) -> str | None:
     query, k = arguments["query"], arguments["sparse_count"]
     if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
@@ -132,6 +150,8 @@ def unsupported(**arguments: Any) -> str | None:
         return f"sparse_count={k}, supported up to {topk.MOST}"
     if query.shape[-1] > 256 or query.shape[-2] > 256:
         return f"heads and head_dim are {tuple(query.shape[-2:])}, supported up to 256"
+    if shape(1, *query.shape[-2:], query.device) is None:
+        return gpu.too_small(query.device)
     return rows.too_many_positions(arguments["key"], arguments.get("block_table"))
 
 
@@ -154,9 +174,9 @@ def forward(
     """`scored` is called when all scores are on their way and the last top-k is not: its launches
     find the memory free.  In what it returns the top-k is launched."""
     device = query.device
-    shape = (*query.shape[:-2], 1, sparse_count)
-    indices = memory.empty(shape, torch.int32, device)
-    values = memory.empty(shape if return_value else (0,), query.dtype, device)
+    selected = (*query.shape[:-2], 1, sparse_count)
+    indices = memory.empty(selected, torch.int32, device)
+    values = memory.empty(selected if return_value else (0,), query.dtype, device)
     if indices.numel() == 0:
         return indices, values
     plan = rows.plan(
@@ -168,10 +188,10 @@ def forward(
     w = weights.reshape(plan.rows, heads)
     key_o, key_i = rows.strides(key, layout_key)
     reach = max(plan.reach, 1)
-    h_tile = max(16, triton.next_power_of_2(heads))
-    # rows of a request share the keys that pass by; the product has 256 columns at most
     per_request = triton.cdiv(plan.rows, max(plan.arguments["requests"], 1))
-    shared = min(4, 256 // h_tile, triton.next_power_of_2(per_request))
+    found = shape(per_request, heads, dim, device)
+    assert found is not None
+    shared, h_tile, d_tile, stages = found
     score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
     scores = memory.empty((chunk_rows, score_row), torch.float32, device)
@@ -180,17 +200,16 @@ def forward(
         sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
-    # row; 2048 in tiles of 64 for 32 and 128 rows
-    alone = shared == 1 and plan.rows * triton.cdiv(reach, 128) <= 2048
-    key_tile = 128 if alone else 64
-    # as many programs as keep 132 processors busy twice over, where there are keys enough
-    share = triton.next_power_of_2(triton.cdiv(triton.cdiv(plan.rows, shared) * reach, 264))
-    most = 2048 if shared == 1 else 4096
-    per_chunk = key_tile if alone else max(key_tile, min(most, share))
+    # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
+    alone = shared == 1 and plan.rows * triton.cdiv(reach, 128) <= 16 * gpu.processors(device)
+    # as many programs as keep all processors busy twice over, where there are keys enough
+    items = triton.cdiv(plan.rows, shared) * reach
+    share = triton.next_power_of_2(triton.cdiv(items, 2 * gpu.processors(device)))
+    per_chunk = 128 if alone else max(KEY_TILE, min(2048 if shared == 1 else 4096, share))
     chunks = triton.cdiv(reach, per_chunk)
     flat_indices = indices.view(plan.rows, sparse_count)
     flat_values = values.view(plan.rows, sparse_count) if return_value else values
-    one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % key_tile == 0
+    one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
     for first in range(0, plan.rows, chunk_rows):
         count = min(chunk_rows, plan.rows - first)
         if sample is not None:
@@ -203,8 +222,8 @@ def forward(
                 chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0), q_head=q.stride(1),
                 w_row=w.stride(0), key_o=key_o, key_i=key_i, score_row=score_row, **plan.arguments,
                 **plan.constants, HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile,
-                D_TILE=max(16, triton.next_power_of_2(dim)), KEY_TILE=key_tile, ONE_PAGE=one_page,
-                STAGES=1 if alone else 2 if shared == 1 else 3, num_warps=4,
+                D_TILE=d_tile, KEY_TILE=KEY_TILE, ONE_PAGE=one_page, STAGES=1 if alone else stages,
+                num_warps=4,
             )  # fmt: skip
         last = first + count == plan.rows
         with scored() if scored is not None and last else nullcontext():

@@ -103,7 +103,8 @@ def _attend(
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
     EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    D_TILE: tl.constexpr, STAGES: tl.constexpr, PLACE: tl.constexpr, CHAINED: tl.constexpr,
+    D_TILE: tl.constexpr, STAGES: tl.constexpr, PLACE: tl.constexpr, BRANCH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     program = tl.program_id(0)
@@ -149,19 +150,30 @@ def _attend(
         k_tile = _load(key, slot, d, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT)
         if RIGHT > 0:
             k_tile2 = _load(key, slot, e, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT)
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        if RIGHT > 0:
-            s = tl.dot(q_tile2, k_tile2.T, s, input_precision="ieee")
         if D > 0:
             kr_tile = _load(key_rope, slot, r, rope_o, rope_i, reach, EVEN, PAGE, KEYS, D, D_TILE)
-            s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
-        s = tl.where((slot >= 0)[None, :], s * scale_log2, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        alpha = tl.exp2(row_max - new_max)
-        p = tl.exp2(s - new_max[:, None])
-        row_sum = row_sum * alpha + tl.sum(p, 1)
-        row_max = new_max
-        p = p.to(k_tile.dtype)
+        p = tl.broadcast_to(row_max[:, None], [HEAD_TILE, KEY_TILE]).to(k_tile.dtype)
+        alpha = row_max
+        # in a branch the product for the scores is not seen to feed the next one, for which each of
+        # two warpgroups would compute all of it: 128 heads, 128 rows 255 us instead of 294
+        if not BRANCH or n < hi:
+            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            if RIGHT > 0:
+                s = tl.dot(q_tile2, k_tile2.T, s, input_precision="ieee")
+            if BRANCH and D > 0:  # scaled first, or one product becomes the other's accumulator
+                rope = tl.dot(qr_tile, kr_tile.T, input_precision="ieee") * scale_log2
+                s = s * scale_log2 + rope
+            else:
+                if D > 0:
+                    s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
+                s *= scale_log2
+            s = tl.where((slot >= 0)[None, :], s, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            alpha = tl.exp2(row_max - new_max)
+            weight = tl.exp2(s - new_max[:, None])
+            row_sum = row_sum * alpha + tl.sum(weight, 1)
+            row_max = new_max
+            p = weight.to(k_tile.dtype)
         if not SHARED:
             k_tile = _load(value, slot, d, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT)
             if RIGHT > 0:
@@ -258,30 +270,32 @@ def tiles(
     count: int, heads: int, entries: int, rank: int, rope: int, apart: bool, device: torch.device
 ) -> Tiles | None:
     """For `count` query rows, the first that fits into this GPU.  One H200, 2026-11, plain kernels
-    alone, bf16, R = 512, K = 2048, 128 heads: 128 rows took 291 us by 64 heads x 64 keys, 470 by
-    32 x 32 and 508 by 16 x 64; 32 rows 93 us in 2 splits, 1 row 16 us by 16 x 64 in 16 splits."""
+    alone, bf16, R = 512, K = 2048, 128 heads: 128 rows took 255 us by 64 heads x 64 keys, 470 by
+    32 x 32 and 508 by 16 x 64; 1 row 16 us by 16 x 64 in 16 splits."""
     left, right = max(16, triton.next_power_of_2(rank)), 0
     if rank > 512:
         left, right = 512, max(16, triton.next_power_of_2(rank - 512))
+    # so few rows that every 32 keys have a program of their own: 16 heads, 1 row 8.6 us, not 11.4
+    lone = count * triton.cdiv(heads, 16) * triton.cdiv(entries, 32) <= gpu.processors(device)
     tiers: list[Tiles] = []
     if not apart and rank <= 512:
         if heads >= 64 and count > 8:
-            split = 2 * count * triton.cdiv(heads, 64) <= gpu.processors(device)
             # tensor memory has no place for both products: 345 KB of shared memory instead
             if not gpu.has_tensor_memory(device):
-                tiers.append(Tiles(64, 64, 8, 3 if split else 2, left))
+                tiers.append(Tiles(64, 64, 8, 2, left))
             tiers.append(Tiles(32, 32, 4, 2, left))
-        tiers.append(Tiles(16, 64, 4, 3, left))
+        tiers.append(Tiles(16, 32, 4, 2, left) if lone else Tiles(16, 64, 4, 3, left))
     tiers += [Tiles(16, keys, 4, 1, left, right) for keys in (32, 16)]
     limit, wgmma = gpu.shared_memory(device), gpu.reads_shared(device)
     fitting = (t for t in tiers if shared_bytes(t, rope, wgmma) <= limit)
     tile = next(fitting, None)
     if tile is None:
         return None
-    # programs for every processor, one of 64 heads or two, of at least 128 keys each
+    # programs for every processor, one of 64 heads or two, of at least 128 keys each unless alone
+    least = 32 if lone else 128
     room = gpu.processors(device) * (1 if tile.heads == 64 else 2)
     items, splits = count * triton.cdiv(heads, tile.heads), 1
-    while 2 * splits * items <= room and 2 * splits * 128 <= entries:
+    while 2 * splits * items <= room and 2 * splits * least <= entries:
         splits *= 2
     return replace(tile, splits=splits)
 
@@ -417,7 +431,7 @@ def forward(
             PLACE=min(1024, triton.next_power_of_2(max(per_split, key_tile))),
             HEAD_TILE=tier.heads, KEY_TILE=key_tile, LEFT=tier.left, RIGHT=tier.right,
             D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier.stages,
-            num_warps=tier.warps,
+            BRANCH=tier.heads == 64 and gpu.reads_shared(device), num_warps=tier.warps,
         )  # fmt: skip
     if splits > 1:
         width = min(128 if splits > 8 else 512, triton.next_power_of_2(rank))
