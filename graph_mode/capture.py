@@ -230,6 +230,10 @@ def warmup(calls: Mapping[str, Iterable[Mapping[str, Any]]], device: str | torch
         print(file=sys.stderr)
 
 
+# there ast.parse, with which a compile begins, is not for two threads at a time
+_ALONE = (3, 11) <= sys.version_info < (3, 11, 8)
+
+
 class _Compilers(ThreadPoolExecutor):
     """A thread for every core, and a progress bar of what they are given."""
 
@@ -241,6 +245,8 @@ class _Compilers(ThreadPoolExecutor):
         self._given += 1
         future = super().submit(fn, *args, **kwargs)
         future.add_done_callback(self._tick)
+        if _ALONE:
+            future.exception()  # waits
         return future
 
     def _tick(self, _: Future[Any]) -> None:

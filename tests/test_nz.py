@@ -207,6 +207,7 @@ def test_every_op_asks_before_it_runs_on_an_npu(torch_npu, monkeypatch):
     monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
     monkeypatch.setattr(backends, "made_current", lambda device: nullcontext())
     spec = BY_NAME["npu_sparse_attention_pto"]
-    assert backends.run(spec, "PrivateUse1", layer()) == "ran"
+    arguments = layer()
+    assert backends.runner(spec, "PrivateUse1", arguments).run(arguments) == "ran"
     with pytest.raises(NotSupported, match=r"npu +`w_uk` is in torch_npu's format 29"):
-        backends.run(spec, "PrivateUse1", layer(w_uk=29))
+        backends.runner(spec, "PrivateUse1", layer(w_uk=29))
