@@ -84,13 +84,47 @@ _SCALAR = {
 _CHAIN = "a chunk needs the state of the one before: there is nothing to work on meanwhile"
 _TURNS = {
     "lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
-    "fused_attention.attend": "the compiler does not pipeline masked loads of keys",
     "chunk_gated_delta_rule.walk": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
 }
 
+# the builds before 1.2.0 share no masked store of a mixed kernel between the vector units
+_TAIL = "the last rows of a request are stored with a mask"
+_OLDEST = {
+    "sparse_flash_attention.attend": "with sinks, or with heads that no tile divides, it stores with"
+    " a mask",
+    "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
+    "chunk_gated_delta_rule.walk": _TAIL,
+    "chunk_gated_delta_rule_grad.walk_states": _TAIL,
+    "chunk_gated_delta_rule_grad.walk_grads": _TAIL,
+    "indexer_loss.head_sums": "whole tiles, loaded and stored without a mask, are not shared either",
+}
+_REPEAT = (
+    *(Known(kernel, "repeat", reason, ("1.0.0",)) for kernel, reason in _OLDEST.items()),
+    Known(
+        "lightning_indexer_grad.grad_query",
+        "repeat",
+        "the gradient of the weights leaves the loop; stored inside it, 1.2.0 is wrong",
+        ("1.0.0", "1.1.0"),
+    ),
+)
+_UPDATE = "fused_sigmoid_gating_delta_rule_update.update"
+_HALF = "half of the state's tile plans as much: what else is kept of a token decides"
+_TIGHT = (
+    *(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32)),
+    Known("chunk_gated_delta_rule.triangles", "tight", "a chunk's triangle is eliminated in UB"),
+    Known(
+        "chunk_gated_delta_rule_grad.walk_grads",
+        "tight",
+        "keys and values of 256 alone",
+        tiles=(("VALUE_TILE", 64),),
+    ),
+)
+
 KNOWN = (
+    *_REPEAT,
+    *_TIGHT,
     *(Known(kernel, "scalar", reason) for kernel, reason in _SCALAR.items()),
     *(Known(kernel, "turns", reason) for kernel, reason in _TURNS.items()),
 )

@@ -94,10 +94,10 @@ CASES = (
     Case(OP, "whole tiles, causal, head size 256", dense(64, 170, 256, batch=1, causal=True)),
     Case(OP, "whole tiles, window 50", dense(128, 140, causal=True, window=50)),
     Case(OP, "no key", dense(20, 0)),
-    # one key more than a tile, from 0: of all keys, of what is seen causally, of a window
-    Case(OP, "one key in the last tile", dense(130, 129)),
-    Case(OP, "causal, the last row sees one key more than a tile", dense(150, 151, causal=True)),
-    Case(OP, "window 2, both sides, one key more than a tile", dense(200, 200, window=2)),
+    # one key more than a tile of 96, from 0: of all keys, of what is seen causally, of a window
+    Case(OP, "one key in the last tile", dense(130, 97)),
+    Case(OP, "causal, the last row sees one key more than a tile", dense(150, 183, causal=True)),
+    Case(OP, "window 34, both sides, one key more than a tile", dense(200, 200, window=34)),
     Case(OP, "window 128, begins at 0", dense(200, 201, window=128, causal=True)),
     Case(OP, "scores that underflow", with_(dense(70, 140, sm_scale=4.0), q=below, k=above)),
     Case(OP, "scores far apart, causal", dense(140, 140, sm_scale=9.0, causal=True)),
@@ -161,7 +161,7 @@ CONTROLS = (
         KERNEL,
         "first + Q_TILE - 1 + window",
         "first + Q_TILE - 2 + window",
-        "window 2, both sides, one key more than a tile",
+        "window 34, both sides, one key more than a tile",
     ),
     Control(
         "the window begins one late",

@@ -42,8 +42,8 @@ CASES = (
     ),
     Case(OP, "window 50", after(dense(270, 300, window=50, causal=True))),
     Case(OP, "window 50, both sides", after(dense(170, 150, window=50))),
-    # one row more than a tile, from 0
-    Case(OP, "window 2, both sides, one row more than a tile", after(dense(200, 200, window=2))),
+    # one row more than a tile of 128, from 0
+    Case(OP, "window 66, both sides, one row more than a tile", after(dense(200, 200, window=66))),
     Case(OP, "causal, one row more than a tile", after(dense(129, 130, causal=True))),
     Case(OP, "fp16, scale 0.5", after(dense(130, 130, sm_scale=0.5)), torch.float16),
     *(
@@ -89,7 +89,7 @@ CONTROLS = (
         KERNEL,
         "first + KEY_TILE - 1 + window - shift",
         "first + KEY_TILE - 2 + window - shift",
-        "window 2, both sides, one row more than a tile",
+        "window 66, both sides, one row more than a tile",
     ),
     Control(
         "the last tile of rows forgotten where it has one",

@@ -107,8 +107,8 @@ CONTROLS = (
     Control(
         "another round's log-sum-exp",
         KERNEL,
-        "lse + (first + row).to(tl.int64) * heads",
-        "lse + row.to(tl.int64) * heads",
+        "lse + (first + row).to(tl.int64) * lse_row",
+        "lse + row.to(tl.int64) * lse_row",
         "several rounds",
     ),
     Control(
