@@ -4,14 +4,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from custom.dispatch import backends, log
 
 pytest.importorskip("triton")
 
-from custom.cuda_ops import chunk_gated_delta_rule_grad, gluon_names, gpu
+from custom.cuda_ops import (
+    chunk_gated_delta_rule_grad,
+    gluon_names,
+    gpu,
+    sparse_flash_attention,
+)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .compile_for_hopper import stand_in
 from .samples import sample
 
 CPU = torch.device("cpu")
@@ -56,6 +65,34 @@ def test_what_triton_cannot_compile_for_sm_100_is_refused(monkeypatch):
         monkeypatch.setattr(gpu, "capability", lambda device, c=capability: c)
         against = chunk_gated_delta_rule_grad.unsupported(**arguments)
         assert (against is not None and "triton>=3.8" in against) == (capability == (10, 0))
+
+
+@pytest.mark.skipif(gpu.INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability, kib", [((8, 9), 99), ((9, 0), 227)], ids=str)
+@pytest.mark.parametrize(
+    "count, heads, rank, rope",
+    [(128, 128, 512, 64), (1, 16, 512, 64), (1, 128, 512, 64), (2, 64, 640, 0)],
+)
+def test_sparse_attention_takes_no_more_shared_memory_than_its_tiles_are_chosen_by(
+    count, heads, rank, rope, capability, kib, monkeypatch
+):
+    compiled = stand_in(monkeypatch, 10 * capability[0] + capability[1])
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0)
+    monkeypatch.setattr(gpu, "capability", lambda device: capability)
+    monkeypatch.setattr(gpu, "is_hopper", lambda device: False)
+    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: kib * 1024)
+    with FakeTensorMode():
+        half = partial(torch.empty, dtype=torch.bfloat16)
+        sparse_flash_attention.forward(
+            half(count, 1, heads, rank), half(count, 4096, 1, rank), None,
+            torch.empty(count, 1, 1, 2048, dtype=torch.int32), 0.1,
+            query_rope=half(count, 1, heads, rope) if rope else None,
+            key_rope=half(count, 4096, 1, rope) if rope else None,
+        )  # fmt: skip
+    tile = sparse_flash_attention.tiles(count, heads, 2048, rank, rope, False, CPU)
+    predicted = sparse_flash_attention.shared_bytes(tile, rope, gpu.reads_shared(CPU))
+    assert 0 < compiled[0].metadata.shared <= predicted <= kib * 1024
 
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.5.0", "3.5.1+git0", "3.10.0", "2.3.1", "4.0"])
