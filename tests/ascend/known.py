@@ -92,13 +92,12 @@ _TURNS = {
 # the builds before 1.2.0 share no masked store of a mixed kernel between the vector units
 _TAIL = "the last rows of a request are stored with a mask"
 _OLDEST = {
-    "sparse_flash_attention.attend": "with sinks, or with heads that no tile divides, it stores with"
-    " a mask",
+    "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _TAIL,
     "chunk_gated_delta_rule_grad.walk_states": _TAIL,
     "chunk_gated_delta_rule_grad.walk_grads": _TAIL,
-    "indexer_loss.head_sums": "whole tiles, loaded and stored without a mask, are not shared either",
+    "indexer_loss.head_sums": "whole tiles, loaded and stored without a mask, are not shared",
 }
 _REPEAT = (
     *(Known(kernel, "repeat", reason, ("1.0.0",)) for kernel, reason in _OLDEST.items()),
