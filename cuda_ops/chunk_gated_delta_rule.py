@@ -221,6 +221,9 @@ def _states_kernel(
                 tl.store(out_at, tl.zeros([CHUNK, BV], tl.float32), mask=on)
 
 
+_WIDE = 107 * 1024  # bytes of shared memory that a Dk above 128 takes
+
+
 def walk_tiling(size: int, shared: int) -> tuple[int, int]:
     """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` the memory of a
     program.
@@ -229,7 +232,7 @@ def walk_tiling(size: int, shared: int) -> tuple[int, int]:
     Where three do not fit, two leave room for a second program."""
     if size <= 128:
         return 32, 3 if shared >= 185 * 1024 else 2
-    return 16, 2 if shared >= 107 * 1024 else 1
+    return 16, 2
 
 
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
@@ -240,6 +243,9 @@ def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
         return f"Dk={query.shape[-1]}, supported up to {LARGEST_DK}"
     if value.shape[-1] > LARGEST_DV:
         return f"Dv={value.shape[-1]}, supported up to {LARGEST_DV}"
+    # with the tiles that would fit, results on an H200 were wrong
+    if query.shape[-1] > 128 and gpu.shared_memory(query.device) < _WIDE:
+        return f"Dk={query.shape[-1]}, supported up to 128 here: {gpu.too_small(query.device)}"
     return None
 
 

@@ -425,12 +425,10 @@ def _gates_kernel(
             tl.store(d_g + at, later.to(d_g.dtype.element_ty), mask=on)
 
 
-def walk_tile(size: int, shared: int) -> int:
-    """Columns of a walk's state; `size` is Dk, padded, `shared` the memory of a program.  Of 64 the
-    states of Dk 256 alone would take all of a B200's tensor memory."""
-    if size <= 128:
-        return 64
-    return 32 if shared >= 105 * 1024 else 16
+def walk_tile(size: int) -> int:
+    """Columns of a walk's state; `size` is Dk, padded.  Of 64 the states of Dk 256 alone would take
+    all of a B200's tensor memory."""
+    return 64 if size <= 128 else 32
 
 
 def unsupported(**arguments: Any) -> str | None:
@@ -483,7 +481,7 @@ def backward(
     DK_PAD = max(16, triton.next_power_of_2(DK))
     DV_PAD = max(16, triton.next_power_of_2(DV))
     BK, BV = min(_KEY_TILE, DK_PAD), min(_VALUE_TILE, DV_PAD)
-    walked = min(walk_tile(DK_PAD, gpu.shared_memory(device)), DV_PAD)
+    walked = min(walk_tile(DK_PAD), DV_PAD)
     blocks = triton.cdiv(DK, BK)
     d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
     rate_parts, total_parts = (memory.empty((blocks, T, NV), wide, device) for _ in range(2))

@@ -109,16 +109,27 @@ def test_kernels_of_chunks_compile(monkeypatch):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
-def test_wide_chunks_fit_into_99_kib(monkeypatch):
+@pytest.mark.parametrize("size, kib", [(128, 99), (256, 163)])
+def test_chunks_fit(size, kib, monkeypatch):
     compiled = stand_in(monkeypatch, 89)
     monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 9))
-    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: 99 * 1024)
-    case = ChunkCase((9, 70), Dk=256, Dv=256)
+    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: kib * 1024)
+    case = ChunkCase((9, 70), Dk=size, Dv=size)
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    assert chunk.unsupported(**x) is None
     chunk.forward(**x)
     chunk_grad.backward(**x, d_out=x["value"], d_final_state=x["initial_state"])
     assert len(compiled) == 7
-    assert max(kernel.metadata.shared for kernel in compiled) <= 99 * 1024
+    assert max(kernel.metadata.shared for kernel in compiled) <= kib * 1024
+
+
+def test_wide_heads_are_refused_where_they_do_not_fit(monkeypatch):
+    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: 99 * 1024)
+    x = ChunkCase((9, 70), Dk=256, Dv=256).arguments()
+    x = {name: t.bfloat16() if name in ("query", "value") else t for name, t in x.items()}
+    reason = chunk.unsupported(**x)
+    assert reason and reason == chunk_grad.unsupported(**x)
+    assert reason.startswith("Dk=256, supported up to 128 here") and "99 KiB" in reason
 
 
 @gpu
@@ -223,7 +234,7 @@ def test_tiles_of_chunks_agree(size, monkeypatch):
         return *chunk.forward(**x), *grads
 
     here = run()
-    for shared in (99, 163):
+    for shared in (99, 163)[size > 128 :]:
         monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda at, k=shared: k * 1024)
         for got, want in zip(run(), here, strict=True):
             error = (got.double() - want.double()).norm() / want.double().norm()
