@@ -146,6 +146,8 @@ def test_bench_sweeps_over_lengths(op, tmp_path, capsys, monkeypatch):
 def test_bench_prints_the_cost_of_a_call_on_the_host(capsys, monkeypatch):
     assert bench.main(["npu_fused_attention", "--device", "cpu", "--host"]) == 2
     assert "expected --device cuda or npu" in capsys.readouterr().err
+    assert bench.main(["npu_fused_attention", "--device", "cpu", "--path", "plain"]) == 2
+    assert "expected --device cuda, not cpu" in capsys.readouterr().err
     monkeypatch.setattr(host, "_ROWS", 2)
     monkeypatch.setattr(host, "_CALLS", 2)
     case = replace(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """python -m custom.bench OP [--device D] [--shape b=32] [--sweep] [--csv F] [--plot F.png]
-                         [--against F.csv] [--host]
+                         [--against F.csv] [--host] [--path plain]
 
 Correctness comes first: a row that differs from the reference is printed in red, and no table.
 """
@@ -9,6 +9,7 @@ Correctness comes first: a row that differs from the reference is printed in red
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
 import subprocess
 import sys
@@ -17,12 +18,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import __version__
 from ..dispatch import log
+from ..dispatch.backends import CUDA
 from ..dispatch.env import config
 from ..dispatch.errors import BackendUnavailable, need
 from ..dispatch.specs import BY_NAME
@@ -144,6 +147,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--host", action="store_true", help="what a call costs on the host (of the first row)"
     )
+    parser.add_argument(
+        "--path",
+        choices=["auto", "plain"],
+        default="auto",
+        help="plain: on a Hopper GPU, too, the kernels that other GPUs run",
+    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--against", type=Path, help="an earlier CSV, for the column `x before`")
@@ -190,6 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.host and device.type == "cpu":
         print("--host: a CPU computes on the host, expected --device cuda or npu", file=sys.stderr)
         return 2
+    if options.path == "plain":
+        if device.type != "cuda":
+            print(f"--path plain: expected --device cuda, not {device.type}", file=sys.stderr)
+            return 2
+        gpu: Any = importlib.import_module(f"{CUDA.package}.gpu")
+        gpu.is_hopper = lambda device: False
     wanted = dict(pair.split("=") for pair in options.shape.split(",") if pair)
     listed = (sweep if options.sweep else presets)(options.op, device.type)
     cases = [
