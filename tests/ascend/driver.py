@@ -24,7 +24,7 @@ from .lowered import CpuKernel
 from .toolchain import ARCH, digest
 
 MAX_GRID = 65535
-_TRIES = 4  # the adapter of triton-ascend 3.2.0 dies on some hundredth of its inputs, at random
+_TRIES = 4  # the adapter of triton-ascend 3.2.0 dies at random, about once in two thousand times
 
 
 @dataclass
