@@ -107,7 +107,8 @@ def npu_chunk_gated_delta_rule(
     By token and head, with state S [Dv, Dk] and decay alpha = exp(g):
     S = alpha S + beta (v - alpha S k) k^T;  o = S (scale q).
 
-    Same signature as torch_npu's op, with any Dk, Dv to 256 and a state in float32 as well.  No L2
+    Same signature as torch_npu's op, with any Dk, Dv to 256 (Dk to 128 on GPUs with less than
+    107 KiB of shared memory a program) and a state in float32 as well.  No L2
     norm inside: the caller normalises q and k.  Differentiable in every tensor of floating
     point; equal runs give equal gradients.
 
