@@ -51,6 +51,8 @@ def plant(control: Control) -> None:
 def plant_text(file: str, text: str) -> None:
     """`text` in the place of `npu_ops/<file>.py`, in this process."""
     name = f"custom.npu_ops.{file}"
+    if name in sys.modules:
+        raise RuntimeError(f"{name} is imported already: what is planted would not be met")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / f"{file}.py"
         scratch.write_text(text)

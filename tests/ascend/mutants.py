@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -196,20 +197,49 @@ def files_of(op: str) -> set[str]:
     return {name.rpartition(".")[2] for name in seen} - set(_LEFT_OUT)
 
 
+@cache
+def _calls() -> dict[str, set[str]]:
+    """What each jitted function (file.function) calls, by the last name."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "npu_ops").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                calls = (x.func for x in ast.walk(node) if isinstance(x, ast.Call))
+                names = {ast.unparse(x).rpartition(".")[2] for x in calls}
+                found[f"{path.stem}.{node.name}"] = names
+    return found
+
+
+def kernels_with(title: str) -> set[str] | None:
+    """The jitted functions that this one is part of, and itself; None: it belongs to a launcher."""
+    if title not in _calls():
+        return None
+    found, waiting = {title}, [title]
+    while waiting:
+        name = waiting.pop().partition(".")[2]
+        callers = {caller for caller, called in _calls().items() if name in called} - found
+        found |= callers
+        waiting += callers
+    return found
+
+
 @dataclass(frozen=True)
 class Usual:
     """A case without a mistake."""
 
     launched: list[tuple[Any, ...]]
-    digest: str  # of that, of the arguments and of the op's reference
+    kernels: set[str]
+    digest: str  # of the launches, of the arguments and of the op's reference
 
 
 Lowered = dict[Any, tuple[str, str, None]]
 
 
-def _launched(case: Case, arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
+def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ...]], set[str]]:
     """What decides the result of the call, kernel by kernel, without running it: the lowered text
-    and what it is called with, tensors by whose they are and where they begin."""
+    and what it is called with, tensors by whose they are and where they begin.  And their names."""
     names: dict[int, Any] = {}
     found: list[tuple[Any, ...]] = []
 
@@ -234,8 +264,9 @@ def _launched(case: Case, arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
     recorder.cube_cores = case.cores[0]
     call(case, arguments)
     recorder.execute, recorder.observe, launcher_memory.empty = True, None, memory.empty
+    kernels = {launch.kernel for launch in recorder.launches}
     recorder.launches = []
-    return found
+    return found, kernels
 
 
 def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
@@ -251,8 +282,8 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
             else repr(x)
             for x in arguments.values()
         ]
-        launched = _launched(case, arguments)
-        found[case.title] = Usual(launched, digest(repr(launched), read, *drawn))
+        launched, kernels = _launched(case, arguments)
+        found[case.title] = Usual(launched, kernels, digest(repr(launched), read, *drawn))
     return found, {key: (ttir, linalg, None) for key, (ttir, linalg, _) in recorder.lowered.items()}
 
 
@@ -267,11 +298,14 @@ def attempt(
     controls.plant_text(mutant.file, mutant.text)
     prepare()
     signal.signal(signal.SIGALRM, _late)
+    mutated = kernels_with(f"{mutant.file}.{mutant.function}")
     for at, (case, file) in enumerate(cases):
         asked[number] = at
+        if mutated is not None and mutated.isdisjoint(usual[case.title].kernels):
+            continue
         signal.alarm(_PATIENCE)
         arguments = case.make(Inputs(case.dtype, case.seed))
-        if usual[case.title].launched == _launched(case, arguments):
+        if usual[case.title].launched == _launched(case, arguments)[0]:
             continue
         outcome = examine(case, file, None)
         if outcome.share > 1:
