@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import custom
 
-pytest_plugins = ["tests.cxx", "tests.graph_record"]
+pytest_plugins = ["tests.support.cxx", "tests.support.graph_record"]
 BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
 _verified: Counter[tuple[str, str]] = Counter()  # (op, backend) -> passing tests that ran it
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64, skip_unless_taken
+from .support.accuracy import assert_close_to_float64, skip_unless_taken
 from .test_chunk_gated_delta_rule import ODD_LENGTHS, Case, one_thread  # noqa: F401
 
 FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, cudagraph_trees
 
-from .decode_step import DecodeStep, steps
-from .samples import sample
+from .support.decode_step import DecodeStep, steps
+from .support.samples import sample
 from .test_contracts import assert_same, every_spec, everything, mutated, tensors
 from .test_graph_mode import other
 

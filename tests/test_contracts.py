@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 import custom
 
-from .samples import sample
+from .support.samples import sample
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 CPU = torch.device("cpu")

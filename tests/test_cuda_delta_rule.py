@@ -26,7 +26,7 @@ from custom.cuda_ops import chunk_gated_delta_rule as chunk
 from custom.cuda_ops import chunk_gated_delta_rule_grad as chunk_grad
 from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as decode
 
-from .compile_for_hopper import stand_in
+from .support.compile_for_hopper import stand_in
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64
+from .support.accuracy import assert_close_to_float64
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -242,7 +242,7 @@ def test_kernels_for_hopper_compile(tokens, monkeypatch):
     pytest.importorskip("triton")
     from custom.cuda_ops import prolog
 
-    from .compile_for_hopper import stand_in
+    from .support.compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch)
     monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))

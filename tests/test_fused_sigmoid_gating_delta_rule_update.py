@@ -19,8 +19,8 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64, skip_unless_taken
-from .samples import apart
+from .support.accuracy import assert_close_to_float64, skip_unless_taken
+from .support.samples import apart
 
 OP = "npu_fused_sigmoid_gating_delta_rule_update"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

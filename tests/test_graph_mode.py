@@ -24,8 +24,8 @@ from torch._inductor.utils import run_and_get_code
 
 import custom
 
-from .decode_step import DecodeStep, steps
-from .samples import SAMPLES, Maker
+from .support.decode_step import DecodeStep, steps
+from .support.samples import SAMPLES, Maker
 from .test_contracts import CPU, every_spec, everything, mutated, sample, tensors
 
 # lengths that may shrink between capture and replay
@@ -231,7 +231,7 @@ def test_warmup_runs_every_call_and_leaves_the_callers_tensors(device, capsys):
 def test_warmup_compiles_side_by_side_and_launches_nothing(monkeypatch, capsys):
     from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as launcher
 
-    from .compile_for_hopper import stand_in
+    from .support.compile_for_hopper import stand_in
 
     stand_in(monkeypatch)
     monkeypatch.setattr(custom.config, "backend", "cuda")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .golden import Golden
-from .ragged import run
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.golden import Golden
+from .support.ragged import run
 from .test_mla_prolog_pto import FORMS, Tokens, check_caches, refuse
 
 OP = "npu_indexer_prolog_pto"

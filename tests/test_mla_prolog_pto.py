@@ -10,10 +10,10 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .golden import Golden, Layer
-from .ragged import run
-from .samples import sample
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.golden import Golden, Layer
+from .support.ragged import run
+from .support.samples import sample
 
 OP = "npu_mla_prolog_pto"
 FORMS = {

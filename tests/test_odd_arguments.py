@@ -23,7 +23,7 @@ from torch import Tensor
 import custom
 from custom.bench import __main__ as bench
 
-from .samples import sample
+from .support.samples import sample
 from .test_contracts import mutated, tensors
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

@@ -17,9 +17,9 @@ from torch.export import Dim
 
 import custom
 
-from .decode_step import DecodeStep, steps
-from .ragged import Packed
-from .samples import SAMPLES, Maker, sample
+from .support.decode_step import DecodeStep, steps
+from .support.ragged import Packed
+from .support.samples import SAMPLES, Maker, sample
 from .test_contracts import everything, mutated, tensors
 from .test_sparse_flash_attention import Problem
 

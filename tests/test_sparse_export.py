@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from .ragged import LAYOUTS, Packed
-from .samples import sample
+from .support.ragged import LAYOUTS, Packed
+from .support.samples import sample
 from .test_sparse_flash_attention import Problem
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .ragged import (
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.ragged import (
     LAYOUTS,
     Packed,
     assert_lengths_end_with_the_tensors,
