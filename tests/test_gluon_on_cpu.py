@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .test_cuda_sparse import (
-    INTERPRETED,
+from .support.kernels import INTERPRETED
+from .support.stages import (
     KINDS,
     arguments,
     assert_near,

@@ -16,9 +16,9 @@ import custom
 
 from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 from .support.golden import Golden, Layer
+from .support.prologs import refuse
 from .support.ragged import run, shuffled_table
 from .support.samples import sample
-from .test_mla_prolog_pto import refuse
 
 OP = "npu_sparse_attention_pto"
 SELECTING, SHARED = "npu_sparse_attention_indices_pto", "npu_sparse_attention_shared_pto"

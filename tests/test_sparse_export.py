@@ -13,7 +13,7 @@ from torch.export import Dim
 
 from .support.ragged import LAYOUTS, Packed
 from .support.samples import sample
-from .test_sparse_flash_attention import Problem
+from .support.selected import Problem
 
 CPU = torch.device("cpu")
 

@@ -38,9 +38,9 @@ from custom.bench import attention, delta_rule, indexer_loss, sparse_attention
 from custom.bench.case import Arguments, Case
 from custom.bench.presets import presets
 
+from ..support.layer import OPS as LAUNCHED
+from ..support.layer import formatted, launch, layer
 from ..support.samples import sample
-from ..test_cuda_prolog import OPS as LAUNCHED
-from ..test_cuda_prolog import formatted, launch, layer
 
 DEVICE = torch.device("cuda")
 FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"
