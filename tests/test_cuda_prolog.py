@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.cuda_ops import tiling
+from custom.cuda_ops.common import tiling
 from torch import Tensor
 
 import custom
@@ -39,7 +39,7 @@ gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def processors_of_a_gpu(monkeypatch):
     """The interpreter has one: K would always be whole."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
 
 
 def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16, 32), pages=None):
@@ -245,8 +245,8 @@ def test_kernels_for_hopper_compile(tokens, monkeypatch):
     from .compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
 
     def empty(*shape):
         return torch.empty(shape, dtype=torch.bfloat16)
