@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches, lightning_indexer, prolog, sparse_flash_attention
+from . import lightning_indexer, prolog, sparse_flash_attention
+from .common import launches
 from .nz_matmul import product
 
 _ALL = 2**63 - 1
