@@ -24,12 +24,12 @@ from torch import Tensor
 from ..dispatch.common import layer, memory
 from . import (
     indexer_prolog_pto,
-    launches,
     lightning_indexer,
     mla_prolog_pto,
     prolog,
     sparse_flash_attention,
 )
+from .common import launches
 from .nz_matmul import product
 
 _MODULES = (mla_prolog_pto, indexer_prolog_pto, lightning_indexer, sparse_flash_attention)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.cuda_ops import tiling
+from custom.cuda_ops.common import tiling
 
 from .support.accuracy import assert_close_to_float64
 from .support.kernels import DTYPES, INTERPRETED, ON_GPU, gpu, kernels
@@ -24,7 +24,7 @@ from .support.layer import CACHES, OPS, P, formatted, launch, layer
 def processors_of_a_gpu(monkeypatch):
     """The interpreter has one: K would always be whole."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
 
 
 def check(op, arguments, dtype, weight_format, **options):
@@ -133,8 +133,8 @@ def test_kernels_for_hopper_compile(tokens, monkeypatch):
     from .support.compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
 
     def empty(*shape):
         return torch.empty(shape, dtype=torch.bfloat16)

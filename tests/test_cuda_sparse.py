@@ -75,7 +75,7 @@ LARGE = {
 )
 def test_attention(case, dtype, monkeypatch):
     if INTERPRETED:  # a GPU of so many processors splits the selections of these cases
-        monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 16)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 16)
     values = CASES[case] if case in CASES else LARGE[case.removeprefix("large ")]
     attention, _ = arguments(dtype, **values)
     heads = attention["query"].shape[-2]
@@ -125,7 +125,7 @@ def test_indexer(case, dtype):
 def test_indexer_large(case, path, monkeypatch):
     _, indexer = arguments(torch.bfloat16, **case)
     every = on(DEVICE, indexer)
-    hopper = importlib.import_module("custom.cuda_ops.lightning_indexer_hopper")
+    hopper = importlib.import_module("custom.cuda_ops.hopper.lightning_indexer")
     calls = []
 
     def launch(*args):
@@ -145,17 +145,18 @@ def test_indexer_large(case, path, monkeypatch):
 
 
 SIZES = ((100, 30), (7000, 50), (20000, 2048), (9000, 8192))
+PATHS = ("plain", "plain, sampled", *(("hopper", "hopper, sampled") if ON_GPU else ()))
 LONG = ((36864, 2048), (65536, 2048), (300000, 2048))
 
 
 @kernels
-@pytest.mark.parametrize("path", ("plain", "hopper", "hopper, sampled") if ON_GPU else ("plain",))
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k", SIZES + LONG * ON_GPU)
 def test_topk_is_exact(n, k, kind, path, monkeypatch):
     topk = importlib.import_module("custom.cuda_ops.topk")
-    if path == "plain":
-        monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 0))
+    if path.startswith("plain"):
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 0))
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, min(n, 20)], dtype=torch.int32)
@@ -163,7 +164,7 @@ def test_topk_is_exact(n, k, kind, path, monkeypatch):
     indices = torch.full((3, k), -9, dtype=torch.int32, device=DEVICE)
     values = torch.full((3, k), torch.nan, device=DEVICE)
     scores = scores.to(DEVICE)
-    sample = scores[:, :: topk.EVERY].contiguous() if path == "hopper, sampled" else None
+    sample = scores[:, :: topk.EVERY].contiguous() if path.endswith("sampled") else None
     topk.topk(scores, lengths.to(DEVICE), indices, values, k, sample)
     assert torch.equal(indices.cpu(), wanted)
     assert torch.equal(values.cpu(), value)

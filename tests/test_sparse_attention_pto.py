@@ -352,7 +352,7 @@ def test_weights_that_are_parameters_need_no_grad():
 def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeypatch):
     """The layer asks its stages with the queries that it is going to make."""
     module = importlib.import_module(f"custom.cuda_ops.sparse_{op}_pto")
-    from custom.cuda_ops import gpu
+    from custom.cuda_ops.common import gpu
 
     x = torch.empty(2, 1, 64, dtype=torch.bfloat16)
     given = dict(

@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if device.type != "cuda":
             print(f"--path plain: expected --device cuda, not {device.type}", file=sys.stderr)
             return 2
-        gpu: Any = importlib.import_module(f"{CUDA.package}.gpu")
+        gpu: Any = importlib.import_module(f"{CUDA.package}.common.gpu")
         gpu.is_hopper = lambda device: False
     wanted = dict(pair.split("=") for pair in options.shape.split(",") if pair)
     listed = (sweep if options.sweep else presets)(options.op, device.type)
