@@ -323,11 +323,6 @@ def unsupported(x: Tensor) -> str | None:
     return None
 
 
-def like_queries(x: Tensor, heads: int, size: int) -> Tensor:
-    """What stands for the queries of x before they are made: of their shape, and no memory."""
-    return x[..., :1, None].expand(*x.shape[:2], heads, size)
-
-
 @dataclass(frozen=True)
 class Latent:
     """The attention side's share of a token stage; caches and query norm are written."""
