@@ -4,6 +4,7 @@
 
 pytest --device D --record tests/records/NAME.json              writes a record of verified ops
 python -m custom.bench OP --csv docs/figures/OP.csv             writes the figures of an op
+python -m custom.bench.models --csv docs/figures/models.csv     writes those of whole models
 python -m docs.tables                                           puts the tables into the pages
 python -m docs.tables --plots                                   draws the plots of the CSVs anew
 
@@ -30,7 +31,7 @@ from custom.bench.report import Row, plot, read_public, read_rows
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records"
 FIGURES = ROOT / "docs" / "figures"
-PAGES = ("README.md", "README.zh.md", "docs/speed.md")
+PAGES = ("README.md", "README.zh.md", "docs/speed.md", "docs/models.md")
 
 
 def records() -> dict[str, dict[str, Any]]:
@@ -133,12 +134,25 @@ def best() -> str:
     return _drawn([max(rows, key=lambda row: row.of_floor) for rows in _measured()], memory=False)
 
 
+def models() -> str:
+    """Whole models, with our ops and without."""
+    path = FIGURES / "models.csv"
+    if not path.exists():
+        return "There is no record of a GPU yet.\n"
+    from custom.bench import models  # needs transformers
+
+    rows = models.read_rows(path)
+    where = f"{rows[0].device}, {rows[0].date}, tokens a second.\n\n"
+    return where + "\n".join([models.HEAD, *map(models.markdown, rows)]) + "\n"
+
+
 def fresh(text: str) -> str:
     """`text` with its tables as they follow from the records and figures of today."""
-    for table in (verified, speed, best):
+    for table in (verified, speed, best, models):
         begin, end = f"<!-- {table.__name__}: begin -->", f"<!-- {table.__name__}: end -->"
-        block = f"{begin}\n{table()}{end}"
-        text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.S)
+        if begin in text:
+            block = f"{begin}\n{table()}{end}"
+            text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.S)
     return text
 
 
