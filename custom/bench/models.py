@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..dispatch.errors import need
 from .__main__ import choose_device, device_name, progress, relative_error
-from .timing import Times, measure, wall_clock
+from .timing import Times, measure, waiting, wall_clock
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
 
@@ -254,7 +254,7 @@ def _step(model: Any, b: int, context: int, cache: Any) -> Callable[[], Tensor]:
 
 def _timed(call: Callable[[], Any], device: torch.device) -> Times:
     """Once to warm up, then the median of three, as the call takes seconds."""
-    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    wait = waiting(device)
     samples = []
     for _ in range(4):
         wait()
