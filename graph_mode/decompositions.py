@@ -23,6 +23,9 @@ from ..dispatch.reference import (
     _selected,
     indexer_loss,
     indexer_prolog_pto,
+    localize_indices,
+    merge_states,
+    merge_topk,
     mla_prolog_pto,
 )
 from ..dispatch.reference import fused_sigmoid_gating_delta_rule_update as gating
@@ -530,4 +533,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+    "npu_merge_states": Decomposition(merge_states.forward),
+    "npu_merge_topk": Decomposition(merge_topk.forward),
+    "npu_localize_indices": Decomposition(localize_indices.forward),
 }
