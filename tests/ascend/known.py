@@ -67,6 +67,7 @@ _SCALAR = {
     "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
     "lightning_indexer.topk": "one count a tile of scores",
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
+    "localize_indices.localize": "what is taken is read again by its slot, one load each",
     "lightning_indexer_grad.spread": "one gradient an index, added one after the other: exact where"
     " an index comes twice, and slow",
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
