@@ -23,6 +23,9 @@ from ..dispatch.reference import (
     _selected,
     indexer_loss,
     indexer_prolog_pto,
+    localize_indices,
+    merge_states,
+    merge_topk,
     mla_prolog_pto,
 )
 from ..dispatch.reference import fused_sigmoid_gating_delta_rule_update as gating
@@ -360,6 +363,11 @@ def delta_rule_update(
     return out.view(v.shape).to(v.dtype)
 
 
+def merge_of_topk(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    # ONNX's TopK takes the first of equal ones, which torch's need not
+    return merge_topk.merged(values, positions, k, lambda score, k: score.topk(k).indices)
+
+
 def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) -> str | None:
     if v.dtype.itemsize == 1:
         return "`v` is float8, which has no ONNX form. Convert `v` to the dtype of `q`."
@@ -400,4 +408,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+    "npu_merge_states": Decomposition(merge_states.forward),
+    "npu_merge_topk": Decomposition(merge_of_topk),
+    "npu_localize_indices": Decomposition(localize_indices.forward),
 }

@@ -69,6 +69,7 @@ _SCALAR = {
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
     "lightning_indexer_grad.spread": "one gradient an index, added one after the other, as an index"
     " may come twice: there is no scatter, and a sort gives back no places",
+    "localize_indices.localize": "what is taken is read again by its slot, one load each",
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
