@@ -33,6 +33,8 @@ OPS = (
     "fused_sigmoid_gating_delta_rule_update",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_grad",
+    "chunk_kda",
+    "chunk_kda_grad",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

@@ -92,6 +92,7 @@ class Case:
                 intermediate_states=self.pool(5, self.steps) if self.steps else None,
                 intermediate_state_indices=torch.tensor(self.rows) if self.steps else None,
                 retrieve_parent_token=None if self.parents is None else torch.tensor(self.parents),
+                lower_bound=None,
             )
             | self.options
         )
@@ -108,6 +109,8 @@ CASES = [
     Case(state=torch.bfloat16, T=2),
     Case(kda=True, T=3),
     Case(kda=True, layout="vk", K=24, H=1, HV=3, norm=False, options=dict(scale=0.05)),
+    Case(kda=True, T=2, options=dict(lower_bound=-5.0)),
+    Case(layout="vk", options=dict(lower_bound=-0.5)),
     Case(B=1, T=9, lengths=(4, 0, 1, 2), slots=(2, 4, -1, 0)),
     Case(B=1, T=8, lengths=(3, 5), layout="vk", kda=True, steps=4, rows=(2, 4)),
     Case(T=3, steps=3, rows=(4, -1)),
