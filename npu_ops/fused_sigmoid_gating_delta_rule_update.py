@@ -89,8 +89,8 @@ def _parent(parents, t, columns):
     do_not_specialize=[
         "softplus_beta", "softplus_threshold", "lower_bound", "scale", "sequences", "length",
         "tokens", "slots", "rows", "steps", "columns", "q_batch", "q_token", "q_head", "k_batch",
-        "k_token", "k_head", "v_batch", "v_token", "v_head", "a_batch", "a_token", "a_head", "b_batch", "b_token",
-        "slot_size", "row_size", "step_size",
+        "k_token", "k_head", "v_batch", "v_token", "v_head", "a_batch", "a_token", "a_head",
+        "b_batch", "b_token", "slot_size", "row_size", "step_size",
     ]
 )  # fmt: skip
 def update(
