@@ -24,6 +24,7 @@ from .attention import attention, npu_fused_attention  # noqa: E402
 from .delta_rule import (  # noqa: E402
     fused_sigmoid_gating_delta_rule_update,
     npu_chunk_gated_delta_rule,
+    npu_chunk_kda,
     npu_fused_sigmoid_gating_delta_rule_update,
 )
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
@@ -71,6 +72,7 @@ __all__ = [
     "merge_topk",
     "npu_attention_update",
     "npu_chunk_gated_delta_rule",
+    "npu_chunk_kda",
     "npu_fused_attention",
     "npu_fused_sigmoid_gating_delta_rule_update",
     "npu_indexer_prolog_pto",

@@ -36,6 +36,8 @@ OPS = (
     "merge_states",
     "merge_topk",
     "localize_indices",
+    "chunk_kda",
+    "chunk_kda_grad",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

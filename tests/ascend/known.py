@@ -93,7 +93,7 @@ _TURNS = {
 # build 1.0.0 shares no masked store of a mixed kernel between the vector units
 _TAIL = "the last rows of a request are stored with a mask"
 # with and without masks, transposes, an initial state; linked to the other tiles or not
-_CARRIED = "a state that a loop carries, beside other tiles that it stores, is shared in no form tried"
+_CARRIED = "a state that a loop carries, beside other stored tiles, is shared in no form tried"
 _OLDEST = {
     "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
