@@ -40,7 +40,12 @@ def everything(spec: Spec, function, arguments: dict) -> list[Tensor]:
     fresh = copy.deepcopy(arguments)
     out = function(**fresh)
     written = [fresh[name] for name in mutated(spec) if name in fresh]
-    return [*((out,) if isinstance(out, Tensor) else out), *written]
+    return [*outputs(out), *written]
+
+
+def outputs(out) -> tuple[Tensor, ...]:
+    """What an op returned: one tensor, several, or nothing beside what it wrote."""
+    return (out,) if isinstance(out, Tensor) else out or ()
 
 
 def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
@@ -160,7 +165,7 @@ def test_bad_arguments_get_one_sentence_and_no_cache_is_written(spec):
             (ValueError, value.unsqueeze(0).unsqueeze(0).unsqueeze(0)),
             (TypeError, value.to(torch.complex64)),
             ((ValueError, RuntimeError), value.to("meta")),
-        ):
+        )[: 3 if len(tensors(good)) > 1 else 2]:  # a tensor alone is on no other device
             arguments = copy.deepcopy(good) | {name: bad}
             with pytest.raises(error) as caught:
                 overload(spec)(**arguments)
@@ -268,7 +273,7 @@ def test_kernels_run_in_the_current_stream_of_the_tensors_device(spec, device):
         out = overload(spec)(**stale)
     stream.synchronize()
     got = [
-        *((out,) if isinstance(out, Tensor) else out),
+        *outputs(out),
         *(stale[n] for n in mutated(spec) if n in stale),
     ]
     for x, y in zip(got, wanted, strict=True):
