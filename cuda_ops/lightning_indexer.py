@@ -69,13 +69,13 @@ def _key_tile(
     ]
 )
 def _scores(
-    query, key, weights, act_q, act_k, table, scores, lengths,
+    query, key, weights, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    q_row, q_head, w_row, key_o, key_i, score_row,
+    q_row, q_head, w_row, key_o, key_i, score_row, sample_row,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_TND: tl.constexpr,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr,
     REQUESTS: tl.constexpr, ROWS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr, ONE_PAGE: tl.constexpr, STAGES: tl.constexpr,
+    KEY_TILE: tl.constexpr, ONE_PAGE: tl.constexpr, STAGES: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, which pass by: once for each request among the rows."""
     program = tl.program_id(0)
@@ -122,6 +122,9 @@ def _scores(
             score = tl.where(ok[:, None], score, float("-inf"))
             at = scores + ((member - first_row) * score_row)[None, :] + pos[:, None]
             tl.store(at, score, mask=pos[:, None] < seen[None, :])
+            at = sample + ((member - first_row) * sample_row)[None, :] + (pos // EVERY)[:, None]
+            drawn = (pos % EVERY == 0)[:, None] & (pos[:, None] < seen[None, :])
+            tl.store(at, score, mask=drawn)
         row = stop
 
 
@@ -195,9 +198,8 @@ def forward(
     score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
     scores = memory.empty((chunk_rows, score_row), torch.float32, device)
-    sample = None
-    if lightning_indexer_hopper.suits(q, key, layout_key):
-        sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
+    sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
+    hopper = lightning_indexer_hopper.suits(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
@@ -212,14 +214,15 @@ def forward(
     one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
     for first in range(0, plan.rows, chunk_rows):
         count = min(chunk_rows, plan.rows - first)
-        if sample is not None:
+        if hopper:
             lightning_indexer_hopper.launch(
                 q, key, w, scores, sample, lengths, plan, layout_key, shared, first, count
             )
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
-                q, key, w, scores=scores, lengths=lengths, first_row=first, count=count,
-                chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0), q_head=q.stride(1),
+                q, key, w, scores=scores, sample=sample, lengths=lengths, first_row=first,
+                count=count, chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0),
+                q_head=q.stride(1), sample_row=sample.stride(0), EVERY=topk.EVERY,
                 w_row=w.stride(0), key_o=key_o, key_i=key_i, score_row=score_row, **plan.arguments,
                 **plan.constants, HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile,
                 D_TILE=d_tile, KEY_TILE=KEY_TILE, ONE_PAGE=one_page, STAGES=1 if alone else stages,

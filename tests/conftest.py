@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import custom
 
-pytest_plugins = ["tests.cxx", "tests.graph_record"]
+pytest.register_assert_rewrite("tests.support")
+pytest_plugins = ["tests.support.cxx", "tests.support.graph_record"]
 BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
 _verified: Counter[tuple[str, str]] = Counter()  # (op, backend) -> passing tests that ran it
 
@@ -156,6 +157,15 @@ def _turns(request):
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def one_thread():
+    """A recurrence is many small products; on a busy machine more threads only wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, cudagraph_trees
 
-from .decode_step import DecodeStep, steps
-from .samples import sample
-from .test_contracts import assert_same, every_spec, everything, mutated, tensors
-from .test_graph_mode import other
+from .support.calls import assert_same, every_spec, everything, mutated, other, tensors
+from .support.decode_step import DecodeStep, steps
+from .support.samples import sample
 
 ROOT = Path(__file__).parent.parent
 OURS = {overload(spec): spec for spec in SPECS}

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from .accuracy import assert_close_to_float64
+from .support.accuracy import assert_close_to_float64
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -209,7 +209,7 @@ def test_tiles_for_99_kib_match_the_reference(case, monkeypatch):
 @pytest.mark.parametrize("capability, shared", [(89, 99), (100, 227)])
 def test_widest_heads_fit(capability, shared, monkeypatch):
     pytest.importorskip("triton")
-    from .compile_for_hopper import stand_in
+    from .support.compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch, capability)
     monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: divmod(capability, 10))
@@ -229,7 +229,7 @@ def test_products_of_the_keys_kernel_overlap_on_hopper(size, monkeypatch, tmp_pa
     triton = pytest.importorskip("triton")
     from custom.cuda_ops import fused_attention_backward
 
-    from .compile_for_hopper import stand_in
+    from .support.compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch)
     plain_only(monkeypatch)

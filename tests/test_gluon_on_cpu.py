@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .test_cuda_sparse import (
-    INTERPRETED,
+from .support.kernels import INTERPRETED
+from .support.stages import (
     KINDS,
     arguments,
     assert_near,
@@ -41,9 +41,9 @@ from custom.cuda_ops import (
 
 from custom import to_nz
 
-from .gluon_on_cpu import stand_in
-from .ragged import ends_within
-from .samples import apart
+from .support.gluon_on_cpu import stand_in
+from .support.ragged import ends_within
+from .support.samples import apart
 
 ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 SIZES = dict(R=512, D=64)

@@ -20,8 +20,8 @@ from custom.cuda_ops import (
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .compile_for_hopper import stand_in
-from .samples import sample
+from .support.compile_for_hopper import stand_in
+from .support.samples import sample
 
 CPU = torch.device("cpu")
 

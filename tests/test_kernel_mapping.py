@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 from custom.integrations import kernels as ours  # noqa: E402
 
-from .test_integrations import NEW, greedy, qwen3_5, qwen3_5_moe, qwen3_next, ragged  # noqa: E402
+from .support.models import NEW, greedy, qwen3_5, qwen3_5_moe, qwen3_next, ragged  # noqa: E402
 
 PAIRS = {
     "chunk_gated_delta_rule": modeling_qwen3_next.torch_chunk_gated_delta_rule,

@@ -21,7 +21,8 @@ from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
 import custom
-from tests import samples
+
+from .support import samples
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)

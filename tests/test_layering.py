@@ -127,6 +127,15 @@ def test_kernels_are_launched_in_one_place(path):
             assert node.attr not in streams, f"line {node.lineno}: launches.Side"
 
 
+def test_no_test_imports_a_test():
+    """What tests share is in tests/support/."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                assert not any(name.startswith("test_") for name in names), path
+
+
 def test_source_files_carry_their_licence():
     for path in [*sources(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").glob("*.py")]:
         assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n"), path

@@ -23,8 +23,8 @@ from torch import Tensor
 import custom
 from custom.bench import __main__ as bench
 
-from .samples import sample
-from .test_contracts import mutated, tensors
+from .support.calls import mutated, tensors
+from .support.samples import sample
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 public = pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import custom
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from .support.kernels import INTERPRETED
+
 FORMATS = [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "ue8m0")]
 # Triton's interpreter cuts floats off where it makes bf16 of them
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .golden import Golden, Layer
-from .ragged import run, shuffled_table
-from .samples import sample
-from .test_mla_prolog_pto import refuse
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.golden import Golden, Layer
+from .support.prologs import refuse
+from .support.ragged import run, shuffled_table
+from .support.samples import sample
 
 OP = "npu_sparse_attention_pto"
 SELECTING, SHARED = "npu_sparse_attention_indices_pto", "npu_sparse_attention_shared_pto"

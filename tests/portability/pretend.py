@@ -40,7 +40,7 @@ def pretend(capability: int) -> None:
 
     from custom.bench.case import Draw
 
-    from ..compile_for_hopper import driver
+    from ..support.compile_for_hopper import driver
 
     at_hand = GPUS[capability]
     gpu.capability = lambda device: divmod(capability, 10)

@@ -3,12 +3,12 @@
 """Every CUDA kernel at small sizes, for NVIDIA's checker:
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    python -m tests.sanitize [OP ...]       # compiles; the tools then find the kernels compiled
-    compute-sanitizer --tool memcheck python -m tests.sanitize [OP ...]
-    compute-sanitizer --tool synccheck python -m tests.sanitize [OP ...]
+    python -m tests.tools.sanitize [OP ...]   # compiles; the tools then find what it compiled
+    compute-sanitizer --tool memcheck python -m tests.tools.sanitize [OP ...]
+    compute-sanitizer --tool synccheck python -m tests.tools.sanitize [OP ...]
     compute-sanitizer --tool racecheck --print-limit 100000 --log-file race.log \\
-        python -m tests.sanitize [OP ...]
-    python -m tests.racecheck race.log
+        python -m tests.tools.sanitize [OP ...]
+    python -m tests.tools.racecheck race.log
 
 PyTorch's caching allocator hides reads past the end of a tensor, hence the variable.  A run over
 all ops fails if it leaves out a kernel that the package can launch.  docs/sanitizer.md has the
@@ -38,9 +38,9 @@ from custom.bench import attention, delta_rule, indexer_loss, sparse_attention
 from custom.bench.case import Arguments, Case
 from custom.bench.presets import presets
 
-from .samples import sample
-from .test_cuda_prolog import OPS as LAUNCHED
-from .test_cuda_prolog import formatted, launch, layer
+from ..support.layer import OPS as LAUNCHED
+from ..support.layer import formatted, launch, layer
+from ..support.samples import sample
 
 DEVICE = torch.device("cuda")
 FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Read a racecheck log: `python -m tests.racecheck LOG` fails if it reports a race.
+"""Read a racecheck log: `python -m tests.tools.racecheck LOG` fails if it reports a race.
 
 Not counted is one pair of accesses, which is Triton's own and not in any line of a kernel here: the
 byte in shared memory by which gl.warp_specialize tells its warps what to run.  docs/sanitizer.md
@@ -15,7 +15,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-KERNELS = Path(__file__).parent.parent / "cuda_ops"
+KERNELS = Path(__file__).parents[2] / "cuda_ops"
 _ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+):(\d+)")
 
 

@@ -4,7 +4,7 @@
 
 pytest --record-graph tests/records/graph/NAME.json    writes a record: which tests passed
 tests/torchair/run.sh --record tests/records/graph     writes those of torchair
-python -m tests.graph_record                           puts the tables into docs/graph_mode.md
+python -m docs.tables                                  puts the tables into docs/graph_mode.md
 
 A cell counts the recorded tests that bear the op's name.  A test that was skipped, renamed or never
 run is in no record, and its cell says so.
@@ -12,24 +12,18 @@ run is in no record, and its cell says so.
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
-import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
 from custom.dispatch import backends
 from custom.dispatch.specs import SPECS, Spec
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records" / "graph"
-PAGE = ROOT / "docs" / "graph_mode.md"
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ ASCEND_AND_ONNX = (
     ),
 )
 MODES = (*CPU_AND_CUDA, *ASCEND_AND_ONNX)
-_RECORDED = {
+RECORDED = {
     name for mode in MODES for name in (*mode.tests, *mode.every, *mode.steps, *mode.refusals)
 }
 
@@ -170,59 +164,8 @@ def sources() -> str:
     return "\n".join(lines) + "\n"
 
 
-def fresh(text: str) -> str:
-    """`text` with all tables as they follow from today's records."""
-    made = {
-        "cpu and cuda": table(CPU_AND_CUDA, backends.CUDA),
-        "ascend and onnx": table(ASCEND_AND_ONNX, backends.NPU),
-        "records": sources(),
-    }
-    for name, content in made.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        block = f"{begin}\n{content}{end}"
-        text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.S)
-    return text
-
-
-# ------------------------------------------------------------------------------ a plugin of pytest
-
-_ids: set[str] = set()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-graph", help="write which graph-mode tests passed to this JSON file")
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and report.passed and report.nodeid.partition("[")[0] in _RECORDED:
-        _ids.add(report.nodeid)
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    path = session.config.getoption("--record-graph")
-    ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if not path or not ended or hasattr(session.config, "workerinput"):
-        return
-    cuda = session.config.getoption("--device") == "cuda"
-    record = {
-        "hardware": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "date": datetime.date.today().isoformat(),
-        "versions": {"torch": torch.__version__, **_versions("torch_npu", "onnx", "onnxruntime")},
-        "ops": [spec.name for spec in SPECS],
-        "passed": sorted(_ids),
-    }
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-if __name__ == "__main__":
-    PAGE.write_text(fresh(PAGE.read_text()))
+BLOCKS = {
+    "cpu and cuda": lambda: table(CPU_AND_CUDA, backends.CUDA),
+    "ascend and onnx": lambda: table(ASCEND_AND_ONNX, backends.NPU),
+    "records": sources,
+}

@@ -2,7 +2,7 @@
 # Copyright the npu-custom-ops authors
 """A kernel of nothing but warp specialisation, for NVIDIA's racecheck (docs/sanitizer.md):
 
-compute-sanitizer --tool racecheck python -m tests.handover
+compute-sanitizer --tool racecheck python -m tests.tools.handover
 """
 
 from __future__ import annotations
