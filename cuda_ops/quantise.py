@@ -24,7 +24,8 @@ from torch import Tensor
 from ..dispatch.common import quantised
 from . import gpu
 
-NATIVE_FP8, FP8, INT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+# what a kernel reads: floats, e4m3 that the GPU converts, e4m3 as bytes, int8
+PLAIN, NATIVE_FP8, FP8, INT8 = (tl.constexpr(kind) for kind in range(4))
 
 
 @triton.jit
@@ -102,6 +103,15 @@ def to_float16(x, KIND: tl.constexpr):
     else:
         half = x.to(tl.float16)
     return half.to(tl.float16)
+
+
+@triton.jit
+def multiplied(x, KIND: tl.constexpr):
+    """Values as a product takes them: e4m3 as float16, which rounds nothing and sums in all bits
+    of float32, int8 as it is."""
+    if KIND != PLAIN and KIND != INT8:
+        x = to_float16(x, KIND)
+    return x
 
 
 @triton.jit

@@ -39,6 +39,8 @@ from .quantised import (  # noqa: E402
     hadamard,
     npu_index_cache_write,
     npu_latent_cache_write,
+    npu_quant_lightning_indexer,
+    npu_quant_lightning_indexer_scores,
     quantize_index_query,
 )
 from .sparse_attention import (  # noqa: E402
@@ -74,6 +76,8 @@ __all__ = [
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
     "npu_mla_prolog_pto",
+    "npu_quant_lightning_indexer",
+    "npu_quant_lightning_indexer_scores",
     "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_attention_shared_pto",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Caches of 8 bits: what writes them."""
+"""Caches of 8 bits: what writes them, and what reads them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._op import call, op
+from .dispatch.spec import UNLIMITED
 
 _ops = torch.ops.custom
 
@@ -188,3 +189,156 @@ def quantize_index_query(
         index_hadamard=index_hadamard, hadamard_round=hadamard_round,
     )  # fmt: skip
     return (values, scales, None) if fold else (values, weights, scales)
+
+
+@op
+def npu_quant_lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor | None,
+    key_dequant_scale: Tensor,
+    query_quant_mode: int,
+    key_quant_mode: int,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    query_dtype: int | None = None,
+    key_dtype: int | None = None,
+) -> Tensor:
+    """The positions of the keys that score highest, on queries and keys of 8 bits.
+
+    score[t, p] = key_scale[p] sum_n weights[t, n] query_scale[t, n] relu(query[t, n] . key[p])
+
+    in float32, the key's scale last; selection, order and ties as `npu_lightning_indexer`.
+
+    Formula: DeepSeek-V3.2-Exp's fp8 indexer (DeepSeek-AI, 2025) and torch_npu's op of this name.
+
+    Args:
+        query: [B, S, N, D] (BSND) or [T, N, D] (TND), float8_e4m3fn, int8, or uint8 with
+            `query_dtype`.
+        key: [B, S2, 1, D], [T2, 1, D], or pages [pages, P, 1, D] with `block_table`, of the same
+            kind; pages may lie apart, as in the packed ones of `index_cache_views`.
+        weights: [B, S, N] or [T, N] of the heads: any of float16, bfloat16 and float32 for int8;
+            for fp8 float16 with float16 scales, bfloat16 or float32 with float32 ones.
+        query_dequant_scale: as `weights`; None: they are in the weights (`quantize_index_query`).
+        key_dequant_scale: the shape of `key` without D.
+        query_quant_mode: 0, a scale for each token and head.
+        key_quant_mode: 0, a scale for each token.
+        actual_seq_lengths_query: [B] int32 or int64, lengths (BSND) or prefix sums (TND).
+        actual_seq_lengths_key: [B] likewise; lengths where the keys are paged.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        layout_query: "BSND" or "TND".
+        layout_key: as `layout_query`, or "PA_BSND" for paged keys.
+        sparse_count: K, positions a query, at most.
+        sparse_mode: 3, causal and aligned at the last key, or 0, all keys.
+        pre_tokens: its default alone.
+        next_tokens: its default alone.
+        query_dtype: of a uint8 `query`: torch.float8_e4m3fn or torch.int8.
+        key_dtype: of a uint8 `key`, likewise.
+
+    Returns:
+        int32 [B, S, 1, K] or [T, 1, K], ascending positions; -1 where fewer are visible.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> q, weights, _ = custom.quantize_index_query(
+    ...     torch.randn(1, 1, 4, 128), torch.rand(1, 1, 4), kind="fp8"
+    ... )
+    >>> pages = torch.zeros(2, 16, 132, dtype=torch.uint8)
+    >>> values, scales = custom.index_cache_views(pages, "fp8")
+    >>> slots = torch.arange(20)
+    >>> custom.npu_index_cache_write(torch.randn(20, 128), values, scales, slots, kind="fp8")
+    >>> indices = custom.npu_quant_lightning_indexer(
+    ...     q, values, weights, None, scales, 0, 0, layout_key="PA_BSND", sparse_count=8,
+    ...     block_table=torch.tensor([[0, 1]]), actual_seq_lengths_key=torch.tensor([20]),
+    ... )
+    >>> indices.shape, indices.dtype
+    (torch.Size([1, 1, 1, 8]), torch.int32)
+    """
+
+
+@op
+def npu_quant_lightning_indexer_scores(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor | None,
+    key_dequant_scale: Tensor,
+    query_quant_mode: int,
+    key_quant_mode: int,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    query_dtype: int | None = None,
+    key_dtype: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`npu_quant_lightning_indexer`, and the scores: what an exact merge over ranks needs.
+
+    Formula: as `npu_quant_lightning_indexer`.
+
+    Args:
+        query: [B, S, N, D] (BSND) or [T, N, D] (TND), float8_e4m3fn, int8, or uint8 with
+            `query_dtype`.
+        key: [B, S2, 1, D], [T2, 1, D], or pages [pages, P, 1, D] with `block_table`, of the same
+            kind; pages may lie apart, as in the packed ones of `index_cache_views`.
+        weights: [B, S, N] or [T, N] of the heads: any of float16, bfloat16 and float32 for int8;
+            for fp8 float16 with float16 scales, bfloat16 or float32 with float32 ones.
+        query_dequant_scale: as `weights`; None: they are in the weights (`quantize_index_query`).
+        key_dequant_scale: the shape of `key` without D.
+        query_quant_mode: 0, a scale for each token and head.
+        key_quant_mode: 0, a scale for each token.
+        actual_seq_lengths_query: [B] int32 or int64, lengths (BSND) or prefix sums (TND).
+        actual_seq_lengths_key: [B] likewise; lengths where the keys are paged.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        layout_query: "BSND" or "TND".
+        layout_key: as `layout_query`, or "PA_BSND" for paged keys.
+        sparse_count: K, positions a query, at most.
+        sparse_mode: 3, causal and aligned at the last key, or 0, all keys.
+        pre_tokens: its default alone.
+        next_tokens: its default alone.
+        query_dtype: of a uint8 `query`: torch.float8_e4m3fn or torch.int8.
+        key_dtype: of a uint8 `key`, likewise.
+
+    Returns:
+        indices: int32 [B, S, 1, K] or [T, 1, K], ascending positions; -1 where fewer are visible.
+        values: float32 of the same shape, their scores; 0 where the index is -1.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> q, weights, _ = custom.quantize_index_query(
+    ...     torch.randn(1, 1, 4, 128), torch.rand(1, 1, 4), kind="fp8"
+    ... )
+    >>> pages = torch.zeros(2, 16, 132, dtype=torch.uint8)
+    >>> values, scales = custom.index_cache_views(pages, "fp8")
+    >>> slots = torch.arange(20)
+    >>> custom.npu_index_cache_write(torch.randn(20, 128), values, scales, slots, kind="fp8")
+    >>> indices, values = custom.npu_quant_lightning_indexer_scores(
+    ...     q, values, weights, None, scales, 0, 0, layout_key="PA_BSND", sparse_count=8,
+    ...     block_table=torch.tensor([[0, 1]]), actual_seq_lengths_key=torch.tensor([20]),
+    ... )
+    >>> indices.shape, indices.dtype
+    (torch.Size([1, 1, 1, 8]), torch.int32)
+    """

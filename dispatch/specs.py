@@ -25,6 +25,8 @@ OPS = (
     "lightning_indexer_grad",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",
+    "quant_lightning_indexer",
+    "quant_lightning_indexer_scores",
     "hadamard",
     "index_cache_write",
     "latent_cache_write",

@@ -39,6 +39,12 @@ def named_dtype(number: int) -> tuple[torch.dtype | None, str]:
     return dtype, name.removeprefix("torch.")
 
 
+def typed(values: Tensor, number: int | None) -> Tensor:
+    """Values that came as uint8, as what `number` names; others as they are.  Checked before."""
+    dtype = named_dtype(number)[0] if values.dtype is torch.uint8 and number is not None else None
+    return values if dtype is None else values.view(dtype)
+
+
 def row_parts(
     rows: Tensor, row_layout: str, values: torch.dtype, rotary: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

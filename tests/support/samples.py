@@ -168,6 +168,25 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize == 2 else torch.bfloat16
 
 
+def _quant_lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    q, weights, scale = custom.quantize_index_query(
+        m.normal(B, S, 4, 128), m.normal(B, S, 4, dtype=_narrow(m.dtype)), kind="int8", fold=False
+    )
+    keys, _, by = custom.quantize_index_query(
+        m.normal(B, 21, 1, 128), m.normal(B, 21, 1), kind="int8", fold=False
+    )
+    return dict(
+        query=q,
+        key=keys,
+        weights=weights,
+        query_dequant_scale=scale,
+        key_dequant_scale=by,
+        query_quant_mode=0,
+        key_quant_mode=0,
+        sparse_count=8,
+    )
+
+
 def _hadamard(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     return dict(x=m.normal(B, S, 128))
 
@@ -303,6 +322,8 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
+    "npu_quant_lightning_indexer": _quant_lightning_indexer,
+    "npu_quant_lightning_indexer_scores": _quant_lightning_indexer,
     "npu_hadamard": _hadamard,
     "npu_index_cache_write": _index_cache_write,
     "npu_latent_cache_write": _latent_cache_write,
