@@ -20,7 +20,15 @@ from torch.utils._pytree import tree_map_only
 
 import custom
 
-from .support.calls import CPU, assert_same, every_spec, everything, mutated, tensors
+from .support.calls import (
+    CPU,
+    assert_same,
+    every_spec,
+    everything,
+    mutated,
+    outputs,
+    tensors,
+)
 from .support.samples import sample
 
 
@@ -248,7 +256,7 @@ def test_kernels_run_in_the_current_stream_of_the_tensors_device(spec, device):
         out = overload(spec)(**stale)
     stream.synchronize()
     got = [
-        *((out,) if isinstance(out, Tensor) else out),
+        *outputs(out),
         *(stale[n] for n in mutated(spec) if n in stale),
     ]
     for x, y in zip(got, wanted, strict=True):

@@ -45,7 +45,7 @@ def progress(sentence: str) -> None:
 
 def _outputs(case: Case, arguments: dict[str, object]) -> Outputs:
     out = case.call(arguments)
-    return (out,) if isinstance(out, Tensor) else out
+    return (out,) if isinstance(out, Tensor) else out or ()
 
 
 def _copy(arguments: dict[str, object]) -> dict[str, object]:

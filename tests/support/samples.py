@@ -163,6 +163,60 @@ def _sparse_flash_attention_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     )
 
 
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    """Of what lies in a cache in 16 bits, or stands beside one of 8 bits."""
+    return dtype if dtype.itemsize == 2 else torch.bfloat16
+
+
+def _quant_lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    q, weights, scale = custom.quantize_index_query(
+        m.normal(B, S, 4, 128), m.normal(B, S, 4, dtype=_narrow(m.dtype)), kind="int8", fold=False
+    )
+    keys, _, by = custom.quantize_index_query(
+        m.normal(B, 21, 1, 128), m.normal(B, 21, 1), kind="int8", fold=False
+    )
+    return dict(
+        query=q,
+        key=keys,
+        weights=weights,
+        query_dequant_scale=scale,
+        key_dequant_scale=by,
+        query_quant_mode=0,
+        key_quant_mode=0,
+        sparse_count=8,
+    )
+
+
+def _hadamard(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(x=m.normal(B, S, 128))
+
+
+def _index_cache_write(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    scales = m.normal(4, P, 1, dtype=torch.float16)
+    return dict(
+        k=m.normal(B * S, 128),
+        values=torch.zeros(4, P, 1, 128, dtype=torch.int8, device=m.device),
+        scales=scales,
+        slots=m.ints(*[7 * i - 7 for i in range(B * S)]),
+        kind="int8",
+    )
+
+
+def _latent_cache_write(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        ckv=m.normal(B * S, 512),
+        k_rope=m.normal(B * S, 64, dtype=_narrow(m.dtype)),
+        rows=torch.zeros(4, P, 1, 656, dtype=torch.int8, device=m.device),
+        slots=m.ints(*[7 * i - 7 for i in range(B * S)]),
+        kind="int8",
+        row_layout="nope_rope_scale",
+    )
+
+
+def _quantize_index_query(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(q=m.normal(B, S, 4, 128), weights=m.normal(B, S, 4), kind="int8")
+
+
 def _indexer_loss(m: Maker, B: int = 2, S: int = 5) -> Arguments:
     return dict(
         query=m.normal(B, 4, S, DI),
@@ -312,6 +366,12 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
+    "npu_quant_lightning_indexer": _quant_lightning_indexer,
+    "npu_quant_lightning_indexer_scores": _quant_lightning_indexer,
+    "npu_hadamard": _hadamard,
+    "npu_index_cache_write": _index_cache_write,
+    "npu_latent_cache_write": _latent_cache_write,
+    "npu_quantize_index_query": _quantize_index_query,
     "npu_indexer_loss": _indexer_loss,
     "npu_indexer_loss_backward": _indexer_loss_backward,
     "npu_sparse_lightning_indexer_grad_kl_loss": _grad_kl_loss,
