@@ -69,6 +69,7 @@ _SCALAR = {
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
     "lightning_indexer_grad.spread": "one gradient an index, added one after the other, as an index"
     " may come twice: there is no scatter, and a sort gives back no places",
+    "localize_indices.localize": "what is taken is read again by its slot, one load each",
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
@@ -92,7 +93,7 @@ _TURNS = {
 # build 1.0.0 shares no masked store of a mixed kernel between the vector units
 _TAIL = "the last rows of a request are stored with a mask"
 # with and without masks, transposes, an initial state; linked to the other tiles or not
-_CARRIED = "a loop that carries a state and stores other tiles is shared in no form tried"
+_CARRIED = "a state that a loop carries, beside other stored tiles, is shared in no form tried"
 _OLDEST = {
     "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
