@@ -188,7 +188,9 @@ def _difference(old: str, new: str) -> tuple[str, str]:
 
 
 def files_of(op: str) -> set[str]:
-    """The files of npu_ops/ that the op's launcher is made of."""
+    """The files of npu_ops/ that the op's launcher is made of; none where no NPU runs it."""
+    if not (ROOT / f"npu_ops/{BY_NAME[op].file}.py").exists():
+        return set()
     module = f"custom.npu_ops.{BY_NAME[op].file}"
     seen: set[str] = set()
     waiting = [module]
