@@ -3,8 +3,8 @@
 """Mechanical mistakes, one at a time, in every kernel and launcher: does a case notice?
 
 A mutant is caught if a case of an op that uses its file fails, crashes or raises: the one that did
-before is asked first, then the others, cheapest first.  A case whose kernels a mistake in a kernel
-leaves as they are is not run.  What no case notices survives, and must be in EQUIVALENT with the
+before is asked first, then the others, cheapest first.  Cases whose launches stay the same (text,
+grid, arguments) are not run.  What no case notices survives, and must be in EQUIVALENT with the
 reason why it changes no result.
 
 mutants.json keeps the verdicts: a catch for as long as the mutated function and the case that made
@@ -248,7 +248,8 @@ Lowered = dict[Any, tuple[str, str, None]]
 
 def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ...]], set[str]]:
     """What decides the result of the call, kernel by kernel, without running it: the lowered text
-    and what it is called with, tensors by whose they are and where they begin.  And their names."""
+    and what it is called with, tensors by whose they are and where they begin; last, what is given
+    back.  And the kernels' names."""
     names: dict[int, Any] = {}
     found: list[tuple[Any, ...]] = []
 
@@ -271,8 +272,10 @@ def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ..
             names[value.untyped_storage().data_ptr()] = name
     recorder.execute, recorder.observe, launcher_memory.empty = False, observe, empty
     recorder.cube_cores = case.cores[0]
-    call(case, arguments)
+    outputs = call(case, arguments)
     recorder.execute, recorder.observe, launcher_memory.empty = True, None, memory.empty
+    listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    found += [(None, *map(described, listed))] if found else []
     kernels = {launch.kernel for launch in recorder.launches}
     recorder.launches = []
     return found, kernels
@@ -293,7 +296,7 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
             for x in arguments.values()
         ]
         launched, kernels = _launched(case, arguments)
-        both = digest(repr(launched), read, *drawn)
+        both = digest(repr(launched[:-1]), read, *drawn)
         found[case.title] = Usual(launched, kernels, both, time.process_time() - began)
     return found, {key: (ttir, linalg, None) for key, (ttir, linalg, _) in recorder.lowered.items()}
 
@@ -315,10 +318,10 @@ def attempt(
         if mutated is not None and mutated.isdisjoint(usual[case.title].kernels):
             continue
         signal.alarm(_PATIENCE)
-        if mutated is not None:
-            arguments = case.make(Inputs(case.dtype, case.seed))
-            if usual[case.title].launched == _launched(case, arguments)[0]:
-                continue
+        arguments = case.make(Inputs(case.dtype, case.seed))
+        before = usual[case.title].launched
+        if before and before == _launched(case, arguments)[0]:
+            continue
         outcome = examine(case, file, None)
         if outcome.share > 1:
             return f"{case.name}: {outcome.findings[0]}"
