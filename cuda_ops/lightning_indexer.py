@@ -7,13 +7,15 @@
 query [B, S, N, D], key [B, S2, 1, D] (or TND, or pages), weights [B, S, N].  The scores are fp32
 and lie in a [rows, keys] buffer of bounded size, a chunk of rows at a time; topk.py selects.
 Keys are the rows of the product, heads its columns: the sum over heads stays within a thread.
-On Hopper the scores are those of hopper/lightning_indexer.py.
+
+    condition                                                           scores
+    Hopper, up to 128 heads of 64 or 128, pages of whole 64, aligned    hopper/lightning_indexer.py
+    else                                                                _scores
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -160,30 +162,32 @@ def unsupported(**arguments: Any) -> str | None:
     return rows.too_many_positions(arguments["key"], arguments.get("block_table"))
 
 
-def forward(
+@dataclass(frozen=True)
+class Scored:
+    """The scores of the last rows, and where what is selected of them goes."""
+
+    scores: Tensor
+    lengths: Tensor
+    sample: Tensor
+    indices: Tensor
+    values: Tensor
+
+
+def scores(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    block_table: Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-    pre_tokens: int = 2**63 - 1,
-    next_tokens: int = 2**63 - 1,
-    return_value: bool = False,
-    scored: Callable[[], AbstractContextManager[object]] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`scored` is called when all scores are on their way and the last top-k is not: its launches
-    find the memory free.  In what it returns the top-k is launched."""
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_mode: int,
+    indices: Tensor,
+    values: Tensor,
+) -> Scored:
+    """All scores, and all selections but the last: `select` makes that one."""
     device = query.device
-    selected = (*query.shape[:-2], 1, sparse_count)
-    indices = memory.empty(selected, torch.int32, device)
-    values = memory.empty(selected if return_value else (0,), query.dtype, device)
-    if indices.numel() == 0:
-        return indices, values
     plan = rows.plan(
         query, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table, layout_query,
         layout_key, sparse_mode,
@@ -199,10 +203,10 @@ def forward(
     shared, h_tile, d_tile, stages = found
     score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
-    scores = memory.empty((chunk_rows, score_row), torch.float32, device)
+    score = memory.empty((chunk_rows, score_row), torch.float32, device)
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
-    on_hopper = hopper.suits(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
+    on_hopper = hopper.supports(q, key, layout_key)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
     alone = shared == 1 and plan.rows * triton.cdiv(reach, 128) <= 16 * gpu.processors(device)
@@ -211,18 +215,19 @@ def forward(
     share = triton.next_power_of_2(triton.cdiv(items, 2 * gpu.processors(device)))
     per_chunk = 128 if alone else max(KEY_TILE, min(2048 if shared == 1 else 4096, share))
     chunks = triton.cdiv(reach, per_chunk)
-    flat_indices = indices.view(plan.rows, sparse_count)
-    flat_values = values.view(plan.rows, sparse_count) if return_value else values
+    flat_indices = indices.view(plan.rows, -1)
+    flat_values = values.view(plan.rows, -1) if values.numel() else values
     one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
+    scored = None
     for first in range(0, plan.rows, chunk_rows):
+        if scored is not None:
+            select(scored)
         count = min(chunk_rows, plan.rows - first)
         if on_hopper:
-            hopper.launch(
-                q, key, w, scores, sample, lengths, plan, layout_key, shared, first, count
-            )
+            hopper.launch(q, key, w, score, sample, lengths, plan, layout_key, shared, first, count)
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
-                q, key, w, scores=scores, sample=sample, lengths=lengths, first_row=first,
+                q, key, w, scores=score, sample=sample, lengths=lengths, first_row=first,
                 count=count, chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0),
                 q_head=q.stride(1), sample_row=sample.stride(0), EVERY=topk.EVERY,
                 w_row=w.stride(0), key_o=key_o, key_i=key_i, score_row=score_row, **plan.arguments,
@@ -230,11 +235,44 @@ def forward(
                 D_TILE=d_tile, KEY_TILE=KEY_TILE, ONE_PAGE=one_page, STAGES=1 if alone else stages,
                 num_warps=4,
             )  # fmt: skip
-        last = first + count == plan.rows
-        with scored() if scored is not None and last else nullcontext():
-            topk.topk(
-                scores[:count], lengths, flat_indices[first : first + count],
-                flat_values[first : first + count] if return_value else values, sparse_count,
-                sample,
-            )  # fmt: skip
+        these = slice(first, first + count)
+        scored = Scored(
+            score[:count], lengths, sample, flat_indices[these],
+            flat_values[these] if values.numel() else values,
+        )  # fmt: skip
+    assert scored is not None
+    return scored
+
+
+def select(scored: Scored) -> None:
+    """Into the indices and values that `scores` was given."""
+    topk.topk(
+        scored.scores, scored.lengths, scored.indices, scored.values, scored.indices.shape[1],
+        scored.sample,
+    )  # fmt: skip
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    return_value: bool,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    selected = (*query.shape[:-2], 1, sparse_count)
+    indices = memory.empty(selected, torch.int32, query.device)
+    values = memory.empty(selected if return_value else (0,), query.dtype, query.device)
+    if indices.numel():
+        scored = scores(
+            query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
+            layout_query, layout_key, sparse_mode, indices, values,
+        )  # fmt: skip
+        select(scored)
     return indices, values

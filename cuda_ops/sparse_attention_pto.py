@@ -14,7 +14,6 @@ overlaps their end.  Every cache row is written before any cache is read.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from . import lightning_indexer, prolog, sparse_flash_attention
 from .common import launches
 from .nz_matmul import product
 
-_ALL = 2**63 - 1
+_CAUSAL = 3  # sparse_mode: the last query token sees all keys, the one before it one less
 
 
 def unsupported(
@@ -84,13 +83,13 @@ def with_indices(
     in_gamma_k: Tensor,
     in_beta_k: Tensor,
     index_k_cache: Tensor,
-    softmax_scale: float | None = None,
-    rms_norm_eps: float = 1e-6,
-    layer_norm_eps: float = 1e-6,
-    sparse_count: int = 2048,
-    rope_interleaved: bool = True,
-    index_rope_interleaved: bool = False,
-    weight_format: str = "nz",
+    softmax_scale: float | None,
+    rms_norm_eps: float,
+    layer_norm_eps: float,
+    sparse_count: int,
+    rope_interleaved: bool,
+    index_rope_interleaved: bool,
+    weight_format: str,
 ) -> tuple[Tensor, Tensor]:
     requests, steps, hidden = x.shape
     heads, plain, rank = w_uk.shape
@@ -100,8 +99,8 @@ def with_indices(
     tokens = requests * steps
     if softmax_scale is None:
         softmax_scale = (plain + rotary) ** -0.5
+    indices = memory.empty((requests, steps, 1, sparse_count), torch.int32, device)
     if tokens == 0:
-        indices = memory.empty((requests, steps, 1, sparse_count), torch.int32, device)
         return memory.empty((requests, steps, heads, rank), dtype, device), indices
 
     query_norm = memory.empty((tokens, ranks), dtype, device)
@@ -129,49 +128,35 @@ def with_indices(
         ),
     )  # fmt: skip
 
-    side = launches.Side(device) if x.is_cuda else None
-    absorbed = partial(
-        prolog.query_heads,
-        query_norm, w_uq_qr, weight_format, w_uk, sin, cos, (requests, steps), rope_interleaved,
-    )  # fmt: skip
-    made: list[tuple[Tensor, Tensor]] = []
-    # of more than 128 tokens the queries' programs would leave those of the top-k no registers
-    longer = tokens <= 128 and prolog.is_one_launch(query_norm, w_uq_qr, weight_format, w_uk, sin)
-
-    def scored() -> AbstractContextManager[object]:
-        assert side is not None
-        side.fork()
-        if not longer:
-            return nullcontext()
-        made.append(absorbed())
-        return side.stream()
-
     query_index = prolog.index_heads(
         query_norm, w_idx_qb, weight_format, size, sin, cos, (requests, steps),
         index_rope_interleaved,
     )  # fmt: skip
-    indices, _ = lightning_indexer.forward(
-        query=query_index,
-        key=index_k_cache,
-        weights=weights,
-        actual_seq_lengths_query=None,
-        actual_seq_lengths_key=act_seqs,
-        block_table=block_table,
-        layout_query="BSND",
-        layout_key="PA_BSND",
-        sparse_count=sparse_count,
-        sparse_mode=3,
-        pre_tokens=_ALL,
-        next_tokens=_ALL,
-        return_value=False,
-        scored=scored if side else None,
-    )
-    if not made:
-        with side.stream() if side else nullcontext():
-            made.append(absorbed(forked=side is not None))
-    if side:
+    scored = lightning_indexer.scores(
+        query_index, index_k_cache, weights, None, act_seqs, block_table, "BSND", "PA_BSND",
+        _CAUSAL, indices, memory.empty((0,), dtype, device),
+    )  # fmt: skip
+    absorbed = partial(
+        prolog.query_heads,
+        query_norm, w_uq_qr, weight_format, w_uk, sin, cos, (requests, steps), rope_interleaved,
+    )  # fmt: skip
+    # of more than 128 tokens the queries' programs would leave those of the top-k no registers
+    longer = tokens <= 128 and prolog.is_one_launch(query_norm, w_uq_qr, weight_format, w_uk, sin)
+    if not x.is_cuda:
+        lightning_indexer.select(scored)
+        query, query_rope = absorbed()
+    else:
+        side = launches.Side(device)
+        side.fork()
+        if longer:
+            query, query_rope = absorbed()
+            with side.stream():
+                lightning_indexer.select(scored)
+        else:
+            lightning_indexer.select(scored)
+            with side.stream():
+                query, query_rope = absorbed(forked=True)
         side.join()
-    query, query_rope = made[0]
     out, _, _ = sparse_flash_attention.forward(
         query=query,
         key=kv_cache,
@@ -186,10 +171,7 @@ def with_indices(
         sparse_block_size=1,
         layout_query="BSND",
         layout_kv="PA_BSND",
-        sparse_mode=3,
-        pre_tokens=_ALL,
-        next_tokens=_ALL,
-        attention_mode=2,
+        sparse_mode=_CAUSAL,
         return_softmax_lse=False,
         sinks=None,
     )

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from . import mla_prolog_pto, prolog, sparse_flash_attention
 
-_ALL = 2**63 - 1
-
 
 def unsupported(
     x: Tensor,
@@ -46,10 +44,10 @@ def forward(
     block_table: Tensor,
     act_seqs: Tensor,
     sparse_indices: Tensor,
-    softmax_scale: float | None = None,
-    rms_norm_eps: float = 1e-6,
-    rope_interleaved: bool = True,
-    weight_format: str = "nz",
+    softmax_scale: float | None,
+    rms_norm_eps: float,
+    rope_interleaved: bool,
+    weight_format: str,
 ) -> Tensor:
     if softmax_scale is None:
         softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
@@ -72,9 +70,6 @@ def forward(
         layout_query="BSND",
         layout_kv="PA_BSND",
         sparse_mode=3,
-        pre_tokens=_ALL,
-        next_tokens=_ALL,
-        attention_mode=2,
         return_softmax_lse=False,
         sinks=None,
     )
