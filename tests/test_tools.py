@@ -118,6 +118,16 @@ def test_a_plot_of_stages_from_its_csv(tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+def test_every_op_has_rows():
+    """Or those of another op measure it."""
+    assert {spec.name for spec in SPECS} - set(BENCHED) == {
+        "npu_sparse_attention_indices_pto",
+        "npu_lightning_indexer_grad",
+        "npu_sparse_flash_attention_grad",
+        "npu_sparse_lightning_indexer_grad_kl_loss",
+    }
+
+
 @pytest.mark.parametrize("op", BENCHED)
 def test_bench_checks_and_times_every_op_on_the_cpu(op, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "rates", lambda device: (1e10, 1e11, "a test's"))
