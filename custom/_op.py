@@ -20,6 +20,8 @@ _OF_TYPE = re.compile(
 )
 _NOWHERE = re.compile(r"Could not run 'custom::(\w+)' with arguments from the '(\w+)' backend")
 
+_NONE = re.compile(r"There were no tensor arguments .* for schema custom::(\w+)\.")
+
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 _SECTION = re.compile(r"(?<=^Args:\n)(?: {4}.*\n)+", re.M)
@@ -97,5 +99,11 @@ def _in_one_sentence(message: str) -> Exception | None:
         return NotSupported(
             f"{name}: a tensor is of PyTorch's kind {where}, expected dense ones on cpu, cuda or "
             "npu. Move them with .to(), or make them dense with .to_dense()."
+        )
+    if found := _NONE.match(message):
+        schema = getattr(torch.ops.custom, found[1]).default._schema
+        name = next(a.name for a in schema.arguments if isinstance(a.type, torch.TensorType))
+        return TypeError(
+            f"{found[1]}: `{name}` is None, expected a tensor. Make it one with torch.as_tensor()."
         )
     return None

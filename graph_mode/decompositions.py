@@ -23,8 +23,12 @@ from ..dispatch.reference import (
     _selected,
     indexer_loss,
     indexer_prolog_pto,
+    localize_indices,
+    merge_states,
+    merge_topk,
     mla_prolog_pto,
 )
+from ..dispatch.reference import chunk_kda as kda
 from ..dispatch.reference import fused_sigmoid_gating_delta_rule_update as gating
 from ..dispatch.reference._precision import accumulator
 from ..dispatch.reference.fused_attention import finite
@@ -303,6 +307,58 @@ def chunk_gated_delta_rule(
     return out.to(value.dtype), last.mT.to(initial_state.dtype)
 
 
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    state_layout: str,
+) -> tuple[Tensor, Tensor]:
+    wide = accumulator(q)
+    batch, length, heads, key_size = k.shape
+    value_heads, value_size = v.shape[2:]
+    queries, keys = (x.to(wide).flatten(0, 1) for x in (q, k))
+    if use_qk_l2norm_in_kernel:
+        queries, keys = (kda.normal(x)[0] for x in (queries, keys))
+    decay = g.to(wide)
+    if use_gate_in_kernel:
+        decay = kda.gate(decay, A_log, dt_bias, lower_bound)[0]
+    if cu_seqlens is None:
+        starts = torch.arange(batch, device=q.device) * length
+        lengths = torch.full_like(starts, length)
+    else:
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    turn = state_layout == "vk"
+    if initial_state is None:
+        shape = [starts.shape[0], value_heads, key_size, value_size]
+        state = torch.zeros(shape, dtype=wide, device=q.device)
+    else:
+        state = initial_state.to(wide).mT if turn else initial_state.to(wide)
+    queries, keys = (x.repeat_interleave(value_heads // heads, 1) for x in (queries, keys))
+    last, out = _recurrence(
+        state,
+        starts,
+        lengths,
+        queries * (key_size**-0.5 if scale is None else scale),
+        keys,
+        v.to(wide).flatten(0, 1),
+        decay.flatten(0, 1).exp(),
+        beta.to(wide).flatten(0, 1),
+    )
+    last = last.mT if turn else last
+    kind = wide if initial_state is None else initial_state.dtype
+    return out.view(v.shape).to(v.dtype), last.to(kind)
+
+
 def delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -321,6 +377,7 @@ def delta_rule_update(
     state_layout: str,
     is_kda: bool,
     disable_state_update: bool,
+    lower_bound: float | None,
     **_: Any,
 ) -> Tensor:
     wide = accumulator(q)
@@ -336,8 +393,7 @@ def delta_rule_update(
     queries, keys = (x.repeat_interleave(value_heads // heads, 1) for x in (queries, keys))
     x = a.to(wide).reshape(batch * length, value_heads, channels)
     x = x + dt_bias.to(wide).view(value_heads, channels)
-    rate = gating.softplus(x, softplus_beta, softplus_threshold)
-    decay = torch.exp(-A_log.to(wide).exp()[:, None] * rate)
+    decay = gating.decay(A_log, x, softplus_beta, softplus_threshold, lower_bound)
     beta = torch.sigmoid(b.to(wide).reshape(batch * length, value_heads))
 
     if cu_seqlens is None:
@@ -358,6 +414,11 @@ def delta_rule_update(
         after = last if state_layout == "kv" else last.mT
         initial_state_source[slots[stored]] = after[stored].to(initial_state_source.dtype)
     return out.view(v.shape).to(v.dtype)
+
+
+def merge_of_topk(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    # ONNX's TopK takes the first of equal ones, which torch's need not
+    return merge_topk.merged(values, positions, k, lambda score, k: score.topk(k).indices)
 
 
 def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) -> str | None:
@@ -400,4 +461,8 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+    "npu_merge_states": Decomposition(merge_states.forward),
+    "npu_merge_topk": Decomposition(merge_of_topk),
+    "npu_localize_indices": Decomposition(localize_indices.forward),
+    "npu_chunk_kda": Decomposition(chunk_kda),
 }

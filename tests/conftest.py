@@ -92,7 +92,8 @@ def backend(device) -> str:
 
 def _poisoned(shape, dtype, device):
     out = torch.empty(shape, dtype=dtype, device=device)
-    bad = {torch.uint8: 255}.get(dtype, -(2**30))  # bytes of work space: NaN in any float
+    # bytes of work space: NaN in any float
+    bad = {torch.uint8: 255, torch.int8: -1}.get(dtype, -(2**30))
     # the fill is no step of a launcher that is being recorded
     with _disable_current_modes():
         return out.fill_(float("nan") if dtype.is_floating_point else bad)

@@ -36,6 +36,7 @@ FILES = (
     "test_chunk_gated_delta_rule_grad.py",
     "test_indexer_loss.py",
     "test_sparse_lightning_indexer_grad_kl_loss.py",
+    "test_merging.py",
     "test_large.py",
 )
 

@@ -48,7 +48,7 @@ def test_replay_with_other_values_and_lengths(spec, device, backend):
         for arguments in (second, before, second):
             fresh = copy.deepcopy(arguments)
             out = captured(*(fresh[name] for name in names))
-            got = [*((out,) if isinstance(out, Tensor) else out)]
+            got = [*((out,) if isinstance(out, Tensor) else out or ())]
             got += [first[name] for name in mutated(spec) if name in first]
             wanted = everything(spec, overload(spec), arguments)
             for a, b in zip(got, wanted, strict=True):

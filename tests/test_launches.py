@@ -146,7 +146,7 @@ def direct(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _tensors(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else [*out]
+    return [out] if isinstance(out, Tensor) else [*(out or ())]
 
 
 @pytest.mark.parametrize("which", CASES, ids=lambda c: f"{c.op}, {c.label}")

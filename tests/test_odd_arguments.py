@@ -62,6 +62,8 @@ def test_none_for_a_tensor_that_is_required(spec):
     good, op = of(spec.name), overload(spec)
     required = [a.name for a in op._schema.arguments if str(a.type) == "Tensor"]
     assert required
+    if len(tensors(good)) == 1:
+        pytest.skip("without a tensor PyTorch finds no backend: the public function answers")
     for name in required:
         error = refused(spec, op, good, name, None)
         assert isinstance(error, TypeError) and f"`{name}` is None, expected a tensor" in str(error)

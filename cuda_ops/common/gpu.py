@@ -67,6 +67,11 @@ def has_tensor_memory(device: torch.device) -> bool:
     return capability(device)[0] == 10
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Between e4m3 and wider floats, in hardware: Ada, Hopper and later."""
+    return capability(device) >= (8, 9)
+
+
 @cache
 def processors(device: torch.device) -> int:
     """Multiprocessors."""

@@ -352,7 +352,8 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 
 
 class Plan:
-    """The steps of a launcher, for the tensors of another call."""
+    """The steps of a launcher, for the tensors of another call.  `outputs` is None where it only
+    writes what it gets."""
 
     def __init__(self, steps: list[Step], slots: int, outputs: Any, single: bool) -> None:
         self._steps, self._slots, self._outputs, self._single = steps, slots, outputs, single
@@ -365,6 +366,8 @@ class Plan:
         finally:
             if run.side is not None:
                 run.side.leave()
+        if self._outputs is None:
+            return None
         outputs = [run.tensors[x] if isinstance(x, int) else run.at(x) for x in self._outputs]
         return outputs[0] if self._single else tuple(outputs)
 
@@ -406,7 +409,7 @@ def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
     single = isinstance(out, Tensor)
     made = {step.slot: step for step in recorder.steps if isinstance(step, _Made)}
     outputs: list[_Place | int] = []
-    for tensor in (out,) if single else out:
+    for tensor in (out,) if single else out or ():
         place = recorder.place(tensor)
         if place.slot < given:
             raise _NoPlan
@@ -440,7 +443,7 @@ def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
         if not recorder.forked:  # else another stream may still use it
             ended = {each.slot for each in inner if last.get(each.slot) == number} - set(moved)
             steps += map(_Dropped, sorted(ended))
-    return Plan(steps, whole_slot + 1, outputs, single)
+    return Plan(steps, whole_slot + 1, None if out is None else outputs, single)
 
 
 def _used(step: Step) -> Iterator[int]:

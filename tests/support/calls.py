@@ -32,7 +32,12 @@ def everything(spec: Spec, function, arguments: dict) -> list[Tensor]:
     fresh = copy.deepcopy(arguments)
     out = function(**fresh)
     written = [fresh[name] for name in mutated(spec) if name in fresh]
-    return [*((out,) if isinstance(out, Tensor) else out), *written]
+    return [*outputs(out), *written]
+
+
+def outputs(out) -> tuple[Tensor, ...]:
+    """What an op returned: one tensor, several, or nothing beside what it wrote."""
+    return (out,) if isinstance(out, Tensor) else out or ()
 
 
 def assert_same(first: list[Tensor], second: list[Tensor]) -> None:

@@ -163,6 +163,60 @@ def _sparse_flash_attention_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     )
 
 
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    """Of what lies in a cache in 16 bits, or stands beside one of 8 bits."""
+    return dtype if dtype.itemsize == 2 else torch.bfloat16
+
+
+def _quant_lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    q, weights, scale = custom.quantize_index_query(
+        m.normal(B, S, 4, 128), m.normal(B, S, 4, dtype=_narrow(m.dtype)), kind="int8", fold=False
+    )
+    keys, _, by = custom.quantize_index_query(
+        m.normal(B, 21, 1, 128), m.normal(B, 21, 1), kind="int8", fold=False
+    )
+    return dict(
+        query=q,
+        key=keys,
+        weights=weights,
+        query_dequant_scale=scale,
+        key_dequant_scale=by,
+        query_quant_mode=0,
+        key_quant_mode=0,
+        sparse_count=8,
+    )
+
+
+def _hadamard(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(x=m.normal(B, S, 128))
+
+
+def _index_cache_write(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    scales = m.normal(4, P, 1, dtype=torch.float16)
+    return dict(
+        k=m.normal(B * S, 128),
+        values=torch.zeros(4, P, 1, 128, dtype=torch.int8, device=m.device),
+        scales=scales,
+        slots=m.ints(*[7 * i - 7 for i in range(B * S)]),
+        kind="int8",
+    )
+
+
+def _latent_cache_write(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        ckv=m.normal(B * S, 512),
+        k_rope=m.normal(B * S, 64, dtype=_narrow(m.dtype)),
+        rows=torch.zeros(4, P, 1, 656, dtype=torch.int8, device=m.device),
+        slots=m.ints(*[7 * i - 7 for i in range(B * S)]),
+        kind="int8",
+        row_layout="nope_rope_scale",
+    )
+
+
+def _quantize_index_query(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(q=m.normal(B, S, 4, 128), weights=m.normal(B, S, 4), kind="int8")
+
+
 def _indexer_loss(m: Maker, B: int = 2, S: int = 5) -> Arguments:
     return dict(
         query=m.normal(B, 4, S, DI),
@@ -258,6 +312,50 @@ def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments
     )
 
 
+def _merge_states(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    statistics = m.normal(2, 3, B, S, 4, dtype=torch.float32)
+    return dict(outs=m.normal(3, B, S, 4, R), lses=statistics[0], sums=statistics[1].abs() + 1)
+
+
+def _merge_topk(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        values=m.normal(3, B, S, 1, 6),
+        positions=m.shuffled(B, S, 18, high=40).view(B, S, 3, 1, 6).movedim(2, 0),
+        k=8,
+    )
+
+
+def _localize_indices(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(indices=m.shuffled(B, S, 1, 16, high=48), rank=1, size=3, interleave=2)
+
+
+def _chunk_kda(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    bounds = [0, S, S + S // 2, S + S // 2 + 1][: B + 1]
+    T = bounds[-1]
+    return dict(
+        q=m.normal(1, T, 2, 16),
+        k=m.normal(1, T, 2, 16),
+        v=m.normal(1, T, 4, 8),
+        g=m.normal(1, T, 4, 16),
+        beta=m.normal(1, T, 4).sigmoid(),
+        initial_state=m.normal(B, 4, 16, 8, dtype=torch.float32),
+        cu_seqlens=m.ints(*bounds),
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=m.normal(4, dtype=torch.float32),
+        dt_bias=m.normal(4, 16, dtype=torch.float32),
+    )
+
+
+def _chunk_kda_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    forward = _chunk_kda(m, B, S)
+    state = forward["initial_state"]
+    return forward | dict(
+        d_out=m.normal(*forward["v"].shape),
+        d_final_state=m.normal(*state.shape, dtype=state.dtype),
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -268,6 +366,12 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
+    "npu_quant_lightning_indexer": _quant_lightning_indexer,
+    "npu_quant_lightning_indexer_scores": _quant_lightning_indexer,
+    "npu_hadamard": _hadamard,
+    "npu_index_cache_write": _index_cache_write,
+    "npu_latent_cache_write": _latent_cache_write,
+    "npu_quantize_index_query": _quantize_index_query,
     "npu_indexer_loss": _indexer_loss,
     "npu_indexer_loss_backward": _indexer_loss_backward,
     "npu_sparse_lightning_indexer_grad_kl_loss": _grad_kl_loss,
@@ -276,6 +380,11 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_fused_sigmoid_gating_delta_rule_update": _delta_rule_update,
     "npu_chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "npu_chunk_gated_delta_rule_grad": _chunk_gated_delta_rule_grad,
+    "npu_merge_states": _merge_states,
+    "npu_merge_topk": _merge_topk,
+    "npu_localize_indices": _localize_indices,
+    "npu_chunk_kda": _chunk_kda,
+    "npu_chunk_kda_grad": _chunk_kda_grad,
 }
 
 

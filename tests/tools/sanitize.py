@@ -34,7 +34,7 @@ from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
 
 import custom
-from custom.bench import attention, delta_rule, indexer_loss, sparse_attention
+from custom.bench import attention, delta_rule, indexer_loss, merging, sparse_attention
 from custom.bench.case import Arguments, Case
 from custom.bench.presets import presets
 
@@ -107,6 +107,9 @@ WIDER: dict[str, list[Case]] = {
     ],
     "npu_chunk_gated_delta_rule": [delta_rule.chunk_case(200)],
     "npu_chunk_gated_delta_rule_grad": [delta_rule.chunk_grad_case(200)],
+    "npu_merge_states": [merging.states_case(3, 5, 3, 512)],
+    "npu_merge_topk": [merging.topk_case(3, 2, 700)],
+    "npu_localize_indices": [merging.localize_case(3, 700, 3)],
 }
 
 
