@@ -19,6 +19,7 @@ from custom.dispatch import backends, log, memo, register
 from custom.dispatch.common import memory
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import custom
 
@@ -34,6 +35,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
 from custom.bench import attention, case, delta_rule, indexer_loss, sparse_attention
+
+from .support.compile_for_hopper import address
 
 DECODE = "npu_fused_sigmoid_gating_delta_rule_update"
 FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"
@@ -359,9 +362,10 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
 
 
 @pytest.fixture
-def variants(pretended, monkeypatch) -> dict[str, set[str]]:
-    """Triton's own keys of what is launched, by kernel: it compiles once for each."""
-    found: dict[str, set[str]] = {}
+def variants(pretended, monkeypatch) -> dict[str, dict[str, str]]:
+    """Triton's own keys of what is launched, by kernel: it compiles once for each.  Of each key
+    what the launcher chose: tile sizes, flags, and which tensors there are."""
+    found: dict[str, dict[str, str]] = {}
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
         get_current_device=lambda: "counted",
@@ -371,7 +375,12 @@ def variants(pretended, monkeypatch) -> dict[str, set[str]]:
     def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         def launched(*args: Any, **named: Any) -> None:
             _, kinds, options = kernel.device_caches["counted"][-1](*args, **named)
-            found.setdefault(kernel.__name__, set()).add(f"{kinds} {options}")
+            tiles = [
+                kind
+                for kind, param in zip(kinds, kernel.params, strict=True)
+                if param.is_constexpr or kind[0].startswith("tensordesc") or kind[1] is None
+            ]
+            found.setdefault(kernel.__name__, {})[f"{kinds} {options}"] = f"{tiles} {options}"
 
         return launched
 
@@ -382,6 +391,11 @@ def variants(pretended, monkeypatch) -> dict[str, set[str]]:
 
 def _tokens(random: Random) -> int:
     return random.randint(64, 3000)
+
+
+def _batch(random: Random) -> tuple[int, int]:
+    """Requests, and tokens of each."""
+    return random.randint(1, 64), random.randint(1, 4)
 
 
 def _keys(random: Random) -> int:
@@ -413,6 +427,34 @@ def test_another_length_compiles_nothing_anew(shape, variants):
     most = dict(_product=2, _collect=4)
     assert variants
     assert not {x: len(keys) for x, keys in variants.items() if len(keys) > most.get(x, 1)}
+
+
+@pytest.mark.parametrize("pretended", [(9, 0), (8, 0)], ids=["sm90", "sm80"], indirect=True)
+@pytest.mark.parametrize(
+    ("shape", "most"),
+    [
+        (lambda r: delta_rule.decode_case(r.randint(1, 300), 1, "vk"), 2),
+        (lambda r: attention.case(FORWARD, r.randint(1, 8), 16, 16, n := _tokens(r), n, 128), 1),
+        (lambda r: attention.case(BACKWARD, r.randint(1, 8), 16, 16, n := _tokens(r), n, 128), 3),
+        (lambda r: sparse_attention.attention_case(*_batch(r), 128, _keys(r)), 10),
+        (lambda r: sparse_attention.indexer_case(*_batch(r), _keys(r)), 13),
+        (lambda r: sparse_attention.mla_prolog_case(r.randint(1, 1000), 128), 19),
+        (lambda r: sparse_attention.layer_case(*_batch(r), 128, _keys(r)), 51),
+    ],
+    ids=["decode", "attention", "gradient", "sparse", "indexer", "prolog", "layer"],
+)
+def test_another_batch_compiles_for_other_tiles_alone(shape, most, variants, monkeypatch):
+    """50 batches of one model: there are so many sets of tiles, and no batch, length or stride
+    makes two kernels of one set."""
+    monkeypatch.setattr(FakeTensor, "data_ptr", address)
+    random = Random(0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for _ in range(50):
+            which = shape(random)
+            direct(which.op, which.make(torch.device("cpu"), 0))
+    assert variants and sum(map(len, variants.values())) <= most
+    for kernel, keys in variants.items():
+        assert len(keys) == len(set(keys.values())), kernel
 
 
 def decode(**changed: Any) -> dict[str, Any]:
