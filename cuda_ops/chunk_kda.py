@@ -184,7 +184,7 @@ def _unit(x, first, length, row, K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.
 
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _chunks_kernel(
-    q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, units, out, T, sequences,
+    q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, out, T, sequences,
     scale, lower_bound, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     g_batch, g_row, g_head, b_batch, b_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
@@ -193,7 +193,7 @@ def _chunks_kernel(
     BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head: scale exp(G) q, exp(G_last - G) k, P and exp(G_last); U and W, or for
-    the gradient -A T and exp(G) k, and what the rows of q and k were multiplied with."""
+    the gradient -A T and exp(G) k."""
     program = tl.program_id(0)
     chunk = program // HV
     h, hv = _heads(program % HV, HV // H)
@@ -251,9 +251,6 @@ def _chunks_kernel(
         if BACKWARD:
             below = -tl.dot(alike, inverse, input_precision=PRECISION)
             tl.store(u + square, below.to(element))
-            if NORM:
-                tl.store(units + tile * 2 + i, q_unit)
-                tl.store(units + tile * 2 + CHUNK + i, k_unit)
         else:
             solved = (inverse * rate[None, :]).to(element)
             v_tile = _rows(v, first, length, v_row, cv, V, V_PAD)
@@ -310,7 +307,7 @@ def _states_kernel(
         half = state.to(element)
         new = (u_tile.to(tl.float32) - tl.dot(w_tile, half)).to(element)
         o = tl.dot(p_tile, new, tl.dot(q_tile, half))
-        at = c * CHUNK + i
+        at = i + c * CHUNK
         on = (at < length)[:, None] & (cv < V)[None, :]
         tl.store(out + at.to(tl.int64)[:, None] * (HV * V) + cv[None, :], o.to(element), mask=on)
         state = tl.dot(k_tile.T, new, state * fade[:, None])
@@ -327,7 +324,6 @@ class Chunks:
     fades: Tensor  # [.., K]
     u: Tensor  # U [.., 64, V], for the gradient -A T [.., 64, 64]
     w: Tensor  # W, for the gradient exp(G) k [.., 64, K]
-    units: Tensor  # [.., 2, 64]
     sizes: dict[str, Any]  # of every kernel
     sequences: int
     count: int
@@ -371,7 +367,6 @@ def chunks(
         fades=empty(K_PAD, dtype=torch.float32),
         u=empty(side, side if backward else V_PAD),
         w=empty(side, K_PAD),
-        units=empty(2 if backward and norm else 0, side, dtype=torch.float32),
         sizes=dict(
             HV=HV,
             K=K,
@@ -386,7 +381,7 @@ def chunks(
     if programs > 0:
         launches.kernel(_chunks_kernel, programs)(
             q, k, v, g, beta, A_log, dt_bias, cu_seqlens, made.qs, made.ks, made.p, made.fades,
-            made.u, made.w, made.units, made.qs if out is None else out, T, sequences, scale,
+            made.u, made.w, made.qs if out is None else out, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()[:2],
             H=H, V_PAD=V_PAD, BK=min(_KEY_TILE, K_PAD), NORM=norm,
