@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches
-from .gpu import INTERPRETED
-from .lengths import within
+from .common import launches
+from .common.gpu import INTERPRETED
+from .common.lengths import within
 
 LARGEST_K = 256
 SIMULATED = tl.constexpr(INTERPRETED)

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
 
-from ..dispatch.common import layout
+from ..dispatch.common import layer, layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
     indexer_loss,
     indexer_prolog_pto,
+    localize_indices,
+    merge_states,
+    merge_topk,
     mla_prolog_pto,
 )
 from ..dispatch.reference import chunk_kda as kda
@@ -173,157 +176,27 @@ def sparse_flash_attention(
     return out, top.view(batch, 1, length, heads), total.view(batch, 1, length, heads)
 
 
-def sparse_attention_indices_pto(
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    w_idx_qb: Tensor,
-    w_idx_k: Tensor,
-    w_idx_proj: Tensor,
-    in_gamma_k: Tensor,
-    in_beta_k: Tensor,
-    index_k_cache: Tensor,
-    softmax_scale: float | None,
-    rms_norm_eps: float,
-    layer_norm_eps: float,
-    sparse_count: int,
-    rope_interleaved: bool,
-    index_rope_interleaved: bool,
-    weight_format: str,
-) -> tuple[Tensor, Tensor]:
-    """The four stages, as nodes of their own."""
+def _stages() -> layer.Stages:
+    """Nodes of their own."""
     ops = torch.ops.custom
-    if softmax_scale is None:
-        softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
-    query, query_rope, query_norm = ops.npu_mla_prolog_pto(
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        kv_cache,
-        kr_cache,
-        cache_index,
-        rmsnorm_epsilon_cq=rms_norm_eps,
-        rmsnorm_epsilon_ckv=rms_norm_eps,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
+    return layer.Stages(
+        ops.npu_mla_prolog_pto,
+        ops.npu_indexer_prolog_pto,
+        ops.npu_lightning_indexer,
+        ops.npu_sparse_flash_attention,
     )
-    query_index, weights = ops.npu_indexer_prolog_pto(
-        x,
-        query_norm,
-        w_idx_qb,
-        w_idx_k,
-        w_idx_proj,
-        in_gamma_k,
-        in_beta_k,
-        sin,
-        cos,
-        index_k_cache,
-        cache_index,
-        ln_epsilon=layer_norm_eps,
-        rope_interleaved=index_rope_interleaved,
-        weight_format=weight_format,
-    )
-    indices, _ = ops.npu_lightning_indexer(
-        query_index,
-        index_k_cache,
-        weights,
-        actual_seq_lengths_key=act_seqs,
-        block_table=block_table,
-        layout_key="PA_BSND",
-        sparse_count=sparse_count,
-    )
-    out, _, _ = ops.npu_sparse_flash_attention(
-        query,
-        kv_cache,
-        None,
-        indices,
-        softmax_scale,
-        block_table=block_table,
-        actual_seq_lengths_kv=act_seqs,
-        query_rope=query_rope,
-        key_rope=kr_cache,
-        layout_kv="PA_BSND",
-    )
-    return out, indices
+
+
+def sparse_attention_indices_pto(**arguments: Any) -> tuple[Tensor, Tensor]:
+    return layer.Whole(**arguments).run(_stages())
 
 
 def sparse_attention_pto(**arguments: Any) -> Tensor:
     return sparse_attention_indices_pto(**arguments)[0]
 
 
-def sparse_attention_shared_pto(
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    sparse_indices: Tensor,
-    softmax_scale: float | None,
-    rms_norm_eps: float,
-    rope_interleaved: bool,
-    weight_format: str,
-) -> Tensor:
-    """Two of the four stages, as nodes of their own."""
-    ops = torch.ops.custom
-    if softmax_scale is None:
-        softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
-    query, query_rope, _ = ops.npu_mla_prolog_pto(
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        kv_cache,
-        kr_cache,
-        cache_index,
-        rmsnorm_epsilon_cq=rms_norm_eps,
-        rmsnorm_epsilon_ckv=rms_norm_eps,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
-    )
-    out, _, _ = ops.npu_sparse_flash_attention(
-        query,
-        kv_cache,
-        None,
-        sparse_indices,
-        softmax_scale,
-        block_table=block_table,
-        actual_seq_lengths_kv=act_seqs,
-        query_rope=query_rope,
-        key_rope=kr_cache,
-        layout_kv="PA_BSND",
-    )
-    return out  # type: ignore[no-any-return]
+def sparse_attention_shared_pto(**arguments: Any) -> Tensor:
+    return layer.Shared(**arguments).run(_stages())
 
 
 def loss_of_indexer(
@@ -543,6 +416,11 @@ def delta_rule_update(
     return out.view(v.shape).to(v.dtype)
 
 
+def merge_of_topk(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    # ONNX's TopK takes the first of equal ones, which torch's need not
+    return merge_topk.merged(values, positions, k, lambda score, k: score.topk(k).indices)
+
+
 def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) -> str | None:
     if v.dtype.itemsize == 1:
         return "`v` is float8, which has no ONNX form. Convert `v` to the dtype of `q`."
@@ -583,5 +461,8 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+    "npu_merge_states": Decomposition(merge_states.forward),
+    "npu_merge_topk": Decomposition(merge_of_topk),
+    "npu_localize_indices": Decomposition(localize_indices.forward),
     "npu_chunk_kda": Decomposition(chunk_kda),
 }

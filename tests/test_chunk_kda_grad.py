@@ -14,7 +14,7 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64, skip_unless_taken
+from .support.accuracy import assert_close_to_float64, skip_unless_taken
 from .test_chunk_kda import (  # noqa: F401
     BOUNDED,
     EXTREMES,
