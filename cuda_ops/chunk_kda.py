@@ -30,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from .common import gpu, launches
 from .chunk_gated_delta_rule import _heads, _rows
-from .fused_sigmoid_gating_delta_rule_update import _softplus
+from .common import gpu, launches
 from .common.lengths import within
+from .fused_sigmoid_gating_delta_rule_update import _softplus
 
 CHUNK: tl.constexpr = tl.constexpr(64)
 LARGEST_K, LARGEST_V = 128, 256

@@ -26,17 +26,13 @@ K V numbers.  No sum depends on the order of programs: equal runs give equal gra
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches
 from .chunk_gated_delta_rule import _rows
-from .chunk_gated_delta_rule_grad import unsupported as unsupported_gradient
 from .chunk_kda import (
     BOUNDED,
     CHUNK,
@@ -52,8 +48,11 @@ from .chunk_kda import (
     chunks,
     gate,
     steps,
+    unsupported,
 )
-from .chunk_kda import unsupported as unsupported_forward
+from .common import launches
+
+__all__ = ["backward", "unsupported"]
 
 # columns of the values and the keys in a tile of the chunks' kernel
 _VALUE_TILE, _KEY_TILE = 64, 64
@@ -359,10 +358,6 @@ def _sums_kernel(
     if BIAS:
         whole = tl.sum(of_bias, 0).to(d_bias.dtype.element_ty)
         tl.store(d_bias + hv * K + c, whole, mask=c < K)
-
-
-def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
-    return unsupported_forward(q=q, v=v) or unsupported_gradient(query=q, value=v)
 
 
 def backward(
