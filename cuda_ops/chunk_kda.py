@@ -30,13 +30,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from .chunk_gated_delta_rule import _heads, _inverse, _rows
+from .chunk_gated_delta_rule import _heads, _rows
 from .common import gpu, launches
 from .common.lengths import within
 from .fused_sigmoid_gating_delta_rule_update import _softplus
 
 CHUNK: tl.constexpr = tl.constexpr(64)
 LARGEST_K, LARGEST_V = 128, 256
+_KEY_TILE = 64  # channels of the keys that a chunk's kernel holds at a time
 # exp() of it is 0 in float32, and 64 of them add up without losing what is small
 _LEAST: tl.constexpr = tl.constexpr(-100.0)
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -118,16 +119,15 @@ def _gate(x, rate, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def _gate_input(
-    g, A_log, dt_bias, hv, first, length, g_row, columns, K: tl.constexpr, PAD: tl.constexpr,
-    A: tl.constexpr, BIAS: tl.constexpr,
+    g, dt_bias, hv, first, length, g_row, columns, K: tl.constexpr, EDGE: tl.constexpr,
+    BK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """(what the gate takes [64, PAD], its rate)."""
-    x = _rows(g, first, length, g_row, columns, K, PAD).to(tl.float32)
+    """What the gate takes [64, BK]."""
+    x = _rows(g, first, length, g_row, columns, EDGE, BK).to(tl.float32)
     if BIAS:
         bias = tl.load(dt_bias + hv * K + columns, mask=columns < K, other=0.0)
         x += bias.to(tl.float32)[None, :]
-    rate = tl.exp(tl.load(A_log + hv).to(tl.float32)) if A else 1.0
-    return x, rate
+    return x
 
 
 @triton.jit
@@ -155,10 +155,28 @@ def _pairs(b):
 
 
 @triton.jit
-def _unit(x, NORM: tl.constexpr):
-    """What every row of x is multiplied with."""
+def _solved(lower, PRECISION: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower [64, 64] matrix, in float32.
+
+    Of two diagonal blocks whose inverses are known, the inverse of both has -T2 L T1 between them:
+    six steps, each of which gives what the pairs of its bit add.  No sum is larger than what it
+    stands for, so keys may be alike.  PRECISION is that of its products: one tf32 pass is four
+    times as fine as the bfloat16 that the result is rounded to."""
+    i = tl.arange(0, CHUNK)
+    solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    solved -= tl.where(_pairs(1), lower, 0.0)
+    for bit in range(1, 6):
+        between = tl.where(_pairs(1 << bit), lower, 0.0)
+        half = tl.dot(solved, between, input_precision=PRECISION)
+        solved -= tl.dot(half, solved, input_precision=PRECISION)
+    return solved
+
+
+@triton.jit
+def _unit(x, first, length, row, K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr):
+    """What every row is multiplied with."""
     if NORM:
-        wide = x.to(tl.float32)
+        wide = _rows(x, first, length, row, tl.arange(0, K_PAD), K, K_PAD).to(tl.float32)
         return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
     else:
         return tl.full([CHUNK], 1.0, tl.float32)
@@ -166,85 +184,84 @@ def _unit(x, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _chunks_kernel(
-    q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, units, out, T, sequences,
+    q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, out, T, sequences,
     scale, lower_bound, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     g_batch, g_row, g_head, b_batch, b_row,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    V_PAD: tl.constexpr, PIECES: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr,
-    GATE: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr, BACKWARD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    V_PAD: tl.constexpr, BK: tl.constexpr, PIECES: tl.constexpr, VARLEN: tl.constexpr,
+    NORM: tl.constexpr, GATE: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
+    BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head: scale exp(G) q, exp(G_last - G) k, P and exp(G_last); U and W, or for
-    the gradient -A T and exp(G) k, and what the rows of q and k were multiplied with."""
+    the gradient -A T and exp(G) k."""
     program = tl.program_id(0)
     chunk = program // HV
     h, hv = _heads(program % HV, HV // H)
     batch, start, first, length, live = _place(bounds, chunk, T, sequences, PIECES, VARLEN)
     i = tl.arange(0, CHUNK)
     there = first + i < length
-    ck = tl.arange(0, K_PAD)
     cv = tl.arange(0, V_PAD)
     element = qs.dtype.element_ty
     if live & (first < length):
-        k_tile = _rows(
-            k + batch * k_batch + start * k_row + h * k_head, first, length, k_row, ck, K, K_PAD
-        )
-        q_tile = _rows(
-            q + batch * q_batch + start * q_row + h * q_head, first, length, q_row, ck, K, K_PAD
-        )
-        of_g = g + batch * g_batch + start * g_row + hv * g_head
-        x, speed = _gate_input(
-            of_g, A_log, dt_bias, hv, first, length, g_row, ck, K, K_PAD, A, BIAS
-        )
-        total = tl.cumsum(_binary(_gate(x, speed, lower_bound, GATE), there), 0)
-        last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
-        of_beta = beta + batch * b_batch + (start + first + i) * b_row + hv
-        rate = tl.load(of_beta, mask=there, other=0.0).to(tl.float32)
-        q_unit = _unit(q_tile, NORM)
-        k_unit = _unit(k_tile, NORM)
-        q_wide = q_tile.to(tl.float32)
-        k_wide = k_tile.to(tl.float32)
-        same = i[:, None] == i[None, :]
-        seen = tl.where(same, tl.sum(q_wide * k_wide, 1)[:, None], 0.0)
-        alike = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for bit in range(0, 6):
-            b = 32 >> bit
-            fading = _from_between(total, b)
-            x_tile = (q_wide * fading).to(element)
-            y_tile = (k_wide * fading).to(element)
-            on = _pairs(b)
-            seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
-            alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
+        q += batch * q_batch + start * q_row + h * q_head
+        k += batch * k_batch + start * k_row + h * k_head
+        g += batch * g_batch + start * g_row + hv * g_head
+        v += batch * v_batch + start * v_row + hv * v_head
+        beta += batch * b_batch + start * b_row + hv
+        EDGE: tl.constexpr = BK if K == K_PAD else K
         tile = program.to(tl.int64) * CHUNK
         square = (tile + i)[:, None] * CHUNK + i[None, :]
-        rows = (tile + i)[:, None] * K_PAD + ck[None, :]
+        q_unit = _unit(q, first, length, q_row, K, K_PAD, NORM)
+        k_unit = _unit(k, first, length, k_row, K, K_PAD, NORM)
+        speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if A else 1.0
+        seen = tl.zeros([CHUNK, CHUNK], tl.float32)
+        alike = tl.zeros([CHUNK, CHUNK], tl.float32)
+        for k0 in range(0, K_PAD, BK):
+            ck = k0 + tl.arange(0, BK)
+            x = _gate_input(g, dt_bias, hv, first, length, g_row, ck, K, EDGE, BK, BIAS)
+            total = tl.cumsum(_binary(_gate(x, speed, lower_bound, GATE), there), 0)
+            last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
+            q_tile = _rows(q, first, length, q_row, ck, EDGE, BK)
+            k_tile = _rows(k, first, length, k_row, ck, EDGE, BK)
+            rows = (tile + i)[:, None] * K_PAD + ck[None, :]
+            grown = tl.exp2(total)
+            q_wide = q_tile.to(tl.float32) * (q_unit * scale)[:, None]
+            k_wide = k_tile.to(tl.float32) * k_unit[:, None]
+            tl.store(qs + rows, (q_wide * grown).to(element))
+            tl.store(w + rows, (k_wide * grown).to(element))
+            tl.store(ks + rows, (k_wide * tl.exp2(last[None, :] - total)).to(element))
+            tl.store(fades + program.to(tl.int64) * K_PAD + ck, tl.exp2(last))
+            # a token and itself
+            own = tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), 1)[:, None]
+            seen += tl.where(i[:, None] == i[None, :], own, 0.0)
+            for bit in range(0, 6):
+                b = 1 << bit
+                fading = _from_between(total, b)
+                x_tile = (q_tile.to(tl.float32) * fading).to(element)
+                y_tile = (k_tile.to(tl.float32) * fading).to(element)
+                on = _pairs(b)
+                seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
+                alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
         seen *= (q_unit * scale)[:, None] * k_unit[None, :]
-        alike *= k_unit[:, None] * k_unit[None, :]
         tl.store(p + square, seen.to(element))
-        inverse = _inverse(alike * rate[:, None], PRECISION)
-        growth = tl.exp2(total)
-        q_wide *= growth * (q_unit * scale)[:, None]
-        tl.store(qs + rows, q_wide.to(element))
-        k_wide *= k_unit[:, None]
-        tl.store(ks + rows, (k_wide * tl.exp2(last[None, :] - total)).to(element))
-        tl.store(fades + program.to(tl.int64) * K_PAD + ck, tl.exp2(last))
-        grown = (k_wide * growth).to(element)
+        alike *= k_unit[:, None] * k_unit[None, :]
+        rate = tl.load(beta + (first + i).to(tl.int64) * b_row, mask=there, other=0.0)
+        rate = rate.to(tl.float32)
+        inverse = _solved(alike * rate[:, None], PRECISION)
         if BACKWARD:
             below = -tl.dot(alike, inverse, input_precision=PRECISION)
             tl.store(u + square, below.to(element))
-            tl.store(w + rows, grown)
-            if NORM:
-                tl.store(units + tile * 2 + i, q_unit)
-                tl.store(units + tile * 2 + CHUNK + i, k_unit)
         else:
             solved = (inverse * rate[None, :]).to(element)
-            tl.store(w + rows, tl.dot(solved, grown).to(element))
-            v_tile = _rows(
-                v + batch * v_batch + start * v_row + hv * v_head, first, length, v_row, cv, V,
-                V_PAD,
-            )  # fmt: skip
+            v_tile = _rows(v, first, length, v_row, cv, V, V_PAD)
             to = u + (tile + i)[:, None] * V_PAD + cv[None, :]
             tl.store(to, tl.dot(solved, v_tile).to(element))
+            # W in the place of exp(G) k, which other threads have written
+            tl.debug_barrier()
+            rows = (tile + i)[:, None] * K_PAD + tl.arange(0, K_PAD)[None, :]
+            grown = tl.load(w + rows)
+            tl.debug_barrier()
+            tl.store(w + rows, tl.dot(solved, grown).to(element))
     elif VARLEN and not BACKWARD:
         token = start + first + i
         to = out + (token * HV + hv)[:, None] * V + cv[None, :]
@@ -290,7 +307,7 @@ def _states_kernel(
         half = state.to(element)
         new = (u_tile.to(tl.float32) - tl.dot(w_tile, half)).to(element)
         o = tl.dot(p_tile, new, tl.dot(q_tile, half))
-        at = c * CHUNK + i
+        at = i + c * CHUNK
         on = (at < length)[:, None] & (cv < V)[None, :]
         tl.store(out + at.to(tl.int64)[:, None] * (HV * V) + cv[None, :], o.to(element), mask=on)
         state = tl.dot(k_tile.T, new, state * fade[:, None])
@@ -307,7 +324,6 @@ class Chunks:
     fades: Tensor  # [.., K]
     u: Tensor  # U [.., 64, V], for the gradient -A T [.., 64, 64]
     w: Tensor  # W, for the gradient exp(G) k [.., 64, K]
-    units: Tensor  # [.., 2, 64]
     sizes: dict[str, Any]  # of every kernel
     sequences: int
     count: int
@@ -351,7 +367,6 @@ def chunks(
         fades=empty(K_PAD, dtype=torch.float32),
         u=empty(side, side if backward else V_PAD),
         w=empty(side, K_PAD),
-        units=empty(2 if backward and norm else 0, side, dtype=torch.float32),
         sizes=dict(
             HV=HV,
             K=K,
@@ -366,11 +381,12 @@ def chunks(
     if programs > 0:
         launches.kernel(_chunks_kernel, programs)(
             q, k, v, g, beta, A_log, dt_bias, cu_seqlens, made.qs, made.ks, made.p, made.fades,
-            made.u, made.w, made.units, made.qs if out is None else out, T, sequences, scale,
+            made.u, made.w, made.qs if out is None else out, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()[:2],
-            H=H, V_PAD=V_PAD, NORM=norm, GATE=gate(gated, lower_bound), A=A_log is not None,
-            BIAS=dt_bias is not None, BACKWARD=backward,
+            H=H, V_PAD=V_PAD, BK=min(_KEY_TILE, K_PAD), NORM=norm,
+            GATE=gate(gated, lower_bound), A=A_log is not None, BIAS=dt_bias is not None,
+            BACKWARD=backward,
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=8, num_stages=1,
             **made.sizes,
         )  # fmt: skip
@@ -391,7 +407,7 @@ def steps(layout: str, K: int, V: int) -> tuple[int, int]:
 def walk_tiling(size: int, shared: int) -> tuple[int, int]:
     """(columns of the values, stages) of a walk; `size` is V, padded, `shared` the memory of a
     program.  As measured for the walk of chunk_gated_delta_rule, which has the same tiles."""
-    return min(32, size), 3 if shared >= 185 * 1024 else 2
+    return min(32, size), 3 if shared >= 190 * 1024 else 2
 
 
 def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
