@@ -21,6 +21,12 @@ _register_all()
 
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
+from .convolution import (  # noqa: E402
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    npu_causal_conv1d,
+    npu_causal_conv1d_update,
+)
 from .delta_rule import (  # noqa: E402
     fused_sigmoid_gating_delta_rule_update,
     npu_chunk_gated_delta_rule,
@@ -51,10 +57,14 @@ __all__ = [
     "NotSupported",
     "__version__",
     "attention",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "compute_index_loss_sparse",
     "config",
     "from_nz",
     "fused_sigmoid_gating_delta_rule_update",
+    "npu_causal_conv1d",
+    "npu_causal_conv1d_update",
     "npu_chunk_gated_delta_rule",
     "npu_fused_attention",
     "npu_fused_sigmoid_gating_delta_rule_update",

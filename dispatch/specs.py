@@ -33,6 +33,9 @@ OPS = (
     "fused_sigmoid_gating_delta_rule_update",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_grad",
+    "causal_conv1d",
+    "causal_conv1d_grad",
+    "causal_conv1d_update",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

@@ -21,6 +21,8 @@ from ..dispatch.common import layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
+    causal_conv1d,
+    causal_conv1d_update,
     indexer_loss,
     indexer_prolog_pto,
     mla_prolog_pto,
@@ -530,4 +532,6 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+    "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
+    "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
 }

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -258,6 +259,38 @@ def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments
     )
 
 
+def _causal_conv1d(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    lengths = [S, S // 2][:B]
+    return dict(
+        x=m.normal(sum(lengths), DI),
+        weight=m.normal(4, DI),
+        bias=m.normal(DI),
+        initial_states=m.normal(B, 3, DI),
+        query_start_loc=m.ints(*accumulate(lengths, initial=0)),
+        activation="silu",
+    )
+
+
+def _causal_conv1d_grad(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    forward = _causal_conv1d(m, B, S)
+    d_out = m.normal(*forward["x"].shape)
+    return forward | dict(d_out=d_out, d_final_states=m.normal(B, 3, DI))
+
+
+def _causal_conv1d_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        x=m.normal(B, S, DI),
+        conv_states=m.normal(5, S + 2, DI),
+        weight=m.normal(4, DI),
+        bias=m.normal(DI),
+        activation="silu",
+        conv_state_indices=m.ints(*[3, -1][:B]),
+        num_accepted_tokens=m.ints(*[S, 1][:B]),
+        intermediate_conv_window=m.normal(4, S, 3, DI),
+        intermediate_state_indices=m.ints(*[2, 0][:B]),
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -276,6 +309,9 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_fused_sigmoid_gating_delta_rule_update": _delta_rule_update,
     "npu_chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "npu_chunk_gated_delta_rule_grad": _chunk_gated_delta_rule_grad,
+    "npu_causal_conv1d": _causal_conv1d,
+    "npu_causal_conv1d_grad": _causal_conv1d_grad,
+    "npu_causal_conv1d_update": _causal_conv1d_update,
 }
 
 

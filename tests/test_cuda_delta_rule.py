@@ -35,6 +35,8 @@ FILES = (
     "test_fused_sigmoid_gating_delta_rule_update.py",
     "test_chunk_gated_delta_rule.py",
     "test_chunk_gated_delta_rule_grad.py",
+    "test_causal_conv1d.py",
+    "test_causal_conv1d_update.py",
     "test_indexer_loss.py",
     "test_sparse_lightning_indexer_grad_kl_loss.py",
     "test_large.py",
