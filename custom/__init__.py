@@ -35,6 +35,7 @@ from .delta_rule import (  # noqa: E402
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
 from .dispatch.env import config  # noqa: E402
 from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
+from .gated_norm import npu_gated_rms_norm  # noqa: E402
 from .graph_mode import warmup  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     compute_index_loss_sparse,
@@ -68,6 +69,7 @@ __all__ = [
     "npu_chunk_gated_delta_rule",
     "npu_fused_attention",
     "npu_fused_sigmoid_gating_delta_rule_update",
+    "npu_gated_rms_norm",
     "npu_indexer_prolog_pto",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",

@@ -23,6 +23,7 @@ from ..dispatch.reference import (
     _selected,
     causal_conv1d,
     causal_conv1d_update,
+    gated_rms_norm,
     indexer_loss,
     indexer_prolog_pto,
     mla_prolog_pto,
@@ -532,6 +533,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+    "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
     "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
     "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
 }

@@ -291,6 +291,15 @@ def _causal_conv1d_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     )
 
 
+def _gated_rms_norm(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    x, gate = m.normal(B, S, 2, DI), m.normal(B, S, 2, DI)
+    return dict(x=x, gate=gate, weight=m.normal(DI), group_size=16)
+
+
+def _gated_rms_norm_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return _gated_rms_norm(m, B, S) | dict(d_out=m.normal(B, S, 2, DI))
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -312,6 +321,8 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_causal_conv1d": _causal_conv1d,
     "npu_causal_conv1d_grad": _causal_conv1d_grad,
     "npu_causal_conv1d_update": _causal_conv1d_update,
+    "npu_gated_rms_norm": _gated_rms_norm,
+    "npu_gated_rms_norm_grad": _gated_rms_norm_grad,
 }
 
 

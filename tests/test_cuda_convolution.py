@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The convolution's CUDA kernels, compiled where there is no GPU: the interpreter, which runs them in
-test_cuda_delta_rule.py, does not know that a variable of a kernel keeps its type."""
+"""The CUDA kernels of the convolution and the gated norm, compiled where there is no GPU: the
+interpreter runs them in test_cuda_delta_rule.py, and does not know all that the compiler asks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ pytest.importorskip("triton")
 from custom.cuda_ops import causal_conv1d as whole
 from custom.cuda_ops import causal_conv1d_grad as grad
 from custom.cuda_ops import causal_conv1d_update as update
+from custom.cuda_ops import gated_rms_norm as norm
+from custom.cuda_ops import gated_rms_norm_grad as norm_grad
 
 from .compile_for_hopper import stand_in
 from .test_causal_conv1d import Case
 from .test_causal_conv1d_update import Case as UpdateCase
+from .test_gated_rms_norm import Case as NormCase
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -56,3 +59,13 @@ def test_kernels_of_a_decode_compile(case, monkeypatch):
     compiled = stand_in(monkeypatch)
     update.forward(**case.moved(case.arguments(), torch.bfloat16, "cpu"))
     assert len(compiled) == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize("before", [True, False])
+def test_kernels_of_the_norm_compile(before, monkeypatch):
+    compiled = stand_in(monkeypatch)
+    case = NormCase((3, 4, 96), group=32 if before else None, before=before, strided=True)
+    x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    norm_grad.backward(**x, d_out=norm.forward(**x))
+    assert len(compiled) == 2

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Rows for the causal convolution at Qwen3-Next's sizes, with causal-conv1d and fla-core side by
-side: 8192 channels (16 heads of queries and keys, 32 of values, 128 each), 4 taps."""
+"""Rows for the causal convolution and the gated norm at Qwen3-Next's sizes, with causal-conv1d and
+fla-core side by side: 8192 channels (16 heads of queries and keys, 32 of values, 128 each), 4
+taps."""
 
 from __future__ import annotations
 
@@ -184,6 +185,69 @@ def _dao_update(arguments: Arguments) -> Call | None:
     )
 
 
+def norm_case(t: int, heads: int = 32, size: int = 128) -> Case:
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            x=draw.normal(t, heads, size),
+            gate=draw.normal(t, heads, size),
+            weight=draw.normal(size),
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        piece = arguments | {name: arguments[name][:64] for name in ("x", "gate")}
+        return piece, lambda outputs: [out[:64] for out in outputs]
+
+    return Case(
+        "npu_gated_rms_norm",
+        f"{t} tokens",
+        make,
+        part,
+        bytes=float(BF16 * 3 * t * heads * size),
+        flops=8.0 * t * heads * size,
+        shape=dict(t=t),
+        peers={"fla": _fla_norm},
+    )
+
+
+def norm_grad_case(t: int, heads: int = 32, size: int = 128) -> Case:
+    forward = norm_case(t, heads, size)
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed + 1000)
+        return forward.make(device, seed) | dict(d_out=draw.normal(t, heads, size))
+
+    return Case(
+        "npu_gated_rms_norm_grad",
+        f"{t} tokens",
+        make,
+        # the weight's gradient is of all tokens: a part would not have it
+        lambda arguments: (arguments, lambda outputs: outputs),
+        bytes=float(BF16 * 5 * t * heads * size),
+        flops=20.0 * t * heads * size,
+        shape=dict(t=t),
+    )
+
+
+def _fla_norm(arguments: Arguments) -> Call | None:
+    if _missing("fla", arguments):
+        return None
+    from fla.modules.fused_norm_gate import (  # type: ignore[import-not-found]
+        rms_norm_gated,
+    )
+
+    x, gate, weight = (arguments[name] for name in ("x", "gate", "weight"))
+    return lambda: rms_norm_gated(x, gate, weight, None, "swish", eps=1e-6)
+
+
+def _norm(small: bool) -> list[Case]:
+    return [norm_case(8, 2, 16)] if small else [norm_case(t) for t in (1, 128, 4096, 65536)]
+
+
+def _norm_grad(small: bool) -> list[Case]:
+    return [norm_grad_case(8, 2, 16)] if small else [norm_grad_case(t) for t in (4096, 65536)]
+
+
 def _prefill(small: bool) -> list[Case]:
     if small:
         return [prefill_case(64, 2, 32)]
@@ -204,4 +268,6 @@ PRESETS = {
     "npu_causal_conv1d": _prefill,
     "npu_causal_conv1d_grad": _grad,
     "npu_causal_conv1d_update": _update,
+    "npu_gated_rms_norm": _norm,
+    "npu_gated_rms_norm_grad": _norm_grad,
 }
