@@ -20,6 +20,7 @@ from ..dispatch.common import memory
 from . import cores, entry, tune
 
 _KERNEL = "gated_rms_norm.normalise"
+_LARGEST = {_KERNEL: 2048, "gated_rms_norm_grad.through": 1024}  # numbers of a tile in UB
 
 
 @entry.jit(
@@ -61,7 +62,7 @@ def normalise(
 
 def fitting(kernel: str, group: int) -> tune.Config | None:
     """The most rows of a group that UB holds."""
-    table = [c for c in tune.TABLE[kernel] if c.tiles["ROWS"] * group <= 2048]
+    table = [c for c in tune.TABLE[kernel] if c.tiles["ROWS"] * group <= _LARGEST[kernel]]
     return tune.choose(kernel, table, group) if table else None
 
 
@@ -77,7 +78,7 @@ def unsupported(x: Tensor, group_size: int | None, kernel: str = _KERNEL, **_: A
     if size % 16:
         return f"a group has {size} channels, the kernel takes multiples of 16"
     if fitting(kernel, size) is None:
-        return f"a group has {size} channels, UB holds up to 2048"
+        return f"a group has {size} channels, UB holds up to {_LARGEST[kernel]}"
     return None
 
 

@@ -138,7 +138,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     # the most rows that UB holds
     "gated_rms_norm.normalise": tuple(Config({"ROWS": rows}) for rows in (16, 4, 1)),
-    "gated_rms_norm_grad.through": tuple(Config({"ROWS": rows}) for rows in (16, 4, 1)),
+    "gated_rms_norm_grad.through": tuple(Config({"ROWS": rows}) for rows in (16, 8, 2, 1)),
     # head sizes up to 64 (in sequences of one length), 128, 256; square tiles are not shared by
     # the vector units
     "fused_attention.attend": tuple(

@@ -73,6 +73,8 @@ _SCALAR = {
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
     "indexer_loss.gather": "one index a row, and the row is one copy",
+    "gated_rms_norm.normalise": _SUMS,
+    "gated_rms_norm_grad.through": _SUMS,
     "causal_conv1d.finish": "a sequence's prefix sums, beside whole rows",
     "causal_conv1d_update.update": "a sequence's slot and row, a token's parent, beside whole rows",
     "fused_sigmoid_gating_delta_rule_update.update": "a head's gates, about 16 numbers a token",

@@ -30,7 +30,7 @@ CASES = (
     Case(OP, "the gate first, groups", call((5, 3, 256), norm_before_gate=False, group_size=64)),
     Case(OP, "sigmoid, fp16", call((5, 3, 128), activation="sigmoid"), torch.float16),
     Case(OP, "2 groups of 512", call((3, 1024), group_size=512)),
-    Case(OP, "2048 channels, the gate first", call((3, 2048), norm_before_gate=False)),
+    Case(OP, "1024 channels, the gate first", call((3, 1024), norm_before_gate=False)),
 )
 CONTROLS = (
     Control("the norm's own part forgotten", KERNEL,
