@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches
-from .convolution import row_at, sigmoid, standing, taps_of
-from .lengths import within
+from .common import gpu, launches
+from .common.convolution import row_at, sigmoid, standing, taps_of
+from .common.lengths import within
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])

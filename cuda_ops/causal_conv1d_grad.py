@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches
 from .causal_conv1d import unsupported as unsupported
-from .convolution import row_at, sigmoid, standing, taps_of
-from .lengths import within
+from .common import gpu, launches
+from .common.convolution import row_at, sigmoid, standing, taps_of
+from .common.lengths import within
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches
+from .common import launches
 
 LARGEST = 16384
 

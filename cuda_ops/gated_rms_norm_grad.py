@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches
+from .common import gpu, launches
 from .gated_rms_norm import rows_at, rows_of, tile
 from .gated_rms_norm import unsupported as unsupported
 

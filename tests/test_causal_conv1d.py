@@ -5,8 +5,7 @@ single numbers, and Qwen3-Next's own fallback."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,68 +17,23 @@ from torch.nn.functional import conv1d, silu
 
 import custom
 
-from .accuracy import assert_close_to_float64
+from .support.accuracy import assert_close_to_float64
+from .support.convolution import Whole
 
 OP, GRAD = "npu_causal_conv1d", "npu_causal_conv1d_grad"
 
 
-@dataclass(frozen=True)
-class Case:
-    lengths: tuple[int, ...]
-    D: int = 40
-    W: int = 4
-    before: int = 0  # tokens of no sequence
-    behind: int = 0
-    history: bool = True
-    bias: bool = True
-    activation: str | None = "silu"
-    packed: bool = True
-    strided: bool = False  # x cut out of wider rows, weight and history turned
-
-    def arguments(self) -> dict[str, Any]:
-        """In float64, on the CPU."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
-        N, total = len(self.lengths), self.before + sum(self.lengths) + self.behind
-        shape = (total, self.D) if self.packed else (N, self.lengths[0], self.D)
-        sums = torch.tensor([*accumulate(self.lengths, initial=self.before)])
-        return dict(
-            x=drawn(*shape),
-            weight=drawn(self.W, self.D),
-            bias=drawn(self.D) if self.bias else None,
-            initial_states=drawn(N, self.W - 1, self.D) if self.history else None,
-            query_start_loc=sums if self.packed else None,
-            activation=self.activation,
-        )
-
-    def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
-        def one(y: Any) -> Any:
-            if not isinstance(y, Tensor):
-                return y
-            return y.to(dtype if y.dtype.is_floating_point else y.dtype).to(device)
-
-        made = {name: one(y) for name, y in x.items()}
-        if self.strided:
-            made["x"] = torch.stack([made["x"], made["x"]], -2)[..., 0, :]
-            for name in ("weight", "initial_states"):
-                if made[name] is not None:
-                    made[name] = made[name].mT.contiguous().mT
-        return made
-
-
 CASES = [
-    Case((9,)),
-    Case((5, 1, 0, 40, 2, 3), before=2, behind=3),
-    Case((1, 1, 1), D=1, W=2, history=False),
-    Case((33, 70), D=130, W=3, bias=False, activation=None, strided=True),
-    Case((17, 17), W=4, packed=False, strided=True),
-    Case((2, 2, 2), W=4, packed=False, activation="swish"),
-    Case((130,), D=257, W=2, packed=False, history=False, bias=False),
-    Case((0, 0), before=1, behind=2),
-    Case((), behind=3),
-    Case((3,), D=520, W=3, history=False, behind=1),
+    Whole((9,)),
+    Whole((5, 1, 0, 40, 2, 3), before=2, behind=3),
+    Whole((1, 1, 1), D=1, W=2, history=False),
+    Whole((33, 70), D=130, W=3, bias=False, activation=None, strided=True),
+    Whole((17, 17), W=4, packed=False, strided=True),
+    Whole((2, 2, 2), W=4, packed=False, activation="swish"),
+    Whole((130,), D=257, W=2, packed=False, history=False, bias=False),
+    Whole((0, 0), before=1, behind=2),
+    Whole((), behind=3),
+    Whole((3,), D=520, W=3, history=False, behind=1),
 ]
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
@@ -138,7 +92,7 @@ def test_equals_conv1d(case, dtype, device, backend):
 
 
 def test_reference_equals_a_loop_over_numbers():
-    case = Case((4, 0, 2), D=3, W=3, before=1, behind=1)
+    case = Whole((4, 0, 2), D=3, W=3, before=1, behind=1)
     x = case.arguments()
     out, states = reference.forward(**x)
     sums = x["query_start_loc"].tolist()
@@ -203,7 +157,7 @@ def test_gradient_equals_autograd(case, dtype, device, backend):
 
 
 def test_gradcheck_in_float64():
-    case = Case((3, 1), D=2, W=4, before=1)
+    case = Whole((3, 1), D=2, W=4, before=1)
     x = case.arguments()
     names = ("x", "weight", "bias", "initial_states")
     leaves = [x[name].requires_grad_() for name in names]
@@ -215,7 +169,7 @@ def test_gradcheck_in_float64():
 
 
 def test_equal_runs_give_equal_gradients(device, backend):
-    case = Case((90, 200), D=20)
+    case = Whole((90, 200), D=20)
     x = case.moved(case.arguments(), torch.float16, device)
     d_out = torch.randn(*x["x"].shape).half().to(device)
     first, second = (torch.ops.custom.npu_causal_conv1d_grad(d_out=d_out, **x) for _ in range(2))
@@ -231,7 +185,7 @@ def test_equal_runs_give_equal_gradients(device, backend):
     ],
 )
 def test_sums_beyond_the_tokens_end_with_them(odd, meant, device, backend):
-    case = Case((12, 0))
+    case = Whole((12, 0))
     x = case.moved(case.arguments(), torch.float16, device)
     d_out = torch.randn(12, case.D).half().to(device)
     results = []
@@ -283,7 +237,7 @@ def test_under_the_package_s_name(device, backend):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
 def test_errors(change, error, sentence):
-    case = Case((9,))
+    case = Whole((9,))
     good = case.moved(case.arguments(), torch.float32, "cpu")
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):
         custom.npu_causal_conv1d(**(good | change))
@@ -291,7 +245,7 @@ def test_errors(change, error, sentence):
 
 def test_debug_looks_at_the_prefix_sums(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
-    case = Case((9,))
+    case = Whole((9,))
     good = case.moved(case.arguments(), torch.float32, "cpu")
     with pytest.raises(ValueError, match=r"`query_start_loc` is .* to 9"):
         custom.npu_causal_conv1d(**(good | dict(query_start_loc=torch.tensor([0, 10]))))

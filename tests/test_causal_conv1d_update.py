@@ -6,7 +6,6 @@ prefill op."""
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,84 +16,26 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64
+from .support.accuracy import assert_close_to_float64
+from .support.convolution import SLOTS, Step
 
 OP = "npu_causal_conv1d_update"
-SLOTS = 6
-
-
-@dataclass(frozen=True)
-class Case:
-    slots: tuple[int, ...] | None = (3, -1, 0)
-    S: int = 1
-    D: int = 40
-    W: int = 4
-    L: int = 3
-    bias: bool = True
-    activation: str | None = "silu"
-    starts: tuple[int, ...] | None = None  # then S are all tokens
-    accepted: tuple[int, ...] | None = None
-    pad: int = -1
-    rows: tuple[int, ...] | None = None
-    steps: int = 4
-    parents: tuple[tuple[int, ...], ...] | None = None
-    turned: bool = False  # columns side by side, as sglang's pools have them
-
-    def arguments(self) -> dict[str, Any]:
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
-        def ints(values: Any) -> Tensor | None:
-            return None if values is None else torch.tensor(values)
-
-        N = 3 if self.slots is None else len(self.slots)
-        window = None if self.rows is None else drawn(5, self.steps, self.W - 1, self.D)
-        return dict(
-            x=drawn(N, self.S, self.D) if self.starts is None else drawn(self.S, self.D),
-            conv_states=drawn(SLOTS, self.L, self.D),
-            weight=drawn(self.W, self.D),
-            bias=drawn(self.D) if self.bias else None,
-            activation=self.activation,
-            conv_state_indices=ints(self.slots),
-            query_start_loc=ints(self.starts),
-            num_accepted_tokens=ints(self.accepted),
-            pad_slot_id=self.pad,
-            disable_state_update=self.parents is not None,
-            intermediate_conv_window=window,
-            intermediate_state_indices=ints(self.rows),
-            retrieve_parent_token=ints(self.parents),
-        )
-
-    def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
-        def one(y: Any) -> Any:
-            if not isinstance(y, Tensor):
-                return y
-            return y.to(dtype if y.dtype.is_floating_point else y.dtype, copy=True).to(device)
-
-        made = {name: one(y) for name, y in x.items()}
-        if self.turned:
-            for name in ("conv_states", "weight", "intermediate_conv_window"):
-                if made[name] is not None:
-                    made[name] = made[name].mT.contiguous().mT
-        return made
-
-
 CASES = [
-    Case(),
-    Case(slots=None, bias=False, activation=None, W=2, L=1),
-    Case(slots=(4, SLOTS, 2**32 + 1, 0), D=130, L=4, turned=True),
-    Case(slots=(4, 1), S=5, L=2, W=3),
-    Case(slots=(4, 0), S=2, pad=0, L=5),
-    Case(S=3, L=5, accepted=(1, 3, 2)),
-    Case(slots=(5, 0), S=3, L=7, W=2, accepted=(-4, 99), turned=True),
-    Case(slots=(3, -1, 0, 1), S=9, starts=(1, 3, 4, 4, 7)),
-    Case(S=7, L=5, starts=(0, 3, 4, 6), accepted=(2, 1, 1), rows=(3, -1, 0), turned=True),
-    Case(S=5, starts=(-2, 1, 4, 2**31 - 1), rows=(0, 7, 1), steps=2),
-    Case(slots=(3, 2), S=6, rows=(1, 7), steps=6,
+    Step(),
+    Step(slots=None, bias=False, activation=None, W=2, L=1),
+    Step(slots=(4, SLOTS, 2**32 + 1, 0), D=130, L=4, turned=True),
+    Step(slots=(4, 1), S=5, L=2, W=3),
+    Step(slots=(4, 0), S=2, pad=0, L=5),
+    Step(S=3, L=5, accepted=(1, 3, 2)),
+    Step(slots=(5, 0), S=3, L=7, W=2, accepted=(-4, 99), turned=True),
+    Step(slots=(3, -1, 0, 1), S=9, starts=(1, 3, 4, 4, 7)),
+    Step(S=7, L=5, starts=(0, 3, 4, 6), accepted=(2, 1, 1), rows=(3, -1, 0), turned=True),
+    Step(S=5, starts=(-2, 1, 4, 2**31 - 1), rows=(0, 7, 1), steps=2),
+    Step(slots=(3, 2), S=6, rows=(1, 7), steps=6,
          parents=((-1, 0, 0, 1, 2, 1), (-1, -1, 1, 2**32, 3, 9))),
-    Case(slots=(3, -1), S=7, W=3, L=4, starts=(0, 4, 7), accepted=(2, 1), rows=(2, 0),
+    Step(slots=(3, -1), S=7, W=3, L=4, starts=(0, 4, 7), accepted=(2, 1), rows=(2, 0),
          parents=((-1, 0, 0), (0, 0, 1))),
-    Case(slots=(3, 2), S=3, D=600, W=2, parents=((-1, 0, 0), (0, 0, 1)), rows=(0, 1)),
+    Step(slots=(3, 2), S=3, D=600, W=2, parents=((-1, 0, 0), (0, 0, 1)), rows=(0, 1)),
 ]  # fmt: skip
 # a kernel's float64 is refused
 dtypes = pytest.mark.parametrize(
@@ -237,7 +178,7 @@ def test_equals_qwen3_next(device, backend):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )  # fmt: skip
 def test_errors(change, error, sentence):
-    case = Case()
+    case = Step()
     good = case.moved(case.arguments(), torch.float32, "cpu")
     kept = copy.deepcopy(good["conv_states"])
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):
@@ -247,7 +188,7 @@ def test_errors(change, error, sentence):
 
 def test_debug_finds_states_written_twice(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
-    case = Case(slots=(3, 3, 0))
+    case = Step(slots=(3, 3, 0))
     good = case.moved(case.arguments(), torch.float32, "cpu")
     with pytest.raises(ValueError, match="`conv_state_indices` names a slot twice"):
         custom.npu_causal_conv1d_update(**good)

@@ -18,10 +18,8 @@ from custom.cuda_ops import causal_conv1d_update as update
 from custom.cuda_ops import gated_rms_norm as norm
 from custom.cuda_ops import gated_rms_norm_grad as norm_grad
 
-from .compile_for_hopper import stand_in
-from .test_causal_conv1d import Case
-from .test_causal_conv1d_update import Case as UpdateCase
-from .test_gated_rms_norm import Case as NormCase
+from .support.compile_for_hopper import stand_in
+from .support.convolution import Norm, Step, Whole
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -30,9 +28,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 @pytest.mark.parametrize(
     "case",
     [
-        Case((5, 9), D=64),
-        Case((9, 9), D=64, W=3, packed=False, history=False, bias=False, activation=None),
-        Case((9,), D=60, W=2, strided=True),
+        Whole((5, 9), D=64),
+        Whole((9, 9), D=64, W=3, packed=False, history=False, bias=False, activation=None),
+        Whole((9,), D=60, W=2, strided=True),
     ],
     ids=["most", "least", "two taps"],
 )
@@ -49,9 +47,9 @@ def test_kernels_compile(case, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        UpdateCase(slots=None, bias=False, activation=None, W=2, L=1),
-        UpdateCase(S=7, L=5, starts=(0, 3, 4, 6), accepted=(2, 1, 1), rows=(3, -1, 0)),
-        UpdateCase(S=2, rows=(3, -1, 0), parents=((-1, 0),) * 3, turned=True),
+        Step(slots=None, bias=False, activation=None, W=2, L=1),
+        Step(S=7, L=5, starts=(0, 3, 4, 6), accepted=(2, 1, 1), rows=(3, -1, 0)),
+        Step(S=2, rows=(3, -1, 0), parents=((-1, 0),) * 3, turned=True),
     ],
     ids=["least", "packed drafts", "tree"],
 )
@@ -65,7 +63,7 @@ def test_kernels_of_a_decode_compile(case, monkeypatch):
 @pytest.mark.parametrize("before", [True, False])
 def test_kernels_of_the_norm_compile(before, monkeypatch):
     compiled = stand_in(monkeypatch)
-    case = NormCase((3, 4, 96), group=32 if before else None, before=before, strided=True)
+    case = Norm((3, 4, 96), group=32 if before else None, before=before, strided=True)
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
     norm_grad.backward(**x, d_out=norm.forward(**x))
     assert len(compiled) == 2

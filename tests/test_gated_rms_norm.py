@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,54 +16,20 @@ from torch.nn.functional import silu
 
 import custom
 
-from .accuracy import assert_close_to_float64
+from .support.accuracy import assert_close_to_float64
+from .support.convolution import Norm
 
 OP, GRAD = "npu_gated_rms_norm", "npu_gated_rms_norm_grad"
 
 
-@dataclass(frozen=True)
-class Case:
-    shape: tuple[int, ...]
-    group: int | None = None
-    before: bool = True
-    activation: str = "silu"
-    epsilon: float = 1e-6
-    scale: float = 1.0
-    strided: bool = False  # x and gate as parts of a wider projection
-
-    def arguments(self) -> dict[str, Any]:
-        """In float64, on the CPU."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
-        x = drawn(*self.shape) * self.scale
-        return dict(
-            x=x,
-            gate=drawn(*self.shape),
-            weight=drawn(self.shape[-1]),
-            epsilon=self.epsilon,
-            group_size=self.group,
-            norm_before_gate=self.before,
-            activation=self.activation,
-        )
-
-    def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
-        made = {n: y.to(dtype).to(device) if isinstance(y, Tensor) else y for n, y in x.items()}
-        if self.strided:
-            both = torch.cat([made["x"], made["gate"]], -2)
-            made["x"], made["gate"] = both.chunk(2, -2)
-        return made
-
-
 CASES = [
-    Case((2, 3, 4, 128), strided=True),
-    Case((70, 64), scale=1e-3),
-    Case((5, 3, 96), group=32, before=False),
-    Case((2, 2, 3, 64), group=16, before=False, activation="sigmoid", strided=True),
-    Case((3, 5, 48), activation="sigmoid", epsilon=0.5),
-    Case((4, 1040), group=208, activation="swish"),
-    Case((0, 16)),
+    Norm((2, 3, 4, 128), strided=True),
+    Norm((70, 64), scale=1e-3),
+    Norm((5, 3, 96), group=32, before=False),
+    Norm((2, 2, 3, 64), group=16, before=False, activation="sigmoid", strided=True),
+    Norm((3, 5, 48), activation="sigmoid", epsilon=0.5),
+    Norm((4, 1040), group=208, activation="swish"),
+    Norm((0, 16)),
 ]
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
@@ -100,7 +65,7 @@ def test_equals_the_formula(case, dtype, device, backend):
 
 def test_reference_equals_a_loop_over_numbers():
     for before in (True, False):
-        case = Case((2, 4), group=2, before=before, epsilon=0.1)
+        case = Norm((2, 4), group=2, before=before, epsilon=0.1)
         x = case.arguments()
         out = reference.forward(**x)
         for row in range(2):
@@ -144,7 +109,7 @@ def test_gradient_equals_autograd(case, dtype, device, backend):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_gradcheck_in_float64(before):
-    x = Case((3, 4), group=2, before=before).arguments()
+    x = Norm((3, 4), group=2, before=before).arguments()
     names = ("x", "gate", "weight")
 
     def call(*values: Tensor) -> Tensor:
@@ -177,7 +142,7 @@ def test_equals_qwen3_next(device, backend):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
 def test_errors(change, error, sentence):
-    case = Case((5, 3, 96), group=32)
+    case = Norm((5, 3, 96), group=32)
     good = case.moved(case.arguments(), torch.float32, "cpu")
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):
         custom.npu_gated_rms_norm(**(good | change))
