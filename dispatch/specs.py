@@ -44,6 +44,11 @@ OPS = (
     "localize_indices",
     "chunk_kda",
     "chunk_kda_grad",
+    "causal_conv1d",
+    "causal_conv1d_grad",
+    "causal_conv1d_update",
+    "gated_rms_norm",
+    "gated_rms_norm_grad",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

@@ -21,6 +21,9 @@ from ..dispatch.common import layer, layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
+    causal_conv1d,
+    causal_conv1d_update,
+    gated_rms_norm,
     indexer_loss,
     indexer_prolog_pto,
     localize_indices,
@@ -465,4 +468,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_merge_topk": Decomposition(merge_of_topk),
     "npu_localize_indices": Decomposition(localize_indices.forward),
     "npu_chunk_kda": Decomposition(chunk_kda),
+    "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
+    "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
+    "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
 }
