@@ -44,6 +44,7 @@ from .merging import (  # noqa: E402
     npu_merge_topk,
     npu_ring_attention_update,
     shard_positions,
+    shard_slots,
 )
 from .sparse_attention import (  # noqa: E402
     npu_indexer_prolog_pto,
@@ -88,6 +89,7 @@ __all__ = [
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
     "shard_positions",
+    "shard_slots",
     "to_nz",
     "warmup",
 ]
