@@ -7,7 +7,7 @@
 query [B, S, N, D], key [B, S2, 1, D] (or TND, or pages), weights [B, S, N].  The scores are fp32
 and lie in a [rows, keys] buffer of bounded size, a chunk of rows at a time; topk.py selects.
 Keys are the rows of the product, heads its columns: the sum over heads stays within a thread.
-On Hopper the scores are those of lightning_indexer_hopper.py.
+On Hopper the scores are those of hopper/lightning_indexer.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches, lightning_indexer_hopper, rows, topk
+from . import topk
+from .common import gpu, launches, quantise, rows
+from .hopper import lightning_indexer as hopper
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 CHUNK_BYTES = 2**28  # of scores at a time: 1024 rows of 64K keys
@@ -69,13 +71,14 @@ def _key_tile(
     ]
 )
 def _scores(
-    query, key, weights, act_q, act_k, table, scores, lengths,
+    query, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    q_row, q_head, w_row, key_o, key_i, score_row,
+    q_row, q_head, w_row, key_o, key_i, qs_row, qs_head, ks_o, ks_i, score_row, sample_row,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_TND: tl.constexpr,
     KEYS: tl.constexpr, CAUSAL: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr,
     REQUESTS: tl.constexpr, ROWS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr, ONE_PAGE: tl.constexpr, STAGES: tl.constexpr,
+    KEY_TILE: tl.constexpr, ONE_PAGE: tl.constexpr, STAGES: tl.constexpr, EVERY: tl.constexpr,
+    KIND: tl.constexpr, QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, which pass by: once for each request among the rows."""
     program = tl.program_id(0)
@@ -92,7 +95,11 @@ def _scores(
         query + (owner * q_row + h * q_head)[:, None] + d[None, :],
         mask=real[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
+    q_tile = quantise.multiplied(q_tile, KIND)
     weight = tl.load(weights + owner * w_row + h, mask=real, other=0.0).to(tl.float32)
+    if QUERY_SCALE:
+        of = tl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0)
+        weight *= of.to(tl.float32)
     while row < end:
         request, first = rows.request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
         asked = rows.rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
@@ -114,14 +121,24 @@ def _scores(
                 key, pos, pos < hi, request, start, table, table_stride, pages, key_o, key_i, d,
                 D, D_TILE, PAGE, KEYS, ONE_PAGE,
             )  # fmt: skip
-            s = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+            k_tile = quantise.multiplied(k_tile, KIND)
+            s = tl.dot(k_tile, q_tile.T, input_precision="ieee").to(tl.float32)
             s = tl.maximum(s, 0.0) * weight[None, :]
             score = tl.sum(tl.reshape(s, [KEY_TILE, ROWS, H_TILE]), 2)
+            if KIND != quantise.PLAIN:
+                scale, _ = _key_tile(
+                    key_scale, pos, pos < hi, request, start, table, table_stride, pages, ks_o,
+                    ks_i, tl.arange(0, 1), 1, 1, PAGE, KEYS, ONE_PAGE,
+                )  # fmt: skip
+                score *= scale.to(tl.float32)
             # a NaN comes last, and only what is absent is -inf
             score = tl.where(score > LEAST_SCORE, score, LEAST_SCORE)
             score = tl.where(ok[:, None], score, float("-inf"))
             at = scores + ((member - first_row) * score_row)[None, :] + pos[:, None]
             tl.store(at, score, mask=pos[:, None] < seen[None, :])
+            at = sample + ((member - first_row) * sample_row)[None, :] + (pos // EVERY)[:, None]
+            drawn = (pos % EVERY == 0)[:, None] & (pos[:, None] < seen[None, :])
+            tl.store(at, score, mask=drawn)
         row = stop
 
 
@@ -173,15 +190,42 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`scored` is called when all scores are on their way and the last top-k is not: its launches
     find the memory free.  In what it returns the top-k is launched."""
+    values = query.dtype if return_value else None
+    return select(
+        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode, values, scored,
+    )  # fmt: skip
+
+
+def select(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_scale: Tensor | None,
+    key_scale: Tensor | None,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    value_dtype: torch.dtype | None,
+    scored: Callable[[], AbstractContextManager[object]] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(indices, values of `value_dtype`, or none): of floats, or of 8 bits with `key_scale`."""
     device = query.device
     selected = (*query.shape[:-2], 1, sparse_count)
     indices = memory.empty(selected, torch.int32, device)
-    values = memory.empty(selected if return_value else (0,), query.dtype, device)
+    wanted = value_dtype is not None
+    values = memory.empty(selected if wanted else (0,), value_dtype or torch.float32, device)
     if indices.numel() == 0:
         return indices, values
+    kind = quantise.PLAIN.value
+    if key_scale is not None:
+        (query, kind), (key, _) = quantise.to_read(query), quantise.to_read(key)
     plan = rows.plan(
-        query, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table, layout_query,
-        layout_key, sparse_mode,
+        query, key, lengths_query, lengths_key, block_table, layout_query, layout_key, sparse_mode,
     )  # fmt: skip
     heads, dim = query.shape[-2:]
     q = query.reshape(plan.rows, heads, dim)
@@ -192,12 +236,15 @@ def forward(
     found = shape(per_request, heads, dim, device)
     assert found is not None
     shared, h_tile, d_tile, stages = found
+    if kind == quantise.INT8.value:
+        d_tile = max(32, d_tile)  # the least depth of a product of bytes
     score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
     scores = memory.empty((chunk_rows, score_row), torch.float32, device)
-    sample = None
-    if lightning_indexer_hopper.suits(q, key, layout_key):
-        sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
+    sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
+    qs = w if query_scale is None else query_scale.reshape(plan.rows, heads)
+    ks_o, ks_i = rows.strides(key if key_scale is None else key_scale.unsqueeze(-1), layout_key)
+    on_hopper = key_scale is None and hopper.suits(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
@@ -208,19 +255,23 @@ def forward(
     per_chunk = 128 if alone else max(KEY_TILE, min(2048 if shared == 1 else 4096, share))
     chunks = triton.cdiv(reach, per_chunk)
     flat_indices = indices.view(plan.rows, sparse_count)
-    flat_values = values.view(plan.rows, sparse_count) if return_value else values
+    flat_values = values.view(plan.rows, sparse_count) if wanted else values
     one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
     for first in range(0, plan.rows, chunk_rows):
         count = min(chunk_rows, plan.rows - first)
-        if sample is not None:
-            lightning_indexer_hopper.launch(
+        if on_hopper:
+            hopper.launch(
                 q, key, w, scores, sample, lengths, plan, layout_key, shared, first, count
             )
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
-                q, key, w, scores=scores, lengths=lengths, first_row=first, count=count,
-                chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0), q_head=q.stride(1),
-                w_row=w.stride(0), key_o=key_o, key_i=key_i, score_row=score_row, **plan.arguments,
+                q, key, w, qs, key if key_scale is None else key_scale, scores=scores,
+                sample=sample, lengths=lengths, first_row=first,
+                count=count, chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0),
+                q_head=q.stride(1), sample_row=sample.stride(0), EVERY=topk.EVERY,
+                w_row=w.stride(0), key_o=key_o, key_i=key_i, qs_row=qs.stride(0),
+                qs_head=qs.stride(1), ks_o=ks_o, ks_i=ks_i, score_row=score_row, KIND=kind,
+                QUERY_SCALE=query_scale is not None, **plan.arguments,
                 **plan.constants, HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile,
                 D_TILE=d_tile, KEY_TILE=KEY_TILE, ONE_PAGE=one_page, STAGES=1 if alone else stages,
                 num_warps=4,
@@ -229,7 +280,7 @@ def forward(
         with scored() if scored is not None and last else nullcontext():
             topk.topk(
                 scores[:count], lengths, flat_indices[first : first + count],
-                flat_values[first : first + count] if return_value else values, sparse_count,
+                flat_values[first : first + count] if wanted else values, sparse_count,
                 sample,
             )  # fmt: skip
     return indices, values

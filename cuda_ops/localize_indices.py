@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches
+from .common import launches
 
 MOST = 32768  # positions of a row
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches
+from .common import launches
 
 TILE = 2048  # numbers of each part that a program holds
 

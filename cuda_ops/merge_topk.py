@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches
+from .common import launches
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 LAST = tl.constexpr(2**31 - 1)  # the greatest position

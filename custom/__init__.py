@@ -24,9 +24,11 @@ from .attention import attention, npu_fused_attention  # noqa: E402
 from .delta_rule import (  # noqa: E402
     fused_sigmoid_gating_delta_rule_update,
     npu_chunk_gated_delta_rule,
+    npu_chunk_kda,
     npu_fused_sigmoid_gating_delta_rule_update,
 )
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
+from .dispatch.common.quantised import convert_rows, index_cache_views, row_views  # noqa: E402
 from .dispatch.env import config  # noqa: E402
 from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
 from .graph_mode import warmup  # noqa: E402
@@ -45,6 +47,14 @@ from .merging import (  # noqa: E402
     npu_ring_attention_update,
     shard_positions,
     shard_slots,
+)
+from .quantised import (  # noqa: E402
+    hadamard,
+    npu_index_cache_write,
+    npu_latent_cache_write,
+    npu_quant_lightning_indexer,
+    npu_quant_lightning_indexer_scores,
+    quantize_index_query,
 )
 from .sparse_attention import (  # noqa: E402
     npu_indexer_prolog_pto,
@@ -65,22 +75,30 @@ __all__ = [
     "attention",
     "compute_index_loss_sparse",
     "config",
+    "convert_rows",
     "from_nz",
     "fused_sigmoid_gating_delta_rule_update",
+    "hadamard",
+    "index_cache_views",
     "localize_indices",
     "merge_states",
     "merge_topk",
     "npu_attention_update",
     "npu_chunk_gated_delta_rule",
+    "npu_chunk_kda",
     "npu_fused_attention",
     "npu_fused_sigmoid_gating_delta_rule_update",
+    "npu_index_cache_write",
     "npu_indexer_prolog_pto",
+    "npu_latent_cache_write",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
     "npu_localize_indices",
     "npu_merge_states",
     "npu_merge_topk",
     "npu_mla_prolog_pto",
+    "npu_quant_lightning_indexer",
+    "npu_quant_lightning_indexer_scores",
     "npu_ring_attention_update",
     "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",
@@ -88,6 +106,8 @@ __all__ = [
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
+    "quantize_index_query",
+    "row_views",
     "shard_positions",
     "shard_slots",
     "to_nz",

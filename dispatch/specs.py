@@ -25,6 +25,12 @@ OPS = (
     "lightning_indexer_grad",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",
+    "quant_lightning_indexer",
+    "quant_lightning_indexer_scores",
+    "hadamard",
+    "index_cache_write",
+    "latent_cache_write",
+    "quantize_index_query",
     "indexer_loss",
     "indexer_loss_backward",
     "sparse_lightning_indexer_grad_kl_loss",
@@ -36,6 +42,8 @@ OPS = (
     "merge_states",
     "merge_topk",
     "localize_indices",
+    "chunk_kda",
+    "chunk_kda_grad",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

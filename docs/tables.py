@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The tables of the READMEs and of docs/speed.md, from records that tests and benches wrote.
+"""The tables of the READMEs and of docs/, from records that tests and benches wrote.
 
 pytest --device D --record tests/records/NAME.json              writes a record of verified ops
 python -m custom.bench OP --csv docs/figures/OP.csv             writes the figures of an op
+python -m custom.bench.models --csv docs/figures/models.csv     writes those of whole models
 python -m docs.tables                                           puts the tables into the pages
 python -m docs.tables --plots                                   draws the plots of the CSVs anew
 
@@ -27,10 +28,11 @@ from custom.dispatch.specs import SPECS
 
 from custom.bench.report import Row, plot, read_public, read_rows
 
+from . import graph_modes
+
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records"
 FIGURES = ROOT / "docs" / "figures"
-PAGES = ("README.md", "README.zh.md", "docs/speed.md")
 
 
 def records() -> dict[str, dict[str, Any]]:
@@ -133,11 +135,41 @@ def best() -> str:
     return _drawn([max(rows, key=lambda row: row.of_floor) for rows in _measured()], memory=False)
 
 
-def fresh(text: str) -> str:
-    """`text` with its tables as they follow from the records and figures of today."""
-    for table in (verified, speed, best):
-        begin, end = f"<!-- {table.__name__}: begin -->", f"<!-- {table.__name__}: end -->"
-        block = f"{begin}\n{table()}{end}"
+def models() -> str:
+    """Whole models, with our ops and without."""
+    path = FIGURES / "models.csv"
+    if not path.exists():
+        return "There is no record of a GPU yet.\n"
+    from custom.bench import models  # needs transformers
+
+    rows = models.read_rows(path)
+    where = f"{rows[0].device}, {rows[0].date}, tokens a second.\n\n"
+    return where + "\n".join([models.HEAD, *map(models.markdown, rows)]) + "\n"
+
+
+BLOCKS = {
+    "verified": verified,
+    "speed": speed,
+    "best": best,
+    "models": models,
+    **graph_modes.BLOCKS,
+}
+# page -> the blocks it shows
+PAGES = {
+    "README.md": ("verified", "best"),
+    "README.zh.md": ("verified", "best"),
+    "docs/speed.md": ("speed",),
+    "docs/models.md": ("models",),
+    "docs/graph_mode.md": tuple(graph_modes.BLOCKS),
+}
+
+
+def fresh(page: str) -> str:
+    """The page with its blocks as they follow from the records and figures of today."""
+    text = (ROOT / page).read_text()
+    for name in PAGES[page]:
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        block = f"{begin}\n{BLOCKS[name]()}{end}"
         text = re.sub(f"{begin}.*?{end}", lambda _, block=block: block, text, flags=re.S)
     return text
 
@@ -152,5 +184,5 @@ def draw() -> None:
 if __name__ == "__main__":
     if "--plots" in sys.argv:
         draw()
-    for page in (ROOT / name for name in PAGES):
-        page.write_text(fresh(page.read_text()))
+    for page in PAGES:
+        (ROOT / page).write_text(fresh(page))

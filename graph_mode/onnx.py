@@ -140,7 +140,7 @@ class _Decomposed(torch.nn.Module):
             tensors[name] = tensors[name].clone()
         absent = dict.fromkeys(self.call.tensors)
         out = self.function(**self.call.constants | absent | tensors)
-        outputs = (out,) if isinstance(out, Tensor) else tuple(out)
+        outputs = (out,) if isinstance(out, Tensor) else tuple(out or ())
         return *outputs, *(tensors[name] for name in self.call.written)
 
 
@@ -240,7 +240,7 @@ def _fake(inputs: Sequence[Tensor | None], key: str) -> list[Tensor]:
     call = _CALLS[key]
     arguments = call.with_tensors(inputs)
     out = call.spec.fake(**arguments)
-    outputs = [out] if isinstance(out, Tensor) else list(out)
+    outputs = [out] if isinstance(out, Tensor) else list(out or ())
     return outputs + [torch.empty_like(arguments[name]) for name in call.written]
 
 

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import custom
 
-pytest_plugins = ["tests.cxx", "tests.graph_record"]
+pytest.register_assert_rewrite("tests.support")
+pytest_plugins = ["tests.support.cxx", "tests.support.graph_record"]
 BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
 _verified: Counter[tuple[str, str]] = Counter()  # (op, backend) -> passing tests that ran it
 
@@ -91,7 +92,8 @@ def backend(device) -> str:
 
 def _poisoned(shape, dtype, device):
     out = torch.empty(shape, dtype=dtype, device=device)
-    bad = {torch.uint8: 255}.get(dtype, -(2**30))  # bytes of work space: NaN in any float
+    # bytes of work space: NaN in any float
+    bad = {torch.uint8: 255, torch.int8: -1}.get(dtype, -(2**30))
     # the fill is no step of a launcher that is being recorded
     with _disable_current_modes():
         return out.fill_(float("nan") if dtype.is_floating_point else bad)
@@ -111,7 +113,7 @@ def _forget():
 
 def _by_plan(runner, arguments):
     """Runner.run, by the plan of what the launcher did with copies."""
-    from custom.cuda_ops import launches
+    from custom.cuda_ops.common import launches
 
     log.ran(runner.spec.name, runner.backend.name, f"inputs on {runner.device}", arguments)
     with backends.made_current(runner.device):
@@ -155,6 +157,15 @@ def _turns(request):
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def one_thread():
+    """A recurrence is many small products; on a busy machine more threads only wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

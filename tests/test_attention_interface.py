@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 from custom.integrations.transformers import register  # noqa: E402
 
-from .test_integrations import (  # noqa: E402
+from .support.models import (  # noqa: E402
     DSA,
     NEW,
     SHARING,

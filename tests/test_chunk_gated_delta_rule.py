@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,100 +14,30 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64, skip_unless_taken
+from .support.accuracy import assert_close_to_float64, skip_unless_taken
+from .support.delta_rule import ODD_LENGTHS, Sequences
 
 OP = "npu_chunk_gated_delta_rule"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A recurrence is many small products; on a busy machine more threads only wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@dataclass(frozen=True)
-class Case:
-    lengths: tuple[int, ...]
-    N: int = 2
-    Nv: int = 4
-    Dk: int = 32
-    Dv: int = 32
-    behind: int = 0  # tokens of no sequence
-    state: torch.dtype | None = torch.float32
-    gates: bool = True
-    scale: float | None = None
-    fading: float = 1.0  # times the decay's logarithm
-    alike: bool = False  # keys nearly the same: what a triangle's powers would cancel in
-    strided: bool = False  # query, key and value as views of one projection
-    without: tuple[str, ...] = ()  # arguments not given
-
-    def arguments(self) -> dict[str, Any]:
-        """In float64, on the CPU; keys of length 1, as the rule needs them."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
-        T = sum(self.lengths) + self.behind
-        q, k = drawn(T, self.N, self.Dk), drawn(T, self.N, self.Dk)
-        if self.alike:
-            k = drawn(1, self.N, self.Dk) + k / 50
-        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-        state = drawn(len(self.lengths), self.Nv, self.Dv, self.Dk)
-        every = dict(
-            query=q,
-            key=k,
-            value=drawn(T, self.Nv, self.Dv),
-            beta=drawn(T, self.Nv).sigmoid() if self.gates else None,
-            initial_state=None if self.state is None else state,
-            actual_seq_lengths=torch.tensor(self.lengths, dtype=torch.int32),
-            scale=self.scale,
-            g=-self.fading * drawn(T, self.Nv).exp() if self.gates else None,
-        )
-        return every | dict.fromkeys(self.without)
-
-    def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
-        """Activations in `dtype`; the decay and the state in their own."""
-        exact = dtype is torch.float64
-        kinds = {"g": dtype if exact else torch.float32}
-        kinds["initial_state"] = dtype if exact else self.state
-
-        def one(name: str, y: Any) -> Any:
-            if not isinstance(y, Tensor) or not y.dtype.is_floating_point:
-                return y.to(device) if isinstance(y, Tensor) else y
-            return y.to(kinds.get(name, dtype)).to(device)
-
-        moved = {name: one(name, y) for name, y in x.items()}
-        if self.strided:
-            names = ("query", "key", "value")
-            whole = torch.cat([moved[name].flatten(1) for name in names], 1)
-            parts = whole.split([moved[name][0].numel() for name in names], 1)
-            moved |= {
-                name: part.unflatten(1, moved[name].shape[1:])
-                for name, part in zip(names, parts, strict=True)
-            }
-        return moved
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 CASES = [
-    Case((130,)),
-    Case((64, 1, 0, 63, 200), fading=0.1),
-    Case((5, 70), N=1, Nv=3, Dk=64, Dv=16, state=None, behind=4),
-    Case((65,), N=1, Nv=1, Dk=128, Dv=128, state=torch.bfloat16),
-    Case((33, 64), gates=False, scale=0.5),
-    Case((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
-    Case((66,), N=1, Nv=1, Dk=256, Dv=32),
-    Case((64, 0, 3, 130), N=1, Nv=2, Dk=128, Dv=128, behind=70, fading=0.1, strided=True),
-    Case((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, alike=True, fading=0.1),
-    Case((10, 70), N=2, Nv=2, Dk=64, Dv=64, state=torch.bfloat16, fading=30.0),
-    Case((), N=1, Nv=1, Dk=128, Dv=64, behind=3),
-    Case((), state=None),
-    Case((100,), N=1, Nv=2, Dk=128, Dv=64, without=("g", "actual_seq_lengths")),
-    Case((70,), Dk=64, Dv=64, state=None, fading=0.1, without=("beta", "actual_seq_lengths")),
-    Case((3, 65), N=1, Nv=2, Dk=64, Dv=128, behind=2, gates=False),
-    Case((40,), without=("beta", "actual_seq_lengths")),
+    Sequences((130,)),
+    Sequences((64, 1, 0, 63, 200), fading=0.1),
+    Sequences((5, 70), N=1, Nv=3, Dk=64, Dv=16, state=None, behind=4),
+    Sequences((65,), N=1, Nv=1, Dk=128, Dv=128, state=torch.bfloat16),
+    Sequences((33, 64), gates=False, scale=0.5),
+    Sequences((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
+    Sequences((66,), N=1, Nv=1, Dk=256, Dv=32),
+    Sequences((64, 0, 3, 130), N=1, Nv=2, Dk=128, Dv=128, behind=70, fading=0.1, strided=True),
+    Sequences((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, alike=True, fading=0.1),
+    Sequences((10, 70), N=2, Nv=2, Dk=64, Dv=64, state=torch.bfloat16, fading=30.0),
+    Sequences((), N=1, Nv=1, Dk=128, Dv=64, behind=3),
+    Sequences((), state=None),
+    Sequences((100,), N=1, Nv=2, Dk=128, Dv=64, without=("g", "actual_seq_lengths")),
+    Sequences((70,), Dk=64, Dv=64, state=None, fading=0.1, without=("beta", "actual_seq_lengths")),
+    Sequences((3, 65), N=1, Nv=2, Dk=64, Dv=128, behind=2, gates=False),
+    Sequences((40,), without=("beta", "actual_seq_lengths")),
 ]
 
 
@@ -159,7 +88,7 @@ def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_keys_alike(size, device, backend):
     """No decay, full rate, keys that are nearly one: the chunk's triangle is nearly all ones, and
     in powers of it what cancels is 1e17 times as large as its inverse."""
-    case = Case((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
+    case = Sequences((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
     x = case.moved(case.arguments(), torch.float16, "cpu")
     want, want_state = reference.forward(**case.moved(x, torch.float64, "cpu"))
     out, state = custom.npu_chunk_gated_delta_rule(**case.moved(x, torch.float16, device))
@@ -168,20 +97,10 @@ def test_keys_alike(size, device, backend):
         assert error < 2**-6  # roundings to float16, 2**-11 each, of what is larger than the rest
 
 
-# lengths that no caller means, and those that stand for them with 70 tokens
-ODD_LENGTHS = [
-    ((40, 2**32 + 9), (40, 30)),
-    ((-200, 60, 10), (0, 60, 10)),
-    ((40, -(2**32) + 5, 20), (40, 0, 20)),
-    ((2**62, 2**62, 5), (70, 0, 0)),
-    ((64, 2**31 - 1, 2**31 - 1), (64, 6, 0)),
-]
-
-
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("odd,meant", ODD_LENGTHS)
 def test_lengths_beyond_the_tokens_end_with_them(odd, meant, size, device, backend):
-    case = Case(meant, N=1, Nv=1, Dk=size, Dv=size, behind=70 - sum(meant), fading=0.1)
+    case = Sequences(meant, N=1, Nv=1, Dk=size, Dv=size, behind=70 - sum(meant), fading=0.1)
     x = case.moved(case.arguments(), torch.float16, device)
     want = custom.npu_chunk_gated_delta_rule(**x)
     x["actual_seq_lengths"] = torch.tensor(odd, device=device)
@@ -193,7 +112,7 @@ def test_lengths_beyond_the_tokens_end_with_them(odd, meant, size, device, backe
 
 def test_qwen3_next_chunks(device, backend):
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    case = Case((150,), N=2, Nv=4, Dk=32, Dv=16)
+    case = Sequences((150,), N=2, Nv=4, Dk=32, Dv=16)
     x = case.moved(case.arguments(), torch.float16, device)
     out, state = custom.npu_chunk_gated_delta_rule(**x)
     wide = {n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()}
@@ -245,7 +164,7 @@ def test_prompt_then_decode(device, backend):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
 def test_errors(change, error, sentence):
-    case = Case((9,))
+    case = Sequences((9,))
     good = case.moved(case.arguments(), torch.float32, "cpu")
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):
         custom.npu_chunk_gated_delta_rule(**(good | change))

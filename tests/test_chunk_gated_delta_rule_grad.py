@@ -14,8 +14,8 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64, skip_unless_taken
-from .test_chunk_gated_delta_rule import ODD_LENGTHS, Case, one_thread  # noqa: F401
+from .support.accuracy import assert_close_to_float64, skip_unless_taken
+from .support.delta_rule import ODD_LENGTHS, Sequences
 
 FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"
 LEAVES = ("query", "key", "value", "beta", "initial_state", "g")
@@ -77,21 +77,21 @@ def with_leaves(x: dict[str, Any]) -> dict[str, Any]:
 
 
 CASES = [
-    Case((130,)),
-    Case((64, 1, 0, 63, 100), N=1, Nv=2, Dk=16, Dv=16, fading=0.1),
-    Case((5, 70), N=1, Nv=3, Dk=64, Dv=16, state=None, behind=4),
-    Case((65,), N=1, Nv=1, Dk=128, Dv=128, state=torch.bfloat16),
-    Case((33, 64), gates=False, scale=0.5),
-    Case((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
-    Case((66,), N=1, Nv=1, Dk=256, Dv=32),
-    Case((70,), N=1, Nv=1, Dk=32, Dv=256, state=None),
-    Case((64, 0, 3, 130), N=1, Nv=2, Dk=32, Dv=64, behind=70, fading=0.1, strided=True),
-    Case((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, alike=True, fading=0.1),
-    Case((1,), N=2, Nv=4),
-    Case((2, 67), N=1, Nv=2, Dk=5, Dv=3),
-    Case((0, 0), N=1, Nv=2, Dk=16, Dv=16),
-    Case((), N=1, Nv=1, Dk=64, Dv=64, behind=3),
-    Case((), state=None),
+    Sequences((130,)),
+    Sequences((64, 1, 0, 63, 100), N=1, Nv=2, Dk=16, Dv=16, fading=0.1),
+    Sequences((5, 70), N=1, Nv=3, Dk=64, Dv=16, state=None, behind=4),
+    Sequences((65,), N=1, Nv=1, Dk=128, Dv=128, state=torch.bfloat16),
+    Sequences((33, 64), gates=False, scale=0.5),
+    Sequences((100,), N=1, Nv=2, Dk=24, Dv=40, fading=30.0),
+    Sequences((66,), N=1, Nv=1, Dk=256, Dv=32),
+    Sequences((70,), N=1, Nv=1, Dk=32, Dv=256, state=None),
+    Sequences((64, 0, 3, 130), N=1, Nv=2, Dk=32, Dv=64, behind=70, fading=0.1, strided=True),
+    Sequences((129,), N=1, Nv=1, Dk=64, Dv=192, state=None, alike=True, fading=0.1),
+    Sequences((1,), N=2, Nv=4),
+    Sequences((2, 67), N=1, Nv=2, Dk=5, Dv=3),
+    Sequences((0, 0), N=1, Nv=2, Dk=16, Dv=16),
+    Sequences((), N=1, Nv=1, Dk=64, Dv=64, behind=3),
+    Sequences((), state=None),
 ]
 
 
@@ -123,7 +123,7 @@ def test_equals_autograd_of_the_recurrence(case, dtype, device, backend):
 def test_keys_alike(size, device, backend):
     """No decay, full rate, keys that are nearly one: in powers of the chunk's triangle what
     cancels is 1e17 times as large as its inverse."""
-    case = Case((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
+    case = Sequences((128,), N=1, Nv=1, Dk=size, Dv=size, state=None, gates=False, alike=True)
     x = case.moved(case.arguments(), torch.float16, "cpu")
     grads = upstream(x)
     exact = with_leaves(case.moved(x, torch.float64, "cpu"))
@@ -137,7 +137,7 @@ def test_keys_alike(size, device, backend):
 
 def test_strong_decay_neither_overflows_nor_divides(device, backend):
     """exp(g) is 0 in float32 for some tokens, and beta is 0 for others."""
-    case = Case((70,), N=1, Nv=2, Dk=16, Dv=16)
+    case = Sequences((70,), N=1, Nv=2, Dk=16, Dv=16)
     drawn = case.arguments()
     drawn["g"][1::3] = -2000.0
     drawn["beta"][::5] = 0.0
@@ -152,7 +152,7 @@ def test_strong_decay_neither_overflows_nor_divides(device, backend):
 
 
 def test_equal_runs_give_equal_gradients(device, backend):
-    case = Case((130, 70), N=2, Nv=4)
+    case = Sequences((130, 70), N=2, Nv=4)
     x = with_leaves(case.moved(case.arguments(), torch.float16, device))
     grads = upstream(x)
     first, second = (gradients(custom.npu_chunk_gated_delta_rule(**x), grads, x) for _ in "ab")
@@ -162,7 +162,7 @@ def test_equal_runs_give_equal_gradients(device, backend):
 
 @pytest.mark.parametrize("odd,meant", ODD_LENGTHS)
 def test_lengths_beyond_the_tokens_end_with_them(odd, meant, device, backend):
-    case = Case(meant, N=1, Nv=1, Dk=16, Dv=16, behind=70 - sum(meant), fading=0.1)
+    case = Sequences(meant, N=1, Nv=1, Dk=16, Dv=16, behind=70 - sum(meant), fading=0.1)
     drawn = case.arguments()
     d_out, d_final = (x.to(device) for x in upstream(drawn))
     x = case.moved(drawn, torch.float16, device)
@@ -179,7 +179,7 @@ def test_lengths_beyond_the_tokens_end_with_them(odd, meant, device, backend):
 @pytest.mark.parametrize("used", ["out", "state"])
 def test_one_output_is_enough(used, device, backend):
     """A loss of one output alone: the gradient of both, with zeros for the other."""
-    case = Case((40, 3), N=1, Nv=2, Dk=16, Dv=16)
+    case = Sequences((40, 3), N=1, Nv=2, Dk=16, Dv=16)
     x = with_leaves(case.moved(case.arguments(), torch.float16, device))
     outputs = custom.npu_chunk_gated_delta_rule(**x)
     leaves, chosen = [x[name] for name in LEAVES], int(used == "state")
@@ -193,8 +193,8 @@ def test_one_output_is_enough(used, device, backend):
 @pytest.mark.parametrize(
     "case",
     [
-        Case((3, 0, 1, 66), N=1, Nv=2, Dk=3, Dv=2, behind=2),
-        Case((4,), N=1, Nv=2, Dk=3, Dv=2, gates=False, state=None, scale=0.7),
+        Sequences((3, 0, 1, 66), N=1, Nv=2, Dk=3, Dv=2, behind=2),
+        Sequences((4,), N=1, Nv=2, Dk=3, Dv=2, gates=False, state=None, scale=0.7),
     ],
     ids=str,
 )
@@ -215,7 +215,7 @@ def test_gradcheck(case, public):
 def test_qwen3_next_training(device, backend):
     """Gradients of Hugging Face's chunked form."""
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    case = Case((150,), N=2, Nv=4, Dk=32, Dv=16)
+    case = Sequences((150,), N=2, Nv=4, Dk=32, Dv=16)
     x = with_leaves(case.moved(case.arguments(), torch.float16, device))
     wide = with_leaves({n: y.float() if isinstance(y, Tensor) else y for n, y in x.items()})
     outputs = custom.npu_chunk_gated_delta_rule(**x)
@@ -247,7 +247,7 @@ def test_qwen3_next_training(device, backend):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
 def test_errors(change, error, sentence):
-    case = replace(Case((9,)), state=torch.float32)
+    case = replace(Sequences((9,)), state=torch.float32)
     good = case.moved(case.arguments(), torch.float32, "cpu") | dict(d_out=torch.zeros(9, 4, 32))
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):
         torch.ops.custom.npu_chunk_gated_delta_rule_grad(**(good | change))

@@ -14,39 +14,22 @@ import pytest
 import torch
 from custom.dispatch.backends import made_current
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.specs import SPECS
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import custom
 
-from .samples import sample
-
-every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-CPU = torch.device("cpu")
-
-
-def mutated(spec: Spec) -> list[str]:
-    arguments = overload(spec)._schema.arguments
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def tensors(arguments: dict) -> dict[str, Tensor]:
-    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-
-
-def everything(spec: Spec, function, arguments: dict) -> list[Tensor]:
-    """The outputs of a call and the tensors it wrote, from fresh copies of the arguments."""
-    fresh = copy.deepcopy(arguments)
-    out = function(**fresh)
-    written = [fresh[name] for name in mutated(spec) if name in fresh]
-    return [*((out,) if isinstance(out, Tensor) else out), *written]
-
-
-def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
-    assert len(first) == len(second)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+from .support.calls import (
+    CPU,
+    assert_same,
+    every_spec,
+    everything,
+    mutated,
+    outputs,
+    tensors,
+)
+from .support.samples import sample
 
 
 @every_spec
@@ -273,7 +256,7 @@ def test_kernels_run_in_the_current_stream_of_the_tensors_device(spec, device):
         out = overload(spec)(**stale)
     stream.synchronize()
     got = [
-        *((out,) if isinstance(out, Tensor) else out),
+        *outputs(out),
         *(stale[n] for n in mutated(spec) if n in stale),
     ]
     for x, y in zip(got, wanted, strict=True):

@@ -17,8 +17,7 @@ from custom.dispatch.reference import fused_sigmoid_gating_delta_rule_update as 
 
 import custom
 
-from .test_chunk_gated_delta_rule import Case as ChunkCase
-from .test_fused_sigmoid_gating_delta_rule_update import Case, moved
+from .support.delta_rule import Sequences, Step, moved
 
 pytest.importorskip("triton")
 
@@ -26,7 +25,7 @@ from custom.cuda_ops import chunk_gated_delta_rule as chunk
 from custom.cuda_ops import chunk_gated_delta_rule_grad as chunk_grad
 from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as decode
 
-from .compile_for_hopper import stand_in
+from .support.compile_for_hopper import stand_in
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -64,17 +63,17 @@ def test_under_the_interpreter(file):
     "case, dtype",
     [
         (
-            ChunkCase((9,), Dk=64, Dv=64, state=None, gates=False, without=("actual_seq_lengths",)),
+            Sequences((9,), Dk=64, Dv=64, state=None, gates=False, without=("actual_seq_lengths",)),
             torch.float16,
         ),
-        (ChunkCase((9, 70), Dk=128, Dv=64, state=torch.bfloat16), torch.bfloat16),
+        (Sequences((9, 70), Dk=128, Dv=64, state=torch.bfloat16), torch.bfloat16),
     ],
     ids=["least", "most"],
 )
 def test_kernels_for_hopper_compile(case, dtype, monkeypatch):
     """Every branch of them."""
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     chunk.forward(**case.moved(case.arguments(), dtype, "cpu"))
     assert [kernel.name for kernel in compiled] == ["_prepare", "_walk"]
 
@@ -83,9 +82,9 @@ def test_kernels_for_hopper_compile(case, dtype, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(layout="vk"),
-        Case(B=1, T=4, lengths=(2, 1), kda=True, steps=2, rows=(0, 1)),
-        Case(B=1, T=4, lengths=(2, 1), layout="vk", parents=((-1, 0), (-1, 0))),
+        Step(layout="vk"),
+        Step(B=1, T=4, lengths=(2, 1), kda=True, steps=2, rows=(0, 1)),
+        Step(B=1, T=4, lengths=(2, 1), layout="vk", parents=((-1, 0), (-1, 0))),
     ],
     ids=["one token", "packed", "packed tree"],
 )
@@ -100,8 +99,8 @@ def test_kernels_of_a_decode_compile(case, monkeypatch):
 def test_kernels_of_chunks_compile(monkeypatch):
     """Those of any GPU, of the op and its gradient, with lengths in 64 bits."""
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 0))
-    case = ChunkCase((9, 70), Dk=32, Dv=32)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 0))
+    case = Sequences((9, 70), Dk=32, Dv=32)
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
     x["actual_seq_lengths"] = x["actual_seq_lengths"].long()
     chunk.forward(**x)
@@ -113,9 +112,9 @@ def test_kernels_of_chunks_compile(monkeypatch):
 @pytest.mark.parametrize("size, kib", [(128, 99), (256, 163)])
 def test_chunks_fit(size, kib, monkeypatch):
     compiled = stand_in(monkeypatch, 89)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 9))
-    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: kib * 1024)
-    case = ChunkCase((9, 70), Dk=size, Dv=size)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 9))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: kib * 1024)
+    case = Sequences((9, 70), Dk=size, Dv=size)
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
     assert chunk.unsupported(**x) is None
     chunk.forward(**x)
@@ -125,8 +124,8 @@ def test_chunks_fit(size, kib, monkeypatch):
 
 
 def test_wide_heads_are_refused_where_they_do_not_fit(monkeypatch):
-    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: 99 * 1024)
-    x = ChunkCase((9, 70), Dk=256, Dv=256).arguments()
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: 99 * 1024)
+    x = Sequences((9, 70), Dk=256, Dv=256).arguments()
     x = {name: t.bfloat16() if name in ("query", "value") else t for name, t in x.items()}
     reason = chunk.unsupported(**x)
     assert reason and reason == chunk_grad.unsupported(**x)
@@ -137,7 +136,7 @@ def test_wide_heads_are_refused_where_they_do_not_fit(monkeypatch):
 @pytest.mark.parametrize("layout", ["kv", "vk"])
 def test_more_sequences_than_a_grid_is_high(layout):
     """3000 sequences of 32 heads: 96000 programs at the least, past 65535."""
-    case = Case(B=3000, H=16, HV=32, K=16, V=16, layout=layout, slots=tuple(range(3000)))
+    case = Step(B=3000, H=16, HV=32, K=16, V=16, layout=layout, slots=tuple(range(3000)))
     x = moved(
         case.arguments() | dict(initial_state_source=case.pool(3000)), torch.float16, case, "cuda"
     )
@@ -159,8 +158,8 @@ def test_pool_of_more_than_two_to_the_31(layout):
     slots = 2**31 // (32 * 128 * 128) + 3
     pool = torch.empty(slots, 32, 128, 128, dtype=torch.bfloat16, device="cuda")
     pool[[1, slots - 1]] = torch.randn(2, 32, 128, 128, device="cuda").bfloat16()
-    case = Case(B=2, H=16, HV=32, K=128, V=128, layout=layout, slots=(slots - 1, 1))
-    small = Case(B=2, H=16, HV=32, K=128, V=128, layout=layout, slots=(1, 0), state=torch.bfloat16)
+    case = Step(B=2, H=16, HV=32, K=128, V=128, layout=layout, slots=(slots - 1, 1))
+    small = Step(B=2, H=16, HV=32, K=128, V=128, layout=layout, slots=(1, 0), state=torch.bfloat16)
     x = moved(case.arguments() | dict(initial_state_source=pool[:1]), torch.bfloat16, small, "cuda")
     x.update(initial_state_source=pool)
     y = dict(x, initial_state_source=pool[[1, slots - 1]].clone())
@@ -172,7 +171,7 @@ def test_pool_of_more_than_two_to_the_31(layout):
 
 @gpu
 def test_graph_replays_with_other_slots_and_lengths():
-    case = Case(B=1, T=6, lengths=(2, 1, 2), slots=(0, 3, 5))
+    case = Step(B=1, T=6, lengths=(2, 1, 2), slots=(0, 3, 5))
     x = moved(case.arguments(), torch.float16, case, "cuda")
     start = x["initial_state_source"].clone()
     stream = torch.cuda.Stream()
@@ -198,7 +197,7 @@ def test_graph_replays_with_other_slots_and_lengths():
 
 
 def _prompt(lengths: list[int], behind: int = 0) -> dict[str, torch.Tensor]:
-    case = ChunkCase(tuple(lengths), N=2, Nv=4, Dk=128, Dv=128, behind=behind, fading=0.02)
+    case = Sequences(tuple(lengths), N=2, Nv=4, Dk=128, Dv=128, behind=behind, fading=0.02)
     return case.moved(case.arguments(), torch.bfloat16, "cuda")
 
 
@@ -226,9 +225,9 @@ def test_chunks_of_both_kernels(lengths, monkeypatch):
 @pytest.mark.parametrize("size", [128, 256])
 def test_tiles_of_chunks_agree(size, monkeypatch):
     """Stages and columns of a walk follow a GPU's shared memory; no sum does."""
-    case = ChunkCase((300, 70), Dk=size, Dv=size, fading=0.02)
+    case = Sequences((300, 70), Dk=size, Dv=size, fading=0.02)
     x = case.moved(case.arguments(), torch.bfloat16, "cuda")
-    monkeypatch.setattr("custom.cuda_ops.gpu.is_hopper", lambda device: False)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.is_hopper", lambda device: False)
 
     def run() -> tuple[torch.Tensor, ...]:
         grads = chunk_grad.backward(**x, d_out=x["value"], d_final_state=x["initial_state"])
@@ -236,7 +235,9 @@ def test_tiles_of_chunks_agree(size, monkeypatch):
 
     here = run()
     for shared in (99, 163)[size > 128 :]:
-        monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda at, k=shared: k * 1024)
+        monkeypatch.setattr(
+            "custom.cuda_ops.common.gpu.shared_memory", lambda at, k=shared: k * 1024
+        )
         for got, want in zip(run(), here, strict=True):
             error = (got.double() - want.double()).norm() / want.double().norm()
             assert error < 2**-7  # as of kernels that round their operands to bfloat16

@@ -13,123 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.cuda_ops import tiling
-from torch import Tensor
+from custom.cuda_ops.common import tiling
 
-import custom
-
-from .accuracy import assert_close_to_float64
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16, torch.float32)
-P = 16
-MLA = "x w_dq w_uq_qr w_uk w_dkv_kr gamma_cq gamma_ckv sin cos kv_cache kr_cache cache_index"
-INDEX = "x query_norm w_idx_qb w_idx_k w_idx_proj in_gamma_k in_beta_k sin cos index_k_cache"
-SHARED = f"{MLA} block_table act_seqs"
-CACHES = ("kv_cache", "kr_cache", "index_k_cache")
-WEIGHTS = ("w_dq", "w_uq_qr", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
-
-kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU or the interpreter")
-gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+from .support.accuracy import assert_close_to_float64
+from .support.kernels import DTYPES, INTERPRETED, ON_GPU, gpu, kernels
+from .support.layer import CACHES, OPS, P, formatted, launch, layer
 
 
 @pytest.fixture(autouse=True)
 def processors_of_a_gpu(monkeypatch):
     """The interpreter has one: K would always be whole."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
-
-
-def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16, 32), pages=None):
-    """Arguments of the whole layer in float64, on the CPU; request i has its own pages."""
-    index_heads, size = index
-    pages = pages or -(-(s + 40) // P)
-
-    def normal(*shape, std=1.0):
-        return torch.randn(*shape, dtype=torch.float64) * std
-
-    angle = torch.rand(b, s, rotary // 2, dtype=torch.float64) * 6.28
-    table = torch.randperm(b * pages).view(b, pages).to(torch.int32)
-    seen = torch.randint(s, pages * P + 1, (b,), dtype=torch.int32)
-    position = (seen[:, None] - s + torch.arange(s)).long()
-    slot = table.gather(1, position // P) * P + position % P if b else position
-    return dict(
-        x=normal(b, s, h),
-        w_dq=normal(h, ranks, std=h**-0.5),
-        w_uq_qr=normal(ranks, n * (plain + rotary), std=ranks**-0.5),
-        w_uk=normal(n, plain, rank, std=plain**-0.5),
-        w_dkv_kr=normal(h, rank + rotary, std=h**-0.5),
-        gamma_cq=normal(ranks),
-        gamma_ckv=normal(rank),
-        sin=angle.sin().repeat(1, 1, 2),
-        cos=angle.cos().repeat(1, 1, 2),
-        cache_index=slot.to(torch.int32),
-        kv_cache=normal(b * pages, P, 1, rank),
-        kr_cache=normal(b * pages, P, 1, rotary),
-        block_table=table,
-        act_seqs=seen,
-        w_idx_qb=normal(ranks, index_heads * size, std=ranks**-0.5),
-        w_idx_k=normal(h, size, std=h**-0.5),
-        w_idx_proj=normal(h, index_heads, std=h**-0.5),
-        in_gamma_k=normal(size),
-        in_beta_k=normal(size),
-        index_k_cache=normal(b * pages, P, 1, size),
-        query_norm=normal(b, s, ranks),
-    )
-
-
-def formatted(arguments, dtype, weight_format, device=DEVICE):
-    """On `device` in `dtype`, the weights 4-D NZ, NZ bytes under [K, N] ("flat"), or row-major."""
-    out = {}
-    for name, value in arguments.items():
-        value = value.to(dtype) if value.is_floating_point() else value.clone()
-        if name in WEIGHTS and weight_format != "nd":
-            value = custom.to_nz(value, flat=weight_format == "flat")
-        out[name] = value.to(device)
-    return out
-
-
-def launch(backend: str, op: str, given: dict, weight_format="nz", **options) -> tuple[Tensor, ...]:
-    """Outputs of one op, and the caches behind them."""
-    module = f"{op}_pto"
-    package = {"cuda": "cuda_ops", "reference": "dispatch.reference"}[backend]
-    forward = __import__(f"custom.{package}.{module}", fromlist=["forward"]).forward
-    options["weight_format"] = "nd" if weight_format == "nd" else "nz"
-    if op == "mla_prolog":
-        defaults = dict(rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-5, rope_interleaved=True)
-        out = forward(*[given[name] for name in MLA.split()], **defaults | options)
-        return *out, given["kv_cache"], given["kr_cache"]
-    if op == "indexer_prolog":
-        names = [*INDEX.split(), "cache_index"]
-        defaults = dict(ln_epsilon=1e-6, rope_interleaved=False)
-        out = forward(*[given[name] for name in names], **defaults | options)
-        return *out, given["index_k_cache"]
-    defaults = dict(
-        softmax_scale=None,
-        rms_norm_eps=1e-6,
-        layer_norm_eps=1e-5,
-        # as many as there are keys: a near-tie at the edge of a selection is nobody's mistake
-        sparse_count=given["block_table"].shape[-1] * P,
-        rope_interleaved=True,
-        index_rope_interleaved=False,
-    )
-    every = {name: value for name, value in given.items() if name != "query_norm"}
-    if op == "sparse_attention_shared":
-        for name in ("layer_norm_eps", "sparse_count", "index_rope_interleaved"):
-            del defaults[name]
-        # all that there are, and some beyond the end of the request
-        reach = given["block_table"].shape[-1] * P
-        each = torch.arange(reach, dtype=torch.int32, device=given["x"].device)
-        b, s = given["x"].shape[:2]
-        every = {name: every[name] for name in SHARED.split()}
-        every["sparse_indices"] = each.expand(b, s, 1, reach).contiguous()
-        out = forward(**every, **defaults | options)
-        return out, given["kv_cache"], given["kr_cache"]
-    out = forward(**every, **defaults | options)
-    outputs = (out,) if op == "sparse_attention" else out
-    return *outputs, *[given[name] for name in CACHES]
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
 
 
 def check(op, arguments, dtype, weight_format, **options):
@@ -151,13 +46,6 @@ def check(op, arguments, dtype, weight_format, **options):
 SMALL = [(1, 1), (3, 2), (0, 2)]
 # every token tile; sizes that no tile divides
 LARGE = [(1, 1), (5, 2), (25, 1), (37, 1), (17, 4), (130, 1), (2, 150), (0, 1)]
-OPS = (
-    "mla_prolog",
-    "indexer_prolog",
-    "sparse_attention",
-    "sparse_attention_indices",
-    "sparse_attention_shared",
-)
 
 
 @kernels
@@ -207,19 +95,34 @@ def test_options_of_the_layer_arrive():
     check("sparse_attention", layer(2, 2), DTYPES[0], "nz", **options)
 
 
+# h, ranks, plain, index heads
+DEEPSEEK, GLM5 = (7168, 1536, 128, 64), (6144, 2048, 192, 32)
+
+
 @gpu
-@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize(
+    "model, heads",
+    [*((DEEPSEEK, n) for n in (8, 128)), *((GLM5, n) for n in (8, 16, 32, 64))],
+    ids=["DeepSeek, 1/16", "DeepSeek", "GLM-5, 1/8", "GLM-5, 1/4", "GLM-5, 1/2", "GLM-5"],
+)
 @pytest.mark.parametrize("tokens", [(2, 2), (20, 1), (33, 1), (100, 1), (75, 2), (1, 300)], ids=str)
-def test_sizes_of_the_model(tokens, heads):
-    sizes = dict(h=7168, ranks=1536, n=heads, plain=128, rank=512, rotary=64, index=(64, 128))
+def test_sizes_of_the_models_and_their_shards(tokens, model, heads):
+    h, ranks, plain, index = model
+    sizes = dict(h=h, ranks=ranks, n=heads, plain=plain, rank=512, rotary=64, index=(index, 128))
     given = layer(*tokens, **sizes)
     for op in OPS:
         check(op, given, torch.bfloat16, "nz")
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 32, 33, 64, 65, 128, 129, 4096])
-@pytest.mark.parametrize("sizes", [(1536, 576, 128, 64), (24576,), (8192,), (3072,), (128, 64)])
-@pytest.mark.parametrize("depth", [48, 1536, 7168])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *[(1536, 576, 128, 64), (24576,), (8192,), (3072,), (128, 64)],
+        *[(2048, 576, 128, 32), (16384,), (4096,), (2048,), (128, 32)],  # GLM-5 and its shards
+    ],
+)
+@pytest.mark.parametrize("depth", [48, 1536, 2048, 6144, 7168])
 @pytest.mark.parametrize("processors", [78, 132], ids=["H20", "H200"])
 def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
     cut = tiling.hopper(tokens, sizes, depth, processors)
@@ -228,7 +131,7 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
     assert 1 <= cut.runs <= max(1, depth // cut.k)
     assert cut.columns % (16 * cut.warps) == 0  # whole warpgroups, 64 columns each
     assert cut.tokens >= min(tokens, 256)
-    cut = tiling.whole_depth(tokens, sizes, depth, processors)
+    cut = tiling.whole_depth(tokens, sizes, depth, processors) if len(sizes) == 1 else None
     if cut is not None:
         assert cut.runs == 1 and all(size % cut.columns == 0 for size in sizes)
         assert cut.stages >= 2 and cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
@@ -237,25 +140,32 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
 @pytest.mark.parametrize("tokens", [2, 200, 300])
-def test_kernels_for_hopper_compile(tokens, monkeypatch):
-    """The second half of both prologs, at sizes of the model."""
+@pytest.mark.parametrize(
+    "model, heads", [(DEEPSEEK, 128), (GLM5, 64), (GLM5, 8)], ids=["DeepSeek", "GLM-5", "its shard"]
+)
+def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
+    """The second half of both prologs, at sizes of the models."""
     pytest.importorskip("triton")
     from custom.cuda_ops import prolog
 
-    from .compile_for_hopper import stand_in
+    from .support.compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
 
     def empty(*shape):
         return torch.empty(shape, dtype=torch.bfloat16)
 
-    c, sin, cos = empty(tokens, 1536), empty(tokens, 64), empty(tokens, 64)
-    uq_qr, qb = empty(128 * 192 // 16, 96, 16, 16), empty(64 * 128 // 16, 96, 16, 16)
+    _h, ranks, plain, index = model
+    c, sin, cos = empty(tokens, ranks), empty(tokens, 64), empty(tokens, 64)
+    uq_qr = empty(heads * (plain + 64) // 16, ranks // 16, 16, 16)
+    qb = empty(index * 128 // 16, ranks // 16, 16, 16)
     prolog.index_heads(c, qb, "nz", 128, sin, cos, (tokens, 1), False)
-    prolog.query_heads(c, uq_qr, "nz", empty(128, 128, 512), sin, cos, (tokens, 1), True)
+    prolog.query_heads(c, uq_qr, "nz", empty(heads, plain, 512), sin, cos, (tokens, 1), True)
     wanted = ["_product", "_query"] if tokens <= 256 else ["_product", "_product", "_absorb"]
+    if model is GLM5:  # a head is no whole number of columns, and there are few index heads
+        wanted = ["_product", "_index_stage", "_product", "_query_stage"]
     assert [kernel.name for kernel in compiled] == wanted
     assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 
 OP = "npu_fused_attention"
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,136 +14,50 @@ from custom.dispatch import log
 from custom.dispatch.reference import fused_sigmoid_gating_delta_rule_update as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64, skip_unless_taken
-from .samples import apart
+from .support.accuracy import assert_close_to_float64, skip_unless_taken
+from .support.delta_rule import POOLS, Step, moved
+from .support.samples import apart
 
 OP = "npu_fused_sigmoid_gating_delta_rule_update"
+pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A recurrence is many small products; on a busy machine more threads only wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@dataclass(frozen=True)
-class Case:
-    B: int = 2
-    T: int = 1
-    H: int = 2
-    HV: int = 4
-    K: int = 32
-    V: int = 32
-    layout: str = "kv"
-    kda: bool = False
-    norm: bool = True
-    state: torch.dtype = torch.float32
-    slots: tuple[int, ...] = (3, 1)
-    lengths: tuple[int, ...] | None = None
-    steps: int = 0  # of intermediate states
-    rows: tuple[int, ...] = ()
-    parents: tuple[tuple[int, ...], ...] | None = None
-    gap: int = 0  # elements between two slots
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def pool(self, *leading: int) -> Tensor:
-        shape = (self.K, self.V) if self.layout == "kv" else (self.V, self.K)
-        size = self.HV * self.K * self.V
-        whole = torch.randn(*leading, size + self.gap, dtype=torch.float64)
-        return whole[..., :size].unflatten(-1, (self.HV, *shape))
-
-    def arguments(self) -> dict[str, Any]:
-        """All of the op's arguments in float64 (but for the pools' dtype), on the CPU."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
-        channels = (self.K,) if self.kda else ()
-        return (
-            dict(
-                A_log=drawn(self.HV) / 2,
-                a=drawn(self.B, self.T, self.HV, *channels),
-                dt_bias=drawn(self.HV, *channels),
-                softplus_beta=1.0,
-                softplus_threshold=20.0,
-                q=drawn(self.B, self.T, self.H, self.K),
-                k=drawn(self.B, self.T, self.H, self.K),
-                v=drawn(self.B, self.T, self.HV, self.V),
-                b=drawn(self.B, self.T, self.HV),
-                initial_state_source=self.pool(6),
-                initial_state_indices=torch.tensor(self.slots, dtype=torch.int64),
-                scale=None,
-                use_qk_l2norm_in_kernel=self.norm,
-                cu_seqlens=(
-                    None if self.lengths is None else torch.tensor([0, *self.lengths]).cumsum(0)
-                ),
-                state_layout=self.layout,
-                is_kda=self.kda,
-                disable_state_update=False,
-                intermediate_states=self.pool(5, self.steps) if self.steps else None,
-                intermediate_state_indices=torch.tensor(self.rows) if self.steps else None,
-                retrieve_parent_token=None if self.parents is None else torch.tensor(self.parents),
-            )
-            | self.options
-        )
-
-
-POOLS = ("initial_state_source", "intermediate_states")
 CASES = [
-    Case(),
-    Case(layout="vk", T=3),
-    Case(H=1, HV=3, K=24, V=20, T=2, gap=7),
-    Case(layout="vk", H=2, HV=6, K=100, V=36, gap=12),
-    Case(B=3, T=2, K=256, V=16, H=1, HV=1, slots=(-1, 5, 6)),
-    Case(layout="vk", K=16, V=256, H=1, HV=2, state=torch.bfloat16),
-    Case(state=torch.bfloat16, T=2),
-    Case(kda=True, T=3),
-    Case(kda=True, layout="vk", K=24, H=1, HV=3, norm=False, options=dict(scale=0.05)),
-    Case(B=1, T=9, lengths=(4, 0, 1, 2), slots=(2, 4, -1, 0)),
-    Case(B=1, T=8, lengths=(3, 5), layout="vk", kda=True, steps=4, rows=(2, 4)),
-    Case(T=3, steps=3, rows=(4, -1)),
-    Case(T=3, steps=4, rows=(0, 3), layout="vk", options=dict(disable_state_update=True), gap=5),
-    Case(T=5, steps=5, rows=(1, -1), parents=((-1, 0, 0, 1, 2), (-1, 0, 1, 2, 0))),
-    Case(
+    Step(),
+    Step(layout="vk", T=3),
+    Step(H=1, HV=3, K=24, V=20, T=2, gap=7),
+    Step(layout="vk", H=2, HV=6, K=100, V=36, gap=12),
+    Step(B=3, T=2, K=256, V=16, H=1, HV=1, slots=(-1, 5, 6)),
+    Step(layout="vk", K=16, V=256, H=1, HV=2, state=torch.bfloat16),
+    Step(state=torch.bfloat16, T=2),
+    Step(kda=True, T=3),
+    Step(kda=True, layout="vk", K=24, H=1, HV=3, norm=False, options=dict(scale=0.05)),
+    Step(kda=True, T=2, options=dict(lower_bound=-5.0)),
+    Step(layout="vk", options=dict(lower_bound=-0.5)),
+    Step(B=1, T=9, lengths=(4, 0, 1, 2), slots=(2, 4, -1, 0)),
+    Step(B=1, T=8, lengths=(3, 5), layout="vk", kda=True, steps=4, rows=(2, 4)),
+    Step(T=3, steps=3, rows=(4, -1)),
+    Step(T=3, steps=4, rows=(0, 3), layout="vk", options=dict(disable_state_update=True), gap=5),
+    Step(T=5, steps=5, rows=(1, -1), parents=((-1, 0, 0, 1, 2), (-1, 0, 1, 2, 0))),
+    Step(
         T=6, layout="vk", steps=6, rows=(1, 7), parents=((-1, -1, 1, 0, 3, 9), (0, 0, 1, 2, 3, -5))
     ),
-    Case(options=dict(softplus_beta=0.5, softplus_threshold=0.25), T=2),
+    Step(options=dict(softplus_beta=0.5, softplus_threshold=0.25), T=2),
     # enough heads for the tiles of large batches
-    Case(HV=66, K=64, V=64, T=2, layout="vk"),
-    Case(HV=66, K=64, V=64, layout="vk", state=torch.bfloat16),
-    Case(HV=66, K=64, V=64, state=torch.bfloat16),
-    Case(HV=66, K=48, V=72, state=torch.bfloat16, kda=True, steps=1, rows=(4, -1), slots=(-1, 3)),
-    Case(T=0),
-    Case(B=0, slots=()),
+    Step(HV=66, K=64, V=64, T=2, layout="vk"),
+    Step(HV=66, K=64, V=64, layout="vk", state=torch.bfloat16),
+    Step(HV=66, K=64, V=64, state=torch.bfloat16),
+    Step(HV=66, K=48, V=72, state=torch.bfloat16, kda=True, steps=1, rows=(4, -1), slots=(-1, 3)),
+    Step(T=0),
+    Step(B=0, slots=()),
 ]
 
 
-def moved(arguments: dict[str, Any], dtype: torch.dtype, case: Case, device: Any) -> dict[str, Any]:
-    """Activations in `dtype`, gates' parameters in float32, pools in their own dtype; the pools
-    are fresh and keep the distance of their slots."""
-
-    def one(name: str, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-            return x.to(device) if isinstance(x, Tensor) else x
-        if name in POOLS:
-            kind = torch.float64 if dtype is torch.float64 else case.state
-            fresh = torch.empty_strided(x.shape, x.stride(), dtype=kind, device=device)
-            return fresh.copy_(x)
-        kind = torch.promote_types(dtype, torch.float32) if name in ("A_log", "dt_bias") else dtype
-        return x.to(kind).to(device)
-
-    return {name: one(name, x) for name, x in arguments.items()}
-
-
-def rounded(arguments: dict[str, Any], dtype: torch.dtype, case: Case) -> dict[str, Any]:
+def rounded(arguments: dict[str, Any], dtype: torch.dtype, case: Step) -> dict[str, Any]:
     """The same values as `moved` gives in `dtype`, in float64."""
     return moved(moved(arguments, dtype, case, "cpu"), torch.float64, case, "cpu")
 
@@ -176,7 +89,7 @@ def test_qwen3_next_recurrence(device, backend):
     """Hugging Face's own function and gates, for a step and for a prompt."""
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     for T in (1, 7):
-        case = Case(B=3, T=T, H=2, HV=4, K=32, V=16, slots=(4, 0, 2))
+        case = Step(B=3, T=T, H=2, HV=4, K=32, V=16, slots=(4, 0, 2))
         x = moved(case.arguments(), torch.float32, case, device)
         state = x["initial_state_source"].clone()
         o = custom.fused_sigmoid_gating_delta_rule_update(**x)
@@ -198,7 +111,7 @@ def test_qwen3_next_recurrence(device, backend):
 
 def test_positional_order_of_sglang(device, backend):
     """sglang's call, as it stands in its backend, with the layout of its present state."""
-    case = Case(B=1, T=3, lengths=(1, 1, 1), slots=(2, -1, 0), layout="vk", HV=2)
+    case = Step(B=1, T=3, lengths=(1, 1, 1), slots=(2, -1, 0), layout="vk", HV=2)
     x = moved(case.arguments(), torch.float16, case, device)
     by_name = moved(case.arguments(), torch.float16, case, device)
     names = ["A_log", "a", "dt_bias", "softplus_beta", "softplus_threshold", "q", "k", "v", "b"]
@@ -230,7 +143,7 @@ def test_drop_in_for_sglang(verify, device, backend):
     ours = list(inspect.signature(custom.fused_sigmoid_gating_delta_rule_update).parameters)
     assert tuple(ours[: len(SGLANG)]) == SGLANG
     lengths = (3, 2) if verify else (1, 1, 1)
-    case = Case(
+    case = Step(
         B=1,
         T=sum(lengths),
         lengths=lengths,
@@ -259,7 +172,7 @@ def test_drop_in_for_sglang(verify, device, backend):
 
 
 def test_gates_without_a_batch_dimension_and_flat_channels(device, backend):
-    case = Case(B=1, T=4, kda=True, slots=(3,))
+    case = Step(B=1, T=4, kda=True, slots=(3,))
     x = moved(case.arguments(), torch.float16, case, device)
     y = dict(x, initial_state_source=x["initial_state_source"].clone())
     y.update(a=x["a"].flatten(2)[0], b=x["b"][0], dt_bias=x["dt_bias"].flatten())
@@ -269,7 +182,7 @@ def test_gates_without_a_batch_dimension_and_flat_channels(device, backend):
 
 def test_slices_of_one_projection(device, backend):
     """q, k, v, a and b as views of wider tensors: no copies, the strides are honoured."""
-    case = Case(B=2, T=2, H=2, HV=2, K=32, V=32)
+    case = Step(B=2, T=2, H=2, HV=2, K=32, V=32)
     x = moved(case.arguments(), torch.float16, case, device)
     y = dict(x, initial_state_source=x["initial_state_source"].clone())
     joined = torch.cat([x[name].flatten(2) for name in "qkv"] + [x["a"], x["b"]], -1)
@@ -281,7 +194,7 @@ def test_slices_of_one_projection(device, backend):
     assert torch.equal(x["initial_state_source"], y["initial_state_source"])
 
 
-def same(case: Case, device: Any, backend: str, **changed: tuple[Any, Any]) -> None:
+def same(case: Step, device: Any, backend: str, **changed: tuple[Any, Any]) -> None:
     """Integers that no caller means, and those they stand for: outputs and states are equal."""
     drawn, results = case.arguments(), []
     for which in (0, 1):
@@ -308,14 +221,14 @@ def same(case: Case, device: Any, backend: str, **changed: tuple[Any, Any]) -> N
 @pytest.mark.parametrize("layout", ["kv", "vk"])
 def test_sums_beyond_the_tokens_end_with_them(odd, meant, layout, device, backend):
     sizes = dict(H=1, HV=1, K=16, V=16)
-    case = Case(B=1, T=6, lengths=(3, 3), slots=(2, 0), layout=layout, **sizes)
+    case = Step(B=1, T=6, lengths=(3, 3), slots=(2, 0), layout=layout, **sizes)
     same(case, device, backend, cu_seqlens=(odd, meant))
 
 
 @pytest.mark.parametrize("layout", ["kv", "vk"])
 def test_tokens_of_no_sequence_are_zero(layout, device, backend):
     sizes = dict(H=1, HV=1, K=16, V=16)
-    case = Case(B=1, T=9, lengths=(3, 3), slots=(2, 0), layout=layout, **sizes)
+    case = Step(B=1, T=9, lengths=(3, 3), slots=(2, 0), layout=layout, **sizes)
     x = moved(case.arguments(), torch.float16, case, device)
     x["cu_seqlens"] = torch.tensor([2, 5, 8], device=device)
     o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
@@ -324,7 +237,7 @@ def test_tokens_of_no_sequence_are_zero(layout, device, backend):
 
 def test_a_parent_or_a_slot_beyond_32_bits_is_none(device, backend):
     none = ((-1, -1, 1, -1), (-1, 0, -1, 1))
-    case = Case(T=4, H=1, HV=1, K=16, V=16, steps=4, rows=(1, 2), parents=none)
+    case = Step(T=4, H=1, HV=1, K=16, V=16, steps=4, rows=(1, 2), parents=none)
     odd = ((2**32, 2**32, 1, 2**33 + 2), (-(2**32), 0, 2**62 + 1, 1))
     same(case, device, backend, retrieve_parent_token=(odd, none))
     same(case, device, backend, initial_state_indices=((2**32 + 1, 3), (-1, 3)))
@@ -347,7 +260,7 @@ def test_tokens_far_apart(name, device, backend):
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 6 * 2**30:
         pytest.skip("needs 6 GiB of free device memory")
     sizes = dict(T=3, H=1, HV=1, K=16, V=16)
-    case = Case(B=1, kda=True, parents=((-1, 0, 0),), slots=(1,), **sizes)
+    case = Step(B=1, kda=True, parents=((-1, 0, 0),), slots=(1,), **sizes)
     x = moved(case.arguments(), torch.float16, case, device)
     y = dict(x, initial_state_source=x["initial_state_source"].clone())
     y[name] = apart(x[name], 1)
@@ -376,7 +289,7 @@ def test_scalar_loops(data):
             max_size=B,
         ).map(tuple)
     )
-    case = Case(
+    case = Step(
         B,
         T,
         H,
@@ -451,7 +364,7 @@ def test_scalar_loops(data):
 
 def test_gate_far_from_zero(device, backend):
     """softplus keeps its tail: at x = -30 it is 9e-14 and not 0, and at 60 it is 60."""
-    case = Case(B=1, T=1, H=1, HV=2, K=16, V=16, slots=(0,))
+    case = Step(B=1, T=1, H=1, HV=2, K=16, V=16, slots=(0,))
     x = moved(case.arguments(), torch.float32, case, device)
     x["a"] = torch.tensor([[[-30.0, 60.0]]], device=device)
     x["A_log"] = torch.tensor([28.0, -4.0], device=device)
@@ -484,7 +397,7 @@ def test_gate_far_from_zero(device, backend):
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
 def test_errors(change, error, sentence):
-    case = Case()
+    case = Step()
     good = moved(case.arguments(), torch.float32, case, "cpu")
     state = good["initial_state_source"].clone()
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from custom.dispatch.register import compile_kernels, overload
-from custom.dispatch.specs import BY_NAME, SPECS, Spec
+from custom.dispatch.specs import BY_NAME, SPECS
 from custom.graph_mode import capture, warmup
 from custom.graph_mode.capture import _Compilers
 from torch import Tensor
@@ -24,26 +24,9 @@ from torch._inductor.utils import run_and_get_code
 
 import custom
 
-from .decode_step import DecodeStep, steps
-from .samples import SAMPLES, Maker
-from .test_contracts import CPU, every_spec, everything, mutated, sample, tensors
-
-# lengths that may shrink between capture and replay
-LENGTHS = ("act_seqs", "actual_seq_lengths_key", "actual_seq_lengths_kv", "cu_seqlens_k")
-
-
-def other(spec: Spec, device: torch.device, dtype: torch.dtype) -> dict:
-    """Other values of the same shapes: new numbers, shorter lengths, absent slots."""
-    maker = Maker(device, dtype)
-    maker.random.manual_seed(2)
-    arguments = SAMPLES[spec.name](maker)
-    for name in LENGTHS:
-        if arguments.get(name) is not None:
-            arguments[name] = (arguments[name] - 1).clamp_min(0)
-    if "cache_index" in arguments:
-        arguments["cache_index"] = arguments["cache_index"].clone()
-        arguments["cache_index"][0] = -1
-    return arguments
+from .support.calls import CPU, every_spec, everything, mutated, other, tensors
+from .support.decode_step import DecodeStep, steps
+from .support.samples import sample
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -65,7 +48,7 @@ def test_replay_with_other_values_and_lengths(spec, device, backend):
         for arguments in (second, before, second):
             fresh = copy.deepcopy(arguments)
             out = captured(*(fresh[name] for name in names))
-            got = [*((out,) if isinstance(out, Tensor) else out)]
+            got = [*((out,) if isinstance(out, Tensor) else out or ())]
             got += [first[name] for name in mutated(spec) if name in first]
             wanted = everything(spec, overload(spec), arguments)
             for a, b in zip(got, wanted, strict=True):
@@ -231,7 +214,7 @@ def test_warmup_runs_every_call_and_leaves_the_callers_tensors(device, capsys):
 def test_warmup_compiles_side_by_side_and_launches_nothing(monkeypatch, capsys):
     from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as launcher
 
-    from .compile_for_hopper import stand_in
+    from .support.compile_for_hopper import stand_in
 
     stand_in(monkeypatch)
     monkeypatch.setattr(custom.config, "backend", "cuda")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .ragged import PAGE, run, shuffled_table
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.ragged import PAGE, run, shuffled_table
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 LENGTHS = (41, 7, 26)  # tokens of each text

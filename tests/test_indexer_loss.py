@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 
 OP = "npu_indexer_loss"
 

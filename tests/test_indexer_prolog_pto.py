@@ -8,18 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .golden import Golden
-from .ragged import run
-from .test_mla_prolog_pto import FORMS, Tokens, check_caches, refuse
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.golden import Golden
+from .support.prologs import FORMS, Tokens, check_caches, refuse
+from .support.ragged import run
 
 OP = "npu_indexer_prolog_pto"
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 2), (5, 7)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_formulas(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
+def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
     skip_unless_taken(dtype, device, backend)
     tokens = Tokens(B, S, dtype, **sizes)
     tokens.slots.view(-1)[1::4] = -1
@@ -71,9 +68,16 @@ def test_formulas(device, backend, dtype, B, S, interleaved, form="4-D NZ", **si
     check_caches(tokens, "index_k_cache", cache, before, plain[2], exact[2])
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("B", "S"), [(1, 1), (3, 2), (5, 7)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_formulas(device, backend, dtype, B, S, interleaved):
+    check(device, backend, dtype, B, S, interleaved)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_in_any_form(device, backend, form):
-    test_formulas(device, backend, torch.float16, 2, 3, False, form)
+    check(device, backend, torch.float16, 2, 3, False, form)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ def test_weights_in_any_form(device, backend, form):
 )
 def test_other_sizes(device, backend, sizes):
     """Among them heads that rotate as a whole."""
-    test_formulas(device, backend, torch.float16, 2, 3, False, **sizes)
+    check(device, backend, torch.float16, 2, 3, False, **sizes)
 
 
 @pytest.mark.parametrize(

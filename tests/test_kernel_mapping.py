@@ -17,7 +17,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
 from custom.integrations import kernels as ours  # noqa: E402
 
-from .test_integrations import NEW, greedy, qwen3_5, qwen3_5_moe, qwen3_next, ragged  # noqa: E402
+from .support.models import NEW, greedy, qwen3_5, qwen3_5_moe, qwen3_next, ragged  # noqa: E402
 
 PAIRS = {
     "chunk_gated_delta_rule": modeling_qwen3_next.torch_chunk_gated_delta_rule,
@@ -65,6 +65,21 @@ def test_gates_at_their_ends(name):
     wanted_out, wanted_final = PAIRS[name](**given)
     torch.testing.assert_close(out, wanted_out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(final, wanted_final, rtol=1e-4, atol=1e-5)
+
+
+@every_kernel
+def test_one_request_whose_channels_are_strided(name):
+    """As the convolution of the models leaves them, [B, channels, S]; flattening copies nothing."""
+    given = {n: x[:1] if isinstance(x, torch.Tensor) else x for n, x in arguments(7, True).items()}
+    strided = given | {
+        n: given[n].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        for n in ("query", "key", "value")
+    }
+    assert strided["query"].stride(-1) != 1
+    for wanted, got in zip(
+        getattr(ours, name)(**given), getattr(ours, name)(**strided), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
 @every_kernel

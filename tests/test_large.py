@@ -13,8 +13,8 @@ import torch
 from custom.dispatch.specs import SPECS
 from torch import Tensor
 
-from .ragged import ints, run
-from .samples import Maker, apart, sample
+from .support.ragged import ints, run
+from .support.samples import Maker, apart, sample
 
 pytestmark = pytest.mark.large
 PAGE, DTYPE = 128, torch.float16

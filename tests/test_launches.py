@@ -21,13 +21,14 @@ from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
 import custom
-from tests import samples
+
+from .support import samples
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
 import triton
-from custom.cuda_ops import gpu, launches
+from custom.cuda_ops.common import gpu, launches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
@@ -142,7 +143,7 @@ def direct(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _tensors(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else [*out]
+    return [out] if isinstance(out, Tensor) else [*(out or ())]
 
 
 @pytest.mark.parametrize("which", CASES, ids=lambda c: f"{c.op}, {c.label}")
@@ -306,10 +307,8 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
         sys.setprofile(None)
     files = ("importlib", "os", "posix", "pathlib", "io", "inspect")
     package = custom.__name__
-    ours = (f"{package}.dispatch.checks", f"{package}.dispatch.check.", f"{package}.cuda_ops")
-    unwanted = [
-        x for x in called if x.startswith((*files, *ours)) and ".cuda_ops.launches" not in x
-    ]
+    ours = (f"{package}.dispatch.ops", f"{package}.dispatch.check.", f"{package}.cuda_ops")
+    unwanted = [x for x in called if x.startswith((*files, *ours)) and ".common.launches" not in x]
     assert not unwanted
     _, allocated = pretended.take()
     large = [x for x in first[len(first) // 2 :] if _bytes(x) > launches.PIECE]

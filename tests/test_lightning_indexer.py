@@ -14,8 +14,8 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import DTYPES, skip_unless_taken
-from .ragged import (
+from .support.accuracy import DTYPES, skip_unless_taken
+from .support.ragged import (
     LAYOUTS,
     Packed,
     assert_lengths_end_with_the_tensors,
@@ -24,7 +24,7 @@ from .ragged import (
     limits,
     run,
 )
-from .samples import apart, sample
+from .support.samples import apart, sample
 
 OP = "npu_lightning_indexer"
 # (query tokens, keys) of each request

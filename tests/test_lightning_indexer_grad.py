@@ -10,8 +10,8 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .ragged import Packed, assert_lengths_end_with_the_tensors, limits, run
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.ragged import Packed, assert_lengths_end_with_the_tensors, limits, run
 
 OP = "npu_lightning_indexer_grad"
 LAYOUTS = ["BSND", "TND"]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import custom
 
-from .accuracy import assert_close_to_float64
-from .samples import apart
+from .support.accuracy import assert_close_to_float64
+from .support.samples import apart
 
 MERGED = {torch.float32: (1e-6, 1e-6), torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2)}
 EMPTY = {"-inf": -math.inf, "inf": math.inf, "nan": math.nan}

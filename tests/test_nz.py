@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import custom
 
-from .samples import sample
+from .support.samples import sample
 
 TILE = {
     torch.bfloat16: 16,

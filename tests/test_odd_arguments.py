@@ -23,8 +23,8 @@ from torch import Tensor
 import custom
 from custom.bench import __main__ as bench
 
-from .samples import sample
-from .test_contracts import mutated, tensors
+from .support.calls import mutated, tensors
+from .support.samples import sample
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 public = pytest.mark.parametrize(
@@ -62,6 +62,8 @@ def test_none_for_a_tensor_that_is_required(spec):
     good, op = of(spec.name), overload(spec)
     required = [a.name for a in op._schema.arguments if str(a.type) == "Tensor"]
     assert required
+    if len(tensors(good)) == 1:
+        pytest.skip("without a tensor PyTorch finds no backend: the public function answers")
     for name in required:
         error = refused(spec, op, good, name, None)
         assert isinstance(error, TypeError) and f"`{name}` is None, expected a tensor" in str(error)

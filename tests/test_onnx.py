@@ -17,11 +17,11 @@ from torch.export import Dim
 
 import custom
 
-from .decode_step import DecodeStep, steps
-from .ragged import Packed
-from .samples import SAMPLES, Maker, sample
-from .test_contracts import everything, mutated, tensors
-from .test_sparse_flash_attention import Problem
+from .support.calls import everything, mutated, tensors
+from .support.decode_step import DecodeStep, steps
+from .support.ragged import Packed
+from .support.samples import SAMPLES, Maker, sample
+from .support.selected import Problem
 
 onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")

@@ -10,15 +10,17 @@ import importlib.util
 
 import pytest
 import torch
+from custom.dispatch.register import bind, overload
+from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .golden import Golden, Layer
-from .ragged import run, shuffled_table
-from .samples import sample
-from .test_mla_prolog_pto import refuse
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.golden import Golden, Layer
+from .support.prologs import refuse
+from .support.ragged import run, shuffled_table
+from .support.samples import sample
 
 OP = "npu_sparse_attention_pto"
 SELECTING, SHARED = "npu_sparse_attention_indices_pto", "npu_sparse_attention_shared_pto"
@@ -350,7 +352,7 @@ def test_weights_that_are_parameters_need_no_grad():
 def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeypatch):
     """The layer asks its stages with the queries that it is going to make."""
     module = importlib.import_module(f"custom.cuda_ops.sparse_{op}_pto")
-    from custom.cuda_ops import gpu
+    from custom.cuda_ops.common import gpu
 
     x = torch.empty(2, 1, 64, dtype=torch.bfloat16)
     given = dict(
@@ -360,6 +362,9 @@ def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeyp
         block_table=torch.zeros(2, 2, dtype=torch.int32), sparse_count=16,
         sparse_indices=torch.zeros(2, 1, 1, 16, dtype=torch.int32),
     )  # fmt: skip
-    assert module.unsupported(**given) is None
+    name = f"npu_sparse_{op}_pto"
+    arguments = bind(overload(BY_NAME[name])._schema, (), sample(name, CPU, torch.bfloat16))
+    arguments |= {name: value for name, value in given.items() if name in arguments}
+    assert module.unsupported(**arguments) is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: 32 * 1024)
-    assert "fits into this GPU's 32 KiB" in module.unsupported(**given)
+    assert "fits into this GPU's 32 KiB" in module.unsupported(**arguments)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 
-from .ragged import LAYOUTS, Packed
-from .samples import sample
-from .test_sparse_flash_attention import Problem
+from .support.ragged import LAYOUTS, Packed
+from .support.samples import sample
+from .support.selected import Problem
 
 CPU = torch.device("cpu")
 

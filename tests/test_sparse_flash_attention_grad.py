@@ -9,9 +9,9 @@ import torch
 
 import custom
 
-from .accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .ragged import Packed, assert_lengths_end_with_the_tensors, limits, run
-from .test_sparse_flash_attention import RAGGED, SCALE, Problem, attend, chosen
+from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.ragged import Packed, assert_lengths_end_with_the_tensors, limits, run
+from .support.selected import RAGGED, SCALE, Problem, attend, chosen
 
 OP = "npu_sparse_flash_attention_grad"
 FORWARD = "npu_sparse_flash_attention"

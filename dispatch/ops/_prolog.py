@@ -66,12 +66,12 @@ def columns_of(weight: Tensor) -> Any:
     return weight.shape[0] * weight.shape[3] if weight.ndim == 4 else weight.shape[-1]
 
 
-def distinct_slots(c: Checker, cache_index: Tensor) -> None:
+def distinct_slots(c: Checker, cache_index: Tensor, name: str = "cache_index") -> None:
     """Under CUSTOM_DEBUG=1: no two tokens write the same slot."""
     if config.debug and is_real(cache_index):
         slots = c.sizes["pages"] * c.sizes["P"]
         written = cache_index[(cache_index >= 0) & (cache_index < slots)]
         c.require(
             written.unique().numel() == written.numel(),
-            "`cache_index` names a slot twice, expected distinct slots (or -1: not written).",
+            f"`{name}` names a slot twice, expected distinct slots (or -1: not written).",
         )

@@ -10,6 +10,8 @@ NaN last.  The chosen ones come back in ascending order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,14 +37,38 @@ def forward(
     next_tokens: int,
     return_value: bool,
 ) -> tuple[Tensor, Tensor]:
-    keys = layout.keys_of(key, layout_key, actual_seq_lengths_key, block_table)
-    rows = layout.rows_of(query, layout_query, actual_seq_lengths_query, keys, sparse_mode)
-    shape = [*query.shape[:-2], 1, sparse_count]
+    def score(rows: Tensor, by: Tensor, slots: Tensor) -> Tensor:
+        return scores(rows, layout.as_pages(key), by, slots)
+
+    indices, values = select(
+        query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
+        layout_query, layout_key, sparse_count, sparse_mode, score,
+    )  # fmt: skip
+    return indices, values.to(query.dtype) if return_value else query.new_empty([0])
+
+
+def select(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    count: int,
+    sparse_mode: int,
+    score: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """(indices, values in the accumulator's dtype) of `score(query [t, N, D], weights [t, N],
+    slots [p])`."""
+    keys = layout.keys_of(key, layout_key, lengths_key, block_table)
+    rows = layout.rows_of(query, layout_query, lengths_query, keys, sparse_mode)
+    shape = [*query.shape[:-2], 1, count]
     indices = torch.full(shape, -1, dtype=torch.int32, device=query.device)
-    values = query.new_zeros(shape if return_value else [0])
+    values = query.new_zeros(shape, dtype=accumulator(query))
 
     query, weights = query.flatten(0, -3), weights.flatten(0, -2)
-    chosen = indices.view(-1, sparse_count)
     for request in range(keys.length.shape[0]):
         tokens = torch.nonzero((rows.request == request) & (rows.limit > 0)).flatten()
         if not len(tokens):
@@ -51,13 +77,12 @@ def forward(
         positions = torch.arange(int(rows.limit[tokens].max()), device=query.device)[None]
         slots = keys.slots(key, tokens.new_full((1,), request), positions)[0]
         for block in tokens.split(max(1, _BLOCK // len(slots))):
-            score = scores(query[block], layout.as_pages(key), weights[block], slots)
+            found = score(query[block], weights[block], slots)
             visible = (positions < rows.limit[block, None]) & (slots >= 0)
-            picked = top(score, visible, sparse_count)
-            chosen[block] = picked.to(torch.int32)
-            if return_value:
-                value = score.gather(1, picked.clamp(min=0)).masked_fill(picked < 0, 0)
-                values.view(-1, sparse_count)[block] = value.to(values.dtype)
+            picked = top(found, visible, count)
+            indices.view(-1, count)[block] = picked.to(torch.int32)
+            value = found.gather(1, picked.clamp(min=0)).masked_fill(picked < 0, 0)
+            values.view(-1, count)[block] = value
     return indices, values
 
 

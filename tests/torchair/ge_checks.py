@@ -17,8 +17,8 @@ from custom.dispatch.register import bind, overload
 from custom.dispatch.specs import BY_NAME, SPECS
 
 import custom
-from tests.samples import sample
-from tests.test_contracts import mutated, tensors
+from tests.support.calls import mutated, tensors
+from tests.support.samples import sample
 
 from . import standalone
 

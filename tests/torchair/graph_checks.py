@@ -21,10 +21,9 @@ from custom.dispatch.specs import BY_NAME, SPECS
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.decode_step import DecodeStep, steps
-from tests.samples import sample
-from tests.test_contracts import mutated, tensors
-from tests.test_graph_mode import other
+from tests.support.calls import mutated, other, tensors
+from tests.support.decode_step import DecodeStep, steps
+from tests.support.samples import sample
 
 from . import npu_graph
 

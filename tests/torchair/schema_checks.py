@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch_npu  # noqa: F401  registers npu::
 from custom.dispatch.specs import SPECS
 
-from tests.test_torch_npu_schemas import TEXT
-
+TEXT = (Path(__file__).parents[1] / "torch_npu_schemas.txt").read_text()
 SAME_NAME = [spec.name for spec in SPECS if hasattr(torch.ops.npu, spec.name)]
 
 

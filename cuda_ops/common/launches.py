@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""How every kernel is launched, and how a call like an earlier one is made without its launcher.
+
+A launcher reads shapes, strides, dtypes, numbers, alignment and what the GPU can do, never a
+tensor's values.  So calls that agree in these (dispatch/memo.py) allocate the same memory and
+launch the same compiled kernels with the same numbers; only pointers differ.  `record` runs a
+launcher and notes its steps: allocations, kernels, operators of torch, forks of the stream.  A
+`Plan` does these steps again with other tensors: no tiling, no layouts, no keys of Triton's JIT.
+
+A launcher that does anything else (reads a value, makes a tensor from a list) has no plan, and runs
+as it is.  Hooks of Triton's launches are called; a stand-in for Triton's launches (the interpreter,
+tests) is called with tensors again.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime._async_compile import AsyncCompileMode
+
+from ...dispatch.common import memory
+from . import gpu
+
+Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+
+# bytes up to which work space is cut from one allocation; more is freed after its last use
+PIECE = 2**20
+_APART = 256  # bytes to which the pieces are aligned, as allocations are
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype, tl.dtype, tl.constexpr)
+
+Step = Callable[["_Run"], None]
+
+_here = threading.local()
+
+
+def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
+    """`kernel[grid]`, noted where a launcher is being recorded; compiled and not launched inside
+    `compiling`."""
+    if getattr(_here, "compiling", False):
+        return partial(kernel.warmup, grid=grid)
+    recorder = getattr(_here, "recorder", None)
+    return kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
+
+
+@contextmanager
+def compiling(executor: Executor) -> Iterator[None]:
+    """Launchers that run inside launch nothing: their kernels are compiled, side by side, by
+    `executor`, and ready at the end."""
+    if gpu.INTERPRETED:
+        yield
+        return
+    _here.compiling = True
+    try:
+        with AsyncCompileMode(executor):
+            yield
+    finally:
+        _here.compiling = False
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class Side:
+    """A second stream, that leaves the current one at `fork` and comes back at `join`; inside
+    `stream()` it is the current one.  An op has one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._here, self._there = torch.cuda.current_stream(device), _second_stream(device)
+        _note(lambda run: setattr(run, "side", Side(device)))
+
+    def fork(self) -> None:
+        self._there.wait_stream(self._here)
+        _note(lambda run: run.side.fork())
+
+    def join(self) -> None:
+        self._here.wait_stream(self._there)
+        _note(lambda run: run.side.join())
+
+    def enter(self) -> None:
+        torch.cuda.set_stream(self._there)
+        _note(lambda run: run.side.enter())
+
+    def leave(self) -> None:
+        torch.cuda.set_stream(self._here)
+        _note(lambda run: run.side.leave())
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+def _note(step: Step) -> None:
+    recorder = getattr(_here, "recorder", None)
+    if recorder is not None:
+        recorder.forked = True
+        recorder.steps.append(step)
+
+
+class _NoPlan(Exception):
+    """The launcher does what a plan cannot do again."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor, as a part of one that the call got or made: `offset` bytes behind its start."""
+
+    slot: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Run:
+    """One call of a plan: the tensors it got and made, and where they begin."""
+
+    def __init__(self, tensors: Sequence[Tensor], slots: int) -> None:
+        more = slots - len(tensors)
+        self.tensors: list[Any] = [*tensors, *(None,) * more]
+        self.pointers = [tensor.data_ptr() for tensor in tensors] + [0] * more
+        self.side: Side | None = None
+
+    def put(self, slot: int, tensor: Tensor) -> None:
+        self.tensors[slot] = tensor
+        self.pointers[slot] = tensor.data_ptr()
+
+    def at(self, place: _Place) -> Tensor:
+        whole: Tensor = self.tensors[place.slot]
+        first = whole.storage_offset() + place.offset // whole.dtype.itemsize
+        return whole.as_strided(place.shape, place.stride, first)
+
+
+@dataclass
+class _Made:
+    """A step: memory for `slot`."""
+
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __call__(self, run: _Run) -> None:
+        run.put(self.slot, memory.empty(self.shape, self.dtype, self.device))
+
+
+@dataclass
+class _Dropped:
+    """A step: the memory of `slot` is free for what comes."""
+
+    slot: int
+
+    def __call__(self, run: _Run) -> None:
+        run.tensors[self.slot] = None
+
+
+@dataclass
+class _Called:
+    """A step: `function`, an operator or a stand-in's launch, with tensors; `slots` for those that
+    it makes."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slots: tuple[int, ...] = ()
+
+    def __call__(self, run: _Run) -> None:
+        args, kwargs = tree_map_only(_Place, run.at, (self.args, self.kwargs))
+        out = self.function(*args, **kwargs)
+        if self.slots:
+            for slot, tensor in zip(self.slots, tree_flatten(out)[0], strict=True):
+                run.put(slot, tensor)
+
+
+class _Pointer:
+    """What a tensor descriptor asks of its base at a launch."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+@dataclass
+class _Launched:
+    """A step: a compiled kernel.  `values` are its arguments, but for the pointers and descriptors
+    at (index, slot, offset)."""
+
+    kernel: CompiledKernel
+    grid: tuple[int, int, int]
+    device: int
+    values: list[Any]
+    pointers: list[tuple[int, int, int]]
+    described: list[tuple[int, int, int]]
+
+    def __call__(self, run: _Run) -> None:
+        kernel, grid, values = self.kernel, self.grid, self.values.copy()
+        for index, slot, offset in self.pointers:
+            values[index] = run.pointers[slot] + offset
+        for index, slot, offset in self.described:
+            pointer = run.pointers[slot] + offset
+            if values[index].base.pointer != pointer:
+                # the last one is kept: a weight, a cache and reused memory stay where they are
+                values[index] = descriptor = copy.copy(values[index])
+                descriptor.base = _Pointer(pointer)
+                self.values[index] = descriptor
+        stream = triton.runtime.driver.active.get_current_stream(self.device)
+        enter, leave, about = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            about = kernel.launch_metadata(grid, stream, *values)
+        else:
+            enter = leave = None
+        kernel.run(
+            *grid, stream, kernel.function, kernel.packed_metadata, about, enter, leave, *values
+        )
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what a launcher does with `tensors`, no two of which share their memory."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.forked = False
+        self._device = tensors[0].device
+        self._starts: list[int] = []
+        self._dtypes: list[torch.dtype] = []
+        self._slots: dict[tuple[int, int], int] = {}
+        self.failed = False
+        self._launching = False
+        for tensor in tensors:
+            self._slot(tensor)
+
+    @property
+    def slots(self) -> int:
+        return len(self._starts)
+
+    def _slot(self, tensor: Tensor) -> int:
+        self._slots[_storage(tensor)] = self.slots
+        self._starts.append(tensor.data_ptr())
+        self._dtypes.append(tensor.dtype)
+        return self.slots - 1
+
+    def place(self, tensor: Tensor, *, of_one_dtype: bool = True) -> _Place:
+        slot = self._slots.get(_storage(tensor))
+        if slot is None or (of_one_dtype and self._dtypes[slot] != tensor.dtype):
+            raise _NoPlan
+        offset = tensor.data_ptr() - self._starts[slot]
+        return _Place(slot, offset, tuple(tensor.shape), tensor.stride())
+
+    def _placed(self, args: Any) -> Any:
+        return tree_map_only(Tensor, self.place, args)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._launching and not func.is_view:
+            self._try(self._operated, func, args, kwargs or {}, out)
+        return out
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        self._launching = True
+        try:
+            compiled = kernel[grid](*args, **named)
+        finally:
+            self._launching = False
+        self._try(self._launched, kernel, compiled, grid, args, named)
+
+    def _try(self, note: Callable[..., Step], *args: Any) -> None:
+        if not self.failed:
+            try:
+                self.steps.append(note(*args))
+            except _NoPlan:
+                self.failed = True
+
+    def _operated(self, func: Any, args: Any, kwargs: Any, out: Any) -> Step:
+        if func is torch.ops.aten.empty.memory_format:
+            return _Made(self._slot(out), tuple(out.shape), out.dtype, out.device)
+        step = _Called(func, *self._placed((args, kwargs)))
+        returns = func._schema.returns
+        if all(each.alias_info is None for each in returns):
+            made = tree_flatten(out)[0]
+            if not all(isinstance(each, Tensor) for each in made):
+                raise _NoPlan
+            step.slots = tuple(map(self._slot, made))
+        return step
+
+    def _launched(
+        self,
+        kernel: Any,
+        compiled: Any,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Step:
+        if not isinstance(compiled, CompiledKernel):
+            if not all(isinstance(x, (Tensor, *_CONSTANTS)) for x in (*args, *named.values())):
+                raise _NoPlan
+            return _Called(kernel[grid], *self._placed((args, named)))
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        step = _Launched(compiled, (*grid, 1, 1)[:3], self._device.index or 0, [], [], [])
+        for index, param in enumerate(kernel.params):
+            value = given.get(param.name, param.default)
+            if param.is_constexpr:
+                pass
+            elif isinstance(value, Tensor):
+                place = self.place(value, of_one_dtype=False)
+                step.pointers.append((index, place.slot, place.offset))
+                value = None
+            elif isinstance(value, TensorDescriptor):
+                place = self.place(value.base, of_one_dtype=False)
+                step.described.append((index, place.slot, place.offset))
+                value = copy.copy(value)
+                value.base = _Pointer(value.base.data_ptr())
+            elif not isinstance(value, _CONSTANTS):
+                raise _NoPlan
+            step.values.append(value)
+        return step
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.data_ptr()
+
+
+class Plan:
+    """The steps of a launcher, for the tensors of another call.  `outputs` is None where it only
+    writes what it gets."""
+
+    def __init__(self, steps: list[Step], slots: int, outputs: Any, single: bool) -> None:
+        self._steps, self._slots, self._outputs, self._single = steps, slots, outputs, single
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        run = _Run(tensors, self._slots)
+        try:
+            for step in self._steps:
+                step(run)
+        finally:
+            if run.side is not None:
+                run.side.leave()
+        if self._outputs is None:
+            return None
+        outputs = [run.tensors[x] if isinstance(x, int) else run.at(x) for x in self._outputs]
+        return outputs[0] if self._single else tuple(outputs)
+
+
+def record(
+    function: Callable[..., Any], bind: Bind, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Plan | None]:
+    """(what `function` gives for these arguments, how to do the same for others like them)."""
+    tensors = _tensors(args, kwargs)
+    if len({_storage(tensor) for tensor in tensors}) < len(tensors):
+        # of two that share their memory, a part of it would not tell which one it is of
+        args, kwargs = tree_map_only(Tensor, _of_its_own, (args, kwargs))
+        tensors = _tensors(args, kwargs)
+    recorder = _Recorder(tensors)
+    _here.recorder = recorder
+    try:
+        with recorder:
+            out = function(**bind(args, kwargs))
+    finally:
+        _here.recorder = None
+    if recorder.failed:
+        return out, None
+    try:
+        return out, _plan(recorder, len(tensors), out)
+    except _NoPlan:
+        return out, None
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+
+
+def _of_its_own(tensor: Tensor) -> Tensor:
+    """The same memory under a storage of its own."""
+    return torch.from_dlpack(tensor.detach())
+
+
+def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
+    single = isinstance(out, Tensor)
+    made = {step.slot: step for step in recorder.steps if isinstance(step, _Made)}
+    outputs: list[_Place | int] = []
+    for tensor in (out,) if single else out or ():
+        place = recorder.place(tensor)
+        if place.slot < given:
+            raise _NoPlan
+        whole = made.get(place.slot)
+        alone = whole is not None and whole.shape == place.shape and tensor.is_contiguous()
+        outputs.append(place.slot if alone else place)
+    results = {x if isinstance(x, int) else x.slot for x in outputs}
+    last: dict[int, int] = {}
+    seen: set[int] = set()  # by what needs a tensor, and not only its address
+    for number, step in enumerate(recorder.steps):
+        for slot in _used(step):
+            last[slot] = number
+            if isinstance(step, _Called):
+                seen.add(slot)
+    inner = [step for slot, step in made.items() if slot not in results]
+    pieces = [step for step in inner if step.bytes <= PIECE and step.slot not in seen]
+    whole_slot, moved, size = recorder.slots, {}, 0
+    for piece in pieces:
+        moved[piece.slot] = whole_slot, size
+        size += -(-piece.bytes // _APART) * _APART
+    steps: list[Step] = []
+    if pieces:
+        steps.append(_Made(whole_slot, (size,), torch.uint8, pieces[0].device))
+    for number, step in enumerate(recorder.steps):
+        if isinstance(step, _Made) and step.slot in moved:
+            continue
+        if isinstance(step, _Launched):
+            step.pointers = _moved(step.pointers, moved)
+            step.described = _moved(step.described, moved)
+        steps.append(step)
+        if not recorder.forked:  # else another stream may still use it
+            ended = {each.slot for each in inner if last.get(each.slot) == number} - set(moved)
+            steps += map(_Dropped, sorted(ended))
+    return Plan(steps, whole_slot + 1, None if out is None else outputs, single)
+
+
+def _used(step: Step) -> Iterator[int]:
+    if isinstance(step, _Launched):
+        yield from (slot for _, slot, _ in (*step.pointers, *step.described))
+    elif isinstance(step, _Called):
+        leaves = tree_flatten((step.args, step.kwargs))[0]
+        yield from (leaf.slot for leaf in leaves if isinstance(leaf, _Place))
+        yield from step.slots
+
+
+def _moved(
+    places: list[tuple[int, int, int]], moved: dict[int, tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """(index, slot, offset) of pieces, as those of what they were cut from."""
+    return [
+        (index, moved[slot][0], moved[slot][1] + offset) if slot in moved else (index, slot, offset)
+        for index, slot, offset in places
+    ]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""How a product is cut into programs: pure arithmetic on its sizes and the GPU's processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_RUNS = 16  # that the kernel behind a product adds up
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One program: `tokens` x `columns` of the product, over one of `runs` parts of K, `k` at a
+    time.  `swap` computes the transposed product, so that few tokens are the short side of a
+    wgmma; `group` token blocks share each block of weights in L2."""
+
+    tokens: int
+    columns: int
+    k: int
+    runs: int
+    stages: int
+    warps: int
+    swap: bool = True
+    group: int = 8
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _runs(blocks: int, programs: int, chunks: int) -> int:
+    """Parts of K such that one wave of programs does it all; one if there are programs enough."""
+    return max(1, min(programs // blocks, MOST_RUNS, chunks // 4))
+
+
+def _blocks(tokens: int, sizes: Sequence[int], tile: int, columns: int) -> int:
+    return sum(cdiv(size, columns) for size in sizes) * cdiv(tokens, tile)
+
+
+def plain(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+    """For nz_matmul."""
+    if tokens <= 64:
+        tile, columns, k, warps, swap = max(8, power_of_two(tokens)), 64, 128, 4, True
+        stages = 4 if tokens <= 32 else 3
+    elif tokens <= 256:
+        tile, columns, k, stages, warps, swap = 128, 128, 64, 3, 4, False
+    else:
+        tile, columns, k, stages, warps, swap = 128, 128, 64, 4, 8, False
+    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * processors, depth // k)
+    return Tiling(tile, columns, k, runs, stages, warps, swap)
+
+
+def hopper(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+    """For hopper/nz_matmul.py.  The memory is kept busy by what all programs of a multiprocessor
+    have asked for, so shared memory is filled; the best on one H200, 2026-11, for the sizes of
+    DeepSeek-V3.2."""
+    tile, warps, columns = max(8, power_of_two(tokens)), 4, 64
+    # a step costs much the same whatever its depth
+    k = 128 if tokens <= 64 and depth % 128 == 0 else 64
+    narrow = sum(cdiv(size, columns) for size in sizes)
+    if tokens > 128:
+        tile, columns, warps, room, together = 256, 128, 8, 192, 1
+    elif tokens > 64 and narrow > 2 * processors:
+        columns, warps, room, together = 128, 8, 192, 1
+    elif tokens > 64 or (tokens > 32 and processors // 2 < narrow <= 2 * processors):
+        room, together = 192, 1
+    elif depth > 4096:
+        room, together = 200, 1  # fewer runs for the kernel behind to add up
+    elif 16 < tokens <= 32 and narrow > processors // 2:
+        columns, room, together = 128, 200, 0  # K stays whole
+    elif narrow > processors // 2:
+        room, together = 64, 3
+    else:
+        room, together = 96, 2
+    stages = room * 1024 // ((tile + columns) * k * 2)
+    blocks = _blocks(tokens, sizes, tile, columns)
+    return Tiling(tile, columns, k, _runs(blocks, together * processors, depth // k), stages, warps)
+
+
+def whole_depth(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling | None:
+    """For hopper/nz_matmul.py when what follows a product is done at its end: K in one run; 64
+    columns a program or, of more than 128 tokens, 128.  None where multiprocessors would have
+    none."""
+    if _blocks(1, sizes, 1, 64) <= processors // 2:
+        return None
+    if tokens > 128:
+        if any(size % 128 for size in sizes):
+            return None
+        # of two blocks of tokens 128 x 128 reads least through L2, and leaves no processor idle
+        tile, stages = (128, 6) if tokens <= 256 else (256, 4)
+        return Tiling(tile, 128, 64, 1, stages, 8)
+    tile = max(8, power_of_two(tokens))
+    k = 128 if tokens <= 64 and depth % 128 == 0 else 64
+    stages = min(1024 // k, 192 * 1024 // ((tile + 64) * k * 2))
+    return Tiling(tile, 64, k, 1, stages, 4)

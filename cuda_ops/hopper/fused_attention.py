@@ -1,0 +1,625 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Fused attention on Hopper (Gluon): a producer warp loads by TMA, consumer warpgroups multiply.
+
+Every tensor is a 5-D descriptor, so that one kernel serves both layouts.  Dense: (1, B, H, N, D).
+Packed: (2^31, 2^31, H, 2^30, D), whose strides wrap around 2^64 such that the hardware's bounds
+check ends at the sequence: row n of a sequence of length L that begins at f has the coordinates
+(2^30, f + L, head, 2^30 - L + n, 0), and n >= L is out of bounds.  A tile then never shows a row of
+the next sequence, and never writes one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..common import gpu, launches
+from ..common.attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, strides
+from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+
+_keys_of = gluon.jit(keys_of.fn)
+_FAR = 1 << 30
+_WRAP = 1 << 34
+
+
+# ------------------------------------------------------------------------------------ descriptors
+def describable(tensor: torch.Tensor) -> bool:
+    """TMA wants 16-byte aligned rows, and a step between them; packed ones wrap at the largest."""
+    unit = 16 // tensor.element_size()
+    steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.data_ptr() % 16 == 0 and all(0 < s < _WRAP and s % unit == 0 for s in steps)
+
+
+def describe(tensor: torch.Tensor, rows: int, width: int, varlen: bool) -> TensorDescriptor:
+    """The 5-D descriptor of blocks of `rows` rows of one head; what `width` has more than the
+    tensor reads as zeros and is not written."""
+    size = tensor.shape[-1]
+    block = [1, 1, 1, rows, width]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    unit = 16 // tensor.element_size()
+    batch, head, row = strides(tensor)
+    if varlen:
+        heads, tokens = tensor.shape[1], tensor.shape[0]
+        row = row if tokens > 1 else unit
+        shape = [0x7FFF0000, 0x7FFF0000, heads, _FAR, size]
+        steps = [_WRAP - row, row, head if heads > 1 else unit, row, 1]
+    else:
+        shape = [1, *tensor.shape]
+        sized = zip((batch, head, row), tensor.shape[:3], strict=True)
+        steps = [unit, *(s if n > 1 else unit for s, n in sized), 1]
+    return TensorDescriptor(tensor, shape, steps, block, layout)
+
+
+def describe_row(tensor: torch.Tensor, count: int) -> TensorDescriptor:
+    """Blocks of `count` numbers of a contiguous float32 tensor."""
+    layout = gl.NVMMASharedLayout(0, 32, 1)
+    return TensorDescriptor(tensor, [tensor.numel()], [1], [count], layout)
+
+
+def width_of(size: int) -> int:
+    """Columns of a block for heads of `size`."""
+    return max(64, triton.next_power_of_2(size))
+
+
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+@gluon.jit
+def at(batch, head, first, count, row, VARLEN: gl.constexpr):
+    """Coordinates of row `row` of a sequence."""
+    if VARLEN:
+        far: gl.constexpr = 1073741824
+        return [far, first + count, head, far - count + row, 0]
+    return [0, batch, head, row, 0]
+
+
+# ---------------------------------------------------------------------------------------- forward
+@gluon.jit
+def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
+    """(batch, head, first row, rows, first other row, other rows, tile) of a tile number.
+
+    The heads of a section, whose keys fit in L2 together, take turns.  Packed sequences: in the
+    order of the list.  Dense: the tiles of the last section come longest first, of the one before
+    shortest first and so on.  Without a jump in length, dealing them out back and forth keeps all
+    programs within a tile of each other.
+    """
+    group = number // (section * tiles)
+    inside = number % (section * tiles)
+    count = gl.minimum(section, outers - group * section)
+    outer = group * section + inside % count
+    if VARLEN:
+        row = plan + (inside // count).to(gl.int64) * 8
+        return (0, outer, gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3),
+                gl.load(row + 4))  # fmt: skip
+    down = ((outers + section - 1) // section - group) & 1
+    tile = gl.where(down == 1, tiles - 1 - inside // count, inside // count)
+    return outer // heads, outer % heads, 0, rows, 0, other_rows, tile
+
+
+@gluon.jit
+def _round_of(step, programs):
+    """Number of a program's step-th tile: rounds of all programs, every second one backwards.
+    (Of packed sequences, whose lengths the host does not know, it is the next of a counter.)"""
+    program = gl.program_id(0)
+    forth = (step & 1) == 0
+    return step * programs + gl.where(forth, program, programs - 1 - program)
+
+
+@gluon.jit
+def _blocks_of(begin, rows, other_rows, window, BM: gl.constexpr, BN: gl.constexpr,
+               CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+    """Blocks of keys that BM rows from `begin` on see: [low, top), of which [full_low, full_high)
+    are seen whole by all of them."""
+    shift = other_rows - rows
+    first = begin + shift
+    last = gl.minimum(begin + BM, rows) - 1 + shift
+    low, high, full_low, full_high = _keys_of(first, last, other_rows, window, CAUSAL, WINDOW)
+    low = gl.maximum(low, 0) // BN
+    top = gl.maximum((high + BN - 1) // BN, low + 1)  # at least one, wholly masked if need be
+    full_high = gl.minimum(gl.maximum(full_high, 0) // BN, top - 1)
+    full_low = gl.maximum((full_low + BN - 1) // BN, low)
+    full_high = gl.maximum(full_high, low)
+    full_low = gl.minimum(full_low, full_high)
+    return low, top, full_low, full_high
+
+
+@gluon.jit
+def _turn(BARRIER: gl.constexpr, ARRIVE: gl.constexpr):
+    """Named barrier of two consumers, 256 threads: wait for one's turn, or give it to the next."""
+    if ARRIVE:
+        gl.inline_asm_elementwise(
+            f"bar.arrive {BARRIER}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            f"bar.sync {BARRIER}, 256; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+        )
+
+
+@gluon.jit
+def _softmax(s, row_max, row_sum, row, begin, shift, columns, window, scale_log2,
+             BN: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+             WINDOW: gl.constexpr):  # fmt: skip
+    """(p of even columns, of odd ones, row_max, row_sum, alpha) after scores s [64, BN] of the keys
+    from `begin` on; row_max is unscaled, row_sum in parts."""
+    MS: gl.constexpr = s.type.layout
+    if MASKED:
+        # counted from the first key of the block
+        column = gl.arange(0, BN, layout=gl.SliceLayout(0, MS))[None, :]
+        position = row + (shift - begin)
+        end = columns - begin
+        if CAUSAL:
+            keep = column < gl.minimum(position + 1, end)[:, None]
+        elif WINDOW:
+            keep = column < gl.minimum(position + window, end)[:, None]
+        else:
+            keep = column < end
+        if WINDOW:
+            keep = keep & (column > (position - window)[:, None])
+        s = gl.where(keep, s, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    if MASKED:
+        top = gl.where(new_max == float("-inf"), 0.0, new_max) * scale_log2
+    else:
+        top = new_max * scale_log2
+    p = gl.exp2(s * scale_log2 - top[:, None])
+    alpha = gl.exp2(row_max * scale_log2 - top)
+    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    # a thread holds every fourth pair of columns: four parts of a sum need no other thread
+    sums = gl.sum(gl.reshape(even + odd, [p.shape[0], p.shape[1] // 8, 4]), 1)
+    row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    row_sum = row_sum + gl.convert_layout(sums, row_sum.type.layout)
+    return even, odd, new_max, row_sum, alpha
+
+
+@gluon.jit
+def _pairs(even, odd, HALF: gl.constexpr):
+    """Neighbours rounded into one register.  A loop that carries halves by themselves takes them
+    apart and packs them again at every turn (causal, heads of 64, B 4, H 16, 4096 tokens, H200,
+    2026-11: 342 us, like this and with masks only where needed 293)."""
+    name: gl.constexpr = "bf16x2" if gl.bfloat16 == HALF else "f16x2"
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1
+    )
+
+
+@gluon.jit
+def _operand(pairs, HALF: gl.constexpr, MO: gl.constexpr):
+    """Pairs [64, BN / 2] as the left side of a product; costs no instruction."""
+    even = (pairs & 65535).to(gl.int16).to(HALF, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(HALF, bitcast=True)
+    p = gl.reshape(gl.join(even, odd), [pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(p, gl.DotOperandLayout(0, MO, 2))
+
+
+@gluon.jit
+def _step(s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full, v_empty,
+          count, block, shift, columns, window, scale_log2,
+          WG: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
+          MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+          TURNS: gl.constexpr):  # fmt: skip
+    """Scores of block `block` while p of the block before is multiplied with its values."""
+    MO: gl.constexpr = acc.type.layout
+    p_at = _operand(p, v.dtype, MO)
+    k_stage = count % STAGES
+    mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+    if TURNS:
+        _turn(8 + WG, False)
+    s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero, use_acc=False,
+                             is_async=True)  # fmt: skip
+    v_stage = (count - 1) % STAGES
+    mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
+    o_flight = warpgroup_mma(p_at, v.index(v_stage), acc, is_async=True)
+    if TURNS:
+        _turn(8 + (WG + 1) % NC, True)
+    s = warpgroup_mma_wait(1, deps=[s_flight])
+    mbarrier.arrive(k_empty.index(k_stage))
+    even, odd, row_max, row_sum, alpha = _softmax(
+        s, row_max, row_sum, row, block * BN, shift, columns, window, scale_log2, BN, MASKED,
+        CAUSAL, WINDOW,
+    )  # fmt: skip
+    acc = warpgroup_mma_wait(0, deps=[o_flight])
+    mbarrier.arrive(v_empty.index(v_stage))
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, MO))[:, None]
+    p = _pairs(even, odd, v.dtype)
+    return acc, p, row_max, row_sum
+
+
+@gluon.jit
+def _meet():
+    """Named barrier of the producer's warp.  Where a warp is together, Triton's own takes no
+    instruction, and racecheck does not see it: with this one it reports nothing (before, every
+    place that was used again)."""
+    gl.inline_asm_elementwise("bar.sync 15, 32; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def _post(posted, full, slot, batch, head, first, rows, columns, tile):
+    """Tells the consumers of a tile, in the place that its queries have in the queue: nobody reads
+    there any more, since they have given back the queries.  No rows: there are no more tiles."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    values = (batch, head, first, rows, columns, tile)
+    _meet()
+    for i in gl.static_range(6):
+        posted.index(slot * 8 + i).store(gl.full([1], values[i], gl.int32, layout=one))
+    _meet()
+    mbarrier.arrive(full.index(slot))
+
+
+@gluon.jit
+def _posted(posted, slot, WHICH: gl.constexpr):
+    return gl.max(posted.index(slot * 8 + WHICH).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _next_rows(posted, full, turn, QUEUE: gl.constexpr):
+    """Rows of the sequence of the tile to come."""
+    mbarrier.wait(full.index(turn % QUEUE), (turn // QUEUE) & 1)
+    barrier()  # racecheck believes the wait only where its warps meet after it
+    return _posted(posted, turn % QUEUE, 3)
+
+
+@gluon.jit
+def _forward_consumer(
+    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, o_desc, lse,
+    scale_log2, window, lse_batch, lse_head, lse_row,
+    WG: gl.constexpr, NC: gl.constexpr, QUEUE: gl.constexpr, STAGES: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, VARLEN: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    BM: gl.constexpr = 64 * NC
+    OWN_O: gl.constexpr = D + V < 512  # else o takes the place of q
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    MO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    SUMS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    s_zero = gl.zeros([64, BN], gl.float32, layout=MS)
+    count = 0
+    turn = 0
+    if TURNS and WG == NC - 1:
+        _turn(8, True)
+    rows = _next_rows(posted, post_full, 0, QUEUE)
+    while rows > 0:
+        slot = turn % QUEUE
+        batch = _posted(posted, slot, 0)
+        head = _posted(posted, slot, 1)
+        first_q = _posted(posted, slot, 2)
+        columns = _posted(posted, slot, 4)
+        tile = _posted(posted, slot, 5)
+        low, last, _low, _high = _blocks_of(
+            tile * BM, rows, columns, window, BM, BN, CAUSAL, WINDOW
+        )
+        # of these blocks, from the last to the first, what the rows of this consumer see
+        _begin, top, full_low, full_high = _blocks_of(
+            tile * BM + WG * 64, rows, columns, window, 64, BN, CAUSAL, WINDOW
+        )
+        top = gl.minimum(gl.maximum(top, low + 1), last)
+        full_high = gl.minimum(gl.maximum(full_high, low), top - 1)
+        full_low = gl.minimum(gl.maximum(full_low, low), full_high)
+        for _block in range(0, last - top):  # seen by later rows alone
+            stage = count % STAGES
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            if TURNS:
+                _turn(8 + WG, False)
+                _turn(8 + (WG + 1) % NC, True)
+            mbarrier.arrive(k_empty.index(stage))
+            mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+            mbarrier.arrive(v_empty.index(stage))
+            count += 1
+        row = tile * BM + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
+        shift = columns - rows
+        q_at = q.index(slot * NC + WG)
+        mbarrier.wait(q_full.index(slot * NC + WG), (turn // QUEUE) & 1)
+        k_stage = count % STAGES
+        mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+        s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero,
+                                 use_acc=False, is_async=True)  # fmt: skip
+        s = warpgroup_mma_wait(0, deps=[s_flight])
+        mbarrier.arrive(k_empty.index(k_stage))
+        row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
+        row_sum = gl.zeros([64, 4], gl.float32, layout=SUMS)
+        even, odd, row_max, row_sum, _alpha = _softmax(
+            s, row_max, row_sum, row, (top - 1) * BN, shift, columns, window, scale_log2, BN,
+            True, CAUSAL, WINDOW,
+        )  # fmt: skip
+        p = _pairs(even, odd, v.dtype)
+        acc = gl.zeros([64, V], gl.float32, layout=MO)
+        count += 1
+        for back in range(0, top - 1 - full_high):
+            acc, p, row_max, row_sum = _step(
+                s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
+                v_empty, count, top - 2 - back, shift, columns, window, scale_log2,
+                WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
+            )  # fmt: skip
+            count += 1
+        for back in range(0, full_high - full_low):
+            acc, p, row_max, row_sum = _step(
+                s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
+                v_empty, count, full_high - 1 - back, shift, columns, window, scale_log2,
+                WG, NC, STAGES, BN, False, CAUSAL, WINDOW, TURNS,
+            )  # fmt: skip
+            count += 1
+        if WINDOW:
+            for back in range(0, full_low - low):
+                acc, p, row_max, row_sum = _step(
+                    s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty,
+                    v_full, v_empty, count, full_low - 1 - back, shift, columns, window,
+                    scale_log2, WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
+                )  # fmt: skip
+                count += 1
+        if OWN_O:
+            mbarrier.arrive(q_empty.index(slot * NC + WG))
+        v_stage = (count - 1) % STAGES
+        mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
+        o_flight = warpgroup_mma(_operand(p, v.dtype, MO), v.index(v_stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[o_flight])
+        mbarrier.arrive(v_empty.index(v_stage))
+
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, MS))
+        seen = row_sum > 0
+        inverse = 1.0 / gl.where(seen, row_sum, 1.0)
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, MO))[:, None]
+        place = o.index(WG)
+        if OWN_O:
+            # it was read by the store of the tile before
+            tma.store_wait(0)
+            barrier()
+        place.store(acc.to(v.dtype))
+        fence_async_shared()
+        barrier()
+        tma_store(
+            o_desc,
+            at(batch, head, first_q, rows, tile * BM + WG * 64, VARLEN),
+            reinterpret(place, v.dtype, o_desc.block_shape, o_desc.layout),
+        )
+        natural = gl.where(
+            seen,
+            (row_max * scale_log2 + gl.log2(gl.where(seen, row_sum, 1.0))) * 0.6931471805599453,
+            float("-inf"),
+        )
+        lse_at = lse + batch.to(gl.int64) * lse_batch + head.to(gl.int64) * lse_head
+        lse_at += (first_q + row).to(gl.int64) * lse_row
+        gl.store(lse_at, natural, row < rows)
+        if not OWN_O:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(slot * NC + WG))
+        turn += 1
+        rows = _next_rows(posted, post_full, turn, QUEUE)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _forward_producer(
+    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, counter,
+    q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section, n_q, n_k, total,
+    NC: gl.constexpr, QUEUE: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    BM: gl.constexpr = 64 * NC
+    programs = gl.num_programs(0)
+    if VARLEN:
+        tiles = gl.load(counter + 1)
+        total = tiles * outers
+    count = 0
+    turn = 0
+    step = 0
+    number = gl.program_id(0)
+    while number < total:
+        # the number after this one travels ahead of everything else of this one
+        step += 1
+        if VARLEN:
+            following = programs + gl.atomic_add(counter, 1)
+        else:
+            following = _round_of(step, programs)
+        batch, head, first_q, rows, first_k, columns, tile = _tile_of(
+            number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
+        )
+        if tile * BM < rows:
+            low, top, _, _ = _blocks_of(tile * BM, rows, columns, window, BM, BN, CAUSAL, WINDOW)
+            kv_head = head // GROUP
+            slot = turn % QUEUE
+            for wg in gl.static_range(NC):
+                mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // QUEUE) & 1) ^ 1)
+            _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile)
+            for wg in gl.static_range(NC):
+                place = slot * NC + wg
+                mbarrier.expect(q_full.index(place), 64 * D * 2)
+                tma_load(
+                    q_desc, at(batch, head, first_q, rows, tile * BM + wg * 64, VARLEN),
+                    q_full.index(place),
+                    reinterpret(q.index(place), q.dtype, q_desc.block_shape, q_desc.layout),
+                )  # fmt: skip
+            turn += 1
+            for back in range(0, top - low + 1):
+                # the keys of a block travel ahead of the values of the block before
+                if back < top - low:
+                    stage = count % STAGES
+                    mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                    mbarrier.expect(k_full.index(stage), BN * D * 2)
+                    tma_load(
+                        k_desc,
+                        at(batch, kv_head, first_k, columns, (top - 1 - back) * BN, VARLEN),
+                        k_full.index(stage),
+                        reinterpret(k.index(stage), k.dtype, k_desc.block_shape, k_desc.layout),
+                    )
+                if back > 0:
+                    stage = (count - 1) % STAGES
+                    mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)
+                    mbarrier.expect(v_full.index(stage), BN * V * 2)
+                    tma_load(
+                        v_desc, at(batch, kv_head, first_k, columns, (top - back) * BN, VARLEN),
+                        v_full.index(stage),
+                        reinterpret(v.index(stage), v.dtype, v_desc.block_shape, v_desc.layout),
+                    )  # fmt: skip
+                count += 1
+            count -= 1
+        number = following
+    slot = turn % QUEUE
+    for wg in gl.static_range(NC):
+        mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // QUEUE) & 1) ^ 1)
+    _post(posted, post_full, slot, 0, 0, 0, 0, 0, 0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale_log2", "window", "tiles", "outers", "heads", "section", "n_q", "n_k", "total",
+        "lse_batch", "lse_head", "lse_row",
+    ]
+)  # fmt: skip
+def _forward_hopper(
+    q_desc, k_desc, v_desc, o_desc, lse, plan, counter, scale_log2, window, tiles, outers, heads,
+    section, n_q, n_k, total, lse_batch, lse_head, lse_row,
+    D: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, QUEUE: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    VARLEN: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """NC consumer warpgroups of 64 rows each and a producer; programs walk over many tiles."""
+    dtype: gl.constexpr = q_desc.dtype
+    D_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V], dtype)
+    q = gl.allocate_shared_memory(dtype, [QUEUE * NC, 64, D], D_SHARED)
+    k = gl.allocate_shared_memory(dtype, [STAGES, BN, D], D_SHARED)
+    v = gl.allocate_shared_memory(dtype, [STAGES, BN, V], V_SHARED)
+    if D + V < 512:
+        o = gl.allocate_shared_memory(dtype, [NC, 64, V], V_SHARED)
+    else:
+        o = q
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [QUEUE * NC, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QUEUE * NC, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    posted = gl.allocate_shared_memory(gl.int32, [QUEUE * 8, 1], WORDS)
+    post_full = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BAR)
+    for i in gl.static_range(QUEUE):
+        mbarrier.init(post_full.index(i), count=1)
+    for i in gl.static_range(QUEUE * NC):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=NC)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=NC)
+    fence_async_shared()
+    barrier()
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_forward_consumer, (
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(0), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                )),
+                (_forward_consumer, (
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(1), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                )),
+                (_forward_producer, (
+                    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full,
+                    counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section,
+                    n_q, n_k, total, NC, QUEUE, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_forward_consumer, (
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(0), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                )),
+                (_forward_consumer, (
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(1), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                )),
+                (_forward_consumer, (
+                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(2), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                )),
+                (_forward_producer, (
+                    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full,
+                    counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section,
+                    n_q, n_k, total, NC, QUEUE, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
+                )),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )  # fmt: skip
+
+
+# Bytes of keys and values whose heads take turns, of 50 MB of L2.  Causal, B 4, H 16, D 128, H200,
+# 2026-11, before the loop became shorter: 4096 tokens 451 us (8 MB 711, 32 MB 473, 64 MB 510),
+# 16384 tokens 7300 (7808, 7434, 7895)
+_SHARE = 16 * 2**20
+
+
+def _config(width: int, rows: int) -> tuple[int, int, int, bool, int]:
+    """Consumers of 64 queries, keys of a block, stages, turns, tiles whose queries are there.
+
+    Causal, 64 heads of 4096 tokens, H200, 2026-11: heads of 128 414 us (without turns 418), of 64
+    294 us (without turns 324, two consumers with four stages 318).  Tiles of 192 rows are too
+    coarse for short sequences: 512 heads of 64 and 512 tokens 82 us, with two consumers 67; 256
+    heads of 1024 tokens 116 and 102.  The queries of the next tile travel while this one is under
+    way: 512 heads of 128 and 512 tokens 92 to 94 us, else 100."""
+    if width == 64:
+        return (2 if rows <= 1024 else 3), 128, 3, True, 2
+    return (2, 128, 2, True, 2) if width == 128 else (2, 64, 2, True, 1)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    sizes: Sizes,
+    causal: bool,
+    scale: float,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
+) -> None:
+    size, v_size, varlen = width_of(q.shape[-1]), width_of(v.shape[-1]), sizes.varlen
+    consumers, keys, stages, turns, queue = _config(max(size, v_size), sizes.rows)
+    rows = 64 * consumers
+    listed, counter, outers = None, None, sizes.outer * sizes.heads
+    tiles = triton.cdiv(sizes.n_q, rows)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, rows)
+        tiles = listed.shape[0] - 1
+        counter = listed[tiles, 6:]
+    total = tiles * outers
+    section = max(1, _SHARE // (sizes.keys * (size + v_size) * 2)) * sizes.group
+    section = min(section, outers)
+    launches.kernel(_forward_hopper, min(total, gpu.processors(q.device)))(
+        describe(q, 64, size, varlen), describe(k, keys, size, varlen),
+        describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
+        lse, listed, counter, scale * LOG2_E, min(window or 0, 2**30), tiles,
+        outers, sizes.heads, section, sizes.n_q, sizes.n_k, total, *row_strides(lse),
+        D=size, V=v_size, BN=keys, NC=consumers, QUEUE=queue, STAGES=stages, GROUP=sizes.group,
+        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, TURNS=turns,
+        REGISTERS=240 if consumers == 2 else 160, num_warps=4,
+    )  # fmt: skip

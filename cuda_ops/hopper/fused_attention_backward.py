@@ -1,0 +1,674 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of fused attention on Hopper (Gluon): one pass over the scores for all three.
+
+A program owns a tile of 128 keys, keeps grad_k and grad_v in registers and walks over the queries
+that see it; grad_q goes by fp32 additions in memory to a buffer that a last kernel scales and
+rounds.  So grad_q depends on the order of the additions: a deterministic call makes the other two
+here, and grad_q by the plain kernel.
+
+Heads wider than 128 leave no registers for that: tiles of 64 keys, of whose products each of two
+groups of warps makes half of the columns, so that the probabilities go through shared memory.  Of
+heads up to 192 the products leave out what blocks of 256 have more.
+
+The buffer holds grad_q in tiles of 16 x 8, the shape in which a warp holds a product: each addition
+of a thread is then 16 bytes, of a warp 512 in a row; those of heads of 128 go through shared memory
+and TMA.  Its rows are padded to whole tiles of
+queries, and so are those of the statistics.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..common import launches
+from ..common.attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
+from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from .fused_attention import at, describe, describe_row, width_of
+
+# Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1357 us (three stages 1354 to 1384), 16384
+# tokens 20519 (21807)
+_STAGES = 2
+
+# Bytes of queries, gradients and sums of those heads whose tiles of keys take turns; of the heads
+# of a group one counts.  Same, with additions of 8 bytes: 16384 tokens 20531 us (32 MB 21053, 64 MB
+# 21186, 128 MB 21327)
+_SHARE = 16 * 2**20
+
+_queries_of = gluon.jit(queries_of.fn)
+_padded_first = gluon.jit(padded_first.fn)
+
+
+@gluon.jit
+def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
+    """(batch, key head, first key, keys, first query, queries, tile, sequence) of a program."""
+    number = gl.program_id(0)
+    group = number // (section * tiles)
+    inside = number % (section * tiles)
+    count = gl.minimum(section, outers - group * section)
+    outer = group * section + inside % count
+    if VARLEN:
+        row = plan + (inside // count).to(gl.int64) * 8
+        return (0, outer, gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3),
+                gl.load(row + 4), gl.load(row + 5))  # fmt: skip
+    # the first keys are seen by most queries: longest first
+    return outer // heads, outer % heads, 0, rows, 0, other_rows, inside // count, 0
+
+
+@gluon.jit
+def _blocks_of(tile, keys, rows, window, BM: gl.constexpr, BN: gl.constexpr,
+               CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+    """Blocks of queries that see a tile of keys: [low, top), of which [full_low, full_high) see
+    all of it."""
+    last = gl.minimum(tile * BN + BN, keys) - 1
+    low, high, full_low, full_high = _queries_of(
+        tile * BN, last, rows, keys - rows, window, CAUSAL, WINDOW
+    )
+    low = gl.maximum(low, 0) // BM
+    top = gl.maximum((high + BM - 1) // BM, low)
+    # the last tile is not whole: all of it is masked
+    full_low = gl.where(tile * BN + BN > keys, top, (gl.maximum(full_low, 0) + BM - 1) // BM)
+    full_low = gl.minimum(gl.maximum(full_low, low), top)
+    # rows past the end have lse = +inf: only a window needs masks at the end
+    full_high = gl.minimum(gl.maximum(gl.maximum(full_high, 0) // BM, full_low), top)
+    if not WINDOW:
+        full_high = top
+    return low, top, full_low, full_high
+
+
+@gluon.jit
+def _add(sums, part, BM: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """Adds [BM, D] in memory, to rows of WIDTH, 16 bytes a thread: row 16 a + 8 b + c, column
+    2 d + e goes to place (a, d // 4, c, d % 4, b, e), as the registers of a product come.  Measured
+    as above: 4096 tokens 1357 us (8 bytes a thread 1379; without any addition, for comparison,
+    1239)."""
+    part = gl.permute(gl.reshape(part, [BM // 16, 2, 8, D // 2, 2]), (0, 2, 3, 1, 4))
+    even, odd = gl.split(part)
+    even_low, even_high = gl.split(even)
+    odd_low, odd_high = gl.split(odd)
+    L: gl.constexpr = even_low.type.layout
+    a = gl.arange(0, BM // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    c = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    d = gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    at = (sums + (a * (16 * WIDTH) + d // 4 * 128 + c * 16 + d % 4 * 4)).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "red.global.relaxed.gpu.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+        "=r,l,f,f,f,f", [at, even_low, odd_low, even_high, odd_high], gl.int32, False, 1,
+    )  # fmt: skip
+
+
+@builtin
+def _add_bulk(descriptor, coordinates, source, _semantic=None):
+    """Adds a block of shared memory in memory, by TMA; Gluon has no name for it of its own.  B 4,
+    H 16, causal, H200, 2026-11: heads of 128, 4096 tokens 1260 us (by threads 1362), 16384 tokens
+    19145 (20316); heads of 64 889 (818), so those are added by threads."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def _in_tiles(part):
+    """[64, 128] in the order of `_add`, as rows of 256."""
+    part = gl.permute(gl.reshape(part, [4, 2, 8, 16, 4, 2]), (0, 3, 2, 4, 1, 5))
+    return gl.reshape(part, [32, 256])
+
+
+@gluon.jit
+def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums, full, empty, count,
+          grad_q, block, tile, rows, keys, window, scale_log2,
+          BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+          MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+          GRAD_Q: gl.constexpr):  # fmt: skip
+    """One block of queries.  The additions to grad_q run under the product for grad_k; with CARRY
+    that product is left in flight, and the scores of the next block are under way behind it."""
+    MS: gl.constexpr = zero_s.type.layout
+    MK: gl.constexpr = acc_v.type.layout
+    CARRY: gl.constexpr = D <= 64  # with heads of 128 it would not fit in the registers
+    dtype: gl.constexpr = q.dtype
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    q_tile = q.index(stage)
+    g_tile = g.index(stage)
+    mbarrier.wait(full.index(stage), phase)
+    s_flight = warpgroup_mma(k, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    p_flight = warpgroup_mma(v, g_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    if CARRY:
+        acc_k = warpgroup_mma_wait(2, deps=[acc_k])
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=count > 0)
+    s = warpgroup_mma_wait(1, deps=[s_flight])
+    row_lse = lse.index(stage).load(gl.SliceLayout(0, MS))
+    p = gl.exp2(s * scale_log2 - row_lse[None, :])
+    if MASKED:
+        # counted from the first key of the tile; a row past the end has p = 0 by its lse
+        column = gl.arange(0, BN, layout=gl.SliceLayout(1, MS))[:, None]
+        position = gl.arange(0, BM, layout=gl.SliceLayout(0, MS))
+        position = position + (block * BM + keys - rows - tile * BN)
+        end = keys - tile * BN
+        if CAUSAL:
+            keep = column < gl.minimum(position + 1, end)[None, :]
+        elif WINDOW:
+            keep = column < gl.minimum(position + window, end)[None, :]
+        else:
+            keep = column < end
+        if WINDOW:
+            keep = keep & (column > (position - window)[None, :])
+        p = gl.where(keep, p, 0.0)
+    p_half = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, MK, 2))
+    grad_p = warpgroup_mma_wait(0, deps=[p_flight])
+    v_flight = warpgroup_mma(p_half, g_tile, acc_v, is_async=True)
+    row_delta = delta.index(stage).load(gl.SliceLayout(0, MS))
+    grad_s = (p * (grad_p - row_delta[None, :])).to(dtype)
+    if GRAD_Q:
+        ds.store(grad_s)
+        fence_async_shared()
+        if D == 128:
+            tma.store_wait(0)  # the last block's additions have read `part`
+        barrier()
+        q_flight = warpgroup_mma(ds.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
+    s_half = gl.convert_layout(grad_s, gl.DotOperandLayout(0, MK, 2))
+    k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
+    if GRAD_Q:
+        acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
+        if D == 128:
+            part.store(_in_tiles(part_q))
+            fence_async_shared()
+            barrier()
+            _add_bulk(sums, [grad_q + block * 32, 0], part)
+        else:
+            _add(grad_q + block.to(gl.int64) * (BM * D), part_q, BM, D, D)
+    else:
+        acc_v = warpgroup_mma_wait(1, deps=[v_flight])
+    if CARRY:
+        acc_k = k_flight
+    else:
+        acc_k = warpgroup_mma_wait(0, deps=[k_flight])
+        mbarrier.arrive(empty.index(stage))
+    return acc_k, acc_v
+
+
+@gluon.jit
+def _consumer(
+    q, g, k, v, lse, delta, ds, part, full, empty, kv_full, gk_desc, gv_desc, sums, grad_q, plan,
+    scale, window, tiles, outers, heads, section, n_q, n_k, padded,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, GRAD_Q: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
+    MK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    SPLIT: gl.constexpr = num_warps * 16 // BM if num_warps * 16 > BM else 1
+    MQ: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [num_warps // SPLIT, SPLIT], [16, D // SPLIT, 16]
+    )
+    CARRY: gl.constexpr = D <= 64
+    zero_s = gl.zeros([BN, BM], gl.float32, layout=MS)
+    zero_q = gl.zeros([BM, D], gl.float32, layout=MQ)
+    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
+        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+    )
+    if tile * BN < keys:
+        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
+        acc_k = gl.zeros([BN, D], gl.float32, layout=MK)
+        if CARRY:
+            acc_k = warpgroup_mma_init(acc_k)
+        acc_v = gl.zeros([BN, D], gl.float32, layout=MK)
+        scale_log2 = scale * 1.4426950408889634
+        place = _padded_first(first_q, sequence)
+        mbarrier.wait(kv_full, 0)
+        count = 0
+        for member in range(GROUP):
+            head = (batch * heads + kv_head) * GROUP + member
+            if D == 128:
+                grad_at = (head * padded + place) // 2  # rows of 256
+            else:
+                grad_at = grad_q
+                if GRAD_Q:
+                    grad_at += (head.to(gl.int64) * padded + place) * D
+            for block in range(low, full_low):
+                acc_k, acc_v = _step(
+                    acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums, full,
+                    empty, count, grad_at, block, tile, rows, keys, window, scale_log2,
+                    BM, BN, D, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                )  # fmt: skip
+                count += 1
+            for block in range(full_low, full_high):
+                acc_k, acc_v = _step(
+                    acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums, full,
+                    empty, count, grad_at, block, tile, rows, keys, window, scale_log2,
+                    BM, BN, D, STAGES, False, CAUSAL, WINDOW, GRAD_Q,
+                )  # fmt: skip
+                count += 1
+            if WINDOW:
+                for block in range(full_high, top):
+                    acc_k, acc_v = _step(
+                        acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums,
+                        full, empty, count, grad_at, block, tile, rows, keys, window, scale_log2,
+                        BM, BN, D, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                    )  # fmt: skip
+                    count += 1
+        if CARRY:
+            acc_k = warpgroup_mma_wait(0, deps=[acc_k])
+        barrier()
+        k.store((acc_k * scale).to(k.dtype))
+        v.store(acc_v.to(v.dtype))
+        fence_async_shared()
+        barrier()
+        where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
+        tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
+        tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _scores(rows, columns, zero, SIZE: gl.constexpr):
+    """rows [64, D] times columns [64, D], of which SIZE count; 192 takes two products."""
+    if SIZE == 192:
+        part = warpgroup_mma(
+            rows.slice(0, 128, dim=1), columns.slice(0, 128, dim=1).permute((1, 0)), zero,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        return warpgroup_mma(
+            rows.slice(128, 64, dim=1), columns.slice(128, 64, dim=1).permute((1, 0)), part,
+            is_async=True,
+        )  # fmt: skip
+    return warpgroup_mma(rows, columns.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _gather(weights, rows, acc, more, SIZE: gl.constexpr, NEW: gl.constexpr):
+    """acc + weights [64, 64] times rows [64, D]; of 192 columns the last 64 are `more`."""
+    if SIZE == 192:
+        acc = warpgroup_mma(weights, rows.slice(0, 128, dim=1), acc, use_acc=not NEW, is_async=True)
+        more = warpgroup_mma(
+            weights, rows.slice(128, 64, dim=1), more, use_acc=not NEW, is_async=True
+        )
+    else:
+        acc = warpgroup_mma(weights, rows, acc, use_acc=not NEW, is_async=True)
+    return acc, more
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    """What a product of 64 rows by two groups of warps begins with, half of the columns each."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, COLUMNS // 2, 16])
+    return gl.zeros([64, COLUMNS], gl.float32, layout=layout)
+
+
+@gluon.jit
+def _wide_step(acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse, delta, ps,
+               ds, full, empty, count, grad_q, block, tile, rows, keys, window, scale_log2,
+               D: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, STAGES: gl.constexpr,
+               MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+               GRAD_Q: gl.constexpr):  # fmt: skip
+    """One block of 64 queries against 64 keys.  Both groups of warps need all of p and of its
+    gradient, which go through shared memory; the products for grad_k and grad_v are left in flight,
+    and the scores of the next block are under way behind them."""
+    MS: gl.constexpr = zero_s.type.layout
+    OF_D: gl.constexpr = 2 if SIZE == 192 else 1  # products
+    OF_V: gl.constexpr = 2 if V_SIZE == 192 else 1
+    dtype: gl.constexpr = q.dtype
+    stage = count % STAGES
+    q_tile = q.index(stage)
+    g_tile = g.index(stage)
+    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+    s_flight = _scores(q_tile, k, zero_s, SIZE)
+    p_flight = _scores(g_tile, v, zero_s, V_SIZE)
+    if SIZE == 192 and V_SIZE == 192:
+        acc_k, more_k, acc_v, more_v = warpgroup_mma_wait(
+            OF_D + OF_V, deps=[acc_k, more_k, acc_v, more_v]
+        )
+    elif SIZE == 192:
+        acc_k, more_k, acc_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, more_k, acc_v])
+    elif V_SIZE == 192:
+        acc_k, acc_v, more_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, acc_v, more_v])
+    else:
+        acc_k, acc_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, acc_v])
+    # behind this, nobody reads ps and ds any more either
+    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=count > 0)
+    s = warpgroup_mma_wait(OF_V, deps=[s_flight])
+    row_lse = lse.index(stage).load(gl.SliceLayout(1, MS))
+    p = gl.exp2(s * scale_log2 - row_lse[:, None])
+    if MASKED:
+        # counted from the first key of the tile; a row past the end has p = 0 by its lse
+        column = gl.arange(0, 64, layout=gl.SliceLayout(0, MS))[None, :]
+        position = gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
+        position = position + (block * 64 + keys - rows - tile * 64)
+        end = keys - tile * 64
+        if CAUSAL:
+            keep = column < gl.minimum(position + 1, end)[:, None]
+        elif WINDOW:
+            keep = column < gl.minimum(position + window, end)[:, None]
+        else:
+            keep = column < end
+        if WINDOW:
+            keep = keep & (column > (position - window)[:, None])
+        p = gl.where(keep, p, 0.0)
+    ps.store(p.to(dtype))
+    grad_p = warpgroup_mma_wait(0, deps=[p_flight])
+    row_delta = delta.index(stage).load(gl.SliceLayout(1, MS))
+    ds.store((p * (grad_p - row_delta[:, None])).to(dtype))
+    fence_async_shared()
+    barrier()
+    if GRAD_Q:
+        part, more = _gather(ds, k, zero_q, zero_more, SIZE, True)
+    acc_v, more_v = _gather(ps.permute((1, 0)), g_tile, acc_v, more_v, V_SIZE, False)
+    acc_k, more_k = _gather(ds.permute((1, 0)), q_tile, acc_k, more_k, SIZE, False)
+    if GRAD_Q:
+        # the additions run under the other products
+        grad_q += block.to(gl.int64) * (64 * D)
+        if SIZE == 192:
+            part, more = warpgroup_mma_wait(OF_D + OF_V, deps=[part, more])
+            _add(grad_q, part, 64, 128, D)
+            _add(grad_q + 128 * 16, more, 64, 64, D)
+        else:
+            part = warpgroup_mma_wait(OF_D + OF_V, deps=[part])
+            _add(grad_q, part, 64, SIZE, D)
+    return acc_k, more_k, acc_v, more_v
+
+
+@gluon.jit
+def _give(tile, acc, more, scale, SIZE: gl.constexpr):
+    if SIZE == 192:
+        tile.slice(0, 128, dim=1).store((acc * scale).to(tile.dtype))
+        tile.slice(128, 64, dim=1).store((more * scale).to(tile.dtype))
+    else:
+        tile.store((acc * scale).to(tile.dtype))
+
+
+@gluon.jit
+def _wide_consumer(
+    q, g, k, v, lse, delta, ps, ds, full, empty, kv_full, gk_desc, gv_desc, grad_q, plan, scale,
+    window, tiles, outers, heads, section, n_q, n_k, padded,
+    D: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+    GRAD_Q: gl.constexpr,
+):  # fmt: skip
+    FIRST: gl.constexpr = 128 if SIZE == 192 else SIZE
+    V_FIRST: gl.constexpr = 128 if V_SIZE == 192 else V_SIZE
+    zero_s = _zeros(64)
+    zero_q = _zeros(FIRST)
+    zero_more = _zeros(64)
+    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
+        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+    )
+    if tile * 64 < keys:
+        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, 64, 64, CAUSAL, WINDOW)
+        acc_k = warpgroup_mma_init(_zeros(FIRST))
+        acc_v = warpgroup_mma_init(_zeros(V_FIRST))
+        more_k = 0
+        more_v = 0
+        if SIZE == 192:
+            more_k = warpgroup_mma_init(_zeros(64))
+        if V_SIZE == 192:
+            more_v = warpgroup_mma_init(_zeros(64))
+        scale_log2 = scale * 1.4426950408889634
+        place = _padded_first(first_q, sequence)
+        mbarrier.wait(kv_full, 0)
+        count = 0
+        for member in range(GROUP):
+            head = (batch * heads + kv_head) * GROUP + member
+            grad_at = grad_q
+            if GRAD_Q:
+                grad_at += (head.to(gl.int64) * padded + place) * D
+            for block in range(low, full_low):
+                acc_k, more_k, acc_v, more_v = _wide_step(
+                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
+                    delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys, window,
+                    scale_log2, D, SIZE, V_SIZE, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                )  # fmt: skip
+                count += 1
+            for block in range(full_low, full_high):
+                acc_k, more_k, acc_v, more_v = _wide_step(
+                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
+                    delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys, window,
+                    scale_log2, D, SIZE, V_SIZE, STAGES, False, CAUSAL, WINDOW, GRAD_Q,
+                )  # fmt: skip
+                count += 1
+            if WINDOW:
+                for block in range(full_high, top):
+                    acc_k, more_k, acc_v, more_v = _wide_step(
+                        acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
+                        delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys,
+                        window, scale_log2, D, SIZE, V_SIZE, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                    )  # fmt: skip
+                    count += 1
+        acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
+        if SIZE == 192:
+            more_k = warpgroup_mma_wait(0, deps=[more_k])
+        if V_SIZE == 192:
+            more_v = warpgroup_mma_wait(0, deps=[more_v])
+        barrier()
+        _give(k, acc_k, more_k, scale, SIZE)
+        _give(v, acc_v, more_v, 1.0, V_SIZE)
+        fence_async_shared()
+        barrier()
+        where = at(batch, kv_head, first_k, keys, tile * 64, VARLEN)
+        tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
+        tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(
+    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc,
+    v_desc, lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
+        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+    )
+    if tile * BN < keys:
+        low, top, _, _ = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
+        where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
+        mbarrier.expect(kv_full, BN * (D + V) * 2)
+        tma_load(k_desc, where, kv_full, reinterpret(k, k.dtype, k_desc.block_shape, k_desc.layout))
+        tma_load(v_desc, where, kv_full, reinterpret(v, v.dtype, v_desc.block_shape, v_desc.layout))
+        place = _padded_first(first_q, sequence)
+        count = 0
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            row = (batch * heads * GROUP + head) * padded + place
+            for block in range(low, top):
+                where = at(batch, head, first_q, rows, block * BM, VARLEN)
+                stage = count % STAGES
+                phase = ((count // STAGES) & 1) ^ 1
+                mbarrier.wait(empty.index(stage), phase)
+                mbarrier.expect(full.index(stage), BM * (D + V) * 2 + BM * 8)
+                tma_load(
+                    q_desc, where, full.index(stage),
+                    reinterpret(q.index(stage), q.dtype, q_desc.block_shape, q_desc.layout),
+                )  # fmt: skip
+                tma_load(lse_desc, [row + block * BM], full.index(stage), lse.index(stage))
+                tma_load(
+                    g_desc, where, full.index(stage),
+                    reinterpret(g.index(stage), g.dtype, g_desc.block_shape, g_desc.layout),
+                )  # fmt: skip
+                tma_load(delta_desc, [row + block * BM], full.index(stage), delta.index(stage))
+                count += 1
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "scale", "window", "tiles", "outers", "heads", "section", "n_q", "n_k", "padded",
+    ]
+)  # fmt: skip
+def _backward_hopper(
+    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q, plan,
+    scale, window, tiles, outers, heads, section, n_q, n_k, padded,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SIZE: gl.constexpr,
+    V_SIZE: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, VARLEN: gl.constexpr, GRAD_Q: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Two consumer warpgroups in step with each other, and a producer; `heads` are key heads."""
+    dtype: gl.constexpr = q_desc.dtype
+    WIDE: gl.constexpr = D > 128 or V > 128
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, V], dtype)
+    S_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(dtype, [STAGES, BM, D], SHARED)
+    g = gl.allocate_shared_memory(dtype, [STAGES, BM, V], V_SHARED)
+    k = gl.allocate_shared_memory(dtype, [BN, D], SHARED)
+    v = gl.allocate_shared_memory(dtype, [BN, V], V_SHARED)
+    ds = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(kv_full, count=1)
+    fence_async_shared()
+    barrier()
+    if WIDE:
+        ps = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
+        gl.warp_specialize(
+            [
+                (_wide_consumer, (
+                    q, g, k, v, lse, delta, ps, ds, full, empty, kv_full, gk_desc, gv_desc,
+                    grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded,
+                    D, SIZE, V_SIZE, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, GRAD_Q,
+                )),
+                (_producer, (
+                    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc, v_desc,
+                    lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k,
+                    padded, BM, BN, D, V, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        part = ds
+        if D == 128 and GRAD_Q:
+            part = gl.allocate_shared_memory(gl.float32, [32, 256], sums.layout)
+        gl.warp_specialize(
+            [
+                (_consumer, (
+                    q, g, k, v, lse, delta, ds, part, full, empty, kv_full, gk_desc, gv_desc, sums,
+                    grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded,
+                    BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, GRAD_Q, num_warps,
+                )),
+                (_producer, (
+                    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc, v_desc,
+                    lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k,
+                    padded, BM, BN, D, V, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tiles", "n_q", "heads", "padded", "scale"])
+def _round_kernel(
+    sums, grad_q, plan, scale, tiles, n_q, heads, padded, gq_batch, gq_head, gq_row,
+    D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """grad_q of a tile of BM queries, from its sums in tiles of 16 x 8."""
+    program = tl.program_id(0)
+    outer = program // tiles
+    batch, first_q, rows, _, _, tile, sequence = locate(
+        plan, program % tiles, tiles, outer // heads, n_q, n_q, VARLEN
+    )
+    if tile * BM >= rows:
+        return
+    head = (outer % heads).to(tl.int64)
+    r = tl.arange(0, BM)
+    d = tl.arange(0, WIDTH)
+    place = padded_first(first_q, sequence) + tile * BM
+    place = ((batch * heads + head) * padded + place) * WIDTH
+    place += (r // 16 * (16 * WIDTH) + r % 8 * 16 + r // 8 % 2 * 2)[:, None]
+    place += (d // 8 * 128 + d % 8 // 2 * 4 + d % 2)[None, :]
+    total = tl.load(sums + place) * scale
+    row = tile * BM + r
+    out = batch * gq_batch + head * gq_head + (first_q + row) * gq_row
+    tl.store(
+        grad_q + out[:, None] + d[None, :], total.to(grad_q.dtype.element_ty),
+        (row < rows)[:, None] & (d < D)[None, :],
+    )  # fmt: skip
+
+
+def _describe_sums(sums: torch.Tensor) -> TensorDescriptor:
+    """What is added to at once, 64 rows of 128 in tiles, lies in one piece: 32 rows of 256."""
+    rows = sums.numel() // 256
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    return TensorDescriptor(sums, [rows, 256], [256, 1], [32, 256], layout)
+
+
+def _counted(size: int, width: int) -> int:
+    """Columns that are multiplied of blocks of `width`."""
+    return 192 if 128 < size <= 192 else width
+
+
+def backward(
+    grad_o: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse2: torch.Tensor,
+    delta: torch.Tensor,
+    sums: torch.Tensor | None,
+    grads: tuple[torch.Tensor, ...],
+    sizes: Sizes,
+    causal: bool,
+    scale: float,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    window: int | None,
+) -> None:
+    """Writes the three `grads`; without `sums`, all but that of q."""
+    varlen, padded = sizes.varlen, lse2.shape[-1]
+    size, v_size = width_of(q.shape[-1]), width_of(v.shape[-1])
+    wide = max(size, v_size) > 128
+    if not wide:
+        size = v_size = max(size, v_size)
+    block, keys, stages = 64, 64 if wide else 128, _STAGES
+    n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
+    listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
+    section = min(outers, max(1, _SHARE // (sizes.rows * size * 8)))
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=False)
+        tiles = listed.shape[0]
+    launches.kernel(_backward_hopper, tiles * outers)(
+        describe(q, block, size, varlen), describe(grad_o, block, v_size, varlen),
+        describe(k, keys, size, varlen), describe(v, keys, v_size, varlen),
+        describe(grads[1], keys, size, varlen), describe(grads[2], keys, v_size, varlen),
+        describe_row(lse2, block), describe_row(delta, block),
+        _describe_sums(sums) if sums is not None and not wide and size == 128 else None,
+        sums, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section, n_q, n_k,
+        padded, BM=block, BN=keys, D=size, V=v_size, SIZE=_counted(q.shape[-1], size),
+        V_SIZE=_counted(v.shape[-1], v_size), STAGES=stages, GROUP=sizes.group,
+        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
+        num_warps=8,
+    )  # fmt: skip
+    if sums is None:
+        return
+    tiles = triton.cdiv(n_q, block)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        listed = plan(cu_seqlens_q, cu_seqlens_k, n_q, n_k, block)
+        tiles = listed.shape[0]
+    launches.kernel(_round_kernel, tiles * sizes.outer * heads)(
+        sums, grads[0], listed, scale, tiles, n_q, heads, padded, *strides(grads[0]),
+        D=q.shape[-1], WIDTH=size, BM=block, VARLEN=varlen, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The scores of lightning_indexer.py on Hopper (Gluon).
+
+The 64 rows of a wgmma are keys, which come by TMA, 64 at a time; its columns are the heads of up to
+four tokens, which stay in shared memory.  The sum over heads is one in registers.  Up to 128
+columns one warpgroup does everything, and others on its multiprocessor hide what it waits for; with
+256 there is room for one block, in which two warpgroups multiply and a warp asks for keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..common import gpu, launches, rows
+from ..common.gluon_names import barrier, reinterpret, tma_load
+from ..common.rows import BSND, PAGED, TND
+from .topk import EVERY
+
+KEYS_AT_ONCE = gl.constexpr(64)
+LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)
+_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+_within = gluon.jit(rows.within.fn)
+_rows_of = gluon.jit(rows.rows_of.fn)
+_keys_of = gluon.jit(rows.keys_of.fn)
+_sees = gluon.jit(rows.sees.fn)
+
+
+@gluon.jit
+def _request_of(row, act_q, tokens, requests, Q_TND: gl.constexpr, REQUESTS: gl.constexpr):
+    """rows.request_of"""
+    if Q_TND:
+        line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        r = gl.arange(0, REQUESTS, layout=line)
+        ends = _within(gl.load(act_q + r, mask=r < requests, other=0), tokens)
+        before = (r < requests) & (ends <= row)
+        return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
+    request = row // tokens
+    return request, request * tokens
+
+
+@gluon.jit
+def _part(
+    row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+    Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, HAS_Q: gl.constexpr,
+    HAS_K: gl.constexpr,
+):  # fmt: skip
+    """Of rows row .. end those of `request`, row .. stop: (how many rows and keys the request has,
+    its first key, stop, where this program's keys end that any of them sees)."""
+    asked = _rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
+    start, keys = _keys_of(request, act_k, reach, requests, KEYS, HAS_K)
+    stop = first + tokens
+    if Q_TND:
+        # one row at least, or prefix sums that fall would have no end
+        stop = gl.where(request < requests, gl.maximum(first + asked, row + 1), end)
+    stop = gl.minimum(stop, end)
+    last = gl.minimum(stop, first + asked) - 1
+    most = gl.where(last >= row, _sees(last - first, asked, keys, CAUSAL), 0)
+    return asked, keys, start, stop, gl.minimum(lo + per_chunk, most)
+
+
+@gluon.jit
+def _outer_of(
+    base, request, requests, reach, table, table_stride, pages, PAGE: gl.constexpr,
+    KEYS: gl.constexpr,
+):  # fmt: skip
+    """Of the next 32 tiles the key tensor's first index; negative where the page is absent.  The
+    number of keys is not yet known: this load and that of the number need not wait in turn."""
+    tile: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    pos = base + gl.arange(0, 32, layout=tile) * KEYS_AT_ONCE
+    if KEYS == PAGED:
+        entry = table + request.to(gl.int64) * table_stride + pos // PAGE
+        outer = gl.load(entry, mask=(pos < reach) & (request < requests), other=-1)
+        return gl.where((outer >= 0) & (outer < pages), outer, -1).to(gl.int32)
+    elif KEYS == BSND:
+        return pos * 0 + request
+    return pos * 0
+
+
+@gluon.jit
+def _pick(outer, i):
+    tile: gl.constexpr = outer.type.layout
+    return gl.sum(gl.where(gl.arange(0, 32, layout=tile) == i, outer, 0), 0)
+
+
+@gluon.jit
+def _finish(
+    s, weight, scores, sample, member, row, stop, first, asked, keys, n, there, first_row,
+    score_row, sample_row, R: gl.constexpr, CAUSAL: gl.constexpr, EVERY: gl.constexpr,
+):  # fmt: skip
+    """Sum products [64, columns] over the heads, store the scores of rows member, member + 1 .."""
+    s = gl.maximum(s, 0.0) * weight[None, :]
+    score = gl.sum(gl.reshape(s, [KEYS_AT_ONCE, R, s.shape[1] // R]), 2)
+    L: gl.constexpr = score.type.layout
+    pos = n + gl.arange(0, KEYS_AT_ONCE, layout=gl.SliceLayout(1, L))
+    member += gl.arange(0, R, layout=gl.SliceLayout(0, L))
+    seen = _sees(member - first, asked, keys, CAUSAL)
+    seen = gl.where((member >= row) & (member < stop), seen, 0)
+    # a NaN comes last, and only what is absent is -inf
+    score = gl.where(score > LEAST_SCORE, score, LEAST_SCORE)
+    score = gl.where(there, score, float("-inf"))
+    ok = pos[:, None] < seen[None, :]
+    at = (member - first_row).to(gl.int64)
+    gl.store(scores + (at * score_row)[None, :] + pos[:, None], score, mask=ok)
+    at = sample + (at * sample_row)[None, :] + (pos // EVERY)[:, None]
+    gl.store(at, score, mask=ok & (pos % EVERY == 0)[:, None])
+
+
+@gluon.jit
+def _ask(
+    key, k_tiles, full, outers, i, stage, wanted, lo, start, PAGE: gl.constexpr,
+    KEYS: gl.constexpr,
+):  # fmt: skip
+    """Tile i of a program's keys, into its place in the ring."""
+    outer = _pick(outers, i)
+    outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
+    inner = lo + i * KEYS_AT_ONCE
+    if KEYS == PAGED:
+        inner = inner % PAGE
+    elif KEYS == TND:
+        inner += start
+    bar = full.index(stage)
+    mbarrier.expect(bar, KEYS_AT_ONCE * k_tiles.shape[2] * 2, pred=wanted)
+    tma_load(
+        key, [outer, inner, 0], bar,
+        reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout), pred=wanted,
+    )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "count",
+        "chunks",
+        "per_chunk",
+        "table_stride",
+        "pages",
+    ]
+)
+def _scores(
+    q, key, weights, act_q, act_k, table, scores, sample, lengths,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
+    w_row, score_row, sample_row,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, EVERY: gl.constexpr,
+):  # fmt: skip
+    """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
+    among the rows."""
+    D: gl.constexpr = key.block_shape[2]
+    COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
+    H_TILE: gl.constexpr = COLUMNS // ROWS
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
+    q_tile = gl.allocate_shared_memory(key.dtype, [COLUMNS, D], tile)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
+    for each in gl.static_range(STAGES):
+        mbarrier.init(full.index(each), count=1)
+    mbarrier.init(q_full.index(0), count=1)
+    fence_async_shared()
+    barrier()
+    program = gl.program_id(0)
+    lo = program % chunks * per_chunk
+    row = first_row + program // chunks * ROWS
+    end = gl.minimum(row + ROWS, first_row + count)
+    gdc_launch_dependents()
+    gdc_wait()
+    mbarrier.expect(q_full.index(0), COLUMNS * D * 2)
+    tma_load(q, [row, 0, 0], q_full.index(0), reinterpret(q_tile, q.dtype, q.block_shape, q.layout))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
+    h = column % H_TILE
+    owner = (row + column // H_TILE).to(gl.int64)
+    weight = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
+    weight = weight.to(gl.float32)
+    zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
+    own = row
+    done = 0
+    while row < end:
+        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        outers = _outer_of(lo, request, requests, reach, table, table_stride, pages, PAGE, KEYS)
+        asked, keys, start, stop, hi = _part(
+            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
+        )  # fmt: skip
+        tiles = gl.maximum(hi - lo + KEYS_AT_ONCE - 1, 0) // KEYS_AT_ONCE
+        for each in gl.static_range(STAGES):
+            _ask(key, k_tiles, full, outers, each, (done + each) % STAGES, each < tiles, lo,
+                 start, PAGE, KEYS)  # fmt: skip
+        if lo == 0:
+            lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+            member = row + gl.arange(0, 32, layout=lane)
+            gl.store(lengths + member - first_row, _sees(member - first, asked, keys, CAUSAL),
+                     mask=member < stop)  # fmt: skip
+        mbarrier.wait(q_full.index(0), 0)
+        for i in range(tiles):
+            stage = (done + i) % STAGES
+            mbarrier.wait(full.index(stage), ((done + i) // STAGES) & 1)
+            s = warpgroup_mma(
+                k_tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True
+            )
+            there = _pick(outers, i) >= 0
+            s = warpgroup_mma_wait(0, deps=[s])
+            barrier()  # done in every warp: the tile is free
+            _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo, start,
+                 PAGE, KEYS)  # fmt: skip
+            _finish(s, weight, scores, sample, own, row, stop, first, asked, keys,
+                    lo + i * KEYS_AT_ONCE, there, first_row, score_row, sample_row, ROWS, CAUSAL,
+                    EVERY)  # fmt: skip
+        done += tiles
+        row = stop
+
+
+@gluon.jit
+def _load(
+    key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table, tokens, requests,
+    reach, table_stride, pages, row, end, lo, per_chunk, first_row,
+    PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+):  # fmt: skip
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    D: gl.constexpr = k_tiles.shape[2]
+    gdc_launch_dependents()
+    gdc_wait()
+    mbarrier.expect(q_full.index(0), 2 * q_tiles.shape[1] * D * 2)
+    for part in gl.static_range(2):
+        tma_load(
+            q, [row + part * q.block_shape[0], 0, 0], q_full.index(0),
+            reinterpret(q_tiles.index(part), q.dtype, q.block_shape, q.layout),
+        )  # fmt: skip
+    count = 0
+    while row < end:
+        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        asked, keys, start, stop, hi = _part(
+            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
+        )  # fmt: skip
+        if lo == 0:
+            member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            gl.store(lengths + member - first_row, _sees(member - first, asked, keys, CAUSAL),
+                     mask=member < stop)  # fmt: skip
+        for base in range(lo, hi, 32 * KEYS_AT_ONCE):
+            outers = _outer_of(
+                base, request, requests, reach, table, table_stride, pages, PAGE, KEYS
+            )
+            for i in range(0, gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)):
+                stage = count % STAGES
+                bar = full.index(stage)
+                outer = _pick(outers, i)
+                outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
+                inner = base + i * KEYS_AT_ONCE
+                if KEYS == PAGED:
+                    inner = inner % PAGE
+                elif KEYS == TND:
+                    inner += start
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, KEYS_AT_ONCE * D * 2)
+                tma_load(
+                    key, [outer, inner, 0], bar,
+                    reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout),
+                )  # fmt: skip
+                count += 1
+        row = stop
+
+
+@gluon.jit
+def _multiply(
+    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k, table,
+    tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk, first_row, w_row,
+    score_row, sample_row,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, EVERY: gl.constexpr,
+    PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup GROUP of two takes every other tile."""
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    COLUMNS: gl.constexpr = q_tiles.shape[1]
+    R: gl.constexpr = ROWS // 2
+    H_TILE: gl.constexpr = COLUMNS // R
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    gdc_wait()
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
+    h = column % H_TILE
+    owner = (row + column // H_TILE).to(gl.int64)
+    weight0 = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
+    weight0 = weight0.to(gl.float32)
+    owner += R
+    weight1 = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
+    weight1 = weight1.to(gl.float32)
+    zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
+    own = row
+    q0 = q_tiles.index(0).permute([1, 0])
+    q1 = q_tiles.index(1).permute([1, 0])
+    mbarrier.wait(q_full.index(0), 0)
+    count = 0
+    while row < end:
+        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        asked, keys, _start, stop, hi = _part(
+            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
+            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
+        )  # fmt: skip
+        for base in range(lo, hi, 32 * KEYS_AT_ONCE):
+            outers = _outer_of(
+                base, request, requests, reach, table, table_stride, pages, PAGE, KEYS
+            )
+            tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
+            for i in range((GROUP - count) & 1, tiles, 2):
+                stage = (count + i) % STAGES
+                n = base + i * KEYS_AT_ONCE
+                there = _pick(outers, i) >= 0
+                mbarrier.wait(full.index(stage), ((count + i) // STAGES) & 1)
+                k_tile = k_tiles.index(stage)
+                s0 = warpgroup_mma(k_tile, q0, zero, use_acc=False, is_async=True)
+                s1 = warpgroup_mma(k_tile, q1, zero, use_acc=False, is_async=True)
+                s0 = warpgroup_mma_wait(1, deps=[s0])
+                _finish(s0, weight0, scores, sample, own, row, stop, first, asked, keys, n,
+                        there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
+                s1 = warpgroup_mma_wait(0, deps=[s1])
+                barrier()
+                mbarrier.arrive(empty.index(stage))
+                _finish(s1, weight1, scores, sample, own + R, row, stop, first, asked, keys, n,
+                        there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
+            count += tiles
+        row = stop
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tokens",
+        "requests",
+        "reach",
+        "count",
+        "chunks",
+        "per_chunk",
+        "table_stride",
+        "pages",
+    ]
+)
+def _scores_shared(
+    q, key, weights, act_q, act_k, table, scores, sample, lengths,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
+    w_row, score_row, sample_row,
+    HEADS: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, EVERY: gl.constexpr,
+):  # fmt: skip
+    """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
+    D: gl.constexpr = key.block_shape[2]
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
+    k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
+    COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
+    q_tiles = gl.allocate_shared_memory(key.dtype, [2, COLUMNS, D], tile)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    mbarrier.init(q_full.index(0), count=1)
+    fence_async_shared()
+    barrier()
+    program = gl.program_id(0)
+    lo = program % chunks * per_chunk
+    row = first_row + program // chunks * ROWS
+    end = gl.minimum(row + ROWS, first_row + count)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k,
+                table, tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk,
+                first_row, w_row, score_row, sample_row, gl.constexpr(0), HEADS, ROWS, EVERY,
+                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+            )),
+            (_multiply, (
+                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k,
+                table, tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk,
+                first_row, w_row, score_row, sample_row, gl.constexpr(1), HEADS, ROWS, EVERY,
+                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+            )),
+            (_load, (
+                key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table,
+                tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk, first_row,
+                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+            )),
+        ],
+        [4, 1], [232, 40],
+    )  # fmt: skip
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """As TMA wants it: in units of 16 bytes."""
+    steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in steps)
+
+
+def suits(q: Tensor, key: Tensor, layout_key: str) -> bool:
+    """q [rows, N, D]; the heads fit in a wgmma, and a tile of keys lies on one page."""
+    heads, dim = q.shape[1:]
+    paged = layout_key == "PA_BSND"
+    return (
+        gpu.is_hopper(q.device)
+        and q.dtype in _DTYPES
+        and heads <= 128
+        and dim in (64, 128)
+        and key.numel() > 0
+        and not (paged and key.shape[1] % 64)
+        and _aligned(q)
+        and _aligned(key)
+    )
+
+
+def _describe(
+    tensor: Tensor, shape: list[int], steps: list[int], block: list[int]
+) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    steps = [step if size > 1 else 8 for step, size in zip(steps, shape, strict=True)]
+    return TensorDescriptor(tensor, shape, [*steps[:-1], 1], block, layout)
+
+
+def _cut(groups: int, reach: int, columns: int, processors: int) -> tuple[int, int]:
+    """(tiles in the ring, keys a program).  Few keys a program as long as all programs run at once,
+    four on a multiprocessor with 64 columns, two with 128.  One H200, 2026-11, 64 heads x 128, 64K
+    keys, microseconds of the scores alone: of 4 rows 19.4 with 512 keys, 20.1 with 1024; of 32 and
+    128 131.2 and 506.7 with 1024, 131.3 and 510.4 with 2048; of 128 requests' two rows each 539
+    with 1024 and 2 tiles, 556 with 2048, 640 with 2048 and 3 tiles."""
+    if columns > 128:
+        return 8, 4096
+    if columns > 64:
+        return (4, 256) if groups * triton.cdiv(reach, 256) <= 2 * processors else (2, 1024)
+    for keys in (128, 256, 512):
+        if groups * triton.cdiv(reach, keys) <= 4 * processors:
+            return 2, keys
+    return 2, 1024
+
+
+def launch(
+    q: Tensor, key: Tensor, weights: Tensor, scores: Tensor, sample: Tensor, lengths: Tensor,
+    plan: rows.Plan, layout_key: str, shared: int, first: int, count: int,
+) -> None:  # fmt: skip
+    """Scores of `count` rows from row `first` on, `shared` to a program, and every EVERY-th of
+    them once more as a sample."""
+    heads, dim = q.shape[1:]
+    h_tile = max(16, triton.next_power_of_2(heads))
+    columns = shared * h_tile
+    outer, inner = rows.strides(key, layout_key)
+    tall, wide = (1, key.shape[0]) if layout_key == "TND" else key.shape[:2]
+    groups = triton.cdiv(count, shared)
+    parts = 2 if columns > 128 else 1
+    reach = max(plan.reach, 1)
+    stages, per_chunk = _cut(groups, reach, columns, gpu.processors(q.device))
+    chunks = triton.cdiv(reach, per_chunk)
+    launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(
+        _describe(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
+        _describe(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
+        weights, scores=scores, sample=sample, lengths=lengths, first_row=first, count=count,
+        chunks=chunks, per_chunk=per_chunk, w_row=weights.stride(0), score_row=scores.stride(0),
+        sample_row=sample.stride(0), **plan.arguments, **plan.constants, HEADS=heads, ROWS=shared,
+        STAGES=stages, EVERY=EVERY, num_warps=4, launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The joined products of nz_matmul on Hopper (Gluon): NZ tiles go by TMA straight to wgmma.
+
+A block of an NZ weight is [columns / 16, K, 16]; copied with the 32-byte swizzle, its bytes in
+shared memory are a [columns, K] operand whose columns are the contiguous side, so nothing is ever
+rearranged.  The product is computed transposed, [columns, tokens], with the tokens as the short
+side.  A program asks for as many weight tiles as its shared memory holds before it waits for the
+kernel that writes x: that hides the end of that kernel, and the start of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..common import launches
+from ..common.gluon_names import barrier, reinterpret, tma_load
+from ..common.tiling import Tiling
+from .rotation import pass_on, rotate
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@gluon.jit
+def _fetch(
+    w, block, FIRST: gl.constexpr, END: gl.constexpr, COLUMNS: gl.constexpr, k, bar, tile, wanted
+):  # fmt: skip
+    """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
+    if END > FIRST:
+        mine = (block >= FIRST) & (block < END) & wanted
+        panel = (block - FIRST) * (COLUMNS // 16)
+        tma_load(w, [panel, k, 0], bar, tile, pred=mine)
+
+
+@gluon.jit
+def _store(
+    acc, out, tokens, token, block, run,
+    N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, N3: gl.constexpr,
+    B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
+    COLUMNS: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """out[run, t, column] = acc [COLUMNS, TOKENS]: the block's own columns, of tokens there are."""
+    COLUMN_THREADS: gl.constexpr = min(32, COLUMNS // 4)
+    along: gl.constexpr = gl.BlockedLayout(
+        [4, 1], [COLUMN_THREADS, 32 // COLUMN_THREADS], [1, gl.num_warps()], [0, 1]
+    )
+    base = 0
+    begin = 0
+    size = N0
+    if N1 > 0:
+        base = gl.where(block >= B0, N0, base)
+        begin = gl.where(block >= B0, B0, begin)
+        size = gl.where(block >= B0, N1, size)
+    if N2 > 0:
+        base = gl.where(block >= B1, N0 + N1, base)
+        begin = gl.where(block >= B1, B1, begin)
+        size = gl.where(block >= B1, N2, size)
+    if N3 > 0:
+        base = gl.where(block >= B2, N0 + N1 + N2, base)
+        begin = gl.where(block >= B2, B2, begin)
+        size = gl.where(block >= B2, N3, size)
+    n = (block - begin) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, along))
+    t = token + gl.arange(0, TOKENS, gl.SliceLayout(0, along))
+    at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2 + N3) + base
+    result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
+    gl.store(
+        out + at[None, :] + n[:, None], result, mask=(n < size)[:, None] & (t < tokens)[None, :]
+    )
+
+
+@gluon.jit(do_not_specialize=["tokens", "ahead"])
+def _product(
+    x, w0, w1, w2, w3, out, sin, cos, tokens, ahead,
+    RUN: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
+    N3: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, K_TILE: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
+    HEAD: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    B0: gl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
+    B1: gl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
+    B2: gl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
+    B3: gl.constexpr = B2 + (N3 + COLUMNS - 1) // COLUMNS
+    BYTES: gl.constexpr = (COLUMNS + TOKENS) * K_TILE * 2
+    CHUNKS: gl.constexpr = RUN // K_TILE  # past the end of K, a copy fills in zeros
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS // 16, K_TILE, 16], w0.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, K_TILE], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(STAGES):
+        mbarrier.init(full.index(each), count=1)
+    fence_async_shared()
+    barrier()
+
+    program = gl.program_id(0)
+    run = gl.program_id(1)
+    first = program // (GROUP * B3) * GROUP
+    height = gl.minimum((tokens + TOKENS - 1) // TOKENS - first, GROUP)
+    token = (first + program % (GROUP * B3) % height) * TOKENS
+    block = program % (GROUP * B3) // height
+    lo = run * RUN
+
+    # the first `ahead` weights, as far as they fit; then x, once it is there
+    for i in range(ahead):
+        k = lo + i * K_TILE
+        bar = full.index(i)
+        mbarrier.expect(bar, BYTES)
+        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tiles.index(i), True)
+        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(i), True)
+        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(i), True)
+        _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(i), True)
+    if FIRST:
+        gdc_wait()
+        gdc_launch_dependents()
+    else:
+        gdc_launch_dependents()
+        if not LATE:
+            gdc_wait()
+    for i in range(ahead):
+        tma_load(x, [token, lo + i * K_TILE], full.index(i), x_tiles.index(i))
+
+    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
+    summed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 16]
+    )
+    acc = gl.zeros([COLUMNS, TOKENS], gl.float32, summed)
+    for i in range(CHUNKS):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        w_tile = reinterpret(w_tiles.index(stage), x.dtype, [COLUMNS, K_TILE], columns_first)
+        acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute([1, 0]), acc, is_async=True)
+        # the product before is done in every warp, its tiles are free
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        barrier()
+        later = i + STAGES - 1
+        wanted = (i > 0) & (later < CHUNKS)
+        free = later % STAGES
+        k = lo + later * K_TILE
+        bar = full.index(free)
+        mbarrier.expect(bar, BYTES, pred=wanted)
+        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        tma_load(x, [token, k], bar, x_tiles.index(free), pred=wanted)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+
+    if HEAD > 0:
+        # 64 columns at a time, through shared memory; the first ones of a head are rotated
+        PARTS: gl.constexpr = COLUMNS // 64
+        whole: gl.constexpr = [STAGES * K_TILE // COLUMNS, TOKENS, COLUMNS]
+        parts: gl.constexpr = [STAGES * K_TILE // 64, TOKENS, 64]
+        barrier()  # the last product is done in every warp, not only in this one
+        result = reinterpret(x_tiles, x.dtype, whole, x.layout).index(0)
+        result.permute([1, 0]).store(acc.to(out.dtype.element_ty))
+        barrier()
+        for part in gl.static_range(PARTS):
+            tile = reinterpret(x_tiles, x.dtype, parts, x.layout).index(part)
+            number = block * PARTS + part
+            at = out + number * 64
+            if number % (HEAD // 64) == 0:
+                rotate(tile, at, N0, sin, cos, token, tokens, TOKENS, INTERLEAVED)
+            else:
+                pass_on(tile, at, N0, token, tokens, TOKENS)
+    else:
+        _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, COLUMNS, TOKENS)
+    if LATE:
+        gdc_wait()
+
+
+def describe(weight: Tensor, depth: int, size: int, columns: int, k: int) -> TensorDescriptor:
+    """Blocks [columns / 16, k, 16] of an NZ weight [depth, size]."""
+    layout = gl.NVMMASharedLayout(32, 16, rank=3)
+    shape, block = [max(size, 16) // 16, depth, 16], [columns // 16, k, 16]
+    return TensorDescriptor(weight, shape, [depth * 16, 16, 1], block, layout)
+
+
+def describe_rows(tensor: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
+    """Blocks of a contiguous matrix."""
+    layout = gl.NVMMASharedLayout(min(128, 2 * block[1]), 16, rank=2)
+    return TensorDescriptor(tensor, [rows, columns], [columns, 1], block, layout)
+
+
+def suits(x: Tensor, weights: Sequence[Tensor], formats: Sequence[bool]) -> bool:
+    """All weights NZ, in half precision, and aligned as TMA wants it."""
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in [x, *weights])
+    return x.dtype in DTYPES and all(formats) and aligned
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The product is heads of `size` columns; the first 64 of each are rotated."""
+
+    size: int
+    sin: Tensor
+    cos: Tensor
+    interleaved: bool
+
+
+def launch(
+    x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], out: Tensor, run: int, grid: int,
+    tiling: Tiling, *, first: bool = False, forked: bool = False, late: bool = False,
+    turn: Turn | None = None,
+) -> None:  # fmt: skip
+    """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight.
+    `late`: the kernel before is none that x comes from, so it is waited for at the end."""
+    tokens, depth = x.shape
+    chunks = run // tiling.k
+    described = [
+        describe(weight, depth, size, tiling.columns, tiling.k)
+        for weight, size in zip(weights, sizes, strict=True)
+    ]
+    launches.kernel(_product, grid, out.shape[0])(
+        describe_rows(x, tokens, depth, [tiling.tokens, tiling.k]), *described,
+        out, turn and turn.sin, turn and turn.cos,
+        tokens, min(chunks, tiling.stages),
+        RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
+        TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k,
+        STAGES=min(max(chunks, 2), tiling.stages), GROUP=tiling.group, FIRST=first, LATE=late,
+        HEAD=turn.size if turn else 0, INTERLEAVED=turn is not None and turn.interleaved,
+        num_warps=tiling.warps, launch_pdl=not forked,
+    )  # fmt: skip

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The query heads on Hopper (Gluon), one program a head and a block of tokens.
+
+_query    up to 256 tokens: from c to the head's outputs; w_uq_qr and w_uk pass through one ring
+_absorb   more: absorption and rotation of what a product made.  The head's whole w_uk is asked
+          for before that product has ended; then one wgmma a block of columns, whose result
+          leaves by TMA while the next one runs
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..common import gpu, launches
+from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ..common.tiling import power_of_two
+from .nz_matmul import DTYPES, describe, describe_rows
+from .rotation import rotate
+
+COLUMNS = 128
+
+
+@gluon.jit
+def _rotate(
+    q, out, sin, cos, head, token, tokens, HEADS: gl.constexpr, DN: gl.constexpr, D: gl.constexpr,
+    TOTAL: gl.constexpr, TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """out[t, head] = the head's last D columns, rotated."""
+    HALF: gl.constexpr = D // 2
+    flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // HALF, HALF], [gl.num_warps(), 1], [1, 0])
+    t = (token + gl.arange(0, TOKENS, gl.SliceLayout(1, flat)))[:, None]
+    i = gl.arange(0, HALF, gl.SliceLayout(0, flat))[None, :]
+    ok = (t < tokens) & (i >= 0)
+    t = t.to(gl.int64)
+    at = q + t * TOTAL + head * (DN + D) + DN
+    if INTERLEAVED:
+        left = gl.load(at + 2 * i, mask=ok, other=0.0).to(gl.float32)
+        right = gl.load(at + 2 * i + 1, mask=ok, other=0.0).to(gl.float32)
+    else:
+        left = gl.load(at + i, mask=ok, other=0.0).to(gl.float32)
+        right = gl.load(at + i + HALF, mask=ok, other=0.0).to(gl.float32)
+    angle = t * D + i
+    low = left * gl.load(cos + angle, mask=ok, other=0.0).to(gl.float32)
+    low -= right * gl.load(sin + angle, mask=ok, other=0.0).to(gl.float32)
+    high = right * gl.load(cos + angle + HALF, mask=ok, other=0.0).to(gl.float32)
+    high += left * gl.load(sin + angle + HALF, mask=ok, other=0.0).to(gl.float32)
+    at = out + (t * HEADS + head) * D + i
+    gl.store(at, low.to(out.dtype.element_ty), mask=ok)
+    gl.store(at + HALF, high.to(out.dtype.element_ty), mask=ok)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def _absorb(
+    q_blocks, w_blocks, out_blocks, q, query_rope, sin, cos, tokens,
+    HEADS: gl.constexpr, DN: gl.constexpr, D: gl.constexpr, R: gl.constexpr, TOTAL: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_blocks.dtype
+    TOKENS: gl.constexpr = q_blocks.block_shape[0]
+    WIDE: gl.constexpr = w_blocks.block_shape[1]
+    PARTS: gl.constexpr = R // WIDE
+    head = gl.program_id(0)
+    token = gl.program_id(1) * TOKENS
+    w_tiles = gl.allocate_shared_memory(dtype, [PARTS, DN, WIDE], w_blocks.layout)
+    q_tile = gl.allocate_shared_memory(dtype, [TOKENS, DN], q_blocks.layout)
+    out_tile = gl.allocate_shared_memory(dtype, [TOKENS, WIDE], out_blocks.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [PARTS + 1, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(PARTS + 1):
+        mbarrier.init(bars.index(part), count=1)
+    fence_async_shared()
+    barrier()
+    for part in gl.static_range(PARTS):
+        bar = bars.index(part)
+        mbarrier.expect(bar, DN * WIDE * 2)
+        tma_load(w_blocks, [head * DN, part * WIDE], bar, w_tiles.index(part))
+    gdc_launch_dependents()
+    gdc_wait()
+    there = bars.index(PARTS)
+    mbarrier.expect(there, TOKENS * DN * 2)
+    tma_load(q_blocks, [token, head * (DN + D)], there, q_tile)
+    _rotate(q, query_rope, sin, cos, head, token, tokens, HEADS, DN, D, TOTAL, TOKENS, INTERLEAVED)
+
+    summed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDE, 16]
+    )
+    mbarrier.wait(there, 0)
+    for part in gl.static_range(PARTS):
+        mbarrier.wait(bars.index(part), 0)
+        acc = gl.zeros([TOKENS, WIDE], gl.float32, summed)
+        acc = warpgroup_mma(q_tile, w_tiles.index(part), acc)
+        tma.store_wait(0)
+        out_tile.store(acc.to(dtype))
+        fence_async_shared()
+        tma_store(out_blocks, [token, head * R + part * WIDE], out_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _ask(w, c, w_tiles, c_tiles, full, step, wanted, head, token):
+    """Three blocks of w_uq_qr and one of c, for step `step`, into its place in the ring."""
+    STAGES: gl.constexpr = c_tiles.shape[0]
+    TOKENS: gl.constexpr = c_tiles.shape[1]
+    K_TILE: gl.constexpr = c_tiles.shape[2]
+    stage = step % STAGES
+    bar = full.index(stage)
+    k = step * K_TILE
+    mbarrier.expect(bar, (3 * 64 + TOKENS) * K_TILE * 2, pred=wanted)
+    for i in gl.static_range(3):
+        panel = (head * 3 + i) * 4
+        tma_load(w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=wanted)
+    tma_load(c, [token, k], bar, c_tiles.index(stage), pred=wanted)
+
+
+@gluon.jit
+def _ask_last(
+    w_uk, w_tiles, c_tiles, full, step, head, CHUNKS: gl.constexpr, LAST: gl.constexpr
+):  # fmt: skip
+    """Two blocks of w_uk, for step `step` of the LAST ones: twice 64 columns, or the upper and the
+    lower half of 64 columns."""
+    STAGES: gl.constexpr = c_tiles.shape[0]
+    K_TILE: gl.constexpr = c_tiles.shape[2]
+    stage = step % STAGES
+    bar = full.index(stage)
+    wanted = step < CHUNKS + LAST
+    mbarrier.expect(bar, 2 * 64 * K_TILE * 2, pred=wanted)
+    for i in gl.static_range(2):
+        tile = reinterpret(w_tiles.index(stage * 3 + i), w_uk.dtype, [K_TILE, 64], w_uk.layout)
+        row = head * 128 + (i * 64 if K_TILE == 64 else 0)
+        column = (step - CHUNKS) * K_TILE + (0 if K_TILE == 64 else i * 64)
+        tma_load(w_uk, [row, column], bar, tile, pred=wanted)
+
+
+@gluon.jit
+def _step(w_tiles, c_tiles, full, i, a, b, turned):
+    """The three products of step i; when it returns, those of the step before are done in every
+    warp, and its tiles are free."""
+    STAGES: gl.constexpr = c_tiles.shape[0]
+    K_TILE: gl.constexpr = c_tiles.shape[2]
+    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
+    stage = i % STAGES
+    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    c_tile = c_tiles.index(stage).permute([1, 0])
+    w_tile = reinterpret(w_tiles.index(stage * 3), c_tiles.dtype, [64, K_TILE], columns_first)
+    a = warpgroup_mma(w_tile, c_tile, a, is_async=True)
+    w_tile = reinterpret(w_tiles.index(stage * 3 + 1), c_tiles.dtype, [64, K_TILE], columns_first)
+    b = warpgroup_mma(w_tile, c_tile, b, is_async=True)
+    w_tile = reinterpret(w_tiles.index(stage * 3 + 2), c_tiles.dtype, [64, K_TILE], columns_first)
+    turned = warpgroup_mma(w_tile, c_tile, turned, is_async=True)
+    a, b, turned = warpgroup_mma_wait(num_outstanding=3, deps=(a, b, turned))
+    barrier()
+    return a, b, turned
+
+
+@gluon.jit
+def _place(c_tiles, i: gl.constexpr):
+    """The i-th [TOKENS, 64] of the tiles of c."""
+    HALVES: gl.constexpr = c_tiles.shape[2] // 64
+    shape: gl.constexpr = [HALVES, c_tiles.shape[1], 64]
+    tile = reinterpret(c_tiles.index(i // HALVES), c_tiles.dtype, shape, c_tiles.layout)
+    return tile.index(i % HALVES)
+
+
+@gluon.jit
+def _times(q, w, acc, SWAP: gl.constexpr):
+    """acc + q w, transposed if SWAP."""
+    if SWAP:
+        return warpgroup_mma(w.permute([1, 0]), q.permute([1, 0]), acc, is_async=True)
+    else:
+        return warpgroup_mma(q, w, acc, is_async=True)
+
+
+@gluon.jit
+def _put(out, place, SWAP: gl.constexpr):
+    if SWAP:
+        place.permute([1, 0]).store(out.to(place.dtype))
+    else:
+        place.store(out.to(place.dtype))
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def _query(
+    c, w, w_uk, query, query_rope, sin, cos, tokens,
+    HEADS: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """A head from c to its outputs: the last 64 columns of c W are rotated, the first 128 absorbed.
+    Transposed, [columns, tokens], but for the absorption of many tokens.  Eight warps halve the
+    tokens, not the columns."""
+    dtype: gl.constexpr = c.dtype
+    TOKENS: gl.constexpr = c.block_shape[0]
+    K_TILE: gl.constexpr = c.block_shape[1]
+    LAST: gl.constexpr = R // K_TILE
+    SWAP: gl.constexpr = TOKENS < 64
+    head = gl.program_id(0)
+    token = gl.program_id(1) * TOKENS
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, K_TILE, 16], w.layout)
+    c_tiles = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, K_TILE], c.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(STAGES):
+        mbarrier.init(full.index(each), count=1)
+    fence_async_shared()
+    barrier()
+    for each in gl.static_range(STAGES):
+        mbarrier.expect(full.index(each), (3 * 64 + TOKENS) * K_TILE * 2)
+        for part in gl.static_range(3):
+            panel = (head * 3 + part) * 4
+            tma_load(w, [panel, each * K_TILE, 0], full.index(each), w_tiles.index(each * 3 + part))
+    gdc_launch_dependents()
+    gdc_wait()
+    for each in gl.static_range(STAGES):
+        tma_load(c, [token, each * K_TILE], full.index(each), c_tiles.index(each))
+
+    GROUPS: gl.constexpr = gl.num_warps() // 4
+    summed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, TOKENS // GROUPS, 16]
+    )
+    a = gl.zeros([64, TOKENS], gl.float32, summed)
+    b = gl.zeros([64, TOKENS], gl.float32, summed)
+    turned = gl.zeros([64, TOKENS], gl.float32, summed)
+    for i in range(CHUNKS - STAGES + 1):
+        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned)
+        _ask(w, c, w_tiles, c_tiles, full, i + STAGES - 1, i > 0, head, token)
+    for i in range(CHUNKS - STAGES + 1, CHUNKS):
+        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned)
+        _ask_last(w_uk, w_tiles, c_tiles, full, i + STAGES - 1, head, CHUNKS, LAST)
+    a, b, turned = warpgroup_mma_wait(num_outstanding=0, deps=(a, b, turned))
+    barrier()
+    _ask_last(w_uk, w_tiles, c_tiles, full, CHUNKS - 1 + STAGES, head, CHUNKS, LAST)
+
+    # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
+    _put(a, _place(c_tiles, 0), True)
+    _put(b, _place(c_tiles, 1), True)
+    _put(turned, _place(c_tiles, 2), True)
+    fence_async_shared()
+    barrier()
+    rotate(
+        _place(c_tiles, 2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS,
+        INTERLEAVED,
+    )  # fmt: skip
+    shape: gl.constexpr = [64, TOKENS] if SWAP else [TOKENS, 64]
+    absorbed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4 * GROUPS, 1], instr_shape=[16, TOKENS if SWAP else 64, 16]
+    )
+    for last in range(LAST):
+        step = CHUNKS + last
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        one = reinterpret(w_tiles.index(stage * 3), dtype, [K_TILE, 64], w_uk.layout)
+        two = reinterpret(w_tiles.index(stage * 3 + 1), dtype, [K_TILE, 64], w_uk.layout)
+        column = head * R + last * K_TILE
+        if K_TILE == 64:
+            out = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
+            out = _times(c_tiles.index(1), two, out, SWAP)
+            out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+            place = c_tiles.index(2 + last % 2)
+            tma.store_wait(1)
+            barrier()
+            _put(out, place, SWAP)
+            fence_async_shared()
+            barrier()
+            tma_store(query, [token, column], place)
+        else:
+            left = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
+            right = _times(c_tiles.index(0), two, gl.zeros(shape, gl.float32, absorbed), SWAP)
+            left, right = warpgroup_mma_wait(num_outstanding=0, deps=(left, right))
+            tma.store_wait(0)
+            barrier()
+            _put(left, _place(c_tiles, 4), SWAP)
+            _put(right, _place(c_tiles, 5), SWAP)
+            fence_async_shared()
+            barrier()
+            tma_store(query, [token, column], _place(c_tiles, 4))
+            tma_store(query, [token, column + 64], _place(c_tiles, 5))
+        _ask_last(w_uk, w_tiles, c_tiles, full, step + STAGES, head, CHUNKS, LAST)
+    tma.store_wait(0)
+
+
+def suits_heads(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
+    """A head for nearly every multiprocessor, the sizes of DeepSeek's heads, alignment for TMA."""
+    tokens, depth = c.shape
+    heads, plain, rank = w_uk.shape
+    sizes = plain == 128 and rotary == 64 and rank % 128 == 0 and depth % 128 == 0 and depth >= 512
+    aligned = all(each.data_ptr() % 16 == 0 for each in (c, weight, w_uk))
+    programs = gpu.processors(c.device)
+    return tokens <= 256 and 96 <= heads <= programs and c.dtype in DTYPES and sizes and aligned
+
+
+def heads(
+    c: Tensor, weight: Tensor, w_uk: Tensor, sin: Tensor, cos: Tensor, query: Tensor,
+    query_rope: Tensor, interleaved: bool, *, forked: bool,
+) -> None:  # fmt: skip
+    """c [T, K] -> query [.., N, R], query_rope [.., N, D], in one launch."""
+    tokens, depth = c.shape
+    count, _, rank = w_uk.shape
+    tile = max(8, power_of_two(tokens))
+    # deep tiles, for a step costs the same whatever its depth; with 128 tokens too few would fit
+    k = 128 if tile <= 64 else 64
+    stages = min(4 if k == 128 else 7, 226 * 1024 // ((3 * 64 + tile) * k * 2))
+    launches.kernel(_query, count, -(-tokens // tile))(
+        describe_rows(c, tokens, depth, [tile, k]),
+        describe(weight, depth, count * 192, 64, k),
+        describe_rows(w_uk, count * 128, rank, [k, 64]),
+        describe_rows(query, tokens, count * rank, [tile, 64]),
+        query_rope, sin, cos, tokens,
+        HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved,
+        num_warps=8 if tile == 256 else 4, launch_pdl=not forked,
+    )  # fmt: skip
+
+
+def suits(q: Tensor, w_uk: Tensor, rotary: int) -> bool:
+    """One run of products, blocks that divide everything, and alignment for TMA."""
+    runs, tokens, total = q.shape
+    _, plain, rank = w_uk.shape
+    whole = plain in (64, 128) and rank % COLUMNS == 0 and rank <= 512 and rotary in (32, 64)
+    aligned = q.data_ptr() % 16 == 0 and w_uk.data_ptr() % 16 == 0 and total % 8 == 0
+    return runs == 1 and tokens > 32 and q.dtype in DTYPES and whole and aligned
+
+
+def absorb(
+    q: Tensor, sin: Tensor, cos: Tensor, w_uk: Tensor, query: Tensor, query_rope: Tensor,
+    interleaved: bool,
+) -> None:  # fmt: skip
+    """q [1, T, N (DN + D) ..] -> query [.., N, R], query_rope [.., N, D]."""
+    _, tokens, total = q.shape
+    heads, plain, rank = w_uk.shape
+    tile = 64 if tokens <= 64 else 128
+    launches.kernel(_absorb, heads, -(-tokens // tile))(
+        describe_rows(q, tokens, total, [tile, plain]),
+        describe_rows(w_uk, heads * plain, rank, [plain, COLUMNS]),
+        describe_rows(query, tokens, heads * rank, [tile, COLUMNS]),
+        q, query_rope, sin, cos, tokens,
+        HEADS=heads, DN=plain, D=sin.shape[-1], R=rank, TOTAL=total, INTERLEAVED=interleaved,
+        num_warps=tile // 16, launch_pdl=True,
+    )  # fmt: skip

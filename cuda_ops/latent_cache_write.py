@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Latents [T, 512], quantised by tiles of 128, and rotary keys [T, 64] to rows of 656 bytes.
+
+A tile is a row of the kernel; it takes a quarter of its token's rotary keys along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import quantised
+from .common import launches, quantise
+
+TILES = 8  # that a program takes: two tokens
+
+
+@triton.jit(do_not_specialize=["tiles", "page", "total"])
+def _write(
+    ckv, k_rope, values, rope, scales, slots, alpha, tiles, page, total, ckv_row, rope_row,
+    values_page, values_row, rope_page, rope_slot, scales_page, scales_row,
+    KIND: tl.constexpr, UE8M0: tl.constexpr, ALPHA: tl.constexpr,
+    TILES: tl.constexpr, OF_ROW: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    token = at // OF_ROW
+    tile = at % OF_ROW
+    d = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    r = tile[:, None] * (ROTARY // OF_ROW) + tl.arange(0, ROTARY // OF_ROW)[None, :]
+    slot = tl.load(slots + token, mask=at < tiles, other=-1).to(tl.int64)
+    there = (slot >= 0) & (slot < total)
+    slot = tl.where(there, slot, 0)
+    outer = slot // page
+    inner = slot % page
+    x = tl.load(ckv + token[:, None] * ckv_row + d, mask=there[:, None], other=0.0)
+    fits = 1.0
+    if ALPHA:
+        fits = tl.load(alpha)
+    x, scale = quantise.of_floats(x.to(tl.float32), fits, KIND, UE8M0)
+    to = values + (outer * values_page + inner * values_row)[:, None] + d
+    tl.store(to, x, mask=there[:, None])
+    tl.store(scales + outer * scales_page + inner * scales_row + tile, scale, mask=there)
+    turned = tl.load(k_rope + token[:, None] * rope_row + r, mask=there[:, None], other=0)
+    to = rope + (outer * rope_page + inner * rope_slot)[:, None] + r
+    tl.store(to, turned, mask=there[:, None])
+
+
+def unsupported(ckv: Tensor, **_: Any) -> str | None:
+    return quantise.unsupported(ckv=ckv)
+
+
+def forward(
+    ckv: Tensor,
+    k_rope: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    kind: str,
+    row_layout: str,
+    scale_format: str,
+    k_nope_clip_alpha: Tensor | None,
+) -> None:
+    if ckv.shape[0] * rows.numel() == 0:
+        return
+    pages, page = rows.shape[:2]
+    parts = quantised.row_parts(rows, row_layout, quantised.VALUES[kind], torch.int16)
+    values, rope, scales = parts
+    of_row = quantised.LATENT // quantised.TILE
+    tiles = ckv.shape[0] * of_row
+    launches.kernel(_write, triton.cdiv(tiles, TILES))(
+        ckv, k_rope.view(torch.int16), quantise.in_bytes(values), rope, scales, slots,
+        ckv if k_nope_clip_alpha is None else k_nope_clip_alpha, tiles, page, pages * page,
+        ckv.stride(0), k_rope.stride(0), *values.stride()[:2], *rope.stride()[:2],
+        *scales.stride()[:2], KIND=quantise.kind_of(kind), UE8M0=scale_format == "ue8m0",
+        ALPHA=k_nope_clip_alpha is not None, TILES=TILES, OF_ROW=of_row, SIZE=quantised.TILE,
+        ROTARY=quantised.ROTARY, num_warps=4,
+    )  # fmt: skip

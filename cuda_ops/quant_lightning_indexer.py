@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The indexer on queries and keys of 8 bits: the kernels of lightning_indexer.py and topk.py.
+
+e4m3   as float16, sums in float32; by integer arithmetic on GPUs that have no conversion
+int8   integer products
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch.common import quantised
+from . import lightning_indexer, topk
+from .common import gpu, rows
+
+
+def unsupported(query: Tensor, key: Tensor, sparse_count: int, **arguments: Any) -> str | None:
+    if sparse_count > topk.MOST:
+        return f"sparse_count={sparse_count}, supported up to {topk.MOST}"
+    heads, dim = query.shape[-2:]
+    if dim > 256 or heads > 256:
+        return f"heads and head_dim are {(heads, dim)}, supported up to 256"
+    if lightning_indexer.shape(1, heads, dim, query.device) is None:
+        return gpu.too_small(query.device)
+    return rows.too_many_positions(key, arguments.get("block_table"))
+
+
+def forward(**arguments: Any) -> Tensor:
+    return selected(None, **arguments)[0]
+
+
+def selected(
+    value_dtype: torch.dtype | None,
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor | None,
+    key_dequant_scale: Tensor,
+    query_quant_mode: int,
+    key_quant_mode: int,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = 2**63 - 1,
+    next_tokens: int = 2**63 - 1,
+    query_dtype: int | None = None,
+    key_dtype: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(indices, scores of `value_dtype`, or none)"""
+    return lightning_indexer.select(
+        quantised.typed(query, query_dtype), quantised.typed(key, key_dtype), weights,
+        query_dequant_scale, key_dequant_scale, actual_seq_lengths_query, actual_seq_lengths_key,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode, value_dtype,
+    )  # fmt: skip

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Caches of 8 bits: what writes them, and what reads them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._op import call, op
+from .dispatch.spec import UNLIMITED
+
+_ops = torch.ops.custom
+
+
+def hadamard(x: Tensor, scale: float = 128**-0.5) -> Tensor:
+    """The Hadamard transform of the last dimension, in float32, rounded to the dtype of `x`.
+
+    The indexers of DeepSeek-V3.2 as DeepSeek and SGLang run it transform queries and keys before
+    they are quantised: products stay as they are, outliers spread out.
+
+    Args:
+        x: [.., 128].
+        scale: of the result; 128**-0.5 makes the transform its own inverse.
+
+    Returns:
+        The shape and dtype of `x`.
+
+    Raises:
+        ValueError: the last dimension is not 128, or not dense.
+        TypeError: the dtype is no float.
+        RuntimeError: `x` requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> x = torch.randn(2, 128)
+    >>> torch.allclose(custom.hadamard(custom.hadamard(x)), x, atol=1e-6)
+    True
+    """
+    out: Tensor = call(_ops.npu_hadamard, x, scale)
+    return out
+
+
+@op
+def npu_index_cache_write(
+    k: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    slots: Tensor,
+    *,
+    kind: str,
+    scale_format: str = "ue8m0",
+    index_hadamard: bool = False,
+    hadamard_round: str = "bf16",
+) -> None:
+    """Quantise index keys, and write each to its slot of a cache of 8 bits.
+
+    fp8: s = 2^ceil(log2(max(amax, 1e-4) / 448)), value = e4m3(k / s);
+    int8: s = amax / 127, value = round(k / s), ties to even; zeros give s = 0.
+
+    Formula: DeepSeek-V3.2-Exp's act_quant (fp8, DeepSeek-AI, 2025) and torch_npu's dynamic
+    quantisation per token (int8). The bytes are the same on every backend.
+
+    Args:
+        k: [T, 128] index keys, after LayerNorm and rotation.
+        values: [pages, P, 1, 128] float8_e4m3fn or int8, updated in place; pages may lie apart, as
+            in the packed pages of `index_cache_views`.
+        scales: [pages, P, 1] float32 (fp8), float16 or float32 (int8), updated in place.
+        slots: [T] int32 or int64, page * P + offset; negative or out of range: not written.
+        kind: "fp8" or "int8".
+        scale_format: of fp8: "ue8m0", powers of two (DeepSeek, FlashMLA), or "fp32",
+            s = max(amax, 1e-4) / 448 (vLLM and SGLang as they are configured for V3.2).
+        index_hadamard: transform `k` first (`hadamard`); queries then need it too.
+        hadamard_round: what its result is rounded to, "bf16" (DeepSeek) or "fp32" (SGLang's fused
+            kernel).
+
+    Returns:
+        Nothing.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; nothing has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> pages = torch.zeros(4, 64, 132, dtype=torch.uint8)
+    >>> values, scales = custom.index_cache_views(pages, "fp8")
+    >>> slots = torch.tensor([5, -1])
+    >>> custom.npu_index_cache_write(torch.ones(2, 128), values, scales, slots, kind="fp8")
+    >>> (values[0, 5, 0, 0].float() * scales[0, 5, 0]).item()
+    1.0
+    """
+
+
+@op
+def npu_latent_cache_write(
+    ckv: Tensor,
+    k_rope: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    *,
+    kind: str,
+    row_layout: str,
+    scale_format: str = "ue8m0",
+    k_nope_clip_alpha: Tensor | None = None,
+) -> None:
+    """Quantise latents by tiles of 128, and write each with its rotary key to its row of 656 bytes.
+
+    A row is 512 values, 4 float32 scales and 64 rotary keys of 16 bits, which are not quantised, in
+    the order that `row_layout` says. The formula of a tile is that of `npu_index_cache_write`.
+
+    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025); the rows of FlashMLA and of torch_npu's
+    npu_kv_quant_sparse_flash_attention. The bytes are the same on every backend.
+
+    Args:
+        ckv: [T, 512] latents, after their norm.
+        k_rope: [T, 64] bfloat16 or float16, after its rotation.
+        rows: [pages, P, 1, 656] uint8, or the dtype of the values, updated in place; pages may lie
+            apart.
+        slots: [T] int32 or int64, page * P + offset; negative or out of range: not written.
+        kind: "fp8" (e4m3) or "int8".
+        row_layout: "nope_scale_rope" (FlashMLA, vLLM, SGLang) or "nope_rope_scale" (torch_npu).
+        scale_format: of fp8: "ue8m0", powers of two (DeepSeek, FlashMLA), or "fp32",
+            s = max(amax, 1e-4) / 448 (vLLM, SGLang).
+        k_nope_clip_alpha: [1] float32, times amax it is what the scale is for, and the rest is
+            clipped; None is 1.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; nothing has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> rows = torch.zeros(4, 16, 1, 656, dtype=torch.uint8)
+    >>> custom.npu_latent_cache_write(
+    ...     torch.ones(1, 512), torch.ones(1, 64).bfloat16(), rows, torch.tensor([17]),
+    ...     kind="fp8", row_layout="nope_scale_rope",
+    ... )
+    >>> nope, rope, scale = custom.row_views(rows, "nope_scale_rope")
+    >>> (nope.view(torch.float8_e4m3fn)[1, 1, 0, 0].float() * scale[1, 1, 0, 0]).item()
+    1.0
+    """
+
+
+def quantize_index_query(
+    q: Tensor,
+    weights: Tensor,
+    *,
+    kind: str,
+    fold: bool = True,
+    scale_format: str = "ue8m0",
+    index_hadamard: bool = False,
+    hadamard_round: str = "bf16",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Index queries of 8 bits for `npu_quant_lightning_indexer`, with a scale for each head.
+
+    Formula: that of `npu_index_cache_write`.
+
+    Args:
+        q: [B, S, N, 128] or [T, N, 128] index queries, after their rotation.
+        weights: [B, S, N] or [T, N] of the heads.
+        kind: "fp8" or "int8".
+        fold: give the weights times the scales, and no scales.
+        scale_format: of fp8: "ue8m0" or "fp32".
+        index_hadamard: transform `q` first: as the cache's keys were.
+        hadamard_round: what its result is rounded to, "bf16" or "fp32".
+
+    Returns:
+        values: float8_e4m3fn or int8, shape of `q`.
+        weights: float32 with the scales in them (`fold`), or as they came.
+        query_dequant_scale: None (`fold`), or float32 in the shape of `weights`.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> values, weights, scale = custom.quantize_index_query(
+    ...     torch.randn(1, 2, 4, 128), torch.ones(1, 2, 4), kind="int8"
+    ... )
+    >>> values.dtype, weights.shape, scale
+    (torch.int8, torch.Size([1, 2, 4]), None)
+    """
+    values, scales = call(
+        _ops.npu_quantize_index_query, q, weights, kind=kind, fold=fold, scale_format=scale_format,
+        index_hadamard=index_hadamard, hadamard_round=hadamard_round,
+    )  # fmt: skip
+    return (values, scales, None) if fold else (values, weights, scales)
+
+
+@op
+def npu_quant_lightning_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor | None,
+    key_dequant_scale: Tensor,
+    query_quant_mode: int,
+    key_quant_mode: int,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    query_dtype: int | None = None,
+    key_dtype: int | None = None,
+) -> Tensor:
+    """The positions of the keys that score highest, on queries and keys of 8 bits.
+
+    score[t, p] = key_scale[p] sum_n weights[t, n] query_scale[t, n] relu(query[t, n] . key[p])
+
+    in float32, the key's scale last; selection, order and ties as `npu_lightning_indexer`.
+
+    Formula: DeepSeek-V3.2-Exp's fp8 indexer (DeepSeek-AI, 2025) and torch_npu's op of this name.
+
+    Args:
+        query: [B, S, N, D] (BSND) or [T, N, D] (TND), float8_e4m3fn, int8, or uint8 with
+            `query_dtype`.
+        key: [B, S2, 1, D], [T2, 1, D], or pages [pages, P, 1, D] with `block_table`, of the same
+            kind; pages may lie apart, as in the packed ones of `index_cache_views`.
+        weights: [B, S, N] or [T, N] of the heads: any of float16, bfloat16 and float32 for int8;
+            for fp8 float16 with float16 scales, bfloat16 or float32 with float32 ones.
+        query_dequant_scale: as `weights`; None: they are in the weights (`quantize_index_query`).
+        key_dequant_scale: the shape of `key` without D.
+        query_quant_mode: 0, a scale for each token and head.
+        key_quant_mode: 0, a scale for each token.
+        actual_seq_lengths_query: [B] int32 or int64, lengths (BSND) or prefix sums (TND).
+        actual_seq_lengths_key: [B] likewise; lengths where the keys are paged.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        layout_query: "BSND" or "TND".
+        layout_key: as `layout_query`, or "PA_BSND" for paged keys.
+        sparse_count: K, positions a query, at most.
+        sparse_mode: 3, causal and aligned at the last key, or 0, all keys.
+        pre_tokens: its default alone.
+        next_tokens: its default alone.
+        query_dtype: of a uint8 `query`: torch.float8_e4m3fn or torch.int8.
+        key_dtype: of a uint8 `key`, likewise.
+
+    Returns:
+        int32 [B, S, 1, K] or [T, 1, K], ascending positions; -1 where fewer are visible.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> q, weights, _ = custom.quantize_index_query(
+    ...     torch.randn(1, 1, 4, 128), torch.rand(1, 1, 4), kind="fp8"
+    ... )
+    >>> pages = torch.zeros(2, 16, 132, dtype=torch.uint8)
+    >>> values, scales = custom.index_cache_views(pages, "fp8")
+    >>> slots = torch.arange(20)
+    >>> custom.npu_index_cache_write(torch.randn(20, 128), values, scales, slots, kind="fp8")
+    >>> indices = custom.npu_quant_lightning_indexer(
+    ...     q, values, weights, None, scales, 0, 0, layout_key="PA_BSND", sparse_count=8,
+    ...     block_table=torch.tensor([[0, 1]]), actual_seq_lengths_key=torch.tensor([20]),
+    ... )
+    >>> indices.shape, indices.dtype
+    (torch.Size([1, 1, 1, 8]), torch.int32)
+    """
+
+
+@op
+def npu_quant_lightning_indexer_scores(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor | None,
+    key_dequant_scale: Tensor,
+    query_quant_mode: int,
+    key_quant_mode: int,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    query_dtype: int | None = None,
+    key_dtype: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`npu_quant_lightning_indexer`, and the scores: what an exact merge over ranks needs.
+
+    Formula: as `npu_quant_lightning_indexer`.
+
+    Args:
+        query: [B, S, N, D] (BSND) or [T, N, D] (TND), float8_e4m3fn, int8, or uint8 with
+            `query_dtype`.
+        key: [B, S2, 1, D], [T2, 1, D], or pages [pages, P, 1, D] with `block_table`, of the same
+            kind; pages may lie apart, as in the packed ones of `index_cache_views`.
+        weights: [B, S, N] or [T, N] of the heads: any of float16, bfloat16 and float32 for int8;
+            for fp8 float16 with float16 scales, bfloat16 or float32 with float32 ones.
+        query_dequant_scale: as `weights`; None: they are in the weights (`quantize_index_query`).
+        key_dequant_scale: the shape of `key` without D.
+        query_quant_mode: 0, a scale for each token and head.
+        key_quant_mode: 0, a scale for each token.
+        actual_seq_lengths_query: [B] int32 or int64, lengths (BSND) or prefix sums (TND).
+        actual_seq_lengths_key: [B] likewise; lengths where the keys are paged.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        layout_query: "BSND" or "TND".
+        layout_key: as `layout_query`, or "PA_BSND" for paged keys.
+        sparse_count: K, positions a query, at most.
+        sparse_mode: 3, causal and aligned at the last key, or 0, all keys.
+        pre_tokens: its default alone.
+        next_tokens: its default alone.
+        query_dtype: of a uint8 `query`: torch.float8_e4m3fn or torch.int8.
+        key_dtype: of a uint8 `key`, likewise.
+
+    Returns:
+        indices: int32 [B, S, 1, K] or [T, 1, K], ascending positions; -1 where fewer are visible.
+        values: float32 of the same shape, their scores; 0 where the index is -1.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> q, weights, _ = custom.quantize_index_query(
+    ...     torch.randn(1, 1, 4, 128), torch.rand(1, 1, 4), kind="fp8"
+    ... )
+    >>> pages = torch.zeros(2, 16, 132, dtype=torch.uint8)
+    >>> values, scales = custom.index_cache_views(pages, "fp8")
+    >>> slots = torch.arange(20)
+    >>> custom.npu_index_cache_write(torch.randn(20, 128), values, scales, slots, kind="fp8")
+    >>> indices, values = custom.npu_quant_lightning_indexer_scores(
+    ...     q, values, weights, None, scales, 0, 0, layout_key="PA_BSND", sparse_count=8,
+    ...     block_table=torch.tensor([[0, 1]]), actual_seq_lengths_key=torch.tensor([20]),
+    ... )
+    >>> indices.shape, indices.dtype
+    (torch.Size([1, 1, 1, 8]), torch.int32)
+    """

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments of npu_latent_cache_write: latents and rotary keys into rows of 656 bytes, which it
+returns nothing beside.
+
+    ckv [T, 512]   k_rope [T, 64]   rows [pages, P, 1, 656]   slots [T]   k_nope_clip_alpha [1]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..check import Checker
+from ..common import quantised
+from . import _prolog, _quantised
+
+SCHEMA = (
+    "npu_latent_cache_write(Tensor ckv, Tensor k_rope, Tensor(a!) rows, Tensor slots, *,"
+    ' str kind, str row_layout, str scale_format="ue8m0", Tensor? k_nope_clip_alpha=None) -> ()'
+)
+
+
+def check(
+    ckv: Tensor,
+    k_rope: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    kind: str,
+    row_layout: str,
+    scale_format: str,
+    k_nope_clip_alpha: Tensor | None,
+) -> None:
+    c = Checker("npu_latent_cache_write")
+    alpha = k_nope_clip_alpha
+    c.same_device(ckv=ckv, k_rope=k_rope, rows=rows, slots=slots, k_nope_clip_alpha=alpha)
+    _quantised.kind(c, kind, scale_format)
+    c.floating("ckv", ckv)
+    c.dtype("k_rope", k_rope, torch.bfloat16, torch.float16)
+    c.integer("slots", slots)
+    c.dtype("rows", rows, torch.uint8, quantised.VALUES[kind])
+    c.shape("ckv", ckv, f"T {quantised.LATENT}")
+    c.shape("k_rope", k_rope, f"T {quantised.ROTARY}")
+    c.shape("rows", rows, f"pages P 1 {quantised.ROW}")
+    c.shape("slots", slots, "T")
+    _quantised.page_size(c)
+    _quantised.rows(c, "rows", rows, row_layout)
+    _quantised.whole_pages(c, rows=rows)
+    c.dense_rows(ckv=ckv, k_rope=k_rope)
+    c.contiguous(slots=slots)
+    if alpha is not None:
+        c.dtype("k_nope_clip_alpha", alpha, torch.float32)
+        c.shape("k_nope_clip_alpha", alpha, "1")
+    _prolog.distinct_slots(c, slots, "slots")
+
+
+def fake(**_: Any) -> None:
+    return None

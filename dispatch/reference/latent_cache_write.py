@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Latents, four tiles of 128, and rotary keys into rows of 656 bytes, see _quantise.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..common import quantised
+from . import _quantise
+
+
+def forward(
+    ckv: Tensor,
+    k_rope: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    kind: str,
+    row_layout: str,
+    scale_format: str,
+    k_nope_clip_alpha: Tensor | None,
+) -> None:
+    tiles = ckv.unflatten(-1, (-1, quantised.TILE))
+    new, scale = _quantise.of_floats(tiles, kind, scale_format, k_nope_clip_alpha)
+    parts = quantised.row_parts(rows[:, :, 0], row_layout, new.dtype, k_rope.dtype)
+    for part, numbers in zip(parts, (new.flatten(1), k_rope, scale), strict=True):
+        _quantise.write(part, slots, numbers)

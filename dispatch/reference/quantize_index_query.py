@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Index queries to 8 bits, a scale for each head, see _quantise.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import _quantise
+
+
+def forward(
+    q: Tensor,
+    weights: Tensor,
+    kind: str,
+    fold: bool,
+    scale_format: str,
+    index_hadamard: bool,
+    hadamard_round: str,
+) -> tuple[Tensor, Tensor]:
+    q = _quantise.rotated(q, index_hadamard, hadamard_round)
+    values, scale = _quantise.of_floats(q, kind, scale_format)
+    return values, weights.float() * scale if fold else scale

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Any op called with its samples, and what comes of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from custom.dispatch.register import overload
+from custom.dispatch.specs import SPECS, Spec
+from torch import Tensor
+
+from .samples import SAMPLES, Maker
+
+every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+CPU = torch.device("cpu")
+
+
+def mutated(spec: Spec) -> list[str]:
+    arguments = overload(spec)._schema.arguments
+    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def tensors(arguments: dict) -> dict[str, Tensor]:
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def everything(spec: Spec, function, arguments: dict) -> list[Tensor]:
+    """The outputs of a call and the tensors it wrote, from fresh copies of the arguments."""
+    fresh = copy.deepcopy(arguments)
+    out = function(**fresh)
+    written = [fresh[name] for name in mutated(spec) if name in fresh]
+    return [*outputs(out), *written]
+
+
+def outputs(out) -> tuple[Tensor, ...]:
+    """What an op returned: one tensor, several, or nothing beside what it wrote."""
+    return (out,) if isinstance(out, Tensor) else out or ()
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# lengths that may shrink between capture and replay
+LENGTHS = ("act_seqs", "actual_seq_lengths_key", "actual_seq_lengths_kv", "cu_seqlens_k")
+
+
+def other(spec: Spec, device: torch.device, dtype: torch.dtype) -> dict:
+    """Other values of the same shapes: new numbers, shorter lengths, absent slots."""
+    maker = Maker(device, dtype)
+    maker.random.manual_seed(2)
+    arguments = SAMPLES[spec.name](maker)
+    for name in LENGTHS:
+        if arguments.get(name) is not None:
+            arguments[name] = (arguments[name] - 1).clamp_min(0)
+    if "cache_index" in arguments:
+        arguments["cache_index"] = arguments["cache_index"].clone()
+        arguments["cache_index"][0] = -1
+    return arguments

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Hugging Face's models with few random weights, and greedy tokens of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
+
+
+NEW = 12
+DSA = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    first_k_dense_replace=1,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=24,
+    index_n_heads=16,
+    index_head_dim=32,
+    index_topk=12,
+    n_routed_experts=4,
+    num_experts_per_tok=4,
+    n_group=1,
+    topk_group=1,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+SHARING = dict(num_hidden_layers=5, indexer_types=["full", "shared", "shared", "full", "shared"])
+LINEAR = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=16,
+    linear_value_head_dim=24,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+EXPERTS = dict(
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_experts=4,
+    num_experts_per_tok=4,
+)
+
+
+def made(name, config, **settings):
+    """A model of few random weights; its norms are random too, as they are after training."""
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, config)(**settings)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return model
+
+
+def deepseek(**changes):
+    return made("DeepseekV32ForCausalLM", "DeepseekV32Config", **DSA | changes)
+
+
+def glm(**changes):
+    return made("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **DSA | changes)
+
+
+def qwen3_next(**changes):
+    return made("Qwen3NextForCausalLM", "Qwen3NextConfig", **LINEAR, **EXPERTS, **changes)
+
+
+def qwen3_5():
+    return made("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **LINEAR)
+
+
+def qwen3_5_moe():
+    return made("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **LINEAR, **EXPERTS)
+
+
+def ragged(lengths=(30, 21, 5)):
+    """Prompts padded on the left."""
+    ids = torch.randint(1, 128, (len(lengths), max(lengths)))
+    mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    return dict(input_ids=ids, attention_mask=mask.long())
+
+
+@torch.inference_mode()
+def greedy(model, inputs, **options):
+    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+@torch.no_grad()
+def compiled_greedy(model, inputs):
+    """New tokens [B, NEW] over a static cache, and the graphs of the compiled decode step."""
+    length, graphs = inputs["input_ids"].shape[1], []
+    cache = transformers.StaticCache(model.config, max_cache_len=length + NEW)
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True, backend=backend)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NEW), value=1)
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(
+        inputs["input_ids"],
+        attention_mask=mask[:, :length],
+        position_ids=position[:, :length],
+        past_key_values=cache,
+    )
+    tokens = [out.logits[:, -1:].argmax(-1)]
+    for at in range(length, length + NEW - 1):
+        out = step(
+            input_ids=tokens[-1],
+            attention_mask=mask * (torch.arange(length + NEW) <= at),
+            position_ids=position[:, at : at + 1],
+            past_key_values=cache,
+        )
+        tokens.append(out.logits.argmax(-1))
+    return torch.cat(tokens, 1), graphs

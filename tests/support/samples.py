@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Small valid arguments for every op, for the tests that are generated from the specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import custom
+
+Arguments = dict[str, Any]
+# hidden, query rank, heads, plain head dim, latent rank, rope dim, index heads, index dim, page
+H, RQ, N, DN, R, DR, NI, DI, P = 64, 32, 2, 16, 32, 16, 16, 32, 16
+
+
+class Maker:
+    """Draws tensors on the CPU from one seed, then moves them: every device sees the same bits."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.random = torch.Generator().manual_seed(1)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        drawn = torch.randn(*shape, generator=self.random, dtype=torch.float64) / 4
+        return drawn.to(dtype or self.dtype).to(self.device)
+
+    def nz(self, rows: int, columns: int) -> Tensor:
+        return custom.to_nz(self.normal(rows, columns))
+
+    def ints(self, *values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def shuffled(self, *shape: int, high: int) -> Tensor:
+        """Distinct positions below `high` along the last dimension."""
+        out = torch.empty(shape, dtype=torch.int32)
+        for row in out.view(-1, shape[-1]) if out.numel() else ():
+            row.copy_(torch.randperm(high, generator=self.random)[: shape[-1]])
+        return out.to(self.device)
+
+
+def _prolog_caches(m: Maker) -> tuple[Tensor, Tensor, Tensor]:
+    return m.normal(8, P, 1, R), m.normal(8, P, 1, DR), m.normal(8, P, 1, DI)
+
+
+def _sparse_attention_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    kv_cache, kr_cache, index_k_cache = _prolog_caches(m)
+    return dict(
+        x=m.normal(B, S, H),
+        w_dq=m.nz(H, RQ),
+        w_uq_qr=m.nz(RQ, N * (DN + DR)),
+        w_uk=m.normal(N, DN, R),
+        w_dkv_kr=m.nz(H, R + DR),
+        gamma_cq=m.normal(RQ),
+        gamma_ckv=m.normal(R),
+        sin=m.normal(B, S, DR),
+        cos=m.normal(B, S, DR),
+        cache_index=m.ints(*[[3 * 16 + 4 + i + 40 * b for i in range(S)] for b in range(B)]).view(
+            B, S
+        ),
+        kv_cache=kv_cache,
+        kr_cache=kr_cache,
+        block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
+        act_seqs=m.ints(*[20, 45][:B]),
+        w_idx_qb=m.nz(RQ, NI * DI),
+        w_idx_k=m.nz(H, DI),
+        w_idx_proj=m.nz(H, NI),
+        in_gamma_k=m.normal(DI),
+        in_beta_k=m.normal(DI),
+        index_k_cache=index_k_cache,
+        sparse_count=16,
+    )
+
+
+def _sparse_attention_shared_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    layer = _sparse_attention_pto(m, B, S)
+    del layer["sparse_count"], layer["index_k_cache"]
+    kept = {n: v for n, v in layer.items() if not n.startswith(("w_idx", "in_"))}
+    return kept | dict(sparse_indices=m.shuffled(B, S, 1, 16, high=48))
+
+
+def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    layer = _sparse_attention_pto(m, B, S)
+    return dict(
+        token_x=layer["x"],
+        weight_dq=layer["w_dq"],
+        weight_uq_qr=layer["w_uq_qr"],
+        weight_uk=layer["w_uk"],
+        weight_dkv_kr=layer["w_dkv_kr"],
+        rmsnorm_gamma_cq=layer["gamma_cq"],
+        rmsnorm_gamma_ckv=layer["gamma_ckv"],
+        rope_sin=layer["sin"],
+        rope_cos=layer["cos"],
+        kv_cache=layer["kv_cache"],
+        kr_cache=layer["kr_cache"],
+        cache_index=layer["cache_index"],
+    )
+
+
+def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    layer = _sparse_attention_pto(m, B, S)
+    return dict(
+        token_x=layer["x"],
+        query_norm=m.normal(B, S, RQ),
+        weight_qb=layer["w_idx_qb"],
+        weight_k=layer["w_idx_k"],
+        weight_proj=layer["w_idx_proj"],
+        ln_gamma_k=layer["in_gamma_k"],
+        ln_beta_k=layer["in_beta_k"],
+        rope_sin=layer["sin"],
+        rope_cos=layer["cos"],
+        index_k_cache=layer["index_k_cache"],
+        cache_index=layer["cache_index"],
+    )
+
+
+def _lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        query=m.normal(B, S, 4, DI),
+        key=m.normal(B, 21, 1, DI),
+        weights=m.normal(B, S, 4),
+        sparse_count=8,
+        return_value=True,
+    )
+
+
+def _lightning_indexer_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        query=m.normal(B, S, 4, DI),
+        key=m.normal(B, 21, 1, DI),
+        dy=m.normal(B, S, 1, 8),
+        sparse_indices=m.shuffled(B, S, 1, 8, high=21),
+        weights=m.normal(B, S, 4),
+    )
+
+
+def _sparse_flash_attention(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        query=m.normal(B, S, 4, R),
+        key=m.normal(B, 21, 1, R),
+        value=None,
+        sparse_indices=m.shuffled(B, S, 1, 8, high=21),
+        scale_value=0.2,
+        query_rope=m.normal(B, S, 4, DR),
+        key_rope=m.normal(B, 21, 1, DR),
+        return_softmax_lse=True,
+    )
+
+
+def _sparse_flash_attention_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    forward = _sparse_flash_attention(m, B, S)
+    out, softmax_max, softmax_sum = custom.npu_sparse_flash_attention(**forward)
+    del forward["return_softmax_lse"]
+    return forward | dict(
+        d_out=m.normal(*out.shape),
+        out=out,
+        softmax_max=softmax_max,
+        softmax_sum=softmax_sum,
+        sparse_block_size=1,
+    )
+
+
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    """Of what lies in a cache in 16 bits, or stands beside one of 8 bits."""
+    return dtype if dtype.itemsize == 2 else torch.bfloat16
+
+
+def _quant_lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    q, weights, scale = custom.quantize_index_query(
+        m.normal(B, S, 4, 128), m.normal(B, S, 4, dtype=_narrow(m.dtype)), kind="int8", fold=False
+    )
+    keys, _, by = custom.quantize_index_query(
+        m.normal(B, 21, 1, 128), m.normal(B, 21, 1), kind="int8", fold=False
+    )
+    return dict(
+        query=q,
+        key=keys,
+        weights=weights,
+        query_dequant_scale=scale,
+        key_dequant_scale=by,
+        query_quant_mode=0,
+        key_quant_mode=0,
+        sparse_count=8,
+    )
+
+
+def _hadamard(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(x=m.normal(B, S, 128))
+
+
+def _index_cache_write(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    scales = m.normal(4, P, 1, dtype=torch.float16)
+    return dict(
+        k=m.normal(B * S, 128),
+        values=torch.zeros(4, P, 1, 128, dtype=torch.int8, device=m.device),
+        scales=scales,
+        slots=m.ints(*[7 * i - 7 for i in range(B * S)]),
+        kind="int8",
+    )
+
+
+def _latent_cache_write(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        ckv=m.normal(B * S, 512),
+        k_rope=m.normal(B * S, 64, dtype=_narrow(m.dtype)),
+        rows=torch.zeros(4, P, 1, 656, dtype=torch.int8, device=m.device),
+        slots=m.ints(*[7 * i - 7 for i in range(B * S)]),
+        kind="int8",
+        row_layout="nope_rope_scale",
+    )
+
+
+def _quantize_index_query(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(q=m.normal(B, S, 4, 128), weights=m.normal(B, S, 4), kind="int8")
+
+
+def _indexer_loss(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    return dict(
+        query=m.normal(B, 4, S, DI),
+        key=m.normal(B, 9, DI),
+        index_score=m.normal(B, S, 6),
+        indices=m.shuffled(B, S, 6, high=9),
+        scaling=0.25,
+        chunk_offset=4,
+    )
+
+
+def _indexer_loss_backward(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    return dict(
+        grad_loss=m.normal(B, S, dtype=torch.float32),
+        index_score=m.normal(B, S, 6),
+        indices=m.shuffled(B, S, 6, high=9),
+        target=m.normal(B, S, 6, dtype=torch.float32).abs(),
+        key_length=9,
+        chunk_offset=4,
+    )
+
+
+def _grad_kl_loss(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    attention = dict(
+        query=m.normal(B, S, 4, R),
+        key=m.normal(B, 9, 1, R),
+        sparse_indices=m.shuffled(B, S, 1, 6, high=9),
+        query_rope=m.normal(B, S, 4, DR),
+        key_rope=m.normal(B, 9, 1, DR),
+    )
+    _, softmax_max, softmax_sum = custom.npu_sparse_flash_attention(
+        value=None, scale_value=0.2, return_softmax_lse=True, **attention
+    )
+    return attention | dict(
+        query_index=m.normal(B, S, 4, DI),
+        key_index=m.normal(B, 9, 1, DI),
+        weights=m.normal(B, S, 4),
+        softmax_max=softmax_max,
+        softmax_sum=softmax_sum,
+        scale_value=0.2,
+    )
+
+
+def _fused_attention(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    return dict(
+        q=m.normal(B, 4, S, 32), k=m.normal(B, 2, 9, 32), v=m.normal(B, 2, 9, 16), causal=True
+    )
+
+
+def _fused_attention_backward(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    forward = _fused_attention(m, B, S)
+    o, lse = torch.ops.custom.npu_fused_attention(**forward)
+    return forward | dict(grad_o=m.normal(*o.shape), o=o, lse=lse)
+
+
+def _delta_rule_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        A_log=m.normal(4, dtype=torch.float32),
+        a=m.normal(B, S, 4),
+        dt_bias=m.normal(4, dtype=torch.float32),
+        softplus_beta=1.0,
+        softplus_threshold=20.0,
+        q=m.normal(B, S, 2, 16),
+        k=m.normal(B, S, 2, 16),
+        v=m.normal(B, S, 4, 8),
+        b=m.normal(B, S, 4),
+        initial_state_source=m.normal(5, 4, 16, 8, dtype=torch.float32),
+        initial_state_indices=m.ints(*[3, -1][:B]),
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+def _chunk_gated_delta_rule(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    lengths = [S, S // 2, 1][:B]
+    T = sum(lengths)
+    return dict(
+        query=m.normal(T, 2, 16),
+        key=torch.nn.functional.normalize(m.normal(T, 2, 16), dim=-1),
+        value=m.normal(T, 4, 8),
+        beta=m.normal(T, 4).sigmoid(),
+        initial_state=m.normal(B, 4, 8, 16, dtype=torch.float32),
+        actual_seq_lengths=m.ints(*lengths),
+        g=-m.normal(T, 4, dtype=torch.float32).abs(),
+    )
+
+
+def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    forward = _chunk_gated_delta_rule(m, B, S)
+    state = forward["initial_state"]
+    return forward | dict(
+        d_out=m.normal(*forward["value"].shape),
+        d_final_state=m.normal(*state.shape, dtype=state.dtype),
+    )
+
+
+def _merge_states(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    statistics = m.normal(2, 3, B, S, 4, dtype=torch.float32)
+    return dict(outs=m.normal(3, B, S, 4, R), lses=statistics[0], sums=statistics[1].abs() + 1)
+
+
+def _merge_topk(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        values=m.normal(3, B, S, 1, 6),
+        positions=m.shuffled(B, S, 18, high=40).view(B, S, 3, 1, 6).movedim(2, 0),
+        k=8,
+    )
+
+
+def _localize_indices(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(indices=m.shuffled(B, S, 1, 16, high=48), rank=1, size=3, interleave=2)
+
+
+def _chunk_kda(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    bounds = [0, S, S + S // 2, S + S // 2 + 1][: B + 1]
+    T = bounds[-1]
+    return dict(
+        q=m.normal(1, T, 2, 16),
+        k=m.normal(1, T, 2, 16),
+        v=m.normal(1, T, 4, 8),
+        g=m.normal(1, T, 4, 16),
+        beta=m.normal(1, T, 4).sigmoid(),
+        initial_state=m.normal(B, 4, 16, 8, dtype=torch.float32),
+        cu_seqlens=m.ints(*bounds),
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=m.normal(4, dtype=torch.float32),
+        dt_bias=m.normal(4, 16, dtype=torch.float32),
+    )
+
+
+def _chunk_kda_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    forward = _chunk_kda(m, B, S)
+    state = forward["initial_state"]
+    return forward | dict(
+        d_out=m.normal(*forward["v"].shape),
+        d_final_state=m.normal(*state.shape, dtype=state.dtype),
+    )
+
+
+SAMPLES: dict[str, Callable[..., Arguments]] = {
+    "npu_sparse_attention_pto": _sparse_attention_pto,
+    "npu_sparse_attention_indices_pto": _sparse_attention_pto,
+    "npu_sparse_attention_shared_pto": _sparse_attention_shared_pto,
+    "npu_mla_prolog_pto": _mla_prolog_pto,
+    "npu_indexer_prolog_pto": _indexer_prolog_pto,
+    "npu_lightning_indexer": _lightning_indexer,
+    "npu_lightning_indexer_grad": _lightning_indexer_grad,
+    "npu_sparse_flash_attention": _sparse_flash_attention,
+    "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
+    "npu_quant_lightning_indexer": _quant_lightning_indexer,
+    "npu_quant_lightning_indexer_scores": _quant_lightning_indexer,
+    "npu_hadamard": _hadamard,
+    "npu_index_cache_write": _index_cache_write,
+    "npu_latent_cache_write": _latent_cache_write,
+    "npu_quantize_index_query": _quantize_index_query,
+    "npu_indexer_loss": _indexer_loss,
+    "npu_indexer_loss_backward": _indexer_loss_backward,
+    "npu_sparse_lightning_indexer_grad_kl_loss": _grad_kl_loss,
+    "npu_fused_attention": _fused_attention,
+    "npu_fused_attention_backward": _fused_attention_backward,
+    "npu_fused_sigmoid_gating_delta_rule_update": _delta_rule_update,
+    "npu_chunk_gated_delta_rule": _chunk_gated_delta_rule,
+    "npu_chunk_gated_delta_rule_grad": _chunk_gated_delta_rule_grad,
+    "npu_merge_states": _merge_states,
+    "npu_merge_topk": _merge_topk,
+    "npu_localize_indices": _localize_indices,
+    "npu_chunk_kda": _chunk_kda,
+    "npu_chunk_kda_grad": _chunk_kda_grad,
+}
+
+
+def apart(x: Tensor, dim: int = 0) -> Tensor:
+    """The same numbers; the last of `dim` begins more than 2**31 numbers behind the first."""
+    step = -(-(2**31 + 16) // (16 * (x.shape[dim] - 1))) * 16
+    strides = list(x.select(dim, 0).contiguous().stride())
+    strides.insert(dim, step)
+    reach = 1 + sum(s * (n - 1) for s, n in zip(strides, x.shape, strict=True))
+    base = torch.empty(reach, dtype=x.dtype, device=x.device)
+    return base.as_strided(x.shape, strides).copy_(x)
+
+
+def sample(name: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> Arguments:
+    """Valid arguments of op `name`, by keyword; `sizes` are B and S."""
+    return SAMPLES[name](Maker(device, dtype), **sizes)

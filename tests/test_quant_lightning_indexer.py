@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The indexer on queries and keys of 8 bits: its scores against a loop in float64, its selection
+exactly that of its scores; caches as engines lay them out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from custom.dispatch import log
+from torch import Tensor
+
+import custom
+
+from .support.kernels import INTERPRETED
+from .support.ragged import limits
+
+D = 128
+OP = "npu_quant_lightning_indexer"
+# (query tokens, keys) of each request
+RAGGED = [(3, 70), (1, 5), (2, 0), (4, 2), (0, 9), (2, 33)]
+
+
+class Problem:
+    """Ragged requests; values and scales of queries and keys, and where the keys lie."""
+
+    def __init__(self, kind, heads=5, requests=RAGGED, scale=None, weights=torch.bfloat16):
+        self.kind, self.heads = kind, heads
+        self.rows, self.keys = zip(*requests, strict=True)
+        total, most = sum(self.rows), sum(self.keys)
+        self.q, _, self.q_scale = custom.quantize_index_query(
+            torch.randn(total, heads, D), torch.ones(total, heads), kind=kind, fold=False
+        )
+        keys, _, by = custom.quantize_index_query(
+            torch.randn(most, 1, D), torch.ones(most, 1), kind=kind, fold=False
+        )
+        self.k, self.k_scale = keys[:, 0], by[:, 0]
+        self.weights = torch.randn(total, heads).to(weights)
+        if scale is not None:
+            self.q_scale, self.k_scale = self.q_scale.to(scale), self.k_scale.to(scale)
+
+    def scores(self, request: int, row: int) -> Tensor:
+        """In float64, of one query over all keys of its request; head by head."""
+        t, first = sum(self.rows[:request]) + row, sum(self.keys[:request])
+        k = self.k[first : first + self.keys[request]].float().double()
+        out = torch.zeros(len(k)).double()
+        for head in range(self.heads):
+            dot = (k * self.q[t, head].float().double()).sum(-1)
+            out += self.weights[t, head].double() * self.q_scale[t, head].double() * dot.relu()
+        return out * self.k_scale[first : first + len(k)].double()
+
+    def packed(self, **more) -> dict:
+        """TND"""
+        sums = lambda counts: torch.tensor(counts).cumsum(0).to(torch.int32)  # noqa: E731
+        return (
+            dict(
+                query=self.q,
+                key=self.k[:, None],
+                weights=self.weights,
+                query_dequant_scale=self.q_scale,
+                key_dequant_scale=self.k_scale[:, None],
+                query_quant_mode=0,
+                key_quant_mode=0,
+                actual_seq_lengths_query=sums(self.rows),
+                actual_seq_lengths_key=sums(self.keys),
+                layout_query="TND",
+                layout_key="TND",
+                sparse_count=8,
+            )
+            | more
+        )
+
+    def paged(self, page: int, between: int = 0, **more) -> dict:
+        """TND queries over pages in random order, as an engine packs them (fp8) or in two tensors;
+        `between` bytes behind each page."""
+        count = [-(-n // page) for n in self.keys]
+        total = sum(count) + 2
+        order = torch.randperm(total).tolist()
+        table = torch.full((len(count), max(count) + 1), -1, dtype=torch.int32)
+        if self.kind == "fp8":
+            step = page * 132 + between
+            bytes_ = torch.full((total * step,), 0x7F, dtype=torch.uint8)  # NaN where it is e4m3
+            pages = bytes_.as_strided((total, page, 132), (step, 132, 1))
+            values, scales = custom.index_cache_views(pages, "fp8")
+        else:
+            values = torch.full((total, page, 1, D), 99, dtype=torch.int8)
+            scales = torch.full((total, page, 1), torch.nan, dtype=self.k_scale.dtype)
+        at = 0
+        for request, n in enumerate(self.keys):
+            for i in range(count[request]):
+                number = order.pop()
+                table[request, i] = number
+                here = min(page, n - i * page)
+                values[number, :here, 0] = self.k[at : at + here]
+                scales[number, :here, 0] = self.k_scale[at : at + here]
+                at += here
+        lengths = torch.tensor(self.keys, dtype=torch.int32)
+        return self.packed(
+            key=values, key_dequant_scale=scales, block_table=table, layout_key="PA_BSND",
+            actual_seq_lengths_key=lengths,
+        ) | more  # fmt: skip
+
+    def check(self, arguments: dict, device, backend) -> None:
+        mode, count = arguments.get("sparse_mode", 3), arguments["sparse_count"]
+        given = {n: moved(x, device) for n, x in arguments.items()}
+        before = log.calls[f"{OP}_scores", backend]
+        indices, values = custom.npu_quant_lightning_indexer_scores(**given)
+        assert log.calls[f"{OP}_scores", backend] == before + 1
+        assert torch.equal(indices, custom.npu_quant_lightning_indexer(**given))
+        assert values.dtype is torch.float32
+        every, of_all = custom.npu_quant_lightning_indexer_scores(
+            **given | dict(sparse_count=max(self.keys))
+        )
+        t = 0
+        for request, (rows, keys) in enumerate(zip(self.rows, self.keys, strict=True)):
+            for row, limit in enumerate(limits(rows, keys, mode)):
+                exact, seen = self.scores(request, row)[:limit], every[t, 0, :limit].cpu()
+                assert seen.tolist() == list(range(limit)) and (every[t, 0, limit:] == -1).all()
+                score = of_all[t, 0, :limit].cpu()
+                size = 1e-6 * D * self.heads * (exact.abs().max() if limit else 0)
+                assert ((score - exact).abs() <= size).all()
+                # of the scores that this backend found: the highest, the lower position on ties
+                order = sorted(range(limit), key=lambda p: (-score[p].item(), p))[:count]
+                want = sorted(order) + [-1] * (count - min(count, limit))
+                assert indices[t, 0].tolist() == want
+                assert torch.equal(values[t, 0, : min(count, limit)].cpu(), score[sorted(order)])
+                assert (values[t, 0, min(count, limit) :] == 0).all()
+                t += 1
+        assert (indices[t:] == -1).all()
+
+
+def moved(x, device):
+    """With the strides it has."""
+    if not isinstance(x, Tensor) or device.type == "cpu":
+        return x
+    bare = torch.empty(0, dtype=x.dtype, device=device)
+    return bare.set_(x.untyped_storage().to(device), x.storage_offset(), x.shape, x.stride())
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("mode", [3, 0])
+@pytest.mark.parametrize("heads", [1, 5, 64])
+def test_packed_requests(kind, mode, heads, device, backend):
+    problem = Problem(kind, heads)
+    problem.check(problem.packed(sparse_mode=mode), device, backend)
+
+
+@pytest.mark.parametrize(
+    "kind, page, between",
+    [("fp8", 16, 0), ("fp8", 64, 0), ("fp8", 64, 132), ("fp8", 48, 4), ("fp8", 1024, 0),
+     ("int8", 16, 0), ("int8", 128, 0)],
+)  # fmt: skip
+def test_pages(kind, page, between, device, backend):
+    """What lies behind a request's last key, and between pages, is NaN."""
+    scale = torch.float16 if kind == "int8" else None
+    problem = Problem(kind, 3, scale=scale)
+    problem.check(problem.paged(page, between), device, backend)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_dense_requests_and_a_folded_scale(kind, device, backend):
+    """BSND; the query's scales in the weights give the same selection as beside them."""
+    problem = Problem(kind, 4, requests=[(3, 40)] * 2)
+    problem.weights = problem.weights.float() * problem.q_scale
+    problem.q_scale = torch.ones_like(problem.q_scale)
+    folded = problem.packed(query_dequant_scale=None)
+    problem.check(folded, device, backend)
+    shape = dict(query=(2, 3, 4, D), key=(2, 40, 1, D), weights=(2, 3, 4))
+    dense = {n: folded[n].view(s) for n, s in shape.items()} | dict(
+        query_dequant_scale=None, key_dequant_scale=folded["key_dequant_scale"].view(2, 40, 1),
+        query_quant_mode=0, key_quant_mode=0, sparse_count=8,
+    )  # fmt: skip
+    given = {n: moved(x, device) for n, x in dense.items()}
+    got = custom.npu_quant_lightning_indexer(**given)
+    flat = {n: moved(x, device) for n, x in folded.items()}
+    assert torch.equal(got.view(6, 1, 8), custom.npu_quant_lightning_indexer(**flat))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_long_rows(kind, device, backend):
+    """Beyond what is selected from directly."""
+    problem = Problem(kind, 2, requests=[(2, 8192), (1, 4500)])
+    problem.check(problem.paged(64, sparse_count=300), device, backend)
+
+
+@pytest.mark.parametrize(
+    "kind, weights, scale",
+    [
+        ("int8", torch.float16, torch.float16),
+        ("int8", torch.float32, torch.float16),
+        ("int8", torch.bfloat16, torch.float32),
+        ("fp8", torch.float16, torch.float16),
+        ("fp8", torch.float32, None),
+        ("fp8", torch.bfloat16, None),
+    ],
+)
+def test_dtypes_of_scales(kind, weights, scale, device, backend):
+    problem = Problem(kind, 3, requests=[(2, 20)], scale=scale, weights=weights)
+    problem.check(problem.packed(), device, backend)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_bytes_with_their_dtype_beside_them(kind, device):
+    problem = Problem(kind, 3, requests=[(2, 20)])
+    given = {n: moved(x, device) for n, x in problem.packed().items()}
+    dtype = given["query"].dtype
+    raw = {n: given[n].view(torch.uint8) for n in ("query", "key")}
+    got = custom.npu_quant_lightning_indexer(**given | raw, query_dtype=dtype, key_dtype=dtype)
+    assert torch.equal(got, custom.npu_quant_lightning_indexer(**given))
+    with pytest.raises(TypeError, match="`query` is uint8 and `query_dtype` is None, expected"):
+        custom.npu_quant_lightning_indexer(**given | raw)
+    with pytest.raises(TypeError, match="`query_dtype` is hif8, expected float8_e4m3fn or int8"):
+        custom.npu_quant_lightning_indexer(**given | raw, query_dtype=290)
+
+
+def test_ties_and_zeros_take_the_lower_positions(device):
+    """Equal keys, and keys of zeros: scale 0 in int8."""
+    q = torch.ones(1, 1, D, dtype=torch.int8)
+    k = torch.ones(50, 1, D, dtype=torch.int8)
+    scale = torch.ones(50, 1)
+    k[10:20] = 0
+    scale[10:20] = 0
+    out = custom.npu_quant_lightning_indexer(
+        q.to(device), k.to(device), torch.ones(1, 1, device=device), None, scale.to(device), 0, 0,
+        actual_seq_lengths_query=torch.tensor([1], device=device),
+        actual_seq_lengths_key=torch.tensor([50], device=device), layout_query="TND",
+        layout_key="TND", sparse_count=42,
+    )  # fmt: skip
+    assert out[0, 0].tolist() == [*range(12), *range(20, 50)]
+
+
+def test_a_row_does_not_depend_on_its_batch(device):
+    """The same bits alone and among others, and over runs."""
+    problem = Problem("fp8", 64, requests=[(1, 300), (4, 500), (2, 77)])
+    given = {n: moved(x, device) for n, x in problem.paged(64, sparse_count=500).items()}
+    together = custom.npu_quant_lightning_indexer_scores(**given)
+    again = custom.npu_quant_lightning_indexer_scores(**given)
+    at = 1  # the second request alone, token by token from its last
+    alone = given | {
+        n: given[n][at + 3 : at + 4] for n in ("query", "weights", "query_dequant_scale")
+    } | dict(
+        actual_seq_lengths_query=given["actual_seq_lengths_query"].new_tensor([1]),
+        actual_seq_lengths_key=given["actual_seq_lengths_key"][1:2].contiguous(),
+        block_table=given["block_table"][1:2],
+    )  # fmt: skip
+    one = custom.npu_quant_lightning_indexer_scores(**alone)
+    for x, y, z in zip(together, again, one, strict=True):
+        assert torch.equal(x, y) and torch.equal(x[at + 3 : at + 4], z)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(query_quant_mode=1), "`query_quant_mode` is 1, expected 0"),
+        (dict(key_quant_mode=2), "`key_quant_mode` is 2, expected 0"),
+        (dict(query=torch.zeros(5, 3, D)), "`query` is float32, expected float8_e4m3fn, int8"),
+        (
+            dict(query=torch.zeros(5, 3, D, dtype=torch.float8_e5m2)),
+            "`query` is float8_e5m2, expected float8_e4m3fn, int8",
+        ),
+        (dict(key=torch.zeros(20, 1, D, dtype=torch.int8)), "`query` is fp8 and `key` int8"),
+        (
+            dict(key_dequant_scale=torch.zeros(20, 1).half()),
+            "`key_dequant_scale` is float16, expected float32",
+        ),
+        (dict(pre_tokens=4), "`pre_tokens` is 4, expected its default"),
+        (dict(sparse_mode=4), "`sparse_mode` is 4, expected one of 3|0"),
+    ],
+)
+def test_refused(changes, message):
+    problem = Problem("fp8", 3, requests=[(5, 20)])
+    with pytest.raises((ValueError, TypeError), match=message.replace("3|0", "0, 3")):
+        custom.npu_quant_lightning_indexer(**problem.packed() | changes)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
+def test_under_the_interpreter():
+    """The kernels on CPU tensors, on a machine without a GPU."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
+         __file__, "-k", "5-3 or 64-132 or int8-16 or 48-4 or folded or ties or bytes"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What writes caches of 8 bits: every byte, against formulas of this file's own in numpy."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from custom.dispatch import log
+from torch import Tensor
+
+import custom
+
+from .support.kernels import INTERPRETED
+
+FORMATS = [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "ue8m0")]
+# Triton's interpreter cuts floats off where it makes bf16 of them
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# of e4m3: every number that is not negative, by its code
+CODES = np.array(
+    [(c & 7) * 2.0**-9 if c < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3) - 7) for c in range(127)]
+)
+
+
+def e4m3(y: np.ndarray) -> np.ndarray:
+    """Codes of float64 numbers: the nearest, of two as near the even one."""
+    size = np.minimum(np.abs(y), 448.0)
+    above = np.searchsorted(CODES, size).clip(0, 126)
+    below = np.maximum(above - 1, 0)
+    far, near = CODES[above] - size, size - CODES[below]
+    lower = (near < far) | ((near == far) & (below % 2 == 0))
+    code = np.where((CODES[above] == size) | ~lower, above, below)
+    return (code | np.where(np.signbit(y), 0x80, 0)).astype(np.uint8)
+
+
+def quantised(x: Tensor, kind: str, scale_format: str, alpha: float = 1.0):
+    """(bytes [.., D], float32 scales [..])"""
+    x = x.float().cpu().numpy()
+    amax = np.abs(x).max(-1) * np.float32(alpha)
+    if kind == "int8":
+        scale = (amax / np.float32(127)).astype(np.float32)
+        with np.errstate(all="ignore"):
+            y = np.where(scale[..., None] > 0, x / scale[..., None], np.float32(0))
+        return np.rint(y).clip(-127, 127).astype(np.int8).view(np.uint8), scale
+    amax = np.maximum(amax, np.float32(1e-4))
+    if scale_format == "fp32":
+        scale = (amax / np.float32(448)).astype(np.float32)
+    else:
+        power = np.vectorize(lambda a: 2.0 ** math.ceil(math.log2(a / 448)))
+        scale = power(amax.astype(np.float64)).astype(np.float32)
+    return e4m3((x / scale[..., None]).astype(np.float64)), scale
+
+
+def hostile(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Magnitudes from 2**-40 to 2**12, a tile in five of zeros, signs on every zero."""
+    rows = math.prod(shape[:-1])
+    x = torch.randn(rows, shape[-1]) * torch.exp2(torch.randint(-40, 13, (rows, 1)).float())
+    x[::5] *= 0
+    x[1::7, :3] = 448.0
+    return x.view(shape).to(dtype)
+
+
+def pages_of(pages: int, page: int, size: int, between: int = 0) -> Tensor:
+    """uint8 [pages, page, size] full of a pattern, with as many bytes between the pages."""
+    step = page * size + between
+    return (
+        (torch.arange(pages * step) % 251)
+        .to(torch.uint8)
+        .as_strided((pages, page, size), (step, size, 1))
+    )
+
+
+def some_slots(count: int, total: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    slots = torch.randperm(total)[:count]
+    slots[::4] = torch.tensor([-1, total, -(2**31), 2**31 - 1])[torch.arange(len(slots[::4])) % 4]
+    return slots.to(dtype)
+
+
+def there(slots: Tensor, total: int) -> list[tuple[int, int]]:
+    return [(i, s) for i, s in enumerate(slots.tolist()) if 0 <= s < total]
+
+
+@pytest.mark.parametrize("page, between", [(16, 0), (64, 132), (64, 4), (1024, 0)])
+@pytest.mark.parametrize("kind, scale_format", FORMATS[:2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_index_pages(page, between, kind, scale_format, dtype, device, backend):
+    """As vLLM, SGLang and DeepGEMM lay them out: value (t, d) of a page in byte t * 128 + d, scale
+    t in bytes P * 128 + 4 t."""
+    k, slots = hostile(30, 128, dtype=dtype), some_slots(30, 3 * page)
+    pages = pages_of(3, page, 132, between)
+    wanted = [bytearray(each.contiguous().numpy().tobytes()) for each in pages]
+    values, scales = quantised(k, kind, scale_format)
+    for i, slot in there(slots, 3 * page):
+        cache, t = wanted[slot // page], slot % page
+        cache[t * 128 : t * 128 + 128] = values[i].tobytes()
+        struct.pack_into("<f", cache, page * 128 + 4 * t, scales[i])
+    moved = pages_of(3, page, 132, between).to(device)  # keeps its strides
+    before = log.calls["npu_index_cache_write", backend]
+    views = custom.index_cache_views(moved, kind)
+    custom.npu_index_cache_write(
+        k.to(device), *views, slots.to(device), kind=kind, scale_format=scale_format
+    )
+    assert log.calls["npu_index_cache_write", backend] == before + 1
+    for got, want in zip(moved.cpu(), wanted, strict=True):
+        assert got.contiguous().numpy().tobytes() == bytes(want)
+
+
+@pytest.mark.parametrize("scale", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_split_index_cache(scale, index, device):
+    """int8 values and scales in tensors of their own, as torch_npu has them."""
+    k, slots = hostile(40, 128), some_slots(40, 5 * 32, index)
+    k[3] *= 0
+    values = torch.full((5, 32, 1, 128), 77, dtype=torch.int8)
+    scales = torch.full((5, 32, 1), 3.0, dtype=scale)
+    want_values, want_scales = values.clone(), scales.clone()
+    new, by = quantised(k, "int8", "fp32")
+    for i, slot in there(slots, 160):
+        want_values[slot // 32, slot % 32, 0] = torch.from_numpy(new[i].view(np.int8))
+        want_scales[slot // 32, slot % 32, 0] = torch.tensor(by[i]).to(scale)
+    got = values.to(device), scales.to(device)
+    custom.npu_index_cache_write(k.to(device), *got, slots.to(device), kind="int8")
+    assert torch.equal(got[0].cpu(), want_values) and torch.equal(got[1].cpu(), want_scales)
+    assert got[1].isfinite().all()
+
+
+def test_a_scale_beyond_float16_is_the_largest_one(device):
+    values = torch.zeros(1, 16, 1, 128, dtype=torch.int8, device=device)
+    scales = torch.zeros(1, 16, 1, dtype=torch.float16, device=device)
+    k = torch.full((1, 128), 1e7, device=device)
+    custom.npu_index_cache_write(k, values, scales, torch.tensor([2], device=device), kind="int8")
+    assert scales[0, 2, 0] == 65504 and (values[0, 2] == 127).all()
+
+
+@pytest.mark.parametrize("row_layout", ["nope_scale_rope", "nope_rope_scale"])
+@pytest.mark.parametrize("kind, scale_format", FORMATS)
+@pytest.mark.parametrize("page, between", [(16, 0), (64, 656), (128, 16)])
+def test_latent_rows(row_layout, kind, scale_format, page, between, device, backend):
+    """FlashMLA's and torch_npu's order, byte by byte; FlashMLA's tests put a row behind a page."""
+    ckv, slots = hostile(20, 512), some_slots(20, 2 * page)
+    rope = torch.randn(20, 64).to(torch.float16 if between else torch.bfloat16)
+    rows = pages_of(2, page, 656, between)
+    wanted = [bytearray(each.contiguous().numpy().tobytes()) for each in rows]
+    alpha = 0.75 if page == 128 else None
+    tiles = ckv.unflatten(1, (4, 128))
+    values, scales = quantised(tiles, kind, scale_format, 1.0 if alpha is None else alpha)
+    at_rope, at_scale = (528, 512) if row_layout == "nope_scale_rope" else (512, 640)
+    for i, slot in there(slots, 2 * page):
+        cache, first = wanted[slot // page], slot % page * 656
+        cache[first : first + 512] = values[i].tobytes()
+        struct.pack_into("<4f", cache, first + at_scale, *scales[i])
+        begin = first + at_rope
+        cache[begin : begin + 128] = rope[i].view(torch.int16).numpy().tobytes()
+    moved = pages_of(2, page, 656, between).to(device)
+    before = log.calls["npu_latent_cache_write", backend]
+    custom.npu_latent_cache_write(
+        ckv.to(device), rope.to(device), moved[:, :, None], slots.to(device), kind=kind,
+        row_layout=row_layout, scale_format=scale_format,
+        k_nope_clip_alpha=None if alpha is None else torch.tensor([alpha], device=device),
+    )  # fmt: skip
+    assert log.calls["npu_latent_cache_write", backend] == before + 1
+    for got, want in zip(moved.cpu(), wanted, strict=True):
+        assert got.contiguous().numpy().tobytes() == bytes(want)
+
+
+@pytest.mark.parametrize("kind, scale_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_queries(kind, scale_format, dtype, packed, device):
+    shape = (21, 5, 128) if packed else (3, 7, 5, 128)
+    q, weights = hostile(*shape, dtype=dtype), torch.randn(shape[:-1]).to(dtype)
+    want, by = quantised(q, kind, scale_format)
+    # heads and tokens apart
+    wide = torch.zeros(*shape[:-2], 2 * shape[-2], 128, dtype=dtype, device=device)
+    given = wide[..., ::2, :].copy_(q)
+    got, folded, none = custom.quantize_index_query(
+        given, weights.to(device), kind=kind, scale_format=scale_format
+    )
+    assert none is None and folded.dtype is torch.float32
+    assert np.array_equal(got.cpu().view(torch.uint8).numpy(), want)
+    assert torch.equal(folded.cpu(), weights.float() * torch.from_numpy(by))
+    got, same, scale = custom.quantize_index_query(
+        given, weights.to(device), kind=kind, scale_format=scale_format, fold=False
+    )
+    assert np.array_equal(got.cpu().view(torch.uint8).numpy(), want)
+    assert torch.equal(same.cpu(), weights) and np.array_equal(scale.cpu().numpy(), by)
+
+
+def sylvester(size: int) -> np.ndarray:
+    """By the definition: the sign is the parity of the bits that row and column share."""
+    return np.array([[(-1.0) ** bin(i & j).count("1") for j in range(size)] for i in range(size)])
+
+
+def test_hadamard(device):
+    x = torch.randn(3, 11, 128, device=device)
+    got = custom.hadamard(x)
+    want = x.cpu().double().numpy() @ sylvester(128) * 128**-0.5
+    assert np.abs(got.cpu().double().numpy() - want).max() < 2e-6
+    assert torch.allclose(custom.hadamard(got), x, atol=2e-6)
+    # whole numbers stay exact: sums of 128 of them
+    whole = torch.randint(-8, 9, (5, 128))
+    exact = whole.double().numpy() @ sylvester(128)
+    got = custom.hadamard(whole.half().to(device), 1.0).cpu().double().numpy()
+    assert np.array_equal(got, exact)
+
+
+@pytest.mark.parametrize("hadamard_round", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_transformed_before_they_are_quantised(kind, hadamard_round, device):
+    """The same bytes as of what `hadamard` gives, once it is rounded as asked."""
+    x = torch.randn(16, 128).bfloat16()
+    turned = custom.hadamard(x.float())
+    turned = turned.bfloat16() if hadamard_round == "bf16" else turned
+    options = dict(index_hadamard=True, hadamard_round=hadamard_round)
+    q = x.view(1, 4, 4, 128).to(device)
+    weights = torch.ones(1, 4, 4, device=device)
+    got, folded, _ = custom.quantize_index_query(q, weights, kind=kind, **options)
+    want, by = quantised(turned, kind, "ue8m0")
+    assert np.array_equal(got.cpu().view(torch.uint8).numpy().reshape(16, 128), want)
+    assert np.array_equal(folded.cpu().numpy().ravel(), by)
+    dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[kind]
+    values = torch.zeros(1, 16, 1, 128, dtype=torch.uint8, device=device).view(dtype)
+    scales = torch.zeros(1, 16, 1, device=device)
+    custom.npu_index_cache_write(
+        x.to(device), values, scales, torch.arange(16, device=device), kind=kind, **options
+    )
+    assert np.array_equal(values.cpu().view(torch.uint8).numpy().reshape(16, 128), want)
+
+
+@pytest.mark.parametrize("eps", ["on amax", "on the scale"])
+def test_writers_of_others(eps, device):
+    """Power-of-two scales where the floor of the magnitude is put elsewhere (FlashMLA: on the
+    scale); the same bytes wherever no floor is met.  A writer that multiplies by the reciprocal
+    (DeepGEMM's tests) agrees exactly: the reciprocal is one of a power of two."""
+    x = torch.randn(64, 128).bfloat16()
+    amax = x.float().abs().amax(-1).double()
+    floor = (amax.clamp(min=1e-4) / 448) if eps == "on amax" else (amax / 448).clamp(min=1e-4)
+    scale = torch.exp2(floor.log2().ceil()).float()
+    want = (x.float() * (1 / scale)[:, None]).to(torch.float8_e4m3fn)
+    values, by, _ = custom.quantize_index_query(
+        x[None].to(device), torch.ones(1, 64, device=device), kind="fp8"
+    )
+    assert torch.equal(values[0].cpu().view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(by[0].cpu(), scale)
+
+
+def test_a_reciprocal_of_an_fp32_scale_is_within_an_ulp(device):
+    """vLLM's and SGLang's scales are no powers of two: amax / 448, and x times 1 / s or x / s."""
+    x = torch.randn(2000, 128).bfloat16()
+    values, scale, _ = custom.quantize_index_query(
+        x[None].to(device), torch.ones(1, 2000, device=device), kind="fp8", scale_format="fp32"
+    )
+    other = (x.float() * (1 / scale[0].cpu())[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    off = (values[0].cpu().view(torch.uint8).int() - other.view(torch.uint8).int()).abs()
+    assert off.max() <= 1 and (off > 0).float().mean() < 1e-3
+
+
+def test_views_are_of_the_cache():
+    pages = pages_of(3, 32, 132, 132)
+    values, scales = custom.index_cache_views(pages, "fp8")
+    assert values.data_ptr() == pages.data_ptr() and values.stride(0) == 33 * 132
+    assert scales.data_ptr() == pages.data_ptr() + 32 * 128 and scales.stride(0) == 33 * 33
+    assert torch.equal(custom.index_cache_views(pages[:, :, None], "fp8")[1], scales)
+    rows = pages_of(3, 16, 656, 656)[:, :, None]
+    for layout, (rope, scale) in (
+        ("nope_scale_rope", (528, 512)),
+        ("nope_rope_scale", (512, 640)),
+    ):
+        parts = custom.row_views(rows, layout)
+        starts = [part.data_ptr() - rows.data_ptr() for part in parts]
+        assert starts == [0, rope, scale]
+        assert [part.shape[-1] for part in parts] == [512, 64, 4]
+
+
+def test_rows_in_the_other_order():
+    rows = pages_of(3, 16, 656, 656)[:, :, None]
+    there = custom.convert_rows(rows, "nope_scale_rope", "nope_rope_scale")
+    assert there.is_contiguous() and not torch.equal(there, rows)
+    for part, other in zip(
+        custom.row_views(rows, "nope_scale_rope"),
+        custom.row_views(there, "nope_rope_scale"),
+        strict=True,
+    ):
+        assert torch.equal(
+            part.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+        )
+    assert torch.equal(custom.convert_rows(there, "nope_rope_scale", "nope_scale_rope"), rows)
+    assert torch.equal(custom.convert_rows(rows, "nope_scale_rope", "nope_scale_rope"), rows)
+
+
+@pytest.mark.parametrize(
+    "error, call",
+    {
+        "index_cache_views: `kind` is 'int8', expected 'fp8'": lambda: custom.index_cache_views(
+            torch.zeros(1, 16, 132, dtype=torch.uint8), "int8"
+        ),
+        "index_cache_views: `pages` is int8, expected uint8": lambda: custom.index_cache_views(
+            torch.zeros(1, 16, 132, dtype=torch.int8), "fp8"
+        ),
+        r"index_cache_views: `pages` has shape \[1, 16, 130\], expected": (
+            lambda: custom.index_cache_views(torch.zeros(1, 16, 130, dtype=torch.uint8), "fp8")
+        ),
+        "index_cache_views: `pages` has strides .* pages that each lie": (
+            lambda: custom.index_cache_views(
+                torch.zeros(2, 32, 132, dtype=torch.uint8)[:, ::2], "fp8"
+            )
+        ),
+        "row_views: `row_layout` is 'rope', expected one of": lambda: custom.row_views(
+            torch.zeros(1, 656, dtype=torch.uint8), "rope"
+        ),
+        "convert_rows: `dst` is 'x', expected one of": lambda: custom.convert_rows(
+            torch.zeros(1, 656, dtype=torch.uint8), "nope_scale_rope", "x"
+        ),
+        "row_views: `rows` has strides .* multiples of 4": lambda: custom.row_views(
+            torch.zeros(2, 657, dtype=torch.uint8)[:, :656], "nope_scale_rope"
+        ),
+    }.items(),
+    ids=lambda x: x[:40] if isinstance(x, str) else "",
+)
+def test_views_that_are_refused(error, call):
+    with pytest.raises((ValueError, TypeError), match=error):
+        call()
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "hif8", "fp4"])
+def test_kinds_that_are_refused(kind):
+    args = (torch.zeros(1, 128), torch.zeros(1, 16, 1, 128, dtype=torch.int8))
+    with pytest.raises(ValueError, match=f"`kind` is '{kind}', expected one of 'fp8', 'int8'"):
+        custom.npu_index_cache_write(
+            *args, torch.zeros(1, 16, 1), torch.zeros(1, dtype=torch.int32), kind=kind
+        )
+
+
+def test_the_kind_must_be_the_caches():
+    args = (torch.zeros(1, 128), torch.zeros(1, 16, 1, 128, dtype=torch.int8))
+    with pytest.raises(TypeError, match="`values` is int8, expected float8_e4m3fn"):
+        custom.npu_index_cache_write(
+            *args, torch.zeros(1, 16, 1), torch.zeros(1, dtype=torch.int32), kind="fp8"
+        )
+
+
+def test_no_tensor_to_transform():
+    with pytest.raises(TypeError, match=r"^npu_hadamard: `x` is None, expected a tensor\. Make it"):
+        custom.hadamard(None)
+
+
+def test_debug_finds_a_slot_written_twice(monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+    with pytest.raises(ValueError, match="`slots` names a slot twice"):
+        custom.npu_index_cache_write(
+            torch.zeros(2, 128), torch.zeros(1, 16, 1, 128, dtype=torch.int8),
+            torch.zeros(1, 16, 1), torch.tensor([3, 3]), kind="int8",
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
+def test_under_the_interpreter():
+    """The kernels on CPU tensors: every byte, on a machine without a GPU."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
+         __file__, "-k", "not refused and not views"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,0 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Programs for NVIDIA's sanitizers (docs/sanitizer.md)."""
