@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -105,7 +106,8 @@ def compute_index_loss_sparse(
         from . import _collectives  # torch without distributed has none
 
         target = _collectives.all_reduce(target, _collectives.ranks(group)[0])
-        rows = _OfTarget.apply(index_score, indices, target, key.shape[1], chunk_offset, eps)
+        apply: Callable[..., Tensor] = _OfTarget.apply
+        rows = apply(index_score, indices, target, key.shape[1], chunk_offset, eps)
     loss = _reduce(rows, reduction)
     return (loss, target) if return_target else loss
 
@@ -129,7 +131,7 @@ class _OfTarget(torch.autograd.Function):
         return reference.divergence(target, index_score.to(target.dtype), usable, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradient = torch.ops.custom.npu_indexer_loss_backward
         found: Tensor = gradient(grad.contiguous(), *ctx.saved_tensors, *ctx.sizes)
         return found, None, None, None, None, None

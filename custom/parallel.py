@@ -21,11 +21,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _collectives, delta_rule, merging
+from . import _collectives, merging
 from . import sparse_attention as sparse
 from ._collectives import Group, ranks
+from ._handed_along import context_parallel_delta_rule, context_parallel_kda
 from .dispatch.common import nz, paged
 from .dispatch.common.layout import lengths_of_rows
+
+__all__ = [
+    "all_reduce",
+    "context_parallel_decode",
+    "context_parallel_delta_rule",
+    "context_parallel_kda",
+    "context_parallel_prefill",
+    "delta_rule_heads",
+    "row_parallel_indexer",
+    "same_selection",
+    "shard",
+    "shard_layer",
+    "tensor_parallel_attention",
+    "zigzag",
+]
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -289,12 +305,12 @@ def _merged_selection(
     B, S = query_index.shape[:2]
     limit = act_seqs[:, None] - S + 1 + torch.arange(S, device=act_seqs.device)
     limit = limit.clamp(min=0).flatten().to(act_seqs.dtype)
-    rows, scores = sparse.npu_lightning_indexer(
-        query_index.reshape(B * S, 1, *query_index.shape[2:]), keys,
-        weights.reshape(B * S, 1, -1),
+    rows, scores = sparse.npu_lightning_indexer_scores(
+        query_index.flatten(0, 1)[:, None], keys,
+        weights.flatten(0, 1)[:, None],
         actual_seq_lengths_key=merging.shard_positions(limit, rank, size, interleave),
         block_table=block_table.repeat_interleave(S, 0), layout_key="PA_BSND",
-        sparse_count=count, sparse_mode=0, return_value=True,
+        sparse_count=count, sparse_mode=0,
     )  # fmt: skip
     stripe = torch.div(rows, interleave, rounding_mode="floor") * size + rank
     positions = torch.where(rows < 0, -1, stripe * interleave + rows % interleave)
@@ -357,7 +373,7 @@ def context_parallel_prefill(
     B, mine = query.shape[:2]
     n = mine // 2
     wire = torch.cat([rows[name].contiguous().view(torch.uint8) for name in caches], -1)
-    came = _in_order(_collectives.all_gather(wire.view(B, 2, n, -1).movedim(1, 0), at))
+    came = _in_order(_collectives.all_gather(wire.unflatten(1, (2, n)).movedim(1, 0), at))
     came = came.movedim(0, 1).reshape(B * 2 * size * n, -1)
     widths = [rows[name].shape[-1] * rows[name].dtype.itemsize for name in caches]
     for cache, part in zip(caches.values(), came.split(widths, -1), strict=True):
@@ -379,46 +395,3 @@ def context_parallel_prefill(
         actual_seq_lengths_kv=ends, query_rope=q_rope, key_rope=caches["kr"], layout_kv="PA_BSND",
     )  # fmt: skip
     return out.view(query.shape)
-
-
-def context_parallel_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: Group,
-    beta: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    actual_seq_lengths: Tensor | None = None,
-    scale: float | None = None,
-    g: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`npu_chunk_gated_delta_rule` of sequences of which each rank has a consecutive part.
-
-    A part maps the state it begins with, S, to S M + L. Both come out of one call of the op on
-    values [v, 0] from states [0, I], which needs Dv + Dk within its 256; one all_gather brings all
-    ranks' (L, M), and the op runs again from the state that the ranks before leave.
-    Arguments as the op's, of this rank's tokens; `initial_state`, the same on all ranks, is that
-    before the first. Returns this rank's out and, on all ranks, the final state.
-    """
-    at, rank, size = ranks(group)
-    (_, heads, Dv), Dk = value.shape, key.shape[-1]
-    batch = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
-    kind = torch.float32 if initial_state is None else initial_state.dtype
-    start = torch.eye(Dv + Dk, dtype=kind, device=value.device)[:, Dv:]
-    options: dict[str, Any] = dict(
-        beta=beta, actual_seq_lengths=actual_seq_lengths, scale=scale, g=g
-    )
-    _, maps = delta_rule.npu_chunk_gated_delta_rule(
-        query, key, pad(value, (0, Dk)),
-        initial_state=start.expand(batch, heads, Dv + Dk, Dk).contiguous(), **options,
-    )  # fmt: skip
-    every = _collectives.all_gather(maps, at)
-    state = torch.zeros_like(maps[:, :, :Dv]) if initial_state is None else initial_state
-    states = [state]
-    for part in every.unbind(0):
-        states.append(torch.matmul(states[-1], part[:, :, Dv:]) + part[:, :, :Dv])
-    out, _ = delta_rule.npu_chunk_gated_delta_rule(
-        query, key, value, initial_state=states[rank].contiguous(), **options
-    )
-    return out, states[size]

@@ -49,8 +49,8 @@ class Draw:
         return (torch.randn(*shape, generator=self.random) * scale).to(self.dtype)
 
     def whole(self, *shape: int) -> Tensor:
-        """Small whole numbers: their scores are exact, and tie."""
-        return torch.randint(-1, 2, shape, generator=self.random).to(self.dtype)
+        """Small whole numbers: their scores are exact in float32, and some tie."""
+        return torch.randint(-3, 4, shape, generator=self.random).to(self.dtype)
 
     def table(self, requests: int, pages: int) -> Tensor:
         order = torch.randperm(requests * pages, generator=self.random)
@@ -269,10 +269,11 @@ def decode(group, rank, size):
 
 
 def decode_selects_the_same(group, rank, size):
-    """Sharded index keys whose scores tie across ranks, rows of a draft among them: the same set,
-    bit for bit, fewer keys than the selection included."""
-    for S, interleave in ((1, 1), (3, 5), (2, P)):
-        step = Decode(rank, size, (3, 60, 128), S, interleave, ties=True)
+    """Sharded index keys whose scores tie across ranks, in half precision many more, rows of a
+    draft among them: the same set, bit for bit, fewer keys than the selection included."""
+    kinds = (torch.float32, torch.bfloat16, torch.bfloat16)
+    for kind, S, interleave in zip(kinds, (1, 3, 2), (1, 5, P), strict=True):
+        step = Decode(rank, size, (3, 60, 128), S, interleave, ties=True, dtype=kind)
         for count in (1, 16, 100):
             wanted, _ = step.whole(count)
             got = parallel._merged_selection(
@@ -428,6 +429,24 @@ def _tokens(draw: Draw, T: int, heads: int, Dk: int, Dv: int) -> list[Tensor]:
 def _delta(call: Any, x: list[Tensor], lengths: Tensor, state: Tensor | None) -> Any:
     q, k, v, beta, g = x
     return call(q, k, v, beta=beta, g=g, actual_seq_lengths=lengths, initial_state=state)
+
+
+def kda_over_the_context(group, rank, size):
+    """A decay for each channel; one sequence of which every rank has a part."""
+    T, heads, Dk, Dv = 40, 2, 16, 8
+    draw = Draw(size)
+    q, k = (torch.nn.functional.normalize(draw(1, T * size, heads, Dk), dim=-1) for _ in range(2))
+    v, g = draw(1, T * size, heads, Dv), -draw(1, T * size, heads, Dk).abs()
+    beta, state = draw(1, T * size, heads).sigmoid(), draw(1, heads, Dv, Dk)
+    wanted, final = custom.npu_chunk_kda(
+        q, k, v, g, beta, initial_state=state, state_layout="vk", scale=0.3
+    )
+    mine = slice(rank * T, rank * T + T)
+    out, last = parallel.context_parallel_kda(
+        *(x[:, mine] for x in (q, k, v, g, beta)), group=group, initial_state=state, scale=0.3
+    )
+    torch.testing.assert_close(out, wanted[:, mine], **CLOSE)
+    torch.testing.assert_close(last, final, **CLOSE)
 
 
 # ------------------------------------------------------------------------------ training

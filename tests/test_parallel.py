@@ -24,6 +24,7 @@ EVERYWHERE = (
     "prologs_write_into_shards",
     "prefill",
     "delta_rule_over_the_context",
+    "kda_over_the_context",
     "loss_of_all_heads",
 )
 ONCE = (
