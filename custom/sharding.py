@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -92,15 +93,29 @@ RULES: dict[str, Callable[[dict[str, Any]], list[Cut]]] = {
 
 
 def register() -> None:
-    """Teach DTensor how the pure ops may be sharded."""
+    """Teach DTensor how the pure ops may be sharded.
+
+    It keeps what a rule gave by a call's tensors and whole numbers; here strings and flags decide
+    about placements too, so that they are made part of what calls are told apart by.
+    """
     try:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
         from torch.distributed.tensor.experimental import register_sharding
-    except ImportError as error:
+
+        told_apart = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    except (ImportError, AttributeError) as error:
         raise NotSupported(
-            "custom.sharding: this torch has no register_sharding, expected 2.5 or later."
+            f"custom.sharding: torch {torch.__version__} keeps sharding rules elsewhere, expected "
+            "2.9 to 2.13. Call the ops on the shards, by local_map."
         ) from error
     for name, rule in RULES.items():
-        register_sharding(overload(BY_NAME[name]))(_placements(name, rule))
+        op = overload(BY_NAME[name])
+        register_sharding(op)(_placements(name, rule))
+        plain = [a for a in op._schema.arguments if "Tensor" not in str(a.type)]
+        first = next((i for i, a in enumerate(op._schema.arguments) if a in plain), 100)
+        keywords = [a.name for a in plain if a.kwarg_only]
+        told_apart[op] = RuntimeSchemaInfo(first, keywords or None, needs_pytree=True)
 
 
 def _placements(name: str, rule: Callable[[dict[str, Any]], list[Cut]]) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ one process would, and compares its part. gloo, float32: equality is that of the
 from __future__ import annotations
 
 import datetime
+import os
+import time
 import traceback
 from functools import partial
 from typing import Any
@@ -39,6 +41,24 @@ def serve(rank: int, size: int, file: str, pipe: Any) -> None:
         except BaseException:
             pipe.send(f"rank {rank} of {size}: {traceback.format_exc()}")
     dist.destroy_process_group()
+
+
+def meet(rank: int, size: int, file: str, pipe: Any, fault: str) -> None:
+    """The last rank dies, or hangs, before its collective; the others tell what they get."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=5)
+    dist.init_process_group("gloo", f"file://{file}", timeout=timeout, rank=rank, world_size=size)
+    parallel.all_reduce(torch.ones(1), dist.group.WORLD)
+    if rank == size - 1:
+        time.sleep(60 if fault == "hangs" else 0)
+        os._exit(1)
+    begin = time.monotonic()
+    try:
+        Decode(rank, size, (2, 37)).parts(dist.group.WORLD, 16)
+        pipe.send((0.0, "no error"))
+    except RuntimeError as error:
+        pipe.send((time.monotonic() - begin, str(error)))
+    os._exit(0)
 
 
 class Draw:
@@ -523,6 +543,116 @@ def a_subgroup_has_its_own_ranks(group, rank, size):
         parallel.same_selection(x.int(), group=last, broadcast=True), torch.zeros(2, 4).int()
     )
     assert parallel.shard(torch.arange(2), 0, last).item() == at
+
+
+def pure_ops_take_sharded_tensors(group, rank, size):
+    """DTensors in, DTensors out, cut as they came; what cannot stay cut is gathered first."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from custom import sharding
+
+    sharding.register()
+    mesh = init_device_mesh("cpu", (size,))
+    draw = Draw(6)
+
+    def check(op: Any, tensors: list[Tensor], cuts: list[int | None], wanted: list[Any], *rest):
+        placed = [
+            distribute_tensor(x, mesh, [Replicate() if c is None else Shard(c)])
+            for x, c in zip(tensors, cuts, strict=True)
+        ]
+        out = op(*placed, *rest)
+        for got, exact, placement in zip(out, op(*tensors, *rest), wanted, strict=True):
+            assert got.placements == (placement,), (op, got.placements)
+            torch.testing.assert_close(got.full_tensor(), exact, rtol=0, atol=0)
+
+    outs, lses = draw(3, 2 * size, 4, 8), draw(3, 2 * size, 4)
+    S0, S1 = Shard(0), Shard(1)
+    check(custom.npu_merge_states, [outs, lses], [1, 1], [S0, S0])
+    check(custom.npu_merge_states, [outs, lses], [None, None], [Replicate()] * 2)
+    values = draw(3, 2 * size, 8)
+    positions = torch.randperm(48 * size)[: 48 * size].view(3, 2 * size, 8)
+    check(custom.npu_merge_topk, [values, positions], [1, 1], [S0, S0], 5)
+    check(custom.npu_localize_indices, [positions], [1], [S1, S1], 0, 2)
+    q, k = draw(2 * size, 2 * size, 5, 16), draw(2 * size, 2 * size, 5, 16)
+    for cut in (0, 1):
+        attend = partial(torch.ops.custom.npu_fused_attention, causal=True)
+        check(attend, [q, k, k], [cut] * 3, [Shard(cut)] * 2)
+    # heads of attention over latents that all ranks have, statistics of several shapes
+    heads = ("query", "query_rope", "sinks")
+    for S in (2, 3):
+        given = dict(
+            query=draw(2, S, 2 * size, 16), key=draw(2, 9, 1, 16), value=None,
+            sparse_indices=torch.arange(4).expand(2, S, 1, 4).contiguous(), scale_value=0.2,
+            query_rope=draw(2, S, 2 * size, 8), key_rope=draw(2, 9, 1, 8), sinks=draw(2 * size),
+        )  # fmt: skip
+        placed = {
+            name: distribute_tensor(
+                x, mesh, [Replicate() if name not in heads else Shard(0 if x.ndim == 1 else 2)]
+            )
+            if isinstance(x, Tensor)
+            else x
+            for name, x in given.items()
+        }
+        for stats in (False, True):
+            out = custom.npu_sparse_flash_attention(**placed, return_softmax_lse=stats)
+            wanted = custom.npu_sparse_flash_attention(**given, return_softmax_lse=stats)
+            assert out[0].placements == (Shard(2),)
+            for a, b in zip(out, wanted, strict=True):
+                torch.testing.assert_close(a.full_tensor(), b)
+    # requests
+    S = Shard(0)
+    keys, w = draw(2 * size, 9, 1, 16), draw(2 * size, 5, 4)
+    rows = draw(2 * size, 5, 4, 16)
+    for value in (False, True):
+        select = partial(custom.npu_lightning_indexer, sparse_count=4, return_value=value)
+        check(select, [rows, keys, w], [0, 0, 0], [S, S if value else Replicate()])
+    scores, index = draw(2 * size, 5, 3), torch.arange(3).expand(2 * size, 5, 3).contiguous()
+    loss = torch.ops.custom.npu_indexer_loss
+    check(loss, [rows.movedim(2, 1), keys[:, :, 0], scores, index], [0] * 4, [S, S], 0.3)
+    # parts cut: no rule keeps them so, and the result is the same
+    check(custom.npu_merge_states, [outs, lses], [3, None], [Replicate()] * 2)
+
+
+def mutating_ops_refuse_sharded_tensors(group, rank, size):
+    """A redistributed cache would be a copy, whose writes are lost: no such call is made, and
+    local_map refuses placements other than those it was told."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import local_map
+
+    mesh = init_device_mesh("cpu", (size,))
+    layer = layer_of(2 * size)
+    R, cut = [Replicate()], [Shard(0)]
+    placements = {name: cut if name in ("w_uq_qr", "w_uk") else R for name in layer}
+    placed = {n: distribute_tensor(x, mesh, placements[n]) for n, x in copied(layer).items()}
+    try:
+        custom.npu_sparse_attention_pto(**placed, sparse_count=16)
+    except Exception as error:
+        assert "sharding strategy" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+    def step(*tensors: Tensor) -> Tensor:
+        return custom.npu_sparse_attention_pto(*tensors, sparse_count=16)
+
+    mapped = local_map(
+        step, out_placements=[Shard(2)], in_placements=tuple(placements.values()),
+        redistribute_inputs=False, device_mesh=mesh,
+    )  # fmt: skip
+    whole = copied(layer)
+    wanted = custom.npu_sparse_attention_pto(**whole, sparse_count=16)
+    out = mapped(*placed.values())
+    torch.testing.assert_close(out.full_tensor(), wanted, **CLOSE)
+    for cache in ("kv_cache", "kr_cache", "index_k_cache"):
+        assert torch.equal(placed[cache].to_local(), whole[cache]), f"{cache}: writes are lost"
+    wrong = dict(placed, kv_cache=distribute_tensor(layer["kv_cache"], mesh, cut))
+    try:
+        mapped(*wrong.values())
+    except ValueError as error:
+        assert "redistribute" in str(error), error
+    else:
+        raise AssertionError("another placement is not refused")
 
 
 def uneven_heads_are_refused(group, rank, size):

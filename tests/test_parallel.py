@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 
 import pytest
 import torch.distributed as dist
@@ -35,27 +36,35 @@ ONCE = (
     "decode_of_nothing",
     "steps_compile_as_one_graph",
     "a_mesh_is_a_group",
+    "pure_ops_take_sharded_tensors",
+    "mutating_ops_refuse_sharded_tensors",
     "uneven_heads_are_refused",
 )
 CASES = [(name, size) for size in (2, 3, 4) for name in EVERYWHERE]
 CASES += [(name, 2) for name in ONCE] + [("a_subgroup_has_its_own_ranks", 3)]
 
 
+def start(target, size: int, store, *more):
+    """(pipes, processes): `target(rank, size, store, pipe, *more)` on every rank, forked from a
+    process that has imported torch and nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel_ranks"])
+    pipes, processes = [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        arguments = (rank, size, str(store), there, *more)
+        process = context.Process(target=target, args=arguments, daemon=True)
+        process.start()
+        pipes.append(here)
+        processes.append(process)
+    return pipes, processes
+
+
 class Ranks:
     """Processes of one group, which run checks together."""
 
     def __init__(self, size: int, folder) -> None:
-        # forked from a process that has imported torch and nothing else
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.parallel_ranks"])
-        self.pipes, self.processes = [], []
-        for rank in range(size):
-            here, there = context.Pipe()
-            arguments = (rank, size, str(folder / f"store{size}"), there)
-            process = context.Process(target=parallel_ranks.serve, args=arguments, daemon=True)
-            process.start()
-            self.pipes.append(here)
-            self.processes.append(process)
+        self.pipes, self.processes = start(parallel_ranks.serve, size, folder / f"store{size}")
 
     def run(self, name: str) -> None:
         for pipe in self.pipes:
@@ -86,3 +95,17 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name, size", CASES, ids=[f"{name}-{size}" for name, size in CASES])
 def test_ranks_agree_with_one_process(name, size, ranks):
     ranks(size).run(name)
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_a_rank_that_is_gone_is_an_error_with_names(fault, tmp_path):
+    """Within the group's timeout of 5 seconds, on every other rank."""
+    pipes, processes = start(parallel_ranks.meet, 3, tmp_path / "store", fault)
+    for rank in range(2):
+        assert pipes[rank].poll(60)
+        seconds, said = pipes[rank].recv()
+        wanted = rf"custom.parallel: all_gather failed on rank {rank} of 3: .*gloo says: "
+        assert re.match(wanted, said), said
+        assert "\n" not in said and seconds < 15
+    for process in processes:
+        process.kill()

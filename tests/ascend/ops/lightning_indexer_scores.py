@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..case import Arguments, Case, Inputs
+import torch
+
+from ..case import Arguments, Case, Finding, Inputs
 from ..controls import Control
-from .lightning_indexer import paged, rows
+from .lightning_indexer import by_score, paged, rows
 
 KERNEL = "lightning_indexer_scores"
 OP = f"npu_{KERNEL}"
@@ -23,8 +25,13 @@ def scored(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]
     return made
 
 
+def in_float32(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
+    wide = got["output 1"].dtype is torch.float32
+    return [(0.0 if wide else float("inf"), "float32"), *by_score(case, got, exact, rounded)]
+
+
 CASES = (
-    Case(OP, "paged, 64 heads", scored(paged([300, 1, 129], 2))),
+    Case(OP, "paged, random", scored(paged([900, 77], 2, whole=False)), judge=in_float32),
     Case(OP, "TND", scored(rows("TND", 64, 32))),
 )
 CONTROLS = (
@@ -33,6 +40,6 @@ CONTROLS = (
         "lightning_indexer",
         "kind = query.dtype if value_dtype is None else value_dtype",
         "kind = query.dtype",
-        "paged, 64 heads",
+        "paged, random",
     ),
 )
