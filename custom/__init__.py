@@ -53,6 +53,7 @@ from .merging import (  # noqa: E402
     npu_merge_topk,
     npu_ring_attention_update,
     shard_positions,
+    shard_slots,
 )
 from .quantised import (  # noqa: E402
     hadamard,
@@ -66,6 +67,7 @@ from .sparse_attention import (  # noqa: E402
     npu_indexer_prolog_pto,
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
+    npu_lightning_indexer_scores,
     npu_mla_prolog_pto,
     npu_sparse_attention_indices_pto,
     npu_sparse_attention_pto,
@@ -104,6 +106,7 @@ __all__ = [
     "npu_latent_cache_write",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_lightning_indexer_scores",
     "npu_localize_indices",
     "npu_merge_states",
     "npu_merge_topk",
@@ -120,6 +123,7 @@ __all__ = [
     "quantize_index_query",
     "row_views",
     "shard_positions",
+    "shard_slots",
     "to_nz",
     "warmup",
 ]

@@ -22,6 +22,7 @@ OPS = (
     "mla_prolog_pto",
     "indexer_prolog_pto",
     "lightning_indexer",
+    "lightning_indexer_scores",
     "lightning_indexer_grad",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",

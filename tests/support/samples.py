@@ -128,6 +128,12 @@ def _lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     )
 
 
+def _lightning_indexer_scores(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    arguments = _lightning_indexer(m, B, S)
+    del arguments["return_value"]
+    return arguments
+
+
 def _lightning_indexer_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     return dict(
         query=m.normal(B, S, 4, DI),
@@ -405,6 +411,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_mla_prolog_pto": _mla_prolog_pto,
     "npu_indexer_prolog_pto": _indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,
+    "npu_lightning_indexer_scores": _lightning_indexer_scores,
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
