@@ -30,128 +30,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from .chunk_gated_delta_rule import _heads, _rows
 from .common import gpu, launches
-from .common.lengths import within
-from .fused_sigmoid_gating_delta_rule_update import _softplus
+from .common.chunks import CHUNK, chunk_rows, heads_of
+from .common.kda import (
+    binary,
+    from_between,
+    gate,
+    gate_input,
+    log_decay,
+    pairs_of_bit,
+    place,
+    steps,
+    unit_norm,
+    walked,
+)
 
-CHUNK: tl.constexpr = tl.constexpr(64)
 LARGEST_K, LARGEST_V = 128, 256
 _KEY_TILE = 64  # channels of the keys that a chunk's kernel holds at a time
-# exp() of it is 0 in float32, and 64 of them add up without losing what is small
-_LEAST: tl.constexpr = tl.constexpr(-100.0)
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# what `g` is
-GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _later(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _pieces(bounds, T, sequences, PIECES: tl.constexpr):
-    """By piece [PIECES]: its number, first token and end.  Piece n + 1 is sequence n; the first and
-    the last are the tokens of none, before and behind.  A sequence begins where all before it
-    have ended."""
-    s = tl.arange(0, PIECES)
-    begin = within(bounds + s - 1, (s > 0) & (s <= sequences + 1), T)
-    end = within(bounds + s, s <= sequences, T)
-    begin = tl.associative_scan(begin, 0, _later)
-    end = tl.associative_scan(end, 0, _later)
-    return s, tl.where(s > sequences + 1, T, begin), tl.where(s > sequences, T, end)
-
-
-@triton.jit
-def _place(bounds, chunk, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
-    """(batch, first token of the piece, first token of the chunk in it, the piece's length,
-    whether it is a sequence) of a chunk."""
-    if VARLEN:
-        s, begin, end = _pieces(bounds, T, sequences, PIECES)
-        ends = tl.cumsum((end - begin + CHUNK - 1) // CHUNK, 0)
-        before = ends <= chunk
-        first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
-        piece = tl.sum(before.to(tl.int32), 0)
-        start = tl.sum(tl.where(s == piece, begin, 0), 0)
-        length = tl.sum(tl.where(s == piece, end - begin, 0), 0)
-        live = (piece > 0) & (piece <= sequences)
-        batch = chunk * 0
-    else:
-        each = (T + CHUNK - 1) // CHUNK
-        batch = chunk // each
-        first = chunk % each * CHUNK
-        start = chunk * 0
-        length = T
-        live = T > 0
-    return batch.to(tl.int64), start.to(tl.int64), first, length, live
-
-
-@triton.jit
-def _walked(bounds, n, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
-    """(batch, first token, length, first chunk) of a sequence."""
-    if VARLEN:
-        s, begin, end = _pieces(bounds, T, sequences, PIECES)
-        mine = s == n + 1
-        start = tl.sum(tl.where(mine, begin, 0), 0)
-        length = tl.sum(tl.where(mine, end - begin, 0), 0)
-        chunks = (end - begin + CHUNK - 1) // CHUNK
-        chunk = tl.sum(tl.where(s <= n, chunks, 0), 0)
-        batch = n * 0
-    else:
-        start = n * 0
-        length = T
-        chunk = n * ((T + CHUNK - 1) // CHUNK)
-        batch = n
-    return batch.to(tl.int64), start.to(tl.int64), length, chunk
-
-
-@triton.jit
-def _gate(x, rate, lower_bound, GATE: tl.constexpr):
-    """The decay's logarithm."""
-    if GATE == SOFTPLUS:
-        return -rate * _softplus(x, 1.0, 20.0)
-    elif GATE == BOUNDED:
-        return lower_bound / (1.0 + tl.exp(-rate * x))
-    else:
-        return x
-
-
-@triton.jit
-def _gate_input(
-    g, dt_bias, hv, first, length, g_row, columns, K: tl.constexpr, EDGE: tl.constexpr,
-    BK: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """What the gate takes [64, BK]."""
-    x = _rows(g, first, length, g_row, columns, EDGE, BK).to(tl.float32)
-    if BIAS:
-        bias = tl.load(dt_bias + hv * K + columns, mask=columns < K, other=0.0)
-        x += bias.to(tl.float32)[None, :]
-    return x
-
-
-@triton.jit
-def _binary(x, there):
-    """The logarithm to base 2, not below that of what is 0 in float32; 0 where there is no token.
-    A NaN remains one."""
-    return tl.where(there[:, None], tl.where(x < _LEAST, _LEAST, x) * _LOG2E, 0.0)
-
-
-@triton.jit
-def _from_between(total, b):
-    """exp(-|G - R|) [64, K] for pairs of tokens whose places differ in bit b at the highest."""
-    i = tl.arange(0, CHUNK)
-    between = i // (2 * b) * (2 * b) + b - 1
-    at = tl.broadcast_to(between[:, None], total.shape)
-    return tl.exp2(-tl.abs(total - tl.gather(total, at, 0)))
-
-
-@triton.jit
-def _pairs(b):
-    """[64, 64]: which those pairs are."""
-    i = tl.arange(0, CHUNK)
-    differ = i[:, None] ^ i[None, :]
-    return (i[:, None] > i[None, :]) & (differ >= b) & (differ < 2 * b)
 
 
 @triton.jit
@@ -164,22 +59,12 @@ def _solved(lower, PRECISION: tl.constexpr):
     times as fine as the bfloat16 that the result is rounded to."""
     i = tl.arange(0, CHUNK)
     solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    solved -= tl.where(_pairs(1), lower, 0.0)
+    solved -= tl.where(pairs_of_bit(1), lower, 0.0)
     for bit in range(1, 6):
-        between = tl.where(_pairs(1 << bit), lower, 0.0)
+        between = tl.where(pairs_of_bit(1 << bit), lower, 0.0)
         half = tl.dot(solved, between, input_precision=PRECISION)
         solved -= tl.dot(half, solved, input_precision=PRECISION)
     return solved
-
-
-@triton.jit
-def _unit(x, first, length, row, K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr):
-    """What every row is multiplied with."""
-    if NORM:
-        wide = _rows(x, first, length, row, tl.arange(0, K_PAD), K, K_PAD).to(tl.float32)
-        return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
-    else:
-        return tl.full([CHUNK], 1.0, tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
@@ -196,8 +81,8 @@ def _chunks_kernel(
     the gradient -A T and exp(G) k."""
     program = tl.program_id(0)
     chunk = program // HV
-    h, hv = _heads(program % HV, HV // H)
-    batch, start, first, length, live = _place(bounds, chunk, T, sequences, PIECES, VARLEN)
+    h, hv = heads_of(program % HV, HV // H)
+    batch, start, first, length, live = place(bounds, chunk, T, sequences, PIECES, VARLEN)
     i = tl.arange(0, CHUNK)
     there = first + i < length
     cv = tl.arange(0, V_PAD)
@@ -211,18 +96,18 @@ def _chunks_kernel(
         EDGE: tl.constexpr = BK if K == K_PAD else K
         tile = program.to(tl.int64) * CHUNK
         square = (tile + i)[:, None] * CHUNK + i[None, :]
-        q_unit = _unit(q, first, length, q_row, K, K_PAD, NORM)
-        k_unit = _unit(k, first, length, k_row, K, K_PAD, NORM)
+        q_unit = unit_norm(q, first, length, q_row, K, K_PAD, NORM)
+        k_unit = unit_norm(k, first, length, k_row, K, K_PAD, NORM)
         speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if A else 1.0
         seen = tl.zeros([CHUNK, CHUNK], tl.float32)
         alike = tl.zeros([CHUNK, CHUNK], tl.float32)
         for k0 in range(0, K_PAD, BK):
             ck = k0 + tl.arange(0, BK)
-            x = _gate_input(g, dt_bias, hv, first, length, g_row, ck, K, EDGE, BK, BIAS)
-            total = tl.cumsum(_binary(_gate(x, speed, lower_bound, GATE), there), 0)
+            x = gate_input(g, dt_bias, hv, first, length, g_row, ck, K, EDGE, BK, BIAS)
+            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, GATE), there), 0)
             last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
-            q_tile = _rows(q, first, length, q_row, ck, EDGE, BK)
-            k_tile = _rows(k, first, length, k_row, ck, EDGE, BK)
+            q_tile = chunk_rows(q, first, length, q_row, ck, EDGE, BK)
+            k_tile = chunk_rows(k, first, length, k_row, ck, EDGE, BK)
             rows = (tile + i)[:, None] * K_PAD + ck[None, :]
             grown = tl.exp2(total)
             q_wide = q_tile.to(tl.float32) * (q_unit * scale)[:, None]
@@ -236,10 +121,10 @@ def _chunks_kernel(
             seen += tl.where(i[:, None] == i[None, :], own, 0.0)
             for bit in range(0, 6):
                 b = 1 << bit
-                fading = _from_between(total, b)
+                fading = from_between(total, b)
                 x_tile = (q_tile.to(tl.float32) * fading).to(element)
                 y_tile = (k_tile.to(tl.float32) * fading).to(element)
-                on = _pairs(b)
+                on = pairs_of_bit(b)
                 seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
                 alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
         seen *= (q_unit * scale)[:, None] * k_unit[None, :]
@@ -253,7 +138,7 @@ def _chunks_kernel(
             tl.store(u + square, below.to(element))
         else:
             solved = (inverse * rate[None, :]).to(element)
-            v_tile = _rows(v, first, length, v_row, cv, V, V_PAD)
+            v_tile = chunk_rows(v, first, length, v_row, cv, V, V_PAD)
             to = u + (tile + i)[:, None] * V_PAD + cv[None, :]
             tl.store(to, tl.dot(solved, v_tile).to(element))
             # W in the place of exp(G) k, which other threads have written
@@ -282,7 +167,7 @@ def _states_kernel(
     block = program % BLOCKS
     head = program // BLOCKS % HV
     n = program // (BLOCKS * HV)
-    batch, start, length, chunk = _walked(bounds, n, T, sequences, PIECES, VARLEN)
+    batch, start, length, chunk = walked(bounds, n, T, sequences, PIECES, VARLEN)
     ck = tl.arange(0, K_PAD)
     cv = block * BV + tl.arange(0, BV)
     i = tl.arange(0, CHUNK)
@@ -391,17 +276,6 @@ def chunks(
             **made.sizes,
         )  # fmt: skip
     return made
-
-
-def gate(gated: bool, lower_bound: float | None) -> int:
-    if not gated:
-        return GIVEN.value
-    return SOFTPLUS.value if lower_bound is None else BOUNDED.value
-
-
-def steps(layout: str, K: int, V: int) -> tuple[int, int]:
-    """How far the next key and the next value channel of a state are."""
-    return (V, 1) if layout == "kv" else (1, K)
 
 
 def walk_tiling(size: int, shared: int) -> tuple[int, int]:

@@ -32,25 +32,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from .chunk_gated_delta_rule import _rows
-from .chunk_kda import (
-    BOUNDED,
-    CHUNK,
-    SOFTPLUS,
-    _binary,
-    _from_between,
-    _gate,
-    _gate_input,
-    _pairs,
-    _place,
-    _unit,
-    _walked,
-    chunks,
-    gate,
-    steps,
-    unsupported,
-)
+from .chunk_kda import chunks, unsupported
 from .common import launches
+from .common.chunks import CHUNK, chunk_rows
+from .common.kda import (
+    BOUNDED,
+    SOFTPLUS,
+    binary,
+    from_between,
+    gate,
+    gate_input,
+    log_decay,
+    pairs_of_bit,
+    place,
+    steps,
+    unit_norm,
+    walked,
+)
 
 __all__ = ["backward", "unsupported"]
 
@@ -79,7 +77,7 @@ def _walks_kernel(
     head = program // (2 * BLOCKS) % HV
     hv = head.to(tl.int64)
     sequence = program // (2 * BLOCKS * HV)
-    batch, start, length, chunk = _walked(bounds, sequence, T, sequences, PIECES, VARLEN)
+    batch, start, length, chunk = walked(bounds, sequence, T, sequences, PIECES, VARLEN)
     count = (length + CHUNK - 1) // CHUNK
     ck = tl.arange(0, K_PAD)
     cv = block * BV + tl.arange(0, BV)
@@ -153,7 +151,7 @@ def _of_gate(x, speed, lower_bound, GATE: tl.constexpr):
     """The derivatives of the decay's logarithm by x and by A_log."""
     if GATE == SOFTPLUS:
         slope = -speed / (1.0 + tl.exp(-x))
-        by_A = _gate(x, speed, lower_bound, GATE)
+        by_A = log_decay(x, speed, lower_bound, GATE)
     elif GATE == BOUNDED:
         share = 1.0 / (1.0 + tl.exp(-speed * x))
         slope = lower_bound * speed * share * (1.0 - share)
@@ -186,7 +184,7 @@ def _inputs_kernel(
     head = program // BLOCKS % H
     h = head.to(tl.int64)
     chunk = program // (BLOCKS * H)
-    batch, start, first, length, live = _place(bounds, chunk, T, sequences, PIECES, VARLEN)
+    batch, start, first, length, live = place(bounds, chunk, T, sequences, PIECES, VARLEN)
     i = tl.arange(0, CHUNK)
     there = first + i < length
     ck = block * BK + tl.arange(0, BK)
@@ -197,10 +195,10 @@ def _inputs_kernel(
     if live & (first < length):
         q += batch * q_batch + start * q_row + h * q_head
         k += batch * k_batch + start * k_row + h * k_head
-        q_unit = _unit(q, first, length, q_row, K, K_PAD, NORM)
-        k_unit = _unit(k, first, length, k_row, K, K_PAD, NORM)
-        q_wide = _rows(q, first, length, q_row, ck, EDGE, BK).to(tl.float32) * q_unit[:, None]
-        k_wide = _rows(k, first, length, k_row, ck, EDGE, BK).to(tl.float32) * k_unit[:, None]
+        q_unit = unit_norm(q, first, length, q_row, K, K_PAD, NORM)
+        k_unit = unit_norm(k, first, length, k_row, K, K_PAD, NORM)
+        q_wide = chunk_rows(q, first, length, q_row, ck, EDGE, BK).to(tl.float32) * q_unit[:, None]
+        k_wide = chunk_rows(k, first, length, k_row, ck, EDGE, BK).to(tl.float32) * k_unit[:, None]
         element = n.dtype.element_ty
         dq = tl.zeros([CHUNK, BK], tl.float32)
         dk = tl.zeros([CHUNK, BK], tl.float32)
@@ -221,7 +219,7 @@ def _inputs_kernel(
                 inner = number * (V_PAD * K_PAD) + cv[:, None] * K_PAD + ck[None, :]
                 state = tl.load(states + inner)
                 grad = tl.load(grads + inner)
-                o_tile = _rows(of_out, first, length, o_row, cv, V_EDGE, BV)
+                o_tile = chunk_rows(of_out, first, length, o_row, cv, V_EDGE, BV)
                 at = (number * CHUNK + i)[:, None] * V_PAD + cv[None, :]
                 n_tile = tl.load(n + at)
                 r_tile = tl.load(r + at)
@@ -244,8 +242,8 @@ def _inputs_kernel(
             m *= -rate[:, None] * rate[None, :]
             of_g = g + batch * g_batch + start * g_row + hv * g_head
             speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if A else 1.0
-            x = _gate_input(of_g, dt_bias, hv, first, length, g_row, ck, K, EDGE, BK, BIAS)
-            total = tl.cumsum(_binary(_gate(x, speed, lower_bound, GATE), there), 0)
+            x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, K, EDGE, BK, BIAS)
+            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, GATE), there), 0)
             last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
             growth = tl.exp2(total)
             left_q *= growth * scale
@@ -254,10 +252,10 @@ def _inputs_kernel(
             end = tl.sum(right_k * k_wide, 0) + tl.exp2(last) * whole
             for bit in range(0, 6):
                 b = 1 << bit
-                fading = _from_between(total, b)
+                fading = from_between(total, b)
                 x_tile = (q_wide * fading).to(element)
                 y_tile = (k_wide * fading).to(element)
-                pairs = _pairs(b)
+                pairs = pairs_of_bit(b)
                 z_tile = tl.where(pairs, z, 0.0).to(element)
                 m_tile = tl.where(pairs, m, 0.0).to(element)
                 left_q += tl.dot(z_tile, y_tile) * fading

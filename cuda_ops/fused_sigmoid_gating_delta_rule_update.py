@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import launches
+from .common.chunks import softplus
 from .common.gpu import INTERPRETED
 from .common.lengths import within
 
@@ -45,16 +46,6 @@ def _wide(x, zero):
     else:
         wide = x.to(tl.float32)
     return wide
-
-
-@triton.jit
-def _softplus(x, beta, threshold):
-    bx = x * beta
-    y = tl.exp(tl.minimum(bx, threshold))
-    # log1p(y), right to the last bits where 1 + y rounds: log(w) y / (w - 1)
-    w = 1.0 + y
-    log1p = tl.where(w == 1.0, y, tl.log(w) * (y / tl.where(w == 1.0, 1.0, w - 1.0)))
-    return tl.where(bx <= threshold, log1p / beta, x)
 
 
 @triton.jit
@@ -159,7 +150,7 @@ def _gates(
     if BOUNDED:
         decay = tl.exp(lower_bound / (1.0 + tl.exp(-rate * x)))
     else:
-        decay = tl.exp(-rate * _softplus(x, softplus_beta, softplus_threshold))
+        decay = tl.exp(-rate * softplus(x, softplus_beta, softplus_threshold))
     beta = 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
     return q_wide, k_wide, scale, unit, qk, decay, beta
 

@@ -176,16 +176,37 @@ def unsupported(**arguments: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of the last rows, and where what is selected of them goes."""
+    """What comes out; `last` is what top-k gets of the last rows, whose scores are on their way."""
 
-    scores: Tensor
-    lengths: Tensor
-    sample: Tensor
     indices: Tensor
     values: Tensor
+    last: tuple[Any, ...] | None
 
 
 def scores(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    return_value: bool,
+    **_: object,
+) -> Scored:
+    """Of the op's arguments: everything but the last selection, so that a caller can put something
+    beside it."""
+    return scaled_scores(
+        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode,
+        query.dtype if return_value else None,
+    )  # fmt: skip
+
+
+def scaled_scores(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -196,13 +217,18 @@ def scores(
     block_table: Tensor | None,
     layout_query: str,
     layout_key: str,
+    sparse_count: int,
     sparse_mode: int,
-    indices: Tensor,
-    values: Tensor,
+    value_dtype: torch.dtype | None,
 ) -> Scored:
-    """All scores, of floats or, with `key_scale`, of 8 bits; and all selections but the last:
-    `select` makes that one."""
+    """The same, of floats, or of 8 bits with `key_scale`; values of `value_dtype`, or none."""
     device = query.device
+    selected = (*query.shape[:-2], 1, sparse_count)
+    indices = memory.empty(selected, torch.int32, device)
+    wanted = value_dtype is not None
+    values = memory.empty(selected if wanted else (0,), value_dtype or torch.float32, device)
+    if indices.numel() == 0:
+        return Scored(indices, values, None)
     kind = quantise.PLAIN.value
     if key_scale is not None:
         (query, kind), (key, _) = quantise.to_read(query), quantise.to_read(key)
@@ -226,8 +252,8 @@ def scores(
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
     qs = w if query_scale is None else query_scale.reshape(plan.rows, heads)
     ks_o, ks_i = rows.strides(key if key_scale is None else key_scale.unsqueeze(-1), layout_key)
-    lengths = memory.empty((chunk_rows,), torch.int32, device)
     on_hopper = key_scale is None and hopper.supports(q, key, layout_key)
+    lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
     alone = shared == 1 and plan.rows * triton.cdiv(reach, 128) <= 16 * gpu.processors(device)
@@ -236,13 +262,13 @@ def scores(
     share = triton.next_power_of_2(triton.cdiv(items, 2 * gpu.processors(device)))
     per_chunk = 128 if alone else max(KEY_TILE, min(2048 if shared == 1 else 4096, share))
     chunks = triton.cdiv(reach, per_chunk)
-    flat_indices = indices.view(plan.rows, -1)
-    flat_values = values.view(plan.rows, -1) if values.numel() else values
+    flat_indices = indices.view(plan.rows, sparse_count)
+    flat_values = values.view(plan.rows, sparse_count) if wanted else values
     one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
-    scored = None
+    last = None
     for first in range(0, plan.rows, chunk_rows):
-        if scored is not None:
-            select(scored)
+        if last is not None:
+            topk.topk(*last)
         count = min(chunk_rows, plan.rows - first)
         if on_hopper:
             hopper.launch(q, key, w, score, sample, lengths, plan, layout_key, shared, first, count)
@@ -259,68 +285,19 @@ def scores(
                 D_TILE=d_tile, KEY_TILE=KEY_TILE, ONE_PAGE=one_page, STAGES=1 if alone else stages,
                 num_warps=4,
             )  # fmt: skip
-        these = slice(first, first + count)
-        scored = Scored(
-            score[:count], lengths, sample, flat_indices[these],
-            flat_values[these] if values.numel() else values,
+        last = (
+            score[:count], lengths, flat_indices[first : first + count],
+            flat_values[first : first + count] if wanted else values, sparse_count, sample,
         )  # fmt: skip
-    assert scored is not None
-    return scored
+    return Scored(indices, values, last)
 
 
-def select(scored: Scored) -> None:
-    """Into the indices and values that `scores` was given."""
-    topk.topk(
-        scored.scores, scored.lengths, scored.indices, scored.values, scored.indices.shape[1],
-        scored.sample,
-    )  # fmt: skip
+def select(scored: Scored) -> tuple[Tensor, Tensor]:
+    """(indices, values): the last rows' selection, with which all are made."""
+    if scored.last is not None:
+        topk.topk(*scored.last)
+    return scored.indices, scored.values
 
 
-def selected(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    query_scale: Tensor | None,
-    key_scale: Tensor | None,
-    lengths_query: Tensor | None,
-    lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    value_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """(indices, values of `value_dtype`, or none)"""
-    shape = (*query.shape[:-2], 1, sparse_count)
-    indices = memory.empty(shape, torch.int32, query.device)
-    wanted = value_dtype is not None
-    values = memory.empty(shape if wanted else (0,), value_dtype or torch.float32, query.device)
-    if indices.numel():
-        scored = scores(
-            query, key, weights, query_scale, key_scale, lengths_query, lengths_key, block_table,
-            layout_query, layout_key, sparse_mode, indices, values,
-        )  # fmt: skip
-        select(scored)
-    return indices, values
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor | None,
-    block_table: Tensor | None,
-    layout_query: str,
-    layout_key: str,
-    sparse_count: int,
-    sparse_mode: int,
-    return_value: bool,
-    **_: object,
-) -> tuple[Tensor, Tensor]:
-    return selected(
-        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode,
-        query.dtype if return_value else None,
-    )  # fmt: skip
+def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
+    return select(scores(**arguments))

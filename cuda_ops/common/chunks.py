@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What the gated delta rule and its gradient do with a chunk of 64 tokens."""
+"""What the gated delta rules do with a chunk of 64 tokens, and their gates."""
 
 from __future__ import annotations
 
@@ -68,3 +68,13 @@ def heads_of(head, GROUP: tl.constexpr):
     """(head of the keys, `head` of the values), in 64 bits, as what they are multiplied with may be
     any stride."""
     return (head // GROUP).to(tl.int64), head.to(tl.int64)
+
+
+@triton.jit
+def softplus(x, beta, threshold):
+    bx = x * beta
+    y = tl.exp(tl.minimum(bx, threshold))
+    # log1p(y), right to the last bits where 1 + y rounds: log(w) y / (w - 1)
+    w = 1.0 + y
+    log1p = tl.where(w == 1.0, y, tl.log(w) * (y / tl.where(w == 1.0, 1.0, w - 1.0)))
+    return tl.where(bx <= threshold, log1p / beta, x)
