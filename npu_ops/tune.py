@@ -129,6 +129,10 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"KEY_TILE": channels}) for channels in (64, 32, 16)
     ),
     "chunk_gated_delta_rule_grad.gates": (Config({"HEAD_TILE": 16}),),
+    "chunk_kda.sums": (Config({"ROWS": 16}),),
+    "chunk_kda.pairs": (Config({"ROWS": 16}),),
+    "chunk_kda.triangles": (Config({}, {"multibuffer": False}),),
+    "chunk_kda.walk": tuple(Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)),
     # head sizes up to 64 (in sequences of one length), 128, 256; square tiles are not shared by
     # the vector units
     "fused_attention.attend": tuple(
