@@ -451,7 +451,6 @@ def forward(
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
     lower_bound: float | None,
-    chosen: tuple[int, int, int, int | None] | None = None,
 ) -> Tensor:
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
@@ -466,7 +465,7 @@ def forward(
     tokens = T if cu_seqlens is None else triton.cdiv(T, N)
     one = T == 1 and cu_seqlens is None
     half = pool.element_size() == 2
-    BV, count, warps, registers = chosen or tiles(state_layout, half, V, BK, N * HV, tokens)
+    BV, count, warps, registers = tiles(state_layout, half, V, BK, N * HV, tokens)
     # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
     KI = BK if tokens == 1 and not half else min(BK, 128 // pool.element_size())
     launches.kernel(_delta_rule_kernel, N * HV * triton.cdiv(V, BV * count))(

@@ -7,13 +7,15 @@
 query [B, S, N, D], key [B, S2, 1, D] (or TND, or pages), weights [B, S, N].  The scores are fp32
 and lie in a [rows, keys] buffer of bounded size, a chunk of rows at a time; topk.py selects.
 Keys are the rows of the product, heads its columns: the sum over heads stays within a thread.
-On Hopper the scores are those of hopper/lightning_indexer.py.
+
+    condition                                                           scores
+    Hopper, up to 128 heads of 64 or 128, pages of whole 64, aligned    hopper/lightning_indexer.py
+    else                                                                _scores
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -172,32 +174,18 @@ def unsupported(**arguments: Any) -> str | None:
     return rows.too_many_positions(arguments["key"], arguments.get("block_table"))
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    block_table: Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-    pre_tokens: int = 2**63 - 1,
-    next_tokens: int = 2**63 - 1,
-    return_value: bool = False,
-    scored: Callable[[], AbstractContextManager[object]] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`scored` is called when all scores are on their way and the last top-k is not: its launches
-    find the memory free.  In what it returns the top-k is launched."""
-    values = query.dtype if return_value else None
-    return select(
-        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode, values, scored,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Scored:
+    """The scores of the last rows, and where what is selected of them goes."""
+
+    scores: Tensor
+    lengths: Tensor
+    sample: Tensor
+    indices: Tensor
+    values: Tensor
 
 
-def select(
+def scores(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -208,19 +196,13 @@ def select(
     block_table: Tensor | None,
     layout_query: str,
     layout_key: str,
-    sparse_count: int,
     sparse_mode: int,
-    value_dtype: torch.dtype | None,
-    scored: Callable[[], AbstractContextManager[object]] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(indices, values of `value_dtype`, or none): of floats, or of 8 bits with `key_scale`."""
+    indices: Tensor,
+    values: Tensor,
+) -> Scored:
+    """All scores, of floats or, with `key_scale`, of 8 bits; and all selections but the last:
+    `select` makes that one."""
     device = query.device
-    selected = (*query.shape[:-2], 1, sparse_count)
-    indices = memory.empty(selected, torch.int32, device)
-    wanted = value_dtype is not None
-    values = memory.empty(selected if wanted else (0,), value_dtype or torch.float32, device)
-    if indices.numel() == 0:
-        return indices, values
     kind = quantise.PLAIN.value
     if key_scale is not None:
         (query, kind), (key, _) = quantise.to_read(query), quantise.to_read(key)
@@ -240,12 +222,12 @@ def select(
         d_tile = max(32, d_tile)  # the least depth of a product of bytes
     score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
-    scores = memory.empty((chunk_rows, score_row), torch.float32, device)
+    score = memory.empty((chunk_rows, score_row), torch.float32, device)
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
     qs = w if query_scale is None else query_scale.reshape(plan.rows, heads)
     ks_o, ks_i = rows.strides(key if key_scale is None else key_scale.unsqueeze(-1), layout_key)
-    on_hopper = key_scale is None and hopper.suits(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
+    on_hopper = key_scale is None and hopper.supports(q, key, layout_key)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
     alone = shared == 1 and plan.rows * triton.cdiv(reach, 128) <= 16 * gpu.processors(device)
@@ -254,18 +236,19 @@ def select(
     share = triton.next_power_of_2(triton.cdiv(items, 2 * gpu.processors(device)))
     per_chunk = 128 if alone else max(KEY_TILE, min(2048 if shared == 1 else 4096, share))
     chunks = triton.cdiv(reach, per_chunk)
-    flat_indices = indices.view(plan.rows, sparse_count)
-    flat_values = values.view(plan.rows, sparse_count) if wanted else values
+    flat_indices = indices.view(plan.rows, -1)
+    flat_values = values.view(plan.rows, -1) if values.numel() else values
     one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
+    scored = None
     for first in range(0, plan.rows, chunk_rows):
+        if scored is not None:
+            select(scored)
         count = min(chunk_rows, plan.rows - first)
         if on_hopper:
-            hopper.launch(
-                q, key, w, scores, sample, lengths, plan, layout_key, shared, first, count
-            )
+            hopper.launch(q, key, w, score, sample, lengths, plan, layout_key, shared, first, count)
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
-                q, key, w, qs, key if key_scale is None else key_scale, scores=scores,
+                q, key, w, qs, key if key_scale is None else key_scale, scores=score,
                 sample=sample, lengths=lengths, first_row=first,
                 count=count, chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0),
                 q_head=q.stride(1), sample_row=sample.stride(0), EVERY=topk.EVERY,
@@ -276,11 +259,68 @@ def select(
                 D_TILE=d_tile, KEY_TILE=KEY_TILE, ONE_PAGE=one_page, STAGES=1 if alone else stages,
                 num_warps=4,
             )  # fmt: skip
-        last = first + count == plan.rows
-        with scored() if scored is not None and last else nullcontext():
-            topk.topk(
-                scores[:count], lengths, flat_indices[first : first + count],
-                flat_values[first : first + count] if wanted else values, sparse_count,
-                sample,
-            )  # fmt: skip
+        these = slice(first, first + count)
+        scored = Scored(
+            score[:count], lengths, sample, flat_indices[these],
+            flat_values[these] if values.numel() else values,
+        )  # fmt: skip
+    assert scored is not None
+    return scored
+
+
+def select(scored: Scored) -> None:
+    """Into the indices and values that `scores` was given."""
+    topk.topk(
+        scored.scores, scored.lengths, scored.indices, scored.values, scored.indices.shape[1],
+        scored.sample,
+    )  # fmt: skip
+
+
+def selected(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_scale: Tensor | None,
+    key_scale: Tensor | None,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    value_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """(indices, values of `value_dtype`, or none)"""
+    shape = (*query.shape[:-2], 1, sparse_count)
+    indices = memory.empty(shape, torch.int32, query.device)
+    wanted = value_dtype is not None
+    values = memory.empty(shape if wanted else (0,), value_dtype or torch.float32, query.device)
+    if indices.numel():
+        scored = scores(
+            query, key, weights, query_scale, key_scale, lengths_query, lengths_key, block_table,
+            layout_query, layout_key, sparse_mode, indices, values,
+        )  # fmt: skip
+        select(scored)
     return indices, values
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    return_value: bool,
+    **_: object,
+) -> tuple[Tensor, Tensor]:
+    return selected(
+        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode,
+        query.dtype if return_value else None,
+    )  # fmt: skip

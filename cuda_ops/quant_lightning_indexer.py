@@ -55,7 +55,7 @@ def selected(
     key_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(indices, scores of `value_dtype`, or none)"""
-    return lightning_indexer.select(
+    return lightning_indexer.selected(
         quantised.typed(query, query_dtype), quantised.typed(key, key_dtype), weights,
         query_dequant_scale, key_dequant_scale, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode, value_dtype,

@@ -21,6 +21,9 @@ from ..dispatch.common import layer, layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
+    causal_conv1d,
+    causal_conv1d_update,
+    gated_rms_norm,
     indexer_loss,
     indexer_prolog_pto,
     localize_indices,
@@ -85,7 +88,12 @@ def fused_attention(
     return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def lightning_indexer(
+def lightning_indexer(query: Tensor, return_value: bool, **given: Any) -> tuple[Tensor, Tensor]:
+    indices, value = lightning_indexer_scores(query, **given)
+    return indices, value.to(query.dtype) if return_value else query.new_empty([0])
+
+
+def lightning_indexer_scores(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -96,7 +104,6 @@ def lightning_indexer(
     layout_key: str,
     sparse_count: int,
     sparse_mode: int,
-    return_value: bool,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     wide = accumulator(query)
@@ -122,11 +129,9 @@ def lightning_indexer(
     picked = column.masked_fill(best == -torch.inf, _LAST).sort(-1).values
     absent = picked == _LAST
     indices = picked.masked_fill(absent, -1).to(torch.int32)[:, :, None]
-    if not return_value:
-        return indices, query.new_empty([0])
     # onnx's ReferenceEvaluator gathers along a dimension counted from the front only
     value = torch.nn.functional.pad(score, (0, 1)).gather(2, picked.masked_fill(absent, 0))
-    return indices, value.masked_fill(absent, 0).to(query.dtype)[:, :, None]
+    return indices, value.masked_fill(absent, 0)[:, :, None]
 
 
 def sparse_flash_attention(
@@ -454,6 +459,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward),
     "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward),
     "npu_lightning_indexer": Decomposition(lightning_indexer, _refuse_tnd),
+    "npu_lightning_indexer_scores": Decomposition(lightning_indexer_scores, _refuse_tnd),
     "npu_sparse_flash_attention": Decomposition(sparse_flash_attention, _refuse_tnd),
     "npu_indexer_loss": Decomposition(loss_of_indexer),
     "npu_fused_attention": Decomposition(fused_attention, _refuse_float8_and_varlen),
@@ -465,4 +471,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_merge_topk": Decomposition(merge_of_topk),
     "npu_localize_indices": Decomposition(localize_indices.forward),
     "npu_chunk_kda": Decomposition(chunk_kda),
+    "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
+    "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
+    "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import attention, delta_rule, indexer_loss, merging, sparse_attention
+from . import attention, convolution, delta_rule, indexer_loss, merging, sparse_attention
 from .case import Case
 
 _PRESETS: dict[str, Callable[[bool], list[Case]]] = {
@@ -16,6 +16,7 @@ _PRESETS: dict[str, Callable[[bool], list[Case]]] = {
     **indexer_loss.PRESETS,
     **delta_rule.PRESETS,
     **merging.PRESETS,
+    **convolution.PRESETS,
 }
 
 

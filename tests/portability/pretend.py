@@ -40,7 +40,7 @@ def pretend(capability: int) -> None:
 
     from custom.bench.case import Draw
 
-    from ..support.compile_for_hopper import driver
+    from ..support.compile_for_hopper import address, driver
 
     at_hand = GPUS[capability]
     gpu.capability = lambda device: divmod(capability, 10)
@@ -48,7 +48,7 @@ def pretend(capability: int) -> None:
     gpu.shared_memory = lambda device: at_hand.shared_memory
     triton.runtime.driver._active = driver(capability)
     launches.Side = _Side
-    FakeTensor.data_ptr = _address
+    FakeTensor.data_ptr = address
 
     def draw(self, device, seed, dtype=torch.bfloat16):
         self.device, self.dtype, self.random = device, dtype, None
@@ -67,11 +67,6 @@ class _Side:
 
     def stream(self):
         return contextlib.nullcontext()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Aligned, and the same for two views of one storage."""
-    return (tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.itemsize
 
 
 class Recorder:

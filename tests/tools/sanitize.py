@@ -144,7 +144,7 @@ def _attention(name: str) -> None:
 def _indexer() -> None:
     """The plain kernels, as on other GPUs."""
     with (
-        mock.patch.object(hopper_indexer, "suits", lambda *_: False),
+        mock.patch.object(hopper_indexer, "supports", lambda *_: False),
         mock.patch.object(gpu, "capability", lambda device: (8, 0)),
     ):
         for case in [*presets(INDEXER, "cpu"), *WIDER[INDEXER]]:

@@ -174,6 +174,11 @@ CASES = (
             parents=[[-1, 0, 0], [0, 0, 1]],
         ),
     ),
+    Case(
+        OP,
+        "a tree without a column",
+        call([3, 1], 5, starts=[0, 3, 5], parents=[[], []]),
+    ),
     Case(OP, "value heads 2**30 numbers apart", heads_apart),
     Case(OP, "q and k strided", call([3, 2], 2, strided=True)),
     Case(OP, "value size 96", call([3, 2], 2, sizes=(64, 96))),
