@@ -36,6 +36,7 @@ from .lengths import within
 
 CHUNK = tl.constexpr(64)
 LARGEST = 128  # key size; of values twice as much
+_PAIRS = 1024  # elements of a tile of which UB holds twenty
 # exp() of it is 0 in float32; minus infinity times 0 would be none
 _LEAST = tl.constexpr(-100.0)
 GIVEN, SOFTPLUS, BOUNDED = 0, 1, 2  # what `g` is
@@ -277,6 +278,13 @@ def walk(
         before += chunks
 
 
+def _rows(key_size: int) -> tune.Config:
+    """The most rows that UB holds, with what is made of them."""
+    kernel = "chunk_kda.pairs"
+    fitting = [c for c in tune.TABLE[kernel] if c.tiles["ROWS"] * key_size <= _PAIRS]
+    return tune.choose(kernel, fitting, key_size)
+
+
 def _tile(value_size: int) -> tune.Config:
     """The widest that divides the value channels."""
     kernel = "chunk_kda.walk"
@@ -354,7 +362,7 @@ def forward(
         q, bounds, total, units, alike, seen, queries, keys, left, fades, sequences, length, tokens,
         group, value_heads, key_size**-0.5 if scale is None else scale, *q.stride()[:2],
         KEY=key_size, VARLEN=varlen, NORM=use_qk_l2norm_in_kernel,
-        **tune.only("chunk_kda.pairs").keywords,
+        **_rows(key_size).keywords,
     )  # fmt: skip
     triangles[(cores.vector(),)](
         alike, beta, bounds, solved, sequences, length, tokens, value_heads, beta.stride(0),
