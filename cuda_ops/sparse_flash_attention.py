@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import gpu, launches, rows
+from . import gpu, launches, quantise, rows
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
@@ -63,16 +63,44 @@ def slot_of(outer, inner, ok, reach, PAGE: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _load(
-    base, slot, d, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr, D: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
-    """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
+def _row(
+    slot, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
+):
+    """Where the slots' rows begin in a key tensor."""
     if EVEN:
         row = slot.to(tl.int64) * i_stride
     else:
         size = PAGE if KEYS == rows.PAGED else reach
         row = (slot // size).to(tl.int64) * o_stride + (slot % size).to(tl.int64) * i_stride
+    return row
+
+
+@triton.jit
+def _scaled(
+    base, scales, slot, o_stride, i_stride, scale_o, scale_i, reach, dtype: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """[keys, SIZE] that values of 8 bits stand for, 128 of them to a scale: the product in
+    float32, rounded once."""
+    tile = tl.arange(0, SIZE // 128)
+    there = slot >= 0
+    row = _row(slot, o_stride, i_stride, reach, EVEN, PAGE, KEYS)
+    at = base + row[:, None, None] + (tile * 128)[None, :, None]
+    x = tl.load(at + tl.arange(0, 128)[None, None, :], mask=there[:, None, None], other=0.0)
+    row = _row(slot, scale_o, scale_i, reach, EVEN, PAGE, KEYS)
+    scale = tl.load(scales + row[:, None] + tile[None, :], mask=there[:, None], other=0.0)
+    x = quantise.to_float16(x, KIND).to(tl.float32) * scale[:, :, None]
+    return tl.reshape(x.to(dtype), [slot.shape[0], SIZE])
+
+
+@triton.jit
+def _load(
+    base, slot, d, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
+    """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
+    row = _row(slot, o_stride, i_stride, reach, EVEN, PAGE, KEYS)
     at = base + row[:, None] + d[None, :]
     if D >= END:
         tile = tl.load(at, mask=(slot >= 0)[:, None], other=0.0)
@@ -93,19 +121,20 @@ def _load(
     ]
 )
 def _attend(
-    q, q_rope, key, key_rope, value, indices, slots, act_q, act_k, table, sinks,
-    out, part, part_max, part_sum, softmax_max, softmax_sum,
+    q, q_rope, key, key_rope, value, key_scale, value_scale, indices, slots, act_q, act_k, table,
+    sinks, out, part, part_max, part_sum, softmax_max, softmax_sum,
     scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split,
     q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
-    index_stride, slot_stride,
+    key_scale_o, key_scale_i, value_scale_o, value_scale_i, index_stride, slot_stride,
     HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
     PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
     EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     D_TILE: tl.constexpr, STAGES: tl.constexpr, PLACE: tl.constexpr, BRANCH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
+    """KIND: what keys and values are; those of 8 bits have scales and come in one tile."""
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     program = tl.program_id(0)
     split = program // HEAD_TILES % SPLITS
@@ -147,7 +176,13 @@ def _attend(
         acc2 = tl.zeros([HEAD_TILE, RIGHT], tl.float32)
     for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
         slot = tl.load(slots + n + tl.arange(0, KEY_TILE))
-        k_tile = _load(key, slot, d, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+        if KIND == quantise.PLAIN:
+            k_tile = _load(key, slot, d, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+        else:
+            k_tile = _scaled(
+                key, key_scale, slot, key_o, key_i, key_scale_o, key_scale_i, reach, q_tile.dtype,
+                EVEN, PAGE, KEYS, R, KIND,
+            )  # fmt: skip
         if RIGHT > 0:
             k_tile2 = _load(key, slot, e, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT)
         if D > 0:
@@ -175,7 +210,13 @@ def _attend(
             row_max = new_max
             p = weight.to(k_tile.dtype)
         if not SHARED:
-            k_tile = _load(value, slot, d, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+            if KIND == quantise.PLAIN:
+                k_tile = _load(value, slot, d, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+            else:
+                k_tile = _scaled(
+                    value, value_scale, slot, value_o, value_i, value_scale_o, value_scale_i,
+                    reach, q_tile.dtype, EVEN, PAGE, KEYS, R, KIND,
+                )  # fmt: skip
             if RIGHT > 0:
                 k_tile2 = _load(
                     value, slot, e, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT
@@ -349,13 +390,43 @@ def forward(
     return_softmax_lse: bool = False,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return attend(
+        query, key, key if value is None else value, query_rope, key_rope, None, None,
+        sparse_indices, scale_value, block_table, actual_seq_lengths_query, actual_seq_lengths_kv,
+        sparse_block_size, layout_query, layout_kv, sparse_mode, return_softmax_lse, sinks,
+    )  # fmt: skip
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    return_softmax_lse: bool,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_max, softmax_sum) over keys and values that are floats, or of 8 bits with
+    scales [.., 4]."""
     device = query.device
-    value = key if value is None else value
+    kind = quantise.PLAIN.value
+    if key_scale is not None:
+        (key, kind), (value, _) = quantise.to_read(key), quantise.to_read(value)
     heads, rank = query.shape[-2], query.shape[-1]
     out = memory.empty(query.shape, query.dtype, device)
     plan = rows.plan(
-        query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table, layout_query,
-        layout_kv, sparse_mode,
+        query, key, lengths_query, lengths_key, block_table, layout_query, layout_kv, sparse_mode,
     )  # fmt: skip
     shape: tuple[int, ...] = (0,)
     if return_softmax_lse:  # [B, 1, S, N] and [1, T, N]: both lie as [rows, N]
@@ -373,7 +444,8 @@ def forward(
     rope = 0 if query_rope is None else query_rope.shape[-1]
     even = all(_even(each, layout_kv) for each in (key, kr, value))
     hopper = (
-        shared
+        key_scale is None
+        and shared
         and even
         and entries > 0
         and (rank, rope) == (512, 64)
@@ -423,9 +495,16 @@ def forward(
         )  # fmt: skip
     else:
         slots = memory.empty((plan.rows, splits * per_split), torch.int32, device)
+        ks, vs = (
+            key if key_scale is None else key_scale,
+            value if value_scale is None else value_scale,
+        )
+        scale_strides = [s for each in (ks, vs) for s in rows.strides(each, layout_kv)]
         launches.kernel(_attend, items)(
-            q, qr, key, kr, value, index, slots, **tensors, **sizes, **plan.arguments,
+            q, qr, key, kr, value, ks, vs, index, slots, **tensors, **sizes, **plan.arguments,
             **plan.constants, **key_strides(key, kr, value, layout_kv),
+            key_scale_o=scale_strides[0], key_scale_i=scale_strides[1],
+            value_scale_o=scale_strides[2], value_scale_i=scale_strides[3], KIND=kind,
             index_stride=index.stride(0), slot_stride=slots.stride(0), R=rank, D=rope,
             SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained,
             PLACE=min(1024, triton.next_power_of_2(max(per_split, key_tile))),
