@@ -21,9 +21,11 @@ from ..dispatch.common import layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
+    hadamard,
     indexer_loss,
     indexer_prolog_pto,
     mla_prolog_pto,
+    quantize_index_query,
 )
 from ..dispatch.reference import fused_sigmoid_gating_delta_rule_update as gating
 from ..dispatch.reference._precision import accumulator
@@ -93,6 +95,7 @@ def lightning_indexer(
     sparse_count: int,
     sparse_mode: int,
     return_value: bool,
+    key_scale: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     wide = accumulator(query)
@@ -106,6 +109,8 @@ def lightning_indexer(
     every = _rows(key, slots, wide)
     each = torch.relu(query.to(wide) @ every[:, None].mT)
     score = (weights.to(wide)[:, :, None] @ each)[:, :, 0]
+    if key_scale is not None:
+        score = score * _rows(key_scale[..., None], slots, wide).mT
     limit = rows.limit.view(batch, length, 1)
     visible = (position < limit) & (slots >= 0)[:, None]
 
@@ -123,6 +128,25 @@ def lightning_indexer(
     # onnx's ReferenceEvaluator gathers along a dimension counted from the front only
     value = torch.nn.functional.pad(score, (0, 1)).gather(2, picked.masked_fill(absent, 0))
     return indices, value.masked_fill(absent, 0).to(query.dtype)[:, :, None]
+
+
+def quant_lightning_indexer_scores(
+    query: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor | None,
+    key_dequant_scale: Tensor,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    weights = weights.float()
+    if query_dequant_scale is not None:
+        weights = weights * query_dequant_scale.float()
+    return lightning_indexer(
+        query.float(), weights=weights, key_scale=key_dequant_scale, return_value=True, **arguments
+    )
+
+
+def quant_lightning_indexer(**arguments: Any) -> Tensor:
+    return quant_lightning_indexer_scores(**arguments)[0]
 
 
 def sparse_flash_attention(
@@ -504,6 +528,18 @@ def _refuse_tnd(layout_query: str, **_: Any) -> str | None:
     return None
 
 
+def _refuse_all_but_int8(query: Tensor, layout_query: str, **_: Any) -> str | None:
+    if query.dtype is not torch.int8:
+        return f"`query` is {query.dtype}, expected int8: fp8 has no ONNX form."
+    return _refuse_tnd(layout_query)
+
+
+def _refuse_fp8(kind: str, **_: Any) -> str | None:
+    if kind != "int8":
+        return f"`kind` is {kind!r}, expected 'int8': fp8 has no ONNX form."
+    return None
+
+
 def _refuse_verification(
     intermediate_states: Tensor | None, retrieve_parent_token: Tensor | None, **_: Any
 ) -> str | None:
@@ -524,10 +560,25 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward),
     "npu_lightning_indexer": Decomposition(lightning_indexer, _refuse_tnd),
     "npu_sparse_flash_attention": Decomposition(sparse_flash_attention, _refuse_tnd),
+    "npu_quant_lightning_indexer": Decomposition(quant_lightning_indexer, _refuse_all_but_int8),
+    "npu_quant_lightning_indexer_scores": Decomposition(
+        quant_lightning_indexer_scores, _refuse_all_but_int8
+    ),
+    "npu_hadamard": Decomposition(hadamard.forward),
+    "npu_quantize_index_query": Decomposition(quantize_index_query.forward, _refuse_fp8),
     "npu_indexer_loss": Decomposition(loss_of_indexer),
     "npu_fused_attention": Decomposition(fused_attention, _refuse_float8_and_varlen),
     "npu_fused_sigmoid_gating_delta_rule_update": Decomposition(
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+}
+
+# why an op that is not for training has none
+_BYTES = "its rows are bytes, which ONNX does not read as floats"
+REASONS: dict[str, str] = {
+    "npu_index_cache_write": "it returns nothing, and a node has an output of its own",
+    "npu_latent_cache_write": _BYTES,
+    "npu_kv_quant_sparse_flash_attention": _BYTES,
+    "npu_kv_quant_sparse_flash_attention_lse": _BYTES,
 }

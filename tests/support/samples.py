@@ -187,8 +187,9 @@ def _kv_quant_sparse_flash_attention(m: Maker, B: int = 2, S: int = 3) -> Argume
 
 
 def _quant_lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    weights = torch.float32 if m.dtype is torch.float64 else m.dtype
     q, weights, scale = custom.quantize_index_query(
-        m.normal(B, S, 4, 128), m.normal(B, S, 4, dtype=_narrow(m.dtype)), kind="int8", fold=False
+        m.normal(B, S, 4, 128), m.normal(B, S, 4, dtype=weights), kind="int8", fold=False
     )
     keys, _, by = custom.quantize_index_query(
         m.normal(B, 21, 1, 128), m.normal(B, 21, 1), kind="int8", fold=False
