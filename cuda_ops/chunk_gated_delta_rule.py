@@ -11,7 +11,7 @@
 
 The first kernel makes U, W, P of all chunks at once; the second walks over the chunks of a
 sequence with some columns of one head's state in registers.  Gated DeltaNet (Yang et al., 2024),
-section 3.3.  On Hopper the common sizes go to chunk_gated_delta_rule_hopper.
+section 3.3.  On Hopper the common sizes go to hopper/chunk_gated_delta_rule.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches
-from .lengths import within
+from .common import gpu, launches
+from .common.lengths import within
 
 CHUNK: tl.constexpr = tl.constexpr(64)
 SUB: tl.constexpr = tl.constexpr(16)
@@ -269,7 +269,7 @@ def forward(
         return out.zero_(), final
     scale = DK**-0.5 if scale is None else scale
     if gpu.is_hopper(value.device) and _suits_hopper(query, key, value, sequences):
-        from . import chunk_gated_delta_rule_hopper as hopper
+        from .hopper import chunk_gated_delta_rule as hopper
 
         hopper.forward(
             query, key, value, beta, initial_state, actual_seq_lengths, scale, g, out, final
@@ -280,8 +280,7 @@ def forward(
 
 
 def _suits_hopper(query: Tensor, key: Tensor, value: Tensor, sequences: int) -> bool:
-    """Whether chunk_gated_delta_rule_hopper takes these tensors: sizes, and rows of whole 16-byte
-    units."""
+    """Whether the kernels for Hopper take these tensors: sizes, and rows of whole 16-byte units."""
     given = (query, key, value)
     tokens, heads, size = value.shape
     return (

@@ -35,9 +35,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches
 from .chunk_gated_delta_rule import CHUNK, _heads, _inverse, _lengths, _rows
 from .chunk_gated_delta_rule import unsupported as unsupported_forward
+from .common import gpu, launches
 
 # a pass of Triton 3.6 and 3.7 fails in _inputs_kernel, at every shape
 _BREAKS_ON_SM_100 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)

@@ -8,7 +8,7 @@
 A program holds a tile of queries and walks over the keys they see, in exp2 with log2(e) folded
 into the scale; only tiles that some query sees in part are masked.  With few queries the heads of a
 group share a tile and the keys are split over programs, whose parts a second kernel merges.  On
-Hopper more than 64 queries go to fused_attention_hopper, but for heads of 16, values in float8,
+Hopper more than 64 queries go to hopper/fused_attention.py, but for heads of 16, values in float8,
 negative scales, and rows that are not aligned.
 """
 
@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
-from . import gpu, launches, rows
-from .fused_attention_tiles import (
+from .common import gpu, launches, rows
+from .common.attention_tiles import (
     LOG2_E,
     Sizes,
     is_far,
@@ -250,7 +250,7 @@ def for_hopper(
         return False
     if v.dtype != q.dtype or 0 in (k.numel(), v.numel()):
         return False
-    from .fused_attention_hopper import describable
+    from .hopper.fused_attention import describable
 
     return all(describable(x) for x in (q, k, v, *more))
 
@@ -294,11 +294,9 @@ def forward(
     # the plain kernel and 327 by the other (heads of 32: 310 and 308)
     plain = sizes.rows <= 64 or split or max(q.shape[-1], v.shape[-1]) <= 16
     if not plain and for_hopper(256, q, k, v, scale):
-        from . import fused_attention_hopper
+        from .hopper import fused_attention as hopper
 
-        fused_attention_hopper.forward(
-            q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window
-        )
+        hopper.forward(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
     else:
         _plain(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
     return o, lse

@@ -7,7 +7,7 @@
 
 The plain path is deterministic: one kernel owns a tile of keys and walks over the queries (of all
 heads of the group) that see it, another owns a tile of queries and walks over its keys; no sum is
-shared.  On Hopper the common shapes go to fused_attention_backward_hopper.
+shared.  On Hopper the common shapes go to hopper/fused_attention_backward.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 
 from ..dispatch.common import memory
-from . import fused_attention, gpu, launches
-from .fused_attention_tiles import (
+from . import fused_attention
+from .common import gpu, launches
+from .common.attention_tiles import (
     Sizes,
     is_far,
     keys_of,
@@ -379,9 +380,9 @@ def backward(
         sums_size = 0
     lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, sums_size)
     if hopper:
-        from . import fused_attention_backward_hopper
+        from .hopper import fused_attention_backward as hopper_kernels
 
-        fused_attention_backward_hopper.backward(
+        hopper_kernels.backward(
             grad_o, q, k, v, lse2, delta, sums, grads, sizes, causal, scale, cu_seqlens_q,
             cu_seqlens_k, window,
         )  # fmt: skip

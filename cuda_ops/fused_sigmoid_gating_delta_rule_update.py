@@ -2,7 +2,8 @@
 # Copyright the npu-custom-ops authors
 """Gated delta rule, token by token, with its gates, on a pool of states updated in place.
 
-    decay = exp(-exp(A_log) softplus(a + dt_bias))     beta = sigmoid(b)
+    decay = exp(-exp(A_log) softplus(x)), or exp(lower_bound sigmoid(exp(A_log) x)), x = a + dt_bias
+    beta = sigmoid(b)
     seen = (decay k)^T S     u = beta (v - seen)     S' = decay S + k u^T     o = q^T S'
 
     q, k [B, T, H, K]   v [B, T, HV, V]   a, b [B, T, HV] (KDA: a [B, T, HV, K])
@@ -24,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches
-from .gpu import INTERPRETED
-from .lengths import within
+from .common import launches
+from .common.gpu import INTERPRETED
+from .common.lengths import within
 
 LARGEST_K = 256
 SIMULATED = tl.constexpr(INTERPRETED)
@@ -138,7 +139,8 @@ def _load_token(q, k, a, b, there, k_at, K: tl.constexpr, KDA: tl.constexpr):
 @triton.jit
 def _gates(
     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta, softplus_threshold,
-    NORM: tl.constexpr, VK: tl.constexpr, TOGETHER: tl.constexpr,
+    lower_bound, NORM: tl.constexpr, BOUNDED: tl.constexpr, VK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """q, k, the factors they want, their product, the decay (over K or a scalar), and beta."""
     q_wide = _wide(q_tile, 0)
@@ -153,9 +155,13 @@ def _gates(
     elif NORM:
         scale = scale / tl.sqrt(_total(q_wide * q_wide, VK) + 1e-6)
         unit = 1.0 / tl.sqrt(_total(k_wide * k_wide, VK) + 1e-6)
-    gate = _softplus(a_tile.to(tl.float32) + bias, softplus_beta, softplus_threshold)
+    x = a_tile.to(tl.float32) + bias
+    if BOUNDED:
+        decay = tl.exp(lower_bound / (1.0 + tl.exp(-rate * x)))
+    else:
+        decay = tl.exp(-rate * _softplus(x, softplus_beta, softplus_threshold))
     beta = 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
-    return q_wide, k_wide, scale, unit, qk, tl.exp(-rate * gate), beta
+    return q_wide, k_wide, scale, unit, qk, decay, beta
 
 
 @triton.jit
@@ -223,14 +229,14 @@ def _load_state(at, on, TWICE: tl.constexpr):
 def _delta_rule_kernel(
     A_log, a, dt_bias, q, k, v, b, pool, indices, cu_seqlens, cache, cache_rows, parents, out,
     T, sequences, slots, rows, steps, columns,
-    scale, softplus_beta, softplus_threshold,
+    scale, softplus_beta, softplus_threshold, lower_bound,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     a_batch, a_row, a_head, b_batch, b_row, slot_stride, cache_stride, step_stride,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BK: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
-    VK: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr,
-    VARLEN: tl.constexpr, UPDATE: tl.constexpr, CACHE: tl.constexpr, TREE: tl.constexpr,
-    TWICE: tl.constexpr,
+    VK: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr,
+    ONE: tl.constexpr, VARLEN: tl.constexpr, UPDATE: tl.constexpr, CACHE: tl.constexpr,
+    TREE: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = (V + BV * TILES - 1) // (BV * TILES)
     program = tl.program_id(0)
@@ -291,7 +297,7 @@ def _delta_rule_kernel(
     if ONE:
         q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
             q_first, k_first, a_first, b_first, rate, bias, scale, softplus_beta,
-            softplus_threshold, NORM, VK, TOGETHER,
+            softplus_threshold, lower_bound, NORM, BOUNDED, VK, TOGETHER,
         )  # fmt: skip
     for tile in tl.static_range(TILES):
         v_tile = tl.load(v + v_at, mask=here & (v_at < V), other=0.0)
@@ -344,7 +350,8 @@ def _delta_rule_kernel(
                                 v_past = tl.load(v + past * v_row + v_at, v_at < V, 0.0)
                                 q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
                                     q_past, k_past, a_past, b_past, rate, bias, scale,
-                                    softplus_beta, softplus_threshold, NORM, VK, True,
+                                    softplus_beta, softplus_threshold, lower_bound, NORM, BOUNDED,
+                                    VK, True,
                                 )  # fmt: skip
                                 state, _o = _step(
                                     state, q_wide, k_wide, q_scale, unit, qk, v_past, decay, beta,
@@ -352,7 +359,7 @@ def _delta_rule_kernel(
                                 )  # fmt: skip
                 q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
                     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta,
-                    softplus_threshold, NORM, VK, True,
+                    softplus_threshold, lower_bound, NORM, BOUNDED, VK, True,
                 )  # fmt: skip
                 state, o = _step(
                     state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, VK, KDA,
@@ -443,6 +450,7 @@ def forward(
     intermediate_states: Tensor | None,
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
+    lower_bound: float | None,
     chosen: tuple[int, int, int, int | None] | None = None,
 ) -> Tensor:
     B, T, H, K = k.shape
@@ -469,13 +477,14 @@ def forward(
         0 if cache is None else cache.shape[1],
         0 if parents is None else parents.shape[1],
         K**-0.5 if scale is None else scale, softplus_beta, softplus_threshold,
+        0.0 if lower_bound is None else lower_bound,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:3], *b.stride()[:2],
         pool.stride(0),
         0 if cache is None else cache.stride(0),
         0 if cache is None else cache.stride(1),
         H=H, HV=HV, K=K, V=V, BK=BK, KI=KI, BV=BV, TILES=count,
         VK=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
-        ONE=one, VARLEN=cu_seqlens is not None,
+        BOUNDED=lower_bound is not None, ONE=one, VARLEN=cu_seqlens is not None,
         UPDATE=not disable_state_update, CACHE=cache is not None, TREE=parents is not None,
         TWICE=one and state_layout == "kv" and half and not INTERPRETED,
         num_warps=warps, maxnreg=registers,

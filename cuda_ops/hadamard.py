@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches, quantise
+from .common import launches, quantise
 
 ROWS = 16  # that a program takes
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import launches, quantise
+from .common import launches, quantise
 
 ROWS = 8  # that a program takes
 

@@ -12,7 +12,7 @@ A program owns a row: it gathers the selected keys once a pass, for all heads.  
 takes each head's log-sum-exp, with heads as the rows of the product so that the sum over keys stays
 within a warp; the second takes the sum over heads, with keys as its rows for the same reason.  A
 given `softmax_lse` saves the first.  A second kernel normalises a row and takes its loss.  Many
-heads of wide keys go to indexer_loss_hopper on a Hopper GPU.
+heads of wide keys go to hopper/indexer_loss.py on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches, rows
+from .common import gpu, launches, rows
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LARGEST_D = 576
@@ -261,7 +261,7 @@ def _suits_hopper(
     key_rope: Tensor | None,
     softmax_lse: Tensor | None,
 ) -> bool:
-    """Whether indexer_loss_hopper takes these tensors: sizes, and rows of whole 16-byte units."""
+    """Whether the kernel for Hopper takes these tensors: sizes, and rows of whole 16-byte units."""
     given = [x for x in (query, key, query_rope, key_rope) if x is not None]
     D, DR = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
     return (
@@ -286,7 +286,7 @@ def _hopper(
     softmax_lse: Tensor | None,
     target: Tensor,
 ) -> None:
-    from . import indexer_loss_hopper
+    from .hopper import indexer_loss as hopper
 
     B, N, S, D = query.shape
     K = indices.shape[2]
@@ -299,7 +299,7 @@ def _hopper(
     )  # fmt: skip
     q_rope = query if query_rope is None else query_rope
     k_rope = key if key_rope is None else key_rope
-    launches.kernel(indexer_loss_hopper.targets, B * S)(
+    launches.kernel(hopper.targets, B * S)(
         query, q_rope, key, k_rope, slots, ends,
         target if softmax_lse is None else softmax_lse, target.zero_(),
         scaling * LOG2_E.value, S, K,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches, rows
+from .common import launches, rows
 from .indexer_loss import normalised, padded, softmax_of_scores, valid_slots
 
 

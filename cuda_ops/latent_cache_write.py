@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import quantised
-from . import launches, quantise
+from .common import launches, quantise
 
 TILES = 8  # that a program takes: two tokens
 

@@ -7,7 +7,7 @@
 query [B, S, N, D], key [B, S2, 1, D] (or TND, or pages), weights [B, S, N].  The scores are fp32
 and lie in a [rows, keys] buffer of bounded size, a chunk of rows at a time; topk.py selects.
 Keys are the rows of the product, heads its columns: the sum over heads stays within a thread.
-On Hopper the scores are those of lightning_indexer_hopper.py.
+On Hopper the scores are those of hopper/lightning_indexer.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches, lightning_indexer_hopper, quantise, rows, topk
+from . import topk
+from .common import gpu, launches, quantise, rows
+from .hopper import lightning_indexer as hopper
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 CHUNK_BYTES = 2**28  # of scores at a time: 1024 rows of 64K keys
@@ -242,7 +244,7 @@ def select(
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
     qs = w if query_scale is None else query_scale.reshape(plan.rows, heads)
     ks_o, ks_i = rows.strides(key if key_scale is None else key_scale.unsqueeze(-1), layout_key)
-    hopper = key_scale is None and lightning_indexer_hopper.suits(q, key, layout_key)
+    on_hopper = key_scale is None and hopper.suits(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
@@ -257,8 +259,8 @@ def select(
     one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
     for first in range(0, plan.rows, chunk_rows):
         count = min(chunk_rows, plan.rows - first)
-        if hopper:
-            lightning_indexer_hopper.launch(
+        if on_hopper:
+            hopper.launch(
                 q, key, w, scores, sample, lengths, plan, layout_key, shared, first, count
             )
         else:

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import launches, lightning_indexer, rows, scatter
-from .sparse_flash_attention import selected
+from . import lightning_indexer
+from .common import launches, rows, scatter
+from .common.selection import selected
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])

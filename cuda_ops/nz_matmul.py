@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Products of token rows with several weights that share the input: one launch, weights in place.
+"""A product that ops are made of, none itself: token rows by several weights, in one launch.
 
     out[t, :] = x[t, :] [W0 | W1 | W2 | W3]        x [T, K], W [K, N], out [T, sum of N]
 
@@ -8,7 +8,7 @@ A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or 
 [K, N].  Both are addressed as (n // C0) * panel + k * row + n % C0; neither is ever copied.
 Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
 the next kernel to add in order (deterministic, and no launch of its own).  NZ weights on a Hopper
-GPU: nz_matmul_hopper.
+GPU: hopper/nz_matmul.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz
-from . import gpu, launches, nz_matmul_hopper, tiling
-from .tiling import cdiv
+from .common import gpu, launches, tiling
+from .common.tiling import cdiv
+from .hopper import nz_matmul as hopper
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -150,7 +151,7 @@ def product(
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
     formats = [nz.is_nz(weight, weight_format) for weight in kept]
     chained = gpu.has_chained_launch(x.device)
-    by_tma = gpu.is_hopper(x.device) and nz_matmul_hopper.suits(x, kept, formats)
+    by_tma = gpu.is_hopper(x.device) and hopper.suits(x, kept, formats)
     chosen = tiling.hopper if by_tma else tiling.plain
     cut = chosen(tokens, given, depth, gpu.processors(x.device))
     run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
@@ -159,7 +160,7 @@ def product(
     out = memory.empty((runs, tokens, sum(sizes)), dtype, x.device)
     blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
     if by_tma:
-        nz_matmul_hopper.launch(x, kept, sizes, out, run, blocks, cut, first=first, forked=forked)
+        hopper.launch(x, kept, sizes, out, run, blocks, cut, first=first, forked=forked)
         return out
     launches.kernel(_product, blocks, runs)(
         x, *kept, out, tokens,

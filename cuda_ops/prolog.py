@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What both prologs do around their products: norms and scatters, then absorption and rotation.
+"""What both prologs are made of, no op itself: norms and scatters, then absorption and rotation.
 
     token_stage   sums of the x products -> RMSNorm, LayerNorm, rotated keys, cache rows, weights
     query_stage   c_q products -> absorbed latent query, rotated query heads
@@ -22,9 +22,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz
-from . import gpu, launches, nz_matmul_hopper, prolog_hopper, tiling
+from .common import gpu, launches, tiling
+from .common.tiling import Tiling, cdiv, power_of_two
+from .hopper import nz_matmul as by_tma
+from .hopper import prolog as hopper
 from .nz_matmul import product
-from .tiling import Tiling, cdiv, power_of_two
 
 HEAD_TILE = 32  # heads that one program rotates
 
@@ -321,11 +323,6 @@ def unsupported(x: Tensor) -> str | None:
     return None
 
 
-def like_queries(x: Tensor, heads: int, size: int) -> Tensor:
-    """What stands for the queries of x before they are made: of their shape, and no memory."""
-    return x[..., :1, None].expand(*x.shape[:2], heads, size)
-
-
 @dataclass(frozen=True)
 class Latent:
     """The attention side's share of a token stage; caches and query norm are written."""
@@ -385,7 +382,7 @@ def token_stage(
 def is_one_launch(c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor) -> bool:
     """Whether query_heads is."""
     whole = nz.is_nz(weight, weight_format) and gpu.is_hopper(c.device)
-    return whole and prolog_hopper.suits_heads(c, weight, w_uk, sin.shape[-1])
+    return whole and hopper.suits_heads(c, weight, w_uk, sin.shape[-1])
 
 
 def query_heads(
@@ -398,7 +395,7 @@ def query_heads(
     query = memory.empty((*shape, heads, rank), c.dtype, c.device)
     query_rope = memory.empty((*shape, heads, rotary), c.dtype, c.device)
     if is_one_launch(c, weight, weight_format, w_uk, sin):
-        prolog_hopper.heads(
+        hopper.heads(
             c, weight, w_uk, sin, cos, query, query_rope, interleaved, forked=forked
         )  # fmt: skip
     else:
@@ -417,13 +414,13 @@ def index_heads(
     query_index = memory.empty((*shape, heads, size), c.dtype, c.device)
     whole = nz.is_nz(weight, weight_format) and gpu.is_hopper(c.device)
     cut = tiling.whole_depth(tokens, [heads * size], depth, gpu.processors(c.device))
-    if whole and cut and size % 64 == 0 and sin.shape[-1] == 64 and nz_matmul_hopper.suits(
+    if whole and cut and size % 64 == 0 and sin.shape[-1] == 64 and by_tma.suits(
         c, [weight], [True]
     ):  # fmt: skip
-        nz_matmul_hopper.launch(
+        by_tma.launch(
             c, [weight] * 4, [heads * size, 0, 0, 0], query_index.view(1, tokens, heads * size),
             cut.k * cdiv(depth, cut.k), heads * size // cut.columns * cdiv(tokens, cut.tokens), cut,
-            late=late, turn=nz_matmul_hopper.Turn(size, sin, cos, interleaved),
+            late=late, turn=by_tma.Turn(size, sin, cos, interleaved),
         )  # fmt: skip
     else:
         q = product(c, [(weight, heads * size)], weight_format)
@@ -439,8 +436,8 @@ def query_stage(
     runs, tokens, _ = q.shape
     heads, plain, rank = w_uk.shape
     chained = gpu.has_chained_launch(q.device)
-    if gpu.is_hopper(q.device) and prolog_hopper.suits(q, w_uk, sin.shape[-1]):
-        prolog_hopper.absorb(q, sin, cos, w_uk, query, query_rope, interleaved)
+    if gpu.is_hopper(q.device) and hopper.suits(q, w_uk, sin.shape[-1]):
+        hopper.absorb(q, sin, cos, w_uk, query, query_rope, interleaved)
         return
     tiling = absorb_tiling(tokens)
     columns = min(tiling.columns, power_of_two(max(rank, 16)))

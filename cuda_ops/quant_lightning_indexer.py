@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch.common import quantised
-from . import gpu, lightning_indexer, rows, topk
+from . import lightning_indexer, topk
+from .common import gpu, rows
 
 
 def unsupported(query: Tensor, key: Tensor, sparse_count: int, **arguments: Any) -> str | None:

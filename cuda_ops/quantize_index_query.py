@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory, quantised
-from . import launches, quantise
+from .common import launches, quantise
 
 ROWS = 16  # that a program takes
 

@@ -21,121 +21,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch.common import memory
-from . import launches, lightning_indexer, prolog, sparse_flash_attention
+from ..dispatch.common import layer, memory
+from . import (
+    indexer_prolog_pto,
+    lightning_indexer,
+    mla_prolog_pto,
+    prolog,
+    sparse_flash_attention,
+)
+from .common import launches
 from .nz_matmul import product
 
-_ALL = 2**63 - 1
+_MODULES = (mla_prolog_pto, indexer_prolog_pto, lightning_indexer, sparse_flash_attention)
+STAGES = layer.Stages(*(module.forward for module in _MODULES))
+REASONS = layer.Stages(*(module.unsupported for module in _MODULES))
 
 
-def unsupported(
-    x: Tensor,
-    w_uk: Tensor,
-    w_idx_qb: Tensor,
-    gamma_cq: Tensor,
-    sin: Tensor,
-    in_gamma_k: Tensor,
-    kv_cache: Tensor,
-    index_k_cache: Tensor,
-    block_table: Tensor,
-    sparse_count: int,
-    **_: object,
-) -> str | None:
-    """What any of the stages cannot do; the stages see stand-ins for what comes between them."""
-    size = in_gamma_k.shape[0]
-    index_heads = w_idx_qb.numel() // (gamma_cq.shape[0] * size)
-    heads, _dn, rank = w_uk.shape
-    return (
-        prolog.unsupported(x)
-        or lightning_indexer.unsupported(
-            query=prolog.like_queries(x, index_heads, size),
-            key=index_k_cache,
-            block_table=block_table,
-            sparse_count=sparse_count,
-        )
-        or sparse_flash_attention.unsupported(
-            prolog.like_queries(x, heads, rank),
-            kv_cache,
-            block_table,
-            query_rope=prolog.like_queries(x, heads, sin.shape[-1]),
-        )
-    )
+def unsupported(**arguments: Any) -> str | None:
+    return layer.Whole(**arguments).unsupported(REASONS)
 
 
-def with_indices(
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    w_idx_qb: Tensor,
-    w_idx_k: Tensor,
-    w_idx_proj: Tensor,
-    in_gamma_k: Tensor,
-    in_beta_k: Tensor,
-    index_k_cache: Tensor,
-    softmax_scale: float | None = None,
-    rms_norm_eps: float = 1e-6,
-    layer_norm_eps: float = 1e-6,
-    sparse_count: int = 2048,
-    rope_interleaved: bool = True,
-    index_rope_interleaved: bool = False,
-    weight_format: str = "nz",
-) -> tuple[Tensor, Tensor]:
-    requests, steps, hidden = x.shape
-    heads, plain, rank = w_uk.shape
-    ranks, rotary, size = gamma_cq.shape[0], sin.shape[-1], in_gamma_k.shape[0]
-    index_heads = w_idx_qb.numel() // (ranks * size)
-    dtype, device = x.dtype, x.device
+def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
+    a = layer.Whole(**arguments)
+    requests, steps, hidden = a.x.shape
+    heads, _plain, rank = a.w_uk.shape
+    ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
+    dtype, device = a.x.dtype, a.x.device
     tokens = requests * steps
-    if softmax_scale is None:
-        softmax_scale = (plain + rotary) ** -0.5
     if tokens == 0:
-        indices = memory.empty((requests, steps, 1, sparse_count), torch.int32, device)
+        indices = memory.empty((requests, steps, 1, a.sparse_count), torch.int32, device)
         return memory.empty((requests, steps, heads, rank), dtype, device), indices
 
     query_norm = memory.empty((tokens, ranks), dtype, device)
-    weights = memory.empty((requests, steps, index_heads), dtype, device)
+    weights = memory.empty((requests, steps, a.index_heads), dtype, device)
     part = product(
-        x.view(tokens, hidden),
+        a.x.view(tokens, hidden),
         [
-            (w_dq, ranks),
-            (w_dkv_kr, rank + rotary),
-            (w_idx_k, size),
-            (w_idx_proj, index_heads),
+            (a.w_dq, ranks),
+            (a.w_dkv_kr, rank + rotary),
+            (a.w_idx_k, size),
+            (a.w_idx_proj, a.index_heads),
         ],
-        weight_format,
+        a.weight_format,
         keep_float=True,
         first=True,
     )
     prolog.token_stage(
-        part, sin, cos, cache_index,
+        part, a.sin, a.cos, a.cache_index,
         prolog.Latent(
-            gamma_cq, gamma_ckv, kv_cache, kr_cache, query_norm, rms_norm_eps, rms_norm_eps,
-            rope_interleaved,
+            a.gamma_cq, a.gamma_ckv, a.kv_cache, a.kr_cache, query_norm, a.rms_norm_eps,
+            a.rms_norm_eps, a.rope_interleaved,
         ),
         prolog.Index(
-            in_gamma_k, in_beta_k, index_k_cache, weights, layer_norm_eps, index_rope_interleaved
+            a.in_gamma_k, a.in_beta_k, a.index_k_cache, weights, a.layer_norm_eps,
+            a.index_rope_interleaved,
         ),
     )  # fmt: skip
 
-    side = launches.Side(device) if x.is_cuda else None
+    side = launches.Side(device) if a.x.is_cuda else None
     absorbed = partial(
         prolog.query_heads,
-        query_norm, w_uq_qr, weight_format, w_uk, sin, cos, (requests, steps), rope_interleaved,
+        query_norm, a.w_uq_qr, a.weight_format, a.w_uk, a.sin, a.cos, (requests, steps),
+        a.rope_interleaved,
     )  # fmt: skip
     made: list[tuple[Tensor, Tensor]] = []
     # of more than 128 tokens the queries' programs would leave those of the top-k no registers
-    longer = tokens <= 128 and prolog.is_one_launch(query_norm, w_uq_qr, weight_format, w_uk, sin)
+    longer = tokens <= 128 and prolog.is_one_launch(
+        query_norm, a.w_uq_qr, a.weight_format, a.w_uk, a.sin
+    )
 
     def scored() -> AbstractContextManager[object]:
         assert side is not None
@@ -146,24 +99,11 @@ def with_indices(
         return side.stream()
 
     query_index = prolog.index_heads(
-        query_norm, w_idx_qb, weight_format, size, sin, cos, (requests, steps),
-        index_rope_interleaved,
+        query_norm, a.w_idx_qb, a.weight_format, size, a.sin, a.cos, (requests, steps),
+        a.index_rope_interleaved,
     )  # fmt: skip
     indices, _ = lightning_indexer.forward(
-        query=query_index,
-        key=index_k_cache,
-        weights=weights,
-        actual_seq_lengths_query=None,
-        actual_seq_lengths_key=act_seqs,
-        block_table=block_table,
-        layout_query="BSND",
-        layout_key="PA_BSND",
-        sparse_count=sparse_count,
-        sparse_mode=3,
-        pre_tokens=_ALL,
-        next_tokens=_ALL,
-        return_value=False,
-        scored=scored if side else None,
+        **a.of_indexer(query_index, weights), scored=scored if side else None
     )
     if not made:
         with side.stream() if side else nullcontext():
@@ -171,29 +111,9 @@ def with_indices(
     if side:
         side.join()
     query, query_rope = made[0]
-    out, _, _ = sparse_flash_attention.forward(
-        query=query,
-        key=kv_cache,
-        value=None,
-        sparse_indices=indices,
-        scale_value=softmax_scale,
-        block_table=block_table,
-        actual_seq_lengths_query=None,
-        actual_seq_lengths_kv=act_seqs,
-        query_rope=query_rope,
-        key_rope=kr_cache,
-        sparse_block_size=1,
-        layout_query="BSND",
-        layout_kv="PA_BSND",
-        sparse_mode=3,
-        pre_tokens=_ALL,
-        next_tokens=_ALL,
-        attention_mode=2,
-        return_softmax_lse=False,
-        sinks=None,
-    )
+    out, _, _ = sparse_flash_attention.forward(**a.of_attention(query, query_rope, indices))
     return out, indices
 
 
-def forward(*args: Any, **arguments: Any) -> Tensor:
-    return with_indices(*args, **arguments)[0]
+def forward(**arguments: Any) -> Tensor:
+    return with_indices(**arguments)[0]

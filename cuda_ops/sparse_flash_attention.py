@@ -27,39 +27,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import gpu, launches, quantise, rows
+from .common import gpu, launches, quantise, rows
+from .common.selection import key_strides, selected, slot_of
 
 LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
-
-
-@triton.jit
-def placed(
-    index, entry, seen, request, start, table, table_stride, pages,
-    SPAN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """(outer, inner, ok) of entries; the index of each names SPAN consecutive positions."""
-    ok = (index >= 0) & (index < (seen + SPAN - 1) // SPAN)
-    pos = tl.where(ok, index, 0).to(tl.int32) * SPAN + entry % SPAN
-    ok = ok & (pos < seen)
-    return rows.place(pos, ok, request, start, table, table_stride, pages, PAGE, KEYS)
-
-
-@triton.jit
-def selected(
-    entry, end, index_row, seen, request, start, table, table_stride, pages,
-    SPAN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """(outer, inner, ok) of the entries of a row of indices that are below `end`."""
-    index = tl.load(index_row + entry // SPAN, mask=entry < end, other=-1)
-    return placed(index, entry, seen, request, start, table, table_stride, pages, SPAN, PAGE, KEYS)
-
-
-@triton.jit
-def slot_of(outer, inner, ok, reach, PAGE: tl.constexpr, KEYS: tl.constexpr):
-    """One int32 for both indices of `placed`, -1 where absent."""
-    size = PAGE if KEYS == rows.PAGED else reach
-    return tl.where(ok, outer * size + inner, -1).to(tl.int32)
 
 
 @triton.jit
@@ -452,11 +424,12 @@ def attend(
         and _suits_hopper(q, qr, key, kr)
     )
     if hopper:
-        from . import sparse_flash_attention_few, sparse_flash_attention_hopper
+        from .hopper import sparse_flash_attention as hopper_kernel
+        from .hopper import sparse_flash_attention_decode as decode
 
-        tile = sparse_flash_attention_few.tile_of(plan.rows, heads, entries)
+        tile = decode.tile_of(plan.rows, heads, entries)
         if tile:
-            sparse_flash_attention_few.launch(
+            decode.launch(
                 tile, q, qr, key, kr, index, sinks, out, softmax_max, softmax_sum, plan, entries,
                 scale_value * LOG2E, sparse_block_size,
             )  # fmt: skip
@@ -488,7 +461,7 @@ def attend(
     }  # fmt: skip
     items = plan.rows * splits * triton.cdiv(heads, tier.heads)
     if hopper:
-        launches.kernel(sparse_flash_attention_hopper.attend, min(items, gpu.processors(device)))(
+        launches.kernel(hopper_kernel.attend, min(items, gpu.processors(device)))(
             q, qr, key, kr, index, index_stride=index.stride(0), key_stride=key.stride(-3),
             rope_stride=kr.stride(-3), items=items, SPAN=sparse_block_size, **tensors, **sizes,
             **plan.arguments, **plan.constants, num_warps=4,
@@ -547,9 +520,3 @@ def hopper_tiles(count: int, heads: int, entries: int) -> Tiles:
     while items * splits * 2 <= 132 and splits * 256 <= entries and small * splits**2 < 2**15:
         splits *= 2
     return Tiles(64, 128, 4, 1, 512, splits=splits)
-
-
-def key_strides(key: Tensor, kr: Tensor, value: Tensor, layout: str) -> dict[str, int]:
-    names = ("key_o", "key_i", "rope_o", "rope_i", "value_o", "value_i")
-    found = [s for each in (key, kr, value) for s in rows.strides(each, layout)]
-    return dict(zip(names, found, strict=True))

@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches, rows, scatter, sparse_flash_attention
-from .sparse_flash_attention import key_strides, selected
+from . import sparse_flash_attention
+from .common import gpu, launches, rows, scatter
+from .common.selection import key_strides, selected
 
 
 @triton.jit

@@ -21,7 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import gpu, launches, lightning_indexer_grad, rows
+from . import lightning_indexer_grad
+from .common import gpu, launches, rows
+from .common.selection import selected
 from .indexer_loss import (
     LARGEST_D,
     LOG2_E,
@@ -33,7 +35,6 @@ from .indexer_loss import (
     shared_bytes,
     softmax_of_scores,
 )
-from .sparse_flash_attention import selected
 
 EPS = 1e-10
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The K highest of each row of fp32 scores: exact, ties to the lower position, in ascending order.
+"""A selection that ops are made of, none itself: the K highest of each row of fp32 scores.
+
+Exact, ties to the lower position, in ascending order.
 
 Two kernels.  The first takes a sample of the row (every EVERY-th score, or 4096 of them), of it a
 threshold that some 1.4 K scores should reach, and collects those in order, a chunk of the row a
@@ -18,8 +20,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
-from . import gpu, launches, topk_hopper
-from .topk_hopper import EVERY, TILE
+from .common import gpu, launches
+from .hopper import topk as hopper
+from .hopper.topk import EVERY, TILE
 
 __all__ = ["EVERY", "MOST", "TILE", "topk"]
 
@@ -382,7 +385,7 @@ def topk(
     `sample`: every EVERY-th of the scores, if they are at hand."""
     (rows, width), device = scores.shape, scores.device
     if gpu.is_hopper(device):
-        topk_hopper.topk(scores, lengths, indices, values, k, sample)
+        hopper.topk(scores, lengths, indices, values, k, sample)
         return
     # enough programs for every SM, and for their neighbours to hide each other's waits
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1

@@ -24,6 +24,7 @@ from .attention import attention, npu_fused_attention  # noqa: E402
 from .delta_rule import (  # noqa: E402
     fused_sigmoid_gating_delta_rule_update,
     npu_chunk_gated_delta_rule,
+    npu_chunk_kda,
     npu_fused_sigmoid_gating_delta_rule_update,
 )
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
@@ -34,6 +35,17 @@ from .graph_mode import warmup  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     compute_index_loss_sparse,
     npu_sparse_lightning_indexer_grad_kl_loss,
+)
+from .merging import (  # noqa: E402
+    localize_indices,
+    merge_states,
+    merge_topk,
+    npu_attention_update,
+    npu_localize_indices,
+    npu_merge_states,
+    npu_merge_topk,
+    npu_ring_attention_update,
+    shard_positions,
 )
 from .quantised import (  # noqa: E402
     flash_mla_sparse_fp8,
@@ -71,7 +83,12 @@ __all__ = [
     "fused_sigmoid_gating_delta_rule_update",
     "hadamard",
     "index_cache_views",
+    "localize_indices",
+    "merge_states",
+    "merge_topk",
+    "npu_attention_update",
     "npu_chunk_gated_delta_rule",
+    "npu_chunk_kda",
     "npu_fused_attention",
     "npu_fused_sigmoid_gating_delta_rule_update",
     "npu_index_cache_write",
@@ -81,9 +98,13 @@ __all__ = [
     "npu_latent_cache_write",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_localize_indices",
+    "npu_merge_states",
+    "npu_merge_topk",
     "npu_mla_prolog_pto",
     "npu_quant_lightning_indexer",
     "npu_quant_lightning_indexer_scores",
+    "npu_ring_attention_update",
     "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_attention_shared_pto",
@@ -92,6 +113,7 @@ __all__ = [
     "npu_sparse_lightning_indexer_grad_kl_loss",
     "quantize_index_query",
     "row_views",
+    "shard_positions",
     "to_nz",
     "warmup",
 ]

@@ -24,6 +24,8 @@ _NONE = re.compile(r"There were no tensor arguments .* for schema custom::(\w+)\
 
 
 Public = TypeVar("Public", bound=Callable[..., Any])
+_SECTION = re.compile(r"(?<=^Args:\n)(?: {4}.*\n)+", re.M)
+_ENTRY = re.compile(r"^ {4}(\w+):.*\n(?: {8}.*\n)*", re.M)
 
 
 def op(signature: Public) -> Public:
@@ -45,6 +47,27 @@ def op(signature: Public) -> Public:
             raise
 
     return public  # type: ignore[return-value]
+
+
+def described_by(other: Callable[..., Any]) -> Callable[[Public], Public]:
+    """Arguments that a docstring leaves out are `other`'s, and described as they are there."""
+
+    def completed(function: Public) -> Public:
+        if function.__doc__ is None:  # python -OO
+            return function
+        own, theirs = (inspect.cleandoc(f.__doc__ or "") for f in (function, other))
+        entries = _entries(theirs) | _entries(own)
+        listed = "".join(entries[name] for name in inspect.signature(function).parameters)
+        function.__doc__ = _SECTION.sub(lambda _: listed, own)
+        return function
+
+    return completed
+
+
+def _entries(doc: str) -> dict[str, str]:
+    """The lines of each argument."""
+    section = _SECTION.search(doc)
+    return {entry[1]: entry[0] for entry in _ENTRY.finditer(section[0] if section else "")}
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The gated delta rule: decode with an in-place state, and chunked prefill."""
+"""The gated delta rule: decode with an in-place state, chunked prefill, and its form by channel."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def npu_fused_sigmoid_gating_delta_rule_update(
     intermediate_states: Tensor | None = None,
     intermediate_state_indices: Tensor | None = None,
     retrieve_parent_token: Tensor | None = None,
+    lower_bound: float | None = None,
 ) -> Tensor:
     """Decode step (or a few) of the gated delta rule, with its gates, on a pool of states.
 
@@ -65,6 +66,7 @@ def npu_fused_sigmoid_gating_delta_rule_update(
         intermediate_state_indices: [sequences] row of each sequence in it; negative: none.
         retrieve_parent_token: [sequences, steps]: step t starts from the state after step
             parent[t]; -1: from the initial state. For tree verification.
+        lower_bound: a negative number: g = lower_bound sigmoid(exp(A_log) (a + dt_bias)) instead.
 
     Returns:
         o [B, S, Nv, Dv], dtype of `v`.
@@ -138,4 +140,68 @@ def npu_chunk_gated_delta_rule(
     >>> out, state = custom.npu_chunk_gated_delta_rule(q, k, v)
     >>> state.shape
     torch.Size([1, 4, 8, 16])
+    """
+
+
+@op
+def npu_chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    state_layout: str = "kv",
+) -> tuple[Tensor, Tensor]:
+    """Kimi delta attention over whole sequences (prefill), chunk by chunk: a decay by channel.
+
+    By token and head, with state h [Dk, Dv] and decay alpha = exp(g) [Dk]:
+    h = alpha h;  h = h + k (beta (v - k^T h))^T;  o = (scale q)^T h.
+
+    fla's chunk_kda, its `safe_gate` for every gate: exact however strong the decay is, as no
+    exponent is above 0 where g is not.  Differentiable in every tensor of floating point; equal
+    runs give equal gradients.
+
+    Formula: Kimi Linear (2025), section 3.
+
+    Args:
+        q: [B, S, N, Dk].
+        k: [B, S, N, Dk].
+        v: [B, S, Nv, Dv]; N divides Nv, value head n uses query head n // (Nv / N).
+        g: [B, S, Nv, Dk] logarithm of the decay, at most 0; or what the gate makes it from.
+        beta: [B, S, Nv], the rate itself.
+        scale: factor of q; None is Dk ** -0.5.
+        initial_state: [B or sequences, Nv, Dk, Dv] ("kv") or [.., Dv, Dk] ("vk"); None: zeros.
+        cu_seqlens: [sequences + 1] int32 or int64 prefix sums, with B = 1; tokens of no sequence
+            give 0.
+        use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) first.
+        use_gate_in_kernel: the logarithm is -exp(A_log) softplus(g + dt_bias).
+        A_log: [Nv] of the gate; may be None, for 0, with `lower_bound`.
+        dt_bias: [Nv, Dk] or [Nv * Dk] of the gate; None: zeros.
+        lower_bound: a negative number: the logarithm is
+            lower_bound sigmoid(exp(A_log) (g + dt_bias)) instead.
+        state_layout: "kv" or "vk"; never inferred, both have the same size if Dk = Dv.
+
+    Returns:
+        out [B, S, Nv, Dv], dtype of `v`, and the final states, dtype of `initial_state` (float32
+        if there is none).
+
+    Raises:
+        ValueError: a shape, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+
+    >>> import torch, custom
+    >>> q, k, v = torch.randn(1, 7, 2, 16), torch.randn(1, 7, 2, 16), torch.randn(1, 7, 4, 8)
+    >>> g, beta = -torch.rand(1, 7, 4, 16), torch.rand(1, 7, 4)
+    >>> out, state = custom.npu_chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    >>> state.shape
+    torch.Size([1, 4, 16, 8])
     """

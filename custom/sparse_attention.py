@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import op
+from ._op import described_by, op
 from .dispatch.spec import UNLIMITED
 
 _ops = torch.ops.custom
@@ -114,6 +114,7 @@ def npu_sparse_attention_pto(
 
 
 @op
+@described_by(npu_sparse_attention_pto)
 def npu_sparse_attention_indices_pto(
     x: Tensor,
     w_dq: Tensor,
@@ -150,37 +151,9 @@ def npu_sparse_attention_indices_pto(
     all but one of every few layers of GLM-5.2, or the draft tokens of multi-token prediction.
 
     Args:
-        x: [B, S, H] hidden states; S is 1 + the draft tokens of multi-token prediction.
-        w_dq: [H, Rq] query down-projection, NZ (see `weight_format`).
-        w_uq_qr: [Rq, N * (Dn + Dr)] query up-projection, NZ; per head Dn plain, Dr rotary columns.
-        w_uk: [N, Dn, R] key up-projection, absorbed into the query; row-major.
-        w_dkv_kr: [H, R + Dr] latent and rotary key projection, NZ.
-        gamma_cq: [Rq] RMSNorm weight of the query latent.
-        gamma_ckv: [R] RMSNorm weight of the key latent.
-        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
-        cos: [B, S, Dr] cosines likewise.
-        cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
-            written to; negative or out of range: not written.
-        kv_cache: [pages, P, 1, R] latent cache, updated in place.
-        kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
-        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
-        act_seqs: [B] int32 or int64, length of each request with its S new tokens.
-        w_idx_qb: [Rq, Ni * Di] index query projection, NZ.
-        w_idx_k: [H, Di] index key projection, NZ.
-        w_idx_proj: [H, Ni] index head weights, NZ.
-        in_gamma_k: [Di] LayerNorm weight of the index key.
-        in_beta_k: [Di] LayerNorm bias of the index key.
-        index_k_cache: [pages, P, 1, Di] index key cache, updated in place.
-        softmax_scale: None is (Dn + Dr) ** -0.5. A checkpoint with YaRN needs its own: the released
-            DeepSeek-V3.2-Exp has 192 ** -0.5 * mscale ** 2 = 0.13523.
-        rms_norm_eps: of both RMSNorms.
-        layer_norm_eps: of the index key's LayerNorm.
-        sparse_count: positions attended to by a query, at most.
-        rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
-        index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate):
-            False for DeepSeek-V3.2, True for GLM-5.
-        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
-            "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+        sparse_count: positions attended to by a query, at most: the last size of `sparse_indices`.
+
+    The arguments are those of `npu_sparse_attention_pto`.
 
     Returns:
         out: [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.
@@ -209,6 +182,7 @@ def npu_sparse_attention_indices_pto(
 
 
 @op
+@described_by(npu_sparse_attention_pto)
 def npu_sparse_attention_shared_pto(
     x: Tensor,
     w_dq: Tensor,
@@ -240,29 +214,10 @@ def npu_sparse_attention_shared_pto(
     Formula: as `npu_sparse_attention_pto`; sharing as in arXiv 2603.12201.
 
     Args:
-        x: [B, S, H] hidden states; S is 1 + the draft tokens of multi-token prediction.
-        w_dq: [H, Rq] query down-projection, NZ (see `weight_format`).
-        w_uq_qr: [Rq, N * (Dn + Dr)] query up-projection, NZ; per head Dn plain, Dr rotary columns.
-        w_uk: [N, Dn, R] key up-projection, absorbed into the query; row-major.
-        w_dkv_kr: [H, R + Dr] latent and rotary key projection, NZ.
-        gamma_cq: [Rq] RMSNorm weight of the query latent.
-        gamma_ckv: [R] RMSNorm weight of the key latent.
-        sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
-        cos: [B, S, Dr] cosines likewise.
-        cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
-            written to; negative or out of range: not written.
-        kv_cache: [pages, P, 1, R] latent cache, updated in place.
-        kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
-        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
-        act_seqs: [B] int32 or int64, length of each request with its S new tokens.
         sparse_indices: [B, S, 1, K] int32 or int64, positions; one that is negative, or that its
             token does not see, is absent.
-        softmax_scale: None is (Dn + Dr) ** -0.5. A checkpoint with YaRN needs its own: the released
-            DeepSeek-V3.2-Exp has 192 ** -0.5 * mscale ** 2 = 0.13523.
-        rms_norm_eps: of both RMSNorms.
-        rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
-        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
-            "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+
+    All but `sparse_indices` are arguments of `npu_sparse_attention_pto` too.
 
     Returns:
         [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.

@@ -192,7 +192,8 @@ def compiling(backend: Backend) -> Callable[[Executor], AbstractContextManager[N
 def _of_launches(backend: Backend, name: str) -> Callable[..., Any] | None:
     if backend is not CUDA:
         return None
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{_ROOT}.cuda_ops.launches"), name)
+    launches = importlib.import_module(f"{CUDA.package}.common.launches")
+    found: Callable[..., Any] = getattr(launches, name)
     return found
 
 

@@ -41,6 +41,11 @@ OPS = (
     "fused_sigmoid_gating_delta_rule_update",
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_grad",
+    "merge_states",
+    "merge_topk",
+    "localize_indices",
+    "chunk_kda",
+    "chunk_kda_grad",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

@@ -4,6 +4,7 @@
 
 pytest --device D --record tests/records/NAME.json              writes a record of verified ops
 python -m custom.bench OP --csv docs/figures/OP.csv             writes the figures of an op
+python -m custom.bench.models --csv docs/figures/models.csv     writes those of whole models
 python -m docs.tables                                           puts the tables into the pages
 python -m docs.tables --plots                                   draws the plots of the CSVs anew
 
@@ -134,12 +135,31 @@ def best() -> str:
     return _drawn([max(rows, key=lambda row: row.of_floor) for rows in _measured()], memory=False)
 
 
-BLOCKS = {"verified": verified, "speed": speed, "best": best, **graph_modes.BLOCKS}
+def models() -> str:
+    """Whole models, with our ops and without."""
+    path = FIGURES / "models.csv"
+    if not path.exists():
+        return "There is no record of a GPU yet.\n"
+    from custom.bench import models  # needs transformers
+
+    rows = models.read_rows(path)
+    where = f"{rows[0].device}, {rows[0].date}, tokens a second.\n\n"
+    return where + "\n".join([models.HEAD, *map(models.markdown, rows)]) + "\n"
+
+
+BLOCKS = {
+    "verified": verified,
+    "speed": speed,
+    "best": best,
+    "models": models,
+    **graph_modes.BLOCKS,
+}
 # page -> the blocks it shows
 PAGES = {
     "README.md": ("verified", "best"),
     "README.zh.md": ("verified", "best"),
     "docs/speed.md": ("speed",),
+    "docs/models.md": ("models",),
     "docs/graph_mode.md": tuple(graph_modes.BLOCKS),
 }
 

@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""A small GLM-5 with random weights, of whose four layers two share the selection of another."""
+"""A small GLM-5 with random weights, of whose four layers two share the selection of another, and
+its head for drafts."""
+
+from copy import deepcopy
 
 import torch
+from torch import nn
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
+    GlmMoeDsaDecoderLayer,
+    GlmMoeDsaRMSNorm,
+)
 
 
 def make_model(vocabulary):
@@ -30,3 +38,30 @@ def make_model(vocabulary):
     )
     torch.manual_seed(0)
     return GlmMoeDsaForCausalLM(config).eval()
+
+
+class DraftHead(nn.Module):
+    """Multi-token prediction as DeepSeek-V3.2 and GLM-5 have it, with random weights: one layer,
+    which takes over the selection of the model's last one, between the model's own embedding and
+    head."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.config = config = deepcopy(model.config)
+        config.indexer_types = [*config.indexer_types, "shared"]
+        config.mlp_layer_types = [*config.mlp_layer_types, "dense"]
+        size = config.hidden_size
+        self.enorm, self.hnorm, self.norm = (
+            GlmMoeDsaRMSNorm(size, config.rms_norm_eps) for _ in range(3)
+        )
+        torch.manual_seed(1)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer = GlmMoeDsaDecoderLayer(config, len(model.model.layers))
+        for weight in (each for each in self.parameters() if each.ndim > 1):
+            nn.init.normal_(weight, std=config.initializer_range)
+        # a random model repeats itself: drafts that do, too, are now and then right
+        self.eh_proj.weight.data[:, size:] += torch.eye(size)
+
+    def forward(self, following, hidden):
+        """The layer's input, of the embedded tokens that follow and what the model's head reads."""
+        return self.eh_proj(torch.cat([self.enorm(following), self.hnorm(hidden)], -1))

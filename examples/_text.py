@@ -2,6 +2,7 @@
 # Copyright the npu-custom-ops authors
 """The text of the model examples, a tokenizer for it, and prompts."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -34,3 +35,11 @@ def make_prompts(tokenizer, requests, longest):
     starts = torch.linspace(0, len(ids) - longest, requests).long().tolist()
     pieces = [ids[at : at + n] for at, n in zip(starts, lengths.tolist(), strict=True)]
     return tokenizer.pad({"input_ids": pieces}, return_tensors="pt"), lengths
+
+
+def read_prompts(path):
+    """One a line, of a file or ("-") of standard input; pieces of the text where there is none."""
+    if path is None:
+        return [TEXT[at : at + 40 + 9 * (at % 23)] for at in range(0, 2400, 120)]
+    read = sys.stdin.read if path == "-" else Path(path).read_text
+    return [line for line in read().splitlines() if line.strip()]

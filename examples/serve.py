@@ -6,9 +6,9 @@
 
 PROMPTS holds one prompt a line ("-": standard input; left out: pieces of a text). Requests are
 admitted as soon as a row and pages are free; a long prompt goes in by chunks, between the decode
-steps of the others; drafts are guessed from the text so far, and those that the model does not
-confirm are taken back by writing over their keys. The decode step has fixed shapes, and is a
-captured graph where the device has graphs. The model is small and random, so it babbles.
+steps of the others; drafts come from a head for multi-token prediction, and those that the model
+does not confirm are taken back by writing over their keys. The decode step has fixed shapes, and is
+a captured graph where the device has graphs. The model is small and random, so it babbles.
 """
 
 import argparse
@@ -16,12 +16,11 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from _device import DEVICES, choose_device, print_backends
-from _glm5 import make_model
-from _text import TEXT, make_tokenizer
+from _glm5 import DraftHead, make_model
+from _text import make_tokenizer, read_prompts
 from tqdm import tqdm
 
 import custom
@@ -40,44 +39,28 @@ class Request:
     new: int  # tokens to generate
     out: list[int] = field(default_factory=list)
     cached: int = 0  # positions whose keys are in the pages
-
-    @property
-    def text(self):
-        return self.prompt + self.out
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def prefilling(self):
         return self.cached < len(self.prompt)
 
-    def guess(self, count):
-        """`count` drafts: what followed the last two tokens when they were there before."""
-        text = self.text
-        ends = range(len(text) - 1, 1, -1)
-        end = next((i for i in ends if text[i - 2 : i] == text[-2:]), len(text))
-        found = text[end : end + count]
-        return found + [0] * (count - len(found))
-
 
 class Engine:
     """Rows of a batch, each with a request or idle, over pages that all rows share."""
 
-    def __init__(self, model, *, rows=8, pages=64, reach=16, page_size=16, chunk=32, drafts=2):
-        """`reach`: pages of a request at most; `chunk`: tokens of a prompt that go in at once."""
-        self.model, self.chunk, self.drafts = model, chunk, drafts
-        layers = [layer.self_attn for layer in model.model.layers]
+    def __init__(self, model, head, *, rows=8, pages=64, reach=16, size=16, chunk=32, drafts=2):
+        """`size` of a page; `reach`: pages of a request at most; `chunk`: prompt tokens at once."""
+        self.model, self.head, self.chunk, self.drafts = model, head, chunk, drafts
+        self.layers = [*model.model.layers, head.layer]
         self.weights = [
             (shared_attention_weights if each.indexer is None else sparse_attention_weights)(each)
-            for each in layers
+            for each in (layer.self_attn for layer in self.layers)
         ]
         self.caches = PagedCaches(
-            len(layers),
-            layer_widths(model.config),
-            requests=1,
-            capacity=pages * page_size,
-            page_size=page_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
+            len(self.layers), layer_widths(head.config), requests=1, capacity=pages * size,
+            page_size=size, dtype=model.dtype, device=model.device,
+        )  # fmt: skip
         self.rows, self.free = [None] * rows, deque(range(pages))
         self.waiting = deque()
         self.steps = self.confirmed = 0
@@ -91,16 +74,14 @@ class Engine:
         if model.device.type != "cpu":  # all rows are idle: nothing is written
             self.decode = custom.graph_mode.capture(self.forward, *step)
 
-    def forward(self, tokens, lengths, table):
-        """The token that follows each of the last S tokens [B, S] of requests that are `lengths`
-        long with them. Rows at negative positions are padding."""
-        inner = self.model.model
-        positions = token_positions(lengths, tokens.shape[1])
+    def _through(self, numbers, hidden, lengths, table, indices=None):
+        """The last S tokens [B, S, H] of requests that are `lengths` long with them, through the
+        layers `numbers`. Rows at negative positions are padding."""
+        positions = token_positions(lengths, hidden.shape[1])
         slots = self.caches.slots(positions, table)
-        hidden = inner.embed_tokens(tokens)
-        cos, sin = inner.rotary_emb(hidden, positions.clamp(min=0))
-        indices = None
-        for layer, w, pools in zip(inner.layers, self.weights, self.caches.layers, strict=True):
+        cos, sin = self.model.model.rotary_emb(hidden, positions.clamp(min=0))
+        for number in numbers:
+            layer, w, pools = (x[number] for x in (self.layers, self.weights, self.caches.layers))
             arguments = (
                 layer.input_layernorm(hidden), w.dq, w.uq_qr, w.uk, w.dkv_kr, w.gamma_cq,
                 w.gamma_ckv, sin, cos, slots, pools.kv, pools.kr, table, lengths,
@@ -110,11 +91,39 @@ class Engine:
                     *arguments, w.idx_qb, w.idx_k, w.idx_proj, w.idx_gamma_k, w.idx_beta_k,
                     pools.index_k, **w.options,
                 )  # fmt: skip
-            else:  # attends to what the layer before it has selected
+            else:  # attends to what a layer before it has selected
                 latent = custom.npu_sparse_attention_shared_pto(*arguments, indices, **w.options)
             hidden = hidden + layer.self_attn.o_proj(w.values(latent))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return self.model.lm_head(inner.norm(hidden)).argmax(-1)
+        return hidden, indices
+
+    def forward(self, tokens, lengths, table, following=None):
+        """[B, 1 + S + D]: how many of the tokens behind the first are right, the token that the
+        model lets follow each of the S, and the next drafts. `following` [1, S] is that of a
+        prompt, where all are right; -1: what the model says."""
+        inner, last = self.model.model, len(self.model.model.layers)
+        hidden, chosen = self._through(range(last), inner.embed_tokens(tokens), lengths, table)
+        hidden = inner.norm(hidden)
+        answers = self.model.lm_head(hidden).argmax(-1)
+        right = (tokens[:, 1:] == answers[:, :-1]).int().cumprod(1).sum(1, keepdim=True)
+        if following is None:
+            following = answers
+        else:
+            right = torch.full_like(right, tokens.shape[1] - 1)
+            following = following.where(following >= 0, answers)
+        out = [right, answers]
+        for number in range(self.drafts):
+            mixed = self.head(inner.embed_tokens(following), hidden)
+            hidden, _ = self._through([last], mixed, lengths, table, chosen)
+            if number == 0:  # the keys of all tokens are there; on from the last right one
+                hidden = hidden.take_along_dim(right[..., None], 1)
+                chosen = chosen.take_along_dim(right[..., None, None], 1)
+                ends = (lengths - tokens.shape[1] + 1 + right[:, 0]).to(lengths.dtype)
+                lengths = ends.where(lengths > 0, 0)
+            following = self.model.lm_head(self.head.norm(hidden)).argmax(-1)
+            out.append(following)
+            lengths = lengths + (lengths > 0)  # idle rows stay so
+        return torch.cat(out, 1)
 
     def _pages(self, request):
         # the last drafts may lie behind the last token
@@ -154,16 +163,14 @@ class Engine:
     def _prefill(self):
         for row, request in enumerate(self.rows):
             if request is not None and request.prefilling:
-                part = request.prompt[request.cached : request.cached + self.chunk]
-                request.cached += len(part)
-                out = self.forward(
-                    torch.tensor([part], device=self.table.device),
-                    torch.full_like(self.lengths[:1], request.cached),
-                    self.table[row : row + 1],
-                )
-                if not request.prefilling:
-                    return [(request, self._take(request, [int(out[0, -1])]))]
-                return []
+                part = request.prompt[request.cached : request.cached + self.chunk + 1]
+                fed = part[: self.chunk]
+                request.cached += len(fed)
+                tokens = torch.tensor([fed, [*part[1:], -1][: len(fed)]]).to(self.table.device)
+                lengths = torch.full_like(self.lengths[:1], request.cached)
+                table = self.table[row : row + 1]
+                (out,) = self.forward(tokens[:1], lengths, table, tokens[1:]).tolist()
+                return [] if request.prefilling else [self._take(request, out, len(fed))]
         return []
 
     def _decode(self):
@@ -176,27 +183,24 @@ class Engine:
             return []
         tokens, lengths = torch.zeros_like(self.tokens, device="cpu"), [0] * len(self.rows)
         for row, request in each:
-            fed = [request.out[-1], *request.guess(self.drafts)]
-            tokens[row] = torch.tensor(fed)
-            lengths[row] = request.cached + len(fed)
+            tokens[row] = torch.tensor([request.out[-1], *request.drafts])
+            lengths[row] = request.cached + 1 + self.drafts
         self.tokens.copy_(tokens)
         self.lengths.copy_(torch.tensor(lengths))
-        answers = self.decode(self.tokens, self.lengths, self.table).tolist()
-        tokens, news = tokens.tolist(), []
-        self.steps += len(each)
+        out = self.decode(self.tokens, self.lengths, self.table).tolist()
         for row, request in each:
-            right = 0  # drafts that the model would have said itself
-            while right < self.drafts and tokens[row][1 + right] == answers[row][right]:
-                right += 1
-            request.cached += 1 + right  # the keys behind are written over by the next step
-            news.append((request, self._take(request, answers[row][: 1 + right])))
-            self.confirmed += right
-        return news
+            request.cached += 1 + out[row][0]  # the keys behind are written over by the next step
+            self.confirmed += out[row][0]
+        self.steps += len(each)
+        return [self._take(request, out[row], 1) for row, request in each]
 
-    def _take(self, request, tokens):
-        tokens = tokens[: request.new - len(request.out)]
+    def _take(self, request, out, fed):
+        """The tokens that are new after `out` of `forward`, behind the `fed` that were known."""
+        right, *answers = out
+        tokens = answers[fed - 1 : 1 + right][: request.new - len(request.out)]
         request.out += tokens
-        return tokens
+        request.drafts = out[len(out) - self.drafts :]
+        return request, tokens
 
 
 def main():
@@ -206,38 +210,34 @@ def main():
     parser.add_argument("--rows", type=int, default=8, help="requests that run at the same time")
     parser.add_argument("--pages", type=int, default=64, help="pages of 16 positions, for all")
     parser.add_argument("--chunk", type=int, default=32, help="tokens of a prompt at once")
-    parser.add_argument("--drafts", type=int, default=2, help="guessed tokens a step")
+    parser.add_argument("--drafts", type=int, default=2, help="drafted tokens a step")
     parser.add_argument("--new-tokens", type=int, default=32)
     options = parser.parse_args()
     device = choose_device(options.device)
     tokenizer = make_tokenizer()
-    if options.prompts:
-        read = sys.stdin.read if options.prompts == "-" else Path(options.prompts).read_text
-        prompts = [line for line in read().splitlines() if line.strip()]
-    else:
-        prompts = [TEXT[at : at + 40 + 9 * (at % 23)] for at in range(0, 2400, 120)]
+    prompts = read_prompts(options.prompts)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = make_model(len(tokenizer)).to(device, dtype)
+    head = DraftHead(model).to(device, dtype)
     sizes = {name: getattr(options, name) for name in ("rows", "pages", "chunk", "drafts")}
     with torch.inference_mode():
-        engine = Engine(model, **sizes)
+        engine = Engine(model, head, **sizes)
         requests = [engine.submit(tokenizer(p)["input_ids"], options.new_tokens) for p in prompts]
         shown = [0] * len(requests)
-        begin = time.perf_counter()
-        with tqdm(total=len(prompts) * options.new_tokens, unit="token") as bar:
+        begin, total = time.perf_counter(), len(prompts) * options.new_tokens
+        with tqdm(total=total, unit="token") as bar:
             while engine.busy:
                 for request, tokens in engine.step():
                     bar.update(len(tokens))
                     number, text = requests.index(request), tokenizer.decode(request.out)
-                    whole = len(text) >= shown[number] + 40 and not text.endswith("\ufffd")
-                    if whole or len(request.out) == request.new:
-                        bar.write(f"[{number:3}] {text[shown[number] :]!r}", sys.stdout)
+                    more, done = text[shown[number] :], len(request.out) == request.new
+                    if (len(more) >= 40 and not text.endswith("\ufffd")) or (more and done):
+                        bar.write(f"[{number:3}] {more!r}", sys.stdout)
                         shown[number] = len(text)
                 running = sum(each is not None for each in engine.rows)
                 waits = f"{running} running, {len(engine.waiting)} waiting"
                 bar.set_postfix_str(f"{waits}, {len(engine.free)} pages free")
         seconds = time.perf_counter() - begin
-    total = len(prompts) * options.new_tokens
     print(
         f"{len(prompts)} requests, {total} tokens in {seconds:.1f} s: {total / seconds:.0f} "
         f"tokens/s; {engine.confirmed} of {engine.steps * options.drafts} drafts confirmed"

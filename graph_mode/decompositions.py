@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
 
-from ..dispatch.common import layout
+from ..dispatch.common import layer, layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
     hadamard,
     indexer_loss,
     indexer_prolog_pto,
+    localize_indices,
+    merge_states,
+    merge_topk,
     mla_prolog_pto,
     quantize_index_query,
 )
+from ..dispatch.reference import chunk_kda as kda
 from ..dispatch.reference import fused_sigmoid_gating_delta_rule_update as gating
 from ..dispatch.reference._precision import accumulator
 from ..dispatch.reference.fused_attention import finite
@@ -196,157 +200,27 @@ def sparse_flash_attention(
     return out, top.view(batch, 1, length, heads), total.view(batch, 1, length, heads)
 
 
-def sparse_attention_indices_pto(
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    w_idx_qb: Tensor,
-    w_idx_k: Tensor,
-    w_idx_proj: Tensor,
-    in_gamma_k: Tensor,
-    in_beta_k: Tensor,
-    index_k_cache: Tensor,
-    softmax_scale: float | None,
-    rms_norm_eps: float,
-    layer_norm_eps: float,
-    sparse_count: int,
-    rope_interleaved: bool,
-    index_rope_interleaved: bool,
-    weight_format: str,
-) -> tuple[Tensor, Tensor]:
-    """The four stages, as nodes of their own."""
+def _stages() -> layer.Stages:
+    """Nodes of their own."""
     ops = torch.ops.custom
-    if softmax_scale is None:
-        softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
-    query, query_rope, query_norm = ops.npu_mla_prolog_pto(
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        kv_cache,
-        kr_cache,
-        cache_index,
-        rmsnorm_epsilon_cq=rms_norm_eps,
-        rmsnorm_epsilon_ckv=rms_norm_eps,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
+    return layer.Stages(
+        ops.npu_mla_prolog_pto,
+        ops.npu_indexer_prolog_pto,
+        ops.npu_lightning_indexer,
+        ops.npu_sparse_flash_attention,
     )
-    query_index, weights = ops.npu_indexer_prolog_pto(
-        x,
-        query_norm,
-        w_idx_qb,
-        w_idx_k,
-        w_idx_proj,
-        in_gamma_k,
-        in_beta_k,
-        sin,
-        cos,
-        index_k_cache,
-        cache_index,
-        ln_epsilon=layer_norm_eps,
-        rope_interleaved=index_rope_interleaved,
-        weight_format=weight_format,
-    )
-    indices, _ = ops.npu_lightning_indexer(
-        query_index,
-        index_k_cache,
-        weights,
-        actual_seq_lengths_key=act_seqs,
-        block_table=block_table,
-        layout_key="PA_BSND",
-        sparse_count=sparse_count,
-    )
-    out, _, _ = ops.npu_sparse_flash_attention(
-        query,
-        kv_cache,
-        None,
-        indices,
-        softmax_scale,
-        block_table=block_table,
-        actual_seq_lengths_kv=act_seqs,
-        query_rope=query_rope,
-        key_rope=kr_cache,
-        layout_kv="PA_BSND",
-    )
-    return out, indices
+
+
+def sparse_attention_indices_pto(**arguments: Any) -> tuple[Tensor, Tensor]:
+    return layer.Whole(**arguments).run(_stages())
 
 
 def sparse_attention_pto(**arguments: Any) -> Tensor:
     return sparse_attention_indices_pto(**arguments)[0]
 
 
-def sparse_attention_shared_pto(
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    sparse_indices: Tensor,
-    softmax_scale: float | None,
-    rms_norm_eps: float,
-    rope_interleaved: bool,
-    weight_format: str,
-) -> Tensor:
-    """Two of the four stages, as nodes of their own."""
-    ops = torch.ops.custom
-    if softmax_scale is None:
-        softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
-    query, query_rope, _ = ops.npu_mla_prolog_pto(
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        kv_cache,
-        kr_cache,
-        cache_index,
-        rmsnorm_epsilon_cq=rms_norm_eps,
-        rmsnorm_epsilon_ckv=rms_norm_eps,
-        rope_interleaved=rope_interleaved,
-        weight_format=weight_format,
-    )
-    out, _, _ = ops.npu_sparse_flash_attention(
-        query,
-        kv_cache,
-        None,
-        sparse_indices,
-        softmax_scale,
-        block_table=block_table,
-        actual_seq_lengths_kv=act_seqs,
-        query_rope=query_rope,
-        key_rope=kr_cache,
-        layout_kv="PA_BSND",
-    )
-    return out  # type: ignore[no-any-return]
+def sparse_attention_shared_pto(**arguments: Any) -> Tensor:
+    return layer.Shared(**arguments).run(_stages())
 
 
 def loss_of_indexer(
@@ -457,6 +331,58 @@ def chunk_gated_delta_rule(
     return out.to(value.dtype), last.mT.to(initial_state.dtype)
 
 
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    state_layout: str,
+) -> tuple[Tensor, Tensor]:
+    wide = accumulator(q)
+    batch, length, heads, key_size = k.shape
+    value_heads, value_size = v.shape[2:]
+    queries, keys = (x.to(wide).flatten(0, 1) for x in (q, k))
+    if use_qk_l2norm_in_kernel:
+        queries, keys = (kda.normal(x)[0] for x in (queries, keys))
+    decay = g.to(wide)
+    if use_gate_in_kernel:
+        decay = kda.gate(decay, A_log, dt_bias, lower_bound)[0]
+    if cu_seqlens is None:
+        starts = torch.arange(batch, device=q.device) * length
+        lengths = torch.full_like(starts, length)
+    else:
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    turn = state_layout == "vk"
+    if initial_state is None:
+        shape = [starts.shape[0], value_heads, key_size, value_size]
+        state = torch.zeros(shape, dtype=wide, device=q.device)
+    else:
+        state = initial_state.to(wide).mT if turn else initial_state.to(wide)
+    queries, keys = (x.repeat_interleave(value_heads // heads, 1) for x in (queries, keys))
+    last, out = _recurrence(
+        state,
+        starts,
+        lengths,
+        queries * (key_size**-0.5 if scale is None else scale),
+        keys,
+        v.to(wide).flatten(0, 1),
+        decay.flatten(0, 1).exp(),
+        beta.to(wide).flatten(0, 1),
+    )
+    last = last.mT if turn else last
+    kind = wide if initial_state is None else initial_state.dtype
+    return out.view(v.shape).to(v.dtype), last.to(kind)
+
+
 def delta_rule_update(
     A_log: Tensor,
     a: Tensor,
@@ -475,6 +401,7 @@ def delta_rule_update(
     state_layout: str,
     is_kda: bool,
     disable_state_update: bool,
+    lower_bound: float | None,
     **_: Any,
 ) -> Tensor:
     wide = accumulator(q)
@@ -490,8 +417,7 @@ def delta_rule_update(
     queries, keys = (x.repeat_interleave(value_heads // heads, 1) for x in (queries, keys))
     x = a.to(wide).reshape(batch * length, value_heads, channels)
     x = x + dt_bias.to(wide).view(value_heads, channels)
-    rate = gating.softplus(x, softplus_beta, softplus_threshold)
-    decay = torch.exp(-A_log.to(wide).exp()[:, None] * rate)
+    decay = gating.decay(A_log, x, softplus_beta, softplus_threshold, lower_bound)
     beta = torch.sigmoid(b.to(wide).reshape(batch * length, value_heads))
 
     if cu_seqlens is None:
@@ -512,6 +438,11 @@ def delta_rule_update(
         after = last if state_layout == "kv" else last.mT
         initial_state_source[slots[stored]] = after[stored].to(initial_state_source.dtype)
     return out.view(v.shape).to(v.dtype)
+
+
+def merge_of_topk(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    # ONNX's TopK takes the first of equal ones, which torch's need not
+    return merge_topk.merged(values, positions, k, lambda score, k: score.topk(k).indices)
 
 
 def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) -> str | None:
@@ -572,6 +503,10 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         delta_rule_update, _refuse_verification
     ),
     "npu_chunk_gated_delta_rule": Decomposition(chunk_gated_delta_rule),
+    "npu_merge_states": Decomposition(merge_states.forward),
+    "npu_merge_topk": Decomposition(merge_of_topk),
+    "npu_localize_indices": Decomposition(localize_indices.forward),
+    "npu_chunk_kda": Decomposition(chunk_kda),
 }
 
 # why an op that is not for training has none

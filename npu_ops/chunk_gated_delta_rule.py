@@ -221,11 +221,11 @@ def walk(
             tl.store(out + (token.to(tl.int64) * value_heads + head) * VALUE + e, nothing)
 
 
-def _tile(value_size: int) -> tune.Config:
+def _tile(key_size: int, value_size: int) -> tune.Config:
     """The widest that divides the value channels."""
     kernel = "chunk_gated_delta_rule.walk"
     dividing = [c for c in tune.TABLE[kernel] if value_size % c.tiles["VALUE_TILE"] == 0]
-    return tune.choose(kernel, dividing)
+    return tune.choose(kernel, dividing, key_size)
 
 
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
@@ -286,6 +286,6 @@ def forward(
         final if initial_state is None else initial_state, final, out, sequences, tokens, group,
         value_heads, key_size**-0.5 if scale is None else scale, *query.stride()[:2],
         *key.stride()[:2], *value.stride()[:2], KEY=key_size, VALUE=value_size, VARLEN=varlen,
-        INITIAL=initial_state is not None, **_tile(value_size).keywords,
+        INITIAL=initial_state is not None, **_tile(key_size, value_size).keywords,
     )  # fmt: skip
     return out, final

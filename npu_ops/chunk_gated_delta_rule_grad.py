@@ -44,6 +44,8 @@ from .chunk_gated_delta_rule import CHUNK, _length, products, triangles
 
 unsupported = chunk_gated_delta_rule.unsupported
 
+_PART = 12288  # elements of the state's gradient that UB holds, with what is made of them
+
 
 @entry.jit(do_not_specialize=["sequences", "tokens"])
 def places(lengths, number, firsts, counts, sequences, tokens, VARLEN: tl.constexpr):
@@ -418,11 +420,16 @@ def gates(
             tl.store(to, totals.to(d_g.dtype.element_ty), mask=there)
 
 
-def _tile(kernel: str, size: int) -> dict[str, Any]:
-    """The widest that divides these channels."""
+def _tile(kernel: str, size: int, other: int, most: int = 2**16) -> dict[str, Any]:
+    """The widest that divides these channels; with the `other` ones, `most` elements."""
     kernel = f"chunk_gated_delta_rule_grad.{kernel}"
-    dividing = [c for c in tune.TABLE[kernel] if size % next(iter(c.tiles.values())) == 0]
-    return tune.choose(kernel, dividing).keywords
+    fitting = [
+        config
+        for config in tune.TABLE[kernel]
+        for tile in config.tiles.values()
+        if size % tile == 0 and tile * other <= most
+    ]
+    return tune.choose(kernel, fitting, other).keywords
 
 
 def _only(kernel: str) -> dict[str, Any]:
@@ -520,7 +527,7 @@ def backward(
             k, v, lengths, inverse, finer, sums, rates, states if initial is None else initial,
             states, new, kept, sequences, tokens, group, values,
             0 if initial is None else initial.stride(0), *of_k, *of_v, VARLEN=varlen,
-            INITIAL=initial is not None, **sizes, **_tile("walk_states", value_size),
+            INITIAL=initial is not None, **sizes, **_tile("walk_states", value_size, key_size),
         )  # fmt: skip
         given = final if initial is None else initial
         walk_grads[(cores.cube(),)](
@@ -528,12 +535,13 @@ def backward(
             grads if final is None else final, d_start, dv, grads, back, drop, grown, sequences,
             tokens, group, values, scale, 0 if given is None else given.stride(0), *of_q, *of_k,
             *of_o, dv.stride(0), VARLEN=varlen, FINAL=final is not None,
-            INITIAL=initial is not None, **sizes, **_tile("walk_grads", value_size),
+            INITIAL=initial is not None, **sizes,
+            **_tile("walk_grads", value_size, key_size, _PART),
         )  # fmt: skip
         crosses[(cores.cube(),)](
             q, k, o, number, firsts, counts, states, grads, new, back, on_new, on_back, q_states,
             k_states, k_grads, group, values, *of_q, *of_k, *of_o, **sizes,
-            **_tile("crosses", value_size),
+            **_tile("crosses", value_size, key_size),
         )  # fmt: skip
         dots[(cores.vector(),)](
             v, number, firsts, counts, sums, kept, back, drop, grown, q_states, k_states, k_grads,
@@ -546,7 +554,8 @@ def backward(
         )  # fmt: skip
         inputs[(cores.cube(),)](
             q, k, number, firsts, counts, states, grads, grown, kept, drop, seen, inverse, dq, dk,
-            group, some, *of_q, *of_k, dq.stride(0), **sizes, **_tile("inputs", key_size),
+            group, some, *of_q, *of_k, dq.stride(0), **sizes,
+            **_tile("inputs", key_size, value_size),
         )  # fmt: skip
         if rate is not None or gate is not None:
             gates[(cores.vector(),)](

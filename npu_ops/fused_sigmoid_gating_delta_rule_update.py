@@ -39,13 +39,19 @@ def _softplus(x, beta, threshold):
 
 
 @triton.jit
-def _gates(of_a, of_b, rate, bias, softplus_beta, softplus_threshold, one, d, KDA: tl.constexpr):
+def _gates(
+    of_a, of_b, rate, bias, softplus_beta, softplus_threshold, lower_bound, one, d,
+    KDA: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     """(decay [1 or K], beta [1])."""
     if KDA:
         x = tl.load(of_a + d).to(tl.float32) + bias
     else:
         x = tl.load(of_a + one).to(tl.float32) + bias
-    decay = tl.exp(rate * _softplus(x, softplus_beta, softplus_threshold))
+    if BOUNDED:
+        decay = tl.exp(lower_bound / (1.0 + tl.exp(rate * x)))
+    else:
+        decay = tl.exp(rate * _softplus(x, softplus_beta, softplus_threshold))
     return decay, 1.0 / (1.0 + tl.exp(-tl.load(of_b + one).to(tl.float32)))
 
 
@@ -81,19 +87,20 @@ def _parent(parents, t, columns):
 
 @entry.jit(
     do_not_specialize=[
-        "softplus_beta", "softplus_threshold", "scale", "sequences", "length", "tokens", "slots",
-        "rows", "steps", "columns", "q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head",
-        "v_batch", "v_token", "v_head", "a_batch", "a_token", "a_head", "b_batch", "b_token",
-        "slot_size", "row_size", "step_size",
+        "softplus_beta", "softplus_threshold", "lower_bound", "scale", "sequences", "length",
+        "tokens", "slots", "rows", "steps", "columns", "q_batch", "q_token", "q_head", "k_batch",
+        "k_token", "k_head", "v_batch", "v_token", "v_head", "a_batch", "a_token", "a_head",
+        "b_batch", "b_token", "slot_size", "row_size", "step_size",
     ]
 )  # fmt: skip
 def update(
     A_log, a, dt_bias, q, k, v, b, pool, slot_of, starts, cache, row_of, parents, out,
-    softplus_beta, softplus_threshold, scale, sequences, length, tokens, slots, rows, steps,
-    columns, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    softplus_beta, softplus_threshold, lower_bound, scale, sequences, length, tokens, slots, rows,
+    steps, columns, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     a_batch, a_token, a_head, b_batch, b_token, slot_size, row_size, step_size,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    VALUE_FIRST: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, VARLEN: tl.constexpr,
+    VALUE_FIRST: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr,
+    VARLEN: tl.constexpr,
     STORE: tl.constexpr, KEEP: tl.constexpr, TREE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """q, k [.., H, K]  v, out [.., HV, V]  a [.., HV, 1 or K]  b [.., HV]; see the launcher."""
@@ -163,7 +170,7 @@ def update(
                     on = ((way >> earlier.to(tl.int64)) & 1).to(tl.float32)
                     decay, beta = _gates(
                         of_a + past * a_token, of_b + past * b_token, rate, bias, softplus_beta,
-                        softplus_threshold, one, d, KDA,
+                        softplus_threshold, lower_bound, one, d, KDA, BOUNDED,
                     )  # fmt: skip
                     state = _update(
                         state, _row(of_k + past * k_token, d, NORM),
@@ -173,7 +180,7 @@ def update(
             now = t.to(tl.int64)
             decay, beta = _gates(
                 of_a + now * a_token, of_b + now * b_token, rate, bias, softplus_beta,
-                softplus_threshold, one, d, KDA,
+                softplus_threshold, lower_bound, one, d, KDA, BOUNDED,
             )  # fmt: skip
             q_t = _row(of_q + now * q_token, d, NORM) * scale
             k_t = _row(of_k + now * k_token, d, NORM)
@@ -253,6 +260,7 @@ def forward(
     intermediate_states: Tensor | None,
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
+    lower_bound: float | None,
 ) -> Tensor:
     batch, length, heads, key_size = q.shape
     value_heads, value_size = v.shape[2:]
@@ -276,14 +284,16 @@ def forward(
         initial_state_indices if cu_seqlens is None else cu_seqlens, cache,
         initial_state_indices if intermediate_state_indices is None else intermediate_state_indices,
         initial_state_indices if parents is None else parents, out,
-        softplus_beta, softplus_threshold, key_size**-0.5 if scale is None else scale,
+        softplus_beta, softplus_threshold, 0.0 if lower_bound is None else lower_bound,
+        key_size**-0.5 if scale is None else scale,
         sequences, length, length, initial_state_source.shape[0], cache.shape[0], cache.shape[1],
         parents.shape[1] if parents is not None else 0,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:3], *b.stride()[:2],
         initial_state_source.stride(0), cache.stride(0), cache.stride(1),
         HEADS=heads, VALUE_HEADS=value_heads, KEY=key_size, VALUE=value_size,
         VALUE_FIRST=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
-        VARLEN=cu_seqlens is not None, STORE=not disable_state_update,
-        KEEP=intermediate_states is not None, TREE=tree, **config.keywords,
+        BOUNDED=lower_bound is not None, VARLEN=cu_seqlens is not None,
+        STORE=not disable_state_update, KEEP=intermediate_states is not None, TREE=tree,
+        **config.keywords,
     )  # fmt: skip
     return out

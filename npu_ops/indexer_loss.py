@@ -247,7 +247,7 @@ def forward(
     q_rope, k_rope = (query, key) if query_rope is None else (query_rope, key_rope)
     assert k_rope is not None
     rope = 0 if query_rope is None else query_rope.shape[-1]
-    sums = tune.at_least("indexer_loss.head_sums", "HEAD_TILE", heads)
+    sums = tune.at_least("indexer_loss.head_sums", "HEAD_TILE", heads, size, rope)
     wide = tiling.up(count, sums.tiles["KEY_TILE"])
     tokens = batch * length
     offset = min(chunk_offset, keys)  # with the row's number it stays within 32 bits
@@ -273,7 +273,7 @@ def forward(
         if softmax_lse is None:
             log_sums[(cores.cube(),)](
                 query, q_rope, dense, dense_rope, indices, lse, *scalars, DIM=size, ROPE=rope,
-                **tune.at_least("indexer_loss.log_sums", "HEAD_TILE", heads).keywords,
+                **tune.at_least("indexer_loss.log_sums", "HEAD_TILE", heads, size, rope).keywords,
             )  # fmt: skip
         head_sums[(cores.cube(),)](
             query, q_rope, dense, dense_rope, indices, lse, target, *scalars, DIM=size, ROPE=rope,

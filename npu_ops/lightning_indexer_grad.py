@@ -200,7 +200,7 @@ def backward(
     sums = memory.empty(key.shape, torch.float32, device).zero_()
     if query.numel() == 0 or key.numel() == 0 or dy.numel() == 0:
         return d_query.zero_(), sums.to(key.dtype), d_weights.zero_()
-    products = tune.at_least("lightning_indexer_grad.grad_keys", "HEAD_TILE", heads)
+    products = tune.at_least("lightning_indexer_grad.grad_keys", "HEAD_TILE", heads, dim)
     wide = tiling.up(plan.reach, products.tiles["KEY_TILE"])
     at_once = tiling.at_once(plan.rows, wide * 4)
     g = memory.empty((at_once, wide), torch.float32, device)
@@ -228,6 +228,6 @@ def backward(
         grad_query[(cores.cube(),)](
             q, key, w, g, d_query=d_query, d_weights=d_weights, **shared, **plan.arguments,
             **plan.flags,
-            **tune.at_least("lightning_indexer_grad.grad_query", "HEAD_TILE", heads).keywords,
+            **tune.at_least("lightning_indexer_grad.grad_query", "HEAD_TILE", heads, dim).keywords,
         )  # fmt: skip
     return d_query, sums.to(key.dtype), d_weights

@@ -54,10 +54,18 @@ def _text(output: str | bytes | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
+def _version() -> str | None:
+    """What the installed compiler says of itself, or None where it cannot be asked."""
+    try:
+        build = versions.compiler()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return build.said if build is not None else None
+
+
 def compiler() -> str:
     """The installed compiler, in words."""
-    build = versions.compiler()
-    return "the Ascend compiler" if build is None else build.said
+    return _version() or "the Ascend compiler"
 
 
 def _root() -> Path | None:
@@ -68,11 +76,11 @@ def _root() -> Path | None:
 
 
 def _folder() -> Path | None:
-    """Of the installed compiler."""
-    root = _root()
-    if root is None:
+    """Of the installed compiler; one that does not say its version has none."""
+    root, version = _root(), _version()
+    if root is None or version is None:
         return None
-    both = f"{compiler()} triton-ascend {versions.installed('triton-ascend')}"
+    both = f"{version} triton-ascend {versions.installed('triton-ascend')}"
     return root / hashlib.sha256(both.encode()).hexdigest()[:16]
 
 
@@ -86,7 +94,7 @@ def known() -> set[str]:
         if folder is None or folder.stat().st_uid != os.getuid():
             return set()
         return {_read(path) for path in folder.glob("*.json")} - {""}
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return set()
 
 
@@ -105,11 +113,11 @@ def add(refused: str, why: str, always: bool) -> None:
     if folder is None:
         return
     entry = {"refused": refused, "compiler": compiler(), "said": why}
+    name = f"{hashlib.sha256(refused.encode()).hexdigest()[:16]}.json"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as file:
-            json.dump(entry, file)
-        name = f"{hashlib.sha256(refused.encode()).hexdigest()[:16]}.json"
-        os.replace(file.name, folder / name)
+        with tempfile.TemporaryDirectory(dir=folder, suffix=".new") as scratch:
+            (Path(scratch) / name).write_text(json.dumps(entry))
+            os.replace(Path(scratch) / name, folder / name)
     except OSError as error:
         log.once(("refusals",), f"what the compiler refuses cannot be remembered: {error}")

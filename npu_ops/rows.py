@@ -228,7 +228,7 @@ def index_key(
 def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool, out: Tensor) -> None:
     """The first Dr dims of the heads of x [M, N, ..], turned, into those of out [M, N, ..]."""
     rows, heads, _ = x.shape
-    config = tune.at_least("rows.rotate_heads", "HEAD_TILE", heads)
+    config = tune.at_least("rows.rotate_heads", "HEAD_TILE", heads, sin.shape[-1])
     tiles = -(-heads // config.tiles["HEAD_TILE"])
     rotate_heads[(min(rows * tiles, cores.vector()),)](
         x, sin, cos, out, rows, heads, x.stride(0), x.stride(1), out.stride(0), out.stride(1),

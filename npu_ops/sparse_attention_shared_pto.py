@@ -8,81 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from . import mla_prolog_pto, sparse_flash_attention
-
-_ALL = 2**63 - 1
-
-
-def unsupported(
-    x: Tensor,
-    w_uk: Tensor,
-    gamma_cq: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    sparse_indices: Tensor,
-    **_: Any,
-) -> str | None:
-    """The first reason of a stage; of the queries between them only shape and dtype matter."""
-    batch, length, _hidden = x.shape
-    heads, _plain, latent = w_uk.shape
-    query = x.new_empty((), device="meta").expand(batch, length, heads, latent)
-    query_rope = query[..., :1].expand(batch, length, heads, sin.shape[-1])
-    return mla_prolog_pto.unsupported(
-        token_x=x, rmsnorm_gamma_cq=gamma_cq, kv_cache=kv_cache, rope_sin=sin
-    ) or sparse_flash_attention.unsupported(
-        query=query, key=kv_cache, value=None, query_rope=query_rope, key_rope=kr_cache,
-        block_table=block_table, sparse_indices=sparse_indices, sparse_block_size=1,
-    )  # fmt: skip
+from ..dispatch.common import layer
+from .sparse_attention_pto import REASONS, STAGES
 
 
-def forward(
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    sparse_indices: Tensor,
-    softmax_scale: float | None,
-    rms_norm_eps: float,
-    rope_interleaved: bool,
-    weight_format: str,
-) -> Tensor:
-    if softmax_scale is None:
-        softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
-    query, query_rope, _ = mla_prolog_pto.forward(
-        x, w_dq, w_uq_qr, w_uk, w_dkv_kr, gamma_cq, gamma_ckv, sin, cos, kv_cache, kr_cache,
-        cache_index, rms_norm_eps, rms_norm_eps, rope_interleaved, weight_format,
-    )  # fmt: skip
-    out, _, _ = sparse_flash_attention.forward(
-        query,
-        kv_cache,
-        None,
-        sparse_indices,
-        softmax_scale,
-        block_table,
-        None,
-        act_seqs,
-        query_rope,
-        kr_cache,
-        sparse_block_size=1,
-        layout_query="BSND",
-        layout_kv="PA_BSND",
-        sparse_mode=3,
-        pre_tokens=_ALL,
-        next_tokens=_ALL,
-        attention_mode=2,
-        return_softmax_lse=False,
-        sinks=None,
-    )
-    return out
+def unsupported(**arguments: Any) -> str | None:
+    return layer.Shared(**arguments).unsupported(REASONS)
+
+
+def forward(**arguments: Any) -> Tensor:
+    return layer.Shared(**arguments).run(STAGES)

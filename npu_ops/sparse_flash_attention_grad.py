@@ -323,7 +323,8 @@ def _queries(
 ) -> None:
     heads, count = delta.shape[1], indices.shape[1]
     latent, rotary = shared["LATENT"], shared["ROTARY"]
-    products = tune.at_least("sparse_flash_attention_grad.grad_query", "HEAD_TILE", heads)
+    kernel = "sparse_flash_attention_grad.grad_query"
+    products = tune.at_least(kernel, "HEAD_TILE", heads, latent, rotary)
     tile = products.tiles["KEY_TILE"]
     wide = tiling.up(count, tile)
     slots, last = resolved(indices, key, plan, wide)
@@ -358,7 +359,8 @@ def _keys(
 ) -> None:
     """Adds to `sums`."""
     heads, count = delta.shape[1], indices.shape[1]
-    products = tune.at_least("sparse_flash_attention_grad.grad_keys", "HEAD_TILE", heads)
+    kernel = "sparse_flash_attention_grad.grad_keys"
+    products = tune.at_least(kernel, "HEAD_TILE", heads, shared["LATENT"], shared["ROTARY"])
     wide = tiling.up(plan.reach, products.tiles["KEY_TILE"])
     at_once = tiling.at_once(plan.rows, wide * 4)
     counts = memory.empty((at_once, wide), torch.float32, key.device)

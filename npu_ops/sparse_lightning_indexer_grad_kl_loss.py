@@ -212,7 +212,8 @@ def _losses(
     q_rope, k_rope = (query, key) if query_rope is None else (query_rope, key_rope)
     assert k_rope is not None
     rope = 0 if query_rope is None else query_rope.shape[-1]
-    products = tune.at_least("sparse_lightning_indexer_grad_kl_loss.targets", "HEAD_TILE", heads)
+    kernel = "sparse_lightning_indexer_grad_kl_loss.targets"
+    products = tune.at_least(kernel, "HEAD_TILE", heads, size, rope)
     tile = products.tiles["KEY_TILE"]
     wide = tiling.up(count, tile)
     slots, last = resolved(ragged.int32(sparse_indices).flatten(0, -3), key, plan, wide)
@@ -248,7 +249,7 @@ def _losses(
             qi, w, dense_index, last, score, *span, index_heads, *qi.stride()[:2], w.stride(0),
             DIM=index_size,
             **tune.at_least(
-                "sparse_lightning_indexer_grad_kl_loss.scores", "HEAD_TILE", index_heads
+                "sparse_lightning_indexer_grad_kl_loss.scores", "HEAD_TILE", index_heads, index_size
             ).keywords,
         )  # fmt: skip
     row_loss[(min(plan.rows, cores.vector()),)](

@@ -162,6 +162,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"WIDTH": 512}),
         Config({"WIDTH": 2048}),
     ),
+    "merge_states.merge": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
+    "merge_topk.choose": (Config({"TILE": 512}),),
+    "localize_indices.localize": (Config({"TILE": 1024}),),
 }
 
 

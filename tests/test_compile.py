@@ -117,6 +117,7 @@ TRAINED = {
     "npu_lightning_indexer": ("query", "key", "weights"),
     "npu_sparse_flash_attention": ("query", "key", "query_rope", "key_rope"),
     "npu_chunk_gated_delta_rule": ("query", "key", "value", "beta", "initial_state", "g"),
+    "npu_chunk_kda": ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
 }
 
 

@@ -36,6 +36,7 @@ FILES = (
     "test_chunk_gated_delta_rule_grad.py",
     "test_indexer_loss.py",
     "test_sparse_lightning_indexer_grad_kl_loss.py",
+    "test_merging.py",
     "test_large.py",
 )
 
@@ -72,7 +73,7 @@ def test_under_the_interpreter(file):
 def test_kernels_for_hopper_compile(case, dtype, monkeypatch):
     """Every branch of them."""
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     chunk.forward(**case.moved(case.arguments(), dtype, "cpu"))
     assert [kernel.name for kernel in compiled] == ["_prepare", "_walk"]
 
@@ -98,7 +99,7 @@ def test_kernels_of_a_decode_compile(case, monkeypatch):
 def test_kernels_of_chunks_compile(monkeypatch):
     """Those of any GPU, of the op and its gradient, with lengths in 64 bits."""
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 0))
     case = Sequences((9, 70), Dk=32, Dv=32)
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
     x["actual_seq_lengths"] = x["actual_seq_lengths"].long()
@@ -111,8 +112,8 @@ def test_kernels_of_chunks_compile(monkeypatch):
 @pytest.mark.parametrize("size, kib", [(128, 99), (256, 163)])
 def test_chunks_fit(size, kib, monkeypatch):
     compiled = stand_in(monkeypatch, 89)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 9))
-    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: kib * 1024)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 9))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: kib * 1024)
     case = Sequences((9, 70), Dk=size, Dv=size)
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
     assert chunk.unsupported(**x) is None
@@ -123,7 +124,7 @@ def test_chunks_fit(size, kib, monkeypatch):
 
 
 def test_wide_heads_are_refused_where_they_do_not_fit(monkeypatch):
-    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: 99 * 1024)
     x = Sequences((9, 70), Dk=256, Dv=256).arguments()
     x = {name: t.bfloat16() if name in ("query", "value") else t for name, t in x.items()}
     reason = chunk.unsupported(**x)
@@ -226,7 +227,7 @@ def test_tiles_of_chunks_agree(size, monkeypatch):
     """Stages and columns of a walk follow a GPU's shared memory; no sum does."""
     case = Sequences((300, 70), Dk=size, Dv=size, fading=0.02)
     x = case.moved(case.arguments(), torch.bfloat16, "cuda")
-    monkeypatch.setattr("custom.cuda_ops.gpu.is_hopper", lambda device: False)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.is_hopper", lambda device: False)
 
     def run() -> tuple[torch.Tensor, ...]:
         grads = chunk_grad.backward(**x, d_out=x["value"], d_final_state=x["initial_state"])
@@ -234,7 +235,9 @@ def test_tiles_of_chunks_agree(size, monkeypatch):
 
     here = run()
     for shared in (99, 163)[size > 128 :]:
-        monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda at, k=shared: k * 1024)
+        monkeypatch.setattr(
+            "custom.cuda_ops.common.gpu.shared_memory", lambda at, k=shared: k * 1024
+        )
         for got, want in zip(run(), here, strict=True):
             error = (got.double() - want.double()).norm() / want.double().norm()
             assert error < 2**-7  # as of kernels that round their operands to bfloat16

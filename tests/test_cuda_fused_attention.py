@@ -186,7 +186,7 @@ def path(request, monkeypatch):
 
 
 def plain_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("custom.cuda_ops.gpu.is_hopper", lambda device: False)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.is_hopper", lambda device: False)
 
 
 @kernels
@@ -201,7 +201,7 @@ def test_matches_the_reference(case, dtype, monkeypatch):
 @pytest.mark.parametrize("case", [Case(1, 2, 1, 90, 100, 256, 256), Case(1, 1, 1, 70, 9, 160, 32)])
 def test_tiles_for_99_kib_match_the_reference(case, monkeypatch):
     plain_only(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: 99 * 1024)
     check(case, DTYPES[0])
 
 
@@ -212,8 +212,10 @@ def test_widest_heads_fit(capability, shared, monkeypatch):
     from .support.compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch, capability)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: divmod(capability, 10))
-    monkeypatch.setattr("custom.cuda_ops.gpu.shared_memory", lambda device: shared * 1024)
+    monkeypatch.setattr(
+        "custom.cuda_ops.common.gpu.capability", lambda device: divmod(capability, 10)
+    )
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: shared * 1024)
     case = Case(1, 4, 2, 300, 300, 256, 256)
     made = {name: each.cpu() for name, each in case.tensors(torch.bfloat16).items()}
     launch(made, case.options())

@@ -26,7 +26,8 @@ hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("split", [False, True], ids=["joined", "rope apart"])
 @pytest.mark.parametrize("heads,size", [(128, 576), (65, 320), (96, 576)])
 def test_hopper_kernel_equals_the_plain_one(heads, size, split, dtype, monkeypatch):
-    from custom.cuda_ops import gpu, indexer_loss
+    from custom.cuda_ops import indexer_loss
+    from custom.cuda_ops.common import gpu
 
     B, S, S2, K = 2, 37, 150, 130
     query = torch.randn(B, heads, S, size).to(dtype).cuda()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.cuda_ops import tiling
+from custom.cuda_ops.common import tiling
 
 from .support.accuracy import assert_close_to_float64
 from .support.kernels import DTYPES, INTERPRETED, ON_GPU, gpu, kernels
@@ -24,7 +24,7 @@ from .support.layer import CACHES, OPS, P, formatted, launch, layer
 def processors_of_a_gpu(monkeypatch):
     """The interpreter has one: K would always be whole."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
 
 
 def check(op, arguments, dtype, weight_format, **options):
@@ -95,19 +95,34 @@ def test_options_of_the_layer_arrive():
     check("sparse_attention", layer(2, 2), DTYPES[0], "nz", **options)
 
 
+# h, ranks, plain, index heads
+DEEPSEEK, GLM5 = (7168, 1536, 128, 64), (6144, 2048, 192, 32)
+
+
 @gpu
-@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize(
+    "model, heads",
+    [*((DEEPSEEK, n) for n in (8, 128)), *((GLM5, n) for n in (8, 16, 32, 64))],
+    ids=["DeepSeek, 1/16", "DeepSeek", "GLM-5, 1/8", "GLM-5, 1/4", "GLM-5, 1/2", "GLM-5"],
+)
 @pytest.mark.parametrize("tokens", [(2, 2), (20, 1), (33, 1), (100, 1), (75, 2), (1, 300)], ids=str)
-def test_sizes_of_the_model(tokens, heads):
-    sizes = dict(h=7168, ranks=1536, n=heads, plain=128, rank=512, rotary=64, index=(64, 128))
+def test_sizes_of_the_models_and_their_shards(tokens, model, heads):
+    h, ranks, plain, index = model
+    sizes = dict(h=h, ranks=ranks, n=heads, plain=plain, rank=512, rotary=64, index=(index, 128))
     given = layer(*tokens, **sizes)
     for op in OPS:
         check(op, given, torch.bfloat16, "nz")
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 32, 33, 64, 65, 128, 129, 4096])
-@pytest.mark.parametrize("sizes", [(1536, 576, 128, 64), (24576,), (8192,), (3072,), (128, 64)])
-@pytest.mark.parametrize("depth", [48, 1536, 7168])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *[(1536, 576, 128, 64), (24576,), (8192,), (3072,), (128, 64)],
+        *[(2048, 576, 128, 32), (16384,), (4096,), (2048,), (128, 32)],  # GLM-5 and its shards
+    ],
+)
+@pytest.mark.parametrize("depth", [48, 1536, 2048, 6144, 7168])
 @pytest.mark.parametrize("processors", [78, 132], ids=["H20", "H200"])
 def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
     cut = tiling.hopper(tokens, sizes, depth, processors)
@@ -116,7 +131,7 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
     assert 1 <= cut.runs <= max(1, depth // cut.k)
     assert cut.columns % (16 * cut.warps) == 0  # whole warpgroups, 64 columns each
     assert cut.tokens >= min(tokens, 256)
-    cut = tiling.whole_depth(tokens, sizes, depth, processors)
+    cut = tiling.whole_depth(tokens, sizes, depth, processors) if len(sizes) == 1 else None
     if cut is not None:
         assert cut.runs == 1 and all(size % cut.columns == 0 for size in sizes)
         assert cut.stages >= 2 and cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
@@ -125,25 +140,32 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
 @pytest.mark.parametrize("tokens", [2, 200, 300])
-def test_kernels_for_hopper_compile(tokens, monkeypatch):
-    """The second half of both prologs, at sizes of the model."""
+@pytest.mark.parametrize(
+    "model, heads", [(DEEPSEEK, 128), (GLM5, 64), (GLM5, 8)], ids=["DeepSeek", "GLM-5", "its shard"]
+)
+def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
+    """The second half of both prologs, at sizes of the models."""
     pytest.importorskip("triton")
     from custom.cuda_ops import prolog
 
     from .support.compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
 
     def empty(*shape):
         return torch.empty(shape, dtype=torch.bfloat16)
 
-    c, sin, cos = empty(tokens, 1536), empty(tokens, 64), empty(tokens, 64)
-    uq_qr, qb = empty(128 * 192 // 16, 96, 16, 16), empty(64 * 128 // 16, 96, 16, 16)
+    _h, ranks, plain, index = model
+    c, sin, cos = empty(tokens, ranks), empty(tokens, 64), empty(tokens, 64)
+    uq_qr = empty(heads * (plain + 64) // 16, ranks // 16, 16, 16)
+    qb = empty(index * 128 // 16, ranks // 16, 16, 16)
     prolog.index_heads(c, qb, "nz", 128, sin, cos, (tokens, 1), False)
-    prolog.query_heads(c, uq_qr, "nz", empty(128, 128, 512), sin, cos, (tokens, 1), True)
+    prolog.query_heads(c, uq_qr, "nz", empty(heads, plain, 512), sin, cos, (tokens, 1), True)
     wanted = ["_product", "_query"] if tokens <= 256 else ["_product", "_product", "_absorb"]
+    if model is GLM5:  # a head is no whole number of columns, and there are few index heads
+        wanted = ["_product", "_index_stage", "_product", "_query_stage"]
     assert [kernel.name for kernel in compiled] == wanted
     assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled)
 

@@ -75,7 +75,7 @@ LARGE = {
 )
 def test_attention(case, dtype, monkeypatch):
     if INTERPRETED:  # a GPU of so many processors splits the selections of these cases
-        monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 16)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 16)
     values = CASES[case] if case in CASES else LARGE[case.removeprefix("large ")]
     attention, _ = arguments(dtype, **values)
     heads = attention["query"].shape[-2]
@@ -125,7 +125,7 @@ def test_indexer(case, dtype):
 def test_indexer_large(case, path, monkeypatch):
     _, indexer = arguments(torch.bfloat16, **case)
     every = on(DEVICE, indexer)
-    hopper = importlib.import_module("custom.cuda_ops.lightning_indexer_hopper")
+    hopper = importlib.import_module("custom.cuda_ops.hopper.lightning_indexer")
     calls = []
 
     def launch(*args):
@@ -156,7 +156,7 @@ LONG = ((36864, 2048), (65536, 2048), (300000, 2048))
 def test_topk_is_exact(n, k, kind, path, monkeypatch):
     topk = importlib.import_module("custom.cuda_ops.topk")
     if path.startswith("plain"):
-        monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (8, 0))
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 0))
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, min(n, 20)], dtype=torch.int32)

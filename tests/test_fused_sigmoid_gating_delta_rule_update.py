@@ -36,6 +36,8 @@ CASES = [
     Step(state=torch.bfloat16, T=2),
     Step(kda=True, T=3),
     Step(kda=True, layout="vk", K=24, H=1, HV=3, norm=False, options=dict(scale=0.05)),
+    Step(kda=True, T=2, options=dict(lower_bound=-5.0)),
+    Step(layout="vk", options=dict(lower_bound=-0.5)),
     Step(B=1, T=9, lengths=(4, 0, 1, 2), slots=(2, 4, -1, 0)),
     Step(B=1, T=8, lengths=(3, 5), layout="vk", kda=True, steps=4, rows=(2, 4)),
     Step(T=3, steps=3, rows=(4, -1)),

@@ -25,19 +25,14 @@ if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
 from custom.cuda_ops import (
+    hopper,
     lightning_indexer,
-    lightning_indexer_hopper,
     nz_matmul,
-    nz_matmul_hopper,
     prolog,
-    prolog_hopper,
-    rotation_hopper,
-    rows,
     sparse_flash_attention,
-    sparse_flash_attention_few,
-    sparse_flash_attention_hopper,
-    topk_hopper,
 )
+from custom.cuda_ops.common import rows, selection
+from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
 
 from custom import to_nz
 
@@ -101,14 +96,12 @@ def poisoned(attention: dict) -> dict:
 def few(monkeypatch):
     """Launches of the kernels for few rows."""
     launches = []
-    launch = sparse_flash_attention_few.launch
-    monkeypatch.setattr(
-        sparse_flash_attention_few, "launch", lambda *x: (launches.append(x), launch(*x))
-    )
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
+    launch = decode.launch
+    monkeypatch.setattr(decode, "launch", lambda *x: (launches.append(x), launch(*x)))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     stand_in(
-        monkeypatch, rows, sparse_flash_attention, sparse_flash_attention_few,
-        sparse_flash_attention_hopper,
+        monkeypatch, rows, selection, sparse_flash_attention, decode,
+        hopper.sparse_flash_attention,
     )  # fmt: skip
     return launches
 
@@ -170,13 +163,13 @@ INDEXED = {
 def indexed(monkeypatch):
     """Launches of the scores."""
     launches = []
-    launch = lightning_indexer_hopper.launch
+    launch = hopper.lightning_indexer.launch
     monkeypatch.setattr(
-        lightning_indexer_hopper, "launch", lambda *x: (launches.append(x), launch(*x))
+        hopper.lightning_indexer, "launch", lambda *x: (launches.append(x), launch(*x))
     )
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
-    stand_in(monkeypatch, rows, lightning_indexer_hopper, topk_hopper)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+    stand_in(monkeypatch, rows, hopper.lightning_indexer, hopper.topk)
     return launches
 
 
@@ -219,9 +212,9 @@ def turned(x, sin, cos, interleaved):
 
 @pytest.fixture
 def prologs(monkeypatch):
-    modules = (prolog_hopper, nz_matmul_hopper, rotation_hopper)
-    monkeypatch.setattr("custom.cuda_ops.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.gpu.processors", lambda device: 132)
+    modules = (hopper.prolog, hopper.nz_matmul, hopper.rotation)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
     stand_in(monkeypatch, *modules)
 
 
@@ -253,7 +246,7 @@ def test_query_heads(tokens, prologs, monkeypatch):
     """One launch up to 256 tokens, then product and absorption."""
     one = tokens <= 256
     heads, depth, rank, interleaved = 2, 640 if one else 320, 256, tokens % 3 == 0
-    monkeypatch.setattr(prolog_hopper, "suits_heads", lambda *_: one)
+    monkeypatch.setattr(hopper.prolog, "suits_heads", lambda *_: one)
     c, w, w_uk = normal(tokens, depth), normal(depth, heads * 192), normal(heads, 128, rank)
     sin, cos = normal(2, tokens, 64)
     query, query_rope = prolog.query_heads(
@@ -267,11 +260,11 @@ def test_query_heads(tokens, prologs, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k", [(16, 20), (300, 30), (7000, 50), (20000, 2048), (65536, 2048)])
 def test_topk(n, k, kind, monkeypatch):
-    stand_in(monkeypatch, topk_hopper)
+    stand_in(monkeypatch, hopper.topk)
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, 13], dtype=torch.int32)
     indices = torch.full((3, k), -9, dtype=torch.int32)
     values = torch.full((3, k), torch.nan)
-    sample = scores[:, :: topk_hopper.EVERY].contiguous() if n == 65536 else None
-    topk_hopper.topk(scores, lengths, indices, values, k, sample)
+    sample = scores[:, :: hopper.topk.EVERY].contiguous() if n == 65536 else None
+    hopper.topk.topk(scores, lengths, indices, values, k, sample)
     wanted, value = best_of(scores, lengths, k)
     assert torch.equal(indices, wanted) and torch.equal(values, value)

@@ -12,12 +12,8 @@ from custom.dispatch import backends, log
 
 pytest.importorskip("triton")
 
-from custom.cuda_ops import (
-    chunk_gated_delta_rule_grad,
-    gluon_names,
-    gpu,
-    sparse_flash_attention,
-)
+from custom.cuda_ops import chunk_gated_delta_rule_grad, sparse_flash_attention
+from custom.cuda_ops.common import gluon_names, gpu
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .support.compile_for_hopper import stand_in

@@ -68,6 +68,21 @@ def test_gates_at_their_ends(name):
 
 
 @every_kernel
+def test_one_request_whose_channels_are_strided(name):
+    """As the convolution of the models leaves them, [B, channels, S]; flattening copies nothing."""
+    given = {n: x[:1] if isinstance(x, torch.Tensor) else x for n, x in arguments(7, True).items()}
+    strided = given | {
+        n: given[n].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        for n in ("query", "key", "value")
+    }
+    assert strided["query"].stride(-1) != 1
+    for wanted, got in zip(
+        getattr(ours, name)(**given), getattr(ours, name)(**strided), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@every_kernel
 def test_packed_sequences(name):
     """Three sequences in one row, as each alone."""
     given = arguments(30, True)

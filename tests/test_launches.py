@@ -28,7 +28,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
 import triton
-from custom.cuda_ops import gpu, launches
+from custom.cuda_ops.common import gpu, launches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
@@ -307,10 +307,8 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
         sys.setprofile(None)
     files = ("importlib", "os", "posix", "pathlib", "io", "inspect")
     package = custom.__name__
-    ours = (f"{package}.dispatch.checks", f"{package}.dispatch.check.", f"{package}.cuda_ops")
-    unwanted = [
-        x for x in called if x.startswith((*files, *ours)) and ".cuda_ops.launches" not in x
-    ]
+    ours = (f"{package}.dispatch.ops", f"{package}.dispatch.check.", f"{package}.cuda_ops")
+    unwanted = [x for x in called if x.startswith((*files, *ours)) and ".common.launches" not in x]
     assert not unwanted
     _, allocated = pretended.take()
     large = [x for x in first[len(first) // 2 :] if _bytes(x) > launches.PIECE]

@@ -45,6 +45,14 @@ def sources() -> list[Path]:
     return [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 
+def in_cuda_ops() -> list[Path]:
+    return sorted((ROOT / "cuda_ops").rglob("*.py"))
+
+
+def _named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 def module_of(path: Path) -> tuple[str, ...]:
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "custom" else ("custom", *parts)
@@ -65,13 +73,23 @@ def imported(path: Path) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize("path", in_cuda_ops(), ids=_named)
+def test_floors_of_cuda_ops_import_downwards(path):
+    """The ops on top, then hopper/, then common/."""
+    floor = path.relative_to(ROOT / "cuda_ops").parts[0]
+    below = {"common": ("common",), "hopper": ("common", "hopper")}.get(floor, ("",))
+    for name in imported(path):
+        if name.startswith("custom.cuda_ops."):
+            assert name.removeprefix("custom.cuda_ops.").startswith(below), f"imports {name}"
+
+
 def _last_name(node: ast.expr) -> str:
     """`jit` of triton.jit(...), gluon.jit and jit."""
     node = node.func if isinstance(node, ast.Call) else node
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sources(), ids=_named)
 def test_imports_go_down_the_layers(path):
     folder = path.relative_to(ROOT).parts[0]
     for name in imported(path):
@@ -86,10 +104,11 @@ def test_imports_go_down_the_layers(path):
             assert not inside.startswith("dispatch.reference")
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sources(), ids=_named)
 def test_optional_packages_are_imported_lazily(path):
     folder = path.relative_to(ROOT).parts[0]
-    if folder in KERNELS or folder == "graph_mode" or "integrations" in path.parts:
+    alone = path == ROOT / "custom/bench/models.py"  # a program, which says what it needs
+    if folder in KERNELS or folder == "graph_mode" or "integrations" in path.parts or alone:
         return  # imported on first use themselves
     top_level = ast.parse(path.read_text()).body
     for node in top_level:
@@ -106,14 +125,15 @@ def kernels(path: Path) -> set[str]:
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and "jit" in map(_last_name, node.decorator_list)
     }
-    taken = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level == 1]
-    for node in (node for node in taken if node.module):
-        there = kernels(path.parent / f"{node.module}.py")
-        own |= {alias.name for alias in node.names if alias.name in there}
+    for node in (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level):
+        there = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        if there.with_suffix(".py").is_file() and "cuda_ops" in there.parts:
+            found = kernels(there.with_suffix(".py"))
+            own |= {alias.name for alias in node.names if alias.name in found}
     return own
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "cuda_ops").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", in_cuda_ops(), ids=_named)
 def test_kernels_are_launched_in_one_place(path):
     """A plan repeats what goes through launches.py, and knows nothing of anything else."""
     if path.name == "launches.py":

@@ -10,7 +10,7 @@ from .portability.__main__ import against, paths
 from .portability.gpus import WHOLE
 from .portability.report import table
 
-FITS = dict(kernel="a_hopper.b", unit="wgmma", shared=200 * 1024, tensor=0)
+FITS = dict(kernel="hopper.a.b", unit="wgmma", shared=200 * 1024, tensor=0)
 PLAIN = dict(kernel="a.c", unit="mma.sync", shared=1, tensor=0)
 
 
@@ -25,7 +25,7 @@ def case(*launches, refused=None):
         (90, dict(shared=228 * 1024), "needs 228.0 KiB of shared memory, there are 227"),
         (100, dict(unit="tcgen05", tensor=528), "528 columns of tensor memory"),
         (100, {}, "takes wgmma"),
-        (90, dict(error="RuntimeError: no"), "a_hopper.b: RuntimeError: no"),
+        (90, dict(error="RuntimeError: no"), "hopper.a.b: RuntimeError: no"),
     ],
 )
 def test_what_does_not_compile_or_fit_is_wrong(capability, change, said):
@@ -36,7 +36,7 @@ def test_what_does_not_compile_or_fit_is_wrong(capability, change, said):
 def test_another_path_with_another_triton_is_wrong():
     results = {"x": FITS, "y": PLAIN}
     found = {(90, v): dict(cases=[case(key)]) for v, key in (("3.6.0", "x"), ("3.9.0", "y"))}
-    assert "a_hopper.b" in paths(found, results)[0]
+    assert "hopper.a.b" in paths(found, results)[0]
     found[90, "3.9.0"]["cases"][0]["refused"] = "a sentence"
     assert not paths(found, results)
 

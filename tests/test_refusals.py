@@ -111,6 +111,22 @@ def test_another_compiler_is_asked_again(tmp_path):
     assert call(launcher) == 32 and launcher.compiled == [32]
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_compiler_without_a_version_is_remembered_by_the_process_alone(
+    slow, monkeypatch, tmp_path, capsys
+):
+    def asked():
+        if slow:
+            raise subprocess.TimeoutExpired("bishengir-compile", 60)
+
+    monkeypatch.setattr(versions, "compiler", asked)
+    launcher = Launcher(lambda tile: tile == 64)
+    assert call(launcher) == 64 and call(launcher) == 64
+    assert launcher.compiled == [32, 64, 64]
+    assert "the Ascend compiler refuses stand_in.walk TILE=32" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
 def test_when_none_fits_one_sentence_says_what_and_why():
     with pytest.raises(NotSupported) as raised:
         call(Launcher(lambda tile: False))

@@ -10,6 +10,8 @@ import importlib.util
 
 import pytest
 import torch
+from custom.dispatch.register import bind, overload
+from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
 import custom
@@ -350,7 +352,7 @@ def test_weights_that_are_parameters_need_no_grad():
 def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeypatch):
     """The layer asks its stages with the queries that it is going to make."""
     module = importlib.import_module(f"custom.cuda_ops.sparse_{op}_pto")
-    from custom.cuda_ops import gpu
+    from custom.cuda_ops.common import gpu
 
     x = torch.empty(2, 1, 64, dtype=torch.bfloat16)
     given = dict(
@@ -360,6 +362,9 @@ def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeyp
         block_table=torch.zeros(2, 2, dtype=torch.int32), sparse_count=16,
         sparse_indices=torch.zeros(2, 1, 1, 16, dtype=torch.int32),
     )  # fmt: skip
-    assert module.unsupported(**given) is None
+    name = f"npu_sparse_{op}_pto"
+    arguments = bind(overload(BY_NAME[name])._schema, (), sample(name, CPU, torch.bfloat16))
+    arguments |= {name: value for name, value in given.items() if name in arguments}
+    assert module.unsupported(**arguments) is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: 32 * 1024)
-    assert "fits into this GPU's 32 KiB" in module.unsupported(**given)
+    assert "fits into this GPU's 32 KiB" in module.unsupported(**arguments)

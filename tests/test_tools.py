@@ -76,9 +76,9 @@ def test_both_tritons_says_which_wins_and_how_to_mend_it(monkeypatch):
 @pytest.mark.parametrize(
     "file, kernel, text",
     [
-        ("chunk_gated_delta_rule_hopper.py", "_walk", "gl.warp_specialize("),
-        ("fused_attention_hopper.py", "_forward_hopper", "if NC == 2:"),
-        ("lightning_indexer_hopper.py", "_scores_shared", "gl.warp_specialize("),
+        ("hopper/chunk_gated_delta_rule.py", "_walk", "gl.warp_specialize("),
+        ("hopper/fused_attention.py", "_forward_hopper", "if NC == 2:"),
+        ("hopper/lightning_indexer.py", "_scores_shared", "gl.warp_specialize("),
     ],
 )
 def test_a_racecheck_log_is_judged_by_its_pairs(file, kernel, text, tmp_path):

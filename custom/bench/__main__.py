@@ -39,7 +39,7 @@ _ROTATED_BYTES = 400e6  # read and written: more than twice any L2 of today, eac
 _REFERENCE_FLOPS = 1e11  # above this the reference is not timed
 
 
-def _progress(sentence: str) -> None:
+def progress(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
@@ -170,7 +170,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     npu = hasattr(torch, "npu") and torch.npu.is_available()
     here = {"npu": npu, "cuda": torch.cuda.is_available(), "cpu": True}
     if name == "auto":
@@ -178,6 +178,10 @@ def _device(name: str) -> torch.device:
     elif not here[name]:
         raise BackendUnavailable(f"--device {name}: none is here; python -m custom.info says why")
     return torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def _estimate(op: str, shape: str) -> int:
@@ -195,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     if options.estimate:
         return _estimate(options.op, options.shape)
-    device = _device(options.device)
+    device = choose_device(options.device)
     if options.host and device.type == "cpu":
         print("--host: a CPU computes on the host, expected --device cuda or npu", file=sys.stderr)
         return 2
@@ -203,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if device.type != "cuda":
             print(f"--path plain: expected --device cuda, not {device.type}", file=sys.stderr)
             return 2
-        gpu: Any = importlib.import_module(f"{CUDA.package}.gpu")
+        gpu: Any = importlib.import_module(f"{CUDA.package}.common.gpu")
         gpu.is_hopper = lambda device: False
     wanted = dict(pair.split("=") for pair in options.shape.split(",") if pair)
     listed = (sweep if options.sweep else presets)(options.op, device.type)
@@ -221,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(host.table(cases if options.shape else cases[:1], device))
         return 0
     bandwidth, flops, source = rates(device)
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    hardware = device_name(device)
     print(f"{options.op} on {device.type} {hardware}, {time.strftime('%Y-%m-%d')}")
     print(f"npu-custom-ops {__version__}, torch {torch.__version__}, clocks as found")
     if device.type == "cuda":
@@ -232,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"floor: {bandwidth / 1e12:.2f} TB/s, {flops / 1e12:.1f} TFLOPS ({source})\n")
     rows: list[Row] = []
     for number, case in enumerate(cases, 1):
-        _progress(f"[{number}/{len(cases)}] {case.label}")
+        progress(f"[{number}/{len(cases)}] {case.label}")
         try:
             rows.append(run(case, device, bandwidth, flops, 0.1 if options.sweep else 0.5))
         except ArithmeticError as wrong:

@@ -18,6 +18,7 @@ import torch
 
 from ..dispatch import memo
 from .case import Case
+from .timing import waiting
 
 _CALLS = 50  # in a row: their launches fit in the queue of a device
 _ROWS = 20
@@ -25,13 +26,9 @@ _ROWS = 20
 Call = Callable[[], Any]
 
 
-def _nothing() -> None:
-    return None
-
-
 def microseconds(call: Call, device: torch.device) -> float:
     """Of one call, on the host: the median over rows of calls, each begun with an idle device."""
-    wait = torch.accelerator.synchronize if device.type != "cpu" else _nothing
+    wait = waiting(device)
     for _ in range(3):  # compiles, records, repeats
         call()
     samples: list[float] = []

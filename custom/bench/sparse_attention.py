@@ -259,10 +259,17 @@ def indexer_prolog_case(b: int, model: Model = DEEPSEEK) -> Case:
 
 
 def layer_case(
-    b: int, s: int, n: int, context: int, k: int = 2048, model: Model = DEEPSEEK
+    b: int,
+    s: int,
+    n: int,
+    context: int,
+    k: int = 2048,
+    model: Model = DEEPSEEK,
+    op: str = "npu_sparse_attention_pto",
 ) -> Case:
     """The whole layer.  Its check runs with as many keys selected as there are, because a near-tie
-    at the edge of the selection changes the output without being wrong."""
+    at the edge of the selection changes the output without being wrong.  `op` may be the one that
+    returns the selection as well."""
     stages = [attention_case(b, s, n, context, k), indexer_case(b, s, context, k, model)]
     weights = sum(model.prolog_size(n))
     interleaved = model.index_rope_interleaved
@@ -303,7 +310,7 @@ def layer_case(
         }  # fmt: skip
 
     return Case(
-        "npu_sparse_attention_pto",
+        op,
         f"{model.label}{n} heads, {b} x {s} queries, {context // 1024}K keys",
         make,
         part,
@@ -386,6 +393,14 @@ def _whole(small: bool) -> list[Case]:
     return [*deepseek, *glm5]
 
 
+def _selecting(small: bool) -> list[Case]:
+    op = "npu_sparse_attention_indices_pto"
+    if small:
+        return [layer_case(1, 1, 16, 4096, 512, op=op)]
+    sizes = [(DEEPSEEK, 128), *((GLM5, n) for n in GLM5_HEADS)]
+    return [layer_case(b, 1, n, 65536, model=m, op=op) for m, n in sizes for b in BATCHES]
+
+
 def _shared(small: bool) -> list[Case]:
     if small:
         return [shared_case(2, 2, 16, 2048, 256)]
@@ -395,6 +410,7 @@ def _shared(small: bool) -> list[Case]:
 
 PRESETS = {
     "npu_sparse_attention_pto": _whole,
+    "npu_sparse_attention_indices_pto": _selecting,
     "npu_sparse_attention_shared_pto": _shared,
     "npu_mla_prolog_pto": _prolog,
     "npu_indexer_prolog_pto": _indexer_prolog,

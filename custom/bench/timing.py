@@ -43,9 +43,14 @@ def _nothing() -> None:
     return None
 
 
+def waiting(device: torch.device) -> Call:
+    """What waits until the device has nothing left to do."""
+    return torch.accelerator.synchronize if device.type != "cpu" else _nothing
+
+
 def wall_clock(calls: Sequence[Call], device: torch.device, seconds: float = 0.2) -> Times:
     """Time eager calls, each waited for: for the CPU, and for what no graph can hold."""
-    wait = torch.accelerator.synchronize if device.type != "cpu" else _nothing
+    wait = waiting(device)
     for call in calls:
         call()
     wait()

@@ -49,11 +49,12 @@ def chunk_gated_delta_rule(
         lengths = kwargs["cu_seqlens"].diff()
     if use_qk_l2norm_in_kernel:
         query, key = _normalised(query), _normalised(key)
-    # ours takes all tokens in a row, and states [B, Nv, Dv, Dk]
+    # ours takes all tokens in a row, and states [B, Nv, Dv, Dk]; a model's convolution leaves its
+    # channels strided
     out, state = npu_chunk_gated_delta_rule(
-        query.flatten(0, 1),
-        key.flatten(0, 1),
-        value.flatten(0, 1),
+        query.flatten(0, 1).contiguous(),
+        key.flatten(0, 1).contiguous(),
+        value.flatten(0, 1).contiguous(),
         beta=beta.flatten(0, 1),
         initial_state=None if initial_state is None else initial_state.mT.contiguous(),
         actual_seq_lengths=lengths,
@@ -91,9 +92,9 @@ def fused_recurrent_gated_delta_rule(
         nothing,
         1.0,
         -1.0,
-        query,
-        key,
-        value,
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
         beta.float().logit(),
         state,
         torch.arange(sequences, device=value.device),

@@ -27,7 +27,7 @@ SCHEMA = (
     " bool use_qk_l2norm_in_kernel=False, Tensor? cu_seqlens=None, *,"
     ' str state_layout="kv", bool is_kda=False, bool disable_state_update=False,'
     " Tensor(b!)? intermediate_states=None, Tensor? intermediate_state_indices=None,"
-    " Tensor? retrieve_parent_token=None) -> Tensor"
+    " Tensor? retrieve_parent_token=None, float? lower_bound=None) -> Tensor"
 )
 ONNX = "FusedSigmoidGatingDeltaRuleUpdate"
 
@@ -53,6 +53,7 @@ def check(
     intermediate_states: Tensor | None,
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
+    lower_bound: float | None,
 ) -> None:
     c = Checker("npu_fused_sigmoid_gating_delta_rule_update")
     c.same_device(
@@ -73,6 +74,11 @@ def check(
     c.one_of("state_layout", state_layout, "kv", "vk")
     c.require(softplus_beta > 0, f"`softplus_beta` is {softplus_beta}, expected a positive number.")
     c.require(scale is None or scale > 0, f"`scale` is {scale}, expected a positive number.")
+    c.require(
+        lower_bound is None or lower_bound < 0,
+        f"`lower_bound` is {lower_bound}, expected a negative number: the least logarithm of a "
+        "decay.",
+    )
     c.floating("q", q)
     c.same_dtype(q=q, k=k, v=v)
     c.shape("q", q, "B T H K")

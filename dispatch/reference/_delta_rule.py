@@ -28,6 +28,11 @@ def step(
     return state, (q[..., None, :] @ state)[..., 0, :]
 
 
+def by_channel(g: Tensor) -> Tensor:
+    """The decay's logarithm [T, HV, K or 1]."""
+    return g if g.ndim == 3 else g[..., None]
+
+
 def sequences(lengths: Tensor | None, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(first token, length) of each sequence; None is one of all tokens.  What lies behind the last
     token is not there."""

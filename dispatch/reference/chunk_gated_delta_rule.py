@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """The gated delta rule over whole sequences, token by token: the recurrence that the chunked form
-of the other backends must equal."""
+of the other backends must equal.
+
+A decay by channel is one of the rule's as well: g [T, HV] or [T, HV, K]."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ._delta_rule import sequences, some_sequences, step
+from ._delta_rule import by_channel, sequences, some_sequences, step
 from ._precision import accumulator
 
 
@@ -43,7 +45,9 @@ def forward(
             q, k = (
                 x[token].to(kind).repeat_interleave(value_heads // heads, 1) for x in (query, key)
             )
-            decay = torch.ones_like(q[..., :1]) if g is None else g[token, :, None].to(kind).exp()
+            decay = (
+                torch.ones_like(q[..., :1]) if g is None else by_channel(g)[token].to(kind).exp()
+            )
             rate = torch.ones_like(q[..., 0]) if beta is None else beta[token].to(kind)
             after, o = step(state[on], q * scale, k, value[token].to(kind), decay, rate)
             out[token] = o.to(out.dtype)

@@ -9,6 +9,8 @@ state after it:
     E += scale q do^T     dq = scale after do     du = E^T k     dbeta = du . x     dv = beta du
     E' = E - k dv^T       dk = E u - S' dv        dg = <E', S'>  E of the token before = a E'
 
+With a decay by channel, g [T, HV, K], dg is a sum over Dv alone.
+
 The states are kept at every 64th token and made again between.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._delta_rule import sequences, some_sequences, step
+from ._delta_rule import by_channel, sequences, some_sequences, step
 from ._precision import accumulator
 
 SEGMENT = 64
@@ -67,7 +69,7 @@ def backward(
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k, v, decay, rate."""
         q, k = by_value_head(query[token]), by_value_head(key[token])
-        decay = torch.ones_like(q[..., :1]) if g is None else g[token, :, None].to(kind).exp()
+        decay = torch.ones_like(q[..., :1]) if g is None else by_channel(g)[token].to(kind).exp()
         rate = torch.ones_like(q[..., 0]) if beta is None else beta[token].to(kind)
         return q * scale, k, value[token].to(kind), decay, rate
 
@@ -121,7 +123,8 @@ def backward(
                 if beta is not None:
                     d_beta[token] = (du * x).sum(-1).to(beta.dtype)
                 if g is not None:
-                    d_g[token] = (old.mul_(e)).sum((-2, -1)).to(g.dtype)
+                    by_key = old.mul_(e).sum(-1)
+                    d_g[token] = (by_key if g.ndim == 3 else by_key.sum(-1)).to(g.dtype)
                 grad = _with(grad, on, e.mul_(decay[..., None]))
         if initial_state is not None:
             d_state[some] = grad.mT.to(d_state.dtype)

@@ -2,7 +2,8 @@
 # Copyright the npu-custom-ops authors
 """The gated delta rule with its gates, token by token, on a pool of states.
 
-decay = exp(-exp(A_log) softplus(a + dt_bias))     beta = sigmoid(b)
+decay = exp(-exp(A_log) softplus(x)), or exp(lower_bound sigmoid(exp(A_log) x)), x = a + dt_bias
+beta = sigmoid(b)
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def forward(
     intermediate_states: Tensor | None,
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
+    lower_bound: float | None,
 ) -> Tensor:
     batch, length, heads, key_size = k.shape
     value_heads, value_size = v.shape[2:]
@@ -52,9 +54,7 @@ def forward(
     channels = key_size if is_kda else 1
     x = a.reshape(rows, value_heads, channels).to(kind)
     x = x + dt_bias.reshape(value_heads, channels).to(kind)
-    decay = torch.exp(
-        -A_log.to(kind).exp()[:, None] * softplus(x, softplus_beta, softplus_threshold)
-    )
+    fading = decay(A_log, x, softplus_beta, softplus_threshold, lower_bound)
     beta = torch.sigmoid(b.reshape(rows, value_heads).to(kind))
 
     if cu_seqlens is None:
@@ -84,7 +84,7 @@ def forward(
             on = t < lengths[some]
             token = (starts[some] + t)[on]
             state = state.clone()
-            state[on], o = step(state[on], q[token], k[token], v[token], decay[token], beta[token])
+            state[on], o = step(state[on], q[token], k[token], v[token], fading[token], beta[token])
             out.view(rows, value_heads, value_size)[token] = o.to(out.dtype)
             if retrieve_parent_token is not None:
                 after.append(state)
@@ -97,6 +97,16 @@ def forward(
             stored = live[some] & (lengths[some] > 0)
             pool[slots[some][stored]] = state[stored].to(pool.dtype)
     return out
+
+
+def decay(
+    A_log: Tensor, x: Tensor, beta: float, threshold: float, lower_bound: float | None
+) -> Tensor:
+    """Of x [tokens, HV, channels]."""
+    rate = A_log.to(x.dtype).exp()[:, None]
+    if lower_bound is None:
+        return torch.exp(-rate * softplus(x, beta, threshold))
+    return torch.exp(lower_bound * torch.sigmoid(rate * x))
 
 
 def softplus(x: Tensor, beta: float, threshold: float) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The four stages one after the other; both prologs write their caches before a stage reads one."""
+"""The four stages of dispatch/common/layer.py, one after the other."""
 
 from __future__ import annotations
 
@@ -8,114 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
+from ..common import layer
 from . import indexer_prolog_pto, lightning_indexer, mla_prolog_pto, sparse_flash_attention
 
-_ALL = 2**63 - 1
+_MODULES = (mla_prolog_pto, indexer_prolog_pto, lightning_indexer, sparse_flash_attention)
+STAGES = layer.Stages(*(module.forward for module in _MODULES))
 
 
-def with_indices(
-    x: Tensor,
-    w_dq: Tensor,
-    w_uq_qr: Tensor,
-    w_uk: Tensor,
-    w_dkv_kr: Tensor,
-    gamma_cq: Tensor,
-    gamma_ckv: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-    cache_index: Tensor,
-    kv_cache: Tensor,
-    kr_cache: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    w_idx_qb: Tensor,
-    w_idx_k: Tensor,
-    w_idx_proj: Tensor,
-    in_gamma_k: Tensor,
-    in_beta_k: Tensor,
-    index_k_cache: Tensor,
-    softmax_scale: float | None,
-    rms_norm_eps: float,
-    layer_norm_eps: float,
-    sparse_count: int,
-    rope_interleaved: bool,
-    index_rope_interleaved: bool,
-    weight_format: str,
-) -> tuple[Tensor, Tensor]:
-    if softmax_scale is None:
-        softmax_scale = (w_uk.shape[1] + sin.shape[-1]) ** -0.5
-    query, query_rope, query_norm = mla_prolog_pto.forward(
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        kv_cache,
-        kr_cache,
-        cache_index,
-        rms_norm_eps,
-        rms_norm_eps,
-        rope_interleaved,
-        weight_format,
-    )
-    query_index, weights = indexer_prolog_pto.forward(
-        x,
-        query_norm,
-        w_idx_qb,
-        w_idx_k,
-        w_idx_proj,
-        in_gamma_k,
-        in_beta_k,
-        sin,
-        cos,
-        index_k_cache,
-        cache_index,
-        layer_norm_eps,
-        index_rope_interleaved,
-        weight_format,
-    )
-    indices, _ = lightning_indexer.forward(
-        query_index,
-        index_k_cache,
-        weights,
-        None,
-        act_seqs,
-        block_table,
-        layout_query="BSND",
-        layout_key="PA_BSND",
-        sparse_count=sparse_count,
-        sparse_mode=3,
-        pre_tokens=_ALL,
-        next_tokens=_ALL,
-        return_value=False,
-    )
-    out, _, _ = sparse_flash_attention.forward(
-        query,
-        kv_cache,
-        None,
-        indices,
-        softmax_scale,
-        block_table,
-        None,
-        act_seqs,
-        query_rope,
-        kr_cache,
-        sparse_block_size=1,
-        layout_query="BSND",
-        layout_kv="PA_BSND",
-        sparse_mode=3,
-        pre_tokens=_ALL,
-        next_tokens=_ALL,
-        attention_mode=2,
-        return_softmax_lse=False,
-        sinks=None,
-    )
-    return out, indices
+def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
+    return layer.Whole(**arguments).run(STAGES)
 
 
-def forward(*args: Any, **arguments: Any) -> Tensor:
-    return with_indices(*args, **arguments)[0]
+def forward(**arguments: Any) -> Tensor:
+    return with_indices(**arguments)[0]

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from custom.npu_ops import tune
 
-from . import controls, isolated, known, models, mutants, ops, report, store
+from . import controls, isolated, known, models, mutants, ops, report, retry, store
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
@@ -191,6 +191,10 @@ def main() -> int:
         failures += [f"{row.title}: no case reaches it" for row in rows if not row.launches]
         failures += report.forgotten_kernels(distinct)
         failures += [f"{x}: nothing shows it any more" for x in known.unused()]
+        failures += mutants.unmatched()
+        told, refused = retry.run(chosen.jobs)
+        failures += refused
+        print("\n".join(told))
     partial = bool(chosen.only) or chosen.no_run
     planted = [] if partial else controls.run(found, chosen.jobs)
     failures += [f"planted mistake not caught: {x.title}" for x in planted if not x.caught]

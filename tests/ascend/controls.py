@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import importlib.util
-import linecache
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -51,16 +50,18 @@ def plant(control: Control) -> None:
 
 def plant_text(file: str, text: str) -> None:
     """`text` in the place of `npu_ops/<file>.py`, in this process."""
-    scratch = Path(tempfile.mkdtemp()) / f"{file}.py"
-    scratch.write_text(text)
-    linecache.checkcache(str(scratch))
     name = f"custom.npu_ops.{file}"
-    spec = importlib.util.spec_from_file_location(name, scratch)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    setattr(sys.modules["custom.npu_ops"], file, module)
-    spec.loader.exec_module(module)
+    if name in sys.modules:
+        raise RuntimeError(f"{name} is imported already: what is planted would not be met")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) / f"{file}.py"
+        scratch.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, scratch)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        setattr(sys.modules["custom.npu_ops"], file, module)
+        spec.loader.exec_module(module)  # the JIT reads the sources of its functions
 
 
 def _attempt(control: Control, case: Case, file: str) -> tuple[bool, str]:

@@ -67,8 +67,9 @@ _SCALAR = {
     "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
     "lightning_indexer.topk": "one count a tile of scores",
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
-    "lightning_indexer_grad.spread": "one gradient an index, added one after the other: exact where"
-    " an index comes twice, and slow",
+    "lightning_indexer_grad.spread": "one gradient an index, added one after the other, as an index"
+    " may come twice: there is no scatter, and a sort gives back no places",
+    "localize_indices.localize": "what is taken is read again by its slot, one load each",
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
@@ -89,14 +90,16 @@ _TURNS = {
     "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
 }
 
-# the builds before 1.2.0 share no masked store of a mixed kernel between the vector units
+# build 1.0.0 shares no masked store of a mixed kernel between the vector units
 _TAIL = "the last rows of a request are stored with a mask"
+# with and without masks, transposes, an initial state; linked to the other tiles or not
+_CARRIED = "a state that a loop carries, beside other stored tiles, is shared in no form tried"
 _OLDEST = {
     "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
-    "chunk_gated_delta_rule.walk": _TAIL,
-    "chunk_gated_delta_rule_grad.walk_states": _TAIL,
-    "chunk_gated_delta_rule_grad.walk_grads": _TAIL,
+    "chunk_gated_delta_rule.walk": _CARRIED,
+    "chunk_gated_delta_rule_grad.walk_states": _CARRIED,
+    "chunk_gated_delta_rule_grad.walk_grads": _CARRIED,
     "indexer_loss.head_sums": "whole tiles, loaded and stored without a mask, are not shared",
 }
 _REPEAT = (
@@ -109,15 +112,13 @@ _REPEAT = (
     ),
 )
 _UPDATE = "fused_sigmoid_gating_delta_rule_update.update"
-_HALF = "half of the state's tile plans as much: what else is kept of a token decides"
+_HALF = "half of the state's tile plans nearly as much, with twice the gates and norms"
 _TIGHT = (
     *(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32)),
-    Known("chunk_gated_delta_rule.triangles", "tight", "a chunk's triangle is eliminated in UB"),
     Known(
-        "chunk_gated_delta_rule_grad.walk_grads",
+        "chunk_gated_delta_rule.triangles",
         "tight",
-        "keys and values of 256 alone",
-        tiles=(("VALUE_TILE", 64),),
+        "ten 64 x 64 tiles of what fades, is seen and is eliminated, none of them double",
     ),
 )
 

@@ -2,9 +2,13 @@
 # Copyright the npu-custom-ops authors
 """Mechanical mistakes, one at a time, in every kernel and launcher: does a case notice?
 
-A mutant is caught if a case of an op that uses its file fails, crashes or raises.  Cases whose
-launches stay the same (text, grid, arguments) are not run.  What no case notices survives, and must
-be in EQUIVALENT with the reason why it changes no result.
+A mutant is caught if a case of an op that uses its file fails, crashes or raises: the one that did
+before is asked first, then the others, cheapest first.  Cases whose launches stay the same (text,
+grid, arguments) are not run.  What no case notices survives, and must be in EQUIVALENT with the
+reason why it changes no result.
+
+mutants.json keeps the verdicts: a catch for as long as the mutated function and the case that made
+it are the same, a survival for as long as all the cases are.
 """
 
 from __future__ import annotations
@@ -12,14 +16,17 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import multiprocessing
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
+import torch
 from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
@@ -28,7 +35,7 @@ from . import controls, isolated, memory, sources
 from .case import Case, Inputs
 from .driver import Launch, recorder
 from .examine import call, examine, prepare
-from .toolchain import ROOT
+from .toolchain import ROOT, digest
 
 RESULTS = ROOT / "tests/ascend/mutants.json"
 _PATIENCE = 300  # seconds for one case
@@ -53,7 +60,8 @@ class Mutant:
     old: str
     new: str
     nth: int  # among those of this file with the same words
-    text: str  # the whole file
+    made: str = field(repr=False)  # digest of the mutated function
+    text: str = field(repr=False)  # the whole file
 
     @property
     def title(self) -> str:
@@ -92,7 +100,8 @@ def _swapped(node: ast.expr) -> Iterator[Change]:
     given = node.args
     for i in range(len(given) - 1):
         pair = given[i : i + 2]
-        if all(isinstance(x, ast.Name | ast.Attribute) for x in pair):
+        names = all(isinstance(x, ast.Name | ast.Attribute) for x in pair)
+        if names and ast.unparse(pair[0]) != ast.unparse(pair[1]):
             swapped = [*given[:i], *pair[::-1], *given[i + 2 :]]
             yield "swapped", ast.Call(node.func, swapped, node.keywords)
 
@@ -139,6 +148,8 @@ def mutants_of(file: str, text: str) -> list[Mutant]:
     for function in tree.body:
         if not isinstance(function, ast.FunctionDef):
             continue
+        assert function.end_lineno is not None
+        first, last = starts[function.lineno - 1], starts[function.end_lineno]
         for statement in function.body:
             for node in ast.walk(statement):
                 if not isinstance(node, ast.expr):
@@ -147,13 +158,17 @@ def mutants_of(file: str, text: str) -> list[Mutant]:
                     assert node.end_lineno is not None and node.end_col_offset is not None
                     low = starts[node.lineno - 1] + node.col_offset
                     high = starts[node.end_lineno - 1] + node.end_col_offset
-                    new = f"({ast.unparse(place)})".encode()
-                    whole = (data[:low] + new + data[high:]).decode()
+                    # as many lines as before: the kernels below stay the ones that were lowered
+                    lines_kept = b"\n" * data.count(b"\n", low, high)
+                    new = f"({ast.unparse(place)}".encode() + lines_kept + b")"
+                    whole = data[:low] + new + data[high:]
+                    made = digest(data[first:low] + new + data[high:last])
                     words = _difference(ast.unparse(node), ast.unparse(place))
                     name = (function.name, kind, *words)
                     nth = counted.get(name, 0)
                     counted[name] = nth + 1
-                    found.append(Mutant(file, function.name, kind, *words, nth, whole))
+                    mutant = Mutant(file, *name, nth, made, whole.decode())
+                    found.append(mutant)
     return found
 
 
@@ -182,9 +197,49 @@ def files_of(op: str) -> set[str]:
     return {name.rpartition(".")[2] for name in seen} - set(_LEFT_OUT)
 
 
-def _launched(case: Case) -> list[tuple[Any, ...]]:
+@cache
+def _calls() -> dict[str, set[str]]:
+    """What each jitted function (file.function) calls, by the last name."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "npu_ops").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
+                calls = (x.func for x in ast.walk(node) if isinstance(x, ast.Call))
+                names = {ast.unparse(x).rpartition(".")[2] for x in calls}
+                found[f"{path.stem}.{node.name}"] = names
+    return found
+
+
+def kernels_with(title: str) -> set[str] | None:
+    """The jitted functions that this one is part of, and itself; None: it belongs to a launcher."""
+    if title not in _calls():
+        return None
+    found, waiting = {title}, [title]
+    while waiting:
+        name = waiting.pop().partition(".")[2]
+        callers = {caller for caller, called in _calls().items() if name in called} - found
+        found |= callers
+        waiting += callers
+    return found
+
+
+@dataclass(frozen=True)
+class Usual:
+    """A case without a mistake."""
+
+    launched: list[tuple[Any, ...]]
+    kernels: set[str]
+    digest: str  # of the launches, of the arguments and of the op's reference
+
+
+Lowered = dict[Any, tuple[str, str, None]]
+
+
+def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ...]], set[str]]:
     """What decides the result of the call, kernel by kernel, without running it: the lowered text
-    and what it is called with, tensors by whose they are and where they begin."""
+    and what it is called with, tensors by whose they are and where they begin.  And their names."""
     names: dict[int, Any] = {}
     found: list[tuple[Any, ...]] = []
 
@@ -202,7 +257,6 @@ def _launched(case: Case) -> list[tuple[Any, ...]]:
     def observe(launch: Launch, given: list[Any]) -> None:
         found.append((launch.lowered_key, launch.grid, *map(described, given)))
 
-    arguments = case.make(Inputs(case.dtype, case.seed))
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             names[value.untyped_storage().data_ptr()] = name
@@ -210,34 +264,61 @@ def _launched(case: Case) -> list[tuple[Any, ...]]:
     recorder.cube_cores = case.cores[0]
     call(case, arguments)
     recorder.execute, recorder.observe, launcher_memory.empty = True, None, memory.empty
+    kernels = {launch.kernel for launch in recorder.launches}
     recorder.launches = []
-    return found
+    return found, kernels
 
 
-def baseline(cases: list[Case]) -> dict[str, list[tuple[Any, ...]]]:
+def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
+    """By title, and what was lowered for it."""
     prepare()
-    return {case.title: _launched(case) for case in cases}
+    read = sources.of(f"custom.dispatch.reference.{BY_NAME[op].file}")
+    found = {}
+    for case in cases:
+        arguments = case.make(Inputs(case.dtype, case.seed))
+        drawn = [
+            x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            if isinstance(x, Tensor)
+            else repr(x)
+            for x in arguments.values()
+        ]
+        launched, kernels = _launched(case, arguments)
+        found[case.title] = Usual(launched, kernels, digest(repr(launched), read, *drawn))
+    return found, {key: (ttir, linalg, None) for key, (ttir, linalg, _) in recorder.lowered.items()}
 
 
 def _late(*_: Any) -> None:
     raise TimeoutError("no end")
 
 
-def attempt(mutant: Mutant, cases: list[tuple[Case, str]], usual: dict[str, Any]) -> str:
-    """What the first case that notices says, or nothing."""
+def attempt(
+    mutant: Mutant, number: int, cases: list[tuple[Case, str]], usual: dict[str, Usual], asked: Any
+) -> str:
+    """What the first case that notices says, or nothing; `asked[number]` is the case at work."""
     controls.plant_text(mutant.file, mutant.text)
     prepare()
     signal.signal(signal.SIGALRM, _late)
-    for case, file in cases:
+    mutated = kernels_with(f"{mutant.file}.{mutant.function}")
+    for at, (case, file) in enumerate(cases):
+        asked[number] = at
+        if mutated is not None and mutated.isdisjoint(usual[case.title].kernels):
+            continue
         signal.alarm(_PATIENCE)
-        # the cases' own references may be made by an op of another file: those stay as they are
-        if usual.get(case.title) == _launched(case):
+        arguments = case.make(Inputs(case.dtype, case.seed))
+        if usual[case.title].launched == _launched(case, arguments)[0]:
             continue
         outcome = examine(case, file, None)
-        signal.alarm(0)
         if outcome.share > 1:
             return f"{case.name}: {outcome.findings[0]}"
     return ""
+
+
+def planted_in(files: Iterable[str]) -> list[Mutant]:
+    return [
+        mutant
+        for file in sorted(files)
+        for mutant in mutants_of(file, (ROOT / f"npu_ops/{file}.py").read_text())
+    ]
 
 
 def run(
@@ -245,72 +326,126 @@ def run(
 ) -> int:
     """Plant, tell, and write mutants.json; 1 if one survives that nobody explained."""
     by_file: dict[str, list[tuple[Case, str]]] = {}
+    by_op: dict[str, list[Case]] = {}
     for case, where in sorted(cases, key=lambda x: seconds.get(x[0].title, 99)):
+        by_op.setdefault(case.op, []).append(case)
         for file in files_of(case.op):
             by_file.setdefault(file, []).append((case, where))
-    # another op's launcher is left to the cases of that op
-    foreign = {spec.file for spec in BY_NAME.values()} - {BY_NAME[c.op].file for c, _ in cases}
-    planted = [
-        mutant
-        for file in sorted(by_file.keys() - foreign)
-        for mutant in mutants_of(file, (ROOT / f"npu_ops/{file}.py").read_text())
-    ]
+    # a file that other ops use as well is left to the run of them all
+    others = {file for op in BY_NAME.keys() - by_op.keys() for file in files_of(op)}
+    planted = planted_in(by_file.keys() - others)
     of_all = len(planted)
     if sample:
         planted = random.Random(seed).sample(planted, min(sample, of_all))
-    print(f"{len(planted)} of {of_all} mistakes", flush=True)
-    usual: dict[str, Any] = {}
-    by_op: dict[str, list[Case]] = {}
-    for case, _ in cases:
-        by_op.setdefault(case.op, []).append(case)
-    for _, answer in isolated.each(baseline, [(x,) for x in by_op.values()], jobs):
+    usual: dict[str, Usual] = {}
+    for (op, _), answer in isolated.each(baseline, list(by_op.items()), jobs):
         if isinstance(answer, isolated.Crash):
-            sys.exit(f"without a mistake: {answer}")
-        usual |= answer
-    records = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    began, unexplained = time.time(), 0
-    calls = [(mutant, by_file[mutant.file], usual) for mutant in planted]
-    for done, ((mutant, *_), said) in enumerate(isolated.each(attempt, calls, jobs), 1):
-        record = asdict(Verdict(mutant.file, mutant.kind, str(said)[:120]))
-        records[mutant.title] = record
-        if not said:
-            reason = EQUIVALENT.get(mutant.title)
-            unexplained += reason is None
-            print(f"SURVIVES {mutant.title}: {reason or 'no reason is given'}", flush=True)
-        if done % 10 == 0:
-            left = (time.time() - began) / done * (len(planted) - done) / 60
-            print(f"{done} of {len(planted)}, {left:.0f} minutes left", flush=True)
-        RESULTS.write_text(json.dumps(dict(sorted(records.items())), indent=0) + "\n")
-    caught = sum(bool(records[x.title]["said"]) for x in planted)
-    print(f"{caught} of {len(planted)} caught, {unexplained} survivors without a reason")
-    return bool(unexplained)
+            sys.exit(f"{op} without a mistake: {answer}")
+        usual |= answer[0]
+        recorder.lowered |= answer[1]  # every process of a mutant begins with these
+    every = {
+        file: digest(*(usual[case.title].digest for case, _ in of_file))
+        for file, of_file in by_file.items()
+    }
+    records = read()
+    asked = multiprocessing.RawArray("i", len(planted))
+    calls: list[tuple[Any, ...]] = []
+    for mutant in planted:
+        before = records.get(mutant.title)
+        first = before.case if before else ""
+        if before and before.made == mutant.made:
+            by = usual[first].digest if first in usual else every[mutant.file]
+            if before.by == by:
+                continue
+        order = sorted(by_file[mutant.file], key=lambda x: x[0].title != first)
+        calls.append((mutant, len(calls), order, usual, asked))
+    print(f"{len(planted)} of {of_all} mistakes, {len(calls)} without a verdict", flush=True)
+    began = time.time()
+    for done, (given, said) in enumerate(isolated.each(attempt, calls, jobs), 1):
+        mutant, number, order = given[:3]
+        case = order[asked[number]][0].title if said else ""
+        by = usual[case].digest if said else every[mutant.file]
+        said = " ".join(str(said)[:120].split())
+        records[mutant.title] = Verdict(mutant.file, mutant.kind, mutant.made, by, case, said)
+        if not said and mutant.title not in EQUIVALENT:
+            print(f"SURVIVES {mutant.title}", flush=True)
+        if done % 20 == 0 or done == len(calls):
+            left = (time.time() - began) / done * (len(calls) - done) / 60
+            print(f"{done} of {len(calls)}, {left:.0f} minutes left", flush=True)
+            write(records)
+    found = [records[mutant.title] for mutant in planted]
+    survivors = [m.title for m, x in zip(planted, found, strict=True) if not x.said]
+    unexplained = [title for title in survivors if title not in EQUIVALENT]
+    wrong = [
+        m.title for m, x in zip(planted, found, strict=True) if x.said and m.title in EQUIVALENT
+    ]
+    print(f"{len(planted) - len(survivors)} of {len(planted)} caught")
+    for title in unexplained:
+        print(f"FAIL survives: {title}")
+    for title in wrong:
+        print(f"FAIL explained, but caught: {title}")
+    if not sample and not others:
+        write({mutant.title: records[mutant.title] for mutant in planted})
+    return bool(unexplained or wrong)
 
 
 @dataclass(frozen=True)
 class Verdict:
     file: str
     kind: str
-    said: str  # by the first case that noticed; empty: it survived
+    made: str  # digest of the mutated function
+    by: str  # digest of the case that noticed, or of all of them
+    case: str  # title; empty: it survived
+    said: str
+
+
+def read() -> dict[str, Verdict]:
+    if not RESULTS.exists():
+        return {}
+    return {title: Verdict(*fields) for title, fields in json.loads(RESULTS.read_text()).items()}
+
+
+def write(records: dict[str, Verdict]) -> None:
+    lines = (
+        f"{json.dumps(title)}: {json.dumps(list(asdict(verdict).values()))}"
+        for title, verdict in sorted(records.items())
+    )
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _mutated_files() -> set[str]:
+    return {file for op in BY_NAME for file in files_of(op)}
+
+
+def unmatched() -> list[str]:
+    """What EQUIVALENT explains and nobody plants any more, or a case catches."""
+    records = read()
+    titles = {mutant.title for mutant in planted_in(_mutated_files())}
+    gone = [f"mutants.py explains what is not planted: {x}" for x in EQUIVALENT if x not in titles]
+    caught = [x for x in EQUIVALENT if x in records and records[x].said]
+    return gone + [f"mutants.py explains what is caught: {x}" for x in caught]
 
 
 def table() -> list[str]:
-    """Markdown, of what mutants.json has."""
-    if not RESULTS.exists():
-        return ["Not run."]
-    records = {t: Verdict(**x) for t, x in json.loads(RESULTS.read_text()).items()}
-    kinds = sorted({x.kind for x in records.values()})
+    """Markdown, of the verdicts on today's kernels."""
+    records = read()
+    planted = planted_in(_mutated_files())
+    known = {x.title: records[x.title] for x in planted if x.title in records}
+    stale = sum(x.title not in known or known[x.title].made != x.made for x in planted)
+    kinds = sorted({x.kind for x in known.values()})
     lines = ["| file | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
-    for file in sorted({x.file for x in records.values()}):
+    for file in sorted({x.file for x in known.values()}):
         cells = []
         for kind in kinds:
-            here = [x for x in records.values() if (x.file, x.kind) == (file, kind)]
+            here = [x for x in known.values() if (x.file, x.kind) == (file, kind)]
             cells.append(f"{sum(bool(x.said) for x in here)} of {len(here)}" if here else "")
         lines.append(f"| {file} | " + " | ".join(cells) + " |")
-    caught = sum(bool(x.said) for x in records.values())
-    lines += ["", f"{caught} of {len(records)} caught.  Those that survive:", ""]
+    caught = sum(bool(x.said) for x in known.values())
+    changed = f", {stale} of them not since their function was changed" if stale else ""
+    lines += ["", f"{caught} of {len(planted)} caught{changed}.  Those that survive:", ""]
     lines += [
         f"- `{title}`: {EQUIVALENT.get(title, 'not explained yet')}"
-        for title, x in records.items()
+        for title, x in sorted(known.items())
         if not x.said
     ]
     return lines

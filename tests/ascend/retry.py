@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """What a launcher does where the compiler refuses its tiles: triton-ascend's own JIT and every
-build of the real compiler under .ascend/, up to the launch, which needs a device.
-
-    TRITON_ASCEND_ARCH=Ascend910_9392 .ascend/venv/bin/python -m tests.ascend.retry
-"""
+build of the real compiler, up to the launch, which needs a device."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -24,7 +19,7 @@ from custom.npu_ops import refusals, rows, tune
 from triton.backends.ascend.driver import NPUUtils
 
 from . import driver, isolated
-from .toolchain import ARCH, HOME
+from .toolchain import ARCH, BUILDS, bishengir
 
 KERNEL = "rows.rms_norm"
 TOO_WIDE = (tune.Config({"WIDTH": 65536}), tune.Config({"WIDTH": 32768}))
@@ -63,9 +58,9 @@ def _norm() -> str:
     return said.getvalue()
 
 
-def examine(compiler: Path) -> str:
+def examine(build: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        _install(compiler, Path(folder))
+        _install(bishengir(build), Path(folder))
         shipped = tune.TABLE[KERNEL]
         tune.TABLE[KERNEL] = TOO_WIDE + shipped
         lines = _norm().splitlines()
@@ -84,15 +79,11 @@ def examine(compiler: Path) -> str:
         return f"{lines[0]}\n  {sentence}"
 
 
-def main() -> int:
-    found = sorted({p.resolve() for p in HOME.glob("bishengir*/ascendnpuir/bin/bishengir-compile")})
-    failed = not found
-    calls: list[tuple[Any, ...]] = [(compiler,) for compiler in found]
-    for (compiler,), answer in isolated.each(examine, calls, 1):
-        failed |= isinstance(answer, isolated.Crash)
-        print(f"{compiler.relative_to(HOME.resolve())}\n  {answer}", flush=True)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run(jobs: int) -> tuple[list[str], list[str]]:
+    """What was said by build; failures."""
+    said: list[str] = []
+    failures: list[str] = []
+    for (build,), answer in isolated.each(examine, [(build,) for build in BUILDS], jobs):
+        failed = isinstance(answer, isolated.Crash)
+        (failures if failed else said).append(f"refused tiles with {build}: {answer}")
+    return said, failures

@@ -42,9 +42,13 @@ set_up() {
 
 [ "$(cat "$home/ready" 2> /dev/null)" = "$versions" ] || set_up
 export TRITON_ASCEND_ARCH=Ascend910_9392 CUSTOM_BACKEND=npu OMP_NUM_THREADS=1
+# nothing that this machine remembers decides about tiles
+CUSTOM_CACHE_DIR=$(mktemp -d)
+export CUSTOM_CACHE_DIR
+trap 'rm -rf "$CUSTOM_CACHE_DIR"' EXIT
 main=tests.ascend
 if [ "${1:-}" = --estimate ]; then
   main=tests.ascend.estimate
   shift
 fi
-exec nice "$home/venv/bin/python" -m "$main" "$@"
+nice "$home/venv/bin/python" -m "$main" "$@"

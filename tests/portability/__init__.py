@@ -3,9 +3,10 @@
 """Every CUDA kernel compiled for GPUs that are not here, by several versions of Triton.
 
 `tests/portability/run.sh [--check]` sets up `.portability/` and runs `python -m tests.portability`.
-Launchers are called with tensors that hold nothing, on a GPU that cuda_ops/gpu.py pretends; each
-launch is compiled to a binary and compared with what that GPU has.  Sees what a compiler refuses,
-what does not fit, and who takes which path; wrong numbers are for the interpreter and real GPUs.
+Launchers are called with tensors that hold nothing, on a GPU that cuda_ops/common/gpu.py pretends;
+each launch is compiled to a binary and compared with what that GPU has.  Sees what a compiler
+refuses, what does not fit, and who takes which path; wrong numbers are for the interpreter and real
+GPUs.
 
 What a launch compiles to is kept in results.json, by a hash of all that it depends on.
 """

@@ -36,7 +36,7 @@ from .gpus import GPUS, HOME
 def pretend(capability: int) -> None:
     """From here on tensors on `cuda` have shapes but no memory, and the GPU is that one."""
     ctypes.CDLL(str(HOME / "guard.so"))
-    from custom.cuda_ops import gpu, launches
+    from custom.cuda_ops.common import gpu, launches
 
     from custom.bench.case import Draw
 
@@ -87,8 +87,9 @@ class Recorder:
         # a kernel that only moved within its file is the same
         import custom.cuda_ops
 
-        for module in pkgutil.iter_modules(custom.cuda_ops.__path__):
-            found = vars(importlib.import_module(f"custom.cuda_ops.{module.name}")).values()
+        inside = custom.cuda_ops.__name__ + "."
+        for module in pkgutil.walk_packages(custom.cuda_ops.__path__, inside):
+            found = vars(importlib.import_module(module.name)).values()
             for kernel in (x for x in found if isinstance(x, JITCallable)):
                 kernel.starting_line_number = 1
 
@@ -103,7 +104,7 @@ class Recorder:
         chosen = {n: x for n, x in options.items() if n != "extern_libs"}  # a path of this machine
         parts = (src.hash(), repr(sorted(chosen.items())), repr(target), triton.__version__)
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-        name = f"{src.fn.__module__.rpartition('.')[2]}.{src.name}"
+        name = f"{src.fn.__module__.partition('.cuda_ops.')[2]}.{src.name}"
         self.of[key] = name, lambda: self.compile(src, target=target, options=options)
         return key
 

@@ -42,7 +42,7 @@ def _kernels(cases: list[dict[str, Any]], results: dict[str, Any]) -> str:
     if not kernels:
         return "refused"
     modules = {kernel["kernel"].partition(".")[0] for kernel in kernels}
-    path = "Hopper" if any(m.endswith(("_hopper", "_few")) for m in modules) else "plain"
+    path = "Hopper" if any(m == "hopper" for m in modules) else "plain"
     some = "some refused, " if any(case["refused"] for case in cases) else ""
     return f"{some}{path}, {-(-max(kernel['shared'] for kernel in kernels) // 1024)}"
 

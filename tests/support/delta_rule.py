@@ -141,6 +141,7 @@ class Step:
                 intermediate_states=self.pool(5, self.steps) if self.steps else None,
                 intermediate_state_indices=torch.tensor(self.rows) if self.steps else None,
                 retrieve_parent_token=None if self.parents is None else torch.tensor(self.parents),
+                lower_bound=None,
             )
             | self.options
         )

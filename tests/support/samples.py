@@ -331,6 +331,50 @@ def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments
     )
 
 
+def _merge_states(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    statistics = m.normal(2, 3, B, S, 4, dtype=torch.float32)
+    return dict(outs=m.normal(3, B, S, 4, R), lses=statistics[0], sums=statistics[1].abs() + 1)
+
+
+def _merge_topk(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(
+        values=m.normal(3, B, S, 1, 6),
+        positions=m.shuffled(B, S, 18, high=40).view(B, S, 3, 1, 6).movedim(2, 0),
+        k=8,
+    )
+
+
+def _localize_indices(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return dict(indices=m.shuffled(B, S, 1, 16, high=48), rank=1, size=3, interleave=2)
+
+
+def _chunk_kda(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    bounds = [0, S, S + S // 2, S + S // 2 + 1][: B + 1]
+    T = bounds[-1]
+    return dict(
+        q=m.normal(1, T, 2, 16),
+        k=m.normal(1, T, 2, 16),
+        v=m.normal(1, T, 4, 8),
+        g=m.normal(1, T, 4, 16),
+        beta=m.normal(1, T, 4).sigmoid(),
+        initial_state=m.normal(B, 4, 16, 8, dtype=torch.float32),
+        cu_seqlens=m.ints(*bounds),
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        A_log=m.normal(4, dtype=torch.float32),
+        dt_bias=m.normal(4, 16, dtype=torch.float32),
+    )
+
+
+def _chunk_kda_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
+    forward = _chunk_kda(m, B, S)
+    state = forward["initial_state"]
+    return forward | dict(
+        d_out=m.normal(*forward["v"].shape),
+        d_final_state=m.normal(*state.shape, dtype=state.dtype),
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -357,6 +401,11 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_fused_sigmoid_gating_delta_rule_update": _delta_rule_update,
     "npu_chunk_gated_delta_rule": _chunk_gated_delta_rule,
     "npu_chunk_gated_delta_rule_grad": _chunk_gated_delta_rule_grad,
+    "npu_merge_states": _merge_states,
+    "npu_merge_topk": _merge_topk,
+    "npu_localize_indices": _localize_indices,
+    "npu_chunk_kda": _chunk_kda,
+    "npu_chunk_kda_grad": _chunk_kda_grad,
 }
 
 

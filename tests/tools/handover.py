@@ -8,7 +8,7 @@ compute-sanitizer --tool racecheck python -m tests.tools.handover
 from __future__ import annotations
 
 import torch
-from custom.cuda_ops.gluon_names import barrier
+from custom.cuda_ops.common.gluon_names import barrier
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -23,8 +23,8 @@ _ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in (\S+):(\d+)"
 def _lines(file: str, kernel: str) -> tuple[int, frozenset[int]]:
     """Where the kernel is defined, and where it calls warp_specialize; 0 if it does not.  The
     machine code of a call that is a branch of an `if` carries the line of that `if`."""
-    source = KERNELS / Path(file).name
-    for node in ast.walk(ast.parse(source.read_text())) if source.exists() else ():
+    sources = sorted(KERNELS.rglob(Path(file).name))
+    for node in (node for source in sources for node in ast.walk(ast.parse(source.read_text()))):
         if isinstance(node, ast.FunctionDef) and node.name == kernel:
             calls = [
                 parent.lineno if isinstance(parent, ast.If) else statement.lineno
@@ -35,7 +35,8 @@ def _lines(file: str, kernel: str) -> tuple[int, frozenset[int]]:
                 and isinstance(statement.value.func, ast.Attribute)
                 and statement.value.func.attr == "warp_specialize"
             ]
-            return (node.lineno if calls else 0), frozenset(calls)
+            if calls:
+                return node.lineno, frozenset(calls)
     return 0, frozenset()
 
 

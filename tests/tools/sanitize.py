@@ -17,24 +17,24 @@ results.
 
 from __future__ import annotations
 
+import ast
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
-from custom.cuda_ops import (
-    gpu,
-    lightning_indexer_hopper,
-)
+from custom.cuda_ops.common import gpu
+from custom.cuda_ops.hopper import lightning_indexer as hopper_indexer
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
 
 import custom
-from custom.bench import attention, delta_rule, indexer_loss, sparse_attention
+from custom.bench import attention, delta_rule, indexer_loss, merging, sparse_attention
 from custom.bench.case import Arguments, Case
 from custom.bench.presets import presets
 
@@ -107,6 +107,9 @@ WIDER: dict[str, list[Case]] = {
     ],
     "npu_chunk_gated_delta_rule": [delta_rule.chunk_case(200)],
     "npu_chunk_gated_delta_rule_grad": [delta_rule.chunk_grad_case(200)],
+    "npu_merge_states": [merging.states_case(3, 5, 3, 512)],
+    "npu_merge_topk": [merging.topk_case(3, 2, 700)],
+    "npu_localize_indices": [merging.localize_case(3, 700, 3)],
 }
 
 
@@ -139,7 +142,7 @@ def _attention(name: str) -> None:
 def _indexer() -> None:
     """The plain kernels, as on other GPUs."""
     with (
-        mock.patch.object(lightning_indexer_hopper, "suits", lambda *_: False),
+        mock.patch.object(hopper_indexer, "suits", lambda *_: False),
         mock.patch.object(gpu, "capability", lambda device: (8, 0)),
     ):
         for case in [*presets(INDEXER, "cpu"), *WIDER[INDEXER]]:
@@ -167,17 +170,21 @@ def _run(name: str) -> None:
 def _kernels() -> Iterator[tuple[str, bool]]:
     """Every kernel that the package's own Python launches, and whether it was compiled here."""
     folder = Path(custom.__file__).parent.parent / "cuda_ops"
-    sources = {file: file.read_text() for file in sorted(folder.glob("*.py"))}
-    everything = "".join(sources.values())
-    for file, source in sources.items():
-        module = importlib.import_module(f"custom.cuda_ops.{file.stem}")
-        for name, kernel in vars(module).items():
-            defined = re.search(rf"^def {name}\(", source, re.MULTILINE)
-            here, elsewhere = rf"\b{name}\[", f"{file.stem}.{name}["
-            launched = re.search(here, source) or elsewhere in everything
-            if defined and hasattr(kernel, "device_caches") and launched:
-                caches = kernel.device_caches.values()
-                yield f"{file.stem}.{name}", any(cache[0] for cache in caches)
+    for file in sorted(folder.rglob("*.py")):
+        inside = ".".join(file.relative_to(folder).with_suffix("").parts)
+        module = importlib.import_module(f"custom.cuda_ops.{inside}")
+        for kernel in _launched(module, file.read_text()):
+            caches = kernel.device_caches.values()
+            yield f"{inside}.{kernel.__name__}", any(cache[0] for cache in caches)
+
+
+def _launched(module: ModuleType, source: str) -> Iterator[Any]:
+    """What a module gives to launches.kernel: a name, or one of two."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "launches.kernel":
+            for name in ast.walk(node.args[0]):
+                if isinstance(name, ast.Name):
+                    yield getattr(module, name.id)
 
 
 def main(names: list[str]) -> int:

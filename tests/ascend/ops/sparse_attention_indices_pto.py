@@ -11,7 +11,7 @@ import torch
 from ..case import Case
 from ..controls import Control
 from .mla_prolog_pto import row_major
-from .sparse_attention_pto import layer
+from .sparse_attention_pto import layer, wired
 
 OP = "npu_sparse_attention_indices_pto"
 case = partial(Case, OP, widen=row_major)
@@ -24,8 +24,7 @@ CONTROLS = (
     Control(
         "the selection before the new keys",
         "sparse_attention_pto",
-        "index_k_cache, cache_index, layer_norm_eps",
-        "index_k_cache, cache_index * 0 - 1, layer_norm_eps",
+        *wired("indexer_prolog", 'cache_index=a["cache_index"] * 0 - 1'),
         "everything selected, 16 heads, s1 2",
     ),
 )

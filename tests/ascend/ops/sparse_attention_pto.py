@@ -107,26 +107,34 @@ CASES = (
     ),
     case("fp16", layer([140, 260], 1, 32, 256), dtype=torch.float16),
 )
+
+
+def wired(stage: str, changes: str) -> tuple[str, str]:
+    """The launcher's text, and one in which the stage takes other arguments."""
+    wrong = f"lambda **a: STAGES.{stage}(**a | dict({changes}))"
+    return ".run(STAGES)", f".run(STAGES._replace({stage}={wrong}))"
+
+
 CONTROLS = (
     Control(
         "attention before the new keys",
         OP[4:],
-        "cache_index, rms_norm_eps, rms_norm_eps",
-        "cache_index * 0 - 1, rms_norm_eps, rms_norm_eps",
+        *wired("mla_prolog", 'cache_index=a["cache_index"] * 0 - 1'),
         "everything selected, 16 heads, s1 2",
     ),
     Control(
         "the other norm's epsilon",
         OP[4:],
-        "cache_index, layer_norm_eps",
-        "cache_index, rms_norm_eps",
+        *wired("indexer_prolog", "ln_epsilon=0.5"),
         "two epsilons",
     ),
     Control(
         "scale of the latent",
         OP[4:],
-        "(w_uk.shape[1] + sin.shape[-1])",
-        "(w_uk.shape[2] + sin.shape[-1])",
+        *wired(
+            "sparse_flash_attention",
+            'scale_value=(a["query"].shape[-1] + a["query_rope"].shape[-1]) ** -0.5',
+        ),
         "everything selected, 16 heads, s1 2",
     ),
 )

@@ -13,7 +13,7 @@ import torch
 from ..case import Arguments, Case, Inputs
 from ..controls import Control
 from .mla_prolog_pto import row_major
-from .sparse_attention_pto import layer
+from .sparse_attention_pto import layer, wired
 
 
 def shared(
@@ -47,15 +47,16 @@ CONTROLS = (
     Control(
         "attention before the new keys",
         OP[4:],
-        "cache_index, rms_norm_eps, rms_norm_eps",
-        "cache_index * 0 - 1, rms_norm_eps, rms_norm_eps",
+        *wired("mla_prolog", 'cache_index=a["cache_index"] * 0 - 1'),
         "16 heads, s1 2, fewer keys than entries",
     ),
     Control(
         "scale of the latent",
         OP[4:],
-        "(w_uk.shape[1] + sin.shape[-1])",
-        "(w_uk.shape[2] + sin.shape[-1])",
+        *wired(
+            "sparse_flash_attention",
+            'scale_value=(a["query"].shape[-1] + a["query_rope"].shape[-1]) ** -0.5',
+        ),
         "16 heads, s1 2, fewer keys than entries",
     ),
 )

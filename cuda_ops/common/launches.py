@@ -36,7 +36,7 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime._async_compile import AsyncCompileMode
 
-from ..dispatch.common import memory
+from ...dispatch.common import memory
 from . import gpu
 
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]

@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import gpu, launches
-from .fused_attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, strides
-from .gluon_names import barrier, reinterpret, tma_load, tma_store
+from ..common import gpu, launches
+from ..common.attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, strides
+from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 
 _keys_of = gluon.jit(keys_of.fn)
 _FAR = 1 << 30

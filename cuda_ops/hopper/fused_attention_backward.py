@@ -36,10 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import launches
-from .fused_attention_hopper import at, describe, describe_row, width_of
-from .fused_attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
-from .gluon_names import barrier, reinterpret, tma_load, tma_store
+from ..common import launches
+from ..common.attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
+from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from .fused_attention import at, describe, describe_row, width_of
 
 # Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1357 us (three stages 1354 to 1384), 16384
 # tokens 20519 (21807)

@@ -7,7 +7,7 @@ thread, queries and keys straight into shared memory (`cp.async`), `mma.sync`, a
 The merge is set up meanwhile; a thread has all parts of its columns.
 
 2048 of 64K keys, one row (H200, 2026-11): 128 heads 9.8 us, 16 heads 6.9; `_attend`, whose keys
-pass through registers, and its merge 14.8 and 10.0; sparse_flash_attention_hopper 14.0 and 11.4.
+pass through registers, and its merge 14.8 and 10.0; sparse_flash_attention 14.0 and 11.4.
 The merge is 2.5 and 1.5 us of it.
 """
 
@@ -20,10 +20,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..dispatch.common import memory
-from . import launches, rows
-from .gluon_names import cp_async, mma_v2
-from .sparse_flash_attention_hopper import locate, slots
+from ...dispatch.common import memory
+from ..common import launches, rows
+from ..common.gluon_names import cp_async, mma_v2
+from .sparse_flash_attention import locate, slots
 
 LOWEST = gl.constexpr(-1e30)
 
@@ -173,7 +173,7 @@ def merge(
 def tile_of(count: int, heads: int, entries: int) -> int:
     """Keys a program, 0 where the other kernels are faster.  Measured on one H200, 2026-11, 2048
     keys: 128 heads, 1 / 2 / 4 rows in tiles of 128 took 9.8 / 16.4 / 29.5 us, on
-    sparse_flash_attention_hopper 14.0 / 17.1 / 18.4 (tiles of 64: 9.9 / 17.7 / 34.1); 16 heads,
+    sparse_flash_attention 14.0 / 17.1 / 18.4 (tiles of 64: 9.9 / 17.7 / 34.1); 16 heads,
     1 / 2 / 4 / 8 rows in tiles of 32 6.9 / 7.8 / 10.5 / 17.6, there 11.4 / 11.9 / 13.4 / 16.4
     (tiles of 16, 64: 7.2, 7.3 for one row)."""
     if entries > 2048:

@@ -22,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu, launches
-from .gluon_names import barrier, reinterpret, tma_load, tma_store
-from .nz_matmul_hopper import DTYPES, describe, describe_rows
-from .rotation_hopper import rotate
-from .tiling import power_of_two
+from ..common import gpu, launches
+from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ..common.tiling import power_of_two
+from .nz_matmul import DTYPES, describe, describe_rows
+from .rotation import rotate
 
 COLUMNS = 128
 

@@ -58,8 +58,8 @@ def plain(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Til
 
 
 def hopper(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
-    """For nz_matmul_hopper.  The memory is kept busy by what all programs of a multiprocessor have
-    asked for, so shared memory is filled; the best on one H200, 2026-11, for the sizes of
+    """For hopper/nz_matmul.py.  The memory is kept busy by what all programs of a multiprocessor
+    have asked for, so shared memory is filled; the best on one H200, 2026-11, for the sizes of
     DeepSeek-V3.2."""
     tile, warps, columns = max(8, power_of_two(tokens)), 4, 64
     # a step costs much the same whatever its depth
@@ -85,8 +85,9 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Ti
 
 
 def whole_depth(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling | None:
-    """For nz_matmul_hopper when what follows a product is done at its end: K in one run; 64 columns
-    a program or, of more than 128 tokens, 128.  None where multiprocessors would have none."""
+    """For hopper/nz_matmul.py when what follows a product is done at its end: K in one run; 64
+    columns a program or, of more than 128 tokens, 128.  None where multiprocessors would have
+    none."""
     if _blocks(1, sizes, 1, 64) <= processors // 2:
         return None
     if tokens > 128:

@@ -35,9 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import rows
-from .gluon_names import barrier, cp_async
-from .sparse_flash_attention import placed, slot_of
+from ..common import rows
+from ..common.gluon_names import barrier, cp_async
+from ..common.selection import placed, slot_of
 
 LOWEST = gl.constexpr(-1e30)
 # barriers, for tile 0 and the next one for tile 1: the left half has arrived, the right one has;

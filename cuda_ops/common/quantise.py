@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dispatch.common import quantised
+from ...dispatch.common import quantised
 from . import gpu
 
 # what a kernel reads: floats, e4m3 that the GPU converts, e4m3 as bytes, int8

@@ -12,7 +12,7 @@ kernel leaves T' and P of every chunk, [64, 64] each, and the second walks over 
 A program of the walk owns 64 columns of one head's state, transposed, in the registers of a
 warpgroup: S^T, R^T and N^T are then the left operands of their products, which wgmma takes from
 registers, and nothing on the chain from chunk to chunk goes through shared memory.  A producer
-warp loads ahead.  Descriptors end at the sequence (see fused_attention_hopper): rows behind it are
+warp loads ahead.  Descriptors end at the sequence (see fused_attention.py): rows behind it are
 zeros, and are not written.
 """
 
@@ -32,10 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..dispatch.common import memory
-from . import launches
-from .fused_attention_hopper import at, describe, describe_row
-from .gluon_names import barrier, reinterpret, tma_load, tma_store
+from ...dispatch.common import memory
+from ..common import launches
+from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from .fused_attention import at, describe, describe_row
 
 CHUNK = 64
 

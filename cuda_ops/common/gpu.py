@@ -14,7 +14,7 @@ from functools import cache
 import torch
 import triton
 
-from ..dispatch import log
+from ...dispatch import log
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import launches
-from .gluon_names import barrier, reinterpret, tma_load
-from .rotation_hopper import pass_on, rotate
-from .tiling import Tiling
+from ..common import launches
+from ..common.gluon_names import barrier, reinterpret, tma_load
+from ..common.tiling import Tiling
+from .rotation import pass_on, rotate
 
 DTYPES = (torch.float16, torch.bfloat16)
 

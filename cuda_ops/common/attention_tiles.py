@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dispatch.common import memory
+from ...dispatch.common import memory
 from . import launches
 from .lengths import within
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_names import barrier, cp_async
+from ..common.gluon_names import barrier, cp_async
 
 LOWEST = gl.constexpr(-1e30)
 LOG2_E = gl.constexpr(1.4426950408889634)

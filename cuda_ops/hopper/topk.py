@@ -17,8 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..dispatch.common import memory
-from . import launches
+from ...dispatch.common import memory
+from ..common import launches
 
 TILE = 4096  # scores a program handles at once
 EVERY = 16  # a sample that comes with the scores has every 16th of them

@@ -24,10 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import gpu, launches, rows
-from .gluon_names import barrier, reinterpret, tma_load
-from .rows import BSND, PAGED, TND
-from .topk_hopper import EVERY
+from ..common import gpu, launches, rows
+from ..common.gluon_names import barrier, reinterpret, tma_load
+from ..common.rows import BSND, PAGED, TND
+from .topk import EVERY
 
 KEYS_AT_ONCE = gl.constexpr(64)
 LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Whole models in half precision on every device, by each way in: as near to the model in float32
+as its own code is in half precision."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from custom.dispatch import log
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
+
+from custom.integrations.transformers import register, use  # noqa: E402
+
+from .support.accuracy import assert_close_to_float64, skip_unless_taken  # noqa: E402
+from .support.models import (  # noqa: E402
+    SHARING,
+    deepseek,
+    glm,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
+)
+
+# as many keys as there are: two whose scores nearly tie may not change places at the edge
+EVERY_KEY = dict(index_topk=64)
+MODELS = {
+    "deepseek": lambda: deepseek(**EVERY_KEY),
+    "glm": lambda: glm(**EVERY_KEY),
+    "glm that shares": lambda: glm(**EVERY_KEY | SHARING),
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+}
+SPARSE, LINEAR = list(MODELS)[:3], list(MODELS)[3:]
+CASES = [
+    *((name, "use()", kind) for name in SPARSE for kind in ("dynamic",)),
+    *((name, "custom_sparse", kind) for name in SPARSE for kind in ("dynamic", "static")),
+    *((name, "use()", kind) for name in LINEAR for kind in ("dynamic", "static")),
+]
+PARTS = (25, 1, 1, 8, 1)
+
+
+@torch.inference_mode()
+def stepped(model, ids, kind):
+    """Logits of the texts, which go in by `PARTS`."""
+    if kind == "static":
+        cache = transformers.StaticCache(config=model.config, max_cache_len=sum(PARTS))
+    else:
+        cache = transformers.DynamicCache(config=model.config)
+    parts = ids.to(model.device).split(PARTS, 1)
+    return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name, way, kind", CASES)
+def test_logits_are_as_near_as_the_model_s_own(name, way, kind, dtype, device, backend):
+    skip_unless_taken(dtype, device, backend)
+    model, ids = MODELS[name](), torch.randint(1, 128, (3, sum(PARTS)))
+    rounded = copy.deepcopy(model).to(dtype)
+    ours = copy.deepcopy(rounded).to(device)
+    for half, whole in zip(rounded.parameters(), model.parameters(), strict=True):
+        whole.data.copy_(half)
+    exact, own = stepped(model, ids, kind), stepped(rounded, ids, kind)
+    if way == "custom_sparse":
+        ours.set_attn_implementation(register())
+    before = sum(count for (_, ran), count in log.calls.items() if ran == backend)
+    with use(page_size=16) if way == "use()" else nullcontext():
+        got = stepped(ours, ids, kind)
+    after = sum(count for (_, ran), count in log.calls.items() if ran == backend)
+    assert got.device.type == device.type
+    assert after - before >= 3 * len(PARTS)  # of the layers three and more are ours
+    assert_close_to_float64("logits", got, own, exact.double())
