@@ -70,3 +70,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def broadcast(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rank 0's."""
     return _collective("broadcast", lambda: functional.broadcast(x, 0, group), group)
+
+
+def in_order(gathered: Tensor) -> Tensor:
+    """[2 * size, ..] chunks in order, from [size, 2, ..]: the second ones come from the back."""
+    return torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])

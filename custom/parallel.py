@@ -25,11 +25,13 @@ from . import _collectives, merging
 from . import sparse_attention as sparse
 from ._collectives import Group, ranks
 from ._handed_along import context_parallel_delta_rule, context_parallel_kda
-from .dispatch.common import nz, paged
+from ._prefill import context_parallel_prefill, zigzag
+from .dispatch.common import nz
 from .dispatch.common.layout import lengths_of_rows
 
 __all__ = [
     "all_reduce",
+    "context_parallel_attention",
     "context_parallel_decode",
     "context_parallel_delta_rule",
     "context_parallel_kda",
@@ -114,13 +116,8 @@ def row_parallel_indexer(
 
     mine = (chunk(rank), chunk(2 * size - 1 - rank))
     both = torch.stack([pad(x, (0, 0, 0, 0, 0, n - x.shape[-3]), value=-1) for x in mine])
-    rows = _in_order(_collectives.all_gather(both, at))
+    rows = _collectives.in_order(_collectives.all_gather(both, at))
     return rows.flatten(0, 1)[:total] if packed else rows.movedim(0, 1).flatten(1, 2)[:, :total]
-
-
-def _in_order(gathered: Tensor) -> Tensor:
-    """[2 * size, ..] chunks in order, from [size, 2, ..]: the second ones come from the back."""
-    return torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])
 
 
 def shard(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -168,6 +165,25 @@ def tensor_parallel_attention(
     if not (check_equal or broadcast):
         return sparse.npu_sparse_attention_pto(**layer, **options)
     x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
+    query, query_rope, query_index, weights = _prologs(x, x.cache_index)
+    indices, _ = sparse.npu_lightning_indexer(
+        query_index, x.index_k_cache, weights, actual_seq_lengths_key=x.act_seqs,
+        block_table=x.block_table, layout_key="PA_BSND", sparse_count=x.sparse_count,
+    )  # fmt: skip
+    indices = same_selection(indices, group=group, broadcast=broadcast)
+    return sparse.npu_sparse_flash_attention(
+        query, x.kv_cache, None, indices, _scale(x), block_table=x.block_table,
+        actual_seq_lengths_kv=x.act_seqs, query_rope=query_rope, key_rope=x.kr_cache,
+        layout_kv="PA_BSND",
+    )[0]  # fmt: skip
+
+
+_PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters.values()
+_DEFAULTS = {p.name: p.default for p in _PARAMETERS if p.default is not p.empty}
+
+
+def _prologs(x: SimpleNamespace, index_slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(query, query_rope, query_index, weights), and the new rows of the three caches."""
     query, query_rope, query_norm = sparse.npu_mla_prolog_pto(
         x.x, x.w_dq, x.w_uq_qr, x.w_uk, x.w_dkv_kr, x.gamma_cq, x.gamma_ckv, x.sin, x.cos,
         x.kv_cache, x.kr_cache, x.cache_index, rmsnorm_epsilon_cq=x.rms_norm_eps,
@@ -176,24 +192,15 @@ def tensor_parallel_attention(
     )  # fmt: skip
     query_index, weights = sparse.npu_indexer_prolog_pto(
         x.x, query_norm, x.w_idx_qb, x.w_idx_k, x.w_idx_proj, x.in_gamma_k, x.in_beta_k, x.sin,
-        x.cos, x.index_k_cache, x.cache_index, ln_epsilon=x.layer_norm_eps,
+        x.cos, x.index_k_cache, index_slots, ln_epsilon=x.layer_norm_eps,
         rope_interleaved=x.index_rope_interleaved, weight_format=x.weight_format,
     )  # fmt: skip
-    indices, _ = sparse.npu_lightning_indexer(
-        query_index, x.index_k_cache, weights, actual_seq_lengths_key=x.act_seqs,
-        block_table=x.block_table, layout_key="PA_BSND", sparse_count=x.sparse_count,
-    )  # fmt: skip
-    indices = same_selection(indices, group=group, broadcast=broadcast)
-    scale = x.softmax_scale or (x.w_uk.shape[1] + x.sin.shape[-1]) ** -0.5
-    return sparse.npu_sparse_flash_attention(
-        query, x.kv_cache, None, indices, scale, block_table=x.block_table,
-        actual_seq_lengths_kv=x.act_seqs, query_rope=query_rope, key_rope=x.kr_cache,
-        layout_kv="PA_BSND",
-    )[0]  # fmt: skip
+    return query, query_rope, query_index, weights
 
 
-_PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters.values()
-_DEFAULTS = {p.name: p.default for p in _PARAMETERS if p.default is not p.empty}
+def _scale(x: SimpleNamespace) -> float:
+    plain, rotary = x.w_uk.shape[1], x.sin.shape[-1]
+    return float((plain + rotary) ** -0.5 if x.softmax_scale is None else x.softmax_scale)
 
 
 def delta_rule_heads(key_heads: int, value_heads: int, *, group: Group) -> tuple[slice, slice]:
@@ -208,6 +215,29 @@ def delta_rule_heads(key_heads: int, value_heads: int, *, group: Group) -> tuple
     mine, keys = value_heads // size, max(1, key_heads // size)
     first = rank * key_heads // size
     return slice(first, first + keys), slice(rank * mine, (rank + 1) * mine)
+
+
+def context_parallel_attention(
+    layer: Mapping[str, Any],
+    *,
+    group: Group,
+    index_block_table: Tensor,
+    index_cache_index: Tensor,
+    interleave: int = 1,
+    replicate_index: bool = True,
+    **options: Any,
+) -> Tensor:
+    """`npu_sparse_attention_pto` of a decode step, by `context_parallel_decode`.
+
+    `layer` has this rank's heads (`shard_layer`), its shard of the latents' caches, their
+    `block_table` and their `cache_index` (`shard_slots`); the index keys have their own two.
+    """
+    x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
+    return context_parallel_decode(
+        *_prologs(x, index_cache_index), x.kv_cache, x.kr_cache, x.index_k_cache, x.block_table,
+        x.act_seqs, group=group, softmax_scale=_scale(x), index_block_table=index_block_table,
+        sparse_count=x.sparse_count, interleave=interleave, replicate_index=replicate_index,
+    )  # fmt: skip
 
 
 def context_parallel_decode(
@@ -318,80 +348,3 @@ def _merged_selection(
     came = _collectives.all_gather(sent, at)
     merged, _ = merging.npu_merge_topk(came[:, 0].view(torch.float32), came[:, 1], count)
     return merged.view(B, S, 1, count)
-
-
-def zigzag(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's rows of `dim`: of 2 * size equal chunks one from the front, one from the back."""
-    _, rank, size = ranks(group)
-    if x.shape[dim] % (2 * size):
-        raise ValueError(
-            f"custom.parallel: dimension {dim} of shape {list(x.shape)} cannot be cut into "
-            f"{2 * size} chunks, two for each of {size} ranks. Pad it in front."
-        )
-    chunks = x.chunk(2 * size, dim)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
-
-
-def context_parallel_prefill(
-    query: Tensor,
-    query_rope: Tensor,
-    query_index: Tensor,
-    weights: Tensor,
-    rows: Mapping[str, Tensor],
-    caches: Mapping[str, Tensor],
-    cache_index: Tensor,
-    block_table: Tensor,
-    act_seqs: Tensor,
-    *,
-    group: Group,
-    softmax_scale: float,
-    sparse_count: int = 2048,
-) -> Tensor:
-    """The attention of S new tokens a request, whose rows are dealt out to the ranks (`zigzag`).
-
-    The ranks' new cache rows are gathered as bytes in one tensor, whatever their dtypes, and
-    written into every rank's caches; each rank then selects and attends for its rows.
-
-    Args:
-        query: [B, S / size, N, R] this rank's rows, all heads.
-        query_rope: [B, S / size, N, Dr].
-        query_index: [B, S / size, Ni, Di].
-        weights: [B, S / size, Ni].
-        rows: this rank's new rows [B, S / size, D] by the cache's name: "kv", "kr", "index".
-        caches: whole caches [pages, P, 1, D] under the same names, updated in place.
-        cache_index: [B, S] slots of all new tokens in order; negative: not written.
-        block_table: [B, max_pages].
-        act_seqs: [B] lengths with the new tokens.
-        group: ProcessGroup or 1-D DeviceMesh.
-        softmax_scale: factor of the logits.
-        sparse_count: positions attended to by a query, at most.
-
-    Returns:
-        [B, S / size, N, R], of this rank's rows.
-    """
-    at, rank, size = ranks(group)
-    B, mine = query.shape[:2]
-    n = mine // 2
-    wire = torch.cat([rows[name].contiguous().view(torch.uint8) for name in caches], -1)
-    came = _in_order(_collectives.all_gather(wire.unflatten(1, (2, n)).movedim(1, 0), at))
-    came = came.movedim(0, 1).reshape(B * 2 * size * n, -1)
-    widths = [rows[name].shape[-1] * rows[name].dtype.itemsize for name in caches]
-    for cache, part in zip(caches.values(), came.split(widths, -1), strict=True):
-        paged.overwrite(cache, cache_index.flatten(), part.contiguous().view(cache.dtype))
-    # each chunk is a request of its own, which ends with its last row
-    first = torch.tensor([rank, 2 * size - 1 - rank], device=act_seqs.device)
-    ends = act_seqs[:, None] - (2 * size - 1 - first) * n
-    ends = ends.clamp(min=0).flatten().to(act_seqs.dtype)
-    tables = block_table.repeat_interleave(2, 0)
-    q, q_rope, q_index, w = (
-        x.reshape(2 * B, n, *x.shape[2:]) for x in (query, query_rope, query_index, weights)
-    )
-    indices, _ = sparse.npu_lightning_indexer(
-        q_index, caches["index"], w, actual_seq_lengths_key=ends, block_table=tables,
-        layout_key="PA_BSND", sparse_count=sparse_count,
-    )  # fmt: skip
-    out, _, _ = sparse.npu_sparse_flash_attention(
-        q, caches["kv"], None, indices, softmax_scale, block_table=tables,
-        actual_seq_lengths_kv=ends, query_rope=q_rope, key_rope=caches["kr"], layout_kv="PA_BSND",
-    )  # fmt: skip
-    return out.view(query.shape)

@@ -348,24 +348,16 @@ def prologs_write_into_shards(group, rank, size):
         step.act = layer["act_seqs"]
         positions = before[:, None] + torch.arange(S)
         slots = custom.shard_slots(positions, step.own_table, P, rank, size, interleave)
+        mine |= dict(kv_cache=kv, kr_cache=kr, block_table=step.own_table)
         for _ in range(2):
-            query, rope, norm = custom.npu_mla_prolog_pto(
-                *(mine[n] for n in ("x", "w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "gamma_cq")),
-                mine["gamma_ckv"], mine["sin"], mine["cos"], kv, kr, slots,
-            )  # fmt: skip
-            index, weights = custom.npu_indexer_prolog_pto(
-                mine["x"], norm, *(mine[n] for n in ("w_idx_qb", "w_idx_k", "w_idx_proj")),
-                mine["in_gamma_k"], mine["in_beta_k"], mine["sin"], mine["cos"],
-                mine["index_k_cache"], mine["cache_index"],
+            out = parallel.context_parallel_attention(
+                mine | dict(cache_index=slots),
+                group=group, index_block_table=step.table, interleave=interleave,
+                index_cache_index=mine["cache_index"], sparse_count=16,
             )  # fmt: skip
             for got, cache in ((kv, "kv_cache"), (kr, "kr_cache")):
                 expected = step.shard_of(whole[cache])
                 torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-            out = parallel.context_parallel_decode(
-                query, rope, index, weights, kv, kr, mine["index_k_cache"], step.own_table,
-                step.act, group=group, softmax_scale=32**-0.5, sparse_count=16,
-                index_block_table=step.table, interleave=interleave,
-            )  # fmt: skip
             torch.testing.assert_close(out, wanted[:, :, 2 * rank : 2 * rank + 2], **CLOSE)
 
 

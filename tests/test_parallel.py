@@ -5,7 +5,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +19,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 from . import parallel_ranks
 
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.xdist_group("parallel")
 EVERYWHERE = (
     "rows_of_the_indexer",
@@ -109,3 +114,21 @@ def test_a_rank_that_is_gone_is_an_error_with_names(fault, tmp_path):
         assert "\n" not in said and seconds < 15
     for process in processes:
         process.kill()
+
+
+def test_the_bench_checks_and_times_every_row(tmp_path):
+    """torchrun -m custom.bench.parallel, at sizes for a CPU."""
+    table = tmp_path / "rows.csv"
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m custom.bench.parallel"
+    options = ["--device", "cpu", "--quick", "--csv", str(table)]
+    done = subprocess.run(
+        [sys.executable, *command.split(), *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = table.read_text().splitlines()
+    assert len(rows) == 7 and all(row.split(",")[0] in done.stdout for row in rows[1:3])

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from custom.dispatch.env import config
 from torch import Tensor
 
 import custom
@@ -348,6 +350,15 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
 }
 
 
+@contextmanager
+def by_reference():
+    chosen, config.backend = config.backend, "reference"
+    try:
+        yield
+    finally:
+        config.backend = chosen
+
+
 class Impossible(Exception):
     """No call has these sizes: a step of making a case smaller went too far."""
 
@@ -356,6 +367,7 @@ def build(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     """By keyword, on the CPU."""
     torch.manual_seed(case["seed"])
     try:
-        return _BUILD[KIND.get(case["op"], "sample")](case, dtype)
+        with by_reference():
+            return _BUILD[KIND.get(case["op"], "sample")](case, dtype)
     except Exception as error:
         raise Impossible(f"{type(error).__name__}: {error}") from error
