@@ -259,7 +259,7 @@ def test_what_a_plan_cannot_do_again_has_none(does):
 
 class Reads:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args: None
+        return lambda *args, **named: None
 
 
 def test_a_plan_repeats_operators_and_cuts_results():
