@@ -212,7 +212,7 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream.name)
     )
-    monkeypatch.setattr(launches, "_second_stream", lambda device: Stream("there"))
+    monkeypatch.setattr(launches, "_second_stream", lambda here: Stream("there"))
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -237,6 +237,49 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
     assert noted == [
         "there waits for elsewhere", "2.0 on there", "2.0 on elsewhere", "elsewhere waits for there"
     ]  # fmt: skip
+
+
+def test_each_stream_forks_into_one_of_its_own(monkeypatch):
+    """What one user's stream still reads would be another's new memory, or part of its graph."""
+    made: list[SimpleNamespace] = []
+
+    def stream(device: Any = None) -> SimpleNamespace:
+        made.append(SimpleNamespace(device=device))
+        return made[-1]
+
+    class User:
+        device = "cuda:0"
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    launches._second_stream.cache_clear()
+    one, two = User(), User()
+    first = launches._second_stream(one)
+    assert launches._second_stream(one) is first is not launches._second_stream(two)
+    assert [x.device for x in made] == ["cuda:0"] * 2
+    launches._second_stream.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.bool], ids=str)
+def test_a_tensor_that_shares_its_memory_keeps_its_strides(dtype, monkeypatch):
+    """Strides of sizes of 1 too, from which launchers choose kernels; older torch makes them 1."""
+    from_dlpack = torch.from_dlpack
+
+    def older(tensor: Tensor) -> Tensor:
+        assert not tensor.is_floating_point()
+        steps = [step if size > 1 else 1 for size, step in zip(*_sized(tensor), strict=True)]
+        return from_dlpack(tensor).as_strided(tensor.shape, steps)
+
+    monkeypatch.setattr(torch, "from_dlpack", older)
+    whole = torch.ones(2, 5, 3, 16).to(dtype)
+    part = whole[1:, :, 1:2]
+    own = launches._of_its_own(part)
+    assert (own.data_ptr(), own.dtype) == (part.data_ptr(), dtype)
+    assert _sized(own) == _sized(part)
+    assert own.untyped_storage()._cdata != part.untyped_storage()._cdata
+
+
+def _sized(tensor: Tensor) -> tuple[Any, Any]:
+    return tensor.shape, tensor.stride()
 
 
 @pytest.mark.parametrize(
@@ -381,7 +424,7 @@ def test_another_length_compiles_nothing_anew(shape, variants):
         which = shape(random)
         direct(which.op, which.make(torch.device("cpu"), 0))
     # the layer has several products, and top-k another kernel where a sample is not whole tiles
-    most = dict(_product=2, collect=4)
+    most = dict(_product=2, _collect=4)
     assert variants
     assert not {x: len(keys) for x, keys in variants.items() if len(keys) > most.get(x, 1)}
 

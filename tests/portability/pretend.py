@@ -2,10 +2,10 @@
 # Copyright the npu-custom-ops authors
 """One GPU that is not here: which kernels the launchers would run on it, and what those compile to.
 
-python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SHARE [PART ...]
+python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SHARE JOBS [PART ...]
 
-Compiles what KNOWN has not, and a random SHARE of what it has; of all cases, or of those whose
-`op | label` contains a PART.
+Compiles what KNOWN has not, and a random SHARE of what it has, JOBS at a time; of all cases, or of
+those whose `op | label` contains a PART.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,16 +170,19 @@ def main() -> None:
     torch.set_num_threads(1)
     pretend(capability)
     recorder = Recorder()
-    found = gather(recorder, sys.argv[5:])
+    found = gather(recorder, sys.argv[6:])
     kept = sorted(known.keys() & recorder.of)
     again = random.sample(kept, round(share * len(kept)))
     compiled = {}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TRITON_CACHE_DIR"] = scratch
-        for key in [*(recorder.of.keys() - known), *again]:
-            name, compile = recorder.of[key]
-            compiled[key] = dict(kernel=name) | in_child(compile)
-            print(f"  sm_{capability}, {triton.__version__}: {compiled[key]}", flush=True)
+        wanted = [*(recorder.of.keys() - known), *again]
+        # each in a process of its own; the threads only wait for them
+        with ThreadPoolExecutor(int(sys.argv[5])) as pool:
+            found_of = pool.map(lambda key: in_child(recorder.of[key][1]), wanted)
+            for key, what in zip(wanted, found_of, strict=True):
+                compiled[key] = dict(kernel=recorder.of[key][0]) | what
+                print(f"  sm_{capability}, {triton.__version__}: {compiled[key]}", flush=True)
     out.write_text(json.dumps(dict(triton=triton.__version__, cases=found, compiled=compiled)))
 
 
