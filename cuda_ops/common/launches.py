@@ -56,10 +56,13 @@ _here = threading.local()
 def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
     """`kernel[grid]`, noted where a launcher is being recorded; compiled and not launched inside
     `compiling`."""
-    if getattr(_here, "compiling", False):
-        return partial(kernel.warmup, grid=grid)
     recorder = getattr(_here, "recorder", None)
-    return kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
+    if getattr(_here, "compiling", False):
+        launch = partial(kernel.warmup, grid=grid)
+    else:
+        launch = kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
+    # multiply and add round once: the default up to 3.9, which warns where a launch does not say so
+    return partial(launch, enable_fp_fusion=True)
 
 
 @contextmanager
