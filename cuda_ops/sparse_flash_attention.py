@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..dispatch.common import memory
-from .common import gpu, launches, rows
+from .common import gpu, launches, quantise, rows
 from .common.combine import Parts, combine, is_chained
 from .common.selection import LOG2E, Attention, key_strides, selected, slot_of
 from .hopper import sparse_flash_attention as hopper
@@ -43,16 +43,44 @@ LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 f
 
 
 @triton.jit
-def _load(
-    base, slot, d, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr, D: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
-    """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
+def _row(
+    slot, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
+):
+    """Where the slots' rows begin in a key tensor."""
     if EVEN:
         row = slot.to(tl.int64) * i_stride
     else:
         size = PAGE if KEYS == rows.PAGED else reach
         row = (slot // size).to(tl.int64) * o_stride + (slot % size).to(tl.int64) * i_stride
+    return row
+
+
+@triton.jit
+def _scaled(
+    base, scales, slot, o_stride, i_stride, scale_o, scale_i, reach, dtype: tl.constexpr,
+    EVEN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """[keys, SIZE] that values of 8 bits stand for, 128 of them to a scale: the product in
+    float32, rounded once."""
+    tile = tl.arange(0, SIZE // 128)
+    there = slot >= 0
+    row = _row(slot, o_stride, i_stride, reach, EVEN, PAGE, KEYS)
+    at = base + row[:, None, None] + (tile * 128)[None, :, None]
+    x = tl.load(at + tl.arange(0, 128)[None, None, :], mask=there[:, None, None], other=0.0)
+    row = _row(slot, scale_o, scale_i, reach, EVEN, PAGE, KEYS)
+    scale = tl.load(scales + row[:, None] + tile[None, :], mask=there[:, None], other=0.0)
+    x = quantise.to_float16(x, KIND).to(tl.float32) * scale[:, :, None]
+    return tl.reshape(x.to(dtype), [slot.shape[0], SIZE])
+
+
+@triton.jit
+def _load(
+    base, slot, d, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
+    """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
+    row = _row(slot, o_stride, i_stride, reach, EVEN, PAGE, KEYS)
     at = base + row[:, None] + d[None, :]
     if D >= END:
         tile = tl.load(at, mask=(slot >= 0)[:, None], other=0.0)
@@ -73,19 +101,20 @@ def _load(
     ]
 )
 def _attend(
-    q, q_rope, key, key_rope, value, indices, slots, act_q, act_k, table, sinks,
-    out, part, part_max, part_sum, softmax_max, softmax_sum,
+    q, q_rope, key, key_rope, value, key_scale, value_scale, indices, slots, act_q, act_k, table,
+    sinks, out, part, part_max, part_sum, softmax_max, softmax_sum,
     scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split,
     q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
-    index_stride, slot_stride,
+    key_scale_o, key_scale_i, value_scale_o, value_scale_i, index_stride, slot_stride,
     HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
     PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
     EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr,
     HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     D_TILE: tl.constexpr, STAGES: tl.constexpr, PLACE: tl.constexpr, BRANCH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
+    """KIND: what keys and values are; those of 8 bits have scales and come in one tile."""
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     program = tl.program_id(0)
     split = program // HEAD_TILES % SPLITS
@@ -127,7 +156,13 @@ def _attend(
         acc2 = tl.zeros([HEAD_TILE, RIGHT], tl.float32)
     for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
         slot = tl.load(slots + n + tl.arange(0, KEY_TILE))
-        k_tile = _load(key, slot, d, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+        if KIND == quantise.PLAIN:
+            k_tile = _load(key, slot, d, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+        else:
+            k_tile = _scaled(
+                key, key_scale, slot, key_o, key_i, key_scale_o, key_scale_i, reach, q_tile.dtype,
+                EVEN, PAGE, KEYS, R, KIND,
+            )  # fmt: skip
         if RIGHT > 0:
             k_tile2 = _load(key, slot, e, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT)
         if D > 0:
@@ -155,7 +190,13 @@ def _attend(
             row_max = new_max
             p = weight.to(k_tile.dtype)
         if not SHARED:
-            k_tile = _load(value, slot, d, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+            if KIND == quantise.PLAIN:
+                k_tile = _load(value, slot, d, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+            else:
+                k_tile = _scaled(
+                    value, value_scale, slot, value_o, value_i, value_scale_o, value_scale_i,
+                    reach, q_tile.dtype, EVEN, PAGE, KEYS, R, KIND,
+                )  # fmt: skip
             if RIGHT > 0:
                 k_tile2 = _load(
                     value, slot, e, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT
@@ -293,13 +334,43 @@ def forward(
     sinks: Tensor | None,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return attend(
+        query, key, key if value is None else value, query_rope, key_rope, None, None,
+        sparse_indices, scale_value, block_table, actual_seq_lengths_query, actual_seq_lengths_kv,
+        sparse_block_size, layout_query, layout_kv, sparse_mode, return_softmax_lse, sinks,
+    )  # fmt: skip
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    return_softmax_lse: bool,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_max, softmax_sum) over keys and values that are floats, or of 8 bits with
+    scales [.., 4]."""
     device = query.device
-    value = key if value is None else value
+    kind = quantise.PLAIN.value
+    if key_scale is not None:
+        (key, kind), (value, _) = quantise.to_read(key), quantise.to_read(value)
     heads, rank = query.shape[-2], query.shape[-1]
     out = memory.empty(query.shape, query.dtype, device)
     plan = rows.plan(
-        query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table, layout_query,
-        layout_kv, sparse_mode,
+        query, key, lengths_query, lengths_key, block_table, layout_query, layout_kv, sparse_mode,
     )  # fmt: skip
     shape: tuple[int, ...] = (0,)
     if return_softmax_lse:  # [B, 1, S, N] and [1, T, N]: both lie as [rows, N]
@@ -318,17 +389,27 @@ def forward(
         0 if query_rope is None else query_rope.shape[-1],
     )  # fmt: skip
     even = all(_even(each, layout_kv) for each in (key, kr, value))
-    together = even and not _apart(key, value)
+    together = key_scale is None and even and not _apart(key, value)
     if together and decode.supports(call):
         decode.launch(call)
     elif together and hopper.supports(call):
         hopper.launch(call)
     else:
-        _plain(call, value, layout_kv, even)
+        scales = (key, value) if key_scale is None else (key_scale, value_scale)
+        _plain(call, value, layout_kv, even, kind, *scales)
     return out, softmax_max, softmax_sum
 
 
-def _plain(call: Attention, value: Tensor, layout_kv: str, even: bool) -> None:
+def _plain(
+    call: Attention,
+    value: Tensor,
+    layout_kv: str,
+    even: bool,
+    kind: int,
+    key_scale: Tensor,
+    value_scale: Tensor,
+) -> None:
+    """`kind` says whether keys and values are floats; then their scales are not read."""
     (count, heads, rank), device, entries = call.q.shape, call.q.device, call.entries
     apart = _apart(call.key, value)
     tile = tiles(count, heads, entries, rank, call.rope, apart, device)
@@ -336,16 +417,20 @@ def _plain(call: Attention, value: Tensor, layout_kv: str, even: bool) -> None:
     parts = Parts.of(tile.splits, count * heads, rank, call.softmax_max)
     per_split = triton.cdiv(triton.cdiv(entries, tile.splits), tile.keys) * tile.keys
     slots = memory.empty((count, tile.splits * per_split), torch.int32, device)
+    steps = [s for each in (key_scale, value_scale) for s in rows.strides(each, layout_kv)]
+    names = ("key_scale_o", "key_scale_i", "value_scale_o", "value_scale_i")
+    scale_strides = dict(zip(names, steps, strict=True))
     launches.kernel(_attend, count * tile.splits * triton.cdiv(heads, tile.heads))(
-        call.q, call.qr, call.key, call.kr, value, call.index, slots,
+        call.q, call.qr, call.key, call.kr, value, key_scale, value_scale, call.index, slots,
         sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
         part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
         softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=entries,
         per_split=per_split, **call.query_strides, HEADS=heads, SPLITS=tile.splits,
         HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0,
         **call.plan.arguments, **call.plan.constants,
-        **key_strides(call.key, call.kr, value, layout_kv), index_stride=call.index.stride(0),
-        slot_stride=slots.stride(0), R=rank, D=call.rope, SPAN=call.span, EVEN=even,
+        **key_strides(call.key, call.kr, value, layout_kv), **scale_strides, KIND=kind,
+        index_stride=call.index.stride(0), slot_stride=slots.stride(0), R=rank, D=call.rope,
+        SPAN=call.span, EVEN=even,
         SHARED=not apart, CHAINED=is_chained(device, tile.splits),
         PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
         HEAD_TILE=tile.heads, KEY_TILE=tile.keys, LEFT=tile.left, RIGHT=tile.right,

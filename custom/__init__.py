@@ -56,8 +56,11 @@ from .merging import (  # noqa: E402
     shard_slots,
 )
 from .quantised import (  # noqa: E402
+    flash_mla_sparse_fp8,
     hadamard,
     npu_index_cache_write,
+    npu_kv_quant_sparse_flash_attention,
+    npu_kv_quant_sparse_flash_attention_lse,
     npu_latent_cache_write,
     npu_quant_lightning_indexer,
     npu_quant_lightning_indexer_scores,
@@ -86,6 +89,7 @@ __all__ = [
     "compute_index_loss_sparse",
     "config",
     "convert_rows",
+    "flash_mla_sparse_fp8",
     "from_nz",
     "fused_sigmoid_gating_delta_rule_update",
     "hadamard",
@@ -103,6 +107,8 @@ __all__ = [
     "npu_gated_rms_norm",
     "npu_index_cache_write",
     "npu_indexer_prolog_pto",
+    "npu_kv_quant_sparse_flash_attention",
+    "npu_kv_quant_sparse_flash_attention_lse",
     "npu_latent_cache_write",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",

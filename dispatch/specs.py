@@ -26,6 +26,8 @@ OPS = (
     "lightning_indexer_grad",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",
+    "kv_quant_sparse_flash_attention",
+    "kv_quant_sparse_flash_attention_lse",
     "quant_lightning_indexer",
     "quant_lightning_indexer_scores",
     "hadamard",
