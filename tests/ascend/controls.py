@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import importlib.util
-import linecache
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -54,19 +53,15 @@ def plant_text(file: str, text: str) -> None:
     name = f"custom.npu_ops.{file}"
     if name in sys.modules:
         raise RuntimeError(f"{name} is imported already: what is planted would not be met")
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) / f"{file}.py"
-        scratch.write_text(text)
-        # the JIT reads the sources of its functions, and once more when it compiles them: without
-        # a time of the file the cache is not compared with it
-        lines = text.splitlines(keepends=True)
-        linecache.cache[str(scratch)] = (len(text), None, lines, str(scratch))
-        spec = importlib.util.spec_from_file_location(name, scratch)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        setattr(sys.modules["custom.npu_ops"], file, module)
-        spec.loader.exec_module(module)
+    # it stays: the JIT reads the sources of its functions, and again when it compiles them
+    scratch = Path(tempfile.mkdtemp()) / f"{file}.py"
+    scratch.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, scratch)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    setattr(sys.modules["custom.npu_ops"], file, module)
+    spec.loader.exec_module(module)
 
 
 def _attempt(control: Control, case: Case, file: str) -> tuple[bool, str]:
