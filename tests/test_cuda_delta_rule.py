@@ -217,7 +217,7 @@ def test_chunks_of_both_kernels(lengths, monkeypatch):
     monkeypatch.setattr(chunk, "_plain", lambda *args: taken.append(True) or plain(*args))
     out, state = custom.npu_chunk_gated_delta_rule(**x)
     assert not taken
-    monkeypatch.setattr(chunk, "_suits_hopper", lambda *args: False)
+    monkeypatch.setattr(chunk.hopper, "supports", lambda *args: False)
     want, want_state = custom.npu_chunk_gated_delta_rule(**x)
     assert taken
     for got, other in ((out, want), (state, want_state)):

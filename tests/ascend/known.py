@@ -90,6 +90,7 @@ _CHAIN = "a chunk needs the state of the one before: there is nothing to work on
 _TURNS = {
     "lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
     "chunk_gated_delta_rule.walk": _CHAIN,
+    "chunk_kda.walk": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
 }
@@ -102,6 +103,7 @@ _OLDEST = {
     "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
+    "chunk_kda.walk": _CARRIED,
     "chunk_gated_delta_rule_grad.walk_states": _CARRIED,
     "chunk_gated_delta_rule_grad.walk_grads": _CARRIED,
     "indexer_loss.head_sums": "whole tiles, loaded and stored without a mask, are not shared",

@@ -128,6 +128,12 @@ def _lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     )
 
 
+def _lightning_indexer_scores(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    arguments = _lightning_indexer(m, B, S)
+    del arguments["return_value"]
+    return arguments
+
+
 def _lightning_indexer_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     return dict(
         query=m.normal(B, S, 4, DI),
@@ -169,9 +175,28 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize == 2 else torch.bfloat16
 
 
+def _kv_quant_sparse_flash_attention(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    rows = torch.zeros(B, 32, 1, 656, dtype=torch.int8, device=m.device)
+    custom.npu_latent_cache_write(
+        m.normal(B * 32, 512), m.normal(B * 32, 64, dtype=_narrow(m.dtype)), rows,
+        torch.arange(B * 32, device=m.device), kind="int8", row_layout="nope_rope_scale",
+    )  # fmt: skip
+    return dict(
+        query=m.normal(B, S, 4, 576),
+        key=rows,
+        value=rows,
+        sparse_indices=m.shuffled(B, S, 1, 8, high=32),
+        scale_value=0.2,
+        key_quant_mode=2,
+        value_quant_mode=2,
+        attention_mode=2,
+    )
+
+
 def _quant_lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    weights = torch.float32 if m.dtype is torch.float64 else m.dtype
     q, weights, scale = custom.quantize_index_query(
-        m.normal(B, S, 4, 128), m.normal(B, S, 4, dtype=_narrow(m.dtype)), kind="int8", fold=False
+        m.normal(B, S, 4, 128), m.normal(B, S, 4, dtype=weights), kind="int8", fold=False
     )
     keys, _, by = custom.quantize_index_query(
         m.normal(B, 21, 1, 128), m.normal(B, 21, 1), kind="int8", fold=False
@@ -422,9 +447,12 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_mla_prolog_pto": _mla_prolog_pto,
     "npu_indexer_prolog_pto": _indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,
+    "npu_lightning_indexer_scores": _lightning_indexer_scores,
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
+    "npu_kv_quant_sparse_flash_attention": _kv_quant_sparse_flash_attention,
+    "npu_kv_quant_sparse_flash_attention_lse": _kv_quant_sparse_flash_attention,
     "npu_quant_lightning_indexer": _quant_lightning_indexer,
     "npu_quant_lightning_indexer_scores": _quant_lightning_indexer,
     "npu_hadamard": _hadamard,
