@@ -162,7 +162,7 @@ def unsupported(x: Tensor, conv_states: Tensor, **_: Any) -> str | None:
     return None
 
 
-def forward(
+def launch(
     x: Tensor,
     conv_states: Tensor,
     weight: Tensor,
@@ -176,7 +176,7 @@ def forward(
     intermediate_conv_window: Tensor | None,
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
-    zeroed: Tensor | None = None,
+    zeroed: Tensor | None,
 ) -> Tensor:
     """`zeroed` [N, i]: of the kernel that follows, chained to this one, and set to zeros by it."""
     channels, width = x.shape[-1], weight.shape[0]
@@ -203,3 +203,8 @@ def forward(
         num_warps=max(1, min(4, BD // 64)),
     )  # fmt: skip
     return out
+
+
+def forward(**x: Any) -> Tensor:
+    """The op by itself."""
+    return launch(**x, zeroed=None)

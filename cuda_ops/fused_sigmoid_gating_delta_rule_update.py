@@ -470,7 +470,7 @@ def unsupported(k: Tensor, v: Tensor, **_: Any) -> str | None:
     return None
 
 
-def forward(
+def launch(
     A_log: Tensor,
     a: Tensor,
     dt_bias: Tensor,
@@ -492,7 +492,7 @@ def forward(
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
     lower_bound: float | None,
-    epilogue: Epilogue | None = None,
+    epilogue: Epilogue | None,
 ) -> Tensor:
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
@@ -537,3 +537,8 @@ def forward(
         num_warps=warps, maxnreg=registers, **({"launch_pdl": True} if chained else {}),
     )  # fmt: skip
     return out
+
+
+def forward(**x: Any) -> Tensor:
+    """The op by itself."""
+    return launch(**x, epilogue=None)

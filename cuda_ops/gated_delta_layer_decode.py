@@ -33,10 +33,10 @@ def unsupported(**x: Any) -> str | None:
 def forward(**x: Any) -> Tensor:
     z = x["z"]
     arrived = memory.empty([z.shape[0], z.shape[2]], torch.int32, z.device)
-    mixed = convolution.forward(**gated_delta.convolution(x), zeroed=arrived)
+    mixed = convolution.launch(**gated_delta.convolution(x), zeroed=arrived)
     normed = memory.empty(z.shape, z.dtype, z.device)
     epilogue = rule.Epilogue(
         z, x["norm_weight"], arrived, normed, x["epsilon"], x["gate_activation"] != "sigmoid"
     )
-    rule.forward(**gated_delta.delta_rule(x, mixed), epilogue=epilogue)
+    rule.launch(**gated_delta.delta_rule(x, mixed), epilogue=epilogue)
     return normed
