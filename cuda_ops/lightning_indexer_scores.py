@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .lightning_indexer import select, unsupported
+from .lightning_indexer import scaled_scores, select, unsupported
 
 __all__ = ["forward", "unsupported"]
 
@@ -23,10 +23,10 @@ def forward(
     layout_key: str,
     sparse_count: int,
     sparse_mode: int,
-    pre_tokens: int,
-    next_tokens: int,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
-    return select(
+    scored = scaled_scores(
         query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode, torch.float32,
     )  # fmt: skip
+    return select(scored)
