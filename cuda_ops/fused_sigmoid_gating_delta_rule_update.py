@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import launches
+from .common.chunks import softplus
 from .common.gpu import INTERPRETED
 from .common.lengths import within
 
@@ -45,16 +46,6 @@ def _wide(x, zero):
     else:
         wide = x.to(tl.float32)
     return wide
-
-
-@triton.jit
-def _softplus(x, beta, threshold):
-    bx = x * beta
-    y = tl.exp(tl.minimum(bx, threshold))
-    # log1p(y), right to the last bits where 1 + y rounds: log(w) y / (w - 1)
-    w = 1.0 + y
-    log1p = tl.where(w == 1.0, y, tl.log(w) * (y / tl.where(w == 1.0, 1.0, w - 1.0)))
-    return tl.where(bx <= threshold, log1p / beta, x)
 
 
 @triton.jit
@@ -159,7 +150,7 @@ def _gates(
     if BOUNDED:
         decay = tl.exp(lower_bound / (1.0 + tl.exp(-rate * x)))
     else:
-        decay = tl.exp(-rate * _softplus(x, softplus_beta, softplus_threshold))
+        decay = tl.exp(-rate * softplus(x, softplus_beta, softplus_threshold))
     beta = 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
     return q_wide, k_wide, scale, unit, qk, decay, beta
 
@@ -451,7 +442,6 @@ def forward(
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
     lower_bound: float | None,
-    chosen: tuple[int, int, int, int | None] | None = None,
 ) -> Tensor:
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
@@ -466,7 +456,7 @@ def forward(
     tokens = T if cu_seqlens is None else triton.cdiv(T, N)
     one = T == 1 and cu_seqlens is None
     half = pool.element_size() == 2
-    BV, count, warps, registers = chosen or tiles(state_layout, half, V, BK, N * HV, tokens)
+    BV, count, warps, registers = tiles(state_layout, half, V, BK, N * HV, tokens)
     # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
     KI = BK if tokens == 1 and not half else min(BK, 128 // pool.element_size())
     launches.kernel(_delta_rule_kernel, N * HV * triton.cdiv(V, BV * count))(

@@ -229,7 +229,9 @@ def forward(
     pre_tokens: int,
     next_tokens: int,
     return_value: bool,
+    value_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Values in the dtype of `query`, unless another is asked for."""
     plan = ragged.plan(
         query, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
         layout_query, layout_key, sparse_mode,
@@ -237,7 +239,8 @@ def forward(
     shape = [*query.shape[:-2], 1, sparse_count]
     heads = query.shape[-2]
     indices = memory.empty(shape, torch.int32, query.device)
-    chosen = memory.empty(shape if return_value else [0], query.dtype, query.device)
+    kind = query.dtype if value_dtype is None else value_dtype
+    chosen = memory.empty(shape if return_value else [0], kind, query.device)
     if plan.rows == 0 or plan.reach == 0 or key.numel() == 0:
         return indices.fill_(-1), chosen.zero_()
 

@@ -34,6 +34,9 @@ FILES = (
     "test_fused_sigmoid_gating_delta_rule_update.py",
     "test_chunk_gated_delta_rule.py",
     "test_chunk_gated_delta_rule_grad.py",
+    "test_causal_conv1d.py",
+    "test_causal_conv1d_update.py",
+    "test_gated_rms_norm.py",
     "test_indexer_loss.py",
     "test_sparse_lightning_indexer_grad_kl_loss.py",
     "test_merging.py",
@@ -213,7 +216,7 @@ def test_chunks_of_both_kernels(lengths, monkeypatch):
     monkeypatch.setattr(chunk, "_plain", lambda *args: taken.append(True) or plain(*args))
     out, state = custom.npu_chunk_gated_delta_rule(**x)
     assert not taken
-    monkeypatch.setattr(chunk, "_suits_hopper", lambda *args: False)
+    monkeypatch.setattr(chunk.hopper, "supports", lambda *args: False)
     want, want_state = custom.npu_chunk_gated_delta_rule(**x)
     assert taken
     for got, other in ((out, want), (state, want_state)):

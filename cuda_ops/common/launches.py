@@ -46,6 +46,8 @@ PIECE = 2**20
 _APART = 256  # bytes to which the pieces are aligned, as allocations are
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, tl.dtype, tl.constexpr)
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 Step = Callable[["_Run"], None]
 
 _here = threading.local()
@@ -76,8 +78,10 @@ def compiling(executor: Executor) -> Iterator[None]:
 
 
 @cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _second_stream(here: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for each stream: memory of a stream is used again without asking what other streams still
+    read of it, and a captured stream takes the one that it forks into with it."""
+    return torch.cuda.Stream(here.device)
 
 
 class Side:
@@ -85,7 +89,8 @@ class Side:
     `stream()` it is the current one.  An op has one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._here, self._there = torch.cuda.current_stream(device), _second_stream(device)
+        self._here = torch.cuda.current_stream(device)
+        self._there = _second_stream(self._here)
         _note(lambda run: setattr(run, "side", Side(device)))
 
     def fork(self) -> None:
@@ -401,8 +406,10 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _of_its_own(tensor: Tensor) -> Tensor:
-    """The same memory under a storage of its own."""
-    return torch.from_dlpack(tensor.detach())
+    """The same memory under a storage of its own, with the same strides also where a size is 1:
+    DLPack of older torch has its own there, and no float8."""
+    bits = tensor.detach().view(_BITS[tensor.itemsize])
+    return torch.from_dlpack(bits).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:

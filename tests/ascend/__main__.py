@@ -14,7 +14,7 @@ from types import ModuleType
 
 from custom.npu_ops import tune
 
-from . import controls, isolated, known, models, mutants, ops, report, retry, store
+from . import controls, isolated, known, limits, models, mutants, ops, report, retry, store
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
@@ -192,6 +192,8 @@ def main() -> int:
         failures += report.forgotten_kernels(distinct)
         failures += [f"{x}: nothing shows it any more" for x in known.unused()]
         failures += mutants.unmatched()
+        for _, broken in isolated.each(limits.broken, [()], 1):
+            failures += [str(broken)] if isinstance(broken, isolated.Crash) else broken
         told, refused = retry.run(chosen.jobs)
         failures += refused
         print("\n".join(told))

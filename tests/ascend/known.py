@@ -74,6 +74,10 @@ _SCALAR = {
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
     "indexer_loss.gather": "one index a row, and the row is one copy",
+    "gated_rms_norm.normalise": _SUMS,
+    "gated_rms_norm_grad.through": _SUMS,
+    "causal_conv1d.finish": "a sequence's prefix sums, beside whole rows",
+    "causal_conv1d_update.update": "a sequence's slot and row, a token's parent, beside whole rows",
     "fused_sigmoid_gating_delta_rule_update.update": "a head's gates, about 16 numbers a token",
     "chunk_gated_delta_rule.walk": _CHUNK,
     "chunk_gated_delta_rule_grad.walk_states": _CHUNK,
@@ -86,6 +90,7 @@ _CHAIN = "a chunk needs the state of the one before: there is nothing to work on
 _TURNS = {
     "lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
     "chunk_gated_delta_rule.walk": _CHAIN,
+    "chunk_kda.walk": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
 }
@@ -98,6 +103,7 @@ _OLDEST = {
     "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
+    "chunk_kda.walk": _CARRIED,
     "chunk_gated_delta_rule_grad.walk_states": _CARRIED,
     "chunk_gated_delta_rule_grad.walk_grads": _CARRIED,
     "indexer_loss.head_sums": "whole tiles, loaded and stored without a mask, are not shared",

@@ -3,8 +3,8 @@
 """Mechanical mistakes, one at a time, in every kernel and launcher: does a case notice?
 
 A mutant is caught if a case of an op that uses its file fails, crashes or raises: the one that did
-before is asked first, then the others, cheapest first.  Cases whose launches stay the same (text,
-grid, arguments) are not run.  What no case notices survives, and must be in EQUIVALENT with the
+before is asked first, then the others, cheapest first.  A case whose kernels a mistake in a kernel
+leaves as they are is not run.  What no case notices survives, and must be in EQUIVALENT with the
 reason why it changes no result.
 
 mutants.json keeps the verdicts: a catch for as long as the mutated function and the case that made
@@ -31,13 +31,14 @@ from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
-from . import controls, isolated, memory, sources
+from . import controls, isolated, limits, memory, sources
 from .case import Case, Inputs
 from .driver import Launch, recorder
 from .examine import call, examine, prepare
 from .toolchain import ROOT, digest
 
 RESULTS = ROOT / "tests/ascend/mutants.json"
+LIMITS = "limits"  # what is asked after all cases
 _PATIENCE = 300  # seconds for one case
 # what a part of a larger whole is told by
 _PARTS = ("first", "start", "before", "begin", "offset", "written")
@@ -75,9 +76,11 @@ _ours: set[str] = set()  # modules of ours that the file at hand imports
 
 
 def _compare(node: ast.expr) -> Iterator[Change]:
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in _SHIFTED:
-        shifted = _SHIFTED[type(node.ops[0])]()
-        yield "off by one", ast.Compare(node.left, [shifted, *node.ops[1:]], node.comparators)
+    if isinstance(node, ast.Compare):
+        for i, each in enumerate(node.ops):
+            if type(each) in _SHIFTED:
+                shifted = [*node.ops[:i], _SHIFTED[type(each)](), *node.ops[i + 1 :]]
+                yield "off by one", ast.Compare(node.left, shifted, node.comparators)
 
 
 def _dropped_part(node: ast.expr) -> Iterator[Change]:
@@ -185,7 +188,9 @@ def _difference(old: str, new: str) -> tuple[str, str]:
 
 
 def files_of(op: str) -> set[str]:
-    """The files of npu_ops/ that the op's launcher is made of."""
+    """The files of npu_ops/ that the op's launcher is made of; none where no NPU runs it."""
+    if not (ROOT / f"npu_ops/{BY_NAME[op].file}.py").exists():
+        return set()
     module = f"custom.npu_ops.{BY_NAME[op].file}"
     seen: set[str] = set()
     waiting = [module]
@@ -304,13 +309,15 @@ def attempt(
         if mutated is not None and mutated.isdisjoint(usual[case.title].kernels):
             continue
         signal.alarm(_PATIENCE)
-        arguments = case.make(Inputs(case.dtype, case.seed))
-        if usual[case.title].launched == _launched(case, arguments)[0]:
-            continue
+        if mutated is not None:
+            arguments = case.make(Inputs(case.dtype, case.seed))
+            if usual[case.title].launched == _launched(case, arguments)[0]:
+                continue
         outcome = examine(case, file, None)
         if outcome.share > 1:
             return f"{case.name}: {outcome.findings[0]}"
-    return ""
+    asked[number] = len(cases)
+    return next(iter(limits.broken()), "")
 
 
 def planted_in(files: Iterable[str]) -> list[Mutant]:
@@ -343,8 +350,9 @@ def run(
             sys.exit(f"{op} without a mistake: {answer}")
         usual |= answer[0]
         recorder.lowered |= answer[1]  # every process of a mutant begins with these
+    usual[LIMITS] = Usual([], set(), digest(sources.of(limits.__name__)))
     every = {
-        file: digest(*(usual[case.title].digest for case, _ in of_file))
+        file: digest(*(usual[case.title].digest for case, _ in of_file), usual[LIMITS].digest)
         for file, of_file in by_file.items()
     }
     records = read()
@@ -363,7 +371,8 @@ def run(
     began = time.time()
     for done, (given, said) in enumerate(isolated.each(attempt, calls, jobs), 1):
         mutant, number, order = given[:3]
-        case = order[asked[number]][0].title if said else ""
+        titles = [*(case.title for case, _ in order), LIMITS]
+        case = titles[asked[number]] if said else ""
         by = usual[case].digest if said else every[mutant.file]
         said = " ".join(str(said)[:120].split())
         records[mutant.title] = Verdict(mutant.file, mutant.kind, mutant.made, by, case, said)
