@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -237,6 +238,38 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
     assert noted == [
         "there waits for elsewhere", "2.0 on there", "2.0 on elsewhere", "elsewhere waits for there"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_memory_is_used_again_where_no_launch_may_still_read_it(overlapping, monkeypatch):
+    """By programmatic dependent launch one may write before the one ahead of it has read."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def empty(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        alive.append(sum(each() is not None for each in made))
+        out = torch.empty(shape, dtype=dtype, device=device)
+        made.append(weakref.ref(out))
+        return out
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda tensor, launch_pdl: None
+
+    def launcher(x: Tensor) -> Tensor:
+        work = memory.empty((2 * launches.PIECE,), torch.uint8, x.device)
+        launches.kernel(Kernel(), 1)(work, launch_pdl=overlapping)
+        out = memory.empty((1,), x.dtype, x.device)
+        launches.kernel(Kernel(), 1)(out, launch_pdl=overlapping)
+        return out
+
+    monkeypatch.setattr(memory, "empty", empty)
+    _, plan = launches.record(launcher, lambda args, kwargs: dict(x=args[0]), (torch.ones(1),), {})
+    assert plan is not None
+    made.clear()
+    alive.clear()
+    plan([torch.ones(1)])
+    assert alive == [0, int(overlapping)]
 
 
 def test_each_stream_forks_into_one_of_its_own(monkeypatch):
