@@ -42,6 +42,7 @@ FILES = (
     "test_chunk_kda_grad.py",
     "test_causal_conv1d.py",
     "test_causal_conv1d_update.py",
+    "test_gated_delta_layer_decode.py",
     "test_gated_rms_norm.py",
     "test_indexer_loss.py",
     "test_sparse_lightning_indexer_grad_kl_loss.py",
