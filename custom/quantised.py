@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -342,3 +344,253 @@ def npu_quant_lightning_indexer_scores(
     >>> indices.shape, indices.dtype
     (torch.Size([1, 1, 1, 8]), torch.int32)
     """
+
+
+@op
+def npu_kv_quant_sparse_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    key_quant_mode: int,
+    value_quant_mode: int,
+    *,
+    key_dequant_scale: Tensor | None = None,
+    value_dequant_scale: Tensor | None = None,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    attention_mode: int = 0,
+    quant_scale_repo_mode: int = 1,
+    tile_size: int = 128,
+    rope_head_dim: int = 64,
+    key_dtype: int | None = None,
+    value_dtype: int | None = None,
+    sinks: Tensor | None = None,
+    row_layout: str = "nope_rope_scale",
+) -> Tensor:
+    """Latent attention over selected rows of 8 bits.
+
+    `npu_sparse_flash_attention` on the cache that the rows stand for: a value times the scale of
+    its tile, in float32, rounded once to the query's dtype. With scales that are powers of two the
+    result is, bit for bit, that of the bf16 op on that cache.
+
+    Formula: FlashMLA (DeepSeek-AI, 2025) and torch_npu's op of this name.
+
+    Args:
+        query: [B, S, N, 576] (BSND) or [T, N, 576] (TND), 512 latent and 64 rotary dims.
+        key: rows of 656 bytes, [B, S2, 1, 656], [T2, 1, 656] or pages [pages, P, 1, 656] with
+            `block_table`; float8_e4m3fn, int8, or uint8 with `key_dtype`. Pages may lie apart. The
+            rotary keys are of the query's dtype.
+        value: as `key`, usually the same tensor.
+        sparse_indices: [B, S, 1, K] or [T, 1, K] int32 or int64, positions of blocks; one that is
+            negative, or that its token does not see, is absent.
+        scale_value: of the logits.
+        key_quant_mode: 2, a scale for each token and tile.
+        value_quant_mode: 2.
+        key_dequant_scale: None; the scales are in the rows.
+        value_dequant_scale: None.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        actual_seq_lengths_query: [B] int32 or int64, lengths (BSND) or prefix sums (TND).
+        actual_seq_lengths_kv: [B] likewise; lengths where the keys are paged.
+        sparse_block_size: consecutive positions that an index stands for.
+        layout_query: "BSND" or "TND".
+        layout_kv: as `layout_query`, or "PA_BSND" for paged rows.
+        sparse_mode: 3, causal and aligned at the last key, or 0, all keys.
+        pre_tokens: its default alone.
+        next_tokens: its default alone.
+        attention_mode: 2, absorbed latent attention; torch_npu's default 0 is refused, there too.
+        quant_scale_repo_mode: 1, scales in the rows.
+        tile_size: 128.
+        rope_head_dim: 64.
+        key_dtype: of a uint8 `key`: torch.float8_e4m3fn or torch.int8.
+        value_dtype: of a uint8 `value`, likewise.
+        sinks: [N] float32, a logit a head that only adds to the denominator.
+        row_layout: "nope_rope_scale" (torch_npu) or "nope_scale_rope" (FlashMLA, vLLM, SGLang).
+
+    Returns:
+        [B, S, N, 512] or [T, N, 512], dtype of `query`; a query that sees nothing gets zeros.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> rows = torch.zeros(4, 16, 1, 656, dtype=torch.int8)
+    >>> custom.npu_latent_cache_write(
+    ...     torch.randn(40, 512), torch.randn(40, 64).bfloat16(), rows, torch.arange(40),
+    ...     kind="int8", row_layout="nope_rope_scale",
+    ... )
+    >>> out = custom.npu_kv_quant_sparse_flash_attention(
+    ...     torch.randn(1, 1, 8, 576), rows, rows, torch.arange(16).view(1, 1, 1, 16), 0.1, 2, 2,
+    ...     layout_kv="PA_BSND", block_table=torch.tensor([[0, 1, 2]]),
+    ...     actual_seq_lengths_kv=torch.tensor([40]), attention_mode=2,
+    ... )
+    >>> out.shape
+    torch.Size([1, 1, 8, 512])
+    """
+
+
+@op
+def npu_kv_quant_sparse_flash_attention_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    key_quant_mode: int,
+    value_quant_mode: int,
+    *,
+    key_dequant_scale: Tensor | None = None,
+    value_dequant_scale: Tensor | None = None,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "BSND",
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    attention_mode: int = 0,
+    quant_scale_repo_mode: int = 1,
+    tile_size: int = 128,
+    rope_head_dim: int = 64,
+    key_dtype: int | None = None,
+    value_dtype: int | None = None,
+    sinks: Tensor | None = None,
+    row_layout: str = "nope_rope_scale",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`npu_kv_quant_sparse_flash_attention`, and the statistics that merge parts of it.
+
+    Formula: as `npu_kv_quant_sparse_flash_attention`.
+
+    Args:
+        query: [B, S, N, 576] (BSND) or [T, N, 576] (TND), 512 latent and 64 rotary dims.
+        key: rows of 656 bytes, [B, S2, 1, 656], [T2, 1, 656] or pages [pages, P, 1, 656] with
+            `block_table`; float8_e4m3fn, int8, or uint8 with `key_dtype`. Pages may lie apart. The
+            rotary keys are of the query's dtype.
+        value: as `key`, usually the same tensor.
+        sparse_indices: [B, S, 1, K] or [T, 1, K] int32 or int64, positions of blocks; one that is
+            negative, or that its token does not see, is absent.
+        scale_value: of the logits.
+        key_quant_mode: 2, a scale for each token and tile.
+        value_quant_mode: 2.
+        key_dequant_scale: None; the scales are in the rows.
+        value_dequant_scale: None.
+        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
+        actual_seq_lengths_query: [B] int32 or int64, lengths (BSND) or prefix sums (TND).
+        actual_seq_lengths_kv: [B] likewise; lengths where the keys are paged.
+        sparse_block_size: consecutive positions that an index stands for.
+        layout_query: "BSND" or "TND".
+        layout_kv: as `layout_query`, or "PA_BSND" for paged rows.
+        sparse_mode: 3, causal and aligned at the last key, or 0, all keys.
+        pre_tokens: its default alone.
+        next_tokens: its default alone.
+        attention_mode: 2, absorbed latent attention; torch_npu's default 0 is refused, there too.
+        quant_scale_repo_mode: 1, scales in the rows.
+        tile_size: 128.
+        rope_head_dim: 64.
+        key_dtype: of a uint8 `key`: torch.float8_e4m3fn or torch.int8.
+        value_dtype: of a uint8 `value`, likewise.
+        sinks: [N] float32, a logit a head that only adds to the denominator.
+        row_layout: "nope_rope_scale" (torch_npu) or "nope_scale_rope" (FlashMLA, vLLM, SGLang).
+
+    Returns:
+        out: [B, S, N, 512] or [T, N, 512], dtype of `query`.
+        softmax_max: float32 [B, 1, S, N] or [1, T, N], the largest logit; -inf where none.
+        softmax_sum: float32, the sum of exp(logit - softmax_max), without the sinks.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> rows = torch.zeros(4, 16, 1, 656, dtype=torch.int8)
+    >>> custom.npu_latent_cache_write(
+    ...     torch.randn(40, 512), torch.randn(40, 64).bfloat16(), rows, torch.arange(40),
+    ...     kind="int8", row_layout="nope_rope_scale",
+    ... )
+    >>> out, softmax_max, softmax_sum = custom.npu_kv_quant_sparse_flash_attention_lse(
+    ...     torch.randn(1, 1, 8, 576), rows, rows, torch.arange(16).view(1, 1, 1, 16), 0.1, 2, 2,
+    ...     layout_kv="PA_BSND", block_table=torch.tensor([[0, 1, 2]]),
+    ...     actual_seq_lengths_kv=torch.tensor([40]), attention_mode=2,
+    ... )
+    >>> out.shape
+    torch.Size([1, 1, 8, 512])
+    """
+
+
+def flash_mla_sparse_fp8(
+    q: Tensor,
+    rows: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    *,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Latent attention over fp8 rows that physical slots name, as FlashMLA's sparse decoding does.
+
+    A slot is page * P + offset, so that no block table is needed.
+
+    Args:
+        q: [B, S, N, 576].
+        rows: [pages, P, 1, 656] uint8 or float8_e4m3fn, in the order "nope_scale_rope"; pages may
+            lie apart.
+        indices: [B, S, K] int32 slots; one that is negative or past the cache is absent.
+        sm_scale: of the logits.
+        attn_sink: [N] float32, a logit a head that only adds to the denominator.
+        topk_length: [B] int32, only so many of a request's indices count.
+
+    Returns:
+        out: [B, S, N, 512], dtype of `q`; zeros for a query without keys.
+        lse: float32 [B, N, S], natural logarithm, without the sink; -inf for a query without keys
+            (FlashMLA gives +inf there).
+
+    Raises:
+        ValueError: a shape, stride or device does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> rows = torch.zeros(4, 64, 1, 656, dtype=torch.uint8)
+    >>> custom.npu_latent_cache_write(
+    ...     torch.randn(40, 512), torch.randn(40, 64).bfloat16(), rows, torch.arange(40) + 64,
+    ...     kind="fp8", row_layout="nope_scale_rope",
+    ... )
+    >>> slots = torch.tensor([64, 70, 103, -1], dtype=torch.int32)
+    >>> q = torch.randn(1, 1, 8, 576)
+    >>> out, lse = custom.flash_mla_sparse_fp8(q, rows, slots[None, None], 0.1)
+    >>> out.shape, lse.shape
+    (torch.Size([1, 1, 8, 512]), torch.Size([1, 8, 1]))
+    """
+    if indices.ndim != 3 or rows.ndim != 4:
+        raise ValueError(
+            f"flash_mla_sparse_fp8: `indices` has shape {list(indices.shape)} and `rows` "
+            f"{list(rows.shape)}, expected [B, S, K] and [pages, P, 1, 656]."
+        )
+    pages, page = rows.shape[:2]
+    batch = indices.shape[0]
+    if topk_length is not None:
+        counted = torch.arange(indices.shape[-1], device=indices.device) < topk_length[:, None]
+        indices = indices.where(counted[:, None], -1)
+    # every request has all pages, in their own order: a position is a slot
+    table = torch.arange(pages, dtype=torch.int32, device=rows.device).expand(batch, pages)
+    lengths = torch.full((batch,), pages * page, dtype=torch.int32, device=rows.device)
+    dtype: Any = torch.float8_e4m3fn if rows.dtype is torch.uint8 else None
+    out, top, total = npu_kv_quant_sparse_flash_attention_lse(
+        q, rows, rows, indices[:, :, None], sm_scale, 2, 2, block_table=table,
+        actual_seq_lengths_kv=lengths, layout_kv="PA_BSND", sparse_mode=0, attention_mode=2,
+        key_dtype=dtype, value_dtype=dtype, sinks=attn_sink, row_layout="nope_scale_rope",
+    )  # fmt: skip
+    return out, (top + total.log())[:, 0].mT

@@ -17,16 +17,21 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
 
-from ..dispatch.common import layer, layout
+from ..dispatch.common import gated_delta, layer, layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
+    causal_conv1d,
+    causal_conv1d_update,
+    gated_rms_norm,
+    hadamard,
     indexer_loss,
     indexer_prolog_pto,
     localize_indices,
     merge_states,
     merge_topk,
     mla_prolog_pto,
+    quantize_index_query,
 )
 from ..dispatch.reference import chunk_kda as kda
 from ..dispatch.reference import fused_sigmoid_gating_delta_rule_update as gating
@@ -85,7 +90,12 @@ def fused_attention(
     return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def lightning_indexer(
+def lightning_indexer(query: Tensor, return_value: bool, **given: Any) -> tuple[Tensor, Tensor]:
+    indices, value = lightning_indexer_scores(query, **given)
+    return indices, value.to(query.dtype) if return_value else query.new_empty([0])
+
+
+def lightning_indexer_scores(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -96,7 +106,7 @@ def lightning_indexer(
     layout_key: str,
     sparse_count: int,
     sparse_mode: int,
-    return_value: bool,
+    key_scale: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     wide = accumulator(query)
@@ -110,6 +120,8 @@ def lightning_indexer(
     every = _rows(key, slots, wide)
     each = torch.relu(query.to(wide) @ every[:, None].mT)
     score = (weights.to(wide)[:, :, None] @ each)[:, :, 0]
+    if key_scale is not None:
+        score = score * _rows(key_scale[..., None], slots, wide).mT
     limit = rows.limit.view(batch, length, 1)
     visible = (position < limit) & (slots >= 0)[:, None]
 
@@ -122,11 +134,28 @@ def lightning_indexer(
     picked = column.masked_fill(best == -torch.inf, _LAST).sort(-1).values
     absent = picked == _LAST
     indices = picked.masked_fill(absent, -1).to(torch.int32)[:, :, None]
-    if not return_value:
-        return indices, query.new_empty([0])
     # onnx's ReferenceEvaluator gathers along a dimension counted from the front only
     value = torch.nn.functional.pad(score, (0, 1)).gather(2, picked.masked_fill(absent, 0))
-    return indices, value.masked_fill(absent, 0).to(query.dtype)[:, :, None]
+    return indices, value.masked_fill(absent, 0)[:, :, None]
+
+
+def quant_lightning_indexer_scores(
+    query: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor | None,
+    key_dequant_scale: Tensor,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    weights = weights.float()
+    if query_dequant_scale is not None:
+        weights = weights * query_dequant_scale.float()
+    return lightning_indexer_scores(
+        query.float(), weights=weights, key_scale=key_dequant_scale, **arguments
+    )
+
+
+def quant_lightning_indexer(**arguments: Any) -> Tensor:
+    return quant_lightning_indexer_scores(**arguments)[0]
 
 
 def sparse_flash_attention(
@@ -421,6 +450,12 @@ def merge_of_topk(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Te
     return merge_topk.merged(values, positions, k, lambda score, k: score.topk(k).indices)
 
 
+def gated_delta_layer_decode(**x: Any) -> Tensor:
+    mixed = causal_conv1d_update.forward(**gated_delta.convolution(x))
+    out = delta_rule_update(**gated_delta.delta_rule(x, mixed))
+    return gated_rms_norm.forward(**gated_delta.norm(x, out))
+
+
 def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) -> str | None:
     if v.dtype.itemsize == 1:
         return "`v` is float8, which has no ONNX form. Convert `v` to the dtype of `q`."
@@ -432,6 +467,18 @@ def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) 
 def _refuse_tnd(layout_query: str, **_: Any) -> str | None:
     if layout_query == "TND":
         return '`layout_query` is "TND", expected "BSND": packed queries have no ONNX form.'
+    return None
+
+
+def _refuse_all_but_int8(query: Tensor, layout_query: str, **_: Any) -> str | None:
+    if query.dtype is not torch.int8:
+        return f"`query` is {query.dtype}, expected int8: fp8 has no ONNX form."
+    return _refuse_tnd(layout_query)
+
+
+def _refuse_fp8(kind: str, **_: Any) -> str | None:
+    if kind != "int8":
+        return f"`kind` is {kind!r}, expected 'int8': fp8 has no ONNX form."
     return None
 
 
@@ -454,7 +501,14 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward),
     "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward),
     "npu_lightning_indexer": Decomposition(lightning_indexer, _refuse_tnd),
+    "npu_lightning_indexer_scores": Decomposition(lightning_indexer_scores, _refuse_tnd),
     "npu_sparse_flash_attention": Decomposition(sparse_flash_attention, _refuse_tnd),
+    "npu_quant_lightning_indexer": Decomposition(quant_lightning_indexer, _refuse_all_but_int8),
+    "npu_quant_lightning_indexer_scores": Decomposition(
+        quant_lightning_indexer_scores, _refuse_all_but_int8
+    ),
+    "npu_hadamard": Decomposition(hadamard.forward),
+    "npu_quantize_index_query": Decomposition(quantize_index_query.forward, _refuse_fp8),
     "npu_indexer_loss": Decomposition(loss_of_indexer),
     "npu_fused_attention": Decomposition(fused_attention, _refuse_float8_and_varlen),
     "npu_fused_sigmoid_gating_delta_rule_update": Decomposition(
@@ -465,4 +519,17 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_merge_topk": Decomposition(merge_of_topk),
     "npu_localize_indices": Decomposition(localize_indices.forward),
     "npu_chunk_kda": Decomposition(chunk_kda),
+    "npu_gated_delta_layer_decode": Decomposition(gated_delta_layer_decode, _refuse_verification),
+    "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
+    "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
+    "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
+}
+
+# why an op that is not for training has none
+_BYTES = "its rows are bytes, which ONNX does not read as floats"
+REASONS: dict[str, str] = {
+    "npu_index_cache_write": "it returns nothing, and a node has an output of its own",
+    "npu_latent_cache_write": _BYTES,
+    "npu_kv_quant_sparse_flash_attention": _BYTES,
+    "npu_kv_quant_sparse_flash_attention_lse": _BYTES,
 }

@@ -26,7 +26,7 @@ from ..dispatch.errors import NotSupported, need
 from ..dispatch.register import NAMESPACE, bind, overload
 from ..dispatch.spec import Spec
 from ..dispatch.specs import SPECS
-from .decompositions import DECOMPOSITIONS, Decomposition
+from .decompositions import DECOMPOSITIONS, REASONS, Decomposition
 
 if TYPE_CHECKING:
     import onnx
@@ -293,7 +293,8 @@ def _replace(graph: torch.fx.Graph, node: torch.fx.Node, spec: Spec, key: str) -
 def _decomposition(call: _Call) -> Decomposition:
     found = DECOMPOSITIONS.get(call.spec.name)
     if found is None:
-        raise NotSupported(f"{call.spec.name} has no ONNX form: it is for training.")
+        why = REASONS.get(call.spec.name, "it is for training")
+        raise NotSupported(f"{call.spec.name} has no ONNX form: {why}.")
     for name, value in call.constants.items():
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise NotSupported(
@@ -369,7 +370,8 @@ def _schema(spec: Spec) -> onnx.defs.OpSchema:
         )
         for name, may_be_absent in ends
     ]
-    types = [f"tensor({t})" for t in ("float16", "bfloat16", "float", "double", "int32", "int64")]
+    floats = ("float16", "bfloat16", "float", "double")
+    types = [f"tensor({t})" for t in (*floats, "int8", "int32", "int64")]
     scalars = _scalars(spec)
     return OpSchema(
         spec.onnx or "",

@@ -40,6 +40,7 @@ class Twin:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     optional: Sequence[str] = ()  # inputs that older CANN releases lack: left out where absent
     lacks: Sequence[str] = ()  # our arguments that CANN's operator does not take
+    needs: Sequence[str] = ()  # our optional ones that it cannot do without
     sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # attribute: a tensor's size
 
 
@@ -148,6 +149,66 @@ TWINS: dict[str, Twin] = {
         outputs=("attention_out", "softmax_max", "softmax_sum"),
         returns=("attention_out", "softmax_max", "softmax_sum"),
     ),
+    "npu_quant_lightning_indexer": Twin(
+        inputs=_same(
+            "query",
+            "key",
+            "weights",
+            "query_dequant_scale",
+            "key_dequant_scale",
+            "actual_seq_lengths_query",
+            "actual_seq_lengths_key",
+            "block_table",
+        ),
+        attrs=_same(
+            "query_quant_mode",
+            "key_quant_mode",
+            "layout_query",
+            "layout_key",
+            "sparse_count",
+            "sparse_mode",
+            "pre_tokens",
+            "next_tokens",
+        ),
+        lacks=("query_dtype", "key_dtype"),
+        needs=("query_dequant_scale",),
+        outputs=("sparse_indices",),
+        returns=("sparse_indices",),
+    ),
+    "npu_kv_quant_sparse_flash_attention": Twin(
+        inputs=_same(
+            "query",
+            "key",
+            "value",
+            "sparse_indices",
+            "key_dequant_scale",
+            "value_dequant_scale",
+            "block_table",
+            "actual_seq_lengths_query",
+            "actual_seq_lengths_kv",
+            "sinks",
+        ),
+        optional=("sinks",),
+        attrs=_same(
+            "scale_value",
+            "key_quant_mode",
+            "value_quant_mode",
+            "sparse_block_size",
+            "layout_query",
+            "layout_kv",
+            "sparse_mode",
+            "pre_tokens",
+            "next_tokens",
+            "attention_mode",
+            "quant_scale_repo_mode",
+            "tile_size",
+            "rope_head_dim",
+        ),
+        fixed=dict(row_layout="nope_rope_scale"),
+        lacks=("key_dtype", "value_dtype"),
+        outputs=("attention_out",),
+        returns=("attention_out",),
+    ),
     "npu_lightning_indexer_grad": Twin(
         inputs=_same(
             "query",
@@ -191,6 +252,12 @@ def _refuse_what_cann_lacks(spec: Spec, twin: Twin, arguments: Mapping[str, Any]
         if arguments[name] is not None:
             raise NotSupported(
                 f"{spec.name}: `{name}` is given, which CANN's {spec.ge} does not take. {_REMEDY}"
+            )
+    for name in twin.needs:
+        if arguments[name] is None:
+            raise NotSupported(
+                f"{spec.name}: `{name}` is None, which CANN's {spec.ge} does not take. Pass it, "
+                f"or: {_REMEDY}"
             )
     for name, only in twin.fixed.items():
         came = arguments[name]

@@ -94,6 +94,15 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
         for heads in (8, 16, 32)
     ),
+    "kv_quant_sparse_flash_attention.gather": (Config({"ROWS": 16}),),
+    "index_cache_write.write": (Config({}),),
+    "latent_cache_write.write": (Config({}),),
+    "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),
+    "quant_lightning_indexer.scores": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
+        for keys in (128, 64, 32, 16)
+        for heads in (16, 32, 64)
+    ),
     "sparse_flash_attention_grad.row_sums": (Config({"HEAD_TILE": 16}),),
     "sparse_flash_attention_grad.grad_query": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
@@ -129,6 +138,20 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"KEY_TILE": channels}) for channels in (64, 32, 16)
     ),
     "chunk_gated_delta_rule_grad.gates": (Config({"HEAD_TILE": 16}),),
+    "chunk_kda.sums": (Config({"ROWS": 16}),),
+    "chunk_kda.pairs": tuple(Config({"ROWS": rows}) for rows in (16, 8)),
+    "chunk_kda.triangles": (Config({}, {"multibuffer": False}),),
+    "chunk_kda.walk": tuple(Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)),
+    "causal_conv1d.convolve": tuple(Config({"CHANNEL_TILE": channels}) for channels in (256, 1024)),
+    "causal_conv1d.finish": (Config({"CHANNEL_TILE": 1024}),),
+    "causal_conv1d_grad.walk": tuple(Config({"CHANNEL_TILE": channels}) for channels in (256, 512)),
+    # the widest that leaves no core idle
+    "causal_conv1d_update.update": tuple(
+        Config({"CHANNEL_TILE": channels}) for channels in (1024, 512, 128)
+    ),
+    # the most rows that UB holds
+    "gated_rms_norm.normalise": tuple(Config({"ROWS": rows}) for rows in (16, 4, 1)),
+    "gated_rms_norm_grad.through": tuple(Config({"ROWS": rows}) for rows in (16, 8, 2, 1)),
     # head sizes up to 64 (in sequences of one length), 128, 256; square tiles are not shared by
     # the vector units
     "fused_attention.attend": tuple(

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -19,11 +20,12 @@ SMALL = {
     "qwen3_next_generate.py": ["--batch", "3", "--context", "40", "--new-tokens", "6"],
     "serve.py": ["--new-tokens", "4"],
 }
-# train_indexer.py has a test of its own
+# these have tests of their own
+APART = ("parallel_decode.py", "train_indexer.py")
 SCRIPTS = sorted(
     p.name
     for p in (ROOT / "examples").glob("*.py")
-    if not p.name.startswith("_") and p.name != "train_indexer.py"
+    if not p.name.startswith("_") and p.name not in APART
 )
 
 
@@ -48,6 +50,15 @@ def test_example(script, device, cxx, monkeypatch):
     assert f"device: {device.type}" in done.stdout
 
 
+def test_kimi_linear_generates(device, cxx, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("CXX", cxx)
+    script = "qwen3_next_generate.py"
+    done = run(script, "--model", "kimi-linear", "--device", device.type, *SMALL[script])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "npu_chunk_kda" in done.stdout
+
+
 def test_the_indexers_recall_rises(device, tmp_path):
     """It learns which keys the attention looks at: in the dense warm-up, and on after it."""
     pytest.importorskip("matplotlib")
@@ -69,3 +80,23 @@ def test_options_of_the_demo():
     done = run("deepseek_v32_decode.py", *options, *SMALL["deepseek_v32_decode.py"])
     assert done.returncode == 0, done.stderr[-4000:]
     assert "float16: 5 requests" in done.stdout and "two tokens a step: " in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_decode_the_tokens_of_one_process(ranks, device):
+    if device.type != "cpu" and getattr(torch, device.type).device_count() < ranks:
+        pytest.skip(f"needs {ranks} devices")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script = ROOT / "examples/parallel_decode.py"
+    done = subprocess.run(
+        [sys.executable, *command, str(ranks), script, "--device", device.type],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"{ranks} ranks over" in done.stdout
+    assert "TensorParallel: logits within" in done.stdout
+    assert "ContextParallel: logits within" in done.stdout

@@ -28,6 +28,7 @@ runtime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from custom.graph_mode import onnx as ours  # noqa: E402
+from custom.graph_mode.decompositions import REASONS  # noqa: E402
 
 CPU = torch.device("cpu")
 OPS = [spec.name for spec in SPECS if spec.onnx]
@@ -273,8 +274,9 @@ def refused(op: str, path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("op", [spec.name for spec in SPECS if not spec.onnx])
-def test_an_op_for_training_is_refused(op, tmp_path):
-    assert refused(op, tmp_path) == f"{op} has no ONNX form: it is for training."
+def test_an_op_without_a_form_says_why(op, tmp_path):
+    why = REASONS.get(op, "it is for training")
+    assert refused(op, tmp_path) == f"{op} has no ONNX form: {why}."
 
 
 def test_decode_step_runs_in_onnxruntime(tmp_path):

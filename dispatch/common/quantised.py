@@ -45,6 +45,11 @@ def typed(values: Tensor, number: int | None) -> Tensor:
     return values if dtype is None else values.view(dtype)
 
 
+def rotary_dtype(query: Tensor) -> torch.dtype:
+    """Of the rotary keys in rows that `query` attends to: its own, bfloat16 beside wider ones."""
+    return query.dtype if query.dtype is torch.float16 else torch.bfloat16
+
+
 def row_parts(
     rows: Tensor, row_layout: str, values: torch.dtype, rotary: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,6 +22,7 @@ SCHEMA = (
     ' str scale_format="ue8m0", bool index_hadamard=False, str hadamard_round="bf16")'
     " -> (Tensor, Tensor)"
 )
+ONNX = "QuantizeIndexQuery"
 
 
 def check(

@@ -8,6 +8,8 @@ out = sum exp(z - m) value / (l + exp(sink - m))
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -40,27 +42,59 @@ def forward(
     return_softmax_lse: bool,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys = layout.keys_of(key, layout_kv, actual_seq_lengths_kv, block_table)
-    rows = layout.rows_of(query, layout_query, actual_seq_lengths_query, keys, sparse_mode)
-    wide = accumulator(query)
-    *batch, length, heads, size = query.shape
-    out = query.new_zeros(query.shape)
-    softmax_max = query.new_full([*batch, 1, length, heads], -torch.inf, dtype=wide)
-    softmax_sum = torch.zeros_like(softmax_max)
-
-    # all of one view: [T, N, ...]; the rotary part is only more dims of the logits
+    # the rotary part is only more dims of the logits
     q = query if query_rope is None else torch.cat([query, query_rope], dim=-1)
-    q, o = q.flatten(0, -3), out.view(-1, heads, size)
-    top, total = softmax_max.view(-1, heads), softmax_sum.view(-1, heads)
-    numbers = q.shape[-1] + 2 * heads + (0 if value is None else size)
-    for tokens, slot in _selected.slots(
-        key, sparse_indices, sparse_block_size, rows, keys, numbers
-    ):
+    wide = accumulator(query)
+
+    def gathered(slot: Tensor) -> tuple[Tensor, Tensor]:
         k = _selected.gather(key, slot, wide)
         v = k if value is None else _selected.gather(value, slot, wide)
         if key_rope is not None:
             k = torch.cat([k, _selected.gather(key_rope, slot, wide)], dim=-1)
-        z = _selected.logits(q[tokens], k, scale_value, slot)
+        return k, v
+
+    out, *statistics = attend(
+        q, key, query.shape[-1], gathered, sparse_indices, scale_value, block_table,
+        actual_seq_lengths_query, actual_seq_lengths_kv, sparse_block_size, layout_query,
+        layout_kv, sparse_mode, sinks,
+    )  # fmt: skip
+    if not return_softmax_lse:
+        statistics = [each.new_empty([0]) for each in statistics]
+    return out, statistics[0], statistics[1]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    size: int,
+    gathered: Callable[[Tensor], tuple[Tensor, Tensor]],
+    sparse_indices: Tensor,
+    scale: float,
+    block_table: Tensor | None,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    block_size: int,
+    layout_query: str,
+    layout_key: str,
+    sparse_mode: int,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [.., N, size], softmax_max, softmax_sum) over the keys and values `gathered` at
+    slots [t, K]; `key` says where they lie."""
+    keys = layout.keys_of(key, layout_key, lengths_key, block_table)
+    rows = layout.rows_of(query, layout_query, lengths_query, keys, sparse_mode)
+    *batch, length, heads, whole = query.shape
+    out = query.new_zeros([*batch, length, heads, size])
+    softmax_max = query.new_full([*batch, 1, length, heads], -torch.inf, dtype=accumulator(query))
+    softmax_sum = torch.zeros_like(softmax_max)
+
+    # all of one view: [T, N, ...]
+    q, o = query.flatten(0, -3), out.view(-1, heads, size)
+    top, total = softmax_max.view(-1, heads), softmax_sum.view(-1, heads)
+    numbers = whole + 2 * heads + size
+    for tokens, slot in _selected.slots(key, sparse_indices, block_size, rows, keys, numbers):
+        k, v = gathered(slot)
+        z = _selected.logits(q[tokens], k, scale, slot)
         m = z.amax(-1)
         # a row that sees nothing: exp(-inf - 0) is 0, not NaN
         shift = m.masked_fill(m == -torch.inf, 0)
@@ -69,6 +103,4 @@ def forward(
         if sinks is not None:
             denominator = denominator + torch.exp(sinks - shift)
         o[tokens] = (p @ v / denominator.clamp(min=_TINY)[..., None]).to(out.dtype)
-    if not return_softmax_lse:
-        return out, softmax_max.new_empty([0]), softmax_sum.new_empty([0])
     return out, softmax_max, softmax_sum

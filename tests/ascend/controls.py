@@ -56,7 +56,7 @@ def plant_text(file: str, text: str) -> None:
     if name in sys.modules:
         raise RuntimeError(f"{name} is imported already: what is planted would not be met")
     folder = tempfile.mkdtemp()
-    # not before the process ends: the JIT reads the file when it lowers
+    # not before the process ends: the JIT reads the sources of its functions when it lowers them
     Finalize(None, shutil.rmtree, args=(folder,), exitpriority=0)
     scratch = Path(folder) / f"{file}.py"
     scratch.write_text(text)

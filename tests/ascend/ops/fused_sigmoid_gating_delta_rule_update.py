@@ -141,6 +141,7 @@ CASES = (
         ),
     ),
     Case(OP, "KDA", call([3, -1], 2, kda=True)),
+    Case(OP, "KDA, bounded", call([3, -1], 2, kda=True, lower_bound=-5.0)),
     Case(OP, "KDA, vk, bf16 state", call([3, -1], 2, kda=True, layout="vk", state=torch.bfloat16)),
     Case(OP, "verification", call([3, 2, -1], 3, keep=[2, -1, 0], disable_state_update=True)),
     Case(OP, "verification, vk, KDA", call([3, 2, -1], 3, keep=[2, 7, 0], layout="vk", kda=True)),
