@@ -60,15 +60,24 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
     ),
+    "fused_attention.config": (("max(sizes) < 128", _TILE),),
     "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
+    "lightning_indexer.topk": (
+        ("here >= ties", "where as many tie as are wanted, the cut leaves them all"),
+    ),
     "mla_prolog_pto.forward": (("-> new(tokens, latent, heads)", _NUMBERS),),
     "product._config": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
+    "product.heads": (("'product.nd_product', depth, rows)", _TILE),),
     "ragged.page_rows": (
         ("key.shape[0] < 1", "the only page has the number 0, whatever lies between two"),
     ),
     "sparse_flash_attention._attention": (("rotary, latent)", _NAMED),),
+    "sparse_flash_attention._pages": (
+        ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
+    ),
+    "sparse_flash_attention.forward": (("-> _attention(heads, rotary, latent)", _TILE),),
     "sparse_flash_attention_grad._by_position": (
         ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
     ),

@@ -103,6 +103,16 @@ CASES = (
         "tiny keys, and one of zeros",
         with_(call([3, 0, 1], 2), k=tiny, q=lambda x: x["q"].mul_(1e-3)),
     ),
+    Case(
+        OP,
+        "gates at the threshold",
+        with_(
+            call([3, 1], 2),
+            softplus_threshold=0.0,
+            a=lambda x: x["a"].zero_(),
+            dt_bias=lambda x: x["dt_bias"].zero_(),
+        ),
+    ),
     Case(OP, "decode, vk", call([3, -1, 0, 7], layout="vk")),
     Case(OP, "3 tokens", call([3, -1, 0], 3)),
     Case(OP, "3 tokens, vk, bf16 state", call([3, -1, 0], 3, state=torch.bfloat16, layout="vk")),
