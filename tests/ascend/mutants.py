@@ -62,6 +62,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "fused_attention.config": (("max(sizes) < 128", _TILE),),
     "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
+    "lightning_indexer_grad.grad_keys": (
+        ("high >= low", "a request without a token of this launch adds zeros"),
+    ),
     "lightning_indexer.topk": (
         ("here >= ties", "where as many tie as are wanted, the cut leaves them all"),
     ),
@@ -77,7 +80,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
-    "sparse_flash_attention.forward": (("-> _attention(heads, rotary, latent)", _TILE),),
     "sparse_flash_attention_grad._by_position": (
         ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
     ),

@@ -35,8 +35,10 @@ def row_major(arguments: Arguments) -> Arguments:
 
 
 def slots(inputs: Inputs, tokens: int, pages: int, past: int = 3) -> Tensor:
-    """Distinct, one -1 and one so far past the last among them."""
+    """Distinct, the first one, a -1 and one so far past the last among them."""
     drawn = inputs.permutation(pages * PAGE)[:tokens]
+    drawn[drawn == 0] = drawn[-1].clone()
+    drawn[-1] = 0
     drawn[tokens // 2] = -1
     drawn[tokens // 3] = pages * PAGE + past
     return drawn
