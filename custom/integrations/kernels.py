@@ -3,8 +3,8 @@
 """Linear attention under the names that Transformers gives to kernels.
 
 Qwen3-Next, Qwen3.5, Qwen4 and OLMo-Hybrid call `causal_conv1d_fn` and `chunk_gated_delta_rule` for
-a prompt, `causal_conv1d_update` and `fused_recurrent_gated_delta_rule` for a token.  The mapping puts
-ours there, with the package `kernels` (0.16), which Transformers uses for this:
+a prompt, `causal_conv1d_update` and `fused_recurrent_gated_delta_rule` for a token.  The mapping
+puts ours there, with the package `kernels` (0.16), which Transformers uses for this:
 
     with kernels.use_kernel_mapping(kernel_mapping(), inherit_mapping=False):
         transformers.integrations.hub_kernels.kernelize(model)
