@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo  # before ranks are forked: the first collective imports it
 import torch.distributed as dist
 from custom.dispatch.common import paged
 from torch import Tensor
