@@ -11,7 +11,7 @@ APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
 .PHONY: demo serve test lint docs test-ascend mutate-ascend test-torchair test-portability
-.PHONY: portability test-corners clean
+.PHONY: portability test-corners dist fuzz clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/deepseek_v32_decode.py
@@ -59,8 +59,16 @@ portability: $(VENV)/.ready
 test-corners:
 	tests/corners.sh
 
+# wheel and sdist, installed and tried where nothing else of this repository is
+dist: $(VENV)/.ready
+	tests/dist.sh
+
+# random calls of every op: minutes; CASES=10000 for hours
+fuzz: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz all --cases $(or $(CASES),500)
+
 clean:
-	rm -rf $(VENV) .ascend .torchair .portability .corners build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .ascend .torchair .portability .corners .dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	@# torch.compile and AOTInductor need a C++ compiler and Python's headers

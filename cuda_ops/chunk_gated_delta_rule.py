@@ -11,7 +11,11 @@
 
 The first kernel makes U, W, P of all chunks at once; the second walks over the chunks of a
 sequence with some columns of one head's state in registers.  Gated DeltaNet (Yang et al., 2024),
-section 3.3.  On Hopper the common sizes go to hopper/chunk_gated_delta_rule.py.
+section 3.3.
+
+    condition                                                  kernels
+    Hopper, Dk 64 or 128, Dv in whole 64, aligned rows         hopper/chunk_gated_delta_rule.py
+    else                                                       _chunks_kernel, _states_kernel
 """
 
 from __future__ import annotations
@@ -25,68 +29,10 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import gpu, launches
-from .common.lengths import within
+from .common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
+from .hopper import chunk_gated_delta_rule as hopper
 
-CHUNK: tl.constexpr = tl.constexpr(64)
-SUB: tl.constexpr = tl.constexpr(16)
 LARGEST_DK = LARGEST_DV = 256
-
-
-@triton.jit
-def _inverse(lower, PRECISION: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower [64, 64] matrix, in float32.
-
-    Diagonal blocks of 16 by forward substitution, which stays right where keys are alike and a
-    power series would cancel; M is their inverse.  What is below them, B, follows from
-    (I + M B)^-1 M, a series that ends: (M B)^4 = 0.  PRECISION is that of its products: one tf32
-    pass is four times as fine as the bfloat16 that the result is rounded to."""
-    BLOCKS: tl.constexpr = CHUNK // SUB
-    i = tl.arange(0, CHUNK)
-    inside = (i[:, None] // SUB) == (i[None, :] // SUB)
-    block = tl.arange(0, BLOCKS)
-    same = (block[:, None] == block[None, :])[:, None, :, None]
-    parts = tl.reshape(lower, [BLOCKS, SUB, BLOCKS, SUB])
-    diagonal = tl.sum(tl.where(same, parts, 0.0), 2)  # [blocks, 16, 16]
-    row = tl.arange(0, SUB)
-    unit = (row[:, None] == row[None, :]).to(tl.float32)
-    inverse = tl.broadcast_to(unit[None, :, :], [BLOCKS, SUB, SUB])
-    for r in range(1, SUB):
-        at = (row == r)[None, :, None]
-        factors = tl.sum(tl.where(at, diagonal, 0.0), 1)  # [blocks, 16]
-        new = tl.sum(factors[:, :, None] * inverse, 1)
-        inverse = tl.where(at, inverse - new[:, None, :], inverse)
-    whole = tl.where(same, inverse[:, :, None, :], 0.0)
-    m = tl.reshape(whole, [CHUNK, CHUNK])
-    n = tl.dot(m, tl.where(inside, 0.0, lower), input_precision=PRECISION)
-    eye = (i[:, None] == i[None, :]).to(tl.float32)
-    squared = eye + tl.dot(n, n, input_precision=PRECISION)
-    series = tl.dot(eye - n, squared, input_precision=PRECISION)
-    return tl.dot(series, m, input_precision=PRECISION)
-
-
-@triton.jit
-def _rows(base, first, length, row, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """[64, PAD] rows from `first` on; zeros behind `length` and SIZE."""
-    i = first + tl.arange(0, CHUNK)
-    on = (i < length)[:, None]
-    if SIZE != PAD:
-        on = on & (columns < SIZE)[None, :]
-    return tl.load(base + i.to(tl.int64)[:, None] * row + columns[None, :], mask=on, other=0.0)
-
-
-@triton.jit
-def _lengths(lengths, T, sequences, SEQUENCES: tl.constexpr):
-    """By sequence [SEQUENCES]: its number and length, in 64 bits: what the lengths add up to may be
-    far beyond the T tokens."""
-    s = tl.arange(0, SEQUENCES)
-    return s, within(lengths + s, s < sequences, T).to(tl.int64)
-
-
-@triton.jit
-def _heads(head, GROUP: tl.constexpr):
-    """(head of the keys, `head` of the values), in 64 bits, as what they are multiplied with may be
-    any stride."""
-    return (head // GROUP).to(tl.int64), head.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -98,9 +44,9 @@ def _chunks_kernel(
     VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
-    h, hv = _heads(tl.program_id(1), NV // N)
+    h, hv = heads_of(tl.program_id(1), NV // N)
     if VARLEN:
-        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        s, each = sequence_lengths(lengths, T, sequences, SEQUENCES)
         ends = tl.cumsum((each + CHUNK - 1) // CHUNK, 0)
         before = ends <= chunk
         chunks_before = tl.max(tl.where(before, ends, 0), 0).to(tl.int32)
@@ -136,18 +82,18 @@ def _chunks_kernel(
         element = u.dtype.element_ty
         tl.store(sums + row, total, mask=there)
         # each operand is loaded where it is used, the keys twice: held, they would spill
-        k = _rows(key, first, length, k_row, ck, DK, DK_PAD)
-        q = _rows(query, first, length, q_row, ck, DK, DK_PAD)
+        k = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
+        q = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
         attention = tl.where(seen, tl.dot(q, k.T) * fading * scale, 0.0)
         tl.store(p + row[:, None] * CHUNK + i[None, :], attention.to(element), on)
         lower = tl.dot(k, k.T) * fading * rate[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-        inverse = _inverse(lower, PRECISION)
-        v = _rows(value, first, length, v_row, cv, DV, DV_PAD)
+        inverse = unit_inverse(lower, PRECISION)
+        v = chunk_rows(value, first, length, v_row, cv, DV, DV_PAD)
         u_tile = tl.dot((inverse * rate[None, :]).to(element), v)
         tl.store(u + row[:, None] * DV + cv[None, :], u_tile.to(element), on & (cv < DV)[None, :])
         tl.debug_barrier()
-        k = _rows(key, first, length, k_row, ck, DK, DK_PAD)
+        k = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
         w_tile = tl.dot((inverse * (rate * tl.exp(total))[None, :]).to(element), k)
         tl.store(w + row[:, None] * DK + ck[None, :], w_tile.to(element), on & (ck < DK)[None, :])
 
@@ -163,10 +109,10 @@ def _states_kernel(
     BLOCKS: tl.constexpr = (DV + BV - 1) // BV
     program = tl.program_id(0)
     block = program % BLOCKS
-    h, hv = _heads((program // BLOCKS) % NV, NV // N)
+    h, hv = heads_of((program // BLOCKS) % NV, NV // N)
     sequence = program // (BLOCKS * NV)
     if VARLEN:
-        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        s, each = sequence_lengths(lengths, T, sequences, SEQUENCES)
         start = tl.minimum(tl.sum(tl.where(s < sequence, each, 0), 0), T)
         length = tl.sum(tl.where(s == sequence, each, 0), 0)
         length = tl.minimum(length, T - start).to(tl.int32)
@@ -194,11 +140,11 @@ def _states_kernel(
     element = u.dtype.element_ty
     for first in tl.range(0, length, CHUNK, num_stages=STAGES):
         there = first + i < length
-        w_tile = _rows(w, first, length, NV * DK, ck, DK, DK_PAD)
-        q_tile = _rows(query, first, length, q_row, ck, DK, DK_PAD)
-        k_tile = _rows(key, first, length, k_row, ck, DK, DK_PAD)
-        p_tile = _rows(p, first, length, NV * CHUNK, i, CHUNK, CHUNK)
-        u_tile = _rows(u, first, length, NV * DV, cv, DV if BLOCKS * BV != DV else BV, BV)
+        w_tile = chunk_rows(w, first, length, NV * DK, ck, DK, DK_PAD)
+        q_tile = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
+        k_tile = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
+        p_tile = chunk_rows(p, first, length, NV * CHUNK, i, CHUNK, CHUNK)
+        u_tile = chunk_rows(u, first, length, NV * DV, cv, DV if BLOCKS * BV != DV else BV, BV)
         total = tl.load(sums + (first + i).to(tl.int64) * NV, mask=there, other=0.0)
         last = tl.load(sums + tl.minimum(first + CHUNK, length).to(tl.int64) * NV - NV)
         half = state.to(element)
@@ -268,30 +214,13 @@ def forward(
     if final.numel() == 0:
         return out.zero_(), final
     scale = DK**-0.5 if scale is None else scale
-    if gpu.is_hopper(value.device) and _suits_hopper(query, key, value, sequences):
-        from .hopper import chunk_gated_delta_rule as hopper
-
-        hopper.forward(
+    if hopper.supports(query, key, value, sequences):
+        hopper.launch(
             query, key, value, beta, initial_state, actual_seq_lengths, scale, g, out, final
         )
     else:
         _plain(query, key, value, beta, initial_state, actual_seq_lengths, scale, g, out, final)
     return out, final
-
-
-def _suits_hopper(query: Tensor, key: Tensor, value: Tensor, sequences: int) -> bool:
-    """Whether the kernels for Hopper take these tensors: sizes, and rows of whole 16-byte units."""
-    given = (query, key, value)
-    tokens, heads, size = value.shape
-    return (
-        key.shape[-1] in (64, 128)
-        and size % 64 == 0
-        # its scratch, in rows: a coordinate of TMA has 32 bits
-        and tokens > 0
-        and (tokens + CHUNK.value * (sequences + 1)) * heads < 2**31
-        and all(x.data_ptr() % 16 == 0 for x in given)
-        and all(0 < step < 2**34 and step % 8 == 0 for x in given for step in x.stride()[:-1])
-    )
 
 
 def _plain(

@@ -35,9 +35,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from .chunk_gated_delta_rule import CHUNK, _heads, _inverse, _lengths, _rows
-from .chunk_gated_delta_rule import unsupported as unsupported_forward
+from . import chunk_gated_delta_rule
 from .common import gpu, launches
+from .common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
 
 # a pass of Triton 3.6 and 3.7 fails in _inputs_kernel, at every shape
 _BREAKS_ON_SM_100 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
@@ -52,7 +52,7 @@ def _place(lengths, chunk, T, sequences, SEQUENCES: tl.constexpr, VARLEN: tl.con
     there, the sequence's length, and how much of it is a sequence's at all: the tokens behind the
     last sequence are one more, of which 0 are."""
     if VARLEN:
-        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        s, each = sequence_lengths(lengths, T, sequences, SEQUENCES)
         ends = tl.cumsum((each + CHUNK - 1) // CHUNK, 0)
         before = (ends <= chunk) & (s < sequences)
         first = (chunk - tl.max(tl.where(before, ends, 0), 0).to(tl.int32)) * CHUNK
@@ -104,7 +104,7 @@ def _triangles_kernel(
 ):  # fmt: skip
     """T - I, P, exp(G) and exp(G_last - G) of a chunk and a value head."""
     chunk = tl.program_id(0)
-    h, hv = _heads(tl.program_id(1), NV // N)
+    h, hv = heads_of(tl.program_id(1), NV // N)
     start, first, _length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
     if first < inside:
         i = tl.arange(0, CHUNK)
@@ -120,15 +120,15 @@ def _triangles_kernel(
         last = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0)
         tl.store(grown + tile + i, tl.exp(total))
         tl.store(left + tile + i, tl.exp(last - total))
-        k = _rows(key, first, inside, k_row, ck, DK, DK_PAD)
-        q = _rows(query, first, inside, q_row, ck, DK, DK_PAD)
+        k = chunk_rows(key, first, inside, k_row, ck, DK, DK_PAD)
+        q = chunk_rows(query, first, inside, q_row, ck, DK, DK_PAD)
         seen = i[:, None] >= i[None, :]
         attention = tl.where(seen, tl.dot(q, k.T) * fading * scale, 0.0)
         tl.store(p + at, attention.to(p.dtype.element_ty))
         lower = tl.dot(k, k.T) * fading * rate[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
         # its diagonal is 1: what is stored is what a product adds to its right side, unrounded
-        below = tl.where(i[:, None] > i[None, :], _inverse(lower, PRECISION), 0.0)
+        below = tl.where(i[:, None] > i[None, :], unit_inverse(lower, PRECISION), 0.0)
         tl.store(t + at, below.to(t.dtype.element_ty))
 
 
@@ -168,10 +168,10 @@ def _walks_kernel(
     program = tl.program_id(0)
     back = program % 2
     block = program // 2 % BLOCKS
-    h, hv = _heads(program // (2 * BLOCKS) % NV, NV // N)
+    h, hv = heads_of(program // (2 * BLOCKS) % NV, NV // N)
     sequence = program // (2 * BLOCKS * NV)
     if VARLEN:
-        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        s, each = sequence_lengths(lengths, T, sequences, SEQUENCES)
         earlier = s < sequence
         start = tl.minimum(tl.sum(tl.where(earlier, each, 0), 0), T)
         length = tl.sum(tl.where(s == sequence, each, 0), 0)
@@ -205,7 +205,7 @@ def _walks_kernel(
             first = c * CHUNK
             number = (first_chunk + c).to(tl.int64) * NV + hv
             tile = number * CHUNK
-            k_tile = _rows(key, first, length, k_row, ck, DK, DK_PAD)
+            k_tile = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
             t_tile = tl.load(t + (tile + i)[:, None] * CHUNK + i[None, :])
             v_tile = _columns(value, first, length, v_row, cv, WHOLE, BV)
             growth = tl.load(grown + tile + i)
@@ -229,8 +229,8 @@ def _walks_kernel(
             first = c * CHUNK
             number = (first_chunk + c).to(tl.int64) * NV + hv
             tile = number * CHUNK
-            k_tile = _rows(key, first, length, k_row, ck, DK, DK_PAD)
-            q_tile = _rows(query, first, length, q_row, ck, DK, DK_PAD)
+            k_tile = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
+            q_tile = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
             square = (tile + i)[:, None] * CHUNK + i[None, :]
             t_tile = tl.load(t + square)
             p_tile = tl.load(p + square)
@@ -261,7 +261,7 @@ def _pairs_kernel(
 ):  # fmt: skip
     """dv, Z and M + M^T of a chunk and a value head; what pairs of its tokens give G and beta."""
     chunk = tl.program_id(0)
-    h, hv = _heads(tl.program_id(1), NV // N)
+    h, hv = heads_of(tl.program_id(1), NV // N)
     start, first, length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
     if first < length:
         i = tl.arange(0, CHUNK)
@@ -280,12 +280,12 @@ def _pairs_kernel(
         for cv0 in range(0, DV, BV):
             cv = cv0 + tl.arange(0, BV)
             EDGE: tl.constexpr = BV if DV % BV == 0 else DV
-            o_tile = _rows(d_out, first, inside, o_row, cv, EDGE, BV)
-            n_tile = _rows(n + row0, first, inside, NV * DV, cv, EDGE, BV)
-            r_tile = _rows(r + row0, first, inside, NV * DV, cv, EDGE, BV)
+            o_tile = chunk_rows(d_out, first, inside, o_row, cv, EDGE, BV)
+            n_tile = chunk_rows(n + row0, first, inside, NV * DV, cv, EDGE, BV)
+            r_tile = chunk_rows(r + row0, first, inside, NV * DV, cv, EDGE, BV)
             on_n = tl.dot(o_tile, n_tile.T, on_n)
             on_r = tl.dot(r_tile, n_tile.T, on_r)
-            v_tile = _rows(value, first, inside, v_row, cv, EDGE, BV)
+            v_tile = chunk_rows(value, first, inside, v_row, cv, EDGE, BV)
             wide = r_tile.to(tl.float32)
             by_value += tl.sum(wide * v_tile.to(tl.float32), 1)
             at = d_value + row0 + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
@@ -296,8 +296,8 @@ def _pairs_kernel(
         for ck0 in range(0, DK, BK):
             ck = ck0 + tl.arange(0, BK)
             EDGE: tl.constexpr = BK if DK % BK == 0 else DK
-            k_tile = _rows(key, first, inside, k_row, ck, EDGE, BK)
-            q_tile = _rows(query, first, inside, q_row, ck, EDGE, BK)
+            k_tile = chunk_rows(key, first, inside, k_row, ck, EDGE, BK)
+            q_tile = chunk_rows(query, first, inside, q_row, ck, EDGE, BK)
             kk = tl.dot(k_tile, k_tile.T, kk)
             qk = tl.dot(q_tile, k_tile.T, qk)
         _total, fading = _grown(g + hv, token, g_row, there, GATE)
@@ -338,8 +338,8 @@ def _inputs_kernel(
         token = start + first + i
         ck = block * BK + tl.arange(0, BK)
         EDGE: tl.constexpr = BK if DK % BK == 0 else DK
-        q_tile = _rows(query + start * q_row + h * q_head, first, inside, q_row, ck, EDGE, BK)
-        k_tile = _rows(key + start * k_row + h * k_head, first, inside, k_row, ck, EDGE, BK)
+        q_tile = chunk_rows(query + start * q_row + h * q_head, first, inside, q_row, ck, EDGE, BK)
+        k_tile = chunk_rows(key + start * k_row + h * k_head, first, inside, k_row, ck, EDGE, BK)
         d_out += start * o_row
         dq = tl.zeros([CHUNK, BK], tl.float32)
         dk = tl.zeros([CHUNK, BK], tl.float32)
@@ -363,11 +363,11 @@ def _inputs_kernel(
                 on = (cv < DV)[:, None] & (ck < DK)[None, :] & (first < inside)
                 state = tl.load(states + at, mask=on, other=0.0)
                 grad = tl.load(grads + at, mask=on, other=0.0)
-                o_tile = _rows(
+                o_tile = chunk_rows(
                     d_out + hv.to(tl.int64) * o_head, first, inside, o_row, cv, EDGE_V, BV
                 )
-                n_tile = _rows(n + row0, first, inside, NV * DV, cv, EDGE_V, BV)
-                r_tile = _rows(r + row0, first, inside, NV * DV, cv, EDGE_V, BV)
+                n_tile = chunk_rows(n + row0, first, inside, NV * DV, cv, EDGE_V, BV)
+                r_tile = chunk_rows(r + row0, first, inside, NV * DV, cv, EDGE_V, BV)
                 by_o = tl.dot(o_tile, state, by_o)
                 by_r = tl.dot(r_tile, state, by_r)
                 by_n = tl.dot(n_tile, grad, by_n)
@@ -432,12 +432,12 @@ def walk_tile(size: int) -> int:
 
 
 def unsupported(**arguments: Any) -> str | None:
-    if gpu.capability(arguments["query"].device)[0] == 10 and _BREAKS_ON_SM_100:
+    if gpu.has_tensor_memory(arguments["query"].device) and _BREAKS_ON_SM_100:
         return (
             f"triton {triton.__version__} cannot compile this gradient for Blackwell data center "
             "GPUs (sm_100); pip install 'triton>=3.8'"
         )
-    return unsupported_forward(**arguments)
+    return chunk_gated_delta_rule.unsupported(**arguments)
 
 
 def backward(

@@ -7,9 +7,14 @@
 
 A program holds a tile of queries and walks over the keys they see, in exp2 with log2(e) folded
 into the scale; only tiles that some query sees in part are masked.  With few queries the heads of a
-group share a tile and the keys are split over programs, whose parts a second kernel merges.  On
-Hopper more than 64 queries go to hopper/fused_attention.py, but for heads of 16, values in float8,
-negative scales, and rows that are not aligned.
+group share a tile.
+
+    condition                                                        kernel
+    keys >= 2048, programs of 128 queries fill half of the chip      _forward_kernel on parts of the
+                                                                     keys, then _merge_kernel
+    Hopper, over 64 queries, heads above 16, a positive scale,       hopper/fused_attention.py
+      one dtype, rows that TMA can describe
+    else                                                             _forward_kernel
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from .common.attention_tiles import (
     strides,
     visible,
 )
+from .hopper import fused_attention as hopper
 
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -237,24 +243,6 @@ def tiling(sizes: Sizes, size: int, processors: int, shared: int) -> Tiling:
     return Tiling(tile, block, warps, stages, 1, parts)
 
 
-def for_hopper(
-    largest: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    *more: torch.Tensor,
-) -> bool:
-    """Whether the warp-specialised kernels, for heads up to `largest`, take such tensors."""
-    if not gpu.is_hopper(q.device) or max(q.shape[-1], v.shape[-1]) > largest or scale <= 0:
-        return False
-    if v.dtype != q.dtype or 0 in (k.numel(), v.numel()):
-        return False
-    from .hopper.fused_attention import describable
-
-    return all(describable(x) for x in (q, k, v, *more))
-
-
 def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"q is {str(q.dtype).removeprefix('torch.')}, supported are float16 and bfloat16"
@@ -265,10 +253,9 @@ def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
         reason = rows.too_many(each.shape[0 if each.ndim == 3 else 2], "rows")
         if reason:
             return f"{name} has {reason}"
-    if v.dtype is torch.float8_e4m3fn and v.is_cuda:
+    if v.dtype is torch.float8_e4m3fn and v.is_cuda and not gpu.converts_float8(v.device):
         capability = gpu.capability(v.device)
-        if capability < (8, 9):
-            return f"v is float8_e4m3fn, which compute capability {capability} cannot convert"
+        return f"v is float8_e4m3fn, which compute capability {capability} cannot convert"
     return None
 
 
@@ -281,7 +268,7 @@ def forward(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     window: int | None,
-    deterministic: bool,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     o = memory.empty((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     lse = memory.empty(q.shape[:-1], torch.float32, q.device)
@@ -293,10 +280,8 @@ def forward(
     # heads of 16 would be padded to 64: causal, B 4, H 16, 4096 tokens, H200, 2026-11, 264 us by
     # the plain kernel and 327 by the other (heads of 32: 310 and 308)
     plain = sizes.rows <= 64 or split or max(q.shape[-1], v.shape[-1]) <= 16
-    if not plain and for_hopper(256, q, k, v, scale):
-        from .hopper import fused_attention as hopper
-
-        hopper.forward(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
+    if not plain and hopper.supports(q, k, v, scale):
+        hopper.launch(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
     else:
         _plain(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
     return o, lse

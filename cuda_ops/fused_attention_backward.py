@@ -7,7 +7,12 @@
 
 The plain path is deterministic: one kernel owns a tile of keys and walks over the queries (of all
 heads of the group) that see it, another owns a tile of queries and walks over its keys; no sum is
-shared.  On Hopper the common shapes go to hopper/fused_attention_backward.py.
+shared.
+
+    condition                                                    kernels, behind _statistics_kernel
+    Hopper, over 64 queries, rows that TMA can describe          hopper/fused_attention_backward.py
+    the same, to be deterministic                                it for keys, then _queries_kernel
+    else                                                         _keys_kernel, then _queries_kernel
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from .common.attention_tiles import (
     strides,
     visible,
 )
+from .hopper import fused_attention_backward as hopper
 
 
 @triton.jit(
@@ -373,16 +379,14 @@ def backward(
     padded, v_padded = padded_size(size), padded_size(v_size)
     scale = size**-0.5 if sm_scale is None else sm_scale
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    hopper = sizes.rows > 64 and fused_attention.for_hopper(256, q, k, v, scale, grad_o, *grads)
+    on_hopper = sizes.rows > 64 and hopper.supports(q, k, v, scale, grad_o, grads)
     # the width of the blocks there; wide ones have one of their own for the values
     sums_size = max(64, padded, v_padded if max(padded, v_padded) <= 128 else 0)
-    if not hopper or deterministic:
+    if not on_hopper or deterministic:
         sums_size = 0
     lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, sums_size)
-    if hopper:
-        from .hopper import fused_attention_backward as hopper_kernels
-
-        hopper_kernels.backward(
+    if on_hopper:
+        hopper.launch(
             grad_o, q, k, v, lse2, delta, sums, grads, sizes, causal, scale, cu_seqlens_q,
             cu_seqlens_k, window,
         )  # fmt: skip
@@ -400,7 +404,7 @@ def backward(
     window = min(window or 0, 2**30)
     shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
 
-    if n_k and not hopper:
+    if n_k and not on_hopper:
         listed, tiles = None, triton.cdiv(n_k, over_queries.keys)
         if cu_seqlens_q is not None and cu_seqlens_k is not None:
             listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, over_queries.keys, down=False)

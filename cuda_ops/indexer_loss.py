@@ -11,14 +11,16 @@
 A program owns a row: it gathers the selected keys once a pass, for all heads.  The first pass
 takes each head's log-sum-exp, with heads as the rows of the product so that the sum over keys stays
 within a warp; the second takes the sum over heads, with keys as its rows for the same reason.  A
-given `softmax_lse` saves the first.  A second kernel normalises a row and takes its loss.  Many
-heads of wide keys go to hopper/indexer_loss.py on a Hopper GPU.
+given `softmax_lse` saves the first.  A second kernel normalises a row and takes its loss.
+
+    condition                                              kernels, before _loss_kernel
+    Hopper, 65 to 128 heads, D above 256, aligned rows     _slots_kernel, hopper/indexer_loss.py
+    else                                                   _target_kernel
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +30,19 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import gpu, launches, rows
-
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LARGEST_D = 576
-
-
-@triton.jit
-def valid_slots(indices, slot, K, position, key_length):
-    """(index, whether it counts) of the slots of a row; slots from K on do not."""
-    index = tl.load(indices + slot, mask=slot < K, other=-1)
-    return index, (index >= 0) & (index <= position) & (index < key_length)
+from .common.loss import (
+    LARGEST_D,
+    LOG2_E,
+    Tiles,
+    normalised,
+    padded,
+    parts,
+    pieces,
+    shared_bytes,
+    softmax_of_scores,
+    valid_slots,
+)
+from .hopper import indexer_loss as hopper
 
 
 @triton.jit
@@ -154,22 +159,6 @@ def _slots_kernel(
 
 
 @triton.jit
-def softmax_of_scores(score, counts):
-    """Softmax over the slots that count, 0 elsewhere."""
-    score = tl.where(counts, score.to(tl.float32), float("-inf"))
-    peak = tl.max(score, 0)
-    weight = tl.exp2((score - tl.where(peak == float("-inf"), 0.0, peak)) * LOG2_E)
-    total = tl.sum(weight, 0)
-    return weight / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
-def normalised(mass):
-    total = tl.sum(mass, 0)
-    return mass / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
 def _loss_kernel(
     index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,
     s_batch, s_row, i_batch, i_row, K_PAD: tl.constexpr,
@@ -187,36 +176,6 @@ def _loss_kernel(
     r = softmax_of_scores(score, counts)
     term = (pi + eps) * (tl.log(pi + eps) - tl.log(r + eps))
     tl.store(loss + batch * S + row, tl.sum(tl.where(counts, term, 0.0), 0))
-
-
-def parts(D: int) -> tuple[int, int]:
-    """D as a power of two and the rest, so that 576 is not padded to 1024."""
-    largest = 1 << (D.bit_length() - 1)
-    return (D, 0) if D < 16 else (largest, D - largest)
-
-
-def padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
-
-
-def pieces(D: int, DR: int) -> list[int]:
-    """The padded widths of the columns' pieces: of the two parts of D, and of the rope."""
-    return [padded(size) for size in (*parts(D), DR) if size]
-
-
-@dataclass(frozen=True)
-class Tiles:
-    heads: int
-    keys: int
-    stages: int
-    warps: int
-
-
-def shared_bytes(tile: Tiles, columns: Sequence[int], wgmma: bool) -> int:
-    """At most, for queries and keys whose columns come in these pieces: all of the queries, and of
-    the keys what the stages hold, or one piece at a time."""
-    held = max(columns) if tile.stages == 1 else (tile.stages - (not wgmma)) * sum(columns)
-    return 2 * (tile.heads * sum(columns) + tile.keys * held) + 1024
 
 
 def tiles(N: int, columns: Sequence[int], has_lse: bool, device: torch.device) -> Tiles | None:
@@ -254,28 +213,7 @@ def unsupported(
     return rows.too_many(key.shape[1], "keys")
 
 
-def _suits_hopper(
-    query: Tensor,
-    key: Tensor,
-    query_rope: Tensor | None,
-    key_rope: Tensor | None,
-    softmax_lse: Tensor | None,
-) -> bool:
-    """Whether the kernel for Hopper takes these tensors: sizes, and rows of whole 16-byte units."""
-    given = [x for x in (query, key, query_rope, key_rope) if x is not None]
-    D, DR = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
-    return (
-        64 < query.shape[1] <= 128
-        and 256 < D + DR <= LARGEST_D
-        and D % 64 == DR % 64 == 0
-        and all(x.data_ptr() % 16 == 0 for x in given)
-        and all(step % 8 == 0 for x in given for step in x.stride()[:-1])
-        and (softmax_lse is None or softmax_lse.dtype is torch.float32)
-        and gpu.is_hopper(query.device)
-    )
-
-
-def _hopper(
+def _on_hopper(
     query: Tensor,
     key: Tensor,
     indices: Tensor,
@@ -286,27 +224,15 @@ def _hopper(
     softmax_lse: Tensor | None,
     target: Tensor,
 ) -> None:
-    from .hopper import indexer_loss as hopper
-
-    B, N, S, D = query.shape
-    K = indices.shape[2]
-    DR = 0 if query_rope is None else query_rope.shape[-1]
+    B, S, K = indices.shape
     slots = memory.empty((B, S, K), torch.int32, query.device)
     ends = memory.empty((B, S), torch.int32, query.device)
     launches.kernel(_slots_kernel, S, B)(
         indices, slots, ends, chunk_offset, S, key.shape[1], K, *indices.stride()[:2],
         K_PAD=padded(K), num_warps=4,
     )  # fmt: skip
-    q_rope = query if query_rope is None else query_rope
-    k_rope = key if key_rope is None else key_rope
-    launches.kernel(hopper.targets, B * S)(
-        query, q_rope, key, k_rope, slots, ends,
-        target if softmax_lse is None else softmax_lse, target.zero_(),
-        scaling * LOG2_E.value, S, K,
-        *query.stride()[:3], *q_rope.stride()[:3], *key.stride()[:2], *k_rope.stride()[:2],
-        *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
-        N=N, PIECES=(D + DR) // 64, ROPE_FROM=D // 64, HAS_LSE=softmax_lse is not None,
-        num_warps=4,
+    hopper.launch(
+        query, key, query_rope, key_rope, slots, ends, softmax_lse, target.zero_(), scaling
     )  # fmt: skip
 
 
@@ -331,8 +257,8 @@ def forward(
         return loss.zero_(), target
     D0, D1 = parts(D)
     DR = 0 if query_rope is None else query_rope.shape[-1]
-    if _suits_hopper(query, key, query_rope, key_rope, softmax_lse):
-        _hopper(
+    if hopper.supports(query, key, query_rope, key_rope, softmax_lse):
+        _on_hopper(
             query, key, indices, scaling, chunk_offset, query_rope, key_rope, softmax_lse, target
         )
     else:

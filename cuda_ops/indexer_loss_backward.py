@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import launches, rows
-from .indexer_loss import normalised, padded, softmax_of_scores, valid_slots
+from .common.loss import normalised, padded, softmax_of_scores, valid_slots
 
 
 @triton.jit

@@ -33,9 +33,9 @@ def forward(
     rope_cos: Tensor,
     index_k_cache: Tensor,
     cache_index: Tensor,
-    ln_epsilon: float = 1e-6,
-    rope_interleaved: bool = False,
-    weight_format: str = "nz",
+    ln_epsilon: float,
+    rope_interleaved: bool,
+    weight_format: str,
 ) -> tuple[Tensor, Tensor]:
     requests, steps, hidden = token_x.shape
     ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]

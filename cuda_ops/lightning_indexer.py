@@ -7,13 +7,15 @@
 query [B, S, N, D], key [B, S2, 1, D] (or TND, or pages), weights [B, S, N].  The scores are fp32
 and lie in a [rows, keys] buffer of bounded size, a chunk of rows at a time; topk.py selects.
 Keys are the rows of the product, heads its columns: the sum over heads stays within a thread.
-On Hopper the scores are those of hopper/lightning_indexer.py.
+
+    condition                                                           scores
+    Hopper, up to 128 heads of 64 or 128, pages of whole 64, aligned    hopper/lightning_indexer.py
+    else                                                                _scores
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -172,32 +174,39 @@ def unsupported(**arguments: Any) -> str | None:
     return rows.too_many_positions(arguments["key"], arguments.get("block_table"))
 
 
-def forward(
+@dataclass(frozen=True)
+class Scored:
+    """What comes out; `last` is what top-k gets of the last rows, whose scores are on their way."""
+
+    indices: Tensor
+    values: Tensor
+    last: tuple[Any, ...] | None
+
+
+def scores(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    block_table: Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-    pre_tokens: int = 2**63 - 1,
-    next_tokens: int = 2**63 - 1,
-    return_value: bool = False,
-    scored: Callable[[], AbstractContextManager[object]] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`scored` is called when all scores are on their way and the last top-k is not: its launches
-    find the memory free.  In what it returns the top-k is launched."""
-    values = query.dtype if return_value else None
-    return select(
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    return_value: bool,
+    **_: object,
+) -> Scored:
+    """Of the op's arguments: everything but the last selection, so that a caller can put something
+    beside it."""
+    return scaled_scores(
         query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode, values, scored,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode,
+        query.dtype if return_value else None,
     )  # fmt: skip
 
 
-def select(
+def scaled_scores(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -211,16 +220,15 @@ def select(
     sparse_count: int,
     sparse_mode: int,
     value_dtype: torch.dtype | None,
-    scored: Callable[[], AbstractContextManager[object]] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(indices, values of `value_dtype`, or none): of floats, or of 8 bits with `key_scale`."""
+) -> Scored:
+    """The same, of floats, or of 8 bits with `key_scale`; values of `value_dtype`, or none."""
     device = query.device
     selected = (*query.shape[:-2], 1, sparse_count)
     indices = memory.empty(selected, torch.int32, device)
     wanted = value_dtype is not None
     values = memory.empty(selected if wanted else (0,), value_dtype or torch.float32, device)
     if indices.numel() == 0:
-        return indices, values
+        return Scored(indices, values, None)
     kind = quantise.PLAIN.value
     if key_scale is not None:
         (query, kind), (key, _) = quantise.to_read(query), quantise.to_read(key)
@@ -240,11 +248,11 @@ def select(
         d_tile = max(32, d_tile)  # the least depth of a product of bytes
     score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
-    scores = memory.empty((chunk_rows, score_row), torch.float32, device)
+    score = memory.empty((chunk_rows, score_row), torch.float32, device)
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
     qs = w if query_scale is None else query_scale.reshape(plan.rows, heads)
     ks_o, ks_i = rows.strides(key if key_scale is None else key_scale.unsqueeze(-1), layout_key)
-    on_hopper = key_scale is None and hopper.suits(q, key, layout_key)
+    on_hopper = key_scale is None and hopper.supports(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
@@ -257,15 +265,16 @@ def select(
     flat_indices = indices.view(plan.rows, sparse_count)
     flat_values = values.view(plan.rows, sparse_count) if wanted else values
     one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
+    last = None
     for first in range(0, plan.rows, chunk_rows):
+        if last is not None:
+            topk.topk(*last)
         count = min(chunk_rows, plan.rows - first)
         if on_hopper:
-            hopper.launch(
-                q, key, w, scores, sample, lengths, plan, layout_key, shared, first, count
-            )
+            hopper.launch(q, key, w, score, sample, lengths, plan, layout_key, shared, first, count)
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
-                q, key, w, qs, key if key_scale is None else key_scale, scores=scores,
+                q, key, w, qs, key if key_scale is None else key_scale, scores=score,
                 sample=sample, lengths=lengths, first_row=first,
                 count=count, chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0),
                 q_head=q.stride(1), sample_row=sample.stride(0), EVERY=topk.EVERY,
@@ -276,11 +285,19 @@ def select(
                 D_TILE=d_tile, KEY_TILE=KEY_TILE, ONE_PAGE=one_page, STAGES=1 if alone else stages,
                 num_warps=4,
             )  # fmt: skip
-        last = first + count == plan.rows
-        with scored() if scored is not None and last else nullcontext():
-            topk.topk(
-                scores[:count], lengths, flat_indices[first : first + count],
-                flat_values[first : first + count] if wanted else values, sparse_count,
-                sample,
-            )  # fmt: skip
-    return indices, values
+        last = (
+            score[:count], lengths, flat_indices[first : first + count],
+            flat_values[first : first + count] if wanted else values, sparse_count, sample,
+        )  # fmt: skip
+    return Scored(indices, values, last)
+
+
+def select(scored: Scored) -> tuple[Tensor, Tensor]:
+    """(indices, values): the last rows' selection, with which all are made."""
+    if scored.last is not None:
+        topk.topk(*scored.last)
+    return scored.indices, scored.values
+
+
+def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
+    return select(scores(**arguments))

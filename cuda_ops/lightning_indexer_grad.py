@@ -81,12 +81,11 @@ def backward(
     dy: Tensor,
     sparse_indices: Tensor,
     weights: Tensor,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    layout: str | None = "BSND",
-    sparse_mode: int | None = 3,
-    pre_tokens: int | None = 2**63 - 1,
-    next_tokens: int | None = 2**63 - 1,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    layout: str | None,
+    sparse_mode: int | None,
+    **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layout = layout or "BSND"
     device, (heads, dim) = query.device, query.shape[-2:]

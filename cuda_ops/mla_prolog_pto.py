@@ -36,10 +36,10 @@ def forward(
     kv_cache: Tensor,
     kr_cache: Tensor,
     cache_index: Tensor,
-    rmsnorm_epsilon_cq: float = 1e-6,
-    rmsnorm_epsilon_ckv: float = 1e-6,
-    rope_interleaved: bool = True,
-    weight_format: str = "nz",
+    rmsnorm_epsilon_cq: float,
+    rmsnorm_epsilon_ckv: float,
+    rope_interleaved: bool,
+    weight_format: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, steps, hidden = token_x.shape
     heads, _, rank = weight_uk.shape

@@ -7,8 +7,11 @@
 A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or plain row-major
 [K, N].  Both are addressed as (n // C0) * panel + k * row + n % C0; neither is ever copied.
 Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
-the next kernel to add in order (deterministic, and no launch of its own).  NZ weights on a Hopper
-GPU: hopper/nz_matmul.py.
+the next kernel to add in order (deterministic, and no launch of its own).
+
+    condition                              kernel
+    Hopper, all weights NZ and aligned     hopper/nz_matmul.py
+    else                                   _product
 """
 
 from __future__ import annotations
@@ -151,7 +154,7 @@ def product(
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
     formats = [nz.is_nz(weight, weight_format) for weight in kept]
     chained = gpu.has_chained_launch(x.device)
-    by_tma = gpu.is_hopper(x.device) and hopper.suits(x, kept, formats)
+    by_tma = hopper.supports(x, kept, formats)
     chosen = tiling.hopper if by_tma else tiling.plain
     cut = chosen(tokens, given, depth, gpu.processors(x.device))
     run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k

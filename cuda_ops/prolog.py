@@ -6,6 +6,14 @@
     query_stage   c_q products -> absorbed latent query, rotated query heads
     index_stage   c_q products -> rotated index heads
 
+    condition                                                    query_heads
+    Hopper, 96 heads to one a processor, up to 256 tokens, NZ    hopper/query_heads.py
+    Hopper, over 32 tokens, the product in one run               product, hopper/query_stage.py
+    else                                                         product, _query_stage
+    condition                                                    index_heads
+    Hopper, NZ, a program for half of the processors             hopper/nz_matmul.py, which rotates
+    else                                                         product, _index_stage
+
 Rounding to the working dtype happens where the reference rounds: after each product, after each
 norm, after each rotation; the index key is rounded after its LayerNorm only.  rotate(u) with
 u = even and odd columns (interleaved) or halves: out = v cos + (-v[D/2:], v[:D/2]) sin.
@@ -24,8 +32,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..dispatch.common import memory, nz
 from .common import gpu, launches, tiling
 from .common.tiling import Tiling, cdiv, power_of_two
-from .hopper import nz_matmul as by_tma
-from .hopper import prolog as hopper
+from .hopper import nz_matmul as hopper_product
+from .hopper import query_heads as hopper_heads
+from .hopper import query_stage as hopper_stage
 from .nz_matmul import product
 
 HEAD_TILE = 32  # heads that one program rotates
@@ -381,8 +390,8 @@ def token_stage(
 
 def is_one_launch(c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor) -> bool:
     """Whether query_heads is."""
-    whole = nz.is_nz(weight, weight_format) and gpu.is_hopper(c.device)
-    return whole and hopper.suits_heads(c, weight, w_uk, sin.shape[-1])
+    whole = nz.is_nz(weight, weight_format)
+    return whole and hopper_heads.supports(c, weight, w_uk, sin.shape[-1])
 
 
 def query_heads(
@@ -395,7 +404,7 @@ def query_heads(
     query = memory.empty((*shape, heads, rank), c.dtype, c.device)
     query_rope = memory.empty((*shape, heads, rotary), c.dtype, c.device)
     if is_one_launch(c, weight, weight_format, w_uk, sin):
-        hopper.heads(
+        hopper_heads.launch(
             c, weight, w_uk, sin, cos, query, query_rope, interleaved, forked=forked
         )  # fmt: skip
     else:
@@ -412,15 +421,13 @@ def index_heads(
     tokens, depth = c.shape
     heads = weight.numel() // (depth * size)
     query_index = memory.empty((*shape, heads, size), c.dtype, c.device)
-    whole = nz.is_nz(weight, weight_format) and gpu.is_hopper(c.device)
     cut = tiling.whole_depth(tokens, [heads * size], depth, gpu.processors(c.device))
-    if whole and cut and size % 64 == 0 and sin.shape[-1] == 64 and by_tma.suits(
-        c, [weight], [True]
-    ):  # fmt: skip
-        by_tma.launch(
+    rotates = size % 64 == 0 and sin.shape[-1] == 64
+    if cut and rotates and hopper_product.supports(c, [weight], [nz.is_nz(weight, weight_format)]):
+        hopper_product.launch(
             c, [weight] * 4, [heads * size, 0, 0, 0], query_index.view(1, tokens, heads * size),
             cut.k * cdiv(depth, cut.k), heads * size // cut.columns * cdiv(tokens, cut.tokens), cut,
-            late=late, turn=by_tma.Turn(size, sin, cos, interleaved),
+            late=late, head=size, sin=sin, cos=cos, interleaved=interleaved,
         )  # fmt: skip
     else:
         q = product(c, [(weight, heads * size)], weight_format)
@@ -436,8 +443,8 @@ def query_stage(
     runs, tokens, _ = q.shape
     heads, plain, rank = w_uk.shape
     chained = gpu.has_chained_launch(q.device)
-    if gpu.is_hopper(q.device) and hopper.suits(q, w_uk, sin.shape[-1]):
-        hopper.absorb(q, sin, cos, w_uk, query, query_rope, interleaved)
+    if hopper_stage.supports(q, w_uk, sin.shape[-1]):
+        hopper_stage.launch(q, sin, cos, w_uk, query, query_rope, interleaved)
         return
     tiling = absorb_tiling(tokens)
     columns = min(tiling.columns, power_of_two(max(rank, 16)))

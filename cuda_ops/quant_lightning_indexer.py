@@ -40,23 +40,21 @@ def selected(
     weights: Tensor,
     query_dequant_scale: Tensor | None,
     key_dequant_scale: Tensor,
-    query_quant_mode: int,
-    key_quant_mode: int,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    block_table: Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-    pre_tokens: int = 2**63 - 1,
-    next_tokens: int = 2**63 - 1,
-    query_dtype: int | None = None,
-    key_dtype: int | None = None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    query_dtype: int | None,
+    key_dtype: int | None,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
     """(indices, scores of `value_dtype`, or none)"""
-    return lightning_indexer.select(
+    scored = lightning_indexer.scaled_scores(
         quantised.typed(query, query_dtype), quantised.typed(key, key_dtype), weights,
         query_dequant_scale, key_dequant_scale, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode, value_dtype,
     )  # fmt: skip
+    return lightning_indexer.select(scored)

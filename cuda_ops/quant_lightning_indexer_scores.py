@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .quant_lightning_indexer import selected, unsupported
 
 __all__ = ["forward", "unsupported"]
 
-forward = partial(selected, torch.float32)
+
+def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
+    return selected(torch.float32, **arguments)

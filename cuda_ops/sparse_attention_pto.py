@@ -14,7 +14,6 @@ overlaps their end.  Every cache row is written before any cache is read.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -78,39 +77,29 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
         ),
     )  # fmt: skip
 
-    side = launches.Side(device) if a.x.is_cuda else None
-    absorbed = partial(
-        prolog.query_heads,
-        query_norm, a.w_uq_qr, a.weight_format, a.w_uk, a.sin, a.cos, (requests, steps),
-        a.rope_interleaved,
-    )  # fmt: skip
-    made: list[tuple[Tensor, Tensor]] = []
-    # of more than 128 tokens the queries' programs would leave those of the top-k no registers
-    longer = tokens <= 128 and prolog.is_one_launch(
-        query_norm, a.w_uq_qr, a.weight_format, a.w_uk, a.sin
-    )
-
-    def scored() -> AbstractContextManager[object]:
-        assert side is not None
-        side.fork()
-        if not longer:
-            return nullcontext()
-        made.append(absorbed())
-        return side.stream()
-
     query_index = prolog.index_heads(
         query_norm, a.w_idx_qb, a.weight_format, size, a.sin, a.cos, (requests, steps),
         a.index_rope_interleaved,
     )  # fmt: skip
-    indices, _ = lightning_indexer.forward(
-        **a.of_indexer(query_index, weights), scored=scored if side else None
-    )
-    if not made:
-        with side.stream() if side else nullcontext():
-            made.append(absorbed(forked=side is not None))
-    if side:
+    scored = lightning_indexer.scores(**a.of_indexer(query_index, weights))
+    of_heads = (query_norm, a.w_uq_qr, a.weight_format, a.w_uk, a.sin)
+    absorbed = partial(prolog.query_heads, *of_heads, a.cos, (requests, steps), a.rope_interleaved)
+    if not a.x.is_cuda:
+        indices, _ = lightning_indexer.select(scored)
+        query, query_rope = absorbed()
+    else:
+        side = launches.Side(device)
+        side.fork()
+        # of more than 128 tokens the queries' programs would leave those of the top-k no registers
+        if tokens <= 128 and prolog.is_one_launch(*of_heads):
+            query, query_rope = absorbed()
+            with side.stream():
+                indices, _ = lightning_indexer.select(scored)
+        else:
+            indices, _ = lightning_indexer.select(scored)
+            with side.stream():
+                query, query_rope = absorbed(forked=True)
         side.join()
-    query, query_rope = made[0]
     out, _, _ = sparse_flash_attention.forward(**a.of_attention(query, query_rope, indices))
     return out, indices
 

@@ -12,8 +12,14 @@ any key gives zeros, m = -inf and l = 0.
 
 query [B, S, N, R], query_rope [B, S, N, D], key and value [.., 1, R], key_rope [.., 1, D],
 sparse_indices [B, S, 1, K]; without the ropes R is the whole width of a key.
-Few rows: the selection is split over programs, whose parts a second kernel merges in a fixed
-order.
+
+    condition                                                kernel
+    Hopper, R 512 and rope 64, values in the keys, which     hopper/sparse_flash_attention_decode.py
+      are evenly spaced, whole 16 bytes; 1 to 4 rows
+    the same, more rows                                      hopper/sparse_flash_attention.py
+    else                                                     _attend
+
+Few rows: the selection is split over programs, whose parts common/combine.py puts together.
 """
 
 from __future__ import annotations
@@ -24,13 +30,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..dispatch.common import memory
 from .common import gpu, launches, quantise, rows
-from .common.selection import key_strides, selected, slot_of
+from .common.combine import Parts, combine, is_chained
+from .common.selection import LOG2E, Attention, key_strides, selected, slot_of
+from .hopper import sparse_flash_attention as hopper
+from .hopper import sparse_flash_attention_decode as decode
 
-LOG2E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
 
 
@@ -223,40 +231,6 @@ def _attend(
         tl.store(to + e[None, :], o, mask=real[:, None] & (e < R)[None, :])
 
 
-@triton.jit
-def merge(
-    part, part_max, part_sum, sinks, out, softmax_max, softmax_sum,
-    HEADS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
-    HAS_SINK: tl.constexpr, STATS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """out of one row and head, WIDTH columns, from its SPLITS parts, always in the same order."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // HEADS
-    head = program % HEADS
-    split = tl.arange(0, SPLITS)
-    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    piece = (row * SPLITS + split) * HEADS + head
-    if CHAINED:
-        gdc_wait()
-    top = tl.load(part_max + piece)
-    weight = tl.load(part_sum + piece)
-    o = tl.load(part + piece[:, None] * R + d[None, :], mask=(d < R)[None, :], other=0.0)
-    row_max = tl.max(top, 0)
-    weight = weight * tl.exp2(top - row_max)
-    row_sum = tl.sum(weight, 0)
-    total = row_sum
-    if HAS_SINK:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - row_max)
-    o = tl.sum(o.to(tl.float32) * weight[:, None], 0)
-    o = tl.where(row_sum > 0, o / tl.where(row_sum > 0, total, 1.0), 0.0)
-    tl.store(out + program * R + d, o.to(out.dtype.element_ty), mask=d < R)
-    if STATS:
-        first = tl.program_id(1) == 0
-        row_max = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
-        tl.store(softmax_max + program, row_max, mask=first)
-        tl.store(softmax_sum + program, row_sum, mask=first)
-
-
 @dataclass(frozen=True)
 class Tiles:
     """`right`: columns of the second of two column tiles, 0 where one tile holds them all."""
@@ -347,20 +321,18 @@ def forward(
     value: Tensor | None,
     sparse_indices: Tensor,
     scale_value: float,
-    block_table: Tensor | None = None,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_kv: Tensor | None = None,
-    query_rope: Tensor | None = None,
-    key_rope: Tensor | None = None,
-    sparse_block_size: int = 1,
-    layout_query: str = "BSND",
-    layout_kv: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = 2**63 - 1,
-    next_tokens: int = 2**63 - 1,
-    attention_mode: int = 2,
-    return_softmax_lse: bool = False,
-    sinks: Tensor | None = None,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    return_softmax_lse: bool,
+    sinks: Tensor | None,
+    **_: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return attend(
         query, key, key if value is None else value, query_rope, key_rope, None, None,
@@ -411,112 +383,65 @@ def attend(
     qr = q if query_rope is None else query_rope.reshape(plan.rows, heads, -1)
     kr = key if key_rope is None else key_rope
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
-    entries = index.shape[1] * sparse_block_size
-    shared = not _apart(key, value)
-    rope = 0 if query_rope is None else query_rope.shape[-1]
+    call = Attention(
+        q, qr, key, kr, index, sinks, out, softmax_max, softmax_sum, plan,
+        index.shape[1] * sparse_block_size, sparse_block_size, scale_value * LOG2E,
+        0 if query_rope is None else query_rope.shape[-1],
+    )  # fmt: skip
     even = all(_even(each, layout_kv) for each in (key, kr, value))
-    hopper = (
-        key_scale is None
-        and shared
-        and even
-        and entries > 0
-        and (rank, rope) == (512, 64)
-        and _suits_hopper(q, qr, key, kr)
-    )
-    if hopper:
-        from .hopper import sparse_flash_attention as hopper_kernel
-        from .hopper import sparse_flash_attention_decode as decode
-
-        tile = decode.tile_of(plan.rows, heads, entries)
-        if tile:
-            decode.launch(
-                tile, q, qr, key, kr, index, sinks, out, softmax_max, softmax_sum, plan, entries,
-                scale_value * LOG2E, sparse_block_size,
-            )  # fmt: skip
-            return out, softmax_max, softmax_sum
-        tier = hopper_tiles(plan.rows, heads, entries)
+    together = key_scale is None and even and not _apart(key, value)
+    if together and decode.supports(call):
+        decode.launch(call)
+    elif together and hopper.supports(call):
+        hopper.launch(call)
     else:
-        found = tiles(plan.rows, heads, entries, rank, rope, not shared, device)
-        assert found is not None
-        tier = found
-    splits, key_tile = tier.splits, tier.keys
-    part = part_max = part_sum = softmax_max
-    if splits > 1:
-        part = memory.empty((plan.rows * splits * heads, rank), torch.float32, device)
-        part_max = memory.empty((plan.rows * splits * heads,), torch.float32, device)
-        part_sum = memory.empty((plan.rows * splits * heads,), torch.float32, device)
-    # programmatic dependent launch: the merge is set up while the last parts are being stored
-    chained = splits > 1 and gpu.has_chained_launch(device)
-    sink = softmax_max if sinks is None else sinks
-    tensors = {
-        "sinks": sink, "out": out, "part": part, "part_max": part_max, "part_sum": part_sum,
-        "softmax_max": softmax_max, "softmax_sum": softmax_sum,
-    }  # fmt: skip
-    per_split = triton.cdiv(triton.cdiv(entries, splits), key_tile) * key_tile
-    sizes = {
-        "scale_log2": scale_value * LOG2E, "entries": entries, "per_split": per_split,
-        "q_row": q.stride(0), "q_head": q.stride(1), "qr_row": qr.stride(0),
-        "qr_head": qr.stride(1), "HEADS": heads, "SPLITS": splits,
-        "HAS_SINK": sinks is not None, "STATS": return_softmax_lse,
-    }  # fmt: skip
-    items = plan.rows * splits * triton.cdiv(heads, tier.heads)
-    if hopper:
-        launches.kernel(hopper_kernel.attend, min(items, gpu.processors(device)))(
-            q, qr, key, kr, index, index_stride=index.stride(0), key_stride=key.stride(-3),
-            rope_stride=kr.stride(-3), items=items, SPAN=sparse_block_size, **tensors, **sizes,
-            **plan.arguments, **plan.constants, num_warps=4,
-        )  # fmt: skip
-    else:
-        slots = memory.empty((plan.rows, splits * per_split), torch.int32, device)
-        ks, vs = (
-            key if key_scale is None else key_scale,
-            value if value_scale is None else value_scale,
-        )
-        scale_strides = [s for each in (ks, vs) for s in rows.strides(each, layout_kv)]
-        launches.kernel(_attend, items)(
-            q, qr, key, kr, value, ks, vs, index, slots, **tensors, **sizes, **plan.arguments,
-            **plan.constants, **key_strides(key, kr, value, layout_kv),
-            key_scale_o=scale_strides[0], key_scale_i=scale_strides[1],
-            value_scale_o=scale_strides[2], value_scale_i=scale_strides[3], KIND=kind,
-            index_stride=index.stride(0), slot_stride=slots.stride(0), R=rank, D=rope,
-            SPAN=sparse_block_size, EVEN=even, SHARED=shared, CHAINED=chained,
-            PLACE=min(1024, triton.next_power_of_2(max(per_split, key_tile))),
-            HEAD_TILE=tier.heads, KEY_TILE=key_tile, LEFT=tier.left, RIGHT=tier.right,
-            D_TILE=max(16, triton.next_power_of_2(rope)), STAGES=tier.stages,
-            BRANCH=tier.heads == 64 and gpu.reads_shared(device), num_warps=tier.warps,
-        )  # fmt: skip
-    if splits > 1:
-        width = min(128 if splits > 8 else 512, triton.next_power_of_2(rank))
-        launches.kernel(merge, plan.rows * heads, triton.cdiv(rank, width))(
-            part, part_max, part_sum, sink, out, softmax_max, softmax_sum, HEADS=heads, R=rank,
-            SPLITS=splits, WIDTH=width, HAS_SINK=sinks is not None, STATS=return_softmax_lse,
-            CHAINED=chained, num_warps=4, **({"launch_pdl": True} if chained else {}),
-        )  # fmt: skip
+        scales = (key, value) if key_scale is None else (key_scale, value_scale)
+        _plain(call, value, layout_kv, even, kind, *scales)
     return out, softmax_max, softmax_sum
+
+
+def _plain(
+    call: Attention,
+    value: Tensor,
+    layout_kv: str,
+    even: bool,
+    kind: int,
+    key_scale: Tensor,
+    value_scale: Tensor,
+) -> None:
+    """`kind` says whether keys and values are floats; then their scales are not read."""
+    (count, heads, rank), device, entries = call.q.shape, call.q.device, call.entries
+    apart = _apart(call.key, value)
+    tile = tiles(count, heads, entries, rank, call.rope, apart, device)
+    assert tile is not None
+    parts = Parts.of(tile.splits, count * heads, rank, call.softmax_max)
+    per_split = triton.cdiv(triton.cdiv(entries, tile.splits), tile.keys) * tile.keys
+    slots = memory.empty((count, tile.splits * per_split), torch.int32, device)
+    steps = [s for each in (key_scale, value_scale) for s in rows.strides(each, layout_kv)]
+    names = ("key_scale_o", "key_scale_i", "value_scale_o", "value_scale_i")
+    scale_strides = dict(zip(names, steps, strict=True))
+    launches.kernel(_attend, count * tile.splits * triton.cdiv(heads, tile.heads))(
+        call.q, call.qr, call.key, call.kr, value, key_scale, value_scale, call.index, slots,
+        sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
+        part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
+        softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=entries,
+        per_split=per_split, **call.query_strides, HEADS=heads, SPLITS=tile.splits,
+        HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0,
+        **call.plan.arguments, **call.plan.constants,
+        **key_strides(call.key, call.kr, value, layout_kv), **scale_strides, KIND=kind,
+        index_stride=call.index.stride(0), slot_stride=slots.stride(0), R=rank, D=call.rope,
+        SPAN=call.span, EVEN=even,
+        SHARED=not apart, CHAINED=is_chained(device, tile.splits),
+        PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
+        HEAD_TILE=tile.heads, KEY_TILE=tile.keys, LEFT=tile.left, RIGHT=tile.right,
+        D_TILE=max(16, triton.next_power_of_2(call.rope)), STAGES=tile.stages,
+        BRANCH=tile.heads == 64 and gpu.reads_shared(device), num_warps=tile.warps,
+    )  # fmt: skip
+    if tile.splits > 1:
+        combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)
 
 
 def _even(key: Tensor, layout: str) -> bool:
     """Whether all keys are the same distance apart, also across pages or requests."""
     outer, inner = rows.strides(key, layout)
     return layout == "TND" or outer == inner * key.shape[1]
-
-
-def _suits_hopper(q: Tensor, qr: Tensor, key: Tensor, kr: Tensor) -> bool:
-    """Whether the kernels for Hopper take these tensors, whose sizes and even spacing are checked
-    before: pieces of 16 bytes."""
-    strides = (*q.stride()[:2], *qr.stride()[:2], key.stride(-3), kr.stride(-3))
-    return (
-        gpu.is_hopper(q.device)
-        and not any(s % 16 for s in strides)
-        and not any(x.data_ptr() % 16 for x in (q, qr, key, kr))
-    )
-
-
-def hopper_tiles(count: int, heads: int, entries: int) -> Tiles:
-    """Splits until every SM of an H200 has its program, while the parts stay small: 128 heads and
-    4 rows took 18 us in 8 splits and 24 in 16 (H200, 2026-11)."""
-    items, splits = count * triton.cdiv(heads, 64), 1
-    small = count * heads
-    while items * splits * 2 <= 132 and splits * 256 <= entries and small * splits**2 < 2**15:
-        splits *= 2
-    return Tiles(64, 128, 4, 1, 512, splits=splits)

@@ -150,15 +150,13 @@ def backward(
     softmax_sum: Tensor,
     scale_value: float,
     sparse_block_size: int,
-    query_rope: Tensor | None = None,
-    key_rope: Tensor | None = None,
-    actual_seq_qlen: Tensor | None = None,
-    actual_seq_kvlen: Tensor | None = None,
-    layout: str | None = "BSND",
-    sparse_mode: int | None = 3,
-    pre_tokens: int | None = 2**63 - 1,
-    next_tokens: int | None = 2**63 - 1,
-    attention_mode: int | None = 2,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Tensor | None,
+    actual_seq_kvlen: Tensor | None,
+    layout: str | None,
+    sparse_mode: int | None,
+    **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = layout or "BSND"
     heads, rank = query.shape[-2:]

@@ -23,8 +23,7 @@ from torch import Tensor
 from ..dispatch.common import memory
 from . import lightning_indexer_grad
 from .common import gpu, launches, rows
-from .common.selection import selected
-from .indexer_loss import (
+from .common.loss import (
     LARGEST_D,
     LOG2_E,
     Tiles,
@@ -35,6 +34,7 @@ from .indexer_loss import (
     shared_bytes,
     softmax_of_scores,
 )
+from .common.selection import selected
 
 EPS = 1e-10
 
@@ -191,9 +191,8 @@ def forward(
     actual_seq_klen: Sequence[int] | None,
     layout: str | None,
     sparse_mode: int | None,
-    pre_tokens: int | None,
-    next_tokens: int | None,
     sinks: Tensor | None,
+    **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout, device = layout or "BSND", query.device
     mode = 3 if sparse_mode is None else sparse_mode

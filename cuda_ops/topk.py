@@ -9,6 +9,10 @@ threshold that some 1.4 K scores should reach, and collects those in order, a ch
 program.  The second, a program a row, finds the exact K-th score among them and stores the winners
 in order.  Where the sample misled (fewer than K scores reach the threshold) or too many do (rows of
 many equal scores), it searches the whole row: slower, as exact.  A score of -inf is absent.
+
+    condition    kernels
+    Hopper       hopper/topk.py: the same two steps
+    else         _collect where rows are longer than MOST, _topk
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
 from .common import gpu, launches
+from .common.topk import EVERY, TILE
 from .hopper import topk as hopper
-from .hopper.topk import EVERY, TILE
 
 __all__ = ["EVERY", "MOST", "TILE", "topk"]
 
@@ -384,8 +388,8 @@ def topk(
     """indices [rows, k], and values unless empty, of the first lengths[row] scores of each row.
     `sample`: every EVERY-th of the scores, if they are at hand."""
     (rows, width), device = scores.shape, scores.device
-    if gpu.is_hopper(device):
-        hopper.topk(scores, lengths, indices, values, k, sample)
+    if hopper.supports(device):
+        hopper.launch(scores, lengths, indices, values, k, sample)
         return
     # enough programs for every SM, and for their neighbours to hide each other's waits
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1

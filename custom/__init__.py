@@ -21,16 +21,24 @@ _register_all()
 
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
+from .convolution import (  # noqa: E402
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    npu_causal_conv1d,
+    npu_causal_conv1d_update,
+)
 from .delta_rule import (  # noqa: E402
     fused_sigmoid_gating_delta_rule_update,
     npu_chunk_gated_delta_rule,
     npu_chunk_kda,
     npu_fused_sigmoid_gating_delta_rule_update,
+    npu_gated_delta_layer_decode,
 )
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
 from .dispatch.common.quantised import convert_rows, index_cache_views, row_views  # noqa: E402
 from .dispatch.env import config  # noqa: E402
 from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
+from .gated_norm import npu_gated_rms_norm  # noqa: E402
 from .graph_mode import warmup  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     compute_index_loss_sparse,
@@ -46,6 +54,7 @@ from .merging import (  # noqa: E402
     npu_merge_topk,
     npu_ring_attention_update,
     shard_positions,
+    shard_slots,
 )
 from .quantised import (  # noqa: E402
     flash_mla_sparse_fp8,
@@ -62,6 +71,7 @@ from .sparse_attention import (  # noqa: E402
     npu_indexer_prolog_pto,
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
+    npu_lightning_indexer_scores,
     npu_mla_prolog_pto,
     npu_sparse_attention_indices_pto,
     npu_sparse_attention_pto,
@@ -75,6 +85,8 @@ __all__ = [
     "NotSupported",
     "__version__",
     "attention",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
     "compute_index_loss_sparse",
     "config",
     "convert_rows",
@@ -87,10 +99,14 @@ __all__ = [
     "merge_states",
     "merge_topk",
     "npu_attention_update",
+    "npu_causal_conv1d",
+    "npu_causal_conv1d_update",
     "npu_chunk_gated_delta_rule",
     "npu_chunk_kda",
     "npu_fused_attention",
     "npu_fused_sigmoid_gating_delta_rule_update",
+    "npu_gated_delta_layer_decode",
+    "npu_gated_rms_norm",
     "npu_index_cache_write",
     "npu_indexer_prolog_pto",
     "npu_kv_quant_sparse_flash_attention",
@@ -98,6 +114,7 @@ __all__ = [
     "npu_latent_cache_write",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_lightning_indexer_scores",
     "npu_localize_indices",
     "npu_merge_states",
     "npu_merge_topk",
@@ -114,6 +131,7 @@ __all__ = [
     "quantize_index_query",
     "row_views",
     "shard_positions",
+    "shard_slots",
     "to_nz",
     "warmup",
 ]

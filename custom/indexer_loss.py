@@ -4,13 +4,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ._op import call, op
+from .dispatch.reference import indexer_loss as reference
 from .dispatch.spec import UNLIMITED
+
+if TYPE_CHECKING:
+    from ._collectives import Group
 
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
@@ -29,6 +34,7 @@ def compute_index_loss_sparse(
     key_rope: Tensor | None = None,
     softmax_lse: Tensor | None = None,
     return_target: bool = False,
+    group: Group | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """KL divergence of the indexer's distribution from the attention it should predict.
 
@@ -57,10 +63,13 @@ def compute_index_loss_sparse(
         softmax_lse: [B, N, S] natural log-sum-exp of the logits over the same valid slots; saves
             one of two passes.
         return_target: also return the target.
+        group: ProcessGroup or 1-D DeviceMesh whose ranks have the other heads: their targets are
+            added up (one all_reduce) before they are normalised, so that every rank has the loss
+            and the gradient of all heads.
 
     Returns:
         The loss, float32; with `return_target` the pair (loss, target), target float32 [B, S, K]
-        summed over heads and not normalised, so that tensor-parallel ranks can add theirs.
+        summed over heads (of all ranks of `group`) and not normalised.
         A row with no valid slot has loss 0.
 
     Raises:
@@ -93,8 +102,39 @@ def compute_index_loss_sparse(
         key_rope=key_rope,
         softmax_lse=softmax_lse,
     )
+    if group is not None:
+        from . import _collectives  # torch without distributed has none
+
+        target = _collectives.all_reduce(target, _collectives.ranks(group)[0])
+        apply: Callable[..., Tensor] = _OfTarget.apply
+        rows = apply(index_score, indices, target, key.shape[1], chunk_offset, eps)
     loss = _reduce(rows, reduction)
     return (loss, target) if return_target else loss
+
+
+class _OfTarget(torch.autograd.Function):
+    """The loss of each row from a target of more heads than are here, and the op's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        index_score: Tensor,
+        indices: Tensor,
+        target: Tensor,
+        key_length: int,
+        chunk_offset: int,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(index_score, indices, target)
+        ctx.sizes = key_length, chunk_offset
+        usable = reference.valid(indices, key_length, chunk_offset)
+        return reference.divergence(target, index_score.to(target.dtype), usable, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = torch.ops.custom.npu_indexer_loss_backward
+        found: Tensor = gradient(grad.contiguous(), *ctx.saved_tensors, *ctx.sizes)
+        return found, None, None, None, None, None
 
 
 def _reduce(rows: Tensor, reduction: str) -> Tensor:

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What runs where on this machine, and why not:  python -m custom.info
+"""What runs where on this machine, and why not:  python -m custom.info [--doctor]
 
 Works when half of the environment is broken: each line is found out on its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from . import __version__
+from . import __version__, doctor
 from .dispatch import backends, versions
 from .dispatch.env import VARIABLES
 from .dispatch.spec import Spec
@@ -140,7 +141,13 @@ def report() -> Iterator[str]:
         yield f"  {name}: {reason}"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m custom.info", description=__doc__)
+    parser.add_argument(
+        "--doctor", action="store_true", help="only what clashes, and the command that mends it"
+    )
+    if parser.parse_args(argv).doctor:
+        return doctor.main()
     for line in report():
         print(line)
     return 0

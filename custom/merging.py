@@ -127,6 +127,42 @@ def shard_positions(lengths: Tensor, rank: int, size: int, interleave: int = 1) 
     return whole + (lengths % stripes - rank * interleave).clamp(0, interleave)
 
 
+def shard_slots(
+    positions: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    rank: int,
+    size: int,
+    interleave: int = 1,
+) -> Tensor:
+    """The `cache_index` with which a prolog writes tokens into the shard of `rank`, and no others.
+
+    Args:
+        positions: [B, S] of the tokens in their requests.
+        block_table: [B, max_pages] pages of the shard.
+        page_size: slots of a page.
+        rank: of the shard.
+        size: number of shards.
+        interleave: positions that lie together.
+
+    Returns:
+        [B, S] slots, dtype of `block_table`; -1 where another rank keeps the token, the position is
+        negative or has no page.
+
+    >>> import torch, custom
+    >>> table = torch.tensor([[3, 1]])
+    >>> custom.shard_slots(torch.tensor([[31, 32, 33]]), table, 16, rank=0, size=2)
+    tensor([[-1, 16, -1]])
+    """
+    stripe = torch.div(positions, interleave, rounding_mode="floor")
+    row = torch.div(stripe, size, rounding_mode="floor") * interleave + positions % interleave
+    page = torch.div(row, page_size, rounding_mode="floor")
+    number = block_table.gather(1, page.clamp(0, block_table.shape[1] - 1).long())
+    mine = (positions >= 0) & (stripe % size == rank) & (page < block_table.shape[1])
+    slot = number * page_size + row % page_size
+    return torch.where(mine & (number >= 0), slot, -1).to(block_table.dtype)
+
+
 def npu_attention_update(
     lse: list[Tensor], local_out: list[Tensor], update_type: int
 ) -> tuple[Tensor, Tensor]:

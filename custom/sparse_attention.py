@@ -410,6 +410,57 @@ def npu_lightning_indexer(
 
 
 @op
+def npu_lightning_indexer_scores(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+) -> tuple[Tensor, Tensor]:
+    """`npu_lightning_indexer`, and the scores in float32: what an exact merge over ranks needs.
+
+    Formula: as `npu_lightning_indexer`.
+
+    Args:
+        query: [B, S, N, D], or [T, N, D] with layout_query="TND".
+        key: [B, S2, 1, D]; [T2, 1, D] with "TND"; [pages, P, 1, D] with "PA_BSND".
+        weights: [B, S, N] or [T, N].
+        actual_seq_lengths_query: [B] int32 or int64: lengths with BSND, prefix sums with TND.
+        actual_seq_lengths_key: [B] likewise; with PA_BSND lengths, and required.
+        block_table: [B, max_pages] int32 or int64, with PA_BSND.
+        layout_query: "BSND" or "TND".
+        layout_key: "BSND", "TND" or "PA_BSND".
+        sparse_count: K, positions selected for a query.
+        sparse_mode: 3, causal, aligned at the last key; 0, all keys.
+        pre_tokens: only the default is supported.
+        next_tokens: only the default is supported.
+
+    Returns:
+        sparse_indices int32 [B, S, 1, K] or [T, 1, K], ascending positions, -1 where fewer exist;
+        their scores of the same shape, float32 (float64 of float64), 0 there.
+
+    Raises:
+        ValueError: a shape, layout, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> q, k, w = torch.randn(1, 2, 4, 16), torch.randn(1, 9, 1, 16), torch.rand(1, 2, 4)
+    >>> index, scores = custom.npu_lightning_indexer_scores(q, k, w, sparse_count=4)
+    >>> index.shape, scores.dtype
+    (torch.Size([1, 2, 1, 4]), torch.float32)
+    """
+
+
+@op
 def npu_lightning_indexer_grad(
     query: Tensor,
     key: Tensor,

@@ -128,3 +128,9 @@ class Checker:
     def at_least(self, name: str, value: Any, least: float) -> None:
         if not value >= least:  # so that NaN fails too
             self.fail(f"`{name}` is {value}, expected at least {least}.")
+
+    def count(self, name: str, value: Any) -> None:
+        """Of positions, which are int32."""
+        self.at_least(name, value, 1)
+        if value > 2**31 - 1:
+            self.fail(f"`{name}` is {value}, expected at most {2**31 - 1}.")

@@ -22,6 +22,7 @@ OPS = (
     "mla_prolog_pto",
     "indexer_prolog_pto",
     "lightning_indexer",
+    "lightning_indexer_scores",
     "lightning_indexer_grad",
     "sparse_flash_attention",
     "sparse_flash_attention_grad",
@@ -46,6 +47,12 @@ OPS = (
     "localize_indices",
     "chunk_kda",
     "chunk_kda_grad",
+    "causal_conv1d",
+    "causal_conv1d_grad",
+    "causal_conv1d_update",
+    "gated_rms_norm",
+    "gated_rms_norm_grad",
+    "gated_delta_layer_decode",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

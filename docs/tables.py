@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The tables of the READMEs and of docs/, from records that tests and benches wrote.
+"""The tables of the READMEs and of docs/, from records that tests and benches wrote
+and from the code.
 
 pytest --device D --record tests/records/NAME.json              writes a record of verified ops
 python -m custom.bench OP --csv docs/figures/OP.csv             writes the figures of an op
@@ -28,7 +29,7 @@ from custom.dispatch.specs import SPECS
 
 from custom.bench.report import Row, plot, read_public, read_rows
 
-from . import graph_modes
+from . import functions, graph_modes
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records"
@@ -153,6 +154,7 @@ BLOCKS = {
     "best": best,
     "models": models,
     **graph_modes.BLOCKS,
+    **functions.BLOCKS,
 }
 # page -> the blocks it shows
 PAGES = {
@@ -161,6 +163,7 @@ PAGES = {
     "docs/speed.md": ("speed",),
     "docs/models.md": ("models",),
     "docs/graph_mode.md": tuple(graph_modes.BLOCKS),
+    "docs/architecture.md": tuple(functions.BLOCKS),
 }
 
 

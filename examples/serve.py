@@ -72,7 +72,7 @@ class Engine:
         self.tokens, self.lengths, self.table = step
         self.decode = self.forward
         if model.device.type != "cpu":  # all rows are idle: nothing is written
-            self.decode = custom.graph_mode.capture(self.forward, *step)
+            self.decode = torch.no_grad()(custom.graph_mode.capture)(self.forward, *step)
 
     def _through(self, numbers, hidden, lengths, table, indices=None):
         """The last S tokens [B, S, H] of requests that are `lengths` long with them, through the

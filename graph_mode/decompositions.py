@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
 
-from ..dispatch.common import layer, layout
+from ..dispatch.common import gated_delta, layer, layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
+    causal_conv1d,
+    causal_conv1d_update,
+    gated_rms_norm,
     hadamard,
     indexer_loss,
     indexer_prolog_pto,
@@ -87,7 +90,12 @@ def fused_attention(
     return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
-def lightning_indexer(
+def lightning_indexer(query: Tensor, return_value: bool, **given: Any) -> tuple[Tensor, Tensor]:
+    indices, value = lightning_indexer_scores(query, **given)
+    return indices, value.to(query.dtype) if return_value else query.new_empty([0])
+
+
+def lightning_indexer_scores(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -98,7 +106,6 @@ def lightning_indexer(
     layout_key: str,
     sparse_count: int,
     sparse_mode: int,
-    return_value: bool,
     key_scale: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -127,11 +134,9 @@ def lightning_indexer(
     picked = column.masked_fill(best == -torch.inf, _LAST).sort(-1).values
     absent = picked == _LAST
     indices = picked.masked_fill(absent, -1).to(torch.int32)[:, :, None]
-    if not return_value:
-        return indices, query.new_empty([0])
     # onnx's ReferenceEvaluator gathers along a dimension counted from the front only
     value = torch.nn.functional.pad(score, (0, 1)).gather(2, picked.masked_fill(absent, 0))
-    return indices, value.masked_fill(absent, 0).to(query.dtype)[:, :, None]
+    return indices, value.masked_fill(absent, 0)[:, :, None]
 
 
 def quant_lightning_indexer_scores(
@@ -144,8 +149,8 @@ def quant_lightning_indexer_scores(
     weights = weights.float()
     if query_dequant_scale is not None:
         weights = weights * query_dequant_scale.float()
-    return lightning_indexer(
-        query.float(), weights=weights, key_scale=key_dequant_scale, return_value=True, **arguments
+    return lightning_indexer_scores(
+        query.float(), weights=weights, key_scale=key_dequant_scale, **arguments
     )
 
 
@@ -445,6 +450,12 @@ def merge_of_topk(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Te
     return merge_topk.merged(values, positions, k, lambda score, k: score.topk(k).indices)
 
 
+def gated_delta_layer_decode(**x: Any) -> Tensor:
+    mixed = causal_conv1d_update.forward(**gated_delta.convolution(x))
+    out = delta_rule_update(**gated_delta.delta_rule(x, mixed))
+    return gated_rms_norm.forward(**gated_delta.norm(x, out))
+
+
 def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) -> str | None:
     if v.dtype.itemsize == 1:
         return "`v` is float8, which has no ONNX form. Convert `v` to the dtype of `q`."
@@ -490,6 +501,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward),
     "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward),
     "npu_lightning_indexer": Decomposition(lightning_indexer, _refuse_tnd),
+    "npu_lightning_indexer_scores": Decomposition(lightning_indexer_scores, _refuse_tnd),
     "npu_sparse_flash_attention": Decomposition(sparse_flash_attention, _refuse_tnd),
     "npu_quant_lightning_indexer": Decomposition(quant_lightning_indexer, _refuse_all_but_int8),
     "npu_quant_lightning_indexer_scores": Decomposition(
@@ -507,6 +519,10 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_merge_topk": Decomposition(merge_of_topk),
     "npu_localize_indices": Decomposition(localize_indices.forward),
     "npu_chunk_kda": Decomposition(chunk_kda),
+    "npu_gated_delta_layer_decode": Decomposition(gated_delta_layer_decode, _refuse_verification),
+    "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
+    "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
+    "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
 }
 
 # why an op that is not for training has none

@@ -278,7 +278,8 @@ def forward(
     parts = sequences * value_heads * (value_size // config.tiles["VALUE_TILE"])
     cache = initial_state_source if intermediate_states is None else intermediate_states
     parents = retrieve_parent_token
-    tree = parents is not None and parents.shape[1] > 0
+    if parents is not None and parents.shape[1] == 0:
+        parents = parents.new_full((sequences, 1), -1)  # no kernel reads an empty tensor
     update[(min(parts, cores.vector()),)](
         A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices,
         initial_state_indices if cu_seqlens is None else cu_seqlens, cache,
@@ -293,7 +294,7 @@ def forward(
         HEADS=heads, VALUE_HEADS=value_heads, KEY=key_size, VALUE=value_size,
         VALUE_FIRST=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
         BOUNDED=lower_bound is not None, VARLEN=cu_seqlens is not None,
-        STORE=not disable_state_update, KEEP=intermediate_states is not None, TREE=tree,
-        **config.keywords,
+        STORE=not disable_state_update, KEEP=intermediate_states is not None,
+        TREE=parents is not None, **config.keywords,
     )  # fmt: skip
     return out

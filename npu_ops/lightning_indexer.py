@@ -230,7 +230,9 @@ def forward(
     pre_tokens: int,
     next_tokens: int,
     return_value: bool,
+    value_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Values in the dtype of `query`, unless another is asked for."""
     q, w = query.flatten(0, -3), weights.flatten(0, -2)
 
     def score(plan: ragged.Plan, out: Tensor, first: int, rows: int, config: tune.Config) -> None:
@@ -246,7 +248,7 @@ def forward(
     return select(
         "lightning_indexer.scores", query, key, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode,
-        query.dtype if return_value else None, score,
+        (value_dtype or query.dtype) if return_value else None, score,
     )  # fmt: skip
 
 

@@ -138,6 +138,20 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"KEY_TILE": channels}) for channels in (64, 32, 16)
     ),
     "chunk_gated_delta_rule_grad.gates": (Config({"HEAD_TILE": 16}),),
+    "chunk_kda.sums": (Config({"ROWS": 16}),),
+    "chunk_kda.pairs": tuple(Config({"ROWS": rows}) for rows in (16, 8)),
+    "chunk_kda.triangles": (Config({}, {"multibuffer": False}),),
+    "chunk_kda.walk": tuple(Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)),
+    "causal_conv1d.convolve": tuple(Config({"CHANNEL_TILE": channels}) for channels in (256, 1024)),
+    "causal_conv1d.finish": (Config({"CHANNEL_TILE": 1024}),),
+    "causal_conv1d_grad.walk": tuple(Config({"CHANNEL_TILE": channels}) for channels in (256, 512)),
+    # the widest that leaves no core idle
+    "causal_conv1d_update.update": tuple(
+        Config({"CHANNEL_TILE": channels}) for channels in (1024, 512, 128)
+    ),
+    # the most rows that UB holds
+    "gated_rms_norm.normalise": tuple(Config({"ROWS": rows}) for rows in (16, 4, 1)),
+    "gated_rms_norm_grad.through": tuple(Config({"ROWS": rows}) for rows in (16, 8, 2, 1)),
     # head sizes up to 64 (in sequences of one length), 128, 256; square tiles are not shared by
     # the vector units
     "fused_attention.attend": tuple(

@@ -15,18 +15,10 @@ from torch import Tensor
 import custom
 
 from .support.accuracy import assert_close_to_float64, skip_unless_taken
-from .test_chunk_kda import (  # noqa: F401
-    BOUNDED,
-    EXTREMES,
-    GIVEN,
-    ODD_BOUNDS,
-    PLAIN,
-    SOFTPLUS,
-    Case,
-    one_thread,
-)
+from .support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, Case
 
 FORWARD, OP = "npu_chunk_kda", "npu_chunk_kda_grad"
+pytestmark = pytest.mark.usefixtures("one_thread")
 LEAVES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 
 

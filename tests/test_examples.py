@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -19,11 +20,12 @@ SMALL = {
     "qwen3_next_generate.py": ["--batch", "3", "--context", "40", "--new-tokens", "6"],
     "serve.py": ["--new-tokens", "4"],
 }
-# train_indexer.py has a test of its own
+# these have tests of their own
+APART = ("parallel_decode.py", "train_indexer.py")
 SCRIPTS = sorted(
     p.name
     for p in (ROOT / "examples").glob("*.py")
-    if not p.name.startswith("_") and p.name != "train_indexer.py"
+    if not p.name.startswith("_") and p.name not in APART
 )
 
 
@@ -69,3 +71,23 @@ def test_options_of_the_demo():
     done = run("deepseek_v32_decode.py", *options, *SMALL["deepseek_v32_decode.py"])
     assert done.returncode == 0, done.stderr[-4000:]
     assert "float16: 5 requests" in done.stdout and "two tokens a step: " in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_decode_the_tokens_of_one_process(ranks, device):
+    if device.type != "cpu" and getattr(torch, device.type).device_count() < ranks:
+        pytest.skip(f"needs {ranks} devices")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script = ROOT / "examples/parallel_decode.py"
+    done = subprocess.run(
+        [sys.executable, *command, str(ranks), script, "--device", device.type],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"{ranks} ranks over" in done.stdout
+    assert "TensorParallel: logits within" in done.stdout
+    assert "ContextParallel: logits within" in done.stdout

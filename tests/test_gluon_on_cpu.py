@@ -17,6 +17,7 @@ from .support.stages import (
     assert_top,
     best_of,
     exact,
+    launched,
     scores_of,
 )
 
@@ -26,12 +27,12 @@ if INTERPRETED:
 
 from custom.cuda_ops import (
     hopper,
-    lightning_indexer,
     nz_matmul,
     prolog,
     sparse_flash_attention,
 )
 from custom.cuda_ops.common import rows, selection
+from custom.cuda_ops.common.topk import EVERY
 from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
 
 from custom import to_nz
@@ -100,7 +101,7 @@ def few(monkeypatch):
     monkeypatch.setattr(decode, "launch", lambda *x: (launches.append(x), launch(*x)))
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     stand_in(
-        monkeypatch, rows, selection, sparse_flash_attention, decode,
+        monkeypatch, rows, selection, sparse_flash_attention, decode, hopper.rows,
         hopper.sparse_flash_attention,
     )  # fmt: skip
     return launches
@@ -113,7 +114,7 @@ def test_few_rows(case, few):
     attention, _ = arguments(dtype, **CASES[case])
     sinks = torch.randn(CASES[case]["N"]) if turn % 4 < 2 else None
     every = poisoned(attention) | dict(return_softmax_lse=True, sinks=sinks)
-    got = sparse_flash_attention.forward(**every)
+    got = launched("sparse_flash_attention", **every)
     assert len(few) == 1
     wanted = exact("sparse_flash_attention", **every)
     for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
@@ -124,7 +125,7 @@ def test_heads_of_few_rows_far_apart(few):
     """The last head begins 2**31 numbers behind the first, or farther."""
     attention, _ = arguments(torch.bfloat16, N=16, B=1, S=1, K=30, **SIZES)
     spread = attention | {name: apart(attention[name], 2) for name in ("query", "query_rope")}
-    want, got = (sparse_flash_attention.forward(**x)[0] for x in (attention, spread))
+    want, got = (launched("sparse_flash_attention", **x)[0] for x in (attention, spread))
     assert len(few) == 2 and torch.equal(got, want)
 
 
@@ -169,14 +170,14 @@ def indexed(monkeypatch):
     )
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
-    stand_in(monkeypatch, rows, hopper.lightning_indexer, hopper.topk)
+    stand_in(monkeypatch, rows, hopper.rows, hopper.tma, hopper.lightning_indexer, hopper.topk)
     return launches
 
 
 @pytest.mark.parametrize("case", INDEXED)
 def test_indexer(case, indexed):
     _, every = arguments(torch.bfloat16, **INDEXED[case])
-    got = lightning_indexer.forward(**every)
+    got = launched("lightning_indexer", **every)
     assert len(indexed) == 1
     assert_top(every, *got)
 
@@ -188,7 +189,7 @@ def test_prefix_sums_that_fall(rows, heads, indexed):
     packed = dict(query="TND", keys="TND", rows=rows, lengths=[20, -(2**31), 60])
     _, every = arguments(torch.bfloat16, N=heads, R=64, B=3, S=3, S2=100, K=30, **packed)
     with ends_within(120):
-        indices, values = lightning_indexer.forward(**every)
+        indices, values = launched("lightning_indexer", **every)
     assert len(indexed) == 1
     assert ((indices >= -1) & (indices < 300)).all() and values.isfinite().all()
 
@@ -212,7 +213,13 @@ def turned(x, sin, cos, interleaved):
 
 @pytest.fixture
 def prologs(monkeypatch):
-    modules = (hopper.prolog, hopper.nz_matmul, hopper.rotation)
+    modules = [
+        hopper.query_heads,
+        hopper.query_stage,
+        hopper.nz_matmul,
+        hopper.rotation,
+        hopper.tma,
+    ]
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
     stand_in(monkeypatch, *modules)
@@ -246,7 +253,7 @@ def test_query_heads(tokens, prologs, monkeypatch):
     """One launch up to 256 tokens, then product and absorption."""
     one = tokens <= 256
     heads, depth, rank, interleaved = 2, 640 if one else 320, 256, tokens % 3 == 0
-    monkeypatch.setattr(hopper.prolog, "suits_heads", lambda *_: one)
+    monkeypatch.setattr(hopper.query_heads, "supports", lambda *_: one)
     c, w, w_uk = normal(tokens, depth), normal(depth, heads * 192), normal(heads, 128, rank)
     sin, cos = normal(2, tokens, 64)
     query, query_rope = prolog.query_heads(
@@ -264,7 +271,7 @@ def test_topk(n, k, kind, monkeypatch):
     scores, lengths = scores_of(kind, n), torch.tensor([n, n - 7, 13], dtype=torch.int32)
     indices = torch.full((3, k), -9, dtype=torch.int32)
     values = torch.full((3, k), torch.nan)
-    sample = scores[:, :: hopper.topk.EVERY].contiguous() if n == 65536 else None
-    hopper.topk.topk(scores, lengths, indices, values, k, sample)
+    sample = scores[:, ::EVERY].contiguous() if n == 65536 else None
+    hopper.topk.launch(scores, lengths, indices, values, k, sample)
     wanted, value = best_of(scores, lengths, k)
     assert torch.equal(indices, wanted) and torch.equal(values, value)

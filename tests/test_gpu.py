@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .support.compile_for_hopper import stand_in
 from .support.samples import sample
+from .support.stages import launched
 
 CPU = torch.device("cpu")
 
@@ -80,9 +81,10 @@ def test_sparse_attention_takes_no_more_shared_memory_than_its_tiles_are_chosen_
     monkeypatch.setattr(gpu, "shared_memory", lambda device: kib * 1024)
     with FakeTensorMode():
         half = partial(torch.empty, dtype=torch.bfloat16)
-        sparse_flash_attention.forward(
-            half(count, 1, heads, rank), half(count, 4096, 1, rank), None,
-            torch.empty(count, 1, 1, 2048, dtype=torch.int32), 0.1,
+        launched(
+            "sparse_flash_attention",
+            query=half(count, 1, heads, rank), key=half(count, 4096, 1, rank), value=None,
+            sparse_indices=torch.empty(count, 1, 1, 2048, dtype=torch.int32), scale_value=0.1,
             query_rope=half(count, 1, heads, rope) if rope else None,
             key_rope=half(count, 4096, 1, rope) if rope else None,
         )  # fmt: skip

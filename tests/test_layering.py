@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
+from custom.dispatch.specs import SPECS
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("custom", "dispatch", "npu_ops", "cuda_ops", "graph_mode")
@@ -81,6 +83,93 @@ def test_floors_of_cuda_ops_import_downwards(path):
     for name in imported(path):
         if name.startswith("custom.cuda_ops."):
             assert name.removeprefix("custom.cuda_ops.").startswith(below), f"imports {name}"
+
+
+def _modules() -> dict[str, list[str]]:
+    """Of every module, those of ours that it imports, inside functions as well."""
+    names = {".".join(module_of(path)): path for path in sources()}
+    found = {}
+    for name, path in names.items():
+        # a name that is taken from a module, or the module itself
+        into = {x if x in names else x.rpartition(".")[0] for x in imported(path)}
+        found[name] = sorted(into & names.keys() - {name})
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = _modules()
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way, name))
+        if name not in done:
+            for each in graph[name]:
+                visit(each, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", in_cuda_ops(), ids=_named)
+def test_what_begins_with_an_underscore_stays_in_its_file(path):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert not [x.name for x in node.names if x.name.startswith("_")], f"from {node.module}"
+    ours = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ours:
+            assert not node.attr.startswith("_"), ast.unparse(node)
+
+
+# what several of hopper/ share, and no op's path
+ROOMS = ("__init__", "rotation", "rows", "tma")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [x for x in in_cuda_ops() if x.parent.name == "hopper" and x.stem not in ROOMS],
+    ids=_named,
+)
+def test_a_hopper_module_has_a_question_and_a_launch(path):
+    """Nobody outside needs to know of anything else there."""
+    tree = ast.parse(path.read_text())
+    public = [x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef)]
+    assert [name for name in public if not name.startswith("_")] == ["supports", "launch"]
+
+
+def _launcher(op: str) -> tuple[ast.FunctionDef, str]:
+    """The launcher of an op in cuda_ops, and where it is written."""
+    spec = next(spec for spec in SPECS if spec.file == op)
+    path, name = ROOT / "cuda_ops" / f"{op}.py", spec.function
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            taken = [x.name for x in node.names if (x.asname or x.name) == name]
+            if taken:  # another op's, under this name
+                path, name = path.parent / f"{node.module}.py", taken[0]
+    found = [
+        x
+        for x in ast.parse(path.read_text()).body
+        if isinstance(x, ast.FunctionDef) and x.name == name
+    ]
+    return found[0], spec.schema
+
+
+@pytest.mark.parametrize("op", [spec.file for spec in SPECS])
+def test_a_launcher_takes_what_it_uses_and_restates_no_default(op):
+    function, schema = _launcher(op)
+    arguments = function.args
+    assert not arguments.defaults and not any(arguments.kw_defaults), "the schema has them"
+    used = {x.id for each in function.body for x in ast.walk(each) if isinstance(x, ast.Name)}
+    for argument in (*arguments.args, *arguments.kwonlyargs):
+        assert argument.arg in used, f"{argument.arg} is not used"
+        assert re.search(rf"\b{argument.arg}\b", schema), f"{argument.arg} is not in the schema"
 
 
 def _last_name(node: ast.expr) -> str:

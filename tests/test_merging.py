@@ -233,27 +233,33 @@ def test_hostile_values_and_positions(device):
 
 
 def test_shards_of_an_indexer_choose_what_the_whole_chooses(device):
-    """Keys dealt out over 3 parts in turn, 5 together; whole-number scores, so that they tie."""
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    if custom.config.backend != "auto":
-        dtype = torch.float16
+    """Keys dealt out over 3 parts in turn, 5 together. Scores are whole numbers, exact in float32,
+    of which some tie; in half precision many more would."""
+    dtype = torch.float16 if custom.config.backend == "cuda" else torch.bfloat16
     random = torch.Generator().manual_seed(5)
-    q = torch.randint(-1, 2, (1, 1, 16, 64), generator=random).to(dtype).to(device)
-    keys = torch.randint(-1, 2, (1, 101, 1, 64), generator=random).to(dtype).to(device)
+
+    def whole(high: int, *shape: int) -> Tensor:
+        drawn = torch.randint(-high, high + 1, shape, generator=random)
+        return drawn.to(dtype).to(device)
+
+    q, keys = whole(7, 1, 1, 16, 64), whole(7, 1, 101, 1, 64)
+    keys[0, 50:60] = keys[0, 40:50]
     w = torch.ones(1, 1, 16, dtype=dtype, device=device)
-    k, size, interleave = 24, 3, 5
-    whole, _ = custom.npu_lightning_indexer(q, keys, w, sparse_count=k, sparse_mode=0)
+    k, size, interleave = 48, 3, 5
+    options = dict(sparse_count=k, sparse_mode=0)
+    _, every = custom.npu_lightning_indexer_scores(q, keys, w, **options)
+    assert every.dtype is torch.float32
+    assert len(every.to(dtype).unique()) < len(every.unique()) < k
+    selected, _ = custom.npu_lightning_indexer(q, keys, w, **options)
     values, positions = [], []
     every = torch.arange(101, device=device)
     for rank in range(size):
         mine = every[every // interleave % size == rank]
-        index, value = custom.npu_lightning_indexer(
-            q, keys[:, mine], w, sparse_count=k, sparse_mode=0, return_value=True
-        )
+        index, value = custom.npu_lightning_indexer_scores(q, keys[:, mine], w, **options)
         positions.append(torch.where(index >= 0, mine[index.clamp(min=0).long()], -1))
         values.append(value)
     got, _ = custom.npu_merge_topk(torch.stack(values), torch.stack(positions), k)
-    assert torch.equal(got, whole)
+    assert torch.equal(got, selected)
 
 
 # ------------------------------------------------------------------- positions of shards

@@ -390,3 +390,26 @@ def test_tiles_of_the_tutorial_are_integers(tile):
     q = torch.zeros(1, 1, 2, 16)
     with pytest.raises(ValueError, match=r"^attention: `BM` is .*, expected an integer from 1 on"):
         custom.attention(q, q, q, True, 1.0, tile, 64)
+
+
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        ("npu_lightning_indexer", "sparse_count"),
+        ("npu_sparse_attention_pto", "sparse_count"),
+        ("npu_merge_topk", "k"),
+    ],
+)
+def test_counts_are_below_what_a_position_can_be(op, name):
+    for bad in (2**31, 2**62):
+        with pytest.raises(
+            ValueError, match=rf"^{op}: `{name}` is {bad}, expected at most 2147483"
+        ):
+            run(op, **{name: bad})
+
+
+def test_a_block_longer_than_the_keys_ends_with_them():
+    op = "npu_sparse_flash_attention"
+    wanted = run(op, sparse_block_size=21)
+    for far in (2**31, 2**62):
+        torch.testing.assert_close(run(op, sparse_block_size=far), wanted, rtol=0, atol=0)

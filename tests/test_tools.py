@@ -118,6 +118,25 @@ def test_a_plot_of_stages_from_its_csv(tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+# measured by the rows of another op, or a small step beside one
+WITHOUT_ROWS = {
+    "npu_sparse_attention_indices_pto",
+    "npu_lightning_indexer_grad",
+    "npu_sparse_flash_attention_grad",
+    "npu_sparse_lightning_indexer_grad_kl_loss",
+    "npu_quant_lightning_indexer",
+    "npu_quant_lightning_indexer_scores",
+    "npu_hadamard",
+    "npu_index_cache_write",
+    "npu_latent_cache_write",
+    "npu_quantize_index_query",
+}
+
+
+def test_every_op_has_rows():
+    assert {spec.name for spec in SPECS} - set(BENCHED) <= WITHOUT_ROWS
+
+
 @pytest.mark.parametrize("op", BENCHED)
 def test_bench_checks_and_times_every_op_on_the_cpu(op, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "rates", lambda device: (1e10, 1e11, "a test's"))

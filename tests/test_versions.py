@@ -12,9 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from custom.dispatch import backends, versions
 
-from custom import info
+from custom import doctor, info
 
 ROOT = Path(__file__).parent.parent
 FIRST = versions.TABLE[0]
@@ -130,3 +131,54 @@ def test_kernels_take_them_from_here_alone():
     for path in (ROOT / "npu_ops").glob("*.py"):
         text = path.read_text()
         assert "tl.extract_slice" not in text and "tl.sort" not in text, path.name
+
+
+# -------------------------------------------------------------------------------------- the doctor
+
+SOUND = dict.fromkeys(("torch_npu", "triton-ascend", "CANN", "transformers", "numpy"))
+SOUND |= {"torch": "2.13.0+cpu", "triton": "3.7.1"}
+ASCEND = {
+    "torch": FIRST.torch, "torch_npu": FIRST.torch_npu, "triton": None, "numpy": "1.26.4",
+    "triton-ascend": FIRST.triton_ascend, "CANN": FIRST.cann, "transformers": "5.17.0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("have", [SOUND, ASCEND], ids=["CUDA", "Ascend"])
+def test_the_doctor_finds_nothing_where_nothing_clashes(have):
+    assert list(doctor.clashes(have)) == []
+
+
+@pytest.mark.parametrize(
+    "have, changes, sentence, command",
+    [
+        (SOUND, {"triton-ascend": "3.2.0"}, "overwritten", "--no-deps triton==3.7.1"),
+        (ASCEND, {"triton": "3.2.0"}, "overwritten", "--no-deps triton-ascend==3.2.0"),
+        (SOUND, {"torch": "2.6.1"}, "older than 2.7", 'pip install -U "torch>=2.7"'),
+        (ASCEND, {"torch": "2.9.1+cpu"}, "torch 2.9.1", "pip install torch==2.9.0"),
+        (ASCEND, {"torch_npu": "2.9.0.post6"}, "goes with torch_npu 2.9.0,", "torch_npu==2.9.0"),
+        (ASCEND, {"CANN": "9.0.0"}, "goes with CANN 8.5.0", "triton-ascend==3.2.1"),
+        (ASCEND, {"CANN": "8.0.0"}, "CANN 8.0.0 is here", "set_env.sh of a CANN 8.5.0"),
+        (ASCEND, {"triton-ascend": "9.9", "CANN": None}, "never tried", "triton-ascend==3.2.0"),
+        (SOUND, {"triton": "3.4.0"}, "older than 3.5", 'pip install -U "torch>=2.9"'),
+        (SOUND, {"numpy": "2.5.2"}, "from numpy 2.4 on", 'pip install "numpy<2.4"'),
+        (SOUND, {"transformers": "4.57.1"}, "5.17 and later", '"transformers>=5.17,<6"'),
+    ],
+)
+def test_the_doctor_names_a_clash_and_what_mends_it(have, changes, sentence, command):
+    (found,) = doctor.clashes(have | changes)
+    assert sentence in found.sentence and command in found.command
+    assert "\n" not in found.sentence and found.sentence.endswith(".")
+
+
+def test_the_doctor_answers_for_this_machine(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "here", lambda: SOUND)
+    assert info.main(["--doctor"]) == 0 and capsys.readouterr().out == "nothing clashes\n"
+    monkeypatch.setattr(doctor, "here", lambda: SOUND | {"torch": "2.6.0"})
+    assert info.main(["--doctor"]) == 1 and "    pip install" in capsys.readouterr().out
+    monkeypatch.undo()
+
+    def broken():
+        raise ImportError("libhccl.so: cannot open shared object file")
+
+    monkeypatch.setattr(versions, "cann", broken)
+    assert doctor.here()["torch"] == torch.__version__ and doctor.here()["CANN"] is None

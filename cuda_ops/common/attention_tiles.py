@@ -265,6 +265,11 @@ class Sizes:
         return 2 * self.batch * self.heads * triton.cdiv(self.rows, 128) <= processors
 
 
+def width_of(size: int) -> int:
+    """A head size as the kernels for Hopper see it."""
+    return max(64, triton.next_power_of_2(size))
+
+
 def padded_size(size: int) -> int:
     """A head size as the plain kernels see it."""
     return max(16, triton.next_power_of_2(size))

@@ -46,6 +46,8 @@ PIECE = 2**20
 _APART = 256  # bytes to which the pieces are aligned, as allocations are
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, tl.dtype, tl.constexpr)
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 Step = Callable[["_Run"], None]
 
 _here = threading.local()
@@ -54,10 +56,13 @@ _here = threading.local()
 def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
     """`kernel[grid]`, noted where a launcher is being recorded; compiled and not launched inside
     `compiling`."""
-    if getattr(_here, "compiling", False):
-        return partial(kernel.warmup, grid=grid)
     recorder = getattr(_here, "recorder", None)
-    return kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
+    if getattr(_here, "compiling", False):
+        launch = partial(kernel.warmup, grid=grid)
+    else:
+        launch = kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
+    # multiply and add round once: the default up to 3.9, which warns where a launch does not say so
+    return partial(launch, enable_fp_fusion=True)
 
 
 @contextmanager
@@ -76,8 +81,10 @@ def compiling(executor: Executor) -> Iterator[None]:
 
 
 @cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _second_stream(here: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One for each stream: memory of a stream is used again without asking what other streams still
+    read of it, and a captured stream takes the one that it forks into with it."""
+    return torch.cuda.Stream(here.device)
 
 
 class Side:
@@ -85,7 +92,8 @@ class Side:
     `stream()` it is the current one.  An op has one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._here, self._there = torch.cuda.current_stream(device), _second_stream(device)
+        self._here = torch.cuda.current_stream(device)
+        self._there = _second_stream(self._here)
         _note(lambda run: setattr(run, "side", Side(device)))
 
     def fork(self) -> None:
@@ -116,7 +124,7 @@ class Side:
 def _note(step: Step) -> None:
     recorder = getattr(_here, "recorder", None)
     if recorder is not None:
-        recorder.forked = True
+        recorder.overlapping = True
         recorder.steps.append(step)
 
 
@@ -248,7 +256,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self.forked = False
+        # one of another stream, or one that starts before the one ahead of it has ended
+        self.overlapping = False
         self._device = tensors[0].device
         self._starts: list[int] = []
         self._dtypes: list[torch.dtype] = []
@@ -287,6 +296,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        self.overlapping |= bool(named.get("launch_pdl"))
         self._launching = True
         try:
             compiled = kernel[grid](*args, **named)
@@ -401,8 +411,10 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _of_its_own(tensor: Tensor) -> Tensor:
-    """The same memory under a storage of its own."""
-    return torch.from_dlpack(tensor.detach())
+    """The same memory under a storage of its own, with the same strides also where a size is 1:
+    DLPack of older torch has its own there, and no float8."""
+    bits = tensor.detach().view(_BITS[tensor.itemsize])
+    return torch.from_dlpack(bits).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
@@ -440,7 +452,7 @@ def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
             step.pointers = _moved(step.pointers, moved)
             step.described = _moved(step.described, moved)
         steps.append(step)
-        if not recorder.forked:  # else another stream may still use it
+        if not recorder.overlapping:  # else a launch may still use what a later one would get
             ended = {each.slot for each in inner if last.get(each.slot) == number} - set(moved)
             steps += map(_Dropped, sorted(ended))
     return Plan(steps, whole_slot + 1, None if out is None else outputs, single)

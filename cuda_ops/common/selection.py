@@ -4,11 +4,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import rows
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of sparse attention, as its launchers take it: q [rows, N, R], qr [rows, N, rope] (q
+    where `rope` is 0), index [rows, K] whose numbers name `span` keys each, `entries` in all.  The
+    statistics are written where not empty."""
+
+    q: Tensor
+    qr: Tensor
+    key: Tensor
+    kr: Tensor
+    index: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    softmax_max: Tensor
+    softmax_sum: Tensor
+    plan: rows.Plan
+    entries: int
+    span: int
+    scale_log2: float
+    rope: int
+
+    @property
+    def query_strides(self) -> dict[str, int]:
+        """By the names that kernels use."""
+        steps = (*self.q.stride()[:2], *self.qr.stride()[:2])
+        return dict(zip(("q_row", "q_head", "qr_row", "qr_head"), steps, strict=True))
 
 
 @triton.jit

@@ -30,12 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...dispatch.common import memory
-from ..common import launches
+from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from .fused_attention import at, describe, describe_row
+from .tma import aligned, at, describe, describe_matrix, describe_row
 
 CHUNK = 64
 
@@ -465,13 +464,23 @@ def _walk(
     )  # fmt: skip
 
 
-def _tiles(tensor: Tensor) -> TensorDescriptor:
-    """Its [64, 64] tiles, one after the other."""
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(tensor, list(tensor.shape), [CHUNK, 1], [CHUNK, CHUNK], layout)
+def supports(query: Tensor, key: Tensor, value: Tensor, sequences: int) -> bool:
+    """Dk 64 or 128, Dv in whole columns of 64, and rows of whole 16-byte units."""
+    given = (query, key, value)
+    tokens, heads, size = value.shape
+    return (
+        gpu.is_hopper(value.device)
+        and key.shape[-1] in (64, 128)
+        and size % 64 == 0
+        # its scratch, in rows: a coordinate of TMA has 32 bits
+        and tokens > 0
+        and (tokens + CHUNK * (sequences + 1)) * heads < 2**31
+        and aligned(*given)
+        and all(0 < step < 2**34 and step % 8 == 0 for x in given for step in x.stride()[:-1])
+    )
 
 
-def forward(
+def launch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -495,7 +504,7 @@ def forward(
     t, p = (memory.empty((rows, CHUNK), value.dtype, value.device) for _ in range(2))
     grown, left = (memory.empty((rows,), torch.float32, value.device) for _ in range(2))
     q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
-    t_desc, p_desc = _tiles(t), _tiles(p)
+    t_desc, p_desc = (describe_matrix(x, rows, CHUNK, [CHUNK, CHUNK]) for x in (t, p))
     launches.kernel(_prepare, chunks, NV)(
         q_desc, k_desc, t_desc, p_desc, beta, g, actual_seq_lengths, grown, left, T, sequences,
         scale, 0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),

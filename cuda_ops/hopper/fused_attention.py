@@ -22,69 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common import gpu, launches
-from ..common.attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, strides
+from ..common.attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, width_of
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from .tma import at, describable, describe
 
 _keys_of = gluon.jit(keys_of.fn)
-_FAR = 1 << 30
-_WRAP = 1 << 34
 
 
-# ------------------------------------------------------------------------------------ descriptors
-def describable(tensor: torch.Tensor) -> bool:
-    """TMA wants 16-byte aligned rows, and a step between them; packed ones wrap at the largest."""
-    unit = 16 // tensor.element_size()
-    steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    return tensor.data_ptr() % 16 == 0 and all(0 < s < _WRAP and s % unit == 0 for s in steps)
-
-
-def describe(tensor: torch.Tensor, rows: int, width: int, varlen: bool) -> TensorDescriptor:
-    """The 5-D descriptor of blocks of `rows` rows of one head; what `width` has more than the
-    tensor reads as zeros and is not written."""
-    size = tensor.shape[-1]
-    block = [1, 1, 1, rows, width]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
-    unit = 16 // tensor.element_size()
-    batch, head, row = strides(tensor)
-    if varlen:
-        heads, tokens = tensor.shape[1], tensor.shape[0]
-        row = row if tokens > 1 else unit
-        shape = [0x7FFF0000, 0x7FFF0000, heads, _FAR, size]
-        steps = [_WRAP - row, row, head if heads > 1 else unit, row, 1]
-    else:
-        shape = [1, *tensor.shape]
-        sized = zip((batch, head, row), tensor.shape[:3], strict=True)
-        steps = [unit, *(s if n > 1 else unit for s, n in sized), 1]
-    return TensorDescriptor(tensor, shape, steps, block, layout)
-
-
-def describe_row(tensor: torch.Tensor, count: int) -> TensorDescriptor:
-    """Blocks of `count` numbers of a contiguous float32 tensor."""
-    layout = gl.NVMMASharedLayout(0, 32, 1)
-    return TensorDescriptor(tensor, [tensor.numel()], [1], [count], layout)
-
-
-def width_of(size: int) -> int:
-    """Columns of a block for heads of `size`."""
-    return max(64, triton.next_power_of_2(size))
-
-
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-
-
-@gluon.jit
-def at(batch, head, first, count, row, VARLEN: gl.constexpr):
-    """Coordinates of row `row` of a sequence."""
-    if VARLEN:
-        far: gl.constexpr = 1073741824
-        return [far, first + count, head, far - count + row, 0]
-    return [0, batch, head, row, 0]
-
-
-# ---------------------------------------------------------------------------------------- forward
 @gluon.jit
 def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
     """(batch, head, first row, rows, first other row, other rows, tile) of a tile number.
@@ -589,7 +535,18 @@ def _config(width: int, rows: int) -> tuple[int, int, int, bool, int]:
     return (2, 128, 2, True, 2) if width == 128 else (2, 64, 2, True, 1)
 
 
-def forward(
+def supports(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *more: torch.Tensor
+) -> bool:
+    """Heads up to 256, one dtype, and tensors that TMA can describe, `more` among them."""
+    if not gpu.is_hopper(q.device) or max(q.shape[-1], v.shape[-1]) > 256 or scale <= 0:
+        return False
+    if v.dtype != q.dtype or 0 in (k.numel(), v.numel()):
+        return False
+    return all(describable(x) for x in (q, k, v, *more))
+
+
+def launch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -37,9 +37,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common import launches
-from ..common.attention_tiles import Sizes, locate, padded_first, plan, queries_of, strides
+from ..common.attention_tiles import (
+    Sizes,
+    locate,
+    padded_first,
+    plan,
+    queries_of,
+    strides,
+    width_of,
+)
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from .fused_attention import at, describe, describe_row, width_of
+from . import fused_attention
+from .tma import at, describe, describe_row
 
 # Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1357 us (three stages 1354 to 1384), 16384
 # tokens 20519 (21807)
@@ -621,7 +630,19 @@ def _counted(size: int, width: int) -> int:
     return 192 if 128 < size <= 192 else width
 
 
-def backward(
+def supports(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    grad_o: torch.Tensor,
+    grads: tuple[torch.Tensor, ...],
+) -> bool:
+    """What the forward kernel supports, with gradients that TMA can describe as well."""
+    return fused_attention.supports(q, k, v, scale, grad_o, *grads)
+
+
+def launch(
     grad_o: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,

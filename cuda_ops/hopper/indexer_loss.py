@@ -17,6 +17,8 @@ H200, 2026-11, 128 heads, D 576, S 4096, 8K keys, K 2048: 4912 us, with lse 2597
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -27,7 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..common import gpu, launches
 from ..common.gluon_names import barrier, cp_async
+from ..common.loss import LARGEST_D
 
 LOWEST = gl.constexpr(-1e30)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -135,7 +139,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["K"])
-def targets(
+def _targets(
     query, query_rope, key, key_rope, slots, ends, lse, target, scale_log2, S, K,
     q_batch, q_head, q_row, qr_batch, qr_head, qr_row, k_batch, k_row, kr_batch, kr_row,
     l_batch, l_head, l_row,
@@ -205,4 +209,52 @@ def targets(
         ],
         [4, 4],
         [168, 96],
+    )  # fmt: skip
+
+
+def supports(
+    query: Tensor,
+    key: Tensor,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    softmax_lse: Tensor | None,
+) -> bool:
+    """65 to 128 heads, wide keys, and rows of whole 16-byte units."""
+    given = [x for x in (query, key, query_rope, key_rope) if x is not None]
+    D, DR = query.shape[-1], 0 if query_rope is None else query_rope.shape[-1]
+    return (
+        64 < query.shape[1] <= 128
+        and 256 < D + DR <= LARGEST_D
+        and D % 64 == DR % 64 == 0
+        and all(x.data_ptr() % 16 == 0 for x in given)
+        and all(step % 8 == 0 for x in given for step in x.stride()[:-1])
+        and (softmax_lse is None or softmax_lse.dtype is torch.float32)
+        and gpu.is_hopper(query.device)
+    )
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    slots: Tensor,
+    ends: Tensor,
+    softmax_lse: Tensor | None,
+    target: Tensor,
+    scaling: float,
+) -> None:
+    """Adds to `target` [B, S, K]; `slots` [B, S, K] count up to `ends` [B, S], -1 does not."""
+    B, N, S, D = query.shape
+    DR = 0 if query_rope is None else query_rope.shape[-1]
+    q_rope = query if query_rope is None else query_rope
+    k_rope = key if key_rope is None else key_rope
+    launches.kernel(_targets, B * S)(
+        query, q_rope, key, k_rope, slots, ends,
+        target if softmax_lse is None else softmax_lse, target,
+        scaling * LOG2_E.value, S, slots.shape[2],
+        *query.stride()[:3], *q_rope.stride()[:3], *key.stride()[:2], *k_rope.stride()[:2],
+        *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
+        N=N, PIECES=(D + DR) // 64, ROPE_FROM=D // 64, HAS_LSE=softmax_lse is not None,
+        num_warps=4,
     )  # fmt: skip

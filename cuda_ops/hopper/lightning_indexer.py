@@ -10,7 +10,6 @@ columns one warpgroup does everything, and others on its multiprocessor hide wha
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -21,35 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common import gpu, launches, rows
 from ..common.gluon_names import barrier, reinterpret, tma_load
 from ..common.rows import BSND, PAGED, TND
-from .topk import EVERY
+from ..common.topk import EVERY
+from .rows import request_of
+from .tma import DTYPES, describable, describe_box
 
 KEYS_AT_ONCE = gl.constexpr(64)
 LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-
-_within = gluon.jit(rows.within.fn)
-_rows_of = gluon.jit(rows.rows_of.fn)
-_keys_of = gluon.jit(rows.keys_of.fn)
-_sees = gluon.jit(rows.sees.fn)
-
-
-@gluon.jit
-def _request_of(row, act_q, tokens, requests, Q_TND: gl.constexpr, REQUESTS: gl.constexpr):
-    """rows.request_of"""
-    if Q_TND:
-        line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        r = gl.arange(0, REQUESTS, layout=line)
-        ends = _within(gl.load(act_q + r, mask=r < requests, other=0), tokens)
-        before = (r < requests) & (ends <= row)
-        return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
-    request = row // tokens
-    return request, request * tokens
 
 
 @gluon.jit
@@ -60,15 +41,15 @@ def _part(
 ):  # fmt: skip
     """Of rows row .. end those of `request`, row .. stop: (how many rows and keys the request has,
     its first key, stop, where this program's keys end that any of them sees)."""
-    asked = _rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
-    start, keys = _keys_of(request, act_k, reach, requests, KEYS, HAS_K)
+    asked = rows.rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
+    start, keys = rows.keys_of(request, act_k, reach, requests, KEYS, HAS_K)
     stop = first + tokens
     if Q_TND:
         # one row at least, or prefix sums that fall would have no end
         stop = gl.where(request < requests, gl.maximum(first + asked, row + 1), end)
     stop = gl.minimum(stop, end)
     last = gl.minimum(stop, first + asked) - 1
-    most = gl.where(last >= row, _sees(last - first, asked, keys, CAUSAL), 0)
+    most = gl.where(last >= row, rows.sees(last - first, asked, keys, CAUSAL), 0)
     return asked, keys, start, stop, gl.minimum(lo + per_chunk, most)
 
 
@@ -107,7 +88,7 @@ def _finish(
     L: gl.constexpr = score.type.layout
     pos = n + gl.arange(0, KEYS_AT_ONCE, layout=gl.SliceLayout(1, L))
     member += gl.arange(0, R, layout=gl.SliceLayout(0, L))
-    seen = _sees(member - first, asked, keys, CAUSAL)
+    seen = rows.sees(member - first, asked, keys, CAUSAL)
     seen = gl.where((member >= row) & (member < stop), seen, 0)
     # a NaN comes last, and only what is absent is -inf
     score = gl.where(score > LEAST_SCORE, score, LEAST_SCORE)
@@ -193,8 +174,9 @@ def _scores(
     zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
     own = row
     done = 0
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS, LINE)
         outers = _outer_of(lo, request, requests, reach, table, table_stride, pages, PAGE, KEYS)
         asked, keys, start, stop, hi = _part(
             row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
@@ -207,7 +189,7 @@ def _scores(
         if lo == 0:
             lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             member = row + gl.arange(0, 32, layout=lane)
-            gl.store(lengths + member - first_row, _sees(member - first, asked, keys, CAUSAL),
+            gl.store(lengths + member - first_row, rows.sees(member - first, asked, keys, CAUSAL),
                      mask=member < stop)  # fmt: skip
         mbarrier.wait(q_full.index(0), 0)
         for i in range(tiles):
@@ -246,15 +228,16 @@ def _load(
             reinterpret(q_tiles.index(part), q.dtype, q.block_shape, q.layout),
         )  # fmt: skip
     count = 0
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS, LINE)
         asked, keys, start, stop, hi = _part(
             row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
             Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
         )  # fmt: skip
         if lo == 0:
             member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            gl.store(lengths + member - first_row, _sees(member - first, asked, keys, CAUSAL),
+            gl.store(lengths + member - first_row, rows.sees(member - first, asked, keys, CAUSAL),
                      mask=member < stop)  # fmt: skip
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
             outers = _outer_of(
@@ -310,8 +293,9 @@ def _multiply(
     q1 = q_tiles.index(1).permute([1, 0])
     mbarrier.wait(q_full.index(0), 0)
     count = 0
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = _request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
+        request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS, LINE)
         asked, keys, _start, stop, hi = _part(
             row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
             Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
@@ -405,34 +389,20 @@ def _scores_shared(
     )  # fmt: skip
 
 
-def _aligned(tensor: Tensor) -> bool:
-    """As TMA wants it: in units of 16 bytes."""
-    steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    return tensor.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in steps)
-
-
-def suits(q: Tensor, key: Tensor, layout_key: str) -> bool:
+def supports(q: Tensor, key: Tensor, layout_key: str) -> bool:
     """q [rows, N, D]; the heads fit in a wgmma, and a tile of keys lies on one page."""
     heads, dim = q.shape[1:]
     paged = layout_key == "PA_BSND"
     return (
         gpu.is_hopper(q.device)
-        and q.dtype in _DTYPES
+        and q.dtype in DTYPES
         and heads <= 128
         and dim in (64, 128)
         and key.numel() > 0
         and not (paged and key.shape[1] % 64)
-        and _aligned(q)
-        and _aligned(key)
+        and describable(q)
+        and describable(key)
     )
-
-
-def _describe(
-    tensor: Tensor, shape: list[int], steps: list[int], block: list[int]
-) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
-    steps = [step if size > 1 else 8 for step, size in zip(steps, shape, strict=True)]
-    return TensorDescriptor(tensor, shape, [*steps[:-1], 1], block, layout)
 
 
 def _cut(groups: int, reach: int, columns: int, processors: int) -> tuple[int, int]:
@@ -468,8 +438,8 @@ def launch(
     stages, per_chunk = _cut(groups, reach, columns, gpu.processors(q.device))
     chunks = triton.cdiv(reach, per_chunk)
     launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(
-        _describe(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
-        _describe(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
+        describe_box(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
+        describe_box(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
         weights, scores=scores, sample=sample, lengths=lengths, first_row=first, count=count,
         chunks=chunks, per_chunk=per_chunk, w_row=weights.stride(0), score_row=scores.stride(0),
         sample_row=sample.stride(0), **plan.arguments, **plan.constants, HEADS=heads, ROWS=shared,

@@ -12,9 +12,7 @@ kernel that writes x: that hides the end of that kernel, and the start of this o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,15 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common import launches
+from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load
 from ..common.tiling import Tiling
 from .rotation import pass_on, rotate
-
-DTYPES = (torch.float16, torch.bfloat16)
+from .tma import DTYPES, aligned, describe_matrix, describe_nz
 
 
 @gluon.jit
@@ -180,55 +176,32 @@ def _product(
         gdc_wait()
 
 
-def describe(weight: Tensor, depth: int, size: int, columns: int, k: int) -> TensorDescriptor:
-    """Blocks [columns / 16, k, 16] of an NZ weight [depth, size]."""
-    layout = gl.NVMMASharedLayout(32, 16, rank=3)
-    shape, block = [max(size, 16) // 16, depth, 16], [columns // 16, k, 16]
-    return TensorDescriptor(weight, shape, [depth * 16, 16, 1], block, layout)
-
-
-def describe_rows(tensor: Tensor, rows: int, columns: int, block: list[int]) -> TensorDescriptor:
-    """Blocks of a contiguous matrix."""
-    layout = gl.NVMMASharedLayout(min(128, 2 * block[1]), 16, rank=2)
-    return TensorDescriptor(tensor, [rows, columns], [columns, 1], block, layout)
-
-
-def suits(x: Tensor, weights: Sequence[Tensor], formats: Sequence[bool]) -> bool:
+def supports(x: Tensor, weights: Sequence[Tensor], formats: Sequence[bool]) -> bool:
     """All weights NZ, in half precision, and aligned as TMA wants it."""
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in [x, *weights])
-    return x.dtype in DTYPES and all(formats) and aligned
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The product is heads of `size` columns; the first 64 of each are rotated."""
-
-    size: int
-    sin: Tensor
-    cos: Tensor
-    interleaved: bool
+    return gpu.is_hopper(x.device) and x.dtype in DTYPES and all(formats) and aligned(x, *weights)
 
 
 def launch(
     x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], out: Tensor, run: int, grid: int,
     tiling: Tiling, *, first: bool = False, forked: bool = False, late: bool = False,
-    turn: Turn | None = None,
+    head: int = 0, sin: Tensor | None = None, cos: Tensor | None = None, interleaved: bool = False,
 ) -> None:  # fmt: skip
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight.
-    `late`: the kernel before is none that x comes from, so it is waited for at the end."""
+    `late`: the kernel before is none that x comes from, so it is waited for at the end.
+    `head`: columns of a head, of which the first 64 are rotated."""
     tokens, depth = x.shape
     chunks = run // tiling.k
     described = [
-        describe(weight, depth, size, tiling.columns, tiling.k)
+        describe_nz(weight, depth, size, tiling.columns, tiling.k)
         for weight, size in zip(weights, sizes, strict=True)
     ]
     launches.kernel(_product, grid, out.shape[0])(
-        describe_rows(x, tokens, depth, [tiling.tokens, tiling.k]), *described,
-        out, turn and turn.sin, turn and turn.cos,
+        describe_matrix(x, tokens, depth, [tiling.tokens, tiling.k]), *described,
+        out, sin, cos,
         tokens, min(chunks, tiling.stages),
         RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
         TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k,
         STAGES=min(max(chunks, 2), tiling.stages), GROUP=tiling.group, FIRST=first, LATE=late,
-        HEAD=turn.size if turn else 0, INTERLEAVED=turn is not None and turn.interleaved,
+        HEAD=head, INTERLEAVED=interleaved,
         num_warps=tiling.warps, launch_pdl=not forked,
     )  # fmt: skip

@@ -14,16 +14,18 @@ The merge is 2.5 and 1.5 us of it.
 from __future__ import annotations
 
 import triton
-from torch import Tensor, float32
+from torch import float32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...dispatch.common import memory
-from ..common import launches, rows
+from ..common import launches
 from ..common.gluon_names import cp_async, mma_v2
-from .sparse_flash_attention import locate, slots
+from ..common.selection import Attention
+from . import sparse_flash_attention
+from .rows import locate, slots
 
 LOWEST = gl.constexpr(-1e30)
 
@@ -46,7 +48,7 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["entries", "tokens", "requests", "reach", "table_stride", "pages"])
-def attend(
+def _attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, part, part_max, part_sum, scale_log2,
     entries, tokens, requests, reach, table_stride, pages, q_row, q_head, qr_row, qr_head,
     key_stride, rope_stride, index_stride, HEADS: gl.constexpr, SPLITS: gl.constexpr,
@@ -135,7 +137,7 @@ def attend(
 
 
 @gluon.jit
-def merge(
+def _combine(
     part, part_max, part_sum, sinks, out, softmax_max, softmax_sum,
     HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr, STATS: gl.constexpr,
     DOWN: gl.constexpr, WARPS: gl.constexpr,
@@ -170,7 +172,7 @@ def merge(
         gl.store(softmax_sum + program, row_sum, mask=first)
 
 
-def tile_of(count: int, heads: int, entries: int) -> int:
+def _tile(count: int, heads: int, entries: int) -> int:
     """Keys a program, 0 where the other kernels are faster.  Measured on one H200, 2026-11, 2048
     keys: 128 heads, 1 / 2 / 4 rows in tiles of 128 took 9.8 / 16.4 / 29.5 us, on
     sparse_flash_attention 14.0 / 17.1 / 18.4 (tiles of 64: 9.9 / 17.7 / 34.1); 16 heads,
@@ -183,29 +185,31 @@ def tile_of(count: int, heads: int, entries: int) -> int:
     return 32 if count * triton.cdiv(heads, 16) <= 4 else 0
 
 
-def launch(
-    tile: int, q: Tensor, qr: Tensor, key: Tensor, kr: Tensor, index: Tensor, sinks: Tensor | None,
-    out: Tensor, softmax_max: Tensor, softmax_sum: Tensor, plan: rows.Plan, entries: int,
-    scale_log2: float, span: int,
-) -> None:  # fmt: skip
-    """q [rows, N, 512], qr [rows, N, 64], index [rows, K]; the statistics where not empty."""
-    count, heads = q.shape[:2]
-    splits = triton.next_power_of_2(triton.cdiv(entries, tile))
-    part = memory.empty((count * heads * splits, 512), float32, q.device)
-    part_max = memory.empty((count * heads * splits,), float32, q.device)
-    part_sum = memory.empty((count * heads * splits,), float32, q.device)
+def supports(call: Attention) -> bool:
+    """What the kernel of many rows supports, of so few that it would be slower."""
+    return sparse_flash_attention.supports(call) and _tile(*call.q.shape[:2], call.entries) > 0
+
+
+def launch(call: Attention) -> None:
+    count, heads, rank = call.q.shape
+    tile = _tile(count, heads, call.entries)
+    splits = triton.next_power_of_2(triton.cdiv(call.entries, tile))
+    part = memory.empty((count * heads * splits, rank), float32, call.q.device)
+    part_max = memory.empty((count * heads * splits,), float32, call.q.device)
+    part_sum = memory.empty((count * heads * splits,), float32, call.q.device)
     warps = 8 if tile == 128 else 4
-    launches.kernel(attend, count * splits * triton.cdiv(heads, 16))(
-        q, qr, key, kr, index, part=part, part_max=part_max, part_sum=part_sum,
-        scale_log2=scale_log2, entries=entries, q_row=q.stride(0), q_head=q.stride(1),
-        qr_row=qr.stride(0), qr_head=qr.stride(1), key_stride=key.stride(-3),
-        rope_stride=kr.stride(-3), index_stride=index.stride(0), HEADS=heads, SPLITS=splits,
-        SPAN=span, **plan.arguments, **plan.constants, TILE=tile, WARPS=warps, num_warps=warps,
+    launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
+        call.q, call.qr, call.key, call.kr, call.index, part=part, part_max=part_max,
+        part_sum=part_sum, scale_log2=call.scale_log2, entries=call.entries,
+        **call.query_strides, key_stride=call.key.stride(-3), rope_stride=call.kr.stride(-3),
+        index_stride=call.index.stride(0), HEADS=heads, SPLITS=splits, SPAN=call.span,
+        **call.plan.arguments, **call.plan.constants, TILE=tile, WARPS=warps, num_warps=warps,
     )  # fmt: skip
     # a thread takes up to 16 parts of 4 columns
     down = min(4, max(1, splits // 16))
-    launches.kernel(merge, count * heads, down)(
-        part, part_max, part_sum, softmax_max if sinks is None else sinks, out, softmax_max,
-        softmax_sum, HEADS=heads, SPLITS=splits, HAS_SINK=sinks is not None,
-        STATS=softmax_max.numel() > 0, DOWN=down, WARPS=4, num_warps=4, launch_pdl=True,
+    launches.kernel(_combine, count * heads, down)(
+        part, part_max, part_sum, call.softmax_max if call.sinks is None else call.sinks,
+        call.out, call.softmax_max, call.softmax_sum, HEADS=heads, SPLITS=splits,
+        HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0, DOWN=down, WARPS=4,
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip

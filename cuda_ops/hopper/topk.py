@@ -18,16 +18,14 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...dispatch.common import memory
-from ..common import launches
-
-TILE = 4096  # scores a program handles at once
-EVERY = 16  # a sample that comes with the scores has every 16th of them
+from ..common import gpu, launches
+from ..common.topk import EVERY, TILE
 
 MINUS_INF = gl.constexpr(-2139095041)  # ordered(-inf); the lowest that is there is one above
 
 
 @gluon.constexpr_function
-def tiled(size, warps):
+def _tiled(size, warps):
     """Of a tile [size / 128, 128]."""
     return gl.BlockedLayout([size // 128 // warps, 4], [1, 32], [warps, 1], [1, 0])
 
@@ -52,7 +50,7 @@ def _float(key):
 @gluon.jit
 def _lanes(SIZE: gl.constexpr):
     """0 .. SIZE - 1, as a tile."""
-    L: gl.constexpr = tiled(SIZE, gl.num_warps())
+    L: gl.constexpr = _tiled(SIZE, gl.num_warps())
     row = gl.arange(0, SIZE // 128, layout=gl.SliceLayout(1, L))
     return row[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
 
@@ -283,7 +281,7 @@ def _bound(x, there, length, k):
 
 
 @gluon.jit(do_not_specialize=["k"])
-def collect(
+def _collect(
     scores, sample, lengths, candidates, counts, k, stride, sample_stride,
     CHUNKS: gl.constexpr, ROOM: gl.constexpr, SAMPLE: gl.constexpr, EACH: gl.constexpr,
     SPARSE: gl.constexpr, SIZE: gl.constexpr, WHOLE: gl.constexpr,
@@ -331,7 +329,7 @@ def _apart(both, there):
 @gluon.jit
 def _dealt(candidates, counts, CHUNKS: gl.constexpr, ROOM: gl.constexpr, SIZE: gl.constexpr):
     """A row's candidates, if each chunk has SIZE / CHUNKS at most: nothing need move."""
-    L: gl.constexpr = tiled(SIZE, gl.num_warps())
+    L: gl.constexpr = _tiled(SIZE, gl.num_warps())
     EACH: gl.constexpr = SIZE // CHUNKS
     chunk = gl.arange(0, SIZE // 128, layout=gl.SliceLayout(1, L)) * 128 // EACH
     slot = _lanes(SIZE) % EACH
@@ -375,12 +373,12 @@ def _select_short(scores, length, k, indices, values, SIZE: gl.constexpr, VALUES
 
 
 @gluon.jit(do_not_specialize=["k"])
-def select(
+def _topk(
     scores, lengths, candidates, counts, indices, values, k, stride,
     CHUNKS: gl.constexpr, ROOM: gl.constexpr, SIZE: gl.constexpr, LONG: gl.constexpr,
     VALUES: gl.constexpr,
 ):  # fmt: skip
-    """The winners of a row.  LONG: collect ran."""
+    """The winners of a row.  LONG: _collect ran."""
     row = gl.program_id(0).to(gl.int64)
     gdc_launch_dependents()
     gdc_wait()
@@ -418,7 +416,11 @@ def select(
             gl.store(values + lane, (lane * 0).to(values.dtype.element_ty), mask=past)
 
 
-def topk(
+def supports(device: torch.device) -> bool:
+    return gpu.is_hopper(device)
+
+
+def launch(
     scores: Tensor, lengths: Tensor, indices: Tensor, values: Tensor, k: int, sample: Tensor | None
 ) -> None:
     """See topk.topk."""
@@ -435,13 +437,13 @@ def topk(
     if long:
         of, each = (scores, 1) if sample is None else (sample, EVERY)
         most = TILE if width <= 2**18 else 4 * TILE  # of a sample
-        launches.kernel(collect, rows, chunks)(
+        launches.kernel(_collect, rows, chunks)(
             scores, of, lengths, candidates, counts, k, scores.stride(0), of.stride(0),
             CHUNKS=chunks, ROOM=room, SAMPLE=min(most, triton.next_power_of_2(width // each)),
             EACH=each, SPARSE=width // each > most or width // each % most > 0, SIZE=TILE,
             WHOLE=width % TILE == 0 and scores.stride(0) % TILE == 0, num_warps=8, launch_pdl=True,
         )  # fmt: skip
-    launches.kernel(select, rows)(
+    launches.kernel(_topk, rows)(
         scores, lengths, candidates, counts, indices, values, k, scores.stride(0), CHUNKS=chunks,
         ROOM=room, SIZE=TILE, LONG=long, VALUES=values.numel() > 0, num_warps=8, launch_pdl=True,
     )  # fmt: skip

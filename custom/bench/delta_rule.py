@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Rows for the gated delta rule at Qwen3-Next's sizes, with fla-core side by side."""
+"""Rows for the gated delta rule at Qwen3-Next's and Kimi-Linear's sizes, with fla-core beside."""
 
 from __future__ import annotations
 
@@ -209,6 +209,143 @@ def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
     return call
 
 
+KDA = 32  # heads, of queries and of values
+
+
+def kda_case(t: int, lower_bound: float | None = None) -> Case:
+    """As Kimi-Linear calls it: gate and norms inside."""
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            q=draw.normal(1, t, KDA, D),
+            k=draw.normal(1, t, KDA, D),
+            v=draw.normal(1, t, KDA, D),
+            g=draw.normal(1, t, KDA, D),
+            beta=draw.normal(1, t, KDA).sigmoid(),
+            initial_state=draw.normal(1, KDA, D, D, dtype=torch.float32),
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            A_log=draw.normal(KDA, dtype=torch.float32),
+            dt_bias=draw.normal(KDA, D, dtype=torch.float32) - 2,
+            lower_bound=lower_bound,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        # cut into two sequences, of which the reference computes the first
+        first, state = min(t // 2, 200), arguments["initial_state"]
+        bounds = torch.tensor([0, first, t], dtype=torch.int32, device=state.device)
+        arguments.update(initial_state=torch.cat([state, state]), cu_seqlens=bounds)
+        names = ("q", "k", "v", "g", "beta")
+        piece = arguments | {name: arguments[name][:, :first] for name in names}
+        piece |= dict(initial_state=state, cu_seqlens=bounds[:2])
+        return piece, lambda outputs: [outputs[0][:, :first], outputs[1][:1]]
+
+    return Case(
+        "npu_chunk_kda",
+        f"{t} tokens" + ("" if lower_bound is None else ", bounded"),
+        make,
+        part,
+        bytes=float(BF16 * t * 5 * KDA * D + FP32 * 2 * KDA * D * D),
+        # as without a decay: chunks of 64, inside a chunk 64 keys a row, between chunks the state
+        flops=2.0 * t * KDA * (4 * 64 * D + 3 * D * D),
+        shape=dict(t=t),
+        peers={"fla": _fla_kda},
+        reference=False,  # token by token
+    )
+
+
+def kda_grad_case(t: int, lower_bound: float | None = None) -> Case:
+    forward = kda_case(t, lower_bound)
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        arguments, draw = forward.make(device, seed), Draw(device, seed + 1000)
+        return arguments | dict(
+            d_out=draw.normal(1, t, KDA, D),
+            d_final_state=draw.normal(1, KDA, D, D, dtype=torch.float32, std=0.1),
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        piece, _ = forward.part(arguments)
+        first, state = piece["v"].shape[1], arguments["d_final_state"]
+        # of the second sequence nothing is asked, so that A_log and dt_bias hear of the first alone
+        d_out = arguments["d_out"].index_fill(1, torch.arange(first, t, device=state.device), 0)
+        arguments.update(d_out=d_out, d_final_state=torch.cat([state, torch.zeros_like(state)]))
+        piece |= dict(d_out=d_out[:, :first], d_final_state=state)
+
+        def shown(outputs: Outputs) -> Outputs:
+            tokens = [x[:, :first] for x in outputs[:5]]
+            return [*tokens, outputs[5][:1], *outputs[6:]]
+
+        return piece, shown
+
+    return Case(
+        "npu_chunk_kda_grad",
+        forward.label,
+        make,
+        part,
+        bytes=float(BF16 * t * 9 * KDA * D + FP32 * 3 * KDA * D * D),
+        # chunks of 64, with the states made again: ten products inside a chunk, eight with a state
+        flops=2.0 * t * KDA * (10 * 64 * D + 8 * D * D),
+        shape=dict(t=t),
+        peers={"fla": _fla_kda_grad},
+        reference=False,  # token by token
+    )
+
+
+def _fla_kda(arguments: Arguments) -> Callable[[], Any] | None:
+    if importlib.util.find_spec("fla") is None or arguments["q"].device.type != "cuda":
+        return None
+    from fla.ops.kda import chunk_kda  # type: ignore[import-not-found]
+
+    options = dict(arguments, safe_gate=arguments["lower_bound"] is not None)
+
+    def call() -> Any:
+        return chunk_kda(**options, output_final_state=True)
+
+    with _compiled_together():
+        call()
+    return call
+
+
+def _fla_kda_grad(arguments: Arguments) -> Callable[[], Any] | None:
+    """fla-core's backward alone, on what its forward keeps for it."""
+    if importlib.util.find_spec("fla") is None or arguments["q"].device.type != "cuda":
+        return None
+    from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd  # type: ignore[import-not-found]
+    from fla.ops.kda.chunk_bwd import chunk_kda_bwd  # type: ignore[import-not-found]
+    from fla.ops.kda.chunk_fwd import chunk_kda_fwd  # type: ignore[import-not-found]
+
+    names = ("v", "beta", "initial_state", "A_log", "dt_bias", "lower_bound")
+    given = {name: arguments[name] for name in (*names, "use_gate_in_kernel")}
+    given |= dict(scale=D**-0.5, safe_gate=arguments["lower_bound"] is not None)
+    with _compiled_together():
+        (q, of_q), (k, of_k) = (l2norm_fwd(arguments[name]) for name in "qk")
+        given |= dict(q=q, k=k)
+        _, _, _, seen, solved, *_ = chunk_kda_fwd(
+            g=arguments["g"], output_final_state=True, **given
+        )
+
+    def call() -> Any:
+        d_q, d_k, *others = chunk_kda_bwd(
+            Aqk=seen,
+            Akk=solved,
+            g_org=arguments["g"],
+            do=arguments["d_out"],
+            dht=arguments["d_final_state"],
+            **given,
+        )
+        return l2norm_bwd(q, of_q, d_q), l2norm_bwd(k, of_k, d_k), *others
+
+    try:
+        with _compiled_together():
+            call()
+    except RuntimeError as refusal:  # of some versions of Triton, whose result would be wrong
+        warnings.warn(f"no column for fla-core: {refusal}", stacklevel=2)
+        return None
+    return call
+
+
 @contextmanager
 def _compiled_together() -> Iterator[None]:
     """What Triton's autotuner is about to try is compiled at once, by threads: by itself it would
@@ -230,6 +367,77 @@ def _compiled_together() -> Iterator[None]:
         yield
 
 
+def layer_case(b: int, layout: str, small: bool = False) -> Case:
+    """A decode step of the whole layer, its pools in bfloat16 and float32."""
+    heads, values, size = (2, 4, 16) if small else (N, NV, D)
+    channels = 2 * heads * size + values * size
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            mixed_qkv=draw.normal(b, 1, channels),
+            z=draw.normal(b, 1, values, size),
+            a=draw.normal(b, 1, values),
+            b=draw.normal(b, 1, values),
+            conv_states=draw.normal(b + 1, 3, channels),
+            states=draw.normal(b + 1, values, size, size, dtype=torch.float32),
+            conv_weight=draw.normal(4, channels),
+            A_log=draw.normal(values, dtype=torch.float32),
+            dt_bias=draw.normal(values, dtype=torch.float32),
+            norm_weight=draw.normal(size),
+            # slot 0 is what servers keep for padding
+            state_indices=torch.arange(1, b + 1, device=device, dtype=torch.int32),
+            state_layout=layout,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        names = ("mixed_qkv", "z", "a", "b", "state_indices")
+        piece = arguments | {name: arguments[name][:4] for name in names}
+        return piece, lambda outputs: [out[:4] for out in outputs]
+
+    state, row = FP32 * values * size * size, BF16 * channels
+    return Case(
+        "npu_gated_delta_layer_decode",
+        f"{b} x 1 tokens, {layout}",
+        make,
+        part,
+        # the states of the rule and of the convolution, twice; mixed_qkv, z and out
+        bytes=float(b * (2 * state + 7 * row + 2 * BF16 * values * size)),
+        flops=6.0 * b * values * size * size,
+        shape=dict(b=b),
+        peers={"three ops": _three_ops},
+    )
+
+
+def _three_ops(arguments: Arguments) -> Callable[[], Any]:
+    """Ours, one after the other."""
+    x = arguments
+    values, size = x["z"].shape[2:]
+    keys = (x["mixed_qkv"].shape[-1] - values * size) // 2
+
+    def call() -> Any:
+        mixed = torch.ops.custom.npu_causal_conv1d_update(
+            x["mixed_qkv"], x["conv_states"], x["conv_weight"], None, "silu",
+            conv_state_indices=x["state_indices"],
+        )  # fmt: skip
+        q, k, v = (
+            y.unflatten(-1, (-1, size)) for y in mixed.split([keys, keys, values * size], -1)
+        )
+        out = torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update(
+            x["A_log"], x["a"], x["dt_bias"], 1.0, 20.0, q, k, v, x["b"], x["states"],
+            x["state_indices"], None, True, state_layout=x["state_layout"],
+        )  # fmt: skip
+        return torch.ops.custom.npu_gated_rms_norm(out, x["z"], x["norm_weight"])
+
+    return call
+
+
+def _layer(small: bool) -> list[Case]:
+    if small:
+        return [layer_case(2, "kv", True)]
+    return [layer_case(b, layout) for layout in ("kv", "vk") for b in (1, 32, 128)]
+
+
 def _decode(small: bool) -> list[Case]:
     if small:
         return [decode_case(b, 1, layout) for b in (1, 4) for layout in ("kv", "vk")]
@@ -246,8 +454,23 @@ def _chunk_grad(small: bool) -> list[Case]:
     return [chunk_grad_case(t) for t in ((8,) if small else (4096, 16384, 65536))]
 
 
+def _kda(small: bool) -> list[Case]:
+    if small:
+        return [kda_case(16), kda_case(16, -5.0)]
+    return [*(kda_case(t) for t in (4096, 16384, 65536)), kda_case(16384, -5.0)]
+
+
+def _kda_grad(small: bool) -> list[Case]:
+    if small:
+        return [kda_grad_case(8)]
+    return [*(kda_grad_case(t) for t in (4096, 16384, 65536)), kda_grad_case(16384, -5.0)]
+
+
 PRESETS = {
+    "npu_gated_delta_layer_decode": _layer,
     "npu_fused_sigmoid_gating_delta_rule_update": _decode,
     "npu_chunk_gated_delta_rule": _chunk,
     "npu_chunk_gated_delta_rule_grad": _chunk_grad,
+    "npu_chunk_kda": _kda,
+    "npu_chunk_kda_grad": _kda_grad,
 }

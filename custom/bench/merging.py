@@ -6,6 +6,7 @@ that lie on one; beside plain PyTorch, eager and compiled."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..dispatch.reference import merge_states as states_reference
 from ..dispatch.reference import merge_topk as topk_reference
 from . import in_torch
 from .case import Arguments, Case, Draw, Outputs
+from .sparse_attention import indexer_case
 
 BF16 = 2
 
@@ -107,7 +109,22 @@ def _localize(small: bool) -> list[Case]:
     return [localize_case(*sizes) for sizes in ((32, 2048, 2), (4096, 2048, 2))]
 
 
+def _scores(small: bool) -> list[Case]:
+    cases = [indexer_case(1, 1, 512, 64)] if small else [indexer_case(32, 1, 65536)]
+    return [_with_scores(case) for case in cases]
+
+
+def _with_scores(case: Case) -> Case:
+    def make(device: torch.device, seed: int) -> Arguments:
+        arguments = case.make(device, seed)
+        del arguments["return_value"]
+        return arguments
+
+    return replace(case, op="npu_lightning_indexer_scores", make=make, peers={})
+
+
 PRESETS = {
+    "npu_lightning_indexer_scores": _scores,
     "npu_merge_states": _states,
     "npu_merge_topk": _topk,
     "npu_localize_indices": _localize,

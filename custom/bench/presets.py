@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import attention, delta_rule, indexer_loss, merging, quantised, sparse_attention
+from . import (
+    attention,
+    convolution,
+    delta_rule,
+    indexer_loss,
+    merging,
+    quantised,
+    sparse_attention,
+)
 from .case import Case
 
 _PRESETS: dict[str, Callable[[bool], list[Case]]] = {
@@ -17,6 +25,7 @@ _PRESETS: dict[str, Callable[[bool], list[Case]]] = {
     **delta_rule.PRESETS,
     **quantised.PRESETS,
     **merging.PRESETS,
+    **convolution.PRESETS,
 }
 
 

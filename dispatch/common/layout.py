@@ -107,3 +107,33 @@ def rows_of(
     if sparse_mode != 0:  # None is the default, 3
         limit = limit - length[request] + 1 + j
     return Rows(request, limit.clamp(min=0).masked_fill(padding | (j >= length[request]), 0))
+
+
+def lengths_of_rows(
+    lo: int,
+    hi: int,
+    query: Tensor,
+    key: Tensor,
+    of_queries: Tensor | None,
+    of_keys: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_mode: int,
+) -> tuple[Tensor, Tensor]:
+    """The lengths with which query rows lo to hi alone see what they see among all rows: a request
+    that goes on behind `hi` ends that much earlier, for its keys as well where the op is causal."""
+    if of_keys is None:
+        of_keys = torch.full((key.shape[0],), key.shape[1], device=key.device, dtype=torch.int32)
+    if of_queries is None:
+        of_queries = torch.full_like(of_keys, query.shape[1])
+    if layout_query == "TND":
+        # what begins behind `hi` has no row here
+        behind = (of_queries - hi).clamp(min=0).masked_fill(starts(of_queries) >= hi, 0)
+        rows = of_queries.clamp(lo, hi) - lo
+    else:
+        behind = (of_queries - hi).clamp(min=0)
+        rows = (of_queries - lo).clamp(0, hi - lo)
+    if sparse_mode == 0:
+        return rows, of_keys
+    floor = starts(of_keys) if layout_key == "TND" else torch.zeros_like(of_keys)
+    return rows, torch.maximum(of_keys - behind.to(of_keys.dtype), floor)

@@ -39,3 +39,16 @@ def scatter(cache: Tensor, slot: Tensor, rows: Tensor) -> None:
     flat = cache.view(-1, cache.shape[-1])
     exists = (slot >= 0) & (slot < flat.shape[0])
     flat[slot[exists].long()] = rows[exists].to(cache.dtype)
+
+
+def overwrite(cache: Tensor, slot: Tensor, rows: Tensor) -> None:
+    """`scatter` that reads nothing on the host: a row without a slot repeats one that has one, and
+    where none has, slot 0 keeps what it holds."""
+    if not slot.numel():
+        return
+    flat = cache.view(-1, cache.shape[-1])
+    exists = (slot >= 0) & (slot < flat.shape[0])
+    other = exists.int().argmax()
+    kept = torch.where(exists[other], rows[other].to(cache.dtype), flat[0])
+    at = torch.where(exists, slot, slot[other].where(exists[other], 0))
+    flat[at.long()] = torch.where(exists[:, None], rows.to(cache.dtype), kept)

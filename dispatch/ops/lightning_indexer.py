@@ -19,18 +19,24 @@ from ..check import Checker
 from ..spec import UNLIMITED
 from . import _layout
 
-SCHEMA = (
-    "npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *,"
+ARGUMENTS = (
+    "(Tensor query, Tensor key, Tensor weights, *,"
     " Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,"
     ' Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",'
     f" SymInt sparse_count=2048, SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED},"
-    f" SymInt next_tokens={UNLIMITED}, bool return_value=False) -> (Tensor, Tensor)"
+    f" SymInt next_tokens={UNLIMITED}"
 )
+SCHEMA = f"npu_lightning_indexer{ARGUMENTS}, bool return_value=False) -> (Tensor, Tensor)"
 GE = "LightningIndexer"
 ONNX = "LightningIndexer"
 
 
-def check(
+def check(return_value: bool, **arguments: Any) -> None:
+    check_as("npu_lightning_indexer", **arguments)
+
+
+def check_as(
+    op: str,
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -43,9 +49,9 @@ def check(
     sparse_mode: int,
     pre_tokens: int,
     next_tokens: int,
-    return_value: bool,
 ) -> None:
-    c = Checker("npu_lightning_indexer")
+    """For both ops, which differ in what they return."""
+    c = Checker(op)
     rows, keys = _layout.letters(c, ("layout_query", layout_query), ("layout_key", layout_key))
     inputs(c, rows, keys, query, key, weights)
     c.same_device(
@@ -63,7 +69,7 @@ def check(
         block_table,
     )
     _layout.options(c, sparse_mode, pre_tokens, next_tokens)
-    c.at_least("sparse_count", sparse_count, 1)
+    c.count("sparse_count", sparse_count)
 
 
 def inputs(c: Checker, rows: str, keys: str, query: Tensor, key: Tensor, weights: Tensor) -> None:

@@ -31,7 +31,7 @@ def check(values: Tensor, positions: Tensor, k: int) -> None:
         f"`positions` has shape {list(positions.shape)}, expected {list(values.shape)}, that of "
         "`values`.",
     )
-    c.at_least("k", k, 1)
+    c.count("k", k)
     c.dense_rows(values=values, positions=positions)
 
 

@@ -88,7 +88,7 @@ def check(
     _prolog.weights(c, weights, weight_format)
     c.at_least("rms_norm_eps", rms_norm_eps, 0)
     c.at_least("layer_norm_eps", layer_norm_eps, 0)
-    c.at_least("sparse_count", sparse_count, 1)
+    c.count("sparse_count", sparse_count)
     _prolog.distinct_slots(c, cache_index)
     _layout.values(c, "act_seqs", act_seqs, "BSND", c.sizes["max_pages"] * c.sizes["P"])
     _layout.pages(c, block_table, "act_seqs", act_seqs)

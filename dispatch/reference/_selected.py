@@ -26,6 +26,8 @@ def slots(
     """(tokens, slots [tokens, K * block_size]), -1 for an absent position; tokens that see nothing
     are left out.  A slot's `numbers` numbers, times the slots of a step, fit into the block."""
     indices = sparse_indices.flatten(0, -3).squeeze(-2)
+    # what a longer block holds behind the last key is absent
+    block_size = min(block_size, int(rows.limit.max())) if rows.limit.numel() else 1
     inside = torch.arange(block_size, device=key.device)
     width = max(1, indices.shape[1] * block_size)
     seeing = torch.nonzero(rows.limit).flatten()

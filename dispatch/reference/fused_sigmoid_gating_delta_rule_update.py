@@ -79,9 +79,11 @@ def forward(
         after: list[Tensor] = []
         first = state
         for t in range(int(lengths[some].max())):
-            if retrieve_parent_token is not None:
-                state = _from_parent(first, after, retrieve_parent_token[some], t)
             on = t < lengths[some]
+            if retrieve_parent_token is not None:
+                begun = _from_parent(first, after, retrieve_parent_token[some], t)
+                # a sequence that has ended keeps the state of its last step
+                state = torch.where(on[:, None, None, None], begun, state)
             token = (starts[some] + t)[on]
             state = state.clone()
             state[on], o = step(state[on], q[token], k[token], v[token], fading[token], beta[token])

@@ -54,10 +54,14 @@ def forward(
                 lse = softmax_lse[b, :, rows].mT[..., None].to(kind)
             p = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0))
             target[b, rows] = p.masked_fill_(~ok, 0.0).sum(1)
-    pi, r = normalised(target), softmax(index_score.to(kind), usable)
+    return loss.copy_(divergence(target, index_score.to(kind), usable, eps)), target
+
+
+def divergence(target: Tensor, score: Tensor, usable: Tensor, eps: float) -> Tensor:
+    """The loss of each row [B, S] of targets and scores [B, S, K]."""
+    pi, r = normalised(target), softmax(score, usable)
     terms = (pi + eps) * (torch.log(pi + eps) - torch.log(r + eps))
-    loss.copy_(terms.masked_fill_(~usable, 0.0).sum(-1))
-    return loss, target
+    return terms.masked_fill_(~usable, 0.0).sum(-1)
 
 
 def _logits(query: Tensor, key: Tensor, at: Tensor, kind: torch.dtype) -> Tensor:

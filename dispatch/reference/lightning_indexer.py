@@ -37,14 +37,36 @@ def forward(
     next_tokens: int,
     return_value: bool,
 ) -> tuple[Tensor, Tensor]:
+    indices, values = scored(
+        query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
+        layout_query, layout_key, sparse_count, sparse_mode, pre_tokens, next_tokens,
+    )  # fmt: skip
+    return indices, values.to(query.dtype) if return_value else query.new_empty([0])
+
+
+def scored(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """(indices, scores in the accumulator's dtype)"""
+
     def score(rows: Tensor, by: Tensor, slots: Tensor) -> Tensor:
         return scores(rows, layout.as_pages(key), by, slots)
 
-    indices, values = select(
+    return select(
         query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
         layout_query, layout_key, sparse_count, sparse_mode, score,
     )  # fmt: skip
-    return indices, values.to(query.dtype) if return_value else query.new_empty([0])
 
 
 def select(

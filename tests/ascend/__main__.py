@@ -14,7 +14,7 @@ from types import ModuleType
 
 from custom.npu_ops import tune
 
-from . import controls, isolated, known, models, mutants, ops, report, retry, store
+from . import controls, isolated, known, limits, models, mutants, ops, report, retry, store
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
@@ -152,9 +152,8 @@ def main() -> int:
     kept = store.read()
     versions()  # once, before the processes part
     if chosen.mutate:
-        seconds = {title: entry[2] for title, entry in kept.cases.items()}
         of_ops = [(case, file) for case, file in cases if file != models.__name__]
-        return mutants.run(of_ops, seconds, chosen.sample, chosen.seed, chosen.jobs)
+        return mutants.run(of_ops, chosen.sample, chosen.seed, chosen.jobs)
     sample: list[str] = []
     if chosen.check:
         quick = [c.title for c, _ in cases if kept.cases.get(c.title, [0, 0, 99])[2] < 20]
@@ -192,6 +191,8 @@ def main() -> int:
         failures += report.forgotten_kernels(distinct)
         failures += [f"{x}: nothing shows it any more" for x in known.unused()]
         failures += mutants.unmatched()
+        for _, broken in isolated.each(limits.broken, [()], 1):
+            failures += [str(broken)] if isinstance(broken, isolated.Crash) else broken
         told, refused = retry.run(chosen.jobs)
         failures += refused
         print("\n".join(told))

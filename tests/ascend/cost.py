@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""A first cost model: walks the final HIVM of a launch as core 0 would, and counts.
+"""A cost model: walks the final HIVM of a launch as one of its programs would, and counts.
 
 The scalar part (addresses, loop bounds, lengths read from global memory) is evaluated with the
 launch's own arguments; what the cube and the vector units do is only counted.  A branch on a value
-that the vector unit computed is taken; a loop that it bounds runs once.
+that the vector unit computed is taken; a loop that it bounds runs once.  Of a long loop some turns
+are walked.
 
-The time is an ESTIMATE, from public rates: the slowest of the units, as if each never waited.
+The time is an ESTIMATE, from public rates and the assumptions below.  Within the cube's half or the
+vectors' half of a program its units work at the same time, and the slowest decides; a copy takes
+its bytes, and never less than `_COPY`.  The two halves overlap where the workspace between them has
+several slots; where it has one they take turns, and every hand-off is waited for.
 """
 
 from __future__ import annotations
@@ -14,19 +18,26 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4}
 # of a die of Atlas A3
-_MEMORY = 1.6e12  # bytes a second, shared by the cores
-_CUBE = 350e12 / 2  # 16-bit multiply-adds a second, all cores
+MEMORY = 1.6e12  # bytes a second, shared by the cores
+CUBE = 350e12  # 16-bit operations a second, all cores
 _VECTOR = 256 * 1.85e9  # bytes a second of one operand, one vector core
-_ONE_CORE = _MEMORY / 12  # what a core alone can draw, assumed
-_SCALAR = 1e-7  # seconds of one load from global memory by the scalar unit, assumed
+# assumed; none was measured here
+_ONE_CORE = MEMORY / 12  # what a core alone can draw
+_CACHED = 3  # the cache behind it, where workspaces stay, is so many times as fast
+_COPY = 8e-8  # seconds that a copy takes at least, one after the other
+_SCALAR = 1e-7  # seconds of one load from global memory by the scalar unit
+_HAND_OFF = 1.75e-6  # seconds from the cube to the vectors, or back
+GAP = 3.5e-6  # seconds between two launches of a captured graph
+HOST = 2.4e-5  # seconds of the host for a launch that is not captured
 _STEPS = 5_000_000
+_WALKED = 8  # turns of a long loop, evenly spaced: they stand for the others
 
 
 @dataclass
@@ -38,6 +49,7 @@ class Memory:
     space: str
     tensor: torch.Tensor | None = None
     offset: int | None = None
+    workspace: bool = False
 
     @property
     def count(self) -> int:
@@ -46,22 +58,59 @@ class Memory:
 
 @dataclass
 class Cost:
-    """Of one program: bytes by direction, multiply-adds, vector bytes by element width."""
+    """Of one half of one program: copies by (direction, workspace or not, bytes), multiply-adds,
+    vector bytes by element width, loads by the scalar unit, waits for the other half."""
 
-    loaded: int = 0
-    stored: int = 0
+    share: int = 1  # the vector units of a mixed kernel draw two at a time
+    copies: Counter[tuple[str, bool, int]] = field(default_factory=Counter)
     multiplied: int = 0
     vector: Counter[int] = field(default_factory=Counter)
     scalar_loads: int = 0
+    waits: int = 0
 
-    def seconds(self, sharers: int, machine_cores: int) -> dict[str, float]:
-        """By unit; `sharers` programs share the memory's rate."""
-        return {
-            "memory": (self.loaded + self.stored) / min(_MEMORY / sharers, _ONE_CORE),
-            "cube": self.multiplied * machine_cores / _CUBE,
+    def copied(self, direction: str) -> int:
+        return sum(n * size for (way, _, size), n in self.copies.items() if way == direction)
+
+    def copy(self, direction: str, there: Memory, tile: Memory) -> None:
+        self.copies[direction, there.workspace, tile.count * tile.element] += 1
+
+    def add(self, other: Cost, times: float) -> None:
+        for mine, theirs in ((self.copies, other.copies), (self.vector, other.vector)):
+            for key, count in theirs.items():
+                mine[key] += round(count * times)
+        self.multiplied += round(other.multiplied * times)
+        self.scalar_loads += round(other.scalar_loads * times)
+        self.waits += round(other.waits * times)
+
+    def units(self, programs: int, cores: int) -> dict[str, float]:
+        """Seconds by unit, while so many programs share the memory's rate."""
+        rate = min(MEMORY / programs, _ONE_CORE) / self.share
+        found = {
+            "cube": self.multiplied * cores / (CUBE / 2),
             "vector": sum(self.vector.values()) / _VECTOR,
             "scalar loads": self.scalar_loads * _SCALAR,
         }
+        for (direction, workspace, size), count in self.copies.items():
+            seconds = size / (rate * (_CACHED if workspace else 1))
+            found[direction] = found.get(direction, 0.0) + count * max(seconds, _COPY)
+        return found
+
+
+def seconds(halves: list[Cost], turns: bool, programs: int, cores: int) -> tuple[float, str]:
+    """Of a program, and what binds it.  The halves of a mixed one: the cube's, the vectors'."""
+    slowest = []
+    for half in halves:
+        units = half.units(programs, cores)
+        unit = max(units, key=lambda name: units[name])
+        slowest.append((units[unit], unit))
+    if len(halves) == 1:
+        return slowest[0]
+    waits = max(half.waits for half in halves)
+    if turns:
+        both, waited = sum(each for each, _ in slowest), waits * _HAND_OFF
+        return both + waited, "waiting" if waited > both else f"turns, {max(slowest)[1]}"
+    longest, unit = max(slowest)
+    return longest + min(waits, 2) * _HAND_OFF, unit
 
 
 @dataclass
@@ -149,6 +198,9 @@ class _Walker:
             return [self.memref(s, env)]
         if kind == "hivm.hir.pointer_cast":
             return [_type(s.text)]
+        if kind == "hivm.hir.sync_block_wait":
+            self.cost.waits += 1
+            return []
         if kind == "hivm.hir.get_block_idx":
             return [self.block]
         if kind == "hivm.hir.get_sub_block_idx":
@@ -166,10 +218,18 @@ class _Walker:
         state = [env.get(initial) for _, initial in carried]
         if None in (low, high, step):
             low, high, step = 0, 1, 1
-        for at in range(low, high, max(step, 1)):
+        turns = range(low, high, max(step, 1))
+        walked = turns
+        if len(turns) > 2 * _WALKED:
+            walked = [turns[len(turns) * i // _WALKED] for i in range(_WALKED)]
+        whole, self.cost = self.cost, Cost(self.cost.share)
+        for at in walked:
             env[header[1]] = at
             env.update(zip((name for name, _ in carried), state, strict=True))
             state = self.run(s.body, env) or state
+        if walked:
+            whole.add(self.cost, len(turns) / len(walked))
+        self.cost = whole
         return state
 
     def affine(self, s: _Line, env: dict[str, Any]) -> int | None:
@@ -206,16 +266,17 @@ class _Walker:
                 return None
             sizes = [self.number(x, env) for x in match[2].split(",")] if match[2] else []
             offset = self.number(match[1], env)
-            return Memory(sizes, source.element, source.space, source.tensor, offset)
+            return replace(source, extents=sizes, offset=offset)
         if s.kind == "memref.subview":
             groups = re.findall(r"\[([^\]]*)\]", s.text)
             sizes = [self.number(x, env) for x in groups[1].split(",")] if groups[1] else []
-            return Memory(sizes, source.element, source.space)
+            return replace(source, extents=sizes, tensor=None, offset=None)
         if s.kind == "memref.view":
-            return _type(s.text.rpartition(" to ")[2])
+            made = _type(s.text.rpartition(" to ")[2])
+            return None if made is None else replace(made, workspace=source.workspace)
         # cast, collapse_shape, expand_shape: the same elements
         return (
-            Memory([source.count], source.element, source.space)
+            replace(source, extents=[source.count], tensor=None, offset=None)
             if (s.kind != "memref.cast")
             else source
         )
@@ -230,10 +291,9 @@ class _Walker:
             m, k, n = arguments[3:6]
             self.cost.multiplied += _tens(m) * _tens(k) * _tens(n)
         elif name.startswith(("load_gm", "nd2nz")):
-            self.cost.loaded += tiles[0].count * tiles[0].element
+            self.cost.copy("loads", tiles[0], tiles[0])
         elif name.startswith(("store_ubuf", "fixpipe")):
-            to = tiles[0] if name.startswith("store") else tiles[-1]
-            self.cost.stored += to.count * to.element
+            self.cost.copy("stores", tiles[-1], tiles[0 if name.startswith("store") else -1])
         elif not name.startswith("set_l1"):
             self.cost.vector[tiles[0].element] += tiles[0].count * tiles[0].element
 
@@ -308,8 +368,8 @@ def of(hivm: str, arguments: list[Any], grid: tuple[int, ...], block: int = 0) -
         env.update(zip(names[after : after + 3], (*grid, 1, 1)[:3], strict=False))
         for name, kind in zip(names[:first], types[:first], strict=True):
             if kind.startswith("memref"):
-                env[name] = Memory([0], 1, "gm")
-        cost = Cost()
+                env[name] = Memory([0], 1, "gm", workspace=True)
+        cost = Cost(2 if "_mix_aiv(" in head else 1)
         _Walker(hivm, cost, block).run(_parse(rest.splitlines()), env)
         costs.append(cost)
     return costs

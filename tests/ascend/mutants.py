@@ -3,8 +3,8 @@
 """Mechanical mistakes, one at a time, in every kernel and launcher: does a case notice?
 
 A mutant is caught if a case of an op that uses its file fails, crashes or raises: the one that did
-before is asked first, then the others, cheapest first.  Cases whose launches stay the same (text,
-grid, arguments) are not run.  What no case notices survives, and must be in EQUIVALENT with the
+before is asked first, then the others, cheapest first.  A case whose kernels a mistake in a kernel
+leaves as they are is not run.  What no case notices survives, and must be in EQUIVALENT with the
 reason why it changes no result.
 
 mutants.json keeps the verdicts: a catch for as long as the mutated function and the case that made
@@ -31,13 +31,14 @@ from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
-from . import controls, isolated, memory, sources
+from . import controls, isolated, limits, memory, sources
 from .case import Case, Inputs
 from .driver import Launch, recorder
 from .examine import call, examine, prepare
 from .toolchain import ROOT, digest
 
 RESULTS = ROOT / "tests/ascend/mutants.json"
+LIMITS = "limits"  # what is asked after all cases
 _PATIENCE = 300  # seconds for one case
 # what a part of a larger whole is told by
 _PARTS = ("first", "start", "before", "begin", "offset", "written")
@@ -75,9 +76,11 @@ _ours: set[str] = set()  # modules of ours that the file at hand imports
 
 
 def _compare(node: ast.expr) -> Iterator[Change]:
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in _SHIFTED:
-        shifted = _SHIFTED[type(node.ops[0])]()
-        yield "off by one", ast.Compare(node.left, [shifted, *node.ops[1:]], node.comparators)
+    if isinstance(node, ast.Compare):
+        for i, each in enumerate(node.ops):
+            if type(each) in _SHIFTED:
+                shifted = [*node.ops[:i], _SHIFTED[type(each)](), *node.ops[i + 1 :]]
+                yield "off by one", ast.Compare(node.left, shifted, node.comparators)
 
 
 def _dropped_part(node: ast.expr) -> Iterator[Change]:
@@ -184,17 +187,22 @@ def _difference(old: str, new: str) -> tuple[str, str]:
     return old[low : len(old) - high], new[low : len(new) - high]
 
 
+@cache
 def files_of(op: str) -> set[str]:
-    """The files of npu_ops/ that the op's launcher is made of."""
-    module = f"custom.npu_ops.{BY_NAME[op].file}"
+    """The files of npu_ops/ that the op's launcher is made of; none where no NPU runs it.  Nothing
+    is imported: a mistake is planted before."""
     seen: set[str] = set()
-    waiting = [module]
+    waiting = [BY_NAME[op].file]
     while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting += [x for x in sources.imported(name) if x.startswith("custom.npu_ops.")]
-    return {name.rpartition(".")[2] for name in seen} - set(_LEFT_OUT)
+        file = waiting.pop()
+        path = ROOT / f"npu_ops/{file}.py"
+        if file in seen or not path.exists():
+            continue
+        seen.add(file)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                waiting += [node.module] if node.module else [alias.name for alias in node.names]
+    return seen - set(_LEFT_OUT)
 
 
 @cache
@@ -232,6 +240,7 @@ class Usual:
     launched: list[tuple[Any, ...]]
     kernels: set[str]
     digest: str  # of the launches, of the arguments and of the op's reference
+    seconds: float  # to draw the arguments and to launch
 
 
 Lowered = dict[Any, tuple[str, str, None]]
@@ -275,6 +284,7 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
     read = sources.of(f"custom.dispatch.reference.{BY_NAME[op].file}")
     found = {}
     for case in cases:
+        began = time.process_time()
         arguments = case.make(Inputs(case.dtype, case.seed))
         drawn = [
             x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -283,7 +293,8 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
             for x in arguments.values()
         ]
         launched, kernels = _launched(case, arguments)
-        found[case.title] = Usual(launched, kernels, digest(repr(launched), read, *drawn))
+        both = digest(repr(launched), read, *drawn)
+        found[case.title] = Usual(launched, kernels, both, time.process_time() - began)
     return found, {key: (ttir, linalg, None) for key, (ttir, linalg, _) in recorder.lowered.items()}
 
 
@@ -304,13 +315,15 @@ def attempt(
         if mutated is not None and mutated.isdisjoint(usual[case.title].kernels):
             continue
         signal.alarm(_PATIENCE)
-        arguments = case.make(Inputs(case.dtype, case.seed))
-        if usual[case.title].launched == _launched(case, arguments)[0]:
-            continue
+        if mutated is not None:
+            arguments = case.make(Inputs(case.dtype, case.seed))
+            if usual[case.title].launched == _launched(case, arguments)[0]:
+                continue
         outcome = examine(case, file, None)
         if outcome.share > 1:
             return f"{case.name}: {outcome.findings[0]}"
-    return ""
+    asked[number] = len(cases)
+    return next(iter(limits.broken()), "")
 
 
 def planted_in(files: Iterable[str]) -> list[Mutant]:
@@ -321,13 +334,11 @@ def planted_in(files: Iterable[str]) -> list[Mutant]:
     ]
 
 
-def run(
-    cases: list[tuple[Case, str]], seconds: dict[str, int], sample: int, seed: int, jobs: int
-) -> int:
+def run(cases: list[tuple[Case, str]], sample: int, seed: int, jobs: int) -> int:
     """Plant, tell, and write mutants.json; 1 if one survives that nobody explained."""
     by_file: dict[str, list[tuple[Case, str]]] = {}
     by_op: dict[str, list[Case]] = {}
-    for case, where in sorted(cases, key=lambda x: seconds.get(x[0].title, 99)):
+    for case, where in cases:
         by_op.setdefault(case.op, []).append(case)
         for file in files_of(case.op):
             by_file.setdefault(file, []).append((case, where))
@@ -343,8 +354,9 @@ def run(
             sys.exit(f"{op} without a mistake: {answer}")
         usual |= answer[0]
         recorder.lowered |= answer[1]  # every process of a mutant begins with these
+    usual[LIMITS] = Usual([], set(), digest(sources.of(limits.__name__)), 0)
     every = {
-        file: digest(*(usual[case.title].digest for case, _ in of_file))
+        file: digest(*(usual[case.title].digest for case, _ in of_file), usual[LIMITS].digest)
         for file, of_file in by_file.items()
     }
     records = read()
@@ -357,13 +369,16 @@ def run(
             by = usual[first].digest if first in usual else every[mutant.file]
             if before.by == by:
                 continue
-        order = sorted(by_file[mutant.file], key=lambda x: x[0].title != first)
+        order = sorted(
+            by_file[mutant.file], key=lambda x: (x[0].title != first, usual[x[0].title].seconds)
+        )
         calls.append((mutant, len(calls), order, usual, asked))
     print(f"{len(planted)} of {of_all} mistakes, {len(calls)} without a verdict", flush=True)
     began = time.time()
     for done, (given, said) in enumerate(isolated.each(attempt, calls, jobs), 1):
         mutant, number, order = given[:3]
-        case = order[asked[number]][0].title if said else ""
+        titles = [*(case.title for case, _ in order), LIMITS]
+        case = titles[asked[number]] if said else ""
         by = usual[case].digest if said else every[mutant.file]
         said = " ".join(str(said)[:120].split())
         records[mutant.title] = Verdict(mutant.file, mutant.kind, mutant.made, by, case, said)

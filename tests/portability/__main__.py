@@ -23,14 +23,14 @@ RESULTS = Path(__file__).parent / "results.json"
 TABLE = ROOT / "docs/portability.md"
 
 
-def one(pair: tuple[int, str], share: float, parts: list[str]) -> dict[str, Any]:
+def one(pair: tuple[int, str], share: float, jobs: int, parts: list[str]) -> dict[str, Any]:
     """What pretend.py found for one GPU and one Triton."""
     capability, version = pair
     with tempfile.TemporaryDirectory() as scratch:
         out = f"{scratch}/out.json"
         command = [sys.executable, "-m", "tests.portability.pretend"]
         subprocess.run(
-            [*command, str(capability), str(RESULTS), out, str(share), *parts],
+            [*command, str(capability), str(RESULTS), out, str(share), str(jobs), *parts],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(HOME / f"triton-{version}")},
             check=True,
@@ -88,15 +88,16 @@ def main() -> int:
     parser.add_argument("--gpu", type=int, nargs="*", default=list(GPUS), choices=GPUS)
     parser.add_argument("--triton", nargs="*", default=TRITONS, help="folders of .portability")
     parser.add_argument("--only", nargs="*", default=[], help="cases with this in `op | label`")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers side by side")
     options = parser.parse_args()
     start = time.time()
     results = json.loads(RESULTS.read_text())
     pairs = [(capability, version) for version in options.triton for capability in options.gpu]
     share = options.sample if options.check else 0.0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(
-            zip(pairs, pool.map(lambda p: one(p, share, options.only), pairs), strict=True)
-        )
+    jobs = max(1, options.jobs // len(pairs))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        answers = pool.map(lambda pair: one(pair, share, jobs, options.only), pairs)
+        found = dict(zip(pairs, answers, strict=True))
     wrong, compiled = [], 0
     for pair, answer in found.items():
         for key, facts in answer["compiled"].items():

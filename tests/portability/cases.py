@@ -170,6 +170,20 @@ def _delta_rule() -> Iterator[tuple[str, str, Make]]:
         label = f"K{d} V{d}, {str(state).removeprefix('torch.')} state"
         yield "npu_chunk_gated_delta_rule", label, forward
         yield "npu_chunk_gated_delta_rule_grad", label, grad
+    for d, bound in [(64, None), (96, -5.0)]:
+
+        def kda_forward(at, seed, d=d, bound=bound):  # type: ignore[no-untyped-def]
+            return dict(
+                q=_bf16(1, 4096, 16, d), k=_bf16(1, 4096, 16, d), v=_bf16(1, 4096, 32, d),
+                g=_bf16(1, 4096, 32, d), beta=_bf16(1, 4096, 32), use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True, A_log=_bf16(32, dtype=FLOAT), lower_bound=bound,
+            )  # fmt: skip
+
+        def kda_grad(at, seed, d=d, forward=kda_forward):  # type: ignore[no-untyped-def]
+            return forward(at, seed) | dict(d_out=_bf16(1, 4096, 32, d))
+
+        yield "npu_chunk_kda", f"K{d} V{d}", kda_forward
+        yield "npu_chunk_kda_grad", f"K{d} V{d}", kda_grad
     decode = delta_rule.decode_case(32, 1, "vk")
 
     def kda(at: torch.device, seed: int) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 # Copyright the npu-custom-ops authors
 """One GPU that is not here: which kernels the launchers would run on it, and what those compile to.
 
-python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SHARE [PART ...]
+python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SHARE JOBS [PART ...]
 
-Compiles what KNOWN has not, and a random SHARE of what it has; of all cases, or of those whose
-`op | label` contains a PART.
+Compiles what KNOWN has not, and a random SHARE of what it has, JOBS at a time; of all cases, or of
+those whose `op | label` contains a PART.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def pretend(capability: int) -> None:
 
     from custom.bench.case import Draw
 
-    from ..support.compile_for_hopper import driver
+    from ..support.compile_for_hopper import address, driver
 
     at_hand = GPUS[capability]
     gpu.capability = lambda device: divmod(capability, 10)
@@ -48,7 +49,7 @@ def pretend(capability: int) -> None:
     gpu.shared_memory = lambda device: at_hand.shared_memory
     triton.runtime.driver._active = driver(capability)
     launches.Side = _Side
-    FakeTensor.data_ptr = _address
+    FakeTensor.data_ptr = address
 
     def draw(self, device, seed, dtype=torch.bfloat16):
         self.device, self.dtype, self.random = device, dtype, None
@@ -67,11 +68,6 @@ class _Side:
 
     def stream(self):
         return contextlib.nullcontext()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Aligned, and the same for two views of one storage."""
-    return (tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.itemsize
 
 
 class Recorder:
@@ -174,16 +170,19 @@ def main() -> None:
     torch.set_num_threads(1)
     pretend(capability)
     recorder = Recorder()
-    found = gather(recorder, sys.argv[5:])
+    found = gather(recorder, sys.argv[6:])
     kept = sorted(known.keys() & recorder.of)
     again = random.sample(kept, round(share * len(kept)))
     compiled = {}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TRITON_CACHE_DIR"] = scratch
-        for key in [*(recorder.of.keys() - known), *again]:
-            name, compile = recorder.of[key]
-            compiled[key] = dict(kernel=name) | in_child(compile)
-            print(f"  sm_{capability}, {triton.__version__}: {compiled[key]}", flush=True)
+        wanted = [*(recorder.of.keys() - known), *again]
+        # each in a process of its own; the threads only wait for them
+        with ThreadPoolExecutor(int(sys.argv[5])) as pool:
+            found_of = pool.map(lambda key: in_child(recorder.of[key][1]), wanted)
+            for key, what in zip(wanted, found_of, strict=True):
+                compiled[key] = dict(kernel=recorder.of[key][0]) | what
+                print(f"  sm_{capability}, {triton.__version__}: {compiled[key]}", flush=True)
     out.write_text(json.dumps(dict(triton=triton.__version__, cases=found, compiled=compiled)))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
@@ -23,6 +24,11 @@ def driver(capability):
         get_current_device=lambda: f"pretended sm_{capability}",
         get_current_stream=lambda device: 0,
     )
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Of a fake tensor: aligned, and the same for two views of one storage."""
+    return (tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.itemsize
 
 
 def stand_in(monkeypatch, capability=90):

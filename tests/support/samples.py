@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -125,6 +126,12 @@ def _lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
         sparse_count=8,
         return_value=True,
     )
+
+
+def _lightning_indexer_scores(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    arguments = _lightning_indexer(m, B, S)
+    del arguments["return_value"]
+    return arguments
 
 
 def _lightning_indexer_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
@@ -331,6 +338,47 @@ def _chunk_gated_delta_rule_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments
     )
 
 
+def _causal_conv1d(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    lengths = [S, S // 2][:B]
+    return dict(
+        x=m.normal(sum(lengths), DI),
+        weight=m.normal(4, DI),
+        bias=m.normal(DI),
+        initial_states=m.normal(B, 3, DI),
+        query_start_loc=m.ints(*accumulate(lengths, initial=0)),
+        activation="silu",
+    )
+
+
+def _causal_conv1d_grad(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    forward = _causal_conv1d(m, B, S)
+    d_out = m.normal(*forward["x"].shape)
+    return forward | dict(d_out=d_out, d_final_states=m.normal(B, 3, DI))
+
+
+def _causal_conv1d_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        x=m.normal(B, S, DI),
+        conv_states=m.normal(5, S + 2, DI),
+        weight=m.normal(4, DI),
+        bias=m.normal(DI),
+        activation="silu",
+        conv_state_indices=m.ints(*[3, -1][:B]),
+        num_accepted_tokens=m.ints(*[S, 1][:B]),
+        intermediate_conv_window=m.normal(4, S, 3, DI),
+        intermediate_state_indices=m.ints(*[2, 0][:B]),
+    )
+
+
+def _gated_rms_norm(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    x, gate = m.normal(B, S, 2, DI), m.normal(B, S, 2, DI)
+    return dict(x=x, gate=gate, weight=m.normal(DI), group_size=16)
+
+
+def _gated_rms_norm_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    return _gated_rms_norm(m, B, S) | dict(d_out=m.normal(B, S, 2, DI))
+
+
 def _merge_states(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     statistics = m.normal(2, 3, B, S, 4, dtype=torch.float32)
     return dict(outs=m.normal(3, B, S, 4, R), lses=statistics[0], sums=statistics[1].abs() + 1)
@@ -375,6 +423,23 @@ def _chunk_kda_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
     )
 
 
+def _gated_delta_layer_decode(m: Maker, B: int = 2, S: int = 1) -> Arguments:
+    return dict(
+        mixed_qkv=m.normal(B, S, 2 * 2 * 16 + 4 * 8),
+        z=m.normal(B, S, 4, 8),
+        a=m.normal(B, S, 4),
+        b=m.normal(B, S, 4),
+        conv_states=m.normal(5, 3, 96),
+        states=m.normal(5, 4, 16, 8, dtype=torch.float32),
+        conv_weight=m.normal(4, 96),
+        A_log=m.normal(4, dtype=torch.float32),
+        dt_bias=m.normal(4, dtype=torch.float32),
+        norm_weight=m.normal(8),
+        state_indices=m.ints(*[3, -1][:B]),
+        conv_bias=m.normal(96),
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -382,6 +447,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_mla_prolog_pto": _mla_prolog_pto,
     "npu_indexer_prolog_pto": _indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,
+    "npu_lightning_indexer_scores": _lightning_indexer_scores,
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
@@ -406,6 +472,12 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_localize_indices": _localize_indices,
     "npu_chunk_kda": _chunk_kda,
     "npu_chunk_kda_grad": _chunk_kda_grad,
+    "npu_causal_conv1d": _causal_conv1d,
+    "npu_causal_conv1d_grad": _causal_conv1d_grad,
+    "npu_causal_conv1d_update": _causal_conv1d_update,
+    "npu_gated_rms_norm": _gated_rms_norm,
+    "npu_gated_rms_norm_grad": _gated_rms_norm_grad,
+    "npu_gated_delta_layer_decode": _gated_delta_layer_decode,
 }
 
 

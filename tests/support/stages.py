@@ -82,17 +82,19 @@ def on(device, values, dtype=None):
 
 
 def launched(op, **values):
-    """The CUDA launcher's own result; every argument of its signature, no dispatch."""
-    module = importlib.import_module(f"custom.cuda_ops.{op}")
-    return getattr(module, "backward" if op.endswith("_grad") else "forward")(**values)
+    """The CUDA launcher's own result, without dispatch."""
+    return _called("cuda_ops", op, values)
 
 
 def exact(op, **values):
     """The reference in float64."""
-    name = "backward" if op.endswith("_grad") else "forward"
-    module = importlib.import_module(f"custom.dispatch.reference.{op}")
-    schema = register.overload(BY_NAME[f"npu_{op}"])._schema
-    return getattr(module, name)(**register.bind(schema, (), on("cpu", values, torch.float64)))
+    return _called("dispatch.reference", op, on("cpu", values, torch.float64))
+
+
+def _called(package, op, values):
+    spec = BY_NAME[f"npu_{op}"]
+    function = getattr(importlib.import_module(f"custom.{package}.{op}"), spec.function)
+    return function(**register.bind(register.overload(spec)._schema, (), values))
 
 
 def assert_near(name: str, got: Tensor, wanted: Tensor, error: float) -> None:

@@ -107,6 +107,8 @@ WIDER: dict[str, list[Case]] = {
     ],
     "npu_chunk_gated_delta_rule": [delta_rule.chunk_case(200)],
     "npu_chunk_gated_delta_rule_grad": [delta_rule.chunk_grad_case(200)],
+    "npu_chunk_kda": [delta_rule.kda_case(200)],
+    "npu_chunk_kda_grad": [delta_rule.kda_grad_case(200)],
     "npu_merge_states": [merging.states_case(3, 5, 3, 512)],
     "npu_merge_topk": [merging.topk_case(3, 2, 700)],
     "npu_localize_indices": [merging.localize_case(3, 700, 3)],
@@ -142,7 +144,7 @@ def _attention(name: str) -> None:
 def _indexer() -> None:
     """The plain kernels, as on other GPUs."""
     with (
-        mock.patch.object(hopper_indexer, "suits", lambda *_: False),
+        mock.patch.object(hopper_indexer, "supports", lambda *_: False),
         mock.patch.object(gpu, "capability", lambda device: (8, 0)),
     ):
         for case in [*presets(INDEXER, "cpu"), *WIDER[INDEXER]]:

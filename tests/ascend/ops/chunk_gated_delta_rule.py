@@ -73,6 +73,7 @@ def beyond(x: Inputs) -> Arguments:
 
 CASES = (
     Case(OP, "two chunks and a part", call([150]), judge=judge),
+    Case(OP, "two of four heads share a key", call([70], (2, 4)), judge=judge),
     Case(OP, "packed, tokens behind", call([70, 0, 1, 64], behind=3), judge=judge),
     Case(
         OP,

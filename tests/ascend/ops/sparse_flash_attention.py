@@ -194,6 +194,7 @@ CASES = (
     Case(OP, "paged, latent 32 and 16, 2 heads", paged([40, 3], 2, 2, 16, 16, sizes=(32, 16))),
     Case(OP, "paged, latent 576 and 64", paged([140], 1, 64, 64, sizes=(576, 64))),
     Case(OP, "BSND", rows("BSND", 16, 64, return_softmax_lse=True)),
+    Case(OP, "no index", rows("BSND", 16, 0, return_softmax_lse=True)),
     Case(OP, "TND", rows("TND", 32, 40)),
     Case(
         OP,

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The query heads on Hopper (Gluon), one program a head and a block of tokens.
-
-_query    up to 256 tokens: from c to the head's outputs; w_uq_qr and w_uk pass through one ring
-_absorb   more: absorption and rotation of what a product made.  The head's whole w_uk is asked
-          for before that product has ended; then one wgmma a block of columns, whose result
-          leaves by TMA while the next one runs
+"""The query heads of prolog.py on Hopper (Gluon), up to 256 tokens: one program a head and a block
+of tokens, from c to the head's outputs; w_uq_qr and w_uk pass through one ring.
 """
 
 from __future__ import annotations
@@ -25,85 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.tiling import power_of_two
-from .nz_matmul import DTYPES, describe, describe_rows
 from .rotation import rotate
-
-COLUMNS = 128
-
-
-@gluon.jit
-def _rotate(
-    q, out, sin, cos, head, token, tokens, HEADS: gl.constexpr, DN: gl.constexpr, D: gl.constexpr,
-    TOTAL: gl.constexpr, TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr,
-):  # fmt: skip
-    """out[t, head] = the head's last D columns, rotated."""
-    HALF: gl.constexpr = D // 2
-    flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // HALF, HALF], [gl.num_warps(), 1], [1, 0])
-    t = (token + gl.arange(0, TOKENS, gl.SliceLayout(1, flat)))[:, None]
-    i = gl.arange(0, HALF, gl.SliceLayout(0, flat))[None, :]
-    ok = (t < tokens) & (i >= 0)
-    t = t.to(gl.int64)
-    at = q + t * TOTAL + head * (DN + D) + DN
-    if INTERLEAVED:
-        left = gl.load(at + 2 * i, mask=ok, other=0.0).to(gl.float32)
-        right = gl.load(at + 2 * i + 1, mask=ok, other=0.0).to(gl.float32)
-    else:
-        left = gl.load(at + i, mask=ok, other=0.0).to(gl.float32)
-        right = gl.load(at + i + HALF, mask=ok, other=0.0).to(gl.float32)
-    angle = t * D + i
-    low = left * gl.load(cos + angle, mask=ok, other=0.0).to(gl.float32)
-    low -= right * gl.load(sin + angle, mask=ok, other=0.0).to(gl.float32)
-    high = right * gl.load(cos + angle + HALF, mask=ok, other=0.0).to(gl.float32)
-    high += left * gl.load(sin + angle + HALF, mask=ok, other=0.0).to(gl.float32)
-    at = out + (t * HEADS + head) * D + i
-    gl.store(at, low.to(out.dtype.element_ty), mask=ok)
-    gl.store(at + HALF, high.to(out.dtype.element_ty), mask=ok)
-
-
-@gluon.jit(do_not_specialize=["tokens"])
-def _absorb(
-    q_blocks, w_blocks, out_blocks, q, query_rope, sin, cos, tokens,
-    HEADS: gl.constexpr, DN: gl.constexpr, D: gl.constexpr, R: gl.constexpr, TOTAL: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
-):  # fmt: skip
-    dtype: gl.constexpr = q_blocks.dtype
-    TOKENS: gl.constexpr = q_blocks.block_shape[0]
-    WIDE: gl.constexpr = w_blocks.block_shape[1]
-    PARTS: gl.constexpr = R // WIDE
-    head = gl.program_id(0)
-    token = gl.program_id(1) * TOKENS
-    w_tiles = gl.allocate_shared_memory(dtype, [PARTS, DN, WIDE], w_blocks.layout)
-    q_tile = gl.allocate_shared_memory(dtype, [TOKENS, DN], q_blocks.layout)
-    out_tile = gl.allocate_shared_memory(dtype, [TOKENS, WIDE], out_blocks.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [PARTS + 1, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(PARTS + 1):
-        mbarrier.init(bars.index(part), count=1)
-    fence_async_shared()
-    barrier()
-    for part in gl.static_range(PARTS):
-        bar = bars.index(part)
-        mbarrier.expect(bar, DN * WIDE * 2)
-        tma_load(w_blocks, [head * DN, part * WIDE], bar, w_tiles.index(part))
-    gdc_launch_dependents()
-    gdc_wait()
-    there = bars.index(PARTS)
-    mbarrier.expect(there, TOKENS * DN * 2)
-    tma_load(q_blocks, [token, head * (DN + D)], there, q_tile)
-    _rotate(q, query_rope, sin, cos, head, token, tokens, HEADS, DN, D, TOTAL, TOKENS, INTERLEAVED)
-
-    summed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDE, 16]
-    )
-    mbarrier.wait(there, 0)
-    for part in gl.static_range(PARTS):
-        mbarrier.wait(bars.index(part), 0)
-        acc = gl.zeros([TOKENS, WIDE], gl.float32, summed)
-        acc = warpgroup_mma(q_tile, w_tiles.index(part), acc)
-        tma.store_wait(0)
-        out_tile.store(acc.to(dtype))
-        fence_async_shared()
-        tma_store(out_blocks, [token, head * R + part * WIDE], out_tile)
-    tma.store_wait(0)
+from .tma import DTYPES, aligned, describe_matrix, describe_nz
 
 
 @gluon.jit
@@ -286,17 +205,22 @@ def _query(
     tma.store_wait(0)
 
 
-def suits_heads(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
+def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
     """A head for nearly every multiprocessor, the sizes of DeepSeek's heads, alignment for TMA."""
     tokens, depth = c.shape
     heads, plain, rank = w_uk.shape
     sizes = plain == 128 and rotary == 64 and rank % 128 == 0 and depth % 128 == 0 and depth >= 512
-    aligned = all(each.data_ptr() % 16 == 0 for each in (c, weight, w_uk))
-    programs = gpu.processors(c.device)
-    return tokens <= 256 and 96 <= heads <= programs and c.dtype in DTYPES and sizes and aligned
+    return (
+        gpu.is_hopper(c.device)
+        and tokens <= 256
+        and 96 <= heads <= gpu.processors(c.device)
+        and c.dtype in DTYPES
+        and sizes
+        and aligned(c, weight, w_uk)
+    )
 
 
-def heads(
+def launch(
     c: Tensor, weight: Tensor, w_uk: Tensor, sin: Tensor, cos: Tensor, query: Tensor,
     query_rope: Tensor, interleaved: bool, *, forked: bool,
 ) -> None:  # fmt: skip
@@ -308,38 +232,11 @@ def heads(
     k = 128 if tile <= 64 else 64
     stages = min(4 if k == 128 else 7, 226 * 1024 // ((3 * 64 + tile) * k * 2))
     launches.kernel(_query, count, -(-tokens // tile))(
-        describe_rows(c, tokens, depth, [tile, k]),
-        describe(weight, depth, count * 192, 64, k),
-        describe_rows(w_uk, count * 128, rank, [k, 64]),
-        describe_rows(query, tokens, count * rank, [tile, 64]),
+        describe_matrix(c, tokens, depth, [tile, k]),
+        describe_nz(weight, depth, count * 192, 64, k),
+        describe_matrix(w_uk, count * 128, rank, [k, 64]),
+        describe_matrix(query, tokens, count * rank, [tile, 64]),
         query_rope, sin, cos, tokens,
         HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved,
         num_warps=8 if tile == 256 else 4, launch_pdl=not forked,
-    )  # fmt: skip
-
-
-def suits(q: Tensor, w_uk: Tensor, rotary: int) -> bool:
-    """One run of products, blocks that divide everything, and alignment for TMA."""
-    runs, tokens, total = q.shape
-    _, plain, rank = w_uk.shape
-    whole = plain in (64, 128) and rank % COLUMNS == 0 and rank <= 512 and rotary in (32, 64)
-    aligned = q.data_ptr() % 16 == 0 and w_uk.data_ptr() % 16 == 0 and total % 8 == 0
-    return runs == 1 and tokens > 32 and q.dtype in DTYPES and whole and aligned
-
-
-def absorb(
-    q: Tensor, sin: Tensor, cos: Tensor, w_uk: Tensor, query: Tensor, query_rope: Tensor,
-    interleaved: bool,
-) -> None:  # fmt: skip
-    """q [1, T, N (DN + D) ..] -> query [.., N, R], query_rope [.., N, D]."""
-    _, tokens, total = q.shape
-    heads, plain, rank = w_uk.shape
-    tile = 64 if tokens <= 64 else 128
-    launches.kernel(_absorb, heads, -(-tokens // tile))(
-        describe_rows(q, tokens, total, [tile, plain]),
-        describe_rows(w_uk, heads * plain, rank, [plain, COLUMNS]),
-        describe_rows(query, tokens, heads * rank, [tile, COLUMNS]),
-        q, query_rope, sin, cos, tokens,
-        HEADS=heads, DN=plain, D=sin.shape[-1], R=rank, TOTAL=total, INTERLEAVED=interleaved,
-        num_warps=tile // 16, launch_pdl=True,
     )  # fmt: skip

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What programs made of parts of a row's keys, put together in a fixed order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from ...dispatch.common import memory
+from . import gpu, launches
+
+
+@triton.jit
+def _combine(
+    part, part_max, part_sum, sinks, out, softmax_max, softmax_sum,
+    HEADS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_SINK: tl.constexpr, STATS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """out of one row and head, WIDTH columns, from its SPLITS parts, always in the same order."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // HEADS
+    head = program % HEADS
+    split = tl.arange(0, SPLITS)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    piece = (row * SPLITS + split) * HEADS + head
+    if CHAINED:
+        gdc_wait()
+    top = tl.load(part_max + piece)
+    weight = tl.load(part_sum + piece)
+    o = tl.load(part + piece[:, None] * R + d[None, :], mask=(d < R)[None, :], other=0.0)
+    row_max = tl.max(top, 0)
+    weight = weight * tl.exp2(top - row_max)
+    row_sum = tl.sum(weight, 0)
+    total = row_sum
+    if HAS_SINK:
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - row_max)
+    o = tl.sum(o.to(tl.float32) * weight[:, None], 0)
+    o = tl.where(row_sum > 0, o / tl.where(row_sum > 0, total, 1.0), 0.0)
+    tl.store(out + program * R + d, o.to(out.dtype.element_ty), mask=d < R)
+    if STATS:
+        first = tl.program_id(1) == 0
+        row_max = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
+        tl.store(softmax_max + program, row_max, mask=first)
+        tl.store(softmax_sum + program, row_sum, mask=first)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `splits` programs make of a row and a head: outputs that are not divided by their sum
+    [count * splits, rank], and their maxima and sums, in the order of the kernel that made them."""
+
+    out: Tensor
+    max: Tensor
+    sum: Tensor
+    splits: int
+
+    @classmethod
+    def of(cls, splits: int, count: int, rank: int, unused: Tensor) -> Parts:
+        """For `count` rows times heads; one part needs no memory, and `unused` stands for it."""
+        if splits == 1:
+            return cls(unused, unused, unused, 1)
+        sizes = ((count * splits, rank), (count * splits,), (count * splits,))
+        return cls(*(memory.empty(size, torch.float32, unused.device) for size in sizes), splits)
+
+
+def is_chained(device: torch.device, splits: int) -> bool:
+    """Programmatic dependent launch: `combine` is set up while the last parts are being stored."""
+    return splits > 1 and gpu.has_chained_launch(device)
+
+
+def combine(
+    parts: Parts, sinks: Tensor | None, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor
+) -> None:
+    """out [.., heads, rank] of parts [rows, splits, heads]; the statistics where not empty."""
+    heads, rank = out.shape[-2:]
+    chained = is_chained(out.device, parts.splits)
+    width = min(128 if parts.splits > 8 else 512, triton.next_power_of_2(rank))
+    launches.kernel(_combine, out.numel() // rank, triton.cdiv(rank, width))(
+        parts.out, parts.max, parts.sum, softmax_max if sinks is None else sinks, out, softmax_max,
+        softmax_sum, HEADS=heads, R=rank, SPLITS=parts.splits, WIDTH=width,
+        HAS_SINK=sinks is not None, STATS=softmax_max.numel() > 0, CHAINED=chained, num_warps=4,
+        **({"launch_pdl": True} if chained else {}),
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the kernels of the causal convolution share: where a token stands, and its tile's numbers.
+
+A position in a sequence is that of a token from 0 on; -1 is the last column of its history.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .lengths import within
+
+
+@triton.jit
+def sequence_of(starts, token, sequences, most):
+    """The last sequence that begins at or before each token [BT], or `sequences` behind the last:
+    by halves, as the prefix sums rise."""
+    low = token * 0
+    high = low + sequences
+    left = sequences
+    while left > 0:
+        middle = (low + high) // 2
+        open = low < high
+        begun = within(starts + 1 + middle, open, most) <= token
+        low = tl.where(open & begun, middle + 1, low)
+        high = tl.where(open & (begun == 0), middle, high)
+        left = left // 2
+    return low
+
+
+@triton.jit
+def standing(starts, token, tokens, length, sequences, VARLEN: tl.constexpr):
+    """(sequence, position in it, length of it, whether there is one) of each token [BT]."""
+    on = token < tokens
+    if VARLEN:
+        sequence = sequence_of(starts, token, sequences, tokens)
+        on = on & (sequence < sequences)
+        start = within(starts + sequence, on, tokens)
+        size = within(starts + sequence + 1, on, tokens) - start
+        position = token - start
+        on = on & (position >= 0)
+    else:
+        sequence = token // length
+        position = token - sequence * length
+        size = token * 0 + length
+    return sequence, position, size, on
+
+
+@triton.jit
+def row_at(sequence, position, token, batch_stride, row_stride, VARLEN: tl.constexpr):
+    """The offset of a token's row: packed ones lie at their number."""
+    if VARLEN:
+        at = token.to(tl.int64) * row_stride
+    else:
+        at = sequence.to(tl.int64) * batch_stride + position.to(tl.int64) * row_stride
+    return at
+
+
+@triton.jit
+def taps_of(weight, d, on, tap_stride, channel_stride, W: tl.constexpr):
+    """The taps [BD], float32: first the token's own, then that of the one before it."""
+    found = ()
+    for back in tl.static_range(W):
+        at = weight + (W - 1 - back) * tap_stride + d * channel_stride
+        found += (tl.load(at, mask=on, other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))

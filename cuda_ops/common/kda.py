@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What KDA and its gradient do with a chunk: where it lies, gates, pairs of tokens, norms."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .chunks import CHUNK, chunk_rows, softplus
+from .lengths import within
+
+# exp() of it is 0 in float32, and 64 of them add up without losing what is small
+_LEAST: tl.constexpr = tl.constexpr(-100.0)
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# what `g` is
+GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _pieces(bounds, T, sequences, PIECES: tl.constexpr):
+    """By piece [PIECES]: its number, first token and end.  Piece n + 1 is sequence n; the first and
+    the last are the tokens of none, before and behind.  A sequence begins where all before it
+    have ended."""
+    s = tl.arange(0, PIECES)
+    begin = within(bounds + s - 1, (s > 0) & (s <= sequences + 1), T)
+    end = within(bounds + s, s <= sequences, T)
+    begin = tl.associative_scan(begin, 0, _later)
+    end = tl.associative_scan(end, 0, _later)
+    return s, tl.where(s > sequences + 1, T, begin), tl.where(s > sequences, T, end)
+
+
+@triton.jit
+def place(bounds, chunk, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
+    """(batch, first token of the piece, first token of the chunk in it, the piece's length,
+    whether it is a sequence) of a chunk."""
+    if VARLEN:
+        s, begin, end = _pieces(bounds, T, sequences, PIECES)
+        ends = tl.cumsum((end - begin + CHUNK - 1) // CHUNK, 0)
+        before = ends <= chunk
+        first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
+        piece = tl.sum(before.to(tl.int32), 0)
+        start = tl.sum(tl.where(s == piece, begin, 0), 0)
+        length = tl.sum(tl.where(s == piece, end - begin, 0), 0)
+        live = (piece > 0) & (piece <= sequences)
+        batch = chunk * 0
+    else:
+        each = (T + CHUNK - 1) // CHUNK
+        batch = chunk // each
+        first = chunk % each * CHUNK
+        start = chunk * 0
+        length = T
+        live = T > 0
+    return batch.to(tl.int64), start.to(tl.int64), first, length, live
+
+
+@triton.jit
+def walked(bounds, n, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
+    """(batch, first token, length, first chunk) of a sequence."""
+    if VARLEN:
+        s, begin, end = _pieces(bounds, T, sequences, PIECES)
+        mine = s == n + 1
+        start = tl.sum(tl.where(mine, begin, 0), 0)
+        length = tl.sum(tl.where(mine, end - begin, 0), 0)
+        chunks = (end - begin + CHUNK - 1) // CHUNK
+        chunk = tl.sum(tl.where(s <= n, chunks, 0), 0)
+        batch = n * 0
+    else:
+        start = n * 0
+        length = T
+        chunk = n * ((T + CHUNK - 1) // CHUNK)
+        batch = n
+    return batch.to(tl.int64), start.to(tl.int64), length, chunk
+
+
+@triton.jit
+def log_decay(x, rate, lower_bound, GATE: tl.constexpr):
+    """The decay's logarithm."""
+    if GATE == SOFTPLUS:
+        return -rate * softplus(x, 1.0, 20.0)
+    elif GATE == BOUNDED:
+        return lower_bound / (1.0 + tl.exp(-rate * x))
+    else:
+        return x
+
+
+@triton.jit
+def gate_input(
+    g, dt_bias, hv, first, length, g_row, columns, K: tl.constexpr, EDGE: tl.constexpr,
+    BK: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """What the gate takes [64, BK]."""
+    x = chunk_rows(g, first, length, g_row, columns, EDGE, BK).to(tl.float32)
+    if BIAS:
+        bias = tl.load(dt_bias + hv * K + columns, mask=columns < K, other=0.0)
+        x += bias.to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def binary(x, there):
+    """The logarithm to base 2, not below that of what is 0 in float32; 0 where there is no token.
+    A NaN remains one."""
+    return tl.where(there[:, None], tl.where(x < _LEAST, _LEAST, x) * _LOG2E, 0.0)
+
+
+@triton.jit
+def from_between(total, b):
+    """exp(-|G - R|) [64, K] for pairs of tokens whose places differ in bit b at the highest."""
+    i = tl.arange(0, CHUNK)
+    between = i // (2 * b) * (2 * b) + b - 1
+    at = tl.broadcast_to(between[:, None], total.shape)
+    return tl.exp2(-tl.abs(total - tl.gather(total, at, 0)))
+
+
+@triton.jit
+def pairs_of_bit(b):
+    """[64, 64]: which those pairs are."""
+    i = tl.arange(0, CHUNK)
+    differ = i[:, None] ^ i[None, :]
+    return (i[:, None] > i[None, :]) & (differ >= b) & (differ < 2 * b)
+
+
+@triton.jit
+def unit_norm(x, first, length, row, K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr):
+    """What every row is multiplied with."""
+    if NORM:
+        wide = chunk_rows(x, first, length, row, tl.arange(0, K_PAD), K, K_PAD).to(tl.float32)
+        return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
+    else:
+        return tl.full([CHUNK], 1.0, tl.float32)
+
+
+def gate(gated: bool, lower_bound: float | None) -> int:
+    if not gated:
+        return GIVEN.value
+    return SOFTPLUS.value if lower_bound is None else BOUNDED.value
+
+
+def steps(layout: str, K: int, V: int) -> tuple[int, int]:
+    """How far the next key and the next value channel of a state are."""
+    return (V, 1) if layout == "kv" else (1, K)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Functional collectives of a group, each waited for, whose failures name themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup | DeviceMesh
+
+# torch 2.13 renamed it
+_gather: Callable[..., Tensor] = (
+    getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+)
+
+
+def ranks(group: Group) -> tuple[dist.ProcessGroup, int, int]:
+    """(group, rank, size)."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"custom.parallel: `group` is a DeviceMesh of {group.ndim} dimensions, expected 1. "
+                'Pass one of them: mesh["tp"].'
+            )
+        group = group.get_group()
+    return group, dist.get_rank(group), dist.get_world_size(group)
+
+
+def _collective(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup) -> Tensor:
+    if torch.compiler.is_compiling():
+        compiled: Tensor = functional.wait_tensor(call())
+        return compiled
+    try:
+        done: Tensor = functional.wait_tensor(call())
+        return done
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        raise RuntimeError(
+            f"custom.parallel: {name} failed on rank {dist.get_rank(group)} of "
+            f"{dist.get_world_size(group)}: another rank ended, hangs, or came with other shapes. "
+            f"Its {dist.get_backend(group)} says: {said}"
+        ) from error
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[size, *x.shape]"""
+    x = x.contiguous()
+    out = _collective("all_gather", lambda: _gather(x[None], 0, group), group)
+    return out.view(dist.get_world_size(group), *x.shape)
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x [size, ..]: part i goes to rank i; part i of the result came from it."""
+    x = x.contiguous()
+    call = lambda: functional.all_to_all_single(x, None, None, group)  # noqa: E731
+    return _collective("all_to_all", call, group)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks, as a new tensor."""
+    return _collective("all_reduce", lambda: functional.all_reduce(x, "sum", group), group)
+
+
+def broadcast(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rank 0's."""
+    return _collective("broadcast", lambda: functional.broadcast(x, 0, group), group)
+
+
+def in_order(gathered: Tensor) -> Tensor:
+    """[2 * size, ..] chunks in order, from [size, 2, ..]: the second ones come from the back."""
+    return torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])

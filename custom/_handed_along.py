@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Delta rules over sequences that lie on several ranks: their states handed along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import _collectives, delta_rule
+from ._collectives import Group, ranks
+
+
+def context_parallel_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Group,
+    beta: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    actual_seq_lengths: Tensor | None = None,
+    scale: float | None = None,
+    g: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`npu_chunk_gated_delta_rule` of sequences of which each rank has a consecutive part.
+
+    A part maps the state it begins with, S, to S M + L. Both come out of one call of the op on
+    values [v, 0] from states [0, I], which needs Dv + Dk within its 256; one all_gather brings all
+    ranks' (L, M), and the op runs again from the state that the ranks before leave.
+    Arguments as the op's, of this rank's tokens; `initial_state`, the same on all ranks, is that
+    before the first. Returns this rank's out and, on all ranks, the final state.
+    """
+    batch = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
+    call = partial(
+        delta_rule.npu_chunk_gated_delta_rule, query, key, beta=beta, scale=scale, g=g,
+        actual_seq_lengths=actual_seq_lengths,
+    )  # fmt: skip
+    return _handed_along(call, value, initial_state, batch, key.shape[-1], group)
+
+
+def context_parallel_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    group: Group,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`npu_chunk_kda` likewise, with states [N, HV, V, K] (state_layout "vk")."""
+    batch = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+    def call(value: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule.npu_chunk_kda(
+            q, k, value, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            **options, state_layout="vk",
+        )  # fmt: skip
+
+    return _handed_along(call, v, initial_state, batch, k.shape[-1], group)
+
+
+def _handed_along(
+    call: Callable[..., tuple[Tensor, Tensor]],
+    value: Tensor,
+    initial_state: Tensor | None,
+    batch: int,
+    Dk: int,
+    group: Group,
+) -> tuple[Tensor, Tensor]:
+    at, rank, size = ranks(group)
+    *_, heads, Dv = value.shape
+    kind = torch.float32 if initial_state is None else initial_state.dtype
+    start = torch.eye(Dv + Dk, dtype=kind, device=value.device)[:, Dv:]
+    start = start.expand(batch, heads, Dv + Dk, Dk).contiguous()
+    _, maps = call(pad(value, (0, Dk)), initial_state=start)
+    states = [torch.zeros_like(maps[:, :, :Dv]) if initial_state is None else initial_state]
+    for part in _collectives.all_gather(maps, at).unbind(0):
+        states.append(states[-1] @ part[:, :, Dv:] + part[:, :, :Dv])
+    out, _ = call(value, initial_state=states[rank].contiguous())
+    return out, states[size]

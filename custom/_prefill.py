@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Prefill with its rows on several ranks, each of which has the whole caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from . import _collectives
+from . import sparse_attention as sparse
+from ._collectives import Group, ranks
+from .dispatch.common import paged
+
+
+def zigzag(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's rows of `dim`: of 2 * size equal chunks one from the front, one from the back."""
+    _, rank, size = ranks(group)
+    if x.shape[dim] % (2 * size):
+        raise ValueError(
+            f"custom.parallel: dimension {dim} of shape {list(x.shape)} cannot be cut into "
+            f"{2 * size} chunks, two for each of {size} ranks. Pad it in front."
+        )
+    chunks = x.chunk(2 * size, dim)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
+
+
+def context_parallel_prefill(
+    query: Tensor,
+    query_rope: Tensor,
+    query_index: Tensor,
+    weights: Tensor,
+    rows: Mapping[str, Tensor],
+    caches: Mapping[str, Tensor],
+    cache_index: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    *,
+    group: Group,
+    softmax_scale: float,
+    sparse_count: int = 2048,
+) -> Tensor:
+    """The attention of S new tokens a request, whose rows are dealt out to the ranks (`zigzag`).
+
+    The ranks' new cache rows are gathered as bytes in one tensor, whatever their dtypes, and
+    written into every rank's caches; each rank then selects and attends for its rows.
+
+    Args:
+        query: [B, S / size, N, R] this rank's rows, all heads.
+        query_rope: [B, S / size, N, Dr].
+        query_index: [B, S / size, Ni, Di].
+        weights: [B, S / size, Ni].
+        rows: this rank's new rows [B, S / size, D] by the cache's name: "kv", "kr", "index".
+        caches: whole caches [pages, P, 1, D] under the same names, updated in place.
+        cache_index: [B, S] slots of all new tokens in order; negative: not written.
+        block_table: [B, max_pages].
+        act_seqs: [B] lengths with the new tokens.
+        group: ProcessGroup or 1-D DeviceMesh.
+        softmax_scale: factor of the logits.
+        sparse_count: positions attended to by a query, at most.
+
+    Returns:
+        [B, S / size, N, R], of this rank's rows.
+    """
+    at, rank, size = ranks(group)
+    B, mine = query.shape[:2]
+    n = mine // 2
+    wire = torch.cat([rows[name].contiguous().view(torch.uint8) for name in caches], -1)
+    came = _collectives.in_order(
+        _collectives.all_gather(wire.unflatten(1, (2, n)).movedim(1, 0), at)
+    )
+    came = came.movedim(0, 1).reshape(B * 2 * size * n, -1)
+    widths = [rows[name].shape[-1] * rows[name].dtype.itemsize for name in caches]
+    for cache, part in zip(caches.values(), came.split(widths, -1), strict=True):
+        paged.overwrite(cache, cache_index.flatten(), part.contiguous().view(cache.dtype))
+    # each chunk is a request of its own, which ends with its last row
+    first = torch.tensor([rank, 2 * size - 1 - rank], device=act_seqs.device)
+    ends = act_seqs[:, None] - (2 * size - 1 - first) * n
+    ends = ends.clamp(min=0).flatten().to(act_seqs.dtype)
+    tables = block_table.repeat_interleave(2, 0)
+    q, q_rope, q_index, w = (
+        x.reshape(2 * B, n, *x.shape[2:]) for x in (query, query_rope, query_index, weights)
+    )
+    indices, _ = sparse.npu_lightning_indexer(
+        q_index, caches["index"], w, actual_seq_lengths_key=ends, block_table=tables,
+        layout_key="PA_BSND", sparse_count=sparse_count,
+    )  # fmt: skip
+    out, _, _ = sparse.npu_sparse_flash_attention(
+        q, caches["kv"], None, indices, softmax_scale, block_table=tables,
+        actual_seq_lengths_kv=ends, query_rope=q_rope, key_rope=caches["kr"], layout_kv="PA_BSND",
+    )  # fmt: skip
+    return out.view(query.shape)

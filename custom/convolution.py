@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The short causal convolution of linear attention: whole sequences, and a decode step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._op import op
+from .dispatch.errors import NotSupported
+
+
+@op
+def npu_causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    initial_states: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve every channel of `x` with its own taps over the tokens up to each one.
+
+    out[t] = act(bias + sum_j weight[W - 1 - j] x[t - j]), j from 0 to W - 1, in float32; what lies
+    before a sequence is `initial_states`, or zeros. Differentiable in every tensor of floating
+    point; equal runs give equal gradients.
+
+    Formula: that of causal-conv1d (Dao), with torch_npu's shapes: tokens before channels.
+
+    Args:
+        x: [B, S, D], or [T, D] with `query_start_loc`.
+        weight: [W, D], W from 2 to 4; any strides and any dtype of floating point.
+        bias: [D]; None: zeros.
+        initial_states: [N, W - 1, D], any strides; N is B, or the number of sequences.
+        query_start_loc: [N + 1] int32 or int64 prefix sums; tokens outside of them give 0.
+        activation: None, or "silu" (also called "swish").
+
+    Returns:
+        out like `x`, and the final states [N, W - 1, D]: the last tokens of each sequence, in the
+        dtype of `initial_states` (of `x` if there are none).
+
+    Raises:
+        ValueError: a shape, device or option does not fit.
+        TypeError: a type or dtype does not fit.
+
+    >>> import torch, custom
+    >>> x, weight = torch.randn(9, 16), torch.randn(4, 16)
+    >>> start = torch.tensor([0, 5, 9])
+    >>> out, states = custom.npu_causal_conv1d(x, weight, query_start_loc=start, activation="silu")
+    >>> out.shape, states.shape
+    (torch.Size([9, 16]), torch.Size([2, 3, 16]))
+    """
+
+
+@op
+def npu_causal_conv1d_update(
+    x: Tensor,
+    conv_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    conv_state_indices: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    pad_slot_id: int = -1,
+    disable_state_update: bool = False,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
+) -> Tensor:
+    """Decode step (or a few) of `npu_causal_conv1d`, on a pool of states updated in place.
+
+    A row of the pool holds in its last W - 1 columns what came before, and the tokens push it on.
+    With `num_accepted_tokens` (speculative decoding, as in vLLM) it holds, from its first column
+    on, the W - 2 tokens before the last call and then all of that call: the history ends with
+    token `num_accepted_tokens` of these, and afterwards the row holds the same of this call.
+
+    Formula: that of causal-conv1d (Dao), with torch_npu's shapes: tokens before channels.
+
+    Args:
+        x: [B, S, D], or [T, D] with `query_start_loc`.
+        conv_states: [slots, L, D], any strides, L from W - 1 on; updated in place.
+        weight: [W, D], W from 2 to 4; any strides.
+        bias: [D]; None: zeros.
+        activation: None, or "silu" (also called "swish").
+        conv_state_indices: [N] int32 or int64, the slot of each sequence; negative, out of range
+            or `pad_slot_id`: starts from zeros, stores nothing. None: slot n for sequence n.
+        query_start_loc: [N + 1] int32 or int64 prefix sums; tokens outside of them give 0.
+        num_accepted_tokens: [N] int32 or int64, from 1 on; needs L of at least W - 2 + S.
+        pad_slot_id: a slot that stands for none.
+        disable_state_update: leave `conv_states` as it is.
+        intermediate_conv_window: [rows, steps, W - 1, D], any strides: the last W - 1 tokens after
+            each step.
+        intermediate_state_indices: [N] row of each sequence in it; negative: none.
+        retrieve_parent_token: [N, steps]: token t follows token parent[t]; -1: what came before.
+            For tree verification; needs disable_state_update=True.
+
+    Returns:
+        out like `x`.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no state has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> states, slots = torch.zeros(5, 3, 16), torch.tensor([4, 1])
+    >>> x, weight = torch.randn(2, 1, 16), torch.randn(4, 16)
+    >>> custom.npu_causal_conv1d_update(x, states, weight, conv_state_indices=slots).shape
+    torch.Size([2, 1, 16])
+    """
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`npu_causal_conv1d` under the name and with the arguments of the package causal-conv1d.
+
+    Args:
+        x: [B, D, S]; views of [B, S, D] are taken as they are, others are copied.
+        weight: [D, W].
+        bias: [D].
+        seq_idx: None; sequences that are packed go to npu_causal_conv1d(query_start_loc=...).
+        initial_states: [B, D, W - 1].
+        return_final_states: return the pair (out, final states).
+        final_states_out: [B, D, W - 1] to write the final states to.
+        activation: None, "silu" or "swish".
+
+    Returns:
+        out [B, D, S], a view of [B, S, D]; with `return_final_states` also the states.
+
+    >>> import torch, custom
+    >>> custom.causal_conv1d_fn(torch.randn(2, 16, 9), torch.randn(16, 4), activation="silu").shape
+    torch.Size([2, 16, 9])
+    """
+    if seq_idx is not None:
+        raise NotSupported(
+            "causal_conv1d_fn: `seq_idx` is given, expected None. Pack the sequences and pass "
+            "their prefix sums to npu_causal_conv1d(query_start_loc=...)."
+        )
+    out, final = npu_causal_conv1d(
+        _tokens_first(x),
+        weight.t(),
+        bias,
+        initial_states=None if initial_states is None else initial_states.mT,
+        activation=activation,
+    )
+    if not return_final_states:
+        return out.mT
+    if final_states_out is None:
+        return out.mT, final.mT
+    return out.mT, final_states_out.copy_(final.mT)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    *,
+    num_accepted_tokens: Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> Tensor:
+    """`npu_causal_conv1d_update` under the name and with the arguments of causal-conv1d and sglang.
+
+    Args:
+        x: [B, D] or [B, D, S].
+        conv_state: [slots, D, L], any strides; updated in place.
+        weight: [D, W].
+        bias: [D].
+        activation: None, "silu" or "swish".
+        cache_seqlens: None; states in a ring are not taken.
+        conv_state_indices: [B], the slot of each sequence.
+        num_accepted_tokens: [B], see npu_causal_conv1d_update.
+        pad_slot_id: a slot that stands for none.
+
+    Returns:
+        out like `x`.
+
+    >>> import torch, custom
+    >>> state = torch.zeros(2, 16, 3)
+    >>> custom.causal_conv1d_update(torch.randn(2, 16), state, torch.randn(16, 4)).shape
+    torch.Size([2, 16])
+    """
+    if cache_seqlens is not None:
+        raise NotSupported(
+            "causal_conv1d_update: `cache_seqlens` is given, expected None: states in a ring are "
+            "not taken. Keep the newest column last, as without it."
+        )
+    out = npu_causal_conv1d_update(
+        x[:, None] if x.ndim == 2 else _tokens_first(x),
+        conv_state.mT,
+        weight.t(),
+        bias,
+        activation,
+        conv_state_indices=conv_state_indices,
+        num_accepted_tokens=num_accepted_tokens,
+        pad_slot_id=pad_slot_id,
+    )
+    return out[:, 0] if x.ndim == 2 else out.mT
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """[B, S, D] of [B, D, S], its channels side by side."""
+    turned = x.mT
+    return turned if x.stride(1) == 1 else turned.contiguous()

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Packages that clash on this machine, and the command that mends each:
+
+python -m custom.info --doctor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from .dispatch import versions
+
+Have = Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    sentence: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\n    {self.command}"
+
+
+def here() -> dict[str, str | None]:
+    """The versions that can clash; None: absent."""
+    names = ("torch", "torch_npu", "triton", "triton-ascend", "numpy", "transformers")
+    try:
+        cann = versions.cann()
+    except Exception:  # a torch_npu that does not import is found by its number
+        cann = None
+    return {name: versions.installed(name) for name in names} | {"CANN": cann}
+
+
+def _release(version: str, numbers: int = 2) -> tuple[int, ...]:
+    """(2, 9) of `2.9.0.post2+cpu`."""
+    return tuple(int(part) for part in version.partition("+")[0].split(".")[:numbers])
+
+
+def clashes(have: Have) -> Iterator[Finding]:
+    torch, npu, ascend = have["torch"], have["torch_npu"], have["triton-ascend"]
+    triton, numpy, hf, cann = (have[x] for x in ("triton", "numpy", "transformers", "CANN"))
+    row = next((each for each in versions.TABLE if each.triton_ascend == ascend), None)
+    if triton and ascend:
+        keep = f"triton-ascend=={ascend}" if npu else f"triton=={triton}"
+        yield Finding(
+            f"triton {triton} and triton-ascend {ascend} share one import folder, and the one that "
+            "was installed last has overwritten the other.",
+            f"pip uninstall -y triton triton-ascend && pip install --no-deps {keep}",
+        )
+    if torch and _release(torch) < (2, 7):
+        yield Finding(f"torch {torch} is older than 2.7.", 'pip install -U "torch>=2.7"')
+    if torch and npu and _release(torch, 3) != _release(npu, 3):
+        wanted = ".".join(npu.split(".")[:3])
+        yield Finding(
+            f"torch_npu {npu} is built against torch {wanted}, and torch {torch} is installed.",
+            f"pip install torch=={wanted}",
+        )
+    if ascend and row is None:
+        known = ", ".join(each.triton_ascend for each in versions.TABLE)
+        yield Finding(
+            f"triton-ascend {ascend} was never tried; {known} were.",
+            f"pip install --no-deps triton-ascend=={versions.TABLE[0].triton_ascend}",
+        )
+    if ascend and row and npu and npu != row.torch_npu:
+        yield Finding(
+            f"triton-ascend {ascend} goes with torch_npu {row.torch_npu}, and {npu} is installed.",
+            f"pip install torch=={row.torch} torch_npu=={row.torch_npu}",
+        )
+    if ascend and row and cann and cann != row.cann:
+        other = next((each for each in versions.TABLE if each.cann == cann), None)
+        yield Finding(
+            f"triton-ascend {ascend} goes with CANN {row.cann}, and CANN {cann} is here.",
+            f"pip install --no-deps triton-ascend=={other.triton_ascend}"
+            if other
+            else f"source the set_env.sh of a CANN {row.cann}",
+        )
+    if triton and not ascend and _release(triton) < (3, 5):
+        yield Finding(
+            f"triton {triton} is older than 3.5, which torch 2.9 brings.",
+            'pip install -U "torch>=2.9"',
+        )
+    if triton and numpy and _release(numpy) >= (2, 4):
+        yield Finding(
+            f"numpy {numpy}: Triton's interpreter, which tests run kernels with, multiplies wrongly"
+            " from numpy 2.4 on.",
+            'pip install "numpy<2.4"',
+        )
+    if hf and not (5, 17) <= _release(hf) < (6,):
+        yield Finding(
+            f"transformers {hf}: custom.integrations is for 5.17 and later ones below 6.",
+            'pip install "transformers>=5.17,<6"',
+        )
+
+
+def main() -> int:
+    found = list(clashes(here()))
+    for each in found:
+        print(each)
+    if not found:
+        print("nothing clashes")
+    return int(bool(found))

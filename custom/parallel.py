@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The layer on more than one card: tensor parallel, context parallel, rows of the indexer.
+
+The engine is torch.distributed. Every function takes a ProcessGroup or a 1-D DeviceMesh, is called
+by all ranks of it with the same shapes, and makes at most one collective each way, functional ones,
+so that torch.compile(fullgraph=True) and CUDA graphs hold them. Nothing is global.
+
+A collective that fails or times out (the group's own timeout) raises a RuntimeError that names it
+and the rank. A step may be replayed after that: what a rank writes is the same every time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import _collectives, merging
+from . import sparse_attention as sparse
+from ._collectives import Group, ranks
+from ._handed_along import context_parallel_delta_rule, context_parallel_kda
+from ._prefill import context_parallel_prefill, zigzag
+from .dispatch.common import nz
+from .dispatch.common.layout import lengths_of_rows
+
+__all__ = [
+    "all_reduce",
+    "context_parallel_attention",
+    "context_parallel_decode",
+    "context_parallel_delta_rule",
+    "context_parallel_kda",
+    "context_parallel_prefill",
+    "delta_rule_heads",
+    "row_parallel_indexer",
+    "same_selection",
+    "shard",
+    "shard_layer",
+    "tensor_parallel_attention",
+    "zigzag",
+]
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, as a new tensor."""
+    return _collectives.all_reduce(x, ranks(group)[0])
+
+
+def same_selection(indices: Tensor, *, group: Group, broadcast: bool = False) -> Tensor:
+    """`indices`, known to be the same on all ranks.
+
+    A replicated indexer selects the same everywhere if its inputs are equal in every bit. Compares
+    a hash of 64 bits a row, by one small collective and a wait for the device (an error names the
+    ranks that differ); or, with `broadcast`, gives rank 0's to all.
+    """
+    at, _, _ = ranks(group)
+    if broadcast:
+        return _collectives.broadcast(indices, at)
+    slot = torch.arange(1, indices.shape[-1] + 1, device=indices.device)
+    mixed = (indices.long() + 2) * (slot * -0x61C8864680B583EB)
+    every = _collectives.all_gather((mixed ^ (mixed >> 29)).sum(-1).flatten(), at)
+    differs = (every != every[0]).any(-1).nonzero().flatten().tolist()
+    if differs:
+        raise RuntimeError(
+            f"custom.parallel: ranks {differs} selected other positions than rank 0: the inputs of "
+            "the indexer differ in some bit. Pass broadcast=True, or make the inputs equal."
+        )
+    return indices
+
+
+def row_parallel_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    group: Group,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+) -> Tensor:
+    """`npu_lightning_indexer`'s indices, each rank scoring a part of the rows.
+
+    All ranks have all arguments; indices alone travel. The rows are cut into 2 * size chunks of
+    which a rank takes one from the front and one from the back: causal rows cost as many keys as
+    they see. Arguments as the op's; the same bits.
+    """
+    at, rank, size = ranks(group)
+    packed = layout_query == "TND"
+    total = query.shape[0 if packed else 1]
+    n = -(-total // (2 * size))
+
+    def chunk(number: int) -> Tensor:
+        lo = min(number * n, total)
+        hi = min(lo + n, total)
+        q, w = (x[lo:hi] if packed else x[:, lo:hi] for x in (query, weights))
+        if lo == hi:
+            return q.new_full([*q.shape[:-2], 1, sparse_count], -1, dtype=torch.int32)
+        of_queries, of_keys = lengths_of_rows(
+            lo, hi, query, key, actual_seq_lengths_query, actual_seq_lengths_key, layout_query,
+            layout_key, sparse_mode,
+        )  # fmt: skip
+        return sparse.npu_lightning_indexer(
+            q, key, w, actual_seq_lengths_query=of_queries, actual_seq_lengths_key=of_keys,
+            block_table=block_table, layout_query=layout_query, layout_key=layout_key,
+            sparse_count=sparse_count, sparse_mode=sparse_mode,
+        )[0]  # fmt: skip
+
+    mine = (chunk(rank), chunk(2 * size - 1 - rank))
+    both = torch.stack([pad(x, (0, 0, 0, 0, 0, n - x.shape[-3]), value=-1) for x in mine])
+    rows = _collectives.in_order(_collectives.all_gather(both, at))
+    return rows.flatten(0, 1)[:total] if packed else rows.movedim(0, 1).flatten(1, 2)[:, :total]
+
+
+def shard(x: Tensor, dim: int, group: Group) -> Tensor:
+    """This rank's equal part of `dim`, contiguous: heads of a weight, channels of a convolution."""
+    _, rank, size = ranks(group)
+    if x.shape[dim] % size:
+        raise ValueError(
+            f"custom.parallel: dimension {dim} of shape {list(x.shape)} cannot be dealt out to "
+            f"{size} ranks. Take a number of ranks that divides {x.shape[dim]}."
+        )
+    return x.chunk(size, dim)[rank].contiguous()
+
+
+def shard_layer(
+    layer: Mapping[str, Tensor], *, group: Group, weight_format: str = "nz"
+) -> dict[str, Tensor]:
+    """The arguments of `npu_sparse_attention_pto` with this rank's heads.
+
+    `w_uq_qr` (columns) and `w_uk` are cut; all else, the indexer and the caches among it, is the
+    same on every rank. The value up-projection and the columns of the output projection are cut
+    likewise by the caller (`shard`), whose `all_reduce` behind them is the layer's only one.
+    """
+    w = layer["w_uq_qr"]
+    if w.ndim == 2 and weight_format == "nz":
+        w = w.view(
+            w.shape[1] // nz.columns(w.dtype), w.shape[0] // nz.ROWS, nz.ROWS, nz.columns(w.dtype)
+        )
+    cut = shard(w, 1 if w.ndim == 2 else 0, group)
+    return {**layer, "w_uq_qr": cut, "w_uk": shard(layer["w_uk"], 0, group)}
+
+
+def tensor_parallel_attention(
+    layer: Mapping[str, Any],
+    *,
+    group: Group,
+    check_equal: bool = False,
+    broadcast: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`npu_sparse_attention_pto` on this rank's heads (`shard_layer`): [B, S, N / size, R].
+
+    No collective, unless the selection is to be compared before it is used (`check_equal`, see
+    `same_selection`), or rank 0's to be taken by all (`broadcast`). `options` are the op's.
+    """
+    if not (check_equal or broadcast):
+        return sparse.npu_sparse_attention_pto(**layer, **options)
+    x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
+    query, query_rope, query_index, weights = _prologs(x, x.cache_index)
+    indices, _ = sparse.npu_lightning_indexer(
+        query_index, x.index_k_cache, weights, actual_seq_lengths_key=x.act_seqs,
+        block_table=x.block_table, layout_key="PA_BSND", sparse_count=x.sparse_count,
+    )  # fmt: skip
+    indices = same_selection(indices, group=group, broadcast=broadcast)
+    return sparse.npu_sparse_flash_attention(
+        query, x.kv_cache, None, indices, _scale(x), block_table=x.block_table,
+        actual_seq_lengths_kv=x.act_seqs, query_rope=query_rope, key_rope=x.kr_cache,
+        layout_kv="PA_BSND",
+    )[0]  # fmt: skip
+
+
+_PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters.values()
+_DEFAULTS = {p.name: p.default for p in _PARAMETERS if p.default is not p.empty}
+
+
+def _prologs(x: SimpleNamespace, index_slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(query, query_rope, query_index, weights), and the new rows of the three caches."""
+    query, query_rope, query_norm = sparse.npu_mla_prolog_pto(
+        x.x, x.w_dq, x.w_uq_qr, x.w_uk, x.w_dkv_kr, x.gamma_cq, x.gamma_ckv, x.sin, x.cos,
+        x.kv_cache, x.kr_cache, x.cache_index, rmsnorm_epsilon_cq=x.rms_norm_eps,
+        rmsnorm_epsilon_ckv=x.rms_norm_eps, rope_interleaved=x.rope_interleaved,
+        weight_format=x.weight_format,
+    )  # fmt: skip
+    query_index, weights = sparse.npu_indexer_prolog_pto(
+        x.x, query_norm, x.w_idx_qb, x.w_idx_k, x.w_idx_proj, x.in_gamma_k, x.in_beta_k, x.sin,
+        x.cos, x.index_k_cache, index_slots, ln_epsilon=x.layer_norm_eps,
+        rope_interleaved=x.index_rope_interleaved, weight_format=x.weight_format,
+    )  # fmt: skip
+    return query, query_rope, query_index, weights
+
+
+def _scale(x: SimpleNamespace) -> float:
+    plain, rotary = x.w_uk.shape[1], x.sin.shape[-1]
+    return float((plain + rotary) ** -0.5 if x.softmax_scale is None else x.softmax_scale)
+
+
+def delta_rule_heads(key_heads: int, value_heads: int, *, group: Group) -> tuple[slice, slice]:
+    """(key heads, value heads) of this rank: value heads in equal parts, and the key heads that
+    they use. Convolution channels, gates and states follow the heads they belong to."""
+    _, rank, size = ranks(group)
+    if value_heads % size or (key_heads % size and size % key_heads):
+        raise ValueError(
+            f"custom.parallel: {value_heads} value and {key_heads} key heads cannot be dealt out "
+            f"to {size} ranks. Take ranks that divide both, or a multiple of the latter."
+        )
+    mine, keys = value_heads // size, max(1, key_heads // size)
+    first = rank * key_heads // size
+    return slice(first, first + keys), slice(rank * mine, (rank + 1) * mine)
+
+
+def context_parallel_attention(
+    layer: Mapping[str, Any],
+    *,
+    group: Group,
+    index_block_table: Tensor,
+    index_cache_index: Tensor,
+    interleave: int = 1,
+    replicate_index: bool = True,
+    **options: Any,
+) -> Tensor:
+    """`npu_sparse_attention_pto` of a decode step, by `context_parallel_decode`.
+
+    `layer` has this rank's heads (`shard_layer`), its shard of the latents' caches, their
+    `block_table` and their `cache_index` (`shard_slots`); the index keys have their own two.
+    """
+    x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
+    return context_parallel_decode(
+        *_prologs(x, index_cache_index), x.kv_cache, x.kr_cache, x.index_k_cache, x.block_table,
+        x.act_seqs, group=group, softmax_scale=_scale(x), index_block_table=index_block_table,
+        sparse_count=x.sparse_count, interleave=interleave, replicate_index=replicate_index,
+    )  # fmt: skip
+
+
+def context_parallel_decode(
+    query: Tensor,
+    query_rope: Tensor,
+    query_index: Tensor,
+    weights: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    index_k_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    *,
+    group: Group,
+    softmax_scale: float,
+    index_block_table: Tensor,
+    sparse_count: int = 2048,
+    interleave: int = 1,
+    replicate_index: bool = True,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The attention of a decode step whose requests' latents are dealt out to the ranks.
+
+    Position p of a request lies on rank (p // interleave) % size. Queries of all heads go to all
+    ranks (one all_gather), each attends to the selected positions that it keeps, and outputs come
+    back to their heads' ranks with their log-sum-exps (one all_to_all), where they are merged.
+
+    Args:
+        query: [B, S, N / size, R] this rank's heads, from `npu_mla_prolog_pto`.
+        query_rope: [B, S, N / size, Dr].
+        query_index: [B, S, Ni, Di], the same on all ranks.
+        weights: [B, S, Ni], the same on all ranks.
+        kv_cache: [pages, P, 1, R], this rank's shard, with the new tokens (`shard_slots`).
+        kr_cache: [pages, P, 1, Dr], likewise.
+        index_k_cache: all index keys; this rank's shard with `replicate_index=False`.
+        block_table: [B, max_pages], pages of the shards.
+        act_seqs: [B] lengths of the whole requests, with their S new tokens.
+        group: ProcessGroup or 1-D DeviceMesh.
+        softmax_scale: factor of the logits.
+        index_block_table: [B, max_pages] of `index_k_cache`.
+        sparse_count: positions attended to by a query, at most.
+        interleave: positions that lie together: 1, or a page.
+        replicate_index: every rank has all index keys and selects on its own, with no collective;
+            otherwise ranks score their shard, and their best candidates are merged (one more
+            all_gather of 8 bytes a candidate).
+        sinks: [N / size] logits that enter the denominator alone, once.
+
+    Returns:
+        [B, S, N / size, R], the attention over whole requests.
+    """
+    at, rank, size = ranks(group)
+    B, S, n, R = query.shape
+    if replicate_index:
+        indices = sparse.npu_lightning_indexer(
+            query_index, index_k_cache, weights, actual_seq_lengths_key=act_seqs,
+            block_table=index_block_table, layout_key="PA_BSND", sparse_count=sparse_count,
+        )[0]  # fmt: skip
+    else:
+        indices = _merged_selection(
+            query_index, weights, index_k_cache, index_block_table, act_seqs, sparse_count,
+            interleave, at,
+        )  # fmt: skip
+    local, _ = merging.npu_localize_indices(indices, rank, size, interleave)
+    every = _collectives.all_gather(torch.cat([query, query_rope], -1), at)
+    every = every.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    # causality was applied by the selection: a row of a shard is no position
+    out, top, total = sparse.npu_sparse_flash_attention(
+        every[..., :R], kv_cache, None, local, softmax_scale, block_table=block_table,
+        actual_seq_lengths_kv=merging.shard_positions(act_seqs, rank, size, interleave),
+        query_rope=every[..., R:], key_rope=kr_cache, layout_kv="PA_BSND", sparse_mode=0,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    lse = (top + total.log()).view(B, S, size, n, 1).movedim(2, 0).contiguous()
+    sent = out.view(B, S, size, n, R).movedim(2, 0)
+    came = _collectives.all_to_all(torch.cat([sent, lse.view(sent.dtype)], -1), at)
+    merged, whole = merging.npu_merge_states(came[..., :R], came[..., R:].view(lse.dtype)[..., 0])
+    if sinks is not None:
+        merged = merged * torch.sigmoid(whole - sinks)[..., None]
+    return merged.to(query.dtype)  # the sinks are wider
+
+
+def _merged_selection(
+    query_index: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    count: int,
+    interleave: int,
+    group: Group,
+) -> Tensor:
+    """The selection over all positions, from the ranks' own. Every row is a request of its own,
+    whose keys end where it ceases to see: the limit is applied to positions, then dealt out."""
+    at, rank, size = ranks(group)
+    B, S = query_index.shape[:2]
+    limit = act_seqs[:, None] - S + 1 + torch.arange(S, device=act_seqs.device)
+    limit = limit.clamp(min=0).flatten().to(act_seqs.dtype)
+    rows, scores = sparse.npu_lightning_indexer_scores(
+        query_index.flatten(0, 1)[:, None], keys,
+        weights.flatten(0, 1)[:, None],
+        actual_seq_lengths_key=merging.shard_positions(limit, rank, size, interleave),
+        block_table=block_table.repeat_interleave(S, 0), layout_key="PA_BSND",
+        sparse_count=count, sparse_mode=0,
+    )  # fmt: skip
+    stripe = torch.div(rows, interleave, rounding_mode="floor") * size + rank
+    positions = torch.where(rows < 0, -1, stripe * interleave + rows % interleave)
+    sent = torch.stack([scores.float().view(torch.int32), positions])
+    came = _collectives.all_gather(sent, at)
+    merged, _ = merging.npu_merge_topk(came[:, 0].view(torch.float32), came[:, 1], count)
+    return merged.view(B, S, 1, count)

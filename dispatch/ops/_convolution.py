@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the causal convolutions ask of the arguments that they share.
+
+x [B, S, D], or [T, D] cut by `query_start_loc` [N + 1]   weight [W, D], W from 2 to 4   bias [D]
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from ..check import Checker
+from ..env import config
+from ._layout import is_real
+
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def inputs(
+    c: Checker,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    query_start_loc: Tensor | None,
+    activation: str | None,
+) -> None:
+    """Sets N, the number of sequences, and W."""
+    c.floating("x", x)
+    c.floating("weight", weight)
+    c.one_of("activation", activation, *ACTIVATIONS)
+    if query_start_loc is None:
+        c.shape("x", x, "B S D")
+        c.sizes["N"] = c.sizes["B"]
+    else:
+        c.shape("x", x, "T D")
+        prefix_sums(c, query_start_loc)
+    c.shape("weight", weight, "W D")
+    width = c.sizes["W"]
+    c.require(2 <= width <= 4, f"`weight` has {width} taps, expected 2 to 4 (shape [W, D]).")
+    if bias is not None:
+        c.floating("bias", bias)
+        c.shape("bias", bias, "D")
+        c.contiguous(bias=bias)
+    c.dense_rows(x=x)
+
+
+def prefix_sums(c: Checker, query_start_loc: Tensor) -> None:
+    c.integer("query_start_loc", query_start_loc)
+    c.shape("query_start_loc", query_start_loc, "N+1")
+    c.contiguous(query_start_loc=query_start_loc)
+    c.at_least("query_start_loc.numel()", c.sizes["N+1"], 1)
+    c.sizes["N"] = c.sizes["N+1"] - 1
+    if config.debug and is_real(query_start_loc):
+        values = query_start_loc.tolist()
+        c.require(
+            values[0] >= 0
+            and all(x <= y for x, y in pairwise(values))
+            and values[-1] <= c.sizes["T"],
+            f"`query_start_loc` is {values}, expected prefix sums of lengths, to {c.sizes['T']}.",
+        )
+
+
+def states(c: Checker, name: str, tensor: Tensor, *, columns: str = "W-1") -> None:
+    """[N, W - 1, D], any strides."""
+    c.sizes["W-1"] = c.sizes["W"] - 1
+    c.floating(name, tensor)
+    c.shape(name, tensor, f"N {columns} D")
+
+
+def pool(c: Checker, name: str, tensor: Tensor, wanted: str) -> None:
+    """Any strides in which no two numbers share memory."""
+    c.floating(name, tensor)
+    c.shape(name, tensor, wanted)
+    least = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel() > 0:
+            c.require(
+                stride >= least,
+                f"`{name}` has strides {list(tensor.stride())} and shape {list(tensor.shape)}, in "
+                f"which states overlap. Pass {name}.contiguous() and use what it returns.",
+            )
+            least = stride * size
+
+
+def indices(c: Checker, name: str, tensor: Tensor | None) -> None:
+    """One number a sequence."""
+    if tensor is not None:
+        c.integer(name, tensor)
+        c.shape(name, tensor, "N")
+        c.contiguous(**{name: tensor})
+
+
+def distinct(c: Checker, name: str, tensor: Tensor, rows: int) -> None:
+    """Under CUSTOM_DEBUG=1: no two sequences write the same row."""
+    if config.debug and is_real(tensor):
+        live = tensor[(tensor >= 0) & (tensor < rows)]
+        c.require(
+            live.unique().numel() == live.numel(),
+            f"`{name}` names a slot twice: which state remains is undefined.",
+        )
+
+
+def enough(c: Checker, name: str, of: str, came: Any, least: Any) -> None:
+    c.require(came >= least, f"`{name}` has {came} {of}, expected at least {least}.")

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What each launcher takes at the most, and what it says of one more.  On shapes alone; launchers
+are imported where they are asked, so that a mistake can be planted before."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from custom.npu_ops import tune
+from torch import Tensor
+
+MOST = 2**24  # positions
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The launcher of `file` takes `given`; with `changed`, its reason contains `word`."""
+
+    file: str
+    given: dict[str, Any]
+    changed: dict[str, Any]
+    word: str
+
+
+def _t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _apart(pages: int, stride: int) -> Tensor:
+    """Pages of 16 rows of 64, so many elements apart."""
+    return _t(pages * stride).as_strided((pages, 16, 1, 64), (stride, 64, 64, 1))
+
+
+def _chunks() -> Iterator[Limit]:
+    given = dict(query=_t(64, 2, 256), value=_t(64, 128, 256))
+    for file in ("chunk_gated_delta_rule", "chunk_gated_delta_rule_grad"):
+        yield Limit(file, given, dict(value=_t(64, 129, 256)), "129 value heads")
+        yield Limit(file, given, dict(query=_t(64, 2, 272)), "head sizes 272 and 256")
+        yield Limit(file, given, dict(value=_t(64, 128, 272)), "head sizes 256 and 272")
+        least = dict(query=_t(64, 2, 16), value=_t(64, 2, 16))
+        yield Limit(file, least, dict(query=_t(64, 2, 0)), "head sizes 0 and 16")
+
+
+def _attention() -> Iterator[Limit]:
+    file = "fused_attention"
+    given = dict(q=_t(1, 1, 8, 256), v=_t(1, 1, 8, 16))
+    yield Limit(file, given, dict(q=_t(1, 1, 8, 272)), "head sizes 272 and 16")
+    yield Limit(file, given, dict(v=_t(1, 1, 8, 0)), "head sizes 256 and 0")
+
+
+def _update() -> Iterator[Limit]:
+    file = "fused_sigmoid_gating_delta_rule_update"
+    given = dict(q=_t(1, 1, 1, 512), v=_t(1, 1, 1, 16), retrieve_parent_token=_t(1, 63))
+    yield Limit(file, given, dict(q=_t(1, 1, 1, 1024)), "key size 1024")
+    yield Limit(file, given, dict(retrieve_parent_token=_t(1, 64)), "64 steps")
+
+
+def _losses() -> Iterator[Limit]:
+    score = dict(index_score=_t(1, 1, 2048))
+    wider = dict(index_score=_t(1, 1, 2049))
+    given = dict(query=_t(1, 1, 1, 64), key=_t(1, MOST, 64), query_rope=None, **score)
+    yield Limit("indexer_loss", given, wider, "2049 slots")
+    yield Limit("indexer_loss", given, dict(key=_t(1, MOST + 1, 64)), "the kernel reaches")
+    given = dict(grad_loss=_t(1), target=_t(1), key_length=MOST, **score)
+    yield Limit("indexer_loss_backward", given, wider, "2049 slots")
+    yield Limit("indexer_loss_backward", given, dict(key_length=MOST + 1), "the kernel reaches")
+
+
+def _indexers() -> Iterator[Limit]:
+    query, longer = _t(1, 1, 1, 64), _t(1, MOST + 1, 1, 64)
+    page, table = _t(2, 128, 1, 64), _t(1, MOST // 128)
+    paged = dict(query=query, key=page, block_table=table)
+    further = dict(block_table=_t(1, MOST // 128 + 1))
+    yield Limit("lightning_indexer", paged, further, "the kernel reaches")
+    given = dict(query=query, key=_t(1, MOST, 1, 64), block_table=None)
+    yield Limit("lightning_indexer", given, dict(key=longer), "the kernel reaches")
+    one = dict(query=query, key=_apart(1, 1032), block_table=_t(1, 1))
+    yield Limit("lightning_indexer", one, dict(key=_apart(2, 1032)), "pages 1032 apart")
+
+    grad = dict(query=_t(1, 1, 1, 128), key=_t(1, MOST, 1, 128), dy=_t(1, 1, 1, 8))
+    yield Limit("lightning_indexer_grad", grad, dict(key=longer), "the kernel reaches")
+    yield Limit("lightning_indexer_grad", grad, dict(query=_t(1, 1, 1, 144)), "head size 144")
+
+    file = "sparse_lightning_indexer_grad_kl_loss"
+    given = dict(
+        query=query, key=_t(1, 8, 1, 64), query_index=query, key_index=_t(1, 8, 1, 64),
+        sparse_indices=_t(1, 1, 1, 2048), softmax_max=_t(1), query_rope=None, key_rope=None,
+    )  # fmt: skip
+    yield Limit(file, given, dict(sparse_indices=_t(1, 1, 1, 2049)), "2049 slots")
+    yield Limit(file, given, dict(key_index=longer), "the kernel reaches")
+
+
+def _attentions() -> Iterator[Limit]:
+    file = "sparse_flash_attention"
+    one = _t(1, 1, 1, 8)
+    paged = dict(
+        query=_t(1, 1, 1, 64), key=_t(2, 128, 1, 64), value=None, query_rope=None, key_rope=None,
+        block_table=_t(1, MOST // 128), sparse_indices=one, sparse_block_size=1,
+    )  # fmt: skip
+    far = "the kernel reaches"
+    yield Limit(file, paged, dict(block_table=_t(1, MOST // 128 + 1)), far)
+    many = paged | dict(key=_t(MOST, 1, 1, 64), block_table=_t(1, 1))
+    yield Limit(file, many, dict(key=_t(MOST + 1, 1, 1, 64)), "knows 16777216 apart")
+    plain = paged | dict(key=_t(1, MOST, 1, 64), block_table=None)
+    yield Limit(file, plain, dict(key=_t(1, MOST + 1, 1, 64)), far)
+    blocks = plain | dict(sparse_indices=_t(1, 1, 1, MOST // 4), sparse_block_size=4)
+    yield Limit(file, blocks, dict(sparse_indices=_t(1, 1, 1, MOST // 4 + 1)), far)
+    wide = paged | dict(query=_t(1, 1, 1, 832), query_rope=_t(1, 1, 1, 64))
+    yield Limit(file, wide, dict(query=_t(1, 1, 1, 864)), "KiB of")
+    both = paged | dict(key=_apart(2, 1024), key_rope=_apart(2, 1024), query_rope=_t(1, 1, 1, 64))
+    yield Limit(file, both, dict(key_rope=_apart(2, 2048)), "different strides in rows")
+
+    file = "sparse_flash_attention_grad"
+    grad = dict(
+        query=_t(1, 1, 1, 512), key=_t(1, MOST, 1, 512), value=None, query_rope=_t(1, 1, 1, 64),
+        key_rope=_t(1, MOST, 1, 64),
+    )  # fmt: skip
+    yield Limit(file, grad, dict(query=_t(1, 1, 1, 544)), "head sizes 544 and 64")
+    yield Limit(file, grad, dict(query_rope=_t(1, 1, 1, 80)), "head sizes 512 and 80")
+    yield Limit(file, grad, dict(key=_t(1, MOST + 1, 1, 512)), far)
+
+
+def _prologs() -> Iterator[Limit]:
+    wide = tune.TABLE["rows.rms_norm"][-1].tiles["WIDTH"]
+    given = dict(
+        token_x=_t(1, 8), rmsnorm_gamma_cq=_t(wide), kv_cache=_t(1, 16, 1, wide),
+        rope_sin=_t(1, 64),
+    )  # fmt: skip
+    said = f"more than {wide} numbers"
+    yield Limit("mla_prolog_pto", given, dict(rmsnorm_gamma_cq=_t(wide + 1)), said)
+    yield Limit("mla_prolog_pto", given, dict(kv_cache=_t(1, 16, 1, wide + 1)), said)
+
+
+def limits() -> list[Limit]:
+    each = (_chunks, _attention, _update, _losses, _indexers, _attentions, _prologs)
+    return [limit for made in each for limit in made()]
+
+
+def broken() -> list[str]:
+    """What is refused that should not be, or taken, or refused for another reason."""
+    found = []
+    for limit in limits():
+        module = importlib.import_module(f"custom.npu_ops.{limit.file}")
+        title = f"limit of {limit.file}, {limit.word!r}"
+        reason = module.unsupported(**limit.given)
+        if reason is not None:
+            found.append(f"{title}: {reason}")
+        reason = module.unsupported(**limit.given | limit.changed)
+        if reason is None or limit.word not in reason:
+            found.append(f"{title}: is {reason}")
+    return found

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_chunk_kda, against the recurrence token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..case import Arguments, Case, Inputs
+from ..controls import Control
+from .chunk_gated_delta_rule import judge
+
+KERNEL = "chunk_kda"
+OP = f"npu_{KERNEL}"
+GIVEN, SOFTPLUS, BOUNDED = "given", "softplus", "bounded"
+
+
+def call(
+    lengths: list[int],
+    heads: tuple[int, int] = (1, 2),
+    sizes: tuple[int, int] = (64, 64),
+    before: int = 0,
+    behind: int = 0,
+    state: torch.dtype | None = torch.float32,
+    layout: str = "kv",
+    gate: str = SOFTPLUS,
+    norm: bool = True,
+    fading: float = 0.25,
+    alike: bool = False,
+    kind: torch.dtype = torch.int32,
+    packed: bool = True,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    """`lengths` of the sequences, tokens of none before and behind; not packed: a batch."""
+
+    def make(x: Inputs) -> Arguments:
+        h, hv = heads
+        k, v = sizes
+        b, t = (1, before + sum(lengths) + behind) if packed else (len(lengths), lengths[0])
+        q = x.normal(b, t, h, k)
+        drawn = x.normal(b, t, h, k, dtype=torch.float32)
+        if alike:
+            drawn = drawn[:, :1] + drawn / 50
+        key = x.normal(b, t, h, k)
+        key.copy_(drawn if norm else torch.nn.functional.normalize(drawn, dim=-1))
+        if not norm:
+            q.copy_(torch.nn.functional.normalize(q.float(), dim=-1))
+        arguments = dict(q=q, k=key, v=x.normal(b, t, hv, v), beta=x.normal(b, t, hv))
+        arguments["beta"].sigmoid_()
+        arguments |= dict(use_qk_l2norm_in_kernel=norm, state_layout=layout)
+        if gate == GIVEN:
+            arguments["g"] = x.normal(b, t, hv, k, dtype=torch.float32)
+            arguments["g"].abs_().mul_(-fading)
+        else:
+            arguments |= dict(
+                g=x.normal(b, t, hv, k),
+                use_gate_in_kernel=True,
+                A_log=x.normal(hv, dtype=torch.float32),
+            )
+            if gate == SOFTPLUS:
+                arguments["dt_bias"] = x.normal(hv, k, dtype=torch.float32)
+            else:
+                arguments["lower_bound"] = -5.0
+        if state is not None:
+            last = (k, v) if layout == "kv" else (v, k)
+            arguments["initial_state"] = x.normal(len(lengths), hv, *last, dtype=state)
+        if packed:
+            ends = [before + sum(lengths[:n]) for n in range(len(lengths) + 1)]
+            arguments["cu_seqlens"] = x.ints(ends, kind)
+        return arguments | options
+
+    return make
+
+
+def extremes(x: Inputs) -> Arguments:
+    """Decays to nothing at some tokens, none at others, channels on their own."""
+    arguments = call([130], gate=GIVEN, packed=False)(x)
+    decay = arguments["g"]
+    decay[:, 1::3] = -1e4
+    decay[:, 2::9] = -torch.inf
+    decay[:, ::3] = 0.0
+    decay[..., ::4] = -0.01
+    return arguments
+
+
+def beyond(x: Inputs) -> Arguments:
+    """Bounds that fall, are below 0, end behind the tokens, and do not fit 32 bits."""
+    arguments = call([66, 9, 30], (1, 1))(x)
+    return arguments | dict(cu_seqlens=x.ints([-3, 66, 40, 2**32 + 5], torch.int64))
+
+
+CASES = (
+    Case(OP, "two chunks and a part", call([150], packed=False), judge=judge),
+    Case(
+        OP,
+        "packed, tokens before and behind",
+        call([70, 0, 1, 64], before=2, behind=3, layout="vk"),
+        judge=judge,
+    ),
+    Case(
+        OP,
+        "128 x 128, bounded, no state",
+        call([65], (1, 1), (128, 128), state=None, gate=BOUNDED),
+        judge=judge,
+    ),
+    Case(OP, "keys alike, given", call([80], (1, 1), gate=GIVEN, alike=True), judge=judge),
+    Case(OP, "extremes", extremes, judge=judge),
+    Case(
+        OP,
+        "a batch, fp16, value size 96, bf16 state",
+        call([40, 40], (1, 3), (32, 96), state=torch.bfloat16, packed=False, norm=False),
+        torch.float16,
+        judge=judge,
+    ),
+    Case(OP, "bounds beyond the tokens", beyond, judge=judge),
+    Case(
+        OP,
+        "48 x 16, scale given, int64",
+        call([66], (1, 1), (48, 16), scale=0.5, kind=torch.int64),
+        judge=judge,
+    ),
+)
+CONTROLS = (
+    Control(
+        "an exponent above 0",
+        KERNEL,
+        "tl.exp(tl.minimum(g_tile - g_row[None], 0.0))",
+        "tl.exp(g_tile) * tl.exp(-g_row[None])",
+        "two chunks and a part",
+    ),
+    Control(
+        "a token sees itself in the triangle",
+        KERNEL,
+        "tl.where(i > j, tl.sum(k_tile * faded, 1), 0.0)",
+        "tl.where(i >= j, tl.sum(k_tile * faded, 1), 0.0)",
+        "two chunks and a part",
+    ),
+    Control(
+        "the decay between chunks forgotten",
+        KERNEL,
+        "state = state * fade[None] + ",
+        "state = state + ",
+        "two chunks and a part",
+    ),
+    Control(
+        "a sequence that begins before another ends",
+        KERNEL,
+        "start = tl.maximum(within(bounds + n, tokens), end)",
+        "start = within(bounds + n, tokens)",
+        "bounds beyond the tokens",
+    ),
+    Control(
+        "minus infinity times 0",
+        KERNEL,
+        "return tl.where(x < _LEAST, _LEAST, x)",
+        "return x",
+        "extremes",
+    ),
+)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The arguments of a case: the same numbers in every dtype, zero where nobody may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from custom.dispatch.env import config
+from torch import Tensor
+
+import custom
+
+from ..support import ragged
+from ..support.delta_rule import Sequences, Step, moved
+from ..support.layer import CACHES, P, formatted, layer
+from ..support.samples import sample
+from ..support.selected import random_indices
+from .draw import KIND, Case
+
+Arguments = dict[str, Any]
+Garbage = dict[str, Tensor]  # where a tensor's numbers are nobody's
+CPU = torch.device("cpu")
+_MLA = {
+    "token_x": "x",
+    "weight_dq": "w_dq",
+    "weight_uq_qr": "w_uq_qr",
+    "weight_uk": "w_uk",
+    "weight_dkv_kr": "w_dkv_kr",
+    "rmsnorm_gamma_cq": "gamma_cq",
+    "rmsnorm_gamma_ckv": "gamma_ckv",
+    "rope_sin": "sin",
+    "rope_cos": "cos",
+    "kv_cache": "kv_cache",
+    "kr_cache": "kr_cache",
+    "cache_index": "cache_index",
+}
+_INDEXER = {
+    "token_x": "x",
+    "query_norm": "query_norm",
+    "weight_qb": "w_idx_qb",
+    "weight_k": "w_idx_k",
+    "weight_proj": "w_idx_proj",
+    "ln_gamma_k": "in_gamma_k",
+    "ln_beta_k": "in_beta_k",
+    "rope_sin": "sin",
+    "rope_cos": "cos",
+    "index_k_cache": "index_k_cache",
+    "cache_index": "cache_index",
+}
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _layer(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    b, s, reach = case["b"], case["s"], case["pages"] * P
+    sizes = {name: case[name] for name in ("h", "ranks", "n", "plain", "rank", "rotary", "pages")}
+    given = layer(b, min(s, reach), index=(case["index_heads"], case["index_size"]), **sizes)
+    seen, table = given["act_seqs"], given["block_table"]
+    if case["short"] and b:
+        seen[0] = s // 2
+    position = (seen[:, None] - s + torch.arange(s)).long()
+    slot = table.gather(1, position.clamp(min=0) // P) * P + position.clamp(min=0) % P
+    given["cache_index"] = slot.where(position >= 0, -1).to(torch.int32)
+    used = torch.arange(case["pages"])[None] * P < seen[:, None]
+    garbage = {}
+    for name in CACHES:
+        unread = torch.ones(given[name].shape[:2], dtype=torch.bool)
+        for row, length in zip(table.tolist(), seen.tolist(), strict=True):
+            for at in range(length):
+                unread[row[at // P], at % P] = False
+        garbage[name] = unread[..., None, None].expand(given[name].shape)
+        given[name] = given[name].masked_fill(garbage[name], 0)
+    given["block_table"] = table.where(used, -1)
+    given["sparse_indices"] = random_indices(b * s, reach, case["kept"], 1).view(
+        b, s, 1, case["kept"]
+    )
+    own = getattr(torch, case["dtype"])
+    given = {n: x.to(own).double() if x.is_floating_point() else x for n, x in given.items()}
+    given = formatted(given, dtype, case["weights"], CPU)
+    form = dict(weight_format="nd" if case["weights"] == "nd" else "nz")
+    pairs = {"npu_mla_prolog_pto": _MLA, "npu_indexer_prolog_pto": _INDEXER}.get(case["op"])
+    if pairs is not None:
+        out = {theirs: given[ours] for theirs, ours in pairs.items()} | form
+        out["rope_interleaved"] = case["interleaved"]
+        return out, {name: x for name, x in garbage.items() if name in out}
+    out = given | form | dict(rope_interleaved=case["interleaved"])
+    del out["query_norm"]
+    if case["op"] == "npu_sparse_attention_shared_pto":
+        out = {n: x for n, x in out.items() if not n.startswith(("w_idx", "in_", "index_k"))}
+        del garbage["index_k_cache"]
+        return out, garbage
+    del out["sparse_indices"]
+    # as many as there are: keys that nearly tie may not change places at the edge
+    return out | dict(sparse_count=reach, index_rope_interleaved=not case["interleaved"]), garbage
+
+
+class _Ragged:
+    """Packs what is drawn by request; what no request owns is zero, and marked."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.layout_query, self.layout_key = case["layouts"]
+        self.garbage: Garbage = {}
+        self.arguments: Arguments = {}
+        self.table, self.pages = ragged.shuffled_table(case["keys"])
+
+    def _put(self, name: str, packed: Tensor, dtype: torch.dtype) -> None:
+        if packed.is_floating_point():
+            self.garbage[name] = packed.isnan()
+            packed = packed.nan_to_num(0).to(dtype)
+        self.arguments[name] = packed
+
+    def _pack(self, parts: list[Tensor], layout: str, shape: tuple[int, ...]) -> Tensor:
+        if not parts:
+            lead = (self.case["spare"],) if layout == "TND" else (0, self.case["spare"])
+            return torch.zeros(*lead, *shape)
+        return ragged.pack(parts, layout, CPU, self.case["spare"])
+
+    def rows(self, name: str, dtype: torch.dtype, *shape: int) -> None:
+        parts = [torch.randn(n, *shape, dtype=torch.float64) for n in self.case["rows"]]
+        self._put(name, self._pack(parts, self.layout_query, shape), dtype)
+
+    def keys(self, name: str, dtype: torch.dtype, size: int) -> None:
+        parts = [torch.randn(n, size, dtype=torch.float64) for n in self.case["keys"]]
+        if self.layout_key == "PA_BSND":
+            if parts:
+                packed = ragged.to_pages(parts, self.table, self.pages, CPU)
+            else:
+                packed = torch.zeros(self.pages, ragged.PAGE, 1, size)
+        else:
+            packed = self._pack([x[:, None] for x in parts], self.layout_key, (1, size))
+        self._put(name, packed, dtype)
+
+    def indices(self, block: int = 1) -> None:
+        pairs = zip(self.case["rows"], self.case["keys"], strict=True)
+        parts = [random_indices(rows, keys, self.case["k"], block) for rows, keys in pairs]
+        packed = self._pack(parts, self.layout_query, (1, self.case["k"]))
+        self._put("sparse_indices", packed.to(torch.int32), torch.int32)
+
+    def lengths(self, query: str, key: str) -> None:
+        for name, layout, values in (
+            (query, self.layout_query, self.case["rows"]),
+            (key, self.layout_key, self.case["keys"]),
+        ):
+            given = torch.tensor(values, dtype=torch.int32)
+            self.arguments[name] = given.cumsum(0).int() if layout == "TND" else given
+        if self.layout_key == "PA_BSND":
+            self.arguments["block_table"] = self.table
+
+
+def _lightning_indexer(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    p, n, d = _Ragged(case), case["n"], case["d"]
+    p.rows("query", dtype, n, d)
+    p.rows("weights", dtype, n)
+    p.keys("key", dtype, d)
+    p.lengths("actual_seq_lengths_query", "actual_seq_lengths_key")
+    options = dict(sparse_mode=case["mode"])
+    if case["op"].endswith("_grad"):
+        p.rows("dy", dtype, 1, case["k"])
+        p.indices()
+        options |= dict(layout=p.layout_query)
+    else:
+        options |= dict(layout_query=p.layout_query, layout_key=p.layout_key)
+        options |= dict(sparse_count=case["k"], return_value=True)
+    return p.arguments | options, p.garbage
+
+
+def _sparse_flash_attention(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    p, n, d = _Ragged(case), case["n"], case["d"]
+    p.rows("query", dtype, n, d)
+    p.keys("key", dtype, d)
+    if case["own_value"]:
+        p.keys("value", dtype, d)
+    if case["dr"]:
+        p.rows("query_rope", dtype, n, case["dr"])
+        p.keys("key_rope", dtype, case["dr"])
+    p.indices(case["block"])
+    p.lengths("actual_seq_lengths_query", "actual_seq_lengths_kv")
+    options: Arguments = dict(
+        layout_query=p.layout_query,
+        layout_kv=p.layout_key,
+        scale_value=0.2,
+        sparse_mode=case["mode"],
+        sparse_block_size=case["block"],
+        return_softmax_lse=True,
+    )
+    if case["sinks"]:
+        options["sinks"] = torch.randn(n, dtype=torch.float64).to(accumulator(dtype))
+    given = dict(value=None) | p.arguments | options
+    if not case["op"].endswith("_grad"):
+        return given, p.garbage
+    p.rows("d_out", dtype, n, d)
+    wide = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in given.items()
+    }
+    out, top, total = custom.npu_sparse_flash_attention(**wide)
+    for name in ("layout_query", "layout_kv", "return_softmax_lse"):
+        del given[name]
+    given["actual_seq_qlen"] = given.pop("actual_seq_lengths_query")
+    given["actual_seq_kvlen"] = given.pop("actual_seq_lengths_kv")
+    kind = accumulator(dtype)
+    given |= dict(out=out.to(dtype), softmax_max=top.to(kind), softmax_sum=total.to(kind))
+    return given | dict(d_out=p.arguments["d_out"], layout=p.layout_query), p.garbage
+
+
+def _kl_loss(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    attention, garbage = _sparse_flash_attention(
+        case | dict(op="npu_sparse_flash_attention", own_value=False, sinks=False), dtype
+    )
+    wide = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in attention.items()
+    }
+    _, top, total = custom.npu_sparse_flash_attention(**wide)
+    p = _Ragged(case)
+    p.rows("query_index", dtype, case["ni"], case["di"])
+    p.keys("key_index", dtype, case["di"])
+    p.rows("weights", dtype, case["ni"])
+    kept = (
+        "query",
+        "key",
+        "query_rope",
+        "key_rope",
+        "sparse_indices",
+        "sparse_mode",
+        "scale_value",
+    )
+    given = {name: attention[name] for name in kept if name in attention} | p.arguments
+    kind = accumulator(dtype)
+    given |= dict(softmax_max=top.to(kind), softmax_sum=total.to(kind), layout=p.layout_query)
+    given["actual_seq_qlen"] = attention["actual_seq_lengths_query"].tolist()
+    given["actual_seq_klen"] = attention["actual_seq_lengths_kv"].tolist()
+    return given, {name: x for name, x in (garbage | p.garbage).items() if name in given}
+
+
+def _loss(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    b, n, s, s2, k = (case[name] for name in ("b", "n", "s", "s2", "k"))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+    indices = random_indices(b * s, s2, k, 1).view(b, s, k)
+    indices[..., -1] = -1  # no slot twice: which of them counts is not said
+    common = dict(index_score=normal(b, s, k), indices=indices, chunk_offset=case["offset"])
+    kind = accumulator(dtype)
+    if case["op"].endswith("backward"):
+        gradients = dict(grad_loss=normal(b, s).to(kind), target=normal(b, s, k).abs().to(kind))
+        return common | gradients | dict(key_length=s2), {}
+    given = dict(query=normal(b, n, s, case["d"]), key=normal(b, s2, case["d"]), scaling=0.2)
+    if case["dr"]:
+        given |= dict(query_rope=normal(b, n, s, case["dr"]), key_rope=normal(b, s2, case["dr"]))
+    if case["lse"]:
+        given["softmax_lse"] = (normal(b, n, s).double() / 4 + 3).to(kind)
+    return given | common, {}
+
+
+def _fused(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    hk, heads, d, dv = case["hk"], case["hk"] * case["groups"], case["d"], case["dv"]
+    rows, keys = case["rows"], case["keys"][: len(case["rows"])]
+    garbage: Garbage = {}
+    given: Arguments = dict(causal=case["causal"], window=case["window"] or None)
+    sides = (("q", heads, rows, d), ("k", hk, keys, d), ("v", hk, keys, dv))
+    for name, n, lengths, size in sides:
+        if case["packed"]:
+            x = torch.randn(sum(lengths) + case["spare"], n, size, dtype=torch.float64)
+            garbage[name] = torch.zeros_like(x, dtype=torch.bool)
+            garbage[name][sum(lengths) :] = True
+            x = x.masked_fill(garbage[name], 0)
+        else:
+            x = torch.randn(case["b"], n, lengths[0], size, dtype=torch.float64)
+        given[name] = x.to(dtype)
+    if case["packed"]:
+        for name, lengths in (("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
+            given[name] = torch.tensor([0, *lengths]).cumsum(0).int()
+    if not case["op"].endswith("backward"):
+        return given, garbage
+    wide = {n: x.double() if n in ("q", "k", "v") else x for n, x in given.items()}
+    o, lse = torch.ops.custom.npu_fused_attention(**wide)
+    grad = torch.randn(o.shape, dtype=torch.float64).to(dtype)
+    return given | dict(o=o.to(dtype), lse=lse.to(accumulator(dtype)), grad_o=grad), garbage
+
+
+def _chunks(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    sequences = Sequences(
+        tuple(case["lengths"]),
+        N=case["n"],
+        Nv=case["n"] * case["groups"],
+        Dk=case["dk"],
+        Dv=case["dv"],
+        behind=case["behind"],
+        state=torch.float32 if case["state"] else None,
+        gates=case["gates"],
+    )
+    drawn = sequences.arguments()
+    garbage: Garbage = {}
+    for name in ("query", "key", "value", "beta", "g"):
+        if drawn[name] is not None:
+            garbage[name] = torch.zeros_like(drawn[name], dtype=torch.bool)
+            garbage[name][sum(case["lengths"]) :] = True
+            drawn[name] = drawn[name].masked_fill(garbage[name], 0)
+    given = sequences.moved(drawn, dtype, CPU)
+    if case["op"].endswith("_grad"):
+        given["d_out"] = torch.randn(drawn["value"].shape, dtype=torch.float64).to(dtype)
+    return given, garbage
+
+
+def _step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    slots = list(case["slots"])
+    if case["idle"]:
+        slots[0] = -1
+    lengths = tuple(case["lengths"])
+    step = Step(
+        B=case["b"],
+        T=sum(lengths) if lengths else case["t"],
+        H=case["h"],
+        HV=case["h"] * case["groups"],
+        K=case["k"],
+        V=case["v"],
+        layout=case["layout"],
+        kda=case["kda"],
+        norm=case["norm"],
+        slots=tuple(slots),
+        lengths=lengths or None,
+        gap=case["gap"],
+    )
+    return moved(step.arguments(), dtype, step, CPU), {}
+
+
+def _sampled(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    return sample(case["op"], CPU, dtype, B=case["b"], S=case["s"]), {}
+
+
+_BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
+    "layer": _layer,
+    "indexer": _lightning_indexer,
+    "attention": _sparse_flash_attention,
+    "kl loss": _kl_loss,
+    "loss": _loss,
+    "fused": _fused,
+    "step": _step,
+    "chunks": _chunks,
+    "sample": _sampled,
+}
+
+
+@contextmanager
+def by_reference():
+    chosen, config.backend = config.backend, "reference"
+    try:
+        yield
+    finally:
+        config.backend = chosen
+
+
+class Impossible(Exception):
+    """No call has these sizes: a step of making a case smaller went too far."""
+
+
+def build(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    """By keyword, on the CPU."""
+    torch.manual_seed(case["seed"])
+    try:
+        with by_reference():
+            return _BUILD[KIND.get(case["op"], "sample")](case, dtype)
+    except Exception as error:
+        raise Impossible(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Cases: sizes and options of a legal call, drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+Case = dict[str, Any]
+DISGUISES = ("int64", "garbage", "absent", "strided", "offset")
+
+
+def _layer(r: Random, backward: bool) -> Case:
+    nd = r.random() < 0.3
+    return dict(
+        b=r.choice([0, 1, 1, 2, 3]),
+        s=r.choice([1, 1, 2, 3]),
+        h=r.choice([40, 72] if nd else [16, 64, 80]),
+        ranks=r.choice([24, 40] if nd else [16, 48]),
+        n=r.randint(1, 5),
+        plain=r.choice([16, 32]),
+        rank=r.choice([16, 48, 64]),
+        rotary=r.choice([16, 32]),
+        index_heads=r.randint(1, 20) if nd else 16 * r.randint(1, 2),
+        index_size=r.choice([32, 48]),
+        pages=r.randint(1, 3),
+        short=r.random() < 0.3,
+        kept=r.randint(1, 20),
+        weights="nd" if nd else r.choice(["nz", "flat"]),
+        interleaved=r.random() < 0.5,
+    )
+
+
+def _ragged(r: Random, backward: bool) -> Case:
+    requests = r.randint(0, 3)
+    layouts = [("BSND", "BSND"), ("TND", "TND")]
+    layouts += [] if backward else [("BSND", "PA_BSND"), ("TND", "PA_BSND")]
+    return dict(
+        layouts=r.choice(layouts),
+        rows=[r.randint(0, 4) for _ in range(requests)],
+        keys=[r.choice([0, 1, 2, 17, r.randint(3, 40)]) for _ in range(requests)],
+        spare=r.randint(0, 2),
+        n=r.choice([1, 2, 3, 4, 16]),
+        d=r.choice([16, 32, 48, 64]),
+        k=r.choice([1, 5, 12, 16]),
+        mode=r.choice([0, 3]),
+    )
+
+
+def _attention(r: Random, backward: bool) -> Case:
+    return _ragged(r, backward) | dict(
+        dr=r.choice([0, 16]),
+        block=r.choice([1, 1, 1, 4]),
+        own_value=r.random() < 0.3,
+        sinks=not backward and r.random() < 0.3,
+    )
+
+
+def _kl_loss(r: Random, backward: bool) -> Case:
+    return _ragged(r, backward) | dict(
+        dr=r.choice([0, 16]), ni=r.choice([1, 4, 16]), di=r.choice([16, 32]), block=1
+    )
+
+
+def _loss(r: Random, backward: bool) -> Case:
+    return dict(
+        b=r.randint(0, 2),
+        n=r.randint(1, 5),
+        s=r.randint(0, 6),
+        s2=r.choice([0, 1, 9, 30]),
+        d=r.choice([16, 24, 64]),
+        dr=r.choice([0, 16]),
+        k=r.choice([1, 6, 20]),
+        offset=r.randint(0, 9),
+        lse=r.random() < 0.3,
+    )
+
+
+def _fused(r: Random, backward: bool) -> Case:
+    return dict(
+        b=r.randint(0, 2),
+        groups=r.randint(1, 3),
+        hk=r.randint(1, 3),
+        rows=[r.choice([0, 1, 7, 33]) for _ in range(r.randint(1, 3))],
+        keys=[r.choice([0, 1, 9, 40]) for _ in range(3)],
+        spare=r.randint(0, 2),
+        packed=r.random() < 0.5,
+        d=r.choice([16, 24, 64]),
+        dv=r.choice([16, 32]),
+        causal=r.random() < 0.5,
+        window=r.choice([0, 0, 1, 5]),
+    )
+
+
+def _chunks(r: Random, backward: bool) -> Case:
+    return dict(
+        lengths=[r.choice([0, 1, 5, 64, 70]) for _ in range(r.randint(0, 3))],
+        behind=r.randint(0, 3),
+        n=r.randint(1, 3),
+        groups=r.randint(1, 3),
+        dk=r.choice([16, 24, 32]),
+        dv=r.choice([8, 16, 40]),
+        state=r.random() < 0.7,
+        gates=r.random() < 0.8,
+    )
+
+
+def _step(r: Random, backward: bool) -> Case:
+    packed = r.random() < 0.4
+    requests = r.randint(1, 3)
+    return dict(
+        b=1 if packed else requests,
+        t=r.randint(1, 4),
+        lengths=[r.randint(0, 3) for _ in range(requests)] if packed else [],
+        h=r.randint(1, 3),
+        groups=r.randint(1, 3),
+        k=r.choice([16, 24, 32]),
+        v=r.choice([8, 16, 40]),
+        slots=[*r.sample(range(6), requests)],
+        idle=r.random() < 0.3,
+        layout=r.choice(["kv", "vk"]),
+        kda=r.random() < 0.4,
+        norm=r.random() < 0.5,
+        gap=r.choice([0, 0, 16]),
+    )
+
+
+def _sample(r: Random, backward: bool) -> Case:
+    return dict(b=r.choice([1, 2]), s=r.randint(1, 5))
+
+
+KIND = {
+    "npu_sparse_attention_pto": "layer",
+    "npu_sparse_attention_indices_pto": "layer",
+    "npu_sparse_attention_shared_pto": "layer",
+    "npu_mla_prolog_pto": "layer",
+    "npu_indexer_prolog_pto": "layer",
+    "npu_lightning_indexer": "indexer",
+    "npu_lightning_indexer_grad": "indexer",
+    "npu_sparse_flash_attention": "attention",
+    "npu_sparse_flash_attention_grad": "attention",
+    "npu_sparse_lightning_indexer_grad_kl_loss": "kl loss",
+    "npu_indexer_loss": "loss",
+    "npu_indexer_loss_backward": "loss",
+    "npu_fused_attention": "fused",
+    "npu_fused_attention_backward": "fused",
+    "npu_fused_sigmoid_gating_delta_rule_update": "step",
+    "npu_chunk_gated_delta_rule": "chunks",
+    "npu_chunk_gated_delta_rule_grad": "chunks",
+}
+_SIZES: dict[str, Callable[[Random, bool], Case]] = {
+    "layer": _layer,
+    "indexer": _ragged,
+    "attention": _attention,
+    "kl loss": _kl_loss,
+    "loss": _loss,
+    "fused": _fused,
+    "step": _step,
+    "chunks": _chunks,
+    "sample": _sample,
+}
+
+
+def draw(op: str, number: int, seed: int, dtypes: list[str]) -> Case:
+    """Case `number` of a run; an op that is not listed is called with its sample."""
+    r = Random(f"{op} {seed} {number}")
+    backward = op.endswith(("_grad", "_backward", "_kl_loss"))
+    sizes = _SIZES[KIND.get(op, "sample")](r, backward)
+    disguises = [each for each in DISGUISES if r.random() < 0.5]
+    return dict(
+        op=op, seed=r.randrange(2**31), dtype=r.choice(dtypes), disguises=disguises, **sizes
+    )

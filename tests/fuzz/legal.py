@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A legal call in disguise: as near to float64 as the plain call by the reference is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from random import Random
+
+import torch
+from custom.dispatch.env import config
+from custom.dispatch.errors import NotSupported
+from custom.dispatch.specs import BY_NAME
+from torch import Tensor
+
+from ..support.accuracy import assert_close_to_float64
+from ..support.calls import mutated
+from .build import Arguments, Garbage, build, by_reference
+from .draw import KIND, Case
+
+Outputs = dict[str, Tensor]
+# tables, where -1 is one way among others to say that nothing is there
+_WITH_ABSENT = ("block_table", "sparse_indices", "indices", "cache_index")
+
+
+def outputs(op: str, arguments: Arguments, garbage: Garbage) -> Outputs:
+    """What a call returns and what it has written; the arguments are its own."""
+    out = getattr(torch.ops.custom, op)(**arguments)
+    out = (out,) if isinstance(out, Tensor) else out or ()
+    named = {f"output {number}": x for number, x in enumerate(out)}
+    for name in mutated(BY_NAME[op]):
+        if arguments.get(name) is not None:
+            x = arguments[name].detach().cpu()
+            named[name] = x.masked_fill(garbage[name], 0) if name in garbage else x
+    return named
+
+
+def each_tensor(arguments: Arguments, change: Callable[[str, Tensor], Tensor]) -> Arguments:
+    return {n: change(n, x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+
+
+def _wider(name: str, x: Tensor) -> Tensor:
+    return x.long() if x.dtype is torch.int32 else x
+
+
+def _wild(x: Tensor, r: Random) -> Tensor:
+    wild = [-1, -2, -(2**31), 2**31 - 1]
+    picks = torch.tensor([r.choice(wild) for _ in range(x.numel())]).view(x.shape)
+    return torch.where(x < 0, picks.to(x.dtype), x)
+
+
+def _strided(x: Tensor, r: Random) -> Tensor:
+    """The same numbers with other strides, among NaN; rows stay in one piece."""
+    if x.ndim < 2:
+        return x
+    kind = r.randrange(3)
+    if kind == 0 and x.ndim > 2:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    dim = x.ndim - 1 if kind == 1 else 0
+    wider = list(x.shape)
+    wider[dim] = wider[dim] + 8 if kind == 1 else 2 * wider[dim]
+    base = x.new_full(wider, float("nan") if x.is_floating_point() else -3)
+    view = base[..., : x.shape[-1]] if kind == 1 else base[::2]
+    return view.copy_(x)
+
+
+def _offset(x: Tensor, r: Random) -> Tensor:
+    """At an address that no allocator would give, with its strides kept."""
+    if x.numel() == 0:
+        return x
+    steps = r.choice([1, 3, 8])
+    reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    base = x.new_full((steps + reach,), float("nan") if x.is_floating_point() else -3)
+    return base.as_strided(x.shape, x.stride(), steps).copy_(x)
+
+
+def disguised(
+    case: Case, arguments: Arguments, garbage: Garbage, device: torch.device
+) -> Arguments:
+    r = Random(case["seed"])
+    chosen = case["disguises"]
+    out = dict(arguments)
+    if "garbage" in chosen:
+        for name, where in garbage.items():
+            if out[name].dtype.is_floating_point:
+                out[name] = out[name].masked_fill(where, float("nan"))
+    if "absent" in chosen:
+        for name in (name for name in _WITH_ABSENT if name in out):
+            out[name] = _wild(out[name], r)
+    if "int64" in chosen:
+        out = each_tensor(out, _wider)
+    out = each_tensor(out, lambda _, x: x.to(device, copy=True))
+    for kind, change in (("strided", _strided), ("offset", _offset)):
+        if kind in chosen:
+            out = each_tensor(out, lambda _, x, f=change: f(x, r) if r.random() < 0.5 else x)
+    return out
+
+
+def _compare(case: Case, got: Outputs, own: Outputs, exact: Outputs) -> None:
+    assert got.keys() == exact.keys()
+    dtype = getattr(torch, case["dtype"])
+    by_kernel = config.backend != "auto" or any(not x.is_cpu for x in got.values())
+    for name, wanted in exact.items():
+        came, rounded = got[name].cpu(), own[name]
+        assert came.shape == wanted.shape, f"{name}: {list(came.shape)}, not {list(wanted.shape)}"
+        assert came.dtype is rounded.dtype, f"{name}: {came.dtype}, not {rounded.dtype}"
+        if wanted.dtype in (torch.int8, torch.uint8):  # quantized: elsewhere a step apart
+            assert by_kernel or torch.equal(came, rounded), name
+            continue
+        if not wanted.is_floating_point():
+            # which of two keys that nearly tie comes first is rounding
+            came, wanted = ((x >= 0).sum(-1) for x in (came, wanted))
+            assert torch.equal(came, wanted), f"{name}: {came.tolist()}, not {wanted.tolist()}"
+            continue
+        if case["op"] == "npu_lightning_indexer":
+            came, rounded, wanted = (x.sort(-1).values for x in (came, rounded, wanted))
+        assert not came.isnan().any(), f"{name} has NaN"
+        if by_kernel and came.dtype is torch.float32:  # its products are of the inputs' dtype
+            came, rounded = came.to(dtype), rounded.to(dtype)
+        if by_kernel:  # numbers of size 1 that cancel leave a few roundings of a float32
+            noise = (came.double() - wanted).abs() <= 16 * torch.finfo(torch.float32).eps
+            came = torch.where(noise, wanted.to(came.dtype), came)
+        assert_close_to_float64(name, came, rounded, wanted.double())
+
+
+def check(case: Case, device: torch.device) -> str:
+    """ "right", or "refused" by the backend; fails otherwise."""
+    op, dtype = case["op"], getattr(torch, case["dtype"])
+    plain, garbage = build(case, dtype)
+    wide, _ = build(case, torch.float64)
+    rounded = wide  # the layer rounds before it formats its weights
+    if KIND.get(op) != "layer":
+        rounded = {n: x.to(wide[n].dtype) if isinstance(x, Tensor) else x for n, x in plain.items()}
+    with by_reference():
+        exact = outputs(op, each_tensor(rounded, lambda _, x: x.clone()), garbage)
+        own = outputs(op, each_tensor(plain, lambda _, x: x.clone()), garbage)
+    given = disguised(case, plain, garbage, device)
+    kept = {n: x.clone() for n, x in given.items() if isinstance(x, Tensor)}
+    try:
+        got = outputs(op, given, garbage)
+    except NotSupported:
+        return "refused"
+    except ValueError as error:
+        disguised_so = {"strided", "offset"} & {*case["disguises"]}
+        if not disguised_so or not re.search("contiguous|stride", str(error)):
+            raise
+        for name, x in kept.items():
+            torch.testing.assert_close(given[name], x, rtol=0, atol=0, equal_nan=True)
+        other = [each for each in case["disguises"] if each not in disguised_so]
+        return check(case | dict(disguises=other), device)
+    for name, x in kept.items():
+        if name not in mutated(BY_NAME[op]):
+            torch.testing.assert_close(given[name], x, rtol=0, atol=0, equal_nan=True, msg=name)
+    _compare(case, got, own, exact)
+    return "right"

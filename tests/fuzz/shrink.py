@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The smallest case that fails as the first one did."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .draw import Case
+
+_MOST = 150  # tries
+
+
+def kind(error: BaseException) -> str:
+    """What makes two failures the same: the type, and the sentence without its numbers."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {re.sub(r'[-+.0-9e]+', '#', first)[:60]}"
+
+
+def failure(check: Callable[[Case], Any], case: Case) -> BaseException | None:
+    try:
+        check(case)
+    except (Exception, AssertionError) as error:
+        return error
+    return None
+
+
+def _smaller(value: Any) -> Iterator[Any]:
+    if value is True:
+        yield False
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield from sorted({x for x in (0, 1, value // 2, value - 1) if 0 <= x < value})
+    elif isinstance(value, list):
+        for at, each in enumerate(value):
+            yield [*value[:at], *value[at + 1 :]]
+            for less in _smaller(each):
+                yield [*value[:at], less, *value[at + 1 :]]
+
+
+def _candidates(case: Case) -> Iterator[Case]:
+    for name, value in case.items():
+        if name in ("op", "seed", "layouts"):
+            continue
+        if name in ("rows", "keys") and len(case["rows"]) == len(case["keys"]):
+            for at in range(len(value) if name == "rows" else 0):
+                cut = {n: [*case[n][:at], *case[n][at + 1 :]] for n in ("rows", "keys")}
+                yield case | cut
+        if name == "dtype" and value != "float64":
+            yield case | dict(dtype="float64")
+        for less in _smaller(value):
+            yield case | {name: less}
+
+
+def shrunk(check: Callable[[Case], Any], case: Case) -> tuple[Case, BaseException]:
+    """`check` raises for `case`; the smallest one found, and what it raises."""
+    error = failure(check, case)
+    assert error is not None
+    wanted, tries = kind(error), 0
+    again = True
+    while again:
+        again = False
+        for smaller in _candidates(case):
+            tries += 1
+            if tries > _MOST:
+                return case, error
+            came = failure(check, smaller)
+            if came is not None and kind(came) == wanted:
+                case, error, again = smaller, came, True
+                break
+    return case, error

@@ -1,0 +1,662 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What test_parallel.py has every rank do: processes that serve checks, and the checks.
+
+A check is a function of the group; each rank draws the whole problem from one seed, computes it as
+one process would, and compares its part. gloo, float32: equality is that of the arithmetic.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+import traceback
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from custom.dispatch.common import paged
+from torch import Tensor
+
+import custom
+from custom import parallel
+
+P = 16  # page size
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+
+
+def serve(rank: int, size: int, file: str, pipe: Any) -> None:
+    """Runs checks by name until told to stop; answers with the traceback of what went wrong."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    store = f"file://{file}"
+    dist.init_process_group("gloo", store, timeout=timeout, rank=rank, world_size=size)
+    while (name := pipe.recv()) is not None:
+        try:
+            torch.manual_seed(0)
+            globals()[name](dist.group.WORLD, rank, size)
+            pipe.send("")
+        except BaseException:
+            pipe.send(f"rank {rank} of {size}: {traceback.format_exc()}")
+    dist.destroy_process_group()
+
+
+def meet(rank: int, size: int, file: str, pipe: Any, fault: str) -> None:
+    """The last rank dies, or hangs, before its collective; the others tell what they get."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=5)
+    dist.init_process_group("gloo", f"file://{file}", timeout=timeout, rank=rank, world_size=size)
+    parallel.all_reduce(torch.ones(1), dist.group.WORLD)
+    if rank == size - 1:
+        time.sleep(60 if fault == "hangs" else 0)
+        os._exit(1)
+    begin = time.monotonic()
+    try:
+        Decode(rank, size, (2, 37)).parts(dist.group.WORLD, 16)
+        pipe.send((0.0, "no error"))
+    except RuntimeError as error:
+        pipe.send((time.monotonic() - begin, str(error)))
+    os._exit(0)
+
+
+class Draw:
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        self.random, self.dtype = torch.Generator().manual_seed(seed), dtype
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=self.random) * scale).to(self.dtype)
+
+    def whole(self, *shape: int) -> Tensor:
+        """Small whole numbers: their scores are exact in float32, and some tie."""
+        return torch.randint(-3, 4, shape, generator=self.random).to(self.dtype)
+
+    def table(self, requests: int, pages: int) -> Tensor:
+        order = torch.randperm(requests * pages, generator=self.random)
+        return order.view(requests, pages).to(torch.int32)
+
+
+# -------------------------------------------------------------------------- rows of the indexer
+
+
+def rows_of_the_indexer(group, rank, size):
+    """Ragged requests, fewer rows than chunks, keys of every layout: the same bits."""
+    for S, S2, mode in ((23, 40, 3), (1, 40, 3), (8, 8, 3), (11, 30, 0), (13, 5, 3)):
+        draw = Draw(S)
+        q, k, w = draw.whole(3, S, 4, 16), draw.whole(3, S2, 1, 16), draw.whole(3, S, 4).abs()
+        lengths = dict(
+            actual_seq_lengths_query=torch.tensor([S, max(S - 3, 0), S // 2]),
+            actual_seq_lengths_key=torch.tensor([S2, S2 - 3, 2]),
+        )
+        for given in ({}, lengths):
+            options = dict(sparse_count=12, sparse_mode=mode, **given)
+            wanted, _ = custom.npu_lightning_indexer(q, k, w, **options)
+            got = parallel.row_parallel_indexer(q, k, w, group=group, **options)
+            assert torch.equal(got, wanted), (S, S2, mode)
+
+
+def ragged_rows_of_the_indexer(group, rank, size):
+    """Packed requests, of which some are empty and some cross the ranks' cuts."""
+    for requests in ([5, 17, 0, 2, 9], [33], [1, 1, 1], [0, 40, 3]):
+        draw = Draw(len(requests))
+        T = sum(requests) + 2  # two tokens behind the last request
+        q, w = draw.whole(T, 4, 16), draw.whole(T, 4).abs()
+        ends = torch.tensor(requests).cumsum(0).to(torch.int32)
+        extra = torch.tensor([7 * (i % 3) for i in range(len(requests))])
+        lengths = (torch.tensor(requests) + extra).to(torch.int32)
+        packed = dict(
+            actual_seq_lengths_query=ends, layout_query="TND", sparse_count=10,
+        )  # fmt: skip
+        rows = draw.whole(int(lengths.sum()), 1, 16)
+        flat = dict(actual_seq_lengths_key=lengths.cumsum(0).to(torch.int32), layout_key="TND")
+        pages = draw.whole(len(requests) * 4, P, 1, 16)
+        table = draw.table(len(requests), 4)
+        in_pages = dict(actual_seq_lengths_key=lengths, layout_key="PA_BSND", block_table=table)
+        for keys, given in ((rows, flat), (pages, in_pages)):
+            wanted, _ = custom.npu_lightning_indexer(q, keys, w, **packed, **given)
+            got = parallel.row_parallel_indexer(q, keys, w, group=group, **packed, **given)
+            assert torch.equal(got, wanted), requests
+
+
+# ------------------------------------------------------------------------------ tensor parallel
+
+
+def layer_of(heads: int, S: int = 2, lengths: tuple[int, ...] = (20, 45, 2)) -> dict[str, Tensor]:
+    """Arguments of npu_sparse_attention_pto."""
+    H, Rq, Dn, R, Dr, Ni, Di = 64, 32, 16, 32, 16, 16, 32
+    B, pages = len(lengths), 4
+    draw = Draw(heads)
+
+    def nz(*shape: int) -> Tensor:
+        return custom.to_nz(draw(*shape, scale=0.2))
+
+    table, act = draw.table(B, pages), torch.tensor(lengths)
+    positions = act[:, None] - S + torch.arange(S)
+    slot = paged.slots(table, torch.arange(B), positions, B * pages, P)
+    return dict(
+        x=draw(B, S, H), w_dq=nz(H, Rq), w_uq_qr=nz(Rq, heads * (Dn + Dr)),
+        w_uk=draw(heads, Dn, R, scale=0.2), w_dkv_kr=nz(H, R + Dr), gamma_cq=draw(Rq),
+        gamma_ckv=draw(R), sin=draw(B, S, Dr), cos=draw(B, S, Dr), cache_index=slot.int(),
+        kv_cache=draw(B * pages, P, 1, R), kr_cache=draw(B * pages, P, 1, Dr), block_table=table,
+        act_seqs=act.int(), w_idx_qb=nz(Rq, Ni * Di), w_idx_k=nz(H, Di), w_idx_proj=nz(H, Ni),
+        in_gamma_k=draw(Di), in_beta_k=draw(Di), index_k_cache=draw(B * pages, P, 1, Di),
+    )  # fmt: skip
+
+
+def copied(layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in layer.items()}
+
+
+def output(latent: Tensor, uv: Tensor, o: Tensor) -> Tensor:
+    """[B, S, H] of the latent output: value up-projection by head, output projection."""
+    return torch.einsum("bsnr,nrv->bsnv", latent, uv).flatten(2) @ o.T
+
+
+def tensor_parallel(group, rank, size):
+    """The whole layer, with one all_reduce behind the output projection, which is the caller's."""
+    heads = 2 * size
+    layer = layer_of(heads)
+    uv, o = Draw(1)(heads, 32, 16), Draw(2)(64, heads * 16)
+    whole = copied(layer)
+    wanted = output(custom.npu_sparse_attention_pto(**whole, sparse_count=16), uv, o)
+    mine = [parallel.shard(uv, 0, group), parallel.shard(o, 1, group)]
+    for options in ({}, dict(check_equal=True), dict(broadcast=True)):
+        local = parallel.shard_layer(copied(layer), group=group)
+        out = parallel.tensor_parallel_attention(local, group=group, sparse_count=16, **options)
+        got = parallel.all_reduce(output(out, *mine), group)
+        torch.testing.assert_close(got, wanted, **CLOSE)
+        for cache in ("kv_cache", "kr_cache", "index_k_cache"):
+            assert torch.equal(local[cache], whole[cache])
+    flat = layer | {"w_uq_qr": layer["w_uq_qr"].view(32, -1)}
+    again = parallel.shard_layer(flat, group=group)
+    assert torch.equal(again["w_uq_qr"], parallel.shard_layer(layer, group=group)["w_uq_qr"])
+    rows = custom.from_nz(layer["w_uq_qr"])
+    nd = parallel.shard_layer(layer | {"w_uq_qr": rows}, group=group, weight_format="nd")
+    assert torch.equal(nd["w_uq_qr"], custom.from_nz(again["w_uq_qr"]))
+
+
+def another_selection_is_found(group, rank, size):
+    """One rank's input differs: the check names it, and a broadcast makes all agree."""
+    indices = torch.arange(40, dtype=torch.int32).view(2, 1, 1, 20)
+    assert parallel.same_selection(indices, group=group) is indices
+    if rank == size - 1:
+        indices = indices.clone()
+        indices[1, 0, 0, 3] += 1
+    try:
+        parallel.same_selection(indices, group=group)
+    except RuntimeError as error:
+        assert f"ranks [{size - 1}] selected other positions" in str(error)
+    else:
+        raise AssertionError("not found")
+    agreed = parallel.same_selection(indices, group=group, broadcast=True)
+    assert torch.equal(agreed.flatten(), torch.arange(40, dtype=torch.int32))
+
+
+def heads_of_the_delta_rule(group, rank, size):
+    """Value heads are dealt out; key heads too, or several ranks use the same one."""
+    for Nk in (size, 2 * size, 1):
+        Nv, T = 4 * size, 5
+        draw = Draw(Nk)
+        q, k, v = draw(1, T, Nk, 16), draw(1, T, Nk, 16), draw(1, T, Nv, 8)
+        a, b = draw(1, T, Nv), draw(1, T, Nv)
+        A_log, bias, state = draw(Nv), draw(Nv), draw(2, Nv, 16, 8)
+        slot = torch.tensor([1])
+        run = partial(
+            custom.npu_fused_sigmoid_gating_delta_rule_update, use_qk_l2norm_in_kernel=True
+        )
+        after = state.clone()
+        wanted = run(A_log, a, bias, 1.0, 20.0, q, k, v, b, after, slot)
+        keys, values = parallel.delta_rule_heads(Nk, Nv, group=group)
+        mine = state[:, values].clone()
+        got = run(
+            A_log[values], a[..., values], bias[values], 1.0, 20.0, q[:, :, keys], k[:, :, keys],
+            v[:, :, values], b[..., values], mine, slot,
+        )  # fmt: skip
+        torch.testing.assert_close(got, wanted[:, :, values], **CLOSE)
+        torch.testing.assert_close(mine, after[:, values], **CLOSE)
+
+
+# -------------------------------------------------------------------------- context parallel
+
+
+class Decode:
+    """A decode step: queries of all heads, whole caches, and this rank's shard of them."""
+
+    def __init__(
+        self, rank: int, size: int, lengths: tuple[int, ...], S: int = 1, interleave: int = 1,
+        ties: bool = False, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        R, Dr, Ni, Di, n = 32, 16, 4, 32, 2
+        B, pages = len(lengths), 8
+        draw = Draw(S + interleave, dtype)
+        exact = draw.whole if ties else draw
+        self.rank, self.size, self.interleave, self.n = rank, size, interleave, n
+        self.query, self.rope = draw(B, S, n * size, R), draw(B, S, n * size, Dr)
+        self.index, self.weights = exact(B, S, Ni, Di), exact(B, S, Ni).abs()
+        self.table, self.act = draw.table(B, pages), torch.tensor(lengths, dtype=torch.int32)
+        self.kv, self.kr = draw(B * pages, P, 1, R), draw(B * pages, P, 1, Dr)
+        self.keys = exact(B * pages, P, 1, Di)
+        self.own_table = draw.table(B, pages)
+        self.shards = [self.shard_of(x) for x in (self.kv, self.kr, self.keys)]
+
+    def shard_of(self, cache: Tensor) -> Tensor:
+        """The positions of this rank, on the pages of its own table; NaN in all other slots."""
+        out = torch.full_like(cache, float("nan"))
+        for request, length in enumerate(self.act.tolist()):
+            mine = [p for p in range(length) if p // self.interleave % self.size == self.rank]
+            for row, p in enumerate(mine):
+                page, own = self.table[request, p // P], self.own_table[request, row // P]
+                out[own, row % P] = cache[page, p % P]
+        return out
+
+    def whole(self, count: int, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(indices, out) of one process."""
+        indices, _ = custom.npu_lightning_indexer(
+            self.index, self.keys, self.weights, actual_seq_lengths_key=self.act,
+            block_table=self.table, layout_key="PA_BSND", sparse_count=count,
+        )  # fmt: skip
+        out, _, _ = custom.npu_sparse_flash_attention(
+            self.query, self.kv, None, indices, 0.2, block_table=self.table,
+            actual_seq_lengths_kv=self.act, query_rope=self.rope, key_rope=self.kr,
+            layout_kv="PA_BSND", sinks=sinks,
+        )  # fmt: skip
+        return indices, out
+
+    @property
+    def heads(self) -> slice:
+        return slice(self.rank * self.n, (self.rank + 1) * self.n)
+
+    def parts(self, group: Any, count: int, replicate: bool = True, **options: Any) -> Tensor:
+        kv, kr, keys = self.shards
+        return parallel.context_parallel_decode(
+            self.query[:, :, self.heads], self.rope[:, :, self.heads], self.index, self.weights,
+            kv, kr, self.keys if replicate else keys, self.own_table, self.act,
+            group=group, softmax_scale=0.2, sparse_count=count, interleave=self.interleave,
+            index_block_table=self.table if replicate else self.own_table,
+            replicate_index=replicate, **options,
+        )  # fmt: skip
+
+
+def decode(group, rank, size):
+    """Lengths from 1, so that shards are empty; stripes of one position, of few, and of a page."""
+    for S, interleave in ((1, 1), (1, P), (2, 3)):
+        step = Decode(rank, size, (1 + S, 37, 128), S, interleave)
+        _, wanted = step.whole(24)
+        for replicate in (True, False):
+            got = step.parts(group, 24, replicate)
+            torch.testing.assert_close(got, wanted[:, :, step.heads], **CLOSE)
+
+
+def decode_selects_the_same(group, rank, size):
+    """Sharded index keys whose scores tie across ranks, in half precision many more, rows of a
+    draft among them: the same set, bit for bit, fewer keys than the selection included."""
+    kinds = (torch.float32, torch.bfloat16, torch.bfloat16)
+    for kind, S, interleave in zip(kinds, (1, 3, 2), (1, 5, P), strict=True):
+        step = Decode(rank, size, (3, 60, 128), S, interleave, ties=True, dtype=kind)
+        for count in (1, 16, 100):
+            wanted, _ = step.whole(count)
+            got = parallel._merged_selection(
+                step.index, step.weights, step.shards[2], step.own_table, step.act, count,
+                interleave, group,
+            )  # fmt: skip
+            assert torch.equal(got, wanted), (S, interleave, count)
+
+
+def decode_with_sinks(group, rank, size):
+    """The sinks enter the denominator once, not once a rank."""
+    step = Decode(rank, size, (2, 37, 128))
+    sinks = Draw(3)(step.n * size)
+    _, wanted = step.whole(24, sinks)
+    got = step.parts(group, 24, sinks=sinks[step.heads])
+    torch.testing.assert_close(got, wanted[:, :, step.heads], **CLOSE)
+
+
+def decode_in_half_precision(group, rank, size):
+    """The parts are rounded once more than the whole: within 2 ulp of the largest."""
+    step = Decode(rank, size, (5, 37, 128), dtype=torch.bfloat16)
+    _, wanted = step.whole(24)
+    got = step.parts(group, 24)
+    assert got.dtype is torch.bfloat16
+    error = (got.float() - wanted[:, :, step.heads].float()).abs().max()
+    assert error <= 2 * 2**-7 * wanted.float().abs().max(), error
+
+
+def decode_of_nothing(group, rank, size):
+    """An idle step still meets its collectives."""
+    for replicate in (True, False):
+        got = Decode(rank, size, ()).parts(group, 24, replicate)
+        assert got.shape == (0, 1, 2, 32)
+
+
+def prologs_write_into_shards(group, rank, size):
+    """A step of the layer from hidden states: each new token is kept by one rank alone, and a
+    replayed step leaves the same bytes."""
+    lengths, S, heads = (3, 20, 45), 2, 2 * size
+    layer = layer_of(heads, S, lengths)
+    whole = copied(layer)
+    wanted = custom.npu_sparse_attention_pto(**whole, sparse_count=16)
+    for interleave in (1, P):
+        mine = parallel.shard_layer(copied(layer), group=group)
+        step = Decode.__new__(Decode)
+        step.rank, step.size, step.interleave = rank, size, interleave
+        step.table, step.act = layer["block_table"], layer["act_seqs"]
+        step.own_table = Draw(9).table(3, 4)
+        before = layer["act_seqs"] - S
+        step.act = before
+        kv, kr = step.shard_of(layer["kv_cache"]), step.shard_of(layer["kr_cache"])
+        step.act = layer["act_seqs"]
+        positions = before[:, None] + torch.arange(S)
+        slots = custom.shard_slots(positions, step.own_table, P, rank, size, interleave)
+        mine |= dict(kv_cache=kv, kr_cache=kr, block_table=step.own_table)
+        for _ in range(2):
+            out = parallel.context_parallel_attention(
+                mine | dict(cache_index=slots),
+                group=group, index_block_table=step.table, interleave=interleave,
+                index_cache_index=mine["cache_index"], sparse_count=16,
+            )  # fmt: skip
+            for got, cache in ((kv, "kv_cache"), (kr, "kr_cache")):
+                expected = step.shard_of(whole[cache])
+                torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(out, wanted[:, :, 2 * rank : 2 * rank + 2], **CLOSE)
+
+
+def prefill(group, rank, size):
+    """New tokens behind a cached prefix; caches of several dtypes travel as bytes; one token has no
+    slot, and one request is shorter than its rows."""
+    n, B, N, R, Dr, Ni, Di, pages = 3, 2, 2, 32, 16, 4, 32, 8
+    S = 2 * size * n
+    draw = Draw(size)
+    query, rope = draw(B, S, N, R), draw(B, S, N, Dr)
+    index, weights = draw(B, S, Ni, Di), draw(B, S, Ni)
+    table = draw.table(B, pages)
+    act = torch.tensor([S + 20, S - 2], dtype=torch.int32)
+    positions = act[:, None] - S + torch.arange(S)
+    slot = paged.slots(table, torch.arange(B), positions, B * pages, P)
+    slot[0, 5] = -1
+    rows = dict(kv=draw(B, S, R), kr=draw(B, S, Dr), index=draw(B, S, Di))
+    caches = {name: draw(B * pages, P, 1, x.shape[-1]) for name, x in rows.items()}
+    whole = copied(caches)
+    for name, x in rows.items():
+        paged.scatter(whole[name], slot.flatten(), x.flatten(0, 1))
+    lengths = dict(block_table=table)
+    indices, _ = custom.npu_lightning_indexer(
+        index, whole["index"], weights, actual_seq_lengths_key=act, layout_key="PA_BSND",
+        sparse_count=16, **lengths,
+    )  # fmt: skip
+    wanted, _, _ = custom.npu_sparse_flash_attention(
+        query, whole["kv"], None, indices, 0.2, actual_seq_lengths_kv=act, query_rope=rope,
+        key_rope=whole["kr"], layout_kv="PA_BSND", **lengths,
+    )  # fmt: skip
+
+    def mine(x: Tensor) -> Tensor:
+        return parallel.zigzag(x, 1, group)
+
+    out = parallel.context_parallel_prefill(
+        mine(query), mine(rope), mine(index), mine(weights),
+        {name: mine(x) for name, x in rows.items()}, caches, slot, table, act,
+        group=group, softmax_scale=0.2, sparse_count=16,
+    )  # fmt: skip
+    torch.testing.assert_close(out, mine(wanted), **CLOSE)
+    for name, cache in caches.items():
+        assert torch.equal(cache, whole[name]), name
+    assert torch.equal(mine(positions), positions[:, _zigzag(rank, size, n)])
+
+
+def _zigzag(rank: int, size: int, n: int) -> list[int]:
+    last = 2 * size - 1 - rank
+    return [*range(rank * n, rank * n + n), *range(last * n, last * n + n)]
+
+
+def delta_rule_over_the_context(group, rank, size):
+    """Two sequences, of which the second has no token on rank 0; with and without a first state."""
+    heads, Dk, Dv = 2, 16, 8
+    parts = [(70 + 5 * r, 13 * r) for r in range(size)]
+    draw = Draw(size)
+    drawn = [[_tokens(draw, T, heads, Dk, Dv) for T in part] for part in parts]
+    initial = draw(2, 2 * heads, Dv, Dk)
+    for state in (None, initial):
+        sequences = [
+            [torch.cat(x) for x in zip(*(part[s] for part in drawn), strict=True)] for s in (0, 1)
+        ]
+        joined = [torch.cat(x) for x in zip(*sequences, strict=True)]
+        lengths = torch.tensor([len(sequences[0][0]), len(sequences[1][0])])
+        wanted, final = _delta(custom.npu_chunk_gated_delta_rule, joined, lengths, state)
+        mine = [torch.cat(x) for x in zip(*drawn[rank], strict=True)]
+        call = partial(parallel.context_parallel_delta_rule, group=group)
+        out, last = _delta(call, mine, torch.tensor(parts[rank]), state)
+        torch.testing.assert_close(last, final, **CLOSE)
+        before = [sum(part[s] for part in parts[:rank]) for s in (0, 1)]
+        starts = [before[0], int(lengths[0]) + before[1]]
+        rows = [r for s in (0, 1) for r in range(starts[s], starts[s] + parts[rank][s])]
+        torch.testing.assert_close(out, wanted[rows], **CLOSE)
+
+
+def _tokens(draw: Draw, T: int, heads: int, Dk: int, Dv: int) -> list[Tensor]:
+    key = torch.nn.functional.normalize(draw(T, heads, Dk), dim=-1)
+    beta, g = draw(T, 2 * heads).sigmoid(), -draw(T, 2 * heads).abs()
+    return [draw(T, heads, Dk), key, draw(T, 2 * heads, Dv), beta, g]
+
+
+def _delta(call: Any, x: list[Tensor], lengths: Tensor, state: Tensor | None) -> Any:
+    q, k, v, beta, g = x
+    return call(q, k, v, beta=beta, g=g, actual_seq_lengths=lengths, initial_state=state)
+
+
+def kda_over_the_context(group, rank, size):
+    """A decay for each channel; one sequence of which every rank has a part."""
+    T, heads, Dk, Dv = 40, 2, 16, 8
+    draw = Draw(size)
+    q, k = (torch.nn.functional.normalize(draw(1, T * size, heads, Dk), dim=-1) for _ in range(2))
+    v, g = draw(1, T * size, heads, Dv), -draw(1, T * size, heads, Dk).abs()
+    beta, state = draw(1, T * size, heads).sigmoid(), draw(1, heads, Dv, Dk)
+    wanted, final = custom.npu_chunk_kda(
+        q, k, v, g, beta, initial_state=state, state_layout="vk", scale=0.3
+    )
+    mine = slice(rank * T, rank * T + T)
+    out, last = parallel.context_parallel_kda(
+        *(x[:, mine] for x in (q, k, v, g, beta)), group=group, initial_state=state, scale=0.3
+    )
+    torch.testing.assert_close(out, wanted[:, mine], **CLOSE)
+    torch.testing.assert_close(last, final, **CLOSE)
+
+
+# ------------------------------------------------------------------------------ training
+
+
+def loss_of_all_heads(group, rank, size):
+    """The loss of heads on several ranks, and its gradient, as on one; in float64, to 1e-6."""
+    draw = Draw(4, torch.float64)
+    n, S, K = 2, 6, 5
+    query, key = draw(2, n * size, S, 16), draw(2, 9, 16)
+    index = torch.stack([torch.randperm(9)[:K] for _ in range(2 * S)]).view(2, S, K)
+    scores = draw(2, S, K).requires_grad_()
+    again = scores.detach().clone().requires_grad_()
+    wanted, target = custom.compute_index_loss_sparse(
+        query, key, scores, index, 0.3, 3, return_target=True
+    )
+    wanted.backward()
+    mine = query[:, rank * n : (rank + 1) * n]
+    got, summed = custom.compute_index_loss_sparse(
+        mine, key, again, index, 0.3, 3, return_target=True, group=group
+    )
+    got.backward()
+    for a, b in ((got, wanted), (summed, target), (again.grad, scores.grad)):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------ graphs, DTensor
+
+
+def steps_compile_as_one_graph(group, rank, size):
+    step = Decode(rank, size, (2, 37, 128))
+    _, wanted = step.whole(24)
+    call = partial(step.parts, group, 24)
+    compiled = torch.compile(lambda: call(), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(), wanted[:, :, step.heads], **CLOSE)
+    layer = layer_of(2 * size)
+    local = parallel.shard_layer(copied(layer), group=group)
+    uv, o = Draw(1)(2, 32, 16), Draw(2)(64, 32)
+
+    def whole(layer: dict[str, Tensor]) -> Tensor:
+        out = parallel.tensor_parallel_attention(layer, group=group, sparse_count=16)
+        return parallel.all_reduce(output(out, uv, o), group)
+
+    with torch.no_grad():
+        eager = whole(copied(local))
+        got = torch.compile(whole, fullgraph=True, backend="aot_eager")(copied(local))
+    torch.testing.assert_close(got, eager, rtol=0, atol=0)
+
+
+def a_mesh_is_a_group(group, rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size,))
+    assert torch.equal(parallel.all_reduce(torch.ones(3), mesh), torch.full((3,), float(size)))
+    flat = init_device_mesh("cpu", (size, 1), mesh_dim_names=("tp", "cp"))
+    assert parallel.shard(torch.arange(size), 0, flat["tp"]).item() == rank
+    try:
+        parallel.all_reduce(torch.ones(3), flat)
+    except ValueError as error:
+        assert "DeviceMesh of 2 dimensions, expected 1" in str(error)
+    else:
+        raise AssertionError("a mesh of two dimensions is no group")
+
+
+def a_subgroup_has_its_own_ranks(group, rank, size):
+    """Ranks are those of the group that is passed, not the world's."""
+    last = dist.new_group([size - 2, size - 1])
+    if rank < size - 2:
+        return
+    at = rank - (size - 2)
+    x = torch.full((2, 4), float(at))
+    assert torch.equal(
+        parallel.same_selection(x.int(), group=last, broadcast=True), torch.zeros(2, 4).int()
+    )
+    assert parallel.shard(torch.arange(2), 0, last).item() == at
+
+
+def pure_ops_take_sharded_tensors(group, rank, size):
+    """DTensors in, DTensors out, cut as they came; what cannot stay cut is gathered first."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from custom import sharding
+
+    sharding.register()
+    mesh = init_device_mesh("cpu", (size,))
+    draw = Draw(6)
+
+    def check(op: Any, tensors: list[Tensor], cuts: list[int | None], wanted: list[Any], *rest):
+        placed = [
+            distribute_tensor(x, mesh, [Replicate() if c is None else Shard(c)])
+            for x, c in zip(tensors, cuts, strict=True)
+        ]
+        out = op(*placed, *rest)
+        for got, exact, placement in zip(out, op(*tensors, *rest), wanted, strict=True):
+            assert got.placements == (placement,), (op, got.placements)
+            torch.testing.assert_close(got.full_tensor(), exact, rtol=0, atol=0)
+
+    outs, lses = draw(3, 2 * size, 4, 8), draw(3, 2 * size, 4)
+    S0, S1 = Shard(0), Shard(1)
+    check(custom.npu_merge_states, [outs, lses], [1, 1], [S0, S0])
+    check(custom.npu_merge_states, [outs, lses], [None, None], [Replicate()] * 2)
+    values = draw(3, 2 * size, 8)
+    positions = torch.randperm(48 * size)[: 48 * size].view(3, 2 * size, 8)
+    check(custom.npu_merge_topk, [values, positions], [1, 1], [S0, S0], 5)
+    check(custom.npu_localize_indices, [positions], [1], [S1, S1], 0, 2)
+    q, k = draw(2 * size, 2 * size, 5, 16), draw(2 * size, 2 * size, 5, 16)
+    for cut in (0, 1):
+        attend = partial(torch.ops.custom.npu_fused_attention, causal=True)
+        check(attend, [q, k, k], [cut] * 3, [Shard(cut)] * 2)
+    # heads of attention over latents that all ranks have, statistics of several shapes
+    heads = ("query", "query_rope", "sinks")
+    for S in (2, 3):
+        given = dict(
+            query=draw(2, S, 2 * size, 16), key=draw(2, 9, 1, 16), value=None,
+            sparse_indices=torch.arange(4).expand(2, S, 1, 4).contiguous(), scale_value=0.2,
+            query_rope=draw(2, S, 2 * size, 8), key_rope=draw(2, 9, 1, 8), sinks=draw(2 * size),
+        )  # fmt: skip
+        placed = {
+            name: distribute_tensor(
+                x, mesh, [Replicate() if name not in heads else Shard(0 if x.ndim == 1 else 2)]
+            )
+            if isinstance(x, Tensor)
+            else x
+            for name, x in given.items()
+        }
+        for stats in (False, True):
+            out = custom.npu_sparse_flash_attention(**placed, return_softmax_lse=stats)
+            wanted = custom.npu_sparse_flash_attention(**given, return_softmax_lse=stats)
+            assert out[0].placements == (Shard(2),)
+            for a, b in zip(out, wanted, strict=True):
+                torch.testing.assert_close(a.full_tensor(), b)
+    # requests
+    S = Shard(0)
+    keys, w = draw(2 * size, 9, 1, 16), draw(2 * size, 5, 4)
+    rows = draw(2 * size, 5, 4, 16)
+    for value in (False, True):
+        select = partial(custom.npu_lightning_indexer, sparse_count=4, return_value=value)
+        check(select, [rows, keys, w], [0, 0, 0], [S, S if value else Replicate()])
+    scores, index = draw(2 * size, 5, 3), torch.arange(3).expand(2 * size, 5, 3).contiguous()
+    loss = torch.ops.custom.npu_indexer_loss
+    check(loss, [rows.movedim(2, 1), keys[:, :, 0], scores, index], [0] * 4, [S, S], 0.3)
+    # parts cut: no rule keeps them so, and the result is the same
+    check(custom.npu_merge_states, [outs, lses], [3, None], [Replicate()] * 2)
+
+
+def mutating_ops_refuse_sharded_tensors(group, rank, size):
+    """A redistributed cache would be a copy, whose writes are lost: no such call is made, and
+    local_map refuses placements other than those it was told."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import local_map
+
+    mesh = init_device_mesh("cpu", (size,))
+    layer = layer_of(2 * size)
+    R, cut = [Replicate()], [Shard(0)]
+    placements = {name: cut if name in ("w_uq_qr", "w_uk") else R for name in layer}
+    placed = {n: distribute_tensor(x, mesh, placements[n]) for n, x in copied(layer).items()}
+    try:
+        custom.npu_sparse_attention_pto(**placed, sparse_count=16)
+    except Exception as error:
+        assert "sharding strategy" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+    def step(*tensors: Tensor) -> Tensor:
+        return custom.npu_sparse_attention_pto(*tensors, sparse_count=16)
+
+    mapped = local_map(
+        step, out_placements=[Shard(2)], in_placements=tuple(placements.values()),
+        redistribute_inputs=False, device_mesh=mesh,
+    )  # fmt: skip
+    whole = copied(layer)
+    wanted = custom.npu_sparse_attention_pto(**whole, sparse_count=16)
+    out = mapped(*placed.values())
+    torch.testing.assert_close(out.full_tensor(), wanted, **CLOSE)
+    for cache in ("kv_cache", "kr_cache", "index_k_cache"):
+        assert torch.equal(placed[cache].to_local(), whole[cache]), f"{cache}: writes are lost"
+    wrong = dict(placed, kv_cache=distribute_tensor(layer["kv_cache"], mesh, cut))
+    try:
+        mapped(*wrong.values())
+    except ValueError as error:
+        assert "redistribute" in str(error), error
+    else:
+        raise AssertionError("another placement is not refused")
+
+
+def uneven_heads_are_refused(group, rank, size):
+    for call in (
+        lambda: parallel.shard(torch.zeros(size + 1), 0, group),
+        lambda: parallel.delta_rule_heads(1, 2 * size + 1, group=group),
+        lambda: parallel.zigzag(torch.zeros(1, 2 * size + 1), 1, group),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert str(error).startswith("custom.parallel: "), error
+            assert f"{size}" in str(error), error
+        else:
+            raise AssertionError("not refused")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The CUDA kernels of the convolution and the gated norm, compiled where there is no GPU: the
+interpreter runs them in test_cuda_delta_rule.py, and does not know all that the compiler asks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from custom.cuda_ops import causal_conv1d as whole
+from custom.cuda_ops import causal_conv1d_grad as grad
+from custom.cuda_ops import causal_conv1d_update as update
+from custom.cuda_ops import gated_delta_layer_decode as layer
+from custom.cuda_ops import gated_rms_norm as norm
+from custom.cuda_ops import gated_rms_norm_grad as norm_grad
+
+from .support.compile_for_hopper import stand_in
+from .support.convolution import Layer, Norm, Step, Whole
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Whole((5, 9), D=64),
+        Whole((9, 9), D=64, W=3, packed=False, history=False, bias=False, activation=None),
+        Whole((9,), D=60, W=2, strided=True),
+    ],
+    ids=["most", "least", "two taps"],
+)
+def test_kernels_compile(case, monkeypatch):
+    compiled = stand_in(monkeypatch)
+    x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    out, states = whole.forward(**x)
+    assert len(compiled) == 2
+    grad.backward(**x, d_out=out, d_final_states=states if case.history else None)
+    assert len(compiled) == 4 if case.history else 3
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Step(slots=None, bias=False, activation=None, W=2, L=1),
+        Step(S=7, L=5, starts=(0, 3, 4, 6), accepted=(2, 1, 1), rows=(3, -1, 0)),
+        Step(S=2, rows=(3, -1, 0), parents=((-1, 0),) * 3, turned=True),
+    ],
+    ids=["least", "packed drafts", "tree"],
+)
+def test_kernels_of_a_decode_compile(case, monkeypatch):
+    compiled = stand_in(monkeypatch)
+    update.forward(**case.moved(case.arguments(), torch.bfloat16, "cpu"))
+    assert len(compiled) == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize("before", [True, False])
+def test_kernels_of_the_norm_compile(before, monkeypatch):
+    compiled = stand_in(monkeypatch)
+    case = Norm((3, 4, 96), group=32 if before else None, before=before, strided=True)
+    x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    norm_grad.backward(**x, d_out=norm.forward(**x))
+    assert len(compiled) == 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("case", [Layer(), Layer(S=2, layout="vk", rows=(4, -1, 0))], ids=str)
+def test_kernels_of_the_layer_compile(case, capability, monkeypatch):
+    """On a GPU with chained launches, and on one without."""
+    compiled = stand_in(monkeypatch, 10 * capability[0])
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: capability)
+    layer.forward(**case.arguments(torch.bfloat16, "cpu") | dict(
+        scale=None, epsilon=1e-6, softplus_beta=1.0, softplus_threshold=20.0
+    ))  # fmt: skip
+    assert len(compiled) == 2
+    waits = ["griddepcontrol.wait" in kernel.asm["ptx"] for kernel in compiled]
+    assert waits == [False, capability >= (9, 0)]

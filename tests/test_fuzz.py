@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A few random calls of every op (python -m tests.fuzz makes more), and those that once failed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from custom.dispatch import backends
+from custom.dispatch.reference import _selected
+
+from .fuzz import illegal, legal
+from .fuzz.__main__ import run
+from .fuzz.draw import KIND, draw
+from .fuzz.shrink import failure, shrunk
+from .support.calls import every_spec
+
+CASES = 50
+CPU = torch.device("cpu")
+CHECKS = {"legal": partial(legal.check, device=CPU), "illegal": illegal.check}
+RAGGED = dict(disguises=[], layouts=("BSND", "BSND"), spare=0, mode=0)
+
+# what python -m tests.fuzz has found
+FOUND = [
+    # sparse_block_size=2**31: gathered as many positions
+    ("illegal", dict(
+        op="npu_sparse_flash_attention", seed=947788274, dtype="float64", rows=[], keys=[], n=1,
+        d=1, k=0, dr=1, block=0, own_value=False, sinks=False, **RAGGED,
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("which, case", FOUND, ids=lambda x: x["op"] if isinstance(x, dict) else x)
+def test_what_was_found(which, case):
+    CHECKS[which](case)
+
+
+@every_spec
+def test_random_calls(spec):
+    counts, found = run(spec.name, range(CASES), 7, "cpu")
+    assert not found, "\n".join(found.values())
+    assert counts == {"legal calls": CASES, "illegal calls": CASES}
+
+
+def test_every_kind_of_case_is_drawn_and_named():
+    for op in KIND:
+        cases = [draw(op, number, 0, ["float32"]) for number in range(20)]
+        assert cases == [draw(op, number, 0, ["float32"]) for number in range(20)]
+        assert len({str(case) for case in cases}) == 20
+
+
+def test_a_mistake_is_found_and_made_small(monkeypatch):
+    """Keys behind a request's last one are read."""
+    right = _selected.slots
+
+    def wrong(key, indices, block_size, rows, keys, numbers):
+        for tokens, slot in right(key, indices, block_size, rows, keys, numbers):
+            yield tokens, slot.clamp(min=0)
+
+    monkeypatch.setattr(_selected, "slots", wrong)
+    op, check = "npu_sparse_flash_attention", CHECKS["legal"]
+    drawn = (draw(op, number, 0, ["float32"]) for number in range(100))
+    case = next(case for case in drawn if failure(check, case) is not None)
+    small, error = shrunk(check, case)
+    assert failure(check, small) is not None and str(error)
+    assert sum(small["rows"]) <= sum(case["rows"]) and small["n"] == 1
+    assert len(small["disguises"]) <= 1
+
+
+def test_a_refusal_that_says_nothing_is_found(monkeypatch):
+    def broken(*_):
+        raise ValueError("no")
+
+    monkeypatch.setattr(backends.Runner, "run", broken)
+    op = "npu_lightning_indexer"
+    errors = [failure(illegal.check, draw(op, number, 0, ["float32"])) for number in range(10)]
+    assert any("ValueError: no" in str(error) for error in errors)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""custom.parallel over gloo with 2, 3 and 4 ranks, each a process; and ranks that die or hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+from . import parallel_ranks
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.xdist_group("parallel")
+EVERYWHERE = (
+    "rows_of_the_indexer",
+    "ragged_rows_of_the_indexer",
+    "tensor_parallel",
+    "decode",
+    "decode_selects_the_same",
+    "prologs_write_into_shards",
+    "prefill",
+    "delta_rule_over_the_context",
+    "kda_over_the_context",
+    "loss_of_all_heads",
+)
+ONCE = (
+    "another_selection_is_found",
+    "heads_of_the_delta_rule",
+    "decode_with_sinks",
+    "decode_in_half_precision",
+    "decode_of_nothing",
+    "steps_compile_as_one_graph",
+    "a_mesh_is_a_group",
+    "pure_ops_take_sharded_tensors",
+    "mutating_ops_refuse_sharded_tensors",
+    "uneven_heads_are_refused",
+)
+CASES = [(name, size) for size in (2, 3, 4) for name in EVERYWHERE]
+CASES += [(name, 2) for name in ONCE] + [("a_subgroup_has_its_own_ranks", 3)]
+
+
+def start(target, size: int, store, *more):
+    """(pipes, processes): `target(rank, size, store, pipe, *more)` on every rank, forked from a
+    process that has imported torch and nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel_ranks"])
+    pipes, processes = [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        arguments = (rank, size, str(store), there, *more)
+        process = context.Process(target=target, args=arguments, daemon=True)
+        process.start()
+        pipes.append(here)
+        processes.append(process)
+    return pipes, processes
+
+
+class Ranks:
+    """Processes of one group, which run checks together."""
+
+    def __init__(self, size: int, folder) -> None:
+        self.pipes, self.processes = start(parallel_ranks.serve, size, folder / f"store{size}")
+
+    def run(self, name: str) -> None:
+        for pipe in self.pipes:
+            pipe.send(name)
+        answers = []
+        for pipe in self.pipes:
+            assert pipe.poll(120), f"{name}: a rank gives no answer"
+            answers.append(pipe.recv())
+        assert not any(answers), "\n".join(answers)
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(20)
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    made: dict[int, Ranks] = {}
+    folder = tmp_path_factory.mktemp("ranks")
+    yield lambda size: made.setdefault(size, made.get(size) or Ranks(size, folder))
+    for group in made.values():
+        group.stop()
+
+
+@pytest.mark.parametrize("name, size", CASES, ids=[f"{name}-{size}" for name, size in CASES])
+def test_ranks_agree_with_one_process(name, size, ranks):
+    ranks(size).run(name)
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_a_rank_that_is_gone_is_an_error_with_names(fault, tmp_path):
+    """Within the group's timeout of 5 seconds, on every other rank."""
+    pipes, processes = start(parallel_ranks.meet, 3, tmp_path / "store", fault)
+    for rank in range(2):
+        assert pipes[rank].poll(60)
+        seconds, said = pipes[rank].recv()
+        wanted = rf"custom.parallel: all_gather failed on rank {rank} of 3: .*gloo says: "
+        assert re.match(wanted, said), said
+        assert "\n" not in said and seconds < 15
+    for process in processes:
+        process.kill()
+
+
+def test_the_bench_checks_and_times_every_row(tmp_path):
+    """torchrun -m custom.bench.parallel, at sizes for a CPU."""
+    table = tmp_path / "rows.csv"
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m custom.bench.parallel"
+    options = ["--device", "cpu", "--quick", "--csv", str(table)]
+    done = subprocess.run(
+        [sys.executable, *command.split(), *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = table.read_text().splitlines()
+    assert len(rows) == 7 and all(row.split(",")[0] in done.stdout for row in rows[1:3])
