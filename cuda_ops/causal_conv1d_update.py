@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..dispatch.common import memory
 from .common import gpu, launches
@@ -50,18 +51,25 @@ def _before(parents, position, columns, TREE: tl.constexpr):
     do_not_specialize=["length", "tokens", "sequences", "slots", "rows", "steps", "columns"]
 )
 def _update(
-    x, pool, weight, bias, indices, starts, accepted, window, window_rows, parents, out,
+    x, pool, weight, bias, indices, starts, accepted, window, window_rows, parents, zeroed, out,
     length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels,
     x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
     i_row, i_step, i_column, i_channel,
     W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
-    STORE: tl.constexpr, TREE: tl.constexpr, BD: tl.constexpr,
+    STORE: tl.constexpr, TREE: tl.constexpr, BD: tl.constexpr, ZEROS: tl.constexpr,
+    BZ: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        gdc_launch_dependents()
     tiles = tl.cdiv(channels, BD)
     n = tl.program_id(0) // tiles
     d = tl.program_id(0) % tiles * BD + tl.arange(0, BD)
     on = d < channels
     n_wide = n.to(tl.int64)
+    if zeroed is not None:
+        i = tl.arange(0, BZ)
+        here = (i < ZEROS) & (tl.program_id(0) % tiles == 0)
+        tl.store(zeroed + n_wide * ZEROS + i, tl.zeros_like(i), mask=here)
     if VARLEN:
         first = within(starts + n, True, tokens)
         size = tl.maximum(within(starts + n + 1, True, tokens) - first, 0)
@@ -154,7 +162,7 @@ def unsupported(x: Tensor, conv_states: Tensor, **_: Any) -> str | None:
     return None
 
 
-def forward(
+def launch(
     x: Tensor,
     conv_states: Tensor,
     weight: Tensor,
@@ -168,7 +176,9 @@ def forward(
     intermediate_conv_window: Tensor | None,
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
+    zeroed: Tensor | None,
 ) -> Tensor:
+    """`zeroed` [N, i]: of the kernel that follows, chained to this one, and set to zeros by it."""
     channels, width = x.shape[-1], weight.shape[0]
     varlen = query_start_loc is not None
     sequences = query_start_loc.shape[0] - 1 if varlen else x.shape[0]
@@ -179,7 +189,7 @@ def forward(
     BD = tile(sequences, channels, x.device)
     launches.kernel(_update, sequences * triton.cdiv(channels, BD))(
         x, conv_states, weight, bias, conv_state_indices, query_start_loc, num_accepted_tokens,
-        window, intermediate_state_indices, parents, out,
+        window, intermediate_state_indices, parents, zeroed, out,
         x.shape[-2], x.shape[:-1].numel(), sequences, conv_states.shape[0], pad_slot_id,
         0 if window is None else window.shape[0], 0 if window is None else window.shape[1],
         0 if parents is None else parents.shape[1], channels,
@@ -187,6 +197,14 @@ def forward(
         *((0, 0, 0, 0) if window is None else window.stride()),
         W=width, L=conv_states.shape[1], VARLEN=varlen, SILU=activation is not None,
         STORE=not disable_state_update, TREE=parents is not None, BD=BD,
+        ZEROS=0 if zeroed is None else zeroed.shape[1],
+        BZ=1 if zeroed is None else triton.next_power_of_2(zeroed.shape[1]),
+        CHAINED=zeroed is not None and gpu.has_chained_launch(x.device),
         num_warps=max(1, min(4, BD // 64)),
     )  # fmt: skip
     return out
+
+
+def forward(**x: Any) -> Tensor:
+    """The op by itself."""
+    return launch(**x, zeroed=None)

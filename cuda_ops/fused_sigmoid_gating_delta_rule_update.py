@@ -17,18 +17,21 @@ for and not two.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ..dispatch.common import memory
-from .common import launches
+from .common import gpu, launches
 from .common.chunks import softplus
 from .common.gpu import INTERPRETED
 from .common.lengths import within
+from .gated_rms_norm import opening
 
 LARGEST_K = 256
 SIMULATED = tl.constexpr(INTERPRETED)
@@ -219,6 +222,7 @@ def _load_state(at, on, TWICE: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns"])
 def _delta_rule_kernel(
     A_log, a, dt_bias, q, k, v, b, pool, indices, cu_seqlens, cache, cache_rows, parents, out,
+    z, norm_weight, arrived, normed, z_batch, z_row, z_head, epsilon,
     T, sequences, slots, rows, steps, columns,
     scale, softplus_beta, softplus_threshold, lower_bound,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
@@ -227,7 +231,8 @@ def _delta_rule_kernel(
     BK: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
     VK: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr,
     ONE: tl.constexpr, VARLEN: tl.constexpr, UPDATE: tl.constexpr, CACHE: tl.constexpr,
-    TREE: tl.constexpr, TWICE: tl.constexpr,
+    TREE: tl.constexpr, TWICE: tl.constexpr, ALL: tl.constexpr, SILU: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = (V + BV * TILES - 1) // (BV * TILES)
     program = tl.program_id(0)
@@ -267,6 +272,9 @@ def _delta_rule_kernel(
     pool += slot * slot_stride + hv * (K * V)
     v_at, tile_at, tile_on = _state_tile(column, k_at, live, K, V, BK, BV, VK)
     state = _load_state(pool + tile_at, tile_on, TWICE)
+    if CHAINED:
+        # q, k and v are what the kernel before makes
+        gdc_wait()
 
     # apart, ptxas places a lone token's sums better among the loads of the state
     TOGETHER: tl.constexpr = TWICE or not ONE
@@ -376,6 +384,48 @@ def _delta_rule_kernel(
                 tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < V)
         if tile + 1 < TILES:
             v_at, tile_at, tile_on, state = v_at_2, tile_at_2, tile_on_2, state_2
+    if z is not None:
+        z += n_batch * z_batch + hv * z_head
+        normed += (n_wide * T * HV + hv) * V
+        _norm_the_rows(
+            out, z, norm_weight, arrived + n_wide * HV + hv, normed, length, out_row, z_row,
+            epsilon, NV, V, ALL, SILU,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_the_rows(
+    rows, z, norm_weight, arrived, normed, length, row, z_row, epsilon,
+    PROGRAMS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """By the last of a head's programs, which sees the columns of all: their stores come before
+    the count that it reads."""
+    tl.debug_barrier()
+    if tl.atomic_add(arrived, 1) == PROGRAMS - 1:
+        d = tl.arange(0, BV)
+        w = tl.load(norm_weight + d, mask=d < V, other=0.0).to(tl.float32)
+        for _ in range(length):
+            x = tl.load(rows + d, mask=d < V, other=0.0, cache_modifier=".cg").to(tl.float32)
+            gate = tl.load(z + d, mask=d < V, other=0.0).to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / V + epsilon)
+            out = x * scale * w * opening(gate, SILU)
+            tl.store(normed + d, out.to(normed.dtype.element_ty), mask=d < V)
+            rows += row
+            z += z_row
+            normed += row
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What the layer's decode has the rule do with its rows: norm and gate them, into `normed`.
+    `arrived` [N, HV] counts the programs of a head, from the zeros of the kernel before."""
+
+    z: Tensor
+    norm_weight: Tensor
+    arrived: Tensor
+    normed: Tensor
+    epsilon: float
+    silu: bool
 
 
 def tiles(
@@ -420,7 +470,7 @@ def unsupported(k: Tensor, v: Tensor, **_: Any) -> str | None:
     return None
 
 
-def forward(
+def launch(
     A_log: Tensor,
     a: Tensor,
     dt_bias: Tensor,
@@ -442,6 +492,7 @@ def forward(
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
     lower_bound: float | None,
+    epilogue: Epilogue | None,
 ) -> Tensor:
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
@@ -459,9 +510,14 @@ def forward(
     BV, count, warps, registers = tiles(state_layout, half, V, BK, N * HV, tokens)
     # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
     KI = BK if tokens == 1 and not half else min(BK, 128 // pool.element_size())
+    behind: tuple[Any, ...] = (None,) * 4 + (0, 0, 0, 0.0)
+    chained = epilogue is not None and gpu.has_chained_launch(q.device)
+    if epilogue is not None:
+        e = epilogue
+        behind = (e.z, e.norm_weight, e.arrived, e.normed, *e.z.stride()[:3], e.epsilon)
     launches.kernel(_delta_rule_kernel, N * HV * triton.cdiv(V, BV * count))(
         A_log, a, dt_bias, q, k, v, b, pool, initial_state_indices, cu_seqlens,
-        cache, intermediate_state_indices, parents, out,
+        cache, intermediate_state_indices, parents, out, *behind,
         T, N, pool.shape[0],
         0 if cache is None else cache.shape[0],
         0 if cache is None else cache.shape[1],
@@ -477,6 +533,12 @@ def forward(
         BOUNDED=lower_bound is not None, ONE=one, VARLEN=cu_seqlens is not None,
         UPDATE=not disable_state_update, CACHE=cache is not None, TREE=parents is not None,
         TWICE=one and state_layout == "kv" and half and not INTERPRETED,
-        num_warps=warps, maxnreg=registers,
+        ALL=triton.next_power_of_2(V), SILU=epilogue is None or epilogue.silu, CHAINED=chained,
+        num_warps=warps, maxnreg=registers, **({"launch_pdl": True} if chained else {}),
     )  # fmt: skip
     return out
+
+
+def forward(**x: Any) -> Tensor:
+    """The op by itself."""
+    return launch(**x, epilogue=None)

@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from .kv_quant_sparse_flash_attention import attended, unsupported
 
 __all__ = ["forward", "unsupported"]
 
-forward = partial(attended, True)
+
+def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return attended(True, **arguments)

@@ -32,6 +32,7 @@ from .delta_rule import (  # noqa: E402
     npu_chunk_gated_delta_rule,
     npu_chunk_kda,
     npu_fused_sigmoid_gating_delta_rule_update,
+    npu_gated_delta_layer_decode,
 )
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
 from .dispatch.common.quantised import convert_rows, index_cache_views, row_views  # noqa: E402
@@ -104,6 +105,7 @@ __all__ = [
     "npu_chunk_kda",
     "npu_fused_attention",
     "npu_fused_sigmoid_gating_delta_rule_update",
+    "npu_gated_delta_layer_decode",
     "npu_gated_rms_norm",
     "npu_index_cache_write",
     "npu_indexer_prolog_pto",

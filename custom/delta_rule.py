@@ -205,3 +205,85 @@ def npu_chunk_kda(
     >>> state.shape
     torch.Size([1, 4, 16, 8])
     """
+
+
+@op
+def npu_gated_delta_layer_decode(
+    mixed_qkv: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_states: Tensor,
+    states: Tensor,
+    conv_weight: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    state_indices: Tensor,
+    *,
+    conv_bias: Tensor | None = None,
+    scale: float | None = None,
+    epsilon: float = 1e-6,
+    state_layout: str = "kv",
+    gate_activation: str = "silu",
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    disable_state_update: bool = False,
+    intermediate_states: Tensor | None = None,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    retrieve_parent_token: Tensor | None = None,
+) -> Tensor:
+    """Decode step (or a few) of a gated-delta layer, from its projections to its norm.
+
+    npu_causal_conv1d_update with silu, npu_fused_sigmoid_gating_delta_rule_update with the norm of
+    queries and keys, npu_gated_rms_norm with the norm before the gate: the same as these three
+    calls. Two launches on CUDA.
+
+    Formula: the gated-delta layer of Qwen3-Next.
+
+    Args:
+        mixed_qkv: [B, S, C], C = 2 N Dk + Nv Dv: the channels of queries, keys and values.
+        z: [B, S, Nv, Dv], the gate.
+        a: [B, S, Nv], of the decay.
+        b: [B, S, Nv], of the rate.
+        conv_states: [slots, L, C], any strides, L from W - 1 on; updated in place.
+        states: [slots, Nv, Dk, Dv] ("kv") or [slots, Nv, Dv, Dk] ("vk"); updated in place.
+        conv_weight: [W, C], W from 2 to 4; any strides.
+        A_log: [Nv] float32 or bfloat16.
+        dt_bias: [Nv].
+        norm_weight: [Dv].
+        state_indices: [B] int32 or int64, the slot of each sequence in both pools; negative or out
+            of range: starts from zeros, stores nothing.
+        conv_bias: [C]; None: zeros.
+        scale: factor of the queries; None is Dk ** -0.5.
+        epsilon: of the last norm.
+        state_layout: "kv" or "vk"; never inferred.
+        gate_activation: "silu" (also called "swish") or "sigmoid".
+        softplus_beta: softplus(x) = log(1 + exp(softplus_beta x)) / softplus_beta,
+        softplus_threshold: or x where softplus_beta x exceeds this.
+        disable_state_update: leave both pools as they are.
+        intermediate_states: [rows, steps, Nv, ...]: the state after each step.
+        intermediate_conv_window: [rows, steps, W - 1, C]: what was convolved last, after each step.
+        intermediate_state_indices: [B] row of each sequence in both; negative: none.
+        retrieve_parent_token: [B, steps]: step t follows step parent[t]; -1: the pools. For tree
+            verification; needs disable_state_update=True.
+
+    Returns:
+        out like `z`.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no state has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> mixed, z = torch.randn(1, 1, 2 * 2 * 16 + 4 * 8), torch.randn(1, 1, 4, 8)
+    >>> a, b, gate = torch.randn(1, 1, 4), torch.randn(1, 1, 4), torch.zeros(4)
+    >>> columns, states = torch.zeros(3, 3, 96), torch.zeros(3, 4, 16, 8)
+    >>> weight, slot = torch.randn(4, 96), torch.tensor([2])
+    >>> custom.npu_gated_delta_layer_decode(
+    ...     mixed, z, a, b, columns, states, weight, gate, gate, torch.ones(8), slot
+    ... ).shape
+    torch.Size([1, 1, 4, 8])
+    """

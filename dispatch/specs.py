@@ -52,6 +52,7 @@ OPS = (
     "causal_conv1d_update",
     "gated_rms_norm",
     "gated_rms_norm_grad",
+    "gated_delta_layer_decode",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
 
-from ..dispatch.common import layer, layout
+from ..dispatch.common import gated_delta, layer, layout
 from ..dispatch.reference import (
     _delta_rule,
     _selected,
@@ -450,6 +450,12 @@ def merge_of_topk(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Te
     return merge_topk.merged(values, positions, k, lambda score, k: score.topk(k).indices)
 
 
+def gated_delta_layer_decode(**x: Any) -> Tensor:
+    mixed = causal_conv1d_update.forward(**gated_delta.convolution(x))
+    out = delta_rule_update(**gated_delta.delta_rule(x, mixed))
+    return gated_rms_norm.forward(**gated_delta.norm(x, out))
+
+
 def _refuse_float8_and_varlen(v: Tensor, cu_seqlens_q: Tensor | None, **_: Any) -> str | None:
     if v.dtype.itemsize == 1:
         return "`v` is float8, which has no ONNX form. Convert `v` to the dtype of `q`."
@@ -513,6 +519,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_merge_topk": Decomposition(merge_of_topk),
     "npu_localize_indices": Decomposition(localize_indices.forward),
     "npu_chunk_kda": Decomposition(chunk_kda),
+    "npu_gated_delta_layer_decode": Decomposition(gated_delta_layer_decode, _refuse_verification),
     "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
     "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
     "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),

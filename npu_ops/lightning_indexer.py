@@ -15,6 +15,7 @@ finite one, so that it comes last.  On ties the lower position wins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -232,15 +233,54 @@ def forward(
     value_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values in the dtype of `query`, unless another is asked for."""
-    plan = ragged.plan(
-        query, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
-        layout_query, layout_key, sparse_mode,
+    q, w = query.flatten(0, -3), weights.flatten(0, -2)
+
+    def score(plan: ragged.Plan, out: Tensor, first: int, rows: int, config: tune.Config) -> None:
+        scores[(cores.cube(),)](
+            q, key, w, plan.table, out=out, first=first, rows=rows, wide=out.shape[1],
+            query_row=q.stride(0), query_head=q.stride(1), weights_row=w.stride(0),
+            key_row=ragged.row_stride(key), table_stride=plan.table.stride(0),
+            pages=key.shape[0], page=key.shape[-3], page_rows=ragged.page_rows(key),
+            HEADS=query.shape[-2], DIM=query.shape[-1], **plan.arguments, **flags_of(plan),
+            **config.keywords,
+        )  # fmt: skip
+
+    return select(
+        "lightning_indexer.scores", query, key, actual_seq_lengths_query, actual_seq_lengths_key,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode,
+        (value_dtype or query.dtype) if return_value else None, score,
     )  # fmt: skip
-    shape = [*query.shape[:-2], 1, sparse_count]
+
+
+def flags_of(plan: ragged.Plan) -> dict[str, Any]:
+    """Of the scores, which no token sees or not."""
+    return {name: flag for name, flag in plan.flags.items() if name != "CAUSAL"}
+
+
+def select(
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    count: int,
+    sparse_mode: int,
+    value_dtype: torch.dtype | None,
+    score: Callable[..., None],
+) -> tuple[Tensor, Tensor]:
+    """(indices, values of `value_dtype`, or none) of what `score(plan, out, first, rows, config)`
+    writes; `kernel` is the one that it launches."""
+    plan = ragged.plan(
+        query, key, lengths_query, lengths_key, block_table, layout_query, layout_key, sparse_mode
+    )
+    shape = [*query.shape[:-2], 1, count]
     heads = query.shape[-2]
     indices = memory.empty(shape, torch.int32, query.device)
-    kind = query.dtype if value_dtype is None else value_dtype
-    chosen = memory.empty(shape if return_value else [0], kind, query.device)
+    wanted = value_dtype is not None
+    chosen = memory.empty(shape if wanted else [0], value_dtype or query.dtype, query.device)
     if plan.rows == 0 or plan.reach == 0 or key.numel() == 0:
         return indices.fill_(-1), chosen.zero_()
 
@@ -248,38 +288,24 @@ def forward(
     page = key.shape[-3] if layout_key == "PA_BSND" else 0
     within = [
         config
-        for config in tune.TABLE["lightning_indexer.scores"]
+        for config in tune.TABLE[kernel]
         if page % config.tiles["KEY_TILE"] == 0
         and min(heads, 128) * config.tiles["KEY_TILE"] <= _LOGITS
     ]
-    product = tune.choose(
-        "lightning_indexer.scores",
-        tune.ranked(within, "HEAD_TILE", min(heads, 64)),
-        query.shape[-1],
-    )
+    product = tune.choose(kernel, tune.ranked(within, "HEAD_TILE", min(heads, 64)), query.shape[-1])
     wide = tiling.up(plan.reach, product.tiles["KEY_TILE"])
     at_once = tiling.at_once(plan.rows, wide * 4)
-    score = memory.empty((at_once, wide), torch.float32, query.device)
-    flags = dict(plan.flags)
-    causal = flags.pop("CAUSAL")
-    q, w = query.flatten(0, -3), weights.flatten(0, -2)
+    found = memory.empty((at_once, wide), torch.float32, query.device)
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
-        scores[(cores.cube(),)](
-            q, key, w, plan.table, out=score, first=first, rows=rows, wide=wide,
-            query_row=q.stride(0), query_head=q.stride(1), weights_row=w.stride(0),
-            key_row=ragged.row_stride(key), table_stride=plan.table.stride(0),
-            pages=key.shape[0], page=key.shape[-3], page_rows=ragged.page_rows(key),
-            HEADS=heads, DIM=query.shape[-1], **plan.arguments, **flags, **product.keywords,
-        )  # fmt: skip
+        score(plan, found, first, rows, product)
         topk[(min(rows, cores.vector()),)](
-            score, out=indices, first=first, rows=rows, wide=wide, chosen=sparse_count,
-            CAUSAL=causal, **plan.arguments, **flags,
-            **tune.only("lightning_indexer.topk").keywords,
+            found, out=indices, first=first, rows=rows, wide=wide, chosen=count,
+            **plan.arguments, **plan.flags, **tune.only("lightning_indexer.topk").keywords,
         )  # fmt: skip
-        if return_value:
+        if wanted:
             values[(min(rows, cores.vector()),)](
-                score, indices, chosen, first, rows, wide, sparse_count,
+                found, indices, chosen, first, rows, wide, count,
                 **tune.only("lightning_indexer.values").keywords,
             )  # fmt: skip
     return indices, chosen

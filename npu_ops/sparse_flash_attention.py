@@ -17,6 +17,7 @@ as well (the compiler passes gathered tiles through global memory), and all head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -250,10 +251,6 @@ def resolved(
     return slots, last
 
 
-def _asked_for(given: bool, *statistics: Tensor) -> tuple[Tensor, ...]:
-    return statistics if given else tuple(x.new_empty([0]) for x in statistics)
-
-
 def unsupported(
     query: Tensor,
     key: Tensor,
@@ -309,6 +306,44 @@ def forward(
         query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table,
         layout_query, layout_kv, sparse_mode,
     )  # fmt: skip
+    copies = tune.only("sparse_flash_attention.gather")
+    rotary = 0 if key_rope is None else key_rope.shape[-1]
+
+    def copy(
+        slots: Tensor, last: Tensor, dense_latent: Tensor, dense_rotary: Tensor, first: int,
+        rows: int, key_tile: int,
+    ) -> None:  # fmt: skip
+        wide = slots.shape[1]
+        gather[(min(rows * wide // copies.tiles["ROWS"], cores.vector()),)](
+            key, key if key_rope is None else key_rope, slots, last, dense_latent, dense_rotary,
+            first, rows, wide, ragged.row_stride(key),
+            0 if key_rope is None else ragged.row_stride(key_rope),
+            LATENT=query.shape[-1], ROTARY=rotary, KEY_TILE=key_tile, **copies.keywords,
+        )  # fmt: skip
+
+    out, *statistics = attended(
+        query, query if query_rope is None else query_rope, key, rotary, sparse_indices,
+        scale_value, sparse_block_size, sinks, plan, copy,
+    )  # fmt: skip
+    if not return_softmax_lse:
+        statistics = [x.new_empty([0]) for x in statistics]
+    return out, statistics[0], statistics[1]
+
+
+def attended(
+    query: Tensor,
+    query_rope: Tensor,
+    key: Tensor,
+    rotary: int,
+    sparse_indices: Tensor,
+    scale: float,
+    block: int,
+    sinks: Tensor | None,
+    plan: ragged.Plan,
+    copy: Callable[..., None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_max, softmax_sum) over the rows that `copy(slots, last, dense_latent,
+    dense_rotary, first, rows, key_tile)` lays out densely; `key` says where they lie."""
     *batch, length, heads, latent = query.shape
     device, dtype = query.device, query.dtype
     shape = [*batch, 1, length, heads]
@@ -317,36 +352,24 @@ def forward(
     out_sum = memory.empty(shape, torch.float32, device)
     count = sparse_indices.shape[-1]
     if plan.rows * heads == 0 or count * plan.reach == 0 or key.numel() == 0:
-        out_max.fill_(-torch.inf)
-        out_sum.zero_()
-        return out.zero_(), *_asked_for(return_softmax_lse, out_max, out_sum)
+        return out.zero_(), out_max.fill_(-torch.inf), out_sum.zero_()
 
-    rotary = 0 if key_rope is None else key_rope.shape[-1]
     attention = _attention(heads, latent, rotary)
-    copies = tune.only("sparse_flash_attention.gather")
     key_tile, head_tile = attention.tiles["KEY_TILE"], attention.tiles["HEAD_TILE"]
-    wide = tiling.up(count * sparse_block_size, key_tile)
+    wide = tiling.up(count * block, key_tile)
     indices = ragged.int32(sparse_indices).flatten(0, -3)
-    slots, last = resolved(indices, key, plan, wide, sparse_block_size)
-    rope = query if query_rope is None else query_rope
-    q, rope = query.flatten(0, -3), rope.flatten(0, -3)
+    slots, last = resolved(indices, key, plan, wide, block)
+    q, rope = query.flatten(0, -3), query_rope.flatten(0, -3)
     at_once = tiling.at_once(plan.rows, wide * (latent + rotary) * dtype.itemsize)
     dense_latent = memory.empty((at_once, wide, latent), dtype, device)
     dense_rotary = memory.empty((at_once, wide, rotary), dtype, device)
-    sizes = dict(LATENT=latent, ROTARY=rotary)
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
-        copying = min(rows * wide // copies.tiles["ROWS"], cores.vector())
-        gather[(copying,)](
-            key, key if key_rope is None else key_rope, slots, last, dense_latent, dense_rotary,
-            first, rows, wide, ragged.row_stride(key),
-            0 if key_rope is None else ragged.row_stride(key_rope),
-            **sizes, KEY_TILE=key_tile, **copies.keywords,
-        )  # fmt: skip
+        copy(slots, last, dense_latent, dense_rotary, first, rows, key_tile)
         attend[(min(rows * -(-heads // head_tile), cores.cube()),)](
             q, rope, dense_latent, dense_rotary, slots, last, out if sinks is None else sinks,
             out, out_max, out_sum, first, rows, wide, heads, *q.stride()[:2], *rope.stride()[:2],
-            scale_value, **sizes, SINKS=sinks is not None, WHOLE=heads % head_tile == 0,
-            **attention.keywords,
+            scale, LATENT=latent, ROTARY=rotary, SINKS=sinks is not None,
+            WHOLE=heads % head_tile == 0, **attention.keywords,
         )  # fmt: skip
-    return out, *_asked_for(return_softmax_lse, out_max, out_sum)
+    return out, out_max, out_sum

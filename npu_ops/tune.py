@@ -94,6 +94,15 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
         for heads in (8, 16, 32)
     ),
+    "kv_quant_sparse_flash_attention.gather": (Config({"ROWS": 16}),),
+    "index_cache_write.write": (Config({}),),
+    "latent_cache_write.write": (Config({}),),
+    "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),
+    "quant_lightning_indexer.scores": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
+        for keys in (128, 64, 32, 16)
+        for heads in (16, 32, 64)
+    ),
     "sparse_flash_attention_grad.row_sums": (Config({"HEAD_TILE": 16}),),
     "sparse_flash_attention_grad.grad_query": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})

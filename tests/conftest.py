@@ -31,6 +31,7 @@ pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ["tests.support.cxx", "tests.support.graph_record"]
 BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
 _verified: Counter[tuple[str, str]] = Counter()  # (op, backend) -> passing tests that ran it
+_doubted: set[tuple[str, str] | None] = set()  # what a failing test ran; None: it ran nothing
 
 
 def devices_here() -> list[str]:
@@ -176,25 +177,37 @@ def _seed():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     before = Counter(log.calls)
-    result = yield
-    _verified.update({key: 1 for key, count in (log.calls - before).items() if count > 0})
+
+    def ran():
+        return {key: 1 for key, count in (log.calls - before).items() if count > 0}
+
+    try:
+        result = yield
+    except Exception:
+        _doubted.update(ran() or [None])
+        raise
+    _verified.update(ran())
     return result
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
     """A worker of pytest-xdist is done: add what it verified."""
-    for op, ran_on, tests in getattr(node, "workeroutput", {}).get("verified", []):
+    output = getattr(node, "workeroutput", {})
+    for op, ran_on, tests in output.get("verified", []):
         _verified[op, ran_on] += tests
+    # one that died says nothing
+    _doubted.update(each and (each[0], each[1]) for each in output.get("doubted", [None]))
 
 
 def pytest_sessionfinish(session, exitstatus):
     output = getattr(session.config, "workeroutput", None)
     if output is not None:  # this is such a worker
         output["verified"] = [(*key, tests) for key, tests in _verified.items()]
+        output["doubted"] = [*_doubted]
         return
     path = session.config.getoption("--record")
-    if not path or exitstatus:
+    if not path or exitstatus not in (0, 1) or None in _doubted:
         return
     device = session.config.getoption("--device") or "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
@@ -206,7 +219,7 @@ def pytest_sessionfinish(session, exitstatus):
         "ops": {
             op: {"backend": ran_on, "tests": tests}
             for (op, ran_on), tests in sorted(_verified.items())
-            if ran_on == BACKEND_OF[device]
+            if ran_on == BACKEND_OF[device] and (op, ran_on) not in _doubted
         },
     }
     Path(path).write_text(json.dumps(record, indent=2) + "\n")

@@ -113,14 +113,23 @@ def test_cube_and_vector_take_turns(functions, turns):
         "hivm.hir.mmadL1 {b_transpose} ins(%cast_6, %cast_7, %true, %c64, %c256, %c128 : x) outs()",
     ],
 )
-@pytest.mark.parametrize(("tile", "wrong"), [("8x16", 0), ("16x8", 0), ("256x1", 1)])
+@pytest.mark.parametrize(
+    ("tile", "wrong"),
+    [
+        ("8x16x16x16xbf16", 0),
+        ("16x8x16x16xbf16", 0),
+        ("256x1x16x16xbf16", 1),
+        ("8x8x16x32xi8", 0),
+        ("16x8x16x32xi8", 1),
+    ],
+)
 def test_multiply_of_another_tile(multiply, tile, wrong):
     space = "#hivm.address_space<cbuf>"
     body = f"""@product(%arg0: i64) {{
     %c64 = arith.constant 64 : index
     %c128 = arith.constant 128 : index
     %c256 = arith.constant 256 : index
-    %cast_7 = memref.cast %36 : memref<{tile}x16x16xbf16, {space}> to memref<?x?x?x?xbf16, {space}>
+    %cast_7 = memref.cast %36 : memref<{tile}, {space}> to memref<?x?x?x?xbf16, {space}>
     {multiply}"""
     assert len(lint.wrong_multiplies(module(body))) == wrong
 

@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 from custom.cuda_ops import causal_conv1d as whole
 from custom.cuda_ops import causal_conv1d_grad as grad
 from custom.cuda_ops import causal_conv1d_update as update
+from custom.cuda_ops import gated_delta_layer_decode as layer
 from custom.cuda_ops import gated_rms_norm as norm
 from custom.cuda_ops import gated_rms_norm_grad as norm_grad
 
 from .support.compile_for_hopper import stand_in
-from .support.convolution import Norm, Step, Whole
+from .support.convolution import Layer, Norm, Step, Whole
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -67,3 +68,18 @@ def test_kernels_of_the_norm_compile(before, monkeypatch):
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
     norm_grad.backward(**x, d_out=norm.forward(**x))
     assert len(compiled) == 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("case", [Layer(), Layer(S=2, layout="vk", rows=(4, -1, 0))], ids=str)
+def test_kernels_of_the_layer_compile(case, capability, monkeypatch):
+    """On a GPU with chained launches, and on one without."""
+    compiled = stand_in(monkeypatch, 10 * capability[0])
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: capability)
+    layer.forward(**case.arguments(torch.bfloat16, "cpu") | dict(
+        scale=None, epsilon=1e-6, softplus_beta=1.0, softplus_threshold=20.0
+    ))  # fmt: skip
+    assert len(compiled) == 2
+    waits = ["griddepcontrol.wait" in kernel.asm["ptx"] for kernel in compiled]
+    assert waits == [False, capability >= (9, 0)]

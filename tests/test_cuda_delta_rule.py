@@ -23,9 +23,13 @@ pytest.importorskip("triton")
 
 from custom.cuda_ops import chunk_gated_delta_rule as chunk
 from custom.cuda_ops import chunk_gated_delta_rule_grad as chunk_grad
+from custom.cuda_ops import chunk_kda as kda
+from custom.cuda_ops import chunk_kda_grad as kda_grad
 from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as decode
 
 from .support.compile_for_hopper import stand_in
+from .test_chunk_kda import BOUNDED, GIVEN
+from .test_chunk_kda import Case as Kimi
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -34,8 +38,11 @@ FILES = (
     "test_fused_sigmoid_gating_delta_rule_update.py",
     "test_chunk_gated_delta_rule.py",
     "test_chunk_gated_delta_rule_grad.py",
+    "test_chunk_kda.py",
+    "test_chunk_kda_grad.py",
     "test_causal_conv1d.py",
     "test_causal_conv1d_update.py",
+    "test_gated_delta_layer_decode.py",
     "test_gated_rms_norm.py",
     "test_indexer_loss.py",
     "test_sparse_lightning_indexer_grad_kl_loss.py",
@@ -123,6 +130,40 @@ def test_chunks_fit(size, kib, monkeypatch):
     chunk.forward(**x)
     chunk_grad.backward(**x, d_out=x["value"], d_final_state=x["initial_state"])
     assert len(compiled) == 7
+    assert max(kernel.metadata.shared for kernel in compiled) <= kib * 1024
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize(
+    "case, capability, kib",
+    [
+        (
+            Kimi((70,), packed=False, H=1, HV=2, K=24, V=40, gate=GIVEN, state=None, norm=False),
+            90,
+            227,
+        ),
+        (Kimi((9, 70), H=1, HV=1, K=128, V=128, gate=BOUNDED, state=torch.bfloat16), 89, 99),
+        (Kimi((9, 70), H=1, HV=1, K=128, V=128), 90, 227),
+    ],
+    ids=["least", "most, 99 KiB", "most, 227 KiB"],
+)
+def test_kernels_of_kda_compile_and_fit(case, capability, kib, monkeypatch):
+    """Every branch of them; in 99 KiB, and with a third stage where there is memory."""
+    compiled = stand_in(monkeypatch, capability)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.shared_memory", lambda device: kib * 1024)
+    x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    kda.forward(**x)
+    kda_grad.backward(**x, d_out=x["v"], d_final_state=x["initial_state"])
+    names = [
+        "_chunks_kernel",
+        "_states_kernel",
+        "_chunks_kernel",
+        "_walks_kernel",
+        "_inputs_kernel",
+    ]
+    if case.norm:
+        names += ["_norms_kernel", "_sums_kernel"]
+    assert [kernel.name for kernel in compiled] == names
     assert max(kernel.metadata.shared for kernel in compiled) <= kib * 1024
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import custom
 
-from .support.kernels import INTERPRETED, ON_GPU
+from .support.kernels import INTERPRETED, ON_GPU, moved
 from .support.ragged import limits
 
 OP = "npu_kv_quant_sparse_flash_attention"
@@ -161,14 +161,6 @@ def prefix(counts, device):
     return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
 
 
-def moved(x: Tensor, device) -> Tensor:
-    """With the strides it has."""
-    if device.type == "cpu":
-        return x
-    bare = torch.empty(0, dtype=x.dtype, device=device)
-    return bare.set_(x.untyped_storage().to(device), x.storage_offset(), x.shape, x.stride())
-
-
 def attended(arguments, backend) -> tuple[Tensor, Tensor, Tensor]:
     before = log.calls[f"{OP}_lse", backend]
     out = custom.npu_kv_quant_sparse_flash_attention_lse(**arguments)
@@ -180,7 +172,7 @@ def attended(arguments, backend) -> tuple[Tensor, Tensor, Tensor]:
 def plain_kernels(monkeypatch):
     """The op on floats by the kernel that reads 8 bits too."""
     if ON_GPU:
-        from custom.cuda_ops import gpu
+        from custom.cuda_ops.common import gpu
 
         monkeypatch.setattr(gpu, "is_hopper", lambda device: False)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -216,7 +217,7 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda tensor: noted.append(f"{tensor.item()} on {current[0]}")
+            return lambda tensor, **_: noted.append(f"{tensor.item()} on {current[0]}")
 
     def launcher(x: Tensor) -> Tensor:
         side = launches.Side(x.device)
@@ -237,6 +238,38 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
     assert noted == [
         "there waits for elsewhere", "2.0 on there", "2.0 on elsewhere", "elsewhere waits for there"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_memory_is_used_again_where_no_launch_may_still_read_it(overlapping, monkeypatch):
+    """By programmatic dependent launch one may write before the one ahead of it has read."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def empty(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        alive.append(sum(each() is not None for each in made))
+        out = torch.empty(shape, dtype=dtype, device=device)
+        made.append(weakref.ref(out))
+        return out
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda tensor, launch_pdl: None
+
+    def launcher(x: Tensor) -> Tensor:
+        work = memory.empty((2 * launches.PIECE,), torch.uint8, x.device)
+        launches.kernel(Kernel(), 1)(work, launch_pdl=overlapping)
+        out = memory.empty((1,), x.dtype, x.device)
+        launches.kernel(Kernel(), 1)(out, launch_pdl=overlapping)
+        return out
+
+    monkeypatch.setattr(memory, "empty", empty)
+    _, plan = launches.record(launcher, lambda args, kwargs: dict(x=args[0]), (torch.ones(1),), {})
+    assert plan is not None
+    made.clear()
+    alive.clear()
+    plan([torch.ones(1)])
+    assert alive == [0, int(overlapping)]
 
 
 def test_each_stream_forks_into_one_of_its_own(monkeypatch):
@@ -302,7 +335,7 @@ def test_what_a_plan_cannot_do_again_has_none(does):
 
 class Reads:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args: None
+        return lambda *args, **named: None
 
 
 def test_a_plan_repeats_operators_and_cuts_results():
@@ -427,6 +460,13 @@ def test_another_length_compiles_nothing_anew(shape, variants):
     most = dict(_product=2, _collect=4)
     assert variants
     assert not {x: len(keys) for x, keys in variants.items() if len(keys) > most.get(x, 1)}
+
+
+def test_a_launch_says_that_multiply_and_add_round_once(variants):
+    """Triton 3.9 warns of a change to come where one does not."""
+    which = delta_rule.decode_case(2, 1, "vk")
+    direct(which.op, which.make(torch.device("cpu"), 0))
+    assert all("'enable_fp_fusion': True" in key for keys in variants.values() for key in keys)
 
 
 @pytest.mark.parametrize("pretended", [(9, 0), (8, 0)], ids=["sm90", "sm80"], indirect=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import custom
 
-from .support.kernels import INTERPRETED
+from .support.kernels import INTERPRETED, moved
 from .support.ragged import limits
 
 D = 128
@@ -132,14 +132,6 @@ class Problem:
                 assert (values[t, 0, min(count, limit) :] == 0).all()
                 t += 1
         assert (indices[t:] == -1).all()
-
-
-def moved(x, device):
-    """With the strides it has."""
-    if not isinstance(x, Tensor) or device.type == "cpu":
-        return x
-    bare = torch.empty(0, dtype=x.dtype, device=device)
-    return bare.set_(x.untyped_storage().to(device), x.storage_offset(), x.shape, x.stride())
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import custom
 
-from .support.kernels import INTERPRETED
+from .support.kernels import INTERPRETED, moved
 
 FORMATS = [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "ue8m0")]
 # Triton's interpreter cuts floats off where it makes bf16 of them
@@ -99,17 +99,17 @@ def test_packed_index_pages(page, between, kind, scale_format, dtype, device, ba
     wanted = [bytearray(each.contiguous().numpy().tobytes()) for each in pages]
     values, scales = quantised(k, kind, scale_format)
     for i, slot in there(slots, 3 * page):
-        cache, t = wanted[slot // page], slot % page
-        cache[t * 128 : t * 128 + 128] = values[i].tobytes()
-        struct.pack_into("<f", cache, page * 128 + 4 * t, scales[i])
-    moved = pages_of(3, page, 132, between).to(device)  # keeps its strides
+        raw, t = wanted[slot // page], slot % page
+        raw[t * 128 : t * 128 + 128] = values[i].tobytes()
+        struct.pack_into("<f", raw, page * 128 + 4 * t, scales[i])
+    cache = moved(pages_of(3, page, 132, between), device)
     before = log.calls["npu_index_cache_write", backend]
-    views = custom.index_cache_views(moved, kind)
+    views = custom.index_cache_views(cache, kind)
     custom.npu_index_cache_write(
         k.to(device), *views, slots.to(device), kind=kind, scale_format=scale_format
     )
     assert log.calls["npu_index_cache_write", backend] == before + 1
-    for got, want in zip(moved.cpu(), wanted, strict=True):
+    for got, want in zip(cache.cpu(), wanted, strict=True):
         assert got.contiguous().numpy().tobytes() == bytes(want)
 
 
@@ -154,20 +154,20 @@ def test_latent_rows(row_layout, kind, scale_format, page, between, device, back
     values, scales = quantised(tiles, kind, scale_format, 1.0 if alpha is None else alpha)
     at_rope, at_scale = (528, 512) if row_layout == "nope_scale_rope" else (512, 640)
     for i, slot in there(slots, 2 * page):
-        cache, first = wanted[slot // page], slot % page * 656
-        cache[first : first + 512] = values[i].tobytes()
-        struct.pack_into("<4f", cache, first + at_scale, *scales[i])
+        raw, first = wanted[slot // page], slot % page * 656
+        raw[first : first + 512] = values[i].tobytes()
+        struct.pack_into("<4f", raw, first + at_scale, *scales[i])
         begin = first + at_rope
-        cache[begin : begin + 128] = rope[i].view(torch.int16).numpy().tobytes()
-    moved = pages_of(2, page, 656, between).to(device)
+        raw[begin : begin + 128] = rope[i].view(torch.int16).numpy().tobytes()
+    cache = moved(pages_of(2, page, 656, between), device)
     before = log.calls["npu_latent_cache_write", backend]
     custom.npu_latent_cache_write(
-        ckv.to(device), rope.to(device), moved[:, :, None], slots.to(device), kind=kind,
+        ckv.to(device), rope.to(device), cache[:, :, None], slots.to(device), kind=kind,
         row_layout=row_layout, scale_format=scale_format,
         k_nope_clip_alpha=None if alpha is None else torch.tensor([alpha], device=device),
     )  # fmt: skip
     assert log.calls["npu_latent_cache_write", backend] == before + 1
-    for got, want in zip(moved.cpu(), wanted, strict=True):
+    for got, want in zip(cache.cpu(), wanted, strict=True):
         assert got.contiguous().numpy().tobytes() == bytes(want)
 
 

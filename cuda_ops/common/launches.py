@@ -56,10 +56,13 @@ _here = threading.local()
 def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
     """`kernel[grid]`, noted where a launcher is being recorded; compiled and not launched inside
     `compiling`."""
-    if getattr(_here, "compiling", False):
-        return partial(kernel.warmup, grid=grid)
     recorder = getattr(_here, "recorder", None)
-    return kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
+    if getattr(_here, "compiling", False):
+        launch = partial(kernel.warmup, grid=grid)
+    else:
+        launch = kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
+    # multiply and add round once: the default up to 3.9, which warns where a launch does not say so
+    return partial(launch, enable_fp_fusion=True)
 
 
 @contextmanager
@@ -121,7 +124,7 @@ class Side:
 def _note(step: Step) -> None:
     recorder = getattr(_here, "recorder", None)
     if recorder is not None:
-        recorder.forked = True
+        recorder.overlapping = True
         recorder.steps.append(step)
 
 
@@ -253,7 +256,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self.forked = False
+        # one of another stream, or one that starts before the one ahead of it has ended
+        self.overlapping = False
         self._device = tensors[0].device
         self._starts: list[int] = []
         self._dtypes: list[torch.dtype] = []
@@ -292,6 +296,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        self.overlapping |= bool(named.get("launch_pdl"))
         self._launching = True
         try:
             compiled = kernel[grid](*args, **named)
@@ -447,7 +452,7 @@ def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
             step.pointers = _moved(step.pointers, moved)
             step.described = _moved(step.described, moved)
         steps.append(step)
-        if not recorder.forked:  # else another stream may still use it
+        if not recorder.overlapping:  # else a launch may still use what a later one would get
             ended = {each.slot for each in inner if last.get(each.slot) == number} - set(moved)
             steps += map(_Dropped, sorted(ended))
     return Plan(steps, whole_slot + 1, None if out is None else outputs, single)

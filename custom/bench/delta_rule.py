@@ -367,6 +367,77 @@ def _compiled_together() -> Iterator[None]:
         yield
 
 
+def layer_case(b: int, layout: str, small: bool = False) -> Case:
+    """A decode step of the whole layer, its pools in bfloat16 and float32."""
+    heads, values, size = (2, 4, 16) if small else (N, NV, D)
+    channels = 2 * heads * size + values * size
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        return dict(
+            mixed_qkv=draw.normal(b, 1, channels),
+            z=draw.normal(b, 1, values, size),
+            a=draw.normal(b, 1, values),
+            b=draw.normal(b, 1, values),
+            conv_states=draw.normal(b + 1, 3, channels),
+            states=draw.normal(b + 1, values, size, size, dtype=torch.float32),
+            conv_weight=draw.normal(4, channels),
+            A_log=draw.normal(values, dtype=torch.float32),
+            dt_bias=draw.normal(values, dtype=torch.float32),
+            norm_weight=draw.normal(size),
+            # slot 0 is what servers keep for padding
+            state_indices=torch.arange(1, b + 1, device=device, dtype=torch.int32),
+            state_layout=layout,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        names = ("mixed_qkv", "z", "a", "b", "state_indices")
+        piece = arguments | {name: arguments[name][:4] for name in names}
+        return piece, lambda outputs: [out[:4] for out in outputs]
+
+    state, row = FP32 * values * size * size, BF16 * channels
+    return Case(
+        "npu_gated_delta_layer_decode",
+        f"{b} x 1 tokens, {layout}",
+        make,
+        part,
+        # the states of the rule and of the convolution, twice; mixed_qkv, z and out
+        bytes=float(b * (2 * state + 7 * row + 2 * BF16 * values * size)),
+        flops=6.0 * b * values * size * size,
+        shape=dict(b=b),
+        peers={"three ops": _three_ops},
+    )
+
+
+def _three_ops(arguments: Arguments) -> Callable[[], Any]:
+    """Ours, one after the other."""
+    x = arguments
+    values, size = x["z"].shape[2:]
+    keys = (x["mixed_qkv"].shape[-1] - values * size) // 2
+
+    def call() -> Any:
+        mixed = torch.ops.custom.npu_causal_conv1d_update(
+            x["mixed_qkv"], x["conv_states"], x["conv_weight"], None, "silu",
+            conv_state_indices=x["state_indices"],
+        )  # fmt: skip
+        q, k, v = (
+            y.unflatten(-1, (-1, size)) for y in mixed.split([keys, keys, values * size], -1)
+        )
+        out = torch.ops.custom.npu_fused_sigmoid_gating_delta_rule_update(
+            x["A_log"], x["a"], x["dt_bias"], 1.0, 20.0, q, k, v, x["b"], x["states"],
+            x["state_indices"], None, True, state_layout=x["state_layout"],
+        )  # fmt: skip
+        return torch.ops.custom.npu_gated_rms_norm(out, x["z"], x["norm_weight"])
+
+    return call
+
+
+def _layer(small: bool) -> list[Case]:
+    if small:
+        return [layer_case(2, "kv", True)]
+    return [layer_case(b, layout) for layout in ("kv", "vk") for b in (1, 32, 128)]
+
+
 def _decode(small: bool) -> list[Case]:
     if small:
         return [decode_case(b, 1, layout) for b in (1, 4) for layout in ("kv", "vk")]
@@ -396,6 +467,7 @@ def _kda_grad(small: bool) -> list[Case]:
 
 
 PRESETS = {
+    "npu_gated_delta_layer_decode": _layer,
     "npu_fused_sigmoid_gating_delta_rule_update": _decode,
     "npu_chunk_gated_delta_rule": _chunk,
     "npu_chunk_gated_delta_rule_grad": _chunk_grad,

@@ -8,6 +8,7 @@ x [B, S, D], or [T, D] cut by `query_start_loc` [N + 1]   weight [W, D], W from 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -100,3 +101,7 @@ def distinct(c: Checker, name: str, tensor: Tensor, rows: int) -> None:
             live.unique().numel() == live.numel(),
             f"`{name}` names a slot twice: which state remains is undefined.",
         )
+
+
+def enough(c: Checker, name: str, of: str, came: Any, least: Any) -> None:
+    c.require(came >= least, f"`{name}` has {came} {of}, expected at least {least}.")

@@ -57,15 +57,17 @@ def check(
     )
     _convolution.inputs(c, x, weight, bias, query_start_loc, activation)
     _convolution.pool(c, "conv_states", conv_states, "slots L D")
-    _enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
+    _convolution.enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
     _convolution.indices(c, "conv_state_indices", conv_state_indices)
     if conv_state_indices is None:
-        _enough(c, "conv_states", "slots", c.sizes["slots"], c.sizes["N"])
+        _convolution.enough(c, "conv_states", "slots", c.sizes["slots"], c.sizes["N"])
     elif not disable_state_update:
         _convolution.distinct(c, "conv_state_indices", conv_state_indices, c.sizes["slots"])
     _convolution.indices(c, "num_accepted_tokens", num_accepted_tokens)
     if num_accepted_tokens is not None and query_start_loc is None and not disable_state_update:
-        _enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 2 + c.sizes["S"])
+        _convolution.enough(
+            c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 2 + c.sizes["S"]
+        )
     _check_verification(
         c,
         query_start_loc is not None,
@@ -99,23 +101,23 @@ def _check_verification(
             c, "intermediate_state_indices", intermediate_state_indices, c.sizes["rows"]
         )
         if not varlen:
-            _enough(c, "intermediate_conv_window", "steps", c.sizes["steps"], c.sizes["S"])
+            _convolution.enough(
+                c, "intermediate_conv_window", "steps", c.sizes["steps"], c.sizes["S"]
+            )
     if retrieve_parent_token is not None:
         c.integer("retrieve_parent_token", retrieve_parent_token)
         c.shape("retrieve_parent_token", retrieve_parent_token, "N columns")
         c.contiguous(retrieve_parent_token=retrieve_parent_token)
         if not varlen:
-            _enough(c, "retrieve_parent_token", "columns", c.sizes["columns"], c.sizes["S"])
+            _convolution.enough(
+                c, "retrieve_parent_token", "columns", c.sizes["columns"], c.sizes["S"]
+            )
         c.require(
             disable_state_update,
             "`retrieve_parent_token` is given and the states are updated: a tree has no last "
             "token. Pass disable_state_update=True, and keep what `intermediate_conv_window` has "
             "of the accepted one.",
         )
-
-
-def _enough(c: Checker, name: str, of: str, came: Any, least: Any) -> None:
-    c.require(came >= least, f"`{name}` has {came} {of}, expected at least {least}.")
 
 
 def fake(x: Tensor, **_: Any) -> Tensor:

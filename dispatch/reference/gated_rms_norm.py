@@ -37,4 +37,5 @@ def unit(x: Tensor, epsilon: float, group_size: int | None) -> Tensor:
     """x over the root of its mean square, group by group."""
     groups = x.unflatten(-1, (-1, group_size or max(1, x.shape[-1])))
     scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + epsilon)
-    return (groups * scale).flatten(-2)
+    out: Tensor = (groups * scale).flatten(-2)
+    return out

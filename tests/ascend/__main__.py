@@ -152,9 +152,8 @@ def main() -> int:
     kept = store.read()
     versions()  # once, before the processes part
     if chosen.mutate:
-        seconds = {title: entry[2] for title, entry in kept.cases.items()}
         of_ops = [(case, file) for case, file in cases if file != models.__name__]
-        return mutants.run(of_ops, seconds, chosen.sample, chosen.seed, chosen.jobs)
+        return mutants.run(of_ops, chosen.sample, chosen.seed, chosen.jobs)
     sample: list[str] = []
     if chosen.check:
         quick = [c.title for c, _ in cases if kept.cases.get(c.title, [0, 0, 99])[2] < 20]

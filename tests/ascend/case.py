@@ -132,15 +132,14 @@ def in_float64(arguments: Arguments) -> Arguments:
 
 
 def copied(arguments: Arguments) -> Arguments:
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in arguments.items()
-    }
+    """A tensor that comes twice is one in the copies too."""
+    copies = {id(x): x.clone() for x in arguments.values() if isinstance(x, Tensor)}
+    return {name: copies.get(id(value), value) for name, value in arguments.items()}
 
 
 def results(op: str, outputs: Any, arguments: Arguments) -> Arguments:
     """Outputs by position and mutated arguments by name."""
-    listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs or ())
     named: Arguments = {f"output {i}": value for i, value in enumerate(listed)}
     for argument in getattr(torch.ops.custom, op).default._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write

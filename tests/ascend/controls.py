@@ -53,15 +53,15 @@ def plant_text(file: str, text: str) -> None:
     name = f"custom.npu_ops.{file}"
     if name in sys.modules:
         raise RuntimeError(f"{name} is imported already: what is planted would not be met")
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) / f"{file}.py"
-        scratch.write_text(text)
-        spec = importlib.util.spec_from_file_location(name, scratch)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        setattr(sys.modules["custom.npu_ops"], file, module)
-        spec.loader.exec_module(module)  # the JIT reads the sources of its functions
+    # it stays: the JIT reads the sources of its functions, and again when it compiles them
+    scratch = Path(tempfile.mkdtemp()) / f"{file}.py"
+    scratch.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, scratch)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    setattr(sys.modules["custom.npu_ops"], file, module)
+    spec.loader.exec_module(module)
 
 
 def _attempt(control: Control, case: Case, file: str) -> tuple[bool, str]:

@@ -73,6 +73,9 @@ _SCALAR = {
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
+    "kv_quant_sparse_flash_attention.gather": "one index a row, and each of its parts is one copy",
+    "index_cache_write.write": "one slot a token, whose row is one copy",
+    "latent_cache_write.write": "one slot a token, and each part of its row is one copy",
     "indexer_loss.gather": "one index a row, and the row is one copy",
     "gated_rms_norm.normalise": _SUMS,
     "gated_rms_norm_grad.through": _SUMS,
@@ -89,6 +92,7 @@ _SCALAR = {
 _CHAIN = "a chunk needs the state of the one before: there is nothing to work on meanwhile"
 _TURNS = {
     "lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
+    "quant_lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
     "chunk_gated_delta_rule.walk": _CHAIN,
     "chunk_kda.walk": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
@@ -100,6 +104,8 @@ _TAIL = "the last rows of a request are stored with a mask"
 # with and without masks, transposes, an initial state; linked to the other tiles or not
 _CARRIED = "a state that a loop carries, beside other stored tiles, is shared in no form tried"
 _OLDEST = {
+    "quant_lightning_indexer.scores": "sums of integers, as floats in the vector units, are not"
+    " shared",
     "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,

@@ -61,8 +61,10 @@ def wrong_multiplies(hivm: str) -> list[str]:
             tile = shape.get(arguments[1])
             if k is None or n is None or tile is None:
                 continue
-            wanted = [-(-n // 16), -(-k // 16)]
-            if tile[:2] not in (wanted, wanted[::-1]):
+            # a tile of L1 is 16 rows of 32 bytes
+            short = tile[-1] if len(tile) == 4 else 16
+            wanted = [[-(-n // 16), -(-k // short)], [-(-n // short), -(-k // 16)]]
+            if tile[:2] not in (*wanted, *(each[::-1] for each in wanted)):
                 name = call[1] or call[3]
                 found.append(f"{name}: B in L1 is {tile}, the multiply wants N={n} K={k}")
     return found

@@ -43,7 +43,8 @@ def empty(
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     tensor = torch.frombuffer(held, dtype=dtype, count=count)
-    tensor.fill_(float("nan") if dtype.is_floating_point else -(2**30))
+    bad = float("nan") if dtype.is_floating_point else -1 if dtype.itemsize == 1 else -(2**30)
+    tensor.fill_(bad)
     return tensor.view(*shape)
 
 

@@ -187,19 +187,22 @@ def _difference(old: str, new: str) -> tuple[str, str]:
     return old[low : len(old) - high], new[low : len(new) - high]
 
 
+@cache
 def files_of(op: str) -> set[str]:
-    """The files of npu_ops/ that the op's launcher is made of; none where no NPU runs it."""
-    if not (ROOT / f"npu_ops/{BY_NAME[op].file}.py").exists():
-        return set()
-    module = f"custom.npu_ops.{BY_NAME[op].file}"
+    """The files of npu_ops/ that the op's launcher is made of; none where no NPU runs it.  Nothing
+    is imported: a mistake is planted before."""
     seen: set[str] = set()
-    waiting = [module]
+    waiting = [BY_NAME[op].file]
     while waiting:
-        name = waiting.pop()
-        if name not in seen:
-            seen.add(name)
-            waiting += [x for x in sources.imported(name) if x.startswith("custom.npu_ops.")]
-    return {name.rpartition(".")[2] for name in seen} - set(_LEFT_OUT)
+        file = waiting.pop()
+        path = ROOT / f"npu_ops/{file}.py"
+        if file in seen or not path.exists():
+            continue
+        seen.add(file)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                waiting += [node.module] if node.module else [alias.name for alias in node.names]
+    return seen - set(_LEFT_OUT)
 
 
 @cache
@@ -237,6 +240,7 @@ class Usual:
     launched: list[tuple[Any, ...]]
     kernels: set[str]
     digest: str  # of the launches, of the arguments and of the op's reference
+    seconds: float  # to draw the arguments and to launch
 
 
 Lowered = dict[Any, tuple[str, str, None]]
@@ -280,6 +284,7 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
     read = sources.of(f"custom.dispatch.reference.{BY_NAME[op].file}")
     found = {}
     for case in cases:
+        began = time.process_time()
         arguments = case.make(Inputs(case.dtype, case.seed))
         drawn = [
             x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -288,7 +293,8 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
             for x in arguments.values()
         ]
         launched, kernels = _launched(case, arguments)
-        found[case.title] = Usual(launched, kernels, digest(repr(launched), read, *drawn))
+        both = digest(repr(launched), read, *drawn)
+        found[case.title] = Usual(launched, kernels, both, time.process_time() - began)
     return found, {key: (ttir, linalg, None) for key, (ttir, linalg, _) in recorder.lowered.items()}
 
 
@@ -328,13 +334,11 @@ def planted_in(files: Iterable[str]) -> list[Mutant]:
     ]
 
 
-def run(
-    cases: list[tuple[Case, str]], seconds: dict[str, int], sample: int, seed: int, jobs: int
-) -> int:
+def run(cases: list[tuple[Case, str]], sample: int, seed: int, jobs: int) -> int:
     """Plant, tell, and write mutants.json; 1 if one survives that nobody explained."""
     by_file: dict[str, list[tuple[Case, str]]] = {}
     by_op: dict[str, list[Case]] = {}
-    for case, where in sorted(cases, key=lambda x: seconds.get(x[0].title, 99)):
+    for case, where in cases:
         by_op.setdefault(case.op, []).append(case)
         for file in files_of(case.op):
             by_file.setdefault(file, []).append((case, where))
@@ -350,7 +354,7 @@ def run(
             sys.exit(f"{op} without a mistake: {answer}")
         usual |= answer[0]
         recorder.lowered |= answer[1]  # every process of a mutant begins with these
-    usual[LIMITS] = Usual([], set(), digest(sources.of(limits.__name__)))
+    usual[LIMITS] = Usual([], set(), digest(sources.of(limits.__name__)), 0)
     every = {
         file: digest(*(usual[case.title].digest for case, _ in of_file), usual[LIMITS].digest)
         for file, of_file in by_file.items()
@@ -365,7 +369,9 @@ def run(
             by = usual[first].digest if first in usual else every[mutant.file]
             if before.by == by:
                 continue
-        order = sorted(by_file[mutant.file], key=lambda x: x[0].title != first)
+        order = sorted(
+            by_file[mutant.file], key=lambda x: (x[0].title != first, usual[x[0].title].seconds)
+        )
         calls.append((mutant, len(calls), order, usual, asked))
     print(f"{len(planted)} of {of_all} mistakes, {len(calls)} without a verdict", flush=True)
     began = time.time()

@@ -44,8 +44,8 @@ def _read(name: str) -> tuple[str, tuple[str, ...]]:
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             # `from ..common import memory` imports a module, `from .errors import X` does not
             for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                imported.append(inner if _is_package(base) and _is_module(inner) else base)
+                full = f"{base}.{alias.name}"
+                imported.append(full if _is_module(full) else base)
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and _is_docstring(body[0]):
             node.body = body[1:]  # type: ignore[attr-defined]
@@ -53,16 +53,11 @@ def _read(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 @cache
-def _is_package(name: str) -> bool:
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.submodule_search_locations is not None
-
-
-@cache
 def _is_module(name: str) -> bool:
-    """Asked of packages only: to look into a module would import it, and nothing could be planted
-    in its place."""
-    return importlib.util.find_spec(name) is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, AttributeError):
+        return False
 
 
 def _is_docstring(node: ast.AST) -> bool:

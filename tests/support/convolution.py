@@ -149,3 +149,61 @@ class Norm:
             both = torch.cat([made["x"], made["gate"]], -2)
             made["x"], made["gate"] = both.chunk(2, -2)
         return made
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decode step of a gated-delta layer."""
+
+    B: int = 3
+    S: int = 1
+    N: int = 2
+    Nv: int = 4
+    Dk: int = 32
+    Dv: int = 16
+    W: int = 4
+    L: int = 3
+    layout: str = "kv"
+    state: torch.dtype = torch.float32
+    slots: tuple[int, ...] = (3, -1, 0)
+    sigmoid: bool = False
+    bias: bool = True
+    rows: tuple[int, ...] | None = None
+    parents: tuple[tuple[int, ...], ...] | None = None
+
+    def arguments(self, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+        """z, a and b as parts of one projection."""
+
+        def drawn(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.randn(*shape).to(kind).to(device)
+
+        exact = dtype if dtype is torch.float64 else torch.float32
+        C, tokens = 2 * self.N * self.Dk + self.Nv * self.Dv, (self.B, self.S)
+        size = (self.Dk, self.Dv) if self.layout == "kv" else (self.Dv, self.Dk)
+        parts = drawn(*tokens, C + self.Nv * self.Dv + 2 * self.Nv)
+        mixed, z, a, b = parts.split([C, self.Nv * self.Dv, self.Nv, self.Nv], -1)
+        verified = None if self.rows is None else torch.tensor(self.rows, device=device)
+        kept = self.rows is not None
+        return dict(
+            mixed_qkv=mixed,
+            z=z.unflatten(-1, (self.Nv, self.Dv)),
+            a=a,
+            b=b,
+            conv_states=drawn(SLOTS, self.L, C),
+            states=drawn(SLOTS, self.Nv, *size, kind=dtype if exact is dtype else self.state),
+            conv_weight=drawn(C, self.W).t(),
+            A_log=drawn(self.Nv, kind=exact),
+            dt_bias=drawn(self.Nv, kind=exact),
+            norm_weight=drawn(self.Dv),
+            state_indices=torch.tensor(self.slots, device=device),
+            conv_bias=drawn(C) if self.bias else None,
+            state_layout=self.layout,
+            gate_activation="sigmoid" if self.sigmoid else "silu",
+            disable_state_update=self.parents is not None,
+            intermediate_states=drawn(5, self.S, self.Nv, *size, kind=exact) if kept else None,
+            intermediate_conv_window=drawn(5, self.S, self.W - 1, C) if kept else None,
+            intermediate_state_indices=verified,
+            retrieve_parent_token=None
+            if self.parents is None
+            else torch.tensor(self.parents, device=device),
+        )

@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
@@ -15,3 +16,12 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16, torch.float32)
 kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU or the interpreter")
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+
+
+def moved(x, device):
+    """A tensor on `device` with the strides it has, also where there is a gap behind each page."""
+    if not isinstance(x, Tensor) or device.type == "cpu":
+        return x
+    there = torch.empty(0, dtype=x.dtype, device=device)
+    storage = x.untyped_storage().to(device=device)
+    return there.set_(storage, x.storage_offset(), x.shape, x.stride())

@@ -423,6 +423,23 @@ def _chunk_kda_grad(m: Maker, B: int = 2, S: int = 70) -> Arguments:
     )
 
 
+def _gated_delta_layer_decode(m: Maker, B: int = 2, S: int = 1) -> Arguments:
+    return dict(
+        mixed_qkv=m.normal(B, S, 2 * 2 * 16 + 4 * 8),
+        z=m.normal(B, S, 4, 8),
+        a=m.normal(B, S, 4),
+        b=m.normal(B, S, 4),
+        conv_states=m.normal(5, 3, 96),
+        states=m.normal(5, 4, 16, 8, dtype=torch.float32),
+        conv_weight=m.normal(4, 96),
+        A_log=m.normal(4, dtype=torch.float32),
+        dt_bias=m.normal(4, dtype=torch.float32),
+        norm_weight=m.normal(8),
+        state_indices=m.ints(*[3, -1][:B]),
+        conv_bias=m.normal(96),
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -460,6 +477,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_causal_conv1d_update": _causal_conv1d_update,
     "npu_gated_rms_norm": _gated_rms_norm,
     "npu_gated_rms_norm_grad": _gated_rms_norm_grad,
+    "npu_gated_delta_layer_decode": _gated_delta_layer_decode,
 }
 
 

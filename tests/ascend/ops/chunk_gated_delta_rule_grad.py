@@ -67,8 +67,8 @@ CASES = tuple(
             torch.bfloat16,
         ),
         ("no gates, keys alike", call([80], (1, 1), gates=False, alike=True), torch.bfloat16),
-        ("no beta", call([80], beta=None, final=None), torch.bfloat16),
-        ("no g", call([30], g=None, state=None), torch.bfloat16),
+        ("no beta, 64 x 48", call([80], (1, 2), (64, 48), beta=None, final=None), torch.bfloat16),
+        ("no g, 48 x 64", call([30], (1, 2), (48, 64), g=None, state=None), torch.bfloat16),
         (
             "fp16, 32 x 96, int64, bf16 states",
             call(

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The decode step of a gated-delta layer out of its three stages, for every backend: what each
+takes of the layer's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def convolution(x: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of npu_causal_conv1d_update."""
+    return dict(
+        x=x["mixed_qkv"],
+        conv_states=x["conv_states"],
+        weight=x["conv_weight"],
+        bias=x["conv_bias"],
+        activation="silu",
+        conv_state_indices=x["state_indices"],
+        query_start_loc=None,
+        num_accepted_tokens=None,
+        pad_slot_id=-1,
+        disable_state_update=x["disable_state_update"],
+        intermediate_conv_window=x["intermediate_conv_window"],
+        intermediate_state_indices=x["intermediate_state_indices"],
+        retrieve_parent_token=x["retrieve_parent_token"],
+    )
+
+
+def delta_rule(x: dict[str, Any], mixed: Tensor) -> dict[str, Any]:
+    """Those of npu_fused_sigmoid_gating_delta_rule_update, of what is convolved."""
+    values, size = x["z"].shape[2:]
+    key_size = x["states"].shape[2 if x["state_layout"] == "kv" else 3]
+    q, k, v = mixed.tensor_split(
+        [(mixed.shape[-1] - values * size) // 2, mixed.shape[-1] - values * size], -1
+    )
+    return dict(
+        A_log=x["A_log"],
+        a=x["a"],
+        dt_bias=x["dt_bias"],
+        softplus_beta=x["softplus_beta"],
+        softplus_threshold=x["softplus_threshold"],
+        q=q.unflatten(-1, (-1, key_size)),
+        k=k.unflatten(-1, (-1, key_size)),
+        v=v.unflatten(-1, (values, size)),
+        b=x["b"],
+        initial_state_source=x["states"],
+        initial_state_indices=x["state_indices"],
+        scale=x["scale"],
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=None,
+        state_layout=x["state_layout"],
+        is_kda=False,
+        disable_state_update=x["disable_state_update"],
+        intermediate_states=x["intermediate_states"],
+        intermediate_state_indices=x["intermediate_state_indices"],
+        retrieve_parent_token=x["retrieve_parent_token"],
+        lower_bound=None,
+    )
+
+
+def norm(x: dict[str, Any], out: Tensor) -> dict[str, Any]:
+    """Those of npu_gated_rms_norm, of what the rule gives."""
+    return dict(
+        x=out,
+        gate=x["z"],
+        weight=x["norm_weight"],
+        epsilon=x["epsilon"],
+        group_size=None,
+        norm_before_gate=True,
+        activation=x["gate_activation"],
+    )

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The positions and their scores: see quant_lightning_indexer.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .quant_lightning_indexer import selected, unsupported
+
+__all__ = ["forward", "unsupported"]
+
+forward = partial(selected, True)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_index_cache_write in int8: every byte, with slots that are not there and rows of zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from .. import memory
+from ..case import Arguments, Case, Inputs
+from ..controls import Control
+
+
+def keys(tokens: int, page: int, scale: torch.dtype) -> Callable[[Inputs], Arguments]:
+    def make(x: Inputs) -> Arguments:
+        k = x.normal(tokens, 128)
+        k[::5] = 0
+        slots = x.permutation(4 * page)[:tokens]
+        slots[::4] = torch.tensor([-1, 4 * page, 2**31 - 1, -(2**31)])[
+            torch.arange(len(slots[::4])) % 4
+        ]
+        values = memory.guarded(torch.full((4, page, 1, 128), 77, dtype=torch.int8))
+        scales = memory.guarded(torch.full((4, page, 1), 3.0, dtype=scale))
+        return dict(k=k, values=values, scales=scales, slots=x.ints(slots), kind="int8")
+
+    return make
+
+
+def apart(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """Pages with a gap behind each, in values and in scales."""
+
+    def made(x: Inputs) -> Arguments:
+        given = make(x)
+        pages, page, _, size = given["values"].shape
+        values = memory.guarded(torch.full((pages, page + 16, 1, size), 55, dtype=torch.int8))
+        scales = memory.guarded(torch.full((pages, page + 16, 1), 5.0).to(given["scales"].dtype))
+        return given | dict(values=values[:, :page], scales=scales[:, :page])
+
+    return made
+
+
+def not_wider(arguments: Arguments) -> Arguments:
+    """The bytes are those of the op's own dtypes."""
+    return arguments
+
+
+OP = "npu_index_cache_write"
+case = partial(Case, OP, widen=not_wider)
+CASES = (
+    case("float16 scales", keys(50, 16, torch.float16)),
+    case("float32 scales, page 128, fp16", keys(50, 128, torch.float32), torch.float16),
+    case("pages apart", apart(keys(50, 32, torch.float16))),
+    case("one token", keys(2, 16, torch.float16)),
+)
+CONTROLS = (
+    Control("a slot past the cache", OP[4:], "(slot < total)", "(slot >= 0)", "float16 scales"),
+    Control("a slot below 0", OP[4:], "(slot >= 0) & ", "(slot == slot) & ", "float16 scales"),
+    Control("rows of zeros", "quantise", "scale[:, None] > 0", "scale[:, None] >= 0", "one token"),
+    Control("cut off, not rounded", "quantise", "(y + 12582912.0) - 12582912.0", "y", "one token"),
+    Control(
+        "pages side by side", OP[4:], "outer * values_page", "outer * page * SIZE", "pages apart"
+    ),
+)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_kv_quant_sparse_flash_attention in int8: the rows that the copies make, through the attention
+that the bf16 op's cases prove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from custom.dispatch.common import quantised
+from custom.dispatch.reference import latent_cache_write
+
+from .. import memory
+from ..case import Arguments, Case, Inputs
+from ..controls import Control
+
+
+def rows_of(
+    lengths: list[int],
+    s1: int = 1,
+    heads: int = 16,
+    count: int = 64,
+    page: int = 16,
+    row_layout: str = "nope_rope_scale",
+    sinks: bool = False,
+    between: int = 0,
+    exact: bool = False,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    """Pages in random order, unused ones forbidden; absent and unseen indices among the others.
+    `exact`: scales are powers of two, so that no latent is rounded."""
+
+    def make(x: Inputs) -> Arguments:
+        used = [-(-n // page) for n in lengths]
+        total = sum(used) + 2
+        order = x.permutation(total).tolist()
+        table = torch.full((len(lengths), max(used) + 1), -1)
+        cache = memory.guarded(torch.zeros(total, page + between, 1, 656, dtype=torch.int8))
+        cache = cache[:, :page]
+        for i, pages in enumerate(used):
+            table[i, :pages] = torch.tensor([order.pop() for _ in range(pages)])
+        latent_cache_write.forward(
+            x.normal(total * page, 512), x.normal(total * page, 64), cache,
+            torch.arange(total * page), "int8", row_layout, "ue8m0", None,
+        )  # fmt: skip
+        if exact:
+            scale = quantised.row_parts(cache, row_layout, torch.int8, torch.bfloat16)[2]
+            scale.copy_(torch.exp2(scale.log2().round()))
+        # NaN in all that holds floats
+        cache[order] = -1
+        x.forbidden.append((cache, order))
+        chosen = torch.full((len(lengths), s1, 1, count), -1)
+        for i, n in enumerate(lengths):
+            for j in range(s1):
+                some = x.permutation(n + 3)[: count - 1]
+                chosen[i, j, 0, : len(some)] = some
+        chosen[..., 3] = -1
+        return (
+            dict(
+                query=x.normal(len(lengths), s1, heads, 576),
+                key=cache,
+                value=cache,
+                sparse_indices=x.ints(chosen),
+                scale_value=0.06,
+                key_quant_mode=2,
+                value_quant_mode=2,
+                block_table=x.ints(table),
+                actual_seq_lengths_kv=x.ints(lengths),
+                layout_kv="PA_BSND",
+                attention_mode=2,
+                sinks=memory.guarded(torch.randn(heads, generator=x.random)) if sinks else None,
+                row_layout=row_layout,
+            )
+            | options
+        )
+
+    return make
+
+
+def wide(arguments: Arguments) -> Arguments:
+    """The rows stay as they are."""
+    return arguments | {
+        name: arguments[name].double()
+        for name in ("query", "sinks")
+        if arguments.get(name) is not None
+    }
+
+
+def quant(name: str, make: Callable[[Inputs], Arguments], **options: Any) -> Case:
+    op = f"{OP}_lse" if options.pop("statistics", False) else OP
+    return Case(op, name, make, widen=wide, **options)
+
+
+OP = "npu_kv_quant_sparse_flash_attention"
+CASES = (
+    quant("16 heads", rows_of([100, 3, 40], 2, exact=True), statistics=True),
+    quant("FlashMLA's order, sinks", rows_of([100, 40], row_layout="nope_scale_rope", sinks=True)),
+    quant("pages apart, 5 heads", rows_of([70, 40], heads=5, between=1)),
+    quant(
+        "an empty request, 32 heads",
+        rows_of([70, 0], heads=32, count=100, exact=True),
+        statistics=True,
+    ),
+)
+CONTROLS = (
+    Control("the scales forgotten", OP[4:], "* by[:, :, None]", "+ 0 * by[:, :, None]", "16 heads"),
+    Control("an absent row is read", OP[4:], "tl.where(slot >= 0, slot, top)", "slot", "16 heads"),
+)
