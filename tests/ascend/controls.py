@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,8 +55,10 @@ def plant_text(file: str, text: str) -> None:
     name = f"custom.npu_ops.{file}"
     if name in sys.modules:
         raise RuntimeError(f"{name} is imported already: what is planted would not be met")
-    # it stays: the JIT reads the sources of its functions, and again when it compiles them
-    scratch = Path(tempfile.mkdtemp()) / f"{file}.py"
+    folder = tempfile.mkdtemp()
+    # not before the process ends: the JIT reads the sources of its functions when it lowers them
+    Finalize(None, shutil.rmtree, args=(folder,), exitpriority=0)
+    scratch = Path(folder) / f"{file}.py"
     scratch.write_text(text)
     spec = importlib.util.spec_from_file_location(name, scratch)
     assert spec is not None and spec.loader is not None
