@@ -26,7 +26,7 @@ from ..sparse_attention import (
     npu_sparse_attention_pto,
     npu_sparse_attention_shared_pto,
 )
-from .kernels import chunk_gated_delta_rule
+from .kernels import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
 from .paged import LayerCaches, PagedCaches, token_positions
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
@@ -36,6 +36,7 @@ from transformers.cache_utils import (  # noqa: E402
     CacheLayerMixin,
     DynamicIndexedLayer,
 )
+from transformers.models.kimi_linear import modeling_kimi_linear  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
@@ -322,13 +323,18 @@ _DELTA_RULES: tuple[Any, ...] = (
     modeling_qwen3_5.Qwen3_5GatedDeltaNet,
     modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet,
 )
+# functions that a model calls by name
+_KDA: tuple[tuple[Any, str, Any], ...] = (
+    (modeling_kimi_linear, "chunk_kimi_delta_attention", chunk_kda),
+    (modeling_kimi_linear, "recurrent_kimi_delta_attention", fused_recurrent_kda),
+)
 _in_use = False
 
 
 @contextmanager
 def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
-    """Run DeepSeek-V3.2's and GLM-5's attention, and the linear attention of Qwen3-Next and
-    Qwen3.5, by our ops inside the context.
+    """Run DeepSeek-V3.2's and GLM-5's attention, the linear attention of Qwen3-Next and Qwen3.5,
+    and the recurrence of Kimi-Linear, by our ops inside the context.
 
     Every such model of the process is concerned; on exit their own code is back. Inference only.
     Batches are padded on the left, as `generate` wants them. The cache of a sparse attention
@@ -349,15 +355,16 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
             "custom.integrations.transformers.use() is in force already; leave that context first."
         )
     attention = _attention_forward(weight_format, page_size)
-    replacements = [(each, attention) for each in CONVENTIONS]
-    replacements += [(each, _gated_delta_forward) for each in _DELTA_RULES]
-    originals = [(each, each.forward) for each, _ in replacements]
+    replacements = [(each, "forward", attention) for each in CONVENTIONS]
+    replacements += [(each, "forward", _gated_delta_forward) for each in _DELTA_RULES]
+    replacements += _KDA
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     _in_use = True
     try:
-        for owner, forward in replacements:
-            owner.forward = forward
+        for owner, name, ours in replacements:
+            setattr(owner, name, ours)
         yield
     finally:
-        for owner, forward in originals:
-            owner.forward = forward
+        for owner, name, theirs in originals:
+            setattr(owner, name, theirs)
         _in_use = False

@@ -46,7 +46,7 @@ def with_statistics(
     of_key, key_rope, key_scale = quantised.row_parts(
         key, row_layout, quantised.typed(key, key_dtype).dtype, rotary
     )
-    of_value, _, value_scale = quantised.row_parts(
+    of_value, _rope, value_scale = quantised.row_parts(
         value, row_layout, quantised.typed(value, value_dtype).dtype, rotary
     )
 
