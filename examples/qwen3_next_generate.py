@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
+<<<<<<< HEAD
 """Generate with Hugging Face Qwen3-Next, Qwen3.5 or Kimi-Linear, their linear attention by our ops.
+=======
+"""Generate with Hugging Face Qwen3-Next, Qwen3.5 or Kimi-Linear, linear attention by our ops.
+>>>>>>> w/conv
 
     python examples/qwen3_next_generate.py [--model qwen3.5|kimi-linear] [--device cuda]
 
 Inside `use()` a prompt goes through `npu_causal_conv1d`, `npu_chunk_gated_delta_rule` and
 `npu_gated_rms_norm`, and every new token through `npu_gated_delta_layer_decode`, which updates the
+<<<<<<< HEAD
 model's own states in place; Kimi-Linear's through `npu_chunk_kda` and
+=======
+model's own states in place; Kimi-Linear's recurrence through `npu_chunk_kda` and
+>>>>>>> w/conv
 `npu_fused_sigmoid_gating_delta_rule_update`. The model is small and its weights are random, so it
 babbles; the unmodified model babbles the same.
 """
 
 import argparse
 import time
+from functools import partial
 
 import torch
 from _agreement import check
@@ -60,9 +69,13 @@ def make_kimi_linear(vocabulary):
     return KimiLinearForCausalLM(config).eval()
 
 
+<<<<<<< HEAD
 def make_model(name, vocabulary):
     if name == "kimi-linear":
         return make_kimi_linear(vocabulary)
+=======
+def make_qwen(vocabulary, dense=False):
+>>>>>>> w/conv
     sizes = dict(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -87,12 +100,20 @@ def make_model(name, vocabulary):
         num_experts_per_tok=4,
     )
     torch.manual_seed(0)
-    if name == "qwen3.5":
+    if dense:
         return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)).eval()
     return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts)).eval()
 
 
+<<<<<<< HEAD
 MODELS = ("qwen3-next", "qwen3.5", "kimi-linear")
+=======
+MODELS = {
+    "qwen3-next": make_qwen,
+    "qwen3.5": partial(make_qwen, dense=True),
+    "kimi-linear": make_kimi_linear,
+}
+>>>>>>> w/conv
 
 
 def run(model, tokenizer, options):
@@ -139,7 +160,11 @@ def run(model, tokenizer, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+<<<<<<< HEAD
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
+=======
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-next")
+>>>>>>> w/conv
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument(
         "--dtype",
@@ -160,8 +185,13 @@ def main():
         dtypes = ["float32", "bfloat16"]
     with torch.inference_mode():
         for dtype in dtypes:
+<<<<<<< HEAD
             model = make_model(options.model, len(tokenizer)).to(device, getattr(torch, dtype))
             run(model, tokenizer, options)
+=======
+            model = MODELS[options.model](len(tokenizer))
+            run(model.to(device, getattr(torch, dtype)), tokenizer, options)
+>>>>>>> w/conv
     print_backends()
 
 
