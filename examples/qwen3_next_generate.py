@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-<<<<<<< HEAD
-"""Generate with Hugging Face Qwen3-Next, Qwen3.5 or Kimi-Linear, their linear attention by our ops.
-=======
 """Generate with Hugging Face Qwen3-Next, Qwen3.5 or Kimi-Linear, linear attention by our ops.
->>>>>>> w/conv
 
-    python examples/qwen3_next_generate.py [--model qwen3.5|kimi-linear] [--device cuda]
+    python examples/qwen3_next_generate.py [--model qwen3.5] [--device cuda] [--dtype bfloat16]
 
 Inside `use()` a prompt goes through `npu_causal_conv1d`, `npu_chunk_gated_delta_rule` and
 `npu_gated_rms_norm`, and every new token through `npu_gated_delta_layer_decode`, which updates the
-<<<<<<< HEAD
-model's own states in place; Kimi-Linear's through `npu_chunk_kda` and
-=======
 model's own states in place; Kimi-Linear's recurrence through `npu_chunk_kda` and
->>>>>>> w/conv
 `npu_fused_sigmoid_gating_delta_rule_update`. The model is small and its weights are random, so it
 babbles; the unmodified model babbles the same.
 """
@@ -69,13 +61,7 @@ def make_kimi_linear(vocabulary):
     return KimiLinearForCausalLM(config).eval()
 
 
-<<<<<<< HEAD
-def make_model(name, vocabulary):
-    if name == "kimi-linear":
-        return make_kimi_linear(vocabulary)
-=======
 def make_qwen(vocabulary, dense=False):
->>>>>>> w/conv
     sizes = dict(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -105,15 +91,11 @@ def make_qwen(vocabulary, dense=False):
     return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts)).eval()
 
 
-<<<<<<< HEAD
-MODELS = ("qwen3-next", "qwen3.5", "kimi-linear")
-=======
 MODELS = {
     "qwen3-next": make_qwen,
     "qwen3.5": partial(make_qwen, dense=True),
     "kimi-linear": make_kimi_linear,
 }
->>>>>>> w/conv
 
 
 def run(model, tokenizer, options):
@@ -160,11 +142,7 @@ def run(model, tokenizer, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-<<<<<<< HEAD
-    parser.add_argument("--model", choices=MODELS, default="qwen3-next")
-=======
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-next")
->>>>>>> w/conv
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument(
         "--dtype",
@@ -185,13 +163,8 @@ def main():
         dtypes = ["float32", "bfloat16"]
     with torch.inference_mode():
         for dtype in dtypes:
-<<<<<<< HEAD
-            model = make_model(options.model, len(tokenizer)).to(device, getattr(torch, dtype))
-            run(model, tokenizer, options)
-=======
             model = MODELS[options.model](len(tokenizer))
             run(model.to(device, getattr(torch, dtype)), tokenizer, options)
->>>>>>> w/conv
     print_backends()
 
 

@@ -333,13 +333,8 @@ _in_use = False
 
 @contextmanager
 def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
-<<<<<<< HEAD
-    """Run DeepSeek-V3.2's and GLM-5's attention, and the linear attention of Qwen3-Next, Qwen3.5
-    and Kimi-Linear, by our ops inside the context.
-=======
     """Run DeepSeek-V3.2's and GLM-5's attention, the linear attention of Qwen3-Next and Qwen3.5,
     and the recurrence of Kimi-Linear, by our ops inside the context.
->>>>>>> w/conv
 
     Every such model of the process is concerned; on exit their own code is back. Inference only.
     Batches are padded on the left, as `generate` wants them. The cache of a sparse attention
