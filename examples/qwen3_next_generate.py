@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Generate with Hugging Face Qwen3-Next, its gated delta rule by our ops.
+"""Generate with Hugging Face Qwen3-Next, Qwen3.5 or Kimi-Linear, their linear attention by our ops.
 
-    python examples/qwen3_next_generate.py [--device cuda] [--dtype bfloat16]
+    python examples/qwen3_next_generate.py [--model qwen3.5|kimi-linear] [--device cuda]
 
-Inside `use()` a prompt goes through `npu_chunk_gated_delta_rule`, and every new token through
-`npu_fused_sigmoid_gating_delta_rule_update`, which updates the model's own state in place. The
-model is small and its weights are random, so it babbles; the unmodified model babbles the same.
+Inside `use()` a prompt goes through `npu_causal_conv1d`, `npu_chunk_gated_delta_rule` and
+`npu_gated_rms_norm`, and every new token through `npu_gated_delta_layer_decode`, which updates the
+model's own states in place; Kimi-Linear's through `npu_chunk_kda` and
+`npu_fused_sigmoid_gating_delta_rule_update`. The model is small and its weights are random, so it
+babbles; the unmodified model babbles the same.
 """
 
 import argparse
@@ -16,7 +18,15 @@ import torch
 from _agreement import check
 from _device import DEVICES, choose_device, print_backends
 from _text import make_prompts, make_tokenizer
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, logging
+from transformers import (
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    logging,
+)
 
 from custom.integrations.transformers import use
 
@@ -24,8 +34,36 @@ from custom.integrations.transformers import use
 ROUNDINGS = 25
 
 
-def make_model(vocabulary):
-    config = Qwen3NextConfig(
+def make_kimi_linear(vocabulary):
+    config = KimiLinearConfig(
+        vocab_size=vocabulary,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        linear_num_heads=4,
+        linear_head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return KimiLinearForCausalLM(config).eval()
+
+
+def make_model(name, vocabulary):
+    if name == "kimi-linear":
+        return make_kimi_linear(vocabulary)
+    sizes = dict(
         vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
@@ -37,17 +75,24 @@ def make_model(vocabulary):
         linear_num_value_heads=4,
         linear_key_head_dim=32,
         linear_value_head_dim=32,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        # every expert is chosen: which ones a near-tie would pick is not the subject here
-        num_experts=4,
-        num_experts_per_tok=4,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
+    # every expert is chosen: which ones a near-tie would pick is not the subject here
+    experts = dict(
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=4,
+    )
     torch.manual_seed(0)
-    return Qwen3NextForCausalLM(config).eval()
+    if name == "qwen3.5":
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)).eval()
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts)).eval()
+
+
+MODELS = ("qwen3-next", "qwen3.5", "kimi-linear")
 
 
 def run(model, tokenizer, options):
@@ -94,6 +139,7 @@ def run(model, tokenizer, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument(
         "--dtype",
@@ -114,7 +160,8 @@ def main():
         dtypes = ["float32", "bfloat16"]
     with torch.inference_mode():
         for dtype in dtypes:
-            run(make_model(len(tokenizer)).to(device, getattr(torch, dtype)), tokenizer, options)
+            model = make_model(options.model, len(tokenizer)).to(device, getattr(torch, dtype))
+            run(model, tokenizer, options)
     print_backends()
 
 

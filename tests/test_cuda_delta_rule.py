@@ -28,8 +28,8 @@ from custom.cuda_ops import chunk_kda_grad as kda_grad
 from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as decode
 
 from .support.compile_for_hopper import stand_in
-from .test_chunk_kda import BOUNDED, GIVEN
-from .test_chunk_kda import Case as Kimi
+from .support.kda import BOUNDED, GIVEN
+from .support.kda import Case as Kimi
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED

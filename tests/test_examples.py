@@ -50,6 +50,15 @@ def test_example(script, device, cxx, monkeypatch):
     assert f"device: {device.type}" in done.stdout
 
 
+def test_kimi_linear_generates(device, cxx, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("CXX", cxx)
+    script = "qwen3_next_generate.py"
+    done = run(script, "--model", "kimi-linear", "--device", device.type, *SMALL[script])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "npu_chunk_kda" in done.stdout
+
+
 def test_the_indexers_recall_rises(device, tmp_path):
     """It learns which keys the attention looks at: in the dense warm-up, and on after it."""
     pytest.importorskip("matplotlib")

@@ -153,7 +153,9 @@ def main() -> int:
     versions()  # once, before the processes part
     if chosen.mutate:
         of_ops = [(case, file) for case, file in cases if file != models.__name__]
-        return mutants.run(of_ops, chosen.sample, chosen.seed, chosen.jobs)
+        failed = mutants.run(of_ops, chosen.sample, chosen.seed, chosen.jobs)
+        report.write_mutants()
+        return failed
     sample: list[str] = []
     if chosen.check:
         quick = [c.title for c, _ in cases if kept.cases.get(c.title, [0, 0, 99])[2] < 20]

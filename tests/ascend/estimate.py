@@ -3,8 +3,8 @@
 """Estimated times on Atlas A3, launch by launch:  tests/ascend/run.sh --estimate OP [--shape b=4]
 
 The rows are those of `python -m custom.bench`.  The kernels are compiled and walked (cost.py), and
-nothing runs: tensors have addresses and no memory, and read as zeros, so that what a later launch
-takes from an earlier one (a selection, say) is at its first place.
+none runs but those that number what later ones work through: tensors have addresses and no memory,
+and read as zeros, so that every index of a selection is the first key.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from custom.dispatch.common import memory as launcher_memory
 from custom.bench.case import Draw
 from custom.bench.presets import presets
 
-from . import cost, driver, lint, memory
+from . import cost, driver, lint, memory, published
 from .compiler import compile_for_npu
 from .driver import Launch, recorder
+from .models import Sizes
 from .toolchain import NEWEST
 
+_NUMBERING = ("sparse_flash_attention.resolve", "chunk_gated_delta_rule_grad.places")
 _hivm: dict[str, str] = {}
 
 
@@ -67,7 +69,12 @@ _HEAD = (
 def launched(call: Callable[[], Any]) -> list[tuple[float, str]]:
     """(seconds, a line of the table) of every launch of a call."""
     rows: list[tuple[float, str]] = []
-    recorder.observe = lambda launch, given: rows.append(_row(launch, given))
+
+    def observe(launch: Launch, given: list[Any]) -> None:
+        rows.append(_row(launch, given))
+        recorder.execute = launch.kernel in _NUMBERING
+
+    recorder.observe = observe
     call()
     return rows
 
@@ -75,18 +82,34 @@ def launched(call: Callable[[], Any]) -> list[tuple[float, str]]:
 def install() -> None:
     torch.set_num_threads(1)
     driver.install()
-    recorder.execute = False
     launcher_memory.empty = memory.vast
     Draw.normal = lambda self, *shape, dtype=None, std=1.0: memory.vast(  # type: ignore[method-assign]
         shape, dtype or self.dtype
     )
 
 
+def compare() -> None:
+    """Published times beside ours."""
+    install()
+    print(f"{'':<36}{'AscendC':>9}{'Triton':>9}{'ours':>9}  us, ESTIMATED; what binds most")
+    for figure in published.FIGURES:
+        rows = launched(
+            lambda figure=figure: getattr(torch.ops.custom, figure.op)(**figure.make(Sizes()))
+        )
+        ours = [x for x in rows if not figure.kernels or x[1].startswith(figure.kernels)]
+        total = sum(seconds for seconds, _ in ours) + cost.GAP * (len(ours) - 1)
+        slowest = max(ours)[1].split()
+        text = f"{figure.what:<36}{figure.ascendc:>9.1f}{figure.triton:>9.1f}{total * 1e6:>9.1f}"
+        print(f"{text}  {slowest[0]}: {slowest[-1]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.ascend.estimate")
-    parser.add_argument("op")
+    parser.add_argument("op", help="or `published`: times of others, and ours")
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=4,s1=1")
     chosen = parser.parse_args()
+    if chosen.op == "published":
+        return compare()
     wanted = dict(pair.split("=") for pair in chosen.shape.split(",") if pair)
     install()
     print("ESTIMATES for Atlas A3, from the final HIVM and public rates; nothing ran on hardware.")

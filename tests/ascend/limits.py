@@ -136,8 +136,22 @@ def _prologs() -> Iterator[Limit]:
     yield Limit("mla_prolog_pto", given, dict(kv_cache=_t(1, 16, 1, wide + 1)), said)
 
 
+def _merges() -> Iterator[Limit]:
+    size = dict(indices=_t(1, 8), size=MOST // 4, interleave=4)
+    yield Limit("localize_indices", size, dict(interleave=5), "the kernel divides to")
+
+    wide = max(config.tiles["WIDTH"] for config in tune.TABLE["merge_states.merge"])
+    states = dict(outs=_t(64, 1, wide), lses=_t(64, 1, dtype=torch.float32))
+    yield Limit("merge_states", states, dict(outs=_t(65, 1, wide)), "65 parts")
+    yield Limit("merge_states", states, dict(outs=_t(64, 1, wide + 1)), f"D={wide + 1}")
+
+    topk = dict(values=_t(4, 1, MOST // 4), k=MOST)
+    yield Limit("merge_topk", topk, dict(values=_t(4, 1, MOST // 4 + 1)), "the kernel counts up to")
+    yield Limit("merge_topk", topk, dict(k=MOST + 1), "the kernel counts up to")
+
+
 def limits() -> list[Limit]:
-    each = (_chunks, _attention, _update, _losses, _indexers, _attentions, _prologs)
+    each = (_chunks, _attention, _update, _losses, _indexers, _attentions, _prologs, _merges)
     return [limit for made in each for limit in made()]
 
 

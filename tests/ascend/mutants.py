@@ -3,8 +3,8 @@
 """Mechanical mistakes, one at a time, in every kernel and launcher: does a case notice?
 
 A mutant is caught if a case of an op that uses its file fails, crashes or raises: the one that did
-before is asked first, then the others, cheapest first.  A case whose kernels a mistake in a kernel
-leaves as they are is not run.  What no case notices survives, and must be in EQUIVALENT with the
+before is asked first, then the others, cheapest first.  Cases whose launches stay the same (text,
+grid, arguments) are not run.  What no case notices survives, and must be in `_REASONS` with the
 reason why it changes no result.
 
 mutants.json keeps the verdicts: a catch for as long as the mutated function and the case that made
@@ -45,10 +45,32 @@ _PARTS = ("first", "start", "before", "begin", "offset", "written")
 # tables and budgets: the table of configurations holds each of them to the compiler
 _LEFT_OUT = ("__init__", "tune", "tiling", "cores", "entry", "front_end", "refusals")
 
-# title of a mutant: why it changes no result
-EQUIVALENT = {
-    "ragged.page_rows: off by one: key.shape[0] <= 1 -> key.shape[0] < 1": (
-        "the only page has the number 0, whatever lies between two"
+_TILE = "another tile, the same result"
+_NAMED = "the sizes only name what is remembered of a refusal"
+_SUMMED = "what the two hold is only ever summed"
+_TIMES = "the two are only multiplied, number by number"
+_NUMBERS = "as many numbers, whose rows the kernels count themselves"
+# by function, words of a mutant's title: why it changes no result
+_REASONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "chunk_gated_delta_rule_grad._tile": (("tile * other < most", _TILE),),
+    "chunk_gated_delta_rule_grad.backward": (
+        ("lengths, finer, inverse, ", _SUMMED),
+        ("drop, q_states, grown, ", _TIMES),
+        ("rates, grads, states, of_rest", _TIMES),
+        ("-> space(value_size, CHUNK.value)", _NUMBERS),
+        ("-> space(key_size, value_size)", _NUMBERS),
+    ),
+    "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
+    "mla_prolog_pto.forward": (("-> new(tokens, latent, heads)", _NUMBERS),),
+    "product._config": (
+        ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
+    ),
+    "ragged.page_rows": (
+        ("key.shape[0] < 1", "the only page has the number 0, whatever lies between two"),
+    ),
+    "sparse_flash_attention._attention": (("rotary, latent)", _NAMED),),
+    "sparse_flash_attention_grad._by_position": (
+        ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
     ),
 }
 
@@ -63,6 +85,12 @@ class Mutant:
     nth: int  # among those of this file with the same words
     made: str = field(repr=False)  # digest of the mutated function
     text: str = field(repr=False)  # the whole file
+
+    @property
+    def reason(self) -> str | None:
+        """Why it changes no result."""
+        words = _REASONS.get(f"{self.file}.{self.function}", ())
+        return next((reason for word, reason in words if word in self.title), None)
 
     @property
     def title(self) -> str:
@@ -246,11 +274,17 @@ class Usual:
 Lowered = dict[Any, tuple[str, str, None]]
 
 
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
 def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ...]], set[str]]:
     """What decides the result of the call, kernel by kernel, without running it: the lowered text
-    and what it is called with, tensors by whose they are and where they begin.  And their names."""
+    and what it is called with, tensors by whose they are and where they begin; last, what is given
+    back.  And the kernels' names."""
     names: dict[int, Any] = {}
     found: list[tuple[Any, ...]] = []
+    drawn: list[bytes] = []  # what the launcher made of its arguments by itself
 
     def empty(*given: Any) -> Tensor:
         made = memory.empty(*given)
@@ -261,6 +295,8 @@ def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ..
         if not isinstance(value, Tensor):
             return value
         whose = names.get(value.untyped_storage().data_ptr())
+        if whose is None:
+            drawn.append(_bytes(value))
         return whose, value.dtype, value.shape, value.stride(), value.storage_offset()
 
     def observe(launch: Launch, given: list[Any]) -> None:
@@ -271,8 +307,11 @@ def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ..
             names[value.untyped_storage().data_ptr()] = name
     recorder.execute, recorder.observe, launcher_memory.empty = False, observe, empty
     recorder.cube_cores = case.cores[0]
-    call(case, arguments)
+    outputs = call(case, arguments)
     recorder.execute, recorder.observe, launcher_memory.empty = True, None, memory.empty
+    listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    if found:
+        found.append((*map(described, listed), digest(*drawn)))
     kernels = {launch.kernel for launch in recorder.launches}
     recorder.launches = []
     return found, kernels
@@ -286,14 +325,9 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
     for case in cases:
         began = time.process_time()
         arguments = case.make(Inputs(case.dtype, case.seed))
-        drawn = [
-            x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            if isinstance(x, Tensor)
-            else repr(x)
-            for x in arguments.values()
-        ]
+        drawn = [_bytes(x) if isinstance(x, Tensor) else repr(x) for x in arguments.values()]
         launched, kernels = _launched(case, arguments)
-        both = digest(repr(launched), read, *drawn)
+        both = digest(repr(launched[:-1]), read, *drawn)
         found[case.title] = Usual(launched, kernels, both, time.process_time() - began)
     return found, {key: (ttir, linalg, None) for key, (ttir, linalg, _) in recorder.lowered.items()}
 
@@ -315,10 +349,10 @@ def attempt(
         if mutated is not None and mutated.isdisjoint(usual[case.title].kernels):
             continue
         signal.alarm(_PATIENCE)
-        if mutated is not None:
-            arguments = case.make(Inputs(case.dtype, case.seed))
-            if usual[case.title].launched == _launched(case, arguments)[0]:
-                continue
+        arguments = case.make(Inputs(case.dtype, case.seed))
+        before = usual[case.title].launched
+        if before and before == _launched(case, arguments)[0]:
+            continue
         outcome = examine(case, file, None)
         if outcome.share > 1:
             return f"{case.name}: {outcome.findings[0]}"
@@ -382,18 +416,16 @@ def run(cases: list[tuple[Case, str]], sample: int, seed: int, jobs: int) -> int
         by = usual[case].digest if said else every[mutant.file]
         said = " ".join(str(said)[:120].split())
         records[mutant.title] = Verdict(mutant.file, mutant.kind, mutant.made, by, case, said)
-        if not said and mutant.title not in EQUIVALENT:
+        if not said and mutant.reason is None:
             print(f"SURVIVES {mutant.title}", flush=True)
         if done % 20 == 0 or done == len(calls):
             left = (time.time() - began) / done * (len(calls) - done) / 60
             print(f"{done} of {len(calls)}, {left:.0f} minutes left", flush=True)
             write(records)
     found = [records[mutant.title] for mutant in planted]
-    survivors = [m.title for m, x in zip(planted, found, strict=True) if not x.said]
-    unexplained = [title for title in survivors if title not in EQUIVALENT]
-    wrong = [
-        m.title for m, x in zip(planted, found, strict=True) if x.said and m.title in EQUIVALENT
-    ]
+    survivors = [m for m, x in zip(planted, found, strict=True) if not x.said]
+    unexplained = [mutant.title for mutant in survivors if mutant.reason is None]
+    wrong = [m.title for m, x in zip(planted, found, strict=True) if x.said and m.reason]
     print(f"{len(planted) - len(survivors)} of {len(planted)} caught")
     for title in unexplained:
         print(f"FAIL survives: {title}")
@@ -433,34 +465,46 @@ def _mutated_files() -> set[str]:
 
 
 def unmatched() -> list[str]:
-    """What EQUIVALENT explains and nobody plants any more, or a case catches."""
+    """Reasons that explain nothing which is planted, and reasons of what a case catches."""
     records = read()
-    titles = {mutant.title for mutant in planted_in(_mutated_files())}
-    gone = [f"mutants.py explains what is not planted: {x}" for x in EQUIVALENT if x not in titles]
-    caught = [x for x in EQUIVALENT if x in records and records[x].said]
-    return gone + [f"mutants.py explains what is caught: {x}" for x in caught]
+    planted = planted_in(_mutated_files())
+    used = {
+        (function, word)
+        for function, words in _REASONS.items()
+        for word, _ in words
+        for x in planted
+        if f"{x.file}.{x.function}" == function and word in x.title
+    }
+    listed = [(function, word) for function, words in _REASONS.items() for word, _ in words]
+    gone = [f"mutants.py explains what nobody plants: {x}" for x in listed if x not in used]
+    caught = [
+        f"mutants.py explains what is caught: {x.title}"
+        for x in planted
+        if x.reason and x.title in records and records[x.title].said
+    ]
+    return gone + caught
 
 
 def table() -> list[str]:
     """Markdown, of the verdicts on today's kernels."""
     records = read()
     planted = planted_in(_mutated_files())
-    known = {x.title: records[x.title] for x in planted if x.title in records}
-    stale = sum(x.title not in known or known[x.title].made != x.made for x in planted)
-    kinds = sorted({x.kind for x in known.values()})
+    known = [(x, records[x.title]) for x in planted if x.title in records]
+    stale = len(planted) - sum(verdict.made == x.made for x, verdict in known)
+    kinds = sorted({x.kind for x, _ in known})
     lines = ["| file | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
-    for file in sorted({x.file for x in known.values()}):
+    for file in sorted({x.file for x, _ in known}):
         cells = []
         for kind in kinds:
-            here = [x for x in known.values() if (x.file, x.kind) == (file, kind)]
-            cells.append(f"{sum(bool(x.said) for x in here)} of {len(here)}" if here else "")
+            here = [bool(verdict.said) for x, verdict in known if (x.file, x.kind) == (file, kind)]
+            cells.append(f"{sum(here)} of {len(here)}" if here else "")
         lines.append(f"| {file} | " + " | ".join(cells) + " |")
-    caught = sum(bool(x.said) for x in known.values())
+    caught = sum(bool(verdict.said) for _, verdict in known)
     changed = f", {stale} of them not since their function was changed" if stale else ""
     lines += ["", f"{caught} of {len(planted)} caught{changed}.  Those that survive:", ""]
     lines += [
-        f"- `{title}`: {EQUIVALENT.get(title, 'not explained yet')}"
-        for title, x in sorted(known.items())
-        if not x.said
+        f"- `{x.title}`: {x.reason or 'not explained yet'}"
+        for x, verdict in known
+        if not verdict.said
     ]
     return lines

@@ -17,6 +17,7 @@ from .driver import Launch
 from .lint import Finding, unbounded_indirect_loads
 from .toolchain import ARCH, BUILDS, ROOT, built
 
+REPORT = ROOT / "tests/ascend/REPORT.md"
 MEMORY = {"UB": 192, "L1": 512, "L0C": 128}  # KiB of one core
 
 
@@ -214,13 +215,7 @@ def write(
         "|---|---|",
         *(f"| {x.title} | {x.said} |" for x in planted),
         "",
-        "## Mechanical mistakes",
-        "",
-        "Planted by `make mutate-ascend` in kernels and launchers, one at a time; a cell has those",
-        "that a case noticed, of those planted.",
-        "",
-        *mutants.table(),
-        "",
+        *_mutants(),
         "## Cases",
         "",
         "| case | of bound |",
@@ -228,7 +223,26 @@ def write(
         *(f"| {title} | {x.share:.2f} |" for title, x in sorted(outcomes.items())),
         "",
     ]
-    (ROOT / "tests/ascend/REPORT.md").write_text("\n".join(text))
+    REPORT.write_text("\n".join(text))
+
+
+def _mutants() -> list[str]:
+    return [
+        "## Mechanical mistakes",
+        "",
+        "Planted by `make mutate-ascend` in kernels and launchers, one at a time; a cell has those",
+        "that a case noticed, of those planted.",
+        "",
+        *mutants.table(),
+        "",
+    ]
+
+
+def write_mutants() -> None:
+    """Their part of the report alone."""
+    before, _, rest = REPORT.read_text().partition("## Mechanical mistakes\n")
+    after = rest[rest.index("## Cases\n") :]
+    REPORT.write_text(before + "\n".join(_mutants()) + "\n" + after)
 
 
 def write_ir(

@@ -91,6 +91,35 @@ def qwen3_5_moe():
     return made("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **LINEAR, **EXPERTS)
 
 
+def kimi_linear():
+    """Three layers of KDA and one of latent attention."""
+    return made(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=24,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_heads=4,
+        linear_head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        n_group=1,
+        topk_group=1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
 def ragged(lengths=(30, 21, 5)):
     """Prompts padded on the left."""
     ids = torch.randint(1, 128, (len(lengths), max(lengths)))

@@ -11,6 +11,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs, reference
+from ..conditions import with_
 from ..controls import Control
 from .fused_attention import OP as FORWARD
 from .fused_attention import dense, packed, token_major
@@ -33,6 +34,10 @@ def after(make: Callable[[Inputs], Arguments], grad_lse: bool = False) -> Any:
     return made
 
 
+def _by_rows(arguments: Arguments) -> torch.Tensor:
+    return arguments["grad_o"].transpose(1, 2).contiguous().transpose(1, 2)
+
+
 CASES = (
     Case(OP, "tails", after(dense(150, 333))),
     Case(OP, "causal, 4 heads on 2", after(dense(150, 200, 64, (4, 2), causal=True), True)),
@@ -46,6 +51,7 @@ CASES = (
     Case(OP, "window 66, both sides, one row more than a tile", after(dense(200, 200, window=66))),
     Case(OP, "causal, one row more than a tile", after(dense(129, 130, causal=True))),
     Case(OP, "fp16, scale 0.5", after(dense(130, 130, sm_scale=0.5)), torch.float16),
+    Case(OP, "grad_o by rows, then heads", with_(after(dense(70, 60)), grad_o=_by_rows)),
     *(
         Case(OP, f"head size {size}, causal", after(dense(150, 170, size, batch=1, causal=True)))
         for size in (16, 96, 128, 192, 256)
