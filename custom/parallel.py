@@ -303,17 +303,18 @@ def context_parallel_decode(
     local, _ = merging.npu_localize_indices(indices, rank, size, interleave)
     every = _collectives.all_gather(torch.cat([query, query_rope], -1), at)
     every = every.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    # causality was applied by the selection: a row of a shard is no position
+    # causality was applied by the selection: a row of a shard is no position, and none that was
+    # selected lies behind the shard's end, which is at most the request's
     out, top, total = sparse.npu_sparse_flash_attention(
         every[..., :R], kv_cache, None, local, softmax_scale, block_table=block_table,
-        actual_seq_lengths_kv=merging.shard_positions(act_seqs, rank, size, interleave),
-        query_rope=every[..., R:], key_rope=kr_cache, layout_kv="PA_BSND", sparse_mode=0,
-        return_softmax_lse=True,
+        actual_seq_lengths_kv=act_seqs, query_rope=every[..., R:], key_rope=kr_cache,
+        layout_kv="PA_BSND", sparse_mode=0, return_softmax_lse=True,
     )  # fmt: skip
-    lse = (top + total.log()).view(B, S, size, n, 1).movedim(2, 0).contiguous()
-    sent = out.view(B, S, size, n, R).movedim(2, 0)
-    came = _collectives.all_to_all(torch.cat([sent, lse.view(sent.dtype)], -1), at)
-    merged, whole = merging.npu_merge_states(came[..., :R], came[..., R:].view(lse.dtype)[..., 0])
+    stats = torch.stack([top, total], -1)
+    parts = (x.view(B, S, size, n, x.shape[-1]).movedim(2, 0) for x in (out, stats.view(out.dtype)))
+    came = _collectives.all_to_all(torch.cat([*parts], -1), at)
+    tops, sums = came[..., R:].view(stats.dtype).unbind(-1)
+    merged, whole = merging.npu_merge_states(came[..., :R], tops, sums)
     if sinks is not None:
         merged = merged * torch.sigmoid(whole - sinks)[..., None]
     return merged.to(query.dtype)  # the sinks are wider

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Generate with Hugging Face Qwen3-Next or Kimi-Linear, the gated delta rule by our ops.
+"""Generate with Hugging Face Qwen3-Next, Qwen3.5 or Kimi-Linear, linear attention by our ops.
 
-    python examples/qwen3_next_generate.py [--model kimi-linear] [--device cuda] [--dtype bfloat16]
+    python examples/qwen3_next_generate.py [--model qwen3.5] [--device cuda] [--dtype bfloat16]
 
-Inside `use()` a prompt goes through `npu_chunk_gated_delta_rule`, Kimi-Linear's through
-`npu_chunk_kda`, and every new token through `npu_fused_sigmoid_gating_delta_rule_update`, which
-updates Qwen3-Next's own state in place. The model is small and its weights are random, so it
+Inside `use()` a prompt goes through `npu_causal_conv1d`, `npu_chunk_gated_delta_rule` and
+`npu_gated_rms_norm`, and every new token through `npu_gated_delta_layer_decode`, which updates the
+model's own states in place; Kimi-Linear's recurrence through `npu_chunk_kda` and
+`npu_fused_sigmoid_gating_delta_rule_update`. The model is small and its weights are random, so it
 babbles; the unmodified model babbles the same.
 """
 
 import argparse
 import time
+from functools import partial
 
 import torch
 from _agreement import check
@@ -20,6 +22,8 @@ from _text import make_prompts, make_tokenizer
 from transformers import (
     KimiLinearConfig,
     KimiLinearForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     logging,
@@ -57,8 +61,8 @@ def make_kimi_linear(vocabulary):
     return KimiLinearForCausalLM(config).eval()
 
 
-def make_qwen3_next(vocabulary):
-    config = Qwen3NextConfig(
+def make_qwen(vocabulary, dense=False):
+    sizes = dict(
         vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
@@ -70,20 +74,28 @@ def make_qwen3_next(vocabulary):
         linear_num_value_heads=4,
         linear_key_head_dim=32,
         linear_value_head_dim=32,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        # every expert is chosen: which ones a near-tie would pick is not the subject here
-        num_experts=4,
-        num_experts_per_tok=4,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
+    # every expert is chosen: which ones a near-tie would pick is not the subject here
+    experts = dict(
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=4,
+    )
     torch.manual_seed(0)
-    return Qwen3NextForCausalLM(config).eval()
+    if dense:
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes)).eval()
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **experts)).eval()
 
 
-MODELS = {"qwen3-next": make_qwen3_next, "kimi-linear": make_kimi_linear}
+MODELS = {
+    "qwen3-next": make_qwen,
+    "qwen3.5": partial(make_qwen, dense=True),
+    "kimi-linear": make_kimi_linear,
+}
 
 
 def run(model, tokenizer, options):

@@ -26,7 +26,7 @@ for corner in $corners; do
     continue
   fi
   tests=
-  [ "$version" != "$unpacked" ] || tests="pytest pytest-xdist hypothesis numpy<2.4 tqdm build setuptools>=77,<82"
+  [ "$version" != "$unpacked" ] || tests="pytest pytest-xdist hypothesis numpy<2.4 tqdm matplotlib build setuptools>=77,<82"
   if [ ! -e "$folder/ready" ]; then
     set_up "$interpreter" "$torch" "$folder" $tests
     [ -z "$triton" ] || "$folder/bin/python" -m pip install --quiet --no-deps "$triton"

@@ -35,7 +35,7 @@ stand_ins() {
 
 set_up() { # interpreter, torch's version, folder, packages
   "$1" -m venv "$3"
-  local pip="$3/bin/python -m pip --quiet --disable-pip-version-check"
+  local pip="$3/bin/python -m pip --quiet --quiet --disable-pip-version-check"
   $pip install --no-deps "torch==$2"
   # what torch requires, without CUDA's libraries (its runtime is small, and is called) and Triton
   $3/bin/python - > "$3/requirements" << 'PYTHON'

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo  # before ranks are forked: the first collective imports it
 import torch.distributed as dist
 from custom.dispatch.common import paged
 from torch import Tensor
@@ -279,9 +280,9 @@ class Decode:
 
 
 def decode(group, rank, size):
-    """Lengths from 1, so that shards are empty; stripes of one position, of few, and of a page."""
+    """Lengths from 0 and 1, so that shards are empty; stripes of one position, few, and a page."""
     for S, interleave in ((1, 1), (1, P), (2, 3)):
-        step = Decode(rank, size, (1 + S, 37, 128), S, interleave)
+        step = Decode(rank, size, (S, 37, 128, 0), S, interleave)
         _, wanted = step.whole(24)
         for replicate in (True, False):
             got = step.parts(group, 24, replicate)

@@ -26,6 +26,10 @@ PAIRS = {
     "chunk_kda": modeling_kimi_linear.chunk_kimi_delta_attention,
     "fused_recurrent_kda": modeling_kimi_linear.recurrent_kimi_delta_attention,
 }
+CONVOLUTIONS = {
+    "causal_conv1d_fn": modeling_qwen3_next.causal_conv1d_fn,
+    "causal_conv1d_update": modeling_qwen3_next.causal_conv1d_update,
+}
 every_kernel = pytest.mark.parametrize("name", PAIRS)
 
 
@@ -107,12 +111,30 @@ def test_packed_sequences(name):
         torch.testing.assert_close(states[i : i + 1], state, rtol=1e-5, atol=1e-6)
 
 
-@every_kernel
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_convolutions_equal_those_of_that_name(activation):
+    """A prompt, then a token on its last columns."""
+    x, weight, bias = torch.randn(2, 9, 12).mT, torch.randn(12, 4), torch.randn(12)
+    whole, step = CONVOLUTIONS.values()
+    wanted = whole(x, weight, bias, activation)
+    torch.testing.assert_close(ours.causal_conv1d_fn(x, weight, bias, activation), wanted)
+    state = x[..., -4:].contiguous()
+    theirs, token = state.clone(), torch.randn(2, 12, 1)
+    wanted = step(token, theirs, weight, bias, activation)
+    got = ours.causal_conv1d_update(token, state, weight, bias, activation)
+    torch.testing.assert_close(got, wanted)
+    assert torch.equal(state, theirs)
+
+
+@pytest.mark.parametrize("name", PAIRS | CONVOLUTIONS)
 def test_signature_is_the_one_that_is_replaced(name):
     """`kernels` compares the kinds of the parameters."""
+    functions = PAIRS | CONVOLUTIONS
     (repository,) = ours.kernel_mapping(["npu"])[name].values()
     mine = inspect.signature(repository.load().forward).parameters.values()
-    theirs = getattr(PAIRS[name], "forward", PAIRS[name])  # a module, where `kernels` is installed
+    theirs = getattr(
+        functions[name], "forward", functions[name]
+    )  # a module, where `kernels` is installed
     wanted = inspect.signature(theirs).parameters.values()
     assert [(p.name, p.kind, p.default) for p in mine][1:] == [
         (p.name, p.kind, p.default) for p in wanted

@@ -242,7 +242,7 @@ def test_shards_of_an_indexer_choose_what_the_whole_chooses(device):
         drawn = torch.randint(-high, high + 1, shape, generator=random)
         return drawn.to(dtype).to(device)
 
-    q, keys = whole(7, 1, 1, 16, 64), whole(7, 1, 101, 1, 64)
+    q, keys = whole(12, 1, 1, 16, 64), whole(12, 1, 101, 1, 64)
     keys[0, 50:60] = keys[0, 40:50]
     w = torch.ones(1, 1, 16, dtype=dtype, device=device)
     k, size, interleave = 48, 3, 5

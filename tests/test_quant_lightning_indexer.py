@@ -210,6 +210,24 @@ def test_bytes_with_their_dtype_beside_them(kind, device):
         custom.npu_quant_lightning_indexer(**given | raw, query_dtype=290)
 
 
+def test_the_rounding_of_torch_npu_s_golden(device):
+    """Its CPU form rounds products / 1024 and weights times scales to fp16, and accepts an op with
+    99.9 % of its indices; so near is ours, which rounds nothing."""
+    rows, keys, heads, count = 4, 2048, 64, 512
+    problem = Problem("int8", heads, [(rows, keys)], torch.float16, torch.float16)
+    given = problem.packed(sparse_count=count, sparse_mode=0)
+    got = custom.npu_quant_lightning_indexer(**{n: moved(x, device) for n, x in given.items()})
+    dot = torch.einsum("thd,pd->thp", problem.q.double(), problem.k.double())
+    halves = (dot.relu() / 1024).half().float()
+    weights = (problem.weights * problem.q_scale).float()
+    score = torch.einsum("th,thp->tp", weights, halves) * problem.k_scale.float()
+    golden = score.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    same = [
+        torch.isin(a.cpu(), b).float().mean() for a, b in zip(got[:, 0].long(), golden, strict=True)
+    ]
+    assert torch.stack(same).mean() >= 0.998
+
+
 def test_ties_and_zeros_take_the_lower_positions(device):
     """Equal keys, and keys of zeros: scale 0 in int8."""
     q = torch.ones(1, 1, D, dtype=torch.int8)

@@ -125,12 +125,7 @@ WITHOUT_ROWS = {
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
     "npu_quant_lightning_indexer",
-    "npu_quant_lightning_indexer_scores",
     "npu_kv_quant_sparse_flash_attention_lse",
-    "npu_hadamard",
-    "npu_index_cache_write",
-    "npu_latent_cache_write",
-    "npu_quantize_index_query",
 }
 
 

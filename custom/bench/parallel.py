@@ -170,15 +170,15 @@ class Step:
     def merge(self, replicate: bool) -> Callable[[], Any]:
         """What context parallel adds on each card, on tensors of the same shapes."""
         draw = Draw(self.up.device, 2)
-        packed = draw.normal(self.size, self.b, 1, self.n // self.size, R + 2)
-        outs, lses = packed[..., :R], packed[..., R:].view(torch.float32)[..., 0]
+        packed = draw.normal(self.size, self.b, 1, self.n // self.size, R + 4)
+        outs, (tops, sums) = packed[..., :R], packed[..., R:].view(torch.float32).unbind(-1)
         reach = self.layer["block_table"].shape[1] * P
         chosen = draw.chosen(self.b, self.k, reach).view(self.b, 1, 1, self.k)
         values = draw.normal(self.size, self.b, 1, 1, self.k, dtype=torch.float32)
         positions = chosen.expand(self.size, *chosen.shape).contiguous()
 
         def call() -> None:
-            merging.npu_merge_states(outs, lses)
+            merging.npu_merge_states(outs, tops, sums)
             merging.npu_localize_indices(chosen, self.rank, self.size, P)
             if not replicate:
                 merging.npu_merge_topk(values, positions, self.k)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The gated delta rule under the names that Transformers gives to kernels.
+"""Linear attention under the names that Transformers gives to kernels.
 
-Qwen3-Next, Qwen3.5, Qwen4 and OLMo-Hybrid call `chunk_gated_delta_rule` for a prompt and
-`fused_recurrent_gated_delta_rule` for a token; Kimi-Linear, whose decay is by channel, `chunk_kda`
-and `fused_recurrent_kda`.  The mapping puts ours there, with the package
-`kernels` (0.16), which Transformers uses for this:
+Qwen3-Next, Qwen3.5, Qwen4 and OLMo-Hybrid call `causal_conv1d_fn` and `chunk_gated_delta_rule` for
+a prompt, `causal_conv1d_update` and `fused_recurrent_gated_delta_rule` for a token; Kimi-Linear,
+whose decay is by channel, `chunk_kda` and `fused_recurrent_kda`.  The mapping puts ours there, with
+the package `kernels` (0.16), which Transformers uses for this:
 
     with kernels.use_kernel_mapping(kernel_mapping(), inherit_mapping=False):
         transformers.integrations.hub_kernels.kernelize(model)
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import convolution
 from ..delta_rule import (
     npu_chunk_gated_delta_rule,
     npu_chunk_kda,
@@ -141,6 +142,66 @@ def fused_recurrent_gated_delta_rule(
 fused_recurrent_kda = fused_recurrent_gated_delta_rule
 
 
+def causal_conv1d_fn(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Output [B, channels, S] of hidden_states [B, channels, S] and weight [channels, W]."""
+    out = convolution.causal_conv1d_fn(
+        hidden_states, weight, bias, kwargs.get("seq_idx"), activation=activation
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def causal_conv1d_update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """The same behind conv_state [B, channels, columns], which is updated in place."""
+    if conv_state.device.type != "npu" or conv_state.stride(1) == 1:
+        return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+    # the NPU's kernel takes channels side by side
+    state = conv_state.mT.contiguous().mT
+    out = convolution.causal_conv1d_update(hidden_states, state, weight, bias, activation)
+    conv_state.copy_(state)
+    return out
+
+
+class _Convolution(nn.Module):
+    can_torch_compile = True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        return causal_conv1d_fn(hidden_states, weight, bias, activation, **kwargs)
+
+
+class _ConvolutionUpdate(nn.Module):
+    can_torch_compile, has_backward = True, False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+    ) -> Tensor:
+        return causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+
+
 class _Chunk(nn.Module):
     can_torch_compile = True
 
@@ -241,10 +302,12 @@ def kernel_mapping(devices: Sequence[str] = ("cuda", "npu")) -> dict[str, dict[s
     """For `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping`.
 
     >>> from custom.integrations.kernels import kernel_mapping
-    >>> list(kernel_mapping())[:2]
-    ['chunk_gated_delta_rule', 'fused_recurrent_gated_delta_rule']
+    >>> sorted(kernel_mapping())[:2]
+    ['causal_conv1d_fn', 'causal_conv1d_update']
     """
     layers = {
+        "causal_conv1d_fn": _Convolution,
+        "causal_conv1d_update": _ConvolutionUpdate,
         "chunk_gated_delta_rule": _Chunk,
         "fused_recurrent_gated_delta_rule": _Recurrent,
         "chunk_kda": _ChunkKda,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Hugging Face models on our ops: DeepSeek-V3.2's and GLM-5's attention, the recurrence of
+"""Hugging Face models on our ops: DeepSeek-V3.2's and GLM-5's attention, the linear attention of
 Qwen3-Next and Qwen3.5.
 
 with custom.integrations.transformers.use():
@@ -17,8 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..delta_rule import npu_fused_sigmoid_gating_delta_rule_update
+from ..convolution import causal_conv1d_fn
+from ..delta_rule import npu_gated_delta_layer_decode
 from ..dispatch.errors import NotSupported, need
+from ..gated_norm import npu_gated_rms_norm
 from ..sparse_attention import (
     npu_sparse_attention_indices_pto,
     npu_sparse_attention_pto,
@@ -225,25 +227,25 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
 
 
 def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is convolved, [B, channels, S], and z [B, S, Nv, Dv], b, a [B, S, Nv]."""
+    """What is convolved, [B, S, channels], and z [B, S, Nv, Dv], b, a [B, S, Nv]."""
     if hasattr(self, "in_proj_qkv"):  # Qwen3.5 has a projection for each
         z = self.in_proj_z(x).unflatten(-1, (-1, self.head_v_dim))
-        return self.in_proj_qkv(x).transpose(1, 2), z, self.in_proj_b(x), self.in_proj_a(x)
+        return self.in_proj_qkv(x), z, self.in_proj_b(x), self.in_proj_a(x)
     q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
-    return torch.cat([each.flatten(2) for each in (q, k, v)], -1).transpose(1, 2), z, b, a
+    return torch.cat([each.flatten(2) for each in (q, k, v)], -1), z, b, a
 
 
-def _delta_rule_forward(
+def _gated_delta_forward(
     self: Any,
     hidden_states: Tensor,
     cache_params: Cache | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`Qwen3NextGatedDeltaNet.forward` and Qwen3.5's: their projections and convolution, our
-    recurrence.
+    """`Qwen3NextGatedDeltaNet.forward` and Qwen3.5's: their projections, all between them ours.
 
-    A decode step updates the cache's own state tensor [B, Nv, Dk, Dv] in place.
+    A decode step is one call, and updates the cache's own tensors in place: the columns of the
+    convolution [B, channels, W] and the states [B, Nv, Dk, Dv].
     """
     if kwargs.get("cu_seq_lens_q") is not None:
         raise NotSupported("Packed sequences (cu_seq_lens_q) mix in the convolution; pad instead.")
@@ -251,57 +253,67 @@ def _delta_rule_forward(
     requests, tokens, _ = x.shape
     cache: Any = None if cache_params is None else cache_params.layers[self.layer_idx]
     continues = cache_params is not None and cache_params.has_previous_state(self.layer_idx)
-    decodes = continues and tokens == 1
-
     mixed, z, b, a = _projected(self, x)
-    kernel, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-    if decodes and not cache.record_past:
-        mixed = _qwen3_next.causal_conv1d_update(
-            mixed, cache.conv_states[0], kernel, bias, self.activation
+    if continues and tokens == 1 and not cache.record_past:
+        out = npu_gated_delta_layer_decode(
+            mixed,
+            z,
+            a,
+            b,
+            cache.conv_states[0].mT,
+            cache.recurrent_states[0],
+            self.conv1d.weight.squeeze(1).t(),
+            self.A_log,
+            self.dt_bias,
+            self.norm.weight,
+            torch.arange(requests, device=x.device),
+            conv_bias=self.conv1d.bias,
+            epsilon=self.norm.variance_epsilon,
         )
     else:
-        if cache_params is not None:
-            mixed = cache_params.update_conv_state(
-                mixed, self.layer_idx, conv_kernel_size=self.conv_kernel_size
-            )
-        mixed = _qwen3_next.causal_conv1d_fn(mixed, kernel, bias, activation=self.activation)
-    mixed = mixed[..., -tokens:].transpose(1, 2)
+        mixed = _convolved(self, cache_params, cache, mixed)
+        out = _recurred(self, cache_params, cache if continues else None, mixed, a, b)
+        out = npu_gated_rms_norm(out, z, self.norm.weight, self.norm.variance_epsilon)
+    projected: Tensor = self.out_proj(out.flatten(2))
+    return projected
+
+
+def _convolved(self: Any, cache_params: Any, cache: Any, mixed: Tensor) -> Tensor:
+    """[B, S, channels], behind what the cache has, which keeps the last columns itself."""
+    tokens, whole = mixed.shape[1], mixed.mT
+    if cache_params is not None:
+        whole = cache_params.update_conv_state(
+            whole, self.layer_idx, conv_kernel_size=self.conv_kernel_size
+        )
+        if whole.device.type == "npu":  # its kernel of a decode step takes channels side by side
+            cache.conv_states[0] = cache.conv_states[0].mT.contiguous().mT
+    kernel, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+    out = causal_conv1d_fn(whole, kernel, bias, activation=self.activation)
+    assert isinstance(out, Tensor)
+    return out.mT[:, -tokens:]
+
+
+def _recurred(
+    self: Any, cache_params: Any, before: Any, mixed: Tensor, a: Tensor, b: Tensor
+) -> Tensor:
+    """The rule on [B, S, channels], from the states of `before`; the cache takes the last ones."""
     q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
     q, k = (each.unflatten(-1, (-1, self.head_k_dim)) for each in (q, k))
     v = v.unflatten(-1, (-1, self.head_v_dim))
-
-    if decodes:
-        out = npu_fused_sigmoid_gating_delta_rule_update(
-            self.A_log,
-            a,
-            self.dt_bias,
-            1.0,
-            20.0,
-            q,
-            k,
-            v,
-            b,
-            cache.recurrent_states[0],
-            torch.arange(requests, device=x.device),
-            use_qk_l2norm_in_kernel=True,
-        )
-    else:
-        gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias)
-        out, state = chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            gate,
-            b.sigmoid(),
-            initial_state=cache.recurrent_states[0] if continues else None,
-            output_final_state=cache_params is not None,
-            use_qk_l2norm_in_kernel=True,
-        )
-        if cache_params is not None and state is not None:
-            cache_params.update_recurrent_state(state, self.layer_idx)
-    out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
-    projected: Tensor = self.out_proj(out.view(requests, tokens, -1))
-    return projected
+    gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias)
+    out, state = chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        gate,
+        b.sigmoid(),
+        initial_state=None if before is None else before.recurrent_states[0],
+        output_final_state=cache_params is not None,
+        use_qk_l2norm_in_kernel=True,
+    )
+    if cache_params is not None and state is not None:
+        cache_params.update_recurrent_state(state, self.layer_idx)
+    return out
 
 
 # --------------------------------------------------------------------------------- the replacement
@@ -321,8 +333,8 @@ _in_use = False
 
 @contextmanager
 def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
-    """Run DeepSeek-V3.2's and GLM-5's attention, and the recurrence of Qwen3-Next, Qwen3.5 and
-    Kimi-Linear, by our ops inside the context.
+    """Run DeepSeek-V3.2's and GLM-5's attention, the linear attention of Qwen3-Next and Qwen3.5,
+    and the recurrence of Kimi-Linear, by our ops inside the context.
 
     Every such model of the process is concerned; on exit their own code is back. Inference only.
     Batches are padded on the left, as `generate` wants them. The cache of a sparse attention
@@ -344,7 +356,7 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
         )
     attention = _attention_forward(weight_format, page_size)
     replacements = [(each, "forward", attention) for each in CONVENTIONS]
-    replacements += [(each, "forward", _delta_rule_forward) for each in _DELTA_RULES]
+    replacements += [(each, "forward", _gated_delta_forward) for each in _DELTA_RULES]
     replacements += _KDA
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     _in_use = True

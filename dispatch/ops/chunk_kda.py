@@ -29,6 +29,7 @@ SCHEMA = (
     f"npu_chunk_kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, *,{OPTIONS})"
     " -> (Tensor, Tensor)"
 )
+ONNX = "ChunkKda"
 
 
 def check(**arguments: Any) -> None:

@@ -328,7 +328,6 @@ def _step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         norm=case["norm"],
         slots=tuple(slots),
         lengths=lengths or None,
-        gap=case["gap"],
     )
     return moved(step.arguments(), dtype, step, CPU), {}
 

@@ -123,7 +123,6 @@ def _step(r: Random, backward: bool) -> Case:
         layout=r.choice(["kv", "vk"]),
         kda=r.random() < 0.4,
         norm=r.random() < 0.5,
-        gap=r.choice([0, 0, 16]),
     )
 
 

@@ -19,12 +19,12 @@ def kind(error: BaseException) -> str:
     return f"{type(error).__name__}: {re.sub(r'[-+.0-9e]+', '#', first)[:60]}"
 
 
-def failure(check: Callable[[Case], Any], case: Case) -> BaseException | None:
+def outcome(check: Callable[[Case], str], case: Case) -> tuple[str, BaseException | None]:
+    """(what `check` says, None), or ("failed", why)."""
     try:
-        check(case)
-    except (Exception, AssertionError) as error:
-        return error
-    return None
+        return check(case), None
+    except Exception as error:
+        return "failed", error
 
 
 def _smaller(value: Any) -> Iterator[Any]:
@@ -53,9 +53,9 @@ def _candidates(case: Case) -> Iterator[Case]:
             yield case | {name: less}
 
 
-def shrunk(check: Callable[[Case], Any], case: Case) -> tuple[Case, BaseException]:
+def shrunk(check: Callable[[Case], str], case: Case) -> tuple[Case, BaseException]:
     """`check` raises for `case`; the smallest one found, and what it raises."""
-    error = failure(check, case)
+    _, error = outcome(check, case)
     assert error is not None
     wanted, tries = kind(error), 0
     again = True
@@ -65,7 +65,7 @@ def shrunk(check: Callable[[Case], Any], case: Case) -> tuple[Case, BaseExceptio
             tries += 1
             if tries > _MOST:
                 return case, error
-            came = failure(check, smaller)
+            _, came = outcome(check, smaller)
             if came is not None and kind(came) == wanted:
                 case, error, again = smaller, came, True
                 break

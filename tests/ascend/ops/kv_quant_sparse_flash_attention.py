@@ -106,5 +106,11 @@ CASES = (
 )
 CONTROLS = (
     Control("the scales forgotten", OP[4:], "* by[:, :, None]", "+ 0 * by[:, :, None]", "16 heads"),
-    Control("an absent row is read", OP[4:], "tl.where(slot >= 0, slot, top)", "slot", "16 heads"),
+    Control(
+        "one row for all",
+        OP[4:],
+        "tl.where(slot >= 0, slot, top)",
+        "tl.maximum(slot, top)",
+        "16 heads",
+    ),
 )

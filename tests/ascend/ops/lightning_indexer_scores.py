@@ -38,8 +38,8 @@ CONTROLS = (
     Control(
         "scores rounded to the query's dtype",
         "lightning_indexer",
-        "kind = query.dtype if value_dtype is None else value_dtype",
-        "kind = query.dtype",
+        "(value_dtype or query.dtype) if return_value",
+        "query.dtype if return_value",
         "paged, random",
     ),
 )
