@@ -59,7 +59,7 @@ def _row(
 def _scaled(
     base, scales, slot, o_stride, i_stride, scale_o, scale_i, reach, dtype: tl.constexpr,
     EVEN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
     """[keys, SIZE] that values of 8 bits stand for, 128 of them to a scale: the product in
     float32, rounded once."""
@@ -70,8 +70,13 @@ def _scaled(
     x = tl.load(at + tl.arange(0, 128)[None, None, :], mask=there[:, None, None], other=0.0)
     row = _row(slot, scale_o, scale_i, reach, EVEN, PAGE, KEYS)
     scale = tl.load(scales + row[:, None] + tile[None, :], mask=there[:, None], other=0.0)
-    x = quantise.to_float16(x, KIND).to(tl.float32) * scale[:, :, None]
-    return tl.reshape(x.to(dtype), [slot.shape[0], SIZE])
+    # in a branch the product (of mma.sync; wgmma does not ask) does not see that these were 8 bits,
+    # for which it takes the numbers of a row in another order: not the bits of the op on floats
+    out = tl.zeros([slot.shape[0], SIZE], dtype)
+    if not BRANCH or reach > 0:
+        wide = quantise.to_float16(x, KIND).to(tl.float32) * scale[:, :, None]
+        out = tl.reshape(wide.to(dtype), [slot.shape[0], SIZE])
+    return out
 
 
 @triton.jit
@@ -161,7 +166,7 @@ def _attend(
         else:
             k_tile = _scaled(
                 key, key_scale, slot, key_o, key_i, key_scale_o, key_scale_i, reach, q_tile.dtype,
-                EVEN, PAGE, KEYS, R, KIND,
+                EVEN, PAGE, KEYS, R, KIND, not BRANCH,
             )  # fmt: skip
         if RIGHT > 0:
             k_tile2 = _load(key, slot, e, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT)
@@ -195,7 +200,7 @@ def _attend(
             else:
                 k_tile = _scaled(
                     value, value_scale, slot, value_o, value_i, value_scale_o, value_scale_i,
-                    reach, q_tile.dtype, EVEN, PAGE, KEYS, R, KIND,
+                    reach, q_tile.dtype, EVEN, PAGE, KEYS, R, KIND, not BRANCH,
                 )  # fmt: skip
             if RIGHT > 0:
                 k_tile2 = _load(
@@ -414,6 +419,8 @@ def _plain(
     apart = _apart(call.key, value)
     tile = tiles(count, heads, entries, rank, call.rope, apart, device)
     assert tile is not None
+    # 8 bits that are on their way lie beside what they stand for
+    roomy = kind == quantise.PLAIN.value or gpu.shared_memory(device) > 200 * 1024
     parts = Parts.of(tile.splits, count * heads, rank, call.softmax_max)
     per_split = triton.cdiv(triton.cdiv(entries, tile.splits), tile.keys) * tile.keys
     slots = memory.empty((count, tile.splits * per_split), torch.int32, device)
@@ -434,7 +441,7 @@ def _plain(
         SHARED=not apart, CHAINED=is_chained(device, tile.splits),
         PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
         HEAD_TILE=tile.heads, KEY_TILE=tile.keys, LEFT=tile.left, RIGHT=tile.right,
-        D_TILE=max(16, triton.next_power_of_2(call.rope)), STAGES=tile.stages,
+        D_TILE=max(16, triton.next_power_of_2(call.rope)), STAGES=tile.stages if roomy else 1,
         BRANCH=tile.heads == 64 and gpu.reads_shared(device), num_warps=tile.warps,
     )  # fmt: skip
     if tile.splits > 1:
