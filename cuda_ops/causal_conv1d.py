@@ -93,7 +93,9 @@ def _finish(
         if history is not None:
             at = n.to(tl.int64) * h_sequence + (size + column).to(tl.int64) * h_column
             past = on_d & (position < 0)
-            value += tl.load(history + at + d * h_channel, mask=past, other=0.0).to(tl.float32)
+            value += tl.load(history + at + d.to(tl.int64) * h_channel, mask=past, other=0.0).to(
+                tl.float32
+            )
         to = out + (n.to(tl.int64) * (W - 1) + column) * channels + d
         tl.store(to, value.to(out.dtype.element_ty), mask=on_d)
 

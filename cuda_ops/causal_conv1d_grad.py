@@ -189,7 +189,7 @@ def _to_history(
             left = column - size
             at = n.to(tl.int64) * f_sequence + left.to(tl.int64) * f_column
             kept = on_d & (left >= 0)
-            grad = tl.load(d_final + at + d * f_channel, mask=kept, other=0.0)
+            grad = tl.load(d_final + at + d.to(tl.int64) * f_channel, mask=kept, other=0.0)
             back += grad.to(tl.float32)[None]
         to = d_history + (n.to(tl.int64) * (W - 1) + column) * channels + d[None]
         tl.store(to, back.to(d_history.dtype.element_ty), mask=on_d[None])

@@ -30,7 +30,9 @@ def _value(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
     """What stands at a position, as float32; zeros before everything."""
     now = tl.load(x + position * x_row + d, mask=on & (position >= 0), other=0.0)
     past = on & live & (position < 0) & (position >= -reach)
-    before = tl.load(row + (reach + position) * s_column + d * s_channel, mask=past, other=0.0)
+    before = tl.load(
+        row + (reach + position) * s_column + d.to(tl.int64) * s_channel, mask=past, other=0.0
+    )
     return now.to(tl.float32) + before.to(tl.float32)
 
 
@@ -111,7 +113,8 @@ def _update(
             value = _value(x, row, position, reach, d, on, live, x_row, s_column, s_channel)
             total += value * taps[back]
             if window is not None and back < W - 1:
-                to = window + token * i_step + (W - 2 - back) * i_column + d * i_channel
+                to = window + token * i_step + tl.cast(W - 2 - back, tl.int64) * i_column
+                to += d.to(tl.int64) * i_channel
                 tl.store(to, value.to(window.dtype.element_ty), mask=on & kept & (t < steps))
             position = _before(parents, position, columns, TREE)
         if SILU:
@@ -131,7 +134,7 @@ def _update(
         for column in tl.static_range(L):
             position = column - place
             stored = live & (size > 0) & (position >= -reach) & (position < size)
-            to = row + tl.cast(column, tl.int64) * s_column + d * s_channel
+            to = row + tl.cast(column, tl.int64) * s_column + d.to(tl.int64) * s_channel
             tl.store(to, new[column].to(pool.dtype.element_ty), mask=on & stored)
     if VARLEN:
         # tokens before the first sequence, and behind the last one

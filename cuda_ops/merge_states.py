@@ -42,7 +42,8 @@ def _merge(
     mask = row < rows
     inside = mask[:, None] & (d < D)[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    for part in range(parts):
+    for number in range(parts):
+        part = tl.cast(number, tl.int64)
         lse, counts = _log_sum(
             lses, sums, part * l_part + row * l_row, part * s_part + row * s_row, mask, SUMS
         )
@@ -51,7 +52,8 @@ def _merge(
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    for part in range(parts):
+    for number in range(parts):
+        part = tl.cast(number, tl.int64)
         lse, counts = _log_sum(
             lses, sums, part * l_part + row * l_row, part * s_part + row * s_row, mask, SUMS
         )

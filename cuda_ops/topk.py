@@ -276,12 +276,12 @@ def _collect(
         step = tl.maximum((there + SAMPLE - 1) // SAMPLE, 1)
         there = there // step
         sample += row * sample_stride
-        x = tl.load(sample + drawn * step, mask=drawn < there, other=float("-inf"))
+        some = tl.load(sample + drawn * step, mask=drawn < there, other=float("-inf"))
         scores += row * stride
         candidates += (row * CHUNKS + chunk) * ROOM
         lane = tl.arange(0, SIZE)
         ahead = _raw(scores, lo, lane, hi, WHOLE)
-        least = _bound(x, there, length, k)
+        least = _bound(some, there, length, k)
         for i in tl.range(lo, hi, SIZE):
             x = tl.where(i + lane < hi, ahead, float("-inf"))
             if i + SIZE < hi:

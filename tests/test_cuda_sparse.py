@@ -135,7 +135,7 @@ def test_indexer_large(case, path, monkeypatch):
     kept = hopper.launch
     monkeypatch.setattr(hopper, "launch", launch)
     if path == "plain":
-        monkeypatch.setattr(hopper, "suits", lambda *_: False)
+        monkeypatch.setattr(hopper, "supports", lambda *_: False)
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     got, again = launched("lightning_indexer", **every), launched("lightning_indexer", **every)

@@ -62,8 +62,9 @@ def row_at(sequence, position, token, batch_stride, row_stride, VARLEN: tl.const
 def taps_of(weight, d, on, tap_stride, channel_stride, W: tl.constexpr):
     """The taps [BD], float32: first the token's own, then that of the one before it."""
     found = ()
+    weight += d.to(tl.int64) * channel_stride
     for back in tl.static_range(W):
-        at = weight + (W - 1 - back) * tap_stride + d * channel_stride
+        at = weight + tl.cast(W - 1 - back, tl.int64) * tap_stride
         found += (tl.load(at, mask=on, other=0.0).to(tl.float32),)
     return found
 
