@@ -27,6 +27,7 @@ if INTERPRETED:
 
 from custom.cuda_ops import (
     hopper,
+    lightning_indexer,  # noqa: F401  (brings hopper's)
     nz_matmul,
     prolog,
     sparse_flash_attention,

@@ -125,7 +125,7 @@ class Row:
     b: int
     device: str
     date: str
-    error: float
+    error: float | None  # of the logits; None where it was not kept
     prefill: float
     prefill_unmodified: float | None
     decode: float
