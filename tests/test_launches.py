@@ -254,7 +254,7 @@ def test_memory_is_used_again_where_no_launch_may_still_read_it(overlapping, mon
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda tensor, launch_pdl: None
+            return lambda tensor, **options: None
 
     def launcher(x: Tensor) -> Tensor:
         work = memory.empty((2 * launches.PIECE,), torch.uint8, x.device)
