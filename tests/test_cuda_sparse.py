@@ -340,3 +340,20 @@ def test_dispatch_runs_these_kernels():
         "npu_lightning_indexer",
     ):
         assert log.calls[op, "cuda"] > before[op, "cuda"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@needs_triton
+@pytest.mark.parametrize("n", [9000, 20000, 65536, 300000])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_topk_compiles_for_samples_of_any_size(n, sampled, monkeypatch):
+    from .support.compile_for_hopper import stand_in
+
+    topk = importlib.import_module("custom.cuda_ops.topk")
+    compiled = stand_in(monkeypatch, 80)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 0))
+    scores = torch.empty(2, n)
+    lengths, indices = torch.empty(2, dtype=torch.int32), torch.empty(2, 50, dtype=torch.int32)
+    sample = scores[:, :: topk.EVERY].contiguous() if sampled else None
+    topk.topk(scores, lengths, indices, torch.empty(0), 50, sample)
+    assert len(compiled) == 2
