@@ -141,7 +141,7 @@ CONTROLS = (
     Control(
         "a tile that does not fit",
         KERNEL,
-        '**_tile("crosses", value_size)',
+        '**_tile("crosses", value_size, key_size)',
         "VALUE_TILE=value_size",
         "256 x 256",
         stage="compile",
