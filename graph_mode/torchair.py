@@ -301,6 +301,8 @@ def _as_twin(spec: Spec, twin: Twin) -> Callable[..., Any]:
         values |= {name: arguments[of].symsize[at] for name, (of, at) in twin.sizes.items()}
         attrs = {name: _attribute(spec, name, value) for name, value in values.items()}
         made = ge.custom_op(spec.ge, inputs=inputs, outputs=list(twin.outputs), attrs=attrs)
+        if len(twin.outputs) == 1:
+            return made  # no list
         by_name = dict(zip(twin.outputs, made, strict=True))
         chosen = tuple(by_name[name] for name in twin.returns)
         return chosen if len(chosen) > 1 else chosen[0]

@@ -311,7 +311,8 @@ def test_dynamo_export_writes_the_serialised_graph(name, tmp_path):
     # a written cache is a variable of the graph
     written = [each for each in mutated(BY_NAME[name]) if each in arguments]
     assert kinds.count("RefData") == len(written)
-    assert kinds.count("Data") == len(given) - len(written)
+    # keys that are values, too, come in once
+    assert kinds.count("Data") == len({*map(id, given.values())}) - len(written)
     assert (tmp_path / "options.json").exists()
 
 
