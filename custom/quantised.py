@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import call, op
+from ._op import call, described_by, op
 from .dispatch.spec import UNLIMITED
 
 _ops = torch.ops.custom
@@ -272,6 +272,7 @@ def npu_quant_lightning_indexer(
 
 
 @op
+@described_by(npu_quant_lightning_indexer)
 def npu_quant_lightning_indexer_scores(
     query: Tensor,
     key: Tensor,
@@ -300,25 +301,6 @@ def npu_quant_lightning_indexer_scores(
     Args:
         query: [B, S, N, D] (BSND) or [T, N, D] (TND), float8_e4m3fn, int8, or uint8 with
             `query_dtype`.
-        key: [B, S2, 1, D], [T2, 1, D], or pages [pages, P, 1, D] with `block_table`, of the same
-            kind; pages may lie apart, as in the packed ones of `index_cache_views`.
-        weights: [B, S, N] or [T, N] of the heads: any of float16, bfloat16 and float32 for int8;
-            for fp8 float16 with float16 scales, bfloat16 or float32 with float32 ones.
-        query_dequant_scale: as `weights`; None: they are in the weights (`quantize_index_query`).
-        key_dequant_scale: the shape of `key` without D.
-        query_quant_mode: 0, a scale for each token and head.
-        key_quant_mode: 0, a scale for each token.
-        actual_seq_lengths_query: [B] int32 or int64, lengths (BSND) or prefix sums (TND).
-        actual_seq_lengths_key: [B] likewise; lengths where the keys are paged.
-        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
-        layout_query: "BSND" or "TND".
-        layout_key: as `layout_query`, or "PA_BSND" for paged keys.
-        sparse_count: K, positions a query, at most.
-        sparse_mode: 3, causal and aligned at the last key, or 0, all keys.
-        pre_tokens: its default alone.
-        next_tokens: its default alone.
-        query_dtype: of a uint8 `query`: torch.float8_e4m3fn or torch.int8.
-        key_dtype: of a uint8 `key`, likewise.
 
     Returns:
         indices: int32 [B, S, 1, K] or [T, 1, K], ascending positions; -1 where fewer are visible.
@@ -440,6 +422,7 @@ def npu_kv_quant_sparse_flash_attention(
 
 
 @op
+@described_by(npu_kv_quant_sparse_flash_attention)
 def npu_kv_quant_sparse_flash_attention_lse(
     query: Tensor,
     key: Tensor,
@@ -475,34 +458,6 @@ def npu_kv_quant_sparse_flash_attention_lse(
 
     Args:
         query: [B, S, N, 576] (BSND) or [T, N, 576] (TND), 512 latent and 64 rotary dims.
-        key: rows of 656 bytes, [B, S2, 1, 656], [T2, 1, 656] or pages [pages, P, 1, 656] with
-            `block_table`; float8_e4m3fn, int8, or uint8 with `key_dtype`. Pages may lie apart. The
-            rotary keys are of the query's dtype.
-        value: as `key`, usually the same tensor.
-        sparse_indices: [B, S, 1, K] or [T, 1, K] int32 or int64, positions of blocks; one that is
-            negative, or that its token does not see, is absent.
-        scale_value: of the logits.
-        key_quant_mode: 2, a scale for each token and tile.
-        value_quant_mode: 2.
-        key_dequant_scale: None; the scales are in the rows.
-        value_dequant_scale: None.
-        block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
-        actual_seq_lengths_query: [B] int32 or int64, lengths (BSND) or prefix sums (TND).
-        actual_seq_lengths_kv: [B] likewise; lengths where the keys are paged.
-        sparse_block_size: consecutive positions that an index stands for.
-        layout_query: "BSND" or "TND".
-        layout_kv: as `layout_query`, or "PA_BSND" for paged rows.
-        sparse_mode: 3, causal and aligned at the last key, or 0, all keys.
-        pre_tokens: its default alone.
-        next_tokens: its default alone.
-        attention_mode: 2, absorbed latent attention; torch_npu's default 0 is refused, there too.
-        quant_scale_repo_mode: 1, scales in the rows.
-        tile_size: 128.
-        rope_head_dim: 64.
-        key_dtype: of a uint8 `key`: torch.float8_e4m3fn or torch.int8.
-        value_dtype: of a uint8 `value`, likewise.
-        sinks: [N] float32, a logit a head that only adds to the denominator.
-        row_layout: "nope_rope_scale" (torch_npu) or "nope_scale_rope" (FlashMLA, vLLM, SGLang).
 
     Returns:
         out: [B, S, N, 512] or [T, N, 512], dtype of `query`.
