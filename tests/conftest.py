@@ -174,20 +174,29 @@ def _seed():
     torch.manual_seed(0)
 
 
+_RAN = pytest.StashKey[dict[tuple[str, str], int]]()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     before = Counter(log.calls)
-
-    def ran():
-        return {key: 1 for key, count in (log.calls - before).items() if count > 0}
-
     try:
-        result = yield
-    except Exception:
-        _doubted.update(ran() or [None])
-        raise
-    _verified.update(ran())
-    return result
+        return (yield)
+    finally:
+        ran = (log.calls - before).items()
+        item.stash[_RAN] = {key: 1 for key, count in ran if count > 0}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """However it failed, and before or after its call as well."""
+    report = yield
+    ran = item.stash.get(_RAN, {})
+    if report.failed:
+        _doubted.update(ran or [None])
+    elif report.when == "call" and report.passed:
+        _verified.update(ran)
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)
