@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ import torch.distributed as dist
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+from custom.bench import parallel as bench
+from docs import cards
 
 from . import parallel_ranks
 
@@ -157,9 +161,9 @@ def test_the_watchdog_of_nccl_names_rank_and_collective(fault, device, tmp_path)
     processes[1].kill()
 
 
-def test_the_bench_checks_and_times_every_row(tmp_path):
-    """torchrun -m custom.bench.parallel, at sizes for a CPU."""
-    table = tmp_path / "rows.csv"
+def test_the_bench_checks_and_times_every_row(tmp_path, monkeypatch):
+    """torchrun -m custom.bench.parallel, at sizes for a CPU; and the page made of its rows."""
+    table = tmp_path / "parallel.csv"
     command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m custom.bench.parallel"
     options = ["--device", "cpu", "--quick", "--csv", str(table)]
     done = subprocess.run(
@@ -171,5 +175,45 @@ def test_the_bench_checks_and_times_every_row(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = table.read_text().splitlines()
-    assert len(rows) == 7 and all(row.split(",")[0] in done.stdout for row in rows[1:3])
+    rows = bench.read_rows(table)
+    assert len(rows) == 12 and all(row.what in done.stdout and row.ranks == 2 for row in rows)
+    one, *ways = rows[:4]
+    assert [way.held / one.held for way in ways] == [1, (1 + 128 / 704) / 2, 0.5]
+    for way in ways:
+        assert way.moved == sum(bytes_ for _, bytes_ in cards.moved(way.what, 2, bench.QUICK))
+
+
+def test_other_numbers_of_cards(tmp_path, monkeypatch):
+    """Times that follow the page's model are found again, and more cards cost what they should."""
+    link = cards.Link(dict.fromkeys(bench.LINKS, 4.0), dict.fromkeys(bench.LINKS, 1e5), 1e5, 0.0)
+    rows = []
+    for context in bench.FULL.contexts:
+        rows.append(bench.Row("one card", 32, context, 300.0, 0.0, 0.0, 0.0, 1408.0))
+        for number, way in enumerate(cards.WAYS):
+            sent = sum(link.time(name, x, 2) for name, x in cards.moved(way, 2))
+            times = (200.0 + 50 * number, sent, 10.0 * number)
+            rows.append(bench.Row(way, 32, context, *times, 0.0, 1408.0))
+    rows += [
+        bench.Row(f"indexer, {x}", 1, 2**17, 9e3 / n, 0, 0, 0)
+        for n, x in ((1, "one card"), (2, ""))
+    ]
+    for name in bench.LINKS:
+        rows += [
+            bench.Row(name, 0, 0, 0, link.time(name, x, 2), 0, 0, moved=x) for x in (100, 10**7)
+        ]
+    bench.write_rows(tmp_path / "parallel.csv", [replace(x, ranks=2, device="card") for x in rows])
+    monkeypatch.setattr(cards, "FIGURES", tmp_path)
+    found = cards.nccl(cards.measured())
+    assert found.latency == pytest.approx(link.latency, rel=1e-3)
+    assert found.rate == pytest.approx(link.rate, rel=1e-3)
+    # 300 on one card and 200 on two: a third is done by every card
+    for cards_, expected in ((2, 200), (4, 150), (64, 100 + 200 / 64)):
+        compute, *_ = cards.projected(cards.measured(), "TP", 2**16, cards_, found)
+        assert compute == pytest.approx(expected, rel=1e-3)
+    merges = [cards.projected(cards.measured(), way, 2**16, 8, found)[2] for way in cards.WAYS]
+    assert merges == [0, 10, 10 + 10 * 8 / 2]
+    text = cards.figures() + cards.projection()
+    assert "rows of the indexer: 2.00x" in text and "| 1.16M |" in text
+    assert "TP pays in time up to" in text
+    cards.draw()
+    assert (tmp_path / "parallel.png").stat().st_size > 10_000
