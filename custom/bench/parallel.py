@@ -207,7 +207,7 @@ class Step:
 
     def held(self, caches: Sequence[Tensor]) -> float:
         tokens = self.b * self.layer["block_table"].shape[1] * P
-        return sum(x.nbytes for x in caches) / tokens
+        return float(sum(x.nbytes for x in caches) / tokens)
 
     def context_parallel(self, replicate: bool) -> Tensor:
         layer = self.heads | dict(
