@@ -354,9 +354,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except ArithmeticError as wrong:
                 print(f"\033[31mWRONG  {wrong}\033[0m")
                 return 1
+            if options.csv:
+                write_rows(options.csv, rows)
     print("\n".join([HEAD, *map(markdown, rows)]))
-    if options.csv:
-        write_rows(options.csv, rows)
     return 0
 
 
