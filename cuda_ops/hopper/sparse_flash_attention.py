@@ -25,6 +25,8 @@ own for the places; 147 us with the output stored as wgmma leaves it (H200, 2026
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -462,20 +464,25 @@ def _splits(count: int, heads: int, entries: int) -> int:
 
 
 def launch(call: Attention) -> None:
+    _run(_attend, call, call.key.stride(-3), call.kr.stride(-3))
+
+
+def _run(kernel: Any, call: Attention, key_stride: int, rope_stride: int, **more: Any) -> None:
+    """`kernel` with what every one of these kernels takes, and `more`; then the parts together."""
     count, heads, rank = call.q.shape
     splits = _splits(count, heads, call.entries)
     parts = Parts.of(splits, count * heads, rank, call.softmax_max)
     items = count * splits * triton.cdiv(heads, 64)
-    launches.kernel(_attend, min(items, gpu.processors(call.q.device)))(
-        call.q, call.qr, call.key, call.kr, call.index, index_stride=call.index.stride(0),
-        key_stride=call.key.stride(-3), rope_stride=call.kr.stride(-3), items=items,
+    launches.kernel(kernel, min(items, gpu.processors(call.q.device)))(
+        call.q, call.qr, call.key, call.kr, indices=call.index, index_stride=call.index.stride(0),
+        key_stride=key_stride, rope_stride=rope_stride, items=items,
         SPAN=call.span, sinks=call.softmax_max if call.sinks is None else call.sinks,
         out=call.out, part=parts.out, part_max=parts.max, part_sum=parts.sum,
         softmax_max=call.softmax_max, softmax_sum=call.softmax_sum, scale_log2=call.scale_log2,
         entries=call.entries, per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
         **call.query_strides, HEADS=heads, SPLITS=splits, HAS_SINK=call.sinks is not None,
         STATS=call.softmax_max.numel() > 0, **call.plan.arguments, **call.plan.constants,
-        num_warps=4,
+        num_warps=4, **more,
     )  # fmt: skip
     if splits > 1:
         combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)
