@@ -26,9 +26,9 @@ from .common.lengths import within
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def _convolve(
-    x, weight, bias, history, starts, out, tokens, length, sequences, channels,
+    x, weight, bias, history, starts, computed, out, tokens, length, sequences, channels,
     x_batch, x_row, w_tap, w_channel, h_sequence, h_column, h_channel,
-    W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
+    W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -62,6 +62,13 @@ def _convolve(
                     total += tile.to(tl.float32) * taps[back][None]
         if SILU:
             total = total * sigmoid(total)
+        if computed is not None:
+            seen = position + tl.load(computed + sequence, mask=there, other=0)
+            total = tl.where((seen < W - 1)[:, None], 0.0, total)
+        if RESIDUAL:
+            at = row_at(sequence, position, token, x_batch, x_row, VARLEN)
+            now = there[:, None] & on_d[None]
+            total += tl.load(x + at[:, None] + d[None], mask=now, other=0.0).to(tl.float32)
         total = tl.where(there[:, None], total, 0.0)
         at = token.to(tl.int64) * channels
         tl.store(
@@ -117,6 +124,36 @@ def unsupported(x: Tensor, **_: Any) -> str | None:
     return None
 
 
+def outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None,
+    query_start_loc: Tensor | None,
+    silu: bool,
+    computed: Tensor | None = None,
+    residual: bool = False,
+) -> Tensor:
+    """`computed` [N]: tokens of a sequence that are not in the call; outputs of fewer than W tokens
+    are 0.  `residual`: x is added."""
+    channels, varlen = x.shape[-1], query_start_loc is not None
+    sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
+    tokens = x.shape[:-1].numel()
+    out = memory.empty(x.shape, x.dtype, x.device)
+    if out.numel() == 0:
+        return out
+    BT, BD, blocks = tile(tokens, channels, x.device)
+    programs = triton.cdiv(tokens, BT * blocks) * triton.cdiv(channels, BD)
+    launches.kernel(_convolve, programs)(
+        x, weight, bias, history, query_start_loc, computed, out, tokens, x.shape[-2], sequences,
+        channels, 0 if varlen else x.stride(0), x.stride(-2), *weight.stride(),
+        *((0, 0, 0) if history is None else history.stride()),
+        W=weight.shape[0], VARLEN=varlen, SILU=silu, RESIDUAL=residual,
+        BT=BT, BD=BD, BLOCKS=blocks, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -126,28 +163,17 @@ def forward(
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     channels, width = x.shape[-1], weight.shape[0]
-    varlen = query_start_loc is not None
-    sequences = query_start_loc.shape[0] - 1 if varlen else x.shape[0]
-    tokens, length = x.shape[:-1].numel(), x.shape[-2]
-    batch_stride = 0 if varlen else x.stride(0)
-    history = initial_states
-    h_strides = (0, 0, 0) if history is None else history.stride()
-    out = memory.empty(x.shape, x.dtype, x.device)
+    varlen, history = query_start_loc is not None, initial_states
+    sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
+    out = outputs(x, weight, bias, history, query_start_loc, activation is not None)
     kind = x.dtype if history is None else history.dtype
     final = memory.empty([sequences, width - 1, channels], kind, x.device)
-    if out.numel() > 0:
-        BT, BD, blocks = tile(tokens, channels, x.device)
-        programs = triton.cdiv(tokens, BT * blocks) * triton.cdiv(channels, BD)
-        launches.kernel(_convolve, programs)(
-            x, weight, bias, history, query_start_loc, out, tokens, length, sequences, channels,
-            batch_stride, x.stride(-2), *weight.stride(), *h_strides,
-            W=width, VARLEN=varlen, SILU=activation is not None,
-            BT=BT, BD=BD, BLOCKS=blocks, num_warps=4,
-        )  # fmt: skip
     if final.numel() > 0:
         BD = min(1024, max(16, triton.next_power_of_2(channels)))
         launches.kernel(_finish, sequences * triton.cdiv(channels, BD))(
-            x, history, query_start_loc, final, tokens, length, channels,
-            batch_stride, x.stride(-2), *h_strides, W=width, VARLEN=varlen, BD=BD,
+            x, history, query_start_loc, final, x.shape[:-1].numel(), x.shape[-2], channels,
+            0 if varlen else x.stride(0), x.stride(-2),
+            *((0, 0, 0) if history is None else history.stride()),
+            W=width, VARLEN=varlen, BD=BD,
         )  # fmt: skip
     return out, final
