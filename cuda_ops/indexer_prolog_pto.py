@@ -17,7 +17,11 @@ from . import prolog
 from .nz_matmul import product
 
 
-def unsupported(token_x: Tensor, **_: object) -> str | None:
+def unsupported(
+    token_x: Tensor, weight_quant_mode: int = 0, kv_cache_quant_mode: int = 0, **_: object
+) -> str | None:
+    if weight_quant_mode or kv_cache_quant_mode:
+        return "weights and caches of 8 bits have no kernel here yet"
     return prolog.unsupported(token_x)
 
 
@@ -36,6 +40,7 @@ def forward(
     ln_epsilon: float,
     rope_interleaved: bool,
     weight_format: str,
+    **_: object,
 ) -> tuple[Tensor, Tensor]:
     requests, steps, hidden = token_x.shape
     ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]

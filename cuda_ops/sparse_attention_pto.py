@@ -23,15 +23,24 @@ from torch import Tensor
 from ..dispatch.common import layer, memory
 from . import (
     indexer_prolog_pto,
+    kv_quant_sparse_flash_attention,
     lightning_indexer,
     mla_prolog_pto,
     prolog,
+    quant_lightning_indexer,
     sparse_flash_attention,
 )
 from .common import launches
 from .nz_matmul import product
 
-_MODULES = (mla_prolog_pto, indexer_prolog_pto, lightning_indexer, sparse_flash_attention)
+_MODULES = (
+    mla_prolog_pto,
+    indexer_prolog_pto,
+    lightning_indexer,
+    sparse_flash_attention,
+    quant_lightning_indexer,
+    kv_quant_sparse_flash_attention,
+)
 STAGES = layer.Stages(*(module.forward for module in _MODULES))
 REASONS = layer.Stages(*(module.unsupported for module in _MODULES))
 

@@ -69,6 +69,10 @@ TWINS: dict[str, Twin] = {
             rope_interleaved=True,
             index_rope_interleaved=True,
             weight_format="nz",
+            weight_quant_mode=0,
+            index_weight_quant_mode=0,
+            kv_kind="none",
+            index_kind="none",
         ),
     ),
     "npu_mla_prolog_pto": Twin(
@@ -98,7 +102,28 @@ TWINS: dict[str, Twin] = {
         returns=("query", "query_rope", "query_norm"),
         attrs=_same("rmsnorm_epsilon_cq", "rmsnorm_epsilon_ckv"),
         constants=dict(cache_mode="PA_BSND", query_norm_flag=True),
-        fixed=dict(rope_interleaved=True, weight_format="nz"),
+        # of 8 bits: npu_mla_prolog_v3, whose outputs are CANN's
+        fixed=dict(
+            rope_interleaved=True,
+            weight_format="nz",
+            weight_quant_mode=0,
+            kv_cache_quant_mode=0,
+            query_quant_mode=0,
+            ckvkr_repo_mode=0,
+            quant_scale_repo_mode=0,
+            tile_size=128,
+            row_layout="nope_rope_scale",
+            scale_format="ue8m0",
+        ),
+        lacks=(
+            "dequant_scale_x",
+            "dequant_scale_w_dq",
+            "dequant_scale_w_uq_qr",
+            "dequant_scale_w_dkv_kr",
+            "smooth_scales_cq",
+            "k_nope_clip_alpha",
+            "kv_cache_dtype",
+        ),
     ),
     "npu_lightning_indexer": Twin(
         inputs=_same(
