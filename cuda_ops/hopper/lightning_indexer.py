@@ -10,6 +10,8 @@ columns one warpgroup does everything, and others on its multiprocessor hide wha
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -33,40 +35,43 @@ KEYS_AT_ONCE = gl.constexpr(64)
 LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)
 
 
+class Scores(NamedTuple):
+    """Where the scores of rows from `first_row` on go, and every EVERY-th of them once more."""
+
+    scores: Any
+    sample: Any
+    first_row: Any
+    score_row: Any
+    sample_row: Any
+
+
 @gluon.jit
-def _part(
-    row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
-    Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, HAS_Q: gl.constexpr,
-    HAS_K: gl.constexpr,
-):  # fmt: skip
+def _part(row, end, request, first, of, lo, per_chunk, LAYOUT: gl.constexpr):
     """Of rows row .. end those of `request`, row .. stop: (how many rows and keys the request has,
     its first key, stop, where this program's keys end that any of them sees)."""
-    asked = rows.rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
-    start, keys = rows.keys_of(request, act_k, reach, requests, KEYS, HAS_K)
-    stop = first + tokens
-    if Q_TND:
+    asked = rows.rows_of(request, first, of, LAYOUT)
+    start, keys = rows.keys_of(request, of, LAYOUT)
+    stop = first + of.tokens
+    if LAYOUT.Q_TND:
         # one row at least, or prefix sums that fall would have no end
-        stop = gl.where(request < requests, gl.maximum(first + asked, row + 1), end)
+        stop = gl.where(request < of.requests, gl.maximum(first + asked, row + 1), end)
     stop = gl.minimum(stop, end)
     last = gl.minimum(stop, first + asked) - 1
-    most = gl.where(last >= row, rows.sees(last - first, asked, keys, CAUSAL), 0)
+    most = gl.where(last >= row, rows.sees(last - first, asked, keys, LAYOUT.CAUSAL), 0)
     return asked, keys, start, stop, gl.minimum(lo + per_chunk, most)
 
 
 @gluon.jit
-def _outer_of(
-    base, request, requests, reach, table, table_stride, pages, PAGE: gl.constexpr,
-    KEYS: gl.constexpr,
-):  # fmt: skip
+def _outer_of(base, request, of, LAYOUT: gl.constexpr):
     """Of the next 32 tiles the key tensor's first index; negative where the page is absent.  The
     number of keys is not yet known: this load and that of the number need not wait in turn."""
     tile: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     pos = base + gl.arange(0, 32, layout=tile) * KEYS_AT_ONCE
-    if KEYS == PAGED:
-        entry = table + request.to(gl.int64) * table_stride + pos // PAGE
-        outer = gl.load(entry, mask=(pos < reach) & (request < requests), other=-1)
-        return gl.where((outer >= 0) & (outer < pages), outer, -1).to(gl.int32)
-    elif KEYS == BSND:
+    if LAYOUT.KEYS == PAGED:
+        entry = of.table + request.to(gl.int64) * of.table_stride + pos // LAYOUT.PAGE
+        outer = gl.load(entry, mask=(pos < of.reach) & (request < of.requests), other=-1)
+        return gl.where((outer >= 0) & (outer < of.pages), outer, -1).to(gl.int32)
+    elif LAYOUT.KEYS == BSND:
         return pos * 0 + request
     return pos * 0
 
@@ -79,8 +84,8 @@ def _pick(outer, i):
 
 @gluon.jit
 def _finish(
-    s, weight, scores, sample, member, row, stop, first, asked, keys, n, there, first_row,
-    score_row, sample_row, R: gl.constexpr, CAUSAL: gl.constexpr, EVERY: gl.constexpr,
+    s, weight, to, member, row, stop, first, asked, keys, n, there, R: gl.constexpr,
+    CAUSAL: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     """Sum products [64, columns] over the heads, store the scores of rows member, member + 1 .."""
     s = gl.maximum(s, 0.0) * weight[None, :]
@@ -94,24 +99,21 @@ def _finish(
     score = gl.where(score > LEAST_SCORE, score, LEAST_SCORE)
     score = gl.where(there, score, float("-inf"))
     ok = pos[:, None] < seen[None, :]
-    at = (member - first_row).to(gl.int64)
-    gl.store(scores + (at * score_row)[None, :] + pos[:, None], score, mask=ok)
-    at = sample + (at * sample_row)[None, :] + (pos // EVERY)[:, None]
+    at = (member - to.first_row).to(gl.int64)
+    gl.store(to.scores + (at * to.score_row)[None, :] + pos[:, None], score, mask=ok)
+    at = to.sample + (at * to.sample_row)[None, :] + (pos // EVERY)[:, None]
     gl.store(at, score, mask=ok & (pos % EVERY == 0)[:, None])
 
 
 @gluon.jit
-def _ask(
-    key, k_tiles, full, outers, i, stage, wanted, lo, start, PAGE: gl.constexpr,
-    KEYS: gl.constexpr,
-):  # fmt: skip
+def _ask(key, k_tiles, full, outers, i, stage, wanted, lo, start, LAYOUT: gl.constexpr):
     """Tile i of a program's keys, into its place in the ring."""
     outer = _pick(outers, i)
     outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
     inner = lo + i * KEYS_AT_ONCE
-    if KEYS == PAGED:
-        inner = inner % PAGE
-    elif KEYS == TND:
+    if LAYOUT.KEYS == PAGED:
+        inner = inner % LAYOUT.PAGE
+    elif LAYOUT.KEYS == TND:
         inner += start
     bar = full.index(stage)
     mbarrier.expect(bar, KEYS_AT_ONCE * k_tiles.shape[2] * 2, pred=wanted)
@@ -136,13 +138,13 @@ def _ask(
 def _scores(
     q, key, weights, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    w_row, score_row, sample_row,
-    HEADS: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, EVERY: gl.constexpr,
+    steps,
+    HEADS: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    EVERY: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
     among the rows."""
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     D: gl.constexpr = key.block_shape[2]
     COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
     H_TILE: gl.constexpr = COLUMNS // ROWS
@@ -169,6 +171,8 @@ def _scores(
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
     h = column % H_TILE
     owner = (row + column // H_TILE).to(gl.int64)
+    w_row, score_row, sample_row = steps
+    to = Scores(scores, sample, first_row, score_row, sample_row)
     weight = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
     weight = weight.to(gl.float32)
     zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
@@ -176,21 +180,19 @@ def _scores(
     done = 0
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS, LINE)
-        outers = _outer_of(lo, request, requests, reach, table, table_stride, pages, PAGE, KEYS)
-        asked, keys, start, stop, hi = _part(
-            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
-            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
-        )  # fmt: skip
+        request, first = request_of(row, of, LAYOUT, LINE)
+        outers = _outer_of(lo, request, of, LAYOUT)
+        asked, keys, start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
         tiles = gl.maximum(hi - lo + KEYS_AT_ONCE - 1, 0) // KEYS_AT_ONCE
         for each in gl.static_range(STAGES):
             _ask(key, k_tiles, full, outers, each, (done + each) % STAGES, each < tiles, lo,
-                 start, PAGE, KEYS)  # fmt: skip
+                 start, LAYOUT)  # fmt: skip
         if lo == 0:
             lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             member = row + gl.arange(0, 32, layout=lane)
-            gl.store(lengths + member - first_row, rows.sees(member - first, asked, keys, CAUSAL),
-                     mask=member < stop)  # fmt: skip
+            real = member < stop
+            at = lengths + member - first_row
+            gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=real)
         mbarrier.wait(q_full.index(0), 0)
         for i in range(tiles):
             stage = (done + i) % STAGES
@@ -202,20 +204,17 @@ def _scores(
             s = warpgroup_mma_wait(0, deps=[s])
             barrier()  # done in every warp: the tile is free
             _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo, start,
-                 PAGE, KEYS)  # fmt: skip
-            _finish(s, weight, scores, sample, own, row, stop, first, asked, keys,
-                    lo + i * KEYS_AT_ONCE, there, first_row, score_row, sample_row, ROWS, CAUSAL,
-                    EVERY)  # fmt: skip
+                 LAYOUT)  # fmt: skip
+            _finish(s, weight, to, own, row, stop, first, asked, keys, lo + i * KEYS_AT_ONCE, there,
+                    ROWS, LAYOUT.CAUSAL, EVERY)  # fmt: skip
         done += tiles
         row = stop
 
 
 @gluon.jit
 def _load(
-    key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table, tokens, requests,
-    reach, table_stride, pages, row, end, lo, per_chunk, first_row,
-    PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo, per_chunk,
+    first_row, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = k_tiles.shape[0]
     D: gl.constexpr = k_tiles.shape[2]
@@ -230,28 +229,24 @@ def _load(
     count = 0
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS, LINE)
-        asked, keys, start, stop, hi = _part(
-            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
-            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
-        )  # fmt: skip
+        request, first = request_of(row, of, LAYOUT, LINE)
+        asked, keys, start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
         if lo == 0:
             member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            gl.store(lengths + member - first_row, rows.sees(member - first, asked, keys, CAUSAL),
-                     mask=member < stop)  # fmt: skip
+            real = member < stop
+            at = lengths + member - first_row
+            gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=real)
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
-            outers = _outer_of(
-                base, request, requests, reach, table, table_stride, pages, PAGE, KEYS
-            )
+            outers = _outer_of(base, request, of, LAYOUT)
             for i in range(0, gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)):
                 stage = count % STAGES
                 bar = full.index(stage)
                 outer = _pick(outers, i)
                 outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
                 inner = base + i * KEYS_AT_ONCE
-                if KEYS == PAGED:
-                    inner = inner % PAGE
-                elif KEYS == TND:
+                if LAYOUT.KEYS == PAGED:
+                    inner = inner % LAYOUT.PAGE
+                elif LAYOUT.KEYS == TND:
                     inner += start
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
                 mbarrier.expect(bar, KEYS_AT_ONCE * D * 2)
@@ -265,14 +260,14 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k, table,
-    tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk, first_row, w_row,
-    score_row, sample_row,
+    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, of, row, end, lo, per_chunk,
+    first_row, steps,
     GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, EVERY: gl.constexpr,
-    PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup GROUP of two takes every other tile."""
+    w_row, score_row, sample_row = steps
+    to = Scores(scores, sample, first_row, score_row, sample_row)
     STAGES: gl.constexpr = k_tiles.shape[0]
     COLUMNS: gl.constexpr = q_tiles.shape[1]
     R: gl.constexpr = ROWS // 2
@@ -295,15 +290,10 @@ def _multiply(
     count = 0
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS, LINE)
-        asked, keys, _start, stop, hi = _part(
-            row, end, request, first, act_q, act_k, tokens, requests, reach, lo, per_chunk,
-            Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
-        )  # fmt: skip
+        request, first = request_of(row, of, LAYOUT, LINE)
+        asked, keys, _start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
-            outers = _outer_of(
-                base, request, requests, reach, table, table_stride, pages, PAGE, KEYS
-            )
+            outers = _outer_of(base, request, of, LAYOUT)
             tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
             for i in range((GROUP - count) & 1, tiles, 2):
                 stage = (count + i) % STAGES
@@ -314,13 +304,13 @@ def _multiply(
                 s0 = warpgroup_mma(k_tile, q0, zero, use_acc=False, is_async=True)
                 s1 = warpgroup_mma(k_tile, q1, zero, use_acc=False, is_async=True)
                 s0 = warpgroup_mma_wait(1, deps=[s0])
-                _finish(s0, weight0, scores, sample, own, row, stop, first, asked, keys, n,
-                        there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
+                _finish(s0, weight0, to, own, row, stop, first, asked, keys, n, there, R,
+                        LAYOUT.CAUSAL, EVERY)  # fmt: skip
                 s1 = warpgroup_mma_wait(0, deps=[s1])
                 barrier()
                 mbarrier.arrive(empty.index(stage))
-                _finish(s1, weight1, scores, sample, own + R, row, stop, first, asked, keys, n,
-                        there, first_row, score_row, sample_row, R, CAUSAL, EVERY)  # fmt: skip
+                _finish(s1, weight1, to, own + R, row, stop, first, asked, keys, n, there, R,
+                        LAYOUT.CAUSAL, EVERY)  # fmt: skip
             count += tiles
         row = stop
 
@@ -340,12 +330,12 @@ def _multiply(
 def _scores_shared(
     q, key, weights, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    w_row, score_row, sample_row,
-    HEADS: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, EVERY: gl.constexpr,
+    steps,
+    HEADS: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    EVERY: gl.constexpr,
 ):  # fmt: skip
     """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     D: gl.constexpr = key.block_shape[2]
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
@@ -368,21 +358,16 @@ def _scores_shared(
     gl.warp_specialize(
         [
             (_multiply, (
-                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k,
-                table, tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk,
-                first_row, w_row, score_row, sample_row, gl.constexpr(0), HEADS, ROWS, EVERY,
-                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, of, row, end, lo,
+                per_chunk, first_row, steps, gl.constexpr(0), HEADS, ROWS, EVERY, LAYOUT,
             )),
             (_multiply, (
-                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, act_q, act_k,
-                table, tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk,
-                first_row, w_row, score_row, sample_row, gl.constexpr(1), HEADS, ROWS, EVERY,
-                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, of, row, end, lo,
+                per_chunk, first_row, steps, gl.constexpr(1), HEADS, ROWS, EVERY, LAYOUT,
             )),
             (_load, (
-                key, q, k_tiles, q_tiles, full, empty, q_full, lengths, act_q, act_k, table,
-                tokens, requests, reach, table_stride, pages, row, end, lo, per_chunk, first_row,
-                PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
+                key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo,
+                per_chunk, first_row, LAYOUT,
             )),
         ],
         [4, 1], [232, 40],
@@ -430,7 +415,7 @@ def launch(
     heads, dim = q.shape[1:]
     h_tile = max(16, triton.next_power_of_2(heads))
     columns = shared * h_tile
-    outer, inner = rows.strides(key, layout_key)
+    outer, inner = rows.strides(layout_key, key)
     tall, wide = (1, key.shape[0]) if layout_key == "TND" else key.shape[:2]
     groups = triton.cdiv(count, shared)
     parts = 2 if columns > 128 else 1
@@ -441,7 +426,8 @@ def launch(
         describe_box(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
         describe_box(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
         weights, scores=scores, sample=sample, lengths=lengths, first_row=first, count=count,
-        chunks=chunks, per_chunk=per_chunk, w_row=weights.stride(0), score_row=scores.stride(0),
-        sample_row=sample.stride(0), **plan.arguments, **plan.constants, HEADS=heads, ROWS=shared,
-        STAGES=stages, EVERY=EVERY, num_warps=4, launch_pdl=True,
+        chunks=chunks, per_chunk=per_chunk,
+        steps=(weights.stride(0), scores.stride(0), sample.stride(0)), **plan.arguments,
+        LAYOUT=plan.layout, HEADS=heads, ROWS=shared, STAGES=stages, EVERY=EVERY, num_warps=4,
+        launch_pdl=True,
     )  # fmt: skip
