@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..common import gpu, quantise
+from ..common import gpu, quantise, rows
 from ..common.gluon_names import barrier, cp_async
 from ..common.selection import Attention
 from .rows import locate, slots
@@ -34,6 +34,8 @@ from .sparse_flash_attention import (
     QUERY_FREE,
     RIGHT,
     RIGHT_FREE,
+    Output,
+    Tiles,
     _arrive,
     _even,
     _item,
@@ -132,29 +134,22 @@ def _copy_rope(key_rope, places, pieces, rope, bar, TILE: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q, q_rope, key, key_rope, key_scale, indices, act_q, act_k, table, tokens, requests, reach,
-    table_stride, pages, entries, per_split, q_row, q_head, qr_row, qr_head, key_stride,
-    rope_stride, scale_stride, index_stride, items, q_left, q_right, qr, left, right, rope,
-    places, bars, HEADS: gl.constexpr, SPLITS: gl.constexpr, SPAN: gl.constexpr,
-    PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr, KIND: gl.constexpr,
+    q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, steps, items, tiles,
+    LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, scale_stride, index_stride = steps
+    q_left, q_right, qr, left, right, rope, _exchange, places, bars = tiles
     column = gl.arange(0, 128, layout=LINE)
-    steps = per_split // 128
+    count = per_split // 128
     programs = gl.num_programs(0)
     item = gl.program_id(0)
-    row, split, head = _item(item, HEADS, SPLITS)
+    row, split, head = _item(item, C.HEADS, C.SPLITS)
     lo = split * per_split
-    request, start, seen = locate(
-        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
-        LINE,
-    )  # fmt: skip
+    request, start, seen = locate(row, of, LAYOUT, LINE)
     entry = lo + column
     hi = gl.minimum(lo + per_split, entries)
-    index = gl.load(indices + row * index_stride + entry // SPAN, mask=entry < hi, other=-1)
-    slot = slots(
-        index, entry, seen, request, start, reach, table, table_stride, pages, SPAN, PAGE, KEYS
-    )
+    index = gl.load(indices + row * index_stride + entry // C.SPAN, mask=entry < hi, other=-1)
+    slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
     places.index(0).store(slot)
     _arrive(bars, PLACED)
     slot0 = places.index(0).slice(0, 64).load(ROW)
@@ -170,14 +165,14 @@ def _producer(
     step = 0
     free = 1
     turn = 1
-    total = (items - item + programs - 1) // programs * steps
+    total = (items - item + programs - 1) // programs * count
     for t in range(total):
         if step == 0:
             # the queries of an item come as soon as both consumers have no more scores to make
             mbarrier.wait(bars.index(QUERY_FREE), turn)
             turn = turn ^ 1
             h = (head + line).to(gl.int64)
-            real = (h < HEADS)[:, None]
+            real = (h < C.HEADS)[:, None]
             at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
             cp_async(q_left.index(0), at, mask=real)
             cp_async(q_right.index(0), at + 256, mask=real)
@@ -186,18 +181,15 @@ def _producer(
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
-        if step == steps:
+        if step == count:
             step = 0
             item = gl.minimum(item + programs, items - 1)
-            row, split, head = _item(item, HEADS, SPLITS)
+            row, split, head = _item(item, C.HEADS, C.SPLITS)
             lo = split * per_split
-            request, start, seen = locate(
-                row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
-                REQUESTS, LINE,
-            )  # fmt: skip
+            request, start, seen = locate(row, of, LAYOUT, LINE)
             hi = gl.minimum(lo + per_split, entries)
         entry = lo + step * 128 + column
-        index = gl.load(indices + row * index_stride + entry // SPAN, mask=entry < hi, other=-1)
+        index = gl.load(indices + row * index_stride + entry // C.SPAN, mask=entry < hi, other=-1)
         now = places.index(t & 1)
         after = places.index((t + 1) & 1)
         slot1 = now.slice(64, 64).load(ROW)
@@ -215,9 +207,7 @@ def _producer(
         )  # fmt: skip
         _arrive(bars, RIGHT)
         # the places of the step before are free, since both consumers let go of its first tile
-        slot = slots(
-            index, entry, seen, request, start, reach, table, table_stride, pages, SPAN, PAGE, KEYS
-        )
+        slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
         after.store(slot)
         _arrive(bars, PLACED + ((t + 1) & 1))
         mbarrier.wait(bars.index(LEFT_FREE + 1), free)
@@ -251,14 +241,12 @@ def _producer(
     ]
 )
 def _attend(
-    q, q_rope, key, key_rope, key_scale, indices, act_q, act_k, table, sinks, out, part, part_max,
+    q, q_rope, key, key_rope, indices, key_scale, act_q, act_k, table, sinks, out, part, part_max,
     part_sum, softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, reach,
-    table_stride, pages, q_row, q_head, qr_row, qr_head, key_stride, rope_stride, scale_stride,
-    index_stride, items, HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr,
-    STATS: gl.constexpr, SPAN: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr,
-    KEYS: gl.constexpr, CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr,
-    REQUESTS: gl.constexpr, KIND: gl.constexpr,
+    table_stride, pages, steps, items, LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    to = Output(out, part, part_max, part_sum, softmax_max, softmax_sum, sinks)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q.dtype.element_ty
@@ -277,34 +265,15 @@ def _attend(
     mbarrier.init(bars.index(QUERY), count=128)
     mbarrier.init(bars.index(QUERY_FREE), count=2)
     barrier()
+    tiles = Tiles(q_left, q_right, qr, left, right, rope, exchange, places, bars)
     gl.warp_specialize(
         [
-            (
-                _even,
-                (
-                    q_left, q_right, qr, left, right, rope, exchange, places, bars, per_split,
-                    items, scale_log2, out, part, part_max, part_sum, softmax_max, softmax_sum,
-                    sinks, HEADS, SPLITS, HAS_SINK, STATS,
-                ),
-            ),
-            (
-                _odd,
-                (
-                    q_left, q_right, qr, left, right, rope, exchange, places, bars, per_split,
-                    items, scale_log2, out, part, part_max, part_sum, softmax_max, softmax_sum,
-                    sinks, HEADS, SPLITS, HAS_SINK, STATS,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    q, q_rope, key, key_rope, key_scale, indices, act_q, act_k, table, tokens,
-                    requests, reach, table_stride, pages, entries, per_split, q_row, q_head,
-                    qr_row, qr_head, key_stride, rope_stride, scale_stride, index_stride, items,
-                    q_left, q_right, qr, left, right, rope, places, bars, HEADS, SPLITS, SPAN,
-                    PAGE, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS, KIND,
-                ),
-            ),
+            (_even, (tiles, per_split, items, scale_log2, to, C)),
+            (_odd, (tiles, per_split, items, scale_log2, to, C)),
+            (_producer, (
+                q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, steps,
+                items, tiles, LAYOUT, C, KIND,
+            )),
         ],
         [4, 4],
         [208, 96],
@@ -319,7 +288,7 @@ def supports(call: Attention) -> bool:
         and call.entries > 0
         and (call.q.shape[-1], call.rope) == (512, 64)
         and call.key.dtype in (torch.float8_e4m3fn, torch.int8)
-        and not any(step % 16 for step in call.query_strides.values())
+        and not any(step % 16 for step in call.query_strides)
         and call.key.stride(-3) % 16 == 0
         and call.kr.stride(-3) % 8 == 0
         and aligned(call.q, call.qr, call.key, call.kr)
@@ -327,9 +296,10 @@ def supports(call: Attention) -> bool:
 
 
 def launch(call: Attention, key_scale: Tensor, kind: int) -> None:
-    # both strides in pieces of 16 bytes
-    words = replace(call, key=call.key.view(torch.int32))
-    _run(
-        _attend, words, call.key.stride(-3) // 16, call.kr.stride(-3) // 8, key_scale=key_scale,
-        scale_stride=key_scale.stride(-3), KIND=kind,
+    # keys and ropes in steps of 16 bytes
+    steps = (
+        *call.query_strides, call.key.stride(-3) // 16, call.kr.stride(-3) // 8,
+        key_scale.stride(-3), call.index.stride(0),
     )  # fmt: skip
+    words = replace(call, key=call.key.view(torch.int32))
+    _run(_attend, words, steps, key_scale=key_scale, KIND=kind)
