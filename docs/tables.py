@@ -29,7 +29,7 @@ from custom.dispatch.specs import SPECS
 
 from custom.bench.report import Row, plot, read_public, read_rows
 
-from . import cards, functions, graph_modes
+from . import cards, functions, graph_modes, numerics
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records"
@@ -156,6 +156,7 @@ BLOCKS = {
     **graph_modes.BLOCKS,
     **functions.BLOCKS,
     **cards.BLOCKS,
+    **numerics.BLOCKS,
 }
 # page -> the blocks it shows
 PAGES = {
@@ -166,6 +167,7 @@ PAGES = {
     "docs/graph_mode.md": tuple(graph_modes.BLOCKS),
     "docs/architecture.md": tuple(functions.BLOCKS),
     "docs/parallel.md": tuple(cards.BLOCKS),
+    "docs/numerics.md": tuple(numerics.BLOCKS),
 }
 
 
