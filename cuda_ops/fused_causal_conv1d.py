@@ -171,7 +171,7 @@ def forward(
             W=width, L=conv_states.shape[1], VARLEN=starts is not None, BD=BD,
             num_warps=max(1, min(4, BD // 64)),
         )  # fmt: skip
-    return causal_conv1d.outputs(
-        x, weight, bias, history, starts, activation in ("silu", "swish"),
+    return causal_conv1d.launch(
+        x, weight, bias, history, starts, activation in ("silu", "swish"), None,
         num_computed_tokens if conv_mode == "pangu" else None, bool(residual_connection),
     )  # fmt: skip

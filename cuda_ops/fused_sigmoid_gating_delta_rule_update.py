@@ -419,6 +419,10 @@ def _delta_rule_kernel(
                     to = states + slot * slot_stride + tile_at
                     tl.store(to, state.to(states.dtype.element_ty), mask=on)
                 q_tile, k_tile, v_tile, a_tile, b_tile = q_next, k_next, v_next, a_next, b_next
+        if z is not None and tile == TILES - 1:
+            # in front of the state's stores, which the count would wait for
+            tl.debug_barrier()
+            others = tl.atomic_add(arrived + n_wide * HV + hv, 1)
         if UPDATE:
             tl.store(pool + tile_at, state.to(pool.dtype.element_ty), mask=tile_on & here)
         if VARLEN:
@@ -435,32 +439,30 @@ def _delta_rule_kernel(
     if z is not None:
         z += n_batch * z_batch + hv * z_head
         normed += (n_wide * T * HV + hv) * V
-        _norm_the_rows(
-            out, z, norm_weight, arrived + n_wide * HV + hv, normed, length, out_row, z_row,
-            epsilon, NV, V, ALL, SILU,
-        )  # fmt: skip
+        if others == NV - 1:
+            _norm_the_rows(
+                out, z, norm_weight, normed, length, out_row, z_row, epsilon, V, ALL, SILU
+            )
 
 
 @triton.jit
 def _norm_the_rows(
-    rows, z, norm_weight, arrived, normed, length, row, z_row, epsilon,
-    PROGRAMS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SILU: tl.constexpr,
+    rows, z, norm_weight, normed, length, row, z_row, epsilon,
+    V: tl.constexpr, BV: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """By the last of a head's programs, which sees the columns of all: their stores come before
     the count that it reads."""
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1) == PROGRAMS - 1:
-        d = tl.arange(0, BV)
-        w = tl.load(norm_weight + d, mask=d < V, other=0.0).to(tl.float32)
-        for _ in range(length):
-            x = tl.load(rows + d, mask=d < V, other=0.0, cache_modifier=".cg").to(tl.float32)
-            gate = tl.load(z + d, mask=d < V, other=0.0).to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / V + epsilon)
-            out = x * scale * w * opening(gate, SILU)
-            tl.store(normed + d, out.to(normed.dtype.element_ty), mask=d < V)
-            rows += row
-            z += z_row
-            normed += row
+    d = tl.arange(0, BV)
+    w = tl.load(norm_weight + d, mask=d < V, other=0.0).to(tl.float32)
+    for _ in range(length):
+        x = tl.load(rows + d, mask=d < V, other=0.0, cache_modifier=".cg").to(tl.float32)
+        gate = tl.load(z + d, mask=d < V, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / V + epsilon)
+        out = x * scale * w * opening(gate, SILU)
+        tl.store(normed + d, out.to(normed.dtype.element_ty), mask=d < V)
+        rows += row
+        z += z_row
+        normed += row
 
 
 @dataclass(frozen=True)
