@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ..dispatch.common import memory, quantised
-from . import prolog, quantised_prolog
+from . import prolog, quantised_matmul, quantised_prolog
 from .nz_matmul import product
 from .quantised_matmul import Rows, Weight
 
@@ -30,7 +30,12 @@ def unsupported(rmsnorm_gamma_cq: Tensor, **_: object) -> str | None:
     return prolog.unsupported(rmsnorm_gamma_cq)
 
 
-def forward(
+def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, query_rope, query_norm, _ = with_rows(**arguments)
+    return query, query_rope, query_norm
+
+
+def with_rows(
     token_x: Tensor,
     weight_dq: Tensor,
     weight_uq_qr: Tensor,
@@ -50,7 +55,8 @@ def forward(
     weight_quant_mode: int,
     kv_cache_quant_mode: int,
     **of_8_bits: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Rows]:
+    """Behind the outputs the query norm as its product takes it."""
     requests, steps, hidden = token_x.shape
     heads, _, rank = weight_uk.shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
@@ -59,15 +65,15 @@ def forward(
     if tokens == 0:
         query = memory.empty((requests, steps, heads, rank), dtype, device)
         query_rope = memory.empty((requests, steps, heads, rotary), dtype, device)
-        return query, query_rope, memory.empty((requests, steps, ranks), dtype, device)
+        query_norm = memory.empty((requests, steps, ranks), dtype, device)
+        return query, query_rope, query_norm, quantised_matmul.none(weight_uq_qr.dtype, query_norm)
     if weight_quant_mode or kv_cache_quant_mode:
-        outs = with_rows(
+        return _of_8_bits(
             token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rmsnorm_gamma_cq,
             rmsnorm_gamma_ckv, rope_sin, rope_cos, kv_cache, kr_cache, cache_index,
             rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved, weight_format,
             kv_cache_quant_mode, **of_8_bits,
         )  # fmt: skip
-        return outs[:3]
     query_norm = memory.empty((requests, steps, ranks), dtype, device)
     part = product(
         token_x.view(tokens, hidden),
@@ -85,10 +91,10 @@ def forward(
         query_norm.view(tokens, ranks), weight_uq_qr, weight_format, weight_uk, rope_sin, rope_cos,
         (requests, steps), rope_interleaved,
     )  # fmt: skip
-    return query, query_rope, query_norm
+    return query, query_rope, query_norm, Rows(query_norm)
 
 
-def with_rows(
+def _of_8_bits(
     token_x: Tensor,
     weight_dq: Tensor,
     weight_uq_qr: Tensor,
@@ -117,7 +123,6 @@ def with_rows(
     scale_format: str,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Rows]:
-    """At least one token; behind the outputs the query norm as its product takes it."""
     shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
     heads, plain, rank = weight_uk.shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]

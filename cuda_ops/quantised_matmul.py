@@ -62,6 +62,17 @@ class Rows:
     scale: Tensor | None = None
 
 
+def none(dtype: torch.dtype, x: Tensor) -> Rows:
+    """What `x`, of no tokens, is for weights of `dtype`."""
+    x = x.flatten(0, -2)
+    kind = quantised.kind_of(dtype)
+    if kind is None:
+        return Rows(x)
+    tiles = 1 if kind == "int8" else cdiv(x.shape[1], BLOCK.value)
+    values = memory.empty(tuple(x.shape), dtype, x.device)
+    return Rows(values, memory.empty((0, tiles), torch.float32, x.device))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _activations(
     x, smooth, values, scales, tokens,

@@ -548,6 +548,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
 # why an op that is not for training has none
 _BYTES = "its rows are bytes, which ONNX does not read as floats"
 REASONS: dict[str, str] = {
+    "npu_mla_prolog_v3": "npu_mla_prolog_pto has one",
     "npu_index_cache_write": "it returns nothing, and a node has an output of its own",
     "npu_latent_cache_write": _BYTES,
     "npu_kv_quant_sparse_flash_attention": _BYTES,
