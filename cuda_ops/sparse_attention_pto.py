@@ -59,6 +59,8 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     if tokens == 0:
         indices = memory.empty((requests, steps, 1, a.sparse_count), torch.int32, device)
         return memory.empty((requests, steps, heads, rank), dtype, device), indices
+    if a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes:
+        return a.run(STAGES)
 
     query_norm = memory.empty((tokens, ranks), dtype, device)
     weights = memory.empty((requests, steps, a.index_heads), dtype, device)

@@ -403,6 +403,86 @@ def npu_mla_prolog_pto(
 
 
 @op
+@described_by(npu_mla_prolog_pto)
+def npu_mla_prolog_v3(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    *,
+    cache_index: Tensor | None = None,
+    dequant_scale_x: Tensor | None = None,
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq_qr: Tensor | None = None,
+    dequant_scale_w_dkv_kr: Tensor | None = None,
+    quant_scale_ckv: Tensor | None = None,
+    quant_scale_ckr: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    actual_seq_len: Tensor | None = None,
+    k_nope_clip_alpha: Tensor | None = None,
+    rmsnorm_epsilon_cq: float = 1e-5,
+    rmsnorm_epsilon_ckv: float = 1e-5,
+    cache_mode: str = "PA_BSND",
+    query_norm_flag: bool = False,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    query_quant_mode: int = 0,
+    ckvkr_repo_mode: int = 0,
+    quant_scale_repo_mode: int = 0,
+    tile_size: int = 128,
+    qc_qr_scale: float = 1.0,
+    kc_scale: float = 1.0,
+    token_x_dtype: int | None = None,
+    weight_dq_dtype: int | None = None,
+    weight_uq_qr_dtype: int | None = None,
+    weight_dkv_kr_dtype: int | None = None,
+    kv_cache_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`npu_mla_prolog_pto` under torch_npu's signature, for scripts that change their prefix.
+
+    Pairs (0, 1), (2, 3)... are rotated, rows are "nope_rope_scale", fp8 scales powers of two. A 4-D
+    weight is NZ; a 2-D one is what its shape says, or what its format on an NPU says.
+
+    Formula: as `npu_mla_prolog_pto`.
+
+    Args:
+        token_x: [B, S, H] or [T, H]; in modes 2 and 4 also quantised, with `dequant_scale_x`.
+        rope_sin: [B, S, Dr] or [T, Dr].
+        rope_cos: [B, S, Dr] or [T, Dr].
+        cache_index: [B, S] or [T] int32 or int64 flat slots; negative or out of range: not written.
+        quant_scale_ckv: None: a scale for the whole cache is refused.
+        quant_scale_ckr: None.
+        actual_seq_len: None.
+        cache_mode: "PA_BSND".
+        query_norm_flag: give the query norm as well.
+        qc_qr_scale: 1.
+        kc_scale: 1.
+        token_x_dtype: None.
+        weight_dq_dtype: None.
+        weight_uq_qr_dtype: None.
+        weight_dkv_kr_dtype: None.
+
+    Returns:
+        query [.., N, R] and query_rope [.., N, Dr], dtype of the gammas.
+        dequant_scale_q_nope: float32 [0].
+        query_norm: [.., Rq] as its product takes it, dtype of `weight_uq_qr`; [0] without the flag.
+        dequant_scale_q_norm: float32 [T, 1] (int8), [T, Rq / 128] (fp8), else [0].
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+    """
+
+
+@op
 def npu_indexer_prolog_pto(
     token_x: Tensor,
     query_norm: Tensor,

@@ -20,6 +20,7 @@ OPS = (
     "sparse_attention_indices_pto",
     "sparse_attention_shared_pto",
     "mla_prolog_pto",
+    "mla_prolog_v3",
     "indexer_prolog_pto",
     "lightning_indexer",
     "lightning_indexer_scores",

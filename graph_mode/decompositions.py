@@ -609,6 +609,7 @@ _BYTES = "its rows are bytes, which ONNX does not read as floats"
 REASONS: dict[str, str] = {
     "npu_index_cache_write": _NOTHING,
     "npu_fused_causal_conv1d_v2": _NOTHING,
+    "npu_mla_prolog_v3": "npu_mla_prolog_pto has one",
     "npu_latent_cache_write": _BYTES,
     "npu_kv_quant_sparse_flash_attention": _BYTES,
     "npu_kv_quant_sparse_flash_attention_lse": _BYTES,

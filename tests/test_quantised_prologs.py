@@ -256,6 +256,65 @@ def test_index_keys_and_queries_have_the_writers_bytes(device, backend, mode, ki
     assert torch.equal(got[1], want[1]) and got[1].any()
 
 
+V3 = "npu_mla_prolog_v3"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("mode", [0, 1, 2, 4])
+def test_under_torch_npu_s_words(device, backend, mode, flag, packed):
+    """The same numbers, and the query norm as its product takes it."""
+    call = Call(device, mode)
+    rows = call.rows("int8") if mode == 2 else {}
+    eps = dict(rmsnorm_epsilon_cq=1e-5, rmsnorm_epsilon_ckv=1e-5)
+    given = call.mla(**rows, **eps)
+    query, query_rope, norm = run(MLA, backend, **given)
+    theirs = {n: x for n, x in call.mla(**rows).items() if n != "weight_format"}
+    if packed:
+        names = "token_x", "rope_sin", "rope_cos", "cache_index"
+        theirs |= {name: theirs[name].flatten(0, 1) for name in names}
+    outs = run(V3, backend, **theirs, query_norm_flag=flag)
+    for got, want in zip(outs[:2], (query, query_rope), strict=True):
+        assert torch.equal(got, want.flatten(0, 1) if packed else want)
+    assert outs[2].shape == (0,) and outs[2].dtype is torch.float32
+    for name in ("kv_cache", "kr_cache"):
+        assert torch.equal(theirs[name], given[name])
+    assert outs[3].dtype is call.given[MLA]["weight_uq_qr"].dtype
+    if not flag:
+        assert outs[3].shape == outs[4].shape == (0,)
+        return
+    assert outs[3].shape == (norm.flatten(0, 1) if packed else norm).shape
+    if mode == 0:
+        assert torch.equal(outs[3].flatten(), norm.flatten()) and outs[4].shape == (0,)
+        return
+    values, scale = eight_bits.activations(norm.cpu().flatten(0, 1), KINDS[mode])
+    assert torch.equal(
+        outs[3].cpu().view(torch.uint8).flatten(), values.view(torch.uint8).flatten()
+    )
+    assert torch.equal(outs[4].cpu(), scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(cache_index=None), "`cache_index` is missing"),
+        (dict(cache_mode="PA_NZ"), "`cache_mode` is 'PA_NZ', expected one of 'PA_BSND'"),
+        (dict(qc_qr_scale=2.0), "`qc_qr_scale` is 2.0, expected 1"),
+        (dict(kc_scale=0.5), "`kc_scale` is 0.5, expected 1"),
+        (dict(quant_scale_ckv=torch.ones(1)), "`quant_scale_ckv` is given, expected None"),
+        (dict(actual_seq_len=torch.ones(1)), "`actual_seq_len` is given"),
+        (dict(weight_dq_dtype=290), "`weight_dq_dtype` is given"),
+        (dict(token_x=torch.ones(288)), "`token_x` has shape"),
+        (dict(weight_quant_mode=3), r"`weight_quant_mode` is 3 \(mxfp8"),
+    ],
+)
+def test_errors_under_torch_npu_s_words(change, message):
+    given = {n: x for n, x in Call(CPU, 0).mla().items() if n != "weight_format"}
+    with pytest.raises(ValueError, match=f"^{V3}: {message}"):
+        custom.npu_mla_prolog_v3(**given | change)
+    assert not given["kv_cache"].any()
+
+
 @pytest.mark.parametrize("mode", [1, 4])
 def test_a_quantised_query_norm_is_taken_as_it_is(device, backend, mode):
     call = Call(device, mode)

@@ -101,6 +101,11 @@ def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     )
 
 
+def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    given = _mla_prolog_pto(m, B, S)
+    return given | dict(query_norm_flag=True)
+
+
 def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     layer = _sparse_attention_pto(m, B, S)
     return dict(
@@ -474,6 +479,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
     "npu_sparse_attention_shared_pto": _sparse_attention_shared_pto,
     "npu_mla_prolog_pto": _mla_prolog_pto,
+    "npu_mla_prolog_v3": _mla_prolog_v3,
     "npu_indexer_prolog_pto": _indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,
     "npu_lightning_indexer_scores": _lightning_indexer_scores,
