@@ -274,7 +274,7 @@ def scaled_scores(
         *q.stride()[:2], w.stride(0), *rows.strides(layout_key, key), *qs.stride()[:2],
         *rows.strides(layout_key, ks), score_row, sample.stride(0),
     )  # fmt: skip
-    on_hopper = key_scale is None and hopper.supports(q, key, layout_key)
+    on_hopper = hopper.supports(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
@@ -298,7 +298,10 @@ def scaled_scores(
             topk.topk(*last)
         count = min(chunk_rows, plan.rows - first)
         if on_hopper:
-            hopper.launch(q, key, w, score, sample, lengths, plan, layout_key, shared, first, count)
+            hopper.launch(
+                q, key, w, score, sample, lengths, plan, layout_key, shared, first, count,
+                None if query_scale is None else qs, key_scale,
+            )  # fmt: skip
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
                 q, key, w, qs, key if key_scale is None else key_scale, scores=score,

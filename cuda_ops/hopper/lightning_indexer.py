@@ -6,12 +6,15 @@ The 64 rows of a wgmma are keys, which come by TMA, 64 at a time; its columns ar
 four tokens, which stay in shared memory.  The sum over heads is one in registers.  Up to 128
 columns one warpgroup does everything, and others on its multiprocessor hide what it waits for; with
 256 there is room for one block, in which two warpgroups multiply and a warp asks for keys.
+Queries and keys of e4m3 are multiplied as they are (sums of 32 products are cut to some 14 bits);
+their keys' scales are loaded a tile ahead.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -43,6 +46,15 @@ class Scores(NamedTuple):
     first_row: Any
     score_row: Any
     sample_row: Any
+
+
+class Constants(NamedTuple):
+    HEADS: int
+    ROWS: int
+    STAGES: int
+    EVERY: int
+    E4M3: bool
+    QUERY_SCALE: bool
 
 
 @gluon.jit
@@ -83,14 +95,53 @@ def _pick(outer, i):
 
 
 @gluon.jit
+def _inner_of(n, start, LAYOUT: gl.constexpr):
+    """The key tensor's second index of a request's key n."""
+    if LAYOUT.KEYS == PAGED:
+        return n % LAYOUT.PAGE
+    elif LAYOUT.KEYS == TND:
+        return n + start
+    return n
+
+
+@gluon.jit
+def _weights_of(weights, query_scale, owner, h, end, w_row, qs_row, qs_head, C: gl.constexpr):
+    """What the products of rows `owner` and heads h count, their queries' scales included."""
+    real = (owner < end) & (h < C.HEADS)
+    weight = gl.load(weights + owner * w_row + h, mask=real, other=0.0).to(gl.float32)
+    if C.QUERY_SCALE:
+        scale = gl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0)
+        weight *= scale.to(gl.float32)
+    return weight
+
+
+@gluon.jit
+def _scales_of(
+    key_scale, outer, n, hi, start, ks_o, ks_i, LAYOUT: gl.constexpr, E4M3: gl.constexpr,
+    L: gl.constexpr,
+):  # fmt: skip
+    """Of the keys n .. n + 63 that are below hi."""
+    line = gl.arange(0, KEYS_AT_ONCE, layout=L)
+    if E4M3:
+        at = outer.to(gl.int64) * ks_o + (_inner_of(n, start, LAYOUT) + line).to(gl.int64) * ks_i
+        ok = (n + line < hi) & (outer >= 0)
+        scale = gl.load(key_scale + at, mask=ok, other=0.0).to(gl.float32)
+    else:
+        scale = gl.zeros([KEYS_AT_ONCE], gl.float32, layout=L)
+    return scale
+
+
+@gluon.jit
 def _finish(
-    s, weight, to, member, row, stop, first, asked, keys, n, there, R: gl.constexpr,
-    CAUSAL: gl.constexpr, EVERY: gl.constexpr,
+    s, weight, scale, to, member, row, stop, first, asked, keys, n, there, R: gl.constexpr,
+    CAUSAL: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum products [64, columns] over the heads, store the scores of rows member, member + 1 .."""
     s = gl.maximum(s, 0.0) * weight[None, :]
     score = gl.sum(gl.reshape(s, [KEYS_AT_ONCE, R, s.shape[1] // R]), 2)
     L: gl.constexpr = score.type.layout
+    if C.E4M3:
+        score *= gl.convert_layout(scale, gl.SliceLayout(1, L))[:, None]
     pos = n + gl.arange(0, KEYS_AT_ONCE, layout=gl.SliceLayout(1, L))
     member += gl.arange(0, R, layout=gl.SliceLayout(0, L))
     seen = rows.sees(member - first, asked, keys, CAUSAL)
@@ -101,22 +152,22 @@ def _finish(
     ok = pos[:, None] < seen[None, :]
     at = (member - to.first_row).to(gl.int64)
     gl.store(to.scores + (at * to.score_row)[None, :] + pos[:, None], score, mask=ok)
-    at = to.sample + (at * to.sample_row)[None, :] + (pos // EVERY)[:, None]
-    gl.store(at, score, mask=ok & (pos % EVERY == 0)[:, None])
+    at = to.sample + (at * to.sample_row)[None, :] + (pos // C.EVERY)[:, None]
+    gl.store(at, score, mask=ok & (pos % C.EVERY == 0)[:, None])
 
 
 @gluon.jit
-def _ask(key, k_tiles, full, outers, i, stage, wanted, lo, start, LAYOUT: gl.constexpr):
+def _ask(
+    key, k_tiles, full, outers, i, stage, wanted, lo, start, LAYOUT: gl.constexpr,
+    E4M3: gl.constexpr,
+):  # fmt: skip
     """Tile i of a program's keys, into its place in the ring."""
+    BYTES: gl.constexpr = KEYS_AT_ONCE * k_tiles.shape[2] * (1 if E4M3 else 2)
     outer = _pick(outers, i)
     outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
-    inner = lo + i * KEYS_AT_ONCE
-    if LAYOUT.KEYS == PAGED:
-        inner = inner % LAYOUT.PAGE
-    elif LAYOUT.KEYS == TND:
-        inner += start
+    inner = _inner_of(lo + i * KEYS_AT_ONCE, start, LAYOUT)
     bar = full.index(stage)
-    mbarrier.expect(bar, KEYS_AT_ONCE * k_tiles.shape[2] * 2, pred=wanted)
+    mbarrier.expect(bar, BYTES, pred=wanted)
     tma_load(
         key, [outer, inner, 0], bar,
         reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout), pred=wanted,
@@ -136,19 +187,22 @@ def _ask(key, k_tiles, full, outers, i, stage, wanted, lo, start, LAYOUT: gl.con
     ]
 )
 def _scores(
-    q, key, weights, act_q, act_k, table, scores, sample, lengths,
+    q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
     steps,
-    HEADS: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    EVERY: gl.constexpr,
+    LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
     among the rows."""
+    w_row, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = steps
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    to = Scores(scores, sample, first_row, score_row, sample_row)
+    STAGES: gl.constexpr = C.STAGES
     D: gl.constexpr = key.block_shape[2]
     COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
-    H_TILE: gl.constexpr = COLUMNS // ROWS
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    H_TILE: gl.constexpr = COLUMNS // C.ROWS
+    SIZE: gl.constexpr = 1 if C.E4M3 else 2
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // SIZE])
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
@@ -162,19 +216,16 @@ def _scores(
     barrier()
     program = gl.program_id(0)
     lo = program % chunks * per_chunk
-    row = first_row + program // chunks * ROWS
-    end = gl.minimum(row + ROWS, first_row + count)
+    row = first_row + program // chunks * C.ROWS
+    end = gl.minimum(row + C.ROWS, first_row + count)
     gdc_launch_dependents()
     gdc_wait()
-    mbarrier.expect(q_full.index(0), COLUMNS * D * 2)
+    mbarrier.expect(q_full.index(0), COLUMNS * D * SIZE)
     tma_load(q, [row, 0, 0], q_full.index(0), reinterpret(q_tile, q.dtype, q.block_shape, q.layout))
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
     h = column % H_TILE
     owner = (row + column // H_TILE).to(gl.int64)
-    w_row, score_row, sample_row = steps
-    to = Scores(scores, sample, first_row, score_row, sample_row)
-    weight = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
-    weight = weight.to(gl.float32)
+    weight = _weights_of(weights, query_scale, owner, h, end, w_row, qs_row, qs_head, C)
     zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
     own = row
     done = 0
@@ -186,13 +237,17 @@ def _scores(
         tiles = gl.maximum(hi - lo + KEYS_AT_ONCE - 1, 0) // KEYS_AT_ONCE
         for each in gl.static_range(STAGES):
             _ask(key, k_tiles, full, outers, each, (done + each) % STAGES, each < tiles, lo,
-                 start, LAYOUT)  # fmt: skip
+                 start, LAYOUT, C.E4M3)  # fmt: skip
         if lo == 0:
             lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             member = row + gl.arange(0, 32, layout=lane)
             real = member < stop
             at = lengths + member - first_row
             gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=real)
+        scale = _scales_of(
+            key_scale, _pick(outers, 0), lo, hi, start, ks_o, ks_i, LAYOUT, C.E4M3,
+            gl.SliceLayout(1, M),
+        )  # fmt: skip
         mbarrier.wait(q_full.index(0), 0)
         for i in range(tiles):
             stage = (done + i) % STAGES
@@ -201,12 +256,17 @@ def _scores(
                 k_tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True
             )
             there = _pick(outers, i) >= 0
+            ahead = _scales_of(
+                key_scale, _pick(outers, i + 1), lo + (i + 1) * KEYS_AT_ONCE, hi, start, ks_o,
+                ks_i, LAYOUT, C.E4M3, gl.SliceLayout(1, M),
+            )  # fmt: skip
             s = warpgroup_mma_wait(0, deps=[s])
             barrier()  # done in every warp: the tile is free
             _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo, start,
-                 LAYOUT)  # fmt: skip
-            _finish(s, weight, to, own, row, stop, first, asked, keys, lo + i * KEYS_AT_ONCE, there,
-                    ROWS, LAYOUT.CAUSAL, EVERY)  # fmt: skip
+                 LAYOUT, C.E4M3)  # fmt: skip
+            _finish(s, weight, scale, to, own, row, stop, first, asked, keys,
+                    lo + i * KEYS_AT_ONCE, there, C.ROWS, LAYOUT.CAUSAL, C)  # fmt: skip
+            scale = ahead
         done += tiles
         row = stop
 
@@ -214,13 +274,14 @@ def _scores(
 @gluon.jit
 def _load(
     key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo, per_chunk,
-    first_row, LAYOUT: gl.constexpr,
+    first_row, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = k_tiles.shape[0]
     D: gl.constexpr = k_tiles.shape[2]
     gdc_launch_dependents()
     gdc_wait()
-    mbarrier.expect(q_full.index(0), 2 * q_tiles.shape[1] * D * 2)
+    SIZE: gl.constexpr = 1 if C.E4M3 else 2
+    mbarrier.expect(q_full.index(0), 2 * q_tiles.shape[1] * D * SIZE)
     for part in gl.static_range(2):
         tma_load(
             q, [row + part * q.block_shape[0], 0, 0], q_full.index(0),
@@ -243,13 +304,9 @@ def _load(
                 bar = full.index(stage)
                 outer = _pick(outers, i)
                 outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
-                inner = base + i * KEYS_AT_ONCE
-                if LAYOUT.KEYS == PAGED:
-                    inner = inner % LAYOUT.PAGE
-                elif LAYOUT.KEYS == TND:
-                    inner += start
+                inner = _inner_of(base + i * KEYS_AT_ONCE, start, LAYOUT)
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, KEYS_AT_ONCE * D * 2)
+                mbarrier.expect(bar, KEYS_AT_ONCE * D * SIZE)
                 tma_load(
                     key, [outer, inner, 0], bar,
                     reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout),
@@ -260,28 +317,25 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, of, row, end, lo, per_chunk,
-    first_row, steps,
-    GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, EVERY: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores, sample, of,
+    row, end, lo, per_chunk, first_row, steps,
+    GROUP: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup GROUP of two takes every other tile."""
-    w_row, score_row, sample_row = steps
+    w_row, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = steps
     to = Scores(scores, sample, first_row, score_row, sample_row)
     STAGES: gl.constexpr = k_tiles.shape[0]
     COLUMNS: gl.constexpr = q_tiles.shape[1]
-    R: gl.constexpr = ROWS // 2
+    R: gl.constexpr = C.ROWS // 2
     H_TILE: gl.constexpr = COLUMNS // R
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    SIZE: gl.constexpr = 1 if C.E4M3 else 2
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // SIZE])
     gdc_wait()
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
     h = column % H_TILE
     owner = (row + column // H_TILE).to(gl.int64)
-    weight0 = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
-    weight0 = weight0.to(gl.float32)
-    owner += R
-    weight1 = gl.load(weights + owner * w_row + h, mask=(owner < end) & (h < HEADS), other=0.0)
-    weight1 = weight1.to(gl.float32)
+    weight0 = _weights_of(weights, query_scale, owner, h, end, w_row, qs_row, qs_head, C)
+    weight1 = _weights_of(weights, query_scale, owner + R, h, end, w_row, qs_row, qs_head, C)
     zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
     own = row
     q0 = q_tiles.index(0).permute([1, 0])
@@ -291,26 +345,36 @@ def _multiply(
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
         request, first = request_of(row, of, LAYOUT, LINE)
-        asked, keys, _start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
+        asked, keys, start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
             outers = _outer_of(base, request, of, LAYOUT)
             tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
-            for i in range((GROUP - count) & 1, tiles, 2):
+            own_first = (GROUP - count) & 1
+            scale = _scales_of(
+                key_scale, _pick(outers, own_first), base + own_first * KEYS_AT_ONCE, hi, start,
+                ks_o, ks_i, LAYOUT, C.E4M3, gl.SliceLayout(1, M),
+            )  # fmt: skip
+            for i in range(own_first, tiles, 2):
                 stage = (count + i) % STAGES
                 n = base + i * KEYS_AT_ONCE
                 there = _pick(outers, i) >= 0
+                ahead = _scales_of(
+                    key_scale, _pick(outers, i + 2), n + 2 * KEYS_AT_ONCE, hi, start, ks_o, ks_i,
+                    LAYOUT, C.E4M3, gl.SliceLayout(1, M),
+                )  # fmt: skip
                 mbarrier.wait(full.index(stage), ((count + i) // STAGES) & 1)
                 k_tile = k_tiles.index(stage)
                 s0 = warpgroup_mma(k_tile, q0, zero, use_acc=False, is_async=True)
                 s1 = warpgroup_mma(k_tile, q1, zero, use_acc=False, is_async=True)
                 s0 = warpgroup_mma_wait(1, deps=[s0])
-                _finish(s0, weight0, to, own, row, stop, first, asked, keys, n, there, R,
-                        LAYOUT.CAUSAL, EVERY)  # fmt: skip
+                _finish(s0, weight0, scale, to, own, row, stop, first, asked, keys, n, there, R,
+                        LAYOUT.CAUSAL, C)  # fmt: skip
                 s1 = warpgroup_mma_wait(0, deps=[s1])
                 barrier()
                 mbarrier.arrive(empty.index(stage))
-                _finish(s1, weight1, to, own + R, row, stop, first, asked, keys, n, there, R,
-                        LAYOUT.CAUSAL, EVERY)  # fmt: skip
+                _finish(s1, weight1, scale, to, own + R, row, stop, first, asked, keys, n, there, R,
+                        LAYOUT.CAUSAL, C)  # fmt: skip
+                scale = ahead
             count += tiles
         row = stop
 
@@ -328,14 +392,14 @@ def _multiply(
     ]
 )
 def _scores_shared(
-    q, key, weights, act_q, act_k, table, scores, sample, lengths,
+    q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
     steps,
-    HEADS: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    EVERY: gl.constexpr,
+    LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    STAGES: gl.constexpr = C.STAGES
     D: gl.constexpr = key.block_shape[2]
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
@@ -353,21 +417,21 @@ def _scores_shared(
     barrier()
     program = gl.program_id(0)
     lo = program % chunks * per_chunk
-    row = first_row + program // chunks * ROWS
-    end = gl.minimum(row + ROWS, first_row + count)
+    row = first_row + program // chunks * C.ROWS
+    end = gl.minimum(row + C.ROWS, first_row + count)
     gl.warp_specialize(
         [
             (_multiply, (
-                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, of, row, end, lo,
-                per_chunk, first_row, steps, gl.constexpr(0), HEADS, ROWS, EVERY, LAYOUT,
+                k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores,
+                sample, of, row, end, lo, per_chunk, first_row, steps, gl.constexpr(0), LAYOUT, C,
             )),
             (_multiply, (
-                k_tiles, q_tiles, full, empty, q_full, weights, scores, sample, of, row, end, lo,
-                per_chunk, first_row, steps, gl.constexpr(1), HEADS, ROWS, EVERY, LAYOUT,
+                k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores,
+                sample, of, row, end, lo, per_chunk, first_row, steps, gl.constexpr(1), LAYOUT, C,
             )),
             (_load, (
                 key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo,
-                per_chunk, first_row, LAYOUT,
+                per_chunk, first_row, LAYOUT, C,
             )),
         ],
         [4, 1], [232, 40],
@@ -380,7 +444,7 @@ def supports(q: Tensor, key: Tensor, layout_key: str) -> bool:
     paged = layout_key == "PA_BSND"
     return (
         gpu.is_hopper(q.device)
-        and q.dtype in DTYPES
+        and (q.dtype in DTYPES or q.dtype is torch.float8_e4m3fn)
         and heads <= 128
         and dim in (64, 128)
         and key.numel() > 0
@@ -409,9 +473,10 @@ def _cut(groups: int, reach: int, columns: int, processors: int) -> tuple[int, i
 def launch(
     q: Tensor, key: Tensor, weights: Tensor, scores: Tensor, sample: Tensor, lengths: Tensor,
     plan: rows.Plan, layout_key: str, shared: int, first: int, count: int,
+    query_scale: Tensor | None, key_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """Scores of `count` rows from row `first` on, `shared` to a program, and every EVERY-th of
-    them once more as a sample."""
+    them once more as a sample.  query_scale [rows, N]; key_scale as key, without its last axis."""
     heads, dim = q.shape[1:]
     h_tile = max(16, triton.next_power_of_2(heads))
     columns = shared * h_tile
@@ -422,12 +487,21 @@ def launch(
     reach = max(plan.reach, 1)
     stages, per_chunk = _cut(groups, reach, columns, gpu.processors(q.device))
     chunks = triton.cdiv(reach, per_chunk)
+    qs_row, qs_head = (0, 0) if query_scale is None else query_scale.stride()
+    ks_o, ks_i = (0, 0) if key_scale is None else rows.strides(layout_key, key_scale[..., None])
     launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(
         describe_box(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
         describe_box(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
-        weights, scores=scores, sample=sample, lengths=lengths, first_row=first, count=count,
-        chunks=chunks, per_chunk=per_chunk,
-        steps=(weights.stride(0), scores.stride(0), sample.stride(0)), **plan.arguments,
-        LAYOUT=plan.layout, HEADS=heads, ROWS=shared, STAGES=stages, EVERY=EVERY, num_warps=4,
-        launch_pdl=True,
+        weights, weights if query_scale is None else query_scale,
+        weights if key_scale is None else key_scale, scores=scores, sample=sample, lengths=lengths,
+        first_row=first, count=count, chunks=chunks, per_chunk=per_chunk, **plan.arguments,
+        steps=(
+            weights.stride(0), qs_row, qs_head, ks_o, ks_i, scores.stride(0), sample.stride(0)
+        ),
+        LAYOUT=plan.layout,
+        C=Constants(
+            HEADS=heads, ROWS=shared, STAGES=stages, EVERY=EVERY, E4M3=key_scale is not None,
+            QUERY_SCALE=query_scale is not None,
+        ),
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip
