@@ -207,15 +207,16 @@ def _scores(
     D: gl.constexpr = key.block_shape[2]
     COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
     H_TILE: gl.constexpr = COLUMNS // C.ROWS
+    STAGES: gl.constexpr = C.STAGES
     SIZE: gl.constexpr = 1 if C.E4M3 else 2
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // SIZE])
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    k_tiles = gl.allocate_shared_memory(key.dtype, [C.STAGES, KEYS_AT_ONCE, D], tile)
+    k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
     q_tile = gl.allocate_shared_memory(key.dtype, [COLUMNS, D], tile)
-    full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], bars)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
-    for each in gl.static_range(C.STAGES):
+    for each in gl.static_range(STAGES):
         mbarrier.init(full.index(each), count=1)
     mbarrier.init(q_full.index(0), count=1)
     fence_async_shared()
@@ -244,8 +245,8 @@ def _scores(
         outers = _outer_of(lo, request, of, LAYOUT)
         asked, keys, start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
         tiles = gl.maximum(hi - lo + KEYS_AT_ONCE - 1, 0) // KEYS_AT_ONCE
-        for each in gl.static_range(C.STAGES):
-            _ask(key, k_tiles, full, outers, each, (done + each) % C.STAGES, each < tiles, lo,
+        for each in gl.static_range(STAGES):
+            _ask(key, k_tiles, full, outers, each, (done + each) % STAGES, each < tiles, lo,
                  start, LAYOUT, C.E4M3)  # fmt: skip
         if lo == 0:
             lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -258,8 +259,8 @@ def _scores(
         )
         mbarrier.wait(q_full.index(0), 0)
         for i in range(tiles):
-            stage = (done + i) % C.STAGES
-            mbarrier.wait(full.index(stage), ((done + i) // C.STAGES) & 1)
+            stage = (done + i) % STAGES
+            mbarrier.wait(full.index(stage), ((done + i) // STAGES) & 1)
             s = warpgroup_mma(
                 k_tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True
             )
@@ -270,7 +271,7 @@ def _scores(
             )  # fmt: skip
             s = warpgroup_mma_wait(0, deps=[s])
             barrier()  # done in every warp: the tile is free
-            _ask(key, k_tiles, full, outers, i + C.STAGES, stage, i + C.STAGES < tiles, lo,
+            _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo,
                  start, LAYOUT, C.E4M3)  # fmt: skip
             _finish(s, weight, scale, to, own, row, stop, first, asked, keys,
                     lo + i * KEYS_AT_ONCE, there, C.ROWS, LAYOUT.CAUSAL, C)  # fmt: skip
@@ -282,9 +283,9 @@ def _scores(
 @gluon.jit
 def _load(
     key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo, per_chunk,
-    first_row, LAYOUT: gl.constexpr, E4M3: gl.constexpr,
+    first_row, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    SIZE: gl.constexpr = 1 if E4M3 else 2
+    SIZE: gl.constexpr = 1 if C.E4M3 else 2
     STAGES: gl.constexpr = k_tiles.shape[0]
     D: gl.constexpr = k_tiles.shape[2]
     gdc_launch_dependents()
@@ -402,17 +403,18 @@ def _scores_shared(
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
+    STAGES: gl.constexpr = C.STAGES
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     D: gl.constexpr = key.block_shape[2]
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
-    k_tiles = gl.allocate_shared_memory(key.dtype, [C.STAGES, KEYS_AT_ONCE, D], tile)
+    k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
     COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
     q_tiles = gl.allocate_shared_memory(key.dtype, [2, COLUMNS, D], tile)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], bars)
-    empty = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], bars)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
-    for stage in gl.static_range(C.STAGES):
+    for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     mbarrier.init(q_full.index(0), count=1)
@@ -437,7 +439,7 @@ def _scores_shared(
             )),
             (_load, (
                 key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo,
-                per_chunk, first_row, LAYOUT, C.E4M3,
+                per_chunk, first_row, LAYOUT, C,
             )),
         ],
         [4, 1], [232, 40],
