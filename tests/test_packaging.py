@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import custom
+
+from .tools.bill import missing
+
 ROOT = Path(__file__).parent.parent
 SHORT_RUN = """
 import torch, custom
@@ -112,3 +116,12 @@ else:
     raise SystemExit("accepted")
 """
     run(sys.executable, code, tmp_path, **{name: "nonsense"})
+
+
+def test_a_bill_of_materials_names_what_was_built_and_needs():
+    part = dict(name="npu-custom-ops", version=custom.__version__, **{"bom-ref": "ours"})
+    bill = dict(components=[part], dependencies=[dict(ref="ours", dependsOn=["torch==2.15.0"])])
+    assert missing(bill) == []
+    assert missing(bill | dict(dependencies=[])) == ["torch, which npu-custom-ops requires"]
+    older = dict(components=[part | dict(version="0")])
+    assert missing(bill | older) == [f"npu-custom-ops {custom.__version__}"]

@@ -35,7 +35,9 @@ def main(path: str) -> int:
     if found:
         print(f"{path}: does not name {'; '.join(found)}")
         return 1
-    print(f"{path}: {bill['bomFormat']} {bill['specVersion']}, {len(bill['components'])} components")
+    print(
+        f"{path}: {bill['bomFormat']} {bill['specVersion']}, {len(bill['components'])} components"
+    )
     return 0
 
 
