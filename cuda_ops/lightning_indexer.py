@@ -108,8 +108,8 @@ def _scores(
     q_tile = quantise.multiplied(q_tile, C.KIND)
     weight = tl.load(weights + owner * w_row + h, mask=real, other=0.0).to(tl.float32)
     if C.QUERY_SCALE:
-        scale = tl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0)
-        weight *= scale.to(tl.float32)
+        at = query_scale + owner * qs_row + h * qs_head
+        weight *= tl.load(at, mask=real, other=0.0).to(tl.float32)
     while row < end:
         request, first = rows.request_of(row, of, LAYOUT)
         asked = rows.rows_of(request, first, of, LAYOUT)
