@@ -247,6 +247,23 @@ def heads_of_the_delta_rule(group, rank, size):
         torch.testing.assert_close(mine, after[:, values], **CLOSE)
 
 
+def heads_of_kda(group, rank, size):
+    """A head of KDA needs no other."""
+    T, H, K, V = 20, 2 * size, 16, 8
+    draw = Draw(size, half_by_kernels(torch.float32))
+    q, k = (torch.nn.functional.normalize(draw(1, T, H, K), dim=-1) for _ in range(2))
+    v, g = draw(1, T, H, V), -draw(1, T, H, K).abs()
+    beta, state = draw(1, T, H).sigmoid(), Draw(1)(1, H, V, K)
+    keys, values = parallel.delta_rule_heads(H, H, group=group)
+    assert keys == values
+    call = partial(custom.npu_chunk_kda, state_layout="vk", scale=0.3)
+    wanted, final = call(q, k, v, g, beta, initial_state=state)
+    mine = [x[:, :, values] for x in (q, k, v, g, beta)]
+    got, last = call(*mine, initial_state=state[:, values].contiguous())
+    _as_one(got, wanted[:, :, values], draw.dtype)
+    _as_one(last, final[:, values], draw.dtype)
+
+
 # -------------------------------------------------------------------------- context parallel
 
 

@@ -43,6 +43,7 @@ EVERYWHERE = (
 ONCE = (
     "another_selection_is_found",
     "heads_of_the_delta_rule",
+    "heads_of_kda",
     "decode_with_sinks",
     "decode_in_half_precision",
     "decode_of_nothing",
@@ -181,6 +182,10 @@ def test_the_bench_checks_and_times_every_row(tmp_path, monkeypatch):
     assert [way.held / one.held for way in ways] == [1, (1 + 128 / 704) / 2, 0.5]
     for way in ways:
         assert way.moved == sum(bytes_ for _, bytes_ in cards.moved(way.what, 2, bench.QUICK))
+
+
+def test_the_module_stays_thin():
+    assert len((ROOT / "custom/parallel.py").read_text().splitlines()) < 400
 
 
 def test_other_numbers_of_cards(tmp_path, monkeypatch):
