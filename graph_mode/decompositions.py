@@ -549,6 +549,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
 _BYTES = "its rows are bytes, which ONNX does not read as floats"
 REASONS: dict[str, str] = {
     "npu_mla_prolog_v3": "npu_mla_prolog_pto has one",
+    "npu_lightning_indexer_prolog_pto": "int8 weights have none here",
     "npu_index_cache_write": "it returns nothing, and a node has an output of its own",
     "npu_latent_cache_write": _BYTES,
     "npu_kv_quant_sparse_flash_attention": _BYTES,
