@@ -55,6 +55,9 @@ OPS = (
     "gated_rms_norm",
     "gated_rms_norm_grad",
     "gated_delta_layer_decode",
+    "recurrent_gated_delta_rule",
+    "fused_causal_conv1d",
+    "fused_causal_conv1d_v2",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

@@ -23,6 +23,7 @@ from ..dispatch.reference import (
     _selected,
     causal_conv1d,
     causal_conv1d_update,
+    fused_causal_conv1d,
     gated_rms_norm,
     hadamard,
     indexer_loss,
@@ -275,8 +276,10 @@ def _recurrence(
     v: Tensor,
     decay: Tensor,
     beta: Tensor,
+    every: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(the states after the last tokens, the outputs [T, HV, V]) of N sequences of packed tokens.
+    """(the states after the last tokens, the outputs [T, HV, V]) of N sequences of packed tokens;
+    with `every`, the states after every token.
 
     state [N, HV, K, V]   q, k [T, HV, K]   v [T, HV, V]   decay [T, HV, K or 1]   beta [T, HV]
     """
@@ -292,7 +295,9 @@ def _recurrence(
     def step(state: Tensor, now: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         on, *inputs = now
         after, out = _delta_rule.step(state, *inputs)
-        return torch.where(on[:, None, None, None], after, state), out
+        # beside each other, as one output
+        made = torch.cat([after, out[..., None, :]], -2) if every else out
+        return torch.where(on[:, None, None, None], after, state), made
 
     last, out = scan(step, state, (on, q[at], k[at], v[at], decay[at], beta[at]))
     # token -> (its step, its sequence)
@@ -300,6 +305,8 @@ def _recurrence(
     inside = sequence < state.shape[0]
     sequence = sequence.clamp(max=state.shape[0] - 1)
     mine = out[tokens - starts[sequence], sequence]
+    if every:
+        last, mine = mine[..., :-1, :], mine[..., -1, :]
     return last, mine.masked_fill(~inside[:, None, None], 0)
 
 
@@ -336,6 +343,55 @@ def chunk_gated_delta_rule(
         ones if beta is None else beta.to(wide),
     )
     return out.to(value.dtype), last.mT.to(initial_state.dtype)
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    beta: Tensor | None,
+    scale: float | None,
+    actual_seq_lengths: Tensor | None,
+    ssm_state_indices: Tensor,
+    num_accepted_tokens: Tensor | None,
+    g: Tensor | None,
+    gk: Tensor | None,
+) -> Tensor:
+    wide = accumulator(query)
+    tokens, heads, key_size = key.shape
+    value_heads = value.shape[1]
+    if actual_seq_lengths is None:
+        lengths = torch.full([1], tokens, device=key.device)
+    else:
+        lengths = actual_seq_lengths.long()
+    starts = lengths.cumsum(0) - lengths
+    kept = torch.ones_like(lengths) if num_accepted_tokens is None else num_accepted_tokens.long()
+    slots, pool = ssm_state_indices.long(), state.shape[0]
+    first = starts + torch.minimum(kept, lengths).clamp(min=1) - 1
+    slot = slots[first.clamp(max=tokens - 1)]
+    live = (slot >= 0) & (slot < pool)
+    initial = state[slot.masked_fill(~live, 0)].to(wide)
+    initial = initial.masked_fill(~live[:, None, None, None], 0)
+    q, k = (x.to(wide).repeat_interleave(value_heads // heads, 1) for x in (query, key))
+    ones = torch.ones([tokens, value_heads], dtype=wide, device=key.device)
+    decay = gated_delta.log_decay(g, gk)
+    decay = ones[..., None] if decay is None else _delta_rule.by_channel(decay).to(wide).exp()
+    after, out = _recurrence(
+        initial.mT,
+        starts,
+        lengths,
+        q * (key_size**-0.5 if scale is None else scale),
+        k,
+        value.to(wide),
+        decay,
+        ones if beta is None else beta.to(wide),
+        every=True,
+    )
+    token = torch.arange(tokens, device=key.device)
+    stored = (slots >= 0) & (slots < pool) & (token < lengths.sum())
+    state[slots[stored]] = after[stored].mT.to(state.dtype)
+    return out.to(value.dtype)
 
 
 def chunk_kda(
@@ -543,14 +599,18 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
     "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
     "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
+    "npu_recurrent_gated_delta_rule": Decomposition(recurrent_gated_delta_rule),
+    "npu_fused_causal_conv1d": Decomposition(fused_causal_conv1d.forward),
 }
 
 # why an op that is not for training has none
+_NOTHING = "it returns nothing, and a node has an output of its own"
 _BYTES = "its rows are bytes, which ONNX does not read as floats"
 REASONS: dict[str, str] = {
+    "npu_index_cache_write": _NOTHING,
+    "npu_fused_causal_conv1d_v2": _NOTHING,
     "npu_mla_prolog_v3": "npu_mla_prolog_pto has one",
     "npu_lightning_indexer_prolog_pto": "int8 weights have none here",
-    "npu_index_cache_write": "it returns nothing, and a node has an output of its own",
     "npu_latent_cache_write": _BYTES,
     "npu_kv_quant_sparse_flash_attention": _BYTES,
     "npu_kv_quant_sparse_flash_attention_lse": _BYTES,

@@ -325,6 +325,24 @@ TWINS: dict[str, Twin] = {
         outputs=("d_query_index", "d_key_index", "d_weight", "loss"),
         returns=("d_query_index", "d_key_index", "d_weight", "loss"),
     ),
+    "npu_recurrent_gated_delta_rule": Twin(
+        inputs=_same(
+            "query",
+            "key",
+            "value",
+            "beta",
+            "state",
+            "actual_seq_lengths",
+            "ssm_state_indices",
+            "g",
+            "gk",
+            "num_accepted_tokens",
+        ),
+        attrs={"scale_value": "scale"},
+        needs=("beta", "scale", "actual_seq_lengths", "ssm_state_indices"),
+        outputs=("out", "state"),
+        returns=("out",),
+    ),
 }
 
 

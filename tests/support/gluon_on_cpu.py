@@ -127,6 +127,8 @@ class Pointer:
 
     @classmethod
     def of(cls, x):
+        if isinstance(x, tuple):
+            return tuple(map(cls.of, x))
         return cls(x, _block(x.storage_offset())) if torch.is_tensor(x) else _block(x)
 
     def __add__(self, offset):
