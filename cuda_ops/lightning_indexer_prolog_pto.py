@@ -25,7 +25,7 @@ def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
     keys = memory.empty((tokens, 1, 1, size), dtype, device)
     own = torch.arange(tokens, dtype=torch.int32, device=device)
     query, weights = indexer_prolog_pto.forward(**w8a8c8.as_pto(a, keys, own))
-    form = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
+    form: dict[str, Any] = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
     index_cache_write.forward(
         w8a8c8.transformed(keys.view(tokens, size), a["hadamard_k"]), a["idx_k_cache"],
         a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]), a["idx_k_cache_index"], "int8",

@@ -156,7 +156,8 @@ def sparse_attention_weights(
                 **_of_8_bits("index_weight_quant_mode", mode, "dequant_scale_w_", scales),
             ),
         },
-        **weights,
+        idx_qb=weights["idx_qb"],
+        idx_k=weights["idx_k"],
         idx_proj=to_nz(proj) if weight_format == "nz" else proj.contiguous(),
         idx_gamma_k=m.indexer.k_norm.weight.detach(),
         idx_beta_k=m.indexer.k_norm.bias.detach(),
@@ -301,8 +302,9 @@ def _projections(
 
 def _dtype(m: Any) -> torch.dtype:
     """Of activations: what quantised checkpoints keep norms in."""
-    dtype = m.q_a_proj.weight.dtype
-    return m.q_a_layernorm.weight.dtype if dtype in _SCALES else dtype
+    dtype: torch.dtype = m.q_a_proj.weight.dtype
+    norm: torch.dtype = m.q_a_layernorm.weight.dtype
+    return norm if dtype in _SCALES else dtype
 
 
 def up_projections(m: Any) -> tuple[Tensor, Tensor]:

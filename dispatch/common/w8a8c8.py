@@ -49,4 +49,5 @@ def transformed(x: Tensor, matrix: Tensor | None) -> Tensor:
 
 def scaled(weights: Tensor, size: int) -> Tensor:
     """Head weights [T, N] with the factors of the scores, in float16."""
-    return (weights.float() * weights.shape[-1] ** -0.5 * size**-0.5).to(torch.float16)
+    out: Tensor = weights.float() * weights.shape[-1] ** -0.5 * size**-0.5
+    return out.to(torch.float16)

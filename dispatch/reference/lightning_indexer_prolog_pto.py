@@ -22,7 +22,7 @@ from . import _quantise, index_cache_write, indexer_prolog_pto, quantize_index_q
 def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = w8a8c8.as_pto(a, a["idx_k_cache"], a["idx_k_cache_index"])
     query, key, weights = indexer_prolog_pto.projected(**given)
-    form = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
+    form: dict[str, Any] = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
     index_cache_write.forward(
         w8a8c8.transformed(key, a["hadamard_k"]), a["idx_k_cache"],
         a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]), a["idx_k_cache_index"], "int8",
