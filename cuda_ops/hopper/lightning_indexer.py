@@ -189,12 +189,12 @@ def _ask(
 def _scores(
     q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    steps,
+    strides,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
     among the rows."""
-    w_row, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = steps
+    w_row, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = strides
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     to = Scores(scores, sample, first_row, score_row, sample_row)
     STAGES: gl.constexpr = C.STAGES
@@ -318,11 +318,11 @@ def _load(
 @gluon.jit
 def _multiply(
     k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores, sample, of,
-    row, end, lo, per_chunk, first_row, steps,
+    row, end, lo, per_chunk, first_row, strides,
     GROUP: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup GROUP of two takes every other tile."""
-    w_row, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = steps
+    w_row, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = strides
     to = Scores(scores, sample, first_row, score_row, sample_row)
     STAGES: gl.constexpr = k_tiles.shape[0]
     COLUMNS: gl.constexpr = q_tiles.shape[1]
@@ -394,7 +394,7 @@ def _multiply(
 def _scores_shared(
     q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
     tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    steps,
+    strides,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
@@ -423,11 +423,11 @@ def _scores_shared(
         [
             (_multiply, (
                 k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores,
-                sample, of, row, end, lo, per_chunk, first_row, steps, gl.constexpr(0), LAYOUT, C,
+                sample, of, row, end, lo, per_chunk, first_row, strides, gl.constexpr(0), LAYOUT, C,
             )),
             (_multiply, (
                 k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores,
-                sample, of, row, end, lo, per_chunk, first_row, steps, gl.constexpr(1), LAYOUT, C,
+                sample, of, row, end, lo, per_chunk, first_row, strides, gl.constexpr(1), LAYOUT, C,
             )),
             (_load, (
                 key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo,
@@ -495,7 +495,7 @@ def launch(
         weights, weights if query_scale is None else query_scale,
         weights if key_scale is None else key_scale, scores=scores, sample=sample, lengths=lengths,
         first_row=first, count=count, chunks=chunks, per_chunk=per_chunk, **plan.arguments,
-        steps=(
+        strides=(
             weights.stride(0), qs_row, qs_head, ks_o, ks_i, scores.stride(0), sample.stride(0)
         ),
         LAYOUT=plan.layout,
