@@ -23,15 +23,24 @@ from torch import Tensor
 from ..dispatch.common import layer, memory
 from . import (
     indexer_prolog_pto,
+    kv_quant_sparse_flash_attention,
     lightning_indexer,
     mla_prolog_pto,
     prolog,
+    quant_lightning_indexer,
     sparse_flash_attention,
 )
 from .common import launches
 from .nz_matmul import product
 
-_MODULES = (mla_prolog_pto, indexer_prolog_pto, lightning_indexer, sparse_flash_attention)
+_MODULES = (
+    mla_prolog_pto,
+    indexer_prolog_pto,
+    lightning_indexer,
+    sparse_flash_attention,
+    quant_lightning_indexer,
+    kv_quant_sparse_flash_attention,
+)
 STAGES = layer.Stages(*(module.forward for module in _MODULES))
 REASONS = layer.Stages(*(module.unsupported for module in _MODULES))
 
@@ -50,6 +59,8 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     if tokens == 0:
         indices = memory.empty((requests, steps, 1, a.sparse_count), torch.int32, device)
         return memory.empty((requests, steps, heads, rank), dtype, device), indices
+    if a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes:
+        return a.run(STAGES)
 
     query_norm = memory.empty((tokens, ranks), dtype, device)
     weights = memory.empty((requests, steps, a.index_heads), dtype, device)

@@ -17,6 +17,7 @@ sparse_indices [B, S, 1, K]; without the ropes R is the whole width of a key.
     Hopper, R 512 and rope 64, values in the keys, which     hopper/sparse_flash_attention_decode.py
       are evenly spaced, whole 16 bytes; 1 to 4 rows
     the same, more rows                                      hopper/sparse_flash_attention.py
+    the same in 8 bits, any number of rows      hopper/kv_quant_sparse_flash_attention.py
     else                                                     _attend
 
 Few rows: the selection is split over programs, whose parts common/combine.py puts together.
@@ -37,6 +38,7 @@ from ..dispatch.common import memory
 from .common import gpu, launches, quantise, rows
 from .common.combine import Parts, combine, is_chained
 from .common.selection import LOG2E, Attention, selected, slot_of
+from .hopper import kv_quant_sparse_flash_attention as of_8_bits
 from .hopper import sparse_flash_attention as hopper
 from .hopper import sparse_flash_attention_decode as decode
 
@@ -424,11 +426,13 @@ def attend(
         0 if query_rope is None else query_rope.shape[-1],
     )  # fmt: skip
     even = all(_even(each, layout_kv) for each in (key, kr, value))
-    together = key_scale is None and even and not _apart(key, value)
-    if together and decode.supports(call):
+    together = even and not _apart(key, value)
+    if together and key_scale is None and decode.supports(call):
         decode.launch(call)
-    elif together and hopper.supports(call):
+    elif together and key_scale is None and hopper.supports(call):
         hopper.launch(call)
+    elif together and key_scale is not None and of_8_bits.supports(call):
+        of_8_bits.launch(call, key_scale, kind)
     else:
         scales = (key, value) if key_scale is None else (key_scale, value_scale)
         _plain(call, value, layout_kv, even, kind, *scales)

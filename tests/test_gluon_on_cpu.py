@@ -189,7 +189,7 @@ def test_indexer(case, indexed):
 @pytest.mark.parametrize("paged", [False, True])
 def test_indexer_of_e4m3(paged, heads, indexed):
     problem = Problem("fp8", heads, [(3, 70), (1, 5), (2, 0), (4, 2), (0, 9), (2, 130)])
-    given = problem.paged(64, 132) if paged else problem.packed()
+    given = problem.paged(64, 16) if paged else problem.packed()
     given |= dict(sparse_count=200)
     indices, values = launched("quant_lightning_indexer_scores", **given)
     assert len(indexed) == 1

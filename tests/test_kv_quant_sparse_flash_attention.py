@@ -23,6 +23,7 @@ from .support.ragged import limits
 
 OP = "npu_kv_quant_sparse_flash_attention"
 NUMPY = {"nope_scale_rope": (528, 512), "nope_rope_scale": (512, 640)}
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 # Triton's interpreter cuts floats off where it makes bf16 of them
 NARROW = torch.float16 if INTERPRETED else torch.bfloat16
 HOSTILE = 0x7F  # a byte of a cache that nobody wrote: NaN as e4m3, and in what it makes of floats
@@ -235,6 +236,35 @@ def test_from_the_bytes_on(row_layout, kind, mode, sinks, device, backend):
         assert np.allclose(top[0, t].double().numpy(), m, rtol=1e-5, atol=1e-5)
         assert np.allclose(total[0, t].double().numpy(), s, rtol=1e-4)
     assert not out.isnan().any()
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("row_layout", list(NUMPY))
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(heads=5, requests=[(3, 40), (1, 5), (2, 0), (40, 20), (0, 9), (2, 33)]),
+        dict(heads=17, count=600, requests=[(41, 700)]),
+        dict(heads=128, count=300, requests=[(200, 900), (7, 70)]),
+        dict(heads=64, count=2048, requests=[(40, 2500)], page=64),
+    ],
+    ids=str,
+)
+def test_the_bits_of_the_kernel_for_hopper(sizes, kind, row_layout, monkeypatch):
+    """Of the one for floats, which has the same consumers of keys."""
+    from custom.cuda_ops.hopper import kv_quant_sparse_flash_attention as hopper
+
+    launched = []
+    launch = hopper.launch
+    monkeypatch.setattr(hopper, "launch", lambda *given: (launched.append(given), launch(*given)))
+    problem = Problem(kind, row_layout, between=0, **sizes)
+    given = problem.arguments("cuda", sinks=torch.randn(sizes["heads"], device="cuda"))
+    got = attended(given, "cuda")
+    assert launched
+    wanted = custom.npu_sparse_flash_attention(**problem.dequantised(given))
+    for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
+        assert torch.equal(x, y), name
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])

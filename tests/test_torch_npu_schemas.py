@@ -53,6 +53,10 @@ def test_every_op_of_the_same_name_is_there():
         "npu_chunk_gated_delta_rule",
         "npu_quant_lightning_indexer",
         "npu_kv_quant_sparse_flash_attention",
+        "npu_recurrent_gated_delta_rule",
+        "npu_fused_causal_conv1d",
+        "npu_fused_causal_conv1d_v2",
+        "npu_mla_prolog_v3",
     }
     assert set(THEIRS) <= {spec.name for spec in SPECS}
 

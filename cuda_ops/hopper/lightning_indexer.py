@@ -48,6 +48,19 @@ class Scores(NamedTuple):
     sample_row: Any
 
 
+class Factors(NamedTuple):
+    """What products count: weights of heads, and of e4m3 the scales of queries and keys."""
+
+    weights: Any
+    query_scale: Any
+    key_scale: Any
+    w_row: Any
+    qs_row: Any
+    qs_head: Any
+    ks_o: Any
+    ks_i: Any
+
+
 class Constants(NamedTuple):
     HEADS: int
     ROWS: int
@@ -105,27 +118,24 @@ def _inner_of(n, start, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _weights_of(weights, query_scale, owner, h, end, w_row, qs_row, qs_head, C: gl.constexpr):
-    """What the products of rows `owner` and heads h count, their queries' scales included."""
+def _weights_of(by, owner, h, end, C: gl.constexpr):
+    """Of rows `owner` and heads h, their queries' scales included."""
     real = (owner < end) & (h < C.HEADS)
-    weight = gl.load(weights + owner * w_row + h, mask=real, other=0.0).to(gl.float32)
+    weight = gl.load(by.weights + owner * by.w_row + h, mask=real, other=0.0).to(gl.float32)
     if C.QUERY_SCALE:
-        scale = gl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0)
-        weight *= scale.to(gl.float32)
+        at = by.query_scale + owner * by.qs_row + h * by.qs_head
+        weight *= gl.load(at, mask=real, other=0.0).to(gl.float32)
     return weight
 
 
 @gluon.jit
-def _scales_of(
-    key_scale, outer, n, hi, start, ks_o, ks_i, LAYOUT: gl.constexpr, E4M3: gl.constexpr,
-    L: gl.constexpr,
-):  # fmt: skip
+def _scales_of(by, outer, n, hi, start, LAYOUT: gl.constexpr, E4M3: gl.constexpr, L: gl.constexpr):
     """Of the keys n .. n + 63 that are below hi."""
     line = gl.arange(0, KEYS_AT_ONCE, layout=L)
     if E4M3:
-        at = outer.to(gl.int64) * ks_o + (_inner_of(n, start, LAYOUT) + line).to(gl.int64) * ks_i
-        ok = (n + line < hi) & (outer >= 0)
-        scale = gl.load(key_scale + at, mask=ok, other=0.0).to(gl.float32)
+        inner = (_inner_of(n, start, LAYOUT) + line).to(gl.int64)
+        at = by.key_scale + outer.to(gl.int64) * by.ks_o + inner * by.ks_i
+        scale = gl.load(at, mask=(n + line < hi) & (outer >= 0), other=0.0).to(gl.float32)
     else:
         scale = gl.zeros([KEYS_AT_ONCE], gl.float32, layout=L)
     return scale
@@ -162,12 +172,12 @@ def _ask(
     E4M3: gl.constexpr,
 ):  # fmt: skip
     """Tile i of a program's keys, into its place in the ring."""
-    BYTES: gl.constexpr = KEYS_AT_ONCE * k_tiles.shape[2] * (1 if E4M3 else 2)
+    SIZE: gl.constexpr = 1 if E4M3 else 2
     outer = _pick(outers, i)
     outer = gl.where(outer < 0, 2147483647, outer)  # out of bounds: zeros
     inner = _inner_of(lo + i * KEYS_AT_ONCE, start, LAYOUT)
     bar = full.index(stage)
-    mbarrier.expect(bar, BYTES, pred=wanted)
+    mbarrier.expect(bar, KEYS_AT_ONCE * k_tiles.shape[2] * SIZE, pred=wanted)
     tma_load(
         key, [outer, inner, 0], bar,
         reinterpret(k_tiles.index(stage), key.dtype, key.block_shape, key.layout), pred=wanted,
@@ -188,19 +198,16 @@ def _ask(
 )
 def _scores(
     q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    strides,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
     among the rows."""
-    w_row, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = strides
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
-    to = Scores(scores, sample, first_row, score_row, sample_row)
-    STAGES: gl.constexpr = C.STAGES
     D: gl.constexpr = key.block_shape[2]
     COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
     H_TILE: gl.constexpr = COLUMNS // C.ROWS
+    STAGES: gl.constexpr = C.STAGES
     SIZE: gl.constexpr = 1 if C.E4M3 else 2
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // SIZE])
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
@@ -225,7 +232,10 @@ def _scores(
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
     h = column % H_TILE
     owner = (row + column // H_TILE).to(gl.int64)
-    weight = _weights_of(weights, query_scale, owner, h, end, w_row, qs_row, qs_head, C)
+    score_row, sample_row, w_row, qs_row, qs_head, ks_o, ks_i = strides
+    to = Scores(scores, sample, first_row, score_row, sample_row)
+    by = Factors(weights, query_scale, key_scale, w_row, qs_row, qs_head, ks_o, ks_i)
+    weight = _weights_of(by, owner, h, end, C)
     zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
     own = row
     done = 0
@@ -245,9 +255,8 @@ def _scores(
             at = lengths + member - first_row
             gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=real)
         scale = _scales_of(
-            key_scale, _pick(outers, 0), lo, hi, start, ks_o, ks_i, LAYOUT, C.E4M3,
-            gl.SliceLayout(1, M),
-        )  # fmt: skip
+            by, _pick(outers, 0), lo, hi, start, LAYOUT, C.E4M3, gl.SliceLayout(1, M)
+        )
         mbarrier.wait(q_full.index(0), 0)
         for i in range(tiles):
             stage = (done + i) % STAGES
@@ -257,13 +266,13 @@ def _scores(
             )
             there = _pick(outers, i) >= 0
             ahead = _scales_of(
-                key_scale, _pick(outers, i + 1), lo + (i + 1) * KEYS_AT_ONCE, hi, start, ks_o,
-                ks_i, LAYOUT, C.E4M3, gl.SliceLayout(1, M),
+                by, _pick(outers, i + 1), lo + (i + 1) * KEYS_AT_ONCE, hi, start, LAYOUT, C.E4M3,
+                gl.SliceLayout(1, M),
             )  # fmt: skip
             s = warpgroup_mma_wait(0, deps=[s])
             barrier()  # done in every warp: the tile is free
-            _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo, start,
-                 LAYOUT, C.E4M3)  # fmt: skip
+            _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo,
+                 start, LAYOUT, C.E4M3)  # fmt: skip
             _finish(s, weight, scale, to, own, row, stop, first, asked, keys,
                     lo + i * KEYS_AT_ONCE, there, C.ROWS, LAYOUT.CAUSAL, C)  # fmt: skip
             scale = ahead
@@ -276,11 +285,11 @@ def _load(
     key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo, per_chunk,
     first_row, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
+    SIZE: gl.constexpr = 1 if C.E4M3 else 2
     STAGES: gl.constexpr = k_tiles.shape[0]
     D: gl.constexpr = k_tiles.shape[2]
     gdc_launch_dependents()
     gdc_wait()
-    SIZE: gl.constexpr = 1 if C.E4M3 else 2
     mbarrier.expect(q_full.index(0), 2 * q_tiles.shape[1] * D * SIZE)
     for part in gl.static_range(2):
         tma_load(
@@ -317,13 +326,10 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores, sample, of,
-    row, end, lo, per_chunk, first_row, strides,
+    k_tiles, q_tiles, full, empty, q_full, by, to, of, row, end, lo, per_chunk,
     GROUP: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup GROUP of two takes every other tile."""
-    w_row, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = strides
-    to = Scores(scores, sample, first_row, score_row, sample_row)
     STAGES: gl.constexpr = k_tiles.shape[0]
     COLUMNS: gl.constexpr = q_tiles.shape[1]
     R: gl.constexpr = C.ROWS // 2
@@ -334,8 +340,8 @@ def _multiply(
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
     h = column % H_TILE
     owner = (row + column // H_TILE).to(gl.int64)
-    weight0 = _weights_of(weights, query_scale, owner, h, end, w_row, qs_row, qs_head, C)
-    weight1 = _weights_of(weights, query_scale, owner + R, h, end, w_row, qs_row, qs_head, C)
+    weight0 = _weights_of(by, owner, h, end, C)
+    weight1 = _weights_of(by, owner + R, h, end, C)
     zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
     own = row
     q0 = q_tiles.index(0).permute([1, 0])
@@ -349,18 +355,18 @@ def _multiply(
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
             outers = _outer_of(base, request, of, LAYOUT)
             tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)
-            own_first = (GROUP - count) & 1
+            mine = (GROUP - count) & 1
             scale = _scales_of(
-                key_scale, _pick(outers, own_first), base + own_first * KEYS_AT_ONCE, hi, start,
-                ks_o, ks_i, LAYOUT, C.E4M3, gl.SliceLayout(1, M),
+                by, _pick(outers, mine), base + mine * KEYS_AT_ONCE, hi, start, LAYOUT, C.E4M3,
+                gl.SliceLayout(1, M),
             )  # fmt: skip
-            for i in range(own_first, tiles, 2):
+            for i in range(mine, tiles, 2):
                 stage = (count + i) % STAGES
                 n = base + i * KEYS_AT_ONCE
                 there = _pick(outers, i) >= 0
                 ahead = _scales_of(
-                    key_scale, _pick(outers, i + 2), n + 2 * KEYS_AT_ONCE, hi, start, ks_o, ks_i,
-                    LAYOUT, C.E4M3, gl.SliceLayout(1, M),
+                    by, _pick(outers, i + 2), n + 2 * KEYS_AT_ONCE, hi, start, LAYOUT, C.E4M3,
+                    gl.SliceLayout(1, M),
                 )  # fmt: skip
                 mbarrier.wait(full.index(stage), ((count + i) // STAGES) & 1)
                 k_tile = k_tiles.index(stage)
@@ -393,13 +399,12 @@ def _multiply(
 )
 def _scores_shared(
     q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    strides,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     STAGES: gl.constexpr = C.STAGES
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     D: gl.constexpr = key.block_shape[2]
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
@@ -419,15 +424,18 @@ def _scores_shared(
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * C.ROWS
     end = gl.minimum(row + C.ROWS, first_row + count)
+    score_row, sample_row, w_row, qs_row, qs_head, ks_o, ks_i = strides
+    to = Scores(scores, sample, first_row, score_row, sample_row)
+    by = Factors(weights, query_scale, key_scale, w_row, qs_row, qs_head, ks_o, ks_i)
     gl.warp_specialize(
         [
             (_multiply, (
-                k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores,
-                sample, of, row, end, lo, per_chunk, first_row, strides, gl.constexpr(0), LAYOUT, C,
+                k_tiles, q_tiles, full, empty, q_full, by, to, of, row, end, lo, per_chunk,
+                gl.constexpr(0), LAYOUT, C,
             )),
             (_multiply, (
-                k_tiles, q_tiles, full, empty, q_full, weights, query_scale, key_scale, scores,
-                sample, of, row, end, lo, per_chunk, first_row, strides, gl.constexpr(1), LAYOUT, C,
+                k_tiles, q_tiles, full, empty, q_full, by, to, of, row, end, lo, per_chunk,
+                gl.constexpr(1), LAYOUT, C,
             )),
             (_load, (
                 key, q, k_tiles, q_tiles, full, empty, q_full, lengths, of, row, end, lo,
@@ -487,18 +495,18 @@ def launch(
     reach = max(plan.reach, 1)
     stages, per_chunk = _cut(groups, reach, columns, gpu.processors(q.device))
     chunks = triton.cdiv(reach, per_chunk)
-    qs_row, qs_head = (0, 0) if query_scale is None else query_scale.stride()
-    ks_o, ks_i = (0, 0) if key_scale is None else rows.strides(layout_key, key_scale[..., None])
+    qs = weights if query_scale is None else query_scale
+    ks = key if key_scale is None else key_scale.unsqueeze(-1)
     launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(
         describe_box(q, [*q.shape], [*q.stride()], [shared // parts, h_tile, dim]),
         describe_box(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
-        weights, weights if query_scale is None else query_scale,
-        weights if key_scale is None else key_scale, scores=scores, sample=sample, lengths=lengths,
-        first_row=first, count=count, chunks=chunks, per_chunk=per_chunk, **plan.arguments,
+        weights, qs, ks, scores=scores, sample=sample, lengths=lengths, first_row=first,
+        count=count, chunks=chunks, per_chunk=per_chunk,
         strides=(
-            weights.stride(0), qs_row, qs_head, ks_o, ks_i, scores.stride(0), sample.stride(0)
+            scores.stride(0), sample.stride(0), weights.stride(0), *qs.stride(),
+            *rows.strides(layout_key, ks),
         ),
-        LAYOUT=plan.layout,
+        **plan.arguments, LAYOUT=plan.layout,
         C=Constants(
             HEADS=heads, ROWS=shared, STAGES=stages, EVERY=EVERY, E4M3=key_scale is not None,
             QUERY_SCALE=query_scale is not None,

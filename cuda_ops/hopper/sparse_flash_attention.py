@@ -449,22 +449,27 @@ def _splits(count: int, heads: int, entries: int) -> int:
 
 
 def launch(call: Attention) -> None:
+    _run(_attend, call, strides(call))
+
+
+def _run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> None:
+    """`kernel` with what every one of these kernels takes, and `more`; then the parts together."""
     count, heads, rank = call.q.shape
     splits = _splits(count, heads, call.entries)
     parts = Parts.of(splits, count * heads, rank, call.softmax_max)
     items = count * splits * triton.cdiv(heads, 64)
-    launches.kernel(_attend, min(items, gpu.processors(call.q.device)))(
+    launches.kernel(kernel, min(items, gpu.processors(call.q.device)))(
         call.q, call.qr, call.key, call.kr, call.index,
         sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
         part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
         softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=call.entries,
         per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
-        **call.plan.arguments, strides=strides(call), items=items, LAYOUT=call.plan.layout,
+        **call.plan.arguments, strides=strides, items=items, LAYOUT=call.plan.layout,
         C=Constants(
             HEADS=heads, SPLITS=splits, SPAN=call.span, HAS_SINK=call.sinks is not None,
             STATS=call.softmax_max.numel() > 0,
         ),
-        num_warps=4,
+        num_warps=4, **more,
     )  # fmt: skip
     if splits > 1:
         combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)

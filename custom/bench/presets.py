@@ -11,6 +11,7 @@ from . import (
     attention,
     convolution,
     delta_rule,
+    eight_bits,
     indexer_loss,
     merging,
     quantised,
@@ -27,6 +28,8 @@ _PRESETS: dict[str, Callable[[bool], list[Case]]] = {
     **merging.PRESETS,
     **convolution.PRESETS,
 }
+# rows behind those of the op
+_MORE: dict[str, Callable[[bool], list[Case]]] = eight_bits.PRESETS
 
 
 _SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(
@@ -41,4 +44,5 @@ def sweep(op: str, device: str) -> list[Case]:
 
 def presets(op: str, device: str) -> list[Case]:
     """The rows of `op`: the full ones, or the small ones on a CPU."""
-    return _PRESETS[op](device == "cpu") if op in _PRESETS else []
+    small = device == "cpu"
+    return [case for rows in (_PRESETS, _MORE) if op in rows for case in rows[op](small)]

@@ -91,6 +91,7 @@ def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048, op: str
         flops=2.0 * b * s * context * ni * DI,
         shape=dict(b=b, s=s, context=context, k=k),
         peers=peers,
+        ordered=False,
     )
 
 

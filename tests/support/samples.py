@@ -101,6 +101,11 @@ def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     )
 
 
+def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    given = _mla_prolog_pto(m, B, S)
+    return given | dict(query_norm_flag=True)
+
+
 def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     layer = _sparse_attention_pto(m, B, S)
     return dict(
@@ -440,11 +445,41 @@ def _gated_delta_layer_decode(m: Maker, B: int = 2, S: int = 1) -> Arguments:
     )
 
 
+def _recurrent_gated_delta_rule(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        query=m.normal(B * S, 2, 16),
+        key=torch.nn.functional.normalize(m.normal(B * S, 2, 16), dim=-1),
+        value=m.normal(B * S, 4, 8),
+        state=m.normal(B * S + 1, 4, 8, 16),
+        beta=m.normal(B * S, 4).sigmoid(),
+        scale=0.25,
+        actual_seq_lengths=m.ints(*[S] * B),
+        ssm_state_indices=m.ints(*range(1, B * S + 1)),
+        num_accepted_tokens=m.ints(*[1, S][:B]),
+        g=-m.normal(B * S, 4, dtype=torch.float32).abs(),
+    )
+
+
+def _fused_causal_conv1d(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    lengths = [S, S // 2][:B]
+    return dict(
+        x=m.normal(sum(lengths), DI),
+        weight=m.normal(3, DI),
+        conv_states=m.normal(5, 4, DI),
+        query_start_loc=m.ints(*accumulate(lengths, initial=0)),
+        cache_indices=m.ints(*[3, 1][:B]),
+        num_accepted_tokens=m.ints(*[3, 1][:B]),
+        num_computed_tokens=m.ints(*[0, 9][:B]),
+        residual_connection=1,
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
     "npu_sparse_attention_shared_pto": _sparse_attention_shared_pto,
     "npu_mla_prolog_pto": _mla_prolog_pto,
+    "npu_mla_prolog_v3": _mla_prolog_v3,
     "npu_indexer_prolog_pto": _indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,
     "npu_lightning_indexer_scores": _lightning_indexer_scores,
@@ -478,6 +513,9 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_gated_rms_norm": _gated_rms_norm,
     "npu_gated_rms_norm_grad": _gated_rms_norm_grad,
     "npu_gated_delta_layer_decode": _gated_delta_layer_decode,
+    "npu_recurrent_gated_delta_rule": _recurrent_gated_delta_rule,
+    "npu_fused_causal_conv1d": _fused_causal_conv1d,
+    "npu_fused_causal_conv1d_v2": _fused_causal_conv1d,
 }
 
 
