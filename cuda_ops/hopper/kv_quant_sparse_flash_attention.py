@@ -153,10 +153,10 @@ def _copy_rope(key_rope, places, pieces, rope, bar, TILE: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, steps, items, tiles,
+    q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, strides, items, tiles,
     LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, scale_stride, index_stride = steps
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, scale_stride, index_stride = strides
     q_left, q_right, qr, left, right, rope, _exchange, places, bars = tiles
     column = gl.arange(0, 128, layout=LINE)
     count = per_split // 128
@@ -263,7 +263,7 @@ def _producer(
 def _attend(
     q, q_rope, key, key_rope, indices, key_scale, act_q, act_k, table, sinks, out, part, part_max,
     part_sum, softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, reach,
-    table_stride, pages, steps, items, LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
+    table_stride, pages, strides, items, LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     to = Output(out, part, part_max, part_sum, softmax_max, softmax_sum, sinks)
@@ -291,7 +291,7 @@ def _attend(
             (_even, (tiles, per_split, items, scale_log2, to, C)),
             (_odd, (tiles, per_split, items, scale_log2, to, C)),
             (_producer, (
-                q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, steps,
+                q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, strides,
                 items, tiles, LAYOUT, C, KIND,
             )),
         ],
@@ -317,9 +317,9 @@ def supports(call: Attention) -> bool:
 
 def launch(call: Attention, key_scale: Tensor, kind: int) -> None:
     # keys and ropes in steps of 16 bytes
-    steps = (
+    strides = (
         *call.query_strides, call.key.stride(-3) // 16, call.kr.stride(-3) // 8,
         key_scale.stride(-3), call.index.stride(0),
     )  # fmt: skip
     words = replace(call, key=call.key.view(torch.int32))
-    _run(_attend, words, steps, key_scale=key_scale, KIND=kind)
+    _run(_attend, words, strides, key_scale=key_scale, KIND=kind)
