@@ -53,14 +53,18 @@ class Verification:
         # the call goes on from the slot of a sequence's first token
         states = state.new_empty(requests, tokens, *state.mT.shape[1:])
         states[:, 0] = state.mT
-        decay = g.flatten(0, 1)
+        decay, by_channel = g.flatten(0, 1).contiguous(), g.ndim == 4
+        q, k, v = (x.flatten(0, 1).contiguous() for x in (query, key, value))
         out = npu_recurrent_gated_delta_rule(
-            *(x.flatten(0, 1).contiguous() for x in (normalised(query), normalised(key), value)),
+            normalised(q),
+            normalised(k),
+            v,
             states.flatten(0, 1),
             beta=beta.flatten(0, 1),
             actual_seq_lengths=torch.full((requests,), tokens, device=query.device),
             ssm_state_indices=slots,
-            **{"gk" if g.ndim == 4 else "g": decay.contiguous()},
+            g=None if by_channel else decay,
+            gk=decay if by_channel else None,
         )
         self._states.append(states)
         return out.unflatten(0, (requests, tokens)), states[:, -1].mT
