@@ -21,19 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..dispatch.common import memory
 from .common import gpu, launches
-from .common.convolution import sigmoid, taps_of
+from .common.convolution import sigmoid, taps_of, value_at
 from .common.lengths import within
-
-
-@triton.jit
-def _value(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
-    """What stands at a position, as float32; zeros before everything."""
-    now = tl.load(x + position * x_row + d, mask=on & (position >= 0), other=0.0)
-    past = on & live & (position < 0) & (position >= -reach)
-    before = tl.load(
-        row + (reach + position) * s_column + d.to(tl.int64) * s_channel, mask=past, other=0.0
-    )
-    return now.to(tl.float32) + before.to(tl.float32)
 
 
 @triton.jit
@@ -110,7 +99,7 @@ def _update(
         position = token
         total = start
         for back in tl.static_range(W):
-            value = _value(x, row, position, reach, d, on, live, x_row, s_column, s_channel)
+            value = value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel)
             total += value * taps[back]
             if window is not None and back < W - 1:
                 to = window + token * i_step + tl.cast(W - 2 - back, tl.int64) * i_column
@@ -125,7 +114,7 @@ def _update(
         new = ()
         for column in tl.static_range(L):
             new += (
-                _value(
+                value_at(
                     x, row, column - place, reach, d, on, live, x_row, s_column, s_channel
                 ),
             )  # fmt: skip

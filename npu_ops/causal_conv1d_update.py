@@ -25,7 +25,7 @@ _KERNEL = "causal_conv1d_update.update"
 
 
 @triton.jit
-def _value(of_x, of_row, position, reach, d, count, x_row, s_column):
+def value_at(of_x, of_row, position, reach, d, count, x_row, s_column):
     """What stands at a position, float32; zeros before everything.  `reach` is 0 for no row."""
     now = d < tl.where(position >= 0, count, 0)
     at = tl.maximum(position, 0) * x_row
@@ -92,7 +92,7 @@ def update(
             if BIAS:
                 total += tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
             for back in tl.static_range(0, W):
-                value = _value(of_x, of_row, position, reach, d, count, x_row, s_column)
+                value = value_at(of_x, of_row, position, reach, d, count, x_row, s_column)
                 total += value * tap(weight + first, back, d, on, channels, W)
                 if KEEP and back < W - 1:
                     to = of_window + t.to(tl.int64) * i_step + (W - 2 - back) * i_column + d
@@ -114,7 +114,7 @@ def update(
         if STORE:
             for column in range(0, tl.where(size > 0, L, 0)):
                 position = column - place
-                value = _value(of_x, of_row, position, reach, d, count, x_row, s_column)
+                value = value_at(of_x, of_row, position, reach, d, count, x_row, s_column)
                 moved = there & (position >= -reach) & (position < size)
                 to = of_row + column.to(tl.int64) * s_column + d
                 stored = d < tl.where(moved, count, 0)
@@ -177,7 +177,8 @@ def forward(
     if out.numel() == 0 or sequences == 0:
         return out.zero_()
     parents = retrieve_parent_token
-    tree = parents is not None and parents.shape[1] > 0
+    if parents is not None and parents.shape[1] == 0:
+        parents = parents.new_full((sequences, 1), -1)  # no kernel reads an empty tensor
     window = conv_states[:, None] if intermediate_conv_window is None else intermediate_conv_window
 
     def given(tensor: Tensor | None) -> Tensor:
@@ -196,6 +197,6 @@ def forward(
         *window.stride()[:3], W=width, L=conv_states.shape[1], VARLEN=varlen,
         INDEXED=conv_state_indices is not None, ACCEPTED=num_accepted_tokens is not None,
         BIAS=bias is not None, SILU=activation is not None, STORE=not disable_state_update,
-        KEEP=intermediate_conv_window is not None, TREE=tree, **config.keywords,
+        KEEP=intermediate_conv_window is not None, TREE=parents is not None, **config.keywords,
     )  # fmt: skip
     return out

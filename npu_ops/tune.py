@@ -149,6 +149,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "causal_conv1d_update.update": tuple(
         Config({"CHANNEL_TILE": channels}) for channels in (1024, 512, 128)
     ),
+    "fused_causal_conv1d.push": (Config({"CHANNEL_TILE": 1024}),),
+    "fused_causal_conv1d.fill": (Config({"CHANNEL_TILE": 1024}),),
     # the most rows that UB holds
     "gated_rms_norm.normalise": tuple(Config({"ROWS": rows}) for rows in (16, 4, 1)),
     "gated_rms_norm_grad.through": tuple(Config({"ROWS": rows}) for rows in (16, 8, 2, 1)),

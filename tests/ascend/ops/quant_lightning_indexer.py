@@ -36,7 +36,7 @@ def in_int8(make: Make, fold: bool = False, scale: torch.dtype = torch.float16) 
         return given | dict(
             query=query,
             key=key,
-            weights=given["weights"].to(torch.float16),
+            weights=memory.guarded(given["weights"].to(torch.float16)),
             query_dequant_scale=None if fold else memory.guarded(of_query.to(scale)),
             key_dequant_scale=by,
             query_quant_mode=0,
