@@ -43,13 +43,15 @@ def _before(parents, position, columns, TREE: tl.constexpr):
 )
 def _update(
     x, pool, weight, bias, indices, starts, accepted, window, window_rows, parents, zeroed, out,
-    length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels,
-    x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
-    i_row, i_step, i_column, i_channel,
+    length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels, strides,
     W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
     STORE: tl.constexpr, TREE: tl.constexpr, BD: tl.constexpr, ZEROS: tl.constexpr,
     BZ: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    (
+        x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
+        i_row, i_step, i_column, i_channel,
+    ) = strides  # fmt: skip
     if CHAINED:
         gdc_launch_dependents()
     tiles = tl.cdiv(channels, BD)
@@ -185,8 +187,10 @@ def launch(
         x.shape[-2], x.shape[:-1].numel(), sequences, conv_states.shape[0], pad_slot_id,
         0 if window is None else window.shape[0], 0 if window is None else window.shape[1],
         0 if parents is None else parents.shape[1], channels,
-        0 if varlen else x.stride(0), x.stride(-2), *weight.stride(), *conv_states.stride(),
-        *((0, 0, 0, 0) if window is None else window.stride()),
+        (
+            0 if varlen else x.stride(0), x.stride(-2), *weight.stride(), *conv_states.stride(),
+            *((0, 0, 0, 0) if window is None else window.stride()),
+        ),
         W=width, L=conv_states.shape[1], VARLEN=varlen, SILU=activation is not None,
         STORE=not disable_state_update, TREE=parents is not None, BD=BD,
         ZEROS=0 if zeroed is None else zeroed.shape[1],
