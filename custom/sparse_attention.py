@@ -566,6 +566,68 @@ def npu_indexer_prolog_pto(
 
 
 @op
+def npu_lightning_indexer_prolog_pto(
+    token_x: Tensor,
+    q_norm: Tensor,
+    q_norm_scale: Tensor,
+    wq_b: Tensor,
+    wq_b_scale: Tensor,
+    wk: Tensor,
+    weights_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    cos_idx_rope: Tensor,
+    sin_idx_rope: Tensor,
+    hadamard_q: Tensor | None,
+    hadamard_k: Tensor | None,
+    idx_k_cache: Tensor,
+    idx_k_scale_cache: Tensor,
+    idx_k_cache_index: Tensor,
+    layernorm_epsilon_k: float,
+    *,
+    layout_query: str = "TND",
+    layout_key: str = "PA_BSND",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The indexer's prolog of models in W8A8 with an int8 index cache, as custom_pypto has it.
+
+    query = int8(RoPE(q_norm W_qb) H_q), by head; key = int8(RoPE(LayerNorm(x W_k)) H_k), into its
+    slot; weights = x W_proj N ** -0.5 D ** -0.5.  Of the first Dr dims pairs (0, 1), (2, 3)...
+    rotate.
+
+    Formula: as `npu_indexer_prolog_pto`, and the W8A8C8 sample of cann-recipes-infer (2025).
+
+    Args:
+        token_x: [T, H] hidden states.
+        q_norm: [T, Rq] int8, the quantised query norm (`npu_mla_prolog_v3`).
+        q_norm_scale: [T, 1] float32, its scales.
+        wq_b: [Rq, N * 128] int8, NZ as 4-D (`to_nz`), or row-major.
+        wq_b_scale: [N * 128, 1] float32.
+        wk: [H, 128], dtype of `token_x`.
+        weights_proj: [H, N], dtype of `token_x`.
+        ln_gamma_k: [128].
+        ln_beta_k: [128].
+        cos_idx_rope: [T, Dr].
+        sin_idx_rope: [T, Dr].
+        hadamard_q: [128, 128], multiplied from the right; None: no transform.
+        hadamard_k: [128, 128] likewise.
+        idx_k_cache: [pages, P, 1, 128] int8, updated in place.
+        idx_k_scale_cache: [pages, P, 1] or [pages, P, 1, 1] float16 or float32, updated in place.
+        idx_k_cache_index: [T] int32 or int64 flat slots; negative or out of range: not written.
+        layernorm_epsilon_k: of the LayerNorm.
+        layout_query: "TND".
+        layout_key: "PA_BSND".
+
+    Returns:
+        query [T, N, 128] int8, query_scale [T, N, 1] float16 and weights [T, N] float16.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+    """
+
+
+@op
 def npu_lightning_indexer(
     query: Tensor,
     key: Tensor,

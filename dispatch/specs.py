@@ -22,6 +22,7 @@ OPS = (
     "mla_prolog_pto",
     "mla_prolog_v3",
     "indexer_prolog_pto",
+    "lightning_indexer_prolog_pto",
     "lightning_indexer",
     "lightning_indexer_scores",
     "lightning_indexer_grad",

@@ -610,6 +610,7 @@ REASONS: dict[str, str] = {
     "npu_index_cache_write": _NOTHING,
     "npu_fused_causal_conv1d_v2": _NOTHING,
     "npu_mla_prolog_v3": "npu_mla_prolog_pto has one",
+    "npu_lightning_indexer_prolog_pto": "int8 weights have none here",
     "npu_latent_cache_write": _BYTES,
     "npu_kv_quant_sparse_flash_attention": _BYTES,
     "npu_kv_quant_sparse_flash_attention_lse": _BYTES,

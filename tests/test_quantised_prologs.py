@@ -20,6 +20,7 @@ from .support.golden import Golden, Layer, rms_norm, rope
 from .support.narrow_layer import FORMS, INDEXER, KINDS, MLA, SIZES, B, Call, P, S
 from .support.prologs import refuse
 from .support.ragged import run
+from .support.samples import sample
 
 
 class Quantising(Golden):
@@ -435,3 +436,66 @@ def test_errors_of_an_index_cache():
     plain = dict(index_hadamard=True)
     with pytest.raises(ValueError, match="`index_hadamard` is True, expected False"):
         custom.npu_indexer_prolog_pto(**call.indexer(**plain))
+
+
+W8A8C8 = "npu_lightning_indexer_prolog_pto"
+
+
+def int8_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """By the words of its sample, and of zeros zeros: (values, scale [.., 1])."""
+    amax = x.float().abs().amax(-1, keepdim=True)
+    return torch.round(x.float() * (127 / amax)).nan_to_num(0).to(torch.int8), amax / 127
+
+
+@pytest.mark.parametrize("matrices", [False, True])
+def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices):
+    """Values within one of the sample's, which multiplies by 127 / amax; the sums are exact."""
+    call = Call(device, 1)
+    tokens, heads = B * S, 16
+    given = call.indexer()
+    values, scale = eight_bits.activations(call.norm.flatten(0, 1), "int8")
+    sign = [[(-1.0) ** bin(i & j).count("1") for j in range(128)] for i in range(128)]
+    matrix = (torch.tensor(sign) * 128**-0.5).to(call.dtype).to(device) if matrices else None
+    cache = torch.zeros(4, P, 1, 128, dtype=torch.int8, device=device)
+    scales = torch.zeros(4, P, 1, 1, dtype=torch.float16, device=device)
+    query, query_scale, weights = run(
+        W8A8C8, backend, token_x=given["token_x"].flatten(0, 1), q_norm=values.to(device),
+        q_norm_scale=scale.to(device), wq_b=given["weight_qb"],
+        wq_b_scale=given["dequant_scale_w_qb"].view(-1, 1), wk=given["weight_k"],
+        weights_proj=given["weight_proj"], ln_gamma_k=given["ln_gamma_k"],
+        ln_beta_k=given["ln_beta_k"], cos_idx_rope=given["rope_cos"].flatten(0, 1),
+        sin_idx_rope=given["rope_sin"].flatten(0, 1), hadamard_q=matrix, hadamard_k=matrix,
+        idx_k_cache=cache, idx_k_scale_cache=scales,
+        idx_k_cache_index=given["cache_index"].flatten(), layernorm_epsilon_k=1e-6,
+    )  # fmt: skip
+    plain_q, plain_weights = run(INDEXER, backend, **given | dict(rope_interleaved=True))
+    plain_k = call.at(given["index_k_cache"])
+
+    def turned(x: Tensor) -> Tensor:
+        return x if matrix is None else (x.cpu().float() @ matrix.cpu().float()).to(x.dtype)
+
+    assert query.shape == (tokens, heads, 128) and query_scale.shape == (tokens, heads, 1)
+    want, by = int8_of(turned(plain_q.cpu().flatten(0, 1)))
+    assert (query.cpu().int() - want.int()).abs().max() <= 1
+    torch.testing.assert_close(query_scale.cpu(), by.half(), rtol=2**-8, atol=0)
+    want, by = int8_of(turned(plain_k))
+    assert (call.at(cache).int() - want.int()).abs().max() <= 1
+    torch.testing.assert_close(call.at(scales), by.half(), rtol=2**-8, atol=0)
+    want = plain_weights.cpu().flatten(0, 1).float() * heads**-0.5 * 128**-0.5
+    torch.testing.assert_close(weights.cpu(), want.half(), rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(layout_query="BSND"), ValueError, "`layout_query` is 'BSND'"),
+        (dict(wq_b_scale=torch.ones(7)), ValueError, "`wq_b_scale` has shape"),
+        (dict(q_norm=torch.zeros(4, 32)), TypeError, "`q_norm` is float32, expected int8"),
+        (dict(idx_k_scale_cache=torch.zeros(4, 16, 2).half()), ValueError, "has shape"),
+        (dict(hadamard_q=torch.zeros(64, 64)), ValueError, "`hadamard_q` has shape"),
+    ],
+)
+def test_errors_of_the_int8_prolog(change, error, message):
+    arguments = sample(W8A8C8, CPU, torch.float32) | change
+    with pytest.raises(error, match=f"^{W8A8C8}: .*{message}"):
+        custom.npu_lightning_indexer_prolog_pto(**arguments)

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...dispatch.common import quantised
 from ..common import gpu, quantise, rows
 from ..common.gluon_names import barrier, cp_async
 from ..common.selection import Attention
@@ -73,6 +74,14 @@ INT8 = gl.constexpr("""{
 }""")
 
 
+FETCH = gl.constexpr(f"""{{
+    .reg .pred there;
+    setp.ge.s32 there, $2, 0;
+    @there cp.async.bulk.prefetch.L2.global [$1], {quantised.ROW};
+    mov.b32 $0, 0;
+}}""")
+
+
 @gluon.jit
 def _ask(key, slot, pieces, WORD: gl.constexpr):
     """16 words of the rows `slot`, which are `pieces` x 16 bytes apart; zeros where absent."""
@@ -120,6 +129,16 @@ def _turn(
     w = _ask(key, slot, key_stride, NEXT * 64 + 48)
     by_zw = _ask_scale(scales, slot, scale_stride, NEXT * 2 + 1)
     return x, y, z, w, by_xy, by_zw
+
+
+@gluon.jit
+def _fetch(key, slot, pieces):
+    """Rows `slot`, one a thread, into L2: what registers hold on its way is too little for the time
+    that memory takes."""
+    at = key + gl.maximum(slot, 0).to(gl.int64) * pieces * 4
+    gl.inline_asm_elementwise(
+        FETCH, "=r,l,r", [at.to(gl.int64, bitcast=True), slot], gl.int32, False, 1
+    )
 
 
 @gluon.jit
@@ -201,14 +220,15 @@ def _producer(
         _arrive(bars, LEFT)
         mbarrier.wait(bars.index(RIGHT_FREE), free)  # the odd consumer has read the weights too
         _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT), 0)
+        slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
         x, y, z, w, by_xy, by_zw = _turn(
             x, y, z, w, by_xy, by_zw, right.index(0), key, key_scale, slot1, key_stride,
             scale_stride, 0, KIND,
         )  # fmt: skip
         _arrive(bars, RIGHT)
         # the places of the step before are free, since both consumers let go of its first tile
-        slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
         after.store(slot)
+        _fetch(key, slot, key_stride)
         _arrive(bars, PLACED + ((t + 1) & 1))
         mbarrier.wait(bars.index(LEFT_FREE + 1), free)
         _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT + 1), 1)

@@ -5,7 +5,7 @@ FlashAttention papers on a GPU or NPU, and small ones that a laptop runs in seco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from . import (
     attention,
@@ -19,7 +19,7 @@ from . import (
 )
 from .case import Case
 
-_PRESETS: dict[str, Callable[[bool], list[Case]]] = {
+_PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **sparse_attention.PRESETS,
     **attention.PRESETS,
     **indexer_loss.PRESETS,
@@ -29,7 +29,7 @@ _PRESETS: dict[str, Callable[[bool], list[Case]]] = {
     **convolution.PRESETS,
 }
 # rows behind those of the op
-_MORE: dict[str, Callable[[bool], list[Case]]] = eight_bits.PRESETS
+_MORE: Mapping[str, Callable[[bool], list[Case]]] = eight_bits.PRESETS
 
 
 _SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(
