@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What our plug-ins touch of vLLM, vllm-ascend and SGLang, as importable stubs.
+"""What our plug-in touches of vLLM and vllm-ascend, as importable stubs.
 
     python -m tests.vllm.stubs WHEEL...
 
