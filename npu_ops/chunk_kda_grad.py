@@ -27,6 +27,8 @@ the second; and what G_last does.  U is multiplied in two parts, as in the gated
     inputs       vector cores    by ROWS tokens of a chunk: dq, dk, dbeta, and what G gets
     totals       vector cores    by chunk: what each decay's logarithm gets
     gates        vector cores    by ROWS tokens of a chunk: dg, and what A_log and dt_bias get
+
+What lies between them is laid out by chunk, in rounds of heads that fit the workspace.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import chunk_kda, cores, entry, tune
+from . import chunk_kda, cores, entry, tiling, tune
 from .chunk_kda import CHUNK, _logarithm, _sequence
 from .front_end import extract_slice
 
@@ -485,6 +487,39 @@ def backward(
             output.zero_()
     if nothing:
         return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
+    group = value_heads // heads
+    # by token and value head: tiles by channel in float32 and halves, squares of pairs, two states
+    each = group * (34 * key_size + 8 * value_size + 26 * CHUNK.value)
+    each += group * 4 * value_size * key_size // CHUNK.value
+    at_once = tiling.at_once(heads, batch * length * each)
+    if at_once < heads:
+        for first in range(0, heads, at_once):
+            here = slice(first, first + at_once)
+            there = slice(first * group, (first + at_once) * group)
+            some = backward(
+                *(x[:, :, here] for x in (q, k)),
+                *(x[:, :, there] for x in (v, g, beta, d_out)),
+                None if d_final_state is None else d_final_state[:, there].contiguous(),
+                scale,
+                None if initial_state is None else initial_state[:, there].contiguous(),
+                cu_seqlens,
+                use_qk_l2norm_in_kernel,
+                use_gate_in_kernel,
+                None if A_log is None else A_log[there],
+                None if dt_bias is None else dt_bias.view(value_heads, key_size)[there],
+                lower_bound,
+                state_layout,
+            )
+            parts = (
+                *(x[:, :, here] for x in (d_q, d_k)),
+                *(x[:, :, there] for x in (d_v, d_g, d_beta)),
+                d_initial if initial_state is None else d_initial[:, there],
+                d_A if A_log is None else d_A[there],
+                d_bias if dt_bias is None else d_bias.view(value_heads, key_size)[there],
+            )
+            for part, grad in zip(parts, some, strict=True):
+                part.copy_(grad)
+        return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     # all tokens in one row
     q, k, v, g, beta, d_out = (x.flatten(0, 1) for x in (q, k, v, g, beta, d_out))
     gate, tokens, varlen = chunk_kda.gate_of(use_gate_in_kernel, lower_bound), len(q), cu_seqlens
@@ -538,7 +573,7 @@ def backward(
         d_rates.zero_()
     inputs[(cores.vector(),)](
         q, k, number, firsts, counts, x.total, x.units, x.scaled, z, z_turned, m, m_turned, of_q,
-        of_k, of_rest, back, own, d_q, d_k, d_rates, of_total, tokens, value_heads // heads, heads,
+        of_k, of_rest, back, own, d_q, d_k, d_rates, of_total, tokens, group, heads,
         scale, *q.stride()[:2], *k.stride()[:2], **sizes, NORM=norm,
         **_only("inputs"),
     )  # fmt: skip

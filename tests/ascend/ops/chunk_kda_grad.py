@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..case import Arguments, Case, Inputs
+from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
 from . import chunk_kda as forward
 
@@ -55,6 +55,8 @@ CASES = tuple(
         ("beyond the tokens", graded(forward.beyond), torch.bfloat16),
         ("fp16, no norm", call([70], norm=False, packed=False), torch.float16),
         ("values of 32, a batch", call([20, 20], (2, 2), (32, 32), packed=False), torch.bfloat16),
+        ("a head a round", in_rounds(1, call([70], (2, 4), (16, 16), layout="vk", packed=False)),
+         torch.bfloat16),
         ("values of 48", call([40], (1, 1), (16, 48)), torch.bfloat16),
     )
 )  # fmt: skip
