@@ -214,6 +214,8 @@ def _stages() -> layer.Stages:
         ops.npu_indexer_prolog_pto,
         ops.npu_lightning_indexer,
         ops.npu_sparse_flash_attention,
+        ops.npu_quant_lightning_indexer,
+        ops.npu_kv_quant_sparse_flash_attention,
     )
 
 
@@ -538,6 +540,24 @@ def _refuse_fp8(kind: str, **_: Any) -> str | None:
     return None
 
 
+_MODES = (
+    "weight_quant_mode",
+    "kv_cache_quant_mode",
+    "index_weight_quant_mode",
+    "kv_kind",
+    "index_kind",
+)
+
+
+def _refuse_8_bits(**arguments: Any) -> str | None:
+    for name in _MODES:
+        came = arguments.get(name, 0)
+        if came not in (0, "none"):
+            plain = repr("none") if isinstance(came, str) else 0
+            return f"`{name}` is {came!r}, expected {plain}: 8 bits have no ONNX form here."
+    return None
+
+
 def _refuse_verification(
     intermediate_states: Tensor | None, retrieve_parent_token: Tensor | None, **_: Any
 ) -> str | None:
@@ -551,11 +571,11 @@ def _refuse_verification(
 
 
 DECOMPOSITIONS: dict[str, Decomposition] = {
-    "npu_sparse_attention_pto": Decomposition(sparse_attention_pto),
-    "npu_sparse_attention_indices_pto": Decomposition(sparse_attention_indices_pto),
-    "npu_sparse_attention_shared_pto": Decomposition(sparse_attention_shared_pto),
-    "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward),
-    "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward),
+    "npu_sparse_attention_pto": Decomposition(sparse_attention_pto, _refuse_8_bits),
+    "npu_sparse_attention_indices_pto": Decomposition(sparse_attention_indices_pto, _refuse_8_bits),
+    "npu_sparse_attention_shared_pto": Decomposition(sparse_attention_shared_pto, _refuse_8_bits),
+    "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward, _refuse_8_bits),
+    "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward, _refuse_8_bits),
     "npu_lightning_indexer": Decomposition(lightning_indexer, _refuse_tnd),
     "npu_lightning_indexer_scores": Decomposition(lightning_indexer_scores, _refuse_tnd),
     "npu_sparse_flash_attention": Decomposition(sparse_flash_attention, _refuse_tnd),
@@ -589,6 +609,8 @@ _BYTES = "its rows are bytes, which ONNX does not read as floats"
 REASONS: dict[str, str] = {
     "npu_index_cache_write": _NOTHING,
     "npu_fused_causal_conv1d_v2": _NOTHING,
+    "npu_mla_prolog_v3": "npu_mla_prolog_pto has one",
+    "npu_lightning_indexer_prolog_pto": "int8 weights have none here",
     "npu_latent_cache_write": _BYTES,
     "npu_kv_quant_sparse_flash_attention": _BYTES,
     "npu_kv_quant_sparse_flash_attention_lse": _BYTES,

@@ -41,8 +41,7 @@ def merge(
         lse = tl.where(counts > 0, lse, float("-inf"))
         top = tl.max(lse, 0)
         # no part counts: exp(-inf - 0) is 0, not NaN
-        shift = tl.where(top > float("-inf"), top, 0.0)
-        weight = tl.where(counts > 0, tl.exp(lse - shift), 0.0)
+        weight = tl.exp(lse - tl.where(top > float("-inf"), top, 0.0))
         total = tl.sum(weight, 0)
         share = weight / tl.where(total > 0, total, 1.0)
         acc = tl.zeros((WIDTH,), tl.float32)

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import tarfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from custom.dispatch.specs import BY_NAME
 from custom.npu_ops import tune
 
 from .ascend import known, lint, mutants, onboard
+from .ascend.toolchain import ROOT
 
 GM = "#hivm.address_space<gm>"
 UB = "#hivm.address_space<ub>"
@@ -247,3 +250,26 @@ def test_every_launcher_has_its_files():
     assert {"sparse_attention_pto", "product", "ragged"} <= mutants.files_of(
         "npu_sparse_attention_pto"
     )
+
+
+LAUNCHERS = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "npu_ops").glob("*.py")}
+ENTRIES = [
+    (file, node.name)
+    for file, tree in LAUNCHERS.items()
+    for node in tree.body
+    if isinstance(node, ast.FunctionDef)
+    and any(ast.unparse(x).startswith("entry.jit") for x in node.decorator_list)
+]
+
+
+def test_a_profiler_tells_kernels_apart():
+    """The machine keeps 49 characters of a name."""
+    names = Counter(f"{file}_{function}"[:49] for file, function in ENTRIES)
+    assert len(names) > 50 and max(names.values()) == 1
+
+
+@pytest.mark.parametrize("file", sorted(LAUNCHERS))
+def test_what_is_launched_has_the_name_of_its_file(file):
+    calls = (x for x in ast.walk(LAUNCHERS[file]) if isinstance(x, ast.Call))
+    launched = {ast.unparse(x.func.value) for x in calls if isinstance(x.func, ast.Subscript)}
+    assert launched <= {function for _, function in ENTRIES}

@@ -84,6 +84,23 @@ def test_options_of_the_demo():
     assert "float16: 5 requests" in done.stdout and "two tokens a step: " in done.stdout
 
 
+KINDS = ("bf16", "fp8", "int8")
+
+
+@pytest.mark.parametrize("caches", KINDS)
+@pytest.mark.parametrize("weights", KINDS)
+def test_the_demo_in_8_bits(weights, caches, device):
+    pytest.importorskip("transformers")
+    options = ["--dtype", "bfloat16", "--batch", "3", "--context", "48", "--new-tokens", "4"]
+    done = run(
+        "deepseek_v32_decode.py", "--device", device.type, *options, "--weights", weights,
+        "--caches", caches,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"weights {weights}, caches {caches}" in done.stdout
+    assert "two tokens a step: logits within" in done.stdout
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_decode_the_tokens_of_one_process(ranks, device):
     if device.type != "cpu" and getattr(torch, device.type).device_count() < ranks:

@@ -415,7 +415,7 @@ def variants(pretended, monkeypatch) -> dict[str, dict[str, str]]:
             tiles = [
                 kind
                 for kind, param in zip(kinds, kernel.params, strict=True)
-                if param.is_constexpr or kind[0].startswith("tensordesc") or kind[1] is None
+                if param.is_constexpr or str(kind[0]).startswith("tensordesc") or kind[1] is None
             ]
             found.setdefault(kernel.__name__, {})[f"{kinds} {options}"] = f"{tiles} {options}"
 

@@ -332,7 +332,7 @@ class _Recorder(TorchDispatchMode):
         named: dict[str, Any],
     ) -> Step:
         if not isinstance(compiled, CompiledKernel):
-            if not all(isinstance(x, (Tensor, *_CONSTANTS)) for x in (*args, *named.values())):
+            if not all(isinstance(x, Tensor) or _is_constant(x) for x in (*args, *named.values())):
                 raise _NoPlan
             return _Called(kernel[grid], *self._placed((args, named)))
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
@@ -350,10 +350,17 @@ class _Recorder(TorchDispatchMode):
                 step.described.append((index, place.slot, place.offset))
                 value = copy.copy(value)
                 value.base = _Pointer(value.base.data_ptr())
-            elif not isinstance(value, _CONSTANTS):
+            elif not _is_constant(value):
                 raise _NoPlan
             step.values.append(value)
         return step
+
+
+def _is_constant(value: Any) -> bool:
+    """Numbers of a tuple (strides, a kernel's constants) stay what they are as well."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:

@@ -25,6 +25,8 @@ own for the places; 147 us with the output stored as wgmma leaves it (H200, 2026
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import gpu, launches
+from ..common import gpu, launches, rows
 from ..common.combine import Parts, combine
 from ..common.gluon_names import barrier, cp_async
 from ..common.selection import Attention
@@ -69,6 +71,39 @@ GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
 
 
+class Tiles(NamedTuple):
+    """Shared memory: queries, two tiles of keys (two halves of the latents, and the rope, where
+    weights travel later), statistics that the consumers exchange, where the keys lie."""
+
+    q_left: Any
+    q_right: Any
+    q_rope: Any
+    left: Any
+    right: Any
+    rope: Any
+    exchange: Any
+    places: Any
+    bars: Any
+
+
+class Output(NamedTuple):
+    out: Any
+    part: Any
+    part_max: Any
+    part_sum: Any
+    softmax_max: Any
+    softmax_sum: Any
+    sinks: Any
+
+
+class Constants(NamedTuple):
+    HEADS: int
+    SPLITS: int
+    SPAN: int
+    HAS_SINK: bool
+    STATS: bool
+
+
 @gluon.jit
 def _arrive(bars, which):
     """After every warp of the group is here."""
@@ -95,30 +130,23 @@ def _item(item, HEADS: gl.constexpr, SPLITS: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q, q_rope, key, key_rope, indices, act_q, act_k, table, tokens, requests, reach, table_stride,
-    pages, entries, per_split, q_row, q_head, qr_row, qr_head, key_stride, rope_stride,
-    index_stride, items, q_left, q_right, qr, left, right, rope, places, bars,
-    HEADS: gl.constexpr, SPLITS: gl.constexpr, SPAN: gl.constexpr, PAGE: gl.constexpr,
-    Q_TND: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, HAS_Q: gl.constexpr,
-    HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    q, q_rope, key, key_rope, indices, of, entries, per_split, strides, items, tiles,
+    LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
+    q_left, q_right, qr, left, right, rope, _exchange, places, bars = tiles
     ROW: gl.constexpr = gl.SliceLayout(1, GATHER)
     column = gl.arange(0, 128, layout=LINE)
     steps = per_split // 128
     programs = gl.num_programs(0)
     item = gl.program_id(0)
-    row, split, head = _item(item, HEADS, SPLITS)
+    row, split, head = _item(item, C.HEADS, C.SPLITS)
     lo = split * per_split
-    request, start, seen = locate(
-        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
-        LINE,
-    )  # fmt: skip
+    request, start, seen = locate(row, of, LAYOUT, LINE)
     entry = lo + column
     hi = gl.minimum(lo + per_split, entries)
-    index = gl.load(indices + row * index_stride + entry // SPAN, mask=entry < hi, other=-1)
-    slot = slots(
-        index, entry, seen, request, start, reach, table, table_stride, pages, SPAN, PAGE, KEYS
-    )
+    index = gl.load(indices + row * index_stride + entry // C.SPAN, mask=entry < hi, other=-1)
+    slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
     places.index(0).store(slot)
     _arrive(bars, PLACED)
     line = gl.arange(0, 64, layout=ROW)
@@ -134,7 +162,7 @@ def _producer(
             mbarrier.wait(bars.index(QUERY_FREE), turn)
             turn = turn ^ 1
             h = (head + line).to(gl.int64)
-            real = (h < HEADS)[:, None]
+            real = (h < C.HEADS)[:, None]
             at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
             cp_async(q_left.index(0), at, mask=real)
             cp_async(q_right.index(0), at + 256, mask=real)
@@ -146,15 +174,12 @@ def _producer(
         if step == steps:
             step = 0
             item = gl.minimum(item + programs, items - 1)
-            row, split, head = _item(item, HEADS, SPLITS)
+            row, split, head = _item(item, C.HEADS, C.SPLITS)
             lo = split * per_split
-            request, start, seen = locate(
-                row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K,
-                REQUESTS, LINE,
-            )  # fmt: skip
+            request, start, seen = locate(row, of, LAYOUT, LINE)
             hi = gl.minimum(lo + per_split, entries)
         entry = lo + step * 128 + column
-        index = gl.load(indices + row * index_stride + entry // SPAN, mask=entry < hi, other=-1)
+        index = gl.load(indices + row * index_stride + entry // C.SPAN, mask=entry < hi, other=-1)
         now = places.index(t & 1)
         slot0 = now.slice(0, 64).load(ROW)
         mbarrier.wait(bars.index(LEFT_FREE), free)
@@ -173,9 +198,7 @@ def _producer(
         _half(key, slot1, key_stride, right.index(1), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
         # the places of the step before are free, since both consumers let go of its tiles
-        slot = slots(
-            index, entry, seen, request, start, reach, table, table_stride, pages, SPAN, PAGE, KEYS
-        )
+        slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
         places.index((t + 1) & 1).store(slot)
         _arrive(bars, PLACED + ((t + 1) & 1))
         free = free ^ 1
@@ -183,11 +206,9 @@ def _producer(
 
 
 @gluon.jit
-def _scores(
-    q_left, q_right, q_rope, left, right, rope, bars, places, t, scale_log2, tile, zero,
-    TILE: gl.constexpr,
-):  # fmt: skip
+def _scores(tiles, t, scale_log2, tile, zero, TILE: gl.constexpr):
     """[64, 64] scores of a tile, once it is there; masked, in powers of two."""
+    q_left, q_right, q_rope, left, right, rope, _exchange, places, bars = tiles
     mbarrier.wait(bars.index(LEFT + TILE), t & 1)
     fence_async_shared()
     s = gl.zeros([64, 64], gl.float32, layout=S)
@@ -205,12 +226,13 @@ def _scores(
 
 
 @gluon.jit
-def _weigh(s, row_max, rope, exchange, bars, tile, last, TILE: gl.constexpr):
+def _weigh(s, row_max, tiles, tile, last, TILE: gl.constexpr):
     """(probabilities, their maxima), also left for the other consumer."""
+    rope, bars = tiles.rope, tiles.bars
     row_max = gl.maximum(row_max, gl.max(s, 1))
     p = gl.exp2(s - row_max[:, None])
     rope.index(tile).store(p.to(rope.dtype))
-    exchange.index(TILE).store(row_max)
+    tiles.exchange.index(TILE).store(row_max)
     fence_async_shared()
     _arrive(bars, WEIGHED + TILE)
     mbarrier.arrive(bars.index(QUERY_FREE), count=1, pred=last)
@@ -225,49 +247,44 @@ def _scaled(acc, row_sum, row_max, new_max):
 
 @gluon.jit
 def _finish(
-    acc, row_sum, row_max, total, out, part, part_max, part_sum, softmax_max, softmax_sum, sinks,
-    row, split, head, HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr,
-    STATS: gl.constexpr, COLUMN: gl.constexpr,
-):  # fmt: skip
+    acc, row_sum, row_max, total, to, row, split, head, C: gl.constexpr, COLUMN: gl.constexpr
+):
     h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
     total = row_sum + total
     there = total > 0
     below = gl.where(there, total, 1.0)
-    if SPLITS == 1:
-        if STATS and COLUMN == 0:
+    if C.SPLITS == 1:
+        if C.STATS and COLUMN == 0:
             top = gl.where(there, row_max * 0.6931471805599453, float("-inf"))
-            gl.store(softmax_max + row * HEADS + h, top, mask=h < HEADS)
-            gl.store(softmax_sum + row * HEADS + h, total, mask=h < HEADS)
-        if HAS_SINK:
+            gl.store(to.softmax_max + row * C.HEADS + h, top, mask=h < C.HEADS)
+            gl.store(to.softmax_sum + row * C.HEADS + h, total, mask=h < C.HEADS)
+        if C.HAS_SINK:
             below += gl.exp2(
-                gl.load(sinks + h, mask=h < HEADS, other=0.0) * 1.4426950408889634 - row_max
+                gl.load(to.sinks + h, mask=h < C.HEADS, other=0.0) * 1.4426950408889634 - row_max
             )
     else:
-        piece = (row * SPLITS + split) * HEADS
+        piece = (row * C.SPLITS + split) * C.HEADS
         if COLUMN == 0:
-            gl.store(part_max + piece + h, row_max, mask=h < HEADS)
-            gl.store(part_sum + piece + h, total, mask=h < HEADS)
+            gl.store(to.part_max + piece + h, row_max, mask=h < C.HEADS)
+            gl.store(to.part_sum + piece + h, total, mask=h < C.HEADS)
     inverse = gl.where(there, 1.0 / below, 0.0)
     o = acc * gl.convert_layout(inverse, gl.SliceLayout(1, WIDE))[:, None]
-    if SPLITS == 1:
-        o = gl.convert_layout(o.to(out.dtype.element_ty), TURNED)
+    if C.SPLITS == 1:
+        o = gl.convert_layout(o.to(to.out.dtype.element_ty), TURNED)
         d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, TURNED))
         wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, TURNED))
-        to = out + (row * HEADS + wide) * 512
-        gl.store(to[:, None] + d[None, :], o, mask=(wide < HEADS)[:, None])
+        at = to.out + (row * C.HEADS + wide) * 512
+        gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
     else:
         d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, WIDE))
         wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-        to = part + (piece + wide) * 512
-        gl.store(to[:, None] + d[None, :], o, mask=(wide < HEADS)[:, None])
+        at = to.part + (piece + wide) * 512
+        gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
 
 
 @gluon.jit
-def _even(
-    q_left, q_right, q_rope, left, right, rope, exchange, places, bars, per_split, items,
-    scale_log2, out, part, part_max, part_sum, softmax_max, softmax_sum, sinks,
-    HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr, STATS: gl.constexpr,
-):  # fmt: skip
+def _even(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
+    left, rope, exchange, bars = tiles.left, tiles.rope, tiles.exchange, tiles.bars
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     steps = per_split // 128
     t = 0
@@ -281,11 +298,8 @@ def _even(
             # zero, but not to the compiler: 80 descriptors made ahead of the loop would spill
             zero = step >> 30
             phase = t & 1
-            s = _scores(
-                q_left, q_right, q_rope, left, right, rope, bars, places, t, scale_log2, zero,
-                zero, 0,
-            )  # fmt: skip
-            p, new_max = _weigh(s, row_max, rope, exchange, bars, zero, step == steps - 1, 0)
+            s = _scores(tiles, t, scale_log2, zero, zero, 0)
+            p, new_max = _weigh(s, row_max, tiles, zero, step == steps - 1, 0)
             mine = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
             acc, row_sum = _scaled(acc, row_sum, row_max, new_max)
             row_sum += gl.sum(p, 1)
@@ -307,19 +321,13 @@ def _even(
         barrier()  # racecheck believes the wait only where its warps meet after it
         total = exchange.index(3).load(ROW)
         turn = turn ^ 1
-        row, split, head = _item(item, HEADS, SPLITS)
-        _finish(
-            acc, row_sum, row_max, total, out, part, part_max, part_sum, softmax_max, softmax_sum,
-            sinks, row, split, head, HEADS, SPLITS, HAS_SINK, STATS, 0,
-        )  # fmt: skip
+        row, split, head = _item(item, C.HEADS, C.SPLITS)
+        _finish(acc, row_sum, row_max, total, to, row, split, head, C, 0)
 
 
 @gluon.jit
-def _odd(
-    q_left, q_right, q_rope, left, right, rope, exchange, places, bars, per_split, items,
-    scale_log2, out, part, part_max, part_sum, softmax_max, softmax_sum, sinks,
-    HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr, STATS: gl.constexpr,
-):  # fmt: skip
+def _odd(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
+    right, rope, exchange, bars = tiles.right, tiles.rope, tiles.exchange, tiles.bars
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     steps = per_split // 128
     t = 0
@@ -332,17 +340,14 @@ def _odd(
         for step in range(steps):
             zero = step >> 30
             phase = t & 1
-            s = _scores(
-                q_left, q_right, q_rope, left, right, rope, bars, places, t, scale_log2, 1 + zero,
-                zero, 1,
-            )  # fmt: skip
+            s = _scores(tiles, t, scale_log2, 1 + zero, zero, 1)
             mbarrier.wait(bars.index(WEIGHED), phase)
             mbarrier.wait(bars.index(RIGHT), phase)
             fence_async_shared()
             other_max = exchange.index(0).load(ROW)
             acc, row_sum = _scaled(acc, row_sum, row_max, other_max)
             running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
-            p, row_max = _weigh(s, other_max, rope, exchange, bars, 1 + zero, step == steps - 1, 1)
+            p, row_max = _weigh(s, other_max, tiles, 1 + zero, step == steps - 1, 1)
             mine = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
             acc = warpgroup_mma_wait(0, deps=[running])
             _arrive(bars, RIGHT_FREE)
@@ -358,11 +363,8 @@ def _odd(
         barrier()
         total = exchange.index(2).load(ROW)
         turn = turn ^ 1
-        row, split, head = _item(item, HEADS, SPLITS)
-        _finish(
-            acc, row_sum, row_max, total, out, part, part_max, part_sum, softmax_max, softmax_sum,
-            sinks, row, split, head, HEADS, SPLITS, HAS_SINK, STATS, 256,
-        )  # fmt: skip
+        row, split, head = _item(item, C.HEADS, C.SPLITS)
+        _finish(acc, row_sum, row_max, total, to, row, split, head, C, 256)
 
 
 @gluon.jit(
@@ -380,11 +382,10 @@ def _odd(
 def _attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, sinks, out, part, part_max, part_sum,
     softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, reach,
-    table_stride, pages, q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride,
-    items, HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr, STATS: gl.constexpr,
-    SPAN: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
+    table_stride, pages, strides, items, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    to = Output(out, part, part_max, part_sum, softmax_max, softmax_sum, sinks)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = key.dtype.element_ty
@@ -404,49 +405,35 @@ def _attend(
     mbarrier.init(bars.index(QUERY), count=128)
     mbarrier.init(bars.index(QUERY_FREE), count=2)
     barrier()
+    tiles = Tiles(q_left, q_right, qr, left, right, rope, exchange, places, bars)
     gl.warp_specialize(
         [
-            (
-                _even,
-                (
-                    q_left, q_right, qr, left, right, rope, exchange, places, bars, per_split,
-                    items, scale_log2, out, part, part_max, part_sum, softmax_max, softmax_sum,
-                    sinks, HEADS, SPLITS, HAS_SINK, STATS,
-                ),
-            ),
-            (
-                _odd,
-                (
-                    q_left, q_right, qr, left, right, rope, exchange, places, bars, per_split,
-                    items, scale_log2, out, part, part_max, part_sum, softmax_max, softmax_sum,
-                    sinks, HEADS, SPLITS, HAS_SINK, STATS,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    q, q_rope, key, key_rope, indices, act_q, act_k, table, tokens, requests,
-                    reach, table_stride, pages, entries, per_split, q_row, q_head, qr_row, qr_head,
-                    key_stride, rope_stride, index_stride, items, q_left, q_right, qr, left, right,
-                    rope, places, bars, HEADS, SPLITS, SPAN, PAGE, Q_TND, KEYS, CAUSAL, HAS_Q,
-                    HAS_K, REQUESTS,
-                ),
-            ),
+            (_even, (tiles, per_split, items, scale_log2, to, C)),
+            (_odd, (tiles, per_split, items, scale_log2, to, C)),
+            (_producer, (
+                q, q_rope, key, key_rope, indices, of, entries, per_split, strides, items, tiles,
+                LAYOUT, C,
+            )),
         ],
         [4, 4],
         [208, 96],
     )  # fmt: skip
 
 
+def strides(call: Attention) -> tuple[int, ...]:
+    """Strides: (row, head) of both parts of a query, of a key, of its rope, of a row of indices."""
+    keys = call.key.stride(-3), call.kr.stride(-3)
+    return (*call.query_strides, *keys, call.index.stride(0))
+
+
 def supports(call: Attention) -> bool:
     """The widths of DeepSeek's latents, and rows of whole 16-byte pieces; keys are evenly spaced
     and hold the values."""
-    steps = (*call.query_strides.values(), call.key.stride(-3), call.kr.stride(-3))
     return (
         gpu.is_hopper(call.q.device)
         and call.entries > 0
         and (call.q.shape[-1], call.rope) == (512, 64)
-        and not any(step % 16 for step in steps)
+        and not any(step % 16 for step in strides(call)[:-1])
         and aligned(call.q, call.qr, call.key, call.kr)
     )
 
@@ -462,20 +449,27 @@ def _splits(count: int, heads: int, entries: int) -> int:
 
 
 def launch(call: Attention) -> None:
+    _run(_attend, call, strides(call))
+
+
+def _run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> None:
+    """`kernel` with what every one of these kernels takes, and `more`; then the parts together."""
     count, heads, rank = call.q.shape
     splits = _splits(count, heads, call.entries)
     parts = Parts.of(splits, count * heads, rank, call.softmax_max)
     items = count * splits * triton.cdiv(heads, 64)
-    launches.kernel(_attend, min(items, gpu.processors(call.q.device)))(
-        call.q, call.qr, call.key, call.kr, call.index, index_stride=call.index.stride(0),
-        key_stride=call.key.stride(-3), rope_stride=call.kr.stride(-3), items=items,
-        SPAN=call.span, sinks=call.softmax_max if call.sinks is None else call.sinks,
-        out=call.out, part=parts.out, part_max=parts.max, part_sum=parts.sum,
-        softmax_max=call.softmax_max, softmax_sum=call.softmax_sum, scale_log2=call.scale_log2,
-        entries=call.entries, per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
-        **call.query_strides, HEADS=heads, SPLITS=splits, HAS_SINK=call.sinks is not None,
-        STATS=call.softmax_max.numel() > 0, **call.plan.arguments, **call.plan.constants,
-        num_warps=4,
+    launches.kernel(kernel, min(items, gpu.processors(call.q.device)))(
+        call.q, call.qr, call.key, call.kr, call.index,
+        sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
+        part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
+        softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=call.entries,
+        per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
+        **call.plan.arguments, strides=strides, items=items, LAYOUT=call.plan.layout,
+        C=Constants(
+            HEADS=heads, SPLITS=splits, SPAN=call.span, HAS_SINK=call.sinks is not None,
+            STATS=call.softmax_max.numel() > 0,
+        ),
+        num_warps=4, **more,
     )  # fmt: skip
     if splits > 1:
         combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)

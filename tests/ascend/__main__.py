@@ -152,7 +152,7 @@ def main() -> int:
     kept = store.read()
     versions()  # once, before the processes part
     if chosen.mutate:
-        of_ops = [(case, file) for case, file in cases if file != models.__name__]
+        of_ops = [case for case, file in cases if file != models.__name__]
         failed = mutants.run(of_ops, chosen.sample, chosen.seed, chosen.jobs)
         report.write_mutants()
         return failed

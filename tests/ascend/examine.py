@@ -105,6 +105,20 @@ def examine(case: Case, file: str, kept: str | None) -> Outcome:
         outcome.kept = True
         return outcome
     start = time.time()
+    outcome.share, outcome.findings = measure(case, inputs, arguments)
+    outcome.seconds = time.time() - start
+    return outcome
+
+
+def measure(
+    case: Case, inputs: judgement.Inputs, arguments: dict[str, Any]
+) -> tuple[float, list[str]]:
+    """Run the case: the largest share of the bound, and what was found, the worst first."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and not memory.holds(value):
+            raise ValueError(f"{case.title}: `{name}` has no forbidden pages around it")
+    worst = 0.0
+    findings: list[str] = []
     plain = judgement.copied(arguments)
     exact = judgement.reference(case.op, case.widen(judgement.copied(plain)))
     rounded = judgement.reference(case.op, judgement.copied(plain))
@@ -118,16 +132,13 @@ def examine(case: Case, file: str, kept: str | None) -> Outcome:
         got = judgement.results(case.op, outputs, arguments)
         if not first:
             for share, sentence in case.judge(case, got, exact, rounded):
-                # the worst one first
-                at = 0 if share > outcome.share else len(outcome.findings)
-                outcome.findings.insert(at, sentence)
-                outcome.share = max(outcome.share, share)
+                findings.insert(0 if share > worst else len(findings), sentence)
+                worst = max(worst, share)
             first = judgement.copied(got)
         elif not all(_same(first[name], got[name]) for name in first):
-            outcome.share = float("inf")
-            outcome.findings.insert(0, f"another result with {recorder.cube_cores} cube cores")
-    outcome.seconds = time.time() - start
-    return outcome
+            worst = float("inf")
+            findings.insert(0, f"another result with {recorder.cube_cores} cube cores")
+    return worst, findings
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ import ctypes
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -179,6 +178,8 @@ def portable(text: str) -> str:
 class CpuKernel:
     """A shared object made of the lowered form."""
 
+    effort = "-O3"  # of LLVM; the values are the same with less
+
     def __init__(self, text: str) -> None:
         found = re.search(r"func\.func @(\w+)\((.*?)\) attributes", text, re.S)
         if found is None:
@@ -196,18 +197,16 @@ class CpuKernel:
         self._function.restype = None
 
     @staticmethod
-    def _build(text: str, library: Any) -> None:
+    def _build(text: str, library: Path) -> None:
         lowered = llvm("mlir-opt", "-", f"--pass-pipeline=builtin.module({_PASSES})", text=text)
         code = llvm("mlir-translate", "--mlir-to-llvmir", "-", text=lowered)
-        code = llvm("opt", "-O3", "-mcpu=native", "-S", "-", text=code)
+        effort = CpuKernel.effort
+        code = llvm("opt", effort, "-mcpu=native", "-S", "-", text=code)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             target = ["-relocation-model=pic", "-filetype=obj", "-o", f"{scratch}/kernel.o"]
-            llvm("llc", "-O3", "-mcpu=native", *target, "-", text=code)
-            command = ["cc", "-O2", "-shared", "-fPIC", "-w", "-o", f"{scratch}/kernel.so"]
-            inputs = [str(_RUNTIME), f"{scratch}/kernel.o", "-lm"]
-            subprocess.run(command + inputs, check=True)
-            shutil.move(f"{scratch}/kernel.so", f"{library}.{os.getpid()}")
-            os.replace(f"{library}.{os.getpid()}", library)
+            llvm("llc", effort, "-mcpu=native", *target, "-", text=code)
+            inputs = [str(_runtime()), f"{scratch}/kernel.o", "-lm"]
+            _compile("-shared", *inputs, to=library)
 
     def __call__(self, grid: Sequence[int], arguments: Sequence[Any]) -> None:
         if len(arguments) != len(self.types):
@@ -223,6 +222,20 @@ class CpuKernel:
         for z, y, x in itertools.product(*(range(size) for size in reversed(sizes))):
             self._library.arena_reset()
             self._function(*flat, *(ctypes.c_int32(at) for at in (x, y, z)))
+
+
+def _runtime() -> Path:
+    made = HOME / "cache" / f"runtime_{digest(_RUNTIME.read_bytes())}.o"
+    if not made.exists():
+        _compile("-c", "-O2", "-fPIC", "-w", str(_RUNTIME), to=made)
+    return made
+
+
+def _compile(*arguments: str, to: Path) -> None:
+    """Two processes may make the same file."""
+    mine = f"{to}.{os.getpid()}"
+    subprocess.run(["cc", *arguments, "-o", mine], check=True)
+    os.replace(mine, to)
 
 
 def _memref(tensor: torch.Tensor | None) -> list[Any]:

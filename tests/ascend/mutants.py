@@ -3,9 +3,10 @@
 """Mechanical mistakes, one at a time, in every kernel and launcher: does a case notice?
 
 A mutant is caught if a case of an op that uses its file fails, crashes or raises: the one that did
-before is asked first, then the others, cheapest first.  Cases whose launches stay the same (text,
-grid, arguments) are not run.  What no case notices survives, and must be in `_REASONS` with the
-reason why it changes no result.
+before is asked first, then those that caught others of the same function, then the cheapest.  Cases
+whose launches stay the same (text, grid, arguments) are not run.  What a few cases do not notice is
+asked of all of them at the end, unless `_REASONS` has the reason why it changes no result.  What
+none notices survives, and must be there.
 
 mutants.json keeps the verdicts: a catch for as long as the mutated function and the case that made
 it are the same, a survival for as long as all the cases are.
@@ -21,6 +22,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -34,12 +36,14 @@ from torch import Tensor
 from . import controls, isolated, limits, memory, sources
 from .case import Case, Inputs
 from .driver import Launch, recorder
-from .examine import call, examine, prepare
+from .examine import call, measure, prepare
+from .lowered import CpuKernel
 from .toolchain import ROOT, digest
 
 RESULTS = ROOT / "tests/ascend/mutants.json"
-LIMITS = "limits"  # what is asked after all cases
-_PATIENCE = 300  # seconds for one case
+LIMITS = "limits"  # what a launcher is asked before all cases
+_PATIENCE = 60  # seconds of one case's own work
+_FEW = 6  # cases at first
 # what a part of a larger whole is told by
 _PARTS = ("first", "start", "before", "begin", "offset", "written")
 # tables and budgets: the table of configurations holds each of them to the compiler
@@ -50,8 +54,30 @@ _NAMED = "the sizes only name what is remembered of a refusal"
 _SUMMED = "what the two hold is only ever summed"
 _TIMES = "the two are only multiplied, number by number"
 _NUMBERS = "as many numbers, whose rows the kernels count themselves"
-# by function, words of a mutant's title: why it changes no result
+_UNMASKED = "a tile that is not masked uses neither"
+_LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
+_PIECE = (("piece <= (end + KEY_TILE", "a piece of rows more is copied, which nobody reads"),)
+_TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
+# by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "causal_conv1d.convolve": (("W > 2 -> W >= 2$", _TAPS), ("W > 3 -> W >= 3$", _TAPS)),
+    "causal_conv1d.forward": (("tokens >= 0", "without a token the kernel has nothing to do"),),
+    "causal_conv1d_grad.walk": (
+        ("W > 2 -> W >= 2$", _TAPS),
+        ("W > 3 -> W >= 3$", _TAPS),
+        ("W > 3 -> W >= 3 (5)", _TAPS),
+        ("begin <= stop (2)", "a part without a token stores no gradient of one"),
+        (
+            "W - 4, ended, d, f_column, count)",
+            "column 0 lies at 0 whatever the stride; lanes past the channels are not stored",
+        ),
+    ),
+    "causal_conv1d_update.update": (
+        ("position > 0 (2)", "the first step has no parent, and before it is -1 as well"),
+    ),
+    "chunk_gated_delta_rule.products": _LENGTH,
+    "chunk_gated_delta_rule.triangles": _LENGTH,
+    "chunk_gated_delta_rule.walk": _LENGTH,
     "chunk_gated_delta_rule_grad._tile": (("tile * other < most", _TILE),),
     "chunk_gated_delta_rule_grad.backward": (
         ("lengths, finer, inverse, ", _SUMMED),
@@ -60,13 +86,46 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
     ),
+    "chunk_gated_delta_rule_grad.places": _LENGTH,
+    "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
+    "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
+    "chunk_kda.forward": (("-> space(key_size, CHUNK.value", _NUMBERS),),
+    "fused_attention.attend": (
+        ("total, a (2)", _UNMASKED),
+        ("count_k, start, low, high, row_max, tot (2)", _UNMASKED),
+        ("count_k, high, low, row_max, total, acc, sc (2)", _UNMASKED),
+    ),
     "fused_attention.config": (("max(sizes) < 128", _TILE),),
+    "fused_attention_backward.grad_query": (
+        ("lse, of_delta, acc, sca (2)", _UNMASKED),
+        ("lse, of_delta, ac (2)", _UNMASKED),
+    ),
+    "fused_sigmoid_gating_delta_rule_update._parent": (
+        ("parent <= t", "a step that names itself finds none before it, and begins anew"),
+    ),
+    "fused_sigmoid_gating_delta_rule_update.update": (
+        ("end >= start", "a sequence without a token stores the state that it loaded"),
+    ),
     "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
+    "kv_quant_sparse_flash_attention.gather": _PIECE,
+    "kv_quant_sparse_flash_attention.unsupported": (
+        ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
+    ),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
+    "lightning_indexer.select": (("KEY_TILE'] < _LOGITS", _TILE),),
     "lightning_indexer.topk": (
         ("here >= ties", "where as many tie as are wanted, the cut leaves them all"),
+        ("n1 <= wanted", "as many as are wanted above two bounds are the same ones"),
+        ("n2 <= wanted", "as many as are wanted above two bounds are the same ones"),
+        ("n3 <= wanted", "as many as are wanted above two bounds are the same ones"),
+    ),
+    "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
+    "merge_topk.choose": (("ties >= 0", "where none is wanted, the search ends at -1 as well"),),
+    "merge_topk._tile": (
+        ("score >= LEAST_SCORE", "the least score stays itself"),
+        ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
     ),
     "mla_prolog_pto.forward": (("-> new(tokens, latent, heads)", _NUMBERS),),
     "product._config": (
@@ -80,6 +139,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
+    "sparse_flash_attention.gather": _PIECE,
     "sparse_flash_attention_grad._by_position": (
         ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
     ),
@@ -101,7 +161,7 @@ class Mutant:
     def reason(self) -> str | None:
         """Why it changes no result."""
         words = _REASONS.get(f"{self.file}.{self.function}", ())
-        return next((reason for word, reason in words if word in self.title), None)
+        return next((reason for word, reason in words if word in f"{self.title}$"), None)
 
     @property
     def title(self) -> str:
@@ -320,7 +380,7 @@ def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ..
     recorder.cube_cores = case.cores[0]
     outputs = call(case, arguments)
     recorder.execute, recorder.observe, launcher_memory.empty = True, None, memory.empty
-    listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs or ())
     if found:
         found.append((*map(described, listed), digest(*drawn)))
     kernels = {launch.kernel for launch in recorder.launches}
@@ -343,32 +403,36 @@ def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
     return found, {key: (ttir, linalg, None) for key, (ttir, linalg, _) in recorder.lowered.items()}
 
 
-def _late(*_: Any) -> None:
-    raise TimeoutError("no end")
-
-
 def attempt(
-    mutant: Mutant, number: int, cases: list[tuple[Case, str]], usual: dict[str, Usual], asked: Any
-) -> str:
-    """What the first case that notices says, or nothing; `asked[number]` is the case at work."""
+    mutant: Mutant, number: int, cases: list[Case], usual: dict[str, Usual], asked: Any, most: int
+) -> str | None:
+    """What the first case that notices says, or nothing; `asked[number]` is the case at work.  None
+    when `most` cases ran and there are more."""
     controls.plant_text(mutant.file, mutant.text)
     prepare()
-    signal.signal(signal.SIGALRM, _late)
+    CpuKernel.effort = "-O1"  # what is built runs once
+    # a kernel without an end listens to no handler: the signal ends the process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     mutated = kernels_with(f"{mutant.file}.{mutant.function}")
-    for at, (case, file) in enumerate(cases):
+    asked[number] = len(cases)
+    if mutated is None and (broken := limits.broken()):
+        return broken[0]
+    for at, case in enumerate(cases):
         asked[number] = at
         if mutated is not None and mutated.isdisjoint(usual[case.title].kernels):
             continue
-        signal.alarm(_PATIENCE)
-        arguments = case.make(Inputs(case.dtype, case.seed))
+        if not most:
+            return None
+        signal.setitimer(signal.ITIMER_PROF, _PATIENCE)
         before = usual[case.title].launched
-        if before and before == _launched(case, arguments)[0]:
+        if before and before == _launched(case, case.make(Inputs(case.dtype, case.seed)))[0]:
             continue
-        outcome = examine(case, file, None)
-        if outcome.share > 1:
-            return f"{case.name}: {outcome.findings[0]}"
-    asked[number] = len(cases)
-    return next(iter(limits.broken()), "")
+        inputs = Inputs(case.dtype, case.seed)
+        share, findings = measure(case, inputs, case.make(inputs))
+        if share > 1:
+            return f"{case.name}: {findings[0]}"
+        most -= 1
+    return ""
 
 
 def planted_in(files: Iterable[str]) -> list[Mutant]:
@@ -379,14 +443,37 @@ def planted_in(files: Iterable[str]) -> list[Mutant]:
     ]
 
 
-def run(cases: list[tuple[Case, str]], sample: int, seed: int, jobs: int) -> int:
+def _asked(
+    calls: list[tuple[Any, ...]], every: dict[str, str], records: dict[str, Verdict], jobs: int
+) -> Iterator[tuple[Any, ...]]:
+    """Fills in `records`; yields what is to be asked once more."""
+    began = time.time()
+    for done, (given, said) in enumerate(isolated.each(attempt, calls, jobs), 1):
+        mutant, number, order, usual, asked, _ = given
+        if said is None and mutant.reason is None:
+            yield given[:-1]
+        else:
+            said = said or ""
+            case = [*(case.title for case in order), LIMITS][asked[number]] if said else ""
+            by = usual[case].digest if said else every[mutant.file]
+            said = " ".join(str(said)[:120].split())
+            records[mutant.title] = Verdict(mutant.file, mutant.kind, mutant.made, by, case, said)
+            if not said and mutant.reason is None:
+                print(f"SURVIVES {mutant.title}", flush=True)
+        if done % 20 == 0 or done == len(calls):
+            left = (time.time() - began) / done * (len(calls) - done) / 60
+            print(f"{done} of {len(calls)}, {left:.0f} minutes left", flush=True)
+            write(records)
+
+
+def run(cases: list[Case], sample: int, seed: int, jobs: int) -> int:
     """Plant, tell, and write mutants.json; 1 if one survives that nobody explained."""
-    by_file: dict[str, list[tuple[Case, str]]] = {}
+    by_file: dict[str, list[Case]] = {}
     by_op: dict[str, list[Case]] = {}
-    for case, where in cases:
+    for case in cases:
         by_op.setdefault(case.op, []).append(case)
         for file in files_of(case.op):
-            by_file.setdefault(file, []).append((case, where))
+            by_file.setdefault(file, []).append(case)
     # a file that other ops use as well is left to the run of them all
     others = {file for op in BY_NAME.keys() - by_op.keys() for file in files_of(op)}
     planted = planted_in(by_file.keys() - others)
@@ -401,18 +488,19 @@ def run(cases: list[tuple[Case, str]], sample: int, seed: int, jobs: int) -> int
         recorder.lowered |= answer[1]  # every process of a mutant begins with these
     usual[LIMITS] = Usual([], set(), digest(sources.of(limits.__name__)), 0)
     every = {
-        file: digest(*(usual[case.title].digest for case, _ in of_file), usual[LIMITS].digest)
+        file: digest(*(usual[case.title].digest for case in of_file), usual[LIMITS].digest)
         for file, of_file in by_file.items()
     }
     for file, of_file in by_file.items():
         text = (ROOT / f"npu_ops/{file}.py").read_text()
         unchanged = Mutant(file, "", "nothing", "", "", 0, "", text)
-        first = min(of_file, key=lambda x: usual[x[0].title].seconds)
-        calls = [(unchanged, 0, [first], usual, [0])]
-        for _, answer in isolated.each(attempt, calls, 1):
+        first = min(of_file, key=lambda case: usual[case.title].seconds)
+        for _, answer in isolated.each(attempt, [(unchanged, 0, [first], usual, [0], 1)], 1):
             if answer:
                 sys.exit(f"without a mistake in {file}: {answer}")
+    _calls()  # once, before the processes part
     records = read()
+    caught = Counter((title.partition(": ")[0], x.case) for title, x in records.items() if x.said)
     asked = multiprocessing.RawArray("i", len(planted))
     calls: list[tuple[Any, ...]] = []
     for mutant in planted:
@@ -423,25 +511,18 @@ def run(cases: list[tuple[Case, str]], sample: int, seed: int, jobs: int) -> int
             if before.by == by:
                 continue
         order = sorted(
-            by_file[mutant.file], key=lambda x: (x[0].title != first, usual[x[0].title].seconds)
+            by_file[mutant.file],
+            key=lambda case: (
+                case.title != first,
+                -caught[f"{mutant.file}.{mutant.function}", case.title],
+                usual[case.title].seconds,
+            ),
         )
         calls.append((mutant, len(calls), order, usual, asked))
     print(f"{len(planted)} of {of_all} mistakes, {len(calls)} without a verdict", flush=True)
     random.Random(seed).shuffle(calls)  # a run that is stopped has asked a sample
-    began = time.time()
-    for done, (given, said) in enumerate(isolated.each(attempt, calls, jobs), 1):
-        mutant, number, order = given[:3]
-        titles = [*(case.title for case, _ in order), LIMITS]
-        case = titles[asked[number]] if said else ""
-        by = usual[case].digest if said else every[mutant.file]
-        said = " ".join(str(said)[:120].split())
-        records[mutant.title] = Verdict(mutant.file, mutant.kind, mutant.made, by, case, said)
-        if not said and mutant.reason is None:
-            print(f"SURVIVES {mutant.title}", flush=True)
-        if done % 20 == 0 or done == len(calls):
-            left = (time.time() - began) / done * (len(calls) - done) / 60
-            print(f"{done} of {len(calls)}, {left:.0f} minutes left", flush=True)
-            write(records)
+    for most in (_FEW, len(cases)):
+        calls = list(_asked([(*call, most) for call in calls], every, records, jobs))
     found = [records[mutant.title] for mutant in planted]
     survivors = [m for m, x in zip(planted, found, strict=True) if not x.said]
     unexplained = [mutant.title for mutant in survivors if mutant.reason is None]
@@ -493,7 +574,7 @@ def unmatched() -> list[str]:
         for function, words in _REASONS.items()
         for word, _ in words
         for x in planted
-        if f"{x.file}.{x.function}" == function and word in x.title
+        if f"{x.file}.{x.function}" == function and word in f"{x.title}$"
     }
     listed = [(function, word) for function, words in _REASONS.items() for word, _ in words]
     gone = [f"mutants.py explains what nobody plants: {x}" for x in listed if x not in used]

@@ -101,6 +101,11 @@ def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     )
 
 
+def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    given = _mla_prolog_pto(m, B, S)
+    return given | dict(query_norm_flag=True)
+
+
 def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     layer = _sparse_attention_pto(m, B, S)
     return dict(
@@ -116,6 +121,38 @@ def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
         index_k_cache=layer["index_k_cache"],
         cache_index=layer["cache_index"],
     )
+
+
+def _lightning_indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    tokens, heads, size = B * S, 16, 128
+    q_norm, scale = _eight(m, tokens, RQ)
+    wq_b, by = _eight(m, heads * size, RQ)
+    return dict(
+        token_x=m.normal(tokens, H),
+        q_norm=q_norm,
+        q_norm_scale=scale,
+        wq_b=custom.to_nz(wq_b.t()),
+        wq_b_scale=by,
+        wk=m.nz(H, size),
+        weights_proj=m.nz(H, heads),
+        ln_gamma_k=m.normal(size),
+        ln_beta_k=m.normal(size),
+        cos_idx_rope=m.normal(tokens, DR),
+        sin_idx_rope=m.normal(tokens, DR),
+        hadamard_q=m.normal(size, size),
+        hadamard_k=m.normal(size, size),
+        idx_k_cache=torch.zeros(4, P, 1, size, dtype=torch.int8, device=m.device),
+        idx_k_scale_cache=m.normal(4, P, 1, dtype=torch.float16),
+        idx_k_cache_index=m.ints(*[7 * i - 7 for i in range(tokens)]),
+        layernorm_epsilon_k=1e-6,
+    )
+
+
+def _eight(m: Maker, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """int8 [rows, columns] and a scale [rows, 1]."""
+    x = m.normal(rows, columns, dtype=torch.float32)
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round().to(torch.int8), scale
 
 
 def _lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
@@ -474,7 +511,9 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
     "npu_sparse_attention_shared_pto": _sparse_attention_shared_pto,
     "npu_mla_prolog_pto": _mla_prolog_pto,
+    "npu_mla_prolog_v3": _mla_prolog_v3,
     "npu_indexer_prolog_pto": _indexer_prolog_pto,
+    "npu_lightning_indexer_prolog_pto": _lightning_indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,
     "npu_lightning_indexer_scores": _lightning_indexer_scores,
     "npu_lightning_indexer_grad": _lightning_indexer_grad,

@@ -192,6 +192,13 @@ CASES = (
     Case(OP, "paged, 70 000 keys in pages of 16", paged([17000, 70000], 1, 8, 64, 16)),
     Case(OP, "paged, latent 128 and 32", paged([300, 1], 2, 16, 64, sizes=(128, 32))),
     Case(OP, "paged, latent 32 and 16, 2 heads", paged([40, 3], 2, 2, 16, 16, sizes=(32, 16))),
+    Case(
+        OP,
+        "paged, latent 32 and 16, 4 heads, sinks",
+        paged(
+            [40, 3], 2, 4, 16, 16, sizes=(32, 16), sinks=lambda x: x.normal(4, dtype=torch.float32)
+        ),
+    ),
     Case(OP, "paged, latent 576 and 64", paged([140], 1, 64, 64, sizes=(576, 64))),
     Case(OP, "BSND", rows("BSND", 16, 64, return_softmax_lse=True)),
     Case(OP, "no index", rows("BSND", 16, 0, return_softmax_lse=True)),
@@ -299,6 +306,13 @@ CONTROLS = (
         "row_max = tl.full((HEAD_TILE,), -1e30, tl.float32)",
         "row_max = tl.full((HEAD_TILE,), 0.0, tl.float32)",
         "scores that underflow",
+    ),
+    Control(
+        "the sink of the head after the last",
+        OP[4:],
+        "tl.load(sinks + h, mask=h < heads, other=0.0)",
+        "tl.load(sinks + h, mask=h <= heads, other=0.0)",
+        "paged, latent 32 and 16, 4 heads, sinks",
     ),
     Control("scale forgotten", OP[4:], "z * scale", "z", "paged, 64 heads"),
     Control(

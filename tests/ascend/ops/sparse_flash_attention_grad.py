@@ -28,16 +28,22 @@ def call(
     kind: torch.dtype = torch.int32,
     sparse_mode: int = 3,
     block: int = 1,
+    loud: int | None = None,
 ) -> Callable[[Inputs], Arguments]:
-    """`queries` and `keys` are the leading sizes: [B, S] or [T]."""
+    """`queries` and `keys` are the leading sizes: [B, S] or [T].  Nobody selects the key `loud`,
+    whose logits overflow."""
 
     def make(x: Inputs) -> Arguments:
         indices = selected(x, queries, max(keys[-1] // block, 1), count)
         indices.view(-1, count)[0] = -1
         layout = "TND" if len(queries) == 1 else "BSND"
+        key = x.normal(*keys, 1, latent)
+        if loud is not None:
+            indices[indices == loud] = -1
+            key[..., loud, 0, :] *= 1000.0
         shared = dict(
             query=x.normal(*queries, heads, latent),
-            key=x.normal(*keys, 1, latent),
+            key=key,
             value=None,
             sparse_indices=x.ints(indices, kind),
             scale_value=(latent + rope) ** -0.5,
@@ -104,6 +110,7 @@ CASES = (
     Case(OP, "TND, no request", call((6,), (200,), 8, 60, 128, 32, ([], []))),
     Case(OP, "int64, more queries than keys", call((1, 9), (1, 6), 4, 8, 32, 16, kind=torch.int64)),
     Case(OP, "blocks of 4", call((1, 3), (1, 90), 16, 12, 128, 64, block=4)),
+    Case(OP, "a loud key that nobody selects", call((1, 3), (1, 40), 8, 30, 64, 16, loud=7)),
     Case(OP, "two tokens a round", in_rounds(2 * 4 * 160, call((1, 5), (1, 140), 16, 60, 64, 16))),
 )
 CONTROLS = (
@@ -114,6 +121,8 @@ CONTROLS = (
             "16 heads"),
     Control("a key that comes twice counts once", KERNEL, ", 0.0) * times", ", 0.0)",
             "16 heads"),
+    Control("a key that nobody selects overflows", KERNEL, "tl.where(times > 0, tl.exp(",
+            "tl.where(times >= 0, tl.exp(", "a loud key that nobody selects"),
     Control("an absent slot counts", KERNEL, "tl.where(slot >= 0, 0.0", "tl.where(slot >= -1, 0.0",
             "16 heads"),
     Control("half of the logits", KERNEL, "z = tl.dot(q1, tl.trans(k1), z)", "pass",
