@@ -38,6 +38,8 @@ LAZY = {
     "onnx",
     "onnxscript",
     "transformers",
+    "vllm",
+    "vllm_ascend",
     "matplotlib",
     "tqdm",
 }
