@@ -63,16 +63,16 @@ portability: $(VENV)/.ready
 test-corners:
 	tests/corners.sh
 
-# wheel and sdist, installed and tried where nothing else of this repository is
+# wheel and sdist, installed and tried where nothing else of this repository is; a bill of materials
 dist: $(VENV)/.ready
 	tests/dist.sh
 
 # random calls of every op: minutes; CASES=10000 for hours
 fuzz: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz all --cases $(or $(CASES),500)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz all --cases $(or $(CASES),500) --processes $$(nproc)
 
 clean:
-	rm -rf $(VENV) .ascend .torchair .vllm .portability .corners .dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .ascend .torchair .vllm .portability .corners .dist build dist sbom site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	@# torch.compile and AOTInductor need a C++ compiler and Python's headers

@@ -85,11 +85,11 @@ def _key_tile(
 )
 def _scores(
     query, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, steps,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, which pass by: once for each request among the rows."""
-    q_row, q_head, w_row, key_o, key_i, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = steps
+    q_row, q_head, w_row, key_o, key_i, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = strides
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     program = tl.program_id(0)
     lo = program % chunks * per_chunk
@@ -108,8 +108,9 @@ def _scores(
     q_tile = quantise.multiplied(q_tile, C.KIND)
     weight = tl.load(weights + owner * w_row + h, mask=real, other=0.0).to(tl.float32)
     if C.QUERY_SCALE:
-        scale = tl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0)
-        weight *= scale.to(tl.float32)
+        weight *= tl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0).to(
+            tl.float32
+        )
     while row < end:
         request, first = rows.request_of(row, of, LAYOUT)
         asked = rows.rows_of(request, first, of, LAYOUT)
@@ -128,20 +129,9 @@ def _scores(
         for n in tl.range(lo, hi, C.KEY_TILE, num_stages=C.STAGES):
             pos = n + tl.arange(0, C.KEY_TILE)
             k_tile, ok = _key_tile(
-                key,
-                pos,
-                pos < hi,
-                request,
-                start,
-                of,
-                key_o,
-                key_i,
-                d,
-                C.D,
-                C.D_TILE,
-                LAYOUT,
+                key, pos, pos < hi, request, start, of, key_o, key_i, d, C.D, C.D_TILE, LAYOUT,
                 C.ONE_PAGE,
-            )
+            )  # fmt: skip
             k_tile = quantise.multiplied(k_tile, C.KIND)
             s = tl.dot(k_tile, q_tile.T, input_precision="ieee").to(tl.float32)
             s = tl.maximum(s, 0.0) * weight[None, :]
@@ -270,7 +260,7 @@ def scaled_scores(
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
     qs = w if query_scale is None else query_scale.reshape(plan.rows, heads)
     ks = key if key_scale is None else key_scale.unsqueeze(-1)
-    steps = (
+    strides = (
         *q.stride()[:2], w.stride(0), *rows.strides(layout_key, key), *qs.stride()[:2],
         *rows.strides(layout_key, ks), score_row, sample.stride(0),
     )  # fmt: skip
@@ -306,7 +296,7 @@ def scaled_scores(
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
                 q, key, w, qs, key if key_scale is None else key_scale, scores=score,
                 sample=sample, lengths=lengths, first_row=first,
-                count=count, chunks=chunks, per_chunk=per_chunk, steps=steps, **plan.arguments,
+                count=count, chunks=chunks, per_chunk=per_chunk, strides=strides, **plan.arguments,
                 LAYOUT=plan.layout, C=constants, num_warps=4,
             )  # fmt: skip
         last = (

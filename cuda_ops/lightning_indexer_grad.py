@@ -26,11 +26,11 @@ from .common.selection import selected
 @triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _gradients(
     query, key, weights, dy, indices, act_q, act_k, table, d_query, d_weights, d_key, peak,
-    tokens, requests, reach, table_stride, pages, entries, steps,
+    tokens, requests, reach, table_stride, pages, entries, strides,
     HEADS: tl.constexpr, D: tl.constexpr, LAYOUT: tl.constexpr, H_TILE: tl.constexpr,
     D_TILE: tl.constexpr, KEY_TILE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o = steps
+    q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o = strides
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     head_tiles: tl.constexpr = (HEADS + H_TILE - 1) // H_TILE
     row = (tl.program_id(0) // head_tiles).to(tl.int64)
@@ -106,7 +106,7 @@ def backward(
             launches.kernel(_gradients, plan.rows * triton.cdiv(heads, h_tile))(
                 q, key, w, grad, index, d_query=d_query, d_weights=d_weights, d_key=sums[0],
                 peak=peaks, entries=index.shape[1], **plan.arguments,
-                steps=(
+                strides=(
                     *q.stride()[:2], w.stride(0), *rows.strides(layout, key), grad.stride(0),
                     index.stride(0), 0 if layout == "TND" else key.shape[1],
                 ),

@@ -132,13 +132,13 @@ def _load(
 def _attend(
     q, q_rope, key, key_rope, value, key_scale, value_scale, indices, slots, act_q, act_k, table,
     sinks, out, part, part_max, part_sum, softmax_max, softmax_sum,
-    scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split, steps,
+    scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     (
         q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
         key_scale_o, key_scale_i, value_scale_o, value_scale_i, index_stride, slot_stride,
-    ) = steps  # fmt: skip
+    ) = strides  # fmt: skip
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     HEAD_TILES: tl.constexpr = (C.HEADS + C.HEAD_TILE - 1) // C.HEAD_TILE
     program = tl.program_id(0)
@@ -456,14 +456,14 @@ def _plain(
     parts = Parts.of(tile.splits, count * heads, rank, call.softmax_max)
     per_split = triton.cdiv(triton.cdiv(entries, tile.splits), tile.keys) * tile.keys
     slots = memory.empty((count, tile.splits * per_split), torch.int32, device)
-    strides = rows.strides(layout_kv, call.key, call.kr, value, key_scale, value_scale)
+    of_keys = rows.strides(layout_kv, call.key, call.kr, value, key_scale, value_scale)
     launches.kernel(_attend, count * tile.splits * triton.cdiv(heads, tile.heads))(
         call.q, call.qr, call.key, call.kr, value, key_scale, value_scale, call.index, slots,
         sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
         part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
         softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=entries,
         per_split=per_split, **call.plan.arguments,
-        steps=(*call.query_strides, *strides, call.index.stride(0), slots.stride(0)),
+        strides=(*call.query_strides, *of_keys, call.index.stride(0), slots.stride(0)),
         LAYOUT=call.plan.layout,
         C=Constants(
             HEADS=heads, R=rank, D=call.rope, SPAN=call.span, KIND=kind,

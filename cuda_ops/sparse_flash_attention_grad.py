@@ -54,13 +54,13 @@ def _keys_tile(base, outer, inner, ok, o_stride, i_stride, d, D: tl.constexpr):
 def _gradients(
     q, q_rope, key, key_rope, value, indices, d_out, out, softmax_max, softmax_sum,
     act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
-    scale, tokens, requests, reach, table_stride, pages, entries, steps,
+    scale, tokens, requests, reach, table_stride, pages, entries, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     (
         q_row, q_head, qr_row, qr_head, do_row, do_head, o_row, o_head,
         key_o, key_i, rope_o, rope_i, value_o, value_i, index_row, out_o,
-    ) = steps  # fmt: skip
+    ) = strides  # fmt: skip
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     HEAD_TILES: tl.constexpr = (C.HEADS + C.HEAD_TILE - 1) // C.HEAD_TILE
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
@@ -198,7 +198,7 @@ def backward(
                 d_value=sums[2], peaks=peaks, scale=scale_value,
                 entries=index.shape[1] * sparse_block_size,
                 **plan.arguments,
-                steps=(
+                strides=(
                     *(step for x in (q, qr, do, o) for step in x.stride()[:2]),
                     *rows.strides(layout, key, kr, v), index.stride(0),
                     0 if layout == "TND" else key.shape[1],

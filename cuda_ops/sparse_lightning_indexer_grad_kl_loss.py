@@ -73,13 +73,13 @@ def _part(base, at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
 def _scores_kernel(
     query, key, query_rope, key_rope, query_index, key_index, weights, indices,
     peaks, totals, sinks, target, score, act_q, act_k, table,
-    scale_log2, tokens, requests, reach, table_stride, pages, entries, steps,
+    scale_log2, tokens, requests, reach, table_stride, pages, entries, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     (
         q_row, q_head, qr_row, qr_head, qi_row, qi_head, w_row, index_row,
         key_o, key_i, kr_o, kr_i, ki_o, ki_i,
-    ) = steps  # fmt: skip
+    ) = strides  # fmt: skip
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     row = tl.program_id(0).to(tl.int64)
     request, start, seen = rows.locate(row, of, LAYOUT)
@@ -238,7 +238,7 @@ def forward(
             q, key, qr, key_rope, qi, key_index, w, index,
             softmax_max, softmax_sum, sinks, target, score,
             scale_log2=scale_value * LOG2_E.value, entries=entries,
-            steps=(
+            strides=(
                 *q.stride()[:2], *((0, 0) if qr is None else qr.stride()[:2]), *qi.stride()[:2],
                 w.stride(0), index.stride(0), *rows.strides(layout, key),
                 *((0, 0) if key_rope is None else rows.strides(layout, key_rope)),

@@ -177,7 +177,8 @@ def forward(
     if out.numel() == 0 or sequences == 0:
         return out.zero_()
     parents = retrieve_parent_token
-    tree = parents is not None and parents.shape[1] > 0
+    if parents is not None and parents.shape[1] == 0:
+        parents = parents.new_full((sequences, 1), -1)  # no kernel reads an empty tensor
     window = conv_states[:, None] if intermediate_conv_window is None else intermediate_conv_window
 
     def given(tensor: Tensor | None) -> Tensor:
@@ -196,6 +197,6 @@ def forward(
         *window.stride()[:3], W=width, L=conv_states.shape[1], VARLEN=varlen,
         INDEXED=conv_state_indices is not None, ACCEPTED=num_accepted_tokens is not None,
         BIAS=bias is not None, SILU=activation is not None, STORE=not disable_state_update,
-        KEEP=intermediate_conv_window is not None, TREE=tree, **config.keywords,
+        KEEP=intermediate_conv_window is not None, TREE=parents is not None, **config.keywords,
     )  # fmt: skip
     return out

@@ -20,9 +20,8 @@ from custom.cuda_ops import gated_delta_layer_decode as layer
 from custom.cuda_ops import gated_rms_norm as norm
 from custom.cuda_ops import gated_rms_norm_grad as norm_grad
 
-from . import test_fused_causal_conv1d as fused_calls
 from .support.compile_for_hopper import stand_in
-from .support.convolution import Layer, Norm, Step, Whole
+from .support.convolution import TABLE, Layer, Norm, Pooled, Step, Whole
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -63,8 +62,8 @@ def test_rows_are_loaded_before_the_first_product(monkeypatch):
 @pytest.mark.parametrize(
     "call",
     [
-        fused_calls.Call(slots=None),
-        fused_calls.Call(slots=fused_calls.TABLE, accepted=(1, 2, 3), computed=(3, 0, 5),
+        Pooled(slots=None),
+        Pooled(slots=TABLE, accepted=(1, 2, 3), computed=(3, 0, 5),
                          blocks=((0, 0, 1), (2, 0, 2), (0, 0, 1)),
                          options=(("conv_mode", "pangu"), ("residual_connection", 1))),
     ],

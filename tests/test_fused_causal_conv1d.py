@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,93 +15,36 @@ from torch import Tensor
 import custom
 
 from .support.accuracy import assert_close_to_float64
+from .support.convolution import POOL, TABLE, Pooled
 
 OP = "npu_fused_causal_conv1d"
-SLOTS = 12
-
-
-@dataclass(frozen=True)
-class Call:
-    lengths: tuple[int, ...] = (5, 1, 3)
-    slots: tuple[Any, ...] | None = (3, 7, 0)
-    D: int = 40
-    W: int = 3
-    L: int = 4
-    packed: bool = True
-    sums: tuple[int, ...] | None = None
-    accepted: tuple[int, ...] | None = None
-    computed: tuple[int, ...] | None = None
-    blocks: tuple[tuple[int, ...], ...] | None = None  # first, last, initial
-    bias: bool = False
-    turned: bool = False  # columns side by side
-    options: tuple[tuple[str, Any], ...] = ()
-
-    def arguments(self) -> dict[str, Any]:
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
-        def ints(values: Any) -> Tensor | None:
-            return None if values is None else torch.tensor(values)
-
-        sums = self.sums or tuple(accumulate(self.lengths, initial=0))
-        shape = (sum(self.lengths),) if self.packed else (len(self.lengths), self.lengths[0])
-        first, last, initial = self.blocks or (None, None, None)
-        return dict(
-            x=drawn(*shape, self.D),
-            weight=drawn(self.W, self.D),
-            conv_states=drawn(SLOTS, self.L, self.D),
-            query_start_loc=ints(sums) if self.packed else None,
-            cache_indices=ints(self.slots),
-            bias=drawn(self.D) if self.bias else None,
-            num_accepted_tokens=ints(self.accepted),
-            num_computed_tokens=ints(self.computed),
-            block_idx_first_scheduled_token=ints(first),
-            block_idx_last_scheduled_token=ints(last),
-            initial_state_idx=ints(initial),
-            **dict(self.options),
-        )
-
-    def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
-        def one(y: Any) -> Any:
-            if not isinstance(y, Tensor):
-                return y
-            return y.to(dtype if y.dtype.is_floating_point else y.dtype, copy=True).to(device)
-
-        made = {name: one(y) for name, y in x.items()}
-        if self.turned:
-            for name in ("conv_states", "weight"):
-                made[name] = made[name].mT.contiguous().mT
-        return made
-
-
-TABLE = ((4, 8, 2, 9), (1, 6, 11, 3), (0, 5, 7, 10))
 CASES = [
-    Call(),
-    Call(slots=None, L=2, bias=True, options=(("activation", "silu"),)),
-    Call(W=4, L=3, slots=(3, -1, SLOTS), computed=(0, 0, 9)),
-    Call(W=2, L=1, D=130, turned=True, options=(("activation", "swish"),)),
-    Call(lengths=(3, 3), slots=(5, 2), packed=False, accepted=(2, 3)),
-    Call(lengths=(3, 3, 3), slots=(5, 0, 2), packed=False, L=7, accepted=(2, 99, -4),
+    Pooled(),
+    Pooled(slots=None, L=2, bias=True, options=(("activation", "silu"),)),
+    Pooled(W=4, L=3, slots=(3, -1, POOL), computed=(0, 0, 9)),
+    Pooled(W=2, L=1, D=130, turned=True, options=(("activation", "swish"),)),
+    Pooled(lengths=(3, 3), slots=(5, 2), packed=False, accepted=(2, 3)),
+    Pooled(lengths=(3, 3, 3), slots=(5, 0, 2), packed=False, L=7, accepted=(2, 99, -4),
          options=(("pad_slot_id", 0),)),
     # as many columns as two tokens beyond W - 2, of which calls have fewer
-    Call(lengths=(2, 1, 5), L=6, accepted=(1, 3, 2)),
-    Call(lengths=(2, 1, 5), L=5, accepted=(1, 3, 2), computed=(0, 8, 0), W=4),
-    Call(lengths=(4, 2), slots=(3, 1), sums=(1, 3, 4), computed=(4, 4)),
-    Call(lengths=(4, 0, 2), sums=(-1, 3, 3, 2**31 - 1), accepted=(1, 1, 1)),
-    Call(lengths=(1, 4, 3), computed=(0, 1, 2), W=4, L=4,
+    Pooled(lengths=(2, 1, 5), L=6, accepted=(1, 3, 2)),
+    Pooled(lengths=(2, 1, 5), L=5, accepted=(1, 3, 2), computed=(0, 8, 0), W=4),
+    Pooled(lengths=(4, 2), slots=(3, 1), sums=(1, 3, 4), computed=(4, 4)),
+    Pooled(lengths=(4, 0, 2), sums=(-1, 3, 3, 2**31 - 1), accepted=(1, 1, 1)),
+    Pooled(lengths=(1, 4, 3), computed=(0, 1, 2), W=4, L=4,
          options=(("conv_mode", "pangu"), ("residual_connection", 1))),
-    Call(options=(("residual_connection", 1), ("activation", "silu"), ("run_mode", 1))),
-    Call(lengths=(9, 3, 6), slots=TABLE, computed=(3, 0, 5), L=3,
+    Pooled(options=(("residual_connection", 1), ("activation", "silu"), ("run_mode", 1))),
+    Pooled(lengths=(9, 3, 6), slots=TABLE, computed=(3, 0, 5), L=3,
          blocks=((0, 0, 1), (2, 0, 2), (0, 0, 1)), options=(("block_size", 4),)),
-    Call(lengths=(12, 3, 1), slots=TABLE, computed=(4, 5, 11), L=5, accepted=(1, 2, 3),
+    Pooled(lengths=(12, 3, 1), slots=TABLE, computed=(4, 5, 11), L=5, accepted=(1, 2, 3),
          blocks=((1, 1, 2), (3, 1, 2), (0, 1, 2)), options=(("block_size", 4),)),
     # the first block has the state to start from
-    Call(lengths=(2, 3, 1), slots=TABLE, computed=(7, 7, 3), L=5,
+    Pooled(lengths=(2, 3, 1), slots=TABLE, computed=(7, 7, 3), L=5,
          blocks=((1, 1, 0), (2, 2, 0), (1, 1, 0)), options=(("block_size", 4),)),
     # a block of the table that is not there, and blocks beyond it
-    Call(lengths=(9, 4), slots=((4, -1, 2), (1, 6, 11)), computed=(3, 10), turned=True,
+    Pooled(lengths=(9, 4), slots=((4, -1, 2), (1, 6, 11)), computed=(3, 10), turned=True,
          blocks=((0, 2), (2, 3), (0, -1)), options=(("block_size", 4),)),
-    Call(lengths=(300, 70), slots=(5, 2), D=600, L=2),
+    Pooled(lengths=(300, 70), slots=(5, 2), D=600, L=2),
 ]  # fmt: skip
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
@@ -210,8 +152,10 @@ def test_is_the_update_where_a_call_fills_the_row(device, backend):
     assert torch.equal(pool, same)
 
 
-GOOD = Call().arguments() | dict(num_computed_tokens=torch.tensor([1, 2, 3]))
-BLOCKS = Call(slots=TABLE, computed=(3, 0, 5), blocks=((0, 0, 1), (1, 0, 2), (0, 0, 1))).arguments()
+GOOD = Pooled().arguments() | dict(num_computed_tokens=torch.tensor([1, 2, 3]))
+BLOCKS = Pooled(
+    slots=TABLE, computed=(3, 0, 5), blocks=((0, 0, 1), (1, 0, 2), (0, 0, 1))
+).arguments()
 
 
 @pytest.mark.parametrize(

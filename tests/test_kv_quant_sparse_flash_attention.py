@@ -23,7 +23,6 @@ from .support.ragged import limits
 
 OP = "npu_kv_quant_sparse_flash_attention"
 NUMPY = {"nope_scale_rope": (528, 512), "nope_rope_scale": (512, 640)}
-ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 # Triton's interpreter cuts floats off where it makes bf16 of them
 NARROW = torch.float16 if INTERPRETED else torch.bfloat16
 HOSTILE = 0x7F  # a byte of a cache that nobody wrote: NaN as e4m3, and in what it makes of floats
@@ -238,7 +237,6 @@ def test_from_the_bytes_on(row_layout, kind, mode, sinks, device, backend):
     assert not out.isnan().any()
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("row_layout", list(NUMPY))
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize(
@@ -251,16 +249,18 @@ def test_from_the_bytes_on(row_layout, kind, mode, sinks, device, backend):
     ],
     ids=str,
 )
-def test_the_bits_of_the_kernel_for_hopper(sizes, kind, row_layout, monkeypatch):
+def test_the_bits_of_the_kernel_for_hopper(sizes, kind, row_layout, device, backend, monkeypatch):
     """Of the one for floats, which has the same consumers of keys."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs a Hopper GPU")
     from custom.cuda_ops.hopper import kv_quant_sparse_flash_attention as hopper
 
     launched = []
     launch = hopper.launch
     monkeypatch.setattr(hopper, "launch", lambda *given: (launched.append(given), launch(*given)))
     problem = Problem(kind, row_layout, between=0, **sizes)
-    given = problem.arguments("cuda", sinks=torch.randn(sizes["heads"], device="cuda"))
-    got = attended(given, "cuda")
+    given = problem.arguments(device, sinks=torch.randn(sizes["heads"], device=device))
+    got = attended(given, backend)
     assert launched
     wanted = custom.npu_sparse_flash_attention(**problem.dequantised(given))
     for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):

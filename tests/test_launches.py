@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
-from custom.bench import attention, case, delta_rule, indexer_loss, sparse_attention
+from custom.bench import attention, case, convolution, delta_rule, indexer_loss, sparse_attention
 
 from .support.compile_for_hopper import address
 
@@ -66,6 +66,10 @@ CASES = [
     delta_rule.decode_case(4, 4, "kv"),
     delta_rule.chunk_case(512),
     delta_rule.chunk_grad_case(512),
+    delta_rule.recurrent_case(4, 2),
+    convolution.prefill_case(512, 2),
+    convolution.fused_case(4, 3),
+    convolution.in_place_case(4, 3),
 ]
 
 

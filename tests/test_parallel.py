@@ -43,6 +43,7 @@ EVERYWHERE = (
 ONCE = (
     "another_selection_is_found",
     "heads_of_the_delta_rule",
+    "heads_of_kda",
     "decode_with_sinks",
     "decode_in_half_precision",
     "decode_of_nothing",
@@ -50,6 +51,7 @@ ONCE = (
     "a_mesh_is_a_group",
     "pure_ops_take_sharded_tensors",
     "mutating_ops_refuse_sharded_tensors",
+    "every_mutating_op_refuses_sharded_tensors",
     "uneven_heads_are_refused",
 )
 CASES = [(name, size) for size in (2, 3, 4) for name in EVERYWHERE]
@@ -181,6 +183,10 @@ def test_the_bench_checks_and_times_every_row(tmp_path, monkeypatch):
     assert [way.held / one.held for way in ways] == [1, (1 + 128 / 704) / 2, 0.5]
     for way in ways:
         assert way.moved == sum(bytes_ for _, bytes_ in cards.moved(way.what, 2, bench.QUICK))
+
+
+def test_the_module_stays_thin():
+    assert len((ROOT / "custom/parallel.py").read_text().splitlines()) < 400
 
 
 def test_other_numbers_of_cards(tmp_path, monkeypatch):

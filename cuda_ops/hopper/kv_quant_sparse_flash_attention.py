@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...dispatch.common import quantised
 from ..common import gpu, quantise, rows
 from ..common.gluon_names import barrier, cp_async
 from ..common.selection import Attention
@@ -73,6 +74,14 @@ INT8 = gl.constexpr("""{
 }""")
 
 
+FETCH = gl.constexpr(f"""{{
+    .reg .pred there;
+    setp.ge.s32 there, $2, 0;
+    @there cp.async.bulk.prefetch.L2.global [$1], {quantised.ROW};
+    mov.b32 $0, 0;
+}}""")
+
+
 @gluon.jit
 def _ask(key, slot, pieces, WORD: gl.constexpr):
     """16 words of the rows `slot`, which are `pieces` x 16 bytes apart; zeros where absent."""
@@ -123,6 +132,16 @@ def _turn(
 
 
 @gluon.jit
+def _fetch(key, slot, pieces):
+    """Rows `slot`, one a thread, into L2: what registers hold on its way is too little for the time
+    that memory takes."""
+    at = key + gl.maximum(slot, 0).to(gl.int64) * pieces * 4
+    gl.inline_asm_elementwise(
+        FETCH, "=r,l,r", [at.to(gl.int64, bitcast=True), slot], gl.int32, False, 1
+    )
+
+
+@gluon.jit
 def _copy_rope(key_rope, places, pieces, rope, bar, TILE: gl.constexpr):
     """The rotary parts of a tile, whose rows are `pieces` x 16 bytes apart; `bar` hears of it."""
     slot = places.slice(64 * TILE, 64).load(gl.SliceLayout(1, GATHER))
@@ -134,10 +153,10 @@ def _copy_rope(key_rope, places, pieces, rope, bar, TILE: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, steps, items, tiles,
+    q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, strides, items, tiles,
     LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, scale_stride, index_stride = steps
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, scale_stride, index_stride = strides
     q_left, q_right, qr, left, right, rope, _exchange, places, bars = tiles
     column = gl.arange(0, 128, layout=LINE)
     count = per_split // 128
@@ -201,14 +220,15 @@ def _producer(
         _arrive(bars, LEFT)
         mbarrier.wait(bars.index(RIGHT_FREE), free)  # the odd consumer has read the weights too
         _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT), 0)
+        slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
         x, y, z, w, by_xy, by_zw = _turn(
             x, y, z, w, by_xy, by_zw, right.index(0), key, key_scale, slot1, key_stride,
             scale_stride, 0, KIND,
         )  # fmt: skip
         _arrive(bars, RIGHT)
         # the places of the step before are free, since both consumers let go of its first tile
-        slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
         after.store(slot)
+        _fetch(key, slot, key_stride)
         _arrive(bars, PLACED + ((t + 1) & 1))
         mbarrier.wait(bars.index(LEFT_FREE + 1), free)
         _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT + 1), 1)
@@ -243,7 +263,7 @@ def _producer(
 def _attend(
     q, q_rope, key, key_rope, indices, key_scale, act_q, act_k, table, sinks, out, part, part_max,
     part_sum, softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, reach,
-    table_stride, pages, steps, items, LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
+    table_stride, pages, strides, items, LAYOUT: gl.constexpr, C: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     to = Output(out, part, part_max, part_sum, softmax_max, softmax_sum, sinks)
@@ -271,7 +291,7 @@ def _attend(
             (_even, (tiles, per_split, items, scale_log2, to, C)),
             (_odd, (tiles, per_split, items, scale_log2, to, C)),
             (_producer, (
-                q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, steps,
+                q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, strides,
                 items, tiles, LAYOUT, C, KIND,
             )),
         ],
@@ -297,9 +317,9 @@ def supports(call: Attention) -> bool:
 
 def launch(call: Attention, key_scale: Tensor, kind: int) -> None:
     # keys and ropes in steps of 16 bytes
-    steps = (
+    strides = (
         *call.query_strides, call.key.stride(-3) // 16, call.kr.stride(-3) // 8,
         key_scale.stride(-3), call.index.stride(0),
     )  # fmt: skip
     words = replace(call, key=call.key.view(torch.int32))
-    _run(_attend, words, steps, key_scale=key_scale, KIND=kind)
+    _run(_attend, words, strides, key_scale=key_scale, KIND=kind)

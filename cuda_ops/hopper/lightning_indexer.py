@@ -198,7 +198,7 @@ def _ask(
 )
 def _scores(
     q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, steps,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
@@ -232,7 +232,7 @@ def _scores(
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
     h = column % H_TILE
     owner = (row + column // H_TILE).to(gl.int64)
-    score_row, sample_row, w_row, qs_row, qs_head, ks_o, ks_i = steps
+    score_row, sample_row, w_row, qs_row, qs_head, ks_o, ks_i = strides
     to = Scores(scores, sample, first_row, score_row, sample_row)
     by = Factors(weights, query_scale, key_scale, w_row, qs_row, qs_head, ks_o, ks_i)
     weight = _weights_of(by, owner, h, end, C)
@@ -399,7 +399,7 @@ def _multiply(
 )
 def _scores_shared(
     q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, steps,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
@@ -424,7 +424,7 @@ def _scores_shared(
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * C.ROWS
     end = gl.minimum(row + C.ROWS, first_row + count)
-    score_row, sample_row, w_row, qs_row, qs_head, ks_o, ks_i = steps
+    score_row, sample_row, w_row, qs_row, qs_head, ks_o, ks_i = strides
     to = Scores(scores, sample, first_row, score_row, sample_row)
     by = Factors(weights, query_scale, key_scale, w_row, qs_row, qs_head, ks_o, ks_i)
     gl.warp_specialize(
@@ -502,7 +502,7 @@ def launch(
         describe_box(key, [tall, wide, dim], [outer, inner, 1], [1, 64, dim]),
         weights, qs, ks, scores=scores, sample=sample, lengths=lengths, first_row=first,
         count=count, chunks=chunks, per_chunk=per_chunk,
-        steps=(
+        strides=(
             scores.stride(0), sample.stride(0), weights.stride(0), *qs.stride(),
             *rows.strides(layout_key, ks),
         ),

@@ -130,14 +130,14 @@ def _item(item, HEADS: gl.constexpr, SPLITS: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q, q_rope, key, key_rope, indices, of, entries, per_split, steps, items, tiles,
+    q, q_rope, key, key_rope, indices, of, entries, per_split, strides, items, tiles,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = steps
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
     q_left, q_right, qr, left, right, rope, _exchange, places, bars = tiles
     ROW: gl.constexpr = gl.SliceLayout(1, GATHER)
     column = gl.arange(0, 128, layout=LINE)
-    count = per_split // 128
+    steps = per_split // 128
     programs = gl.num_programs(0)
     item = gl.program_id(0)
     row, split, head = _item(item, C.HEADS, C.SPLITS)
@@ -155,7 +155,7 @@ def _producer(
     step = 0
     free = 1
     turn = 1
-    total = (items - item + programs - 1) // programs * count
+    total = (items - item + programs - 1) // programs * steps
     for t in range(total):
         if step == 0:
             # the queries of an item come as soon as both consumers have no more scores to make
@@ -171,7 +171,7 @@ def _producer(
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
-        if step == count:
+        if step == steps:
             step = 0
             item = gl.minimum(item + programs, items - 1)
             row, split, head = _item(item, C.HEADS, C.SPLITS)
@@ -382,7 +382,7 @@ def _odd(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
 def _attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, sinks, out, part, part_max, part_sum,
     softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, reach,
-    table_stride, pages, steps, items, LAYOUT: gl.constexpr, C: gl.constexpr,
+    table_stride, pages, strides, items, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     to = Output(out, part, part_max, part_sum, softmax_max, softmax_sum, sinks)
@@ -411,7 +411,7 @@ def _attend(
             (_even, (tiles, per_split, items, scale_log2, to, C)),
             (_odd, (tiles, per_split, items, scale_log2, to, C)),
             (_producer, (
-                q, q_rope, key, key_rope, indices, of, entries, per_split, steps, items, tiles,
+                q, q_rope, key, key_rope, indices, of, entries, per_split, strides, items, tiles,
                 LAYOUT, C,
             )),
         ],
@@ -420,7 +420,7 @@ def _attend(
     )  # fmt: skip
 
 
-def steps(call: Attention) -> tuple[int, ...]:
+def strides(call: Attention) -> tuple[int, ...]:
     """Strides: (row, head) of both parts of a query, of a key, of its rope, of a row of indices."""
     keys = call.key.stride(-3), call.kr.stride(-3)
     return (*call.query_strides, *keys, call.index.stride(0))
@@ -433,7 +433,7 @@ def supports(call: Attention) -> bool:
         gpu.is_hopper(call.q.device)
         and call.entries > 0
         and (call.q.shape[-1], call.rope) == (512, 64)
-        and not any(step % 16 for step in steps(call)[:-1])
+        and not any(step % 16 for step in strides(call)[:-1])
         and aligned(call.q, call.qr, call.key, call.kr)
     )
 
@@ -449,10 +449,10 @@ def _splits(count: int, heads: int, entries: int) -> int:
 
 
 def launch(call: Attention) -> None:
-    _run(_attend, call, steps(call))
+    _run(_attend, call, strides(call))
 
 
-def _run(kernel: Any, call: Attention, steps: tuple[int, ...], **more: Any) -> None:
+def _run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> None:
     """`kernel` with what every one of these kernels takes, and `more`; then the parts together."""
     count, heads, rank = call.q.shape
     splits = _splits(count, heads, call.entries)
@@ -464,7 +464,7 @@ def _run(kernel: Any, call: Attention, steps: tuple[int, ...], **more: Any) -> N
         part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
         softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=call.entries,
         per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
-        **call.plan.arguments, steps=steps, items=items, LAYOUT=call.plan.layout,
+        **call.plan.arguments, strides=strides, items=items, LAYOUT=call.plan.layout,
         C=Constants(
             HEADS=heads, SPLITS=splits, SPAN=call.span, HAS_SINK=call.sinks is not None,
             STATS=call.softmax_max.numel() > 0,

@@ -50,12 +50,12 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
 @gluon.jit(do_not_specialize=["entries", "tokens", "requests", "reach", "table_stride", "pages"])
 def _attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, part, part_max, part_sum, scale_log2,
-    entries, tokens, requests, reach, table_stride, pages, steps, HEADS: gl.constexpr,
+    entries, tokens, requests, reach, table_stride, pages, strides, HEADS: gl.constexpr,
     SPLITS: gl.constexpr, SPAN: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """part [rows, HEADS, SPLITS, 512], not divided by the sum; part_max, part_sum likewise."""
-    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = steps
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
@@ -194,7 +194,7 @@ def launch(call: Attention) -> None:
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
         call.q, call.qr, call.key, call.kr, call.index, part=part, part_max=part_max,
         part_sum=part_sum, scale_log2=call.scale_log2, entries=call.entries,
-        steps=sparse_flash_attention.steps(call), HEADS=heads, SPLITS=splits, SPAN=call.span,
+        strides=sparse_flash_attention.strides(call), HEADS=heads, SPLITS=splits, SPAN=call.span,
         **call.plan.arguments, LAYOUT=call.plan.layout, TILE=tile, WARPS=warps, num_warps=warps,
     )  # fmt: skip
     # a thread takes up to 16 parts of 4 columns

@@ -118,7 +118,7 @@ def run(
     if case.stages is not None:
         each = [case.stages(arguments) for arguments in inputs]
         stages = {name: measure([calls[name] for calls in each], device).median for name in each[0]}
-    floor = max(case.bytes / bandwidth, case.flops / flops) * 1e6
+    floor = max(case.bytes / bandwidth, case.flops / (flops * case.rate)) * 1e6
     return Row(
         op=case.op,
         case=case.label,

@@ -29,6 +29,7 @@ from ..delta_rule import (
 
 
 def normalised(x: Tensor) -> Tensor:
+    """In rows of length 1."""
     wide = x.float()
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 

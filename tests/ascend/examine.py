@@ -114,6 +114,9 @@ def measure(
     case: Case, inputs: judgement.Inputs, arguments: dict[str, Any]
 ) -> tuple[float, list[str]]:
     """Run the case: the largest share of the bound, and what was found, the worst first."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and not memory.holds(value):
+            raise ValueError(f"{case.title}: `{name}` has no forbidden pages around it")
     worst = 0.0
     findings: list[str] = []
     plain = judgement.copied(arguments)

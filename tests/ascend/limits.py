@@ -53,6 +53,27 @@ def _attention() -> Iterator[Limit]:
     yield Limit(file, given, dict(v=_t(1, 1, 8, 0)), "head sizes 256 and 0")
 
 
+def _kda() -> Iterator[Limit]:
+    most, least = (128, 256), (16, 16)
+    for sizes, changed in (
+        (most, (144, 256)), (most, (128, 272)), (least, (0, 16)), (least, (16, 0)),
+        (least, (24, 16)), (least, (16, 24)),
+    ):  # fmt: skip
+        given, other = (dict(q=_t(64, 2, k), v=_t(64, 2, v)) for k, v in (sizes, changed))
+        yield Limit("chunk_kda", given, other, f"head sizes {changed[0]} and {changed[1]}")
+
+
+def _convolutions() -> Iterator[Limit]:
+    for file in ("causal_conv1d", "causal_conv1d_update"):
+        given = dict(x=_t(1, 2**31 - 1, 16))
+        given |= dict(conv_states=_t(2, 3, 16), intermediate_conv_window=None)
+        yield Limit(file, given, dict(x=_t(1, 2**31, 16)), "counts below 2**31")
+    one, two = (_t(60).as_strided((2, 3, size), (30, 10, 5)) for size in (1, 2))
+    given |= dict(conv_states=one, intermediate_conv_window=one)
+    for name in ("conv_states", "intermediate_conv_window"):
+        yield Limit("causal_conv1d_update", given, {name: two}, f"`{name}` has channels 5 apart")
+
+
 def _update() -> Iterator[Limit]:
     file = "fused_sigmoid_gating_delta_rule_update"
     given = dict(q=_t(1, 1, 1, 512), v=_t(1, 1, 1, 16), retrieve_parent_token=_t(1, 63))
@@ -115,6 +136,14 @@ def _attentions() -> Iterator[Limit]:
     both = paged | dict(key=_apart(2, 1024), key_rope=_apart(2, 1024), query_rope=_t(1, 1, 1, 64))
     yield Limit(file, both, dict(key_rope=_apart(2, 2048)), "different strides in rows")
 
+    rows = _t(2, 128, 1, 656, dtype=torch.int8)
+    quantised = dict(
+        query=_t(1, 1, 1, 576), key=rows, value=rows, block_table=_t(1, MOST // 128),
+        sparse_indices=one, sparse_block_size=1, key_dtype=None,
+    )  # fmt: skip
+    further = dict(block_table=_t(1, MOST // 128 + 1))
+    yield Limit("kv_quant_sparse_flash_attention", quantised, further, far)
+
     file = "sparse_flash_attention_grad"
     grad = dict(
         query=_t(1, 1, 1, 512), key=_t(1, MOST, 1, 512), value=None, query_rope=_t(1, 1, 1, 64),
@@ -151,7 +180,18 @@ def _merges() -> Iterator[Limit]:
 
 
 def limits() -> list[Limit]:
-    each = (_chunks, _attention, _update, _losses, _indexers, _attentions, _prologs, _merges)
+    each = (
+        _chunks,
+        _convolutions,
+        _kda,
+        _attention,
+        _update,
+        _losses,
+        _indexers,
+        _attentions,
+        _prologs,
+        _merges,
+    )
     return [limit for made in each for limit in made()]
 
 

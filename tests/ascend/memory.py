@@ -18,7 +18,8 @@ _PAGE = mmap.PAGESIZE
 _NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _NO_RESERVE = 0x4000  # Linux; Python 3.11 has no name for it
 _libc = ctypes.CDLL(None, use_errno=True)
-_mappings: list[mmap.mmap] = []  # alive for as long as the process, which runs one case
+# (address, mapping), alive for as long as the process, which runs one case
+_mappings: list[tuple[int, mmap.mmap]] = []
 
 
 def _protect(start: int, size: int, how: int) -> None:
@@ -34,8 +35,8 @@ def empty(
     size = -(-count * dtype.itemsize // 16) * 16  # pointers stay divisible by 16, as the JIT sees
     body = -(-max(size, 1) // _PAGE) * _PAGE
     region = mmap.mmap(-1, body + 2 * _PAGE)
-    _mappings.append(region)
     start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    _mappings.append((start, region))
     _protect(start, _PAGE, _NONE)
     _protect(start + _PAGE + body, _PAGE, _NONE)
     first = start + _PAGE + body - size
@@ -48,6 +49,12 @@ def empty(
     return tensor.view(*shape)
 
 
+def holds(tensor: torch.Tensor) -> bool:
+    """Whether this module made what the tensor lies in."""
+    start = tensor.data_ptr()
+    return tensor.numel() == 0 or any(low <= start < low + len(x) for low, x in _mappings)
+
+
 def vast(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
@@ -57,7 +64,9 @@ def vast(
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     region = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
-    return torch.frombuffer(region, dtype=dtype, count=count).view(*shape)
+    tensor = torch.frombuffer(region, dtype=dtype, count=count).view(*shape)
+    _mappings.append((tensor.data_ptr(), region))
+    return tensor
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@
 A mutant is caught if a case of an op that uses its file fails, crashes or raises: the one that did
 before is asked first, then those that caught others of the same function, then the cheapest.  Cases
 whose launches stay the same (text, grid, arguments) are not run.  What a few cases do not notice is
-asked of all of them at the end.  What none notices survives, and must be in `_REASONS` with the
-reason why it changes no result.
+asked of all of them at the end, unless `_REASONS` has the reason why it changes no result.  What
+none notices survives, and must be there.
 
 mutants.json keeps the verdicts: a catch for as long as the mutated function and the case that made
 it are the same, a survival for as long as all the cases are.
@@ -54,8 +54,30 @@ _NAMED = "the sizes only name what is remembered of a refusal"
 _SUMMED = "what the two hold is only ever summed"
 _TIMES = "the two are only multiplied, number by number"
 _NUMBERS = "as many numbers, whose rows the kernels count themselves"
-# by function, words of a mutant's title: why it changes no result
+_UNMASKED = "a tile that is not masked uses neither"
+_LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
+_PIECE = (("piece <= (end + KEY_TILE", "a piece of rows more is copied, which nobody reads"),)
+_TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
+# by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "causal_conv1d.convolve": (("W > 2 -> W >= 2$", _TAPS), ("W > 3 -> W >= 3$", _TAPS)),
+    "causal_conv1d.forward": (("tokens >= 0", "without a token the kernel has nothing to do"),),
+    "causal_conv1d_grad.walk": (
+        ("W > 2 -> W >= 2$", _TAPS),
+        ("W > 3 -> W >= 3$", _TAPS),
+        ("W > 3 -> W >= 3 (5)", _TAPS),
+        ("begin <= stop (2)", "a part without a token stores no gradient of one"),
+        (
+            "W - 4, ended, d, f_column, count)",
+            "column 0 lies at 0 whatever the stride; lanes past the channels are not stored",
+        ),
+    ),
+    "causal_conv1d_update.update": (
+        ("position > 0 (2)", "the first step has no parent, and before it is -1 as well"),
+    ),
+    "chunk_gated_delta_rule.products": _LENGTH,
+    "chunk_gated_delta_rule.triangles": _LENGTH,
+    "chunk_gated_delta_rule.walk": _LENGTH,
     "chunk_gated_delta_rule_grad._tile": (("tile * other < most", _TILE),),
     "chunk_gated_delta_rule_grad.backward": (
         ("lengths, finer, inverse, ", _SUMMED),
@@ -64,13 +86,46 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
     ),
+    "chunk_gated_delta_rule_grad.places": _LENGTH,
+    "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
+    "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
+    "chunk_kda.forward": (("-> space(key_size, CHUNK.value", _NUMBERS),),
+    "fused_attention.attend": (
+        ("total, a (2)", _UNMASKED),
+        ("count_k, start, low, high, row_max, tot (2)", _UNMASKED),
+        ("count_k, high, low, row_max, total, acc, sc (2)", _UNMASKED),
+    ),
     "fused_attention.config": (("max(sizes) < 128", _TILE),),
+    "fused_attention_backward.grad_query": (
+        ("lse, of_delta, acc, sca (2)", _UNMASKED),
+        ("lse, of_delta, ac (2)", _UNMASKED),
+    ),
+    "fused_sigmoid_gating_delta_rule_update._parent": (
+        ("parent <= t", "a step that names itself finds none before it, and begins anew"),
+    ),
+    "fused_sigmoid_gating_delta_rule_update.update": (
+        ("end >= start", "a sequence without a token stores the state that it loaded"),
+    ),
     "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
+    "kv_quant_sparse_flash_attention.gather": _PIECE,
+    "kv_quant_sparse_flash_attention.unsupported": (
+        ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
+    ),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
+    "lightning_indexer.select": (("KEY_TILE'] < _LOGITS", _TILE),),
     "lightning_indexer.topk": (
         ("here >= ties", "where as many tie as are wanted, the cut leaves them all"),
+        ("n1 <= wanted", "as many as are wanted above two bounds are the same ones"),
+        ("n2 <= wanted", "as many as are wanted above two bounds are the same ones"),
+        ("n3 <= wanted", "as many as are wanted above two bounds are the same ones"),
+    ),
+    "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
+    "merge_topk.choose": (("ties >= 0", "where none is wanted, the search ends at -1 as well"),),
+    "merge_topk._tile": (
+        ("score >= LEAST_SCORE", "the least score stays itself"),
+        ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
     ),
     "mla_prolog_pto.forward": (("-> new(tokens, latent, heads)", _NUMBERS),),
     "product._config": (
@@ -84,6 +139,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
+    "sparse_flash_attention.gather": _PIECE,
     "sparse_flash_attention_grad._by_position": (
         ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
     ),
@@ -105,7 +161,7 @@ class Mutant:
     def reason(self) -> str | None:
         """Why it changes no result."""
         words = _REASONS.get(f"{self.file}.{self.function}", ())
-        return next((reason for word, reason in words if word in self.title), None)
+        return next((reason for word, reason in words if word in f"{self.title}$"), None)
 
     @property
     def title(self) -> str:
@@ -394,9 +450,10 @@ def _asked(
     began = time.time()
     for done, (given, said) in enumerate(isolated.each(attempt, calls, jobs), 1):
         mutant, number, order, usual, asked, _ = given
-        if said is None:
+        if said is None and mutant.reason is None:
             yield given[:-1]
         else:
+            said = said or ""
             case = [*(case.title for case in order), LIMITS][asked[number]] if said else ""
             by = usual[case].digest if said else every[mutant.file]
             said = " ".join(str(said)[:120].split())
@@ -517,7 +574,7 @@ def unmatched() -> list[str]:
         for function, words in _REASONS.items()
         for word, _ in words
         for x in planted
-        if f"{x.file}.{x.function}" == function and word in x.title
+        if f"{x.file}.{x.function}" == function and word in f"{x.title}$"
     }
     listed = [(function, word) for function, words in _REASONS.items() for word, _ in words]
     gone = [f"mutants.py explains what nobody plants: {x}" for x in listed if x not in used]

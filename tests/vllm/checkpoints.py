@@ -48,7 +48,11 @@ YARN: dict[str, Any] = dict(
     beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
 )  # fmt: skip
 
-SHARED: dict[str, Any] = dict(num_hidden_layers=5, index_topk_pattern="FSSFS")
+# Transformers' class knows no other way, vLLM asks
+GLM: dict[str, Any] = dict(MLA, **INDEX, indexer_rope_interleave=True)
+SHARED: dict[str, Any] = dict(
+    num_hidden_layers=5, first_k_dense_replace=5, index_topk_pattern="FSSFS"
+)
 DELTA: dict[str, Any] = dict(
     BASE,
     num_hidden_layers=4,
@@ -74,8 +78,8 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV32Config",
         {**MLA, **INDEX, "rope_parameters": YARN},
     ),
-    "glm_5": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**MLA, **INDEX}),
-    "glm_52": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**MLA, **INDEX, **SHARED}),
+    "glm_5": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", GLM),
+    "glm_52": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**GLM, **SHARED}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", WIDE),
     "qwen3_next": (
         "Qwen3NextForCausalLM",

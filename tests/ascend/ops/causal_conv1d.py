@@ -66,6 +66,7 @@ CASES = (
     Case(OP, "a batch of wider rows", call([20, 20], packed=False)),
     Case(OP, "a batch, no history, two taps", call([3, 3], packed=False, history=False, width=2)),
     Case(OP, "one long sequence in parts", call([600], 1040), cores=(24,)),
+    Case(OP, "wider rows in parts", call([300], packed=False), cores=(24,)),
     Case(OP, "short sequences, wide", call([1, 2, 3], 1100, behind=1), cores=(24,)),
     Case(OP, "sums beyond the tokens", beyond),
 )  # fmt: skip

@@ -40,6 +40,7 @@ CASES = (
          torch.float16),
     Case(OP, "a batch of wider rows", call([20, 20], packed=False)),
     Case(OP, "one long sequence in parts", call([300], 1040), cores=(24,)),
+    Case(OP, "wider rows in parts", call([300], packed=False), cores=(24,)),
     Case(OP, "parts of a sequence with few tokens", call([1, 2, 90, 0], 300, behind=1)),
 )  # fmt: skip
 CONTROLS = (

@@ -77,6 +77,7 @@ CASES = (
     Case(OP, "accepted tokens", call([3, 0, -1], 3, columns=5, accepted=[1, 3, 2])),
     Case(OP, "accepted tokens out of range", call([3, 0], 2, columns=4, accepted=[-7, 99])),
     Case(OP, "packed", call([3, -1, 0, 1], 9, starts=[1, 3, 4, 4, 7])),
+    Case(OP, "packed, 200 channels", call([3], 5, 200, starts=[1, 3])),
     Case(OP, "packed, accepted tokens, windows kept",
          call([3, 2, 0], 7, columns=5, starts=[0, 3, 4, 6], accepted=[2, 1, 1], keep=[3, -1, 0])),
     Case(OP, "packed, beyond the tokens",
@@ -87,6 +88,10 @@ CASES = (
     Case(OP, "tree, packed, accepted tokens, three taps",
          call([3, -1], 7, width=3, columns=4, starts=[0, 4, 7], accepted=[2, 1], keep=[2, 0],
               disable_state_update=True, parents=[[-1, 0, 0], [0, 0, 1]])),
+    Case(OP, "a tree without a column",
+         call([3, 1], 5, starts=[0, 3, 5], parents=[[], []], disable_state_update=True)),
+    Case(OP, "packed, windows kept, of fewer steps than tokens",
+         call([3, 0], 5, starts=[0, 3, 5], keep=[3, 0], steps=2)),
     Case(OP, "wide", call([3, 1, 5, 2, 0, 4], channels=8192 + 128), cores=(24,)),
     Case(OP, "middling", call([3, 1, 5], channels=8192), cores=(24,)),
 )  # fmt: skip

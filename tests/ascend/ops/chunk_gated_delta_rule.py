@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import memory
 from ..case import Arguments, Case, Finding, Inputs, judge_floats
 from ..controls import Control
 
@@ -49,7 +50,7 @@ def call(
             drawn = drawn[:1] + drawn / 50
         both = x.normal(t, 2, h, k)
         both.copy_(torch.nn.functional.normalize(drawn, dim=-1))
-        query, key = (both[:, i] if strided else both[:, i].contiguous() for i in (0, 1))
+        query, key = (both[:, i] if strided else memory.guarded(both[:, i]) for i in (0, 1))
         arguments = dict(query=query, key=key, value=x.normal(t, hv, v))
         if gates:
             arguments["beta"] = x.normal(t, hv)

@@ -93,6 +93,7 @@ def beyond(x: Inputs) -> Arguments:
 
 
 CASES = (
+    Case(OP, "two of four heads share a key", call([30], (2, 4), (32, 32)), judge=judge),
     Case(OP, "two chunks and a part", call([150], packed=False), judge=judge),
     Case(
         OP,

@@ -35,7 +35,13 @@ def after(make: Callable[[Inputs], Arguments], grad_lse: bool = False) -> Any:
 
 
 def _by_rows(arguments: Arguments) -> torch.Tensor:
-    return arguments["grad_o"].transpose(1, 2).contiguous().transpose(1, 2)
+    return memory.guarded(arguments["grad_o"].transpose(1, 2)).transpose(1, 2)
+
+
+def _finite_behind(arguments: Arguments) -> torch.Tensor:
+    """Rows of no sequence as if they had seen keys."""
+    lse = arguments["lse"]
+    return lse.copy_(lse.clamp(min=-5.0))
 
 
 CASES = (
@@ -67,6 +73,11 @@ CASES = (
         after(dense(140, 130, 192, value_size=128, batch=1, causal=True)),
     ),
     Case(OP, "packed", after(packed([0, 130, 131, 131, 180], [0, 150, 150, 160, 300], 200), True)),
+    Case(
+        OP,
+        "packed, anything behind the last",
+        with_(after(packed([0, 30, 50], [0, 40, 60], 70)), lse=_finite_behind),
+    ),
     Case(
         OP,
         "packed, causal, int64",

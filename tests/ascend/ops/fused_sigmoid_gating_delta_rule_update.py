@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import memory
 from ..case import Arguments, Case, Inputs
 from ..conditions import with_
 from ..controls import Control
@@ -47,7 +48,7 @@ def call(
         gate[0, 0, 0] = -25.0  # e^x is below the rounding of 1
         gate[-1, -1, -1] = 30.0  # above the threshold
         both = x.normal(b, tokens, 2, h, k)  # q and k of one projection: strided views
-        q, key = (both[:, :, i] if strided else both[:, :, i].contiguous() for i in (0, 1))
+        q, key = (both[:, :, i] if strided else memory.guarded(both[:, :, i]) for i in (0, 1))
         arguments = dict(
             A_log=x.normal(hv, scale=0.5, dtype=torch.float32),
             a=gate,
@@ -81,7 +82,7 @@ def heads_apart(x: Inputs) -> Arguments:
     """The offset of the last value head needs 64 bits; nothing between them is touched."""
     arguments = call([3, -1], 2)(x)
     v = arguments["v"]
-    wide = torch.empty(3 * 2**30 + v.numel(), dtype=v.dtype)
+    wide = memory.vast((3 * 2**30 + v.numel(),), v.dtype)
     tokens = v.shape[1] * v.shape[3]
     strides = (tokens, v.shape[3], 2**30, 1)
     return arguments | dict(v=wide.as_strided(v.shape, strides).copy_(v))
@@ -184,6 +185,11 @@ CASES = (
             keep=[2, 0],
             parents=[[-1, 0, 0], [0, 0, 1]],
         ),
+    ),
+    Case(
+        OP,
+        "tree, varlen, the second one branches",
+        call([3, 1], 6, starts=[0, 2, 6], parents=[[-1, 0, -1, -1], [-1, 0, 0, 1]]),
     ),
     Case(
         OP,

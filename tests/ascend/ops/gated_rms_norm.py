@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import memory
 from ..case import Arguments, Case, Inputs
 from ..conditions import with_
 from ..controls import Control
@@ -24,7 +25,8 @@ def call(
 
     def make(x: Inputs) -> Arguments:
         wide = x.normal(*shape[:-2], 2 * shape[-2], shape[-1])
-        gate = wide[..., : shape[-2], :] if strided else wide[..., : shape[-2], :].contiguous()
+        half = wide[..., : shape[-2], :]
+        gate = half if strided else memory.guarded(half)
         return dict(x=x.normal(*shape), gate=gate, weight=x.normal(shape[-1])) | options
 
     return make
@@ -43,7 +45,7 @@ CASES = (
     Case(OP, "the gate first, groups", call((5, 3, 256), norm_before_gate=False, group_size=64)),
     Case(OP, "sigmoid, fp16", call((5, 3, 128), activation="sigmoid"), torch.float16),
     Case(OP, "2 groups of 512, float32 weight", with_(call((3, 1024), group_size=512),
-         weight=lambda x: x["weight"].float())),
+         weight=lambda x: memory.guarded(x["weight"].float()))),
     Case(OP, "2048 channels", call((3, 2048), epsilon=1e-5)),
 )  # fmt: skip
 CONTROLS = (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..case import Arguments, Case, Inputs
+from ..conditions import with_
 from ..controls import Control
 from . import gated_rms_norm as forward
 
@@ -27,6 +28,7 @@ def call(shape: tuple[int, ...], **options: Any) -> Callable[[Inputs], Arguments
 CASES = (
     Case(OP, "heads of 128", call((3, 2, 12, 128), strided=True)),
     Case(OP, "rows, no batch", call((70, 64))),
+    Case(OP, "tiny rows", with_(call((20, 64)), x=forward.tiny)),
     Case(OP, "the gate first, groups", call((5, 3, 256), norm_before_gate=False, group_size=64)),
     Case(OP, "sigmoid, fp16", call((5, 3, 128), activation="sigmoid"), torch.float16),
     Case(OP, "2 groups of 512", call((3, 1024), group_size=512)),

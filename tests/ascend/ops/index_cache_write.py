@@ -19,6 +19,7 @@ def keys(tokens: int, page: int, scale: torch.dtype) -> Callable[[Inputs], Argum
         k = x.normal(tokens, 128)
         k[::5] = 0
         slots = x.permutation(4 * page)[:tokens]
+        slots[slots == 0], slots[1] = slots[1].item(), 0
         slots[::4] = torch.tensor([-1, 4 * page, 2**31 - 1, -(2**31)])[
             torch.arange(len(slots[::4])) % 4
         ]

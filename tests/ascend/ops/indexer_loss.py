@@ -51,7 +51,7 @@ def call(
             arguments["query_rope"] = x.normal(batch, heads, rows, rope)
             arguments["key_rope"] = x.normal(batch, keys, rope)
         if lse:
-            arguments["softmax_lse"] = x.normal(batch, heads, rows, dtype=torch.float32) + 6.0
+            arguments["softmax_lse"] = x.normal(batch, heads, rows, dtype=torch.float32).add_(6.0)
         return arguments | options
 
     return make
@@ -92,6 +92,7 @@ CASES = (
     Case(OP, "24 heads, bf16 scores, int64", call(24, scores=torch.bfloat16, kind=torch.int64)),
     Case(OP, "128 heads of 512 and 64, 256 slots", call(128, 512, 64, 256, 2)),
     Case(OP, "64 heads of 576, 1500 slots", call(64, 576, 0, 1500, 2, 1800, 1)),
+    Case(OP, "24 heads of 64 and 16", call(24, 64, 16, 40, 2, 60, 1)),
     Case(OP, "8 heads, 12 slots, fp16", call(8, 64, count=12), torch.float16),
     Case(OP, "log-sum-exp given", call(lse=True)),
     Case(

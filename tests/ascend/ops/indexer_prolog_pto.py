@@ -62,6 +62,7 @@ CASES = (
     case("sizes of the tests", prolog(2, 2, 16, hidden=64, rank=32, size=32, rotary=16)),
     case("all 64 dims rotate", prolog(3, 1, 16, size=64, **SMALL)),
     case("the slot past the last", prolog(3, 1, 16, size=64, past=0, hidden=208, rank=112)),
+    case("5 heads", prolog(3, 1, 5, hidden=208, rank=112, size=32, rotary=16, form="nd")),
     case("tiny rows", prolog(3, 1, 16, scale=1e-3, hidden=208, rank=112)),
 )
 CONTROLS = (

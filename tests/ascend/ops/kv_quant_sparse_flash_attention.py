@@ -13,7 +13,7 @@ from custom.dispatch.common import quantised
 from custom.dispatch.reference import latent_cache_write
 
 from .. import memory
-from ..case import Arguments, Case, Inputs
+from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
 
 
@@ -98,6 +98,7 @@ CASES = (
     quant("16 heads", rows_of([100, 3, 40], 2, exact=True), statistics=True),
     quant("FlashMLA's order, sinks", rows_of([100, 40], row_layout="nope_scale_rope", sinks=True)),
     quant("pages apart, 5 heads", rows_of([70, 40], heads=5, between=1)),
+    quant("several rounds", in_rounds(2 * 64 * 576 * 2, rows_of([100, 3, 40], 2))),
     quant(
         "an empty request, 32 heads",
         rows_of([70, 0], heads=32, count=100, exact=True),
@@ -106,6 +107,13 @@ CASES = (
 )
 CONTROLS = (
     Control("the scales forgotten", OP[4:], "* by[:, :, None]", "+ 0 * by[:, :, None]", "16 heads"),
+    Control(
+        "another round's last slot",
+        OP[4:],
+        "tl.load(last + first + row)",
+        "tl.load(last + row)",
+        "several rounds",
+    ),
     Control(
         "one row for all",
         OP[4:],

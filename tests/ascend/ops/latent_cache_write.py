@@ -20,6 +20,7 @@ def latents(
         ckv = x.normal(tokens, 512)
         ckv[::5, 128:256] = 0
         slots = x.permutation(3 * page)[:tokens]
+        slots[slots == 0], slots[1] = slots[1].item(), 0
         slots[::4] = torch.tensor([-1, 3 * page, 2**31 - 1])[torch.arange(len(slots[::4])) % 3]
         rows = torch.full((3, page + between, 1, 656), 77, dtype=torch.int8)
         return dict(

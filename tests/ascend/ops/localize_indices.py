@@ -26,7 +26,9 @@ def call(
     def make(x: Inputs) -> Arguments:
         drawn = torch.randint(0, 2**24, (rows, 1, count), generator=x.random)
         drawn[torch.rand(drawn.shape, generator=x.random) < 0.1] = -1
-        drawn[-1] = -1
+        drawn[0, 0, 5] = 0
+        drawn[1] = -1
+        drawn[-1].abs_()
         return dict(indices=x.ints(drawn, kind), rank=rank, size=size, interleave=interleave)
 
     return make

@@ -29,7 +29,7 @@ def call(
         lses[:, 0] = float("-inf")
         arguments = dict(outs=outs, lses=lses)
         if sums:
-            arguments["sums"] = x.normal(parts, rows, heads, dtype=torch.float32).abs_() + 1.0
+            arguments["sums"] = x.normal(parts, rows, heads, dtype=torch.float32).abs_().add_(1.0)
             arguments["sums"][0, 3], outs[0, 3] = 0.0, float("nan")
         return arguments
 

@@ -16,14 +16,20 @@ OP = f"npu_{KERNEL}"
 
 
 def call(
-    parts: int, rows: int, count: int, k: int, kind: torch.dtype = torch.int32, high: int = 3
+    parts: int,
+    rows: int,
+    count: int,
+    k: int,
+    kind: torch.dtype = torch.int32,
+    high: int = 3,
+    apart: int = 4,
 ) -> Callable[[Inputs], Arguments]:
-    """Scores of few kinds; positions of a part ascend, as an indexer gives them, and its last
-    tenth is absent."""
+    """Scores of few kinds; one in `apart` positions, those of a part ascend, as an indexer gives
+    them, and its last tenth is absent."""
 
     def make(x: Inputs) -> Arguments:
         drawn = torch.stack(
-            [x.permutation(4 * parts * count)[: parts * count] for _ in range(rows)]
+            [x.permutation(apart * parts * count)[: parts * count] for _ in range(rows)]
         )
         positions = drawn.view(rows, parts, count).movedim(1, 0).sort(-1).values
         positions[..., count - count // 10 :] = -1
@@ -47,6 +53,7 @@ CASES = (
     Case(OP, "3 x 700, k 100, int64", call(3, 5, 700, 100, torch.int64)),
     Case(OP, "8 x 3000, k 300, fp32", call(8, 1, 3000, 300), torch.float32, cores=(24,)),
     Case(OP, "all scores equal", call(2, 3, 90, 50, high=-1), torch.float16),
+    Case(OP, "two scores, every position", call(2, 9, 90, 100, high=0, apart=1)),
     Case(OP, "fewer than k, infinities and NaN", hostile),
 )
 CONTROLS = (
@@ -63,6 +70,13 @@ CONTROLS = (
         "enough = tl.sum(equal, 0) >= ties",
         "enough = tl.sum(equal, 0) >= ties - 1.0",
         "all scores equal",
+    ),
+    Control(
+        "the tie behind the last one too",
+        KERNEL,
+        "(position <= middle.to(tl.float32))",
+        "(position < middle.to(tl.float32))",
+        "two scores, every position",
     ),
     Control(
         "absent candidates count",

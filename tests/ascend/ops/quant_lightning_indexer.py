@@ -36,7 +36,7 @@ def in_int8(make: Make, fold: bool = False, scale: torch.dtype = torch.float16) 
         return given | dict(
             query=query,
             key=key,
-            weights=given["weights"].to(torch.float16),
+            weights=memory.guarded(given["weights"].to(torch.float16)),
             query_dequant_scale=None if fold else memory.guarded(of_query.to(scale)),
             key_dequant_scale=by,
             query_quant_mode=0,
@@ -77,6 +77,10 @@ CASES = (
     quant("the page past the last", a_page_past_the_last(in_int8(paged([400, 100], 1, 16)))),
     quant("BSND", in_int8(rows("BSND", 64, 32))),
     quant("TND", in_int8(rows("TND", 64, 32)), scores=True),
+    quant(
+        "TND, keys to the last row",
+        in_int8(lightning_indexer.to_the_last_row(rows("TND", 16, 32))),
+    ),
 )
 CONTROLS = (
     Control("relu forgotten", OP[4:], "tl.maximum(z, 0.0)", "z", "paged, 64 heads"),
