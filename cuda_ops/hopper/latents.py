@@ -280,6 +280,12 @@ def odd(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
         _finish(acc, row_sum, row_max, total, to, row, split, head, C, 256)
 
 
+def strides(call: Attention) -> tuple[int, ...]:
+    """Strides: (row, head) of both parts of a query, of a key, of its rope, of a row of indices."""
+    keys = call.key.stride(-3), call.kr.stride(-3)
+    return (*call.query_strides, *keys, call.index.stride(0))
+
+
 def _splits(count: int, heads: int, entries: int) -> int:
     """Until every SM of an H200 has its program, while the parts stay small: 128 heads and 4 rows
     took 18 us in 8 splits and 24 in 16 (H200, 2026-11)."""

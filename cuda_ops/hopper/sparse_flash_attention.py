@@ -32,6 +32,7 @@ from .latents import (
     item,
     odd,
     run,
+    strides,
 )
 from .rows import locate, slots
 from .tma import aligned
@@ -175,12 +176,6 @@ def _attend(
     )  # fmt: skip
 
 
-def _strides(call: Attention) -> tuple[int, ...]:
-    """Strides: (row, head) of both parts of a query, of a key, of its rope, of a row of indices."""
-    keys = call.key.stride(-3), call.kr.stride(-3)
-    return (*call.query_strides, *keys, call.index.stride(0))
-
-
 def supports(call: Attention) -> bool:
     """The widths of DeepSeek's latents, and rows of whole 16-byte pieces; keys are evenly spaced
     and hold the values."""
@@ -188,10 +183,10 @@ def supports(call: Attention) -> bool:
         gpu.is_hopper(call.q.device)
         and call.entries > 0
         and (call.q.shape[-1], call.rope) == (512, 64)
-        and not any(step % 16 for step in _strides(call)[:-1])
+        and not any(step % 16 for step in strides(call)[:-1])
         and aligned(call.q, call.qr, call.key, call.kr)
     )
 
 
 def launch(call: Attention) -> None:
-    run(_attend, call, _strides(call))
+    run(_attend, call, strides(call))
