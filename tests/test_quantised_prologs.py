@@ -343,6 +343,21 @@ def test_tokens_of_zeros_and_no_tokens(device, backend):
                 assert out.shape[:2] == (0, S)
 
 
+@pytest.mark.parametrize("kind, mode", [("int8", 2), ("fp8", 4)])
+def test_traced(kind, mode):
+    """Optional caches that are written, also where two are views of one tensor."""
+    call = Call(CPU, mode)
+    cache = torch.zeros(4, P, 1, 128, dtype=torch.int8), torch.zeros(4, P, 1).half()
+    if kind == "fp8":
+        cache = custom.index_cache_views(torch.zeros(4, P, 132, dtype=torch.uint8), kind)
+    index = dict(index_k_cache=cache[0], index_k_scale_cache=cache[1], kv_cache_quant_mode=3)
+    given = {MLA: call.mla(**call.rows(kind)), INDEXER: call.indexer(**index)}
+    for op, arguments in given.items():
+        # its test of the schema multiplies the tensors, which torch cannot in float8
+        for test in ("test_faketensor", "test_aot_dispatch_dynamic"):
+            torch.library.opcheck(getattr(torch.ops.custom, op), (), arguments, test_utils=test)
+
+
 def test_nz_of_8_bits_has_32_columns_a_tile():
     for dtype in (torch.int8, torch.float8_e4m3fn):
         w = torch.randn(48, 96).mul(40).to(dtype)
