@@ -132,14 +132,7 @@ _REPEAT = (
 )
 _UPDATE = "fused_sigmoid_gating_delta_rule_update.update"
 _HALF = "half of the state's tile plans nearly as much, with twice the gates and norms"
-_TIGHT = (
-    *(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32)),
-    Known(
-        "chunk_gated_delta_rule.triangles",
-        "tight",
-        "ten 64 x 64 tiles of what fades, is seen and is eliminated, none of them double",
-    ),
-)
+_TIGHT = tuple(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32))
 
 KNOWN = (
     *_REPEAT,
