@@ -26,10 +26,10 @@ from .common.lengths import within
 
 
 @triton.jit
-def _before(parents, position, columns, TREE: tl.constexpr):
+def _before(parents, position, columns):
     """The position that one follows."""
     earlier = position - 1
-    if TREE:
+    if parents is not None:
         inside = (position >= 0) & (position < columns)
         parent = tl.load(parents + position, mask=inside, other=-1)
         # cast last: what does not fit 32 bits wraps
@@ -43,13 +43,14 @@ def _before(parents, position, columns, TREE: tl.constexpr):
 )
 def _update(
     x, pool, weight, bias, indices, starts, accepted, window, window_rows, parents, zeroed, out,
-    length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels,
-    x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
-    i_row, i_step, i_column, i_channel,
+    length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels, strides,
     W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
-    STORE: tl.constexpr, TREE: tl.constexpr, BD: tl.constexpr, ZEROS: tl.constexpr,
-    BZ: tl.constexpr, CHAINED: tl.constexpr,
+    STORE: tl.constexpr, BD: tl.constexpr, ZEROS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    (
+        x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
+        i_row, i_step, i_column, i_channel,
+    ) = strides  # fmt: skip
     if CHAINED:
         gdc_launch_dependents()
     tiles = tl.cdiv(channels, BD)
@@ -58,7 +59,7 @@ def _update(
     on = d < channels
     n_wide = n.to(tl.int64)
     if zeroed is not None:
-        i = tl.arange(0, BZ)
+        i = tl.arange(0, triton.next_power_of_2(ZEROS))
         here = (i < ZEROS) & (tl.program_id(0) % tiles == 0)
         tl.store(zeroed + n_wide * ZEROS + i, tl.zeros_like(i), mask=here)
     if VARLEN:
@@ -87,7 +88,7 @@ def _update(
         at_row = tl.load(window_rows + n).to(tl.int64)
         kept = (at_row >= 0) & (at_row < rows)
         window += at_row * i_row
-    if TREE:
+    if parents is not None:
         parents += n_wide * columns
 
     taps = taps_of(weight, d, on, w_tap, w_channel, W)
@@ -105,7 +106,7 @@ def _update(
                 to = window + token * i_step + tl.cast(W - 2 - back, tl.int64) * i_column
                 to += d.to(tl.int64) * i_channel
                 tl.store(to, value.to(window.dtype.element_ty), mask=on & kept & (t < steps))
-            position = _before(parents, position, columns, TREE)
+            position = _before(parents, position, columns)
         if SILU:
             total = total * sigmoid(total)
         to = out + token * channels + d
@@ -185,12 +186,13 @@ def launch(
         x.shape[-2], x.shape[:-1].numel(), sequences, conv_states.shape[0], pad_slot_id,
         0 if window is None else window.shape[0], 0 if window is None else window.shape[1],
         0 if parents is None else parents.shape[1], channels,
-        0 if varlen else x.stride(0), x.stride(-2), *weight.stride(), *conv_states.stride(),
-        *((0, 0, 0, 0) if window is None else window.stride()),
+        (
+            0 if varlen else x.stride(0), x.stride(-2), *weight.stride(), *conv_states.stride(),
+            *((0, 0, 0, 0) if window is None else window.stride()),
+        ),
         W=width, L=conv_states.shape[1], VARLEN=varlen, SILU=activation is not None,
-        STORE=not disable_state_update, TREE=parents is not None, BD=BD,
+        STORE=not disable_state_update, BD=BD,
         ZEROS=0 if zeroed is None else zeroed.shape[1],
-        BZ=1 if zeroed is None else triton.next_power_of_2(zeroed.shape[1]),
         CHAINED=zeroed is not None and gpu.has_chained_launch(x.device),
         num_warps=max(1, min(4, BD // 64)),
     )  # fmt: skip

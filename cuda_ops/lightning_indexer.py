@@ -108,8 +108,9 @@ def _scores(
     q_tile = quantise.multiplied(q_tile, C.KIND)
     weight = tl.load(weights + owner * w_row + h, mask=real, other=0.0).to(tl.float32)
     if C.QUERY_SCALE:
-        at = query_scale + owner * qs_row + h * qs_head
-        weight *= tl.load(at, mask=real, other=0.0).to(tl.float32)
+        weight *= tl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0).to(
+            tl.float32
+        )
     while row < end:
         request, first = rows.request_of(row, of, LAYOUT)
         asked = rows.rows_of(request, first, of, LAYOUT)
@@ -128,20 +129,9 @@ def _scores(
         for n in tl.range(lo, hi, C.KEY_TILE, num_stages=C.STAGES):
             pos = n + tl.arange(0, C.KEY_TILE)
             k_tile, ok = _key_tile(
-                key,
-                pos,
-                pos < hi,
-                request,
-                start,
-                of,
-                key_o,
-                key_i,
-                d,
-                C.D,
-                C.D_TILE,
-                LAYOUT,
+                key, pos, pos < hi, request, start, of, key_o, key_i, d, C.D, C.D_TILE, LAYOUT,
                 C.ONE_PAGE,
-            )
+            )  # fmt: skip
             k_tile = quantise.multiplied(k_tile, C.KIND)
             s = tl.dot(k_tile, q_tile.T, input_precision="ieee").to(tl.float32)
             s = tl.maximum(s, 0.0) * weight[None, :]

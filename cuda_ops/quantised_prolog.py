@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -119,24 +120,43 @@ def _store_row(
     tl.store(rope_row + d, turned.to(rope_row.dtype.element_ty), mask=d_ok & present)
 
 
+class LatentConstants(NamedTuple):
+    """DOWN and LATENT are the columns that lie between the sums of two tokens; kinds, tiles and
+    slots are those of what is stored."""
+
+    Q: int
+    R: int
+    D: int
+    DOWN: int
+    LATENT: int
+    DOWN_RUNS: int
+    RUNS: int
+    C_KIND: int
+    KV_KIND: int
+    C_TILE: int
+    KV_SLOT: int
+    ROPE_SLOT: int
+    SCALE_SLOT: int
+    SMOOTH: bool
+    ALPHA: bool
+    UE8M0: bool
+    INTERLEAVED: bool
+    CHAINED: bool
+
+
 @triton.jit(do_not_specialize=["tokens", "page", "total", "eps_cq", "eps_ckv"])
 def _latent_tokens(
     down, latent, gamma_cq, gamma_ckv, smooth, alpha, sin, cos, cache_index,
     query_norm, c, c_scales, kv, rope, scales,
     tokens, page, total, kv_page, rope_page, scales_page, eps_cq, eps_ckv,
-    Q: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DOWN: tl.constexpr, LATENT: tl.constexpr,
-    DOWN_RUNS: tl.constexpr, RUNS: tl.constexpr, C_KIND: tl.constexpr, KV_KIND: tl.constexpr,
-    C_TILE: tl.constexpr, KV_SLOT: tl.constexpr, ROPE_SLOT: tl.constexpr, SCALE_SLOT: tl.constexpr,
-    SMOOTH: tl.constexpr, ALPHA: tl.constexpr, UE8M0: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token, and its query norm or its cache row.  DOWN and LATENT are the columns
-    that lie between the sums of two tokens."""
-    OF_C: tl.constexpr = (Q + C_TILE - 1) // C_TILE
+    """One program: a token, and its query norm or its cache row."""
+    OF_C: tl.constexpr = (C.Q + C.C_TILE - 1) // C.C_TILE
     token = tl.program_id(0).to(tl.int64)
     role = tl.program_id(1)
     wide = tl.cast(tokens, tl.int64)
-    if CHAINED:
+    if C.CHAINED:
         gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(cache_index + token).to(tl.int64)
@@ -144,21 +164,21 @@ def _latent_tokens(
     slot = tl.where(present, slot, 0)
     outer = slot // page
     inner = slot % page
-    if C_KIND != quantise.PLAIN:
-        c += token * Q
+    if C.C_KIND != quantise.PLAIN:
+        c += token * C.Q
         c_scales += token * OF_C
     if role == 0:
         _store_norm(
-            down + token * DOWN, wide * DOWN, gamma_cq, smooth, query_norm + token * Q, c,
-            c_scales, eps_cq, Q, DOWN_RUNS, C_KIND, C_TILE, SMOOTH, UE8M0,
+            down + token * C.DOWN, wide * C.DOWN, gamma_cq, smooth, query_norm + token * C.Q, c,
+            c_scales, eps_cq, C.Q, C.DOWN_RUNS, C.C_KIND, C.C_TILE, C.SMOOTH, C.UE8M0,
         )  # fmt: skip
     if role == 1:
         _store_row(
-            latent + token * LATENT, wide * LATENT, gamma_ckv, alpha, sin + token * D,
-            cos + token * D, kv + outer * kv_page + inner * KV_SLOT,
-            rope + outer * rope_page + inner * ROPE_SLOT,
-            scales + outer * scales_page + inner * SCALE_SLOT, present, eps_ckv, R, D, RUNS,
-            KV_KIND, ALPHA, UE8M0, INTERLEAVED, query_norm.dtype.element_ty,
+            latent + token * C.LATENT, wide * C.LATENT, gamma_ckv, alpha, sin + token * C.D,
+            cos + token * C.D, kv + outer * kv_page + inner * C.KV_SLOT,
+            rope + outer * rope_page + inner * C.ROPE_SLOT,
+            scales + outer * scales_page + inner * C.SCALE_SLOT, present, eps_ckv, C.R, C.D, C.RUNS,
+            C.KV_KIND, C.ALPHA, C.UE8M0, C.INTERLEAVED, query_norm.dtype.element_ty,
         )  # fmt: skip
 
 
@@ -211,12 +231,16 @@ def latent_tokens(
         down, latent, of.gamma_cq, of.gamma_ckv, smooth, of.alpha, of.sin, of.cos, of.cache_index,
         query_norm, quantise.in_bytes(c.values) if kind else None, c.scale, kv, rope, scales,
         tokens, page, pages * page, kv.stride(0), rope.stride(0), scales.stride(0), of.eps_cq,
-        of.eps_ckv, Q=ranks, R=of.gamma_ckv.shape[0], D=of.sin.shape[-1], DOWN=down.stride(1),
-        LATENT=latent.stride(1), DOWN_RUNS=down.shape[0], RUNS=latent.shape[0],
-        C_KIND=quantise.PLAIN.value if kind is None else quantise.kind_of(kind), KV_KIND=kv_kind,
-        C_TILE=tile, KV_SLOT=kv.stride(1), ROPE_SLOT=rope.stride(1), SCALE_SLOT=scales.stride(1),
-        SMOOTH=kind is not None and smooth is not None, ALPHA=of.alpha is not None,
-        UE8M0=of.scale_format == "ue8m0", INTERLEAVED=of.interleaved, CHAINED=chained,
+        of.eps_ckv,
+        C=LatentConstants(
+            Q=ranks, R=of.gamma_ckv.shape[0], D=of.sin.shape[-1], DOWN=down.stride(1),
+            LATENT=latent.stride(1), DOWN_RUNS=down.shape[0], RUNS=latent.shape[0],
+            C_KIND=quantise.PLAIN.value if kind is None else quantise.kind_of(kind),
+            KV_KIND=kv_kind, C_TILE=tile, KV_SLOT=kv.stride(1), ROPE_SLOT=rope.stride(1),
+            SCALE_SLOT=scales.stride(1), SMOOTH=kind is not None and smooth is not None,
+            ALPHA=of.alpha is not None, UE8M0=of.scale_format == "ue8m0",
+            INTERLEAVED=of.interleaved, CHAINED=chained,
+        ),
         num_warps=8 if tokens <= 32 else 4, launch_pdl=chained,
     )  # fmt: skip
     return query_norm, c

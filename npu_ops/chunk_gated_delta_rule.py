@@ -97,6 +97,7 @@ def triangles(
     """T and P [chunks, HV, 64, 64] and G [chunks, HV, 64] of every chunk; APART: instead of T
     (I + L)^-1, what rounding leaves of it in `finer`, and beta in `rates`."""
     i = tl.arange(0, CHUNK)
+    f = i.to(tl.float32)  # which the vector unit compares as they are
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
     start = 0
@@ -109,19 +110,19 @@ def triangles(
             first = work // VALUE_HEADS * CHUNK
             there = i < length - first
             token = (start + first + i).to(tl.int64)
-            if GATE:
-                gate = _column(g, token if VALUE_HEADS == 1 else token * g_token, head, there,
-                               VALUE_HEADS)  # fmt: skip
-            else:
-                gate = tl.zeros((CHUNK,), tl.float32)
             if BETA:
                 rate = _column(beta, token if VALUE_HEADS == 1 else token * beta_token, head,
                                there, VALUE_HEADS)  # fmt: skip
             else:
                 rate = tl.where(there, 1.0, 0.0)
-            sees = i[:, None] >= i[None]
+            sees = f[:, None] >= f[None]
+            if GATE:
+                gate = _column(g, token if VALUE_HEADS == 1 else token * g_token, head, there,
+                               VALUE_HEADS)  # fmt: skip
+            else:
+                gate = rate * 0.0  # a constant, and what follows, would stay in UB
             total = tl.sum(tl.where(sees, gate[None], 0.0), 1)
-            across = tl.sum(tl.where(i[:, None] <= i[None], gate[:, None], 0.0), 0)
+            across = tl.sum(tl.where(f[:, None] <= f[None], gate[:, None], 0.0), 0)
             fading = tl.exp(tl.where(sees, total[:, None] - across[None], 0.0))
             at = i[:, None] * CHUNK + i[None]
             pair = (before + work // VALUE_HEADS) * (VALUE_HEADS // group) + head // group
@@ -132,8 +133,8 @@ def triangles(
             tl.store(seen + tile, p.to(seen.dtype.element_ty))
             tl.store(sums + place * CHUNK + i, total)
             lower = tl.load(kk + of_pair) * fading * rate[:, None]
-            lower = tl.where(i[:, None] > i[None], lower, 0.0)
-            x = tl.where(i[:, None] == i[None], 1.0, 0.0)
+            lower = tl.where(f[:, None] > f[None], lower, 0.0)
+            x = tl.where(f[:, None] == f[None], 1.0, 0.0)
             # row r is done: take it out of the rows below
             for r in range(0, CHUNK - 1):
                 factor = extract_slice(lower, (0, r), (CHUNK, 1), (1, 1))

@@ -747,6 +747,44 @@ def mutating_ops_refuse_sharded_tensors(group, rank, size):
         raise AssertionError("another placement is not refused")
 
 
+def every_mutating_op_refuses_sharded_tensors(group, rank, size):
+    """Whatever its placements; and its arguments are as they were."""
+    from custom.dispatch.register import overload
+    from custom.dispatch.specs import SPECS
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from custom import sharding
+    from tests.support.calls import mutated
+    from tests.support.samples import sample
+
+    sharding.register()
+    device = torch.get_default_device()
+    mesh = init_device_mesh(device.type, (size,))
+    dtype = half_by_kernels(torch.float32)
+    writers = [spec for spec in SPECS if mutated(spec)]
+    assert len(writers) > 8
+    for spec in writers:
+        for placement in (Replicate(), Shard(0)):
+            given = sample(spec.name, device, dtype)
+            placed = {
+                n: distribute_tensor(x, mesh, [placement if n in mutated(spec) else Replicate()])
+                for n, x in given.items()
+                if isinstance(x, Tensor)
+            }
+            before = {n: placed[n].to_local().clone() for n in mutated(spec) if n in placed}
+            try:
+                overload(spec)(**given | placed)
+            except NotImplementedError as error:
+                assert "sharding strategy" in str(error), (spec.name, error)
+            else:
+                raise AssertionError(f"{spec.name} is not refused")
+            for name, local in before.items():
+                assert torch.equal(
+                    placed[name].to_local().view(torch.uint8), local.view(torch.uint8)
+                )
+
+
 def uneven_heads_are_refused(group, rank, size):
     for call in (
         lambda: parallel.shard(torch.zeros(size + 1), 0, group),

@@ -51,6 +51,7 @@ ONCE = (
     "a_mesh_is_a_group",
     "pure_ops_take_sharded_tensors",
     "mutating_ops_refuse_sharded_tensors",
+    "every_mutating_op_refuses_sharded_tensors",
     "uneven_heads_are_refused",
 )
 CASES = [(name, size) for size in (2, 3, 4) for name in EVERYWHERE]

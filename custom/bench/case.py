@@ -24,7 +24,8 @@ class Case:
     it is not installed.  `stages(arguments)` are the calls that a composed op is made of, in
     order, each on what the one before it gave.  `reference` is false where the reference takes
     seconds even on a GPU, and is not timed; `ordered` where rounding decides in which order the
-    numbers of a row come."""
+    numbers of a row come; `rate` how many times as fast as bf16 its
+    products can be."""
 
     op: str
     label: str
@@ -37,6 +38,7 @@ class Case:
     stages: Callable[[Arguments], dict[str, Callable[[], Any]]] | None = None
     reference: bool = True
     ordered: bool = True
+    rate: float = 1.0
     tolerance: float = 2e-2  # relative Frobenius error; one bf16 rounding is 2**-9
 
     def call(self, arguments: Arguments) -> Any:

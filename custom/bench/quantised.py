@@ -92,6 +92,7 @@ def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048, op: str
         shape=dict(b=b, s=s, context=context, k=k),
         peers=peers,
         ordered=False,
+        rate=2.0,
     )
 
 

@@ -136,6 +136,14 @@ def _attentions() -> Iterator[Limit]:
     both = paged | dict(key=_apart(2, 1024), key_rope=_apart(2, 1024), query_rope=_t(1, 1, 1, 64))
     yield Limit(file, both, dict(key_rope=_apart(2, 2048)), "different strides in rows")
 
+    rows = _t(2, 128, 1, 656, dtype=torch.int8)
+    quantised = dict(
+        query=_t(1, 1, 1, 576), key=rows, value=rows, block_table=_t(1, MOST // 128),
+        sparse_indices=one, sparse_block_size=1, key_dtype=None,
+    )  # fmt: skip
+    further = dict(block_table=_t(1, MOST // 128 + 1))
+    yield Limit("kv_quant_sparse_flash_attention", quantised, further, far)
+
     file = "sparse_flash_attention_grad"
     grad = dict(
         query=_t(1, 1, 1, 512), key=_t(1, MOST, 1, 512), value=None, query_rope=_t(1, 1, 1, 64),

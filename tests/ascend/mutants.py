@@ -57,18 +57,23 @@ _NUMBERS = "as many numbers, whose rows the kernels count themselves"
 _UNMASKED = "a tile that is not masked uses neither"
 _LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
 _PIECE = (("piece <= (end + KEY_TILE", "a piece of rows more is copied, which nobody reads"),)
-_TAPS = "what four taps alone use is loaded for three as well, and dropped by the front end"
-# by function, words of a mutant's title: why it changes no result
+_TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
+# by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
-    "causal_conv1d.convolve": (("W > 3 -> W >= 3", _TAPS),),
+    "causal_conv1d.convolve": (("W > 2 -> W >= 2$", _TAPS), ("W > 3 -> W >= 3$", _TAPS)),
+    "causal_conv1d.forward": (("tokens >= 0", "without a token the kernel has nothing to do"),),
+    "causal_conv1d.outputs": (("-> parts_of(", "other parts, the same result"),),
     "causal_conv1d_grad.walk": (
-        ("W > 3 -> W >= 3", _TAPS),
+        ("W > 2 -> W >= 2$", _TAPS),
+        ("W > 3 -> W >= 3$", _TAPS),
+        ("W > 3 -> W >= 3 (5)", _TAPS),
         ("begin <= stop (2)", "a part without a token stores no gradient of one"),
         (
             "W - 4, ended, d, f_column, count)",
             "column 0 lies at 0 whatever the stride; lanes past the channels are not stored",
         ),
     ),
+    "causal_conv1d_update._tile": (("> cores.vector()", _TILE),),
     "causal_conv1d_update.update": (
         ("position > 0 (2)", "the first step has no parent, and before it is -1 as well"),
     ),
@@ -90,9 +95,13 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "fused_attention.attend": (
         ("total, a (2)", _UNMASKED),
         ("count_k, start, low, high, row_max, tot (2)", _UNMASKED),
+        ("count_k, high, low, row_max, total, acc, sc (2)", _UNMASKED),
     ),
     "fused_attention.config": (("max(sizes) < 128", _TILE),),
-    "fused_attention_backward.grad_query": (("lse, of_delta, acc, sca (2)", _UNMASKED),),
+    "fused_attention_backward.grad_query": (
+        ("lse, of_delta, acc, sca (2)", _UNMASKED),
+        ("lse, of_delta, ac (2)", _UNMASKED),
+    ),
     "fused_sigmoid_gating_delta_rule_update._parent": (
         ("parent <= t", "a step that names itself finds none before it, and begins anew"),
     ),
@@ -101,6 +110,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
     "kv_quant_sparse_flash_attention.gather": _PIECE,
+    "kv_quant_sparse_flash_attention.unsupported": (
+        ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
+    ),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
@@ -112,6 +124,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("n3 <= wanted", "as many as are wanted above two bounds are the same ones"),
     ),
     "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
+    "merge_topk.choose": (("ties >= 0", "where none is wanted, the search ends at -1 as well"),),
     "merge_topk._tile": (
         ("score >= LEAST_SCORE", "the least score stays itself"),
         ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
@@ -150,7 +163,7 @@ class Mutant:
     def reason(self) -> str | None:
         """Why it changes no result."""
         words = _REASONS.get(f"{self.file}.{self.function}", ())
-        return next((reason for word, reason in words if word in self.title), None)
+        return next((reason for word, reason in words if word in f"{self.title}$"), None)
 
     @property
     def title(self) -> str:
@@ -563,7 +576,7 @@ def unmatched() -> list[str]:
         for function, words in _REASONS.items()
         for word, _ in words
         for x in planted
-        if f"{x.file}.{x.function}" == function and word in x.title
+        if f"{x.file}.{x.function}" == function and word in f"{x.title}$"
     }
     listed = [(function, word) for function, words in _REASONS.items() for word, _ in words]
     gone = [f"mutants.py explains what nobody plants: {x}" for x in listed if x not in used]

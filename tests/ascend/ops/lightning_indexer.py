@@ -100,6 +100,11 @@ def beyond(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]
     return lambda x: make(x) | dict(actual_seq_lengths_query=x.ints(lengths))
 
 
+def to_the_last_row(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """The keys of the last request of three end with the tensor."""
+    return lambda x: make(x) | dict(actual_seq_lengths_key=x.ints([150, 151, 230]))
+
+
 def no_request(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
     return lambda x: make(x) | {name: x.ints([]) for name in names}
@@ -190,6 +195,7 @@ CASES = (
     Case(OP, "BSND", rows("BSND", 64, 32)),
     Case(OP, "TND", rows("TND", 64, 32)),
     Case(OP, "TND, sums of queries beyond the tokens", beyond(rows("TND", 64, 32))),
+    Case(OP, "TND, keys to the last row", to_the_last_row(rows("TND", 16, 32))),
     Case(OP, "TND, no request", no_request(rows("TND", 64, 32))),
     Case(
         OP,

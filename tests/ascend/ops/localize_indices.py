@@ -28,6 +28,7 @@ def call(
         drawn[torch.rand(drawn.shape, generator=x.random) < 0.1] = -1
         drawn[0, 0, 5] = 0
         drawn[1] = -1
+        drawn[-1].abs_()
         return dict(indices=x.ints(drawn, kind), rank=rank, size=size, interleave=interleave)
 
     return make

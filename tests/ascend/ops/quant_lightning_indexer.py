@@ -77,6 +77,10 @@ CASES = (
     quant("the page past the last", a_page_past_the_last(in_int8(paged([400, 100], 1, 16)))),
     quant("BSND", in_int8(rows("BSND", 64, 32))),
     quant("TND", in_int8(rows("TND", 64, 32)), scores=True),
+    quant(
+        "TND, keys to the last row",
+        in_int8(lightning_indexer.to_the_last_row(rows("TND", 16, 32))),
+    ),
 )
 CONTROLS = (
     Control("relu forgotten", OP[4:], "tl.maximum(z, 0.0)", "z", "paged, 64 heads"),
