@@ -36,10 +36,7 @@ MOVED = {
     "v1/attention/backend.py": ("    slot_mapping: torch.Tensor", ""),  # a field
     "v1/kv_cache_interface.py": ("    max_tp_shards: int | None = ...", ""),  # an argument
     "model_executor/layers/attention_layer_base.py": ("bind_kv_cache", "bind_cache"),  # a method
-    "model_executor/layers/mla.py": (
-        "hidden_states: torch.Tensor, llama",
-        "x: torch.Tensor, llama",
-    ),
+    "model_executor/layers/mla.py": (", llama", ", more: int, llama"),  # another argument
     "forward_context.py": ("get_forward_context", "get_context"),
 }
 

@@ -123,6 +123,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "get_builder_cls",
                 "get_impl_cls",
                 "get_name",
+                "get_preferred_block_size",
                 "get_supported_kernel_block_sizes",
                 "is_mla",
                 "is_sparse",

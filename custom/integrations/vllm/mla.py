@@ -108,6 +108,11 @@ class SparseBackend(AttentionBackend):
 
     @classmethod
     @override
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return 64  # the kernel of the index scores for Hopper takes whole tiles of a page
+
+    @classmethod
+    @override
     def is_mla(cls) -> bool:
         return True
 
