@@ -143,6 +143,13 @@ def _attentions() -> Iterator[Limit]:
     )  # fmt: skip
     further = dict(block_table=_t(1, MOST // 128 + 1))
     yield Limit("kv_quant_sparse_flash_attention", quantised, further, far)
+    one, two = (
+        _t(2**18, dtype=torch.int8).as_strided((pages, 128, 1, 656), (84000, 656, 656, 1))
+        for pages in (1, 2)
+    )
+    given = quantised | dict(key=one, value=one, block_table=_t(1, 1))
+    apart = dict(key=two, value=two)
+    yield Limit("kv_quant_sparse_flash_attention", given, apart, "pages 84000 bytes apart")
 
     file = "sparse_flash_attention_grad"
     grad = dict(

@@ -60,12 +60,17 @@ _PIECE = (("piece <= (end + KEY_TILE", "a piece of rows more is copied, which no
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
-    "causal_conv1d.convolve": (("W > 2 -> W >= 2$", _TAPS), ("W > 3 -> W >= 3$", _TAPS)),
+    "causal_conv1d.convolve": (
+        ("W > 2 -> W >= 2$", _TAPS),
+        ("W > 2 -> W >= 2 (3)", _TAPS),
+        ("W > 3 -> W >= 3$", _TAPS),
+    ),
     "causal_conv1d.forward": (("tokens >= 0", "without a token the kernel has nothing to do"),),
     "causal_conv1d.outputs": (("-> parts_of(", "other parts, the same result"),),
     "causal_conv1d_grad.walk": (
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
+        ("W > 2 -> W >= 2 (5)", _TAPS),
         ("W > 3 -> W >= 3 (5)", _TAPS),
         ("begin <= stop (2)", "a part without a token stores no gradient of one"),
         (
@@ -102,6 +107,14 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("lse, of_delta, acc, sca (2)", _UNMASKED),
         ("lse, of_delta, ac (2)", _UNMASKED),
     ),
+    "fused_causal_conv1d.fill": (
+        ("boundary > 0", "a block that begins with the tokens ends behind their first"),
+        ("-> _span(n, starts, ", _SUMMED),
+    ),
+    "fused_causal_conv1d.forward": (
+        ("outputs(x, bias, weight, None, ", "without a sequence or a channel neither is used"),
+    ),
+    "fused_causal_conv1d.push": (("-> _span(n, starts, ", _SUMMED),),
     "fused_sigmoid_gating_delta_rule_update._parent": (
         ("parent <= t", "a step that names itself finds none before it, and begins anew"),
     ),
