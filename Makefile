@@ -10,7 +10,7 @@ TRITON := triton==3.7.1
 APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
-.PHONY: demo serve test lint docs test-ascend mutate-ascend test-torchair test-portability
+.PHONY: demo serve test lint docs test-ascend mutate-ascend test-torchair test-vllm test-portability
 .PHONY: portability test-corners dist fuzz clean
 
 demo: $(VENV)/.ready
@@ -28,7 +28,7 @@ lint: $(VENV)/.ready
 	@# mypy sees the packages as they are installed: everything below `custom`
 	@rm -rf $(VENV)/typed && mkdir -p $(VENV)/typed/custom
 	@ln -s $(CURDIR)/custom/* $(CURDIR)/dispatch $(CURDIR)/graph_mode $(VENV)/typed/custom/
-	MYPYPATH=$(VENV)/typed $(BIN)/mypy -p custom
+	MYPYPATH=$(VENV)/typed:$(lastword $(sort $(wildcard tests/vllm/stubs/vllm-*))):$(wildcard tests/vllm/stubs/vllm_ascend-*) $(BIN)/mypy -p custom
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
@@ -47,6 +47,10 @@ test-torchair:
 	$(COMPILER)
 	tests/torchair/run.sh
 
+# our plug-in in an unmodified vLLM, tokens against Hugging Face's (its own environment)
+test-vllm:
+	tests/vllm/run.sh
+
 # every CUDA kernel compiled for GPUs that are not here (its own Tritons): what changed, and a sample
 test-portability: $(VENV)/.ready
 	tests/portability/run.sh --check
@@ -59,16 +63,16 @@ portability: $(VENV)/.ready
 test-corners:
 	tests/corners.sh
 
-# wheel and sdist, installed and tried where nothing else of this repository is
+# wheel and sdist, installed and tried where nothing else of this repository is; a bill of materials
 dist: $(VENV)/.ready
 	tests/dist.sh
 
 # random calls of every op: minutes; CASES=10000 for hours
 fuzz: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz all --cases $(or $(CASES),500)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz all --cases $(or $(CASES),500) --processes $$(nproc)
 
 clean:
-	rm -rf $(VENV) .ascend .torchair .portability .corners .dist build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .ascend .torchair .vllm .portability .corners .dist build dist sbom site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	@# torch.compile and AOTInductor need a C++ compiler and Python's headers

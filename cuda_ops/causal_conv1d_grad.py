@@ -57,12 +57,14 @@ def _number(
 @triton.jit(do_not_specialize=["tokens", "length", "sequences"])
 def _backward(
     x, weight, bias, history, starts, d_out, d_final, dx, sums,
-    tokens, length, sequences, channels,
-    x_batch, x_row, g_batch, g_row, w_tap, w_channel, h_sequence, h_column, h_channel,
-    f_sequence, f_column, f_channel,
+    tokens, length, sequences, channels, strides,
     W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    (
+        x_batch, x_row, g_batch, g_row, w_tap, w_channel, h_sequence, h_column, h_channel,
+        f_sequence, f_column, f_channel,
+    ) = strides  # fmt: skip
     program = tl.program_id(0)
     tiles = tl.cdiv(channels, BD)
     d = program % tiles * BD + tl.arange(0, BD)
@@ -139,12 +141,14 @@ def _backward(
 @triton.jit(do_not_specialize=["tokens", "length"])
 def _to_history(
     x, weight, bias, history, starts, d_out, d_final, d_history,
-    tokens, length, channels,
-    x_batch, x_row, g_batch, g_row, w_tap, w_channel, h_sequence, h_column, h_channel,
-    f_sequence, f_column, f_channel,
+    tokens, length, channels, strides,
     W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a sequence's history, by its first W - 1 tokens."""
+    (
+        x_batch, x_row, g_batch, g_row, w_tap, w_channel, h_sequence, h_column, h_channel,
+        f_sequence, f_column, f_channel,
+    ) = strides  # fmt: skip
     tiles = tl.cdiv(channels, BD)
     n = tl.program_id(0) // tiles
     d = tl.program_id(0) % tiles * BD + tl.arange(0, BD)
@@ -232,7 +236,7 @@ def backward(
     given = (x, weight, bias, initial_states, query_start_loc, d_out, d_final_states)
     if dx.numel() > 0:
         launches.kernel(_backward, chunks * triton.cdiv(channels, BD))(
-            *given, dx, sums, tokens, length, sequences, channels, *strides,
+            *given, dx, sums, tokens, length, sequences, channels, strides,
             **flags, BT=BT, BD=BD, BLOCKS=blocks, num_warps=4,
         )  # fmt: skip
     whole = sums.sum(0)
@@ -245,6 +249,6 @@ def backward(
         if d_states.numel() > 0:
             BD = min(512, max(16, triton.next_power_of_2(channels)))
             launches.kernel(_to_history, sequences * triton.cdiv(channels, BD))(
-                *given, d_states, tokens, length, channels, *strides, **flags, BD=BD
+                *given, d_states, tokens, length, channels, strides, **flags, BD=BD
             )
     return dx, whole[:width].to(weight.dtype), d_bias, d_states

@@ -21,26 +21,15 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..dispatch.common import memory
 from .common import gpu, launches
-from .common.convolution import sigmoid, taps_of
+from .common.convolution import sigmoid, taps_of, value_at
 from .common.lengths import within
 
 
 @triton.jit
-def _value(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
-    """What stands at a position, as float32; zeros before everything."""
-    now = tl.load(x + position * x_row + d, mask=on & (position >= 0), other=0.0)
-    past = on & live & (position < 0) & (position >= -reach)
-    before = tl.load(
-        row + (reach + position) * s_column + d.to(tl.int64) * s_channel, mask=past, other=0.0
-    )
-    return now.to(tl.float32) + before.to(tl.float32)
-
-
-@triton.jit
-def _before(parents, position, columns, TREE: tl.constexpr):
+def _before(parents, position, columns):
     """The position that one follows."""
     earlier = position - 1
-    if TREE:
+    if parents is not None:
         inside = (position >= 0) & (position < columns)
         parent = tl.load(parents + position, mask=inside, other=-1)
         # cast last: what does not fit 32 bits wraps
@@ -54,13 +43,14 @@ def _before(parents, position, columns, TREE: tl.constexpr):
 )
 def _update(
     x, pool, weight, bias, indices, starts, accepted, window, window_rows, parents, zeroed, out,
-    length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels,
-    x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
-    i_row, i_step, i_column, i_channel,
+    length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels, strides,
     W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
-    STORE: tl.constexpr, TREE: tl.constexpr, BD: tl.constexpr, ZEROS: tl.constexpr,
-    BZ: tl.constexpr, CHAINED: tl.constexpr,
+    STORE: tl.constexpr, BD: tl.constexpr, ZEROS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    (
+        x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
+        i_row, i_step, i_column, i_channel,
+    ) = strides  # fmt: skip
     if CHAINED:
         gdc_launch_dependents()
     tiles = tl.cdiv(channels, BD)
@@ -69,7 +59,7 @@ def _update(
     on = d < channels
     n_wide = n.to(tl.int64)
     if zeroed is not None:
-        i = tl.arange(0, BZ)
+        i = tl.arange(0, triton.next_power_of_2(ZEROS))
         here = (i < ZEROS) & (tl.program_id(0) % tiles == 0)
         tl.store(zeroed + n_wide * ZEROS + i, tl.zeros_like(i), mask=here)
     if VARLEN:
@@ -98,7 +88,7 @@ def _update(
         at_row = tl.load(window_rows + n).to(tl.int64)
         kept = (at_row >= 0) & (at_row < rows)
         window += at_row * i_row
-    if TREE:
+    if parents is not None:
         parents += n_wide * columns
 
     taps = taps_of(weight, d, on, w_tap, w_channel, W)
@@ -110,13 +100,13 @@ def _update(
         position = token
         total = start
         for back in tl.static_range(W):
-            value = _value(x, row, position, reach, d, on, live, x_row, s_column, s_channel)
+            value = value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel)
             total += value * taps[back]
             if window is not None and back < W - 1:
                 to = window + token * i_step + tl.cast(W - 2 - back, tl.int64) * i_column
                 to += d.to(tl.int64) * i_channel
                 tl.store(to, value.to(window.dtype.element_ty), mask=on & kept & (t < steps))
-            position = _before(parents, position, columns, TREE)
+            position = _before(parents, position, columns)
         if SILU:
             total = total * sigmoid(total)
         to = out + token * channels + d
@@ -125,7 +115,7 @@ def _update(
         new = ()
         for column in tl.static_range(L):
             new += (
-                _value(
+                value_at(
                     x, row, column - place, reach, d, on, live, x_row, s_column, s_channel
                 ),
             )  # fmt: skip
@@ -196,12 +186,13 @@ def launch(
         x.shape[-2], x.shape[:-1].numel(), sequences, conv_states.shape[0], pad_slot_id,
         0 if window is None else window.shape[0], 0 if window is None else window.shape[1],
         0 if parents is None else parents.shape[1], channels,
-        0 if varlen else x.stride(0), x.stride(-2), *weight.stride(), *conv_states.stride(),
-        *((0, 0, 0, 0) if window is None else window.stride()),
+        (
+            0 if varlen else x.stride(0), x.stride(-2), *weight.stride(), *conv_states.stride(),
+            *((0, 0, 0, 0) if window is None else window.stride()),
+        ),
         W=width, L=conv_states.shape[1], VARLEN=varlen, SILU=activation is not None,
-        STORE=not disable_state_update, TREE=parents is not None, BD=BD,
+        STORE=not disable_state_update, BD=BD,
         ZEROS=0 if zeroed is None else zeroed.shape[1],
-        BZ=1 if zeroed is None else triton.next_power_of_2(zeroed.shape[1]),
         CHAINED=zeroed is not None and gpu.has_chained_launch(x.device),
         num_warps=max(1, min(4, BD // 64)),
     )  # fmt: skip

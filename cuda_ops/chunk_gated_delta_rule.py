@@ -37,12 +37,12 @@ LARGEST_DK = LARGEST_DV = 256
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _chunks_kernel(
-    query, key, value, beta, g, lengths, u, w, p, sums, T, sequences, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, b_row, g_row,
+    query, key, value, beta, g, lengths, u, w, p, sums, T, sequences, scale, strides,
     N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, SEQUENCES: tl.constexpr,
     VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    q_row, q_head, k_row, k_head, v_row, v_head, b_row, g_row = strides
     chunk = tl.program_id(0)
     h, hv = heads_of(tl.program_id(1), NV // N)
     if VARLEN:
@@ -252,8 +252,10 @@ def _plain(
     if T > 0:
         launches.kernel(_chunks_kernel, chunks, NV)(
             query, key, value, beta, g, actual_seq_lengths, u, w, p, sums, T, sequences, scale,
-            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
+            (
+                *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+                0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
+            ),
             N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, DV_PAD=max(16, triton.next_power_of_2(DV)),
             SEQUENCES=padded, VARLEN=actual_seq_lengths is not None,
             BETA=beta is not None, GATE=g is not None,

@@ -27,7 +27,7 @@ sum depends on the order of programs: equal runs give equal gradients.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -94,18 +94,29 @@ def _rate(beta, token, b_row, there, BETA: tl.constexpr):
         return tl.where(there, 1.0, 0.0)
 
 
+class Constants(NamedTuple):
+    """Of all kernels; SEQUENCES is a power of two not below their number."""
+
+    N: int
+    NV: int
+    DK: int
+    DV: int
+    SEQUENCES: int
+    VARLEN: bool
+    BETA: bool
+    GATE: bool
+
+
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _triangles_kernel(
-    query, key, beta, g, lengths, t, p, grown, left, T, sequences, scale,
-    q_row, q_head, k_row, k_head, b_row, g_row,
-    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
-    SEQUENCES: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query, key, beta, g, lengths, t, p, grown, left, T, sequences, scale, strides,
+    DK_PAD: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """T - I, P, exp(G) and exp(G_last - G) of a chunk and a value head."""
+    q_row, q_head, k_row, k_head, b_row, g_row = strides
     chunk = tl.program_id(0)
-    h, hv = heads_of(tl.program_id(1), NV // N)
-    start, first, _length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
+    h, hv = heads_of(tl.program_id(1), C.NV // C.N)
+    start, first, _length, inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < inside:
         i = tl.arange(0, CHUNK)
         there = first + i < inside
@@ -113,15 +124,15 @@ def _triangles_kernel(
         ck = tl.arange(0, DK_PAD)
         key += start * k_row + h * k_head
         query += start * q_row + h * q_head
-        tile = (chunk.to(tl.int64) * NV + hv) * CHUNK
+        tile = (chunk.to(tl.int64) * C.NV + hv) * CHUNK
         at = (tile + i)[:, None] * CHUNK + i[None, :]
-        total, fading = _grown(g + hv, token, g_row, there, GATE)
-        rate = _rate(beta + hv, token, b_row, there, BETA)
+        total, fading = _grown(g + hv, token, g_row, there, C.GATE)
+        rate = _rate(beta + hv, token, b_row, there, C.BETA)
         last = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0)
         tl.store(grown + tile + i, tl.exp(total))
         tl.store(left + tile + i, tl.exp(last - total))
-        k = chunk_rows(key, first, inside, k_row, ck, DK, DK_PAD)
-        q = chunk_rows(query, first, inside, q_row, ck, DK, DK_PAD)
+        k = chunk_rows(key, first, inside, k_row, ck, C.DK, DK_PAD)
+        q = chunk_rows(query, first, inside, q_row, ck, C.DK, DK_PAD)
         seen = i[:, None] >= i[None, :]
         attention = tl.where(seen, tl.dot(q, k.T) * fading * scale, 0.0)
         tl.store(p + at, attention.to(p.dtype.element_ty))
@@ -153,25 +164,24 @@ def _put_columns(base, first, length, row, columns, x, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _walks_kernel(
     query, key, value, d_out, beta, t, p, grown, left, lengths, initial, d_final,
-    n, r, states, grads, d_initial, T, sequences, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row,
-    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DK_PAD: tl.constexpr, BV: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
-    VARLEN: tl.constexpr, BETA: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    n, r, states, grads, d_initial, T, sequences, scale, strides,
+    DK_PAD: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr,
+    FINAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """N and the states of a sequence, or R and their gradients, for some columns of one head.
 
     The state is held transposed, [BV, Dk]: the left operand of every product then comes from
     registers."""
-    BLOCKS: tl.constexpr = (DV + BV - 1) // BV
-    WHOLE: tl.constexpr = DV if BLOCKS * BV != DV else BV
+    q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row = strides
+    BLOCKS: tl.constexpr = (C.DV + BV - 1) // BV
+    WHOLE: tl.constexpr = C.DV if BLOCKS * BV != C.DV else BV
     program = tl.program_id(0)
     back = program % 2
     block = program // 2 % BLOCKS
-    h, hv = heads_of(program // (2 * BLOCKS) % NV, NV // N)
-    sequence = program // (2 * BLOCKS * NV)
-    if VARLEN:
-        s, each = sequence_lengths(lengths, T, sequences, SEQUENCES)
+    h, hv = heads_of(program // (2 * BLOCKS) % C.NV, C.NV // C.N)
+    sequence = program // (2 * BLOCKS * C.NV)
+    if C.VARLEN:
+        s, each = sequence_lengths(lengths, T, sequences, C.SEQUENCES)
         earlier = s < sequence
         start = tl.minimum(tl.sum(tl.where(earlier, each, 0), 0), T)
         length = tl.sum(tl.where(s == sequence, each, 0), 0)
@@ -186,15 +196,15 @@ def _walks_kernel(
     ck = tl.arange(0, DK_PAD)
     cv = block * BV + tl.arange(0, BV)
     i = tl.arange(0, CHUNK)
-    inner = cv[:, None] * DK + ck[None, :]
-    on = (cv < DV)[:, None] & (ck < DK)[None, :]
-    whole_at = (sequence.to(tl.int64) * NV + hv) * (DV * DK) + inner
+    inner = cv[:, None] * C.DK + ck[None, :]
+    on = (cv < C.DV)[:, None] & (ck < C.DK)[None, :]
+    whole_at = (sequence.to(tl.int64) * C.NV + hv) * (C.DV * C.DK) + inner
     query += start * q_row + h * q_head
     key += start * k_row + h * k_head
     value += start * v_row + hv * v_head
     d_out += start * o_row + hv * o_head
     beta += start * b_row + hv
-    row0 = (start * NV + hv) * DV
+    row0 = (start * C.NV + hv) * C.DV
     element = t.dtype.element_ty
     if back == 0:
         if INITIAL:
@@ -203,21 +213,21 @@ def _walks_kernel(
             state = tl.zeros([BV, DK_PAD], tl.float32)
         for c in tl.range(0, chunks, num_stages=STAGES):
             first = c * CHUNK
-            number = (first_chunk + c).to(tl.int64) * NV + hv
+            number = (first_chunk + c).to(tl.int64) * C.NV + hv
             tile = number * CHUNK
-            k_tile = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
+            k_tile = chunk_rows(key, first, length, k_row, ck, C.DK, DK_PAD)
             t_tile = tl.load(t + (tile + i)[:, None] * CHUNK + i[None, :])
             v_tile = _columns(value, first, length, v_row, cv, WHOLE, BV)
             growth = tl.load(grown + tile + i)
             rest = tl.load(left + tile + i)
             fade = tl.load(grown + tile + CHUNK - 1)
-            rate = _rate(beta, (first + i).to(tl.int64), b_row, first + i < length, BETA)
+            rate = _rate(beta, (first + i).to(tl.int64), b_row, first + i < length, C.BETA)
             half = state.to(element)
-            tl.store(states + number * (DV * DK) + inner, half, mask=on)
+            tl.store(states + number * (C.DV * C.DK) + inner, half, mask=on)
             seen = tl.dot(half, k_tile.T)
             x = (v_tile.to(tl.float32) - seen * growth[None, :]) * rate[None, :]
             new = tl.dot(x.to(element), t_tile.T, x)
-            _put_columns(n + row0, first, length, NV * DV, cv, new.to(element), DV)
+            _put_columns(n + row0, first, length, C.NV * C.DV, cv, new.to(element), C.DV)
             state = tl.dot((new * rest[None, :]).to(element), k_tile, state * fade)
     else:
         if FINAL:
@@ -227,10 +237,10 @@ def _walks_kernel(
         for step in tl.range(0, chunks, num_stages=STAGES):
             c = chunks - 1 - step
             first = c * CHUNK
-            number = (first_chunk + c).to(tl.int64) * NV + hv
+            number = (first_chunk + c).to(tl.int64) * C.NV + hv
             tile = number * CHUNK
-            k_tile = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
-            q_tile = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
+            k_tile = chunk_rows(key, first, length, k_row, ck, C.DK, DK_PAD)
+            q_tile = chunk_rows(query, first, length, q_row, ck, C.DK, DK_PAD)
             square = (tile + i)[:, None] * CHUNK + i[None, :]
             t_tile = tl.load(t + square)
             p_tile = tl.load(p + square)
@@ -238,12 +248,12 @@ def _walks_kernel(
             growth = tl.load(grown + tile + i)
             rest = tl.load(left + tile + i)
             fade = tl.load(grown + tile + CHUNK - 1)
-            rate = _rate(beta, (first + i).to(tl.int64), b_row, first + i < length, BETA)
+            rate = _rate(beta, (first + i).to(tl.int64), b_row, first + i < length, C.BETA)
             half = grad.to(element)
-            tl.store(grads + number * (DV * DK) + inner, half, mask=on)
+            tl.store(grads + number * (C.DV * C.DK) + inner, half, mask=on)
             dn = tl.dot(o_tile, p_tile) + tl.dot(half, k_tile.T) * rest[None, :]
             rr = tl.dot(dn.to(element), t_tile, dn)
-            _put_columns(r + row0, first, length, NV * DV, cv, rr.to(element), DV)
+            _put_columns(r + row0, first, length, C.NV * C.DV, cv, rr.to(element), C.DV)
             scaled = (o_tile.to(tl.float32) * (growth * scale)[None, :]).to(element)
             grad = tl.dot(scaled, q_tile, grad * fade)
             grad = tl.dot((rr * (-rate * growth)[None, :]).to(element), k_tile, grad)
@@ -254,15 +264,13 @@ def _walks_kernel(
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _pairs_kernel(
     query, key, value, d_out, beta, g, lengths, n, r, z, m, d_value, d_rate, d_total, T, sequences,
-    scale, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row, g_row,
-    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, SEQUENCES: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
-    GATE: tl.constexpr,
+    scale, strides, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dv, Z and M + M^T of a chunk and a value head; what pairs of its tokens give G and beta."""
+    q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row, g_row = strides
     chunk = tl.program_id(0)
-    h, hv = heads_of(tl.program_id(1), NV // N)
-    start, first, length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
+    h, hv = heads_of(tl.program_id(1), C.NV // C.N)
+    start, first, length, inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < length:
         i = tl.arange(0, CHUNK)
         there = first + i < inside
@@ -271,45 +279,45 @@ def _pairs_kernel(
         query += start * q_row + h * q_head
         value += start * v_row + hv * v_head
         d_out += start * o_row + hv * o_head
-        row0 = (start * NV + hv) * DV
+        row0 = (start * C.NV + hv) * C.DV
         element = z.dtype.element_ty
-        rate = _rate(beta + hv, token, b_row, there, BETA)
+        rate = _rate(beta + hv, token, b_row, there, C.BETA)
         on_n = tl.zeros([CHUNK, CHUNK], tl.float32)
         on_r = tl.zeros([CHUNK, CHUNK], tl.float32)
         by_value = tl.zeros([CHUNK], tl.float32)
-        for cv0 in range(0, DV, BV):
+        for cv0 in range(0, C.DV, BV):
             cv = cv0 + tl.arange(0, BV)
-            EDGE: tl.constexpr = BV if DV % BV == 0 else DV
+            EDGE: tl.constexpr = BV if C.DV % BV == 0 else C.DV
             o_tile = chunk_rows(d_out, first, inside, o_row, cv, EDGE, BV)
-            n_tile = chunk_rows(n + row0, first, inside, NV * DV, cv, EDGE, BV)
-            r_tile = chunk_rows(r + row0, first, inside, NV * DV, cv, EDGE, BV)
+            n_tile = chunk_rows(n + row0, first, inside, C.NV * C.DV, cv, EDGE, BV)
+            r_tile = chunk_rows(r + row0, first, inside, C.NV * C.DV, cv, EDGE, BV)
             on_n = tl.dot(o_tile, n_tile.T, on_n)
             on_r = tl.dot(r_tile, n_tile.T, on_r)
             v_tile = chunk_rows(value, first, inside, v_row, cv, EDGE, BV)
             wide = r_tile.to(tl.float32)
             by_value += tl.sum(wide * v_tile.to(tl.float32), 1)
-            at = d_value + row0 + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
-            on = (first + i < length)[:, None] & (cv < DV)[None, :]
+            at = d_value + row0 + (first + i).to(tl.int64)[:, None] * (C.NV * C.DV) + cv[None, :]
+            on = (first + i < length)[:, None] & (cv < C.DV)[None, :]
             tl.store(at, (wide * rate[:, None]).to(d_value.dtype.element_ty), mask=on)
         qk = tl.zeros([CHUNK, CHUNK], tl.float32)
         kk = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for ck0 in range(0, DK, BK):
+        for ck0 in range(0, C.DK, BK):
             ck = ck0 + tl.arange(0, BK)
-            EDGE: tl.constexpr = BK if DK % BK == 0 else DK
+            EDGE: tl.constexpr = BK if C.DK % BK == 0 else C.DK
             k_tile = chunk_rows(key, first, inside, k_row, ck, EDGE, BK)
             q_tile = chunk_rows(query, first, inside, q_row, ck, EDGE, BK)
             kk = tl.dot(k_tile, k_tile.T, kk)
             qk = tl.dot(q_tile, k_tile.T, qk)
-        _total, fading = _grown(g + hv, token, g_row, there, GATE)
+        _total, fading = _grown(g + hv, token, g_row, there, C.GATE)
         z_tile = tl.where(i[:, None] >= i[None, :], on_n * fading * scale, 0.0)
         m_tile = tl.where(i[:, None] > i[None, :], -on_r * fading, 0.0)
         of_rate = by_value + tl.sum(m_tile * kk, 1)
         m_tile *= rate[:, None]
         weight = z_tile * qk + m_tile * kk
-        row = token * NV + hv
+        row = token * C.NV + hv
         tl.store(d_rate + row, of_rate, mask=first + i < length)
         tl.store(d_total + row, tl.sum(weight, 1) - tl.sum(weight, 0), mask=first + i < length)
-        tile = (chunk.to(tl.int64) * NV + hv) * CHUNK
+        tile = (chunk.to(tl.int64) * C.NV + hv) * CHUNK
         square = (tile + i)[:, None] * CHUNK + i[None, :]
         tl.store(z + square, z_tile.to(element))
         tl.store(m + square, (m_tile + m_tile.T).to(element))
@@ -318,26 +326,25 @@ def _pairs_kernel(
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _inputs_kernel(
     query, key, d_out, beta, lengths, n, r, z, m, grown, left, states, grads, d_query, d_key,
-    rate_parts, total_parts, T, sequences, scale,
-    q_row, q_head, k_row, k_head, o_row, o_head, b_row,
-    N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, SEQUENCES: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
+    rate_parts, total_parts, T, sequences, scale, strides,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Some columns of dq and dk of a chunk and a head; what they give G and beta."""
-    GROUP: tl.constexpr = NV // N
-    BLOCKS: tl.constexpr = (DK + BK - 1) // BK
+    q_row, q_head, k_row, k_head, o_row, o_head, b_row = strides
+    GROUP: tl.constexpr = C.NV // C.N
+    BLOCKS: tl.constexpr = (C.DK + BK - 1) // BK
     program = tl.program_id(0)
     block = program % BLOCKS
-    head = program // BLOCKS % N
+    head = program // BLOCKS % C.N
     h = head.to(tl.int64)
-    chunk = program // (BLOCKS * N)
-    start, first, length, inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
+    chunk = program // (BLOCKS * C.N)
+    start, first, length, inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < length:
         i = tl.arange(0, CHUNK)
         there = first + i < inside
         token = start + first + i
         ck = block * BK + tl.arange(0, BK)
-        EDGE: tl.constexpr = BK if DK % BK == 0 else DK
+        EDGE: tl.constexpr = BK if C.DK % BK == 0 else C.DK
         q_tile = chunk_rows(query + start * q_row + h * q_head, first, inside, q_row, ck, EDGE, BK)
         k_tile = chunk_rows(key + start * k_row + h * k_head, first, inside, k_row, ck, EDGE, BK)
         d_out += start * o_row
@@ -345,29 +352,29 @@ def _inputs_kernel(
         dk = tl.zeros([CHUNK, BK], tl.float32)
         for one in range(0, GROUP):
             hv = head * GROUP + one
-            row0 = (start * NV + hv) * DV
-            number = chunk.to(tl.int64) * NV + hv
+            row0 = (start * C.NV + hv) * C.DV
+            number = chunk.to(tl.int64) * C.NV + hv
             tile = number * CHUNK
             growth = tl.load(grown + tile + i, mask=there, other=0.0)
             rest = tl.load(left + tile + i, mask=there, other=0.0)
             fade = tl.load(grown + tile + CHUNK - 1, mask=first < inside, other=0.0)
-            rate = _rate(beta + hv, token, b_row, there, BETA)
+            rate = _rate(beta + hv, token, b_row, there, C.BETA)
             by_o = tl.zeros([CHUNK, BK], tl.float32)
             by_n = tl.zeros([CHUNK, BK], tl.float32)
             by_r = tl.zeros([CHUNK, BK], tl.float32)
             whole = tl.zeros([BV], tl.float32)
-            for cv0 in range(0, DV, BV):
+            for cv0 in range(0, C.DV, BV):
                 cv = cv0 + tl.arange(0, BV)
-                EDGE_V: tl.constexpr = BV if DV % BV == 0 else DV
-                at = number * (DV * DK) + cv[:, None] * DK + ck[None, :]
-                on = (cv < DV)[:, None] & (ck < DK)[None, :] & (first < inside)
+                EDGE_V: tl.constexpr = BV if C.DV % BV == 0 else C.DV
+                at = number * (C.DV * C.DK) + cv[:, None] * C.DK + ck[None, :]
+                on = (cv < C.DV)[:, None] & (ck < C.DK)[None, :] & (first < inside)
                 state = tl.load(states + at, mask=on, other=0.0)
                 grad = tl.load(grads + at, mask=on, other=0.0)
                 o_tile = chunk_rows(
                     d_out + hv.to(tl.int64) * o_head, first, inside, o_row, cv, EDGE_V, BV
                 )
-                n_tile = chunk_rows(n + row0, first, inside, NV * DV, cv, EDGE_V, BV)
-                r_tile = chunk_rows(r + row0, first, inside, NV * DV, cv, EDGE_V, BV)
+                n_tile = chunk_rows(n + row0, first, inside, C.NV * C.DV, cv, EDGE_V, BV)
+                r_tile = chunk_rows(r + row0, first, inside, C.NV * C.DV, cv, EDGE_V, BV)
                 by_o = tl.dot(o_tile, state, by_o)
                 by_r = tl.dot(r_tile, state, by_r)
                 by_n = tl.dot(n_tile, grad, by_n)
@@ -380,7 +387,7 @@ def _inputs_kernel(
             of_total = tl.sum(by_o * q_tile.to(tl.float32), 1) - of_rate * rate - of_rest
             end = tl.sum(of_rest, 0) + fade * tl.sum(whole, 0)
             of_total += tl.where(first + i == tl.minimum(first + CHUNK, inside) - 1, end, 0.0)
-            row = (block * T.to(tl.int64) + token) * NV + hv
+            row = (block * T.to(tl.int64) + token) * C.NV + hv
             tl.store(rate_parts + row, -of_rate, mask=first + i < length)
             tl.store(total_parts + row, of_total, mask=first + i < length)
             dq += by_o
@@ -392,8 +399,8 @@ def _inputs_kernel(
             dq = tl.dot(z_tile, k_tile, dq)
             dk = tl.dot(z_tile.T, q_tile, dk)
             dk = tl.dot(m_tile, k_tile, dk)
-        at = (token * N + h)[:, None] * DK + ck[None, :]
-        on = (first + i < length)[:, None] & (ck < DK)[None, :]
+        at = (token * C.N + h)[:, None] * C.DK + ck[None, :]
+        on = (first + i < length)[:, None] & (ck < C.DK)[None, :]
         tl.store(d_query + at, dq.to(d_query.dtype.element_ty), mask=on)
         tl.store(d_key + at, dk.to(d_key.dtype.element_ty), mask=on)
 
@@ -401,26 +408,25 @@ def _inputs_kernel(
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _gates_kernel(
     lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T, sequences,
-    NV: tl.constexpr, BLOCKS: tl.constexpr, HEADS: tl.constexpr, SEQUENCES: tl.constexpr,
-    VARLEN: tl.constexpr, BETA: tl.constexpr, GATE: tl.constexpr,
+    BLOCKS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dbeta and dg of a chunk and some value heads, from the parts."""
     chunk = tl.program_id(0)
     hv = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    start, first, length, _inside = _place(lengths, chunk, T, sequences, SEQUENCES, VARLEN)
+    start, first, length, _inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < length:
         i = tl.arange(0, CHUNK)
-        at = (start + first + i)[:, None] * NV + hv[None, :]
-        on = (first + i < length)[:, None] & (hv < NV)[None, :]
-        if BETA:
+        at = (start + first + i)[:, None] * C.NV + hv[None, :]
+        on = (first + i < length)[:, None] & (hv < C.NV)[None, :]
+        if C.BETA:
             of_rate = tl.load(d_rate + at, mask=on, other=0.0)
             for block in range(0, BLOCKS):
-                of_rate += tl.load(rate_parts + block * T.to(tl.int64) * NV + at, on, 0.0)
+                of_rate += tl.load(rate_parts + block * T.to(tl.int64) * C.NV + at, on, 0.0)
             tl.store(d_beta + at, of_rate.to(d_beta.dtype.element_ty), mask=on)
-        if GATE:
+        if C.GATE:
             total = tl.load(d_total + at, mask=on, other=0.0)
             for block in range(0, BLOCKS):
-                total += tl.load(total_parts + block * T.to(tl.int64) * NV + at, on, 0.0)
+                total += tl.load(total_parts + block * T.to(tl.int64) * C.NV + at, on, 0.0)
             later = tl.cumsum(total, 0, reverse=True)
             tl.store(d_g + at, later.to(d_g.dtype.element_ty), mask=on)
 
@@ -490,43 +496,45 @@ def backward(
     g_row = 0 if g is None else g.stride(0)
     # a pointer is needed where there is nothing to point at
     rate, gate = grown if beta is None else beta, grown if g is None else g
-    sizes = dict(
+    constants = Constants(
+        N=N,
         NV=NV,
+        DK=DK,
+        DV=DV,
         SEQUENCES=max(16, triton.next_power_of_2(sequences)),
         VARLEN=varlen,
         BETA=beta is not None,
+        GATE=g is not None,
     )
     if chunks > 0:
         launches.kernel(_triangles_kernel, chunks, NV)(
             query, key, rate, gate, actual_seq_lengths, t, p, grown, left, T, sequences, scale,
-            *q_by, *k_by, b_row, g_row, N=N, DK=DK, DK_PAD=DK_PAD, GATE=g is not None,
-            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=2, **sizes,
+            (*q_by, *k_by, b_row, g_row), DK_PAD=DK_PAD,
+            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", C=constants, num_warps=2,
         )  # fmt: skip
     launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
         query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
         d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
-        *q_by, *k_by, *v_by, *o_by, b_row,
-        N=N, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=walked, STAGES=2, INITIAL=initial_state is not None,
-        FINAL=d_final_state is not None, num_warps=4, **sizes,
+        (*q_by, *k_by, *v_by, *o_by, b_row), DK_PAD=DK_PAD, BV=walked, STAGES=2,
+        INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=constants,
+        num_warps=4,
     )  # fmt: skip
     if chunks > 0:
         # T and P are used up: Z and M lie in their place
         launches.kernel(_pairs_kernel, chunks, NV)(
             query, key, value, d_out, rate, gate, actual_seq_lengths, n, r, p, t, d_value, d_rate,
-            d_total, T, sequences, scale, *q_by, *k_by, *v_by, *o_by, b_row, g_row,
-            N=N, DK=DK, DV=DV, BK=BK, BV=BV, GATE=g is not None, num_warps=4,
-            num_stages=2, **sizes,
+            d_total, T, sequences, scale, (*q_by, *k_by, *v_by, *o_by, b_row, g_row), BK=BK, BV=BV,
+            C=constants, num_warps=4, num_stages=2,
         )  # fmt: skip
         launches.kernel(_inputs_kernel, chunks * N * blocks)(
             query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
             state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
-            *q_by, *k_by, *o_by, b_row,
-            N=N, DK=DK, DV=DV, BK=BK, BV=BV, num_warps=4, num_stages=2, **sizes,
+            (*q_by, *k_by, *o_by, b_row), BK=BK, BV=BV, C=constants, num_warps=4, num_stages=2,
         )  # fmt: skip
         if beta is not None or g is not None:
             heads = min(32, triton.next_power_of_2(NV))
             launches.kernel(_gates_kernel, chunks, triton.cdiv(NV, heads))(
                 actual_seq_lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T,
-                sequences, BLOCKS=blocks, HEADS=heads, GATE=g is not None, num_warps=4, **sizes,
+                sequences, BLOCKS=blocks, HEADS=heads, C=constants, num_warps=4,
             )  # fmt: skip
     return d_query, d_key, d_value, d_beta, d_initial, d_g

@@ -22,7 +22,7 @@ a sequence with some columns of one head's state in registers.  Kimi Linear (202
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,6 +49,23 @@ LARGEST_K, LARGEST_V = 128, 256
 _KEY_TILE = 64  # channels of the keys that a chunk's kernel holds at a time
 
 
+class Constants(NamedTuple):
+    """Of all kernels of a call and of its gradient."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    K_PAD: int
+    V_PAD: int
+    PIECES: int
+    VARLEN: bool
+    NORM: bool
+    GATE: int
+    A: bool
+    BIAS: bool
+
+
 @triton.jit
 def _solved(lower, PRECISION: tl.constexpr):
     """(I + lower)^-1 of a strictly lower [64, 64] matrix, in float32.
@@ -70,22 +87,22 @@ def _solved(lower, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _chunks_kernel(
     q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, out, T, sequences,
-    scale, lower_bound, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    g_batch, g_row, g_head, b_batch, b_row,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    V_PAD: tl.constexpr, BK: tl.constexpr, PIECES: tl.constexpr, VARLEN: tl.constexpr,
-    NORM: tl.constexpr, GATE: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr,
-    BACKWARD: tl.constexpr, PRECISION: tl.constexpr,
+    scale, lower_bound, strides,
+    BK: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head: scale exp(G) q, exp(G_last - G) k, P and exp(G_last); U and W, or for
     the gradient -A T and exp(G) k."""
+    (
+        q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+        g_batch, g_row, g_head, b_batch, b_row,
+    ) = strides  # fmt: skip
     program = tl.program_id(0)
-    chunk = program // HV
-    h, hv = heads_of(program % HV, HV // H)
-    batch, start, first, length, live = place(bounds, chunk, T, sequences, PIECES, VARLEN)
+    chunk = program // C.HV
+    h, hv = heads_of(program % C.HV, C.HV // C.H)
+    batch, start, first, length, live = place(bounds, chunk, T, sequences, C.PIECES, C.VARLEN)
     i = tl.arange(0, CHUNK)
     there = first + i < length
-    cv = tl.arange(0, V_PAD)
+    cv = tl.arange(0, C.V_PAD)
     element = qs.dtype.element_ty
     if live & (first < length):
         q += batch * q_batch + start * q_row + h * q_head
@@ -93,29 +110,29 @@ def _chunks_kernel(
         g += batch * g_batch + start * g_row + hv * g_head
         v += batch * v_batch + start * v_row + hv * v_head
         beta += batch * b_batch + start * b_row + hv
-        EDGE: tl.constexpr = BK if K == K_PAD else K
+        EDGE: tl.constexpr = BK if C.K == C.K_PAD else C.K
         tile = program.to(tl.int64) * CHUNK
         square = (tile + i)[:, None] * CHUNK + i[None, :]
-        q_unit = unit_norm(q, first, length, q_row, K, K_PAD, NORM)
-        k_unit = unit_norm(k, first, length, k_row, K, K_PAD, NORM)
-        speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if A else 1.0
+        q_unit = unit_norm(q, first, length, q_row, C.K, C.K_PAD, C.NORM)
+        k_unit = unit_norm(k, first, length, k_row, C.K, C.K_PAD, C.NORM)
+        speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
         seen = tl.zeros([CHUNK, CHUNK], tl.float32)
         alike = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for k0 in range(0, K_PAD, BK):
+        for k0 in range(0, C.K_PAD, BK):
             ck = k0 + tl.arange(0, BK)
-            x = gate_input(g, dt_bias, hv, first, length, g_row, ck, K, EDGE, BK, BIAS)
-            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, GATE), there), 0)
+            x = gate_input(g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BK, C.BIAS)
+            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, C.GATE), there), 0)
             last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
             q_tile = chunk_rows(q, first, length, q_row, ck, EDGE, BK)
             k_tile = chunk_rows(k, first, length, k_row, ck, EDGE, BK)
-            rows = (tile + i)[:, None] * K_PAD + ck[None, :]
+            rows = (tile + i)[:, None] * C.K_PAD + ck[None, :]
             grown = tl.exp2(total)
             q_wide = q_tile.to(tl.float32) * (q_unit * scale)[:, None]
             k_wide = k_tile.to(tl.float32) * k_unit[:, None]
             tl.store(qs + rows, (q_wide * grown).to(element))
             tl.store(w + rows, (k_wide * grown).to(element))
             tl.store(ks + rows, (k_wide * tl.exp2(last[None, :] - total)).to(element))
-            tl.store(fades + program.to(tl.int64) * K_PAD + ck, tl.exp2(last))
+            tl.store(fades + program.to(tl.int64) * C.K_PAD + ck, tl.exp2(last))
             # a token and itself
             own = tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), 1)[:, None]
             seen += tl.where(i[:, None] == i[None, :], own, 0.0)
@@ -138,63 +155,65 @@ def _chunks_kernel(
             tl.store(u + square, below.to(element))
         else:
             solved = (inverse * rate[None, :]).to(element)
-            v_tile = chunk_rows(v, first, length, v_row, cv, V, V_PAD)
-            to = u + (tile + i)[:, None] * V_PAD + cv[None, :]
+            v_tile = chunk_rows(v, first, length, v_row, cv, C.V, C.V_PAD)
+            to = u + (tile + i)[:, None] * C.V_PAD + cv[None, :]
             tl.store(to, tl.dot(solved, v_tile).to(element))
             # W in the place of exp(G) k, which other threads have written
             tl.debug_barrier()
-            rows = (tile + i)[:, None] * K_PAD + tl.arange(0, K_PAD)[None, :]
+            rows = (tile + i)[:, None] * C.K_PAD + tl.arange(0, C.K_PAD)[None, :]
             grown = tl.load(w + rows)
             tl.debug_barrier()
             tl.store(w + rows, tl.dot(solved, grown).to(element))
-    elif VARLEN and not BACKWARD:
+    elif C.VARLEN and not BACKWARD:
         token = start + first + i
-        to = out + (token * HV + hv)[:, None] * V + cv[None, :]
-        nothing = tl.zeros([CHUNK, V_PAD], out.dtype.element_ty)
-        tl.store(to, nothing, mask=there[:, None] & (cv < V)[None, :])
+        to = out + (token * C.HV + hv)[:, None] * C.V + cv[None, :]
+        nothing = tl.full([CHUNK, C.V_PAD], 0.0, out.dtype.element_ty)
+        tl.store(to, nothing, mask=there[:, None] & (cv < C.V)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _states_kernel(
     qs, ks, p, fades, u, w, bounds, initial, final, out, T, sequences, k_step, v_step,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    BV: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, VARLEN: tl.constexpr,
-    INITIAL: tl.constexpr,
+    BV: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Outputs and the final state of a sequence, for some columns of one head."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    BLOCKS: tl.constexpr = (C.V + BV - 1) // BV
     program = tl.program_id(0)
     block = program % BLOCKS
-    head = program // BLOCKS % HV
-    n = program // (BLOCKS * HV)
-    batch, start, length, chunk = walked(bounds, n, T, sequences, PIECES, VARLEN)
-    ck = tl.arange(0, K_PAD)
+    head = program // BLOCKS % C.HV
+    n = program // (BLOCKS * C.HV)
+    batch, start, length, chunk = walked(bounds, n, T, sequences, C.PIECES, C.VARLEN)
+    ck = tl.arange(0, C.K_PAD)
     cv = block * BV + tl.arange(0, BV)
     i = tl.arange(0, CHUNK)
-    state_at = (n.to(tl.int64) * HV + head) * (K * V) + ck[:, None] * k_step + cv[None, :] * v_step
-    state_on = (ck < K)[:, None] & (cv < V)[None, :]
+    state_at = (
+        (n.to(tl.int64) * C.HV + head) * (C.K * C.V) + ck[:, None] * k_step + cv[None, :] * v_step
+    )
+    state_on = (ck < C.K)[:, None] & (cv < C.V)[None, :]
     if INITIAL:
         state = tl.load(initial + state_at, mask=state_on, other=0.0).to(tl.float32)
     else:
-        state = tl.zeros([K_PAD, BV], tl.float32)
+        state = tl.full([C.K_PAD, BV], 0.0, tl.float32)
     element = qs.dtype.element_ty
-    out += ((batch * T + start) * HV + head) * V
-    wide = i[:, None] * K_PAD + ck[None, :]
+    out += ((batch * T + start) * C.HV + head) * C.V
+    wide = i[:, None] * C.K_PAD + ck[None, :]
     for c in tl.range(0, (length + CHUNK - 1) // CHUNK, num_stages=STAGES):
-        number = (chunk + c).to(tl.int64) * HV + head
-        tile = number * (CHUNK * K_PAD) + wide
+        number = (chunk + c).to(tl.int64) * C.HV + head
+        tile = number * (CHUNK * C.K_PAD) + wide
         w_tile = tl.load(w + tile)
         q_tile = tl.load(qs + tile)
         k_tile = tl.load(ks + tile)
         p_tile = tl.load(p + number * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :])
-        u_tile = tl.load(u + (number * CHUNK + i)[:, None] * V_PAD + cv[None, :])
-        fade = tl.load(fades + number * K_PAD + ck)
+        u_tile = tl.load(u + (number * CHUNK + i)[:, None] * C.V_PAD + cv[None, :])
+        fade = tl.load(fades + number * C.K_PAD + ck)
         half = state.to(element)
         new = (u_tile.to(tl.float32) - tl.dot(w_tile, half)).to(element)
         o = tl.dot(p_tile, new, tl.dot(q_tile, half))
         at = i + c * CHUNK
-        on = (at < length)[:, None] & (cv < V)[None, :]
-        tl.store(out + at.to(tl.int64)[:, None] * (HV * V) + cv[None, :], o.to(element), mask=on)
+        on = (at < length)[:, None] & (cv < C.V)[None, :]
+        tl.store(
+            out + at.to(tl.int64)[:, None] * (C.HV * C.V) + cv[None, :], o.to(element), mask=on
+        )
         state = tl.dot(k_tile.T, new, state * fade[:, None])
     tl.store(final + state_at, state.to(final.dtype.element_ty), mask=state_on)
 
@@ -209,7 +228,7 @@ class Chunks:
     fades: Tensor  # [.., K]
     u: Tensor  # U [.., 64, V], for the gradient -A T [.., 64, 64]
     w: Tensor  # W, for the gradient exp(G) k [.., 64, K]
-    sizes: dict[str, Any]  # of every kernel
+    constants: Constants
     sequences: int
     count: int
 
@@ -252,13 +271,19 @@ def chunks(
         fades=empty(K_PAD, dtype=torch.float32),
         u=empty(side, side if backward else V_PAD),
         w=empty(side, K_PAD),
-        sizes=dict(
+        constants=Constants(
+            H=H,
             HV=HV,
             K=K,
             V=V,
             K_PAD=K_PAD,
+            V_PAD=V_PAD,
             PIECES=max(16, triton.next_power_of_2(sequences + 2)) if varlen else 16,
             VARLEN=varlen,
+            NORM=norm,
+            GATE=gate(gated, lower_bound),
+            A=A_log is not None,
+            BIAS=dt_bias is not None,
         ),
         sequences=sequences,
         count=count,
@@ -268,12 +293,10 @@ def chunks(
             q, k, v, g, beta, A_log, dt_bias, cu_seqlens, made.qs, made.ks, made.p, made.fades,
             made.u, made.w, made.qs if out is None else out, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *beta.stride()[:2],
-            H=H, V_PAD=V_PAD, BK=min(_KEY_TILE, K_PAD), NORM=norm,
-            GATE=gate(gated, lower_bound), A=A_log is not None, BIAS=dt_bias is not None,
-            BACKWARD=backward,
-            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=8, num_stages=1,
-            **made.sizes,
+            (*(s for x in (q, k, v, g) for s in x.stride()[:3]), *beta.stride()[:2]),
+            BK=min(_KEY_TILE, K_PAD), BACKWARD=backward,
+            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", C=made.constants,
+            num_warps=8, num_stages=1,
         )  # fmt: skip
     return made
 
@@ -324,11 +347,10 @@ def forward(
         q, k, v, g, beta, K**-0.5 if scale is None else scale, cu_seqlens, use_qk_l2norm_in_kernel,
         A_log, dt_bias, lower_bound, use_gate_in_kernel, out,
     )  # fmt: skip
-    V_PAD = max(16, triton.next_power_of_2(V))
-    BV, stages = walk_tiling(V_PAD, gpu.shared_memory(v.device))
+    BV, stages = walk_tiling(x.constants.V_PAD, gpu.shared_memory(v.device))
     launches.kernel(_states_kernel, sequences * HV * triton.cdiv(V, BV))(
         x.qs, x.ks, x.p, x.fades, x.u, x.w, cu_seqlens, initial_state, final, out, T, sequences,
-        *steps(state_layout, K, V), V_PAD=V_PAD, BV=BV,
-        STAGES=stages, INITIAL=initial_state is not None, num_warps=4, **x.sizes,
+        *steps(state_layout, K, V), BV=BV, STAGES=stages, INITIAL=initial_state is not None,
+        C=x.constants, num_warps=4,
     )  # fmt: skip
     return out, final

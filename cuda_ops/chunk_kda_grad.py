@@ -40,7 +40,6 @@ from .common.kda import (
     SOFTPLUS,
     binary,
     from_between,
-    gate,
     gate_input,
     log_decay,
     pairs_of_bit,
@@ -60,33 +59,32 @@ _TOKENS = 16  # rows in a tile of the norms' kernel
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _walks_kernel(
     v, d_out, beta, qs, ks, p, fades, t, kg, bounds, initial, d_final, n, r, states, grads,
-    d_initial, T, sequences, v_batch, v_row, v_head, o_batch, o_row, o_head, b_batch, b_row,
-    k_step, v_step,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    BV: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, VARLEN: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    d_initial, T, sequences, strides,
+    BV: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """n and the states of a sequence, or R and their gradients, for some columns of one head.
 
     The state is held transposed, [BV, K]: the left operand of every product then comes from
     registers."""
-    BLOCKS: tl.constexpr = V_PAD // BV
+    v_batch, v_row, v_head, o_batch, o_row, o_head, b_batch, b_row, k_step, v_step = strides
+    BLOCKS: tl.constexpr = C.V_PAD // BV
     program = tl.program_id(0)
     back = program % 2
     block = program // 2 % BLOCKS
-    head = program // (2 * BLOCKS) % HV
+    head = program // (2 * BLOCKS) % C.HV
     hv = head.to(tl.int64)
-    sequence = program // (2 * BLOCKS * HV)
-    batch, start, length, chunk = walked(bounds, sequence, T, sequences, PIECES, VARLEN)
+    sequence = program // (2 * BLOCKS * C.HV)
+    batch, start, length, chunk = walked(bounds, sequence, T, sequences, C.PIECES, C.VARLEN)
     count = (length + CHUNK - 1) // CHUNK
-    ck = tl.arange(0, K_PAD)
+    ck = tl.arange(0, C.K_PAD)
     cv = block * BV + tl.arange(0, BV)
     i = tl.arange(0, CHUNK)
-    on = (cv < V)[:, None] & (ck < K)[None, :]
-    whole_at = (sequence.to(tl.int64) * HV + hv) * (K * V)
+    on = (cv < C.V)[:, None] & (ck < C.K)[None, :]
+    whole_at = (sequence.to(tl.int64) * C.HV + hv) * (C.K * C.V)
     whole_at += cv[:, None] * v_step + ck[None, :] * k_step
-    inner = cv[:, None] * K_PAD + ck[None, :]
-    wide = i[:, None] * K_PAD + ck[None, :]
+    inner = cv[:, None] * C.K_PAD + ck[None, :]
+    wide = i[:, None] * C.K_PAD + ck[None, :]
     square = i[:, None] * CHUNK + i[None, :]
     v += batch * v_batch + start * v_row + hv * v_head
     d_out += batch * o_batch + start * o_row + hv * o_head
@@ -96,49 +94,49 @@ def _walks_kernel(
         if INITIAL:
             state = tl.load(initial + whole_at, mask=on, other=0.0).to(tl.float32)
         else:
-            state = tl.zeros([BV, K_PAD], tl.float32)
+            state = tl.full([BV, C.K_PAD], 0.0, tl.float32)
         for c in tl.range(0, count, num_stages=STAGES):
             token = (i + c * CHUNK).to(tl.int64)
             there = token < length
-            number = (chunk + c).to(tl.int64) * HV + hv
-            k_tile = tl.load(kg + number * (CHUNK * K_PAD) + wide)
-            l_tile = tl.load(ks + number * (CHUNK * K_PAD) + wide)
+            number = (chunk + c).to(tl.int64) * C.HV + hv
+            k_tile = tl.load(kg + number * (CHUNK * C.K_PAD) + wide)
+            l_tile = tl.load(ks + number * (CHUNK * C.K_PAD) + wide)
             t_tile = tl.load(t + number * (CHUNK * CHUNK) + square)
-            v_on = there[None, :] & (cv < V)[:, None]
+            v_on = there[None, :] & (cv < C.V)[:, None]
             v_tile = tl.load(v + token[None, :] * v_row + cv[:, None], mask=v_on, other=0.0)
             rate = tl.load(beta + token * b_row, mask=there, other=0.0).to(tl.float32)
-            fade = tl.load(fades + number * K_PAD + ck)
+            fade = tl.load(fades + number * C.K_PAD + ck)
             half = state.to(element)
-            tl.store(states + number * (V_PAD * K_PAD) + inner, half)
+            tl.store(states + number * (C.V_PAD * C.K_PAD) + inner, half)
             x = v_tile.to(tl.float32) - tl.dot(half, k_tile.T)
             new = tl.dot((x * rate[None, :]).to(element), t_tile.T, x)
-            to = (number * CHUNK + i)[None, :] * V_PAD + cv[:, None]
+            to = (number * CHUNK + i)[None, :] * C.V_PAD + cv[:, None]
             tl.store(n + to, new.to(element))
             state = tl.dot((new * rate[None, :]).to(element), l_tile, state * fade[None, :])
     else:
         if FINAL:
             grad = tl.load(d_final + whole_at, mask=on, other=0.0).to(tl.float32)
         else:
-            grad = tl.zeros([BV, K_PAD], tl.float32)
+            grad = tl.full([BV, C.K_PAD], 0.0, tl.float32)
         for step in tl.range(0, count, num_stages=STAGES):
             c = count - 1 - step
             token = (i + c * CHUNK).to(tl.int64)
             there = token < length
-            number = (chunk + c).to(tl.int64) * HV + hv
-            q_tile = tl.load(qs + number * (CHUNK * K_PAD) + wide)
-            k_tile = tl.load(kg + number * (CHUNK * K_PAD) + wide)
-            l_tile = tl.load(ks + number * (CHUNK * K_PAD) + wide)
+            number = (chunk + c).to(tl.int64) * C.HV + hv
+            q_tile = tl.load(qs + number * (CHUNK * C.K_PAD) + wide)
+            k_tile = tl.load(kg + number * (CHUNK * C.K_PAD) + wide)
+            l_tile = tl.load(ks + number * (CHUNK * C.K_PAD) + wide)
             t_tile = tl.load(t + number * (CHUNK * CHUNK) + square)
             p_tile = tl.load(p + number * (CHUNK * CHUNK) + square)
-            o_on = there[None, :] & (cv < V)[:, None]
+            o_on = there[None, :] & (cv < C.V)[:, None]
             o_tile = tl.load(d_out + token[None, :] * o_row + cv[:, None], mask=o_on, other=0.0)
             rate = tl.load(beta + token * b_row, mask=there, other=0.0).to(tl.float32)
-            fade = tl.load(fades + number * K_PAD + ck)
+            fade = tl.load(fades + number * C.K_PAD + ck)
             half = grad.to(element)
-            tl.store(grads + number * (V_PAD * K_PAD) + inner, half)
+            tl.store(grads + number * (C.V_PAD * C.K_PAD) + inner, half)
             dn = tl.dot(o_tile, p_tile) + tl.dot(half, l_tile.T)
             rr = tl.dot((dn * rate[None, :]).to(element), t_tile, dn)
-            to = (number * CHUNK + i)[None, :] * V_PAD + cv[:, None]
+            to = (number * CHUNK + i)[None, :] * C.V_PAD + cv[:, None]
             tl.store(r + to, rr.to(element))
             grad = tl.dot(o_tile, q_tile, grad * fade[None, :])
             grad = tl.dot((rr * -rate[None, :]).to(element), k_tile, grad)
@@ -165,38 +163,37 @@ def _of_gate(x, speed, lower_bound, GATE: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _inputs_kernel(
     q, k, g, beta, d_out, A_log, dt_bias, bounds, n, r, states, grads, d_q, d_k, d_v, d_g, d_beta,
-    A_parts, bias_parts, T, sequences, scale, lower_bound,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, g_batch, g_row, g_head, o_batch, o_row, o_head,
-    b_batch, b_row,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr,
-    V_PAD: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PIECES: tl.constexpr,
-    VARLEN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, A: tl.constexpr,
-    BIAS: tl.constexpr,
+    A_parts, bias_parts, T, sequences, scale, lower_bound, strides,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head some columns of dq, dk (of the rows as the norm leaves them) and dg,
     and what they give A_log and dt_bias; with the first columns dv and dbeta."""
-    GROUP: tl.constexpr = HV // H
-    BLOCKS: tl.constexpr = K_PAD // BK
-    EDGE: tl.constexpr = BK if K == K_PAD else K
-    V_EDGE: tl.constexpr = BV if V == V_PAD else V
+    (
+        q_batch, q_row, q_head, k_batch, k_row, k_head, g_batch, g_row, g_head,
+        o_batch, o_row, o_head, b_batch, b_row,
+    ) = strides  # fmt: skip
+    GROUP: tl.constexpr = C.HV // C.H
+    BLOCKS: tl.constexpr = C.K_PAD // BK
+    EDGE: tl.constexpr = BK if C.K == C.K_PAD else C.K
+    V_EDGE: tl.constexpr = BV if C.V == C.V_PAD else C.V
     program = tl.program_id(0)
     block = program % BLOCKS
-    head = program // BLOCKS % H
+    head = program // BLOCKS % C.H
     h = head.to(tl.int64)
-    chunk = program // (BLOCKS * H)
-    batch, start, first, length, live = place(bounds, chunk, T, sequences, PIECES, VARLEN)
+    chunk = program // (BLOCKS * C.H)
+    batch, start, first, length, live = place(bounds, chunk, T, sequences, C.PIECES, C.VARLEN)
     i = tl.arange(0, CHUNK)
     there = first + i < length
     ck = block * BK + tl.arange(0, BK)
     token = batch * T + start + first + i
-    on = there[:, None] & (ck < K)[None, :]
-    to_g = (token * HV + h * GROUP)[:, None] * K + ck[None, :]
-    to_v = (token * HV + h * GROUP) * V
+    on = there[:, None] & (ck < C.K)[None, :]
+    to_g = (token * C.HV + h * GROUP)[:, None] * C.K + ck[None, :]
+    to_v = (token * C.HV + h * GROUP) * C.V
     if live & (first < length):
         q += batch * q_batch + start * q_row + h * q_head
         k += batch * k_batch + start * k_row + h * k_head
-        q_unit = unit_norm(q, first, length, q_row, K, K_PAD, NORM)
-        k_unit = unit_norm(k, first, length, k_row, K, K_PAD, NORM)
+        q_unit = unit_norm(q, first, length, q_row, C.K, C.K_PAD, C.NORM)
+        k_unit = unit_norm(k, first, length, k_row, C.K, C.K_PAD, C.NORM)
         q_wide = chunk_rows(q, first, length, q_row, ck, EDGE, BK).to(tl.float32) * q_unit[:, None]
         k_wide = chunk_rows(k, first, length, k_row, ck, EDGE, BK).to(tl.float32) * k_unit[:, None]
         element = n.dtype.element_ty
@@ -204,7 +201,7 @@ def _inputs_kernel(
         dk = tl.zeros([CHUNK, BK], tl.float32)
         for one in range(0, GROUP):
             hv = h * GROUP + one
-            number = chunk.to(tl.int64) * HV + hv
+            number = chunk.to(tl.int64) * C.HV + hv
             of_beta = beta + batch * b_batch + (start + first + i) * b_row + hv
             rate = tl.load(of_beta, mask=there, other=0.0).to(tl.float32)
             of_out = d_out + batch * o_batch + start * o_row + hv * o_head
@@ -214,13 +211,13 @@ def _inputs_kernel(
             z = tl.zeros([CHUNK, CHUNK], tl.float32)
             m = tl.zeros([CHUNK, CHUNK], tl.float32)
             whole = tl.zeros([BK], tl.float32)
-            for cv0 in range(0, V_PAD, BV):
+            for cv0 in range(0, C.V_PAD, BV):
                 cv = cv0 + tl.arange(0, BV)
-                inner = number * (V_PAD * K_PAD) + cv[:, None] * K_PAD + ck[None, :]
+                inner = number * (C.V_PAD * C.K_PAD) + cv[:, None] * C.K_PAD + ck[None, :]
                 state = tl.load(states + inner)
                 grad = tl.load(grads + inner)
                 o_tile = chunk_rows(of_out, first, length, o_row, cv, V_EDGE, BV)
-                at = (number * CHUNK + i)[:, None] * V_PAD + cv[None, :]
+                at = (number * CHUNK + i)[:, None] * C.V_PAD + cv[None, :]
                 n_tile = tl.load(n + at)
                 r_tile = tl.load(r + at)
                 left_q = tl.dot(o_tile, state, left_q)
@@ -230,20 +227,20 @@ def _inputs_kernel(
                 m = tl.dot(r_tile, n_tile.T, m)
                 whole += tl.sum(state.to(tl.float32) * grad.to(tl.float32), 0)
                 if block == 0:
-                    of_v = d_v + (to_v + one * V)[:, None] + cv[None, :]
+                    of_v = d_v + (to_v + one * C.V)[:, None] + cv[None, :]
                     dv = (r_tile.to(tl.float32) * rate[:, None]).to(d_v.dtype.element_ty)
-                    tl.store(of_v, dv, mask=there[:, None] & (cv < V)[None, :])
+                    tl.store(of_v, dv, mask=there[:, None] & (cv < C.V)[None, :])
             same = i[:, None] == i[None, :]
             if block == 0:
                 of_rate = tl.sum(tl.where(same, m, 0.0), 1)
                 of_rate = of_rate.to(d_beta.dtype.element_ty)
-                tl.store(d_beta + token * HV + hv, of_rate, mask=there)
+                tl.store(d_beta + token * C.HV + hv, of_rate, mask=there)
             z *= rate[None, :] * scale
             m *= -rate[:, None] * rate[None, :]
             of_g = g + batch * g_batch + start * g_row + hv * g_head
-            speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if A else 1.0
-            x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, K, EDGE, BK, BIAS)
-            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, GATE), there), 0)
+            speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
+            x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BK, C.BIAS)
+            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, C.GATE), there), 0)
             last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
             growth = tl.exp2(total)
             left_q *= growth * scale
@@ -267,39 +264,39 @@ def _inputs_kernel(
             # what q and k of one token give each other takes no decay
             of_total = q_wide * left_q + k_wide * (left_k - right_k)
             dg = tl.cumsum(of_total, 0, reverse=True) + end[None, :]
-            slope, by_A = _of_gate(x, speed, lower_bound, GATE)
-            part = number * K_PAD + ck
-            if A:
+            slope, by_A = _of_gate(x, speed, lower_bound, C.GATE)
+            part = number * C.K_PAD + ck
+            if C.A:
                 tl.store(A_parts + part, tl.sum(tl.where(there[:, None], dg * by_A, 0.0), 0))
             dg *= slope
-            if BIAS:
+            if C.BIAS:
                 tl.store(bias_parts + part, tl.sum(tl.where(there[:, None], dg, 0.0), 0))
-            tl.store(d_g + to_g + one * K, dg.to(d_g.dtype.element_ty), mask=on)
-        to = (token * H + h)[:, None] * K + ck[None, :]
+            tl.store(d_g + to_g + one * C.K, dg.to(d_g.dtype.element_ty), mask=on)
+        to = (token * C.H + h)[:, None] * C.K + ck[None, :]
         tl.store(d_q + to, dq.to(d_q.dtype.element_ty), mask=on)
         tl.store(d_k + to, dk.to(d_k.dtype.element_ty), mask=on)
-    elif VARLEN:
+    elif C.VARLEN:
         # tokens of no sequence, or no tokens at all
         nothing = tl.zeros([CHUNK, BK], tl.float32)
-        to = (token * H + h)[:, None] * K + ck[None, :]
+        to = (token * C.H + h)[:, None] * C.K + ck[None, :]
         tl.store(d_q + to, nothing.to(d_q.dtype.element_ty), mask=on)
         tl.store(d_k + to, nothing.to(d_k.dtype.element_ty), mask=on)
         for one in range(0, GROUP):
             hv = h * GROUP + one
-            tl.store(d_g + to_g + one * K, nothing.to(d_g.dtype.element_ty), mask=on)
-            part = (chunk.to(tl.int64) * HV + hv) * K_PAD + ck
-            if A:
+            tl.store(d_g + to_g + one * C.K, nothing.to(d_g.dtype.element_ty), mask=on)
+            part = (chunk.to(tl.int64) * C.HV + hv) * C.K_PAD + ck
+            if C.A:
                 tl.store(A_parts + part, tl.zeros([BK], tl.float32))
-            if BIAS:
+            if C.BIAS:
                 tl.store(bias_parts + part, tl.zeros([BK], tl.float32))
             if block == 0:
                 none = tl.zeros([CHUNK], d_beta.dtype.element_ty)
-                tl.store(d_beta + token * HV + hv, none, mask=there)
-                for cv0 in range(0, V_PAD, BV):
+                tl.store(d_beta + token * C.HV + hv, none, mask=there)
+                for cv0 in range(0, C.V_PAD, BV):
                     cv = cv0 + tl.arange(0, BV)
-                    of_v = d_v + (to_v + one * V)[:, None] + cv[None, :]
+                    of_v = d_v + (to_v + one * C.V)[:, None] + cv[None, :]
                     empty = tl.zeros([CHUNK, BV], d_v.dtype.element_ty)
-                    tl.store(of_v, empty, mask=there[:, None] & (cv < V)[None, :])
+                    tl.store(of_v, empty, mask=there[:, None] & (cv < C.V)[None, :])
 
 
 @triton.jit
@@ -399,8 +396,8 @@ def backward(
     x = chunks(
         q, k, v, g, beta, scale, cu_seqlens, norm, A_log, dt_bias, lower_bound, gated, None
     )  # fmt: skip
-    programs, side, K_PAD = x.count * HV, CHUNK.value, x.sizes["K_PAD"]
-    V_PAD = max(16, triton.next_power_of_2(V))
+    programs, side = x.count * HV, CHUNK.value
+    K_PAD, V_PAD = x.constants.K_PAD, x.constants.V_PAD
     BK, BV = min(_KEY_TILE, K_PAD), min(_VALUE_TILE, V_PAD)
     n, r = (memory.empty((programs, side, V_PAD), half, device) for _ in range(2))
     states, state_grads = (memory.empty((programs, V_PAD, K_PAD), half, device) for _ in range(2))
@@ -412,18 +409,17 @@ def backward(
     launches.kernel(_walks_kernel, 2 * sequences * HV * (V_PAD // BV))(
         v, d_out, beta, x.qs, x.ks, x.p, x.fades, x.u, x.w, cu_seqlens, initial_state,
         d_final_state, n, r, states, state_grads, d_initial, T, sequences,
-        *v.stride()[:3], *o_by, *b_by, *steps(state_layout, K, V),
-        V_PAD=V_PAD, BV=BV, STAGES=2, INITIAL=initial_state is not None,
-        FINAL=d_final_state is not None, num_warps=4, **x.sizes,
+        (*v.stride()[:3], *o_by, *b_by, *steps(state_layout, K, V)), BV=BV, STAGES=2,
+        INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=x.constants,
+        num_warps=4,
     )  # fmt: skip
     if programs > 0:
         launches.kernel(_inputs_kernel, x.count * H * (K_PAD // BK))(
             q, k, g, beta, d_out, A_log, dt_bias, cu_seqlens, n, r, states, state_grads,
             d_q, d_k, d_v, d_g, d_beta, A_parts, bias_parts, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
-            *q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *o_by, *b_by,
-            H=H, V_PAD=V_PAD, BK=BK, BV=BV, NORM=norm, GATE=gate(gated, lower_bound), A=A,
-            BIAS=bias, num_warps=8, num_stages=1, **x.sizes,
+            (*q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *o_by, *b_by), BK=BK, BV=BV,
+            C=x.constants, num_warps=8, num_stages=1,
         )  # fmt: skip
         if norm:
             launches.kernel(_norms_kernel, triton.cdiv(B * T * H, _TOKENS))(

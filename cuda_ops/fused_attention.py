@@ -20,7 +20,7 @@ group share a tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,33 +46,50 @@ from .hopper import fused_attention as hopper
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
+class Constants(NamedTuple):
+    """Of the kernel; D_PAD and V_PAD are the head sizes' next powers of two."""
+
+    D: int
+    V: int
+    D_PAD: int
+    V_PAD: int
+    GROUP: int
+    PACK: int
+    CAUSAL: bool
+    WINDOW: bool
+    VARLEN: bool
+    SPLIT: bool
+    NEGATIVE: bool
+    BM: int
+    BN: int
+    STAGES: int
+    FAR: bool
+
+
 @triton.jit
 def _over_keys(
     acc, row_max, row_sum, q_tile, k, v, k_row, v_row, low, high, columns, position,
-    scale_log2, window, D, V,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BN: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
-    FAR: tl.constexpr,
+    scale_log2, window, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Adds keys [low, high) to (acc, row_max, row_sum); row_max and row_sum in base 2."""
-    d = tl.arange(0, D_PAD)
-    e = tl.arange(0, V_PAD)
-    n = tl.arange(0, BN)
-    k_offset = steps(BN, FAR)[None, :] * k_row + d[:, None]  # [D, BN]
-    v_offset = steps(BN, FAR)[:, None] * v_row + e[None, :]  # [BN, V]
-    for start in tl.range(low, high, BN, num_stages=STAGES):
+    d = tl.arange(0, C.D_PAD)
+    e = tl.arange(0, C.V_PAD)
+    n = tl.arange(0, C.BN)
+    k_offset = steps(C.BN, C.FAR)[None, :] * k_row + d[:, None]  # [D, BN]
+    v_offset = steps(C.BN, C.FAR)[:, None] * v_row + e[None, :]  # [BN, V]
+    for start in tl.range(low, high, C.BN, num_stages=C.STAGES):
         column = start + n
         k_at = k + tl.cast(start, tl.int64) * k_row + k_offset
         v_at = v + tl.cast(start, tl.int64) * v_row + v_offset
         if MASKED:
-            k_tile = tl.load(k_at, (column < columns)[None, :] & (d < D)[:, None], 0.0)
-        elif D_PAD == D:
+            k_tile = tl.load(k_at, (column < columns)[None, :] & (d < C.D)[:, None], 0.0)
+        elif C.D_PAD == C.D:
             k_tile = tl.load(k_at)
         else:
-            k_tile = tl.load(k_at, (d < D)[:, None], 0.0)
+            k_tile = tl.load(k_at, (d < C.D)[:, None], 0.0)
         score = tl.dot(q_tile, k_tile)
         if MASKED:
-            keep = visible(position[:, None], column[None, :], columns, window, CAUSAL, WINDOW)
+            keep = visible(position[:, None], column[None, :], columns, window, C.CAUSAL, C.WINDOW)
             score = tl.where(keep, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
         if MASKED:
@@ -85,11 +102,11 @@ def _over_keys(
         row_sum = row_sum * alpha + tl.sum(p, 1)
         row_max = new_max
         if MASKED:
-            v_tile = tl.load(v_at, (column < columns)[:, None] & (e < V)[None, :], 0.0)
-        elif V_PAD == V:
+            v_tile = tl.load(v_at, (column < columns)[:, None] & (e < C.V)[None, :], 0.0)
+        elif C.V_PAD == C.V:
             v_tile = tl.load(v_at)
         else:
-            v_tile = tl.load(v_at, (e < V)[None, :], 0.0)
+            v_tile = tl.load(v_at, (e < C.V)[None, :], 0.0)
         acc = tl.dot(p.to(q_tile.dtype), v_tile.to(q_tile.dtype), acc * alpha[:, None])
     return acc, row_max, row_sum
 
@@ -102,15 +119,14 @@ def _over_keys(
 )  # fmt: skip
 def _forward_kernel(
     q, k, v, o, lse, plan, scale_log2, window, tiles, n_q, n_k, heads, parts,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    o_batch, o_head, o_row, lse_batch, lse_head, lse_row, part_o, part_lse,
-    D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    GROUP: tl.constexpr, PACK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    VARLEN: tl.constexpr, SPLIT: tl.constexpr, NEGATIVE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
+    strides, lse_batch, lse_head, lse_row, part_o, part_lse, C: tl.constexpr,
 ):  # fmt: skip
     """One tile of BM rows; PACK heads of a group share it, row r = query r // PACK, head r % PACK.
     With SPLIT the program takes one of `parts` of the keys and leaves (o, lse in base 2) there."""
+    (
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+        o_batch, o_head, o_row,
+    ) = strides  # fmt: skip
     program = tl.program_id(0)
     part = program % parts
     program = program // parts
@@ -118,55 +134,57 @@ def _forward_kernel(
     outer = program // tiles
     head = outer % heads
     batch, first_q, n_q, first_k, n_k, tile, _ = locate(
-        plan, program % tiles, tiles, outer // heads, n_q, n_k, VARLEN
+        plan, program % tiles, tiles, outer // heads, n_q, n_k, C.VARLEN
     )
-    if tile * BM >= n_q * PACK:
+    if tile * C.BM >= n_q * C.PACK:
         return
-    row = tile * BM + tl.arange(0, BM)
-    query = row // PACK
+    row = tile * C.BM + tl.arange(0, C.BM)
+    query = row // C.PACK
     keep_row = query < n_q
-    q_head_index = head * PACK + row % PACK
-    kv_head = head * PACK // GROUP
+    q_head_index = head * C.PACK + row % C.PACK
+    kv_head = head * C.PACK // C.GROUP
     position = query + (n_k - n_q)
-    d = tl.arange(0, D_PAD)
-    e = tl.arange(0, V_PAD)
+    d = tl.arange(0, C.D_PAD)
+    e = tl.arange(0, C.V_PAD)
 
     where_q = batch * q_batch + (first_q + query) * q_row + q_head_index.to(tl.int64) * q_head
     q_tile = tl.load(
-        q + where_q[:, None] + d[None, :], keep_row[:, None] & (d < D)[None, :], 0.0
+        q + where_q[:, None] + d[None, :], keep_row[:, None] & (d < C.D)[None, :], 0.0
     )  # [BM, D]
-    if NEGATIVE:
+    if C.NEGATIVE:
         q_tile = -q_tile
     k += batch * k_batch + kv_head.to(tl.int64) * k_head + first_k * k_row
     v += batch * v_batch + kv_head.to(tl.int64) * v_head + first_k * v_row
 
-    first = tile * BM // PACK + (n_k - n_q)
-    last = tl.minimum((tile * BM + BM - 1) // PACK, n_q - 1) + (n_k - n_q)
-    low, high, full_low, full_high = keys_of(first, last, n_k, window, CAUSAL, WINDOW)
-    low = low // BN * BN
-    if SPLIT:
-        each = (tl.maximum(high - low, 0) + parts * BN - 1) // (parts * BN) * BN
+    first = tile * C.BM // C.PACK + (n_k - n_q)
+    last = tl.minimum((tile * C.BM + C.BM - 1) // C.PACK, n_q - 1) + (n_k - n_q)
+    low, high, full_low, full_high = keys_of(first, last, n_k, window, C.CAUSAL, C.WINDOW)
+    low = low // C.BN * C.BN
+    if C.SPLIT:
+        each = (tl.maximum(high - low, 0) + parts * C.BN - 1) // (parts * C.BN) * C.BN
         low = low + part * each
         high = tl.minimum(high, low + each)
     # the tiles of BN in between need no mask
-    full_low = tl.minimum(tl.maximum((full_low + BN - 1) // BN * BN, low), tl.maximum(high, low))
-    full_high = tl.maximum(tl.minimum(full_high, high) // BN * BN, full_low)
+    full_low = tl.minimum(
+        tl.maximum((full_low + C.BN - 1) // C.BN * C.BN, low), tl.maximum(high, low)
+    )
+    full_high = tl.maximum(tl.minimum(full_high, high) // C.BN * C.BN, full_low)
 
-    acc = tl.zeros([BM, V_PAD], tl.float32)
-    row_max = tl.full([BM], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BM], tl.float32)
-    if WINDOW:
+    acc = tl.full([C.BM, C.V_PAD], 0.0, tl.float32)
+    row_max = tl.full([C.BM], float("-inf"), tl.float32)
+    row_sum = tl.full([C.BM], 0.0, tl.float32)
+    if C.WINDOW:
         acc, row_max, row_sum = _over_keys(
             acc, row_max, row_sum, q_tile, k, v, k_row, v_row, low, full_low, n_k, position,
-            scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
+            scale_log2, window, True, C,
         )  # fmt: skip
     acc, row_max, row_sum = _over_keys(
         acc, row_max, row_sum, q_tile, k, v, k_row, v_row, full_low, full_high, n_k, position,
-        scale_log2, window, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
+        scale_log2, window, False, C,
     )  # fmt: skip
     acc, row_max, row_sum = _over_keys(
         acc, row_max, row_sum, q_tile, k, v, k_row, v_row, full_high, high, n_k, position,
-        scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
+        scale_log2, window, True, C,
     )  # fmt: skip
 
     seen = row_sum > 0
@@ -174,11 +192,11 @@ def _forward_kernel(
     row_lse = tl.where(seen, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), float("-inf"))
     where_lse = batch * lse_batch + (first_q + query) * lse_row
     where_lse += q_head_index.to(tl.int64) * lse_head
-    keep = keep_row[:, None] & (e < V)[None, :]
-    if SPLIT:
+    keep = keep_row[:, None] & (e < C.V)[None, :]
+    if C.SPLIT:
         # lse is contiguous: its offsets number the rows of the parts, too
         where_part = where_lse * parts + part
-        tl.store(part_o + where_part[:, None] * V + e[None, :], acc, keep)
+        tl.store(part_o + where_part[:, None] * C.V + e[None, :], acc, keep)
         tl.store(part_lse + where_part, row_lse, keep_row)
     else:
         where_o = batch * o_batch + (first_q + query) * o_row
@@ -314,11 +332,13 @@ def _plain(
     launches.kernel(_forward_kernel, t.parts * tiles * sizes.outer * heads)(
         q, k, v, o, lse, listed, abs(scale) * LOG2_E, min(window or 0, 2**30), tiles,
         sizes.n_q, sizes.n_k, heads, t.parts,
-        *strides(q), *strides(k), *strides(v), *strides(o), *row_strides(lse), part_o, part_lse,
-        D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, PACK=t.pack,
-        CAUSAL=causal, WINDOW=window is not None, VARLEN=sizes.varlen, SPLIT=split,
-        NEGATIVE=scale < 0, BM=t.queries, BN=t.keys, STAGES=t.stages,
-        FAR=is_far(k, v), num_warps=t.warps,
+        (*strides(q), *strides(k), *strides(v), *strides(o)), *row_strides(lse), part_o, part_lse,
+        C=Constants(
+            D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, PACK=t.pack,
+            CAUSAL=causal, WINDOW=window is not None, VARLEN=sizes.varlen, SPLIT=split,
+            NEGATIVE=scale < 0, BM=t.queries, BN=t.keys, STAGES=t.stages, FAR=is_far(k, v),
+        ),
+        num_warps=t.warps,
     )  # fmt: skip
     if split:
         launches.kernel(_merge_kernel, lse.numel())(

@@ -18,7 +18,7 @@ shared.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -92,6 +92,23 @@ def _statistics_kernel(
         tl.store(sums + out[:, None] * SUMS + d[None, :], tl.zeros([BM, SUMS], tl.float32))
 
 
+class Constants(NamedTuple):
+    """Of the two kernels behind it; D_PAD and V_PAD are the head sizes' next powers of two."""
+
+    D: int
+    V: int
+    D_PAD: int
+    V_PAD: int
+    GROUP: int
+    CAUSAL: bool
+    WINDOW: bool
+    VARLEN: bool
+    FAR: bool
+    BM: int
+    BN: int
+    STAGES: int
+
+
 @triton.jit
 def _settled(x):
     """x.  Two sums that wgmma is still adding to where a loop ends make ptxas wait behind every one
@@ -102,35 +119,32 @@ def _settled(x):
 @triton.jit
 def _over_queries(
     grad_k, grad_v, k_tile, v_tile, q, grad_o, lse2, delta, q_row, g_row, low, high, rows, shift,
-    column, columns, scale_log2, window, D, V,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BM: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
-    FAR: tl.constexpr,
+    column, columns, scale_log2, window, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Adds what queries [low, high) of one head give to the keys of a tile."""
-    d = tl.arange(0, D_PAD)
-    e = tl.arange(0, V_PAD)
-    m = tl.arange(0, BM)
-    step = steps(BM, FAR)
-    for start in tl.range(low, high, BM, num_stages=STAGES):
+    d = tl.arange(0, C.D_PAD)
+    e = tl.arange(0, C.V_PAD)
+    m = tl.arange(0, C.BM)
+    step = steps(C.BM, C.FAR)
+    for start in tl.range(low, high, C.BM, num_stages=C.STAGES):
         query = start + m
         q_at = q + tl.cast(start, tl.int64) * q_row + (step * q_row)[:, None] + d[None, :]
         g_at = grad_o + tl.cast(start, tl.int64) * g_row + (step * g_row)[:, None] + e[None, :]
         if MASKED:
-            q_tile = tl.load(q_at, (query < rows)[:, None] & (d < D)[None, :], 0.0)
-        elif D_PAD == D:
+            q_tile = tl.load(q_at, (query < rows)[:, None] & (d < C.D)[None, :], 0.0)
+        elif C.D_PAD == C.D:
             q_tile = tl.load(q_at)
         else:
-            q_tile = tl.load(q_at, (d < D)[None, :], 0.0)
+            q_tile = tl.load(q_at, (d < C.D)[None, :], 0.0)
         if MASKED:
-            g_tile = tl.load(g_at, (query < rows)[:, None] & (e < V)[None, :], 0.0)
+            g_tile = tl.load(g_at, (query < rows)[:, None] & (e < C.V)[None, :], 0.0)
             row_lse = tl.load(lse2 + query, query < rows, float("inf"))
             row_delta = tl.load(delta + query, query < rows, 0.0)
         else:
-            if V_PAD == V:
+            if C.V_PAD == C.V:
                 g_tile = tl.load(g_at)
             else:
-                g_tile = tl.load(g_at, (e < V)[None, :], 0.0)
+                g_tile = tl.load(g_at, (e < C.V)[None, :], 0.0)
             row_lse = tl.load(lse2 + query)
             row_delta = tl.load(delta + query)
         score = tl.dot(k_tile, tl.trans(q_tile))  # [BN, BM]
@@ -138,7 +152,7 @@ def _over_queries(
         p = tl.exp2(score * scale_log2 - row_lse[None, :])
         if MASKED:
             keep = visible(
-                (query + shift)[None, :], column[:, None], columns, window, CAUSAL, WINDOW
+                (query + shift)[None, :], column[:, None], columns, window, C.CAUSAL, C.WINDOW
             )
             p = tl.where(keep, p, 0.0)
         grad_s = p * (grad_p - row_delta[None, :])
@@ -150,109 +164,108 @@ def _over_queries(
 @triton.jit(do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"])
 def _keys_kernel(
     q, k, v, grad_o, lse2, delta, grad_k, grad_v, plan, scale, window, tiles, n_q, n_k, heads,
-    padded, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    g_batch, g_head, g_row, gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
-    D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
+    padded, strides, C: tl.constexpr,
 ):  # fmt: skip
     """grad_k and grad_v of a tile of BN keys of one key head (`heads` are key heads here)."""
+    (
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+        g_batch, g_head, g_row, gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
+    ) = strides  # fmt: skip
     program = tl.program_id(0)
     outer = program // tiles
     kv_head = outer % heads
     batch, first_k, n_k, first_q, n_q, tile, sequence = locate(
-        plan, tiles - 1 - program % tiles, tiles, outer // heads, n_k, n_q, VARLEN
+        plan, tiles - 1 - program % tiles, tiles, outer // heads, n_k, n_q, C.VARLEN
     )
-    if tile * BN >= n_k:
+    if tile * C.BN >= n_k:
         return
-    column = tile * BN + tl.arange(0, BN)
+    column = tile * C.BN + tl.arange(0, C.BN)
     keep = column < n_k
-    d = tl.arange(0, D_PAD)
-    e = tl.arange(0, V_PAD)
+    d = tl.arange(0, C.D_PAD)
+    e = tl.arange(0, C.V_PAD)
     at = batch * k_batch + kv_head.to(tl.int64) * k_head + (first_k + column) * k_row
-    k_tile = tl.load(k + at[:, None] + d[None, :], keep[:, None] & (d < D)[None, :], 0.0)
+    k_tile = tl.load(k + at[:, None] + d[None, :], keep[:, None] & (d < C.D)[None, :], 0.0)
     at = batch * v_batch + kv_head.to(tl.int64) * v_head + (first_k + column) * v_row
-    v_tile = tl.load(v + at[:, None] + e[None, :], keep[:, None] & (e < V)[None, :], 0.0)
+    v_tile = tl.load(v + at[:, None] + e[None, :], keep[:, None] & (e < C.V)[None, :], 0.0)
 
     shift = n_k - n_q
-    last = tl.minimum(tile * BN + BN, n_k) - 1
-    low, high, full_low, full_high = queries_of(tile * BN, last, n_q, shift, window, CAUSAL, WINDOW)
-    low = low // BM * BM
+    last = tl.minimum(tile * C.BN + C.BN, n_k) - 1
+    low, high, full_low, full_high = queries_of(
+        tile * C.BN, last, n_q, shift, window, C.CAUSAL, C.WINDOW
+    )
+    low = low // C.BM * C.BM
     high = tl.maximum(high, low)
-    if tile * BN + BN > n_k:
+    if tile * C.BN + C.BN > n_k:
         full_low = high  # the last tile is not whole: all of it is masked
-    full_low = tl.minimum(tl.maximum((full_low + BM - 1) // BM * BM, low), high)
-    full_high = tl.maximum(tl.minimum(full_high, high) // BM * BM, full_low)
+    full_low = tl.minimum(tl.maximum((full_low + C.BM - 1) // C.BM * C.BM, low), high)
+    full_high = tl.maximum(tl.minimum(full_high, high) // C.BM * C.BM, full_low)
     scale_log2 = scale * 1.4426950408889634
 
-    acc_k = tl.zeros([BN, D_PAD], tl.float32)
-    acc_v = tl.zeros([BN, V_PAD], tl.float32)
-    for member in range(GROUP):
-        head = (kv_head * GROUP + member).to(tl.int64)
+    acc_k = tl.full([C.BN, C.D_PAD], 0.0, tl.float32)
+    acc_v = tl.full([C.BN, C.V_PAD], 0.0, tl.float32)
+    for member in range(C.GROUP):
+        head = (kv_head * C.GROUP + member).to(tl.int64)
         q_at = q + batch * q_batch + head * q_head + first_q * q_row
         g_at = grad_o + batch * g_batch + head * g_head + first_q * g_row
-        stat = (batch * heads * GROUP + head) * padded + padded_first(first_q, sequence)
+        stat = (batch * heads * C.GROUP + head) * padded + padded_first(first_q, sequence)
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
-            low, full_low, n_q, shift, column, n_k, scale_log2, window, D, V,
-            True, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES, FAR,
+            low, full_low, n_q, shift, column, n_k, scale_log2, window,
+            True, C,
         )  # fmt: skip
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
-            full_low, full_high, n_q, shift, column, n_k, scale_log2, window, D, V,
-            False, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES, FAR,
+            full_low, full_high, n_q, shift, column, n_k, scale_log2, window,
+            False, C,
         )  # fmt: skip
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
-            full_high, high, n_q, shift, column, n_k, scale_log2, window, D, V,
-            True, CAUSAL, WINDOW, BM, D_PAD, V_PAD, STAGES, FAR,
+            full_high, high, n_q, shift, column, n_k, scale_log2, window,
+            True, C,
         )  # fmt: skip
 
     at = batch * gk_batch + kv_head.to(tl.int64) * gk_head + (first_k + column) * gk_row
     tl.store(
         grad_k + at[:, None] + d[None, :],
-        (acc_k * scale).to(grad_k.dtype.element_ty), keep[:, None] & (d < D)[None, :],
+        (acc_k * scale).to(grad_k.dtype.element_ty), keep[:, None] & (d < C.D)[None, :],
     )  # fmt: skip
     at = batch * gv_batch + kv_head.to(tl.int64) * gv_head + (first_k + column) * gv_row
     tl.store(
         grad_v + at[:, None] + e[None, :],
-        acc_v.to(grad_v.dtype.element_ty), keep[:, None] & (e < V)[None, :],
+        acc_v.to(grad_v.dtype.element_ty), keep[:, None] & (e < C.V)[None, :],
     )  # fmt: skip
 
 
 @triton.jit
 def _over_keys(
     grad_q, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, low, high, columns, position,
-    scale_log2, window, D, V,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BN: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr, STAGES: tl.constexpr,
-    FAR: tl.constexpr,
+    scale_log2, window, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Adds what keys [low, high) give to the queries of a tile."""
-    d = tl.arange(0, D_PAD)
-    e = tl.arange(0, V_PAD)
-    n = tl.arange(0, BN)
-    step = steps(BN, FAR)
-    for start in tl.range(low, high, BN, num_stages=STAGES):
+    d = tl.arange(0, C.D_PAD)
+    e = tl.arange(0, C.V_PAD)
+    n = tl.arange(0, C.BN)
+    step = steps(C.BN, C.FAR)
+    for start in tl.range(low, high, C.BN, num_stages=C.STAGES):
         column = start + n
         k_at = k + tl.cast(start, tl.int64) * k_row + (step * k_row)[:, None] + d[None, :]
         v_at = v + tl.cast(start, tl.int64) * v_row + (step * v_row)[:, None] + e[None, :]
         if MASKED:
-            k_tile = tl.load(k_at, (column < columns)[:, None] & (d < D)[None, :], 0.0)
-            v_tile = tl.load(v_at, (column < columns)[:, None] & (e < V)[None, :], 0.0)
+            k_tile = tl.load(k_at, (column < columns)[:, None] & (d < C.D)[None, :], 0.0)
+            v_tile = tl.load(v_at, (column < columns)[:, None] & (e < C.V)[None, :], 0.0)
         else:
-            if D_PAD == D:
+            if C.D_PAD == C.D:
                 k_tile = tl.load(k_at)
             else:
-                k_tile = tl.load(k_at, (d < D)[None, :], 0.0)
-            if V_PAD == V:
+                k_tile = tl.load(k_at, (d < C.D)[None, :], 0.0)
+            if C.V_PAD == C.V:
                 v_tile = tl.load(v_at)
             else:
-                v_tile = tl.load(v_at, (e < V)[None, :], 0.0)
+                v_tile = tl.load(v_at, (e < C.V)[None, :], 0.0)
         score = tl.dot(q_tile, tl.trans(k_tile))
         p = tl.exp2(score * scale_log2 - row_lse[:, None])
         if MASKED:
-            keep = visible(position[:, None], column[None, :], columns, window, CAUSAL, WINDOW)
+            keep = visible(position[:, None], column[None, :], columns, window, C.CAUSAL, C.WINDOW)
             p = tl.where(keep, p, 0.0)
         grad_p = tl.dot(g_tile, tl.trans(v_tile))
         grad_s = p * (grad_p - row_delta[:, None])
@@ -263,63 +276,65 @@ def _over_keys(
 @triton.jit(do_not_specialize=["scale", "window", "tiles", "n_q", "n_k", "heads", "padded"])
 def _queries_kernel(
     q, k, v, grad_o, lse2, delta, grad_q, plan, scale, window, tiles, n_q, n_k, heads,
-    padded, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    g_batch, g_head, g_row, gq_batch, gq_head, gq_row,
-    D: tl.constexpr, V: tl.constexpr, D_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, VARLEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FAR: tl.constexpr,
+    padded, strides, C: tl.constexpr,
 ):  # fmt: skip
     """grad_q of a tile of BM queries of one head."""
+    (
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+        g_batch, g_head, g_row, gq_batch, gq_head, gq_row,
+    ) = strides  # fmt: skip
     program = tl.program_id(0)
     outer = program // tiles
     head = (outer % heads).to(tl.int64)
     batch, first_q, n_q, first_k, n_k, tile, sequence = locate(
-        plan, program % tiles, tiles, outer // heads, n_q, n_k, VARLEN
+        plan, program % tiles, tiles, outer // heads, n_q, n_k, C.VARLEN
     )
-    if tile * BM >= n_q:
+    if tile * C.BM >= n_q:
         return
-    query = tile * BM + tl.arange(0, BM)
+    query = tile * C.BM + tl.arange(0, C.BM)
     keep = query < n_q
-    d = tl.arange(0, D_PAD)
-    e = tl.arange(0, V_PAD)
+    d = tl.arange(0, C.D_PAD)
+    e = tl.arange(0, C.V_PAD)
     at = batch * q_batch + head * q_head + (first_q + query) * q_row
-    q_tile = tl.load(q + at[:, None] + d[None, :], keep[:, None] & (d < D)[None, :], 0.0)
+    q_tile = tl.load(q + at[:, None] + d[None, :], keep[:, None] & (d < C.D)[None, :], 0.0)
     at = batch * g_batch + head * g_head + (first_q + query) * g_row
-    g_tile = tl.load(grad_o + at[:, None] + e[None, :], keep[:, None] & (e < V)[None, :], 0.0)
+    g_tile = tl.load(grad_o + at[:, None] + e[None, :], keep[:, None] & (e < C.V)[None, :], 0.0)
     stat = (batch * heads + head) * padded + padded_first(first_q, sequence) + query
     row_lse = tl.load(lse2 + stat, keep, float("inf"))
     row_delta = tl.load(delta + stat, keep, 0.0)
-    k += batch * k_batch + head // GROUP * k_head + first_k * k_row
-    v += batch * v_batch + head // GROUP * v_head + first_k * v_row
+    k += batch * k_batch + head // C.GROUP * k_head + first_k * k_row
+    v += batch * v_batch + head // C.GROUP * v_head + first_k * v_row
 
     shift = n_k - n_q
     position = query + shift
-    last = tl.minimum(tile * BM + BM, n_q) - 1 + shift
-    low, high, full_low, full_high = keys_of(tile * BM + shift, last, n_k, window, CAUSAL, WINDOW)
-    low = low // BN * BN
+    last = tl.minimum(tile * C.BM + C.BM, n_q) - 1 + shift
+    low, high, full_low, full_high = keys_of(
+        tile * C.BM + shift, last, n_k, window, C.CAUSAL, C.WINDOW
+    )
+    low = low // C.BN * C.BN
     high = tl.maximum(high, low)
-    full_low = tl.minimum(tl.maximum((full_low + BN - 1) // BN * BN, low), high)
-    full_high = tl.maximum(tl.minimum(full_high, high) // BN * BN, full_low)
+    full_low = tl.minimum(tl.maximum((full_low + C.BN - 1) // C.BN * C.BN, low), high)
+    full_high = tl.maximum(tl.minimum(full_high, high) // C.BN * C.BN, full_low)
     scale_log2 = scale * 1.4426950408889634
 
-    acc = tl.zeros([BM, D_PAD], tl.float32)
-    if WINDOW:
+    acc = tl.full([C.BM, C.D_PAD], 0.0, tl.float32)
+    if C.WINDOW:
         acc = _over_keys(
             acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, low, full_low, n_k,
-            position, scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
+            position, scale_log2, window, True, C,
         )  # fmt: skip
     acc = _over_keys(
         acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, full_low, full_high, n_k,
-        position, scale_log2, window, D, V, False, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
+        position, scale_log2, window, False, C,
     )  # fmt: skip
     acc = _over_keys(
         acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, full_high, high, n_k,
-        position, scale_log2, window, D, V, True, CAUSAL, WINDOW, BN, D_PAD, V_PAD, STAGES, FAR,
+        position, scale_log2, window, True, C,
     )  # fmt: skip
     at = batch * gq_batch + head * gq_head + (first_q + query) * gq_row
     tl.store(
         grad_q + at[:, None] + d[None, :],
-        (acc * scale).to(grad_q.dtype.element_ty), keep[:, None] & (d < D)[None, :],
+        (acc * scale).to(grad_q.dtype.element_ty), keep[:, None] & (d < C.D)[None, :],
     )  # fmt: skip
 
 
@@ -331,11 +346,6 @@ class Tiling:
     keys: int
     warps: int
     stages: int
-
-    def options(self) -> dict[str, int]:
-        return {
-            "BM": self.queries, "BN": self.keys, "STAGES": self.stages, "num_warps": self.warps,
-        }  # fmt: skip
 
 
 def tiling(size: int, shared: int, tensor_memory: bool) -> tuple[Tiling, Tiling]:
@@ -395,12 +405,15 @@ def backward(
     over_queries, over_keys = tiling(
         max(padded, v_padded), gpu.shared_memory(q.device), gpu.has_tensor_memory(q.device)
     )
-    n_q, n_k, heads, varlen = sizes.n_q, sizes.n_k, sizes.heads, sizes.varlen
-    options = {
-        "D": size, "V": v_size, "D_PAD": padded, "V_PAD": v_padded, "GROUP": sizes.group,
-        "CAUSAL": causal, "WINDOW": window is not None, "VARLEN": varlen,
-        "FAR": is_far(q, k, v, grad_o),
-    }  # fmt: skip
+    n_q, n_k, heads = sizes.n_q, sizes.n_k, sizes.heads
+    queries_constants, keys_constants = (
+        Constants(
+            D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, CAUSAL=causal,
+            WINDOW=window is not None, VARLEN=sizes.varlen, FAR=is_far(q, k, v, grad_o),
+            BM=tile.queries, BN=tile.keys, STAGES=tile.stages,
+        )
+        for tile in (over_queries, over_keys)
+    )  # fmt: skip
     window = min(window or 0, 2**30)
     shared = (*strides(q), *strides(k), *strides(v), *strides(grad_o))
 
@@ -411,9 +424,9 @@ def backward(
             tiles = listed.shape[0]
         launches.kernel(_keys_kernel, tiles * sizes.outer * sizes.key_heads)(
             q, k, v, grad_o, lse2, delta, grads[1], grads[2], listed, scale, window, tiles,
-            n_q, n_k, sizes.key_heads, lse2.shape[-1], *shared,
-            *strides(grads[1]), *strides(grads[2]),
-            **over_queries.options(), **options,
+            n_q, n_k, sizes.key_heads, lse2.shape[-1],
+            (*shared, *strides(grads[1]), *strides(grads[2])), C=queries_constants,
+            num_warps=over_queries.warps,
         )  # fmt: skip
 
     listed, tiles = None, triton.cdiv(n_q, over_keys.queries)
@@ -422,8 +435,7 @@ def backward(
         tiles = listed.shape[0]
     launches.kernel(_queries_kernel, tiles * sizes.outer * heads)(
         q, k, v, grad_o, lse2, delta, grads[0], listed, scale, window, tiles, n_q, n_k, heads,
-        lse2.shape[-1], *shared, *strides(grads[0]),
-        **over_keys.options(), **options,
+        lse2.shape[-1], (*shared, *strides(grads[0])), C=keys_constants, num_warps=over_keys.warps,
     )  # fmt: skip
     return grads[0], grads[1], grads[2]
 

@@ -18,7 +18,7 @@ for and not two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,6 +34,7 @@ from .common.lengths import within
 from .gated_rms_norm import opening
 
 LARGEST_K = 256
+LENGTHS = tl.constexpr(128)  # that are added up at a time
 SIMULATED = tl.constexpr(INTERPRETED)
 
 
@@ -133,8 +134,8 @@ def _load_token(q, k, a, b, there, k_at, K: tl.constexpr, KDA: tl.constexpr):
 @triton.jit
 def _gates(
     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta, softplus_threshold,
-    lower_bound, NORM: tl.constexpr, BOUNDED: tl.constexpr, VK: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    lower_bound, NORM: tl.constexpr, BOUNDED: tl.constexpr, GIVEN: tl.constexpr,
+    VK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """q, k, the factors they want, their product, the decay (over K or a scalar), and beta."""
     q_wide = _wide(q_tile, 0)
@@ -149,12 +150,16 @@ def _gates(
     elif NORM:
         scale = scale / tl.sqrt(_total(q_wide * q_wide, VK) + 1e-6)
         unit = 1.0 / tl.sqrt(_total(k_wide * k_wide, VK) + 1e-6)
-    x = a_tile.to(tl.float32) + bias
-    if BOUNDED:
-        decay = tl.exp(lower_bound / (1.0 + tl.exp(-rate * x)))
+    x = a_tile.to(tl.float32)
+    beta = b_tile.to(tl.float32)
+    if GIVEN:
+        decay = tl.exp(x)
+    elif BOUNDED:
+        decay = tl.exp(lower_bound / (1.0 + tl.exp(-rate * (x + bias))))
     else:
-        decay = tl.exp(-rate * softplus(x, softplus_beta, softplus_threshold))
-    beta = 1.0 / (1.0 + tl.exp(-b_tile.to(tl.float32)))
+        decay = tl.exp(-rate * softplus(x + bias, softplus_beta, softplus_threshold))
+    if not GIVEN:
+        beta = 1.0 / (1.0 + tl.exp(-beta))
     return q_wide, k_wide, scale, unit, qk, decay, beta
 
 
@@ -184,6 +189,29 @@ def _step(
     if not TOGETHER:
         qk = _total(q_wide * k_wide, VK)
     return state, read * (scale * faded) + (scale * qk) * update
+
+
+@triton.jit
+def _from_lengths(lengths, n, T, VARLEN: tl.constexpr):
+    """(first token, length) of a sequence, of lengths that may add up to far more than T."""
+    first = tl.cast(n * 0, tl.int64)
+    length = T
+    if VARLEN:
+        for start in range(0, n, LENGTHS):
+            i = start + tl.arange(0, LENGTHS)
+            first += tl.sum(within(lengths + i, i < n, T).to(tl.int64), 0)
+        first = tl.minimum(first, T)
+        length = tl.minimum(within(lengths + n, True, T), T - first.to(tl.int32))
+    return first, length
+
+
+@triton.jit
+def _accepted(accepted, n):
+    """How many tokens of the call before are kept, from 1 on."""
+    count = tl.cast(n * 0 + 1, tl.int64)
+    if accepted is not None:
+        count = tl.maximum(tl.load(accepted + n).to(tl.int64), 1)
+    return count
 
 
 @triton.jit
@@ -219,44 +247,77 @@ def _load_state(at, on, TWICE: tl.constexpr):
     return state if TWICE else _wide(state, 0)
 
 
+class Constants(NamedTuple):
+    """KI channels of a key's BK lie side by side in a program of TILES tiles of BV columns; ONE: a
+    token a sequence; TWICE: the state is widened where it is used; ALL is V's next power of two."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    BK: int
+    KI: int
+    BV: int
+    TILES: int
+    VK: bool
+    KDA: bool
+    NORM: bool
+    BOUNDED: bool
+    ONE: bool
+    VARLEN: bool
+    UPDATE: bool
+    CACHE: bool
+    TREE: bool
+    TWICE: bool
+    ALL: int
+    SILU: bool
+    CHAINED: bool
+    GIVEN: bool
+
+
 @triton.jit(do_not_specialize=["T", "sequences", "slots", "rows", "steps", "columns"])
 def _delta_rule_kernel(
-    A_log, a, dt_bias, q, k, v, b, pool, indices, cu_seqlens, cache, cache_rows, parents, out,
-    z, norm_weight, arrived, normed, z_batch, z_row, z_head, epsilon,
-    T, sequences, slots, rows, steps, columns,
-    scale, softplus_beta, softplus_threshold, lower_bound,
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    a_batch, a_row, a_head, b_batch, b_row, slot_stride, cache_stride, step_stride,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, KI: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr,
-    VK: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr,
-    ONE: tl.constexpr, VARLEN: tl.constexpr, UPDATE: tl.constexpr, CACHE: tl.constexpr,
-    TREE: tl.constexpr, TWICE: tl.constexpr, ALL: tl.constexpr, SILU: tl.constexpr,
-    CHAINED: tl.constexpr,
+    A_log, a, dt_bias, q, k, v, b, pool, indices, cu_seqlens, accepted, cache, cache_rows, parents,
+    out, z, norm_weight, arrived, normed, T, sequences, slots, rows, steps, columns,
+    numbers, strides, C: tl.constexpr,
 ):  # fmt: skip
-    NV: tl.constexpr = (V + BV * TILES - 1) // (BV * TILES)
+    scale, softplus_beta, softplus_threshold, lower_bound, epsilon = numbers
+    (
+        q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+        a_batch, a_row, a_head, b_batch, b_row, z_batch, z_row, z_head,
+        slot_stride, cache_stride, step_stride,
+    ) = strides  # fmt: skip
+    TILES: tl.constexpr = C.TILES
+    NV: tl.constexpr = (C.V + C.BV * TILES - 1) // (C.BV * TILES)
     program = tl.program_id(0)
     column = (program % NV) * TILES
-    head = (program // NV) % HV
-    n = program // (NV * HV)
+    head = (program // NV) % C.HV
+    n = program // (NV * C.HV)
     # heads and tokens may lie any distance apart: their products with a stride need 64 bits
-    h = (head // (HV // H)).to(tl.int64)
+    h = (head // (C.HV // C.H)).to(tl.int64)
     hv = head.to(tl.int64)
-    if VK:
+    if C.VK:
         # as [.., 128 bytes], unless a row is as well whole: 8 threads hold it, and not 32, and its
         # sums take 3 rounds of shuffles instead of 5
-        k_at = tl.arange(0, BK // KI)[:, None] * KI + tl.arange(0, KI)[None, :]
+        k_at = tl.arange(0, C.BK // C.KI)[:, None] * C.KI + tl.arange(0, C.KI)[None, :]
     else:
-        k_at = tl.arange(0, BK)
+        k_at = tl.arange(0, C.BK)
     n_wide = n.to(tl.int64)
 
-    slot = tl.load(indices + n).to(tl.int64)
-    if VARLEN:
+    if C.GIVEN:
+        first, length = _from_lengths(cu_seqlens, n, T, C.VARLEN)
+        last = tl.minimum(_accepted(accepted, n), length) - 1
+        slot = tl.load(indices + first + last, mask=length > 0, other=-1).to(tl.int64)
+        indices += first
+        n_batch = n_wide * 0
+    elif C.VARLEN:
+        slot = tl.load(indices + n).to(tl.int64)
         first = within(cu_seqlens + n, True, T)
         length = tl.maximum(within(cu_seqlens + n + 1, True, T) - first, 0)
         first = first.to(tl.int64)
         n_batch = n_wide * 0
     else:
+        slot = tl.load(indices + n).to(tl.int64)
         first = n_wide * 0
         length = T
         n_batch = n_wide
@@ -265,55 +326,61 @@ def _delta_rule_kernel(
     v += n_batch * v_batch + first * v_row + hv * v_head
     a += n_batch * a_batch + first * a_row + hv * a_head
     b += n_batch * b_batch + first * b_row + hv
-    out += ((n_batch * T + first) * HV + hv) * V
-    out_row = HV * V
+    out += ((n_batch * T + first) * C.HV + hv) * C.V
+    out_row = C.HV * C.V
     live = (slot >= 0) & (slot < slots)
     here = length > 0
-    pool += slot * slot_stride + hv * (K * V)
-    v_at, tile_at, tile_on = _state_tile(column, k_at, live, K, V, BK, BV, VK)
-    state = _load_state(pool + tile_at, tile_on, TWICE)
-    if CHAINED:
+    states = pool + hv * (C.K * C.V)
+    pool = states + slot * slot_stride
+    v_at, tile_at, tile_on = _state_tile(column, k_at, live, C.K, C.V, C.BK, C.BV, C.VK)
+    state = _load_state(pool + tile_at, tile_on, C.TWICE)
+    if C.CHAINED:
         # q, k and v are what the kernel before makes
         gdc_wait()
 
     # apart, ptxas places a lone token's sums better among the loads of the state
-    TOGETHER: tl.constexpr = TWICE or not ONE
+    TOGETHER: tl.constexpr = C.TWICE or not C.ONE
     zero = T >> 31
-    rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
-    if KDA:
-        bias = tl.load(dt_bias + hv * K + k_at, mask=k_at < K, other=0.0).to(tl.float32)
+    rate = 0.0
+    bias = 0.0
+    if not C.GIVEN:
+        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+    if C.GIVEN:
+        pass
+    elif C.KDA:
+        bias = tl.load(dt_bias + hv * C.K + k_at, mask=k_at < C.K, other=0.0).to(tl.float32)
     else:
         bias = tl.load(dt_bias + hv).to(tl.float32)
-    if CACHE:
+    if C.CACHE:
         row = tl.load(cache_rows + n).to(tl.int64)
         kept = (row >= 0) & (row < rows)
-        cache += row * cache_stride + hv * (K * V)
-    if TREE:
+        cache += row * cache_stride + hv * (C.K * C.V)
+    if C.TREE:
         parents += n_wide * columns
 
     # the first token's values, which every tile needs, are in flight together with the state
-    q_first, k_first, a_first, b_first = _load_token(q, k, a, b, here, k_at, K, KDA)
-    if ONE:
+    q_first, k_first, a_first, b_first = _load_token(q, k, a, b, here, k_at, C.K, C.KDA)
+    if C.ONE:
         q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
             q_first, k_first, a_first, b_first, rate, bias, scale, softplus_beta,
-            softplus_threshold, lower_bound, NORM, BOUNDED, VK, TOGETHER,
+            softplus_threshold, lower_bound, C.NORM, C.BOUNDED, C.GIVEN, C.VK, TOGETHER,
         )  # fmt: skip
     for tile in tl.static_range(TILES):
-        v_tile = tl.load(v + v_at, mask=here & (v_at < V), other=0.0)
+        v_tile = tl.load(v + v_at, mask=here & (v_at < C.V), other=0.0)
         if tile + 1 < TILES:
             v_at_2, tile_at_2, tile_on_2 = _state_tile(
-                column + tile + 1, k_at, live, K, V, BK, BV, VK
+                column + tile + 1, k_at, live, C.K, C.V, C.BK, C.BV, C.VK
             )
-            state_2 = _load_state(pool + tile_at_2, tile_on_2, TWICE)
-        if CACHE:
-            _, _, cache_on = _state_tile(column + tile, k_at, kept, K, V, BK, BV, VK)
-        if ONE:
+            state_2 = _load_state(pool + tile_at_2, tile_on_2, C.TWICE)
+        if C.CACHE:
+            _, _, cache_on = _state_tile(column + tile, k_at, kept, C.K, C.V, C.BK, C.BV, C.VK)
+        if C.ONE:
             state, o = _step(
-                state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, VK, KDA,
-                TOGETHER, TWICE,
+                state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, C.VK, C.KDA,
+                TOGETHER, C.TWICE,
             )  # fmt: skip
-            tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
-            if CACHE:
+            tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < C.V)
+            if C.CACHE:
                 on = cache_on & (steps > 0)
                 tl.store(cache + tile_at, state.to(cache.dtype.element_ty), mask=on)
         else:
@@ -328,10 +395,10 @@ def _delta_rule_kernel(
                 a_to += a_row
                 b_to += b_row
                 q_next, k_next, a_next, b_next = _load_token(
-                    q_to, k_to, a_to, b_to, coming, k_at, K, KDA
+                    q_to, k_to, a_to, b_to, coming, k_at, C.K, C.KDA
                 )
-                v_next = tl.load(v_to + v_at, mask=coming & (v_at < V), other=0.0)
-                if TREE:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
+                v_next = tl.load(v_to + v_at, mask=coming & (v_at < C.V), other=0.0)
+                if C.TREE:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
                     # the chain goes on in registers; a branch is walked again from its root,
                     # which needs no stored states and rounds zero
                     if (t > 0) & (_parent(parents, t, columns) != t - 1):
@@ -344,75 +411,92 @@ def _delta_rule_kernel(
                                 past = tl.cast(earlier, tl.int64)
                                 q_past, k_past, a_past, b_past = _load_token(
                                     q + past * q_row, k + past * k_row, a + past * a_row,
-                                    b + past * b_row, here, k_at, K, KDA,
+                                    b + past * b_row, here, k_at, C.K, C.KDA,
                                 )  # fmt: skip
-                                v_past = tl.load(v + past * v_row + v_at, v_at < V, 0.0)
+                                v_past = tl.load(v + past * v_row + v_at, v_at < C.V, 0.0)
                                 q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
                                     q_past, k_past, a_past, b_past, rate, bias, scale,
-                                    softplus_beta, softplus_threshold, lower_bound, NORM, BOUNDED,
-                                    VK, True,
+                                    softplus_beta, softplus_threshold, lower_bound, C.NORM,
+                                    C.BOUNDED, C.GIVEN, C.VK, True,
                                 )  # fmt: skip
                                 state, _o = _step(
                                     state, q_wide, k_wide, q_scale, unit, qk, v_past, decay, beta,
-                                    zero, VK, KDA, True, False,
+                                    zero, C.VK, C.KDA, True, False,
                                 )  # fmt: skip
                 q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
                     q_tile, k_tile, a_tile, b_tile, rate, bias, scale, softplus_beta,
-                    softplus_threshold, lower_bound, NORM, BOUNDED, VK, True,
+                    softplus_threshold, lower_bound, C.NORM, C.BOUNDED, C.GIVEN, C.VK, True,
                 )  # fmt: skip
                 state, o = _step(
-                    state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, VK, KDA,
-                    True, False,
+                    state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, C.VK,
+                    C.KDA, True, False,
                 )  # fmt: skip
-                tl.store(out_to + v_at, o.to(out.dtype.element_ty), mask=v_at < V)
+                tl.store(out_to + v_at, o.to(out.dtype.element_ty), mask=v_at < C.V)
                 out_to += out_row
-                if CACHE:
+                if C.CACHE:
                     on = cache_on & (t < steps)
                     tl.store(cache_to + tile_at, state.to(cache.dtype.element_ty), mask=on)
                     cache_to += step_stride
+                if C.GIVEN:
+                    slot = tl.load(indices + t).to(tl.int64)
+                    there = (slot >= 0) & (slot < slots)
+                    _, _, on = _state_tile(column + tile, k_at, there, C.K, C.V, C.BK, C.BV, C.VK)
+                    to = states + slot * slot_stride + tile_at
+                    tl.store(to, state.to(states.dtype.element_ty), mask=on)
                 q_tile, k_tile, v_tile, a_tile, b_tile = q_next, k_next, v_next, a_next, b_next
-        if UPDATE:
+        if z is not None and tile == TILES - 1:
+            # in front of the state's stores, which the count would wait for
+            tl.debug_barrier()
+            others = tl.atomic_add(arrived + n_wide * C.HV + hv, 1)
+        if C.UPDATE:
             tl.store(pool + tile_at, state.to(pool.dtype.element_ty), mask=tile_on & here)
-        if VARLEN:
+        if C.VARLEN:
             # tokens before the first sequence, and behind the last one
-            nothing = tl.zeros([BV], out.dtype.element_ty)
+            nothing = tl.full([C.BV], 0.0, out.dtype.element_ty)
             before = tl.where(n == 0, -first, 0).to(tl.int32)
             for t in range(before, 0):
-                tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < V)
+                tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < C.V)
             behind = tl.where(n == sequences - 1, T - first, length).to(tl.int32)
             for t in range(length, behind):
-                tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < V)
+                tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < C.V)
         if tile + 1 < TILES:
             v_at, tile_at, tile_on, state = v_at_2, tile_at_2, tile_on_2, state_2
     if z is not None:
         z += n_batch * z_batch + hv * z_head
-        normed += (n_wide * T * HV + hv) * V
-        _norm_the_rows(
-            out, z, norm_weight, arrived + n_wide * HV + hv, normed, length, out_row, z_row,
-            epsilon, NV, V, ALL, SILU,
-        )  # fmt: skip
+        normed += (n_wide * T * C.HV + hv) * C.V
+        if others == NV - 1:
+            _norm_the_rows(
+                out, z, norm_weight, normed, length, out_row, z_row, epsilon, C.V, C.ALL, C.SILU
+            )
 
 
 @triton.jit
 def _norm_the_rows(
-    rows, z, norm_weight, arrived, normed, length, row, z_row, epsilon,
-    PROGRAMS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SILU: tl.constexpr,
+    rows, z, norm_weight, normed, length, row, z_row, epsilon,
+    V: tl.constexpr, BV: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """By the last of a head's programs, which sees the columns of all: their stores come before
     the count that it reads."""
-    tl.debug_barrier()
-    if tl.atomic_add(arrived, 1) == PROGRAMS - 1:
-        d = tl.arange(0, BV)
-        w = tl.load(norm_weight + d, mask=d < V, other=0.0).to(tl.float32)
-        for _ in range(length):
-            x = tl.load(rows + d, mask=d < V, other=0.0, cache_modifier=".cg").to(tl.float32)
-            gate = tl.load(z + d, mask=d < V, other=0.0).to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / V + epsilon)
-            out = x * scale * w * opening(gate, SILU)
-            tl.store(normed + d, out.to(normed.dtype.element_ty), mask=d < V)
-            rows += row
-            z += z_row
-            normed += row
+    d = tl.arange(0, BV)
+    w = tl.load(norm_weight + d, mask=d < V, other=0.0).to(tl.float32)
+    for _ in range(length):
+        x = tl.load(rows + d, mask=d < V, other=0.0, cache_modifier=".cg").to(tl.float32)
+        gate = tl.load(z + d, mask=d < V, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / V + epsilon)
+        out = x * scale * w * opening(gate, SILU)
+        tl.store(normed + d, out.to(normed.dtype.element_ty), mask=d < V)
+        rows += row
+        z += z_row
+        normed += row
+
+
+@dataclass(frozen=True)
+class Given:
+    """torch_npu's op: `a` is the logarithm of the decay and `b` is beta, sequences come by their
+    lengths [N], and every token has a slot for the state after it, `initial_state_indices` [T]."""
+
+    lengths: Tensor | None
+    accepted: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -454,7 +538,9 @@ def tiles(
         BV, count, warps, registers = 16, 1, 1, 128
     else:
         BV, count, warps = 64, 1, 2 if half else 4
-    return min(max(1, BV * 128 // BK), triton.next_power_of_2(V)), count, warps, registers
+    BV = min(max(1, BV * 128 // BK), triton.next_power_of_2(V))
+    # a tile beyond V would be the next head's
+    return BV, count if V % (BV * count) == 0 else 1, warps, registers
 
 
 def unsupported(k: Tensor, v: Tensor, **_: Any) -> str | None:
@@ -471,9 +557,9 @@ def unsupported(k: Tensor, v: Tensor, **_: Any) -> str | None:
 
 
 def launch(
-    A_log: Tensor,
+    A_log: Tensor | None,
     a: Tensor,
-    dt_bias: Tensor,
+    dt_bias: Tensor | None,
     softplus_beta: float,
     softplus_threshold: float,
     q: Tensor,
@@ -493,10 +579,15 @@ def launch(
     retrieve_parent_token: Tensor | None,
     lower_bound: float | None,
     epilogue: Epilogue | None,
+    given: Given | None,
 ) -> Tensor:
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     N = initial_state_indices.shape[0]
+    accepted = None
+    if given is not None:
+        cu_seqlens, accepted = given.lengths, given.accepted
+        N = 1 if cu_seqlens is None else cu_seqlens.shape[0]
     out = memory.empty(v.shape, v.dtype, v.device)
     if N == 0 or out.numel() == 0:
         return out.zero_()
@@ -505,35 +596,42 @@ def launch(
     pool, cache, parents = initial_state_source, intermediate_states, retrieve_parent_token
     BK = max(16, triton.next_power_of_2(K))
     tokens = T if cu_seqlens is None else triton.cdiv(T, N)
-    one = T == 1 and cu_seqlens is None
+    one = T == 1 and cu_seqlens is None and given is None
     half = pool.element_size() == 2
     BV, count, warps, registers = tiles(state_layout, half, V, BK, N * HV, tokens)
     # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
     KI = BK if tokens == 1 and not half else min(BK, 128 // pool.element_size())
-    behind: tuple[Any, ...] = (None,) * 4 + (0, 0, 0, 0.0)
+    behind: tuple[Tensor | None, ...] = (None,) * 4
+    z_strides, epsilon = (0, 0, 0), 0.0
     chained = epilogue is not None and gpu.has_chained_launch(q.device)
     if epilogue is not None:
         e = epilogue
-        behind = (e.z, e.norm_weight, e.arrived, e.normed, *e.z.stride()[:3], e.epsilon)
+        behind = (e.z, e.norm_weight, e.arrived, e.normed)
+        z_strides, epsilon = e.z.stride()[:3], e.epsilon
     launches.kernel(_delta_rule_kernel, N * HV * triton.cdiv(V, BV * count))(
-        A_log, a, dt_bias, q, k, v, b, pool, initial_state_indices, cu_seqlens,
+        A_log, a, dt_bias, q, k, v, b, pool, initial_state_indices, cu_seqlens, accepted,
         cache, intermediate_state_indices, parents, out, *behind,
         T, N, pool.shape[0],
         0 if cache is None else cache.shape[0],
         0 if cache is None else cache.shape[1],
         0 if parents is None else parents.shape[1],
-        K**-0.5 if scale is None else scale, softplus_beta, softplus_threshold,
-        0.0 if lower_bound is None else lower_bound,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:3], *b.stride()[:2],
-        pool.stride(0),
-        0 if cache is None else cache.stride(0),
-        0 if cache is None else cache.stride(1),
-        H=H, HV=HV, K=K, V=V, BK=BK, KI=KI, BV=BV, TILES=count,
-        VK=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
-        BOUNDED=lower_bound is not None, ONE=one, VARLEN=cu_seqlens is not None,
-        UPDATE=not disable_state_update, CACHE=cache is not None, TREE=parents is not None,
-        TWICE=one and state_layout == "kv" and half and not INTERPRETED,
-        ALL=triton.next_power_of_2(V), SILU=epilogue is None or epilogue.silu, CHAINED=chained,
+        (
+            K**-0.5 if scale is None else scale, softplus_beta, softplus_threshold,
+            0.0 if lower_bound is None else lower_bound, epsilon,
+        ),
+        (
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *a.stride()[:3], *b.stride()[:2],
+            *z_strides, pool.stride(0), *((0, 0) if cache is None else cache.stride()[:2]),
+        ),
+        C=Constants(
+            H=H, HV=HV, K=K, V=V, BK=BK, KI=KI, BV=BV, TILES=count, VK=state_layout == "vk",
+            KDA=is_kda, NORM=use_qk_l2norm_in_kernel, BOUNDED=lower_bound is not None, ONE=one,
+            VARLEN=cu_seqlens is not None, UPDATE=not disable_state_update and given is None,
+            CACHE=cache is not None, TREE=parents is not None,
+            TWICE=one and state_layout == "kv" and half and not INTERPRETED,
+            ALL=triton.next_power_of_2(V), SILU=epilogue is None or epilogue.silu,
+            CHAINED=chained, GIVEN=given is not None,
+        ),
         num_warps=warps, maxnreg=registers, **({"launch_pdl": True} if chained else {}),
     )  # fmt: skip
     return out
@@ -541,4 +639,4 @@ def launch(
 
 def forward(**x: Any) -> Tensor:
     """The op by itself."""
-    return launch(**x, epilogue=None)
+    return launch(**x, epilogue=None, given=None)

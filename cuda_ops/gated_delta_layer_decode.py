@@ -38,5 +38,5 @@ def forward(**x: Any) -> Tensor:
     epilogue = rule.Epilogue(
         z, x["norm_weight"], arrived, normed, x["epsilon"], x["gate_activation"] != "sigmoid"
     )
-    rule.launch(**gated_delta.delta_rule(x, mixed), epilogue=epilogue)
+    rule.launch(**gated_delta.delta_rule(x, mixed), epilogue=epilogue, given=None)
     return normed

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import launches
+from .common.convolution import sigmoid
 
 LARGEST = 16384
 
 
 @triton.jit
 def opening(gate, SILU: tl.constexpr):
-    share = 1.0 / (1.0 + tl.exp(-gate))
+    share = sigmoid(gate)
     return gate * share if SILU else share
 
 
@@ -96,7 +97,7 @@ def forward(
     x, gate = rows_of(x), rows_of(gate)
     rows, heads, size = x.shape[0] * x.shape[1], x.shape[1], x.shape[2]
     group = group_size or size
-    BR, BG = tile(group, 4096)
+    BR, BG = tile(group, 2048)
     launches.kernel(_normalise, triton.cdiv(rows, BR) * (size // group))(
         x, gate, weight, out, rows, heads, epsilon, *x.stride()[:2], *gate.stride()[:2],
         D=size, GROUP=group, BEFORE=norm_before_gate, SILU=activation != "sigmoid",

@@ -57,14 +57,16 @@ def _part(base, at, row, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
 @triton.jit
 def _target_kernel(
     query, key, query_rope, key_rope, indices, lse, target,
-    scale_log2, chunk_offset, S, key_length, K,
-    q_batch, q_head, q_row, k_batch, k_row, qr_batch, qr_head, qr_row, kr_batch, kr_row,
-    i_batch, i_row, l_batch, l_head, l_row,
+    scale_log2, chunk_offset, S, key_length, K, strides,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DR: tl.constexpr,
     P0: tl.constexpr, P1: tl.constexpr, PR: tl.constexpr, K_PAD: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
+    (
+        q_batch, q_head, q_row, k_batch, k_row, qr_batch, qr_head, qr_row, kr_batch, kr_row,
+        i_batch, i_row, l_batch, l_head, l_row,
+    ) = strides  # fmt: skip
     # late rows see most keys: they start first
     row = S - 1 - tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
@@ -267,11 +269,13 @@ def forward(
         launches.kernel(_target_kernel, S, B)(
             query, key, query_rope, key_rope, indices, softmax_lse, target,
             scaling * LOG2_E.value, chunk_offset, S, key_length, K,
-            *query.stride()[:3], *key.stride()[:2],
-            *((0, 0, 0) if query_rope is None else query_rope.stride()[:3]),
-            *((0, 0) if key_rope is None else key_rope.stride()[:2]),
-            *indices.stride()[:2],
-            *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
+            (
+                *query.stride()[:3], *key.stride()[:2],
+                *((0, 0, 0) if query_rope is None else query_rope.stride()[:3]),
+                *((0, 0) if key_rope is None else key_rope.stride()[:2]),
+                *indices.stride()[:2],
+                *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
+            ),
             N=N, D0=D0, D1=D1, DR=DR, P0=padded(D0), P1=padded(D1), PR=padded(DR),
             K_PAD=padded(K), HEADS=tile.heads, KEYS=tile.keys, STAGES=tile.stages,
             HAS_LSE=softmax_lse is not None, num_warps=tile.warps,

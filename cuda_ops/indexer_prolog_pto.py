@@ -5,16 +5,20 @@
     query_index = RoPE(rnd(c W_qb))   key = RoPE(rnd(LayerNorm(x W_k)))   weights = rnd(x W_proj)
 
 RoPE turns the first D columns of a head and rounds them; the others pass.  x W_k stays in float32
-until its LayerNorm.
+until its LayerNorm.  Weights or a cache of 8 bits: quantised_prolog.py.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from ..dispatch.common import memory
-from . import prolog
+from ..dispatch.common import memory, quantised
+from . import prolog, quantised_matmul, quantised_prolog
 from .nz_matmul import product
+from .quantised_matmul import Rows, Weight
 
 
 def unsupported(token_x: Tensor, **_: object) -> str | None:
@@ -36,15 +40,27 @@ def forward(
     ln_epsilon: float,
     rope_interleaved: bool,
     weight_format: str,
+    weight_quant_mode: int,
+    kv_cache_quant_mode: int,
+    **of_8_bits: Any,
 ) -> tuple[Tensor, Tensor]:
     requests, steps, hidden = token_x.shape
     ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]
     heads = weight_qb.numel() // (ranks * size)
-    weights = memory.empty((requests, steps, heads), token_x.dtype, token_x.device)
-    tokens = requests * steps
+    tokens, device = requests * steps, token_x.device
     if tokens == 0:
-        shape = (requests, steps, heads, size)
-        return memory.empty(shape, token_x.dtype, token_x.device), weights
+        kinds = (
+            (index_k_cache.dtype, torch.float32) if kv_cache_quant_mode else 2 * (token_x.dtype,)
+        )
+        query_index = memory.empty((requests, steps, heads, size), kinds[0], device)
+        return query_index, memory.empty((requests, steps, heads), kinds[1], device)
+    if weight_quant_mode or kv_cache_quant_mode:
+        return _of_8_bits(
+            token_x, query_norm, weight_qb, weight_k, weight_proj, ln_gamma_k, ln_beta_k, rope_sin,
+            rope_cos, index_k_cache, cache_index, ln_epsilon, rope_interleaved, weight_format,
+            **of_8_bits,
+        )  # fmt: skip
+    weights = memory.empty((requests, steps, heads), token_x.dtype, device)
     part = product(
         token_x.view(tokens, hidden),
         [(weight_k, size), (weight_proj, heads)],
@@ -61,3 +77,48 @@ def forward(
         (requests, steps), rope_interleaved, late=True,
     )  # fmt: skip
     return query_index, weights
+
+
+def _of_8_bits(
+    token_x: Tensor,
+    query_norm: Tensor,
+    weight_qb: Tensor,
+    weight_k: Tensor,
+    weight_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    index_k_cache: Tensor,
+    cache_index: Tensor,
+    ln_epsilon: float,
+    rope_interleaved: bool,
+    weight_format: str,
+    index_k_scale_cache: Tensor | None,
+    dequant_scale_q_norm: Tensor | None,
+    dequant_scale_w_qb: Tensor | None,
+    dequant_scale_w_k: Tensor | None,
+    smooth_scales_cq: Tensor | None,
+    index_hadamard: bool,
+    hadamard_round: str,
+    scale_format: str,
+) -> tuple[Tensor, Tensor]:
+    shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
+    ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]
+    heads = weight_qb.numel() // (ranks * size)
+    key, proj = quantised_prolog.first_products(
+        token_x.view(-1, hidden), None,
+        [Weight(weight_k, size, dequant_scale_w_k), Weight(weight_proj, heads, None)],
+        weight_format, scale_format, token_x.dtype,
+    )  # fmt: skip
+    of = quantised_prolog.Index(
+        ln_gamma_k, ln_beta_k, ln_epsilon, index_k_cache, index_k_scale_cache, cache_index,
+        rope_sin, rope_cos, rope_interleaved, index_hadamard, hadamard_round, scale_format,
+    )  # fmt: skip
+    weights = quantised_prolog.index_tokens(key, proj, of)
+    c = Rows(query_norm.view(-1, ranks), dequant_scale_q_norm)
+    kind = quantised.kind_of(weight_qb.dtype)
+    if kind is not None and c.scale is None:
+        c = quantised_matmul.activations(c.values, kind, scale_format, smooth_scales_cq)
+    weight = Weight(weight_qb, heads * size, dequant_scale_w_qb)
+    return quantised_prolog.index_heads(c, weight, weight_format, weights, shape, of)

@@ -40,9 +40,20 @@ def forward(**arguments: Any) -> Tensor:
     return attended(False, **arguments)[0]
 
 
-def attended(
+def attended(statistics: bool, query: Tensor, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_max, softmax_sum), the last two empty without `statistics`"""
+    return attended_apart(
+        statistics,
+        query.narrow(-1, 0, quantised.LATENT),
+        query.narrow(-1, quantised.LATENT, quantised.ROTARY),
+        **arguments,
+    )
+
+
+def attended_apart(
     statistics: bool,
     query: Tensor,
+    query_rope: Tensor,
     key: Tensor,
     value: Tensor,
     sparse_indices: Tensor,
@@ -60,12 +71,11 @@ def attended(
     row_layout: str,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, softmax_max, softmax_sum), the last two empty without `statistics`"""
+    """Of queries whose two parts are tensors of their own."""
     nope, rope, scale = _parts(key, key_dtype, row_layout, query)
     of_value, _rope, value_scale = _parts(value, value_dtype, row_layout, query)
     return sparse_flash_attention.attend(
-        query.narrow(-1, 0, quantised.LATENT), nope, of_value,
-        query.narrow(-1, quantised.LATENT, quantised.ROTARY), rope, scale, value_scale,
-        sparse_indices, scale_value, block_table, actual_seq_lengths_query, actual_seq_lengths_kv,
-        sparse_block_size, layout_query, layout_kv, sparse_mode, statistics, sinks,
+        query, nope, of_value, query_rope, rope, scale, value_scale, sparse_indices, scale_value,
+        block_table, actual_seq_lengths_query, actual_seq_lengths_kv, sparse_block_size,
+        layout_query, layout_kv, sparse_mode, statistics, sinks,
     )  # fmt: skip

@@ -16,7 +16,7 @@ Keys are the rows of the product, heads its columns: the sum over heads stays wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,25 +33,36 @@ CHUNK_BYTES = 2**28  # of scores at a time: 1024 rows of 64K keys
 KEY_TILE = 64
 
 
+class Constants(NamedTuple):
+    HEADS: int
+    D: int
+    ROWS: int
+    H_TILE: int
+    D_TILE: int
+    KEY_TILE: int
+    ONE_PAGE: bool
+    STAGES: int
+    EVERY: int
+    KIND: int
+    QUERY_SCALE: bool
+
+
 @triton.jit
 def _key_tile(
-    key, pos, ok, request, start, table, table_stride, pages, key_o, key_i, d,
-    D: tl.constexpr, D_TILE: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
+    key, pos, ok, request, start, of, key_o, key_i, d,
+    D: tl.constexpr, D_TILE: tl.constexpr, LAYOUT: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
     """([keys, D_TILE], ok): the keys at pos.  ONE_PAGE: they lie on one page, asked for once."""
     if ONE_PAGE:
         first = tl.min(pos, 0)
-        entry = table + request.to(tl.int64) * table_stride + first // PAGE
+        entry = of.table + request.to(tl.int64) * of.table_stride + first // LAYOUT.PAGE
         outer = tl.load(entry).to(tl.int64)
-        there = (outer >= 0) & (outer < pages)
+        there = (outer >= 0) & (outer < of.pages)
         ok = ok & there
-        base = key + outer * key_o + (first % PAGE).to(tl.int64) * key_i
+        base = key + outer * key_o + (first % LAYOUT.PAGE).to(tl.int64) * key_i
         at = base + (pos - first).to(tl.int64)[:, None] * key_i + d[None, :]
     else:
-        outer, inner, ok = rows.place(
-            pos, ok, request, start, table, table_stride, pages, PAGE, KEYS
-        )
+        outer, inner, ok = rows.place(pos, ok, request, start, of, LAYOUT)
         at = key + (outer * key_o + inner * key_i)[:, None] + d[None, :]
     if D == D_TILE:
         tile = tl.load(at, mask=ok[:, None], other=0.0)
@@ -74,63 +85,61 @@ def _key_tile(
 )
 def _scores(
     query, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk,
-    q_row, q_head, w_row, key_o, key_i, qs_row, qs_head, ks_o, ks_i, score_row, sample_row,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_TND: tl.constexpr,
-    KEYS: tl.constexpr, CAUSAL: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr,
-    REQUESTS: tl.constexpr, ROWS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr, ONE_PAGE: tl.constexpr, STAGES: tl.constexpr, EVERY: tl.constexpr,
-    KIND: tl.constexpr, QUERY_SCALE: tl.constexpr,
+    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
+    LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, which pass by: once for each request among the rows."""
+    q_row, q_head, w_row, key_o, key_i, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = strides
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     program = tl.program_id(0)
     lo = program % chunks * per_chunk
-    row = first_row + program // chunks * ROWS
-    end = tl.minimum(row + ROWS, first_row + count)
-    member = row.to(tl.int64) + tl.arange(0, ROWS)
-    column = tl.arange(0, ROWS * H_TILE)
-    owner = row.to(tl.int64) + column // H_TILE
-    h = (column % H_TILE).to(tl.int64)
-    d = tl.arange(0, D_TILE)
-    real = (owner < end) & (h < HEADS)
+    row = first_row + program // chunks * C.ROWS
+    end = tl.minimum(row + C.ROWS, first_row + count)
+    member = row.to(tl.int64) + tl.arange(0, C.ROWS)
+    column = tl.arange(0, C.ROWS * C.H_TILE)
+    owner = row.to(tl.int64) + column // C.H_TILE
+    h = (column % C.H_TILE).to(tl.int64)
+    d = tl.arange(0, C.D_TILE)
+    real = (owner < end) & (h < C.HEADS)
     q_tile = tl.load(
         query + (owner * q_row + h * q_head)[:, None] + d[None, :],
-        mask=real[:, None] & (d < D)[None, :], other=0.0,
+        mask=real[:, None] & (d < C.D)[None, :], other=0.0,
     )  # fmt: skip
-    q_tile = quantise.multiplied(q_tile, KIND)
+    q_tile = quantise.multiplied(q_tile, C.KIND)
     weight = tl.load(weights + owner * w_row + h, mask=real, other=0.0).to(tl.float32)
-    if QUERY_SCALE:
-        of = tl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0)
-        weight *= of.to(tl.float32)
+    if C.QUERY_SCALE:
+        weight *= tl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0).to(
+            tl.float32
+        )
     while row < end:
-        request, first = rows.request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
-        asked = rows.rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
-        start, keys = rows.keys_of(request, act_k, reach, requests, KEYS, HAS_K)
+        request, first = rows.request_of(row, of, LAYOUT)
+        asked = rows.rows_of(request, first, of, LAYOUT)
+        start, keys = rows.keys_of(request, of, LAYOUT)
         stop = first + tokens
-        if Q_TND:
+        if LAYOUT.Q_TND:
             # one row at least, or prefix sums that fall would have no end
             stop = tl.where(request < requests, tl.maximum(first + asked, row + 1), end)
         stop = tl.minimum(stop, end)
         here = (member >= row) & (member < stop)
-        seen = rows.sees((member - first).to(tl.int32), asked, keys, CAUSAL)
+        seen = rows.sees((member - first).to(tl.int32), asked, keys, LAYOUT.CAUSAL)
         seen = tl.where(here, seen, 0)
         if lo == 0:
             tl.store(lengths + member - first_row, seen, mask=here)
         hi = tl.minimum(lo + per_chunk, tl.max(seen, 0))
-        for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
-            pos = n + tl.arange(0, KEY_TILE)
+        for n in tl.range(lo, hi, C.KEY_TILE, num_stages=C.STAGES):
+            pos = n + tl.arange(0, C.KEY_TILE)
             k_tile, ok = _key_tile(
-                key, pos, pos < hi, request, start, table, table_stride, pages, key_o, key_i, d,
-                D, D_TILE, PAGE, KEYS, ONE_PAGE,
+                key, pos, pos < hi, request, start, of, key_o, key_i, d, C.D, C.D_TILE, LAYOUT,
+                C.ONE_PAGE,
             )  # fmt: skip
-            k_tile = quantise.multiplied(k_tile, KIND)
+            k_tile = quantise.multiplied(k_tile, C.KIND)
             s = tl.dot(k_tile, q_tile.T, input_precision="ieee").to(tl.float32)
             s = tl.maximum(s, 0.0) * weight[None, :]
-            score = tl.sum(tl.reshape(s, [KEY_TILE, ROWS, H_TILE]), 2)
-            if KIND != quantise.PLAIN:
+            score = tl.sum(tl.reshape(s, [C.KEY_TILE, C.ROWS, C.H_TILE]), 2)
+            if C.KIND != quantise.PLAIN:
                 scale, _ = _key_tile(
-                    key_scale, pos, pos < hi, request, start, table, table_stride, pages, ks_o,
-                    ks_i, tl.arange(0, 1), 1, 1, PAGE, KEYS, ONE_PAGE,
+                    key_scale, pos, pos < hi, request, start, of, ks_o, ks_i, tl.arange(0, 1), 1, 1,
+                    LAYOUT, C.ONE_PAGE,
                 )  # fmt: skip
                 score *= scale.to(tl.float32)
             # a NaN comes last, and only what is absent is -inf
@@ -138,8 +147,8 @@ def _scores(
             score = tl.where(ok[:, None], score, float("-inf"))
             at = scores + ((member - first_row) * score_row)[None, :] + pos[:, None]
             tl.store(at, score, mask=pos[:, None] < seen[None, :])
-            at = sample + ((member - first_row) * sample_row)[None, :] + (pos // EVERY)[:, None]
-            drawn = (pos % EVERY == 0)[:, None] & (pos[:, None] < seen[None, :])
+            at = sample + ((member - first_row) * sample_row)[None, :] + (pos // C.EVERY)[:, None]
+            drawn = (pos % C.EVERY == 0)[:, None] & (pos[:, None] < seen[None, :])
             tl.store(at, score, mask=drawn)
         row = stop
 
@@ -238,7 +247,6 @@ def scaled_scores(
     heads, dim = query.shape[-2:]
     q = query.reshape(plan.rows, heads, dim)
     w = weights.reshape(plan.rows, heads)
-    key_o, key_i = rows.strides(key, layout_key)
     reach = max(plan.reach, 1)
     per_request = triton.cdiv(plan.rows, max(plan.arguments["requests"], 1))
     found = shape(per_request, heads, dim, device)
@@ -251,8 +259,12 @@ def scaled_scores(
     score = memory.empty((chunk_rows, score_row), torch.float32, device)
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
     qs = w if query_scale is None else query_scale.reshape(plan.rows, heads)
-    ks_o, ks_i = rows.strides(key if key_scale is None else key_scale.unsqueeze(-1), layout_key)
-    on_hopper = key_scale is None and hopper.supports(q, key, layout_key)
+    ks = key if key_scale is None else key_scale.unsqueeze(-1)
+    strides = (
+        *q.stride()[:2], w.stride(0), *rows.strides(layout_key, key), *qs.stride()[:2],
+        *rows.strides(layout_key, ks), score_row, sample.stride(0),
+    )  # fmt: skip
+    on_hopper = hopper.supports(q, key, layout_key)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
@@ -264,26 +276,28 @@ def scaled_scores(
     chunks = triton.cdiv(reach, per_chunk)
     flat_indices = indices.view(plan.rows, sparse_count)
     flat_values = values.view(plan.rows, sparse_count) if wanted else values
-    one_page = layout_key == "PA_BSND" and plan.constants["PAGE"] % KEY_TILE == 0
+    one_page = layout_key == "PA_BSND" and plan.layout.PAGE % KEY_TILE == 0
+    constants = Constants(
+        HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile, D_TILE=d_tile, KEY_TILE=KEY_TILE,
+        ONE_PAGE=one_page, STAGES=1 if alone else stages, EVERY=topk.EVERY, KIND=kind,
+        QUERY_SCALE=query_scale is not None,
+    )  # fmt: skip
     last = None
     for first in range(0, plan.rows, chunk_rows):
         if last is not None:
             topk.topk(*last)
         count = min(chunk_rows, plan.rows - first)
         if on_hopper:
-            hopper.launch(q, key, w, score, sample, lengths, plan, layout_key, shared, first, count)
+            hopper.launch(
+                q, key, w, score, sample, lengths, plan, layout_key, shared, first, count,
+                None if query_scale is None else qs, key_scale,
+            )  # fmt: skip
         else:
             launches.kernel(_scores, triton.cdiv(count, shared) * chunks)(
                 q, key, w, qs, key if key_scale is None else key_scale, scores=score,
                 sample=sample, lengths=lengths, first_row=first,
-                count=count, chunks=chunks, per_chunk=per_chunk, q_row=q.stride(0),
-                q_head=q.stride(1), sample_row=sample.stride(0), EVERY=topk.EVERY,
-                w_row=w.stride(0), key_o=key_o, key_i=key_i, qs_row=qs.stride(0),
-                qs_head=qs.stride(1), ks_o=ks_o, ks_i=ks_i, score_row=score_row, KIND=kind,
-                QUERY_SCALE=query_scale is not None, **plan.arguments,
-                **plan.constants, HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile,
-                D_TILE=d_tile, KEY_TILE=KEY_TILE, ONE_PAGE=one_page, STAGES=1 if alone else stages,
-                num_warps=4,
+                count=count, chunks=chunks, per_chunk=per_chunk, strides=strides, **plan.arguments,
+                LAYOUT=plan.layout, C=constants, num_warps=4,
             )  # fmt: skip
         last = (
             score[:count], lengths, flat_indices[first : first + count],

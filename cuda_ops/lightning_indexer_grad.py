@@ -26,18 +26,15 @@ from .common.selection import selected
 @triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _gradients(
     query, key, weights, dy, indices, act_q, act_k, table, d_query, d_weights, d_key, peak,
-    tokens, requests, reach, table_stride, pages, entries,
-    q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, Q_TND: tl.constexpr,
-    KEYS: tl.constexpr, CAUSAL: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr,
-    REQUESTS: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    MODE: tl.constexpr,
+    tokens, requests, reach, table_stride, pages, entries, strides,
+    HEADS: tl.constexpr, D: tl.constexpr, LAYOUT: tl.constexpr, H_TILE: tl.constexpr,
+    D_TILE: tl.constexpr, KEY_TILE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
+    q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o = strides
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     head_tiles: tl.constexpr = (HEADS + H_TILE - 1) // H_TILE
     row = (tl.program_id(0) // head_tiles).to(tl.int64)
-    request, start, seen = rows.locate(
-        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
-    )
+    request, start, seen = rows.locate(row, of, LAYOUT)
     h = (tl.program_id(0) % head_tiles * H_TILE + tl.arange(0, H_TILE)).to(tl.int64)
     d = tl.arange(0, D_TILE)
     real = (h < HEADS)[:, None] & (d < D)[None, :]
@@ -48,9 +45,8 @@ def _gradients(
     for n in tl.range(0, tl.where(seen > 0, entries, 0), KEY_TILE):
         entry = n + tl.arange(0, KEY_TILE)
         outer, inner, ok = selected(
-            entry, entries, indices + row * index_row, seen, request, start, table, table_stride,
-            pages, 1, PAGE, KEYS,
-        )  # fmt: skip
+            entry, entries, indices + row * index_row, seen, request, start, of, 1, LAYOUT
+        )
         wide = ok[:, None] & (d < D)[None, :]
         k_tile = tl.load(
             key + (outer * key_o + inner * key_i)[:, None] + d[None, :], mask=wide, other=0.0
@@ -100,7 +96,6 @@ def backward(
     w = weights.reshape(plan.rows, heads)
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
     grad = dy.reshape(plan.rows, dy.shape[-1])
-    key_o, key_i = rows.strides(key, layout)
 
     d_tile = max(16, triton.next_power_of_2(dim))
     # 128 heads of 128 at once: the query's tile and its gradient fill the registers
@@ -110,10 +105,12 @@ def backward(
         if query.numel():
             launches.kernel(_gradients, plan.rows * triton.cdiv(heads, h_tile))(
                 q, key, w, grad, index, d_query=d_query, d_weights=d_weights, d_key=sums[0],
-                peak=peaks, entries=index.shape[1], q_row=q.stride(0), q_head=q.stride(1),
-                w_row=w.stride(0), key_o=key_o, key_i=key_i, dy_row=grad.stride(0),
-                index_row=index.stride(0), out_o=0 if layout == "TND" else key.shape[1],
-                **plan.arguments, **plan.constants, HEADS=heads, D=dim,
+                peak=peaks, entries=index.shape[1], **plan.arguments,
+                strides=(
+                    *q.stride()[:2], w.stride(0), *rows.strides(layout, key), grad.stride(0),
+                    index.stride(0), 0 if layout == "TND" else key.shape[1],
+                ),
+                LAYOUT=plan.layout, HEADS=heads, D=dim,
                 H_TILE=h_tile, D_TILE=d_tile, KEY_TILE=32, MODE=mode, num_warps=4,
             )  # fmt: skip
 

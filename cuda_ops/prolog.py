@@ -63,7 +63,7 @@ def rotated(own, partner, d, cos, sin, at, ok, D: tl.constexpr):
 
 
 @triton.jit
-def _run_sum(part, stride, ok, RUNS: tl.constexpr):
+def run_sum(part, stride, ok, RUNS: tl.constexpr):
     """The runs of one product, added in order."""
     acc = tl.load(part, mask=ok, other=0.0).to(tl.float32)
     for run in tl.static_range(1, RUNS):
@@ -72,11 +72,11 @@ def _run_sum(part, stride, ok, RUNS: tl.constexpr):
 
 
 @triton.jit
-def _rms_normed(part, stride, gamma, eps, N: tl.constexpr, RUNS: tl.constexpr, dtype: tl.constexpr):
+def rms_normed(part, stride, gamma, eps, N: tl.constexpr, RUNS: tl.constexpr, dtype: tl.constexpr):
     """(columns, in range, RMSNorm of the rounded sums in the working dtype)."""
     j = tl.arange(0, triton.next_power_of_2(N))
     ok = j < N
-    u = _run_sum(part + j, stride, ok, RUNS).to(dtype).to(tl.float32)
+    u = run_sum(part + j, stride, ok, RUNS).to(dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(u * u, 0) / N + eps)
     normed = u * scale * tl.load(gamma + j, mask=ok, other=0.0).to(tl.float32)
     return j, ok, normed.to(dtype)
@@ -86,42 +86,51 @@ def _rms_normed(part, stride, gamma, eps, N: tl.constexpr, RUNS: tl.constexpr, d
 def _store_query_norm(
     part, stride, gamma, out, eps, N: tl.constexpr, RUNS: tl.constexpr
 ):  # fmt: skip
-    j, ok, normed = _rms_normed(part, stride, gamma, eps, N, RUNS, out.dtype.element_ty)
+    j, ok, normed = rms_normed(part, stride, gamma, eps, N, RUNS, out.dtype.element_ty)
     tl.store(out + j, normed, mask=ok)
 
 
 @triton.jit
-def _store_latent(
+def rotary_key(
+    part, stride, cos, sin, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """(columns, in range, the rotated key of a token)"""
+    d = tl.arange(0, triton.next_power_of_2(D))
+    ok = d < D
+    own, partner = rotation_source(d, D, INTERLEAVED)
+    u = run_sum(part + own, stride, ok, RUNS).to(dtype).to(tl.float32)
+    v = run_sum(part + partner, stride, ok, RUNS).to(dtype).to(tl.float32)
+    return d, ok, rotated(u, v, d, cos, sin, 0, ok, D).to(dtype)
+
+
+@triton.jit
+def store_latent(
     part, stride, gamma, cos, sin, kv_row, kr_row, eps, present,
     R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """The latent and the rotated key of a token, into their cache rows."""
     dtype: tl.constexpr = kv_row.dtype.element_ty
-    j, ok, normed = _rms_normed(part, stride, gamma, eps, R, RUNS, dtype)
+    j, ok, normed = rms_normed(part, stride, gamma, eps, R, RUNS, dtype)
     tl.store(kv_row + j, normed, mask=ok & present)
-    d = tl.arange(0, triton.next_power_of_2(D))
-    d_ok = d < D
-    own, partner = rotation_source(d, D, INTERLEAVED)
-    u = _run_sum(part + R + own, stride, d_ok, RUNS).to(dtype).to(tl.float32)
-    v = _run_sum(part + R + partner, stride, d_ok, RUNS).to(dtype).to(tl.float32)
-    turned = rotated(u, v, d, cos, sin, 0, d_ok, D)
-    tl.store(kr_row + d, turned.to(dtype), mask=d_ok & present)
+    d, d_ok, turned = rotary_key(part + R, stride, cos, sin, D, RUNS, INTERLEAVED, dtype)
+    tl.store(kr_row + d, turned, mask=d_ok & present)
 
 
 @triton.jit
-def _store_index_key(
-    part, stride, gamma, beta, cos, sin, k_row, eps, present,
-    DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+def index_key(
+    part, stride, gamma, beta, cos, sin, eps, DI: tl.constexpr, D: tl.constexpr,
+    RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """LayerNorm of the float32 sums, rounded; the first D columns rotated; into the cache row."""
-    dtype: tl.constexpr = k_row.dtype.element_ty
+    """(columns, in range, key): LayerNorm of the float32 sums, rounded; the first D columns
+    rotated."""
     j = tl.arange(0, triton.next_power_of_2(DI))
     ok = j < DI
     own, partner = rotation_source(j, D, INTERLEAVED)
     own = tl.where(j < D, own, j)
     partner = tl.where(j < D, partner, j)
-    u = _run_sum(part + own, stride, ok, RUNS)
-    v = _run_sum(part + partner, stride, ok, RUNS)
+    u = run_sum(part + own, stride, ok, RUNS)
+    v = run_sum(part + partner, stride, ok, RUNS)
     mean = tl.sum(u, 0) / DI
     off = tl.where(ok, u - mean, 0.0)
     scale = tl.rsqrt(tl.sum(off * off, 0) / DI + eps)
@@ -132,14 +141,26 @@ def _store_index_key(
     b = tl.load(beta + partner, mask=ok, other=0.0).to(tl.float32)
     v = ((v - mean) * scale * g + b).to(dtype)
     turned = rotated(u.to(tl.float32), v.to(tl.float32), j, cos, sin, 0, j < D, D).to(dtype)
-    tl.store(k_row + j, tl.where(j < D, turned, u), mask=ok & present)
+    return j, ok, tl.where(j < D, turned, u)
 
 
 @triton.jit
-def _store_weights(part, stride, out, N: tl.constexpr, RUNS: tl.constexpr):
+def _store_index_key(
+    part, stride, gamma, beta, cos, sin, k_row, eps, present,
+    DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Into the cache row."""
+    j, ok, key = index_key(
+        part, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, k_row.dtype.element_ty
+    )
+    tl.store(k_row + j, key, mask=ok & present)
+
+
+@triton.jit
+def store_weights(part, stride, out, N: tl.constexpr, RUNS: tl.constexpr):
     j = tl.arange(0, triton.next_power_of_2(N))
     ok = j < N
-    tl.store(out + j, _run_sum(part + j, stride, ok, RUNS).to(out.dtype.element_ty), mask=ok)
+    tl.store(out + j, run_sum(part + j, stride, ok, RUNS).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots", "eps_cq", "eps_ckv", "eps_k"])
@@ -171,7 +192,7 @@ def _token_stage(
         if role == 0:
             _store_query_norm(part, stride, gamma_cq, query_norm + token * Q, eps_cq, Q, RUNS)
         if role == 1:
-            _store_latent(
+            store_latent(
                 part + Q, stride, gamma_ckv, cos, sin, kv_cache + slot * R, kr_cache + slot * D,
                 eps_ckv, present, R, D, RUNS, INTERLEAVED,
             )  # fmt: skip
@@ -180,7 +201,7 @@ def _token_stage(
             part + LATENT, stride, gamma_k, beta_k, cos, sin, index_k_cache + slot * DI,
             eps_k, present, DI, D, RUNS, INDEX_INTERLEAVED,
         )  # fmt: skip
-        _store_weights(part + LATENT + DI, stride, weights + token * NI, NI, RUNS)
+        store_weights(part + LATENT + DI, stride, weights + token * NI, NI, RUNS)
 
 
 @triton.jit
@@ -216,12 +237,12 @@ def _absorb(
             # the weight is no earlier kernel's output: its load runs while they finish
             gdc_wait()
         if SWAP:
-            q_tile = _run_sum(
+            q_tile = run_sum(
                 q_row[None, :] + (k + kk)[:, None], run_stride, ok[:, None] & t_ok[None, :], RUNS
             ).to(dtype)
             acc = tl.dot(w_tile, q_tile, acc, input_precision="ieee")
         else:
-            q_tile = _run_sum(
+            q_tile = run_sum(
                 q_row[:, None] + (k + kk)[None, :], run_stride, t_ok[:, None] & ok[None, :], RUNS
             ).to(dtype)
             acc = tl.dot(q_tile, w_tile, acc, input_precision="ieee")
@@ -256,12 +277,12 @@ def _rotate_heads(
     if INTERLEAVED:
         side = tl.arange(0, 2)
         at = q_row[:, None, None] + (2 * i[:, None] + side[None, :])[None, :, :]
-        u = _run_sum(at, run_stride, ok[:, :, None] & (side >= 0)[None, None, :], RUNS)
+        u = run_sum(at, run_stride, ok[:, :, None] & (side >= 0)[None, None, :], RUNS)
         left, right = tl.split(u.to(dtype).to(tl.float32))
     else:
         at = q_row[:, None] + i[None, :]
-        left = _run_sum(at, run_stride, ok, RUNS).to(dtype).to(tl.float32)
-        right = _run_sum(at + HALF, run_stride, ok, RUNS).to(dtype).to(tl.float32)
+        left = run_sum(at, run_stride, ok, RUNS).to(dtype).to(tl.float32)
+        right = run_sum(at + HALF, run_stride, ok, RUNS).to(dtype).to(tl.float32)
     low = rotated(left, right, i[None, :], cos, sin, t * D, ok, D)
     high = rotated(right, left, i[None, :] + HALF, cos, sin, t * D, ok, D)
     tl.store(out_row[:, None] + i[None, :], low.to(dtype), mask=ok)
@@ -269,7 +290,7 @@ def _rotate_heads(
     if WIDTH > D:
         j = D + tl.arange(0, triton.next_power_of_2(WIDTH - D))
         ok = present[:, None] & (j < WIDTH)[None, :]
-        u = _run_sum(q_row[:, None] + j[None, :], run_stride, ok, RUNS)
+        u = run_sum(q_row[:, None] + j[None, :], run_stride, ok, RUNS)
         tl.store(out_row[:, None] + j[None, :], u.to(dtype), mask=ok)
 
 

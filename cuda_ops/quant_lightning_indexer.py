@@ -33,7 +33,12 @@ def forward(**arguments: Any) -> Tensor:
     return selected(None, **arguments)[0]
 
 
-def selected(
+def selected(value_dtype: torch.dtype | None, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """(indices, scores of `value_dtype`, or none)"""
+    return lightning_indexer.select(scores(value_dtype, **arguments))
+
+
+def scores(
     value_dtype: torch.dtype | None,
     query: Tensor,
     key: Tensor,
@@ -50,11 +55,10 @@ def selected(
     query_dtype: int | None,
     key_dtype: int | None,
     **_: object,
-) -> tuple[Tensor, Tensor]:
-    """(indices, scores of `value_dtype`, or none)"""
-    scored = lightning_indexer.scaled_scores(
+) -> lightning_indexer.Scored:
+    """What `lightning_indexer.select` selects from."""
+    return lightning_indexer.scaled_scores(
         quantised.typed(query, query_dtype), quantised.typed(key, key_dtype), weights,
         query_dequant_scale, key_dequant_scale, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode, value_dtype,
     )  # fmt: skip
-    return lightning_indexer.select(scored)

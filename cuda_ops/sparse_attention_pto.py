@@ -14,24 +14,37 @@ overlaps their end.  Every cache row is written before any cache is read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch.common import layer, memory
+from ..dispatch.common import layer, memory, quantised
 from . import (
     indexer_prolog_pto,
+    kv_quant_sparse_flash_attention,
     lightning_indexer,
     mla_prolog_pto,
     prolog,
+    quant_lightning_indexer,
+    quantised_matmul,
+    quantised_prolog,
     sparse_flash_attention,
 )
 from .common import launches
 from .nz_matmul import product
+from .quantised_matmul import Rows, Weight
 
-_MODULES = (mla_prolog_pto, indexer_prolog_pto, lightning_indexer, sparse_flash_attention)
+_MODULES = (
+    mla_prolog_pto,
+    indexer_prolog_pto,
+    lightning_indexer,
+    sparse_flash_attention,
+    quant_lightning_indexer,
+    kv_quant_sparse_flash_attention,
+)
 STAGES = layer.Stages(*(module.forward for module in _MODULES))
 REASONS = layer.Stages(*(module.unsupported for module in _MODULES))
 
@@ -50,6 +63,8 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     if tokens == 0:
         indices = memory.empty((requests, steps, 1, a.sparse_count), torch.int32, device)
         return memory.empty((requests, steps, heads, rank), dtype, device), indices
+    if a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes:
+        return _of_8_bits(a)
 
     query_norm = memory.empty((tokens, ranks), dtype, device)
     weights = memory.empty((requests, steps, a.index_heads), dtype, device)
@@ -84,24 +99,90 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     scored = lightning_indexer.scores(**a.of_indexer(query_index, weights))
     of_heads = (query_norm, a.w_uq_qr, a.weight_format, a.w_uk, a.sin)
     absorbed = partial(prolog.query_heads, *of_heads, a.cos, (requests, steps), a.rope_interleaved)
-    if not a.x.is_cuda:
-        indices, _ = lightning_indexer.select(scored)
-        query, query_rope = absorbed()
-    else:
-        side = launches.Side(device)
-        side.fork()
-        # of more than 128 tokens the queries' programs would leave those of the top-k no registers
-        if tokens <= 128 and prolog.is_one_launch(*of_heads):
-            query, query_rope = absorbed()
-            with side.stream():
-                indices, _ = lightning_indexer.select(scored)
-        else:
-            indices, _ = lightning_indexer.select(scored)
-            with side.stream():
-                query, query_rope = absorbed(forked=True)
-        side.join()
+    # of more than 128 tokens the queries' programs would leave those of the top-k no registers
+    first = tokens <= 128 and prolog.is_one_launch(*of_heads)
+    (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
     out, _, _ = sparse_flash_attention.forward(**a.of_attention(query, query_rope, indices))
     return out, indices
+
+
+def _side_by_side(
+    a: layer.Whole,
+    absorbed: Callable[..., tuple[Tensor, Tensor]],
+    scored: lightning_indexer.Scored,
+    first: bool,
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The queries of the attention beside the selection; `first`: ahead of it in this stream."""
+    if not a.x.is_cuda:
+        indices, _ = lightning_indexer.select(scored)
+        return absorbed(), indices
+    side = launches.Side(a.x.device)
+    side.fork()
+    if first:
+        queries = absorbed()
+        with side.stream():
+            indices, _ = lightning_indexer.select(scored)
+    else:
+        indices, _ = lightning_indexer.select(scored)
+        with side.stream():
+            queries = absorbed(forked=True)
+    side.join()
+    return queries, indices
+
+
+def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
+    """The same stages on weights or caches of 8 bits (quantised_prolog.py)."""
+    requests, steps, hidden = a.x.shape
+    heads, plain, rank = a.w_uk.shape
+    ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
+    down, latent, key, proj = quantised_prolog.first_products(
+        a.x.view(-1, hidden), None,
+        [
+            Weight(a.w_dq, ranks, a.dequant_scale_w_dq),
+            Weight(a.w_dkv_kr, rank + rotary, a.dequant_scale_w_dkv_kr),
+            Weight(a.w_idx_k, size, a.dequant_scale_w_idx_k),
+            Weight(a.w_idx_proj, a.index_heads, None),
+        ],
+        a.weight_format, a.scale_format, a.x.dtype,
+    )  # fmt: skip
+    of_latents = quantised_prolog.Latent(
+        a.gamma_cq, a.gamma_ckv, a.rms_norm_eps, a.rms_norm_eps,
+        a.rows() if a.in_rows else a.kv_cache, a.kr_cache, a.cache_index, a.sin, a.cos,
+        a.rope_interleaved, a.in_rows, a.row_layout, a.scale_format, a.k_nope_clip_alpha,
+    )  # fmt: skip
+    of_keys = quantised_prolog.Index(
+        a.in_gamma_k, a.in_beta_k, a.layer_norm_eps, *a.index_cache(), a.cache_index, a.sin, a.cos,
+        a.index_rope_interleaved, a.index_hadamard, a.hadamard_round, a.scale_format,
+    )  # fmt: skip
+    kind, index_kind = (quantised.kind_of(w.dtype) for w in (a.w_uq_qr, a.w_idx_qb))
+    norm, c = quantised_prolog.latent_tokens(down, latent, of_latents, kind, a.smooth_scales_cq)
+    weights = quantised_prolog.index_tokens(key, proj, of_keys)
+    of_index = Rows(norm)
+    if index_kind is not None:
+        of_index = c
+        if index_kind != kind:
+            of_index = quantised_matmul.activations(norm, index_kind, a.scale_format)
+    shape = requests, steps
+    query_index, weights = quantised_prolog.index_heads(
+        of_index, Weight(a.w_idx_qb, a.index_heads * size, a.dequant_scale_w_idx_qb),
+        a.weight_format, weights, shape, of_keys,
+    )  # fmt: skip
+    scoring = a.of_indexer(query_index, weights)
+    if a.in_bytes:
+        scored = quant_lightning_indexer.scores(None, **scoring)
+    else:
+        scored = lightning_indexer.scores(**scoring)
+    absorbed = partial(
+        quantised_prolog.query_heads, c,
+        Weight(a.w_uq_qr, heads * (plain + rotary), a.dequant_scale_w_uq_qr), a.weight_format,
+        a.w_uk, a.sin, a.cos, shape, a.rope_interleaved,
+    )  # fmt: skip
+    (query, query_rope), indices = _side_by_side(a, absorbed, scored, False)
+    if not a.in_rows:
+        chosen = a.of_attention(query, query_rope, indices)
+        return sparse_flash_attention.forward(**chosen)[0], indices
+    chosen = a.of_rows(query, indices) | dict(query_rope=query_rope)
+    return kv_quant_sparse_flash_attention.attended_apart(False, **chosen)[0], indices
 
 
 def forward(**arguments: Any) -> Tensor:

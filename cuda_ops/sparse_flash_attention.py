@@ -17,6 +17,7 @@ sparse_indices [B, S, 1, K]; without the ropes R is the whole width of a key.
     Hopper, R 512 and rope 64, values in the keys, which     hopper/sparse_flash_attention_decode.py
       are evenly spaced, whole 16 bytes; 1 to 4 rows
     the same, more rows                                      hopper/sparse_flash_attention.py
+    the same in 8 bits, any number of rows      hopper/kv_quant_sparse_flash_attention.py
     else                                                     _attend
 
 Few rows: the selection is split over programs, whose parts common/combine.py puts together.
@@ -25,6 +26,7 @@ Few rows: the selection is split over programs, whose parts common/combine.py pu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,22 +37,45 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..dispatch.common import memory
 from .common import gpu, launches, quantise, rows
 from .common.combine import Parts, combine, is_chained
-from .common.selection import LOG2E, Attention, key_strides, selected, slot_of
+from .common.selection import LOG2E, Attention, selected, slot_of
+from .hopper import kv_quant_sparse_flash_attention as of_8_bits
 from .hopper import sparse_flash_attention as hopper
 from .hopper import sparse_flash_attention_decode as decode
 
 LOWEST = tl.constexpr(-1e30)  # below any score: keeps exp2(-inf - LOWEST) = 0 free of NaN
 
 
+class Constants(NamedTuple):
+    """KIND says what keys and values are; those of 8 bits have scales and come in one tile."""
+
+    HEADS: int
+    R: int
+    D: int
+    SPAN: int
+    KIND: int
+    HAS_SINK: bool
+    STATS: bool
+    EVEN: bool
+    SHARED: bool
+    SPLITS: int
+    HEAD_TILE: int
+    KEY_TILE: int
+    LEFT: int
+    RIGHT: int
+    D_TILE: int
+    PLACE: int
+    STAGES: int
+    BRANCH: bool
+    CHAINED: bool
+
+
 @triton.jit
-def _row(
-    slot, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
-):
+def _row(slot, o_stride, i_stride, reach, EVEN: tl.constexpr, LAYOUT: tl.constexpr):
     """Where the slots' rows begin in a key tensor."""
     if EVEN:
         row = slot.to(tl.int64) * i_stride
     else:
-        size = PAGE if KEYS == rows.PAGED else reach
+        size = LAYOUT.PAGE if LAYOUT.KEYS == rows.PAGED else reach
         row = (slot // size).to(tl.int64) * o_stride + (slot % size).to(tl.int64) * i_stride
     return row
 
@@ -58,34 +83,33 @@ def _row(
 @triton.jit
 def _scaled(
     base, scales, slot, o_stride, i_stride, scale_o, scale_i, reach, dtype: tl.constexpr,
-    EVEN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
-    KIND: tl.constexpr, BRANCH: tl.constexpr,
+    LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """[keys, SIZE] that values of 8 bits stand for, 128 of them to a scale: the product in
-    float32, rounded once."""
-    tile = tl.arange(0, SIZE // 128)
+    """[keys, R] that values of 8 bits stand for, 128 of them to a scale: the product in float32,
+    rounded once."""
+    tile = tl.arange(0, C.R // 128)
     there = slot >= 0
-    row = _row(slot, o_stride, i_stride, reach, EVEN, PAGE, KEYS)
+    row = _row(slot, o_stride, i_stride, reach, C.EVEN, LAYOUT)
     at = base + row[:, None, None] + (tile * 128)[None, :, None]
     x = tl.load(at + tl.arange(0, 128)[None, None, :], mask=there[:, None, None], other=0.0)
-    row = _row(slot, scale_o, scale_i, reach, EVEN, PAGE, KEYS)
+    row = _row(slot, scale_o, scale_i, reach, C.EVEN, LAYOUT)
     scale = tl.load(scales + row[:, None] + tile[None, :], mask=there[:, None], other=0.0)
     # in a branch the product (of mma.sync; wgmma does not ask) does not see that these were 8 bits,
     # for which it takes the numbers of a row in another order: not the bits of the op on floats
-    out = tl.zeros([slot.shape[0], SIZE], dtype)
-    if not BRANCH or reach > 0:
-        wide = quantise.to_float16(x, KIND).to(tl.float32) * scale[:, :, None]
-        out = tl.reshape(wide.to(dtype), [slot.shape[0], SIZE])
+    out = tl.full([slot.shape[0], C.R], 0.0, dtype)
+    if C.BRANCH or reach > 0:
+        wide = quantise.to_float16(x, C.KIND).to(tl.float32) * scale[:, :, None]
+        out = tl.reshape(wide.to(dtype), [slot.shape[0], C.R])
     return out
 
 
 @triton.jit
 def _load(
-    base, slot, d, o_stride, i_stride, reach, EVEN: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr, D: tl.constexpr, END: tl.constexpr,
+    base, slot, d, o_stride, i_stride, reach, EVEN: tl.constexpr, LAYOUT: tl.constexpr,
+    D: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
-    row = _row(slot, o_stride, i_stride, reach, EVEN, PAGE, KEYS)
+    row = _row(slot, o_stride, i_stride, reach, EVEN, LAYOUT)
     at = base + row[:, None] + d[None, :]
     if D >= END:
         tile = tl.load(at, mask=(slot >= 0)[:, None], other=0.0)
@@ -108,83 +132,79 @@ def _load(
 def _attend(
     q, q_rope, key, key_rope, value, key_scale, value_scale, indices, slots, act_q, act_k, table,
     sinks, out, part, part_max, part_sum, softmax_max, softmax_sum,
-    scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split,
-    q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
-    key_scale_o, key_scale_i, value_scale_o, value_scale_i, index_stride, slot_stride,
-    HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
-    PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
-    EVEN: tl.constexpr, SHARED: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr,
-    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    D_TILE: tl.constexpr, STAGES: tl.constexpr, PLACE: tl.constexpr, BRANCH: tl.constexpr,
-    CHAINED: tl.constexpr, KIND: tl.constexpr,
+    scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split, strides,
+    LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """KIND: what keys and values are; those of 8 bits have scales and come in one tile."""
-    HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
+    (
+        q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
+        key_scale_o, key_scale_i, value_scale_o, value_scale_i, index_stride, slot_stride,
+    ) = strides  # fmt: skip
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    HEAD_TILES: tl.constexpr = (C.HEADS + C.HEAD_TILE - 1) // C.HEAD_TILE
     program = tl.program_id(0)
-    split = program // HEAD_TILES % SPLITS
-    row = (program // (HEAD_TILES * SPLITS)).to(tl.int64)
-    request, start, seen = rows.locate(
-        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
-    )
+    split = program // HEAD_TILES % C.SPLITS
+    row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
+    request, start, seen = rows.locate(row, of, LAYOUT)
     # where the keys lie is found first, so that the loop over keys reads one number before each;
     # programs of other heads of the row write the same numbers
     index_row = indices + row * index_stride
     slots += row * slot_stride
     lo = split * per_split
     hi = tl.minimum(lo + per_split, entries)
-    for n in tl.range(lo, hi, PLACE, num_stages=1):
-        entry = n + tl.arange(0, PLACE)
-        outer, inner, ok = selected(
-            entry, hi, index_row, seen, request, start, table, table_stride, pages, SPAN, PAGE, KEYS
-        )  # fmt: skip
-        slot = slot_of(outer, inner, ok, reach, PAGE, KEYS)
+    for n in tl.range(lo, hi, C.PLACE, num_stages=1):
+        entry = n + tl.arange(0, C.PLACE)
+        outer, inner, ok = selected(entry, hi, index_row, seen, request, start, of, C.SPAN, LAYOUT)
+        slot = slot_of(outer, inner, ok, reach, LAYOUT)
         tl.store(slots + entry, slot, mask=entry < lo + per_split)
     tl.debug_barrier()
-    head = (program % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)).to(tl.int64)
-    real = head < HEADS
+    head = (program % HEAD_TILES * C.HEAD_TILE + tl.arange(0, C.HEAD_TILE)).to(tl.int64)
+    real = head < C.HEADS
     # the R columns come in one tile, or in two (the second from column LEFT on)
-    d = tl.arange(0, LEFT)
-    e = LEFT + tl.arange(0, RIGHT if RIGHT > 0 else 16)
-    r = tl.arange(0, D_TILE)
+    d = tl.arange(0, C.LEFT)
+    e = C.LEFT + tl.arange(0, C.RIGHT if C.RIGHT > 0 else 16)
+    r = tl.arange(0, C.D_TILE)
     q_rows = row * q_row + (head * q_head)[:, None]
-    q_tile = tl.load(q + q_rows + d[None, :], mask=real[:, None] & (d < R)[None, :], other=0.0)
-    if RIGHT > 0:
-        q_tile2 = tl.load(q + q_rows + e[None, :], mask=real[:, None] & (e < R)[None, :], other=0.0)
-    if D > 0:
+    q_tile = tl.load(q + q_rows + d[None, :], mask=real[:, None] & (d < C.R)[None, :], other=0.0)
+    if C.RIGHT > 0:
+        q_tile2 = tl.load(
+            q + q_rows + e[None, :], mask=real[:, None] & (e < C.R)[None, :], other=0.0
+        )
+    if C.D > 0:
         at = q_rope + row * qr_row + (head * qr_head)[:, None] + r[None, :]
-        qr_tile = tl.load(at, mask=real[:, None] & (r < D)[None, :], other=0.0)
-    row_max = tl.full([HEAD_TILE], LOWEST, tl.float32)
-    row_sum = tl.zeros([HEAD_TILE], tl.float32)
-    acc = tl.zeros([HEAD_TILE, LEFT], tl.float32)
-    if RIGHT > 0:
-        acc2 = tl.zeros([HEAD_TILE, RIGHT], tl.float32)
-    for n in tl.range(lo, hi, KEY_TILE, num_stages=STAGES):
-        slot = tl.load(slots + n + tl.arange(0, KEY_TILE))
-        if KIND == quantise.PLAIN:
-            k_tile = _load(key, slot, d, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+        qr_tile = tl.load(at, mask=real[:, None] & (r < C.D)[None, :], other=0.0)
+    row_max = tl.full([C.HEAD_TILE], LOWEST, tl.float32)
+    row_sum = tl.full([C.HEAD_TILE], 0.0, tl.float32)
+    acc = tl.full([C.HEAD_TILE, C.LEFT], 0.0, tl.float32)
+    if C.RIGHT > 0:
+        acc2 = tl.full([C.HEAD_TILE, C.RIGHT], 0.0, tl.float32)
+    for n in tl.range(lo, hi, C.KEY_TILE, num_stages=C.STAGES):
+        slot = tl.load(slots + n + tl.arange(0, C.KEY_TILE))
+        if C.KIND == quantise.PLAIN:
+            k_tile = _load(key, slot, d, key_o, key_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT)
         else:
             k_tile = _scaled(
                 key, key_scale, slot, key_o, key_i, key_scale_o, key_scale_i, reach, q_tile.dtype,
-                EVEN, PAGE, KEYS, R, KIND, not BRANCH,
+                LAYOUT, C,
             )  # fmt: skip
-        if RIGHT > 0:
-            k_tile2 = _load(key, slot, e, key_o, key_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT)
-        if D > 0:
-            kr_tile = _load(key_rope, slot, r, rope_o, rope_i, reach, EVEN, PAGE, KEYS, D, D_TILE)
-        p = tl.broadcast_to(row_max[:, None], [HEAD_TILE, KEY_TILE]).to(k_tile.dtype)
+        if C.RIGHT > 0:
+            k_tile2 = _load(
+                key, slot, e, key_o, key_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT + C.RIGHT
+            )
+        if C.D > 0:
+            kr_tile = _load(key_rope, slot, r, rope_o, rope_i, reach, C.EVEN, LAYOUT, C.D, C.D_TILE)
+        p = tl.broadcast_to(row_max[:, None], [C.HEAD_TILE, C.KEY_TILE]).to(k_tile.dtype)
         alpha = row_max
         # in a branch the product for the scores is not seen to feed the next one, for which each of
         # two warpgroups would compute all of it: 128 heads, 128 rows 255 us instead of 294
-        if not BRANCH or n < hi:
+        if not C.BRANCH or n < hi:
             s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-            if RIGHT > 0:
+            if C.RIGHT > 0:
                 s = tl.dot(q_tile2, k_tile2.T, s, input_precision="ieee")
-            if BRANCH and D > 0:  # scaled first, or one product becomes the other's accumulator
+            if C.BRANCH and C.D > 0:  # scaled first, or one product becomes the other's accumulator
                 rope = tl.dot(qr_tile, kr_tile.T, input_precision="ieee") * scale_log2
                 s = s * scale_log2 + rope
             else:
-                if D > 0:
+                if C.D > 0:
                     s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
                 s *= scale_log2
             s = tl.where((slot >= 0)[None, :], s, float("-inf"))
@@ -194,46 +214,46 @@ def _attend(
             row_sum = row_sum * alpha + tl.sum(weight, 1)
             row_max = new_max
             p = weight.to(k_tile.dtype)
-        if not SHARED:
-            if KIND == quantise.PLAIN:
-                k_tile = _load(value, slot, d, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT)
+        if not C.SHARED:
+            if C.KIND == quantise.PLAIN:
+                k_tile = _load(value, slot, d, value_o, value_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT)
             else:
                 k_tile = _scaled(
                     value, value_scale, slot, value_o, value_i, value_scale_o, value_scale_i,
-                    reach, q_tile.dtype, EVEN, PAGE, KEYS, R, KIND, not BRANCH,
+                    reach, q_tile.dtype, LAYOUT, C,
                 )  # fmt: skip
-            if RIGHT > 0:
+            if C.RIGHT > 0:
                 k_tile2 = _load(
-                    value, slot, e, value_o, value_i, reach, EVEN, PAGE, KEYS, R, LEFT + RIGHT
+                    value, slot, e, value_o, value_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT + C.RIGHT
                 )  # fmt: skip
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
-        if RIGHT > 0:
+        if C.RIGHT > 0:
             acc2 = tl.dot(p, k_tile2, acc2 * alpha[:, None], input_precision="ieee")
-    if CHAINED:
+    if C.CHAINED:
         gdc_launch_dependents()
-    if SPLITS == 1:
+    if C.SPLITS == 1:
         total = row_sum
-        if HAS_SINK:
+        if C.HAS_SINK:
             sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
             total += tl.exp2(sink * 1.4426950408889634 - row_max)
         inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, total, 1.0), 0.0)
-        to = out + (row * HEADS + head)[:, None] * R
-        if STATS:
-            stat = row * HEADS + head
+        to = out + (row * C.HEADS + head)[:, None] * C.R
+        if C.STATS:
+            stat = row * C.HEADS + head
             top = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
             tl.store(softmax_max + stat, top, mask=real)
             tl.store(softmax_sum + stat, row_sum, mask=real)
     else:
         inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
-        piece = (row * SPLITS + split) * HEADS + head
-        to = part + piece[:, None] * R
+        piece = (row * C.SPLITS + split) * C.HEADS + head
+        to = part + piece[:, None] * C.R
         tl.store(part_max + piece, row_max, mask=real)
         tl.store(part_sum + piece, row_sum, mask=real)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to + d[None, :], o, mask=real[:, None] & (d < R)[None, :])
-    if RIGHT > 0:
+    tl.store(to + d[None, :], o, mask=real[:, None] & (d < C.R)[None, :])
+    if C.RIGHT > 0:
         o = (acc2 * inverse[:, None]).to(to.dtype.element_ty)
-        tl.store(to + e[None, :], o, mask=real[:, None] & (e < R)[None, :])
+        tl.store(to + e[None, :], o, mask=real[:, None] & (e < C.R)[None, :])
 
 
 @dataclass(frozen=True)
@@ -259,7 +279,14 @@ def shared_bytes(tile: Tiles, rope: int, wgmma: bool) -> int:
 
 
 def tiles(
-    count: int, heads: int, entries: int, rank: int, rope: int, apart: bool, device: torch.device
+    count: int,
+    heads: int,
+    entries: int,
+    rank: int,
+    rope: int,
+    apart: bool,
+    itemsize: int,
+    device: torch.device,
 ) -> Tiles | None:
     """For `count` query rows, the first that fits into this GPU.  One H200, 2026-11, plain kernels
     alone, bf16, R = 512, K = 2048, 128 heads: 128 rows took 255 us by 64 heads x 64 keys, 470 by
@@ -289,7 +316,9 @@ def tiles(
     items, splits = count * triton.cdiv(heads, tile.heads), 1
     while 2 * splits * items <= room and 2 * splits * least <= entries:
         splits *= 2
-    return replace(tile, splits=splits)
+    # 8 bits that are on their way lie beside what they stand for
+    stages = tile.stages if itemsize > 1 or limit > 200 * 1024 else 1
+    return replace(tile, splits=splits, stages=stages)
 
 
 def _apart(key: Tensor, value: Tensor | None) -> bool:
@@ -315,7 +344,10 @@ def unsupported(
     entries = 0 if sparse_indices is None else sparse_indices.shape[-1] * sparse_block_size
     count, (heads, rank) = query.shape[:-2].numel(), query.shape[-2:]
     rope = 0 if query_rope is None else query_rope.shape[-1]
-    if tiles(count, heads, entries, rank, rope, _apart(key, value), query.device) is None:
+    fitting = tiles(
+        count, heads, entries, rank, rope, _apart(key, value), key.itemsize, query.device
+    )
+    if fitting is None:
         return gpu.too_small(query.device)
     return rows.too_many_positions(key, block_table, entries)
 
@@ -394,11 +426,13 @@ def attend(
         0 if query_rope is None else query_rope.shape[-1],
     )  # fmt: skip
     even = all(_even(each, layout_kv) for each in (key, kr, value))
-    together = key_scale is None and even and not _apart(key, value)
-    if together and decode.supports(call):
+    together = even and not _apart(key, value)
+    if together and key_scale is None and decode.supports(call):
         decode.launch(call)
-    elif together and hopper.supports(call):
+    elif together and key_scale is None and hopper.supports(call):
         hopper.launch(call)
+    elif together and key_scale is not None and of_8_bits.supports(call):
+        of_8_bits.launch(call, key_scale, kind)
     else:
         scales = (key, value) if key_scale is None else (key_scale, value_scale)
         _plain(call, value, layout_kv, even, kind, *scales)
@@ -417,32 +451,30 @@ def _plain(
     """`kind` says whether keys and values are floats; then their scales are not read."""
     (count, heads, rank), device, entries = call.q.shape, call.q.device, call.entries
     apart = _apart(call.key, value)
-    tile = tiles(count, heads, entries, rank, call.rope, apart, device)
+    tile = tiles(count, heads, entries, rank, call.rope, apart, call.key.itemsize, device)
     assert tile is not None
-    # 8 bits that are on their way lie beside what they stand for
-    roomy = kind == quantise.PLAIN.value or gpu.shared_memory(device) > 200 * 1024
     parts = Parts.of(tile.splits, count * heads, rank, call.softmax_max)
     per_split = triton.cdiv(triton.cdiv(entries, tile.splits), tile.keys) * tile.keys
     slots = memory.empty((count, tile.splits * per_split), torch.int32, device)
-    steps = [s for each in (key_scale, value_scale) for s in rows.strides(each, layout_kv)]
-    names = ("key_scale_o", "key_scale_i", "value_scale_o", "value_scale_i")
-    scale_strides = dict(zip(names, steps, strict=True))
+    of_keys = rows.strides(layout_kv, call.key, call.kr, value, key_scale, value_scale)
     launches.kernel(_attend, count * tile.splits * triton.cdiv(heads, tile.heads))(
         call.q, call.qr, call.key, call.kr, value, key_scale, value_scale, call.index, slots,
         sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
         part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
         softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=entries,
-        per_split=per_split, **call.query_strides, HEADS=heads, SPLITS=tile.splits,
-        HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0,
-        **call.plan.arguments, **call.plan.constants,
-        **key_strides(call.key, call.kr, value, layout_kv), **scale_strides, KIND=kind,
-        index_stride=call.index.stride(0), slot_stride=slots.stride(0), R=rank, D=call.rope,
-        SPAN=call.span, EVEN=even,
-        SHARED=not apart, CHAINED=is_chained(device, tile.splits),
-        PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
-        HEAD_TILE=tile.heads, KEY_TILE=tile.keys, LEFT=tile.left, RIGHT=tile.right,
-        D_TILE=max(16, triton.next_power_of_2(call.rope)), STAGES=tile.stages if roomy else 1,
-        BRANCH=tile.heads == 64 and gpu.reads_shared(device), num_warps=tile.warps,
+        per_split=per_split, **call.plan.arguments,
+        strides=(*call.query_strides, *of_keys, call.index.stride(0), slots.stride(0)),
+        LAYOUT=call.plan.layout,
+        C=Constants(
+            HEADS=heads, R=rank, D=call.rope, SPAN=call.span, KIND=kind,
+            HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0, EVEN=even,
+            SHARED=not apart, SPLITS=tile.splits, HEAD_TILE=tile.heads, KEY_TILE=tile.keys,
+            LEFT=tile.left, RIGHT=tile.right, D_TILE=max(16, triton.next_power_of_2(call.rope)),
+            PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
+            STAGES=tile.stages, BRANCH=tile.heads == 64 and gpu.reads_shared(device),
+            CHAINED=is_chained(device, tile.splits),
+        ),
+        num_warps=tile.warps,
     )  # fmt: skip
     if tile.splits > 1:
         combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)
@@ -450,5 +482,5 @@ def _plain(
 
 def _even(key: Tensor, layout: str) -> bool:
     """Whether all keys are the same distance apart, also across pages or requests."""
-    outer, inner = rows.strides(key, layout)
+    outer, inner = rows.strides(layout, key)
     return layout == "TND" or outer == inner * key.shape[1]

@@ -12,7 +12,7 @@ One program a query row and HEAD_TILE heads; what belongs to keys is added up as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,20 @@ from torch import Tensor
 from ..dispatch.common import memory
 from . import sparse_flash_attention
 from .common import gpu, launches, rows, scatter
-from .common.selection import key_strides, selected
+from .common.selection import selected
+
+
+class Constants(NamedTuple):
+    HEADS: int
+    R: int
+    D: int
+    SPAN: int
+    SHARED: bool
+    HEAD_TILE: int
+    KEY_TILE: int
+    R_TILE: int
+    D_TILE: int
+    MODE: int
 
 
 @triton.jit
@@ -41,77 +54,74 @@ def _keys_tile(base, outer, inner, ok, o_stride, i_stride, d, D: tl.constexpr):
 def _gradients(
     q, q_rope, key, key_rope, value, indices, d_out, out, softmax_max, softmax_sum,
     act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
-    scale, tokens, requests, reach, table_stride, pages, entries,
-    q_row, q_head, qr_row, qr_head, do_row, do_head, o_row, o_head,
-    key_o, key_i, rope_o, rope_i, value_o, value_i, index_row, out_o,
-    HEADS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr,
-    PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, SHARED: tl.constexpr,
-    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, R_TILE: tl.constexpr, D_TILE: tl.constexpr,
-    MODE: tl.constexpr,
+    scale, tokens, requests, reach, table_stride, pages, entries, strides,
+    LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
+    (
+        q_row, q_head, qr_row, qr_head, do_row, do_head, o_row, o_head,
+        key_o, key_i, rope_o, rope_i, value_o, value_i, index_row, out_o,
+    ) = strides  # fmt: skip
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    HEAD_TILES: tl.constexpr = (C.HEADS + C.HEAD_TILE - 1) // C.HEAD_TILE
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
-    request, start, seen = rows.locate(
-        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
-    )
-    head = (tl.program_id(0) % HEAD_TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)).to(tl.int64)
-    real = head < HEADS
-    d = tl.arange(0, R_TILE)
-    r = tl.arange(0, D_TILE)
-    q_tile = _heads_tile(q, row, head, q_row, q_head, d, HEADS, R)
-    do_tile = _heads_tile(d_out, row, head, do_row, do_head, d, HEADS, R)
-    o_tile = _heads_tile(out, row, head, o_row, o_head, d, HEADS, R)
+    request, start, seen = rows.locate(row, of, LAYOUT)
+    head = (tl.program_id(0) % HEAD_TILES * C.HEAD_TILE + tl.arange(0, C.HEAD_TILE)).to(tl.int64)
+    real = head < C.HEADS
+    d = tl.arange(0, C.R_TILE)
+    r = tl.arange(0, C.D_TILE)
+    q_tile = _heads_tile(q, row, head, q_row, q_head, d, C.HEADS, C.R)
+    do_tile = _heads_tile(d_out, row, head, do_row, do_head, d, C.HEADS, C.R)
+    o_tile = _heads_tile(out, row, head, o_row, o_head, d, C.HEADS, C.R)
     delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
-    stat = row * HEADS + head
+    stat = row * C.HEADS + head
     row_max = tl.load(softmax_max + stat, mask=real, other=0.0)
     row_sum = tl.load(softmax_sum + stat, mask=real, other=1.0)
     seeing = row_sum > 0  # a row that sees no key has max -inf and sum 0
     row_max = tl.where(seeing, row_max, 0.0)
     inverse = 1.0 / tl.where(seeing, row_sum, 1.0)
-    dq = tl.zeros([HEAD_TILE, R_TILE], tl.float32)
-    if D > 0:
-        qr_tile = _heads_tile(q_rope, row, head, qr_row, qr_head, r, HEADS, D)
-        dqr = tl.zeros([HEAD_TILE, D_TILE], tl.float32)
-    for n in tl.range(0, tl.where(seen > 0, entries, 0), KEY_TILE):
+    dq = tl.full([C.HEAD_TILE, C.R_TILE], 0.0, tl.float32)
+    if C.D > 0:
+        qr_tile = _heads_tile(q_rope, row, head, qr_row, qr_head, r, C.HEADS, C.D)
+        dqr = tl.full([C.HEAD_TILE, C.D_TILE], 0.0, tl.float32)
+    for n in tl.range(0, tl.where(seen > 0, entries, 0), C.KEY_TILE):
         outer, inner, ok = selected(
-            n + tl.arange(0, KEY_TILE), entries, indices + row * index_row, seen, request, start,
-            table, table_stride, pages, SPAN, PAGE, KEYS,
+            n + tl.arange(0, C.KEY_TILE), entries, indices + row * index_row, seen, request, start,
+            of, C.SPAN, LAYOUT,
         )  # fmt: skip
-        k_tile = _keys_tile(key, outer, inner, ok, key_o, key_i, d, R)
+        k_tile = _keys_tile(key, outer, inner, ok, key_o, key_i, d, C.R)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        if D > 0:
-            kr_tile = _keys_tile(key_rope, outer, inner, ok, rope_o, rope_i, r, D)
+        if C.D > 0:
+            kr_tile = _keys_tile(key_rope, outer, inner, ok, rope_o, rope_i, r, C.D)
             s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
         p = tl.exp(s * scale - row_max[:, None]) * inverse[:, None]
         p = tl.where(ok[None, :] & real[:, None], p, 0.0)
-        if SHARED:
+        if C.SHARED:
             dp = tl.dot(do_tile, k_tile.T, input_precision="ieee")
         else:
-            v_tile = _keys_tile(value, outer, inner, ok, value_o, value_i, d, R)
+            v_tile = _keys_tile(value, outer, inner, ok, value_o, value_i, d, C.R)
             dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
         ds = (scale * p * (dp - delta[:, None])).to(k_tile.dtype)
         dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
         dk = tl.dot(ds.T, q_tile, input_precision="ieee")
         slot = (outer * out_o + inner)[:, None]
-        wide = ok[:, None] & (d < R)[None, :]
+        wide = ok[:, None] & (d < C.R)[None, :]
         p = p.to(k_tile.dtype)
-        if SHARED:
+        if C.SHARED:
             dk = tl.dot(p.T, do_tile, dk, input_precision="ieee")
         else:
             dv = tl.dot(p.T, do_tile, input_precision="ieee")
-            scatter.add(d_value, peaks + 2, slot * R + d[None, :], dv, wide, MODE)
-        scatter.add(d_key, peaks, slot * R + d[None, :], dk, wide, MODE)
-        if D > 0:
+            scatter.add(d_value, peaks + 2, slot * C.R + d[None, :], dv, wide, C.MODE)
+        scatter.add(d_key, peaks, slot * C.R + d[None, :], dk, wide, C.MODE)
+        if C.D > 0:
             dqr = tl.dot(ds, kr_tile, dqr, input_precision="ieee")
             dkr = tl.dot(ds.T, qr_tile, input_precision="ieee")
-            wide = ok[:, None] & (r < D)[None, :]
-            scatter.add(d_key_rope, peaks + 1, slot * D + r[None, :], dkr, wide, MODE)
-    to = d_q + stat[:, None] * R + d[None, :]
-    tl.store(to, dq.to(d_q.dtype.element_ty), mask=real[:, None] & (d < R)[None, :])
-    if D > 0:
-        to = d_q_rope + stat[:, None] * D + r[None, :]
-        tl.store(to, dqr.to(d_q.dtype.element_ty), mask=real[:, None] & (r < D)[None, :])
+            wide = ok[:, None] & (r < C.D)[None, :]
+            scatter.add(d_key_rope, peaks + 1, slot * C.D + r[None, :], dkr, wide, C.MODE)
+    to = d_q + stat[:, None] * C.R + d[None, :]
+    tl.store(to, dq.to(d_q.dtype.element_ty), mask=real[:, None] & (d < C.R)[None, :])
+    if C.D > 0:
+        to = d_q_rope + stat[:, None] * C.D + r[None, :]
+        tl.store(to, dqr.to(d_q.dtype.element_ty), mask=real[:, None] & (r < C.D)[None, :])
 
 
 def shared_bytes(tile: int, rank: int, rope: int) -> int:
@@ -187,13 +197,19 @@ def backward(
                 d_q=d_query, d_q_rope=d_query_rope, d_key=sums[0], d_key_rope=sums[1],
                 d_value=sums[2], peaks=peaks, scale=scale_value,
                 entries=index.shape[1] * sparse_block_size,
-                q_row=q.stride(0), q_head=q.stride(1), qr_row=qr.stride(0), qr_head=qr.stride(1),
-                do_row=do.stride(0), do_head=do.stride(1), o_row=o.stride(0), o_head=o.stride(1),
-                **key_strides(key, kr, v, layout), index_row=index.stride(0),
-                out_o=0 if layout == "TND" else key.shape[1], **plan.arguments, **plan.constants,
-                HEADS=heads, R=rank, D=rope, SPAN=sparse_block_size, SHARED=value is None,
-                HEAD_TILE=tile, KEY_TILE=tile, R_TILE=max(16, triton.next_power_of_2(rank)),
-                D_TILE=max(16, triton.next_power_of_2(rope)), MODE=mode, num_warps=8,
+                **plan.arguments,
+                strides=(
+                    *(step for x in (q, qr, do, o) for step in x.stride()[:2]),
+                    *rows.strides(layout, key, kr, v), index.stride(0),
+                    0 if layout == "TND" else key.shape[1],
+                ),
+                LAYOUT=plan.layout,
+                C=Constants(
+                    HEADS=heads, R=rank, D=rope, SPAN=sparse_block_size, SHARED=value is None,
+                    HEAD_TILE=tile, KEY_TILE=tile, R_TILE=max(16, triton.next_power_of_2(rank)),
+                    D_TILE=max(16, triton.next_power_of_2(rope)), MODE=mode,
+                ),
+                num_warps=8,
             )  # fmt: skip
 
     scatter.run(launch, [d_key, d_key_rope, d_value])

@@ -13,7 +13,7 @@ row into its loss and d; lightning_indexer_grad.py takes d down to the indexer's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +39,27 @@ from .common.selection import selected
 EPS = 1e-10
 
 
+class Constants(NamedTuple):
+    """Columns of queries and keys come in parts: D0, D1 and the rotary DR, DI the indexer's; P0 ..
+    are the sizes of their tiles."""
+
+    N: int
+    NI: int
+    D0: int
+    D1: int
+    DR: int
+    DI: int
+    P0: int
+    P1: int
+    PR: int
+    PI: int
+    HEADS: int
+    INDEX_HEADS: int
+    KEY_TILE: int
+    HAS_SINK: bool
+    STAGES: int
+
+
 @triton.jit
 def _part(base, at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
     """[rows, PAD]: SIZE columns of the rows that start at `at`; zeros if not `there`."""
@@ -52,76 +73,71 @@ def _part(base, at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
 def _scores_kernel(
     query, key, query_rope, key_rope, query_index, key_index, weights, indices,
     peaks, totals, sinks, target, score, act_q, act_k, table,
-    scale_log2, tokens, requests, reach, table_stride, pages, entries,
-    q_row, q_head, qr_row, qr_head, qi_row, qi_head, w_row, index_row,
-    key_o, key_i, kr_o, kr_i, ki_o, ki_i,
-    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DR: tl.constexpr,
-    NI: tl.constexpr, DI: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, PR: tl.constexpr,
-    PI: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, KEY_TILE: tl.constexpr,
-    PAGE: tl.constexpr, Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr, HAS_SINK: tl.constexpr,
-    STAGES: tl.constexpr,
+    scale_log2, tokens, requests, reach, table_stride, pages, entries, strides,
+    LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
+    (
+        q_row, q_head, qr_row, qr_head, qi_row, qi_head, w_row, index_row,
+        key_o, key_i, kr_o, kr_i, ki_o, ki_i,
+    ) = strides  # fmt: skip
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     row = tl.program_id(0).to(tl.int64)
-    request, start, seen = rows.locate(
-        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS
-    )
-    c0 = tl.arange(0, P0)
-    c1 = tl.arange(0, P1)
-    cr = tl.arange(0, PR)
-    ci = tl.arange(0, PI)
-    n = tl.arange(0, INDEX_HEADS).to(tl.int64)
-    is_index = n < NI
-    qi = _part(query_index + row * qi_row, n * qi_head, is_index, ci, DI, PI)
+    request, start, seen = rows.locate(row, of, LAYOUT)
+    c0 = tl.arange(0, C.P0)
+    c1 = tl.arange(0, C.P1)
+    cr = tl.arange(0, C.PR)
+    ci = tl.arange(0, C.PI)
+    n = tl.arange(0, C.INDEX_HEADS).to(tl.int64)
+    is_index = n < C.NI
+    qi = _part(query_index + row * qi_row, n * qi_head, is_index, ci, C.DI, C.PI)
     weight = tl.load(weights + row * w_row + n, mask=is_index, other=0.0).to(tl.float32)
     end = tl.where(seen > 0, entries, 0)
-    for first in range(0, N, HEADS):
-        h = (first + tl.arange(0, HEADS)).to(tl.int64)
-        is_head = h < N
-        q0 = _part(query + row * q_row, h * q_head, is_head, c0, D0, P0)
-        if D1 > 0:
-            q1 = _part(query + row * q_row + D0, h * q_head, is_head, c1, D1, P1)
-        if DR > 0:
-            qr = _part(query_rope + row * qr_row, h * qr_head, is_head, cr, DR, PR)
-        peak = tl.load(peaks + row * N + h, mask=is_head, other=0.0).to(tl.float32)
-        total = tl.load(totals + row * N + h, mask=is_head, other=1.0).to(tl.float32)
-        if HAS_SINK:
+    for first in range(0, C.N, C.HEADS):
+        h = (first + tl.arange(0, C.HEADS)).to(tl.int64)
+        is_head = h < C.N
+        q0 = _part(query + row * q_row, h * q_head, is_head, c0, C.D0, C.P0)
+        if C.D1 > 0:
+            q1 = _part(query + row * q_row + C.D0, h * q_head, is_head, c1, C.D1, C.P1)
+        if C.DR > 0:
+            qr = _part(query_rope + row * qr_row, h * qr_head, is_head, cr, C.DR, C.PR)
+        peak = tl.load(peaks + row * C.N + h, mask=is_head, other=0.0).to(tl.float32)
+        total = tl.load(totals + row * C.N + h, mask=is_head, other=1.0).to(tl.float32)
+        if C.HAS_SINK:
             sink = tl.load(sinks + h, mask=is_head, other=0.0).to(tl.float32)
             total += tl.exp(sink - peak)
         lse = peak * LOG2_E + tl.log2(total)
         # heads that are not there, and those that saw nothing, add nothing
         lse = tl.where(is_head & (lse > float("-inf")), lse, float("inf"))
-        for at in tl.range(0, end, KEY_TILE, num_stages=STAGES):
-            entry = at + tl.arange(0, KEY_TILE)
+        for at in tl.range(0, end, C.KEY_TILE, num_stages=C.STAGES):
+            entry = at + tl.arange(0, C.KEY_TILE)
             outer, inner, ok = selected(
-                entry, entries, indices + row * index_row, seen, request, start, table,
-                table_stride, pages, 1, PAGE, KEYS,
-            )  # fmt: skip
+                entry, entries, indices + row * index_row, seen, request, start, of, 1, LAYOUT
+            )
             k_at = outer * key_o + inner * key_i
-            z = tl.dot(_part(key, k_at, ok, c0, D0, P0), q0.T)
-            if D1 > 0:
-                z = tl.dot(_part(key + D0, k_at, ok, c1, D1, P1), q1.T, z)
-            if DR > 0:
-                kr = _part(key_rope, outer * kr_o + inner * kr_i, ok, cr, DR, PR)
+            z = tl.dot(_part(key, k_at, ok, c0, C.D0, C.P0), q0.T)
+            if C.D1 > 0:
+                z = tl.dot(_part(key + C.D0, k_at, ok, c1, C.D1, C.P1), q1.T, z)
+            if C.DR > 0:
+                kr = _part(key_rope, outer * kr_o + inner * kr_i, ok, cr, C.DR, C.PR)
                 z = tl.dot(kr, qr.T, z)
             mass = tl.sum(tl.exp2(z * scale_log2 - lse[None, :]), 1)
             mass = tl.where(ok, mass, 0.0)
             to = row * entries + entry
             on = entry < entries
-            if N > HEADS:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
+            if C.N > C.HEADS:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
                 if first > 0:
                     mass += tl.load(target + to, mask=on, other=0.0)
             tl.store(target + to, mass, mask=on)
             if first == 0:
-                ki = _part(key_index, outer * ki_o + inner * ki_i, ok, ci, DI, PI)
+                ki = _part(key_index, outer * ki_o + inner * ki_i, ok, ci, C.DI, C.PI)
                 s = tl.maximum(tl.dot(ki, qi.T), 0.0)
                 found = tl.sum(s * weight[None, :], 1)
                 # absent slots are told apart by their score in the second kernel
                 tl.store(score + to, tl.where(ok, found, float("-inf")), mask=on)
     # a row that sees nothing
-    for at in range(end, entries, KEY_TILE):
-        entry = at + tl.arange(0, KEY_TILE)
-        absent = tl.full([KEY_TILE], float("-inf"), tl.float32)
+    for at in range(end, entries, C.KEY_TILE):
+        entry = at + tl.arange(0, C.KEY_TILE)
+        absent = tl.full([C.KEY_TILE], float("-inf"), tl.float32)
         tl.store(score + row * entries + entry, absent, mask=entry < entries)
 
 
@@ -222,21 +238,20 @@ def forward(
             q, key, qr, key_rope, qi, key_index, w, index,
             softmax_max, softmax_sum, sinks, target, score,
             scale_log2=scale_value * LOG2_E.value, entries=entries,
-            q_row=q.stride(0), q_head=q.stride(1),
-            qr_row=0 if qr is None else qr.stride(0), qr_head=0 if qr is None else qr.stride(1),
-            qi_row=qi.stride(0), qi_head=qi.stride(1), w_row=w.stride(0),
-            index_row=index.stride(0),
-            **dict(zip(("key_o", "key_i"), rows.strides(key, layout), strict=True)),
-            **dict(zip(
-                ("kr_o", "kr_i"),
-                (0, 0) if key_rope is None else rows.strides(key_rope, layout), strict=True,
-            )),
-            **dict(zip(("ki_o", "ki_i"), rows.strides(key_index, layout), strict=True)),
-            **plan.arguments, **plan.constants,
-            N=N, D0=D0, D1=D1, DR=DR, NI=NI, DI=DI,
-            P0=padded(D0), P1=padded(D1), PR=padded(DR), PI=padded(DI),
-            HEADS=tile.heads, INDEX_HEADS=padded(NI), KEY_TILE=tile.keys,
-            HAS_SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps,
+            strides=(
+                *q.stride()[:2], *((0, 0) if qr is None else qr.stride()[:2]), *qi.stride()[:2],
+                w.stride(0), index.stride(0), *rows.strides(layout, key),
+                *((0, 0) if key_rope is None else rows.strides(layout, key_rope)),
+                *rows.strides(layout, key_index),
+            ),
+            **plan.arguments, LAYOUT=plan.layout,
+            C=Constants(
+                N=N, D0=D0, D1=D1, DR=DR, NI=NI, DI=DI,
+                P0=padded(D0), P1=padded(D1), PR=padded(DR), PI=padded(DI),
+                HEADS=tile.heads, INDEX_HEADS=padded(NI), KEY_TILE=tile.keys,
+                HAS_SINK=sinks is not None, STAGES=tile.stages,
+            ),
+            num_warps=tile.warps,
         )  # fmt: skip
         launches.kernel(_loss_kernel, plan.rows)(
             target, score, loss, entries, EPS, ENTRIES=padded(entries), num_warps=4

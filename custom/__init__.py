@@ -26,6 +26,8 @@ from .convolution import (  # noqa: E402
     causal_conv1d_update,
     npu_causal_conv1d,
     npu_causal_conv1d_update,
+    npu_fused_causal_conv1d,
+    npu_fused_causal_conv1d_v2,
 )
 from .delta_rule import (  # noqa: E402
     fused_sigmoid_gating_delta_rule_update,
@@ -33,6 +35,7 @@ from .delta_rule import (  # noqa: E402
     npu_chunk_kda,
     npu_fused_sigmoid_gating_delta_rule_update,
     npu_gated_delta_layer_decode,
+    npu_recurrent_gated_delta_rule,
 )
 from .dispatch.common.nz import from_nz, to_nz  # noqa: E402
 from .dispatch.common.quantised import convert_rows, index_cache_views, row_views  # noqa: E402
@@ -71,8 +74,10 @@ from .sparse_attention import (  # noqa: E402
     npu_indexer_prolog_pto,
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
+    npu_lightning_indexer_prolog_pto,
     npu_lightning_indexer_scores,
     npu_mla_prolog_pto,
+    npu_mla_prolog_v3,
     npu_sparse_attention_indices_pto,
     npu_sparse_attention_pto,
     npu_sparse_attention_shared_pto,
@@ -104,6 +109,8 @@ __all__ = [
     "npu_chunk_gated_delta_rule",
     "npu_chunk_kda",
     "npu_fused_attention",
+    "npu_fused_causal_conv1d",
+    "npu_fused_causal_conv1d_v2",
     "npu_fused_sigmoid_gating_delta_rule_update",
     "npu_gated_delta_layer_decode",
     "npu_gated_rms_norm",
@@ -114,13 +121,16 @@ __all__ = [
     "npu_latent_cache_write",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_lightning_indexer_prolog_pto",
     "npu_lightning_indexer_scores",
     "npu_localize_indices",
     "npu_merge_states",
     "npu_merge_topk",
     "npu_mla_prolog_pto",
+    "npu_mla_prolog_v3",
     "npu_quant_lightning_indexer",
     "npu_quant_lightning_indexer_scores",
+    "npu_recurrent_gated_delta_rule",
     "npu_ring_attention_update",
     "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",

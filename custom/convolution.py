@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._op import op
+from ._op import described_by, op
 from .dispatch.errors import NotSupported
 
 
@@ -110,6 +110,125 @@ def npu_causal_conv1d_update(
     >>> x, weight = torch.randn(2, 1, 16), torch.randn(4, 16)
     >>> custom.npu_causal_conv1d_update(x, states, weight, conv_state_indices=slots).shape
     torch.Size([2, 1, 16])
+    """
+
+
+@op
+def npu_fused_causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    conv_states: Tensor,
+    *,
+    query_start_loc: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    initial_state_mode: Tensor | None = None,
+    bias: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    activation: str | None = "None",
+    pad_slot_id: int | None = -1,
+    run_mode: int | None = 0,
+    residual_connection: int | None = 0,
+    max_query_len: int | None = -1,
+    num_computed_tokens: Tensor | None = None,
+    block_idx_first_scheduled_token: Tensor | None = None,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
+    block_size: int | None = 128,
+    conv_mode: str | None = "default",
+) -> Tensor:
+    """Causal convolution, of prompts and decode steps alike, on a pool of states updated in place.
+
+    Same signature as torch_npu's op, with 2 to 4 taps.  The columns of a row of the pool that count
+    are all, or with `num_accepted_tokens` the first W - 2 and one for each; they come before the
+    tokens, and the last of both, at the row's end, are the new row.  Where a row has as many
+    columns as W - 2 and the tokens of a call, this is what npu_causal_conv1d_update does.
+
+    Formula: torch_npu's documentation of the op, which ignores `bias` and `activation`; here they
+    act.
+
+    Args:
+        x: [T, D] with `query_start_loc`, or [N, S, D].
+        weight: [W, D], W from 2 to 4; any strides.
+        conv_states: [slots, L, D], any strides, L from W - 1 on; updated in place.
+        query_start_loc: [N + 1] int32 or int64 prefix sums; tokens outside of them give 0. Not
+            read where x has three dimensions.
+        cache_indices: [N] int32 or int64, the slot of each sequence; negative, out of range or
+            `pad_slot_id`: starts from zeros, stores nothing. None: slot n for sequence n. With
+            blocks (prefix caching): [N, blocks], a slot for each block of a sequence.
+        initial_state_mode: None; torch_npu does not read it.
+        bias: [D]; None: zeros.
+        num_accepted_tokens: [N], from 1 on.
+        activation: None, "None", "silu" or "swish".
+        pad_slot_id: a slot that stands for none.
+        run_mode: 0 or 1; one rule is right for both.
+        residual_connection: 1: x is added to the output.
+        max_query_len: not read; a hint of torch_npu's.
+        num_computed_tokens: [N], tokens of a sequence before this call; 0: starts from zeros.
+        block_idx_first_scheduled_token: [N] with blocks, that of the first token of this call.
+        block_idx_last_scheduled_token: [N] with blocks, that of the last one: its slot gets the
+            state. Blocks from the first on that end before it get theirs.
+        initial_state_idx: [N] with blocks, the one whose slot has the state to start from.
+        block_size: tokens of a block, from 2 on.
+        conv_mode: "default", or "pangu": outputs with fewer than W - 1 tokens before them are 0.
+
+    Returns:
+        out like `x`.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no state has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> x, weight, states = torch.randn(9, 16), torch.randn(3, 16), torch.zeros(5, 2, 16)
+    >>> start, slots = torch.tensor([0, 5, 9]), torch.tensor([4, 1])
+    >>> custom.npu_fused_causal_conv1d(
+    ...     x, weight, states, query_start_loc=start, cache_indices=slots
+    ... ).shape
+    torch.Size([9, 16])
+    """
+
+
+@op
+@described_by(npu_fused_causal_conv1d)
+def npu_fused_causal_conv1d_v2(
+    x: Tensor,
+    weight: Tensor,
+    conv_states: Tensor,
+    *,
+    query_start_loc: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    initial_state_mode: Tensor | None = None,
+    bias: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    activation: str | None = "None",
+    pad_slot_id: int | None = -1,
+    run_mode: int | None = 0,
+    residual_connection: int | None = 0,
+    max_query_len: int | None = -1,
+    num_computed_tokens: Tensor | None = None,
+    block_idx_first_scheduled_token: Tensor | None = None,
+    block_idx_last_scheduled_token: Tensor | None = None,
+    initial_state_idx: Tensor | None = None,
+    block_size: int | None = 128,
+    conv_mode: str | None = "default",
+) -> None:
+    """`npu_fused_causal_conv1d`, whose output takes the place of `x`.
+
+    Args:
+        x: [T, D] with `query_start_loc`, or [N, S, D]; updated in place.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; nothing has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> x, weight, states = torch.randn(2, 3, 16), torch.randn(3, 16), torch.zeros(2, 4, 16)
+    >>> custom.npu_fused_causal_conv1d_v2(x, weight, states)
     """
 
 

@@ -144,6 +144,65 @@ def npu_chunk_gated_delta_rule(
 
 
 @op
+def npu_recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    *,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    actual_seq_lengths: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+) -> Tensor:
+    """Decode step (or a few drafts) of the gated delta rule, on a pool of states with a slot for
+    each token's.
+
+    By token and head, with state S [Dv, Dk] and decay alpha = exp(g + gk), by channel of the keys:
+    S = S alpha + beta (v - S alpha k) k^T;  o = S (scale q).
+
+    Same signature as torch_npu's op.  A sequence goes on from the state in the slot of its token
+    `num_accepted_tokens`, and leaves in each token's slot the state after it: what a verification
+    refuses is overwritten by the next call.  No L2 norm inside: the caller normalises q and k.
+
+    Formula: Gated DeltaNet (Yang et al., 2024), equation 10; by channel, Kimi Linear (2025).
+
+    Args:
+        query: [T, N, Dk].
+        key: [T, N, Dk].
+        value: [T, Nv, Dv]; N divides Nv.
+        state: [slots, Nv, Dv, Dk], updated in place; the slots may lie apart.
+        beta: [T, Nv]; None: ones.
+        scale: factor of the query; None is Dk ** -0.5.
+        actual_seq_lengths: [B] int32 or int64, lengths that add up to T; None: one sequence.
+        ssm_state_indices: [T] int32 or int64, the slot of each token; negative or out of range: a
+            sequence starts from zeros, a token's state is not stored.
+        num_accepted_tokens: [B] from 1 to a sequence's length; None: ones.
+        g: [T, Nv] logarithm of the decay; None: none.
+        gk: [T, Nv, Dk] logarithm of the decay by channel; None: none.
+
+    Returns:
+        out [T, Nv, Dv], dtype of `value`; zeros behind the last sequence.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no state has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> q, k, v = torch.randn(5, 2, 16), torch.randn(5, 2, 16), torch.randn(5, 4, 8)
+    >>> states, slots = torch.zeros(9, 4, 8, 16), torch.tensor([3, 4, 5, 7, 8])
+    >>> custom.npu_recurrent_gated_delta_rule(
+    ...     q, k, v, states, actual_seq_lengths=torch.tensor([3, 2]), ssm_state_indices=slots
+    ... ).shape
+    torch.Size([5, 4, 8])
+    """
+
+
+@op
 def npu_chunk_kda(
     q: Tensor,
     k: Tensor,

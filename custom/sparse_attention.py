@@ -44,6 +44,22 @@ def npu_sparse_attention_pto(
     rope_interleaved: bool = True,
     index_rope_interleaved: bool = False,
     weight_format: str = "nz",
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq_qr: Tensor | None = None,
+    dequant_scale_w_dkv_kr: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    k_nope_clip_alpha: Tensor | None = None,
+    weight_quant_mode: int = 0,
+    kv_kind: str = "none",
+    row_layout: str = "nope_rope_scale",
+    scale_format: str = "ue8m0",
+    index_k_scale_cache: Tensor | None = None,
+    dequant_scale_w_idx_qb: Tensor | None = None,
+    dequant_scale_w_idx_k: Tensor | None = None,
+    index_weight_quant_mode: int = 0,
+    index_kind: str = "none",
+    index_hadamard: bool = False,
+    hadamard_round: str = "bf16",
 ) -> Tensor:
     """The sparse attention of a DeepSeek-V3.2 or GLM-5 layer, from hidden states to latent output.
 
@@ -87,6 +103,27 @@ def npu_sparse_attention_pto(
             False for DeepSeek-V3.2, True for GLM-5.
         weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
             "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+        dequant_scale_w_dq: float32, of `w_dq`, as all that concerns weights of 8 bits in
+            `npu_mla_prolog_pto`.
+        dequant_scale_w_uq_qr: of `w_uq_qr`.
+        dequant_scale_w_dkv_kr: of `w_dkv_kr`.
+        smooth_scales_cq: float32 [1, Rq], multiplied into the query latent before it becomes int8,
+            for both of its products.
+        k_nope_clip_alpha: float32 [1], times the largest magnitude of a tile of a row.
+        weight_quant_mode: of `w_dq`, `w_uq_qr` and `w_dkv_kr`: 0, 1, 2 (int8) or 4 (fp8).
+        kv_kind: "none", or "fp8" or "int8": then `kv_cache` has rows [pages, P, 1, 656] of it, or
+            of uint8, and `kr_cache` no elements.
+        row_layout: order of a row's parts, "nope_rope_scale" or "nope_scale_rope".
+        scale_format: of fp8 activations and caches, "ue8m0" (powers of two) or "fp32".
+        index_k_scale_cache: [pages, P, 1], updated in place: the scales of an index cache of 8
+            bits. None for packed pages.
+        dequant_scale_w_idx_qb: float32, of `w_idx_qb`, as in `npu_indexer_prolog_pto`.
+        dequant_scale_w_idx_k: of `w_idx_k`.
+        index_weight_quant_mode: of `w_idx_qb` and `w_idx_k`, as in `npu_indexer_prolog_pto`.
+        index_kind: "none", or "fp8" or "int8": then `index_k_cache` is [pages, P, 1, 128] beside
+            `index_k_scale_cache`, or packed pages [pages, P, 132] uint8 (fp8).
+        index_hadamard: index keys and queries are transformed; belongs to the cache.
+        hadamard_round: what the transform gives, "bf16" or "fp32".
 
     Returns:
         [B, S, N, R], dtype of `x`. A request with act_seqs 0 gets zeros.
@@ -144,6 +181,22 @@ def npu_sparse_attention_indices_pto(
     rope_interleaved: bool = True,
     index_rope_interleaved: bool = False,
     weight_format: str = "nz",
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq_qr: Tensor | None = None,
+    dequant_scale_w_dkv_kr: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    k_nope_clip_alpha: Tensor | None = None,
+    weight_quant_mode: int = 0,
+    kv_kind: str = "none",
+    row_layout: str = "nope_rope_scale",
+    scale_format: str = "ue8m0",
+    index_k_scale_cache: Tensor | None = None,
+    dequant_scale_w_idx_qb: Tensor | None = None,
+    dequant_scale_w_idx_k: Tensor | None = None,
+    index_weight_quant_mode: int = 0,
+    index_kind: str = "none",
+    index_hadamard: bool = False,
+    hadamard_round: str = "bf16",
 ) -> tuple[Tensor, Tensor]:
     """`npu_sparse_attention_pto`, and the positions that it attended to.
 
@@ -204,6 +257,15 @@ def npu_sparse_attention_shared_pto(
     rms_norm_eps: float = 1e-6,
     rope_interleaved: bool = True,
     weight_format: str = "nz",
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq_qr: Tensor | None = None,
+    dequant_scale_w_dkv_kr: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    k_nope_clip_alpha: Tensor | None = None,
+    weight_quant_mode: int = 0,
+    kv_kind: str = "none",
+    row_layout: str = "nope_rope_scale",
+    scale_format: str = "ue8m0",
 ) -> Tensor:
     """The sparse attention of a layer that takes over another layer's selection.
 
@@ -262,6 +324,21 @@ def npu_mla_prolog_pto(
     rmsnorm_epsilon_ckv: float = 1e-6,
     rope_interleaved: bool = True,
     weight_format: str = "nz",
+    dequant_scale_x: Tensor | None = None,
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq_qr: Tensor | None = None,
+    dequant_scale_w_dkv_kr: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    k_nope_clip_alpha: Tensor | None = None,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    query_quant_mode: int = 0,
+    ckvkr_repo_mode: int = 0,
+    quant_scale_repo_mode: int = 0,
+    tile_size: int = 128,
+    kv_cache_dtype: int | None = None,
+    row_layout: str = "nope_rope_scale",
+    scale_format: str = "ue8m0",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of absorbed multi-head latent attention, and the new tokens' rows of its cache.
 
@@ -269,28 +346,134 @@ def npu_mla_prolog_pto(
     query = q_nope W_uk; query_rope = RoPE(q_rope);
     kv_cache[slot] = RMSNorm((x W_dkv_kr)[:R]); kr_cache[slot] = RoPE((x W_dkv_kr)[R:]).
 
+    With weights of 8 bits (`weight_quant_mode`) x and query_norm are quantised before their
+    products; with `kv_cache_quant_mode` 3 both caches are one, of rows of 656 bytes. The words are
+    those of torch_npu's npu_mla_prolog_v3; docs/quantised.md has the formats.
+
     Formula: DeepSeek-V2 (DeepSeek-AI, 2024), section 2.1, with W_uk absorbed.
 
     Args:
-        token_x: [B, S, H] hidden states.
-        weight_dq: [H, Rq], NZ.
-        weight_uq_qr: [Rq, N * (Dn + Dr)], NZ.
+        token_x: [B, S, H] hidden states; in modes 2 and 4 also int8 or float8_e4m3fn, with
+            `dequant_scale_x`.
+        weight_dq: [H, Rq], NZ; int8 in mode 2, float8_e4m3fn in mode 4.
+        weight_uq_qr: [Rq, N * (Dn + Dr)], NZ; int8 in modes 1 and 2, float8_e4m3fn in mode 4.
         weight_uk: [N, Dn, R], row-major.
-        weight_dkv_kr: [H, R + Dr], NZ.
+        weight_dkv_kr: [H, R + Dr], NZ; as `weight_dq`.
         rmsnorm_gamma_cq: [Rq].
         rmsnorm_gamma_ckv: [R].
         rope_sin: [B, S, Dr].
         rope_cos: [B, S, Dr].
-        kv_cache: [pages, P, 1, R], updated in place.
-        kr_cache: [pages, P, 1, Dr], updated in place.
+        kv_cache: [pages, P, 1, R], updated in place; with kv_cache_quant_mode 3 rows [pages, P, 1,
+            656] int8 or float8_e4m3fn, or uint8 with `kv_cache_dtype`; pages may lie apart.
+        kr_cache: [pages, P, 1, Dr], updated in place; a tensor of no elements beside rows.
         cache_index: [B, S] int32 or int64 flat slots; negative or out of range: not written.
         rmsnorm_epsilon_cq: of the query latent's norm.
         rmsnorm_epsilon_ckv: of the key latent's norm.
         rope_interleaved: pairing of the rotation; the result lies in halves either way.
-        weight_format: as in `npu_sparse_attention_pto`.
+        weight_format: as in `npu_sparse_attention_pto`. A weight of 8 bits has 32 columns a tile;
+            with "nd" it may also be the transposed view of a contiguous [N, K].
+        dequant_scale_x: float32 [B * S, 1] (int8), [B * S, H / 128] (fp8), of a quantised
+            `token_x`; None: the op quantises it.
+        dequant_scale_w_dq: float32 [1, Rq] (int8), [H / 128, Rq / 128] (fp8, rounded up).
+        dequant_scale_w_uq_qr: float32 [1, N * (Dn + Dr)] or [Rq / 128, N * (Dn + Dr) / 128].
+        dequant_scale_w_dkv_kr: float32 [1, R + Dr] or [H / 128, (R + Dr) / 128].
+        smooth_scales_cq: float32 [1, Rq], multiplied into query_norm before it becomes int8.
+        k_nope_clip_alpha: float32 [1], times the largest magnitude of a tile of a row.
+        weight_quant_mode: 0 none; 1 int8 behind the query's norm; 2 int8, a scale for each column,
+            and for each token of the activations; 4 fp8, a scale for 128 x 128, and for 128 numbers
+            of the activations. W_uk keeps its dtype.
+        kv_cache_quant_mode: 0 none, 3 a scale for each token and tile.
+        query_quant_mode: 0, the queries keep their dtype.
+        ckvkr_repo_mode: 1 with kv_cache_quant_mode 3, else 0.
+        quant_scale_repo_mode: likewise.
+        tile_size: 128.
+        kv_cache_dtype: torch.int8 or torch.float8_e4m3fn, of rows that come as uint8.
+        row_layout: order of a row's parts, "nope_rope_scale" or "nope_scale_rope".
+        scale_format: of fp8 activations and rows, "ue8m0" (powers of two) or "fp32".
 
     Returns:
-        query [B, S, N, R], query_rope [B, S, N, Dr] and query_norm [B, S, Rq], dtype of `token_x`.
+        query [B, S, N, R], query_rope [B, S, N, Dr] and query_norm [B, S, Rq], dtype of the
+        gammas.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+    """
+
+
+@op
+@described_by(npu_mla_prolog_pto)
+def npu_mla_prolog_v3(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    *,
+    cache_index: Tensor | None = None,
+    dequant_scale_x: Tensor | None = None,
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq_qr: Tensor | None = None,
+    dequant_scale_w_dkv_kr: Tensor | None = None,
+    quant_scale_ckv: Tensor | None = None,
+    quant_scale_ckr: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    actual_seq_len: Tensor | None = None,
+    k_nope_clip_alpha: Tensor | None = None,
+    rmsnorm_epsilon_cq: float = 1e-5,
+    rmsnorm_epsilon_ckv: float = 1e-5,
+    cache_mode: str = "PA_BSND",
+    query_norm_flag: bool = False,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    query_quant_mode: int = 0,
+    ckvkr_repo_mode: int = 0,
+    quant_scale_repo_mode: int = 0,
+    tile_size: int = 128,
+    qc_qr_scale: float = 1.0,
+    kc_scale: float = 1.0,
+    token_x_dtype: int | None = None,
+    weight_dq_dtype: int | None = None,
+    weight_uq_qr_dtype: int | None = None,
+    weight_dkv_kr_dtype: int | None = None,
+    kv_cache_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`npu_mla_prolog_pto` under torch_npu's signature, for scripts that change their prefix.
+
+    Pairs (0, 1), (2, 3)... are rotated, rows are "nope_rope_scale", fp8 scales powers of two. A 4-D
+    weight is NZ; a 2-D one is what its shape says, or what its format on an NPU says.
+
+    Formula: as `npu_mla_prolog_pto`.
+
+    Args:
+        token_x: [B, S, H] or [T, H]; in modes 2 and 4 also quantised, with `dequant_scale_x`.
+        rope_sin: [B, S, Dr] or [T, Dr].
+        rope_cos: [B, S, Dr] or [T, Dr].
+        cache_index: [B, S] or [T] int32 or int64 flat slots; negative or out of range: not written.
+        quant_scale_ckv: None: a scale for the whole cache is refused.
+        quant_scale_ckr: None.
+        actual_seq_len: None.
+        cache_mode: "PA_BSND".
+        query_norm_flag: give the query norm as well.
+        qc_qr_scale: 1.
+        kc_scale: 1.
+        token_x_dtype: None.
+        weight_dq_dtype: None.
+        weight_uq_qr_dtype: None.
+        weight_dkv_kr_dtype: None.
+
+    Returns:
+        query [.., N, R] and query_rope [.., N, Dr], dtype of the gammas.
+        dequant_scale_q_nope: float32 [0].
+        query_norm: [.., Rq] as its product takes it, dtype of `weight_uq_qr`; [0] without the flag.
+        dequant_scale_q_norm: float32 [T, 1] (int8), [T, Rq / 128] (fp8), else [0].
 
     Raises:
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
@@ -316,33 +499,126 @@ def npu_indexer_prolog_pto(
     ln_epsilon: float = 1e-6,
     rope_interleaved: bool = False,
     weight_format: str = "nz",
+    index_k_scale_cache: Tensor | None = None,
+    dequant_scale_q_norm: Tensor | None = None,
+    dequant_scale_w_qb: Tensor | None = None,
+    dequant_scale_w_k: Tensor | None = None,
+    smooth_scales_cq: Tensor | None = None,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    index_hadamard: bool = False,
+    hadamard_round: str = "bf16",
+    scale_format: str = "ue8m0",
 ) -> tuple[Tensor, Tensor]:
     """Queries and head weights of the lightning indexer, and the new tokens' index keys.
 
     query_index = RoPE(query_norm W_qb), by head; weights = x W_proj;
     index_k_cache[slot] = RoPE(LayerNorm(x W_k)).  The first Dr dims of each head rotate.
 
-    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), the indexer; unquantised, no Hadamard transform.
+    With weights of 8 bits (`weight_quant_mode`) query_norm and x are quantised before their
+    products; with `kv_cache_quant_mode` 3 keys and queries are of 8 bits, and the queries' scales
+    are in the weights, as `quantize_index_query` folds them.
+
+    Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), the indexer.
     The weights are not multiplied by Ni ** -0.5 * Di ** -0.5: a positive factor changes no top-k.
 
     Args:
         token_x: [B, S, H] hidden states.
-        query_norm: [B, S, Rq], third output of `npu_mla_prolog_pto`.
-        weight_qb: [Rq, Ni * Di], NZ.
-        weight_k: [H, Di], NZ.
-        weight_proj: [H, Ni], NZ.
+        query_norm: [B, S, Rq], third output of `npu_mla_prolog_pto`; or int8 or float8_e4m3fn, as
+            `weight_qb`, with `dequant_scale_q_norm`.
+        weight_qb: [Rq, Ni * Di], NZ; int8 in modes 1 and 2, float8_e4m3fn in mode 4.
+        weight_k: [H, Di], NZ; int8 in mode 2, float8_e4m3fn in mode 4.
+        weight_proj: [H, Ni], NZ, in every mode of the dtype of `token_x`.
         ln_gamma_k: [Di].
         ln_beta_k: [Di].
         rope_sin: [B, S, Dr].
         rope_cos: [B, S, Dr].
-        index_k_cache: [pages, P, 1, Di], updated in place.
+        index_k_cache: [pages, P, 1, Di], updated in place; with kv_cache_quant_mode 3 int8 or
+            float8_e4m3fn with Di = 128, pages may lie apart (`index_cache_views`).
         cache_index: [B, S] int32 or int64 flat slots; negative or out of range: not written.
         ln_epsilon: of the LayerNorm.
         rope_interleaved: pairing of the rotation; the model's indexer rotates halves.
-        weight_format: as in `npu_sparse_attention_pto`.
+        weight_format: as in `npu_mla_prolog_pto`.
+        index_k_scale_cache: [pages, P, 1], updated in place: a scale for each key of 8 bits,
+            float32, or float16 for int8; None without them.
+        dequant_scale_q_norm: float32 [B * S, 1] (int8), [B * S, Rq / 128] (fp8), of a quantised
+            `query_norm`; None: the op quantises it.
+        dequant_scale_w_qb: float32 [1, Ni * Di] (int8), [Rq / 128, Ni * Di / 128] (fp8, rounded
+            up).
+        dequant_scale_w_k: float32 [1, Di] or [H / 128, Di / 128].
+        smooth_scales_cq: float32 [1, Rq], multiplied into query_norm before it becomes int8.
+        weight_quant_mode: 0 none; 1 int8 `weight_qb`; 2 int8 `weight_qb` and `weight_k`; 4 both
+            fp8. Scales as in `npu_mla_prolog_pto`.
+        kv_cache_quant_mode: 0 none, 3 a scale for each index key.
+        index_hadamard: transform queries and keys before they are quantised; belongs to the cache.
+        hadamard_round: what the transform gives, "bf16" or "fp32".
+        scale_format: of fp8 activations, queries and keys, "ue8m0" (powers of two) or "fp32".
 
     Returns:
-        query_index [B, S, Ni, Di] and weights [B, S, Ni], dtype of `token_x`.
+        query_index [B, S, Ni, Di] and weights [B, S, Ni], dtype of `token_x`; with
+        kv_cache_quant_mode 3 the cache's dtype, and float32.
+
+    Raises:
+        ValueError: a shape, stride, device or option does not fit; no cache has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
+    """
+
+
+@op
+def npu_lightning_indexer_prolog_pto(
+    token_x: Tensor,
+    q_norm: Tensor,
+    q_norm_scale: Tensor,
+    wq_b: Tensor,
+    wq_b_scale: Tensor,
+    wk: Tensor,
+    weights_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    cos_idx_rope: Tensor,
+    sin_idx_rope: Tensor,
+    hadamard_q: Tensor | None,
+    hadamard_k: Tensor | None,
+    idx_k_cache: Tensor,
+    idx_k_scale_cache: Tensor,
+    idx_k_cache_index: Tensor,
+    layernorm_epsilon_k: float,
+    *,
+    layout_query: str = "TND",
+    layout_key: str = "PA_BSND",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The indexer's prolog of models in W8A8 with an int8 index cache, as custom_pypto has it.
+
+    query = int8(RoPE(q_norm W_qb) H_q), by head; key = int8(RoPE(LayerNorm(x W_k)) H_k), into its
+    slot; weights = x W_proj N ** -0.5 D ** -0.5.  Of the first Dr dims pairs (0, 1), (2, 3)...
+    rotate.
+
+    Formula: as `npu_indexer_prolog_pto`, and the W8A8C8 sample of cann-recipes-infer (2025).
+
+    Args:
+        token_x: [T, H] hidden states.
+        q_norm: [T, Rq] int8, the quantised query norm (`npu_mla_prolog_v3`).
+        q_norm_scale: [T, 1] float32, its scales.
+        wq_b: [Rq, N * 128] int8, NZ as 4-D (`to_nz`), or row-major.
+        wq_b_scale: [N * 128, 1] float32.
+        wk: [H, 128], dtype of `token_x`.
+        weights_proj: [H, N], dtype of `token_x`.
+        ln_gamma_k: [128].
+        ln_beta_k: [128].
+        cos_idx_rope: [T, Dr].
+        sin_idx_rope: [T, Dr].
+        hadamard_q: [128, 128], multiplied from the right; None: no transform.
+        hadamard_k: [128, 128] likewise.
+        idx_k_cache: [pages, P, 1, 128] int8, updated in place.
+        idx_k_scale_cache: [pages, P, 1] or [pages, P, 1, 1] float16 or float32, updated in place.
+        idx_k_cache_index: [T] int32 or int64 flat slots; negative or out of range: not written.
+        layernorm_epsilon_k: of the LayerNorm.
+        layout_query: "TND".
+        layout_key: "PA_BSND".
+
+    Returns:
+        query [T, N, 128] int8, query_scale [T, N, 1] float16 and weights [T, N] float16.
 
     Raises:
         ValueError: a shape, stride, device or option does not fit; no cache has been written.

@@ -164,7 +164,10 @@ class Runner:
     def run(self, arguments: dict[str, Any]) -> Any:
         reason = f"inputs on {self.device}"
         log.ran(self.spec.name, self.backend.name, reason, arguments)
+        run = _of_launches(self.backend, "run") if self.device.type == "cuda" else None
         with made_current(self.device):
+            if run is not None:
+                return run(self.function, arguments)
             return self.function(**arguments)
 
 

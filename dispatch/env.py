@@ -50,6 +50,12 @@ VARIABLES = (
         "A folder that remembers which tiles the Ascend compiler refused; "
         "else npu-custom-ops in $XDG_CACHE_HOME or ~/.cache.",
     ),
+    Variable(
+        "CUSTOM_VLLM",
+        "0",
+        ("0", "1"),
+        "1: vLLM serves the models of docs/vllm.md by our ops.",
+    ),
 )
 
 
@@ -61,11 +67,12 @@ class Config:
     log: str
     debug: bool
     cache_dir: str
+    vllm: bool
 
 
 def _read() -> Config:
-    backend, log, debug, cache_dir = (variable.read() for variable in VARIABLES)
-    return Config(backend, log, debug == "1", cache_dir)
+    backend, log, debug, cache_dir, vllm = (variable.read() for variable in VARIABLES)
+    return Config(backend, log, debug == "1", cache_dir, vllm == "1")
 
 
 config = _read()

@@ -20,7 +20,9 @@ OPS = (
     "sparse_attention_indices_pto",
     "sparse_attention_shared_pto",
     "mla_prolog_pto",
+    "mla_prolog_v3",
     "indexer_prolog_pto",
+    "lightning_indexer_prolog_pto",
     "lightning_indexer",
     "lightning_indexer_scores",
     "lightning_indexer_grad",
@@ -53,6 +55,9 @@ OPS = (
     "gated_rms_norm",
     "gated_rms_norm_grad",
     "gated_delta_layer_decode",
+    "recurrent_gated_delta_rule",
+    "fused_causal_conv1d",
+    "fused_causal_conv1d_v2",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

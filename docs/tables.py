@@ -29,7 +29,7 @@ from custom.dispatch.specs import SPECS
 
 from custom.bench.report import Row, plot, read_public, read_rows
 
-from . import functions, graph_modes
+from . import cards, functions, graph_modes, numerics
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records"
@@ -155,6 +155,8 @@ BLOCKS = {
     "models": models,
     **graph_modes.BLOCKS,
     **functions.BLOCKS,
+    **cards.BLOCKS,
+    **numerics.BLOCKS,
 }
 # page -> the blocks it shows
 PAGES = {
@@ -164,6 +166,8 @@ PAGES = {
     "docs/models.md": ("models",),
     "docs/graph_mode.md": tuple(graph_modes.BLOCKS),
     "docs/architecture.md": tuple(functions.BLOCKS),
+    "docs/parallel.md": tuple(cards.BLOCKS),
+    "docs/numerics.md": tuple(numerics.BLOCKS),
 }
 
 
@@ -182,6 +186,7 @@ def draw() -> None:
     for path in sorted(FIGURES.glob("npu_*.csv")):
         if (picture := path.with_suffix(".png")).exists():
             plot(picture, read_rows(path), f"{path.stem}, NVIDIA H200", read_public())
+    cards.draw()
 
 
 if __name__ == "__main__":

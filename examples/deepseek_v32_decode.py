@@ -3,26 +3,32 @@
 """Serve a DeepSeek-V3.2 model with `custom.npu_sparse_attention_pto`.
 
     python examples/deepseek_v32_decode.py [--device cuda] [--dtype bfloat16] [--help]
+    python examples/deepseek_v32_decode.py --weights fp8 --caches fp8
 
 A small Hugging Face DeepseekV32ForCausalLM (random weights, so it babbles) is given real text. It
 prefills and decodes many requests of different lengths in one batch, every layer's attention being
 one call of the op on FRACTAL_NZ weights and paged caches; first one token a step, then two (as with
-multi-token prediction). Everything is held against the unmodified model, and timed beside it.
+multi-token prediction). Everything is held against the unmodified model, and timed beside it. With
+`--weights` the attention's projections are read as a checkpoint of 8 bits keeps them, with
+`--caches` latents and index keys are of 8 bits: then the unmodified model has what the weights
+stand for, and the logits a bound that follows from the formats.
 `Server` is the part to take home.
 """
 
 import argparse
+import copy
 import time
 from functools import partial
 
 import torch
-from _agreement import check
+from _agreement import EIGHT_BITS, check
 from _device import DEVICES, choose_device, print_backends
 from _text import make_prompts, make_tokenizer
 from tqdm import tqdm
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 import custom
+from custom.integrations.dsa import load_as_it_is
 from custom.integrations.paged import PagedCaches, token_positions
 from custom.integrations.transformers import cache_widths, sparse_attention_weights
 
@@ -35,11 +41,14 @@ ROUNDINGS = 25
 class Server:
     """The model's forward pass on paged caches, for requests that all have their own length."""
 
-    def __init__(self, model, requests, capacity, weight_format="nz", seed=0):
+    def __init__(self, model, requests, capacity, weight_format="nz", seed=0, caches="bf16"):
         self.model = model
+        # layers whose weights are of 8 bits have them beside what they stand for
         self.weights = [
-            sparse_attention_weights(layer.self_attn, weight_format) for layer in model.model.layers
+            sparse_attention_weights(getattr(layer, "narrow", layer.self_attn), weight_format)
+            for layer in model.model.layers
         ]
+        kind = {"bf16": "none"}.get(caches, caches)
         self.caches = PagedCaches(
             len(self.weights),
             cache_widths(model.config),
@@ -49,6 +58,8 @@ class Server:
             dtype=model.dtype,
             device=model.device,
             seed=seed,
+            kv_kind=kind,
+            index_kind=kind,
         )
         self.selected = None
 
@@ -63,35 +74,26 @@ class Server:
         hidden = self.model.model.embed_tokens(tokens)
         cos, sin = self.model.model.rotary_emb(hidden, positions.clamp(min=0))
         for index, (layer, w) in enumerate(zip(self.model.model.layers, self.weights, strict=True)):
-            pools = self.caches.layers[index]
             x = layer.input_layernorm(hidden)
-            latent = custom.npu_sparse_attention_pto(
-                x,
-                w.dq,
-                w.uq_qr,
-                w.uk,
-                w.dkv_kr,
-                w.gamma_cq,
-                w.gamma_ckv,
-                sin,
-                cos,
-                slots,
-                pools.kv,
-                pools.kr,
-                self.caches.block_table,
-                lengths,
-                w.idx_qb,
-                w.idx_k,
-                w.idx_proj,
-                w.idx_gamma_k,
-                w.idx_beta_k,
-                pools.index_k,
-                **w.options,
+            arguments = dict(
+                x=x,
+                sin=sin,
+                cos=cos,
+                cache_index=slots,
+                block_table=self.caches.block_table,
+                act_seqs=lengths,
+                **w.arguments,
+                **self.caches.layers[index].arguments,
+                **self.caches.kinds,
             )
+            if self.selected is None:
+                latent = custom.npu_sparse_attention_pto(**arguments)
+            else:
+                latent, chosen = custom.npu_sparse_attention_indices_pto(**arguments)
+                row, column = (positions >= 0).nonzero(as_tuple=True)
+                self.selected[index, row, positions[row, column]] = chosen[row, column, 0]
             hidden = hidden + layer.self_attn.o_proj(w.values(latent))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            if self.selected is not None:
-                self._record(index, x, sin, cos, positions, lengths)
         return self.model.lm_head(self.model.model.norm(hidden))
 
     def record_selection(self):
@@ -99,30 +101,6 @@ class Server:
         topk, layers = self.model.config.index_topk, len(self.weights)
         shape = (layers, len(self.caches.block_table), self.caches.capacity, topk)
         self.selected = torch.full(shape, -1, dtype=torch.int32, device=self.model.device)
-
-    def _record(self, index, x, sin, cos, positions, lengths):
-        # three of the op's four stages, each an op as well (they rewrite the caches' same rows)
-        w, pools, table = self.weights[index], self.caches.layers[index], self.caches.block_table
-        slots, form = self.caches.slots(positions), w.options["weight_format"]
-        *_, query_norm = custom.npu_mla_prolog_pto(
-            x, w.dq, w.uq_qr, w.uk, w.dkv_kr, w.gamma_cq, w.gamma_ckv, sin, cos,
-            pools.kv, pools.kr, slots, weight_format=form,
-        )  # fmt: skip
-        query, head_weights = custom.npu_indexer_prolog_pto(
-            x, query_norm, w.idx_qb, w.idx_k, w.idx_proj, w.idx_gamma_k, w.idx_beta_k, sin, cos,
-            pools.index_k, slots, weight_format=form,
-        )  # fmt: skip
-        chosen, _ = custom.npu_lightning_indexer(
-            query,
-            pools.index_k,
-            head_weights,
-            actual_seq_lengths_key=lengths,
-            block_table=table,
-            layout_key="PA_BSND",
-            sparse_count=w.options["sparse_count"],
-        )
-        row, column = (positions >= 0).nonzero(as_tuple=True)
-        self.selected[index, row, positions[row, column]] = chosen[row, column, 0]
 
 
 def generate(server, first, lengths, new, bar):
@@ -160,13 +138,14 @@ def verify_drafts(server, first, lengths, known, bar):
     return logits[:, :new], steps
 
 
-def reference_logits(model, prompts, lengths, generated, selected):
+def reference_logits(model, prompts, lengths, generated, selected, more):
     """Logits [B, new, V] of the unmodified model for the same tokens, request by request.
 
     Its indexers answer what ours selected: which of two keys with nearly the same score is taken is
     up to the last bit, and changes the output. Asserted is that all of ours are among the best by
-    its own scores, a quarter more than top-k of them: that reaches some 0.2 standard deviations of
-    the scores further down, ten times as far as bfloat16 moves a score.
+    its own scores, `more` times top-k of them: a quarter more reaches some 0.2 standard deviations
+    of the scores further down, ten times as far as bfloat16 moves a score; three quarters more some
+    0.5, and numbers of e4m3 move a score by up to 0.05, rms.
     """
     topk, logits, swapped = model.config.index_topk, [], 0
     for b, length in enumerate(lengths.tolist()):
@@ -188,7 +167,7 @@ def reference_logits(model, prompts, lengths, generated, selected):
 
         for index, layer in enumerate(model.model.layers):
             indexer = layer.self_attn.indexer
-            indexer.index_topk = topk * 5 // 4
+            indexer.index_topk = int(topk * more)
             indexer.forward = partial(answer, indexer, selected[index, b, : ids.shape[1]])
         logits.append(model(ids, use_cache=False).logits[0, length - 1 :])
     for layer in model.model.layers:
@@ -216,7 +195,43 @@ def timed_generate(model, padded, new):
     return out[:, prompt.shape[1] :]
 
 
-def make_model(vocabulary, topk):
+PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "indexer.wq_b", "indexer.wk")
+
+
+def as_checkpoint(weight, kind):
+    """A weight [N, K] as checkpoints keep it: by name, and what it stands for."""
+    w = weight.float()
+    if kind == "int8":  # a scale for each row: compressed-tensors, msmodelslim
+        scale = w.abs().amax(1, keepdim=True) / 127
+        values = (w / scale).round().to(torch.int8)
+        return dict(weight=values, weight_scale=scale), values.float() * scale
+    rows, columns = w.shape  # DeepSeek: a scale for 128 x 128
+    tiles = torch.nn.functional.pad(w, (0, -columns % 128, 0, -rows % 128))
+    tiles = tiles.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = tiles.abs().amax((1, 3)) / 448
+    values = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    stands = (values.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    values = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+    return dict(weight=values, weight_scale_inv=scale), stands[:rows, :columns]
+
+
+def quantise_weights(model, kind):
+    """The attention's projections of 8 bits; the model itself gets what they stand for."""
+    for layer in model.model.layers:
+        tensors = {}
+        for name in PROJECTIONS:
+            linear = layer.self_attn.get_submodule(name)
+            named, stands = as_checkpoint(linear.weight, kind)
+            tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in named.items()}
+            linear.weight.copy_(stands)
+        narrow = copy.deepcopy(layer.self_attn)
+        load_as_it_is(narrow, tensors)
+        object.__setattr__(layer, "narrow", narrow)  # no part of the model
+
+
+def make_model(vocabulary, topk, narrow=False):
+    """`narrow`: with the sizes that caches of 8 bits have, DeepSeek-V3.2's own."""
+    latent, rope, index = (512, 64, 128) if narrow else (64, 16, 32)
     config = DeepseekV32Config(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -227,12 +242,12 @@ def make_model(vocabulary, topk):
         num_attention_heads=8,
         num_key_value_heads=8,
         q_lora_rank=64,
-        kv_lora_rank=64,
+        kv_lora_rank=latent,
         qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
+        qk_rope_head_dim=rope,
         v_head_dim=32,
         index_n_heads=16,
-        index_head_dim=32,
+        index_head_dim=index,
         index_topk=topk,
         max_position_embeddings=4 * 4096,
         # every expert is chosen: which ones a near-tie would pick is not the subject here
@@ -260,18 +275,26 @@ def make_model(vocabulary, topk):
 
 def run(model, tokenizer, options):
     """Serve once in the model's dtype, and hold it against the unmodified model."""
-    new, roundings = options.new_tokens, ROUNDINGS * model.config.num_hidden_layers
+    new, layers = options.new_tokens, model.config.num_hidden_layers
+    roundings = ROUNDINGS * layers
+    # of 8 bits: the layer's input and the query latent; the latents in the cache
+    of_weights, of_caches = (EIGHT_BITS[kind] for kind in (options.weights, options.caches))
+    eight_bits = layers * (2 * of_weights**2 + of_caches**2)
+    more = 7 / 4 if eight_bits else 5 / 4
     padded, lengths = make_prompts(tokenizer, options.batch, options.context - new)
     padded, lengths = padded.to(model.device), lengths.to(model.device)
     prompts = padded["input_ids"]
     print(
         f"\n{str(model.dtype).removeprefix('torch.')}: {options.batch} requests of "
         f"{int(lengths.min())} to {int(lengths.max())} tokens, {new} new ones each, "
-        f"top-{model.config.index_topk} of the context"
+        f"top-{model.config.index_topk} of the context; weights {options.weights}, caches "
+        f"{options.caches}"
     )
 
     def serve(title, decode, extra, record=False, quiet=False):
-        server = Server(model, options.batch, options.context, options.weight_format)
+        server = Server(
+            model, options.batch, options.context, options.weight_format, caches=options.caches
+        )
         if record:
             server.record_selection()
         begin = time.perf_counter()
@@ -296,18 +319,20 @@ def run(model, tokenizer, options):
     steps = serve(two, verify_drafts, tokens)[1]
     print(f"  {two}: {new - 1} tokens in {steps} steps, every third draft rejected")
     theirs = timed_generate(model, padded, new)
-    if model.dtype == torch.float32:
-        same = theirs == tokens
+    same = theirs == tokens
+    if eight_bits:
+        print(f"  generated tokens: {int(same.sum())} of {same.numel()} the unmodified model's")
+    elif model.dtype == torch.float32:
         assert same.all(), f"{int((~same).sum())} of {same.numel()} generated tokens differ"
         print(f"  generated tokens: all {same.numel()} equal to the unmodified model's")
 
     # the logits of both ways to decode, against the unmodified model on the same tokens
     tokens, logits, selected = serve("recording the selection", generate, new, record=True)
-    reference = reference_logits(model, prompts, lengths, tokens, selected)
-    check(one, logits, tokens, reference, roundings)
+    reference = reference_logits(model, prompts, lengths, tokens, selected, more)
+    check(one, logits, tokens, reference, roundings, eight_bits)
     logits, _, selected = serve("recording the selection", verify_drafts, tokens, record=True)
-    reference = reference_logits(model, prompts, lengths, tokens, selected)
-    check(two, logits, logits.argmax(-1), reference, roundings)
+    reference = reference_logits(model, prompts, lengths, tokens, selected, more)
+    check(two, logits, logits.argmax(-1), reference, roundings, eight_bits)
     for b in (0, options.batch - 1):
         said = tokenizer.decode(prompts[b, -12:]), tokenizer.decode(tokens[b])
         print(f"  request {b}: ...{said[0]!r} -> {said[1]!r}")
@@ -323,6 +348,8 @@ def main():
         help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere (no float32 in kernels)",
     )
     parser.add_argument("--weight-format", choices=["nz", "nd"], default="nz")
+    parser.add_argument("--weights", choices=list(EIGHT_BITS), default="bf16")
+    parser.add_argument("--caches", choices=list(EIGHT_BITS), default="bf16")
     parser.add_argument("--batch", type=int, default=24, help="requests")
     parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
     parser.add_argument("--new-tokens", type=int, default=24)
@@ -335,12 +362,16 @@ def main():
         torch.set_num_threads(1)  # in matrices this small threads mostly wait for each other
     tokenizer = make_tokenizer()
     dtypes = [options.dtype] if options.dtype != "auto" else ["bfloat16"]
-    if options.dtype == "auto" and device == "cpu":
+    narrow = options.weights != "bf16" or options.caches != "bf16"
+    if options.dtype == "auto" and device == "cpu" and not narrow:
         dtypes = ["float32", "bfloat16"]
     with torch.inference_mode():
         for dtype in dtypes:
-            model = make_model(len(tokenizer), topk=options.context // 4)
-            run(model.to(device, getattr(torch, dtype)), tokenizer, options)
+            model = make_model(len(tokenizer), topk=options.context // 4, narrow=narrow)
+            model = model.to(device, getattr(torch, dtype))
+            if options.weights != "bf16":
+                quantise_weights(model, options.weights)
+            run(model, tokenizer, options)
     print_backends()
 
 

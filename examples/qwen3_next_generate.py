@@ -9,6 +9,9 @@ Inside `use()` a prompt goes through `npu_causal_conv1d`, `npu_chunk_gated_delta
 model's own states in place; Kimi-Linear's recurrence through `npu_chunk_kda` and
 `npu_fused_sigmoid_gating_delta_rule_update`. The model is small and its weights are random, so it
 babbles; the unmodified model babbles the same.
+
+With `--drafts` a request is decoded once more, several tokens a step: drafts are verified in one
+pass by `npu_recurrent_gated_delta_rule`, and what is refused is taken back from the states.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from transformers import (
     logging,
 )
 
+from custom.integrations.drafts import verification
 from custom.integrations.transformers import use
 
 # as in deepseek_v32_decode.py: 13 in the recurrence or attention, 12 in the MLP
@@ -98,6 +102,30 @@ MODELS = {
 }
 
 
+def speculate(model, prompt, new, drafts, foretold):
+    """(tokens of a greedy decode [new], how many drafts were made, how many of them were right).
+
+    Random weights say nothing twice, so that no lookup would be right: the drafts are `foretold`,
+    every fifth of them changed.
+    """
+    told = [(token + (at % 5 == 4)) % model.config.vocab_size for at, token in enumerate(foretold)]
+    made = right = 0
+    seen = model(prompt, use_cache=True)
+    cache, said = seen.past_key_values, [int(seen.logits[0, -1].argmax())]
+    while len(said) < new:
+        tokens = said[-1:] + told[len(said) :][:drafts]
+        with verification(cache) as step:
+            fed = torch.tensor([tokens], device=prompt.device)
+            best = model(fed, past_key_values=cache).logits[0].argmax(-1).tolist()
+            kept = 1
+            while kept < len(tokens) and tokens[kept] == best[kept - 1]:
+                kept += 1
+            step.keep(kept)
+        made, right = made + len(tokens) - 1, right + kept - 1
+        said += best[:kept]
+    return said[:new], made, right
+
+
 def run(model, tokenizer, options):
     new = options.new_tokens
     padded, _ = make_prompts(tokenizer, options.batch, options.context - new)
@@ -136,6 +164,13 @@ def run(model, tokenizer, options):
     reference = model(sequences, attention_mask=mask, use_cache=False).logits[:, length - 1 : -1]
     layers = model.config.num_hidden_layers
     check("unmodified model", logits.to(model.dtype), tokens, reference, ROUNDINGS * layers)
+    if options.drafts:
+        with use():
+            prompt = padded["input_ids"][:1, padded["attention_mask"][0].argmax() :]
+            drafted, made, right = speculate(model, prompt, new, options.drafts, tokens[0].tolist())
+        same = drafted == tokens[0].tolist()
+        print(f"  request 0 with drafts: {right} of {made} right, tokens equal: {same}")
+        assert same or model.dtype != torch.float32
     said = tokenizer.decode(padded["input_ids"][0, -12:]), tokenizer.decode(tokens[0])
     print(f"  request 0: ...{said[0]!r} -> {said[1]!r}")
 
@@ -153,6 +188,7 @@ def main():
     parser.add_argument("--batch", type=int, default=8, help="requests")
     parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
     parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--drafts", type=int, default=3, help="tokens a step beyond one; 0: none")
     options = parser.parse_args()
 
     logging.set_verbosity_error()  # Transformers praises its own dependencies

@@ -23,6 +23,7 @@ from ..dispatch.reference import (
     _selected,
     causal_conv1d,
     causal_conv1d_update,
+    fused_causal_conv1d,
     gated_rms_norm,
     hadamard,
     indexer_loss,
@@ -213,6 +214,8 @@ def _stages() -> layer.Stages:
         ops.npu_indexer_prolog_pto,
         ops.npu_lightning_indexer,
         ops.npu_sparse_flash_attention,
+        ops.npu_quant_lightning_indexer,
+        ops.npu_kv_quant_sparse_flash_attention,
     )
 
 
@@ -273,8 +276,10 @@ def _recurrence(
     v: Tensor,
     decay: Tensor,
     beta: Tensor,
+    every: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(the states after the last tokens, the outputs [T, HV, V]) of N sequences of packed tokens.
+    """(the states after the last tokens, the outputs [T, HV, V]) of N sequences of packed tokens;
+    with `every`, the states after every token.
 
     state [N, HV, K, V]   q, k [T, HV, K]   v [T, HV, V]   decay [T, HV, K or 1]   beta [T, HV]
     """
@@ -290,7 +295,9 @@ def _recurrence(
     def step(state: Tensor, now: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         on, *inputs = now
         after, out = _delta_rule.step(state, *inputs)
-        return torch.where(on[:, None, None, None], after, state), out
+        # beside each other, as one output
+        made = torch.cat([after, out[..., None, :]], -2) if every else out
+        return torch.where(on[:, None, None, None], after, state), made
 
     last, out = scan(step, state, (on, q[at], k[at], v[at], decay[at], beta[at]))
     # token -> (its step, its sequence)
@@ -298,6 +305,8 @@ def _recurrence(
     inside = sequence < state.shape[0]
     sequence = sequence.clamp(max=state.shape[0] - 1)
     mine = out[tokens - starts[sequence], sequence]
+    if every:
+        last, mine = mine[..., :-1, :], mine[..., -1, :]
     return last, mine.masked_fill(~inside[:, None, None], 0)
 
 
@@ -334,6 +343,55 @@ def chunk_gated_delta_rule(
         ones if beta is None else beta.to(wide),
     )
     return out.to(value.dtype), last.mT.to(initial_state.dtype)
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    beta: Tensor | None,
+    scale: float | None,
+    actual_seq_lengths: Tensor | None,
+    ssm_state_indices: Tensor,
+    num_accepted_tokens: Tensor | None,
+    g: Tensor | None,
+    gk: Tensor | None,
+) -> Tensor:
+    wide = accumulator(query)
+    tokens, heads, key_size = key.shape
+    value_heads = value.shape[1]
+    if actual_seq_lengths is None:
+        lengths = torch.full([1], tokens, device=key.device)
+    else:
+        lengths = actual_seq_lengths.long()
+    starts = lengths.cumsum(0) - lengths
+    kept = torch.ones_like(lengths) if num_accepted_tokens is None else num_accepted_tokens.long()
+    slots, pool = ssm_state_indices.long(), state.shape[0]
+    first = starts + torch.minimum(kept, lengths).clamp(min=1) - 1
+    slot = slots[first.clamp(max=tokens - 1)]
+    live = (slot >= 0) & (slot < pool)
+    initial = state[slot.masked_fill(~live, 0)].to(wide)
+    initial = initial.masked_fill(~live[:, None, None, None], 0)
+    q, k = (x.to(wide).repeat_interleave(value_heads // heads, 1) for x in (query, key))
+    ones = torch.ones([tokens, value_heads], dtype=wide, device=key.device)
+    decay = gated_delta.log_decay(g, gk)
+    decay = ones[..., None] if decay is None else _delta_rule.by_channel(decay).to(wide).exp()
+    after, out = _recurrence(
+        initial.mT,
+        starts,
+        lengths,
+        q * (key_size**-0.5 if scale is None else scale),
+        k,
+        value.to(wide),
+        decay,
+        ones if beta is None else beta.to(wide),
+        every=True,
+    )
+    token = torch.arange(tokens, device=key.device)
+    stored = (slots >= 0) & (slots < pool) & (token < lengths.sum())
+    state[slots[stored]] = after[stored].mT.to(state.dtype)
+    return out.to(value.dtype)
 
 
 def chunk_kda(
@@ -482,6 +540,24 @@ def _refuse_fp8(kind: str, **_: Any) -> str | None:
     return None
 
 
+_MODES = (
+    "weight_quant_mode",
+    "kv_cache_quant_mode",
+    "index_weight_quant_mode",
+    "kv_kind",
+    "index_kind",
+)
+
+
+def _refuse_8_bits(**arguments: Any) -> str | None:
+    for name in _MODES:
+        came = arguments.get(name, 0)
+        if came not in (0, "none"):
+            plain = repr("none") if isinstance(came, str) else 0
+            return f"`{name}` is {came!r}, expected {plain}: 8 bits have no ONNX form here."
+    return None
+
+
 def _refuse_verification(
     intermediate_states: Tensor | None, retrieve_parent_token: Tensor | None, **_: Any
 ) -> str | None:
@@ -495,11 +571,11 @@ def _refuse_verification(
 
 
 DECOMPOSITIONS: dict[str, Decomposition] = {
-    "npu_sparse_attention_pto": Decomposition(sparse_attention_pto),
-    "npu_sparse_attention_indices_pto": Decomposition(sparse_attention_indices_pto),
-    "npu_sparse_attention_shared_pto": Decomposition(sparse_attention_shared_pto),
-    "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward),
-    "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward),
+    "npu_sparse_attention_pto": Decomposition(sparse_attention_pto, _refuse_8_bits),
+    "npu_sparse_attention_indices_pto": Decomposition(sparse_attention_indices_pto, _refuse_8_bits),
+    "npu_sparse_attention_shared_pto": Decomposition(sparse_attention_shared_pto, _refuse_8_bits),
+    "npu_mla_prolog_pto": Decomposition(mla_prolog_pto.forward, _refuse_8_bits),
+    "npu_indexer_prolog_pto": Decomposition(indexer_prolog_pto.forward, _refuse_8_bits),
     "npu_lightning_indexer": Decomposition(lightning_indexer, _refuse_tnd),
     "npu_lightning_indexer_scores": Decomposition(lightning_indexer_scores, _refuse_tnd),
     "npu_sparse_flash_attention": Decomposition(sparse_flash_attention, _refuse_tnd),
@@ -523,12 +599,18 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
     "npu_gated_rms_norm": Decomposition(gated_rms_norm.forward),
     "npu_causal_conv1d": Decomposition(causal_conv1d.forward),
     "npu_causal_conv1d_update": Decomposition(causal_conv1d_update.forward),
+    "npu_recurrent_gated_delta_rule": Decomposition(recurrent_gated_delta_rule),
+    "npu_fused_causal_conv1d": Decomposition(fused_causal_conv1d.forward),
 }
 
 # why an op that is not for training has none
+_NOTHING = "it returns nothing, and a node has an output of its own"
 _BYTES = "its rows are bytes, which ONNX does not read as floats"
 REASONS: dict[str, str] = {
-    "npu_index_cache_write": "it returns nothing, and a node has an output of its own",
+    "npu_index_cache_write": _NOTHING,
+    "npu_fused_causal_conv1d_v2": _NOTHING,
+    "npu_mla_prolog_v3": "npu_mla_prolog_pto has one",
+    "npu_lightning_indexer_prolog_pto": "int8 weights have none here",
     "npu_latent_cache_write": _BYTES,
     "npu_kv_quant_sparse_flash_attention": _BYTES,
     "npu_kv_quant_sparse_flash_attention_lse": _BYTES,

@@ -72,10 +72,10 @@ def sigmoid(x):
     ]
 )  # fmt: skip
 def convolve(
-    x, weight, bias, history, starts, out,
+    x, weight, bias, history, starts, computed, out,
     sequences, parts, length, tokens, channels, x_batch, x_row, h_sequence, h_column,
     W: tl.constexpr, VARLEN: tl.constexpr, HISTORY: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr, CHANNEL_TILE: tl.constexpr,
+    SILU: tl.constexpr, COMPUTED: tl.constexpr, RESIDUAL: tl.constexpr, CHANNEL_TILE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
@@ -104,6 +104,8 @@ def convolve(
             x_3 = row(of_x, of_history, begin - 3, d, count, x_row, h_column, W, HISTORY)
         if BIAS:
             b = tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
+        if COMPUTED:
+            seen = tl.load(computed + n)
         for t in range(begin, stop):
             now = tl.load(of_x + t.to(tl.int64) * x_row + d, mask=on, other=0.0).to(tl.float32)
             total = now * w_0 + x_1 * w_1
@@ -119,6 +121,10 @@ def convolve(
                 total += b
             if SILU:
                 total = total * sigmoid(total)
+            if COMPUTED:
+                total = tl.where(d < tl.where(t + seen < W - 1, 0, count), total, 0.0)
+            if RESIDUAL:
+                total += now
             to = of_out + t.to(tl.int64) * channels + d
             tl.store(to, total.to(out.dtype.element_ty), mask=on)
         if VARLEN:
@@ -182,6 +188,43 @@ def unsupported(x: Tensor, **_: Any) -> str | None:
     return None
 
 
+def outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None,
+    query_start_loc: Tensor | None,
+    silu: bool,
+    computed: Tensor | None = None,
+    residual: bool = False,
+) -> Tensor:
+    """`computed` [N]: tokens of a sequence that are not in the call; outputs of fewer than W tokens
+    are 0.  `residual`: x is added."""
+    channels, varlen = x.shape[-1], query_start_loc is not None
+    sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
+    tokens = x.shape[:-1].numel()
+    out = memory.empty(x.shape, x.dtype, x.device)
+    if out.numel() == 0 or sequences == 0:
+        return out.zero_()
+
+    def given(tensor: Tensor | None) -> Tensor:
+        """A tensor stands for one that is not there, and is not touched."""
+        return x if tensor is None else tensor
+
+    config = tune.at_least("causal_conv1d.convolve", "CHANNEL_TILE", channels)
+    tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
+    parts = parts_of(sequences, tiles, tokens)
+    convolve[(min(sequences * parts * tiles, cores.vector()),)](
+        x, weight.contiguous(), given(bias), given(history), given(query_start_loc),
+        given(computed), out, sequences, parts, x.shape[-2], tokens, channels,
+        0 if varlen else x.stride(0), x.stride(-2),
+        *((0, 0) if history is None else history.stride()[:2]),
+        W=weight.shape[0], VARLEN=varlen, HISTORY=history is not None, BIAS=bias is not None,
+        SILU=silu, COMPUTED=computed is not None, RESIDUAL=residual, **config.keywords,
+    )  # fmt: skip
+    return out
+
+
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -192,32 +235,20 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     channels, width = x.shape[-1], weight.shape[0]
     varlen = query_start_loc is not None
-    sequences = query_start_loc.shape[0] - 1 if varlen else x.shape[0]
-    tokens, length = x.shape[:-1].numel(), x.shape[-2]
+    sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
     history = None if initial_states is None else dense(initial_states)
-    out = memory.empty(x.shape, x.dtype, x.device)
+    out = outputs(x, weight, bias, history, query_start_loc, activation is not None)
     kind = x.dtype if history is None else history.dtype
     final = memory.empty([sequences, width - 1, channels], kind, x.device)
-    if sequences == 0 or channels == 0:
-        return out.zero_(), final
-    starts = x if query_start_loc is None else query_start_loc
-    # a tensor stands for one that is not there, and is not touched
-    h_strides = (0, 0) if history is None else history.stride()[:2]
-    strides = (0 if varlen else x.stride(0), x.stride(-2), *h_strides)
-    flags = dict(W=width, VARLEN=varlen, HISTORY=history is not None)
-    config = tune.at_least("causal_conv1d.convolve", "CHANNEL_TILE", channels)
-    tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
-    parts = parts_of(sequences, tiles, tokens)
-    if tokens > 0:
-        convolve[(min(sequences * parts * tiles, cores.vector()),)](
-            x, weight.contiguous(), x if bias is None else bias, x if history is None else history,
-            starts, out, sequences, parts, length, tokens, channels, *strides,
-            **flags, BIAS=bias is not None, SILU=activation is not None, **config.keywords,
-        )  # fmt: skip
+    if final.numel() == 0:
+        return out, final
     config = tune.at_least("causal_conv1d.finish", "CHANNEL_TILE", channels)
     tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
     finish[(min(sequences * tiles, cores.vector()),)](
-        x, x if history is None else history, starts, final, sequences, length, tokens, channels,
-        *strides, **flags, **config.keywords,
+        x, x if history is None else history, x if query_start_loc is None else query_start_loc,
+        final, sequences, x.shape[-2], x.shape[:-1].numel(), channels,
+        0 if varlen else x.stride(0), x.stride(-2),
+        *((0, 0) if history is None else history.stride()[:2]),
+        W=width, VARLEN=varlen, HISTORY=history is not None, **config.keywords,
     )  # fmt: skip
     return out, final

@@ -25,7 +25,7 @@ _KERNEL = "causal_conv1d_update.update"
 
 
 @triton.jit
-def _value(of_x, of_row, position, reach, d, count, x_row, s_column):
+def value_at(of_x, of_row, position, reach, d, count, x_row, s_column):
     """What stands at a position, float32; zeros before everything.  `reach` is 0 for no row."""
     now = d < tl.where(position >= 0, count, 0)
     at = tl.maximum(position, 0) * x_row
@@ -92,7 +92,7 @@ def update(
             if BIAS:
                 total += tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
             for back in tl.static_range(0, W):
-                value = _value(of_x, of_row, position, reach, d, count, x_row, s_column)
+                value = value_at(of_x, of_row, position, reach, d, count, x_row, s_column)
                 total += value * tap(weight + first, back, d, on, channels, W)
                 if KEEP and back < W - 1:
                     to = of_window + t.to(tl.int64) * i_step + (W - 2 - back) * i_column + d
@@ -114,7 +114,7 @@ def update(
         if STORE:
             for column in range(0, tl.where(size > 0, L, 0)):
                 position = column - place
-                value = _value(of_x, of_row, position, reach, d, count, x_row, s_column)
+                value = value_at(of_x, of_row, position, reach, d, count, x_row, s_column)
                 moved = there & (position >= -reach) & (position < size)
                 to = of_row + column.to(tl.int64) * s_column + d
                 stored = d < tl.where(moved, count, 0)

@@ -12,6 +12,7 @@ again from the root; the steps that are not on its way are made without decay an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -41,18 +42,23 @@ def _softplus(x, beta, threshold):
 @triton.jit
 def _gates(
     of_a, of_b, rate, bias, softplus_beta, softplus_threshold, lower_bound, one, d,
-    KDA: tl.constexpr, BOUNDED: tl.constexpr,
+    KDA: tl.constexpr, BOUNDED: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """(decay [1 or K], beta [1])."""
     if KDA:
-        x = tl.load(of_a + d).to(tl.float32) + bias
+        x = tl.load(of_a + d).to(tl.float32)
     else:
-        x = tl.load(of_a + one).to(tl.float32) + bias
-    if BOUNDED:
-        decay = tl.exp(lower_bound / (1.0 + tl.exp(rate * x)))
+        x = tl.load(of_a + one).to(tl.float32)
+    beta = tl.load(of_b + one).to(tl.float32)
+    if GIVEN:
+        decay = tl.exp(x)
+    elif BOUNDED:
+        decay = tl.exp(lower_bound / (1.0 + tl.exp(rate * (x + bias))))
     else:
-        decay = tl.exp(rate * _softplus(x, softplus_beta, softplus_threshold))
-    return decay, 1.0 / (1.0 + tl.exp(-tl.load(of_b + one).to(tl.float32)))
+        decay = tl.exp(rate * _softplus(x + bias, softplus_beta, softplus_threshold))
+    if not GIVEN:
+        beta = 1.0 / (1.0 + tl.exp(-beta))
+    return decay, beta
 
 
 @triton.jit
@@ -94,13 +100,13 @@ def _parent(parents, t, columns):
     ]
 )  # fmt: skip
 def update(
-    A_log, a, dt_bias, q, k, v, b, pool, slot_of, starts, cache, row_of, parents, out,
+    A_log, a, dt_bias, q, k, v, b, pool, slot_of, starts, accepted, cache, row_of, parents, out,
     softplus_beta, softplus_threshold, lower_bound, scale, sequences, length, tokens, slots, rows,
     steps, columns, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     a_batch, a_token, a_head, b_batch, b_token, slot_size, row_size, step_size,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     VALUE_FIRST: tl.constexpr, KDA: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr,
-    VARLEN: tl.constexpr,
+    VARLEN: tl.constexpr, GIVEN: tl.constexpr, ACCEPTED: tl.constexpr,
     STORE: tl.constexpr, KEEP: tl.constexpr, TREE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """q, k [.., H, K]  v, out [.., HV, V]  a [.., HV, 1 or K]  b [.., HV]; see the launcher."""
@@ -122,7 +128,15 @@ def update(
             start = n * 0
             end = length
         batch = batch.to(tl.int64)
-        slot = tl.load(slot_of + n).to(tl.int64)
+        if GIVEN:
+            last = start
+            if ACCEPTED:
+                # before it is cast: what does not fit 32 bits wraps
+                kept_tokens = tl.minimum(tl.maximum(tl.load(accepted + n), 1), end - start)
+                last = start + tl.maximum(kept_tokens, 1).to(tl.int32) - 1
+            slot = tl.load(slot_of + tl.minimum(last, tokens - 1)).to(tl.int64)
+        else:
+            slot = tl.load(slot_of + n).to(tl.int64)
         there = (slot >= 0) & (slot < slots)
         in_pool = pool + tl.where(there, slot, 0) * slot_size
         if VALUE_FIRST:
@@ -135,8 +149,14 @@ def update(
             count = KEY
         loaded = (at < tl.where(there, count, 0))[:, None]
         state = tl.load(in_pool + part, mask=loaded, other=0.0).to(tl.float32)
-        rate = -tl.exp(tl.load(A_log + head + one).to(tl.float32))
-        if KDA:
+        if GIVEN:
+            rate = one.to(tl.float32)
+            bias = one.to(tl.float32)
+        else:
+            rate = -tl.exp(tl.load(A_log + head + one).to(tl.float32))
+        if GIVEN:
+            pass
+        elif KDA:
             bias = tl.load(dt_bias + head * KEY + d).to(tl.float32)
         else:
             bias = tl.load(dt_bias + head + one).to(tl.float32)
@@ -170,7 +190,7 @@ def update(
                     on = ((way >> earlier.to(tl.int64)) & 1).to(tl.float32)
                     decay, beta = _gates(
                         of_a + past * a_token, of_b + past * b_token, rate, bias, softplus_beta,
-                        softplus_threshold, lower_bound, one, d, KDA, BOUNDED,
+                        softplus_threshold, lower_bound, one, d, KDA, BOUNDED, GIVEN,
                     )  # fmt: skip
                     state = _update(
                         state, _row(of_k + past * k_token, d, NORM),
@@ -180,7 +200,7 @@ def update(
             now = t.to(tl.int64)
             decay, beta = _gates(
                 of_a + now * a_token, of_b + now * b_token, rate, bias, softplus_beta,
-                softplus_threshold, lower_bound, one, d, KDA, BOUNDED,
+                softplus_threshold, lower_bound, one, d, KDA, BOUNDED, GIVEN,
             )  # fmt: skip
             q_t = _row(of_q + now * q_token, d, NORM) * scale
             k_t = _row(of_k + now * k_token, d, NORM)
@@ -193,6 +213,12 @@ def update(
                 stored = (at < tl.where(kept & (step < steps), count, 0))[:, None]
                 to = in_cache + step.to(tl.int64) * step_size
                 tl.store(to + part, state.to(cache.dtype.element_ty), mask=stored)
+            if GIVEN:
+                own = tl.load(slot_of + t).to(tl.int64)
+                inside = (own >= 0) & (own < slots)
+                stored = (at < tl.where(inside, count, 0))[:, None]
+                to = pool + tl.where(inside, own, 0) * slot_size
+                tl.store(to + part, state.to(pool.dtype.element_ty), mask=stored)
         if STORE:
             stored = (at < tl.where(there & (end > start), count, 0))[:, None]
             tl.store(in_pool + part, state.to(pool.dtype.element_ty), mask=stored)
@@ -239,7 +265,21 @@ def unsupported(q: Tensor, v: Tensor, retrieve_parent_token: Tensor | None, **_:
     return None
 
 
-def forward(
+@dataclass(frozen=True)
+class Given:
+    """torch_npu's op: `a` is the logarithm of the decay and `b` is beta, and every token has a slot
+    for the state after it, `initial_state_indices` [T]; a sequence goes on from that of the token
+    that was `accepted` last."""
+
+    accepted: Tensor | None
+
+
+def forward(**x: Any) -> Tensor:
+    """The op by itself."""
+    return launch(**x, given=None)
+
+
+def launch(
     A_log: Tensor,
     a: Tensor,
     dt_bias: Tensor,
@@ -261,11 +301,13 @@ def forward(
     intermediate_state_indices: Tensor | None,
     retrieve_parent_token: Tensor | None,
     lower_bound: float | None,
+    given: Given | None,
 ) -> Tensor:
     batch, length, heads, key_size = q.shape
     value_heads, value_size = v.shape[2:]
     out = memory.empty(v.shape, v.dtype, v.device)
-    sequences = initial_state_indices.shape[0]
+    accepted = None if given is None else given.accepted
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if out.numel() == 0 or sequences == 0:
         return out.zero_()
     channels = key_size if is_kda else 1
@@ -282,7 +324,8 @@ def forward(
         parents = parents.new_full((sequences, 1), -1)  # no kernel reads an empty tensor
     update[(min(parts, cores.vector()),)](
         A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices,
-        initial_state_indices if cu_seqlens is None else cu_seqlens, cache,
+        initial_state_indices if cu_seqlens is None else cu_seqlens,
+        initial_state_indices if accepted is None else accepted, cache,
         initial_state_indices if intermediate_state_indices is None else intermediate_state_indices,
         initial_state_indices if parents is None else parents, out,
         softplus_beta, softplus_threshold, 0.0 if lower_bound is None else lower_bound,
@@ -294,7 +337,8 @@ def forward(
         HEADS=heads, VALUE_HEADS=value_heads, KEY=key_size, VALUE=value_size,
         VALUE_FIRST=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
         BOUNDED=lower_bound is not None, VARLEN=cu_seqlens is not None,
-        STORE=not disable_state_update, KEEP=intermediate_states is not None,
+        GIVEN=given is not None, ACCEPTED=accepted is not None,
+        STORE=not disable_state_update and given is None, KEEP=intermediate_states is not None,
         TREE=parents is not None, **config.keywords,
     )  # fmt: skip
     return out

@@ -18,7 +18,16 @@ from ..dispatch.common import memory
 from . import product, rows, tiling
 
 
-def unsupported(token_x: Tensor, ln_gamma_k: Tensor, rope_sin: Tensor, **_: Any) -> str | None:
+def unsupported(
+    token_x: Tensor,
+    ln_gamma_k: Tensor,
+    rope_sin: Tensor,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    **_: Any,
+) -> str | None:
+    if reason := product.of_8_bits(weight_quant_mode, kv_cache_quant_mode):
+        return reason
     if reason := tiling.not_multiplied(token_x=token_x):
         return reason
     rotary, size = rope_sin.shape[-1], ln_gamma_k.shape[0]
@@ -42,6 +51,7 @@ def forward(
     ln_epsilon: float,
     rope_interleaved: bool,
     weight_format: str,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     batch, length, hidden = token_x.shape
     tokens, size = batch * length, ln_gamma_k.shape[0]

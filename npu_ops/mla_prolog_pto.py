@@ -19,8 +19,16 @@ from . import product, rows, tiling
 
 
 def unsupported(
-    token_x: Tensor, rmsnorm_gamma_cq: Tensor, kv_cache: Tensor, rope_sin: Tensor, **_: Any
+    token_x: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    kv_cache: Tensor,
+    rope_sin: Tensor,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    **_: Any,
 ) -> str | None:
+    if reason := product.of_8_bits(weight_quant_mode, kv_cache_quant_mode):
+        return reason
     if reason := tiling.not_multiplied(token_x=token_x):
         return reason
     if max(rmsnorm_gamma_cq.shape[0], kv_cache.shape[-1]) > rows.widest():
@@ -47,6 +55,7 @@ def forward(
     rmsnorm_epsilon_ckv: float,
     rope_interleaved: bool,
     weight_format: str,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, hidden = token_x.shape
     tokens, rank, rotary = batch * length, rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]

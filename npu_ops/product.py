@@ -21,6 +21,17 @@ from ..dispatch.common import nz
 from . import cores, entry, tune
 
 
+def of_8_bits(weight_quant_mode: int, kv_cache_quant_mode: int) -> str | None:
+    """Why a prolog of these modes has no kernel here, or None."""
+    for name, mode in (
+        ("weight_quant_mode", weight_quant_mode),
+        ("kv_cache_quant_mode", kv_cache_quant_mode),
+    ):
+        if mode:
+            return f"{name}={mode} has no kernel on NPUs yet, supported 0"
+    return None
+
+
 @triton.jit
 def _panel(w, panel, panels, depth, at, WHOLE_N: tl.constexpr):
     """Where a step of one panel begins; a panel past the last one is the last one."""

@@ -9,9 +9,23 @@ from typing import Any
 from torch import Tensor
 
 from ..dispatch.common import layer
-from . import indexer_prolog_pto, lightning_indexer, mla_prolog_pto, sparse_flash_attention
+from . import (
+    indexer_prolog_pto,
+    kv_quant_sparse_flash_attention,
+    lightning_indexer,
+    mla_prolog_pto,
+    quant_lightning_indexer,
+    sparse_flash_attention,
+)
 
-_MODULES = (mla_prolog_pto, indexer_prolog_pto, lightning_indexer, sparse_flash_attention)
+_MODULES = (
+    mla_prolog_pto,
+    indexer_prolog_pto,
+    lightning_indexer,
+    sparse_flash_attention,
+    quant_lightning_indexer,
+    kv_quant_sparse_flash_attention,
+)
 STAGES = layer.Stages(*(module.forward for module in _MODULES))
 REASONS = layer.Stages(*(module.unsupported for module in _MODULES))
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds wheel and sdist into dist/, installs the wheel where nothing of this repository is (the
 # environments are below .dist/, set up once), runs a smoke test in each, and the sdist's own tests in
-# one.  A Python that this machine does not have is skipped, and said.
+# one.  Of another that has the wheel and what it requires a bill of materials (CycloneDX) is written
+# into sbom/.  A Python that this machine does not have is skipped, and said.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tests/environments.sh
@@ -9,9 +10,11 @@ home=$PWD/.dist
 # Python:torch:what of Triton is beside it
 corners="3.10:2.7.1: 3.11:2.9.0:triton-ascend==3.2.0 3.12:2.13.0:triton==3.7.1 3.13:2.15.0:"
 unpacked=3.12 # where the sdist's tests run
+billed=3.13   # what the bill of materials is of
+bill_of_materials=cyclonedx-bom==7.5.0
 
 python=${PYTHON:-.venv/bin/python}
-rm -rf dist build ./*.egg-info
+rm -rf dist sbom build ./*.egg-info
 "$python" -m build --outdir dist . > /dev/null
 wheel=$(echo dist/*.whl) sdist=$(echo dist/*.tar.gz)
 echo "built $wheel and $sdist"
@@ -37,6 +40,17 @@ for corner in $corners; do
   else
     echo "$title: FAILED"
     failed=1
+  fi
+  if [ "$version" = "$billed" ]; then
+    if [ ! -e "$home/bill/ready" ]; then
+      "$interpreter" -m venv "$home/bill"
+      "$home/bill/bin/python" -m pip install --quiet --disable-pip-version-check "$bill_of_materials"
+      touch "$home/bill/ready"
+    fi
+    mkdir sbom
+    bill=sbom/$(basename "${sdist%.tar.gz}").cdx.json
+    "$home/bill/bin/cyclonedx-py" environment --output-reproducible -o "$bill" "$folder/bin/python"
+    "$python" tests/tools/bill.py "$bill" || failed=1
   fi
   if [ -n "$tests" ]; then
     rm -rf "$home/sdist" && mkdir "$home/sdist" && tar -xzf "$sdist" -C "$home/sdist"

@@ -114,3 +114,4 @@ def test_what_the_unmodified_model_cannot_is_a_dash(capsys):
     line = models.markdown(row(100.0, 200.0))
     assert line.endswith("| **9,000** | - | **400** | 100 | 200 | 2.0 |")
     assert models.markdown(row(None, None)).endswith("| **400** | - | - | - |")
+    assert "| 4 | 0.0e+00 | **9,000** |" in line

@@ -15,12 +15,13 @@ pytest.importorskip("triton")
 from custom.cuda_ops import causal_conv1d as whole
 from custom.cuda_ops import causal_conv1d_grad as grad
 from custom.cuda_ops import causal_conv1d_update as update
+from custom.cuda_ops import fused_causal_conv1d as fused
 from custom.cuda_ops import gated_delta_layer_decode as layer
 from custom.cuda_ops import gated_rms_norm as norm
 from custom.cuda_ops import gated_rms_norm_grad as norm_grad
 
 from .support.compile_for_hopper import stand_in
-from .support.convolution import Layer, Norm, Step, Whole
+from .support.convolution import TABLE, Layer, Norm, Pooled, Step, Whole
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -39,9 +40,41 @@ def test_kernels_compile(case, monkeypatch):
     compiled = stand_in(monkeypatch)
     x = case.moved(case.arguments(), torch.bfloat16, "cpu")
     out, states = whole.forward(**x)
-    assert len(compiled) == 2
+    assert len(compiled) == 1
     grad.backward(**x, d_out=out, d_final_states=states if case.history else None)
-    assert len(compiled) == 4 if case.history else 3
+    assert len(compiled) == 3 if case.history else 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+def test_rows_are_loaded_before_the_first_product(monkeypatch):
+    """16 rows at once is what keeps enough bytes in flight: nothing may be spilled for it."""
+    monkeypatch.setattr(whole.gpu, "processors", lambda device: 132)
+    compiled = stand_in(monkeypatch)
+    case = Whole((16384,), D=512)
+    whole.forward(**case.moved(case.arguments(), torch.bfloat16, "cpu"))
+    (kernel,) = compiled
+    assert kernel.metadata.num_warps == 4
+    ptx = kernel.asm["ptx"]
+    assert ptx.count("ld.global.v2.b32") >= 16 and ".local" not in ptx
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@pytest.mark.parametrize(
+    "call",
+    [
+        Pooled(slots=None),
+        Pooled(slots=TABLE, accepted=(1, 2, 3), computed=(3, 0, 5),
+                         blocks=((0, 0, 1), (2, 0, 2), (0, 0, 1)),
+                         options=(("conv_mode", "pangu"), ("residual_connection", 1))),
+    ],
+    ids=["least", "most"],
+)  # fmt: skip
+def test_kernels_on_a_pool_compile(call, monkeypatch):
+    compiled = stand_in(monkeypatch)
+    given = call.moved(call.arguments(), torch.bfloat16, "cpu")
+    names = ("activation", "pad_slot_id", "residual_connection", "block_size", "conv_mode")
+    fused.forward(**(dict.fromkeys(names) | given))
+    assert len(compiled) == 2
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import custom
 from custom.integrations.paged import PagedCaches, token_positions
+
+from .support import eight_bits
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
@@ -225,6 +227,76 @@ def test_every_epsilon_is_the_module_s(name):
     attention.q_a_layernorm.variance_epsilon = 0.75
     with pytest.raises(custom.NotSupported, match=r"q_a_layernorm has 0\.75, kv_a_layernorm 0\.5"):
         dsa.sparse_attention_weights(attention)
+
+
+PROJECTIONS = {
+    "q_a_proj": "dq",
+    "kv_a_proj_with_mqa": "dkv_kr",
+    "q_b_proj": "uq_qr",
+    "indexer.wk": "idx_k",
+    "indexer.wq_b": "idx_qb",
+}
+
+
+def checkpoint_of(attention, kind: str, names=tuple(PROJECTIONS)) -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose projections are of 8 bits."""
+    out = {}
+    for name in names:
+        values, scale = eight_bits.weight(attention.get_submodule(name).weight.double().t(), kind)
+        out[f"{name}.weight"] = values.t().contiguous()
+        leaf = "weight_scale_inv" if kind == "fp8" else "weight_scale"
+        out[f"{name}.{leaf}"] = scale.t().contiguous()
+    return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weight_format", ["nz", "nd"])
+@pytest.mark.parametrize("kind, mode", [("fp8", 4), ("int8", 2)])
+def test_projections_of_8_bits_are_read_as_they_are(kind, mode, weight_format):
+    attention, _ = attention_of("DeepseekV32Attention")
+    tensors = checkpoint_of(attention, kind, (*PROJECTIONS, "kv_b_proj"))
+    if kind == "int8":  # msmodelslim has offsets beside, compressed-tensors flat scales
+        tensors["q_a_proj.weight_offset"] = torch.zeros_like(tensors["q_a_proj.weight_scale"])
+        tensors["q_b_proj.weight_scale"] = tensors["q_b_proj.weight_scale"].flatten()
+    up = eight_bits.weight(attention.kv_b_proj.weight.double().t(), kind)
+    dsa.load_as_it_is(attention, tensors)
+    w = dsa.sparse_attention_weights(attention, weight_format)
+    assert w.options["weight_quant_mode"] == w.options["index_weight_quant_mode"] == mode
+    for name, field in PROJECTIONS.items():
+        given, got = tensors[f"{name}.weight"], getattr(w, field)
+        rows = custom.from_nz(got, given.t().shape) if weight_format == "nz" else got
+        assert torch.equal(rows.view(torch.uint8), given.t().contiguous().view(torch.uint8))
+        if weight_format == "nd":
+            assert got.data_ptr() == given.data_ptr()
+        scale = w.options[f"dequant_scale_w_{field}"]
+        leaf = "weight_scale_inv" if kind == "fp8" else "weight_scale"
+        whole = tensors[f"{name}.{leaf}"]
+        assert torch.equal(scale, whole.view(-1, 1).t() if kind == "int8" else whole.t())
+    assert w.uk.dtype is w.idx_proj.dtype is torch.float32
+    heads = eight_bits.dequantised(*up).t().view(attention.num_heads, -1, w.uk.shape[-1])
+    torch.testing.assert_close(w.uk.double(), heads[:, : w.uk.shape[1]], rtol=1e-6, atol=1e-9)
+
+
+@torch.no_grad()
+def test_projections_of_8_bits_that_are_refused():
+    tensors = checkpoint_of(attention_of("DeepseekV32Attention")[0], "int8")
+    scale = tensors["q_a_proj.weight_scale"]
+    for change, message in (
+        ({"q_a_proj.input_scale": torch.ones(1)}, "`input_scale` of a projection is given"),
+        ({"q_a_proj.weight_offset": torch.ones_like(scale)}, "`weight_offset` .* symmetric"),
+        ({"q_a_proj.weight_scale": scale[:-1]}, "`weight_scale`"),
+    ):
+        attention, _ = attention_of("DeepseekV32Attention")
+        dsa.load_as_it_is(attention, tensors | change)
+        with pytest.raises(custom.NotSupported, match=message):
+            dsa.sparse_attention_weights(attention)
+    attention, _ = attention_of("DeepseekV32Attention")
+    dsa.load_as_it_is(attention, checkpoint_of(attention, "int8", ["kv_a_proj_with_mqa"]))
+    with pytest.raises(custom.NotSupported, match="expected one kind, or int8 behind"):
+        dsa.sparse_attention_weights(attention)
+    attention, _ = attention_of("DeepseekV32Attention")
+    dsa.load_as_it_is(attention, checkpoint_of(attention, "int8", ["q_b_proj"]))
+    assert dsa.sparse_attention_weights(attention, "nd").options["weight_quant_mode"] == 1
 
 
 def test_a_layer_without_an_indexer_says_what_to_use():

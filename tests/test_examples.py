@@ -50,13 +50,15 @@ def test_example(script, device, cxx, monkeypatch):
     assert f"device: {device.type}" in done.stdout
 
 
-def test_kimi_linear_generates(device, cxx, monkeypatch):
+@pytest.mark.parametrize("model", ["qwen3.5", "kimi-linear"])
+def test_the_other_models_generate(model, device, cxx, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setenv("CXX", cxx)
     script = "qwen3_next_generate.py"
-    done = run(script, "--model", "kimi-linear", "--device", device.type, *SMALL[script])
+    done = run(script, "--model", model, "--device", device.type, *SMALL[script])
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "npu_chunk_kda" in done.stdout
+    assert "npu_chunk_kda" in done.stdout or model == "qwen3.5"
+    assert "request 0 with drafts: " in done.stdout
 
 
 def test_the_indexers_recall_rises(device, tmp_path):
@@ -80,6 +82,23 @@ def test_options_of_the_demo():
     done = run("deepseek_v32_decode.py", *options, *SMALL["deepseek_v32_decode.py"])
     assert done.returncode == 0, done.stderr[-4000:]
     assert "float16: 5 requests" in done.stdout and "two tokens a step: " in done.stdout
+
+
+KINDS = ("bf16", "fp8", "int8")
+
+
+@pytest.mark.parametrize("caches", KINDS)
+@pytest.mark.parametrize("weights", KINDS)
+def test_the_demo_in_8_bits(weights, caches, device):
+    pytest.importorskip("transformers")
+    options = ["--dtype", "bfloat16", "--batch", "3", "--context", "48", "--new-tokens", "4"]
+    done = run(
+        "deepseek_v32_decode.py", "--device", device.type, *options, "--weights", weights,
+        "--caches", caches,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"weights {weights}, caches {caches}" in done.stdout
+    assert "two tokens a step: logits within" in done.stdout
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -51,6 +51,8 @@ CASES = [
     Step(HV=66, K=64, V=64, T=2, layout="vk"),
     Step(HV=66, K=64, V=64, layout="vk", state=torch.bfloat16),
     Step(HV=66, K=64, V=64, state=torch.bfloat16),
+    # tiles of 16 columns, and three of them
+    Step(HV=66, K=128, V=48, layout="vk", state=torch.bfloat16),
     Step(HV=66, K=48, V=72, state=torch.bfloat16, kda=True, steps=1, rows=(4, -1), slots=(-1, 3)),
     Step(T=0),
     Step(B=0, slots=()),

@@ -12,6 +12,7 @@ from custom.dispatch import backends
 from custom.dispatch.reference import _selected
 
 from .fuzz import illegal, legal
+from .fuzz import run as fuzz_run
 from .fuzz.draw import KIND, draw
 from .fuzz.run import run
 from .fuzz.shrink import outcome, shrunk
@@ -28,6 +29,11 @@ FOUND = [
     ("illegal", dict(
         op="npu_sparse_flash_attention", seed=947788274, dtype="float64", rows=[], keys=[], n=1,
         d=1, k=0, dr=1, block=0, own_value=False, sinks=False, **RAGGED,
+    )),
+    # a query without heads
+    ("illegal", dict(
+        op="npu_kv_quant_sparse_flash_attention_lse", seed=1089838665, dtype="float64",
+        disguises=[], b=0, s=0,
     )),
 ]  # fmt: skip
 
@@ -50,6 +56,29 @@ def test_every_kind_of_case_is_drawn_and_named():
         cases = [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert cases == [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert len({str(case) for case in cases}) == 20
+
+
+@pytest.mark.parametrize("op", KIND)
+def test_wide_cases_are_legal(op):
+    """Those of GPUs, by the reference."""
+    for number in (1, 3):
+        case = draw(op, number, 3, ["float32"], wide=True)
+        assert case != draw(op, number, 3, ["float32"])
+        assert legal.check(case, CPU) == "right"
+
+
+def test_a_lost_context_ends_a_run(monkeypatch):
+    """No more is called on a device that does not answer."""
+
+    def broken(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    op = "npu_lightning_indexer"
+    monkeypatch.setattr(backends.Runner, "run", broken)
+    monkeypatch.setattr(fuzz_run, "alive", lambda _: False)
+    counts, found = run(op, range(50), 0, "cpu")
+    assert list(found) == [fuzz_run.LOST] and "illegal memory access" in found[fuzz_run.LOST]
+    assert counts == {"legal calls failed": 1}
 
 
 def test_a_mistake_is_found_and_made_small(monkeypatch):

@@ -36,9 +36,11 @@ from custom.cuda_ops.common import rows, selection
 from custom.cuda_ops.common.topk import EVERY
 from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
 
+import custom
 from custom import to_nz
 
 from .support.gluon_on_cpu import stand_in
+from .support.quantised_indexer import Problem
 from .support.ragged import ends_within
 from .support.samples import apart
 
@@ -181,6 +183,19 @@ def test_indexer(case, indexed):
     got = launched("lightning_indexer", **every)
     assert len(indexed) == 1
     assert_top(every, *got)
+
+
+@pytest.mark.parametrize("heads", [5, 64], ids=["alone", "shared"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_indexer_of_e4m3(paged, heads, indexed):
+    problem = Problem("fp8", heads, [(3, 70), (1, 5), (2, 0), (4, 2), (0, 9), (2, 130)])
+    given = problem.paged(64, 16) if paged else problem.packed()
+    given |= dict(sparse_count=200)
+    indices, values = launched("quant_lightning_indexer_scores", **given)
+    assert len(indexed) == 1
+    wanted, exact = custom.npu_quant_lightning_indexer_scores(**given)
+    assert torch.equal(indices, wanted)
+    assert ((values - exact).abs() <= 1e-6 * 128 * exact.abs().max()).all()
 
 
 @pytest.mark.parametrize("heads", [9, 64], ids=["alone", "shared"])

@@ -56,13 +56,10 @@ def stepped(model, ids, kind):
     return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name, way, kind", CASES)
-def test_logits_are_as_near_as_the_model_s_own(name, way, kind, dtype, device, backend):
-    skip_unless_taken(dtype, device, backend)
+def compare(name, way, kind, backend, placed):
+    """`placed` puts the rounded model where it is to run."""
     model, ids = MODELS[name](), torch.randint(1, 128, (3, sum(PARTS)))
-    rounded = copy.deepcopy(model).to(dtype)
-    ours = copy.deepcopy(rounded).to(device)
+    ours, rounded = placed(copy.deepcopy(model))
     for half, whole in zip(rounded.parameters(), model.parameters(), strict=True):
         whole.data.copy_(half)
     exact, own = stepped(model, ids, kind), stepped(rounded, ids, kind)
@@ -72,6 +69,35 @@ def test_logits_are_as_near_as_the_model_s_own(name, way, kind, dtype, device, b
     with use(page_size=16) if way == "use()" else nullcontext():
         got = stepped(ours, ids, kind)
     after = sum(count for (_, ran), count in log.calls.items() if ran == backend)
-    assert got.device.type == device.type
     assert after - before >= 3 * len(PARTS)  # of the layers three and more are ours
     assert_close_to_float64("logits", got, own, exact.double())
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name, way, kind", CASES)
+def test_logits_are_as_near_as_the_model_s_own(name, way, kind, dtype, device, backend):
+    skip_unless_taken(dtype, device, backend)
+
+    def placed(model):
+        rounded = model.to(dtype)
+        return copy.deepcopy(rounded).to(device), rounded
+
+    got = compare(name, way, kind, backend, placed)
+    assert got.device.type == device.type
+
+
+@pytest.mark.parametrize("name, way", [(n, "use()") for n in MODELS] + [("glm", "custom_sparse")])
+def test_a_checkpoint_is_loaded_by_a_device_map(name, way, device, backend, tmp_path):
+    """`from_pretrained(.., device_map="cuda", dtype=torch.bfloat16)`, as people load models."""
+    pytest.importorskip("accelerate")
+    skip_unless_taken(torch.bfloat16, device, backend)
+
+    def placed(model):
+        rounded = model.to(torch.bfloat16)
+        rounded.save_pretrained(tmp_path)
+        options = dict(device_map=device.type, dtype=torch.bfloat16)
+        return type(model).from_pretrained(tmp_path, **options).eval(), rounded
+
+    got = compare(name, way, "dynamic", backend, placed)
+    assert got.device.type == device.type and got.dtype is torch.bfloat16

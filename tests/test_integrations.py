@@ -16,6 +16,7 @@ from custom.integrations.paged import PagedCaches, token_positions
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
+from custom.integrations.drafts import verification  # noqa: E402
 from custom.integrations.transformers import sparse_attention_weights, use  # noqa: E402
 
 from .support.models import (  # noqa: E402
@@ -25,6 +26,7 @@ from .support.models import (  # noqa: E402
     deepseek,
     glm,
     greedy,
+    kimi_linear,
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
@@ -139,6 +141,53 @@ def test_delta_rule_continues_a_prompt(make):
     torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(second, expected[:, 17:30], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(third, expected[:, 30:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [*DELTA_RULES, kimi_linear], ids=lambda make: make.__name__)
+def test_drafts_that_were_refused_leave_nothing(make):
+    """Of steps of three tokens 1, 3, 2 and all of one are kept; a plain step goes on from there."""
+    model, ids = make(), torch.randint(1, 128, (2, 30))
+    op = "npu_recurrent_gated_delta_rule"
+    (before,) = ran(op)
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        with use():
+            cache, at = model(ids[:, :17], use_cache=True).past_key_values, 17
+            for fed, count in ((3, 1), (3, 3), (3, 2), (1, 1)):
+                wrong = torch.randint(1, 128, (2, fed - count))
+                tokens = torch.cat([ids[:, at : at + count], wrong], 1)
+                with verification(cache) as step:
+                    logits = model(tokens, past_key_values=cache).logits[:, :count]
+                    step.keep(count)
+                torch.testing.assert_close(
+                    logits, expected[:, at : at + count], rtol=1e-5, atol=1e-5
+                )
+                at += count
+            assert ran(op) == [before + 4 * 3]
+            last = model(ids[:, at : at + 1], past_key_values=cache).logits
+            assert ran(op) == [before + 4 * 3]
+    torch.testing.assert_close(last, expected[:, at : at + 1], rtol=1e-5, atol=1e-5)
+
+
+def test_errors_of_verification():
+    model, ids = qwen3_5(), torch.randint(1, 128, (1, 9))
+    with torch.inference_mode(), use():
+        cache = model(ids, use_cache=True).past_key_values
+        with verification(cache) as step:
+            with pytest.raises(ValueError, match="keep: count=1, expected 1 to 0"):
+                step.keep(1)
+            model(ids[:, :2], past_key_values=cache)
+            with pytest.raises(ValueError, match="count=3, expected 1 to 2"):
+                step.keep(3)
+            with pytest.raises(RuntimeError, match="in force already"), verification(cache):
+                pass
+            step.keep(2)
+        empty = transformers.DynamicCache(config=model.config)
+        with pytest.raises(custom.NotSupported, match="the cache is empty"), verification(empty):
+            pass
+        with verification(cache) as step:
+            model(ids[:, :1], past_key_values=cache)
+            step.keep(1)
 
 
 @pytest.mark.parametrize("changes", [None, dict(mlp_only_layers=[0, 1, 2, 3])], ids=str)

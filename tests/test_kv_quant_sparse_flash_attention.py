@@ -237,6 +237,36 @@ def test_from_the_bytes_on(row_layout, kind, mode, sinks, device, backend):
     assert not out.isnan().any()
 
 
+@pytest.mark.parametrize("row_layout", list(NUMPY))
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(heads=5, requests=[(3, 40), (1, 5), (2, 0), (40, 20), (0, 9), (2, 33)]),
+        dict(heads=17, count=600, requests=[(41, 700)]),
+        dict(heads=128, count=300, requests=[(200, 900), (7, 70)]),
+        dict(heads=64, count=2048, requests=[(40, 2500)], page=64),
+    ],
+    ids=str,
+)
+def test_the_bits_of_the_kernel_for_hopper(sizes, kind, row_layout, device, backend, monkeypatch):
+    """Of the one for floats, which has the same consumers of keys."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    from custom.cuda_ops.hopper import kv_quant_sparse_flash_attention as hopper
+
+    launched = []
+    launch = hopper.launch
+    monkeypatch.setattr(hopper, "launch", lambda *given: (launched.append(given), launch(*given)))
+    problem = Problem(kind, row_layout, between=0, **sizes)
+    given = problem.arguments(device, sinks=torch.randn(sizes["heads"], device=device))
+    got = attended(given, backend)
+    assert launched
+    wanted = custom.npu_sparse_flash_attention(**problem.dequantised(given))
+    for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
+        assert torch.equal(x, y), name
+
+
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 def test_dense_rows_and_a_value_of_its_own(layout, device, backend, monkeypatch):
     plain_kernels(monkeypatch)

@@ -120,7 +120,9 @@ DENSE = {
     "npu_index_cache_write": {"values", "scales"},
     "npu_latent_cache_write": {"rows"},
 }
-STRIDED = [spec.name for spec in SPECS if not spec.name.endswith("_pto")]  # those are contiguous
+# of these all is contiguous
+WHOLE = ("_pto", "_prolog_v3")
+STRIDED = [spec.name for spec in SPECS if not spec.name.endswith(WHOLE)]
 
 
 def outputs(op: str, backend: str, arguments: dict, **changed: Tensor) -> list[Tensor]:

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import custom
+
+from .tools.bill import missing
+
 ROOT = Path(__file__).parent.parent
 SHORT_RUN = """
 import torch, custom
@@ -112,3 +116,45 @@ else:
     raise SystemExit("accepted")
 """
     run(sys.executable, code, tmp_path, **{name: "nonsense"})
+
+
+def test_a_bill_of_materials_names_what_was_built_and_needs():
+    part = dict(name="npu-custom-ops", version=custom.__version__, **{"bom-ref": "ours"})
+    bill = dict(components=[part], dependencies=[dict(ref="ours", dependsOn=["torch==2.15.0"])])
+    assert missing(bill) == []
+    assert missing(bill | dict(dependencies=[])) == ["torch, which npu-custom-ops requires"]
+    older = dict(components=[part | dict(version="0")])
+    assert missing(bill | older) == [f"npu-custom-ops {custom.__version__}"]
+
+
+def test_ops_open_no_connection_and_unpickle_nothing(device):
+    """By the interpreter's own audit: every op is called where either would be an error."""
+    code = """
+import sys
+
+def forbid(event, _):
+    if event.startswith(("socket.connect", "socket.getaddrinfo", "urllib", "http", "pickle")):
+        raise AssertionError(event)
+
+import torch
+from custom import info
+from custom.dispatch.register import overload
+from custom.dispatch.specs import SPECS
+from tests.support.samples import sample
+sys.addaudithook(forbid)
+where = torch.device(sys.argv[1])
+for spec in SPECS:
+    with torch.no_grad():
+        overload(spec)(**sample(spec.name, where, torch.bfloat16))
+info.report()
+print(len(SPECS), "ops")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, device.type],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0 and done.stdout.endswith(" ops\n"), done.stderr[-2000:]

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""custom.parallel over gloo with 2, 3 and 4 ranks, each a process; and ranks that die or hang."""
+"""custom.parallel with 2, 3 and 4 ranks, each a process: over gloo, and over NCCL where there are
+as many GPUs; and ranks that die or hang."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+from custom.bench import parallel as bench
+from docs import cards
 
 from . import parallel_ranks
 
@@ -36,6 +43,7 @@ EVERYWHERE = (
 ONCE = (
     "another_selection_is_found",
     "heads_of_the_delta_rule",
+    "heads_of_kda",
     "decode_with_sinks",
     "decode_in_half_precision",
     "decode_of_nothing",
@@ -43,10 +51,16 @@ ONCE = (
     "a_mesh_is_a_group",
     "pure_ops_take_sharded_tensors",
     "mutating_ops_refuse_sharded_tensors",
+    "every_mutating_op_refuses_sharded_tensors",
     "uneven_heads_are_refused",
 )
 CASES = [(name, size) for size in (2, 3, 4) for name in EVERYWHERE]
 CASES += [(name, 2) for name in ONCE] + [("a_subgroup_has_its_own_ranks", 3)]
+
+
+def need(device, size):
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
 
 
 def start(target, size: int, store, *more):
@@ -68,15 +82,16 @@ def start(target, size: int, store, *more):
 class Ranks:
     """Processes of one group, which run checks together."""
 
-    def __init__(self, size: int, folder) -> None:
-        self.pipes, self.processes = start(parallel_ranks.serve, size, folder / f"store{size}")
+    def __init__(self, size: int, folder, device: str) -> None:
+        store = folder / f"{device}{size}"
+        self.pipes, self.processes = start(parallel_ranks.serve, size, store, device)
 
     def run(self, name: str) -> None:
         for pipe in self.pipes:
             pipe.send(name)
         answers = []
         for pipe in self.pipes:
-            assert pipe.poll(120), f"{name}: a rank gives no answer"
+            assert pipe.poll(300), f"{name}: a rank gives no answer"
             answers.append(pipe.recv())
         assert not any(answers), "\n".join(answers)
 
@@ -90,35 +105,67 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    made: dict[int, Ranks] = {}
+    made: dict[tuple[int, str], Ranks] = {}
     folder = tmp_path_factory.mktemp("ranks")
-    yield lambda size: made.setdefault(size, made.get(size) or Ranks(size, folder))
+
+    def of(size: int, device: str) -> Ranks:
+        if (size, device) not in made:
+            made[size, device] = Ranks(size, folder, device)
+        return made[size, device]
+
+    yield of
     for group in made.values():
         group.stop()
 
 
 @pytest.mark.parametrize("name, size", CASES, ids=[f"{name}-{size}" for name, size in CASES])
-def test_ranks_agree_with_one_process(name, size, ranks):
-    ranks(size).run(name)
+def test_ranks_agree_with_one_process(name, size, device, ranks):
+    need(device, size)
+    ranks(size, device.type).run(name)
+
+
+def test_steps_are_captured_with_their_collectives(device, ranks):
+    if device.type != "cuda":
+        pytest.skip("no graph of a CPU")
+    need(device, 2)
+    ranks(2, "cuda").run("steps_in_a_cuda_graph")
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
-def test_a_rank_that_is_gone_is_an_error_with_names(fault, tmp_path):
+def test_a_rank_that_is_gone_is_an_error_with_names(fault, device, tmp_path):
     """Within the group's timeout of 5 seconds, on every other rank."""
-    pipes, processes = start(parallel_ranks.meet, 3, tmp_path / "store", fault)
-    for rank in range(2):
+    size, engine = (2, "nccl") if device.type == "cuda" else (3, "gloo")
+    need(device, size)
+    pipes, processes = start(parallel_ranks.meet, size, tmp_path / "store", fault, device.type)
+    for rank in range(size - 1):
         assert pipes[rank].poll(60)
         seconds, said = pipes[rank].recv()
-        wanted = rf"custom.parallel: all_gather failed on rank {rank} of 3: .*gloo says: "
+        wanted = rf"custom.parallel: all_gather failed on rank {rank} of {size}: .*{engine} says: "
         assert re.match(wanted, said), said
         assert "\n" not in said and seconds < 15
     for process in processes:
         process.kill()
 
 
-def test_the_bench_checks_and_times_every_row(tmp_path):
-    """torchrun -m custom.bench.parallel, at sizes for a CPU."""
-    table = tmp_path / "rows.csv"
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_the_watchdog_of_nccl_names_rank_and_collective(fault, device, tmp_path):
+    """Where the host does not wait for NCCL, as under a CUDA graph, torch ends the process."""
+    if device.type != "cuda":
+        pytest.skip("gloo has none")
+    need(device, 2)
+    store = tmp_path / "store"
+    _, processes = start(parallel_ranks.meet, 2, store, fault, "cuda", False)
+    processes[0].join(60)
+    said = Path(f"{store}.0").read_text()
+    assert processes[0].exitcode == -signal.SIGABRT, said[-4000:]
+    named = r"Rank 0\].*Watchdog caught collective operation timeout: WorkNCCL\(.*ALLGATHER"
+    assert re.search(named, said), said[-4000:]
+    processes[1].kill()
+
+
+def test_the_bench_checks_and_times_every_row(tmp_path, monkeypatch):
+    """torchrun -m custom.bench.parallel, at sizes for a CPU; and the page made of its rows."""
+    table = tmp_path / "parallel.csv"
     command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m custom.bench.parallel"
     options = ["--device", "cpu", "--quick", "--csv", str(table)]
     done = subprocess.run(
@@ -130,5 +177,49 @@ def test_the_bench_checks_and_times_every_row(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = table.read_text().splitlines()
-    assert len(rows) == 7 and all(row.split(",")[0] in done.stdout for row in rows[1:3])
+    rows = bench.read_rows(table)
+    assert len(rows) == 12 and all(row.what in done.stdout and row.ranks == 2 for row in rows)
+    one, *ways = rows[:4]
+    assert [way.held / one.held for way in ways] == [1, (1 + 128 / 704) / 2, 0.5]
+    for way in ways:
+        assert way.moved == sum(bytes_ for _, bytes_ in cards.moved(way.what, 2, bench.QUICK))
+
+
+def test_the_module_stays_thin():
+    assert len((ROOT / "custom/parallel.py").read_text().splitlines()) < 400
+
+
+def test_other_numbers_of_cards(tmp_path, monkeypatch):
+    """Times that follow the page's model are found again, and more cards cost what they should."""
+    link = cards.Link(dict.fromkeys(bench.LINKS, 4.0), dict.fromkeys(bench.LINKS, 1e5), 1e5, 0.0)
+    rows = []
+    for context in bench.FULL.contexts:
+        rows.append(bench.Row("one card", 32, context, 300.0, 0.0, 0.0, 0.0, 1408.0))
+        for number, way in enumerate(cards.WAYS):
+            sent = sum(link.time(name, x, 2) for name, x in cards.moved(way, 2))
+            times = (200.0 + 50 * number, sent, 10.0 * number)
+            rows.append(bench.Row(way, 32, context, *times, 0.0, 1408.0))
+    rows += [
+        bench.Row(f"indexer, {x}", 1, 2**17, 9e3 / n, 0, 0, 0)
+        for n, x in ((1, "one card"), (2, ""))
+    ]
+    for name in bench.LINKS:
+        rows += [
+            bench.Row(name, 0, 0, 0, link.time(name, x, 2), 0, 0, moved=x) for x in (100, 10**7)
+        ]
+    bench.write_rows(tmp_path / "parallel.csv", [replace(x, ranks=2, device="card") for x in rows])
+    monkeypatch.setattr(cards, "FIGURES", tmp_path)
+    found = cards.nccl(cards.measured())
+    assert found.latency == pytest.approx(link.latency, rel=1e-3)
+    assert found.rate == pytest.approx(link.rate, rel=1e-3)
+    # 300 on one card and 200 on two: a third is done by every card
+    for cards_, expected in ((2, 200), (4, 150), (64, 100 + 200 / 64)):
+        compute, *_ = cards.projected(cards.measured(), "TP", 2**16, cards_, found)
+        assert compute == pytest.approx(expected, rel=1e-3)
+    merges = [cards.projected(cards.measured(), way, 2**16, 8, found)[2] for way in cards.WAYS]
+    assert merges == [0, 10, 10 + 10 * 8 / 2]
+    text = cards.figures() + cards.projection()
+    assert "rows of the indexer: 2.00x" in text and "| 1.16M |" in text
+    assert "TP pays in time up to" in text
+    cards.draw()
+    assert (tmp_path / "parallel.png").stat().st_size > 10_000

@@ -19,44 +19,12 @@ from torch import Tensor
 
 import custom
 
+from .support.eight_bits import quantised
 from .support.kernels import INTERPRETED, moved
 
 FORMATS = [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "ue8m0")]
 # Triton's interpreter cuts floats off where it makes bf16 of them
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# of e4m3: every number that is not negative, by its code
-CODES = np.array(
-    [(c & 7) * 2.0**-9 if c < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3) - 7) for c in range(127)]
-)
-
-
-def e4m3(y: np.ndarray) -> np.ndarray:
-    """Codes of float64 numbers: the nearest, of two as near the even one."""
-    size = np.minimum(np.abs(y), 448.0)
-    above = np.searchsorted(CODES, size).clip(0, 126)
-    below = np.maximum(above - 1, 0)
-    far, near = CODES[above] - size, size - CODES[below]
-    lower = (near < far) | ((near == far) & (below % 2 == 0))
-    code = np.where((CODES[above] == size) | ~lower, above, below)
-    return (code | np.where(np.signbit(y), 0x80, 0)).astype(np.uint8)
-
-
-def quantised(x: Tensor, kind: str, scale_format: str, alpha: float = 1.0):
-    """(bytes [.., D], float32 scales [..])"""
-    x = x.float().cpu().numpy()
-    amax = np.abs(x).max(-1) * np.float32(alpha)
-    if kind == "int8":
-        scale = (amax / np.float32(127)).astype(np.float32)
-        with np.errstate(all="ignore"):
-            y = np.where(scale[..., None] > 0, x / scale[..., None], np.float32(0))
-        return np.rint(y).clip(-127, 127).astype(np.int8).view(np.uint8), scale
-    amax = np.maximum(amax, np.float32(1e-4))
-    if scale_format == "fp32":
-        scale = (amax / np.float32(448)).astype(np.float32)
-    else:
-        power = np.vectorize(lambda a: 2.0 ** math.ceil(math.log2(a / 448)))
-        scale = power(amax.astype(np.float64)).astype(np.float32)
-    return e4m3((x / scale[..., None]).astype(np.float64)), scale
 
 
 def hostile(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

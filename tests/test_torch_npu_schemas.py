@@ -7,6 +7,7 @@ torch_npu_schemas.txt holds torch_npu 2.13.0's, as tests/torchair/schema_checks.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ def test_every_op_of_the_same_name_is_there():
         "npu_chunk_gated_delta_rule",
         "npu_quant_lightning_indexer",
         "npu_kv_quant_sparse_flash_attention",
+        "npu_recurrent_gated_delta_rule",
+        "npu_fused_causal_conv1d",
+        "npu_fused_causal_conv1d_v2",
+        "npu_mla_prolog_v3",
     }
     assert set(THEIRS) <= {spec.name for spec in SPECS}
 
@@ -82,3 +87,29 @@ def test_the_changed_default_is_refused_by_name_where_it_comes():
     q, index = torch.randn(1, 1, 1, 16), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
     with pytest.raises((ValueError, custom.NotSupported), match="`attention_mode`"):
         custom.npu_sparse_flash_attention(q, q, None, index, 0.1, attention_mode=0)
+
+
+# functions of ours that call an op of another name
+COMPOSED = [
+    "npu::npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type)"
+    " -> (Tensor, Tensor)",
+    "npu::npu_ring_attention_update(Tensor prev_attn_out, Tensor prev_softmax_max,"
+    " Tensor prev_softmax_sum, Tensor cur_attn_out, Tensor cur_softmax_max, Tensor cur_softmax_sum,"
+    ' *, Tensor? actual_seq_qlen=None, str input_layout="SBH", str input_softmax_layout="")'
+    " -> (Tensor, Tensor, Tensor)",
+]
+
+
+@pytest.mark.parametrize("text", COMPOSED, ids=lambda text: text.partition("(")[0])
+def test_a_composed_function_has_torch_npus_signature(text):
+    theirs = torch._C.parse_schema(text)
+    ours = inspect.signature(getattr(custom, theirs.name.removeprefix("npu::")))
+    assert [(x.name, x.kind is x.KEYWORD_ONLY, x.default) for x in ours.parameters.values()] == [
+        (
+            x.name,
+            x.kwarg_only,
+            x.default_value if x.has_default_value() else inspect.Parameter.empty,
+        )
+        for x in theirs.arguments
+    ]
+    assert ours.return_annotation == f"tuple[{', '.join(['Tensor'] * len(theirs.returns))}]"

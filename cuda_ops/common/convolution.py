@@ -10,7 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .gpu import INTERPRETED
 from .lengths import within
+
+SIMULATED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -59,6 +62,18 @@ def row_at(sequence, position, token, batch_stride, row_stride, VARLEN: tl.const
 
 
 @triton.jit
+def value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
+    """What stands at a position [BD], as float32: a token's number, or that of a `live` row of a
+    pool, of which the first `reach` columns count; zeros before everything."""
+    now = tl.load(x + position * x_row + d, mask=on & (position >= 0), other=0.0)
+    past = on & live & (position < 0) & (position >= -reach)
+    before = tl.load(
+        row + (reach + position) * s_column + d.to(tl.int64) * s_channel, mask=past, other=0.0
+    )
+    return now.to(tl.float32) + before.to(tl.float32)
+
+
+@triton.jit
 def taps_of(weight, d, on, tap_stride, channel_stride, W: tl.constexpr):
     """The taps [BD], float32: first the token's own, then that of the one before it."""
     found = ()
@@ -71,4 +86,12 @@ def taps_of(weight, d, on, tap_stride, channel_stride, W: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    """With one instruction for the division, whose last bit may be off."""
+    whole = 1.0 + tl.exp(-x)
+    if SIMULATED:
+        share = 1.0 / whole
+    else:
+        share = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [whole], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return share

@@ -16,9 +16,11 @@ tests) is called with tensors again.
 from __future__ import annotations
 
 import copy
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -65,19 +67,41 @@ def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
     return partial(launch, enable_fp_fusion=True)
 
 
+class _WritesNothing(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func._schema.is_mutable else func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def compiling(executor: Executor) -> Iterator[None]:
     """Launchers that run inside launch nothing: their kernels are compiled, side by side, by
-    `executor`, and ready at the end."""
+    `executor`, and ready at the end.  Operators of torch that write what they get do not run."""
     if gpu.INTERPRETED:
         yield
         return
     _here.compiling = True
     try:
-        with AsyncCompileMode(executor):
+        with AsyncCompileMode(executor), _WritesNothing():
             yield
     finally:
         _here.compiling = False
+
+
+# ast.parse, with which a compile begins, is not for two threads at a time in these
+_ALONE = (3, 11) <= sys.version_info < (3, 11, 8)
+_met: set[Callable[..., Any]] = set()
+
+
+def run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """A launcher's call; what the first one needs is compiled side by side before it."""
+    alone = gpu.INTERPRETED or _ALONE or torch.cuda.is_current_stream_capturing()
+    if function not in _met and not alone:
+        _met.add(function)
+        with ThreadPoolExecutor(os.cpu_count()) as executor, compiling(executor):
+            function(**arguments)
+    return function(**arguments)
 
 
 @cache
@@ -332,7 +356,7 @@ class _Recorder(TorchDispatchMode):
         named: dict[str, Any],
     ) -> Step:
         if not isinstance(compiled, CompiledKernel):
-            if not all(isinstance(x, (Tensor, *_CONSTANTS)) for x in (*args, *named.values())):
+            if not all(isinstance(x, Tensor) or _is_constant(x) for x in (*args, *named.values())):
                 raise _NoPlan
             return _Called(kernel[grid], *self._placed((args, named)))
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
@@ -350,10 +374,17 @@ class _Recorder(TorchDispatchMode):
                 step.described.append((index, place.slot, place.offset))
                 value = copy.copy(value)
                 value.base = _Pointer(value.base.data_ptr())
-            elif not isinstance(value, _CONSTANTS):
+            elif not _is_constant(value):
                 raise _NoPlan
             step.values.append(value)
         return step
+
+
+def _is_constant(value: Any) -> bool:
+    """Numbers of a tuple (strides, a kernel's constants) stay what they are as well."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:

@@ -11,7 +11,7 @@ block table names.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,6 +20,33 @@ from torch import Tensor
 BSND, TND, PAGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LAYOUTS = {"BSND": 0, "TND": 1, "PA_BSND": 2}
 MOST = 2**30  # that 32 bits number of anything, with room for a tile past its end
+
+
+class Requests(NamedTuple):
+    """The requests of a call, as kernels hand them on: their lengths (or prefix sums), the pages of
+    their keys, how many rows and requests there are, and what `reach` a request has at most."""
+
+    act_q: Any
+    act_k: Any
+    table: Any
+    tokens: Any
+    requests: Any
+    reach: Any
+    table_stride: Any
+    pages: Any
+
+
+class Layout(NamedTuple):
+    """What is known of requests when a kernel is compiled.  REQUESTS is a power of two not below
+    the number of them."""
+
+    PAGE: int
+    Q_TND: bool
+    KEYS: int
+    CAUSAL: bool
+    HAS_Q: bool
+    HAS_K: bool
+    REQUESTS: int
 
 
 @triton.jit
@@ -36,48 +63,48 @@ def within(length, most):
 
 
 @triton.jit
-def request_of(row, act_q, tokens, requests, Q_TND: tl.constexpr, REQUESTS: tl.constexpr):
-    """(request, its first row) of a query row; request == requests for a row past the last one.
-    REQUESTS is a power of two not below the number of requests."""
-    if Q_TND:
-        r = tl.arange(0, REQUESTS)
-        ends = within(tl.load(act_q + r, mask=r < requests, other=0), tokens)
-        before = (r < requests) & (ends <= row)
+def request_of(row, of, LAYOUT: tl.constexpr):
+    """(request, its first row) of a query row; past the last one the number of requests."""
+    if LAYOUT.Q_TND:
+        r = tl.arange(0, LAYOUT.REQUESTS)
+        ends = within(tl.load(of.act_q + r, mask=r < of.requests, other=0), of.tokens)
+        before = (r < of.requests) & (ends <= row)
         request = tl.sum(before.to(tl.int32), 0)
         first = tl.max(tl.where(before, ends, 0), 0)
     else:
-        request = (row // tokens).to(tl.int32)
-        first = request * tokens
+        request = (row // of.tokens).to(tl.int32)
+        first = request * of.tokens
     return request, first
 
 
 @triton.jit
-def rows_of(request, first, act_q, tokens, requests, Q_TND: tl.constexpr, HAS_Q: tl.constexpr):
+def rows_of(request, first, of, LAYOUT: tl.constexpr):
     """How many query rows the request has; fewer than 0 where prefix sums fall."""
-    if Q_TND:
-        end = within(tl.load(act_q + request, mask=request < requests, other=0), tokens)
-        count = tl.where(request < requests, end - first, 0)
-    elif HAS_Q:
-        count = within(tl.load(act_q + request), tokens)
+    if LAYOUT.Q_TND:
+        end = within(tl.load(of.act_q + request, mask=request < of.requests, other=0), of.tokens)
+        count = tl.where(request < of.requests, end - first, 0)
+    elif LAYOUT.HAS_Q:
+        count = within(tl.load(of.act_q + request), of.tokens)
     else:
-        count = tokens
+        count = of.tokens
     return count
 
 
 @triton.jit
-def keys_of(request, act_k, reach, requests, KEYS: tl.constexpr, HAS_K: tl.constexpr):
-    """(first key, number of keys) of a request; `reach` is what the key tensor can hold."""
-    inside = request < requests
-    if KEYS == TND:
-        first = within(tl.load(act_k + request - 1, mask=inside & (request > 0), other=0), reach)
-        end = within(tl.load(act_k + request, mask=inside, other=0), reach)
+def keys_of(request, of, LAYOUT: tl.constexpr):
+    """(first key, number of keys) of a request."""
+    inside = request < of.requests
+    at = of.act_k + request
+    if LAYOUT.KEYS == TND:
+        first = within(tl.load(at - 1, mask=inside & (request > 0), other=0), of.reach)
+        end = within(tl.load(at, mask=inside, other=0), of.reach)
         count = tl.maximum(end - first, 0)
     else:
         first = request * 0
-        if HAS_K:
-            count = within(tl.load(act_k + request, mask=inside, other=0), reach)
+        if LAYOUT.HAS_K:
+            count = within(tl.load(at, mask=inside, other=0), of.reach)
         else:
-            count = tl.where(inside, reach, 0)
+            count = tl.where(inside, of.reach, 0)
     return first, count
 
 
@@ -91,30 +118,24 @@ def sees(j, rows, keys, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def locate(
-    row, act_q, act_k, tokens, requests, reach,
-    Q_TND: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, REQUESTS: tl.constexpr,
-):  # fmt: skip
+def locate(row, of, LAYOUT: tl.constexpr):
     """(request, first key, keys seen) of a query row."""
-    request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS)
-    rows = rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
-    start, keys = keys_of(request, act_k, reach, requests, KEYS, HAS_K)
-    return request, start, sees((row - first).to(tl.int32), rows, keys, CAUSAL)
+    request, first = request_of(row, of, LAYOUT)
+    rows = rows_of(request, first, of, LAYOUT)
+    start, keys = keys_of(request, of, LAYOUT)
+    return request, start, sees((row - first).to(tl.int32), rows, keys, LAYOUT.CAUSAL)
 
 
 @triton.jit
-def place(
-    pos, ok, request, start, table, table_stride, pages, PAGE: tl.constexpr, KEYS: tl.constexpr
-):
+def place(pos, ok, request, start, of, LAYOUT: tl.constexpr):
     """(outer, inner, ok): logical positions as the key tensor's first two indices, int64.
     A page that the table does not name (negative, or past the cache) is absent."""
-    if KEYS == PAGED:
-        entry = table + request.to(tl.int64) * table_stride + pos // PAGE
+    if LAYOUT.KEYS == PAGED:
+        entry = of.table + request.to(tl.int64) * of.table_stride + pos // LAYOUT.PAGE
         outer = tl.load(entry, mask=ok, other=-1).to(tl.int64)
-        ok = ok & (outer >= 0) & (outer < pages)
-        inner = (pos % PAGE).to(tl.int64)
-    elif KEYS == TND:
+        ok = ok & (outer >= 0) & (outer < of.pages)
+        inner = (pos % LAYOUT.PAGE).to(tl.int64)
+    elif LAYOUT.KEYS == TND:
         outer = (pos * 0).to(tl.int64)
         inner = pos.to(tl.int64) + start
     else:
@@ -125,12 +146,12 @@ def place(
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from shapes: `arguments` and `constants` by the names that kernels use."""
+    """What follows from shapes; `arguments` are what `Requests` is made of, by name."""
 
     rows: int
     reach: int
     arguments: dict[str, Any]
-    constants: dict[str, Any]
+    layout: Layout
 
 
 def plan(
@@ -169,16 +190,16 @@ def plan(
         "table_stride": 0 if table is None else table.stride(0),
         "pages": pages,
     }
-    constants = {
-        "PAGE": page,
-        "Q_TND": q_tnd,
-        "KEYS": LAYOUTS[layout_k],
-        "CAUSAL": sparse_mode == 3,
-        "HAS_Q": act_q is not None,
-        "HAS_K": act_k is not None,
-        "REQUESTS": triton.next_power_of_2(max(requests, 1)) if q_tnd else 1,
-    }
-    return Plan(rows, reach, arguments, constants)
+    layout = Layout(
+        PAGE=page,
+        Q_TND=q_tnd,
+        KEYS=LAYOUTS[layout_k],
+        CAUSAL=sparse_mode == 3,
+        HAS_Q=act_q is not None,
+        HAS_K=act_k is not None,
+        REQUESTS=triton.next_power_of_2(max(requests, 1)) if q_tnd else 1,
+    )
+    return Plan(rows, reach, arguments, layout)
 
 
 def too_many(count: int, what: str) -> str | None:
@@ -193,6 +214,7 @@ def too_many_positions(key: Tensor, table: Tensor | None, entries: int = 0) -> s
     return too_many(max(reach, key.shape[:-2].numel(), entries), "positions")
 
 
-def strides(key: Tensor, layout_k: str) -> tuple[int, int]:
-    """(outer, inner) strides of a key tensor, to go with `place`."""
-    return (0, key.stride(0)) if layout_k == "TND" else (key.stride(0), key.stride(1))
+def strides(layout_k: str, *keys: Tensor) -> tuple[int, ...]:
+    """(outer, inner) strides of each key tensor, to go with `place`."""
+    steps = ((0, x.stride(0)) if layout_k == "TND" else x.stride()[:2] for x in keys)
+    return tuple(step for pair in steps for step in pair)

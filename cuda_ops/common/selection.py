@@ -37,43 +37,31 @@ class Attention:
     rope: int
 
     @property
-    def query_strides(self) -> dict[str, int]:
-        """By the names that kernels use."""
-        steps = (*self.q.stride()[:2], *self.qr.stride()[:2])
-        return dict(zip(("q_row", "q_head", "qr_row", "qr_head"), steps, strict=True))
+    def query_strides(self) -> tuple[int, ...]:
+        """(row, head) of q, and of qr."""
+        return (*self.q.stride()[:2], *self.qr.stride()[:2])
 
 
 @triton.jit
-def placed(
-    index, entry, seen, request, start, table, table_stride, pages,
-    SPAN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+def placed(index, entry, seen, request, start, of, SPAN: tl.constexpr, LAYOUT: tl.constexpr):
     """(outer, inner, ok) of entries; the index of each names SPAN consecutive positions."""
     ok = (index >= 0) & (index < (seen + SPAN - 1) // SPAN)
     pos = tl.where(ok, index, 0).to(tl.int32) * SPAN + entry % SPAN
     ok = ok & (pos < seen)
-    return rows.place(pos, ok, request, start, table, table_stride, pages, PAGE, KEYS)
+    return rows.place(pos, ok, request, start, of, LAYOUT)
 
 
 @triton.jit
 def selected(
-    entry, end, index_row, seen, request, start, table, table_stride, pages,
-    SPAN: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
+    entry, end, index_row, seen, request, start, of, SPAN: tl.constexpr, LAYOUT: tl.constexpr
+):
     """(outer, inner, ok) of the entries of a row of indices that are below `end`."""
     index = tl.load(index_row + entry // SPAN, mask=entry < end, other=-1)
-    return placed(index, entry, seen, request, start, table, table_stride, pages, SPAN, PAGE, KEYS)
+    return placed(index, entry, seen, request, start, of, SPAN, LAYOUT)
 
 
 @triton.jit
-def slot_of(outer, inner, ok, reach, PAGE: tl.constexpr, KEYS: tl.constexpr):
+def slot_of(outer, inner, ok, reach, LAYOUT: tl.constexpr):
     """One int32 for both indices of `placed`, -1 where absent."""
-    size = PAGE if KEYS == rows.PAGED else reach
+    size = LAYOUT.PAGE if LAYOUT.KEYS == rows.PAGED else reach
     return tl.where(ok, outer * size + inner, -1).to(tl.int32)
-
-
-def key_strides(key: Tensor, kr: Tensor, value: Tensor, layout: str) -> dict[str, int]:
-    """(outer, inner) strides of the three, by the names that kernels use."""
-    names = ("key_o", "key_i", "rope_o", "rope_i", "value_o", "value_i")
-    found = [s for each in (key, kr, value) for s in rows.strides(each, layout)]
-    return dict(zip(names, found, strict=True))

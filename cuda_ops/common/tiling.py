@@ -100,3 +100,13 @@ def whole_depth(tokens: int, sizes: Sequence[int], depth: int, processors: int) 
     k = 128 if tokens <= 64 and depth % 128 == 0 else 64
     stages = min(1024 // k, 192 * 1024 // ((tile + 64) * k * 2))
     return Tiling(tile, 64, k, 1, stages, 4)
+
+
+def narrow(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+    """For quantised_matmul.py, whose steps are blocks of 128 numbers of 8 bits."""
+    if tokens <= 64:
+        tile, columns, stages, warps, swap = max(16, power_of_two(tokens)), 64, 4, 4, True
+    else:
+        tile, columns, stages, warps, swap = 128, 128, 3, 8, False
+    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * processors, depth // 128)
+    return Tiling(tile, columns, 128, runs, stages, warps, swap)

@@ -11,6 +11,8 @@ the next sequence, and never writes one.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -29,6 +31,40 @@ from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from .tma import at, describable, describe
 
 _keys_of = gluon.jit(keys_of.fn)
+
+
+class Shared(NamedTuple):
+    """Tiles in shared memory, what the producer posts of them, and barriers."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    posted: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    post_full: Any
+
+
+class Constants(NamedTuple):
+    """NC consumers of 64 queries, QUEUE tiles of queries, STAGES blocks of BN keys."""
+
+    D: int
+    V: int
+    BN: int
+    NC: int
+    QUEUE: int
+    STAGES: int
+    GROUP: int
+    CAUSAL: bool
+    WINDOW: bool
+    VARLEN: bool
+    TURNS: bool
+    REGISTERS: int
 
 
 @gluon.jit
@@ -63,18 +99,17 @@ def _round_of(step, programs):
 
 
 @gluon.jit
-def _blocks_of(begin, rows, other_rows, window, BM: gl.constexpr, BN: gl.constexpr,
-               CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+def _blocks_of(begin, rows, other_rows, window, BM: gl.constexpr, C: gl.constexpr):
     """Blocks of keys that BM rows from `begin` on see: [low, top), of which [full_low, full_high)
     are seen whole by all of them."""
     shift = other_rows - rows
     first = begin + shift
     last = gl.minimum(begin + BM, rows) - 1 + shift
-    low, high, full_low, full_high = _keys_of(first, last, other_rows, window, CAUSAL, WINDOW)
-    low = gl.maximum(low, 0) // BN
-    top = gl.maximum((high + BN - 1) // BN, low + 1)  # at least one, wholly masked if need be
-    full_high = gl.minimum(gl.maximum(full_high, 0) // BN, top - 1)
-    full_low = gl.maximum((full_low + BN - 1) // BN, low)
+    low, high, full_low, full_high = _keys_of(first, last, other_rows, window, C.CAUSAL, C.WINDOW)
+    low = gl.maximum(low, 0) // C.BN
+    top = gl.maximum((high + C.BN - 1) // C.BN, low + 1)  # at least one, wholly masked if need be
+    full_high = gl.minimum(gl.maximum(full_high, 0) // C.BN, top - 1)
+    full_low = gl.maximum((full_low + C.BN - 1) // C.BN, low)
     full_high = gl.maximum(full_high, low)
     full_low = gl.minimum(full_low, full_high)
     return low, top, full_low, full_high
@@ -95,23 +130,22 @@ def _turn(BARRIER: gl.constexpr, ARRIVE: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, row_max, row_sum, row, begin, shift, columns, window, scale_log2,
-             BN: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-             WINDOW: gl.constexpr):  # fmt: skip
+             MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """(p of even columns, of odd ones, row_max, row_sum, alpha) after scores s [64, BN] of the keys
     from `begin` on; row_max is unscaled, row_sum in parts."""
     MS: gl.constexpr = s.type.layout
     if MASKED:
         # counted from the first key of the block
-        column = gl.arange(0, BN, layout=gl.SliceLayout(0, MS))[None, :]
+        column = gl.arange(0, C.BN, layout=gl.SliceLayout(0, MS))[None, :]
         position = row + (shift - begin)
         end = columns - begin
-        if CAUSAL:
+        if C.CAUSAL:
             keep = column < gl.minimum(position + 1, end)[:, None]
-        elif WINDOW:
+        elif C.WINDOW:
             keep = column < gl.minimum(position + window, end)[:, None]
         else:
             keep = column < end
-        if WINDOW:
+        if C.WINDOW:
             keep = keep & (column > (position - window)[:, None])
         s = gl.where(keep, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1))
@@ -150,35 +184,31 @@ def _operand(pairs, HALF: gl.constexpr, MO: gl.constexpr):
 
 
 @gluon.jit
-def _step(s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full, v_empty,
-          count, block, shift, columns, window, scale_log2,
-          WG: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
-          MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-          TURNS: gl.constexpr):  # fmt: skip
+def _step(s_zero, acc, p, row_max, row_sum, row, q_at, shared, count, block, shift, columns, window,
+          scale_log2, WG: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Scores of block `block` while p of the block before is multiplied with its values."""
     MO: gl.constexpr = acc.type.layout
-    p_at = _operand(p, v.dtype, MO)
-    k_stage = count % STAGES
-    mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
-    if TURNS:
+    p_at = _operand(p, shared.v.dtype, MO)
+    k_stage = count % C.STAGES
+    mbarrier.wait(shared.k_full.index(k_stage), (count // C.STAGES) & 1)
+    if C.TURNS:
         _turn(8 + WG, False)
-    s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero, use_acc=False,
+    s_flight = warpgroup_mma(q_at, shared.k.index(k_stage).permute((1, 0)), s_zero, use_acc=False,
                              is_async=True)  # fmt: skip
-    v_stage = (count - 1) % STAGES
-    mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
-    o_flight = warpgroup_mma(p_at, v.index(v_stage), acc, is_async=True)
-    if TURNS:
-        _turn(8 + (WG + 1) % NC, True)
+    v_stage = (count - 1) % C.STAGES
+    mbarrier.wait(shared.v_full.index(v_stage), ((count - 1) // C.STAGES) & 1)
+    o_flight = warpgroup_mma(p_at, shared.v.index(v_stage), acc, is_async=True)
+    if C.TURNS:
+        _turn(8 + (WG + 1) % C.NC, True)
     s = warpgroup_mma_wait(1, deps=[s_flight])
-    mbarrier.arrive(k_empty.index(k_stage))
+    mbarrier.arrive(shared.k_empty.index(k_stage))
     even, odd, row_max, row_sum, alpha = _softmax(
-        s, row_max, row_sum, row, block * BN, shift, columns, window, scale_log2, BN, MASKED,
-        CAUSAL, WINDOW,
+        s, row_max, row_sum, row, block * C.BN, shift, columns, window, scale_log2, MASKED, C
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[o_flight])
-    mbarrier.arrive(v_empty.index(v_stage))
+    mbarrier.arrive(shared.v_empty.index(v_stage))
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, MO))[:, None]
-    p = _pairs(even, odd, v.dtype)
+    p = _pairs(even, odd, shared.v.dtype)
     return acc, p, row_max, row_sum
 
 
@@ -218,58 +248,54 @@ def _next_rows(posted, full, turn, QUEUE: gl.constexpr):
 
 @gluon.jit
 def _forward_consumer(
-    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, o_desc, lse,
-    scale_log2, window, lse_batch, lse_head, lse_row,
-    WG: gl.constexpr, NC: gl.constexpr, QUEUE: gl.constexpr, STAGES: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, VARLEN: gl.constexpr, TURNS: gl.constexpr,
+    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row, WG: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    BM: gl.constexpr = 64 * NC
-    OWN_O: gl.constexpr = D + V < 512  # else o takes the place of q
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    MO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full = shared
+    BM: gl.constexpr = 64 * C.NC
+    OWN_O: gl.constexpr = C.D + C.V < 512  # else o takes the place of q
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    MO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.V, 16])
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    s_zero = gl.zeros([64, BN], gl.float32, layout=MS)
+    s_zero = gl.full([64, C.BN], 0.0, gl.float32, layout=MS)
     count = 0
     turn = 0
-    if TURNS and WG == NC - 1:
+    if C.TURNS and WG == C.NC - 1:
         _turn(8, True)
-    rows = _next_rows(posted, post_full, 0, QUEUE)
+    rows = _next_rows(posted, post_full, 0, C.QUEUE)
     while rows > 0:
-        slot = turn % QUEUE
+        slot = turn % C.QUEUE
         batch = _posted(posted, slot, 0)
         head = _posted(posted, slot, 1)
         first_q = _posted(posted, slot, 2)
         columns = _posted(posted, slot, 4)
         tile = _posted(posted, slot, 5)
-        low, last, _low, _high = _blocks_of(
-            tile * BM, rows, columns, window, BM, BN, CAUSAL, WINDOW
-        )
+        low, last, _low, _high = _blocks_of(tile * BM, rows, columns, window, BM, C)
         # of these blocks, from the last to the first, what the rows of this consumer see
         _begin, top, full_low, full_high = _blocks_of(
-            tile * BM + WG * 64, rows, columns, window, 64, BN, CAUSAL, WINDOW
+            tile * BM + WG * 64, rows, columns, window, 64, C
         )
         top = gl.minimum(gl.maximum(top, low + 1), last)
         full_high = gl.minimum(gl.maximum(full_high, low), top - 1)
         full_low = gl.minimum(gl.maximum(full_low, low), full_high)
         for _block in range(0, last - top):  # seen by later rows alone
-            stage = count % STAGES
-            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-            if TURNS:
+            stage = count % C.STAGES
+            mbarrier.wait(k_full.index(stage), (count // C.STAGES) & 1)
+            if C.TURNS:
                 _turn(8 + WG, False)
-                _turn(8 + (WG + 1) % NC, True)
+                _turn(8 + (WG + 1) % C.NC, True)
             mbarrier.arrive(k_empty.index(stage))
-            mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+            mbarrier.wait(v_full.index(stage), (count // C.STAGES) & 1)
             mbarrier.arrive(v_empty.index(stage))
             count += 1
         row = tile * BM + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
         shift = columns - rows
-        q_at = q.index(slot * NC + WG)
-        mbarrier.wait(q_full.index(slot * NC + WG), (turn // QUEUE) & 1)
-        k_stage = count % STAGES
-        mbarrier.wait(k_full.index(k_stage), (count // STAGES) & 1)
+        q_at = q.index(slot * C.NC + WG)
+        mbarrier.wait(q_full.index(slot * C.NC + WG), (turn // C.QUEUE) & 1)
+        k_stage = count % C.STAGES
+        mbarrier.wait(k_full.index(k_stage), (count // C.STAGES) & 1)
         s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero,
                                  use_acc=False, is_async=True)  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[s_flight])
@@ -277,38 +303,34 @@ def _forward_consumer(
         row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
         row_sum = gl.zeros([64, 4], gl.float32, layout=SUMS)
         even, odd, row_max, row_sum, _alpha = _softmax(
-            s, row_max, row_sum, row, (top - 1) * BN, shift, columns, window, scale_log2, BN,
-            True, CAUSAL, WINDOW,
+            s, row_max, row_sum, row, (top - 1) * C.BN, shift, columns, window, scale_log2, True, C
         )  # fmt: skip
         p = _pairs(even, odd, v.dtype)
-        acc = gl.zeros([64, V], gl.float32, layout=MO)
+        acc = gl.full([64, C.V], 0.0, gl.float32, layout=MO)
         count += 1
         for back in range(0, top - 1 - full_high):
             acc, p, row_max, row_sum = _step(
-                s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
-                v_empty, count, top - 2 - back, shift, columns, window, scale_log2,
-                WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
+                s_zero, acc, p, row_max, row_sum, row, q_at, shared, count, top - 2 - back,
+                shift, columns, window, scale_log2, WG, True, C,
             )  # fmt: skip
             count += 1
         for back in range(0, full_high - full_low):
             acc, p, row_max, row_sum = _step(
-                s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty, v_full,
-                v_empty, count, full_high - 1 - back, shift, columns, window, scale_log2,
-                WG, NC, STAGES, BN, False, CAUSAL, WINDOW, TURNS,
+                s_zero, acc, p, row_max, row_sum, row, q_at, shared, count, full_high - 1 - back,
+                shift, columns, window, scale_log2, WG, False, C,
             )  # fmt: skip
             count += 1
-        if WINDOW:
+        if C.WINDOW:
             for back in range(0, full_low - low):
                 acc, p, row_max, row_sum = _step(
-                    s_zero, acc, p, row_max, row_sum, row, q_at, k, v, k_full, k_empty,
-                    v_full, v_empty, count, full_low - 1 - back, shift, columns, window,
-                    scale_log2, WG, NC, STAGES, BN, True, CAUSAL, WINDOW, TURNS,
+                    s_zero, acc, p, row_max, row_sum, row, q_at, shared, count, full_low - 1 - back,
+                    shift, columns, window, scale_log2, WG, True, C,
                 )  # fmt: skip
                 count += 1
         if OWN_O:
-            mbarrier.arrive(q_empty.index(slot * NC + WG))
-        v_stage = (count - 1) % STAGES
-        mbarrier.wait(v_full.index(v_stage), ((count - 1) // STAGES) & 1)
+            mbarrier.arrive(q_empty.index(slot * C.NC + WG))
+        v_stage = (count - 1) % C.STAGES
+        mbarrier.wait(v_full.index(v_stage), ((count - 1) // C.STAGES) & 1)
         o_flight = warpgroup_mma(_operand(p, v.dtype, MO), v.index(v_stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[o_flight])
         mbarrier.arrive(v_empty.index(v_stage))
@@ -327,7 +349,7 @@ def _forward_consumer(
         barrier()
         tma_store(
             o_desc,
-            at(batch, head, first_q, rows, tile * BM + WG * 64, VARLEN),
+            at(batch, head, first_q, rows, tile * BM + WG * 64, C.VARLEN),
             reinterpret(place, v.dtype, o_desc.block_shape, o_desc.layout),
         )
         natural = gl.where(
@@ -340,23 +362,22 @@ def _forward_consumer(
         gl.store(lse_at, natural, row < rows)
         if not OWN_O:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(slot * NC + WG))
+            mbarrier.arrive(q_empty.index(slot * C.NC + WG))
         turn += 1
-        rows = _next_rows(posted, post_full, turn, QUEUE)
+        rows = _next_rows(posted, post_full, turn, C.QUEUE)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _forward_producer(
-    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, counter,
-    q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section, n_q, n_k, total,
-    NC: gl.constexpr, QUEUE: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
-    D: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+    shared, counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section, n_q,
+    n_k, total, C: gl.constexpr,
 ):  # fmt: skip
+    q, k, v, _o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full = shared
+    NC: gl.constexpr = C.NC
     BM: gl.constexpr = 64 * NC
     programs = gl.num_programs(0)
-    if VARLEN:
+    if C.VARLEN:
         tiles = gl.load(counter + 1)
         total = tiles * outers
     count = 0
@@ -366,25 +387,25 @@ def _forward_producer(
     while number < total:
         # the number after this one travels ahead of everything else of this one
         step += 1
-        if VARLEN:
+        if C.VARLEN:
             following = programs + gl.atomic_add(counter, 1)
         else:
             following = _round_of(step, programs)
         batch, head, first_q, rows, first_k, columns, tile = _tile_of(
-            number, plan, tiles, outers, heads, section, n_q, n_k, VARLEN
+            number, plan, tiles, outers, heads, section, n_q, n_k, C.VARLEN
         )
         if tile * BM < rows:
-            low, top, _, _ = _blocks_of(tile * BM, rows, columns, window, BM, BN, CAUSAL, WINDOW)
-            kv_head = head // GROUP
-            slot = turn % QUEUE
+            low, top, _, _ = _blocks_of(tile * BM, rows, columns, window, BM, C)
+            kv_head = head // C.GROUP
+            slot = turn % C.QUEUE
             for wg in gl.static_range(NC):
-                mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // QUEUE) & 1) ^ 1)
+                mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // C.QUEUE) & 1) ^ 1)
             _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile)
             for wg in gl.static_range(NC):
                 place = slot * NC + wg
-                mbarrier.expect(q_full.index(place), 64 * D * 2)
+                mbarrier.expect(q_full.index(place), 64 * C.D * 2)
                 tma_load(
-                    q_desc, at(batch, head, first_q, rows, tile * BM + wg * 64, VARLEN),
+                    q_desc, at(batch, head, first_q, rows, tile * BM + wg * 64, C.VARLEN),
                     q_full.index(place),
                     reinterpret(q.index(place), q.dtype, q_desc.block_shape, q_desc.layout),
                 )  # fmt: skip
@@ -392,30 +413,30 @@ def _forward_producer(
             for back in range(0, top - low + 1):
                 # the keys of a block travel ahead of the values of the block before
                 if back < top - low:
-                    stage = count % STAGES
-                    mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                    mbarrier.expect(k_full.index(stage), BN * D * 2)
+                    stage = count % C.STAGES
+                    mbarrier.wait(k_empty.index(stage), ((count // C.STAGES) & 1) ^ 1)
+                    mbarrier.expect(k_full.index(stage), C.BN * C.D * 2)
                     tma_load(
                         k_desc,
-                        at(batch, kv_head, first_k, columns, (top - 1 - back) * BN, VARLEN),
+                        at(batch, kv_head, first_k, columns, (top - 1 - back) * C.BN, C.VARLEN),
                         k_full.index(stage),
                         reinterpret(k.index(stage), k.dtype, k_desc.block_shape, k_desc.layout),
                     )
                 if back > 0:
-                    stage = (count - 1) % STAGES
-                    mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)
-                    mbarrier.expect(v_full.index(stage), BN * V * 2)
+                    stage = (count - 1) % C.STAGES
+                    mbarrier.wait(v_empty.index(stage), (((count - 1) // C.STAGES) & 1) ^ 1)
+                    mbarrier.expect(v_full.index(stage), C.BN * C.V * 2)
                     tma_load(
-                        v_desc, at(batch, kv_head, first_k, columns, (top - back) * BN, VARLEN),
+                        v_desc, at(batch, kv_head, first_k, columns, (top - back) * C.BN, C.VARLEN),
                         v_full.index(stage),
                         reinterpret(v.index(stage), v.dtype, v_desc.block_shape, v_desc.layout),
                     )  # fmt: skip
                 count += 1
             count -= 1
         number = following
-    slot = turn % QUEUE
+    slot = turn % C.QUEUE
     for wg in gl.static_range(NC):
-        mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // QUEUE) & 1) ^ 1)
+        mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // C.QUEUE) & 1) ^ 1)
     _post(posted, post_full, slot, 0, 0, 0, 0, 0, 0)
 
 
@@ -427,20 +448,20 @@ def _forward_producer(
 )  # fmt: skip
 def _forward_hopper(
     q_desc, k_desc, v_desc, o_desc, lse, plan, counter, scale_log2, window, tiles, outers, heads,
-    section, n_q, n_k, total, lse_batch, lse_head, lse_row,
-    D: gl.constexpr, V: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, QUEUE: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    VARLEN: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    section, n_q, n_k, total, lse_batch, lse_head, lse_row, C: gl.constexpr,
 ):  # fmt: skip
     """NC consumer warpgroups of 64 rows each and a producer; programs walk over many tiles."""
+    NC: gl.constexpr = C.NC
+    QUEUE: gl.constexpr = C.QUEUE
+    STAGES: gl.constexpr = C.STAGES
     dtype: gl.constexpr = q_desc.dtype
-    D_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, V], dtype)
-    q = gl.allocate_shared_memory(dtype, [QUEUE * NC, 64, D], D_SHARED)
-    k = gl.allocate_shared_memory(dtype, [STAGES, BN, D], D_SHARED)
-    v = gl.allocate_shared_memory(dtype, [STAGES, BN, V], V_SHARED)
-    if D + V < 512:
-        o = gl.allocate_shared_memory(dtype, [NC, 64, V], V_SHARED)
+    D_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.D], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.V], dtype)
+    q = gl.allocate_shared_memory(dtype, [QUEUE * NC, 64, C.D], D_SHARED)
+    k = gl.allocate_shared_memory(dtype, [STAGES, C.BN, C.D], D_SHARED)
+    v = gl.allocate_shared_memory(dtype, [STAGES, C.BN, C.V], V_SHARED)
+    if C.D + C.V < 512:
+        o = gl.allocate_shared_memory(dtype, [NC, 64, C.V], V_SHARED)
     else:
         o = q
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -465,54 +486,50 @@ def _forward_hopper(
         mbarrier.init(v_empty.index(i), count=NC)
     fence_async_shared()
     barrier()
+    shared = Shared(
+        q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full
+    )
     if NC == 2:
         gl.warp_specialize(
             [
                 (_forward_consumer, (
-                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(0), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(0), C,
                 )),
                 (_forward_consumer, (
-                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(1), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(1), C,
                 )),
                 (_forward_producer, (
-                    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full,
-                    counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section,
-                    n_q, n_k, total, NC, QUEUE, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
+                    shared, counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads,
+                    section, n_q, n_k, total, C,
                 )),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [C.REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_forward_consumer, (
-                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(0), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(0), C,
                 )),
                 (_forward_consumer, (
-                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(1), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(1), C,
                 )),
                 (_forward_consumer, (
-                    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    post_full, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
-                    gl.constexpr(2), NC, QUEUE, STAGES, BN, D, V, CAUSAL, WINDOW, VARLEN, TURNS,
+                    shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row,
+                    gl.constexpr(2), C,
                 )),
                 (_forward_producer, (
-                    q, k, v, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full,
-                    counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section,
-                    n_q, n_k, total, NC, QUEUE, STAGES, BN, D, V, GROUP, CAUSAL, WINDOW, VARLEN,
+                    shared, counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads,
+                    section, n_q, n_k, total, C,
                 )),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [C.REGISTERS, C.REGISTERS, 24],
         )  # fmt: skip
 
 
@@ -576,7 +593,10 @@ def launch(
         describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
         lse, listed, counter, scale * LOG2_E, min(window or 0, 2**30), tiles,
         outers, sizes.heads, section, sizes.n_q, sizes.n_k, total, *row_strides(lse),
-        D=size, V=v_size, BN=keys, NC=consumers, QUEUE=queue, STAGES=stages, GROUP=sizes.group,
-        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, TURNS=turns,
-        REGISTERS=240 if consumers == 2 else 160, num_warps=4,
+        C=Constants(
+            D=size, V=v_size, BN=keys, NC=consumers, QUEUE=queue, STAGES=stages, GROUP=sizes.group,
+            CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, TURNS=turns,
+            REGISTERS=240 if consumers == 2 else 160,
+        ),
+        num_warps=4,
     )  # fmt: skip

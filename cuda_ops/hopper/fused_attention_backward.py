@@ -19,6 +19,8 @@ queries, and so are those of the statistics.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -63,6 +65,41 @@ _queries_of = gluon.jit(queries_of.fn)
 _padded_first = gluon.jit(padded_first.fn)
 
 
+class Shared(NamedTuple):
+    """Tiles in shared memory and barriers.  `ps` are probabilities, of wide heads, and `part` goes
+    to grad_q, of narrow ones; `ds` stands for what is not there."""
+
+    q: Any
+    g: Any
+    k: Any
+    v: Any
+    lse: Any
+    delta: Any
+    ps: Any
+    ds: Any
+    part: Any
+    full: Any
+    empty: Any
+    kv_full: Any
+
+
+class Constants(NamedTuple):
+    """SIZE and V_SIZE are the columns of D and V that are multiplied."""
+
+    BM: int
+    BN: int
+    D: int
+    V: int
+    SIZE: int
+    V_SIZE: int
+    STAGES: int
+    GROUP: int
+    CAUSAL: bool
+    WINDOW: bool
+    VARLEN: bool
+    GRAD_Q: bool
+
+
 @gluon.jit
 def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
     """(batch, key head, first key, keys, first query, queries, tile, sequence) of a program."""
@@ -80,22 +117,23 @@ def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.c
 
 
 @gluon.jit
-def _blocks_of(tile, keys, rows, window, BM: gl.constexpr, BN: gl.constexpr,
-               CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # fmt: skip
+def _blocks_of(tile, keys, rows, window, C: gl.constexpr):
     """Blocks of queries that see a tile of keys: [low, top), of which [full_low, full_high) see
     all of it."""
-    last = gl.minimum(tile * BN + BN, keys) - 1
+    last = gl.minimum(tile * C.BN + C.BN, keys) - 1
     low, high, full_low, full_high = _queries_of(
-        tile * BN, last, rows, keys - rows, window, CAUSAL, WINDOW
+        tile * C.BN, last, rows, keys - rows, window, C.CAUSAL, C.WINDOW
     )
-    low = gl.maximum(low, 0) // BM
-    top = gl.maximum((high + BM - 1) // BM, low)
+    low = gl.maximum(low, 0) // C.BM
+    top = gl.maximum((high + C.BM - 1) // C.BM, low)
     # the last tile is not whole: all of it is masked
-    full_low = gl.where(tile * BN + BN > keys, top, (gl.maximum(full_low, 0) + BM - 1) // BM)
+    full_low = gl.where(
+        tile * C.BN + C.BN > keys, top, (gl.maximum(full_low, 0) + C.BM - 1) // C.BM
+    )
     full_low = gl.minimum(gl.maximum(full_low, low), top)
     # rows past the end have lse = +inf: only a window needs masks at the end
-    full_high = gl.minimum(gl.maximum(gl.maximum(full_high, 0) // BM, full_low), top)
-    if not WINDOW:
+    full_high = gl.minimum(gl.maximum(gl.maximum(full_high, 0) // C.BM, full_low), top)
+    if not C.WINDOW:
         full_high = top
     return low, top, full_low, full_high
 
@@ -140,136 +178,130 @@ def _in_tiles(part):
 
 
 @gluon.jit
-def _step(acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums, full, empty, count,
-          grad_q, block, tile, rows, keys, window, scale_log2,
-          BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-          MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-          GRAD_Q: gl.constexpr):  # fmt: skip
+def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile, rows, keys,
+          window, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """One block of queries.  The additions to grad_q run under the product for grad_k; with CARRY
     that product is left in flight, and the scores of the next block are under way behind it."""
     MS: gl.constexpr = zero_s.type.layout
     MK: gl.constexpr = acc_v.type.layout
-    CARRY: gl.constexpr = D <= 64  # with heads of 128 it would not fit in the registers
-    dtype: gl.constexpr = q.dtype
-    stage = count % STAGES
-    phase = (count // STAGES) & 1
-    q_tile = q.index(stage)
-    g_tile = g.index(stage)
-    mbarrier.wait(full.index(stage), phase)
-    s_flight = warpgroup_mma(k, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-    p_flight = warpgroup_mma(v, g_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    CARRY: gl.constexpr = C.D <= 64  # with heads of 128 it would not fit in the registers
+    dtype: gl.constexpr = shared.q.dtype
+    stage = count % C.STAGES
+    phase = (count // C.STAGES) & 1
+    q_tile = shared.q.index(stage)
+    g_tile = shared.g.index(stage)
+    mbarrier.wait(shared.full.index(stage), phase)
+    s_flight = warpgroup_mma(shared.k, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+    p_flight = warpgroup_mma(shared.v, g_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
     if CARRY:
         acc_k = warpgroup_mma_wait(2, deps=[acc_k])
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=count > 0)
+        mbarrier.arrive(shared.empty.index((count + C.STAGES - 1) % C.STAGES), pred=count > 0)
     s = warpgroup_mma_wait(1, deps=[s_flight])
-    row_lse = lse.index(stage).load(gl.SliceLayout(0, MS))
+    row_lse = shared.lse.index(stage).load(gl.SliceLayout(0, MS))
     p = gl.exp2(s * scale_log2 - row_lse[None, :])
     if MASKED:
         # counted from the first key of the tile; a row past the end has p = 0 by its lse
-        column = gl.arange(0, BN, layout=gl.SliceLayout(1, MS))[:, None]
-        position = gl.arange(0, BM, layout=gl.SliceLayout(0, MS))
-        position = position + (block * BM + keys - rows - tile * BN)
-        end = keys - tile * BN
-        if CAUSAL:
+        column = gl.arange(0, C.BN, layout=gl.SliceLayout(1, MS))[:, None]
+        position = gl.arange(0, C.BM, layout=gl.SliceLayout(0, MS))
+        position = position + (block * C.BM + keys - rows - tile * C.BN)
+        end = keys - tile * C.BN
+        if C.CAUSAL:
             keep = column < gl.minimum(position + 1, end)[None, :]
-        elif WINDOW:
+        elif C.WINDOW:
             keep = column < gl.minimum(position + window, end)[None, :]
         else:
             keep = column < end
-        if WINDOW:
+        if C.WINDOW:
             keep = keep & (column > (position - window)[None, :])
         p = gl.where(keep, p, 0.0)
     p_half = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, MK, 2))
     grad_p = warpgroup_mma_wait(0, deps=[p_flight])
     v_flight = warpgroup_mma(p_half, g_tile, acc_v, is_async=True)
-    row_delta = delta.index(stage).load(gl.SliceLayout(0, MS))
+    row_delta = shared.delta.index(stage).load(gl.SliceLayout(0, MS))
     grad_s = (p * (grad_p - row_delta[None, :])).to(dtype)
-    if GRAD_Q:
-        ds.store(grad_s)
+    if C.GRAD_Q:
+        shared.ds.store(grad_s)
         fence_async_shared()
-        if D == 128:
+        if C.D == 128:
             tma.store_wait(0)  # the last block's additions have read `part`
         barrier()
-        q_flight = warpgroup_mma(ds.permute((1, 0)), k, zero_q, use_acc=False, is_async=True)
+        q_flight = warpgroup_mma(
+            shared.ds.permute((1, 0)), shared.k, zero_q, use_acc=False, is_async=True
+        )
     s_half = gl.convert_layout(grad_s, gl.DotOperandLayout(0, MK, 2))
     k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
-    if GRAD_Q:
+    if C.GRAD_Q:
         acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
-        if D == 128:
-            part.store(_in_tiles(part_q))
+        if C.D == 128:
+            shared.part.store(_in_tiles(part_q))
             fence_async_shared()
             barrier()
-            _add_bulk(sums, [grad_q + block * 32, 0], part)
+            _add_bulk(sums, [grad_q + block * 32, 0], shared.part)
         else:
-            _add(grad_q + block.to(gl.int64) * (BM * D), part_q, BM, D, D)
+            _add(grad_q + block.to(gl.int64) * (C.BM * C.D), part_q, C.BM, C.D, C.D)
     else:
         acc_v = warpgroup_mma_wait(1, deps=[v_flight])
     if CARRY:
         acc_k = k_flight
     else:
         acc_k = warpgroup_mma_wait(0, deps=[k_flight])
-        mbarrier.arrive(empty.index(stage))
+        mbarrier.arrive(shared.empty.index(stage))
     return acc_k, acc_v
 
 
 @gluon.jit
 def _consumer(
-    q, g, k, v, lse, delta, ds, part, full, empty, kv_full, gk_desc, gv_desc, sums, grad_q, plan,
-    scale, window, tiles, outers, heads, section, n_q, n_k, padded,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr, GRAD_Q: gl.constexpr,
-    num_warps: gl.constexpr,
+    shared, gk_desc, gv_desc, sums, grad_q, plan, scale, window, tiles, outers, heads, section, n_q,
+    n_k, padded, C: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
-    MK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
-    SPLIT: gl.constexpr = num_warps * 16 // BM if num_warps * 16 > BM else 1
+    k, v = shared.k, shared.v
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C.BM, 16])
+    MK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C.D, 16])
+    SPLIT: gl.constexpr = num_warps * 16 // C.BM if num_warps * 16 > C.BM else 1
     MQ: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [num_warps // SPLIT, SPLIT], [16, D // SPLIT, 16]
+        [3, 0], [num_warps // SPLIT, SPLIT], [16, C.D // SPLIT, 16]
     )
-    CARRY: gl.constexpr = D <= 64
-    zero_s = gl.zeros([BN, BM], gl.float32, layout=MS)
-    zero_q = gl.zeros([BM, D], gl.float32, layout=MQ)
+    CARRY: gl.constexpr = C.D <= 64
+    zero_s = gl.full([C.BN, C.BM], 0.0, gl.float32, layout=MS)
+    zero_q = gl.full([C.BM, C.D], 0.0, gl.float32, layout=MQ)
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+        plan, tiles, outers, heads, section, n_k, n_q, C.VARLEN
     )
-    if tile * BN < keys:
-        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
-        acc_k = gl.zeros([BN, D], gl.float32, layout=MK)
+    if tile * C.BN < keys:
+        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, C)
+        acc_k = gl.full([C.BN, C.D], 0.0, gl.float32, layout=MK)
         if CARRY:
             acc_k = warpgroup_mma_init(acc_k)
-        acc_v = gl.zeros([BN, D], gl.float32, layout=MK)
+        acc_v = gl.full([C.BN, C.D], 0.0, gl.float32, layout=MK)
         scale_log2 = scale * 1.4426950408889634
         place = _padded_first(first_q, sequence)
-        mbarrier.wait(kv_full, 0)
+        mbarrier.wait(shared.kv_full, 0)
         count = 0
-        for member in range(GROUP):
-            head = (batch * heads + kv_head) * GROUP + member
-            if D == 128:
+        for member in range(C.GROUP):
+            head = (batch * heads + kv_head) * C.GROUP + member
+            if C.D == 128:
                 grad_at = (head * padded + place) // 2  # rows of 256
             else:
                 grad_at = grad_q
-                if GRAD_Q:
-                    grad_at += (head.to(gl.int64) * padded + place) * D
+                if C.GRAD_Q:
+                    grad_at += (head.to(gl.int64) * padded + place) * C.D
             for block in range(low, full_low):
                 acc_k, acc_v = _step(
-                    acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums, full,
-                    empty, count, grad_at, block, tile, rows, keys, window, scale_log2,
-                    BM, BN, D, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                    acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_at, block, tile, rows,
+                    keys, window, scale_log2, True, C,
                 )  # fmt: skip
                 count += 1
             for block in range(full_low, full_high):
                 acc_k, acc_v = _step(
-                    acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums, full,
-                    empty, count, grad_at, block, tile, rows, keys, window, scale_log2,
-                    BM, BN, D, STAGES, False, CAUSAL, WINDOW, GRAD_Q,
+                    acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_at, block, tile, rows,
+                    keys, window, scale_log2, False, C,
                 )  # fmt: skip
                 count += 1
-            if WINDOW:
+            if C.WINDOW:
                 for block in range(full_high, top):
                     acc_k, acc_v = _step(
-                        acc_k, acc_v, zero_s, zero_q, k, v, q, g, lse, delta, ds, part, sums,
-                        full, empty, count, grad_at, block, tile, rows, keys, window, scale_log2,
-                        BM, BN, D, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                        acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_at, block, tile,
+                        rows, keys, window, scale_log2, True, C,
                     )  # fmt: skip
                     count += 1
         if CARRY:
@@ -279,7 +311,7 @@ def _consumer(
         v.store(acc_v.to(v.dtype))
         fence_async_shared()
         barrier()
-        where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
+        where = at(batch, kv_head, first_k, keys, tile * C.BN, C.VARLEN)
         tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
         tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
         tma.store_wait(0)
@@ -321,38 +353,36 @@ def _zeros(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _wide_step(acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse, delta, ps,
-               ds, full, empty, count, grad_q, block, tile, rows, keys, window, scale_log2,
-               D: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, STAGES: gl.constexpr,
-               MASKED: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-               GRAD_Q: gl.constexpr):  # fmt: skip
+def _wide_step(acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count, grad_q,
+               block, tile, rows, keys, window, scale_log2, MASKED: gl.constexpr,
+               C: gl.constexpr):  # fmt: skip
     """One block of 64 queries against 64 keys.  Both groups of warps need all of p and of its
     gradient, which go through shared memory; the products for grad_k and grad_v are left in flight,
     and the scores of the next block are under way behind them."""
     MS: gl.constexpr = zero_s.type.layout
-    OF_D: gl.constexpr = 2 if SIZE == 192 else 1  # products
-    OF_V: gl.constexpr = 2 if V_SIZE == 192 else 1
-    dtype: gl.constexpr = q.dtype
-    stage = count % STAGES
-    q_tile = q.index(stage)
-    g_tile = g.index(stage)
-    mbarrier.wait(full.index(stage), (count // STAGES) & 1)
-    s_flight = _scores(q_tile, k, zero_s, SIZE)
-    p_flight = _scores(g_tile, v, zero_s, V_SIZE)
-    if SIZE == 192 and V_SIZE == 192:
+    OF_D: gl.constexpr = 2 if C.SIZE == 192 else 1  # products
+    OF_V: gl.constexpr = 2 if C.V_SIZE == 192 else 1
+    dtype: gl.constexpr = shared.q.dtype
+    stage = count % C.STAGES
+    q_tile = shared.q.index(stage)
+    g_tile = shared.g.index(stage)
+    mbarrier.wait(shared.full.index(stage), (count // C.STAGES) & 1)
+    s_flight = _scores(q_tile, shared.k, zero_s, C.SIZE)
+    p_flight = _scores(g_tile, shared.v, zero_s, C.V_SIZE)
+    if C.SIZE == 192 and C.V_SIZE == 192:
         acc_k, more_k, acc_v, more_v = warpgroup_mma_wait(
             OF_D + OF_V, deps=[acc_k, more_k, acc_v, more_v]
         )
-    elif SIZE == 192:
+    elif C.SIZE == 192:
         acc_k, more_k, acc_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, more_k, acc_v])
-    elif V_SIZE == 192:
+    elif C.V_SIZE == 192:
         acc_k, acc_v, more_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, acc_v, more_v])
     else:
         acc_k, acc_v = warpgroup_mma_wait(OF_D + OF_V, deps=[acc_k, acc_v])
     # behind this, nobody reads ps and ds any more either
-    mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), pred=count > 0)
+    mbarrier.arrive(shared.empty.index((count + C.STAGES - 1) % C.STAGES), pred=count > 0)
     s = warpgroup_mma_wait(OF_V, deps=[s_flight])
-    row_lse = lse.index(stage).load(gl.SliceLayout(1, MS))
+    row_lse = shared.lse.index(stage).load(gl.SliceLayout(1, MS))
     p = gl.exp2(s * scale_log2 - row_lse[:, None])
     if MASKED:
         # counted from the first key of the tile; a row past the end has p = 0 by its lse
@@ -360,35 +390,35 @@ def _wide_step(acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q,
         position = gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
         position = position + (block * 64 + keys - rows - tile * 64)
         end = keys - tile * 64
-        if CAUSAL:
+        if C.CAUSAL:
             keep = column < gl.minimum(position + 1, end)[:, None]
-        elif WINDOW:
+        elif C.WINDOW:
             keep = column < gl.minimum(position + window, end)[:, None]
         else:
             keep = column < end
-        if WINDOW:
+        if C.WINDOW:
             keep = keep & (column > (position - window)[:, None])
         p = gl.where(keep, p, 0.0)
-    ps.store(p.to(dtype))
+    shared.ps.store(p.to(dtype))
     grad_p = warpgroup_mma_wait(0, deps=[p_flight])
-    row_delta = delta.index(stage).load(gl.SliceLayout(1, MS))
-    ds.store((p * (grad_p - row_delta[:, None])).to(dtype))
+    row_delta = shared.delta.index(stage).load(gl.SliceLayout(1, MS))
+    shared.ds.store((p * (grad_p - row_delta[:, None])).to(dtype))
     fence_async_shared()
     barrier()
-    if GRAD_Q:
-        part, more = _gather(ds, k, zero_q, zero_more, SIZE, True)
-    acc_v, more_v = _gather(ps.permute((1, 0)), g_tile, acc_v, more_v, V_SIZE, False)
-    acc_k, more_k = _gather(ds.permute((1, 0)), q_tile, acc_k, more_k, SIZE, False)
-    if GRAD_Q:
+    if C.GRAD_Q:
+        part, more = _gather(shared.ds, shared.k, zero_q, zero_more, C.SIZE, True)
+    acc_v, more_v = _gather(shared.ps.permute((1, 0)), g_tile, acc_v, more_v, C.V_SIZE, False)
+    acc_k, more_k = _gather(shared.ds.permute((1, 0)), q_tile, acc_k, more_k, C.SIZE, False)
+    if C.GRAD_Q:
         # the additions run under the other products
-        grad_q += block.to(gl.int64) * (64 * D)
-        if SIZE == 192:
+        grad_q += block.to(gl.int64) * (64 * C.D)
+        if C.SIZE == 192:
             part, more = warpgroup_mma_wait(OF_D + OF_V, deps=[part, more])
-            _add(grad_q, part, 64, 128, D)
-            _add(grad_q + 128 * 16, more, 64, 64, D)
+            _add(grad_q, part, 64, 128, C.D)
+            _add(grad_q + 128 * 16, more, 64, 64, C.D)
         else:
             part = warpgroup_mma_wait(OF_D + OF_V, deps=[part])
-            _add(grad_q, part, 64, SIZE, D)
+            _add(grad_q, part, 64, C.SIZE, C.D)
     return acc_k, more_k, acc_v, more_v
 
 
@@ -403,22 +433,22 @@ def _give(tile, acc, more, scale, SIZE: gl.constexpr):
 
 @gluon.jit
 def _wide_consumer(
-    q, g, k, v, lse, delta, ps, ds, full, empty, kv_full, gk_desc, gv_desc, grad_q, plan, scale,
-    window, tiles, outers, heads, section, n_q, n_k, padded,
-    D: gl.constexpr, SIZE: gl.constexpr, V_SIZE: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
-    GRAD_Q: gl.constexpr,
+    shared, gk_desc, gv_desc, grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k,
+    padded, C: gl.constexpr,
 ):  # fmt: skip
+    k, v = shared.k, shared.v
+    SIZE: gl.constexpr = C.SIZE
+    V_SIZE: gl.constexpr = C.V_SIZE
     FIRST: gl.constexpr = 128 if SIZE == 192 else SIZE
     V_FIRST: gl.constexpr = 128 if V_SIZE == 192 else V_SIZE
     zero_s = _zeros(64)
     zero_q = _zeros(FIRST)
     zero_more = _zeros(64)
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+        plan, tiles, outers, heads, section, n_k, n_q, C.VARLEN
     )
     if tile * 64 < keys:
-        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, 64, 64, CAUSAL, WINDOW)
+        low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, C)
         acc_k = warpgroup_mma_init(_zeros(FIRST))
         acc_v = warpgroup_mma_init(_zeros(V_FIRST))
         more_k = 0
@@ -429,33 +459,30 @@ def _wide_consumer(
             more_v = warpgroup_mma_init(_zeros(64))
         scale_log2 = scale * 1.4426950408889634
         place = _padded_first(first_q, sequence)
-        mbarrier.wait(kv_full, 0)
+        mbarrier.wait(shared.kv_full, 0)
         count = 0
-        for member in range(GROUP):
-            head = (batch * heads + kv_head) * GROUP + member
+        for member in range(C.GROUP):
+            head = (batch * heads + kv_head) * C.GROUP + member
             grad_at = grad_q
-            if GRAD_Q:
-                grad_at += (head.to(gl.int64) * padded + place) * D
+            if C.GRAD_Q:
+                grad_at += (head.to(gl.int64) * padded + place) * C.D
             for block in range(low, full_low):
                 acc_k, more_k, acc_v, more_v = _wide_step(
-                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
-                    delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys, window,
-                    scale_log2, D, SIZE, V_SIZE, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count, grad_at,
+                    block, tile, rows, keys, window, scale_log2, True, C,
                 )  # fmt: skip
                 count += 1
             for block in range(full_low, full_high):
                 acc_k, more_k, acc_v, more_v = _wide_step(
-                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
-                    delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys, window,
-                    scale_log2, D, SIZE, V_SIZE, STAGES, False, CAUSAL, WINDOW, GRAD_Q,
+                    acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count, grad_at,
+                    block, tile, rows, keys, window, scale_log2, False, C,
                 )  # fmt: skip
                 count += 1
-            if WINDOW:
+            if C.WINDOW:
                 for block in range(full_high, top):
                     acc_k, more_k, acc_v, more_v = _wide_step(
-                        acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, k, v, q, g, lse,
-                        delta, ps, ds, full, empty, count, grad_at, block, tile, rows, keys,
-                        window, scale_log2, D, SIZE, V_SIZE, STAGES, True, CAUSAL, WINDOW, GRAD_Q,
+                        acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count,
+                        grad_at, block, tile, rows, keys, window, scale_log2, True, C,
                     )  # fmt: skip
                     count += 1
         acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
@@ -468,7 +495,7 @@ def _wide_consumer(
         _give(v, acc_v, more_v, 1.0, V_SIZE)
         fence_async_shared()
         barrier()
-        where = at(batch, kv_head, first_k, keys, tile * 64, VARLEN)
+        where = at(batch, kv_head, first_k, keys, tile * 64, C.VARLEN)
         tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
         tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
         tma.store_wait(0)
@@ -476,41 +503,40 @@ def _wide_consumer(
 
 @gluon.jit
 def _producer(
-    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc,
-    v_desc, lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, VARLEN: gl.constexpr,
+    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window, tiles, outers,
+    heads, section, n_q, n_k, padded, C: gl.constexpr,
 ):  # fmt: skip
+    q, g, k, v, lse, delta, _ps, _ds, _part, full, empty, kv_full = shared
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, VARLEN
+        plan, tiles, outers, heads, section, n_k, n_q, C.VARLEN
     )
-    if tile * BN < keys:
-        low, top, _, _ = _blocks_of(tile, keys, rows, window, BM, BN, CAUSAL, WINDOW)
-        where = at(batch, kv_head, first_k, keys, tile * BN, VARLEN)
-        mbarrier.expect(kv_full, BN * (D + V) * 2)
+    if tile * C.BN < keys:
+        low, top, _, _ = _blocks_of(tile, keys, rows, window, C)
+        where = at(batch, kv_head, first_k, keys, tile * C.BN, C.VARLEN)
+        mbarrier.expect(kv_full, C.BN * (C.D + C.V) * 2)
         tma_load(k_desc, where, kv_full, reinterpret(k, k.dtype, k_desc.block_shape, k_desc.layout))
         tma_load(v_desc, where, kv_full, reinterpret(v, v.dtype, v_desc.block_shape, v_desc.layout))
         place = _padded_first(first_q, sequence)
         count = 0
-        for member in range(GROUP):
-            head = kv_head * GROUP + member
-            row = (batch * heads * GROUP + head) * padded + place
+        for member in range(C.GROUP):
+            head = kv_head * C.GROUP + member
+            row = (batch * heads * C.GROUP + head) * padded + place
             for block in range(low, top):
-                where = at(batch, head, first_q, rows, block * BM, VARLEN)
-                stage = count % STAGES
-                phase = ((count // STAGES) & 1) ^ 1
+                where = at(batch, head, first_q, rows, block * C.BM, C.VARLEN)
+                stage = count % C.STAGES
+                phase = ((count // C.STAGES) & 1) ^ 1
                 mbarrier.wait(empty.index(stage), phase)
-                mbarrier.expect(full.index(stage), BM * (D + V) * 2 + BM * 8)
+                mbarrier.expect(full.index(stage), C.BM * (C.D + C.V) * 2 + C.BM * 8)
                 tma_load(
                     q_desc, where, full.index(stage),
                     reinterpret(q.index(stage), q.dtype, q_desc.block_shape, q_desc.layout),
                 )  # fmt: skip
-                tma_load(lse_desc, [row + block * BM], full.index(stage), lse.index(stage))
+                tma_load(lse_desc, [row + block * C.BM], full.index(stage), lse.index(stage))
                 tma_load(
                     g_desc, where, full.index(stage),
                     reinterpret(g.index(stage), g.dtype, g_desc.block_shape, g_desc.layout),
                 )  # fmt: skip
-                tma_load(delta_desc, [row + block * BM], full.index(stage), delta.index(stage))
+                tma_load(delta_desc, [row + block * C.BM], full.index(stage), delta.index(stage))
                 count += 1
 
 
@@ -521,12 +547,15 @@ def _producer(
 )  # fmt: skip
 def _backward_hopper(
     q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q, plan,
-    scale, window, tiles, outers, heads, section, n_q, n_k, padded,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, V: gl.constexpr, SIZE: gl.constexpr,
-    V_SIZE: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, VARLEN: gl.constexpr, GRAD_Q: gl.constexpr, num_warps: gl.constexpr,
+    scale, window, tiles, outers, heads, section, n_q, n_k, padded, C: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Two consumer warpgroups in step with each other, and a producer; `heads` are key heads."""
+    BM: gl.constexpr = C.BM
+    BN: gl.constexpr = C.BN
+    D: gl.constexpr = C.D
+    V: gl.constexpr = C.V
+    STAGES: gl.constexpr = C.STAGES
     dtype: gl.constexpr = q_desc.dtype
     WIDE: gl.constexpr = D > 128 or V > 128
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -551,17 +580,16 @@ def _backward_hopper(
     barrier()
     if WIDE:
         ps = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
+        shared = Shared(q, g, k, v, lse, delta, ps, ds, ds, full, empty, kv_full)
         gl.warp_specialize(
             [
                 (_wide_consumer, (
-                    q, g, k, v, lse, delta, ps, ds, full, empty, kv_full, gk_desc, gv_desc,
-                    grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded,
-                    D, SIZE, V_SIZE, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, GRAD_Q,
+                    shared, gk_desc, gv_desc, grad_q, plan, scale, window, tiles, outers, heads,
+                    section, n_q, n_k, padded, C,
                 )),
                 (_producer, (
-                    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc, v_desc,
-                    lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k,
-                    padded, BM, BN, D, V, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
+                    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window,
+                    tiles, outers, heads, section, n_q, n_k, padded, C,
                 )),
             ],
             [1],
@@ -569,19 +597,18 @@ def _backward_hopper(
         )  # fmt: skip
     else:
         part = ds
-        if D == 128 and GRAD_Q:
+        if D == 128 and C.GRAD_Q:
             part = gl.allocate_shared_memory(gl.float32, [32, 256], sums.layout)
+        shared = Shared(q, g, k, v, lse, delta, ds, ds, part, full, empty, kv_full)
         gl.warp_specialize(
             [
                 (_consumer, (
-                    q, g, k, v, lse, delta, ds, part, full, empty, kv_full, gk_desc, gv_desc, sums,
-                    grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded,
-                    BM, BN, D, STAGES, GROUP, CAUSAL, WINDOW, VARLEN, GRAD_Q, num_warps,
+                    shared, gk_desc, gv_desc, sums, grad_q, plan, scale, window, tiles, outers,
+                    heads, section, n_q, n_k, padded, C, num_warps,
                 )),
                 (_producer, (
-                    q, g, k, v, lse, delta, full, empty, kv_full, q_desc, g_desc, k_desc, v_desc,
-                    lse_desc, delta_desc, plan, window, tiles, outers, heads, section, n_q, n_k,
-                    padded, BM, BN, D, V, STAGES, GROUP, CAUSAL, WINDOW, VARLEN,
+                    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window,
+                    tiles, outers, heads, section, n_q, n_k, padded, C,
                 )),
             ],
             [1],
@@ -678,9 +705,12 @@ def launch(
         describe_row(lse2, block), describe_row(delta, block),
         _describe_sums(sums) if sums is not None and not wide and size == 128 else None,
         sums, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section, n_q, n_k,
-        padded, BM=block, BN=keys, D=size, V=v_size, SIZE=_counted(q.shape[-1], size),
-        V_SIZE=_counted(v.shape[-1], v_size), STAGES=stages, GROUP=sizes.group,
-        CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
+        padded,
+        C=Constants(
+            BM=block, BN=keys, D=size, V=v_size, SIZE=_counted(q.shape[-1], size),
+            V_SIZE=_counted(v.shape[-1], v_size), STAGES=stages, GROUP=sizes.group, CAUSAL=causal,
+            WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
+        ),
         num_warps=8,
     )  # fmt: skip
     if sums is None:

@@ -12,42 +12,31 @@ from ..common.selection import placed, slot_of
 
 
 @gluon.jit
-def request_of(
-    row, act_q, tokens, requests, Q_TND: gl.constexpr, REQUESTS: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """`rows.request_of`."""
-    if Q_TND:
-        r = gl.arange(0, REQUESTS, layout=LAYOUT)
-        ends = rows.within(gl.load(act_q + r, mask=r < requests, other=0), tokens)
-        before = (r < requests) & (ends <= row)
+def request_of(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
+    """`rows.request_of`; requests lie in registers as LINE says."""
+    if LAYOUT.Q_TND:
+        r = gl.arange(0, LAYOUT.REQUESTS, layout=LINE)
+        ends = rows.within(gl.load(of.act_q + r, mask=r < of.requests, other=0), of.tokens)
+        before = (r < of.requests) & (ends <= row)
         request = gl.sum(before.to(gl.int32), 0)
         first = gl.max(gl.where(before, ends, 0), 0)
     else:
-        request = (row // tokens).to(gl.int32)
-        first = request * tokens
+        request = (row // of.tokens).to(gl.int32)
+        first = request * of.tokens
     return request, first
 
 
 @gluon.jit
-def locate(
-    row, act_q, act_k, tokens, requests, reach, Q_TND: gl.constexpr, KEYS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+def locate(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
     """`rows.locate`."""
-    request, first = request_of(row, act_q, tokens, requests, Q_TND, REQUESTS, LAYOUT)
-    count = rows.rows_of(request, first, act_q, tokens, requests, Q_TND, HAS_Q)
-    start, keys = rows.keys_of(request, act_k, reach, requests, KEYS, HAS_K)
-    return request, start, rows.sees((row - first).to(gl.int32), count, keys, CAUSAL)
+    request, first = request_of(row, of, LAYOUT, LINE)
+    count = rows.rows_of(request, first, of, LAYOUT)
+    start, keys = rows.keys_of(request, of, LAYOUT)
+    return request, start, rows.sees((row - first).to(gl.int32), count, keys, LAYOUT.CAUSAL)
 
 
 @gluon.jit
-def slots(
-    index, entry, seen, request, start, reach, table, table_stride, pages, SPAN: gl.constexpr,
-    PAGE: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
+def slots(index, entry, seen, request, start, of, SPAN: gl.constexpr, LAYOUT: gl.constexpr):
     """Entries as rows of a key tensor whose rows are evenly spaced, negative where absent."""
-    outer, inner, ok = placed(
-        index, entry, seen, request, start, table, table_stride, pages, SPAN, PAGE, KEYS
-    )
-    return slot_of(outer, inner, ok, reach, PAGE, KEYS)
+    outer, inner, ok = placed(index, entry, seen, request, start, of, SPAN, LAYOUT)
+    return slot_of(outer, inner, ok, of.reach, LAYOUT)

@@ -21,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...dispatch.common import memory
-from ..common import launches
+from ..common import launches, rows
 from ..common.gluon_names import cp_async, mma_v2
 from ..common.selection import Attention
 from . import sparse_flash_attention
+from .latents import strides
 from .rows import locate, slots
 
 LOWEST = gl.constexpr(-1e30)
@@ -50,13 +51,13 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
 @gluon.jit(do_not_specialize=["entries", "tokens", "requests", "reach", "table_stride", "pages"])
 def _attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, part, part_max, part_sum, scale_log2,
-    entries, tokens, requests, reach, table_stride, pages, q_row, q_head, qr_row, qr_head,
-    key_stride, rope_stride, index_stride, HEADS: gl.constexpr, SPLITS: gl.constexpr,
-    SPAN: gl.constexpr, PAGE: gl.constexpr, Q_TND: gl.constexpr, KEYS: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_Q: gl.constexpr, HAS_K: gl.constexpr, REQUESTS: gl.constexpr,
-    TILE: gl.constexpr, WARPS: gl.constexpr,
+    entries, tokens, requests, reach, table_stride, pages, strides, HEADS: gl.constexpr,
+    SPLITS: gl.constexpr, SPAN: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """part [rows, HEADS, SPLITS, 512], not divided by the sum; part_max, part_sum likewise."""
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
+    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
@@ -71,10 +72,7 @@ def _attend(
     # the longest chain first: index, page, key
     entry = split * TILE + gl.arange(0, TILE, layout=LINE)
     index = gl.load(indices + row * index_stride + entry // SPAN, mask=entry < entries, other=-1)
-    request, start, seen = locate(
-        row, act_q, act_k, tokens, requests, reach, Q_TND, KEYS, CAUSAL, HAS_Q, HAS_K, REQUESTS,
-        LINE,
-    )  # fmt: skip
+    request, start, seen = locate(row, of, LAYOUT, LINE)
     queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
     query_ropes = gl.allocate_shared_memory(dtype, [16, 64], SWIZZLED)
     left = gl.allocate_shared_memory(dtype, [TILE, 256], SWIZZLED)
@@ -89,11 +87,7 @@ def _attend(
     r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
     cp_async(query_ropes, at, mask=(h < HEADS)[:, None])
-    places.store(
-        slots(
-            index, entry, seen, request, start, reach, table, table_stride, pages, SPAN, PAGE, KEYS
-        )
-    )
+    places.store(slots(index, entry, seen, request, start, of, SPAN, LAYOUT))
     slot = places.load(gl.SliceLayout(1, GATHER))
     there = (slot >= 0)[:, None]
     slot = gl.maximum(slot, 0).to(gl.int64)
@@ -201,9 +195,8 @@ def launch(call: Attention) -> None:
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
         call.q, call.qr, call.key, call.kr, call.index, part=part, part_max=part_max,
         part_sum=part_sum, scale_log2=call.scale_log2, entries=call.entries,
-        **call.query_strides, key_stride=call.key.stride(-3), rope_stride=call.kr.stride(-3),
-        index_stride=call.index.stride(0), HEADS=heads, SPLITS=splits, SPAN=call.span,
-        **call.plan.arguments, **call.plan.constants, TILE=tile, WARPS=warps, num_warps=warps,
+        strides=strides(call), HEADS=heads, SPLITS=splits, SPAN=call.span,
+        **call.plan.arguments, LAYOUT=call.plan.layout, TILE=tile, WARPS=warps, num_warps=warps,
     )  # fmt: skip
     # a thread takes up to 16 parts of 4 columns
     down = min(4, max(1, splits // 16))

@@ -81,6 +81,11 @@ def describe_box(
     tensor: Tensor, shape: list[int], steps: list[int], block: list[int]
 ) -> TensorDescriptor:
     """Blocks of a tensor of any rank, seen as this shape with these steps between its rows."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype])
-    steps = [step if size > 1 else 8 for step, size in zip(steps, shape, strict=True)]
+    eight = tensor.dtype is torch.float8_e4m3fn
+    dtype = gl.float8e4nv if eight else DTYPES[tensor.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    steps = [
+        step if size > 1 else 16 // tensor.element_size()
+        for step, size in zip(steps, shape, strict=True)
+    ]
     return TensorDescriptor(tensor, shape, [*steps[:-1], 1], block, layout)

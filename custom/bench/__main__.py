@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """python -m custom.bench OP [--device D] [--shape b=32] [--sweep] [--csv F] [--plot F.png]
-                         [--against F.csv] [--host] [--path plain]
+                         [--against F.csv] [--host] [--cold] [--path plain]
 
 Correctness comes first: a row that differs from the reference is printed in red, and no table.
 """
@@ -29,7 +29,7 @@ from ..dispatch.backends import CUDA
 from ..dispatch.env import config
 from ..dispatch.errors import BackendUnavailable, need
 from ..dispatch.specs import BY_NAME
-from . import host
+from . import cold, host
 from .case import Case, Outputs
 from .presets import presets, sweep
 from .report import Row, curves, packed, plot, read_medians, read_public, text, write_csv
@@ -84,7 +84,10 @@ def check(case: Case, device: torch.device) -> float:
     part = _copy(part)
     ours = select(_outputs(case, arguments))
     with _by_reference():
-        return relative_error(ours, _outputs(case, part))
+        wanted = _outputs(case, part)
+    if not case.ordered:
+        ours, wanted = ([out.sort().values for out in outputs] for outputs in (ours, wanted))
+    return relative_error(ours, wanted)
 
 
 def run(
@@ -115,7 +118,7 @@ def run(
     if case.stages is not None:
         each = [case.stages(arguments) for arguments in inputs]
         stages = {name: measure([calls[name] for calls in each], device).median for name in each[0]}
-    floor = max(case.bytes / bandwidth, case.flops / flops) * 1e6
+    floor = max(case.bytes / bandwidth, case.flops / (flops * case.rate)) * 1e6
     return Row(
         op=case.op,
         case=case.label,
@@ -146,6 +149,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--host", action="store_true", help="what a call costs on the host (of the first row)"
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="what the first call of a process costs (likewise)"
     )
     parser.add_argument(
         "--path",
@@ -203,6 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.host and device.type == "cpu":
         print("--host: a CPU computes on the host, expected --device cuda or npu", file=sys.stderr)
         return 2
+    if options.cold and device.type != "cuda":
+        print(f"--cold: expected --device cuda, not {device.type}", file=sys.stderr)
+        return 2
     if options.path == "plain":
         if device.type != "cuda":
             print(f"--path plain: expected --device cuda, not {device.type}", file=sys.stderr)
@@ -221,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in listed:
             print("  " + ",".join(f"{k}={v}" for k, v in case.shape.items()), file=sys.stderr)
         return 2
+    if options.cold:
+        print(cold.table(cases if options.shape else cases[:1], device))
+        return 0
     if options.host:
         print(host.table(cases if options.shape else cases[:1], device))
         return 0

@@ -23,7 +23,9 @@ class Case:
     implementations: name -> function of the arguments that returns the call to time, or None where
     it is not installed.  `stages(arguments)` are the calls that a composed op is made of, in
     order, each on what the one before it gave.  `reference` is false where the reference takes
-    seconds even on a GPU, and is not timed."""
+    seconds even on a GPU, and is not timed; `ordered` where rounding decides in which order the
+    numbers of a row come; `rate` how many times as fast as bf16 its
+    products can be."""
 
     op: str
     label: str
@@ -35,6 +37,8 @@ class Case:
     peers: dict[str, Callable[[Arguments], Callable[[], Any] | None]] = field(default_factory=dict)
     stages: Callable[[Arguments], dict[str, Callable[[], Any]]] | None = None
     reference: bool = True
+    ordered: bool = True
+    rate: float = 1.0
     tolerance: float = 2e-2  # relative Frobenius error; one bf16 rounding is 2**-9
 
     def call(self, arguments: Arguments) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -185,6 +186,47 @@ def _dao_update(arguments: Arguments) -> Call | None:
     )
 
 
+def fused_case(b: int, s: int, d: int = D) -> Case:
+    """torch_npu's: prompts and steps alike, of b sequences of s tokens."""
+    columns = 2 + min(s, 8)
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        order = torch.arange(1, b + 1, device=device, dtype=torch.int32)
+        return dict(
+            x=draw.normal(b * s, d),
+            weight=draw.normal(3, d),
+            conv_states=draw.normal(b + 1, columns, d),
+            query_start_loc=torch.arange(0, b * s + 1, s, device=device, dtype=torch.int32),
+            cache_indices=order,
+            num_accepted_tokens=order % min(s, 8) + 1,
+            num_computed_tokens=order,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        first = min(b, 4)
+        names = ("cache_indices", "num_accepted_tokens", "num_computed_tokens")
+        piece = arguments | {name: arguments[name][:first] for name in names}
+        piece["x"] = arguments["x"][: first * s]
+        piece["query_start_loc"] = arguments["query_start_loc"][: first + 1]
+        return piece, lambda outputs: [out[: first * s] for out in outputs]
+
+    return Case(
+        "npu_fused_causal_conv1d",
+        f"{b} x {s} tokens",
+        make,
+        part,
+        bytes=float(BF16 * b * (2 * s + 2 * columns) * d),
+        flops=6.0 * b * s * d,
+        shape=dict(b=b, s=s),
+    )
+
+
+def in_place_case(b: int, s: int, d: int = D) -> Case:
+    """The check's part has an x of its own, which is what comes back."""
+    return replace(fused_case(b, s, d), op="npu_fused_causal_conv1d_v2")
+
+
 def norm_case(t: int, heads: int = 32, size: int = 128) -> Case:
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
@@ -264,7 +306,17 @@ def _update(small: bool) -> list[Case]:
     return [*(update_case(b) for b in (1, 32, 128, 512)), update_case(32, 4)]
 
 
+def _fused(small: bool, case: Callable[..., Case] = fused_case) -> list[Case]:
+    return [case(3, 2, 32)] if small else [case(b, s) for b, s in ((1, 4096), (32, 1), (128, 4))]
+
+
+def _in_place(small: bool) -> list[Case]:
+    return _fused(small, in_place_case)
+
+
 PRESETS = {
+    "npu_fused_causal_conv1d": _fused,
+    "npu_fused_causal_conv1d_v2": _in_place,
     "npu_causal_conv1d": _prefill,
     "npu_causal_conv1d_grad": _grad,
     "npu_causal_conv1d_update": _update,

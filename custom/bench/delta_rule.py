@@ -209,6 +209,44 @@ def _fla_chunk_grad(arguments: Arguments) -> Callable[[], Any] | None:
     return call
 
 
+def recurrent_case(b: int, s: int, small: bool = False) -> Case:
+    """torch_npu's decode: a slot for the state after each of s tokens."""
+    heads, values, size = (2, 4, 16) if small else (N, NV, D)
+    tokens = b * s
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        order = torch.arange(1, tokens + 1, device=device, dtype=torch.int32)
+        return dict(
+            query=draw.normal(tokens, heads, size, std=size**-0.5),
+            key=draw.normal(tokens, heads, size, std=size**-0.5),
+            value=draw.normal(tokens, values, size),
+            # slot 0 is what servers keep for padding
+            state=draw.normal(tokens + 1, values, size, size),
+            beta=draw.normal(tokens, values).sigmoid(),
+            actual_seq_lengths=draw.full(b, value=s),
+            ssm_state_indices=order,
+            num_accepted_tokens=order[:b] % s + 1,
+            g=-draw.normal(tokens, values, dtype=torch.float32).abs(),
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        names = ("query", "key", "value", "beta", "ssm_state_indices", "g")
+        piece = arguments | {name: arguments[name][: 2 * s] for name in names}
+        piece |= {n: arguments[n][:2] for n in ("actual_seq_lengths", "num_accepted_tokens")}
+        return piece, lambda outputs: [out[: 2 * s] for out in outputs]
+
+    return Case(
+        "npu_recurrent_gated_delta_rule",
+        f"{b} x {s} tokens, bf16 state",
+        make,
+        part,
+        bytes=float(BF16 * (b + tokens) * values * size * size + BF16 * tokens * 6 * heads * size),
+        flops=6.0 * tokens * values * size * size,
+        shape=dict(b=b, s=s),
+    )
+
+
 KDA = 32  # heads, of queries and of values
 
 
@@ -446,6 +484,12 @@ def _decode(small: bool) -> list[Case]:
     return [*rows, decode_case(32, 4, "kv"), decode_case(32, 4, "vk"), *bf16]
 
 
+def _recurrent(small: bool) -> list[Case]:
+    if small:
+        return [recurrent_case(2, 2, True)]
+    return [recurrent_case(b, s) for b, s in ((1, 1), (32, 1), (128, 1), (32, 4))]
+
+
 def _chunk(small: bool) -> list[Case]:
     return [chunk_case(t) for t in ((16,) if small else (4096, 16384, 65536))]
 
@@ -467,6 +511,7 @@ def _kda_grad(small: bool) -> list[Case]:
 
 
 PRESETS = {
+    "npu_recurrent_gated_delta_rule": _recurrent,
     "npu_gated_delta_layer_decode": _layer,
     "npu_fused_sigmoid_gating_delta_rule_update": _decode,
     "npu_chunk_gated_delta_rule": _chunk,

@@ -125,7 +125,7 @@ class Row:
     b: int
     device: str
     date: str
-    error: float | None  # of the logits; None where it was not kept
+    error: float | None  # of the logits, relative; None where it was not kept
     prefill: float
     prefill_unmodified: float | None
     decode: float
@@ -164,8 +164,8 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 HEAD = (
-    "| model | width | requests | prefill | unmodified | decode | unmodified | in a graph | x |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| model | width | requests | error | prefill | unmodified | decode | unmodified | in a graph "
+    "| x |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -173,8 +173,9 @@ def markdown(row: Row) -> str:
     def rate(x: float | None) -> str:
         return "-" if x is None else f"{x:,.0f}"
 
+    error = "-" if row.error is None else f"{row.error:.1e}"
     return (
-        f"| {row.model} | {row.width} | {row.b} | **{rate(row.prefill)}** | "
+        f"| {row.model} | {row.width} | {row.b} | {error} | **{rate(row.prefill)}** | "
         f"{rate(row.prefill_unmodified)} | **{rate(row.decode)}** | {rate(row.decode_unmodified)} |"
         f" {rate(row.decode_captured)} | {'-' if row.gain is None else f'{row.gain:.1f}'} |"
     )
@@ -353,9 +354,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except ArithmeticError as wrong:
                 print(f"\033[31mWRONG  {wrong}\033[0m")
                 return 1
+            if options.csv:
+                write_rows(options.csv, rows)
     print("\n".join([HEAD, *map(markdown, rows)]))
-    if options.csv:
-        write_rows(options.csv, rows)
     return 0
 
 

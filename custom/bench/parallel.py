@@ -6,7 +6,8 @@ A decode step of DeepSeek-V3.2's layer (128 heads, b = 32), from hidden states t
 output projection: on one card, tensor parallel, and context parallel with replicated and with
 sharded index keys; then the indexer's rows of a prefill. Checked against one card first. Times are
 medians of graph replays on the slowest rank, in three columns: the step, less its collectives, less
-its merge (of states, of candidates, of positions), which are timed apart.
+its merge (of states, of candidates, of positions), which are timed apart. Last, each collective
+alone with little and with much to send, from which docs/cards.py projects other numbers of cards.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,41 +30,100 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _collectives, merging, parallel, shard_slots
+from .__main__ import device_name
 from .case import Arguments, Draw
 from .sparse_attention import DEEPSEEK, Model, P, R, _layer, indexer_case
 
 DV = 128
-SMALL = Model("", 256, 128, 32, 16, 0.1, False)
+CACHES = ("kv_cache", "kr_cache", "index_k_cache")
+LINKS = ("all_gather", "all_to_all", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Decode steps of `b` requests at each of `contexts`, `rows` of a prefill's indexer at
+    `long`, and collectives of few and of many bytes."""
+
+    model: Model
+    b: int
+    heads: int
+    k: int
+    contexts: tuple[int, ...]
+    rows: int
+    long: int
+    payloads: tuple[int, int]
+
+
+FULL = Setting(DEEPSEEK, 32, 128, 2048, (2**16, 2**19), 4096, 2**17, (2**16, 2**23))
+QUICK = Setting(Model("", 256, 128, 32, 16, 0.1, False), 2, 8, 64, (256,), 64, 512, (2**10, 2**14))
 
 
 @dataclass(frozen=True)
 class Row:
+    """Microseconds of a step, or of a collective alone, in which a card is sent `moved` bytes."""
+
     what: str
+    b: int
     context: int
     compute: float
     collectives: float
     merge: float
     error: float
+    held: float = 0.0  # bytes of cache on each card, a token of context
+    moved: int = 0
+    ranks: int = 0
+    device: str = ""
+    date: str = ""
 
     @property
     def total(self) -> float:
         return self.compute + self.collectives + self.merge
 
 
+def read_rows(path: Path) -> list[Row]:
+    kinds: dict[str, Callable[[str], Any]] = {"float": float, "int": int, "str": str}
+    kind = {field.name: kinds[str(field.type)] for field in fields(Row)}
+    with path.open(newline="") as file:
+        return [
+            Row(**{name: kind[name](cell) for name, cell in line.items()})
+            for line in csv.DictReader(file)
+        ]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    with path.open("w", newline="") as file:
+        out = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        out.writeheader()
+        for row in rows:
+            cells = asdict(row).items()
+            out.writerow({k: f"{x:.5g}" if isinstance(x, float) else x for k, x in cells})
+
+
 @contextmanager
-def _alone(group: dist.ProcessGroup) -> Iterator[None]:
-    """Without collectives: what would come from other ranks is this rank's own, in its place."""
+def _alone(group: dist.ProcessGroup) -> Iterator[list[int]]:
+    """Without collectives: what would come from other ranks is this rank's own, in its place. Gives
+    the bytes that each would have brought."""
     size = dist.get_world_size(group)
     kept = _collectives.all_gather, _collectives.all_to_all, _collectives.all_reduce
+    brought: list[int] = []
 
     def gather(x: Tensor, group: Any) -> Tensor:
+        brought.append((size - 1) * x.nbytes)
         return x.expand(size, *x.shape).contiguous()
 
+    def exchange(x: Tensor, group: Any) -> Tensor:
+        brought.append((size - 1) * x.nbytes // size)
+        return x.contiguous()
+
+    def reduce(x: Tensor, group: Any) -> Tensor:
+        brought.append(2 * (size - 1) * x.nbytes // size)
+        return x.clone()
+
     _collectives.all_gather = gather
-    _collectives.all_to_all = lambda x, group: x.contiguous()
-    _collectives.all_reduce = lambda x, group: x.clone()
+    _collectives.all_to_all = exchange
+    _collectives.all_reduce = reduce
     try:
-        yield
+        yield brought
     finally:
         _collectives.all_gather, _collectives.all_to_all, _collectives.all_reduce = kept
 
@@ -112,9 +172,9 @@ class Step:
     """The layer's arguments on all ranks, and this rank's part of them."""
 
     def __init__(
-        self, b: int, n: int, context: int, k: int, model: Model, group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+        self, sizes: Setting, context: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        b, n, k, model = sizes.b, sizes.heads, sizes.k, sizes.model
         self.b, self.n, self.k, self.group = b, n, k, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.options: dict[str, Any] = dict(sparse_count=k, softmax_scale=model.scale)
@@ -129,7 +189,7 @@ class Step:
         mine = table[:, self.rank :: self.size]
         pages = mine.flatten().long()
         self.table = torch.arange(pages.numel(), device=device, dtype=torch.int32).view(mine.shape)
-        self.shards = {x: self.layer[x][pages] for x in ("kv_cache", "kr_cache", "index_k_cache")}
+        self.shards = {x: self.layer[x][pages] for x in CACHES}
         position = torch.full((b, 1), context - 1, device=device)
         self.slots = shard_slots(position, self.table, P, self.rank, self.size, P)
 
@@ -144,6 +204,10 @@ class Step:
     def tensor_parallel(self) -> Tensor:
         latent = parallel.tensor_parallel_attention(self.heads, group=self.group, **self.options)
         return parallel.all_reduce(self._out(latent, *self.own), self.group)
+
+    def held(self, caches: Sequence[Tensor]) -> float:
+        tokens = self.b * self.layer["block_table"].shape[1] * P
+        return float(sum(x.nbytes for x in caches) / tokens)
 
     def context_parallel(self, replicate: bool) -> Tensor:
         layer = self.heads | dict(
@@ -185,12 +249,15 @@ class Step:
 
         return call
 
-    def row(self, what: str, call: Callable[[], Tensor], merge: Callable[[], Any] | None) -> Row:
+    def row(
+        self, what: str, call: Callable[[], Tensor], caches: Sequence[Tensor],
+        merge: Callable[[], Any] | None = None,
+    ) -> Row:  # fmt: skip
         exact, got = self.one_card().double(), call().double()
         error = float((got - exact).norm() / exact.norm())
         context = self.layer["block_table"].shape[1] * P
-        times = _columns(call, merge, self.group, self.up.device)
-        return Row(what, context, *times, error)
+        times, moved = _columns(call, merge, self.group, self.up.device)
+        return Row(what, self.b, context, *times, error, self.held(caches), moved)
 
 
 def _columns(
@@ -198,52 +265,78 @@ def _columns(
     merge: Callable[[], Any] | None,
     group: dist.ProcessGroup,
     device: torch.device,
-) -> tuple[float, float, float]:
-    """(compute, collectives, merge)"""
+) -> tuple[tuple[float, float, float], int]:
+    """(compute, collectives, merge), bytes that collectives bring a card"""
     total = _median(call, group, device)
-    with _alone(group):
+    with _alone(group) as brought:
+        call()
+        moved = sum(brought)
         local = _median(call, group, device)
     merged = 0.0 if merge is None else _median(merge, group, device)
-    return local - merged, total - local, merged
+    return (local - merged, total - local, merged), moved
 
 
 def decode_rows(
-    b: int, n: int, context: int, k: int, model: Model, group: dist.ProcessGroup,
-    device: torch.device,
-) -> list[Row]:  # fmt: skip
-    step = Step(b, n, context, k, model, group, device)
+    sizes: Setting, context: int, group: dist.ProcessGroup, device: torch.device
+) -> list[Row]:
+    step = Step(sizes, context, group, device)
     alone = _median(step.one_card, group, device)
-    rows = [Row("one card", context, alone, 0.0, 0.0, 0.0)]
-    rows.append(step.row("TP", step.tensor_parallel, None))
+    whole = [step.layer[name] for name in CACHES]
+    rows = [Row("one card", sizes.b, context, alone, 0.0, 0.0, 0.0, step.held(whole))]
+    rows.append(step.row("TP", step.tensor_parallel, whole))
     for replicate in (True, False):
         what = f"CP, index keys {'replicated' if replicate else 'sharded'}"
         call = partial(step.context_parallel, replicate)
-        rows.append(step.row(what, call, step.merge(replicate)))
+        *latents, index = step.shards.values()
+        caches = [*latents, whole[-1] if replicate else index]
+        rows.append(step.row(what, call, caches, step.merge(replicate)))
     return rows
 
 
-def indexer_rows(
-    rows: int, context: int, k: int, model: Model, group: dist.ProcessGroup, device: torch.device
-) -> list[Row]:
-    arguments: Arguments = indexer_case(1, rows, context, k, model).make(device, 0)
+def indexer_rows(sizes: Setting, group: dist.ProcessGroup, device: torch.device) -> list[Row]:
+    context = sizes.long
+    case = indexer_case(1, sizes.rows, context, sizes.k, sizes.model)
+    arguments: Arguments = case.make(device, 0)
     del arguments["return_value"]
     one = partial(torch.ops.custom.npu_lightning_indexer, **arguments)
     many = partial(parallel.row_parallel_indexer, **arguments, group=group)
     if not torch.equal(one()[0], many()):
         raise ArithmeticError("row_parallel_indexer differs from one card")
-    what = f"indexer, {rows} rows"
+    what = f"indexer, {sizes.rows} rows"
+    alone = _median(one, group, device)
+    times, moved = _columns(many, None, group, device)
     return [
-        Row(f"{what}, one card", context, _median(one, group, device), 0.0, 0.0, 0.0),
-        Row(f"{what}, dealt out", context, *_columns(many, None, group, device), 0.0),
+        Row(f"{what}, one card", 1, context, alone, 0.0, 0.0, 0.0),
+        Row(f"{what}, dealt out", 1, context, *times, 0.0, moved=moved),
     ]
+
+
+def link_rows(sizes: Setting, group: dist.ProcessGroup, device: torch.device) -> list[Row]:
+    """Each collective alone, of a tensor of so many bytes on every rank."""
+    size, rows = dist.get_world_size(group), []
+    for name in LINKS:
+        for payload in sizes.payloads:
+            x = torch.zeros(size, payload // (4 * size), device=device)
+
+            def call(name: str = name, x: Tensor = x) -> Tensor:
+                out: Tensor = getattr(_collectives, name)(x, group)
+                return out
+
+            with _alone(group) as brought:
+                call()
+            rows.append(
+                Row(name, 0, 0, 0.0, _median(call, group, device), 0.0, 0.0, moved=brought[0])
+            )
+    return rows
 
 
 def _print(row: Row, first: Row) -> None:
     columns = (row.compute, row.collectives, row.merge, row.total)
     times = "".join(f"{column:>13.1f}" for column in columns)
+    gain = f"{first.total / row.total:.2f}x" if row.b else ""
     print(
-        f"{row.what:<32}{row.context // 1024:>6}K{times}{first.total / row.total:>9.2f}x"
-        f"{row.error:>10.1e}",
+        f"{row.what:<32}{row.context // 1024:>6}K{times}{gain:>10}"
+        f"{row.error:>10.1e}{row.held:>9.0f}{row.moved:>11}",
         flush=True,
     )
 
@@ -259,24 +352,24 @@ def main() -> int:
         device = torch.device(options.device, int(os.environ["LOCAL_RANK"]))
         getattr(torch, options.device).set_device(device)
     backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[options.device]
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
+    own = device if options.device == "cuda" else None
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120), device_id=own)
     group = dist.group.WORLD
     assert group is not None
     leads = dist.get_rank() == 0
+    size, name = dist.get_world_size(), device_name(device)
     if leads:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        print(f"{dist.get_world_size()} ranks of {name} over {backend}, torch {torch.__version__}")
+        print(f"{size} ranks of {name} over {backend}, torch {torch.__version__}")
         print(
             f"{'us':<32}{'context':>7}{'compute':>13}{'collectives':>13}{'merge':>13}{'all':>13}"
-            f"{'to one':>10}{'error':>10}"
+            f"{'to one':>10}{'error':>10}{'B/token':>9}{'B moved':>11}"
         )
-    model = SMALL if options.quick else DEEPSEEK
-    sizes = [(2, 8, 256, 64)] if options.quick else [(32, 128, c, 2048) for c in (2**16, 2**19)]
+    sizes = QUICK if options.quick else FULL
     calls: list[Callable[[], list[Row]]] = [
-        partial(decode_rows, *each, model, group, device) for each in sizes
+        *(partial(decode_rows, sizes, context, group, device) for context in sizes.contexts),
+        partial(indexer_rows, sizes, group, device),
+        partial(link_rows, sizes, group, device),
     ]
-    wide = (64, 512, 64) if options.quick else (4096, 2**17, 2048)
-    calls.append(partial(indexer_rows, *wide, model, group, device))
     written: list[Row] = []
     with torch.no_grad():
         for call in calls:
@@ -292,12 +385,8 @@ def main() -> int:
                 print(f"WRONG: {', '.join(wrong)}", file=sys.stderr)
                 return 1
     if options.csv and leads:
-        with options.csv.open("w", newline="") as file:
-            out = csv.writer(file)
-            out.writerow(["what", "context", "compute_us", "collectives_us", "merge_us", "error"])
-            for row in written:
-                times = (row.compute, row.collectives, row.merge)
-                out.writerow([row.what, row.context, *(f"{t:.2f}" for t in times), row.error])
+        day = time.strftime("%Y-%m-%d")
+        write_rows(options.csv, [replace(x, ranks=size, device=name, date=day) for x in written])
     dist.destroy_process_group()
     return 0
 

@@ -5,12 +5,13 @@ FlashAttention papers on a GPU or NPU, and small ones that a laptop runs in seco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from . import (
     attention,
     convolution,
     delta_rule,
+    eight_bits,
     indexer_loss,
     merging,
     quantised,
@@ -18,7 +19,7 @@ from . import (
 )
 from .case import Case
 
-_PRESETS: dict[str, Callable[[bool], list[Case]]] = {
+_PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **sparse_attention.PRESETS,
     **attention.PRESETS,
     **indexer_loss.PRESETS,
@@ -27,6 +28,8 @@ _PRESETS: dict[str, Callable[[bool], list[Case]]] = {
     **merging.PRESETS,
     **convolution.PRESETS,
 }
+# rows behind those of the op
+_MORE: Mapping[str, Callable[[bool], list[Case]]] = eight_bits.PRESETS
 
 
 _SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(
@@ -41,4 +44,5 @@ def sweep(op: str, device: str) -> list[Case]:
 
 def presets(op: str, device: str) -> list[Case]:
     """The rows of `op`: the full ones, or the small ones on a CPU."""
-    return _PRESETS[op](device == "cpu") if op in _PRESETS else []
+    small = device == "cpu"
+    return [case for rows in (_PRESETS, _MORE) if op in rows for case in rows[op](small)]

@@ -43,7 +43,11 @@ def _index_cache(draw: Draw, pages: int, kind: str) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048) -> Case:
+SCORES, LSE = "npu_quant_lightning_indexer_scores", "npu_kv_quant_sparse_flash_attention_lse"
+INDICES, ATTENTION = "npu_quant_lightning_indexer", "npu_kv_quant_sparse_flash_attention"
+
+
+def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048, op: str = SCORES) -> Case:
     """Scores and top-k over paged index keys of 8 bits, pages of 64."""
     pages, ni = context // P, DEEPSEEK.ni
 
@@ -79,7 +83,7 @@ def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048) -> Case
     if kind == "fp8" and s == 1:
         peers["deep_gemm + topk"] = partial(_deep_gemm, context=context)
     return Case(
-        "npu_quant_lightning_indexer_scores",
+        op,
         f"{kind}, {b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
         part,
@@ -87,6 +91,8 @@ def indexer_case(b: int, s: int, context: int, kind: str, k: int = 2048) -> Case
         flops=2.0 * b * s * context * ni * DI,
         shape=dict(b=b, s=s, context=context, k=k),
         peers=peers,
+        ordered=False,
+        rate=2.0,
     )
 
 
@@ -142,7 +148,9 @@ def _rows(draw: Draw, count: int, kind: str, row_layout: str) -> Tensor:
     return rows.view(dtype)
 
 
-def attention_case(b: int, s: int, n: int, context: int, kind: str, k: int = 2048) -> Case:
+def attention_case(
+    b: int, s: int, n: int, context: int, kind: str, k: int = 2048, op: str = ATTENTION
+) -> Case:
     """Paged sparse attention over rows of 656 bytes; requests share no page."""
     pages = context // P
     row_layout = quantised.NOPE_SCALE_ROPE if kind == "fp8" else quantised.NOPE_ROPE_SCALE
@@ -178,7 +186,7 @@ def attention_case(b: int, s: int, n: int, context: int, kind: str, k: int = 204
     if kind == "fp8" and s <= 2:
         peers["flash_mla"] = _flash_mla
     return Case(
-        "npu_kv_quant_sparse_flash_attention",
+        op,
         f"{kind}, {n} heads, {b} x {s} queries, {context // 1024}K keys, top {k}",
         make,
         part,
@@ -328,6 +336,16 @@ def _attention(small: bool) -> list[Case]:
     return [*cases, attention_case(128, 1, 16, 65536, "int8")]
 
 
+def _indices(small: bool) -> list[Case]:
+    size = (1, 1, 4096) if small else (32, 1, 65536)
+    return [indexer_case(*size, kind, op=INDICES) for kind in ("fp8", "int8")]
+
+
+def _lse(small: bool) -> list[Case]:
+    b, n, context, k = (1, 16, 2048, 256) if small else (32, 128, 65536, 2048)
+    return [attention_case(b, 1, n, context, "fp8", k, LSE)]
+
+
 def _writers(case: Callable[..., Case]) -> Callable[[bool], list[Case]]:
     def cases(small: bool) -> list[Case]:
         tokens = (4,) if small else (32, 4096)
@@ -337,8 +355,10 @@ def _writers(case: Callable[..., Case]) -> Callable[[bool], list[Case]]:
 
 
 PRESETS: dict[str, Callable[[bool], list[Case]]] = {
-    "npu_quant_lightning_indexer_scores": _indexer,
-    "npu_kv_quant_sparse_flash_attention": _attention,
+    INDICES: _indices,
+    SCORES: _indexer,
+    ATTENTION: _attention,
+    LSE: _lse,
     "npu_index_cache_write": _writers(index_write_case),
     "npu_latent_cache_write": _writers(latent_write_case),
     "npu_quantize_index_query": _writers(query_case),

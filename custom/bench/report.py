@@ -45,8 +45,8 @@ class Row:
         return unpacked(self.peak_mib)
 
 
-def packed(named: Mapping[str, float]) -> str:
-    return "; ".join(f"{name}={value:.2f}" for name, value in named.items())
+def packed(named: Mapping[str, float], form: str = ".2f") -> str:
+    return "; ".join(f"{name}={value:{form}}" for name, value in named.items())
 
 
 def unpacked(text: str) -> dict[str, float]:

@@ -8,13 +8,14 @@ in `REFUSED` are not, each for the reason given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..dispatch.common import quantised
 from ..dispatch.common.nz import to_nz
 from ..dispatch.errors import NotSupported, need
 
@@ -123,7 +124,11 @@ def sparse_attention_weights(
         weight_format: "nz" makes 4-D FRACTAL_NZ weights, "nd" row-major [K, N] ones.
 
     All have the dtype of `q_a_proj`, also the index head weights, which Transformers may keep in
-    float32: a positive factor and a rounding are all that this changes in the scores.
+    float32: a positive factor and a rounding are all that this changes in the scores. Projections
+    of 8 bits are taken as they are, with their scales among the options: float8_e4m3fn weights with
+    `weight_scale_inv`, a scale for 128 x 128 (DeepSeek's checkpoints), and int8 ones with
+    `weight_scale`, a scale for each row (compressed-tensors, msmodelslim). The key-value
+    up-projection alone is dequantised.
     """
     m, conventions = _supported(module)
     if m.indexer is None:
@@ -135,7 +140,11 @@ def sparse_attention_weights(
             "shared_attention_weights and npu_sparse_attention_shared_pto."
         )
     shared = _shared(m, conventions, weight_format)
-    projection = _projection(m, weight_format)
+    indexer = m.indexer
+    weights, scales, mode = _projections(
+        m, weight_format, dict(idx_k=indexer.wk), dict(idx_qb=indexer.wq_b)
+    )
+    proj = indexer.weights_proj.weight.detach().to(_dtype(m)).t()
     return SparseAttentionWeights(
         **{
             **vars(shared),
@@ -144,11 +153,12 @@ def sparse_attention_weights(
                 layer_norm_eps=m.indexer.k_norm.eps,
                 sparse_count=m.indexer.index_topk,
                 index_rope_interleaved=conventions["index_rope_interleaved"],
+                **_of_8_bits("index_weight_quant_mode", mode, "dequant_scale_w_", scales),
             ),
         },
-        idx_qb=projection(m.indexer.wq_b),
-        idx_k=projection(m.indexer.wk),
-        idx_proj=projection(m.indexer.weights_proj),
+        idx_qb=weights["idx_qb"],
+        idx_k=weights["idx_k"],
+        idx_proj=to_nz(proj) if weight_format == "nz" else proj.contiguous(),
         idx_gamma_k=m.indexer.k_norm.weight.detach(),
         idx_beta_k=m.indexer.k_norm.bias.detach(),
     )
@@ -185,31 +195,140 @@ def _supported(module: nn.Module) -> tuple[Any, dict[str, bool]]:
     return m, conventions
 
 
-def _projection(m: Any, weight_format: str) -> Callable[[nn.Linear], Tensor]:
-    dtype = m.q_a_proj.weight.dtype
+# by the dtype of its weight, where a linear keeps its scales: block-fp8 checkpoints (DeepSeek), and
+# compressed-tensors' and msmodelslim's W8A8 with dynamic activations
+_SCALES = {torch.float8_e4m3fn: "weight_scale_inv", torch.int8: "weight_scale"}
+_MODES = {torch.float8_e4m3fn: 4, torch.int8: 2}
+# of W8A8 with static activations
+_STATIC = ("input_scale", "deq_scale", "input_offset")
 
-    def projection(linear: nn.Linear) -> Tensor:
-        weight = linear.weight.to(dtype).t()  # [out, in] to [K, N]
-        return to_nz(weight) if weight_format == "nz" else weight.contiguous()
 
-    return projection
+def load_as_it_is(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put a checkpoint's tensors, by their names below `module`, in the place of its parameters: of
+    8 bits where they are, with their scales beside them.
+
+    >>> from torch import nn
+    >>> from custom.integrations.dsa import load_as_it_is
+    >>> projection = nn.ModuleDict(dict(q_a_proj=nn.Linear(4, 2, bias=False)))
+    >>> weight, scale = torch.ones(2, 4, dtype=torch.int8), torch.ones(2, 1)
+    >>> load_as_it_is(projection, {"q_a_proj.weight": weight, "q_a_proj.weight_scale": scale})
+    >>> projection.q_a_proj.weight.dtype
+    torch.int8
+    """
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        place = module.get_submodule(owner)
+        if leaf in dict(place.named_parameters(recurse=False)):
+            setattr(place, leaf, nn.Parameter(tensor, requires_grad=False))
+        else:
+            setattr(place, leaf, tensor)
+
+
+def _scale(linear: nn.Linear) -> Tensor | None:
+    """Float32, of a weight [N, K] of 8 bits: [N / 128, K / 128] or [N, 1]."""
+    weight = linear.weight
+    name = _SCALES.get(weight.dtype)
+    if name is None:
+        return None
+    for static in _STATIC:
+        if getattr(linear, static, None) is not None:
+            raise NotSupported(
+                f"`{static}` of a projection is given, expected none: activations are quantised "
+                "token by token. Take a checkpoint with dynamic activations (W8A8_DYNAMIC)."
+            )
+    offset = getattr(linear, "weight_offset", None)
+    if offset is not None and bool(offset.any()):
+        raise NotSupported("`weight_offset` of a projection is not zero, expected symmetric int8.")
+    scale = getattr(linear, name, None)
+    rows, columns = weight.shape
+    tiles = (-(-rows // quantised.TILE), -(-columns // quantised.TILE))
+    wanted = tiles if weight.dtype is torch.float8_e4m3fn else (rows, 1)
+    if isinstance(scale, Tensor) and scale.ndim == 1 and wanted[1] == 1:
+        scale = scale[:, None]
+    if not isinstance(scale, Tensor) or tuple(scale.shape) != wanted:
+        came = list(scale.shape) if isinstance(scale, Tensor) else None
+        raise NotSupported(
+            f"a projection has weights {str(weight.dtype).removeprefix('torch.')} {[rows, columns]}"
+            f" and `{name}` {came}, expected {list(wanted)}."
+        )
+    return scale.float()
+
+
+def _dequantised(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """What [N, K] stands for."""
+    scale, weight = _scale(linear), linear.weight.detach()
+    if scale is None:
+        return weight.to(dtype)
+    if weight.dtype is torch.float8_e4m3fn:
+        rows, columns = weight.shape
+        for dim in (0, 1):
+            scale = scale.repeat_interleave(quantised.TILE, dim)
+        scale = scale[:rows, :columns]
+    return (weight.float() * scale).to(dtype)
+
+
+def _projections(
+    m: Any, weight_format: str, first: Mapping[str, nn.Linear], second: Mapping[str, nn.Linear]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """(weights [K, N], scales by the name of their weight, weight_quant_mode) of projections of
+    the layer's input, and of its query latent."""
+    every = {**first, **second}
+    kinds = {name: _MODES.get(linear.weight.dtype, 0) for name, linear in every.items()}
+    of_first, of_second = ({kinds[name] for name in names} for names in (first, second))
+    if of_first == of_second and len(of_first) == 1:
+        (mode,) = of_first
+    elif of_first == {0} and of_second == {2}:
+        mode = 1
+    else:
+        dtypes = ", ".join(f"{name} {linear.weight.dtype}" for name, linear in every.items())
+        raise NotSupported(
+            f"the projections are {dtypes}, expected one kind, or int8 behind the query's norm "
+            "alone."
+        )
+    weights, scales = {}, {}
+    for name, linear in every.items():
+        scale = _scale(linear)
+        weight = linear.weight.detach().t()  # [out, in] to [K, N]
+        if scale is None:
+            weight = weight.to(_dtype(m))
+        else:
+            scales[name] = scale.t().contiguous()
+        if weight_format == "nz":
+            weight = to_nz(weight)
+        # of 8 bits the checkpoint's own bytes are read
+        weights[name] = weight.contiguous() if scale is None else weight
+    return weights, scales, mode
+
+
+def _dtype(m: Any) -> torch.dtype:
+    """Of activations: what quantised checkpoints keep norms in."""
+    dtype: torch.dtype = m.q_a_proj.weight.dtype
+    norm: torch.dtype = m.q_a_layernorm.weight.dtype
+    return norm if dtype in _SCALES else dtype
 
 
 def up_projections(m: Any) -> tuple[Tensor, Tensor]:
-    """uk [N, Dn, R] and uv [N, Dv, R], views of the module's weight."""
-    heads = m.kv_b_proj.weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
+    """uk [N, Dn, R] and uv [N, Dv, R]: views of the module's weight, which is dequantised where it
+    is of 8 bits."""
+    weight = m.kv_b_proj.weight
+    if weight.dtype in _SCALES:
+        weight = _dequantised(m.kv_b_proj, _dtype(m))
+    heads = weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
     uk, uv = heads.split([m.qk_nope_head_dim, m.v_head_dim], dim=1)
     return uk, uv
 
 
 def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
-    projection = _projection(m, weight_format)
+    weights, scales, mode = _projections(
+        m,
+        weight_format,
+        dict(dq=m.q_a_proj, dkv_kr=m.kv_a_proj_with_mqa),
+        dict(uq_qr=m.q_b_proj),
+    )
     uk, uv = up_projections(m)
     return SharedAttentionWeights(
-        dq=projection(m.q_a_proj),
-        uq_qr=projection(m.q_b_proj),
+        **weights,
         uk=uk.contiguous(),
-        dkv_kr=projection(m.kv_a_proj_with_mqa),
         gamma_cq=m.q_a_layernorm.weight.detach(),
         gamma_ckv=m.kv_a_layernorm.weight.detach(),
         uv=uv.contiguous(),
@@ -218,8 +337,15 @@ def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedA
             rms_norm_eps=m.q_a_layernorm.variance_epsilon,
             rope_interleaved=conventions["rope_interleaved"],
             weight_format=weight_format,
+            **_of_8_bits("weight_quant_mode", mode, "dequant_scale_w_", scales),
         ),
     )
+
+
+def _of_8_bits(argument: str, mode: int, prefix: str, scales: dict[str, Tensor]) -> dict[str, Any]:
+    if mode == 0:
+        return {}
+    return {argument: mode, **{prefix + name: scale for name, scale in scales.items()}}
 
 
 def cache_widths(config: Any) -> tuple[int, int, int]:

@@ -28,7 +28,8 @@ from ..delta_rule import (
 )
 
 
-def _normalised(x: Tensor) -> Tensor:
+def normalised(x: Tensor) -> Tensor:
+    """In rows of length 1."""
     wide = x.float()
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
@@ -54,7 +55,7 @@ def chunk_gated_delta_rule(
     if kwargs.get("cu_seqlens") is not None:
         lengths = kwargs["cu_seqlens"].diff()
     if use_qk_l2norm_in_kernel:
-        query, key = _normalised(query), _normalised(key)
+        query, key = normalised(query), normalised(key)
     # ours takes all tokens in a row, and states [B, Nv, Dv, Dk]; a model's convolution leaves its
     # channels strided
     out, state = npu_chunk_gated_delta_rule(

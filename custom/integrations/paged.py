@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..dispatch.common import quantised
 
 
 class LayerCaches(NamedTuple):
@@ -16,6 +18,17 @@ class LayerCaches(NamedTuple):
     kv: Tensor  # [pages, P, 1, R] latents
     kr: Tensor  # [pages, P, 1, Dr] rotary keys
     index_k: Tensor  # [pages, P, 1, Di] index keys
+    index_k_scale: Tensor | None = None  # [pages, P, 1], of int8 index keys
+
+    @property
+    def arguments(self) -> dict[str, Tensor | None]:
+        """Under the op's own names."""
+        return dict(
+            kv_cache=self.kv,
+            kr_cache=self.kr,
+            index_k_cache=self.index_k,
+            index_k_scale_cache=self.index_k_scale,
+        )
 
 
 def token_positions(lengths: Tensor, tokens: int) -> Tensor:
@@ -36,6 +49,8 @@ class PagedCaches:
         layers: layers of the model; each has pools of its own.
         widths: (R, Dr, Di), the sizes of a latent, a rotary key and an index key; or one such
             triple a layer.
+        kv_kind: "none", or "fp8" or "int8": latents and rotary keys in rows of 656 bytes.
+        index_kind: likewise of index keys: fp8 in packed pages, int8 beside their scales.
         seed: shuffles the block table.
 
     >>> from custom.integrations.paged import PagedCaches, token_positions
@@ -57,19 +72,31 @@ class PagedCaches:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        kv_kind: str = "none",
+        index_kind: str = "none",
     ) -> None:
         self.page_size = page_size
+        self.kinds = dict(kv_kind=kv_kind, index_kind=index_kind)
         self._random = torch.Generator().manual_seed(seed)
         self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
         each = widths if isinstance(widths, list) else [widths] * layers
         if len(each) != layers:
             raise ValueError(f"PagedCaches: {len(each)} `widths` for {layers} layers.")
-        self.layers = [
-            LayerCaches(
-                *(torch.empty(0, page_size, 1, n, dtype=dtype, device=device) for n in sizes)
-            )
-            for sizes in each
-        ]
+
+        def pool(dtype: torch.dtype, *sizes: int) -> Tensor:
+            return torch.empty(0, page_size, *sizes, dtype=dtype, device=device)
+
+        self.layers = []
+        for latent, rope, index in each:
+            kv, kr = pool(dtype, 1, latent), pool(dtype, 1, rope)
+            keys, scale = pool(dtype, 1, index), None
+            if kv_kind != "none":
+                kv, kr = pool(torch.uint8, 1, quantised.ROW), pool(dtype, 1, 0)
+            if index_kind == "fp8":
+                keys = pool(torch.uint8, quantised.PACKED)
+            elif index_kind == "int8":
+                keys, scale = pool(torch.int8, 1, index), pool(torch.float16, 1)
+            self.layers.append(LayerCaches(kv, kr, keys, scale))
         self.reserve(capacity)
 
     @property
@@ -87,12 +114,13 @@ class PagedCaches:
         order = torch.randperm(pages, generator=self._random, dtype=torch.int32)
         new = (requests * columns + order).view(requests, more).to(self.block_table.device)
         self.block_table = torch.cat([self.block_table, new], 1)
-        self.layers = [
-            LayerCaches(
-                *(torch.cat([pool, pool.new_zeros(pages, *pool.shape[1:])]) for pool in layer)
-            )
-            for layer in self.layers
-        ]
+
+        def longer(pool: Tensor | None) -> Any:
+            if pool is None:
+                return None
+            return torch.cat([pool, pool.new_zeros(pages, *pool.shape[1:])])
+
+        self.layers = [LayerCaches(*map(longer, layer)) for layer in self.layers]
 
     def slots(self, positions: Tensor, block_table: Tensor | None = None) -> Tensor:
         """Flat slot of every position [B, S], or -1 (not written) where there is none.

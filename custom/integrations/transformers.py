@@ -26,7 +26,8 @@ from ..sparse_attention import (
     npu_sparse_attention_pto,
     npu_sparse_attention_shared_pto,
 )
-from .kernels import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
+from . import kernels
+from .drafts import recorded
 from .paged import LayerCaches, PagedCaches, token_positions
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
@@ -293,6 +294,9 @@ def _convolved(self: Any, cache_params: Any, cache: Any, mixed: Tensor) -> Tenso
     return out.mT[:, -tokens:]
 
 
+_chunked = recorded(kernels.chunk_gated_delta_rule)
+
+
 def _recurred(
     self: Any, cache_params: Any, before: Any, mixed: Tensor, a: Tensor, b: Tensor
 ) -> Tensor:
@@ -301,7 +305,7 @@ def _recurred(
     q, k = (each.unflatten(-1, (-1, self.head_k_dim)) for each in (q, k))
     v = v.unflatten(-1, (-1, self.head_v_dim))
     gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias)
-    out, state = chunk_gated_delta_rule(
+    out, state = _chunked(
         q,
         k,
         v,
@@ -325,8 +329,8 @@ _DELTA_RULES: tuple[Any, ...] = (
 )
 # functions that a model calls by name
 _KDA: tuple[tuple[Any, str, Any], ...] = (
-    (modeling_kimi_linear, "chunk_kimi_delta_attention", chunk_kda),
-    (modeling_kimi_linear, "recurrent_kimi_delta_attention", fused_recurrent_kda),
+    (modeling_kimi_linear, "chunk_kimi_delta_attention", recorded(kernels.chunk_kda)),
+    (modeling_kimi_linear, "recurrent_kimi_delta_attention", recorded(kernels.fused_recurrent_kda)),
 )
 _in_use = False
 

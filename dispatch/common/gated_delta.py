@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """The decode step of a gated-delta layer out of its three stages, for every backend: what each
-takes of the layer's arguments."""
+takes of the layer's arguments; and decays that are given twice."""
 
 from __future__ import annotations
 
@@ -72,3 +72,10 @@ def norm(x: dict[str, Any], out: Tensor) -> dict[str, Any]:
         norm_before_gate=True,
         activation=x["gate_activation"],
     )
+
+
+def log_decay(g: Tensor | None, gk: Tensor | None) -> Tensor | None:
+    """The logarithm of both decays, [T, HV] or [T, HV, K]."""
+    if g is None or gk is None:
+        return gk if g is None else g
+    return gk + g[..., None]

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..spec import UNLIMITED
+from . import quantised
 
 
 class Stages(NamedTuple):
@@ -21,6 +23,8 @@ class Stages(NamedTuple):
     indexer_prolog: Callable[..., Any]
     lightning_indexer: Callable[..., Any]
     sparse_flash_attention: Callable[..., Any]
+    quant_lightning_indexer: Callable[..., Any]
+    kv_quant_sparse_flash_attention: Callable[..., Any]
 
 
 @dataclass
@@ -45,6 +49,24 @@ class _Layer:
     rms_norm_eps: float
     rope_interleaved: bool
     weight_format: str
+    dequant_scale_w_dq: Tensor | None
+    dequant_scale_w_uq_qr: Tensor | None
+    dequant_scale_w_dkv_kr: Tensor | None
+    smooth_scales_cq: Tensor | None
+    k_nope_clip_alpha: Tensor | None
+    weight_quant_mode: int
+    kv_kind: str
+    row_layout: str
+    scale_format: str
+
+    @property
+    def in_rows(self) -> bool:
+        """Latents and rotary keys are one cache of rows of 656 bytes."""
+        return self.kv_kind != "none"
+
+    def rows(self) -> Tensor:
+        """That cache, as its values."""
+        return self.kv_cache.view(quantised.VALUES[self.kv_kind])
 
     def of_mla_prolog(self) -> dict[str, Any]:
         return dict(
@@ -57,30 +79,41 @@ class _Layer:
             rmsnorm_gamma_ckv=self.gamma_ckv,
             rope_sin=self.sin,
             rope_cos=self.cos,
-            kv_cache=self.kv_cache,
+            kv_cache=self.rows() if self.in_rows else self.kv_cache,
             kr_cache=self.kr_cache,
             cache_index=self.cache_index,
             rmsnorm_epsilon_cq=self.rms_norm_eps,
             rmsnorm_epsilon_ckv=self.rms_norm_eps,
             rope_interleaved=self.rope_interleaved,
             weight_format=self.weight_format,
+            dequant_scale_x=None,
+            dequant_scale_w_dq=self.dequant_scale_w_dq,
+            dequant_scale_w_uq_qr=self.dequant_scale_w_uq_qr,
+            dequant_scale_w_dkv_kr=self.dequant_scale_w_dkv_kr,
+            smooth_scales_cq=self.smooth_scales_cq,
+            k_nope_clip_alpha=self.k_nope_clip_alpha,
+            weight_quant_mode=self.weight_quant_mode,
+            kv_cache_quant_mode=3 if self.in_rows else 0,
+            query_quant_mode=0,
+            ckvkr_repo_mode=int(self.in_rows),
+            quant_scale_repo_mode=int(self.in_rows),
+            tile_size=quantised.TILE,
+            kv_cache_dtype=None,
+            row_layout=self.row_layout,
+            scale_format=self.scale_format,
         )
 
-    def of_attention(self, query: Tensor, query_rope: Tensor, indices: Tensor) -> dict[str, Any]:
+    def of_selected(self, indices: Tensor) -> dict[str, Any]:
+        """What the attention takes, on either kind of cache."""
         scale = self.softmax_scale
         if scale is None:
             scale = (self.w_uk.shape[1] + self.sin.shape[-1]) ** -0.5
         return dict(
-            query=query,
-            key=self.kv_cache,
-            value=None,
             sparse_indices=indices,
             scale_value=scale,
             block_table=self.block_table,
             actual_seq_lengths_query=None,
             actual_seq_lengths_kv=self.act_seqs,
-            query_rope=query_rope,
-            key_rope=self.kr_cache,
             sparse_block_size=1,
             layout_query="BSND",
             layout_kv="PA_BSND",
@@ -88,19 +121,70 @@ class _Layer:
             pre_tokens=UNLIMITED,
             next_tokens=UNLIMITED,
             attention_mode=2,
-            return_softmax_lse=False,
             sinks=None,
         )
+
+    def of_attention(self, query: Tensor, query_rope: Tensor, indices: Tensor) -> dict[str, Any]:
+        return dict(
+            query=query,
+            key=self.kv_cache,
+            value=None,
+            query_rope=query_rope,
+            key_rope=self.kr_cache,
+            return_softmax_lse=False,
+            **self.of_selected(indices),
+        )
+
+    def of_rows(self, query: Tensor, indices: Tensor) -> dict[str, Any]:
+        """`query` is [.., N, R + Dr]."""
+        rows = self.rows()
+        return dict(
+            query=query,
+            key=rows,
+            value=rows,
+            key_quant_mode=2,
+            value_quant_mode=2,
+            key_dequant_scale=None,
+            value_dequant_scale=None,
+            quant_scale_repo_mode=1,
+            tile_size=quantised.TILE,
+            rope_head_dim=quantised.ROTARY,
+            key_dtype=None,
+            value_dtype=None,
+            row_layout=self.row_layout,
+            **self.of_selected(indices),
+        )
+
+    def attended(
+        self, stages: Stages, query: Tensor, query_rope: Tensor, indices: Tensor
+    ) -> Tensor:
+        out: Tensor
+        if self.in_rows:
+            both = torch.cat([query, query_rope], dim=-1)
+            out = stages.kv_quant_sparse_flash_attention(**self.of_rows(both, indices))
+        else:
+            chosen = self.of_attention(query, query_rope, indices)
+            out = stages.sparse_flash_attention(**chosen)[0]
+        return out
+
+    def unattended(self, stages: Stages, indices: Tensor) -> str | None:
+        """Why the attention cannot run, or None."""
+        heads, _plain, rank = self.w_uk.shape
+        rotary = self.sin.shape[-1]
+        reason: str | None
+        if self.in_rows:
+            query = self._like(heads, rank + rotary)
+            reason = stages.kv_quant_sparse_flash_attention(**self.of_rows(query, indices))
+        else:
+            queries = self._like(heads, rank), self._like(heads, rotary)
+            reason = stages.sparse_flash_attention(**self.of_attention(*queries, indices))
+        return reason
 
     def _like(self, *size: int) -> Tensor:
         """What stands for [B, S, *size] made of `x`: its shape, dtype and device, no memory."""
         batch, rows, _hidden = self.x.shape
         one = self.x[..., :1].view(batch, rows, *(1 for _ in size))
         return one.expand(batch, rows, *size)
-
-    def _queries(self) -> tuple[Tensor, Tensor]:
-        heads, _plain, rank = self.w_uk.shape
-        return self._like(heads, rank), self._like(heads, self.sin.shape[-1])
 
 
 @dataclass
@@ -111,15 +195,12 @@ class Shared(_Layer):
 
     def unsupported(self, stages: Stages) -> str | None:
         """The first reason of a stage; of the queries between them only shape and dtype matter."""
-        chosen = self.of_attention(*self._queries(), self.sparse_indices)
         reason: str | None = stages.mla_prolog(**self.of_mla_prolog())
-        return reason or stages.sparse_flash_attention(**chosen)
+        return reason or self.unattended(stages, self.sparse_indices)
 
     def run(self, stages: Stages) -> Tensor:
         query, query_rope, _ = stages.mla_prolog(**self.of_mla_prolog())
-        chosen = self.of_attention(query, query_rope, self.sparse_indices)
-        out: Tensor = stages.sparse_flash_attention(**chosen)[0]
-        return out
+        return self.attended(stages, query, query_rope, self.sparse_indices)
 
 
 @dataclass
@@ -135,13 +216,35 @@ class Whole(_Layer):
     layer_norm_eps: float
     sparse_count: int
     index_rope_interleaved: bool
+    index_k_scale_cache: Tensor | None
+    dequant_scale_w_idx_qb: Tensor | None
+    dequant_scale_w_idx_k: Tensor | None
+    index_weight_quant_mode: int
+    index_kind: str
+    index_hadamard: bool
+    hadamard_round: str
 
     @property
     def index_heads(self) -> int:
         """Read off a weight that NZ does not pad."""
         return self.w_idx_qb.numel() // (self.gamma_cq.shape[0] * self.in_gamma_k.shape[0])
 
+    @property
+    def in_bytes(self) -> bool:
+        """The index keys are of 8 bits."""
+        return self.index_kind != "none"
+
+    def index_cache(self) -> tuple[Tensor, Tensor | None]:
+        """Index keys and their scales; those of packed pages as views."""
+        if not self.in_bytes:
+            return self.index_k_cache, None
+        if self.index_k_scale_cache is None:
+            return quantised.index_cache_views(self.index_k_cache, self.index_kind)
+        return self.index_k_cache.view(quantised.VALUES[self.index_kind]), self.index_k_scale_cache
+
     def of_indexer_prolog(self, query_norm: Tensor) -> dict[str, Any]:
+        keys, scales = self.index_cache()
+        smooth = self.smooth_scales_cq if self.index_weight_quant_mode in (1, 2) else None
         return dict(
             token_x=self.x,
             query_norm=query_norm,
@@ -152,17 +255,41 @@ class Whole(_Layer):
             ln_beta_k=self.in_beta_k,
             rope_sin=self.sin,
             rope_cos=self.cos,
-            index_k_cache=self.index_k_cache,
+            index_k_cache=keys,
             cache_index=self.cache_index,
             ln_epsilon=self.layer_norm_eps,
             rope_interleaved=self.index_rope_interleaved,
             weight_format=self.weight_format,
+            index_k_scale_cache=scales,
+            dequant_scale_q_norm=None,
+            dequant_scale_w_qb=self.dequant_scale_w_idx_qb,
+            dequant_scale_w_k=self.dequant_scale_w_idx_k,
+            smooth_scales_cq=smooth,
+            weight_quant_mode=self.index_weight_quant_mode,
+            kv_cache_quant_mode=3 if self.in_bytes else 0,
+            index_hadamard=self.index_hadamard,
+            hadamard_round=self.hadamard_round,
+            scale_format=self.scale_format,
         )
 
     def of_indexer(self, query_index: Tensor, weights: Tensor) -> dict[str, Any]:
-        return dict(
+        """Of either indexer."""
+        keys, scales = self.index_cache()
+        own = (
+            dict(
+                query_dequant_scale=None,
+                key_dequant_scale=scales,
+                query_quant_mode=0,
+                key_quant_mode=0,
+                query_dtype=None,
+                key_dtype=None,
+            )
+            if self.in_bytes
+            else dict(return_value=False)
+        )
+        return own | dict(
             query=query_index,
-            key=self.index_k_cache,
+            key=keys,
             weights=weights,
             actual_seq_lengths_query=None,
             actual_seq_lengths_key=self.act_seqs,
@@ -173,25 +300,35 @@ class Whole(_Layer):
             sparse_mode=3,
             pre_tokens=UNLIMITED,
             next_tokens=UNLIMITED,
-            return_value=False,
         )
 
     def unsupported(self, stages: Stages) -> str | None:
         """The first reason of a stage; of what is between them only shape and dtype matter."""
         query_norm = self._like(self.gamma_cq.shape[0])
         heads, size = self.index_heads, self.in_gamma_k.shape[0]
-        scored = self.of_indexer(self._like(heads, size), self._like(heads))
-        chosen = self.of_attention(*self._queries(), self._like(1, self.sparse_count))
+        query_index = self._like(heads, size)
+        if self.in_bytes:
+            one = self.x.new_empty(1, dtype=quantised.VALUES[self.index_kind])
+            query_index = one.expand(query_index.shape)
+        scored = self.of_indexer(query_index, self._like(heads))
+        indexer = stages.quant_lightning_indexer if self.in_bytes else stages.lightning_indexer
         reason: str | None = stages.mla_prolog(**self.of_mla_prolog())
         reason = reason or stages.indexer_prolog(**self.of_indexer_prolog(query_norm))
-        reason = reason or stages.lightning_indexer(**scored)
-        return reason or stages.sparse_flash_attention(**chosen)
+        reason = reason or indexer(**scored)
+        return reason or self.unattended(stages, self._like(1, self.sparse_count))
+
+    def selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
+        scored = self.of_indexer(query_index, weights)
+        indices: Tensor
+        if self.in_bytes:
+            indices = stages.quant_lightning_indexer(**scored)
+        else:
+            indices = stages.lightning_indexer(**scored)[0]
+        return indices
 
     def run(self, stages: Stages) -> tuple[Tensor, Tensor]:
         """(the layer's output, the positions that it attends to)"""
         query, query_rope, query_norm = stages.mla_prolog(**self.of_mla_prolog())
         query_index, weights = stages.indexer_prolog(**self.of_indexer_prolog(query_norm))
-        indices: Tensor = stages.lightning_indexer(**self.of_indexer(query_index, weights))[0]
-        chosen = self.of_attention(query, query_rope, indices)
-        out: Tensor = stages.sparse_flash_attention(**chosen)[0]
-        return out, indices
+        indices = self.selected(stages, query_index, weights)
+        return self.attended(stages, query, query_rope, indices), indices

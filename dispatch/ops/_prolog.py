@@ -7,7 +7,8 @@ An entry is argument: (tensor, shape); a letter gets its size where it first app
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -20,19 +21,28 @@ from ._layout import is_real
 Table = Mapping[str, tuple[Tensor, str]]
 
 
-def tensors(c: Checker, floats: Table, weights: Table, integers: Table) -> None:
+def tensors(
+    c: Checker,
+    floats: Table,
+    weights: Table,
+    integers: Table,
+    others: Mapping[str, Tensor | None] = MappingProxyType({}),
+    narrow: Collection[str] = (),
+) -> None:
     """All on one device and contiguous, floats and weights of one dtype; all shapes but those of
-    the weights."""
-    floating = {name: tensor for name, (tensor, _) in {**floats, **weights}.items()}
-    every = floating | {name: tensor for name, (tensor, _) in integers.items()}
-    c.same_device(**every)
+    the weights.  What is named in `narrow` has a dtype and strides of its own, and so have
+    `others`, which are no more than on that device."""
+    given = {name: tensor for name, (tensor, _) in {**floats, **weights}.items()}
+    whole = {name: tensor for name, (tensor, _) in integers.items()}
+    floating = {name: tensor for name, tensor in given.items() if name not in narrow}
+    c.same_device(**given, **whole, **others)
     c.floating(*next(iter(floating.items())))
     c.same_dtype(**floating)
-    for name, (tensor, _) in integers.items():
+    for name, tensor in whole.items():
         c.integer(name, tensor)
     for name, (tensor, shape) in {**floats, **integers}.items():
         c.shape(name, tensor, shape)
-    c.contiguous(**every)
+    c.contiguous(**floating, **whole)
     page, rotary = c.sizes["P"], c.sizes["Dr"]
     c.require(
         page % 16 == 0 and page > 0,
@@ -53,11 +63,11 @@ def weights(c: Checker, table: Table, weight_format: str) -> None:
         else:
             c.shape(name, weight, shape)
         if weight.ndim == 4 or weight_format == "nz":
-            for letter in (rows, columns):
+            for letter, tile in ((rows, 16), (columns, max(16, nz.columns(weight.dtype)))):
                 c.require(
-                    c.sizes[letter] % 16 == 0,
-                    f"`{name}` is NZ with {letter}={c.sizes[letter]}, expected a multiple of 16. "
-                    'Pad the weight, or pass it row-major with weight_format="nd".',
+                    c.sizes[letter] % tile == 0,
+                    f"`{name}` is NZ with {letter}={c.sizes[letter]}, expected a multiple of "
+                    f'{tile}. Pad the weight, or pass it row-major with weight_format="nd".',
                 )
 
 

@@ -94,12 +94,13 @@ def check(
     c.shape("A_log", A_log, "HV")
     _check_gates(c, a, dt_bias, b, is_kda)
     _check_sequences(c, cu_seqlens, initial_state_indices)
-    _check_pool(c, "initial_state_source", initial_state_source, "slots", state_layout)
+    last = "K V" if state_layout == "kv" else "V K"
+    pool_of_states(c, "initial_state_source", initial_state_source, f"slots HV {last}")
     if not disable_state_update:
         _check_distinct(c, "initial_state_indices", initial_state_indices, c.sizes["slots"])
     _check_verification(
         c,
-        state_layout,
+        last,
         cu_seqlens is not None,
         intermediate_states,
         intermediate_state_indices,
@@ -168,19 +169,19 @@ def _check_distinct(c: Checker, name: str, indices: Tensor, rows: int) -> None:
         )
 
 
-def _check_pool(c: Checker, name: str, pool: Tensor, leading: str, state_layout: str) -> None:
-    """A pool of states: the leading dimensions have any stride, a state lies in one piece."""
+def pool_of_states(c: Checker, name: str, pool: Tensor, wanted: str) -> None:
+    """The leading dimensions have any stride, a state lies in one piece."""
     c.floating(name, pool)
-    c.shape(name, pool, f"{leading} HV {'K V' if state_layout == 'kv' else 'V K'}")
+    c.shape(name, pool, wanted)
     sizes = pool.shape[-3:]
-    wanted = (sizes[1] * sizes[2], sizes[2], 1)
+    dense = (sizes[1] * sizes[2], sizes[2], 1)
     c.require(
         pool.numel() == 0
         or all(
             size == 1 or got == want
-            for size, got, want in zip(sizes, pool.stride()[-3:], wanted, strict=True)
+            for size, got, want in zip(sizes, pool.stride()[-3:], dense, strict=True)
         ),
-        f"`{name}` has strides {list(pool.stride())}, expected {list(wanted)} in its last three "
+        f"`{name}` has strides {list(pool.stride())}, expected {list(dense)} in its last three "
         "dimensions: only the slots may lie apart.",
     )
     least = sizes[0] * sizes[1] * sizes[2]
@@ -196,7 +197,7 @@ def _check_pool(c: Checker, name: str, pool: Tensor, leading: str, state_layout:
 
 def _check_verification(
     c: Checker,
-    state_layout: str,
+    last: str,
     varlen: bool,
     intermediate_states: Tensor | None,
     intermediate_state_indices: Tensor | None,
@@ -208,7 +209,7 @@ def _check_verification(
         "both or none.",
     )
     if intermediate_states is not None and intermediate_state_indices is not None:
-        _check_pool(c, "intermediate_states", intermediate_states, "rows steps", state_layout)
+        pool_of_states(c, "intermediate_states", intermediate_states, f"rows steps HV {last}")
         c.integer("intermediate_state_indices", intermediate_state_indices)
         c.shape("intermediate_state_indices", intermediate_state_indices, "N")
         _check_distinct(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..check import Checker
 from . import _convolution
+from .fused_sigmoid_gating_delta_rule_update import pool_of_states
 
 SCHEMA = (
     "npu_gated_delta_layer_decode(Tensor mixed_qkv, Tensor z, Tensor a, Tensor b,"
@@ -103,7 +104,7 @@ def check(
     last = "Dk Dv" if state_layout == "kv" else "Dv Dk"
     _convolution.pool(c, "conv_states", conv_states, "slots L C")
     _convolution.enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
-    _state_pool(c, "states", states, f"slots Nv {last}")
+    pool_of_states(c, "states", states, f"slots Nv {last}")
     _heads(c)
     if not disable_state_update:
         _convolution.distinct(c, "state_indices", state_indices, c.sizes["slots"])
@@ -125,22 +126,6 @@ def check(
         state_indices=state_indices,
         intermediate_state_indices=intermediate_state_indices,
         retrieve_parent_token=retrieve_parent_token,
-    )
-
-
-def _state_pool(c: Checker, name: str, pool: Tensor, wanted: str) -> None:
-    """The slots (and steps) have any stride, a state lies in one piece."""
-    _convolution.pool(c, name, pool, wanted)
-    sizes = pool.shape[-3:]
-    strides = (sizes[1] * sizes[2], sizes[2], 1)
-    c.require(
-        pool.numel() == 0
-        or all(
-            size == 1 or got == want
-            for size, got, want in zip(sizes, pool.stride()[-3:], strides, strict=True)
-        ),
-        f"`{name}` has strides {list(pool.stride())}, expected {list(strides)} in its last three "
-        "dimensions: only the slots may lie apart.",
     )
 
 
@@ -173,7 +158,7 @@ def _check_verification(
     )
     if intermediate_states is not None and intermediate_conv_window is not None:
         c.sizes["W-1"] = c.sizes["W"] - 1
-        _state_pool(c, "intermediate_states", intermediate_states, f"rows steps Nv {last}")
+        pool_of_states(c, "intermediate_states", intermediate_states, f"rows steps Nv {last}")
         _convolution.pool(
             c, "intermediate_conv_window", intermediate_conv_window, "rows steps W-1 C"
         )

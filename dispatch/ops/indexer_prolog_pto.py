@@ -6,16 +6,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..check import Checker
-from . import _prolog
+from ..common import quantised
+from . import _prolog, _quantised, _weights
 
 SCHEMA = (
     "npu_indexer_prolog_pto(Tensor token_x, Tensor query_norm, Tensor weight_qb,"
     " Tensor weight_k, Tensor weight_proj, Tensor ln_gamma_k, Tensor ln_beta_k,"
     " Tensor rope_sin, Tensor rope_cos, Tensor(a!) index_k_cache, Tensor cache_index, *,"
-    ' float ln_epsilon=1e-6, bool rope_interleaved=False, str weight_format="nz")'
+    ' float ln_epsilon=1e-6, bool rope_interleaved=False, str weight_format="nz",'
+    " Tensor(b!)? index_k_scale_cache=None, Tensor? dequant_scale_q_norm=None,"
+    " Tensor? dequant_scale_w_qb=None, Tensor? dequant_scale_w_k=None,"
+    " Tensor? smooth_scales_cq=None, SymInt weight_quant_mode=0, SymInt kv_cache_quant_mode=0,"
+    ' bool index_hadamard=False, str hadamard_round="bf16", str scale_format="ue8m0")'
     " -> (Tensor, Tensor)"
 )
 ONNX = "IndexerPrologPto"
@@ -35,9 +41,23 @@ def check(
     cache_index: Tensor,
     ln_epsilon: float,
     weight_format: str,
+    index_k_scale_cache: Tensor | None,
+    dequant_scale_q_norm: Tensor | None,
+    dequant_scale_w_qb: Tensor | None,
+    dequant_scale_w_k: Tensor | None,
+    smooth_scales_cq: Tensor | None,
+    weight_quant_mode: int,
+    kv_cache_quant_mode: int,
+    index_hadamard: bool,
+    hadamard_round: str,
+    scale_format: str,
     **_: Any,
 ) -> None:
     c = Checker("npu_indexer_prolog_pto")
+    narrow = _weights.dtypes(c, weight_quant_mode, ("weight_k",), ("weight_qb",))
+    in_bytes = _quantised.index_mode(c, kv_cache_quant_mode)
+    c.one_of("scale_format", scale_format, *_quantised.SCALE_FORMATS)
+    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
     weights = dict(
         weight_qb=(weight_qb, "Rq Ni*Di"),
         weight_k=(weight_k, "H Di"),
@@ -52,9 +72,29 @@ def check(
         rope_cos=(rope_cos, "B S Dr"),
         index_k_cache=(index_k_cache, "pages P 1 Di"),
     )
-    _prolog.tensors(c, floats, weights, dict(cache_index=(cache_index, "B S")))
+    scales = dict(
+        weight_qb=_weights.Scale("dequant_scale_w_qb", dequant_scale_w_qb),
+        weight_k=_weights.Scale("dequant_scale_w_k", dequant_scale_w_k),
+    )
+    of_norm = _weights.Scale("dequant_scale_q_norm", dequant_scale_q_norm)
+    own = {*narrow, *(["query_norm"] if query_norm.dtype in quantised.VALUES.values() else [])}
+    _prolog.tensors(
+        c,
+        floats,
+        weights,
+        dict(cache_index=(cache_index, "B S")),
+        {each.name: each.tensor for each in (*scales.values(), of_norm)}
+        | dict(smooth_scales_cq=smooth_scales_cq, index_k_scale_cache=index_k_scale_cache),
+        {*own, *(["index_k_cache"] if in_bytes else [])},
+    )
     index_sizes(c, "weight_proj", weight_proj)
-    _prolog.weights(c, weights, weight_format)
+    _weights.weights(c, weight_quant_mode, weights, narrow, scales, weight_format)
+    c.contiguous(query_norm=query_norm)
+    of_query = narrow.get("weight_qb")
+    tokens = cache_index.numel()
+    _weights.of_activations(c, ("query_norm", query_norm), of_norm, of_query, tokens)
+    _weights.smooth(c, smooth_scales_cq, of_query)
+    _quantised.index_keys(c, in_bytes, index_k_cache, index_k_scale_cache, index_hadamard)
     c.at_least("ln_epsilon", ln_epsilon, 0)
     _prolog.distinct_slots(c, cache_index)
 
@@ -73,11 +113,20 @@ def index_sizes(c: Checker, name: str, weight_proj: Tensor) -> None:
 
 
 def fake(
-    token_x: Tensor, weight_proj: Tensor, ln_gamma_k: Tensor, **_: Any
+    token_x: Tensor,
+    weight_proj: Tensor,
+    ln_gamma_k: Tensor,
+    index_k_cache: Tensor,
+    kv_cache_quant_mode: int,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     batch, rows, _hidden = token_x.shape
     heads = _prolog.columns_of(weight_proj)
+    in_bytes = kv_cache_quant_mode == 3
     return (
-        token_x.new_empty([batch, rows, heads, ln_gamma_k.shape[0]]),
-        token_x.new_empty([batch, rows, heads]),
+        token_x.new_empty(
+            [batch, rows, heads, ln_gamma_k.shape[0]],
+            dtype=index_k_cache.dtype if in_bytes else token_x.dtype,
+        ),
+        token_x.new_empty([batch, rows, heads], dtype=torch.float32 if in_bytes else token_x.dtype),
     )

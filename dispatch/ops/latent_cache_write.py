@@ -50,9 +50,7 @@ def check(
     _quantised.whole_pages(c, rows=rows)
     c.dense_rows(ckv=ckv, k_rope=k_rope)
     c.contiguous(slots=slots)
-    if alpha is not None:
-        c.dtype("k_nope_clip_alpha", alpha, torch.float32)
-        c.shape("k_nope_clip_alpha", alpha, "1")
+    _quantised.clip(c, alpha)
     _prolog.distinct_slots(c, slots, "slots")
 
 

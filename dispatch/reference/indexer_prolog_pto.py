@@ -5,18 +5,40 @@
     query_index = RoPE(rnd(c W_qb))   key = RoPE(rnd(LayerNorm(x W_k)))   weights = rnd(x W_proj)
 
 RoPE turns the first Dr dims of a head and rounds them; the others pass.  x W_k is not rounded.
+
+Weights of 8 bits: c and x are quantised before their products (_weights.py).  A cache of 8 bits:
+keys and queries are quantised, and the queries' scales multiplied into the weights.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..common import nz, paged, rope
-from ._precision import accumulator, matmul
+from ..common import paged, quantised, rope
+from . import _weights, index_cache_write, quantize_index_query
+from ._precision import accumulator
 
 
-def forward(
+def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
+    a = arguments
+    query, key, weights = projected(**a)
+    slots = a["cache_index"].flatten()
+    if a["kv_cache_quant_mode"] == 0:
+        paged.scatter(a["index_k_cache"], slots, key)
+        return query, weights
+    kind = quantised.kind_of(a["index_k_cache"].dtype)
+    assert kind is not None  # the check said so
+    form = {name: a[name] for name in ("scale_format", "index_hadamard", "hadamard_round")}
+    index_cache_write.forward(
+        key, a["index_k_cache"], a["index_k_scale_cache"], slots, kind, **form
+    )
+    return quantize_index_query.forward(query, weights, kind, True, **form)
+
+
+def projected(
     token_x: Tensor,
     query_norm: Tensor,
     weight_qb: Tensor,
@@ -26,30 +48,38 @@ def forward(
     ln_beta_k: Tensor,
     rope_sin: Tensor,
     rope_cos: Tensor,
-    index_k_cache: Tensor,
-    cache_index: Tensor,
     ln_epsilon: float,
     rope_interleaved: bool,
     weight_format: str,
-) -> tuple[Tensor, Tensor]:
+    dequant_scale_q_norm: Tensor | None,
+    dequant_scale_w_qb: Tensor | None,
+    dequant_scale_w_k: Tensor | None,
+    smooth_scales_cq: Tensor | None,
+    scale_format: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(queries [.., Ni, Di], keys [T, Di], weights [.., Ni]) in the dtype of x"""
     dtype, wide = token_x.dtype, accumulator(token_x)
     size, rotary = ln_gamma_k.shape[0], rope_sin.shape[-1]
-    sin, cos = rope_sin.to(wide), rope_cos.to(wide)
+    tokens = token_x.shape[:-1]
+    sin, cos = (each.flatten(0, -2).to(wide) for each in (rope_sin, rope_cos))
 
     def rotate_first(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
         first = rope.rotate(x[..., :rotary].to(wide), sin, cos, rope_interleaved)
         return torch.cat([first.to(dtype), x[..., rotary:]], dim=-1)
 
-    query = matmul(query_norm, nz.to_nd(weight_qb, weight_format)).to(dtype)
+    c = _weights.rows(query_norm, dequant_scale_q_norm, weight_qb, scale_format, smooth_scales_cq)
+    query = _weights.product(c, weight_qb, dequant_scale_w_qb, weight_format).to(dtype)
     query = query.unflatten(-1, (query.shape[-1] // size, size))
-    query_index = rotate_first(query, sin[:, :, None], cos[:, :, None])
+    query = rotate_first(query, sin[:, None], cos[:, None])
 
-    key = matmul(token_x, nz.to_nd(weight_k, weight_format))
+    x = _weights.rows(token_x, None, weight_k, scale_format)
+    key = _weights.product(x, weight_k, dequant_scale_w_k, weight_format).to(wide)
     key = torch.nn.functional.layer_norm(
         key, [size], ln_gamma_k.to(wide), ln_beta_k.to(wide), ln_epsilon
     ).to(dtype)
     key = rotate_first(key, sin, cos)
-    paged.scatter(index_k_cache, cache_index.flatten(), key.flatten(0, 1))
 
-    weights = matmul(token_x, nz.to_nd(weight_proj, weight_format)).to(dtype)
-    return query_index, weights
+    x = _weights.Rows(token_x.flatten(0, -2), None)
+    weights = _weights.product(x, weight_proj, None, weight_format).to(dtype)
+    return query.unflatten(0, tokens), key, weights.unflatten(0, tokens)

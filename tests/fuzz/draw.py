@@ -162,12 +162,37 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
 }
 
 
-def draw(op: str, number: int, seed: int, dtypes: list[str]) -> Case:
-    """Case `number` of a run; an op that is not listed is called with its sample."""
+# what kernels of a GPU are written for, in place of what was drawn
+_WIDE: dict[str, Callable[[Random], Case]] = {
+    "layer": lambda r: dict(
+        h=256, ranks=256, n=r.choice([8, 16]), plain=r.choice([128, 192]), rank=512, rotary=64,
+        index_heads=r.choice([32, 64]), index_size=128, weights=r.choice(["nz", "flat"]),
+    ),
+    "indexer": lambda r: dict(n=r.choice([32, 64]), d=128, k=r.choice([16, 64])),
+    "attention": lambda r: dict(
+        n=r.choice([8, 16, 64, 128]), d=512, dr=64, block=1, own_value=False
+    ),
+    "kl loss": lambda r: dict(n=r.choice([64, 128]), d=512, dr=64, ni=r.choice([32, 64]), di=128),
+    "loss": lambda r: dict(n=r.choice([16, 64, 128]), d=r.choice([128, 512]), dr=64),
+    "fused": lambda r: dict(
+        rows=[r.choice([1, 130, 200]) for _ in range(2)],
+        keys=[r.choice([9, 150]) for _ in range(3)],
+        **dict.fromkeys(("d", "dv"), r.choice([64, 128, 256])),
+    ),
+    "step": lambda r: dict(k=128, v=128),
+    "chunks": lambda r: dict(lengths=[r.choice([0, 64, 130]) for _ in range(2)], dk=128, dv=128),
+}  # fmt: skip
+
+
+def draw(op: str, number: int, seed: int, dtypes: list[str], wide: bool = False) -> Case:
+    """Case `number` of a run, every other one `wide` if asked for; an op that is not listed is
+    called with its sample."""
     r = Random(f"{op} {seed} {number}")
     backward = op.endswith(("_grad", "_backward", "_kl_loss"))
-    sizes = _SIZES[KIND.get(op, "sample")](r, backward)
+    kind = KIND.get(op, "sample")
+    sizes = _SIZES[kind](r, backward)
     disguises = [each for each in DISGUISES if r.random() < 0.5]
-    return dict(
+    case = dict(
         op=op, seed=r.randrange(2**31), dtype=r.choice(dtypes), disguises=disguises, **sizes
     )
+    return case | _WIDE[kind](r) if wide and number % 2 and kind in _WIDE else case

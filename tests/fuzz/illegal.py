@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import torch
+from custom.dispatch.errors import NotSupported
 from custom.dispatch.register import overload
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
@@ -17,8 +18,9 @@ from torch import Tensor
 import custom
 
 from ..support.calls import mutated
-from .build import build
+from .build import CPU, build
 from .draw import Case
+from .legal import each_tensor
 
 Spoil = Callable[[Tensor, Random], Any]
 
@@ -64,6 +66,7 @@ _TENSOR: dict[str, Spoil] = {
     "one dimension less": lambda x, r: x[0] if x.shape[0] else x.flatten(),
     "all of one row": lambda x, r: x[:1].expand_as(x),
     "on no device": lambda x, r: x.to("meta"),
+    "on the host": lambda x, r: x.cpu(),
     "sparse": lambda x, r: x.to_sparse(),
     "learned": lambda x, r: x.clone().requires_grad_() if x.is_floating_point() else x,
     "absent": lambda x, r: None,
@@ -92,23 +95,29 @@ def spoiled(case: Case, arguments: dict[str, Any]) -> tuple[str, str, Any]:
     return name, "another number", None if value is None else number
 
 
-def check(case: Case) -> str:
+def check(case: Case, device: torch.device = CPU) -> str:
     """ "ran" or "refused"; fails otherwise."""
     spec = BY_NAME[case["op"]]
     function = getattr(custom, spec.name, overload(spec))
     arguments, _ = build(case, getattr(torch, case["dtype"]))
+    arguments = each_tensor(arguments, lambda _, x: x.to(device))
     name, how, value = spoiled(case, arguments)
     given = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
     given[name] = value
     kept = {n: given[n].detach().clone() for n in mutated(spec) if isinstance(given.get(n), Tensor)}
     try:
         function(**given)
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize()
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         message = str(error)
         here = f"`{name}` {how}: {type(error).__name__}: {message[:300]}"
         if type(error) is RuntimeError:  # the dispatcher's own, of what may not be differentiated
             assert "requires grad" in message, here
-        assert message.startswith(f"{spec.name}: ") and "\n" not in message, here
+        if message.startswith(f"{spec.name} cannot run on"):  # legal, but not for these kernels
+            assert isinstance(error, NotSupported), here
+        else:
+            assert message.startswith(f"{spec.name}: ") and "\n" not in message, here
         for cache, before in kept.items():
             after = given[cache]
             if not before.is_meta and not before.is_sparse:

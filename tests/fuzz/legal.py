@@ -14,6 +14,8 @@ from custom.dispatch.errors import NotSupported
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
+import custom
+
 from ..support.accuracy import assert_close_to_float64
 from ..support.calls import mutated
 from .build import Arguments, Garbage, build, by_reference
@@ -124,6 +126,15 @@ def _compare(case: Case, got: Outputs, own: Outputs, exact: Outputs) -> None:
         assert_close_to_float64(name, came, rounded, wanted.double())
 
 
+def _like(wide: Tensor, x: Tensor) -> Tensor:
+    """The numbers of `x` in the dtype of `wide`, whose tiles may have other columns."""
+    return (
+        x.to(wide.dtype)
+        if x.shape == wide.shape
+        else custom.to_nz(custom.from_nz(x).to(wide.dtype))
+    )
+
+
 def check(case: Case, device: torch.device) -> str:
     """ "right", or "refused" by the backend; fails otherwise."""
     op, dtype = case["op"], getattr(torch, case["dtype"])
@@ -131,7 +142,7 @@ def check(case: Case, device: torch.device) -> str:
     wide, _ = build(case, torch.float64)
     rounded = wide  # the layer rounds before it formats its weights
     if KIND.get(op) != "layer":
-        rounded = {n: x.to(wide[n].dtype) if isinstance(x, Tensor) else x for n, x in plain.items()}
+        rounded = {n: _like(wide[n], x) if isinstance(x, Tensor) else x for n, x in plain.items()}
     with by_reference():
         exact = outputs(op, each_tensor(rounded, lambda _, x: x.clone()), garbage)
         own = outputs(op, each_tensor(plain, lambda _, x: x.clone()), garbage)

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -17,23 +19,31 @@ from .shrink import kind, outcome, shrunk
 
 
 def run(
-    op: str, numbers: range, seed: int, device: str, progress: Callable[[str], Any] = lambda _: None
+    op: str,
+    numbers: range,
+    seed: int,
+    device: str,
+    progress: Callable[[str], Any] = lambda _: None,
+    seconds: float = inf,
 ) -> tuple[Counter[str], dict[str, str]]:
-    """Counts, and a line for `FOUND` by kind of failure."""
+    """Counts, and a line for `FOUND` by kind of failure; ends when the seconds are over, or with
+    the device's context."""
     kinds = {
         "cpu": ["float64", "float32", "float16", "bfloat16"],
         "interpret": ["float32", "float16"],  # its products of bfloat16 are wrong
     }.get(device, ["float16", "bfloat16"])
     where = torch.device("cpu" if device == "interpret" else device)
     checks: dict[str, Callable[[dict[str, Any]], str]] = {
-        "legal": partial(legal.check, device=where)
+        "legal": partial(legal.check, device=where),
+        "illegal": partial(illegal.check, device=where),
     }
-    if device == "cpu":  # the checks are the same on every device
-        checks["illegal"] = illegal.check
     counts: Counter[str] = Counter()
     found: dict[str, str] = {}
+    end = time.monotonic() + seconds
     for number in numbers:
-        case = draw(op, number, seed, kinds)
+        if time.monotonic() > end:
+            break
+        case = draw(op, number, seed, kinds, wide=device not in ("cpu", "interpret"))
         progress(f"{op} {number}")
         for which, check in checks.items():
             answer, error = outcome(check, case)
@@ -41,10 +51,29 @@ def run(
             if error is None:
                 continue
             name = f"{which} {kind(error)}"
+            if not alive(where):
+                return counts, found | {LOST: _line(which, case, error)}
             if name not in found:
-                small, error = shrunk(check, case)
-                first = str(error).partition("\n")[0]
-                found[name] = (
-                    f"    ({which!r}, {small!r}),  # {type(error).__name__}: {first[:160]}"
-                )
+                found[name] = _line(which, *shrunk(check, case))
+                if not alive(where):
+                    return counts, found | {LOST: _line(which, case, error)}
     return counts, found
+
+
+LOST = "the device's context is lost"
+
+
+def alive(device: torch.device) -> bool:
+    """Whether the device still answers: a kernel that leaves its tensors takes its context away."""
+    if device.type == "cpu":
+        return True
+    try:
+        getattr(torch, device.type).synchronize()
+        return bool(torch.ones(2, device=device).sum() == 2)
+    except RuntimeError:
+        return False
+
+
+def _line(which: str, case: dict[str, Any], error: BaseException) -> str:
+    first = str(error).partition("\n")[0]
+    return f"    ({which!r}, {case!r}),  # {type(error).__name__}: {first[:160]}"

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 SLOTS = 6
+POOL = 12
+# blocks of three sequences
+TABLE = ((4, 8, 2, 9), (1, 6, 11, 3), (0, 5, 7, 10))
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,62 @@ class Step:
             for name in ("conv_states", "weight", "intermediate_conv_window"):
                 if made[name] is not None:
                     made[name] = made[name].mT.contiguous().mT
+        return made
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A call of torch_npu's fused convolution."""
+
+    lengths: tuple[int, ...] = (5, 1, 3)
+    slots: tuple[Any, ...] | None = (3, 7, 0)
+    D: int = 40
+    W: int = 3
+    L: int = 4
+    packed: bool = True
+    sums: tuple[int, ...] | None = None
+    accepted: tuple[int, ...] | None = None
+    computed: tuple[int, ...] | None = None
+    blocks: tuple[tuple[int, ...], ...] | None = None  # first, last, initial
+    bias: bool = False
+    turned: bool = False  # columns side by side
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def arguments(self) -> dict[str, Any]:
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64)
+
+        def ints(values: Any) -> Tensor | None:
+            return None if values is None else torch.tensor(values)
+
+        sums = self.sums or tuple(accumulate(self.lengths, initial=0))
+        shape = (sum(self.lengths),) if self.packed else (len(self.lengths), self.lengths[0])
+        first, last, initial = self.blocks or (None, None, None)
+        return dict(
+            x=drawn(*shape, self.D),
+            weight=drawn(self.W, self.D),
+            conv_states=drawn(POOL, self.L, self.D),
+            query_start_loc=ints(sums) if self.packed else None,
+            cache_indices=ints(self.slots),
+            bias=drawn(self.D) if self.bias else None,
+            num_accepted_tokens=ints(self.accepted),
+            num_computed_tokens=ints(self.computed),
+            block_idx_first_scheduled_token=ints(first),
+            block_idx_last_scheduled_token=ints(last),
+            initial_state_idx=ints(initial),
+            **dict(self.options),
+        )
+
+    def moved(self, x: dict[str, Any], dtype: torch.dtype, device: Any) -> dict[str, Any]:
+        def one(y: Any) -> Any:
+            if not isinstance(y, Tensor):
+                return y
+            return y.to(dtype if y.dtype.is_floating_point else y.dtype, copy=True).to(device)
+
+        made = {name: one(y) for name, y in x.items()}
+        if self.turned:
+            for name in ("conv_states", "weight"):
+                made[name] = made[name].mT.contiguous().mT
         return made
 
 

@@ -71,12 +71,13 @@ class Stripes:
 
     @classmethod
     def get_default_for(cls, shape, dtype):
-        return cls(min(128, 2 * shape[-1]), 16, len(shape))
+        bits = 8 * dtype.itemsize if isinstance(dtype, torch.dtype) else dtype.primitive_bitwidth
+        return cls(min(128, shape[-1] * bits // 8), bits, len(shape))
 
     def places(self, shape):
         outer, inner = list(shape[: -self.rank]), list(shape[-self.rank :])
         *rows, wide = inner[::-1] if self.transposed else inner
-        stripe = min(wide, self.swizzle_byte_width // 2)
+        stripe = min(wide, self.swizzle_byte_width * 8 // self.element_bitwidth)
         at = torch.arange(math.prod(shape)).view(*outer, wide // stripe, -1, stripe)
         at = at.transpose(-3, -2).reshape(*outer, *rows, wide)
         return at.mT if self.transposed else at
@@ -126,6 +127,8 @@ class Pointer:
 
     @classmethod
     def of(cls, x):
+        if isinstance(x, tuple):
+            return tuple(map(cls.of, x))
         return cls(x, _block(x.storage_offset())) if torch.is_tensor(x) else _block(x)
 
     def __add__(self, offset):
@@ -320,7 +323,7 @@ class Kernel:
 def stand_in(monkeypatch, *modules):
     """The kernels of these modules, and what of theirs they call, run here."""
     gl = SimpleNamespace(
-        copies=Copies(), barriers=Barriers(), int32=torch.int32,
+        copies=Copies(), barriers=Barriers(), float8e4nv=torch.float8_e4m3fn, int32=torch.int32,
         int64=torch.int64, uint32=torch.uint32, float32=torch.float32, load=_load, store=_store,
         constexpr=lambda x: x, static_range=range, num_warps=lambda: 8,
         reshape=torch.reshape, min=torch.amin,

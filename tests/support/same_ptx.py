@@ -72,8 +72,16 @@ def found_in(tree: Path, capability: int, parts: list[str], out: Path) -> Found:
 
 
 def found_at(commit: str, capability: int, parts: list[str]) -> Found:
-    """What the revision compiles to, kept for the next time."""
-    kept = HOME / "ptx" / f"{commit}-{capability}{''.join('-' + part for part in parts)}.json"
+    """What the revision compiles to, kept for the next time; of a kept whole, its parts."""
+    kept, whole = (
+        HOME / "ptx" / f"{commit}-{capability}{''.join('-' + part for part in of)}.json"
+        for of in (parts, ())
+    )
+    if whole.exists():
+        found = json.loads(whole.read_text())
+        every = found["cases"].items()
+        chosen = {k: v for k, v in every if not parts or any(part in k for part in parts)}
+        return found | dict(cases=chosen)
     if kept.exists():
         return json.loads(kept.read_text())
     kept.parent.mkdir(exist_ok=True)

@@ -101,6 +101,13 @@ def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     )
 
 
+def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    given = _mla_prolog_pto(m, B, S)
+    names = "weight_dq", "weight_uq_qr", "weight_dkv_kr"
+    given |= {name: custom.from_nz(given[name]) for name in names}
+    return given | dict(query_norm_flag=True)
+
+
 def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     layer = _sparse_attention_pto(m, B, S)
     return dict(
@@ -116,6 +123,38 @@ def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
         index_k_cache=layer["index_k_cache"],
         cache_index=layer["cache_index"],
     )
+
+
+def _lightning_indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    tokens, heads, size = B * S, 16, 128
+    q_norm, scale = _eight(m, tokens, RQ)
+    wq_b, by = _eight(m, heads * size, RQ)
+    return dict(
+        token_x=m.normal(tokens, H),
+        q_norm=q_norm,
+        q_norm_scale=scale,
+        wq_b=custom.to_nz(wq_b.t()),
+        wq_b_scale=by,
+        wk=m.normal(H, size),
+        weights_proj=m.normal(H, heads),
+        ln_gamma_k=m.normal(size),
+        ln_beta_k=m.normal(size),
+        cos_idx_rope=m.normal(tokens, DR),
+        sin_idx_rope=m.normal(tokens, DR),
+        hadamard_q=m.normal(size, size),
+        hadamard_k=m.normal(size, size),
+        idx_k_cache=torch.zeros(4, P, 1, size, dtype=torch.int8, device=m.device),
+        idx_k_scale_cache=m.normal(4, P, 1, dtype=torch.float16),
+        idx_k_cache_index=m.ints(*[7 * i - 7 for i in range(tokens)]),
+        layernorm_epsilon_k=1e-6,
+    )
+
+
+def _eight(m: Maker, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """int8 [rows, columns] and a scale [rows, 1]."""
+    x = m.normal(rows, columns, dtype=torch.float32)
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round().to(torch.int8), scale
 
 
 def _lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
@@ -440,12 +479,43 @@ def _gated_delta_layer_decode(m: Maker, B: int = 2, S: int = 1) -> Arguments:
     )
 
 
+def _recurrent_gated_delta_rule(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        query=m.normal(B * S, 2, 16),
+        key=torch.nn.functional.normalize(m.normal(B * S, 2, 16), dim=-1),
+        value=m.normal(B * S, 4, 8),
+        state=m.normal(B * S + 1, 4, 8, 16),
+        beta=m.normal(B * S, 4).sigmoid(),
+        scale=0.25,
+        actual_seq_lengths=m.ints(*[S] * B),
+        ssm_state_indices=m.ints(*range(1, B * S + 1)),
+        num_accepted_tokens=m.ints(*[1, S][:B]),
+        g=-m.normal(B * S, 4, dtype=torch.float32).abs(),
+    )
+
+
+def _fused_causal_conv1d(m: Maker, B: int = 2, S: int = 7) -> Arguments:
+    lengths = [S, S // 2][:B]
+    return dict(
+        x=m.normal(sum(lengths), DI),
+        weight=m.normal(3, DI),
+        conv_states=m.normal(5, 4, DI),
+        query_start_loc=m.ints(*accumulate(lengths, initial=0)),
+        cache_indices=m.ints(*[3, 1][:B]),
+        num_accepted_tokens=m.ints(*[3, 1][:B]),
+        num_computed_tokens=m.ints(*[0, 9][:B]),
+        residual_connection=1,
+    )
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
     "npu_sparse_attention_shared_pto": _sparse_attention_shared_pto,
     "npu_mla_prolog_pto": _mla_prolog_pto,
+    "npu_mla_prolog_v3": _mla_prolog_v3,
     "npu_indexer_prolog_pto": _indexer_prolog_pto,
+    "npu_lightning_indexer_prolog_pto": _lightning_indexer_prolog_pto,
     "npu_lightning_indexer": _lightning_indexer,
     "npu_lightning_indexer_scores": _lightning_indexer_scores,
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
@@ -478,6 +548,9 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_gated_rms_norm": _gated_rms_norm,
     "npu_gated_rms_norm_grad": _gated_rms_norm_grad,
     "npu_gated_delta_layer_decode": _gated_delta_layer_decode,
+    "npu_recurrent_gated_delta_rule": _recurrent_gated_delta_rule,
+    "npu_fused_causal_conv1d": _fused_causal_conv1d,
+    "npu_fused_causal_conv1d_v2": _fused_causal_conv1d,
 }
 
 

@@ -181,12 +181,19 @@ def _kernels() -> Iterator[tuple[str, bool]]:
 
 
 def _launched(module: ModuleType, source: str) -> Iterator[Any]:
-    """What a module gives to launches.kernel: a name, or one of two."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "launches.kernel":
-            for name in ast.walk(node.args[0]):
+    """The kernels that a module's own functions name: they launch them, themselves or through a
+    function that takes them. Parts of kernels are named by kernels alone."""
+    named = {}
+    for function in ast.parse(source).body:
+        if isinstance(function, ast.FunctionDef) and not _is_jitted(getattr(module, function.name)):
+            for name in ast.walk(function):
                 if isinstance(name, ast.Name):
-                    yield getattr(module, name.id)
+                    named[name.id] = getattr(module, name.id, None)
+    yield from filter(_is_jitted, named.values())
+
+
+def _is_jitted(value: Any) -> bool:
+    return hasattr(value, "device_caches")
 
 
 def main(names: list[str]) -> int:

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Products with weights of 8 bits, which are read as they are: nothing is dequantised in memory.
+
+    int8   out[t, n] = float32(x[t] . w[:, n]) sx[t] sw[n]                    sums in int32
+    fp8    out[t, n] = sum_b (x[t, b] . w[b, n]) (sx[t, b] sw[b, n / 128])    b: blocks of 128 k
+
+Element (k, n) of a weight lies at (n // 32) * panel + n % 32 * column + k * row:
+
+    NZ            [N / 32, K, 32]   panel 32 K   column 1   row 32
+    row-major     [K, N]            panel 32     column 1   row N
+    transposed    [N, K], a checkpoint's own     panel 32 K   column K   row 1
+
+condition                                            products
+fp8, transposed, a GPU that converts fp8             of e4m3, each block's sum then in float32
+fp8 otherwise                                        of float16, which has every e4m3
+int8                                                 of int8
+
+As in nz_matmul.py K is cut into runs, which the next kernel adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..dispatch.common import memory, nz, quantised
+from .common import gpu, launches, quantise, tiling
+from .common.tiling import cdiv, power_of_two
+
+BLOCK = tl.constexpr(quantised.TILE)
+C0 = tl.constexpr(32)
+NZ, ROW_MAJOR, TRANSPOSED = (tl.constexpr(form) for form in range(3))
+MOST = 3  # weights of one launch
+
+
+@dataclass(frozen=True)
+class Weight:
+    """[K, N] of `size` columns; `scale` None: not of 8 bits."""
+
+    values: Tensor
+    size: int
+    scale: Tensor | None
+
+    def form(self, weight_format: str) -> int:
+        if nz.is_nz(self.values, weight_format):
+            return NZ.value
+        return (ROW_MAJOR if self.values.is_contiguous() else TRANSPOSED).value
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations [T, K]: floats, or values of 8 bits and their scales [T, 1] or [T, blocks]."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+def none(dtype: torch.dtype, x: Tensor) -> Rows:
+    """What `x`, of no tokens, is for weights of `dtype`."""
+    x = x.flatten(0, -2)
+    kind = quantised.kind_of(dtype)
+    if kind is None:
+        return Rows(x)
+    tiles = 1 if kind == "int8" else cdiv(x.shape[1], BLOCK.value)
+    values = memory.empty(tuple(x.shape), dtype, x.device)
+    return Rows(values, memory.empty((0, tiles), torch.float32, x.device))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _activations(
+    x, smooth, values, scales, tokens,
+    K: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
+    UE8M0: tl.constexpr, SMOOTH: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: a token and TILES tiles of it."""
+    OF_TOKEN: tl.constexpr = (K + SIZE - 1) // SIZE
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    k = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    ok = k < K
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    u = tl.load(x + token * K + k, mask=ok, other=0.0).to(tl.float32)
+    if SMOOTH:
+        u *= tl.load(smooth + k, mask=ok, other=0.0)
+    u, scale = quantise.of_floats(u, 1.0, KIND, UE8M0)
+    tl.store(values + token * K + k, u, mask=ok)
+    tl.store(scales + token * OF_TOKEN + tile, scale, mask=tile < OF_TOKEN)
+
+
+def activations(
+    x: Tensor, kind: str, scale_format: str, smooth: Tensor | None = None, *, first: bool = False
+) -> Rows:
+    """Floats [T, K], quantised in a launch of their own; `first` as for product."""
+    tokens, depth = x.shape
+    values = memory.empty((tokens, depth), quantised.VALUES[kind], x.device)
+    size = power_of_two(depth) if kind == "int8" else BLOCK.value
+    of_token = cdiv(depth, size)
+    scales = memory.empty((tokens, of_token), torch.float32, x.device)
+    tiles = min(8, power_of_two(of_token))
+    chained = gpu.has_chained_launch(x.device)
+    launches.kernel(_activations, tokens, cdiv(of_token, tiles))(
+        x, x if smooth is None else smooth, quantise.in_bytes(values), scales, tokens,
+        K=depth, SIZE=size, TILES=tiles, KIND=quantise.kind_of(kind),
+        UE8M0=scale_format == "ue8m0", SMOOTH=smooth is not None, CHAINED=chained,
+        num_warps=8 if kind == "int8" else 4, launch_pdl=chained,
+    )  # fmt: skip
+    return Rows(values, scales)
+
+
+@triton.jit
+def _tile(at, ok, KIND: tl.constexpr, HALF: tl.constexpr):
+    """Values as their product takes them."""
+    if KIND == quantise.FP8:
+        tile = tl.load(at, mask=ok, other=0)
+    else:
+        tile = tl.load(at, mask=ok, other=0.0 if KIND == quantise.NATIVE_FP8 else 0)
+    if HALF:
+        tile = quantise.to_float16(tile, KIND)
+    return tile
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _product(
+    x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
+    K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    FORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    B0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
+    B1: tl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
+    BLOCKS: tl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
+    TOTAL: tl.constexpr = N0 + N1 + N2
+    KB: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    run = tl.program_id(1)
+    first = program // (GROUP * BLOCKS) * GROUP
+    height = tl.minimum(tl.cdiv(tokens, TOKENS) - first, GROUP)
+    token_block = first + program % (GROUP * BLOCKS) % height
+    block = program % (GROUP * BLOCKS) // height
+
+    # which weight: its first block, size and place in the sum
+    w, s, size, begin, base = w0, s0, N0, 0, 0
+    if N1 > 0:
+        at1 = block >= B0
+        w = tl.where(at1, w1, w)
+        s = tl.where(at1, s1, s)
+        size = tl.where(at1, N1, size)
+        begin = tl.where(at1, B0, begin)
+        base = tl.where(at1, N0, base)
+    if N2 > 0:
+        at2 = block >= B1
+        w = tl.where(at2, w2, w)
+        s = tl.where(at2, s2, s)
+        size = tl.where(at2, N2, size)
+        begin = tl.where(at2, B1, begin)
+        base = tl.where(at2, N0 + N1, base)
+
+    column = (block - begin) * COLUMNS
+    lo = run * RUN
+    j = tl.arange(0, COLUMNS)
+    kk = tl.arange(0, BLOCK)
+    t = token_block * TOKENS + tl.arange(0, TOKENS)
+    t_ok = t < tokens
+    n_ok = j < size - column
+    if FORM == TRANSPOSED:
+        w += column.to(tl.int64) * K + lo
+        n_at = j * K
+        step = BLOCK
+        k_at = kk
+    elif FORM == NZ:
+        w += (column // C0).to(tl.int64) * (K * C0) + lo.to(tl.int64) * C0
+        n_at = (j // C0) * (K * C0) + j % C0
+        step = BLOCK * C0
+        k_at = kk * C0
+    else:
+        w += lo.to(tl.int64) * size + column
+        n_at = j
+        step = BLOCK * size
+        k_at = kk * size
+    x_at = t.to(tl.int64) * K
+    x += lo
+
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    RAGGED_K: tl.constexpr = K % RUN != 0
+    if KIND == quantise.INT8:
+        acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.int32)
+    else:
+        acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.float32)
+    for b in tl.range(0, RUN // BLOCK, num_stages=STAGES):
+        k_ok = kk < (K - lo - b * BLOCK if RAGGED_K else BLOCK)
+        x_now = x + b * BLOCK
+        w_now = w + tl.cast(b, tl.int64) * step
+        if SWAP:
+            x_tile = _tile(
+                x_now + x_at[None, :] + kk[:, None], t_ok[None, :] & k_ok[:, None], KIND, HALF
+            )
+            w_tile = _tile(
+                w_now + n_at[:, None] + k_at[None, :], n_ok[:, None] & k_ok[None, :], KIND, HALF
+            )
+        else:
+            x_tile = _tile(
+                x_now + x_at[:, None] + kk[None, :], t_ok[:, None] & k_ok[None, :], KIND, HALF
+            )
+            w_tile = _tile(
+                w_now + n_at[None, :] + k_at[:, None], n_ok[None, :] & k_ok[:, None], KIND, HALF
+            )
+        if KIND == quantise.INT8:
+            if SWAP:
+                acc = tl.dot(w_tile, x_tile, acc, out_dtype=tl.int32)
+            else:
+                acc = tl.dot(x_tile, w_tile, acc, out_dtype=tl.int32)
+        else:
+            here = lo // BLOCK + b
+            # past the last block there is nothing to add
+            by = tl.load(x_scale + t.to(tl.int64) * KB + here, mask=t_ok & (here < KB), other=0.0)
+            of_block = s + here * tl.cdiv(size, BLOCK) + column // BLOCK
+            by *= tl.load(of_block, mask=here < KB, other=0.0)
+            if SWAP:
+                acc += tl.dot(w_tile, x_tile) * by[None, :]
+            else:
+                acc += tl.dot(x_tile, w_tile) * by[:, None]
+
+    if KIND == quantise.INT8:
+        by_t = tl.load(x_scale + t, mask=t_ok, other=0.0)
+        by_n = tl.load(s + column + j, mask=n_ok, other=0.0)
+        if SWAP:
+            acc = acc.to(tl.float32) * by_t[None, :] * by_n[:, None]
+        else:
+            acc = acc.to(tl.float32) * by_t[:, None] * by_n[None, :]
+    n = base + column + j
+    t_row = (run.to(tl.int64) * tokens + t) * TOTAL
+    if SWAP:
+        at = out + t_row[None, :] + n[:, None]
+        ok = n_ok[:, None] & t_ok[None, :]
+    else:
+        at = out + t_row[:, None] + n[None, :]
+        ok = t_ok[:, None] & n_ok[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=ok)
+
+
+def product(
+    x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *, keep_float: bool = False,
+    forked: bool = False,
+) -> Tensor:  # fmt: skip
+    """x times the weights joined, all of one kind and form: [runs, T, sum of N], float32 if runs >
+    1 or `keep_float`, else `dtype`; `forked` as in nz_matmul.py."""
+    tokens, depth = x.values.shape
+    given = [weight.size for weight in weights]
+    sizes = given + [0] * (MOST - len(weights))
+    kept = [*weights, *[weights[0]] * (MOST - len(weights))]
+    device = x.values.device
+    chained = gpu.has_chained_launch(device)
+    cut = tiling.narrow(tokens, given, depth, gpu.processors(device))
+    run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
+    runs = cdiv(depth, run)
+    out_dtype = torch.float32 if keep_float or runs > 1 else dtype
+    out = memory.empty((runs, tokens, sum(sizes)), out_dtype, device)
+    blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
+    values, kind = quantise.to_read(x.values)
+    read = [quantise.to_read(weight.values)[0] for weight in kept]
+    direct = kind == quantise.NATIVE_FP8.value and form == TRANSPOSED.value
+    launches.kernel(_product, blocks, runs)(
+        values, x.scale, *read, *(weight.scale for weight in kept), out, tokens,
+        K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], FORM=form, KIND=kind,
+        HALF=kind != quantise.INT8.value and not direct, TOKENS=cut.tokens, COLUMNS=cut.columns,
+        STAGES=cut.stages, SWAP=cut.swap, GROUP=cut.group, CHAINED=chained, num_warps=cut.warps,
+        launch_pdl=chained and not forked,
+    )  # fmt: skip
+    return out

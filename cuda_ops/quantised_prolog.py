@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What both prologs are made of where weights or caches have 8 bits, no op itself.
+
+    first_products   x by several weights, quantised once
+    latent_tokens    sums -> query norm, also as its product takes it; cache rows of either kind
+    index_tokens     sums -> index keys of either kind, head weights
+    query_heads      c -> absorbed latent query, rotated query heads
+    index_heads      c -> rotated index heads; quantised, with their scales in the weights
+
+Sums are float32 [RUNS, T, N], views of what a product gave.  Rounding is where prolog.py rounds,
+and quantisation is behind it: caches have the bytes of their writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..dispatch.common import memory, quantised
+from . import prolog, quantised_matmul
+from .common import gpu, launches, quantise
+from .common.tiling import cdiv, power_of_two
+from .nz_matmul import product
+from .prolog import index_key, rms_normed, rotary_key, rotation_source, run_sum, store_weights
+from .quantised_matmul import Rows, Weight
+
+HEADS = 16  # index heads that one program takes
+
+
+def first_products(
+    x: Tensor, x_scale: Tensor | None, weights: Sequence[Weight], weight_format: str,
+    scale_format: str, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """x [T, K] by each weight: sums [RUNS, T, N].  Weights that lie alike share a launch."""
+    plain = [weight for weight in weights if weight.scale is None]
+    groups: dict[tuple[torch.dtype, int], list[Weight]] = {}
+    for weight in weights:
+        if weight.scale is not None:
+            key = weight.values.dtype, weight.form(weight_format)
+            groups.setdefault(key, []).append(weight)
+    made: dict[int, Tensor] = {}
+
+    def cut(part: Tensor, parts: Sequence[Weight]) -> None:
+        for weight, columns in zip(parts, part.split([w.size for w in parts], -1), strict=True):
+            made[id(weight)] = columns
+
+    if plain:
+        given = [(weight.values, weight.size) for weight in plain]
+        cut(product(x, given, weight_format, keep_float=True, first=True), plain)
+    rows: dict[torch.dtype, Rows] = {}
+    if x_scale is not None:
+        rows[x.dtype] = Rows(x, x_scale)
+    for (kind, form), group in groups.items():
+        if kind not in rows:
+            name = quantised.kind_of(kind)
+            assert name is not None  # the check said so
+            rows[kind] = quantised_matmul.activations(x, name, scale_format)
+        cut(quantised_matmul.product(rows[kind], group, form, dtype, keep_float=True), group)
+    return [made[id(weight)] for weight in weights]
+
+
+@triton.jit
+def _store_tiles(
+    normed, to, scales, J: tl.constexpr, SIZE: tl.constexpr, ok, alpha,
+    KIND: tl.constexpr, UE8M0: tl.constexpr,
+):  # fmt: skip
+    """Numbers [J] of a token as tiles of SIZE, and the tiles' scales."""
+    TILES: tl.constexpr = triton.next_power_of_2(J) // SIZE
+    tiles = tl.reshape(normed, [TILES, SIZE])
+    values, scale = quantise.of_floats(tiles, alpha, KIND, UE8M0)
+    j = tl.arange(0, triton.next_power_of_2(J))
+    tl.store(to + j, tl.reshape(values, [triton.next_power_of_2(J)]), mask=(j < J) & ok)
+    tile = tl.arange(0, TILES)
+    tl.store(scales + tile, scale, mask=(tile < (J + SIZE - 1) // SIZE) & ok)
+
+
+@triton.jit
+def _store_norm(
+    down, stride, gamma, smooth, query_norm, c, c_scales, eps, Q: tl.constexpr,
+    RUNS: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, SMOOTH: tl.constexpr,
+    UE8M0: tl.constexpr,
+):  # fmt: skip
+    """The query norm of a token, and what its product takes."""
+    dtype: tl.constexpr = query_norm.dtype.element_ty
+    j, ok, normed = rms_normed(down, stride, gamma, eps, Q, RUNS, dtype)
+    tl.store(query_norm + j, normed, mask=ok)
+    if KIND != quantise.PLAIN:
+        # of numbers that are none a tile keeps zeros
+        u = tl.where(ok, normed.to(tl.float32), 0.0)
+        if SMOOTH:
+            u *= tl.load(smooth + j, mask=ok, other=0.0)
+        _store_tiles(u, c, c_scales, Q, TILE, True, 1.0, KIND, UE8M0)
+
+
+@triton.jit
+def _store_row(
+    latent, stride, gamma, alpha, sin, cos, kv_row, rope_row, scales, present, eps,
+    R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr,
+    ALPHA: tl.constexpr, UE8M0: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """The latent and the rotated key of a token, into a row of 8 bits or two of the working
+    dtype."""
+    j, ok, normed = rms_normed(latent, stride, gamma, eps, R, RUNS, dtype)
+    if KIND == quantise.PLAIN:
+        tl.store(kv_row + j, normed, mask=ok & present)
+    else:
+        fits = 1.0
+        if ALPHA:
+            fits = tl.load(alpha)
+        _store_tiles(normed.to(tl.float32), kv_row, scales, R, 128, present, fits, KIND, UE8M0)
+    d, d_ok, turned = rotary_key(latent + R, stride, cos, sin, D, RUNS, INTERLEAVED, dtype)
+    tl.store(rope_row + d, turned.to(rope_row.dtype.element_ty), mask=d_ok & present)
+
+
+class LatentConstants(NamedTuple):
+    """DOWN and LATENT are the columns that lie between the sums of two tokens; kinds, tiles and
+    slots are those of what is stored."""
+
+    Q: int
+    R: int
+    D: int
+    DOWN: int
+    LATENT: int
+    DOWN_RUNS: int
+    RUNS: int
+    C_KIND: int
+    KV_KIND: int
+    C_TILE: int
+    KV_SLOT: int
+    ROPE_SLOT: int
+    SCALE_SLOT: int
+    SMOOTH: bool
+    ALPHA: bool
+    UE8M0: bool
+    INTERLEAVED: bool
+    CHAINED: bool
+
+
+@triton.jit(do_not_specialize=["tokens", "page", "total", "eps_cq", "eps_ckv"])
+def _latent_tokens(
+    down, latent, gamma_cq, gamma_ckv, smooth, alpha, sin, cos, cache_index,
+    query_norm, c, c_scales, kv, rope, scales,
+    tokens, page, total, kv_page, rope_page, scales_page, eps_cq, eps_ckv,
+    C: tl.constexpr,
+):  # fmt: skip
+    """One program: a token, and its query norm or its cache row."""
+    OF_C: tl.constexpr = (C.Q + C.C_TILE - 1) // C.C_TILE
+    token = tl.program_id(0).to(tl.int64)
+    role = tl.program_id(1)
+    wide = tl.cast(tokens, tl.int64)
+    if C.CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(cache_index + token).to(tl.int64)
+    present = (slot >= 0) & (slot < total)
+    slot = tl.where(present, slot, 0)
+    outer = slot // page
+    inner = slot % page
+    if C.C_KIND != quantise.PLAIN:
+        c += token * C.Q
+        c_scales += token * OF_C
+    if role == 0:
+        _store_norm(
+            down + token * C.DOWN, wide * C.DOWN, gamma_cq, smooth, query_norm + token * C.Q, c,
+            c_scales, eps_cq, C.Q, C.DOWN_RUNS, C.C_KIND, C.C_TILE, C.SMOOTH, C.UE8M0,
+        )  # fmt: skip
+    if role == 1:
+        _store_row(
+            latent + token * C.LATENT, wide * C.LATENT, gamma_ckv, alpha, sin + token * C.D,
+            cos + token * C.D, kv + outer * kv_page + inner * C.KV_SLOT,
+            rope + outer * rope_page + inner * C.ROPE_SLOT,
+            scales + outer * scales_page + inner * C.SCALE_SLOT, present, eps_ckv, C.R, C.D, C.RUNS,
+            C.KV_KIND, C.ALPHA, C.UE8M0, C.INTERLEAVED, query_norm.dtype.element_ty,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The attention side of a token stage; the caches are written, of two kinds: `rows` names the
+    one of 8 bits."""
+
+    gamma_cq: Tensor
+    gamma_ckv: Tensor
+    eps_cq: float
+    eps_ckv: float
+    kv_cache: Tensor
+    kr_cache: Tensor
+    cache_index: Tensor
+    sin: Tensor
+    cos: Tensor
+    interleaved: bool
+    in_rows: bool
+    row_layout: str
+    scale_format: str
+    alpha: Tensor | None
+
+
+def latent_tokens(
+    down: Tensor, latent: Tensor, of: Latent, kind: str | None, smooth: Tensor | None
+) -> tuple[Tensor, Rows]:
+    """(query norm [T, Q], the same of `kind`, as its product takes it)"""
+    tokens, ranks = down.shape[1:]
+    dtype, device = of.gamma_cq.dtype, down.device
+    query_norm = memory.empty((tokens, ranks), dtype, device)
+    c = Rows(query_norm)
+    tile = power_of_two(ranks) if kind == "int8" else quantised.TILE
+    if kind is not None:
+        c = Rows(
+            memory.empty((tokens, ranks), quantised.VALUES[kind], device),
+            memory.empty((tokens, cdiv(ranks, tile)), torch.float32, device),
+        )
+    kv, rope, scales = of.kv_cache, of.kr_cache, of.kv_cache
+    kv_kind = quantise.PLAIN.value
+    if of.in_rows:
+        values = of.kv_cache.dtype
+        kv, rope, scales = quantised.row_parts(
+            of.kv_cache, of.row_layout, values, quantised.rotary_dtype(query_norm)
+        )
+        kv, kv_kind = quantise.in_bytes(kv), quantise.kind_of(_kind(values))
+    pages, page = of.kv_cache.shape[:2]
+    chained = gpu.has_chained_launch(device)
+    launches.kernel(_latent_tokens, tokens, 2)(
+        down, latent, of.gamma_cq, of.gamma_ckv, smooth, of.alpha, of.sin, of.cos, of.cache_index,
+        query_norm, quantise.in_bytes(c.values) if kind else None, c.scale, kv, rope, scales,
+        tokens, page, pages * page, kv.stride(0), rope.stride(0), scales.stride(0), of.eps_cq,
+        of.eps_ckv,
+        C=LatentConstants(
+            Q=ranks, R=of.gamma_ckv.shape[0], D=of.sin.shape[-1], DOWN=down.stride(1),
+            LATENT=latent.stride(1), DOWN_RUNS=down.shape[0], RUNS=latent.shape[0],
+            C_KIND=quantise.PLAIN.value if kind is None else quantise.kind_of(kind),
+            KV_KIND=kv_kind, C_TILE=tile, KV_SLOT=kv.stride(1), ROPE_SLOT=rope.stride(1),
+            SCALE_SLOT=scales.stride(1), SMOOTH=kind is not None and smooth is not None,
+            ALPHA=of.alpha is not None, UE8M0=of.scale_format == "ue8m0",
+            INTERLEAVED=of.interleaved, CHAINED=chained,
+        ),
+        num_warps=8 if tokens <= 32 else 4, launch_pdl=chained,
+    )  # fmt: skip
+    return query_norm, c
+
+
+def _kind(dtype: torch.dtype) -> str:
+    kind = quantised.kind_of(dtype)
+    assert kind is not None  # the check said so
+    return kind
+
+
+@triton.jit(do_not_specialize=["tokens", "page", "total", "eps"])
+def _index_tokens(
+    key, proj, gamma, beta, sin, cos, cache_index, keys, scales, weights,
+    tokens, page, total, keys_page, scales_page, eps,
+    DI: tl.constexpr, D: tl.constexpr, NI: tl.constexpr, KEY: tl.constexpr, PROJ: tl.constexpr,
+    RUNS: tl.constexpr, PROJ_RUNS: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr,
+    HADAMARD: tl.constexpr, BF16: tl.constexpr, INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: a token's index key and head weights; KEY and PROJ are the columns between two
+    tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = weights.dtype.element_ty
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(cache_index + token).to(tl.int64)
+    present = (slot >= 0) & (slot < total)
+    slot = tl.where(present, slot, 0)
+    outer = slot // page
+    inner = slot % page
+    wide = tl.cast(tokens, tl.int64)
+    j, ok, u = index_key(
+        key + token * KEY, wide * KEY, gamma, beta, cos + token * D, sin + token * D, eps, DI, D,
+        RUNS, INTERLEAVED, dtype,
+    )  # fmt: skip
+    to = keys + outer * keys_page + inner * DI
+    if KIND == quantise.PLAIN:
+        tl.store(to + j, u, mask=ok & present)
+    else:
+        row = quantise.rotated(tl.reshape(u.to(tl.float32), [1, DI]), HADAMARD, BF16)
+        values, scale = quantise.of_floats(row, 1.0, KIND, UE8M0)
+        tl.store(to + j, tl.reshape(values, [DI]), mask=present)
+        scale = quantise.stored(scale, scales.dtype.element_ty)
+        one = tl.arange(0, 1)
+        tl.store(scales + outer * scales_page + inner + one, scale, mask=present & (one == 0))
+    store_weights(proj + token * PROJ, wide * PROJ, weights + token * NI, NI, PROJ_RUNS)
+
+
+@dataclass(frozen=True)
+class Index:
+    """The indexer's side; `keys` is written, and `scales`, which are None where keys are floats."""
+
+    gamma: Tensor
+    beta: Tensor
+    eps: float
+    keys: Tensor
+    scales: Tensor | None
+    cache_index: Tensor
+    sin: Tensor
+    cos: Tensor
+    interleaved: bool
+    hadamard: bool
+    hadamard_round: str
+    scale_format: str
+
+    @property
+    def kind(self) -> int:
+        """Of the cache."""
+        if self.scales is None:
+            return quantise.PLAIN.value
+        return quantise.kind_of(_kind(self.keys.dtype))
+
+
+def index_tokens(key: Tensor, proj: Tensor, of: Index) -> Tensor:
+    """Head weights [T, NI]."""
+    tokens, heads = proj.shape[1:]
+    dtype, device = of.gamma.dtype, key.device
+    weights = memory.empty((tokens, heads), dtype, device)
+    pages, page = of.keys.shape[:2]
+    keys = of.keys if of.scales is None else quantise.in_bytes(of.keys)
+    chained = gpu.has_chained_launch(device)
+    launches.kernel(_index_tokens, tokens)(
+        key, proj, of.gamma, of.beta, of.sin, of.cos, of.cache_index, keys, of.scales, weights,
+        tokens, page, pages * page, keys.stride(0),
+        0 if of.scales is None else of.scales.stride(0), of.eps,
+        DI=of.gamma.shape[0], D=of.sin.shape[-1], NI=heads, KEY=key.stride(1), PROJ=proj.stride(1),
+        RUNS=key.shape[0], PROJ_RUNS=proj.shape[0], KIND=of.kind,
+        UE8M0=of.scale_format == "ue8m0", HADAMARD=of.hadamard,
+        BF16=of.hadamard_round == "bf16", INTERLEAVED=of.interleaved, CHAINED=chained,
+        launch_pdl=chained,
+    )  # fmt: skip
+    return weights
+
+
+def query_heads(
+    c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin: Tensor, cos: Tensor,
+    shape: tuple[int, int], interleaved: bool, *, forked: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As prolog.query_heads, from c as the weight wants it."""
+    if weight.scale is None:
+        return prolog.query_heads(
+            c.values, weight.values, weight_format, w_uk, sin, cos, shape, interleaved,
+            forked=forked,
+        )  # fmt: skip
+    heads, _plain, rank = w_uk.shape
+    query = memory.empty((*shape, heads, rank), w_uk.dtype, w_uk.device)
+    query_rope = memory.empty((*shape, heads, sin.shape[-1]), w_uk.dtype, w_uk.device)
+    form = weight.form(weight_format)
+    q = quantised_matmul.product(c, [weight], form, w_uk.dtype, forked=forked)
+    prolog.query_stage(q, sin, cos, w_uk, query, query_rope, interleaved)
+    return query, query_rope
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _index_queries(
+    q, weights, sin, cos, values, folded, tokens,
+    NI: tl.constexpr, DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr,
+    UE8M0: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: a token and HEADS heads of q [RUNS, T, NI DI]: rotated, rounded, quantised; the
+    scales go into the weights."""
+    BLOCKS: tl.constexpr = (NI + HEADS - 1) // HEADS
+    dtype: tl.constexpr = weights.dtype.element_ty
+    t = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
+    there = head < NI
+    ok = there[:, None]
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    j = tl.arange(0, DI)
+    own, partner = rotation_source(j, D, INTERLEAVED)
+    own = tl.where(j < D, own, j)
+    partner = tl.where(j < D, partner, j)
+    stride = tl.cast(tokens, tl.int64) * (NI * DI)
+    row = q + t * (NI * DI) + head[:, None] * DI
+    u = run_sum(row + own[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
+    v = run_sum(row + partner[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
+    angle = t * D + j
+    c = tl.load(cos + angle, mask=j < D, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=j < D, other=0.0).to(tl.float32)[None, :]
+    u = u.to(tl.float32)
+    v = v.to(tl.float32)
+    turned = u * c + tl.where((j < D // 2)[None, :], -v, v) * s
+    x = tl.where((j < D)[None, :], turned.to(dtype).to(tl.float32), u)
+    x = quantise.rotated(x, HADAMARD, BF16)
+    x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
+    at = t * NI + head
+    tl.store(values + at[:, None] * DI + j[None, :], x, mask=ok & (j >= 0)[None, :])
+    weight = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(folded + at, weight * scale, mask=there)
+
+
+def index_heads(
+    c: Rows, weight: Weight, weight_format: str, weights: Tensor, shape: tuple[int, int], of: Index
+) -> tuple[Tensor, Tensor]:
+    """(queries [*shape, NI, DI], weights [*shape, NI]), of 8 bits and folded where the cache is."""
+    size, dtype = of.gamma.shape[0], of.gamma.dtype
+    tokens, heads = weights.shape
+    if weight.scale is None and of.scales is None:
+        query = prolog.index_heads(
+            c.values, weight.values, weight_format, size, of.sin, of.cos, shape, of.interleaved
+        )
+        return query, weights.view(*shape, heads)
+    if weight.scale is None:
+        q = product(c.values, [(weight.values, weight.size)], weight_format)
+    else:
+        q = quantised_matmul.product(c, [weight], weight.form(weight_format), dtype)
+    if of.scales is None:
+        query = memory.empty((*shape, heads, size), dtype, q.device)
+        prolog.index_stage(q, of.sin, of.cos, query, of.interleaved)
+        return query, weights.view(*shape, heads)
+    values = memory.empty((*shape, heads, size), of.keys.dtype, q.device)
+    folded = memory.empty((*shape, heads), torch.float32, q.device)
+    chained = gpu.has_chained_launch(q.device)
+    launches.kernel(_index_queries, tokens * cdiv(heads, HEADS))(
+        q, weights, of.sin, of.cos, quantise.in_bytes(values), folded, tokens,
+        NI=heads, DI=size, D=of.sin.shape[-1], RUNS=q.shape[0], KIND=of.kind,
+        UE8M0=of.scale_format == "ue8m0", HADAMARD=of.hadamard,
+        BF16=of.hadamard_round == "bf16", INTERLEAVED=of.interleaved, HEADS=HEADS,
+        CHAINED=chained, launch_pdl=chained,
+    )  # fmt: skip
+    return values, folded

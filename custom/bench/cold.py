@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the first call of a process costs:  python -m custom.bench OP --cold
+
+Each call is made in a process of its own, with a device that is awake and everything imported:
+first with an empty cache of Triton, then with the one that it left.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .case import Case
+from .presets import presets
+from .timing import waiting
+
+
+def _first_call(op: str, label: str, kind: str) -> float:
+    """Seconds, in this process."""
+    device = torch.device(kind)
+    case = next(case for case in presets(op, kind) if case.label == label)
+    arguments = case.make(device, 0)
+    wait = waiting(device)
+    wait()
+    start = time.perf_counter()
+    case.call(arguments)
+    wait()
+    return time.perf_counter() - start
+
+
+def table(cases: Sequence[Case], device: torch.device) -> str:
+    """A line a case: seconds with an empty cache and with a full one, and the kernels in it."""
+    lines = ["   cold     warm  kernels  case"]
+    for case in cases:
+        with tempfile.TemporaryDirectory() as cache:
+            command = [sys.executable, "-m", __name__, case.op, case.label, device.type]
+            environment = os.environ | {"TRITON_CACHE_DIR": cache}
+            cold, warm = (
+                float(subprocess.check_output(command, env=environment, text=True).split()[-1])
+                for _ in range(2)
+            )
+            kernels = sum(1 for _ in Path(cache).rglob("*.cubin"))
+        lines.append(f"{cold:5.2f} s  {warm:5.2f} s  {kernels:7}  {case.label}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(_first_call(*sys.argv[1:4]))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Rows for weights of 8 bits, and for the layer of which weights and caches all are, beside the
+same ops in bf16.  Weights lie as in a checkpoint, [N, K], and come as its transposed view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch.common import quantised
+from . import sparse_attention
+from .case import Arguments, Case, Draw, Outputs
+from .quantised import P
+from .sparse_attention import BF16, DEEPSEEK, DI, DR, R, first_requests
+
+MODES = {"fp8": 4, "int8": 2}
+_ops = torch.ops.custom
+
+
+def _weight(draw: Draw, kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """([K, N], its scales): numbers of a standard deviation of rows ** -0.5."""
+    values = draw.normal(columns, rows, std=24.0).clamp_(-127, 127).to(quantised.VALUES[kind]).t()
+    tiles = -(-rows // quantised.TILE), -(-columns // quantised.TILE)
+    shape = (1, columns) if kind == "int8" else tiles
+    return values, torch.full(shape, rows**-0.5 / 24, device=draw.device)
+
+
+def _mla(draw: Draw, kind: str, n: int) -> Arguments:
+    m = DEEPSEEK
+    out: Arguments = dict(weight_uk=draw.normal(n, m.dn, R, std=m.dn**-0.5))
+    sizes = dict(dq=(m.h, m.rq), uq_qr=(m.rq, n * (m.dn + DR)), dkv_kr=(m.h, R + DR))
+    for name, size in sizes.items():
+        out[f"weight_{name}"], out[f"dequant_scale_w_{name}"] = _weight(draw, kind, *size)
+    return out | dict(
+        rmsnorm_gamma_cq=draw.normal(m.rq),
+        rmsnorm_gamma_ckv=draw.normal(R),
+        weight_quant_mode=MODES[kind],
+        weight_format="nd",
+    )
+
+
+def _index(draw: Draw, kind: str) -> Arguments:
+    m = DEEPSEEK
+    out: Arguments = dict(weight_proj=draw.normal(m.h, m.ni, std=m.h**-0.5))
+    for name, size in dict(qb=(m.rq, m.ni * DI), k=(m.h, DI)).items():
+        out[f"weight_{name}"], out[f"dequant_scale_w_{name}"] = _weight(draw, kind, *size)
+    return out | dict(
+        ln_gamma_k=draw.normal(DI),
+        ln_beta_k=draw.normal(DI),
+        weight_quant_mode=MODES[kind],
+        weight_format="nd",
+    )
+
+
+def _tokens(draw: Draw, b: int, slots: Tensor) -> Arguments:
+    return dict(
+        token_x=draw.normal(b, 1, DEEPSEEK.h),
+        rope_sin=draw.normal(b, 1, DR),
+        rope_cos=draw.normal(b, 1, DR),
+        cache_index=slots,
+    )
+
+
+def _slots(draw: Draw, table: Tensor, context: int) -> Tensor:
+    """Of each request's last token."""
+    last = context - 1
+    return (table[:, last // P] * P + last % P).to(torch.int32)[:, None].contiguous()
+
+
+def _pages(draw: Draw, pages: int) -> tuple[Arguments, Arguments]:
+    """Empty caches of fp8, as both prologs name them."""
+    rows = torch.zeros(pages, P, 1, quantised.ROW, dtype=torch.float8_e4m3fn, device=draw.device)
+    index = torch.zeros(pages, P, quantised.PACKED, dtype=torch.uint8, device=draw.device)
+    values, scales = quantised.index_cache_views(index, "fp8")
+    return dict(
+        kv_cache=rows,
+        kr_cache=draw.normal(0),
+        kv_cache_quant_mode=3,
+        ckvkr_repo_mode=1,
+        quant_scale_repo_mode=1,
+        row_layout=quantised.NOPE_SCALE_ROPE,
+    ), dict(index_k_cache=values, index_k_scale_cache=scales, kv_cache_quant_mode=3)
+
+
+_NAMES = ("token_x", "rope_sin", "rope_cos", "cache_index")
+
+
+def mla_prolog_case(b: int, n: int, kind: str) -> Case:
+    """Caches of fp8 as well."""
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        table = draw.table(b, 2)
+        return (
+            _mla(draw, kind, n) | _tokens(draw, b, _slots(draw, table, P)) | _pages(draw, 2 * b)[0]
+        )
+
+    m = DEEPSEEK
+    narrow = m.h * (m.rq + R + DR) + m.rq * n * (m.dn + DR)
+    size = narrow + n * m.dn * R
+    outputs = BF16 * b * (m.h + m.rq + n * (R + DR)) + b * quantised.ROW
+    return Case(
+        "npu_mla_prolog_pto",
+        f"{kind} weights, {n} heads, {b} tokens",
+        make,
+        first_requests(_NAMES, 4),
+        bytes=float(narrow + BF16 * n * m.dn * R + outputs),
+        flops=2.0 * b * size,
+        shape=dict(b=b, n=n),
+        peers={"bf16": partial(_in_bf16, sparse_attention.mla_prolog_case(b, n))},
+    )
+
+
+def indexer_prolog_case(b: int, kind: str) -> Case:
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        table = draw.table(b, 2)
+        norm = dict(query_norm=draw.normal(b, 1, DEEPSEEK.rq))
+        both = _index(draw, kind) | _tokens(draw, b, _slots(draw, table, P)) | norm
+        return both | _pages(draw, 2 * b)[1]
+
+    m = DEEPSEEK
+    narrow = m.rq * m.ni * DI + m.h * DI
+    outputs = b * (BF16 * (m.h + m.rq) + m.ni * (DI + 4) + quantised.PACKED)
+    return Case(
+        "npu_indexer_prolog_pto",
+        f"{kind} weights, {b} tokens",
+        make,
+        first_requests((*_NAMES, "query_norm"), 4),
+        bytes=float(narrow + BF16 * m.h * m.ni + outputs),
+        flops=2.0 * b * (narrow + m.h * m.ni),
+        shape=dict(b=b),
+        peers={"bf16": partial(_in_bf16, sparse_attention.indexer_prolog_case(b))},
+        tolerance=5e-2,  # a step of e4m3 is 2**-3
+    )
+
+
+def _in_bf16(case: Case, arguments: Arguments) -> Callable[[], Any]:
+    return partial(case.call, case.make(arguments["rope_sin"].device, 0))
+
+
+def layer_case(b: int, n: int, context: int, k: int = 2048) -> Case:
+    """Weights, activations and caches of fp8.  Checked as the bf16 layer is."""
+    pages = context // P
+    weights = mla_prolog_case(b, n, "fp8").bytes + indexer_prolog_case(b, "fp8").bytes
+    m = DEEPSEEK
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        table = draw.table(b, pages)
+        rows, index = _layer_pages(draw, b * pages)
+        mla, indexer = _mla(draw, "fp8", n), _index(draw, "fp8")
+        tokens = _tokens(draw, b, _slots(draw, table, context))
+        ours = {_OURS.get(name, name): x for name, x in (indexer | mla | tokens).items()}
+        return ours | dict(
+            kv_cache=rows,
+            kr_cache=draw.normal(0),
+            index_k_cache=index,
+            block_table=table,
+            act_seqs=draw.full(b, value=context),
+            sparse_count=k,
+            index_weight_quant_mode=MODES["fp8"],
+            kv_kind="fp8",
+            index_kind="fp8",
+            row_layout=quantised.NOPE_SCALE_ROPE,
+        )
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        arguments["act_seqs"].clamp_(max=k)
+        names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
+        return first_requests(names, 2)(arguments)
+
+    read = b * (context * quantised.PACKED + k * quantised.ROW)
+    return Case(
+        "npu_sparse_attention_pto",
+        f"all fp8, {n} heads, {b} x 1 queries, {context // 1024}K keys",
+        make,
+        part,
+        bytes=weights + read,
+        flops=2.0 * b * (sum(m.prolog_size(n)) + context * m.ni * DI + n * k * (2 * R + DR)),
+        shape=dict(b=b, s=1, n=n, context=context, k=k),
+        tolerance=5e-2,
+    )
+
+
+_OURS = {
+    "token_x": "x",
+    "rope_sin": "sin",
+    "rope_cos": "cos",
+    "rmsnorm_gamma_cq": "gamma_cq",
+    "rmsnorm_gamma_ckv": "gamma_ckv",
+    "weight_dq": "w_dq",
+    "weight_uq_qr": "w_uq_qr",
+    "weight_uk": "w_uk",
+    "weight_dkv_kr": "w_dkv_kr",
+    "weight_qb": "w_idx_qb",
+    "weight_k": "w_idx_k",
+    "weight_proj": "w_idx_proj",
+    "ln_gamma_k": "in_gamma_k",
+    "ln_beta_k": "in_beta_k",
+    "dequant_scale_w_qb": "dequant_scale_w_idx_qb",
+    "dequant_scale_w_k": "dequant_scale_w_idx_k",
+}
+
+
+def _layer_pages(draw: Draw, pages: int) -> tuple[Tensor, Tensor]:
+    """Rows and packed index pages of random tokens."""
+    rows = torch.empty(pages, P, 1, quantised.ROW, dtype=torch.float8_e4m3fn, device=draw.device)
+    index = torch.empty(pages, P, quantised.PACKED, dtype=torch.uint8, device=draw.device)
+    slots = torch.arange(pages * P, device=draw.device)
+    _ops.npu_latent_cache_write(
+        draw.normal(pages * P, R), draw.normal(pages * P, DR), rows, slots, kind="fp8",
+        row_layout=quantised.NOPE_SCALE_ROPE,
+    )  # fmt: skip
+    values, scales = quantised.index_cache_views(index, "fp8")
+    _ops.npu_index_cache_write(draw.normal(pages * P, DI), values, scales, slots, kind="fp8")
+    return rows, index
+
+
+BATCHES = (1, 32, 128)
+
+
+def _prolog(small: bool) -> list[Case]:
+    if small:
+        return [mla_prolog_case(1, 16, "fp8")]
+    return [mla_prolog_case(b, 128, kind) for kind in MODES for b in BATCHES]
+
+
+def _indexer_prolog(small: bool) -> list[Case]:
+    if small:
+        return [indexer_prolog_case(1, "fp8")]
+    return [indexer_prolog_case(b, kind) for kind in MODES for b in BATCHES]
+
+
+def _whole(small: bool) -> list[Case]:
+    return [layer_case(1, 16, 4096, 512)] if small else [layer_case(b, 128, 65536) for b in BATCHES]
+
+
+PRESETS = {
+    "npu_mla_prolog_pto": _prolog,
+    "npu_indexer_prolog_pto": _indexer_prolog,
+    "npu_sparse_attention_pto": _whole,
+}

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""vLLM's models on our ops: a plug-in that an unmodified vLLM finds by its entry point.
+
+    CUSTOM_VLLM=1 vllm serve MODEL
+
+DeepSeek-V3.2 and GLM-5 (mla.py), Qwen3-Next and Qwen3.5 (gdn.py); under vllm-ascend, the sparse
+attention (ascend.py).  docs/vllm.md has the versions and modes that were tried.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from ...dispatch.env import config
+from ...dispatch.errors import need
+from .modes import ASCEND, VLLM, check_version, in_words
+
+
+def register() -> None:
+    """Put our layers where vLLM builds its own; nothing unless CUSTOM_VLLM=1.
+
+    vLLM calls it in each of its processes, before it builds a model.
+
+    >>> from custom.integrations.vllm import register
+    >>> register()
+    """
+    if not config.vllm:
+        return
+    need("vllm", __name__, f'"vllm{in_words(VLLM)}"')
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type == "npu":
+        check_version("vllm-ascend", version("vllm-ascend"), ASCEND)
+        from . import ascend
+
+        ascend.register()
+        return
+    check_version("vLLM", vllm.__version__, VLLM)
+    for model in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
+        # by name: vLLM imports a model where it builds it
+        vllm.ModelRegistry.register_model(model, f"{__name__}.mla:{model}")
+    from . import gdn
+
+    gdn.register()

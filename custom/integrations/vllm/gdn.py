@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The gated delta rule of Qwen3-Next and Qwen3.5 in vLLM.
+
+`GatedDelta` takes the place of vLLM's pluggable layer.  vLLM keeps the weights, the projections,
+the pools of states and the batch's metadata, and finds the layer again through an op of its own, at
+which it splits its graphs; what that op calls is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override  # of torch
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.utils.torch_utils import _encode_layer_name
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+from ...convolution import npu_causal_conv1d
+from ...delta_rule import npu_chunk_gated_delta_rule, npu_gated_delta_layer_decode
+from ...gated_norm import npu_gated_rms_norm
+from ..kernels import normalised
+from .modes import check_modes
+
+
+class GatedDelta(QwenGatedDeltaNetAttention):
+    def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        check_modes(
+            "the gated delta rule",
+            vllm_config,
+            states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
+        )
+        super().__init__(config, vllm_config, *args, **kwargs)
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        """None: a prefill leaves its last state alone, so vLLM ends it where it wants one."""
+        return None
+
+    @override
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+        if self.gqa_interleaved_layout:  # Qwen3-Next: by key heads
+            q, k, v, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+            qkvz = torch.cat([each.flatten(1) for each in (q, k, v, z)], -1)
+            ba = torch.cat([b, a], -1)
+        heads = self.num_v_heads // self.tp_size
+        out = hidden_states.new_zeros(len(hidden_states), heads, self.head_v_dim)
+        torch.ops.vllm.qwen_gdn_attention_core_fused_norm_packed(
+            qkvz, ba, out, layer_name=_encode_layer_name(self.prefix)
+        )
+        projected: Tensor = self.out_proj(out.flatten(1))[0]
+        return projected
+
+    @override
+    def _forward_core_fused_norm_packed(
+        self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor
+    ) -> None:
+        """Decodes stand in front of prefills; tokens past the batch's stay."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM measures memory
+            return
+        batch: GDNAttentionMetadata = metadata[self.prefix]
+        values = self.value_dim // self.tp_size
+        qkv, z = mixed_qkvz.split([mixed_qkvz.shape[-1] - values, values], -1)
+        z = z.unflatten(-1, (-1, self.head_v_dim))
+        b, a = self.split_ba(ba)
+        columns, states = self.kv_cache  # [slots, W - 1, C], or C first, and [slots, Nv, Dv, Dk]
+        if is_conv_state_dim_first():
+            columns = columns.mT
+        slots = batch.non_spec_state_indices_tensor
+        assert slots is not None  # without speculative decoding
+        t = batch.num_decode_tokens
+        if t:
+            core_attn_out[:t] = npu_gated_delta_layer_decode(
+                qkv[:t, None],
+                z[:t, None],
+                a[:t, None],
+                b[:t, None],
+                columns,
+                states,
+                self.taps(),
+                self.A_log,
+                self.dt_bias,
+                self.norm.weight,
+                slots[:t].contiguous(),
+                epsilon=self.norm.eps,
+                state_layout="vk",
+                gate_activation=self.norm.activation,
+            )[:, 0]
+        if batch.num_prefills:
+            tokens = slice(t, t + batch.num_prefill_tokens)
+            out = self.prefill(batch, columns, states, qkv[tokens], a[tokens], b[tokens])
+            core_attn_out[tokens] = npu_gated_rms_norm(
+                out, z[tokens], self.norm.weight, self.norm.eps, activation=self.norm.activation
+            )
+
+    def prefill(
+        self, batch: GDNAttentionMetadata, columns: Tensor, states: Tensor,
+        qkv: Tensor, a: Tensor, b: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """[T, Nv, Dv] of the batch's T tokens of prefills, from their slots and back to them."""
+        n = batch.num_prefills
+        slots: Any = batch.prefill_state_indices
+        starts: Any = batch.prefill_query_start_loc
+        continues: Any = batch.prefill_has_initial_state
+        slots, starts = slots[:n].long(), starts[: n + 1]
+        old = continues[:n, None, None]
+        mixed, columns[slots] = npu_causal_conv1d(
+            qkv,
+            self.taps(),
+            initial_states=columns[slots] * old,
+            query_start_loc=starts,
+            activation=self.activation,
+        )
+        keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+        q, k, v = mixed.split([keys, keys, values], -1)
+        q, k = (normalised(each.unflatten(-1, (-1, self.head_k_dim))) for each in (q, k))
+        out, final = npu_chunk_gated_delta_rule(
+            q.contiguous(),
+            k.contiguous(),
+            v.unflatten(-1, (-1, self.head_v_dim)).contiguous(),
+            beta=b.sigmoid(),
+            g=-self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float()),
+            initial_state=states[slots] * old[..., None],
+            actual_seq_lengths=starts.diff(),
+        )
+        states[slots] = final
+        return out
+
+    def taps(self) -> Tensor:
+        """[W, C]; where vLLM has packed them for its CPU kernel, it keeps them beside."""
+        weight: Tensor = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight)
+        return weight.view(weight.shape[0], self.conv_kernel_size).t()
+
+
+def register() -> None:
+    name = QwenGatedDeltaNetAttention.__name__
+    if name not in op_registry_oot:  # vLLM refuses a second one
+        PluggableLayer.register_oot(GatedDelta, name=name)

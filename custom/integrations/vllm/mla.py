@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""DeepSeek-V3.2's and GLM-5's attention in vLLM.
+
+A model class of ours, registered under the architecture's name, builds vLLM's own model with
+`SparseMLA` in the place of its pluggable MLA layer.  vLLM keeps the weights and allocates and pages
+the caches; between the projections everything is ours.  A layer has one cache of latents and rotary
+keys, and, if it selects by itself, one of index keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override  # of torch
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.model_executor.models import deepseek_v2
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+
+from ...dispatch.errors import NotSupported
+from ...sparse_attention import npu_lightning_indexer, npu_sparse_flash_attention
+from .modes import check_modes
+
+# ------------------------------------------------------------------------ what vLLM asks of a cache
+
+
+@dataclass
+class SparseMetadata:
+    """What the ops need to know of a batch of n requests and T tokens, in any mixture."""
+
+    ends: Tensor  # [n] prefix sums of the query lengths, without the 0
+    lengths: Tensor  # [n] keys of every request, new ones included
+    block_table: Tensor  # [n, pages]
+    slots: Tensor  # [T], negative for padding
+
+    def __post_init__(self) -> None:
+        self.by_keys: dict[str, Any] = dict(
+            actual_seq_lengths_query=self.ends,
+            block_table=self.block_table,
+            layout_query="TND",
+        )
+
+
+class SparseBuilder(AttentionMetadataBuilder[SparseMetadata]):
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @override
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseMetadata:
+        m = common_attn_metadata
+        return SparseMetadata(
+            ends=m.query_start_loc[1 : m.num_reqs + 1],
+            lengths=m.seq_lens[: m.num_reqs],
+            block_table=m.block_table_tensor[: m.num_reqs],
+            slots=m.slot_mapping[: m.num_actual_tokens],
+        )
+
+
+class SparseBackend(AttentionBackend):
+    @staticmethod
+    @override
+    def get_name() -> str:
+        return "CUSTOM_SPARSE_MLA"
+
+    @staticmethod
+    @override
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("SparseMLA computes by itself")
+
+    @staticmethod
+    @override
+    def get_builder_cls() -> type[SparseBuilder]:
+        return SparseBuilder
+
+    @staticmethod
+    @override
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    @override
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def is_sparse(cls) -> bool:
+        return True
+
+
+class PagedCache(AttentionLayerBase):
+    """A cache of `width` values a token, [pages, P, 1, width] once vLLM has allocated it."""
+
+    width: int
+    dtype: torch.dtype
+
+    @override
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        self.kv_cache = kv_cache.transpose(1, 2)  # vLLM's is [pages, 1, P, width]
+
+    @override
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return SparseBackend
+
+    @override
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=self.width,
+            dtype=self.dtype,
+        )
+
+
+class IndexCache(nn.Module, PagedCache):
+    """The index keys of a layer, in the place of vLLM's own cache of 8 bits."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width, self.dtype = width, dtype
+
+
+# -------------------------------------------------------------------------------------- the layer
+
+
+class NoIndexerOp(SparseAttnIndexer):
+    """Nothing, where vLLM would build its own selection, which not every device has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+
+
+class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
+    """Takes the arguments of vLLM's layer and computes the same, on our ops."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        scale: float,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        mla_modules: MLAModules,
+        cache_config: Any = None,
+        quant_config: Any = None,
+        prefix: str = "",
+        skip_topk: bool = False,
+        **others: Any,
+    ) -> None:
+        nn.Module.__init__(self)  # vLLM's own would build its attention
+        m, config = mla_modules, get_current_vllm_config()
+        if not (m.indexer is None or type(m.indexer) is deepseek_v2.Indexer):
+            raise NotSupported(
+                f"CUSTOM_VLLM=1 serves DeepSeek-V3.2's indexer, and this is a "
+                f"{type(m.indexer).__name__}; unset CUSTOM_VLLM."
+            )
+        check_modes(
+            "sparse attention",
+            config,
+            quantised_weights=quant_config is not None,
+            a_cache_of_8_bits=config.cache_config.cache_dtype not in ("auto", "bfloat16"),
+            a_query_without_a_latent=q_lora_rank is None,
+            a_gate=m.g_proj is not None,
+        )
+        self.heads, self.scale = num_heads, scale
+        self.query_sizes = [qk_nope_head_dim, qk_rope_head_dim]
+        self.latent_sizes = [q_lora_rank, kv_lora_rank, qk_rope_head_dim]
+        self.value_size, self.rank = v_head_dim, kv_lora_rank
+        self.fused_qkv_a_proj: Any = m.fused_qkv_a_proj
+        self.q_a_layernorm: Any = m.q_a_layernorm
+        self.q_b_proj: Any = m.q_b_proj
+        self.kv_a_layernorm: Any = m.kv_a_layernorm
+        self.kv_b_proj: Any = m.kv_b_proj
+        self.o_proj: Any = m.o_proj
+        self.rotary_emb: Any = m.rotary_emb
+        self.indexer_rope_emb: Any = m.indexer_rotary_emb
+        self.indexer: Any = None if skip_topk else m.indexer
+        # [tokens, K] of all layers: one without an indexer takes the selection of the last that has
+        self.selection: Any = m.topk_indices_buffer
+
+        self.layer_name = f"{prefix}.attn"
+        self.width, self.dtype = kv_lora_rank + qk_rope_head_dim, config.model_config.dtype
+        layers = config.compilation_config.static_forward_context
+        layers[self.layer_name] = self
+        if self.indexer is not None:
+            i = self.indexer
+            layers[i.k_cache.prefix] = i.k_cache = IndexCache(i.head_dim, self.dtype)
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        """uk [N, Dn, R] and uv [N, Dv, R], which the absorbed form needs apart.
+
+        Through the layer itself: some platforms have packed its weight and dropped the original.
+        """
+        eye = torch.eye(self.rank, dtype=dtype, device=self.kv_a_layernorm.weight.device)
+        heads = self.kv_b_proj(eye)[0].t().unflatten(0, (self.heads, -1))
+        uk, uv = heads.split([self.query_sizes[0], self.value_size], 1)
+        self.uk, self.uv = uk.contiguous(), uv.contiguous()
+
+    @override
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None
+    ) -> Tensor:
+        if llama_4_scaling is not None:
+            raise NotSupported("CUSTOM_VLLM=1 serves sparse attention without Llama 4's scaling.")
+        x = hidden_states
+        q_latent, latent, k_rope = self.fused_qkv_a_proj(x)[0].split(self.latent_sizes, -1)
+        q_latent = self.q_a_layernorm(q_latent.contiguous())
+        latent = self.kv_a_layernorm(latent.contiguous())
+        q = self.q_b_proj(q_latent)[0].unflatten(-1, (self.heads, -1))
+        q, q_rope = q.split(self.query_sizes, -1)
+        q_rope, k_rope = rotated(self.rotary_emb, positions, q_rope, k_rope)
+        index = None if self.indexer is None else self.indexed(positions, x, q_latent)
+        out = x.new_zeros(x.shape[0], self.heads, self.rank)
+        torch.ops.custom_vllm.sparse_mla(
+            torch.einsum("tnd,ndr->tnr", q, self.uk),
+            q_rope,
+            torch.cat([latent, k_rope], -1),
+            *(index or (None, None, None)),
+            out,
+            self.layer_name,
+        )
+        projected: Tensor = self.o_proj(torch.einsum("tnr,nvr->tnv", out, self.uv).flatten(1))[0]
+        return projected
+
+    def indexed(
+        self, positions: Tensor, x: Tensor, q_latent: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Index queries [T, Ni, Di] and keys [T, Di], and the weights of the heads [T, Ni]."""
+        i: deepseek_v2.Indexer = self.indexer
+        sizes = [i.rope_dim, i.head_dim - i.rope_dim]
+        q_rope, q = i.wq_b(q_latent)[0].unflatten(-1, (i.n_head, -1)).split(sizes, -1)
+        k, weights = i.wk_weights_proj(x)[0].split([i.head_dim, i.n_head], -1)
+        k_rope, k = i.k_norm(k).to(x.dtype).split(sizes, -1)
+        q_rope, k_rope = rotated(self.indexer_rope_emb, positions, q_rope, k_rope)
+        weights = weights * (i.softmax_scale * i.n_head**-0.5)
+        return torch.cat([q_rope, q], -1), torch.cat([k_rope, k], -1), weights
+
+    def attend(
+        self,
+        batch: SparseMetadata,
+        q: Tensor,
+        q_rope: Tensor,
+        row: Tensor,
+        index_q: Tensor | None,
+        index_k: Tensor | None,
+        weights: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write the batch's rows to the caches, select, attend; tokens past the batch's stay."""
+        t = batch.slots.shape[0]
+        if index_q is not None and index_k is not None and weights is not None:
+            keys = self.indexer.k_cache.kv_cache
+            write(keys, index_k[:t], batch.slots)
+            selected, _ = npu_lightning_indexer(
+                index_q[:t],
+                keys,
+                weights[:t],
+                actual_seq_lengths_key=batch.lengths,
+                layout_key="PA_BSND",
+                sparse_count=self.selection.shape[1],
+                **batch.by_keys,
+            )
+            self.selection[:t] = selected[:, 0]
+        write(self.kv_cache, row[:t], batch.slots)
+        latents, rotary = self.kv_cache.split(self.latent_sizes[1:], -1)
+        out[:t] = npu_sparse_flash_attention(
+            q[:t],
+            latents,
+            None,
+            self.selection[:t, None],
+            self.scale,
+            query_rope=q_rope[:t],
+            key_rope=rotary,
+            actual_seq_lengths_kv=batch.lengths,
+            layout_kv="PA_BSND",
+            **batch.by_keys,
+        )[0]
+
+
+def rotated(rotary: Any, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q [T, N, D] and k [T, D]; vLLM's kernel for CPUs turns one head of many."""
+    turn = rotary.forward_native if current_platform.is_cpu() else rotary
+    q_turned, k_turned = turn(positions, q.contiguous(), k.unsqueeze(1).contiguous())
+    return q_turned.to(q.dtype), k_turned[:, 0].to(k.dtype)
+
+
+def write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Rows [T, C] to a cache [pages, P, 1, C]; without a slot to vLLM's page of nobody, 0."""
+    slots = slots.clamp(min=0)
+    cache[slots // cache.shape[1], slots % cache.shape[1], 0] = rows
+
+
+@eager_break_during_capture
+def _sparse_mla(
+    q: Tensor,
+    q_rope: Tensor,
+    row: Tensor,
+    index_q: Tensor | None,
+    index_k: Tensor | None,
+    weights: Tensor | None,
+    out: Tensor,
+    layer_name: str,
+) -> None:
+    context = get_forward_context()
+    if context.attn_metadata is None:  # vLLM measures memory
+        return
+    layer: SparseMLA = context.no_compile_layers[layer_name]
+    batch = context.attn_metadata[layer_name]
+    layer.attend(batch, q, q_rope, row, index_q, index_k, weights, out)
+
+
+# one node of a graph, which vLLM runs between the graphs that it captures
+_library = torch.library.Library("custom_vllm", "FRAGMENT")
+_library.define(
+    "sparse_mla(Tensor q, Tensor q_rope, Tensor row, Tensor? index_q, Tensor? index_k,"
+    " Tensor? weights, Tensor(a!) out, str layer_name) -> ()"
+)
+_library.impl("sparse_mla", _sparse_mla, "CompositeExplicitAutograd")
+torch.library.register_fake("custom_vllm::sparse_mla", lambda *_: None, lib=_library)
+
+# -------------------------------------------------------------------------------------- the models
+
+
+@contextmanager
+def _our_layers() -> Iterator[None]:
+    """What vLLM builds inside has our layers; other models of the process are not concerned."""
+    theirs = dict(op_registry_oot)
+    op_registry_oot["MultiHeadLatentAttentionWrapper"] = SparseMLA
+    op_registry_oot["SparseAttnIndexer"] = NoIndexerOp
+    try:
+        yield
+    finally:
+        op_registry_oot.clear()
+        op_registry_oot.update(theirs)
+
+
+class DeepseekV32ForCausalLM(deepseek_v2.DeepseekV3ForCausalLM):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        with _our_layers():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+class GlmMoeDsaForCausalLM(deepseek_v2.GlmMoeDsaForCausalLM):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        with _our_layers():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)

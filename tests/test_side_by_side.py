@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Ops called from two threads, on two streams, in forked and spawned processes: the same bits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from custom.dispatch.register import overload
+from custom.dispatch.specs import SPECS
+
+from .support.accuracy import skip_unless_taken
+from .support.calls import assert_same, every_spec, everything, other
+from .support.samples import sample
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def in_a_fixed_order():
+    """A gradient's atomics add in any order otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def dtype_of(device):
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def two_calls(spec, device):
+    """Arguments of two calls that share a plan, and what each gives alone."""
+    dtype = dtype_of(device)
+    calls = [sample(spec.name, device, dtype), other(spec, device, dtype)]
+    with torch.no_grad():
+        return calls, [everything(spec, overload(spec), each) for each in calls]
+
+
+@every_spec
+def test_two_threads(spec, device, backend):
+    skip_unless_taken(dtype_of(device), device, backend)
+    calls, alone = two_calls(spec, device)
+
+    def many(number):
+        with torch.no_grad():
+            return [everything(spec, overload(spec), calls[number]) for _ in range(8)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for number, results in enumerate(pool.map(many, (0, 1))):
+            for result in results:
+                assert_same(result, alone[number])
+
+
+@every_spec
+def test_two_streams(spec, device, backend):
+    if device.type != "cuda":
+        pytest.skip("a CPU has none")
+    skip_unless_taken(dtype_of(device), device, backend)
+    calls, alone = two_calls(spec, device)
+    streams = [torch.cuda.Stream(device) for _ in calls]
+    torch.cuda.synchronize(device)
+    results = [[], []]
+    with torch.no_grad():
+        for _ in range(8):
+            for number, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    results[number].append(everything(spec, overload(spec), calls[number]))
+    torch.cuda.synchronize(device)
+    for number, every in enumerate(results):
+        for result in every:
+            assert_same(result, alone[number])
+
+
+def _bits(device: str) -> list[float]:
+    """What a few ops give; floats of their sums, which compare exactly."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    where, found = torch.device(device), []
+    dtype = dtype_of(where)
+    for spec in SPECS[::5]:
+        with torch.no_grad():
+            results = everything(spec, overload(spec), sample(spec.name, where, dtype))
+        found += [float(x.double().nan_to_num().sum()) for x in results]
+    return found
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes(method, device, backend):
+    if method == "fork" and device.type == "cuda":
+        pytest.skip("torch refuses CUDA in a child of a process that has used it")
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        first, second = pool.map(_bits, [device.type] * 2)
+    assert first == second == _bits(device.type)
+
+
+_FORKS = """
+import os, sys
+sys.path.insert(0, {root!r})
+import custom
+from tests.test_side_by_side import _bits
+children = []
+for _ in range(2):
+    child = os.fork()
+    if not child:
+        print(_bits({device!r}), flush=True)
+        os._exit(0)
+    children.append(child)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+"""
+
+
+def test_forked_after_the_import(device):
+    """As servers start their workers: the parent has imported the package, and called nothing."""
+    script = _FORKS.format(root=str(ROOT), device=device.type)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines() == [str(_bits(device.type))] * 2

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Our plug-in against what vLLM's wheels say of the classes and functions that it touches.
+
+No vLLM is installed: tests/vllm/stubs.py made tests/vllm/stubs/ of the wheels' sources.  After a
+release, `python -m tests.vllm.stubs WHEEL` adds its stubs, and these tests say what has moved.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from custom.dispatch.errors import BackendUnavailable, NotSupported
+
+from custom.integrations import vllm
+from custom.integrations.vllm import modes
+
+ROOT = Path(__file__).parent.parent
+STUBS = ROOT / "tests" / "vllm" / "stubs"
+VERSIONS = sorted(each.name.removeprefix("vllm-") for each in STUBS.glob("vllm-*"))
+(ASCEND,) = STUBS.glob("vllm_ascend-*")
+PLUGIN = ROOT / "custom" / "integrations" / "vllm"
+
+
+MOVED = {
+    "v1/attention/backend.py": ("    slot_mapping: torch.Tensor", ""),  # a field
+    "v1/kv_cache_interface.py": ("    max_tp_shards: int | None = ...", ""),  # an argument
+    "model_executor/layers/attention_layer_base.py": ("bind_kv_cache", "bind_cache"),  # a method
+    "model_executor/layers/mla.py": (
+        "hidden_states: torch.Tensor, llama",
+        "x: torch.Tensor, llama",
+    ),
+    "forward_context.py": ("get_forward_context", "get_context"),
+}
+
+
+def test_what_we_touch_is_there_and_what_moves_is_seen(tmp_path):
+    """By mypy, strict, over the plug-in: every name, field, argument and override."""
+    pytest.importorskip("mypy", reason="a tool of `make lint`")
+    package = tmp_path / "typed" / "custom"
+    package.mkdir(parents=True)
+    for each in [*(ROOT / "custom").iterdir(), ROOT / "dispatch", ROOT / "graph_mode"]:
+        (package / each.name).symlink_to(each)
+
+    def typed(stubs: Path) -> str:
+        command = ["-m", "mypy", "--cache-dir", tmp_path / "cache", "-p", vllm.__name__]
+        environment = {**os.environ, "MYPYPATH": f"{package.parent}:{stubs}:{ASCEND}"}
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        return done.stdout + done.stderr
+
+    for version in VERSIONS:
+        assert typed(STUBS / f"vllm-{version}").startswith("Success"), version
+    stubs = tmp_path / "stubs"
+    shutil.copytree(STUBS / f"vllm-{VERSIONS[-1]}", stubs)
+    for file, (before, after) in MOVED.items():
+        path = stubs / "vllm" / file
+        text = path.read_text()
+        assert before in text
+        path.write_text(text.replace(before, after, 1))
+    said = typed(stubs)
+    for name in ("slot_mapping", "max_tp_shards", "bind_kv_cache", "forward", "get_forward"):
+        assert f'"{name}' in said, said
+
+
+def arguments(path: Path, name: str) -> ast.arguments:
+    """Of the constructor of the class `name`."""
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    (found,) = [node for node in classes if node.name == name]
+    (init,) = [node for node in found.body if getattr(node, "name", None) == "__init__"]
+    return init.args
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_layer_takes_their_arguments(version):
+    """vLLM's models pass them by position up to the prefix."""
+    stub = STUBS / f"vllm-{version}" / "vllm" / "model_executor" / "layers" / "mla.py"
+    theirs = arguments(stub, "MultiHeadLatentAttentionWrapper")
+    ours = arguments(PLUGIN / "mla.py", "SparseMLA")
+    names = [each.arg for each in ours.args]
+    assert names == [each.arg for each in theirs.args[: len(names)]]
+    assert "prefix" in names and "skip_topk" in names and ours.kwarg
+    required = [len(each.args) - len(each.defaults) for each in (ours, theirs)]
+    assert required[0] == required[1]
+
+
+def test_the_range_is_what_there_are_stubs_for():
+    minors = [tuple(map(int, each.split(".")[:2])) for each in VERSIONS]
+    first, below = modes.VLLM
+    assert minors[0] == first and (minors[-1][0], minors[-1][1] + 1) == below
+    for version in VERSIONS:
+        modes.check_version("vLLM", version, modes.VLLM)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0rc1", "1.0"])
+def test_another_version_is_refused(version):
+    with pytest.raises(BackendUnavailable, match=f"0.32,<0.34, and {version} is installed; "):
+        modes.check_version("vLLM", version, modes.VLLM)
+
+
+def test_the_entry_point_is_ours():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    name, _, where = setup["options.entry_points"]["vllm.general_plugins"].strip().partition(" = ")
+    assert (name, where) == ("npu_custom_ops", f"{vllm.__name__}:{vllm.register.__name__}")
+
+
+def configuration(**changed: object) -> SimpleNamespace:
+    parallel = dict(
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        use_ubatching=False,
+    )
+    given = dict(speculative_config=None, lora_config=None, kv_transfer_config=None)
+    parallel |= {name: value for name, value in changed.items() if name in parallel}
+    given |= {name: value for name, value in changed.items() if name in given}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**parallel), **given)
+
+
+def test_a_plain_engine_is_served():
+    modes.check_modes("sparse attention", configuration(), quantised_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"),
+    [
+        (dict(tensor_parallel_size=2), "tensor parallelism"),
+        (dict(pipeline_parallel_size=2), "pipeline parallelism"),
+        (dict(decode_context_parallel_size=2), "context parallelism"),
+        (dict(prefill_context_parallel_size=2), "context parallelism"),
+        (dict(use_ubatching=True), "microbatches (DBO)"),
+        (dict(speculative_config=object()), "speculative decoding"),
+        (dict(lora_config=object()), "LoRA"),
+        (dict(kv_transfer_config=object()), "a KV connector"),
+    ],
+)
+def test_a_mode_that_was_not_tried_is_refused(asked, mode):
+    with pytest.raises(NotSupported) as error:
+        modes.check_modes("sparse attention", configuration(**asked))
+    assert str(error.value) == (
+        f"CUSTOM_VLLM=1 serves sparse attention without {mode}, and this engine asks for it; turn "
+        "it off, or unset CUSTOM_VLLM."
+    )
+
+
+def test_a_layer_names_more_modes():
+    with pytest.raises(NotSupported, match="without quantised weights, and"):
+        modes.check_modes("sparse attention", configuration(), quantised_weights=True)
+
+
+@pytest.fixture
+def device_op(monkeypatch):
+    """vllm-ascend's module of that name, by its stub."""
+    monkeypatch.syspath_prepend(str(ASCEND))
+    module = importlib.import_module("vllm_ascend.device.device_op")
+    module.DeviceOperator = operator = module.BaseDeviceAdaptor
+    operator._format_sparse_flash_attention_output = staticmethod(lambda out, *_: out)
+    yield module
+    for name in [each for each in sys.modules if each.split(".")[0] == "vllm_ascend"]:
+        del sys.modules[name]
+    sys.modules.pop("custom.integrations.vllm.ascend", None)
+
+
+def test_the_calls_of_vllm_ascend_are_our_ops(device_op):
+    """Its arguments, on a cache of pages; 2048 of fewer keys are all of them."""
+    ascend = importlib.import_module("custom.integrations.vllm.ascend")
+    ascend.register()
+    operator = device_op.DeviceOperator
+    torch.manual_seed(0)
+    lengths, tokens, heads = torch.tensor([37, 20]), 5, 4
+    table = torch.tensor([[2, 0, 3], [1, 4, -1]])
+    caches = tuple(torch.randn(5, 16, 1, n) for n in (32, 16, 24))
+    q, q_rope = torch.randn(tokens, heads, 32), torch.randn(tokens, heads, 16)
+    ends = torch.tensor([3, 5])
+    impl = SimpleNamespace(scale=0.2)
+    batch = SimpleNamespace(block_table=table)
+    query, weights = torch.randn(tokens, 6, 24), torch.rand(tokens, 6)
+    selected = operator.indexer_select_post_process(
+        impl, query, None, None, weights, caches, batch, ends, lengths, False, False
+    )
+    out = operator.execute_sparse_flash_attention_process(
+        impl, q, q_rope, caches, selected, batch, ends, lengths
+    )
+    for token, (request, seen) in enumerate([(0, 35), (0, 36), (0, 37), (1, 19), (1, 20)]):
+        pages = [each[table[request].clamp(min=0)].flatten(0, 2)[:seen] for each in caches]
+        logits = 0.2 * (q[token] @ pages[0].T + q_rope[token] @ pages[1].T)
+        torch.testing.assert_close(out[token], logits.softmax(-1) @ pages[0])
+
+
+def test_vllm_ascend_is_refused_where_it_was_not_tried(device_op):
+    ascend = importlib.import_module("custom.integrations.vllm.ascend")
+    caches = (torch.zeros(1, 16, 1, 656, dtype=torch.int8),)
+    with pytest.raises(NotSupported, match="without latents of 8 bits"):
+        ascend.SparseOperator.execute_sparse_flash_attention_process(
+            None, None, None, caches, None, None, None, None
+        )
+    ascend.DeviceOperator = type("A5DeviceAdaptor", (ascend.BaseDeviceAdaptor,), {})
+    with pytest.raises(NotSupported, match="has a A5DeviceAdaptor; unset"):
+        ascend.register()

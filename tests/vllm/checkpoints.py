@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Tiny checkpoints with random weights and a tokenizer of bytes, and the prompts of all runs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+BASE: dict[str, Any] = dict(
+    vocab_size=320,
+    hidden_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    intermediate_size=512,
+    max_position_embeddings=2048,
+    bos_token_id=256,
+    eos_token_id=257,
+)
+MLA: dict[str, Any] = dict(
+    BASE,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    first_k_dense_replace=3,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    n_group=1,
+    topk_group=1,
+)
+# 32 index heads: of 4 some score exactly 0 for many keys, and ties are anybody's
+INDEX: dict[str, Any] = dict(index_n_heads=32, index_head_dim=32, index_topk=16)
+WIDE: dict[str, Any] = dict(
+    MLA, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64
+)
+WIDE_INDEX: dict[str, Any] = dict(index_n_heads=32, index_head_dim=128, index_topk=64)
+YARN: dict[str, Any] = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64,
+    beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+)  # fmt: skip
+
+# Transformers' class knows no other way, vLLM asks
+GLM: dict[str, Any] = dict(MLA, **INDEX, indexer_rope_interleave=True)
+SHARED: dict[str, Any] = dict(
+    num_hidden_layers=5, first_k_dense_replace=5, index_topk_pattern="FSSFS"
+)
+DELTA: dict[str, Any] = dict(
+    BASE,
+    num_hidden_layers=4,
+    head_dim=64,
+    num_key_value_heads=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+)
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
+# checkpoint -> Transformers' model and configuration, its sizes
+CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**MLA, **INDEX}),
+    "deepseek_v32_wide": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**WIDE, **WIDE_INDEX}),
+    "deepseek_v32_yarn": (
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        {**MLA, **INDEX, "rope_parameters": YARN},
+    ),
+    "glm_5": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", GLM),
+    "glm_52": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**GLM, **SHARED}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", WIDE),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**DELTA, **EXPERTS, "mlp_only_layers": [0, 1, 2]},
+    ),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", DELTA),
+}
+
+
+def prompts() -> list[list[int]]:
+    """Of 4 to 171 tokens, most longer than what is selected."""
+    chosen = random.Random(0)
+    return [[256] + [chosen.randrange(256) for _ in range(n)] for n in (3, 40, 100, 17, 170)]
+
+
+def save_tokenizer(folder: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(letters)} | {"<s>": 256, "</s>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def make(folder: Path, name: str) -> Any:
+    """The model, saved, with weights large enough that no layer is a bystander."""
+    model_name, configuration, sizes = CHECKPOINTS[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, configuration)(**sizes)
+    model = getattr(transformers, model_name)(config).float()
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder / name)
+    save_tokenizer(folder / name)
+    return model.eval()

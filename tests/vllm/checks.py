@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""vLLM on a CPU with our plug-in: in float32 all tokens equal Hugging Face's.
+
+tests/vllm/run.sh sets up what they need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COUNT = 16
+UNEVEN = [5, 16, 9, 16, 12]  # requests end, and others begin beside those that go on
+SPARSE = {"npu_lightning_indexer", "npu_sparse_flash_attention"}
+DELTA = {"npu_causal_conv1d", "npu_chunk_gated_delta_rule", "npu_gated_delta_layer_decode"}
+# checkpoint -> the ops that must have run
+MODELS = {
+    "deepseek_v32": SPARSE,
+    "deepseek_v32_wide": SPARSE,
+    "deepseek_v32_yarn": SPARSE,
+    "glm_5": SPARSE,
+    "glm_52": SPARSE,
+    "qwen3_next": DELTA,
+    "qwen3_5": DELTA,
+}
+MIXED = ("deepseek_v32", "glm_52", "qwen3_next")
+
+
+def run(module: str, *arguments: object, **variables: str) -> str:
+    """What the module printed, if it succeeded."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.vllm.{module}", *map(str, arguments)],
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            **variables,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints NAME, and Hugging Face's tokens in NAME.json."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    run("reference", folder, COUNT, *MODELS, "deepseek_v3")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def expected(folder):
+    return {each.stem: json.loads(each.read_text()) for each in folder.glob("*.json")}
+
+
+@pytest.fixture(scope="session")
+def serve(folder, tmp_path_factory):
+    """The answers to jobs (name, counts, options of the engine), all in one process."""
+
+    def served(
+        *jobs: tuple[str, list[int], dict[str, Any]], ours: bool = True, apart: bool = False
+    ):
+        scratch = tmp_path_factory.mktemp("served")
+        asked, answers = scratch / "jobs.json", scratch / "answers.json"
+        asked.write_text(json.dumps([(str(folder / name), *rest) for name, *rest in jobs]))
+        run(
+            "serve",
+            asked,
+            answers,
+            CUSTOM_VLLM="1" if ours else "0",
+            VLLM_ENABLE_V1_MULTIPROCESSING="1" if apart else "0",
+        )
+        return json.loads(answers.read_text())
+
+    return served
+
+
+@pytest.fixture(scope="session")
+def answers(serve):
+    """Of every model, together and two at a time."""
+    jobs = [(name, [COUNT] * 5, {}) for name in MODELS]
+    jobs += [(name, UNEVEN, dict(max_num_seqs=2)) for name in MIXED]
+    jobs += [("deepseek_v3", [COUNT] * 5, dict(dtype="bfloat16"))]
+    jobs += [("qwen3_next", [COUNT] * 5, dict(max_num_batched_tokens=64, max_num_seqs=4))]
+    names = [*MODELS, *(f"{name} mixed" for name in MIXED), "deepseek_v3", "parts"]
+    return dict(zip(names, serve(*jobs), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_those_of_hugging_face(name, answers, expected):
+    assert answers[name]["tokens"] == expected[name]
+    assert MODELS[name] <= set(answers[name]["ops"])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_prefills_and_decodes_in_one_batch(name, answers, expected):
+    answer = answers[f"{name} mixed"]
+    assert answer["mixed"]
+    assert answer["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
+
+
+def test_prompts_in_parts(answers, expected):
+    """64 tokens a step; for latent attention vLLM does without on a CPU."""
+    assert answers["parts"]["mixed"]
+    assert answers["parts"]["tokens"] == expected["qwen3_next"]
+
+
+def test_another_model_is_not_touched(answers, serve):
+    """Dense latent attention has vLLM's own layer; bf16, which is all that its CPU kernel takes."""
+    answer = answers["deepseek_v3"]
+    assert not answer["ops"]
+    (alone,) = serve(("deepseek_v3", [COUNT] * 5, dict(dtype="bfloat16")), ours=False)
+    assert answer["tokens"] == alone["tokens"]
+
+
+def test_an_engine_in_its_own_process(serve, expected):
+    (answer,) = serve(("deepseek_v32", [COUNT] * 5, {}), apart=True)
+    assert answer["tokens"] == expected["deepseek_v32"]
+
+
+def test_nothing_happens_unless_it_is_turned_on(serve):
+    with pytest.raises(AssertionError, match="Sparse Attention is not supported on CPU"):
+        serve(("deepseek_v32", [1] * 5, {}), ours=False)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""vLLM on a GPU with our ops and without: eight layers of the real width, random weights, bf16.
+
+    python -m tests.vllm.h200 [PART...]
+
+Ragged requests, prefills and decodes in one batch.  Each part is an engine in a process of its own
+with the weights of a Hugging Face model, which judges every token: under `use()`, our own decode
+loop, and given the same text, its logit may lie below the best by no more than rounding.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DEVICE = os.environ.get("DEVICE", "cuda")  # "cpu": the script itself, on tiny models
+REQUESTS, NEW, CONTEXT = 16, 128, 8192
+if DEVICE == "cpu":
+    REQUESTS, NEW, CONTEXT = 4, 6, 512
+MEMORY = "/dev/shm"  # for checkpoints of 10 GB
+LIMIT = 200  # seconds of a part
+# of a logit, in units of bf16's eps times the largest: eight layers of two dozen roundings each,
+# whose variances add up
+ROUNDINGS = 16.0
+
+
+class Part(NamedTuple):
+    """`model` of custom.bench.models; `graph`: None, vLLM's "PIECEWISE", or a whole decode step."""
+
+    model: str
+    graph: str | None = None
+    ours: bool = True
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+# kernels that need no compiled extension of vLLM
+TRITON: dict[str, Any] = dict(
+    attention_backend="TRITON_ATTN", additional_config={"gdn_prefill_backend": "triton"}
+)
+WHOLE = "FULL_DECODE_ONLY"
+PARTS = {
+    "deepseek": Part("DeepSeek-V3.2", options=dict(enable_prefix_caching=True)),
+    "deepseek-pieces": Part("DeepSeek-V3.2", "PIECEWISE"),
+    "next": Part("Qwen3-Next", WHOLE, options=TRITON),
+    "next-vllm": Part("Qwen3-Next", WHOLE, ours=False, options=TRITON),
+    "deepseek-whole": Part("DeepSeek-V3.2", WHOLE),
+    "next-eager": Part("Qwen3-Next", options=TRITON),
+    "next-eager-vllm": Part("Qwen3-Next", ours=False, options=TRITON),
+    "glm-shared": Part("GLM-5.2 (shared selections)", "PIECEWISE"),
+    "qwen3.5": Part("Qwen3.5", WHOLE, options=TRITON),
+    "qwen3.5-vllm": Part("Qwen3.5", WHOLE, ours=False, options=TRITON),
+}
+
+
+def prompts(vocabulary: int, seed: int = 0) -> list[list[int]]:
+    """Of 64 to 6000 tokens on a GPU."""
+    import torch
+
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.logspace(-7, math.log2(0.75), REQUESTS, 2).mul(CONTEXT).long().tolist()
+    return [torch.randint(1, vocabulary, (n,), generator=random).tolist() for n in lengths]
+
+
+def judge(model: Any, texts: list[list[int]], outputs: list[list[int]]) -> tuple[int, float]:
+    """How many of the tokens are the model's own choice, and the worst one's distance from it in
+    roundings; `model` is our own decode loop's."""
+    import torch
+
+    from custom.integrations.transformers import use
+
+    same, worst = 0, 0.0
+    for text, output in zip(texts, outputs, strict=True):
+        with torch.no_grad(), use():
+            ids = torch.tensor([text + output[:-1]], device=DEVICE)
+            logits = model(ids, use_cache=True, logits_to_keep=len(output)).logits[0].float()
+        chosen = logits.gather(1, torch.tensor(output, device=DEVICE)[:, None])[:, 0]
+        below = logits.max(-1).values - chosen
+        unit = torch.finfo(model.dtype).eps * logits.abs().max()
+        same += int((below == 0).sum())
+        worst = max(worst, float(below.max() / unit))
+    return same, worst
+
+
+def generate(engine: Any, texts: list[list[int]], count: int) -> tuple[list[list[int]], float]:
+    """Tokens, and the seconds that they took."""
+    from vllm import SamplingParams
+
+    asked = [{"prompt_token_ids": each} for each in texts]
+    given = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    outputs = engine.generate(asked, given, use_tqdm=False)
+    return [list(each.outputs[0].token_ids) for each in outputs], time.perf_counter() - begin
+
+
+def run(part: Part, folder: str) -> dict[str, Any]:
+    import torch
+
+    from custom.bench.models import MODELS
+
+    (made,) = [each for each in MODELS if each.name == part.model]
+    model = made.make(torch.device(DEVICE))
+    # after the model: vLLM puts its own configurations into Transformers
+    from vllm import LLM
+    from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+
+    # a check for experts, which these models do without
+    Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
+    if part.graph == WHOLE and part.ours:
+        from vllm.v1.attention.backend import AttentionCGSupport
+
+        from custom.integrations.vllm.mla import SparseBuilder
+
+        SparseBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    config = model.config
+    if any(getattr(config, "indexer_types", None) or []):
+        config.index_topk_pattern = "".join(each[0].upper() for each in config.indexer_types)
+        config.indexer_rope_interleave = True
+    model.save_pretrained(folder)
+    compilation: dict[str, Any] = {"custom_ops": ["none"]}
+    if part.graph is not None:
+        compilation["cudagraph_mode"] = part.graph
+    if part.graph == WHOLE:
+        compilation["mode"] = 0  # no torch.compile, which wants vLLM's own version of torch
+    started = time.perf_counter()
+    engine = LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype=model.dtype,
+        max_model_len=CONTEXT,
+        max_num_batched_tokens=4096,
+        max_num_seqs=REQUESTS,
+        gpu_memory_utilization=0.6,
+        enforce_eager=part.graph is None,
+        compilation_config=compilation,
+        seed=0,
+        **{"enable_prefix_caching": False, **part.options},
+    )
+    started = time.perf_counter() - started
+
+    sized = config.vocab_size
+    generate(engine, prompts(sized, 1), 4)  # compiles
+    prefill = generate(engine, prompts(sized, 2), 1)[1]
+    whole = generate(engine, prompts(sized, 3), NEW + 1)[1]
+    texts = prompts(sized)
+    outputs = generate(engine, texts, NEW)[0]
+    cached = generate(engine, texts, NEW)[0]  # behind its own prefixes, where these are kept
+    del engine
+    gc.collect()
+    same, worst = judge(model, texts, outputs)
+    again, worst_again = judge(model, texts, cached)
+    return dict(
+        start=started,
+        prefill=sum(map(len, texts)) / prefill,
+        decode=REQUESTS * NEW / (whole - prefill),
+        same=same + again,
+        of=2 * REQUESTS * NEW,
+        worst=max(worst, worst_again),
+    )
+
+
+def main(names: list[str]) -> int:
+    print("| part | start, s | prefill, tokens/s | decode, tokens/s | tokens equal | worst |")
+    print("|---|---|---|---|---|---|", flush=True)
+    failed = 0
+    for name in names:
+        with tempfile.TemporaryDirectory(dir=MEMORY if os.path.isdir(MEMORY) else None) as folder:
+            environment = {
+                **os.environ,
+                "CUSTOM_VLLM": str(int(PARTS[name].ours)),
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_NO_USAGE_STATS": "1",
+            }
+            answer = Path(folder, "answer.json")
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-m", "tests.vllm.h200", "--part", name, folder],
+                    env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                    timeout=LIMIT,
+                )  # fmt: skip
+                said = done.stdout
+            except subprocess.TimeoutExpired as error:
+                said = f"{(error.stdout or b'').decode()}\nmore than {LIMIT} s"
+            if not answer.exists():
+                failed += 1
+                print(f"| {name} | failed |")
+                print("\n".join(said.strip().splitlines()[-25:]), flush=True)
+                continue
+            x = json.loads(answer.read_text())
+        failed += x["worst"] > ROUNDINGS
+        print(
+            f"| {name} | {x['start']:.0f} | {x['prefill']:,.0f} | {x['decode']:,.0f} | "
+            f"{x['same']} of {x['of']} | {x['worst']:.2f} roundings |",
+            flush=True,
+        )
+    return failed
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--part"]:
+        answered = run(PARTS[sys.argv[2]], sys.argv[3])
+        Path(sys.argv[3], "answer.json").write_text(json.dumps(answered))
+    else:
+        sys.exit(main(sys.argv[1:] or list(PARTS)))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""vLLM's greedy tokens of the prompts, one engine after the other.
+
+    python -m tests.vllm.serve JOBS ANSWERS
+
+JOBS and ANSWERS are files: a list of [checkpoint, tokens of each prompt, options of `vllm.LLM`],
+and for each of them the tokens, the number of steps with a prefill beside a decode, and our ops
+that ran (both of an engine in this process).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import prompts
+
+STEPS: list[set[int]] = []  # for every step the numbers of tokens that its requests have
+
+
+def watch() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule = Scheduler.schedule
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        STEPS.append(set(output.num_scheduled_tokens.values()))
+        return output
+
+    Scheduler.schedule = watched
+
+
+def job(checkpoint: str, counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    from custom.dispatch import log
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    STEPS.clear()
+    log.calls.clear()
+    given = dict(
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=8,
+        seed=0,
+        tokenizer_mode="hf",
+    )
+    llm = LLM(model=checkpoint, **{**given, **options})
+    sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in counts]
+    asked = [{"prompt_token_ids": each} for each in prompts()]
+    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return dict(
+        tokens=[list(each.outputs[0].token_ids) for each in outputs],
+        mixed=sum(1 in step and len(step) > 1 for step in STEPS),
+        ops=sorted({op for op, _ in log.calls}),
+    )
+
+
+if __name__ == "__main__":
+    watch()
+    answers = [job(*each) for each in json.loads(Path(sys.argv[1]).read_text())]
+    Path(sys.argv[2]).write_text(json.dumps(answers))

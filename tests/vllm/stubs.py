@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What our plug-in touches of vLLM and vllm-ascend, as importable stubs.
+
+    python -m tests.vllm.stubs WHEEL...
+
+reads the Python sources in the wheels (`pip download --no-deps vllm==0.33.0`) and writes
+tests/vllm/stubs/DISTRIBUTION-VERSION/: classes, fields and signatures, no bodies.  What the sources
+do not have is left out, and tests/test_vllm_contract.py says who misses it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "stubs"
+EVERY: tuple[str, ...] = ()  # all members of a class, or all fields of a dataclass
+# distribution -> module -> name -> the members that we touch
+HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
+    "vllm": {
+        "vllm": {"ModelRegistry": EVERY},
+        "vllm.model_executor.models": {"ModelRegistry": EVERY},
+        "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": EVERY},
+        "vllm.config": {"VllmConfig": EVERY, "get_current_vllm_config": EVERY},
+        "vllm.config.vllm": {
+            "get_current_vllm_config": EVERY,
+            "VllmConfig": (
+                "cache_config",
+                "compilation_config",
+                "kv_transfer_config",
+                "lora_config",
+                "model_config",
+                "parallel_config",
+                "speculative_config",
+            ),
+        },
+        "vllm.config.cache": {"CacheConfig": ("block_size", "cache_dtype", "mamba_cache_mode")},
+        "vllm.config.compilation": {"CompilationConfig": ("static_forward_context",)},
+        "vllm.config.model": {"ModelConfig": ("dtype",)},
+        "vllm.config.parallel": {
+            "ParallelConfig": (
+                "decode_context_parallel_size",
+                "pipeline_parallel_size",
+                "prefill_context_parallel_size",
+                "tensor_parallel_size",
+                "use_ubatching",
+            )
+        },
+        "vllm.forward_context": {
+            "ForwardContext": ("attn_metadata", "no_compile_layers"),
+            "get_forward_context": EVERY,
+        },
+        "vllm.model_executor.custom_op": {
+            "CustomOp": ("register_oot",),
+            "PluggableLayer": ("register_oot",),
+            "op_registry_oot": EVERY,
+        },
+        "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": EVERY},
+        "vllm.model_executor.layers.layernorm": {"RMSNormGated": ("activation", "eps", "weight")},
+        "vllm.model_executor.layers.mamba.abstract": {"MambaBase": ("kv_cache",)},
+        "vllm.model_executor.layers.mamba.gdn.base": {
+            "GatedDeltaNetAttention": ("__init__", "activation", "prefix", "tp_size")
+        },
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": {
+            "QwenGatedDeltaNetAttention": (
+                "A_log",
+                "__init__",
+                "_forward_core_fused_norm_packed",
+                "conv1d",
+                "conv_kernel_size",
+                "dt_bias",
+                "fix_query_key_value_ordering",
+                "forward",
+                "gqa_interleaved_layout",
+                "head_k_dim",
+                "head_v_dim",
+                "in_proj_ba",
+                "in_proj_qkvz",
+                "key_dim",
+                "norm",
+                "num_v_heads",
+                "out_proj",
+                "split_ba",
+                "value_dim",
+            ),
+            "qwen_gdn_attention_core_fused_norm_packed": EVERY,
+        },
+        "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": EVERY},
+        "vllm.model_executor.layers.mla": {
+            "MLAModules": EVERY,
+            "MultiHeadLatentAttentionWrapper": ("__init__", "forward"),
+        },
+        "vllm.model_executor.layers.sparse_attn_indexer": {"SparseAttnIndexer": ("__init__",)},
+        "vllm.model_executor.models.deepseek_v2": {
+            "DeepseekV2ForCausalLM": ("__init__",),
+            "DeepseekV3ForCausalLM": EVERY,
+            "GlmMoeDsaForCausalLM": EVERY,
+            "Indexer": (
+                "head_dim",
+                "k_cache",
+                "k_norm",
+                "n_head",
+                "rope_dim",
+                "softmax_scale",
+                "wk_weights_proj",
+                "wq_b",
+            ),
+        },
+        "vllm.model_executor.models.registry": {
+            "ModelRegistry": EVERY,
+            "_ModelRegistry": ("register_model",),
+        },
+        "vllm.platforms": {"current_platform": EVERY},
+        "vllm.platforms.interface": {"Platform": ("is_cpu", "is_out_of_tree", "device_type")},
+        "vllm.utils.torch_utils": {"_encode_layer_name": EVERY},
+        "vllm.v1.attention.backend": {
+            "AttentionBackend": (
+                "get_builder_cls",
+                "get_impl_cls",
+                "get_name",
+                "get_supported_kernel_block_sizes",
+                "is_mla",
+                "is_sparse",
+            ),
+            "AttentionMetadataBuilder": ("__init__", "build"),
+            "CommonAttentionMetadata": (
+                "block_table_tensor",
+                "num_actual_tokens",
+                "num_reqs",
+                "query_start_loc",
+                "seq_lens",
+                "slot_mapping",
+            ),
+            "MultipleOf": EVERY,
+        },
+        "vllm.v1.attention.backends.gdn_attn": {
+            "GDNAttentionMetadata": (
+                "non_spec_state_indices_tensor",
+                "num_decode_tokens",
+                "num_prefill_tokens",
+                "num_prefills",
+                "prefill_has_initial_state",
+                "prefill_query_start_loc",
+                "prefill_state_indices",
+            )
+        },
+        "vllm.v1.kv_cache_interface": {
+            "KVCacheSpec": EVERY,
+            "AttentionSpec": EVERY,
+            "FullAttentionSpec": EVERY,
+            "MLAAttentionSpec": EVERY,
+        },
+    },
+    "vllm_ascend": {
+        "vllm_ascend.device.device_op": {
+            "BaseDeviceAdaptor": (
+                "_format_sparse_flash_attention_output",
+                "execute_sparse_flash_attention_process",
+                "indexer_select_post_process",
+            ),
+            "DeviceOperator": EVERY,
+        },
+    },
+}
+HEADER = (
+    '# SPDX-License-Identifier: Apache-2.0\n"""Made by tests/vllm/stubs.py; not to be edited."""\n'
+)
+PLAIN = {*dir(builtins), "Any", "torch", "nn", "Tensor", "Callable"}
+
+
+class Sources:
+    """The modules of a wheel, parsed once each."""
+
+    def __init__(self, wheel: Path) -> None:
+        self.archive = zipfile.ZipFile(wheel)
+        self.files = set(self.archive.namelist())
+        self.trees: dict[str, list[ast.stmt]] = {}
+
+    def path(self, module: str) -> str | None:
+        path = module.replace(".", "/")
+        return next((p for p in (f"{path}.py", f"{path}/__init__.py") if p in self.files), None)
+
+    def statements(self, module: str) -> list[ast.stmt]:
+        """Those of the module itself, also in its conditions."""
+        if module not in self.trees:
+            path = self.path(module)
+            todo = ast.parse(self.archive.read(path)).body if path else []
+            found = self.trees[module] = []
+            while todo:
+                node = todo.pop(0)
+                found.append(node)
+                if isinstance(node, ast.If):
+                    todo = [*node.body, *node.orelse, *todo]
+        return self.trees[module]
+
+    def definition(self, module: str, name: str) -> ast.stmt | None:
+        for node in self.statements(module):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+                return node
+            if name in _assigned(node):
+                return node
+        return None
+
+    def origin(self, module: str, name: str) -> str | None:
+        """The module that `module` imports `name` from."""
+        package = module.split(".")
+        if not (self.path(module) or "").endswith("__init__.py"):
+            package = package[:-1]
+        for node in self.statements(module):
+            if isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                if any((each.asname or each.name) == name for each in node.names):
+                    return ".".join([*base, *([node.module] if node.module else [])])
+        return None
+
+
+def _assigned(node: ast.stmt) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return [each.id for each in targets if isinstance(each, ast.Name)]
+
+
+class Stub:
+    """One module of stubs."""
+
+    def __init__(
+        self, sources: Sources, module: str, hooks: dict[str, dict[str, tuple[str, ...]]]
+    ) -> None:
+        self.sources, self.module, self.hooks = sources, module, hooks
+        self.late: set[str] = set()  # imports for annotations alone
+        self.early: set[str] = set()
+        self.lines: list[str] = []
+        for name, members in hooks[module].items():
+            self.emit(name, members)
+
+    def text(self) -> str:
+        late = [f"    {each}" for each in sorted(self.late - self.early)]
+        return "\n".join(
+            [
+                "from __future__ import annotations",
+                "",
+                "from abc import ABC, abstractmethod",
+                "from dataclasses import dataclass, field",
+                "from typing import TYPE_CHECKING, Any, Generic, TypeVar",
+                "",
+                "import torch",
+                "from torch import nn",
+                *sorted(self.early),
+                *(["", "if TYPE_CHECKING:", *late] if late else []),
+                *self.lines,
+                "",
+            ]
+        )
+
+    def emit(self, name: str, members: tuple[str, ...]) -> None:
+        node = self.sources.definition(self.module, name)
+        if isinstance(node, ast.ClassDef):
+            self.emit_class(node, members)
+        elif isinstance(node, ast.FunctionDef):
+            self.lines += ["", *self.function(node)]
+        elif isinstance(node, ast.AnnAssign):
+            self.lines += ["", f"{name}: {self.annotation(node.annotation)} = ..."]
+        elif isinstance(node, ast.Assign):
+            made = node.value.func if isinstance(node.value, ast.Call) else None
+            self.lines += ["", f"{name}: {self.annotation(made)} = ..."]
+        else:
+            origin = self.sources.origin(self.module, name)
+            if origin in self.hooks and name in self.hooks[origin]:
+                self.early.add(f"from {origin} import {name} as {name}")
+
+    def home(self, name: str) -> str | None:
+        """The hooked module that defines what is called `name` here."""
+        if self.sources.definition(self.module, name):
+            return self.module if name in self.hooks[self.module] else None
+        module: str | None = self.module
+        while module and not self.sources.definition(module, name):
+            module = self.sources.origin(module, name)
+        return module if module in self.hooks and name in self.hooks[module] else None
+
+    def emit_class(self, node: ast.ClassDef, members: tuple[str, ...]) -> None:
+        bases, before = [], []
+        for base in node.bases:
+            text = ast.unparse(base).replace("torch.nn.", "nn.")
+            if text.startswith("Generic["):
+                before.append(f'{text[8:-1]} = TypeVar("{text[8:-1]}")')
+                bases.append(text)
+            elif text in ("ABC", "nn.Module"):
+                bases.append(text)
+            elif home := self.home(text):
+                if home != self.module:
+                    self.early.add(f"from {home} import {text}")
+                bases.append(text)
+        frozen = [
+            f"@{ast.unparse(each)}"
+            for each in node.decorator_list
+            if ast.unparse(each).split("(")[0] == "dataclass"
+        ]
+        body = [
+            f"    {line}"
+            for each in node.body
+            for line in self.member(each, members, fields_alone=bool(frozen))
+        ]
+        known = {line.split(":")[0].strip() for line in body}
+        body += [f"    {name}: Any" for name in _attributes(node) if name in {*members} - known]
+        after = f"({', '.join(bases)})" if bases else ""
+        self.lines += ["", *before, *frozen, f"class {node.name}{after}:", *(body or ["    ..."])]
+
+    def member(self, node: ast.stmt, members: tuple[str, ...], fields_alone: bool) -> list[str]:
+        if isinstance(node, ast.FunctionDef):
+            wanted = node.name in members or not (members or fields_alone)
+            return self.function(node) if wanted else []
+        names = [each for each in _assigned(node) if each in members or not members]
+        kind = self.annotation(node.annotation) if isinstance(node, ast.AnnAssign) else "Any"
+        value = getattr(node, "value", None)
+        default = "" if value is None else " = ..."
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
+            kept = [ast.unparse(each) for each in value.keywords if each.arg in ("init", "kw_only")]
+            default = f" = field({', '.join(['default=...', *kept])})"
+        return [f"{each}: {kind}{default}" for each in names]
+
+    def function(self, node: ast.FunctionDef) -> list[str]:
+        decorators = [
+            f"@{ast.unparse(each)}"
+            for each in node.decorator_list
+            if ast.unparse(each) in ("abstractmethod", "classmethod", "property", "staticmethod")
+        ]
+        given = node.args
+        for each in [*given.posonlyargs, *given.args, *given.kwonlyargs]:
+            if each.arg not in ("self", "cls"):
+                each.annotation = ast.Name(self.annotation(each.annotation))
+        for variable in (given.vararg, given.kwarg):
+            if variable:
+                variable.annotation = ast.Name("Any")
+        given.defaults = [ast.Constant(...) for _ in given.defaults]
+        given.kw_defaults = [each and ast.Constant(...) for each in given.kw_defaults]
+        returned = "None" if node.name == "__init__" else self.annotation(node.returns)
+        # an abstract method that a subclass may call
+        body = "return" if returned == "None" else "..."
+        return [*decorators, f"def {node.name}({ast.unparse(given)}) -> {returned}: {body}"]
+
+    def annotation(self, node: ast.expr | None) -> str:
+        """As it is if all of its names are known here, else Any."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            node = ast.parse(node.value, mode="eval").body
+        if node is None or any(
+            isinstance(each, ast.Constant) and isinstance(each.value, str)
+            for each in ast.walk(node)
+        ):
+            return "Any"
+        homes = {}
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name) and each.id not in PLAIN:
+                homes[each.id] = self.home(each.id)
+        if None in homes.values():
+            return "Any"
+        self.late |= {f"from {home} import {n}" for n, home in homes.items() if home != self.module}
+        return ast.unparse(node)
+
+
+def _attributes(node: ast.ClassDef) -> list[str]:
+    """What the methods assign to `self`."""
+    found = {
+        each.attr: None
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+    return list(found)
+
+
+def write(wheel: Path) -> Path:
+    distribution, version = wheel.name.split("-")[:2]
+    hooks = HOOKS[distribution]
+    folder = FOLDER / f"{distribution}-{version}"
+    shutil.rmtree(folder, ignore_errors=True)
+    sources = Sources(wheel)
+    for module in hooks:
+        parts = module.split(".")
+        package = any(each.startswith(f"{module}.") for each in hooks)
+        path = folder.joinpath(*parts, "__init__.py") if package else folder.joinpath(*parts)
+        path = path if package else path.with_suffix(".py")
+        for parent in [*path.relative_to(folder).parents][:-1]:
+            (folder / parent).mkdir(parents=True, exist_ok=True)
+            if not (folder / parent / "__init__.py").exists():
+                (folder / parent / "__init__.py").write_text(HEADER)
+        text = Stub(sources, module, hooks).text()
+        if module == distribution:
+            text += f'\n__version__ = "{version}"\n'
+        path.write_text(HEADER + text)
+    return folder
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        print(write(Path(each)))

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made by tests/vllm/stubs.py; not to be edited."""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+class CustomOp(nn.Module):
+    @classmethod
+    def register_oot(cls, _decorated_op_cls: Any=..., name: str | None=...) -> Any: ...
+
+class PluggableLayer(nn.Module):
+    @classmethod
+    def register_oot(cls, _decorated_layer_cls: Any=..., name: str | None=...) -> Any: ...
+
+op_registry_oot: Any = ...

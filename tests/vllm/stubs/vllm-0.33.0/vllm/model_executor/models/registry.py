@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Made by tests/vllm/stubs.py; not to be edited."""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+ModelRegistry: _ModelRegistry = ...
+
+@dataclass
+class _ModelRegistry:
+    def register_model(self, model_arch: str, model_cls: type[nn.Module] | str) -> None: return
