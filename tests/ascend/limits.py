@@ -70,6 +70,8 @@ def _convolutions() -> Iterator[Limit]:
         yield Limit(file, given, dict(x=_t(1, 2**31, 16)), "counts below 2**31")
     one, two = (_t(60).as_strided((2, 3, size), (30, 10, 5)) for size in (1, 2))
     given |= dict(conv_states=one, intermediate_conv_window=one)
+    plain = dict(x=_t(1, 8, 1), conv_states=one)
+    yield Limit("fused_causal_conv1d", plain, dict(conv_states=two), "channels 5 apart")
     for name in ("conv_states", "intermediate_conv_window"):
         yield Limit("causal_conv1d_update", given, {name: two}, f"`{name}` has channels 5 apart")
 
