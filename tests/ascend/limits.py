@@ -70,6 +70,8 @@ def _convolutions() -> Iterator[Limit]:
         yield Limit(file, given, dict(x=_t(1, 2**31, 16)), "counts below 2**31")
     one, two = (_t(60).as_strided((2, 3, size), (30, 10, 5)) for size in (1, 2))
     given |= dict(conv_states=one, intermediate_conv_window=one)
+    plain = dict(x=_t(1, 8, 1), conv_states=one)
+    yield Limit("fused_causal_conv1d", plain, dict(conv_states=two), "channels 5 apart")
     for name in ("conv_states", "intermediate_conv_window"):
         yield Limit("causal_conv1d_update", given, {name: two}, f"`{name}` has channels 5 apart")
 
@@ -143,6 +145,13 @@ def _attentions() -> Iterator[Limit]:
     )  # fmt: skip
     further = dict(block_table=_t(1, MOST // 128 + 1))
     yield Limit("kv_quant_sparse_flash_attention", quantised, further, far)
+    one, two = (
+        _t(2**18, dtype=torch.int8).as_strided((pages, 128, 1, 656), (84000, 656, 656, 1))
+        for pages in (1, 2)
+    )
+    given = quantised | dict(key=one, value=one, block_table=_t(1, 1))
+    apart = dict(key=two, value=two)
+    yield Limit("kv_quant_sparse_flash_attention", given, apart, "pages 84000 bytes apart")
 
     file = "sparse_flash_attention_grad"
     grad = dict(

@@ -60,12 +60,16 @@ _PIECE = (("piece <= (end + KEY_TILE", "a piece of rows more is copied, which no
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
-    "causal_conv1d.convolve": (("W > 2 -> W >= 2$", _TAPS), ("W > 3 -> W >= 3$", _TAPS)),
-    "causal_conv1d.forward": (("tokens >= 0", "without a token the kernel has nothing to do"),),
+    "causal_conv1d.convolve": (
+        ("W > 2 -> W >= 2$", _TAPS),
+        ("W > 2 -> W >= 2 (3)", _TAPS),
+        ("W > 3 -> W >= 3$", _TAPS),
+    ),
     "causal_conv1d.outputs": (("-> parts_of(", "other parts, the same result"),),
     "causal_conv1d_grad.walk": (
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
+        ("W > 2 -> W >= 2 (5)", _TAPS),
         ("W > 3 -> W >= 3 (5)", _TAPS),
         ("begin <= stop (2)", "a part without a token stores no gradient of one"),
         (
@@ -75,7 +79,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "causal_conv1d_update._tile": (("> cores.vector()", _TILE),),
     "causal_conv1d_update.update": (
-        ("position > 0 (2)", "the first step has no parent, and before it is -1 as well"),
+        ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
     ),
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": _LENGTH,
@@ -91,7 +95,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
-    "chunk_kda.forward": (("-> space(key_size, CHUNK.value", _NUMBERS),),
     "fused_attention.attend": (
         ("total, a (2)", _UNMASKED),
         ("count_k, start, low, high, row_max, tot (2)", _UNMASKED),
@@ -101,6 +104,14 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "fused_attention_backward.grad_query": (
         ("lse, of_delta, acc, sca (2)", _UNMASKED),
         ("lse, of_delta, ac (2)", _UNMASKED),
+        ("lse, of_delt (2)", _UNMASKED),
+    ),
+    "fused_causal_conv1d.fill": (
+        ("boundary > 0", "a block that begins with the tokens ends behind their first"),
+        ("-> _span(n, starts, ", _SUMMED),
+    ),
+    "fused_causal_conv1d.forward": (
+        ("outputs(x, bias, weight, None, ", "without a sequence or a channel neither is used"),
     ),
     "fused_sigmoid_gating_delta_rule_update._parent": (
         ("parent <= t", "a step that names itself finds none before it, and begins anew"),
@@ -124,7 +135,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("n3 <= wanted", "as many as are wanted above two bounds are the same ones"),
     ),
     "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
-    "merge_topk.choose": (("ties >= 0", "where none is wanted, the search ends at -1 as well"),),
+    "merge_topk.choose": (
+        ("sum(above, 0) > k", "where exactly k lie above, none of the next ones is wanted"),
+        ("ties >= 0", "where none is wanted, the search ends at -1 as well"),
+    ),
     "merge_topk._tile": (
         ("score >= LEAST_SCORE", "the least score stays itself"),
         ("position <= LONGEST", "no indexer of an NPU gives a position so far"),

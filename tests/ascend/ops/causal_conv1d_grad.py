@@ -36,10 +36,12 @@ CASES = (
     Case(OP, "packed", call([5, 1, 0, 40, 2], before=2, behind=3)),
     Case(OP, "no history, no bias", call([7, 1, 2], history=False, bias=False, final=False)),
     Case(OP, "three taps, no activation", call([9, 1], width=3, activation=None)),
+    Case(OP, "three taps", call([9, 1], width=3)),
     Case(OP, "two taps, fp16, float32 weights", call([9, 1], width=2, weights=torch.float32),
          torch.float16),
     Case(OP, "a batch of wider rows", call([20, 20], packed=False)),
     Case(OP, "one long sequence in parts", call([300], 1040), cores=(24,)),
+    Case(OP, "520 channels, tokens before and behind", call([3], 520, before=1, behind=1)),
     Case(OP, "wider rows in parts", call([300], packed=False), cores=(24,)),
     Case(OP, "parts of a sequence with few tokens", call([1, 2, 90, 0], 300, behind=1)),
 )  # fmt: skip

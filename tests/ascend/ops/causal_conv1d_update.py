@@ -91,7 +91,7 @@ CASES = (
     Case(OP, "a tree without a column",
          call([3, 1], 5, starts=[0, 3, 5], parents=[[], []], disable_state_update=True)),
     Case(OP, "packed, windows kept, of fewer steps than tokens",
-         call([3, 0], 5, starts=[0, 3, 5], keep=[3, 0], steps=2)),
+         call([3, 0, 1], 6, starts=[0, 3, 5, 6], keep=[3, 4, 0], steps=2)),
     Case(OP, "wide", call([3, 1, 5, 2, 0, 4], channels=8192 + 128), cores=(24,)),
     Case(OP, "middling", call([3, 1, 5], channels=8192), cores=(24,)),
 )  # fmt: skip

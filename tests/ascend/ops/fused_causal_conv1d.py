@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from .. import memory
 from ..case import Arguments, Case, Inputs
+from ..conditions import with_
 from ..controls import Control
 
 KERNEL = "fused_causal_conv1d"
@@ -66,6 +68,12 @@ def call(
     return make
 
 
+def wider(arguments: Arguments) -> torch.Tensor:
+    """x as one of two parts of its rows."""
+    x = arguments["x"]
+    return memory.guarded(torch.stack([x, x], -2))[..., 0, :]
+
+
 CASES = (
     Case(OP, "packed", call([5, 1, 3], [3, 7, 0])),
     Case(OP, "no slots, bias, silu", call([5, 1, 3], columns=2, bias=True, activation="silu")),
@@ -91,6 +99,9 @@ CASES = (
     Case(OP, "blocks",
          call([9, 3, 6], TABLE, columns=3, computed=[3, 0, 5], block_size=4,
               blocks=([0, 0, 1], [2, 0, 2], [0, 0, 1]))),
+    Case(OP, "blocks, a batch of wider rows",
+         with_(call([4, 4, 4], TABLE, 1200, packed=False, columns=3, computed=[3, 0, 5],
+                    block_size=4, blocks=([0, 0, 1], [1, 0, 2], [0, 0, 1])), x=wider)),
     Case(OP, "blocks, accepted tokens",
          call([12, 3, 1], TABLE, columns=5, computed=[4, 5, 11], block_size=4,
               accepted=[1, 2, 3], blocks=([1, 1, 2], [3, 1, 2], [0, 1, 2]))),

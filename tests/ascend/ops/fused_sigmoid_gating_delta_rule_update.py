@@ -189,7 +189,7 @@ CASES = (
     Case(
         OP,
         "tree, varlen, the second one branches",
-        call([3, 1], 6, starts=[0, 2, 6], parents=[[-1, 0, -1, -1], [-1, 0, 0, 1]]),
+        call([3, -1], 6, starts=[0, 2, 6], parents=[[-1, 0, -1, -1], [-1, 0, 0, 1]]),
     ),
     Case(
         OP,

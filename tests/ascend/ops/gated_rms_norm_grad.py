@@ -29,6 +29,11 @@ CASES = (
     Case(OP, "heads of 128", call((3, 2, 12, 128), strided=True)),
     Case(OP, "rows, no batch", call((70, 64))),
     Case(OP, "tiny rows", with_(call((20, 64)), x=forward.tiny)),
+    Case(
+        OP,
+        "tiny rows, the gate first",
+        with_(call((20, 64), norm_before_gate=False), x=forward.tiny),
+    ),
     Case(OP, "the gate first, groups", call((5, 3, 256), norm_before_gate=False, group_size=64)),
     Case(OP, "sigmoid, fp16", call((5, 3, 128), activation="sigmoid"), torch.float16),
     Case(OP, "2 groups of 512", call((3, 1024), group_size=512)),

@@ -102,7 +102,13 @@ def beyond(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]
 
 def to_the_last_row(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """The keys of the last request of three end with the tensor."""
-    return lambda x: make(x) | dict(actual_seq_lengths_key=x.ints([150, 151, 230]))
+    return lambda x: (
+        make(x)
+        | dict(
+            key=x.whole(232, 1, D, low=-1, high=2),  # of which no scale is followed by padding
+            actual_seq_lengths_key=x.ints([150, 151, 232]),
+        )
+    )
 
 
 def no_request(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:

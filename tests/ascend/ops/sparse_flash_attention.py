@@ -174,6 +174,7 @@ CASES = (
     Case(OP, "paged, k 2048, s1 4, 65 keys and 4097", paged([4097, 65], 4, 16, 2048), cores=(24,)),
     Case(OP, "paged, fp16", paged([300, 70], 1, 64, 128), torch.float16),
     Case(OP, "paged, 24 heads, page 48, no rope", paged([100, 0, 49], 2, 24, 64, 48, rope=False)),
+    Case(OP, "one key, in the first row", paged([1], 1, 8, 16, 16, sizes=(32, 16)), seed=1),
     Case(OP, "paged, lengths 0", paged([0, 0], 1, 16, 64)),
     Case(OP, "paged, blocks of 4", paged([300, 129], 1, 16, 20, block=4)),
     Case(

@@ -36,6 +36,8 @@ def call(
     def make(x: Inputs) -> Arguments:
         indices = selected(x, queries, max(keys[-1] // block, 1), count)
         indices.view(-1, count)[0] = -1
+        if block > 1:
+            indices.view(-1, count)[1, 0] = 0
         layout = "TND" if len(queries) == 1 else "BSND"
         key = x.normal(*keys, 1, latent)
         if loud is not None:
