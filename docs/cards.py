@@ -215,12 +215,14 @@ def draw() -> None:
             points |= zip(CARDS, times, strict=True)
             lines.plot(list(points), list(points.values()), "o-", label=way, color=colour)
         lines.set_xscale("log", base=2)
+        lines.set_xticks(list(points), [str(cards) for cards in points])
         lines.set_ylim(bottom=0)
         lines.set_xlabel(f"cards (more than {rows[0].ranks}: on paper)")
         lines.set_ylabel("microseconds of a layer")
         lines.grid(alpha=0.3)
-    panels[0][0].legend()
-    panels[1][0].legend()
+    for panel, side in zip(panels[:, 0], ("upper", "lower"), strict=True):
+        handles, labels = panel.get_legend_handles_labels()
+        figure.legend(handles, labels, loc=f"outside {side} center", ncol=3, frameon=False)
     figure.savefig(FIGURES / "parallel.png", dpi=150)
 
 

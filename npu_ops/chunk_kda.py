@@ -21,6 +21,7 @@ A, P and T lie transposed, as they are made.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,12 +130,13 @@ def sums(
     ]
 )  # fmt: skip
 def pairs(
-    q, bounds, total, units, alike, seen, queries, keys, left, fades,
+    q, bounds, total, units, alike, seen, queries, keys, left, fades, scaled,
     sequences, length, tokens, group, value_heads, scale, q_token, q_head,
-    KEY: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
+    KEY: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr, GRAD: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """A and P [chunks, HV, 64, 64]; scale exp(G) q, exp(G) k and exp(G_last - G) k
-    [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K]."""
+    [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K]; for a gradient also scale q in float32."""
     PARTS: tl.constexpr = CHUNK // ROWS
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
@@ -161,6 +163,8 @@ def pairs(
             g_tile = tl.load(total + rows)
             last = tl.load(total + base + (CHUNK - 1) * KEY + d)
             growth = tl.exp(g_tile)
+            if GRAD:
+                tl.store(scaled + rows, q_tile)
             tl.store(queries + rows, (q_tile * growth).to(queries.dtype.element_ty))
             tl.store(keys + rows, (k_tile * growth).to(keys.dtype.element_ty))
             rest = k_tile * tl.exp(last[None] - g_tile)
@@ -182,10 +186,11 @@ def pairs(
 
 @entry.jit(do_not_specialize=["sequences", "length", "tokens", "value_heads", "beta_head"])
 def triangles(
-    alike, beta, bounds, solved, sequences, length, tokens, value_heads, beta_head,
-    VARLEN: tl.constexpr, multibuffer: tl.constexpr,
+    alike, beta, bounds, solved, finer, sequences, length, tokens, value_heads, beta_head,
+    VARLEN: tl.constexpr, GRAD: tl.constexpr, multibuffer: tl.constexpr,
 ):  # fmt: skip
-    """T [chunks, HV, 64, 64]; beta [HV, tokens]."""
+    """T [chunks, HV, 64, 64]; beta [HV, tokens].  For a gradient (I + beta A)^-1, and what its
+    rounding leaves."""
     i = tl.arange(0, CHUNK)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
@@ -208,7 +213,12 @@ def triangles(
                 factor = extract_slice(upper, (r, 0), (1, CHUNK), (1, 1))
                 done = extract_slice(x, (0, r), (CHUNK, 1), (1, 1))
                 x = x - factor * done
-            tl.store(solved + tile, (x * rate[:, None]).to(solved.dtype.element_ty))
+            if GRAD:
+                whole = x.to(solved.dtype.element_ty)
+                tl.store(solved + tile, whole)
+                tl.store(finer + tile, (x - whole.to(tl.float32)).to(finer.dtype.element_ty))
+            else:
+                tl.store(solved + tile, (x * rate[:, None]).to(solved.dtype.element_ty))
         turn = ((turn - chunks * value_heads) % turns + turns) % turns
         end = start + size
         before += chunks
@@ -304,6 +314,90 @@ def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """What is made of the tokens, by chunk and value head, before any state is known."""
+
+    count: int
+    bounds: Tensor
+    total: Tensor
+    units: Tensor
+    alike: Tensor
+    seen: Tensor
+    solved: Tensor
+    finer: Tensor
+    queries: Tensor
+    keys: Tensor
+    left: Tensor
+    fades: Tensor
+    scaled: Tensor
+    rates: Tensor  # beta [HV, tokens]
+
+
+def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> int:
+    return GIVEN if not use_gate_in_kernel else SOFTPLUS if lower_bound is None else BOUNDED
+
+
+def made_of(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    batch: int,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    norm: bool,
+    gate: int,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    grad: bool,
+) -> Chunks:
+    """Of all tokens in one row."""
+    tokens, heads, key_size = q.shape
+    value_heads, length, device = g.shape[1], tokens // batch, q.device
+    varlen = cu_seqlens is not None
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    beta = beta.mT.contiguous()  # loads with a stride are padded in UB
+    each = triton.cdiv(length, CHUNK.value)
+    count = each + sequences if varlen else batch * each
+    square = (CHUNK.value, CHUNK.value)
+
+    def space(*shape: int, dtype: torch.dtype = q.dtype) -> Tensor:
+        return memory.empty((count, value_heads, *shape), dtype, device)
+
+    alike = space(*square, dtype=torch.float32)
+    seen, solved = (space(*square) for _ in range(2))
+    total, units = (space(CHUNK.value, key_size, dtype=torch.float32) for _ in range(2))
+    queries, keys, left = (space(CHUNK.value, key_size) for _ in range(3))
+    fades = space(key_size, dtype=torch.float32)
+    # a tensor stands for one that is not there, and is not touched
+    scaled = space(CHUNK.value, key_size, dtype=torch.float32) if grad else units
+    finer = space(*square) if grad else solved
+    bounds = fades if cu_seqlens is None else cu_seqlens
+    group = value_heads // heads
+    sums[(cores.vector(),)](
+        k, g, fades if A_log is None else A_log, fades if dt_bias is None else dt_bias, bounds,
+        total, units, sequences, length, tokens, group, value_heads,
+        0.0 if lower_bound is None else lower_bound, *k.stride()[:2], *g.stride()[:2],
+        KEY=key_size, VARLEN=varlen, NORM=norm, GATE=gate, A=A_log is not None,
+        BIAS=dt_bias is not None, **tune.only("chunk_kda.sums").keywords,
+    )  # fmt: skip
+    pairs[(cores.vector(),)](
+        q, bounds, total, units, alike, seen, queries, keys, left, fades, scaled, sequences, length,
+        tokens, group, value_heads, key_size**-0.5 if scale is None else scale, *q.stride()[:2],
+        KEY=key_size, VARLEN=varlen, NORM=norm, GRAD=grad, **_rows(key_size).keywords,
+    )  # fmt: skip
+    triangles[(cores.vector(),)](
+        alike, beta, bounds, solved, finer, sequences, length, tokens, value_heads, beta.stride(0),
+        VARLEN=varlen, GRAD=grad, **tune.only("chunk_kda.triangles").keywords,
+    )  # fmt: skip
+    return Chunks(
+        count, bounds, total, units, alike, seen, solved, finer, queries, keys, left, fades, scaled,
+        beta,
+    )  # fmt: skip
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -320,58 +414,28 @@ def forward(
     lower_bound: float | None,
     state_layout: str,
 ) -> tuple[Tensor, Tensor]:
-    batch, length, heads, key_size = q.shape
+    batch, length, _, key_size = q.shape
     value_heads, value_size = v.shape[2:]
-    tokens, device = batch * length, v.device
     varlen = cu_seqlens is not None
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    out = memory.empty(v.shape, v.dtype, device)
+    out = memory.empty(v.shape, v.dtype, v.device)
     kind = torch.float32 if initial_state is None else initial_state.dtype
     sizes = (key_size, value_size) if state_layout == "kv" else (value_size, key_size)
-    final = memory.empty((sequences, value_heads, *sizes), kind, device)
+    final = memory.empty((sequences, value_heads, *sizes), kind, v.device)
     if varlen or final.numel() == 0:
         out.zero_()  # tokens of no sequence belong to no chunk
     if final.numel() == 0:
         return out, final
     # all tokens in one row
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    beta = beta.mT.contiguous()  # loads with a stride are padded in UB
-    each = triton.cdiv(length, CHUNK.value)
-    chunks = each + sequences if varlen else batch * each
-    square = (CHUNK.value, CHUNK.value)
-
-    def space(*shape: int, dtype: torch.dtype = v.dtype) -> Tensor:
-        return memory.empty((chunks, value_heads, *shape), dtype, device)
-
-    alike = space(*square, dtype=torch.float32)
-    seen, solved = (space(*square) for _ in range(2))
-    total, units = (space(CHUNK.value, key_size, dtype=torch.float32) for _ in range(2))
-    queries, keys, left = (space(CHUNK.value, key_size) for _ in range(3))
-    fades = space(key_size, dtype=torch.float32)
-    bounds = fades if cu_seqlens is None else cu_seqlens
-    gate = GIVEN if not use_gate_in_kernel else SOFTPLUS if lower_bound is None else BOUNDED
-    group = value_heads // heads
-    sums[(cores.vector(),)](
-        k, g, fades if A_log is None else A_log, fades if dt_bias is None else dt_bias, bounds,
-        total, units, sequences, length, tokens, group, value_heads,
-        0.0 if lower_bound is None else lower_bound, *k.stride()[:2], *g.stride()[:2],
-        KEY=key_size, VARLEN=varlen, NORM=use_qk_l2norm_in_kernel, GATE=gate, A=A_log is not None,
-        BIAS=dt_bias is not None, **tune.only("chunk_kda.sums").keywords,
-    )  # fmt: skip
-    pairs[(cores.vector(),)](
-        q, bounds, total, units, alike, seen, queries, keys, left, fades, sequences, length, tokens,
-        group, value_heads, key_size**-0.5 if scale is None else scale, *q.stride()[:2],
-        KEY=key_size, VARLEN=varlen, NORM=use_qk_l2norm_in_kernel,
-        **_rows(key_size).keywords,
-    )  # fmt: skip
-    triangles[(cores.vector(),)](
-        alike, beta, bounds, solved, sequences, length, tokens, value_heads, beta.stride(0),
-        VARLEN=varlen, **tune.only("chunk_kda.triangles").keywords,
+    x = made_of(
+        q, k, g, beta, batch, scale, cu_seqlens, use_qk_l2norm_in_kernel,
+        gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound, grad=False,
     )  # fmt: skip
     walk[(cores.cube(),)](
-        queries, keys, left, fades, v, bounds, solved, seen,
-        final if initial_state is None else initial_state, final, out, sequences, length, tokens,
-        value_heads, *v.stride()[:2], KEY=key_size, VALUE=value_size, VARLEN=varlen,
+        x.queries, x.keys, x.left, x.fades, v, x.bounds, x.solved, x.seen,
+        final if initial_state is None else initial_state, final, out, sequences, length,
+        batch * length, value_heads, *v.stride()[:2], KEY=key_size, VALUE=value_size, VARLEN=varlen,
         INITIAL=initial_state is not None, VALUE_FIRST=state_layout == "vk",
         **_tile(value_size).keywords,
     )  # fmt: skip

@@ -142,6 +142,18 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "chunk_kda.pairs": tuple(Config({"ROWS": rows}) for rows in (16, 8)),
     "chunk_kda.triangles": (Config({}, {"multibuffer": False}),),
     "chunk_kda.walk": tuple(Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)),
+    "chunk_kda_grad.places": (Config({}),),
+    "chunk_kda_grad.walk_states": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+    ),
+    "chunk_kda_grad.walk_grads": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+    ),
+    "chunk_kda_grad.squares": tuple(Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)),
+    "chunk_kda_grad.crosses": tuple(Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)),
+    "chunk_kda_grad.inputs": (Config({"ROWS": 8}),),
+    "chunk_kda_grad.totals": (Config({"ROWS": 16}),),
+    "chunk_kda_grad.gates": (Config({"ROWS": 16}),),
     "causal_conv1d.convolve": tuple(Config({"CHANNEL_TILE": channels}) for channels in (256, 1024)),
     "causal_conv1d.finish": (Config({"CHANNEL_TILE": 1024}),),
     "causal_conv1d_grad.walk": tuple(Config({"CHANNEL_TILE": channels}) for channels in (256, 512)),

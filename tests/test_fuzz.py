@@ -30,6 +30,11 @@ FOUND = [
         op="npu_sparse_flash_attention", seed=947788274, dtype="float64", rows=[], keys=[], n=1,
         d=1, k=0, dr=1, block=0, own_value=False, sinks=False, **RAGGED,
     )),
+    # a query without heads
+    ("illegal", dict(
+        op="npu_kv_quant_sparse_flash_attention_lse", seed=1089838665, dtype="float64",
+        disguises=[], b=0, s=0,
+    )),
 ]  # fmt: skip
 
 

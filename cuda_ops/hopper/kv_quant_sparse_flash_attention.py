@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The attention of sparse_flash_attention.py in this folder over rows of 8 bits.  The consumers are
-the same, so that scales which are powers of two give its bits.
+"""The attention of kv_quant_sparse_flash_attention.py on a Hopper GPU: latents.py with keys made of
+8 bits, so that scales which are powers of two give the bits of the op on floats.
 
 The gathering warps hold a half tile's values in registers, 64 columns of its keys at a time, and
 write what they stand for where the consumers look; the place of each piece is taken by one of the
@@ -23,8 +23,7 @@ from ...dispatch.common import quantised
 from ..common import gpu, quantise, rows
 from ..common.gluon_names import barrier, cp_async
 from ..common.selection import Attention
-from .rows import locate, slots
-from .sparse_flash_attention import (
+from .latents import (
     BARRIERS,
     GATHER,
     LEFT,
@@ -37,12 +36,13 @@ from .sparse_flash_attention import (
     RIGHT_FREE,
     Output,
     Tiles,
-    _arrive,
-    _even,
-    _item,
-    _odd,
-    _run,
+    arrive,
+    even,
+    item,
+    odd,
+    run,
 )
+from .rows import locate, slots
 from .tma import aligned
 
 # 4 words a thread of 64 keys x 16 words, each of 4 values
@@ -161,8 +161,8 @@ def _producer(
     column = gl.arange(0, 128, layout=LINE)
     count = per_split // 128
     programs = gl.num_programs(0)
-    item = gl.program_id(0)
-    row, split, head = _item(item, C.HEADS, C.SPLITS)
+    this = gl.program_id(0)
+    row, split, head = item(this, C.HEADS, C.SPLITS)
     lo = split * per_split
     request, start, seen = locate(row, of, LAYOUT, LINE)
     entry = lo + column
@@ -170,7 +170,7 @@ def _producer(
     index = gl.load(indices + row * index_stride + entry // C.SPAN, mask=entry < hi, other=-1)
     slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
     places.index(0).store(slot)
-    _arrive(bars, PLACED)
+    arrive(bars, PLACED)
     slot0 = places.index(0).slice(0, 64).load(ROW)
     x = _ask(key, slot0, key_stride, 0)
     y = _ask(key, slot0, key_stride, 16)
@@ -184,7 +184,7 @@ def _producer(
     step = 0
     free = 1
     turn = 1
-    total = (items - item + programs - 1) // programs * count
+    total = (items - this + programs - 1) // programs * count
     for t in range(total):
         if step == 0:
             # the queries of an item come as soon as both consumers have no more scores to make
@@ -202,8 +202,8 @@ def _producer(
         step += 1
         if step == count:
             step = 0
-            item = gl.minimum(item + programs, items - 1)
-            row, split, head = _item(item, C.HEADS, C.SPLITS)
+            this = gl.minimum(this + programs, items - 1)
+            row, split, head = item(this, C.HEADS, C.SPLITS)
             lo = split * per_split
             request, start, seen = locate(row, of, LAYOUT, LINE)
             hi = gl.minimum(lo + per_split, entries)
@@ -217,7 +217,7 @@ def _producer(
             x, y, z, w, by_xy, by_zw, left.index(0), key, key_scale, slot0, key_stride,
             scale_stride, 1, KIND,
         )  # fmt: skip
-        _arrive(bars, LEFT)
+        arrive(bars, LEFT)
         mbarrier.wait(bars.index(RIGHT_FREE), free)  # the odd consumer has read the weights too
         _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT), 0)
         slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
@@ -225,25 +225,25 @@ def _producer(
             x, y, z, w, by_xy, by_zw, right.index(0), key, key_scale, slot1, key_stride,
             scale_stride, 0, KIND,
         )  # fmt: skip
-        _arrive(bars, RIGHT)
+        arrive(bars, RIGHT)
         # the places of the step before are free, since both consumers let go of its first tile
         after.store(slot)
         _fetch(key, slot, key_stride)
-        _arrive(bars, PLACED + ((t + 1) & 1))
+        arrive(bars, PLACED + ((t + 1) & 1))
         mbarrier.wait(bars.index(LEFT_FREE + 1), free)
         _copy_rope(key_rope, now, rope_stride, rope, bars.index(RIGHT + 1), 1)
         x, y, z, w, by_xy, by_zw = _turn(
             x, y, z, w, by_xy, by_zw, left.index(1), key, key_scale, slot1, key_stride,
             scale_stride, 1, KIND,
         )  # fmt: skip
-        _arrive(bars, LEFT + 1)
+        arrive(bars, LEFT + 1)
         slot0 = after.slice(0, 64).load(ROW)
         mbarrier.wait(bars.index(RIGHT_FREE + 1), free)
         x, y, z, w, by_xy, by_zw = _turn(
             x, y, z, w, by_xy, by_zw, right.index(1), key, key_scale, slot0, key_stride,
             scale_stride, 0, KIND,
         )  # fmt: skip
-        _arrive(bars, RIGHT + 1)
+        arrive(bars, RIGHT + 1)
         free = free ^ 1
     async_copy.wait_group(0)
 
@@ -288,8 +288,8 @@ def _attend(
     tiles = Tiles(q_left, q_right, qr, left, right, rope, exchange, places, bars)
     gl.warp_specialize(
         [
-            (_even, (tiles, per_split, items, scale_log2, to, C)),
-            (_odd, (tiles, per_split, items, scale_log2, to, C)),
+            (even, (tiles, per_split, items, scale_log2, to, C)),
+            (odd, (tiles, per_split, items, scale_log2, to, C)),
             (_producer, (
                 q, q_rope, key, key_rope, indices, key_scale, of, entries, per_split, strides,
                 items, tiles, LAYOUT, C, KIND,
@@ -322,4 +322,4 @@ def launch(call: Attention, key_scale: Tensor, kind: int) -> None:
         key_scale.stride(-3), call.index.stride(0),
     )  # fmt: skip
     words = replace(call, key=call.key.view(torch.int32))
-    _run(_attend, words, strides, key_scale=key_scale, KIND=kind)
+    run(_attend, words, strides, key_scale=key_scale, KIND=kind)

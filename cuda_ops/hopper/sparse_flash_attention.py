@@ -1,114 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The attention of sparse_flash_attention.py on a Hopper GPU.
-
-One program per processor takes items in turn: an item is 64 heads of a row (fewer are padded: then
-the gather is what takes the time) and a part of its keys, 128 at a time, in two tiles of 64.  A
-tile is gathered once, into swizzled shared memory: wgmma reads it as K, and its first 512 columns
-as V.
-
-    warps 0-3    scores of the even tiles; columns   0 - 255 of the output, from every tile
-    warps 4-7    scores of the odd tiles;  columns 256 - 511 of the output, from every tile
-    warps 8-11   where the selected keys lie, a step ahead; gather: every half tile is asked for
-                 again as soon as both products let go of it, and the queries of the next item as
-                 soon as the last scores of this one are there
-
-The tiles take turns: while one is scored and weighed the other one's probabilities are multiplied,
-and its successor is on its way.  Both products of a tile come before the next scores, so that both
-halves are free early: to multiply the odd tile's after the next even scores took 9 % longer in
-prefill and 20 % in decode (H200, 2026-11).  Probabilities travel between the two consumers in the
-place of the tile's rotary part, which nothing reads once the scores are there.
-
-128 heads, 128 rows of 2048 keys: 139 us; 152 us with a program for each item and a kernel of its
-own for the places; 147 us with the output stored as wgmma leaves it (H200, 2026-11, one job).
+"""The attention of sparse_flash_attention.py on a Hopper GPU: latents.py with keys that are copied
+as they are, every half tile as soon as both products let go of it.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..common import gpu, launches, rows
-from ..common.combine import Parts, combine
+from ..common import gpu, rows
 from ..common.gluon_names import barrier, cp_async
 from ..common.selection import Attention
+from .latents import (
+    BARRIERS,
+    GATHER,
+    LEFT,
+    LEFT_FREE,
+    LINE,
+    PLACED,
+    QUERY,
+    QUERY_FREE,
+    RIGHT,
+    RIGHT_FREE,
+    Output,
+    Tiles,
+    arrive,
+    even,
+    item,
+    odd,
+    run,
+    strides,
+)
 from .rows import locate, slots
 from .tma import aligned
-
-LOWEST = gl.constexpr(-1e30)
-# barriers, for tile 0 and the next one for tile 1: the left half has arrived, the right one has;
-# the left half is free, the right one is; the probabilities are there; so is the last sum.  For
-# even steps and the next one for odd steps: the places of the keys are known.
-LEFT, RIGHT, LEFT_FREE, RIGHT_FREE, WEIGHED, SUMMED, PLACED = (
-    gl.constexpr(i) for i in range(0, 14, 2)
-)
-QUERY, QUERY_FREE = gl.constexpr(14), gl.constexpr(15)
-BARRIERS = gl.constexpr(16)
-# scores; half of the output's columns; the same with 64 neighbouring bytes of a row in a quad of
-# threads, where wgmma leaves 16: the stores of an item then cost 3 us less (H200, 2026-11)
-S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-TURNED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 256],
-    )
-)
-GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
-
-
-class Tiles(NamedTuple):
-    """Shared memory: queries, two tiles of keys (two halves of the latents, and the rope, where
-    weights travel later), statistics that the consumers exchange, where the keys lie."""
-
-    q_left: Any
-    q_right: Any
-    q_rope: Any
-    left: Any
-    right: Any
-    rope: Any
-    exchange: Any
-    places: Any
-    bars: Any
-
-
-class Output(NamedTuple):
-    out: Any
-    part: Any
-    part_max: Any
-    part_sum: Any
-    softmax_max: Any
-    softmax_sum: Any
-    sinks: Any
-
-
-class Constants(NamedTuple):
-    HEADS: int
-    SPLITS: int
-    SPAN: int
-    HAS_SINK: bool
-    STATS: bool
-
-
-@gluon.jit
-def _arrive(bars, which):
-    """After every warp of the group is here."""
-    barrier()
-    mbarrier.arrive(bars.index(which), count=1)
 
 
 @gluon.jit
@@ -117,15 +44,6 @@ def _half(base, slot, stride, tile, column: gl.constexpr):
     d = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, GATHER))
     at = (base + gl.maximum(slot, 0).to(gl.int64) * stride)[:, None] + d[None, :]
     cp_async(tile, at, mask=(slot >= 0)[:, None])
-
-
-@gluon.jit
-def _item(item, HEADS: gl.constexpr, SPLITS: gl.constexpr):
-    """(row, split, first head)."""
-    TILES: gl.constexpr = (HEADS + 63) // 64
-    split = item // TILES % SPLITS
-    row = (item // (TILES * SPLITS)).to(gl.int64)
-    return row, split, item % TILES * 64
 
 
 @gluon.jit
@@ -139,8 +57,8 @@ def _producer(
     column = gl.arange(0, 128, layout=LINE)
     steps = per_split // 128
     programs = gl.num_programs(0)
-    item = gl.program_id(0)
-    row, split, head = _item(item, C.HEADS, C.SPLITS)
+    this = gl.program_id(0)
+    row, split, head = item(this, C.HEADS, C.SPLITS)
     lo = split * per_split
     request, start, seen = locate(row, of, LAYOUT, LINE)
     entry = lo + column
@@ -148,14 +66,14 @@ def _producer(
     index = gl.load(indices + row * index_stride + entry // C.SPAN, mask=entry < hi, other=-1)
     slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
     places.index(0).store(slot)
-    _arrive(bars, PLACED)
+    arrive(bars, PLACED)
     line = gl.arange(0, 64, layout=ROW)
     d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
     r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     step = 0
     free = 1
     turn = 1
-    total = (items - item + programs - 1) // programs * steps
+    total = (items - this + programs - 1) // programs * steps
     for t in range(total):
         if step == 0:
             # the queries of an item come as soon as both consumers have no more scores to make
@@ -173,8 +91,8 @@ def _producer(
         step += 1
         if step == steps:
             step = 0
-            item = gl.minimum(item + programs, items - 1)
-            row, split, head = _item(item, C.HEADS, C.SPLITS)
+            this = gl.minimum(this + programs, items - 1)
+            row, split, head = item(this, C.HEADS, C.SPLITS)
             lo = split * per_split
             request, start, seen = locate(row, of, LAYOUT, LINE)
             hi = gl.minimum(lo + per_split, entries)
@@ -200,171 +118,9 @@ def _producer(
         # the places of the step before are free, since both consumers let go of its tiles
         slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
         places.index((t + 1) & 1).store(slot)
-        _arrive(bars, PLACED + ((t + 1) & 1))
+        arrive(bars, PLACED + ((t + 1) & 1))
         free = free ^ 1
     async_copy.wait_group(0)
-
-
-@gluon.jit
-def _scores(tiles, t, scale_log2, tile, zero, TILE: gl.constexpr):
-    """[64, 64] scores of a tile, once it is there; masked, in powers of two."""
-    q_left, q_right, q_rope, left, right, rope, _exchange, places, bars = tiles
-    mbarrier.wait(bars.index(LEFT + TILE), t & 1)
-    fence_async_shared()
-    s = gl.zeros([64, 64], gl.float32, layout=S)
-    s = warpgroup_mma(
-        q_left.index(zero), left.index(tile).permute((1, 0)), s, use_acc=False, is_async=True
-    )
-    mbarrier.wait(bars.index(RIGHT + TILE), t & 1)
-    fence_async_shared()
-    s = warpgroup_mma(q_right.index(zero), right.index(tile).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(q_rope.index(zero), rope.index(tile).permute((1, 0)), s, is_async=True)
-    mbarrier.wait(bars.index(PLACED + (t & 1)), (t >> 1) & 1)
-    slot = places.index(t & 1).slice(64 * TILE, 64).load(gl.SliceLayout(0, S))
-    s = warpgroup_mma_wait(0, deps=[s])
-    return gl.where((slot >= 0)[None, :], s * scale_log2, float("-inf"))
-
-
-@gluon.jit
-def _weigh(s, row_max, tiles, tile, last, TILE: gl.constexpr):
-    """(probabilities, their maxima), also left for the other consumer."""
-    rope, bars = tiles.rope, tiles.bars
-    row_max = gl.maximum(row_max, gl.max(s, 1))
-    p = gl.exp2(s - row_max[:, None])
-    rope.index(tile).store(p.to(rope.dtype))
-    tiles.exchange.index(TILE).store(row_max)
-    fence_async_shared()
-    _arrive(bars, WEIGHED + TILE)
-    mbarrier.arrive(bars.index(QUERY_FREE), count=1, pred=last)
-    return p, row_max
-
-
-@gluon.jit
-def _scaled(acc, row_sum, row_max, new_max):
-    factor = gl.exp2(row_max - new_max)
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, WIDE))[:, None], row_sum * factor
-
-
-@gluon.jit
-def _finish(
-    acc, row_sum, row_max, total, to, row, split, head, C: gl.constexpr, COLUMN: gl.constexpr
-):
-    h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    total = row_sum + total
-    there = total > 0
-    below = gl.where(there, total, 1.0)
-    if C.SPLITS == 1:
-        if C.STATS and COLUMN == 0:
-            top = gl.where(there, row_max * 0.6931471805599453, float("-inf"))
-            gl.store(to.softmax_max + row * C.HEADS + h, top, mask=h < C.HEADS)
-            gl.store(to.softmax_sum + row * C.HEADS + h, total, mask=h < C.HEADS)
-        if C.HAS_SINK:
-            below += gl.exp2(
-                gl.load(to.sinks + h, mask=h < C.HEADS, other=0.0) * 1.4426950408889634 - row_max
-            )
-    else:
-        piece = (row * C.SPLITS + split) * C.HEADS
-        if COLUMN == 0:
-            gl.store(to.part_max + piece + h, row_max, mask=h < C.HEADS)
-            gl.store(to.part_sum + piece + h, total, mask=h < C.HEADS)
-    inverse = gl.where(there, 1.0 / below, 0.0)
-    o = acc * gl.convert_layout(inverse, gl.SliceLayout(1, WIDE))[:, None]
-    if C.SPLITS == 1:
-        o = gl.convert_layout(o.to(to.out.dtype.element_ty), TURNED)
-        d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, TURNED))
-        wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, TURNED))
-        at = to.out + (row * C.HEADS + wide) * 512
-        gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
-    else:
-        d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, WIDE))
-        wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-        at = to.part + (piece + wide) * 512
-        gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
-
-
-@gluon.jit
-def _even(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
-    left, rope, exchange, bars = tiles.left, tiles.rope, tiles.exchange, tiles.bars
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    steps = per_split // 128
-    t = 0
-    turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
-        row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
-        acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
-        mbarrier.wait(bars.index(QUERY), turn)
-        for step in range(steps):
-            # zero, but not to the compiler: 80 descriptors made ahead of the loop would spill
-            zero = step >> 30
-            phase = t & 1
-            s = _scores(tiles, t, scale_log2, zero, zero, 0)
-            p, new_max = _weigh(s, row_max, tiles, zero, step == steps - 1, 0)
-            mine = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
-            acc, row_sum = _scaled(acc, row_sum, row_max, new_max)
-            row_sum += gl.sum(p, 1)
-            running = warpgroup_mma(mine, left.index(zero), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[running])
-            _arrive(bars, LEFT_FREE)
-            mbarrier.wait(bars.index(WEIGHED + 1), phase)
-            mbarrier.wait(bars.index(LEFT + 1), phase)
-            fence_async_shared()
-            row_max = exchange.index(1).load(ROW)
-            acc, row_sum = _scaled(acc, row_sum, new_max, row_max)
-            running = warpgroup_mma(rope.index(1 + zero), left.index(1 + zero), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[running])
-            _arrive(bars, LEFT_FREE + 1)
-            t += 1
-        exchange.index(2).store(row_sum)
-        _arrive(bars, SUMMED)
-        mbarrier.wait(bars.index(SUMMED + 1), turn)
-        barrier()  # racecheck believes the wait only where its warps meet after it
-        total = exchange.index(3).load(ROW)
-        turn = turn ^ 1
-        row, split, head = _item(item, C.HEADS, C.SPLITS)
-        _finish(acc, row_sum, row_max, total, to, row, split, head, C, 0)
-
-
-@gluon.jit
-def _odd(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
-    right, rope, exchange, bars = tiles.right, tiles.rope, tiles.exchange, tiles.bars
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    steps = per_split // 128
-    t = 0
-    turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
-        row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
-        acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
-        mbarrier.wait(bars.index(QUERY), turn)
-        for step in range(steps):
-            zero = step >> 30
-            phase = t & 1
-            s = _scores(tiles, t, scale_log2, 1 + zero, zero, 1)
-            mbarrier.wait(bars.index(WEIGHED), phase)
-            mbarrier.wait(bars.index(RIGHT), phase)
-            fence_async_shared()
-            other_max = exchange.index(0).load(ROW)
-            acc, row_sum = _scaled(acc, row_sum, row_max, other_max)
-            running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
-            p, row_max = _weigh(s, other_max, tiles, 1 + zero, step == steps - 1, 1)
-            mine = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
-            acc = warpgroup_mma_wait(0, deps=[running])
-            _arrive(bars, RIGHT_FREE)
-            acc, row_sum = _scaled(acc, row_sum, other_max, row_max)
-            row_sum += gl.sum(p, 1)
-            running = warpgroup_mma(mine, right.index(1 + zero), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[running])
-            _arrive(bars, RIGHT_FREE + 1)
-            t += 1
-        exchange.index(3).store(row_sum)
-        _arrive(bars, SUMMED + 1)
-        mbarrier.wait(bars.index(SUMMED), turn)
-        barrier()
-        total = exchange.index(2).load(ROW)
-        turn = turn ^ 1
-        row, split, head = _item(item, C.HEADS, C.SPLITS)
-        _finish(acc, row_sum, row_max, total, to, row, split, head, C, 256)
 
 
 @gluon.jit(
@@ -408,8 +164,8 @@ def _attend(
     tiles = Tiles(q_left, q_right, qr, left, right, rope, exchange, places, bars)
     gl.warp_specialize(
         [
-            (_even, (tiles, per_split, items, scale_log2, to, C)),
-            (_odd, (tiles, per_split, items, scale_log2, to, C)),
+            (even, (tiles, per_split, items, scale_log2, to, C)),
+            (odd, (tiles, per_split, items, scale_log2, to, C)),
             (_producer, (
                 q, q_rope, key, key_rope, indices, of, entries, per_split, strides, items, tiles,
                 LAYOUT, C,
@@ -418,12 +174,6 @@ def _attend(
         [4, 4],
         [208, 96],
     )  # fmt: skip
-
-
-def strides(call: Attention) -> tuple[int, ...]:
-    """Strides: (row, head) of both parts of a query, of a key, of its rope, of a row of indices."""
-    keys = call.key.stride(-3), call.kr.stride(-3)
-    return (*call.query_strides, *keys, call.index.stride(0))
 
 
 def supports(call: Attention) -> bool:
@@ -438,38 +188,5 @@ def supports(call: Attention) -> bool:
     )
 
 
-def _splits(count: int, heads: int, entries: int) -> int:
-    """Until every SM of an H200 has its program, while the parts stay small: 128 heads and 4 rows
-    took 18 us in 8 splits and 24 in 16 (H200, 2026-11)."""
-    items, splits = count * triton.cdiv(heads, 64), 1
-    small = count * heads
-    while items * splits * 2 <= 132 and splits * 256 <= entries and small * splits**2 < 2**15:
-        splits *= 2
-    return splits
-
-
 def launch(call: Attention) -> None:
-    _run(_attend, call, strides(call))
-
-
-def _run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> None:
-    """`kernel` with what every one of these kernels takes, and `more`; then the parts together."""
-    count, heads, rank = call.q.shape
-    splits = _splits(count, heads, call.entries)
-    parts = Parts.of(splits, count * heads, rank, call.softmax_max)
-    items = count * splits * triton.cdiv(heads, 64)
-    launches.kernel(kernel, min(items, gpu.processors(call.q.device)))(
-        call.q, call.qr, call.key, call.kr, call.index,
-        sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
-        part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
-        softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=call.entries,
-        per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
-        **call.plan.arguments, strides=strides, items=items, LAYOUT=call.plan.layout,
-        C=Constants(
-            HEADS=heads, SPLITS=splits, SPAN=call.span, HAS_SINK=call.sinks is not None,
-            STATS=call.softmax_max.numel() > 0,
-        ),
-        num_warps=4, **more,
-    )  # fmt: skip
-    if splits > 1:
-        combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)
+    run(_attend, call, strides(call))

@@ -25,6 +25,7 @@ from ..common import launches, rows
 from ..common.gluon_names import cp_async, mma_v2
 from ..common.selection import Attention
 from . import sparse_flash_attention
+from .latents import strides
 from .rows import locate, slots
 
 LOWEST = gl.constexpr(-1e30)
@@ -194,7 +195,7 @@ def launch(call: Attention) -> None:
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
         call.q, call.qr, call.key, call.kr, call.index, part=part, part_max=part_max,
         part_sum=part_sum, scale_log2=call.scale_log2, entries=call.entries,
-        strides=sparse_flash_attention.strides(call), HEADS=heads, SPLITS=splits, SPAN=call.span,
+        strides=strides(call), HEADS=heads, SPLITS=splits, SPAN=call.span,
         **call.plan.arguments, LAYOUT=call.plan.layout, TILE=tile, WARPS=warps, num_warps=warps,
     )  # fmt: skip
     # a thread takes up to 16 parts of 4 columns

@@ -89,8 +89,8 @@ def attend(
     softmax_sum = torch.zeros_like(softmax_max)
 
     # all of one view: [T, N, ...]
-    q, o = query.flatten(0, -3), out.view(-1, heads, size)
-    top, total = softmax_max.view(-1, heads), softmax_sum.view(-1, heads)
+    q, o = query.flatten(0, -3), out.flatten(0, -3)
+    top, total = softmax_max.flatten(0, -2), softmax_sum.flatten(0, -2)
     numbers = whole + 2 * heads + size
     for tokens, slot in _selected.slots(key, sparse_indices, block_size, rows, keys, numbers):
         k, v = gathered(slot)

@@ -87,6 +87,9 @@ _SCALAR = {
     "chunk_gated_delta_rule_grad.walk_grads": _CHUNK,
     "chunk_gated_delta_rule_grad.crosses": _CHUNK,
     "chunk_gated_delta_rule_grad.dots": _CHUNK,
+    "chunk_kda_grad.squares": _CHUNK,
+    "chunk_kda_grad.crosses": _CHUNK,
+    "chunk_kda_grad.gates": _CHUNK,
 }
 # the state of a chunk is needed by the next one: nothing runs ahead
 _CHAIN = "a chunk needs the state of the one before: there is nothing to work on meanwhile"
@@ -95,6 +98,8 @@ _TURNS = {
     "quant_lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
     "chunk_gated_delta_rule.walk": _CHAIN,
     "chunk_kda.walk": _CHAIN,
+    "chunk_kda_grad.walk_states": _CHAIN,
+    "chunk_kda_grad.walk_grads": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_states": _CHAIN,
     "chunk_gated_delta_rule_grad.walk_grads": _CHAIN,
 }
@@ -110,6 +115,8 @@ _OLDEST = {
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
     "chunk_kda.walk": _CARRIED,
+    "chunk_kda_grad.walk_states": _CARRIED,
+    "chunk_kda_grad.walk_grads": _CARRIED,
     "chunk_gated_delta_rule_grad.walk_states": _CARRIED,
     "chunk_gated_delta_rule_grad.walk_grads": _CARRIED,
     "indexer_loss.head_sums": "whole tiles, loaded and stored without a mask, are not shared",
@@ -125,14 +132,7 @@ _REPEAT = (
 )
 _UPDATE = "fused_sigmoid_gating_delta_rule_update.update"
 _HALF = "half of the state's tile plans nearly as much, with twice the gates and norms"
-_TIGHT = (
-    *(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32)),
-    Known(
-        "chunk_gated_delta_rule.triangles",
-        "tight",
-        "ten 64 x 64 tiles of what fades, is seen and is eliminated, none of them double",
-    ),
-)
+_TIGHT = tuple(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32))
 
 KNOWN = (
     *_REPEAT,

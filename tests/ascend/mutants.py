@@ -62,6 +62,7 @@ _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "causal_conv1d.convolve": (("W > 2 -> W >= 2$", _TAPS), ("W > 3 -> W >= 3$", _TAPS)),
     "causal_conv1d.forward": (("tokens >= 0", "without a token the kernel has nothing to do"),),
+    "causal_conv1d.outputs": (("-> parts_of(", "other parts, the same result"),),
     "causal_conv1d_grad.walk": (
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
@@ -72,6 +73,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
             "column 0 lies at 0 whatever the stride; lanes past the channels are not stored",
         ),
     ),
+    "causal_conv1d_update._tile": (("> cores.vector()", _TILE),),
     "causal_conv1d_update.update": (
         ("position > 0 (2)", "the first step has no parent, and before it is -1 as well"),
     ),

@@ -103,6 +103,8 @@ def _mla_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
 
 def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     given = _mla_prolog_pto(m, B, S)
+    names = "weight_dq", "weight_uq_qr", "weight_dkv_kr"
+    given |= {name: custom.from_nz(given[name]) for name in names}
     return given | dict(query_norm_flag=True)
 
 
@@ -133,8 +135,8 @@ def _lightning_indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments
         q_norm_scale=scale,
         wq_b=custom.to_nz(wq_b.t()),
         wq_b_scale=by,
-        wk=m.nz(H, size),
-        weights_proj=m.nz(H, heads),
+        wk=m.normal(H, size),
+        weights_proj=m.normal(H, heads),
         ln_gamma_k=m.normal(size),
         ln_beta_k=m.normal(size),
         cos_idx_rope=m.normal(tokens, DR),

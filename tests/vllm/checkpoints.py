@@ -1,7 +1,6 @@
-"""Tiny checkpoints with random weights and a tokenizer of bytes, and the prompts of all runs.
-
-python -m tests.vllm.checkpoints FOLDER NAME...
-"""
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Tiny checkpoints with random weights and a tokenizer of bytes, and the prompts of all runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What our plug-ins touch of vLLM, vllm-ascend and SGLang, as importable stubs.
+"""What our plug-in touches of vLLM and vllm-ascend, as importable stubs.
 
     python -m tests.vllm.stubs WHEEL...
 
@@ -156,8 +156,20 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "MLAAttentionSpec": EVERY,
         },
     },
+    "vllm_ascend": {
+        "vllm_ascend.device.device_op": {
+            "BaseDeviceAdaptor": (
+                "_format_sparse_flash_attention_output",
+                "execute_sparse_flash_attention_process",
+                "indexer_select_post_process",
+            ),
+            "DeviceOperator": EVERY,
+        },
+    },
 }
-HEADER = '"""Made by tests/vllm/stubs.py; not to be edited."""\n'
+HEADER = (
+    '# SPDX-License-Identifier: Apache-2.0\n"""Made by tests/vllm/stubs.py; not to be edited."""\n'
+)
 PLAIN = {*dir(builtins), "Any", "torch", "nn", "Tensor", "Callable"}
 
 
@@ -377,7 +389,8 @@ def write(wheel: Path) -> Path:
         path = path if package else path.with_suffix(".py")
         for parent in [*path.relative_to(folder).parents][:-1]:
             (folder / parent).mkdir(parents=True, exist_ok=True)
-            (folder / parent / "__init__.py").touch()
+            if not (folder / parent / "__init__.py").exists():
+                (folder / parent / "__init__.py").write_text(HEADER)
         text = Stub(sources, module, hooks).text()
         if module == distribution:
             text += f'\n__version__ = "{version}"\n'

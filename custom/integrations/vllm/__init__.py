@@ -4,19 +4,17 @@
 
     CUSTOM_VLLM=1 vllm serve MODEL
 
-DeepSeek-V3.2 and GLM-5 (mla.py), Qwen3-Next and Qwen3.5 (gdn.py); docs/vllm.md has the versions
-and modes that were tried.
+DeepSeek-V3.2 and GLM-5 (mla.py), Qwen3-Next and Qwen3.5 (gdn.py); under vllm-ascend, the sparse
+attention (ascend.py).  docs/vllm.md has the versions and modes that were tried.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.metadata import version
 
 from ...dispatch.env import config
-from ...dispatch.errors import BackendUnavailable, NotSupported, need
-
-# tried with the first, up to before the second
-VERSIONS = (0, 32), (0, 34)
+from ...dispatch.errors import need
+from .modes import ASCEND, VLLM, check_version, in_words
 
 
 def register() -> None:
@@ -29,50 +27,20 @@ def register() -> None:
     """
     if not config.vllm:
         return
-    need("vllm", __name__, f'"vllm{_range(VERSIONS)}"')
+    need("vllm", __name__, f'"vllm{in_words(VLLM)}"')
     import vllm
+    from vllm.platforms import current_platform
 
-    check_version("vLLM", vllm.__version__, VERSIONS)
+    if current_platform.device_type == "npu":
+        check_version("vllm-ascend", version("vllm-ascend"), ASCEND)
+        from . import ascend
+
+        ascend.register()
+        return
+    check_version("vLLM", vllm.__version__, VLLM)
     for model in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
         # by name: vLLM imports a model where it builds it
         vllm.ModelRegistry.register_model(model, f"{__name__}.mla:{model}")
     from . import gdn
 
     gdn.register()
-
-
-def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
-    (major, minor), (other, below) = versions
-    return f">={major}.{minor},<{other}.{below}"
-
-
-def check_version(name: str, version: str, tried: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    """Refuse what was not tried: its hooks may have moved."""
-    major, minor = (int(each) for each in version.split(".")[:2])
-    if not tried[0] <= (major, minor) < tried[1]:
-        raise BackendUnavailable(
-            f"CUSTOM_VLLM=1 was tried with {name} {_range(tried)}, and {version} is installed; "
-            "install one of these, or unset CUSTOM_VLLM."
-        )
-
-
-def check_modes(model: str, vllm_config: Any, **asked: bool) -> None:
-    """Refuse, in one sentence, what `model` was not tried with; `asked` has more by name."""
-    parallel = vllm_config.parallel_config
-    asked = {
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-        "microbatches (DBO)": parallel.use_ubatching,
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "LoRA": vllm_config.lora_config is not None,
-        "a KV connector": vllm_config.kv_transfer_config is not None,
-        **{name.replace("_", " "): on for name, on in asked.items()},
-    }
-    for mode, on in asked.items():
-        if on:
-            raise NotSupported(
-                f"CUSTOM_VLLM=1 serves {model} without {mode}, and this engine asks for it; turn "
-                "it off, or unset CUSTOM_VLLM."
-            )

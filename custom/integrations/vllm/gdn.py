@@ -27,7 +27,7 @@ from ...convolution import npu_causal_conv1d
 from ...delta_rule import npu_chunk_gated_delta_rule, npu_gated_delta_layer_decode
 from ...gated_norm import npu_gated_rms_norm
 from ..kernels import normalised
-from . import check_modes
+from .modes import check_modes
 
 
 class GatedDelta(QwenGatedDeltaNetAttention):

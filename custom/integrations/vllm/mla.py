@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from ...dispatch.errors import NotSupported
 from ...sparse_attention import npu_lightning_indexer, npu_sparse_flash_attention
-from . import check_modes
+from .modes import check_modes
 
 # ------------------------------------------------------------------------ what vLLM asks of a cache
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Made by tests/vllm/stubs.py; not to be edited."""
 from __future__ import annotations
 

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_chunk_kda_grad, against the gradient token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..case import Arguments, Case, Inputs, in_rounds
+from ..controls import Control
+from . import chunk_kda as forward
+
+KERNEL = "chunk_kda_grad"
+OP = f"npu_{KERNEL}"
+
+
+def graded(
+    make: Callable[[Inputs], Arguments], final: torch.dtype | None = torch.float32
+) -> Callable[[Inputs], Arguments]:
+    """The forward op's arguments, and the gradients of its outputs."""
+
+    def both(x: Inputs) -> Arguments:
+        arguments = make(x)
+        arguments["d_out"] = x.normal(*arguments["v"].shape)
+        if final is not None:
+            v, layout = arguments["v"], arguments["state_layout"]
+            sizes = (arguments["q"].shape[-1], v.shape[-1])
+            bounds = arguments.get("cu_seqlens")
+            count = len(v) if bounds is None else len(bounds) - 1
+            last = sizes if layout == "kv" else sizes[::-1]
+            arguments["d_final_state"] = x.normal(count, v.shape[2], *last, scale=0.25, dtype=final)
+        return arguments
+
+    return both
+
+
+def call(lengths: list[int], *shape: Any, final: Any = torch.float32, **options: Any) -> Any:
+    return graded(forward.call(lengths, *shape, **options), final)
+
+
+CASES = tuple(
+    Case(OP, name, make, dtype, judge=forward.judge)
+    for name, make, dtype in (
+        ("two chunks and a part", call([150], packed=False), torch.bfloat16),
+        ("packed, tokens before and behind",
+         call([70, 0, 1, 64], before=2, behind=3, layout="vk"), torch.bfloat16),
+        ("128 x 128, bounded, no states",
+         call([65], (1, 1), (128, 128), state=None, gate=forward.BOUNDED, final=None),
+         torch.bfloat16),
+        ("keys alike, given", call([80], (1, 1), gate=forward.GIVEN, alike=True), torch.bfloat16),
+        ("extremes", graded(forward.extremes), torch.bfloat16),
+        ("beyond the tokens", graded(forward.beyond), torch.bfloat16),
+        ("fp16, no norm", call([70], norm=False, packed=False), torch.float16),
+        ("values of 32, a batch", call([20, 20], (2, 2), (32, 32), packed=False), torch.bfloat16),
+        ("a head a round", in_rounds(1, call([70], (2, 4), (16, 16), layout="vk", packed=False)),
+         torch.bfloat16),
+        ("values of 48", call([40], (1, 1), (16, 48)), torch.bfloat16),
+    )
+)  # fmt: skip
+CONTROLS = (
+    Control("the decay between chunks forgotten", KERNEL, "grad = grad * fade[None] + gain",
+            "grad = grad + gain", "two chunks and a part"),
+    Control("beta forgotten", KERNEL, "dv = r * rate.to(tl.float32)[:, None]", "dv = r",
+            "two chunks and a part"),
+    Control("the norm's gradient forgotten", KERNEL, "x * tl.sum(x * grad, 1)[:, None]", "x * 0.0",
+            "two chunks and a part"),
+    Control("a pair counted twice", KERNEL, "alike = tl.where(i > j,", "alike = tl.where(i >= j,",
+            "two chunks and a part"),
+    Control("what the last of a chunk gets", KERNEL, "running = tl.sum(whole, 0)[None]",
+            "running = tl.sum(whole, 0)[None] * 0.0", "two chunks and a part"),
+    Control("the rest of a token twice", KERNEL, "gained - k_tile * rest", "gained",
+            "two chunks and a part"),
+    Control("dt_bias gets padded tokens", KERNEL,
+            "gained = tl.where(there, tl.load(of_log + at), 0.0)", "gained = tl.load(of_log + at)",
+            "two chunks and a part"),
+)  # fmt: skip
