@@ -105,6 +105,10 @@ def _indexers() -> Iterator[Limit]:
     one = dict(query=query, key=_apart(1, 1032), block_table=_t(1, 1))
     yield Limit("lightning_indexer", one, dict(key=_apart(2, 1032)), "pages 1032 apart")
 
+    here, beyond = (_t(1, n, 1, 64, dtype=torch.int8) for n in (MOST, MOST + 1))
+    given = dict(query=here[:, :1], key=here, block_table=None, query_dtype=None)
+    yield Limit("quant_lightning_indexer", given, dict(key=beyond), "the kernel reaches")
+
     grad = dict(query=_t(1, 1, 1, 128), key=_t(1, MOST, 1, 128), dy=_t(1, 1, 1, 8))
     yield Limit("lightning_indexer_grad", grad, dict(key=longer), "the kernel reaches")
     yield Limit("lightning_indexer_grad", grad, dict(query=_t(1, 1, 1, 144)), "head size 144")

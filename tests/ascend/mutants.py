@@ -108,6 +108,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "fused_causal_conv1d.fill": (
         ("boundary > 0", "a block that begins with the tokens ends behind their first"),
+        ("size >= 0", "without a token the block ends before the first one"),
         ("-> _span(n, starts, ", _SUMMED),
     ),
     "fused_causal_conv1d.forward": (

@@ -99,7 +99,7 @@ CASES = (
     quant("FlashMLA's order, sinks", rows_of([100, 40], row_layout="nope_scale_rope", sinks=True)),
     quant("pages apart, 5 heads", rows_of([70, 40], heads=5, between=1)),
     quant("one key, in the first row", rows_of([1]), seed=1),
-    quant("several rounds", in_rounds(2 * 64 * 576 * 2, rows_of([3, 100, 40], 2))),
+    quant("several rounds", in_rounds(2 * 128 * 576 * 2, rows_of([3, 100, 40], 2, count=100))),
     quant(
         "an empty request, 32 heads",
         rows_of([70, 0], heads=32, count=100, exact=True),
