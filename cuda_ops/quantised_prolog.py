@@ -73,11 +73,12 @@ def _store_tiles(
     KIND: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
     """Numbers [J] of a token as tiles of SIZE, and the tiles' scales."""
-    TILES: tl.constexpr = triton.next_power_of_2(J) // SIZE
-    tiles = tl.reshape(normed, [TILES, SIZE])
-    values, scale = quantise.of_floats(tiles, alpha, KIND, UE8M0)
-    j = tl.arange(0, triton.next_power_of_2(J))
-    tl.store(to + j, tl.reshape(values, [triton.next_power_of_2(J)]), mask=(j < J) & ok)
+    SPAN: tl.constexpr = triton.next_power_of_2(J)
+    WIDE: tl.constexpr = SIZE if SIZE < SPAN else SPAN
+    TILES: tl.constexpr = SPAN // WIDE
+    values, scale = quantise.of_floats(tl.reshape(normed, [TILES, WIDE]), alpha, KIND, UE8M0)
+    j = tl.arange(0, SPAN)
+    tl.store(to + j, tl.reshape(values, [SPAN]), mask=(j < J) & ok)
     tile = tl.arange(0, TILES)
     tl.store(scales + tile, scale, mask=(tile < (J + SIZE - 1) // SIZE) & ok)
 

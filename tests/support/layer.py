@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from custom.dispatch import register
+from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
 import custom
@@ -72,16 +76,22 @@ def launch(backend: str, op: str, given: dict, weight_format="nz", **options) ->
     """Outputs of one op, and the caches behind them."""
     module = f"{op}_pto"
     package = {"cuda": "cuda_ops", "reference": "dispatch.reference"}[backend]
-    forward = __import__(f"custom.{package}.{module}", fromlist=["forward"]).forward
+    function = __import__(f"custom.{package}.{module}", fromlist=["forward"]).forward
+    schema = register.overload(BY_NAME[f"npu_{module}"])._schema
+
+    def forward(**named: Any) -> Any:
+        """With the schema's defaults."""
+        return function(**register.bind(schema, (), named))
+
     options["weight_format"] = "nd" if weight_format == "nd" else "nz"
     if op == "mla_prolog":
         defaults = dict(rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-5, rope_interleaved=True)
-        out = forward(*[given[name] for name in MLA.split()], **defaults | options)
+        out = forward(**{name: given[name] for name in MLA.split()}, **defaults | options)
         return *out, given["kv_cache"], given["kr_cache"]
     if op == "indexer_prolog":
         names = [*INDEX.split(), "cache_index"]
         defaults = dict(ln_epsilon=1e-6, rope_interleaved=False)
-        out = forward(*[given[name] for name in names], **defaults | options)
+        out = forward(**{name: given[name] for name in names}, **defaults | options)
         return *out, given["index_k_cache"]
     defaults = dict(
         softmax_scale=None,
