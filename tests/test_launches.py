@@ -395,7 +395,8 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
     assert not unwanted
     _, allocated = pretended.take()
     large = [x for x in first[len(first) // 2 :] if _bytes(x) > launches.PIECE]
-    assert len(allocated) <= len(out) + len(large) + 1
+    # an op in place makes its result before it goes where the input was
+    assert len(allocated) <= max(len(out), 1) + len(large) + 1
 
 
 @pytest.fixture

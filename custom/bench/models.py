@@ -206,7 +206,7 @@ def _filled(cache: Any, context: int) -> Callable[[], None]:
     pages = getattr(cache.layers[0], "caches", None)
     if pages is not None:
         pages.reserve(context)
-        for pool in (pool for layer in pages.layers for pool in layer):
+        for pool in (x for layer in pages.layers for x in layer if x is not None):
             pool.normal_()
     names = ("keys", "values", "indexer_keys")
     lengths = ("cumulative_length", "indexer_cumulative_length")

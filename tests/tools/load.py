@@ -280,7 +280,8 @@ def check(server: Server, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
         _by_reference(custom.npu_sparse_attention_shared_pto, arguments, kind)
         for kind in (step.dtype, torch.float64)
     )
-    assert_close_to_float64("attention", out[only], rounded, exact)
+    # products of other batch sizes add in another order
+    assert_close_to_float64("attention", out[only], rounded, exact, times=4)
     # all tokens of the request since its prompt, in one call
     prompt, slot = server.began[row], server.held[row][1]
     positions = torch.arange(prompt, int(length), device=out.device)
