@@ -79,19 +79,19 @@ def launch(backend: str, op: str, given: dict, weight_format="nz", **options) ->
     function = __import__(f"custom.{package}.{module}", fromlist=["forward"]).forward
     schema = register.overload(BY_NAME[f"npu_{module}"])._schema
 
-    def forward(**named: Any) -> Any:
+    def forward(*positional: Any, **named: Any) -> Any:
         """With the schema's defaults."""
-        return function(**register.bind(schema, (), named))
+        return function(**register.bind(schema, positional, named))
 
     options["weight_format"] = "nd" if weight_format == "nd" else "nz"
     if op == "mla_prolog":
         defaults = dict(rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-5, rope_interleaved=True)
-        out = forward(**{name: given[name] for name in MLA.split()}, **defaults | options)
+        out = forward(*[given[name] for name in MLA.split()], **defaults | options)
         return *out, given["kv_cache"], given["kr_cache"]
     if op == "indexer_prolog":
         names = [*INDEX.split(), "cache_index"]
         defaults = dict(ln_epsilon=1e-6, rope_interleaved=False)
-        out = forward(**{name: given[name] for name in names}, **defaults | options)
+        out = forward(*[given[name] for name in names], **defaults | options)
         return *out, given["index_k_cache"]
     defaults = dict(
         softmax_scale=None,
