@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from ..dispatch.errors import NotSupported, need
@@ -515,6 +516,39 @@ def _refusing(spec: Spec) -> Callable[..., Any]:
     return convert
 
 
+class _Absent:
+    """What torchair 2.13 lacks for an operand that an op may write and that is not there: it has
+    the operand itself as None, and asks None to be copied back."""
+
+    def regenerate_ge_view(self, bases: Any, symbols: Any = None) -> None:
+        return None
+
+    def view_copy(self, bases: Any, **_: Any) -> None:
+        return None
+
+
+def _take_absent_caches() -> None:
+    """In torchair's converter of ops that write, which looks this function of torch up by name."""
+    theirs = import_module("torchair._ge_concrete_graph.auto_functionalized_v2")
+    torch_s = import_module("torch._higher_order_ops.auto_functionalize")
+    convert, read = theirs.conveter_auto_functionalize_v2, torch_s.read_view_information_from_args
+    if hasattr(convert, "takes_absent_caches"):
+        return
+
+    def with_absent(*args: Any) -> dict[str, Any]:
+        return {name: _Absent() if view is None else view for name, view in read(*args).items()}
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        torch_s.read_view_information_from_args = with_absent
+        try:
+            return tuple(out for out in convert(*args, **kwargs) if out is not None)
+        finally:
+            torch_s.read_view_information_from_args = read
+
+    converted.takes_absent_caches = True  # type: ignore[attr-defined]
+    theirs.conveter_auto_functionalize_v2 = converted
+
+
 def register() -> None:
     """Teach torchair our ops; call once, after `import torchair`.
 
@@ -525,6 +559,7 @@ def register() -> None:
     need("torchair", "custom.graph_mode.torchair", "torch_npu")
     from torchair import register_fx_node_ge_converter
 
+    _take_absent_caches()
     for spec in SPECS:
         twin = TWINS.get(spec.name)
         if twin is not None:

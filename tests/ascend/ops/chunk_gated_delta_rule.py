@@ -111,8 +111,8 @@ CONTROLS = (
     Control(
         "a token sees itself in the triangle",
         KERNEL,
-        "i[:, None] > i[None], lower",
-        "i[:, None] >= i[None], lower",
+        "f[:, None] > f[None], lower",
+        "f[:, None] >= f[None], lower",
         "two chunks and a part",
     ),
     Control(
