@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from ..dispatch.errors import NotSupported, need
@@ -529,8 +530,11 @@ class _Absent:
 
 def _take_absent_caches() -> None:
     """In torchair's converter of ops that write, which looks this function of torch up by name."""
-    theirs = import_module("torchair._ge_concrete_graph.auto_functionalized_v2")
-    torch_s = import_module("torch._higher_order_ops.auto_functionalize")
+    name = "torchair._ge_concrete_graph.auto_functionalized_v2"
+    if find_spec(name) is None:  # an older one has another way
+        return
+    theirs: Any = import_module(name)
+    torch_s: Any = import_module("torch._higher_order_ops.auto_functionalize")
     convert, read = theirs.conveter_auto_functionalize_v2, torch_s.read_view_information_from_args
     if hasattr(convert, "takes_absent_caches"):
         return
