@@ -76,7 +76,7 @@ def _list() -> str:
 def _start() -> str:
     """The README, with links that work from the site; files outside it are named, not linked."""
     text = (ROOT / "README.md").read_text().replace("](docs/", "](")
-    outside = r"\[([^\]]+)\]\((?!https?:|#|\w+\.md\b)[^)]*\)|\[中文\]\([^)]*\)"
+    outside = r"\[([^\]]+)\]\((?!https?:|#|[a-z_]+\.md\b)[^)]*\)|\[中文\]\([^)]*\)"
     return re.sub(outside, r"\1", text)
 
 
