@@ -96,8 +96,9 @@ _met: set[Callable[..., Any]] = set()
 
 def run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """A launcher's call; what the first one needs is compiled side by side before it."""
-    alone = gpu.INTERPRETED or _ALONE or torch.cuda.is_current_stream_capturing()
-    if function not in _met and not alone:
+    if function not in _met and not (
+        gpu.INTERPRETED or _ALONE or torch.cuda.is_current_stream_capturing()
+    ):
         _met.add(function)
         with ThreadPoolExecutor(os.cpu_count()) as executor, compiling(executor):
             function(**arguments)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...dispatch.common import quantised
-from ..common import gpu, quantise, rows
+from ..common import quantise, rows
 from ..common.gluon_names import barrier, cp_async
 from ..common.selection import Attention
 from .latents import (
@@ -38,12 +38,12 @@ from .latents import (
     Tiles,
     arrive,
     even,
+    fits,
     item,
     odd,
     run,
 )
 from .rows import locate, slots
-from .tma import aligned
 
 # 4 words a thread of 64 keys x 16 words, each of 4 values
 PIECE = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
@@ -301,17 +301,13 @@ def _attend(
 
 
 def supports(call: Attention) -> bool:
-    """The widths of DeepSeek's latents, and rows of whole 16-byte pieces; keys are evenly spaced
-    and hold the values."""
+    """Rows of whole 16-byte pieces, too; keys are evenly spaced and hold the values."""
     return (
-        gpu.is_hopper(call.q.device)
-        and call.entries > 0
-        and (call.q.shape[-1], call.rope) == (512, 64)
+        fits(call)
         and call.key.dtype in (torch.float8_e4m3fn, torch.int8)
         and not any(step % 16 for step in call.query_strides)
         and call.key.stride(-3) % 16 == 0
         and call.kr.stride(-3) % 8 == 0
-        and aligned(call.q, call.qr, call.key, call.kr)
     )
 
 

@@ -19,9 +19,6 @@ and its successor is on its way.  Both products of a tile come before the next s
 halves are free early: to multiply the odd tile's after the next even scores took 9 % longer in
 prefill and 20 % in decode (H200, 2026-11).  Probabilities travel between the two consumers in the
 place of the tile's rotary part, which nothing reads once the scores are there.
-
-128 heads, 128 rows of 2048 keys: 139 us; 152 us with a program for each item and a kernel of its
-own for the places; 147 us with the output stored as wgmma leaves it (H200, 2026-11, one job).
 """
 
 from __future__ import annotations
@@ -42,6 +39,7 @@ from ..common import gpu, launches
 from ..common.combine import Parts, combine
 from ..common.gluon_names import barrier
 from ..common.selection import Attention
+from .tma import aligned
 
 LOWEST = gl.constexpr(-1e30)
 # barriers, for tile 0 and the next one for tile 1: the left half has arrived, the right one has;
@@ -294,6 +292,16 @@ def _splits(count: int, heads: int, entries: int) -> int:
     while items * splits * 2 <= 132 and splits * 256 <= entries and small * splits**2 < 2**15:
         splits *= 2
     return splits
+
+
+def fits(call: Attention) -> bool:
+    """The widths of DeepSeek's latents, and tensors that begin at whole pieces of 16 bytes."""
+    return (
+        gpu.is_hopper(call.q.device)
+        and call.entries > 0
+        and (call.q.shape[-1], call.rope) == (512, 64)
+        and aligned(call.q, call.qr, call.key, call.kr)
+    )
 
 
 def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> None:

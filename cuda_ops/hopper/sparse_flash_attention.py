@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..common import gpu, rows
+from ..common import rows
 from ..common.gluon_names import barrier, cp_async
 from ..common.selection import Attention
 from .latents import (
@@ -29,13 +29,13 @@ from .latents import (
     Tiles,
     arrive,
     even,
+    fits,
     item,
     odd,
     run,
     strides,
 )
 from .rows import locate, slots
-from .tma import aligned
 
 
 @gluon.jit
@@ -177,15 +177,8 @@ def _attend(
 
 
 def supports(call: Attention) -> bool:
-    """The widths of DeepSeek's latents, and rows of whole 16-byte pieces; keys are evenly spaced
-    and hold the values."""
-    return (
-        gpu.is_hopper(call.q.device)
-        and call.entries > 0
-        and (call.q.shape[-1], call.rope) == (512, 64)
-        and not any(step % 16 for step in strides(call)[:-1])
-        and aligned(call.q, call.qr, call.key, call.kr)
-    )
+    """Rows of whole 16-byte pieces, too; keys are evenly spaced and hold the values."""
+    return fits(call) and not any(step % 16 for step in strides(call)[:-1])
 
 
 def launch(call: Attention) -> None:

@@ -4,16 +4,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
-from custom.dispatch import register
-from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
 import custom
 
 from .kernels import DEVICE
+from .stages import called
 
 P = 16
 MLA = "x w_dq w_uq_qr w_uk w_dkv_kr gamma_cq gamma_ckv sin cos kv_cache kr_cache cache_index"
@@ -76,13 +75,7 @@ def launch(backend: str, op: str, given: dict, weight_format="nz", **options) ->
     """Outputs of one op, and the caches behind them."""
     module = f"{op}_pto"
     package = {"cuda": "cuda_ops", "reference": "dispatch.reference"}[backend]
-    function = __import__(f"custom.{package}.{module}", fromlist=["forward"]).forward
-    schema = register.overload(BY_NAME[f"npu_{module}"])._schema
-
-    def forward(*positional: Any, **named: Any) -> Any:
-        """With the schema's defaults."""
-        return function(**register.bind(schema, positional, named))
-
+    forward = partial(called, package, module)
     options["weight_format"] = "nd" if weight_format == "nd" else "nz"
     if op == "mla_prolog":
         defaults = dict(rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-5, rope_interleaved=True)

@@ -83,18 +83,19 @@ def on(device, values, dtype=None):
 
 def launched(op, **values):
     """The CUDA launcher's own result, without dispatch."""
-    return _called("cuda_ops", op, values)
+    return called("cuda_ops", op, **values)
 
 
 def exact(op, **values):
     """The reference in float64."""
-    return _called("dispatch.reference", op, on("cpu", values, torch.float64))
+    return called("dispatch.reference", op, **on("cpu", values, torch.float64))
 
 
-def _called(package, op, values):
+def called(package, op, *positional, **named):
+    """A backend's launcher, with the schema's defaults."""
     spec = BY_NAME[f"npu_{op}"]
     function = getattr(importlib.import_module(f"custom.{package}.{op}"), spec.function)
-    return function(**register.bind(register.overload(spec)._schema, (), values))
+    return function(**register.bind(register.overload(spec)._schema, positional, named))
 
 
 def assert_near(name: str, got: Tensor, wanted: Tensor, error: float) -> None:
