@@ -13,6 +13,7 @@ request dealt out too. gloo on CPUs, NCCL on GPUs.
 import argparse
 import datetime
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -205,6 +206,10 @@ def main():
     if dist.get_rank() == 0:
         print_backends()
     dist.destroy_process_group()
+    # torch keeps a group that had functional collectives: the threads of gloo outlive it, and may
+    # abort an interpreter that ends around them (pytorch issue 190489)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

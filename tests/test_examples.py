@@ -115,7 +115,7 @@ def test_ranks_decode_the_tokens_of_one_process(ranks, device):
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert f"{ranks} ranks over" in done.stdout
     assert "TensorParallel: logits within" in done.stdout
     assert "ContextParallel: logits within" in done.stdout
