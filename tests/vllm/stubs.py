@@ -168,6 +168,66 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
     },
 }
+HOOKS["sglang"] = {
+    "sglang.srt.arg_groups.fields.disagg": {"Disagg": ("disaggregation_mode",)},
+    "sglang.srt.arg_groups.fields.exec_": {
+        "ExecKernel": ("dsa_decode_backend", "dsa_prefill_backend"),
+        "ExecOverlap": ("enable_two_batch_overlap",),
+    },
+    "sglang.srt.arg_groups.fields.memory": {"Memory": ("enable_hisparse",)},
+    "sglang.srt.arg_groups.fields.parallel": {
+        "Parallel": (
+            "attn_cp_size",
+            "dcp_size",
+            "enable_dsa_cache_layer_split",
+            "pp_size",
+            "tp_size",
+        )
+    },
+    "sglang.srt.arg_groups.fields.spec": {"Spec": ("speculative_algorithm",)},
+    "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": EVERY},
+    "sglang.srt.layers.attention.dsa.dsa_indexer": {
+        "Indexer": ("_get_topk_paged", "_get_topk_ragged", "index_topk")
+    },
+    "sglang.srt.layers.attention.dsa.dsa_indexer_metadata": {
+        "DSAIndexerMetadata": ("attn_metadata",)
+    },
+    "sglang.srt.layers.attention.dsa_backend": {
+        "DSAMetadata": (
+            "cache_seqlens_int32",
+            "cu_seqlens_q",
+            "dsa_extend_seq_lens_list",
+            "real_page_table",
+        ),
+        "DeepseekSparseAttnBackend": (
+            "__init__",
+            "dsa_kv_cache_store_fp8",
+            "forward_decode",
+            "forward_extend",
+            "forward_metadata",
+            "token_to_kv_pool",
+            "use_fused_topk",
+            "use_mha",
+        ),
+    },
+    "sglang.srt.layers.radix_attention": {
+        "RadixAttention": ("head_dim", "layer_id", "scaling", "tp_q_head_num", "v_head_dim")
+    },
+    "sglang.srt.mem_cache.memory_pool": {
+        "KVCache": ("dtype",),
+        "MLATokenToKVPool": ("dsa_kv_cache_store_fp8", "get_key_buffer", "set_mla_kv_buffer"),
+        "DSATokenToKVPool": ("get_index_k_with_scale_buffer",),
+    },
+    "sglang.srt.model_executor.forward_batch_info": {"ForwardBatch": ("out_cache_loc",)},
+    "sglang.srt.model_executor.forward_context": {"get_token_to_kv_pool": EVERY},
+    "sglang.srt.runtime_context": {
+        "get_disagg": EVERY,
+        "get_exec": EVERY,
+        "get_memory": EVERY,
+        "get_parallel": EVERY,
+        "get_spec": EVERY,
+    },
+}
 HEADER = (
     '# SPDX-License-Identifier: Apache-2.0\n"""Made by tests/vllm/stubs.py; not to be edited."""\n'
 )
