@@ -24,6 +24,7 @@ from custom.integrations.engines import check_version
 from custom.integrations.vllm import modes
 
 from .support.typed import ROOT, STUBS, checker, moved
+from .vllm.stubs import HOOKS
 
 VERSIONS = sorted(each.name.removeprefix("vllm-") for each in STUBS.glob("vllm-*"))
 (ASCEND,) = STUBS.glob("vllm_ascend-*")
@@ -51,6 +52,19 @@ def test_what_we_touch_is_there_and_what_moves_is_seen(tmp_path):
     changed = said(moved(STUBS / f"vllm-{VERSIONS[-1]}", tmp_path, MOVED), ASCEND)
     for name in ("slot_mapping", "max_tp_shards", "bind_kv_cache", "forward", "get_forward"):
         assert f'"{name}' in changed, changed
+
+
+@pytest.mark.parametrize("folder", sorted(STUBS.glob("*-*")), ids=lambda folder: folder.name)
+def test_stubs_have_every_member(folder):
+    """Also of `nn.Module`s, which to mypy have any attribute."""
+    for module, names in HOOKS[folder.name.rpartition("-")[0]].items():
+        path = folder.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                named = [getattr(each, "target", each) for each in node.body]
+                found = {getattr(each, "name", getattr(each, "id", None)) for each in named}
+                assert found >= {*names[node.name]}, (module, node.name)
 
 
 def arguments(path: Path, name: str) -> ast.arguments:
