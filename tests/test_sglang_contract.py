@@ -21,9 +21,9 @@ import custom
 from custom.integrations import sglang
 
 from .support.calls import CPU
+from .support.narrow_caches import LENGTHS, TABLE, Caches, K, layer_arguments
 from .support.narrow_layer import INDEXER, MLA, Call, P
 from .support.typed import ROOT, STUBS, checker, moved
-from .test_quantised_layer import LENGTHS, TABLE, Caches, K, layer_arguments
 
 (STUB,) = STUBS.glob("sglang-*")
 LAYERS = "sglang/srt/layers"
