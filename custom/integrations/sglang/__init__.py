@@ -14,10 +14,8 @@ from typing import Any
 
 from ...dispatch.env import config
 from ...dispatch.errors import need
-from ..engines import Versions, check_version, in_words
-
-SWITCH = "CUSTOM_SGLANG"
-SGLANG: Versions = (0, 5, 23), (0, 5, 24)
+from ..engines import check_version, in_words
+from .versions import SGLANG, SWITCH
 
 
 def sparse_backend(runner: Any) -> Any:

@@ -25,7 +25,7 @@ from ...dispatch.errors import NotSupported
 from ...quantised import npu_kv_quant_sparse_flash_attention, npu_quant_lightning_indexer
 from ...sparse_attention import npu_sparse_flash_attention
 from ..engines import refuse
-from . import SWITCH
+from .versions import SWITCH
 
 if TYPE_CHECKING:  # as what its configuration is published
     from sglang.srt.arg_groups.fields.disagg import Disagg
