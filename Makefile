@@ -28,7 +28,7 @@ lint: $(VENV)/.ready
 	@# mypy sees the packages as they are installed: everything below `custom`
 	@rm -rf $(VENV)/typed && mkdir -p $(VENV)/typed/custom
 	@ln -s $(CURDIR)/custom/* $(CURDIR)/dispatch $(CURDIR)/graph_mode $(VENV)/typed/custom/
-	MYPYPATH=$(VENV)/typed:$(lastword $(sort $(wildcard tests/vllm/stubs/vllm-*))):$(wildcard tests/vllm/stubs/vllm_ascend-*) $(BIN)/mypy -p custom
+	MYPYPATH=$(VENV)/typed:$(lastword $(sort $(wildcard tests/vllm/stubs/vllm-*))):$(wildcard tests/vllm/stubs/vllm_ascend-*):$(wildcard tests/vllm/stubs/sglang-*) $(BIN)/mypy -p custom
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

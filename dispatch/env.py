@@ -56,6 +56,12 @@ VARIABLES = (
         ("0", "1"),
         "1: vLLM serves the models of docs/vllm.md by our ops.",
     ),
+    Variable(
+        "CUSTOM_SGLANG",
+        "0",
+        ("0", "1"),
+        "1: SGLang serves the models of docs/sglang.md by our ops.",
+    ),
 )
 
 
@@ -68,11 +74,12 @@ class Config:
     debug: bool
     cache_dir: str
     vllm: bool
+    sglang: bool
 
 
 def _read() -> Config:
-    backend, log, debug, cache_dir, vllm = (variable.read() for variable in VARIABLES)
-    return Config(backend, log, debug == "1", cache_dir, vllm == "1")
+    backend, log, debug, cache_dir, vllm, sglang = (variable.read() for variable in VARIABLES)
+    return Config(backend, log, debug == "1", cache_dir, vllm == "1", sglang == "1")
 
 
 config = _read()

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
-import shutil
-import subprocess
 import sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -23,52 +20,51 @@ import torch
 from custom.dispatch.errors import BackendUnavailable, NotSupported
 
 from custom.integrations import vllm
+from custom.integrations.engines import check_version
 from custom.integrations.vllm import modes
 
-ROOT = Path(__file__).parent.parent
-STUBS = ROOT / "tests" / "vllm" / "stubs"
+from .support.typed import ROOT, STUBS, checker, moved
+from .vllm.stubs import HOOKS
+
 VERSIONS = sorted(each.name.removeprefix("vllm-") for each in STUBS.glob("vllm-*"))
 (ASCEND,) = STUBS.glob("vllm_ascend-*")
 PLUGIN = ROOT / "custom" / "integrations" / "vllm"
 
 
 MOVED = {
-    "v1/attention/backend.py": ("    slot_mapping: torch.Tensor", ""),  # a field
-    "v1/kv_cache_interface.py": ("    max_tp_shards: int | None = ...", ""),  # an argument
-    "model_executor/layers/attention_layer_base.py": ("bind_kv_cache", "bind_cache"),  # a method
-    "model_executor/layers/mla.py": (", llama", ", more: int, llama"),  # another argument
-    "forward_context.py": ("get_forward_context", "get_context"),
+    "vllm/v1/attention/backend.py": ("    slot_mapping: torch.Tensor", ""),  # a field
+    "vllm/v1/kv_cache_interface.py": ("    max_tp_shards: int | None = ...", ""),  # an argument
+    "vllm/model_executor/layers/attention_layer_base.py": (
+        "bind_kv_cache",
+        "bind_cache",
+    ),  # a method
+    "vllm/model_executor/layers/mla.py": (", llama", ", more: int, llama"),  # another argument
+    "vllm/forward_context.py": ("get_forward_context", "get_context"),
 }
 
 
 def test_what_we_touch_is_there_and_what_moves_is_seen(tmp_path):
     """By mypy, strict, over the plug-in: every name, field, argument and override."""
     pytest.importorskip("mypy", reason="a tool of `make lint`")
-    package = tmp_path / "typed" / "custom"
-    package.mkdir(parents=True)
-    for each in [*(ROOT / "custom").iterdir(), ROOT / "dispatch", ROOT / "graph_mode"]:
-        (package / each.name).symlink_to(each)
-
-    def typed(stubs: Path) -> str:
-        command = ["-m", "mypy", "--cache-dir", tmp_path / "cache", "-p", vllm.__name__]
-        environment = {**os.environ, "MYPYPATH": f"{package.parent}:{stubs}:{ASCEND}"}
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        return done.stdout + done.stderr
-
+    said = checker(tmp_path, vllm.__name__)
     for version in VERSIONS:
-        assert typed(STUBS / f"vllm-{version}").startswith("Success"), version
-    stubs = tmp_path / "stubs"
-    shutil.copytree(STUBS / f"vllm-{VERSIONS[-1]}", stubs)
-    for file, (before, after) in MOVED.items():
-        path = stubs / "vllm" / file
-        text = path.read_text()
-        assert before in text
-        path.write_text(text.replace(before, after, 1))
-    said = typed(stubs)
+        assert said(STUBS / f"vllm-{version}", ASCEND).startswith("Success"), version
+    changed = said(moved(STUBS / f"vllm-{VERSIONS[-1]}", tmp_path, MOVED), ASCEND)
     for name in ("slot_mapping", "max_tp_shards", "bind_kv_cache", "forward", "get_forward"):
-        assert f'"{name}' in said, said
+        assert f'"{name}' in changed, changed
+
+
+@pytest.mark.parametrize("folder", sorted(STUBS.glob("*-*")), ids=lambda folder: folder.name)
+def test_stubs_have_every_member(folder):
+    """Also of `nn.Module`s, which to mypy have any attribute."""
+    for module, names in HOOKS[folder.name.rpartition("-")[0]].items():
+        path = folder.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                named = [getattr(each, "target", each) for each in node.body]
+                found = {getattr(each, "name", getattr(each, "id", None)) for each in named}
+                assert found >= {*names[node.name]}, (module, node.name)
 
 
 def arguments(path: Path, name: str) -> ast.arguments:
@@ -97,13 +93,13 @@ def test_the_range_is_what_there_are_stubs_for():
     first, below = modes.VLLM
     assert minors[0] == first and (minors[-1][0], minors[-1][1] + 1) == below
     for version in VERSIONS:
-        modes.check_version("vLLM", version, modes.VLLM)
+        check_version(modes.SWITCH, "vLLM", version, modes.VLLM)
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0rc1", "1.0"])
 def test_another_version_is_refused(version):
     with pytest.raises(BackendUnavailable, match=f"0.32,<0.34, and {version} is installed; "):
-        modes.check_version("vLLM", version, modes.VLLM)
+        check_version(modes.SWITCH, "vLLM", version, modes.VLLM)
 
 
 def test_the_entry_point_is_ours():

@@ -42,6 +42,9 @@ WIDE: dict[str, Any] = dict(
     MLA, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64
 )
 WIDE_INDEX: dict[str, Any] = dict(index_n_heads=32, index_head_dim=128, index_topk=64)
+# one layer, for caches of 8 bits: the last bit of a float may decide how a number is rounded, that
+# which key is selected, and a second layer would make another text of it
+ONE: dict[str, Any] = dict(WIDE, num_hidden_layers=1, first_k_dense_replace=1)
 YARN: dict[str, Any] = dict(
     rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64,
     beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
@@ -79,6 +82,8 @@ CHECKPOINTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "glm_5": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", GLM),
     "glm_52": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**GLM, **SHARED}),
+    "deepseek_v32_one": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**ONE, **WIDE_INDEX}),
+    "glm_5_one": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {**GLM, **ONE, **WIDE_INDEX}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", WIDE),
     "qwen3_next": (
         "Qwen3NextForCausalLM",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""vLLM on a CPU with our plug-in: in float32 all tokens equal Hugging Face's.
+"""vLLM on a CPU with our plug-in: in float32 all tokens equal Hugging Face's; with caches of 8
+bits, those of our own decode loop with such caches.
 
 tests/vllm/run.sh sets up what they need.
 """
@@ -19,6 +20,12 @@ import pytest
 COUNT = 16
 UNEVEN = [5, 16, 9, 16, 12]  # requests end, and others begin beside those that go on
 SPARSE = {"npu_lightning_indexer", "npu_sparse_flash_attention"}
+SPARSE8 = {
+    "npu_index_cache_write",
+    "npu_kv_quant_sparse_flash_attention",
+    "npu_latent_cache_write",
+    "npu_quant_lightning_indexer",
+}
 DELTA = {"npu_causal_conv1d", "npu_chunk_gated_delta_rule", "npu_gated_delta_layer_decode"}
 # checkpoint -> the ops that must have run
 MODELS = {
@@ -31,6 +38,8 @@ MODELS = {
     "qwen3_5": DELTA,
 }
 MIXED = ("deepseek_v32", "glm_52", "qwen3_next")
+# checkpoint -> what vLLM calls the caches of 8 bits that it is asked for
+FP8 = {"deepseek_v32_one": "fp8", "glm_5_one": "fp8_ds_mla"}
 
 
 def run(module: str, *arguments: object, **variables: str) -> str:
@@ -58,7 +67,7 @@ def run(module: str, *arguments: object, **variables: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints NAME, and Hugging Face's tokens in NAME.json."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    run("reference", folder, COUNT, *MODELS, "deepseek_v3")
+    run("reference", folder, COUNT, *MODELS, *FP8, "deepseek_v3")
     return folder
 
 
@@ -96,7 +105,10 @@ def answers(serve):
     jobs += [(name, UNEVEN, dict(max_num_seqs=2)) for name in MIXED]
     jobs += [("deepseek_v3", [COUNT] * 5, dict(dtype="bfloat16"))]
     jobs += [("qwen3_next", [COUNT] * 5, dict(max_num_batched_tokens=64, max_num_seqs=4))]
+    jobs += [(name, [COUNT] * 5, dict(kv_cache_dtype=kind)) for name, kind in FP8.items()]
+    jobs += [(name, UNEVEN, dict(kv_cache_dtype="fp8", max_num_seqs=2)) for name in FP8]
     names = [*MODELS, *(f"{name} mixed" for name in MIXED), "deepseek_v3", "parts"]
+    names += [*FP8, *(f"{name} mixed" for name in FP8)]
     return dict(zip(names, serve(*jobs), strict=True))
 
 
@@ -104,6 +116,16 @@ def answers(serve):
 def test_tokens_equal_those_of_hugging_face(name, answers, expected):
     assert answers[name]["tokens"] == expected[name]
     assert MODELS[name] <= set(answers[name]["ops"])
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_caches_of_8_bits(name, answers, expected):
+    """Alone, and prefills beside decodes: the tokens of our own decode loop with such caches."""
+    alone, mixed = answers[name], answers[f"{name} mixed"]
+    assert alone["tokens"] == expected[name] and set(alone["ops"]) >= SPARSE8
+    assert not set(alone["ops"]) & SPARSE
+    assert mixed["mixed"]
+    assert mixed["tokens"] == [all[:n] for all, n in zip(expected[name], UNEVEN, strict=True)]
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -130,6 +152,18 @@ def test_another_model_is_not_touched(answers, serve):
 def test_an_engine_in_its_own_process(serve, expected):
     (answer,) = serve(("deepseek_v32", [COUNT] * 5, {}), apart=True)
     assert answer["tokens"] == expected["deepseek_v32"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "mode"),
+    [
+        ("deepseek_v32_wide", "fp8_e5m2", "caches other than bfloat16 and fp8"),
+        ("deepseek_v32", "fp8", "fp8 caches of other sizes than those of DeepSeek"),
+    ],
+)
+def test_other_caches_are_refused(name, kind, mode, serve):
+    with pytest.raises(AssertionError, match=f"serves sparse attention without {mode}, and"):
+        serve((name, [1] * 5, dict(kv_cache_dtype=kind)))
 
 
 def test_nothing_happens_unless_it_is_turned_on(serve):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What our plug-in touches of vLLM and vllm-ascend, as importable stubs.
+"""What our plug-ins touch of vLLM, vllm-ascend and SGLang, as importable stubs.
 
     python -m tests.vllm.stubs WHEEL...
 
 reads the Python sources in the wheels (`pip download --no-deps vllm==0.33.0`) and writes
 tests/vllm/stubs/DISTRIBUTION-VERSION/: classes, fields and signatures, no bodies.  What the sources
-do not have is left out, and tests/test_vllm_contract.py says who misses it.
+do not have is left out, and tests/test_vllm_contract.py and tests/test_sglang_contract.py say who
+misses it.
 """
 
 from __future__ import annotations
@@ -155,6 +156,66 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "AttentionSpec": EVERY,
             "FullAttentionSpec": EVERY,
             "MLAAttentionSpec": EVERY,
+        },
+    },
+    "sglang": {
+        "sglang.srt.arg_groups.fields.disagg": {"Disagg": ("disaggregation_mode",)},
+        "sglang.srt.arg_groups.fields.exec_": {
+            "ExecKernel": ("dsa_decode_backend", "dsa_prefill_backend"),
+            "ExecOverlap": ("enable_two_batch_overlap",),
+        },
+        "sglang.srt.arg_groups.fields.memory": {"Memory": ("enable_hisparse",)},
+        "sglang.srt.arg_groups.fields.parallel": {
+            "Parallel": (
+                "attn_cp_size",
+                "dcp_size",
+                "enable_dsa_cache_layer_split",
+                "pp_size",
+                "tp_size",
+            )
+        },
+        "sglang.srt.arg_groups.fields.spec": {"Spec": ("speculative_algorithm",)},
+        "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": EVERY},
+        "sglang.srt.layers.attention.dsa.dsa_indexer": {
+            "Indexer": ("_get_topk_paged", "_get_topk_ragged", "index_topk")
+        },
+        "sglang.srt.layers.attention.dsa.dsa_indexer_metadata": {
+            "DSAIndexerMetadata": ("attn_metadata",)
+        },
+        "sglang.srt.layers.attention.dsa_backend": {
+            "DSAMetadata": (
+                "cache_seqlens_int32",
+                "cu_seqlens_q",
+                "dsa_extend_seq_lens_list",
+                "real_page_table",
+            ),
+            "DeepseekSparseAttnBackend": (
+                "__init__",
+                "dsa_kv_cache_store_fp8",
+                "forward_decode",
+                "forward_extend",
+                "forward_metadata",
+                "token_to_kv_pool",
+                "use_fused_topk",
+                "use_mha",
+            ),
+        },
+        "sglang.srt.layers.radix_attention": {
+            "RadixAttention": ("head_dim", "layer_id", "scaling", "tp_q_head_num", "v_head_dim")
+        },
+        "sglang.srt.mem_cache.memory_pool": {
+            "KVCache": ("dtype",),
+            "MLATokenToKVPool": ("dsa_kv_cache_store_fp8", "get_key_buffer", "set_mla_kv_buffer"),
+            "DSATokenToKVPool": ("get_index_k_with_scale_buffer",),
+        },
+        "sglang.srt.model_executor.forward_batch_info": {"ForwardBatch": ("out_cache_loc",)},
+        "sglang.srt.model_executor.forward_context": {"get_token_to_kv_pool": EVERY},
+        "sglang.srt.runtime_context": {
+            "get_disagg": EVERY,
+            "get_exec": EVERY,
+            "get_memory": EVERY,
+            "get_parallel": EVERY,
+            "get_spec": EVERY,
         },
     },
     "vllm_ascend": {

@@ -14,7 +14,8 @@ from importlib.metadata import version
 
 from ...dispatch.env import config
 from ...dispatch.errors import need
-from .modes import ASCEND, VLLM, check_version, in_words
+from ..engines import check_version, in_words
+from .modes import ASCEND, SWITCH, VLLM
 
 
 def register() -> None:
@@ -32,12 +33,12 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.device_type == "npu":
-        check_version("vllm-ascend", version("vllm-ascend"), ASCEND)
+        check_version(SWITCH, "vllm-ascend", version("vllm-ascend"), ASCEND)
         from . import ascend
 
         ascend.register()
         return
-    check_version("vLLM", vllm.__version__, VLLM)
+    check_version(SWITCH, "vLLM", vllm.__version__, VLLM)
     for model in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"):
         # by name: vLLM imports a model where it builds it
         vllm.ModelRegistry.register_model(model, f"{__name__}.mla:{model}")

@@ -5,7 +5,8 @@
 A model class of ours, registered under the architecture's name, builds vLLM's own model with
 `SparseMLA` in the place of its pluggable MLA layer.  vLLM keeps the weights and allocates and pages
 the caches; between the projections everything is ours.  A layer has one cache of latents and rotary
-keys, and, if it selects by itself, one of index keys.
+keys, and, if it selects by itself, one of index keys: in the model's dtype, or as vLLM stores them
+in 8 bits, rows of 656 bytes (`fp8_ds_mla`) and packed index pages.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
+from ...dispatch.common import quantised
 from ...dispatch.errors import NotSupported
+from ...quantised import (
+    npu_index_cache_write,
+    npu_kv_quant_sparse_flash_attention,
+    npu_latent_cache_write,
+    npu_quant_lightning_indexer,
+    quantize_index_query,
+)
 from ...sparse_attention import npu_lightning_indexer, npu_sparse_flash_attention
 from .modes import check_modes
 
@@ -148,14 +157,45 @@ class PagedCache(AttentionLayerBase):
 
 
 class IndexCache(nn.Module, PagedCache):
-    """The index keys of a layer, in the place of vLLM's own cache of 8 bits."""
+    """The index keys of a layer in the model's dtype, in the place of vLLM's cache of 8 bits."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.width, self.dtype = width, dtype
 
+    def select(
+        self, batch: SparseMetadata, q: Tensor, k: Tensor, weights: Tensor, count: int
+    ) -> Tensor:
+        """Write the keys k [T, Di]; int32 [T, 1, count] of the queries q [T, Ni, Di]."""
+        write(self.kv_cache, k, batch.slots)
+        given = dict(batch.by_keys, actual_seq_lengths_key=batch.lengths, sparse_count=count)
+        return npu_lightning_indexer(q, self.kv_cache, weights, layout_key="PA_BSND", **given)[0]
+
+
+class PackedIndexCache(IndexCache):
+    """vLLM's own layout: e4m3 and, behind those of a page, their scales."""
+
+    def __init__(self) -> None:
+        super().__init__(quantised.PACKED, torch.uint8)
+
+    @override
+    def select(
+        self, batch: SparseMetadata, q: Tensor, k: Tensor, weights: Tensor, count: int
+    ) -> Tensor:
+        keys, scales = quantised.index_cache_views(self.kv_cache.squeeze(2), "fp8")
+        npu_index_cache_write(k, keys, scales, batch.slots, kind="fp8")
+        q, weights, _ = quantize_index_query(q, weights, kind="fp8")
+        given = dict(batch.by_keys, actual_seq_lengths_key=batch.lengths, sparse_count=count)
+        return npu_quant_lightning_indexer(
+            q, keys, weights, None, scales, 0, 0, layout_key="PA_BSND", **given
+        )
+
 
 # -------------------------------------------------------------------------------------- the layer
+
+# what vLLM calls the caches of 8 bits of its kernels for sparse attention, and the sizes they have
+EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_ds_mla")
+PACKED_SIZES = (quantised.LATENT, quantised.ROTARY, quantised.INDEX)
 
 
 class NoIndexerOp(SparseAttnIndexer):
@@ -187,6 +227,9 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
     ) -> None:
         nn.Module.__init__(self)  # vLLM's own would build its attention
         m, config = mla_modules, get_current_vllm_config()
+        stored = config.cache_config.cache_dtype
+        self.packed = stored in EIGHT_BITS
+        keys = m.indexer.head_dim if m.indexer else quantised.INDEX
         if not (m.indexer is None or type(m.indexer) is deepseek_v2.Indexer):
             raise NotSupported(
                 f"CUSTOM_VLLM=1 serves DeepSeek-V3.2's indexer, and this is a "
@@ -196,7 +239,9 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
             "sparse attention",
             config,
             quantised_weights=quant_config is not None,
-            a_cache_of_8_bits=config.cache_config.cache_dtype not in ("auto", "bfloat16"),
+            caches_other_than_bfloat16_and_fp8=not (self.packed or stored in ("auto", "bfloat16")),
+            fp8_caches_of_other_sizes_than_those_of_DeepSeek=self.packed
+            and (kv_lora_rank, qk_rope_head_dim, keys) != PACKED_SIZES,
             a_query_without_a_latent=q_lora_rank is None,
             a_gate=m.g_proj is not None,
         )
@@ -218,11 +263,14 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
 
         self.layer_name = f"{prefix}.attn"
         self.width, self.dtype = kv_lora_rank + qk_rope_head_dim, config.model_config.dtype
+        if self.packed:
+            self.width, self.dtype = quantised.ROW, torch.uint8
         layers = config.compilation_config.static_forward_context
         layers[self.layer_name] = self
         if self.indexer is not None:
             i = self.indexer
-            layers[i.k_cache.prefix] = i.k_cache = IndexCache(i.head_dim, self.dtype)
+            cache = PackedIndexCache() if self.packed else IndexCache(i.head_dim, self.dtype)
+            layers[i.k_cache.prefix] = i.k_cache = cache
 
     def process_weights_after_loading(self, dtype: torch.dtype) -> None:
         """uk [N, Dn, R] and uv [N, Dv, R], which the absorbed form needs apart.
@@ -287,32 +335,55 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         """Write the batch's rows to the caches, select, attend; tokens past the batch's stay."""
         t = batch.slots.shape[0]
         if index_q is not None and index_k is not None and weights is not None:
-            keys = self.indexer.k_cache.kv_cache
-            write(keys, index_k[:t], batch.slots)
-            selected, _ = npu_lightning_indexer(
-                index_q[:t],
-                keys,
-                weights[:t],
-                actual_seq_lengths_key=batch.lengths,
-                layout_key="PA_BSND",
-                sparse_count=self.selection.shape[1],
-                **batch.by_keys,
-            )
+            cache: IndexCache = self.indexer.k_cache
+            count = self.selection.shape[1]
+            selected = cache.select(batch, index_q[:t], index_k[:t], weights[:t], count)
             self.selection[:t] = selected[:, 0]
-        write(self.kv_cache, row[:t], batch.slots)
+        latents = self.packed_latents if self.packed else self.latents
+        out[:t] = latents(batch, q[:t], q_rope[:t], row[:t], self.selection[:t, None])
+
+    def latents(
+        self, batch: SparseMetadata, q: Tensor, q_rope: Tensor, row: Tensor, selected: Tensor
+    ) -> Tensor:
+        """Write the rows [T, R + Dr]; attend to those selected."""
+        write(self.kv_cache, row, batch.slots)
         latents, rotary = self.kv_cache.split(self.latent_sizes[1:], -1)
-        out[:t] = npu_sparse_flash_attention(
-            q[:t],
+        return npu_sparse_flash_attention(
+            q,
             latents,
             None,
-            self.selection[:t, None],
+            selected,
             self.scale,
-            query_rope=q_rope[:t],
+            query_rope=q_rope,
             key_rope=rotary,
             actual_seq_lengths_kv=batch.lengths,
             layout_kv="PA_BSND",
             **batch.by_keys,
         )[0]
+
+    def packed_latents(
+        self, batch: SparseMetadata, q: Tensor, q_rope: Tensor, row: Tensor, selected: Tensor
+    ) -> Tensor:
+        """The same on rows of 656 bytes: e4m3, scales, and rotary keys of 16 bits."""
+        rows = self.kv_cache.view(torch.float8_e4m3fn)
+        layout: dict[str, Any] = dict(row_layout=quantised.NOPE_SCALE_ROPE)
+        latent, k_rope = row.split(self.latent_sizes[1:], -1)
+        k_rope = k_rope.to(quantised.rotary_dtype(q))
+        npu_latent_cache_write(latent, k_rope, rows, batch.slots, kind="fp8", **layout)
+        return npu_kv_quant_sparse_flash_attention(
+            torch.cat([q, q_rope], -1),
+            rows,
+            rows,
+            selected,
+            self.scale,
+            2,
+            2,
+            actual_seq_lengths_kv=batch.lengths,
+            layout_kv="PA_BSND",
+            attention_mode=2,
+            **layout,
+            **batch.by_keys,
+        )
 
 
 def rotated(rotary: Any, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the plug-ins of engines refuse in one sentence: versions and modes that were not tried."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ..dispatch.errors import BackendUnavailable, NotSupported
+
+# (numbers): tried with the first, up to before the second
+Versions = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def in_words(versions: Versions) -> str:
+    first, below = (".".join(map(str, each)) for each in versions)
+    return f">={first},<{below}"
+
+
+def check_version(switch: str, name: str, here: str, tried: Versions) -> None:
+    """Refuse what was not tried: its hooks may have moved."""
+    first, below = tried
+    if not first <= tuple(map(int, re.findall(r"\d+", here)))[: len(first)] < below:
+        raise BackendUnavailable(
+            f"{switch}=1 was tried with {name} {in_words(tried)}, and {here} is installed; "
+            f"install one of these, or unset {switch}."
+        )
+
+
+def refuse(switch: str, model: str, asked: Mapping[str, bool]) -> None:
+    """Refuse, in one sentence, the first mode that is asked for."""
+    for mode, on in asked.items():
+        if on:
+            raise NotSupported(
+                f"{switch}=1 serves {model} without {mode}, and this engine asks for it; turn "
+                f"it off, or unset {switch}."
+            )

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Our plug-in against what SGLang's wheel says of what it touches, and run on its stubs.
+
+No SGLang is installed: tests/vllm/stubs.py made the stubs of the wheel's sources.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from configparser import ConfigParser
+from types import SimpleNamespace
+
+import pytest
+import torch
+from custom.dispatch.env import config
+from custom.dispatch.errors import NotSupported
+
+import custom
+from custom.integrations import sglang
+
+from .support.calls import CPU
+from .support.narrow_caches import LENGTHS, TABLE, Caches, K, layer_arguments
+from .support.narrow_layer import INDEXER, MLA, Call, P
+from .support.typed import ROOT, STUBS, checker, moved
+
+(STUB,) = STUBS.glob("sglang-*")
+LAYERS = "sglang/srt/layers"
+MOVED = {
+    f"{LAYERS}/attention/dsa_backend.py": ("real_page_table:", "page_table:"),  # a field
+    f"{LAYERS}/attention/dsa/dsa_indexer.py": (
+        "_get_topk_ragged(self, ",
+        "_get_topk_ragged(self, more: int, ",
+    ),
+    "sglang/srt/mem_cache/memory_pool.py": ("set_mla_kv_buffer", "set_mla_buffer"),
+    "sglang/srt/arg_groups/fields/parallel.py": ("tp_size", "tensor_size"),
+    "sglang/srt/runtime_context.py": ("get_spec", "get_speculation"),
+}
+
+
+def test_what_we_touch_is_there_and_what_moves_is_seen(tmp_path):
+    """By mypy, strict, over the plug-in: every name, field, argument and override."""
+    pytest.importorskip("mypy", reason="a tool of `make lint`")
+    said = checker(tmp_path, sglang.__name__)
+    assert said(STUB).startswith("Success")
+    changed = said(moved(STUB, tmp_path, MOVED))
+    for name in (
+        "real_page_table",
+        "_get_topk_ragged",
+        "set_mla_kv_buffer",
+        "tp_size",
+        "get_spec",
+    ):
+        assert f'"{name}' in changed, changed
+
+
+def test_the_range_is_what_there_are_stubs_for():
+    version = STUB.name.removeprefix("sglang-")
+    first, below = sglang.SGLANG
+    assert first == tuple(map(int, version.split(".")))
+    assert below == (*first[:-1], first[-1] + 1)
+
+
+def test_the_entry_point_is_ours():
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    name, _, where = setup["options.entry_points"]["sglang.srt.plugins"].strip().partition(" = ")
+    assert (name, where) == ("npu_custom_ops", f"{sglang.__name__}:{sglang.register.__name__}")
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    monkeypatch.syspath_prepend(str(STUB))
+    yield monkeypatch
+    for name in [each for each in sys.modules if each.split(".")[0] == "sglang"]:
+        del sys.modules[name]
+    sys.modules.pop(f"{sglang.__name__}.dsa", None)
+
+
+@pytest.fixture
+def dsa(stubs):
+    return importlib.import_module(f"{sglang.__name__}.dsa")
+
+
+def test_it_is_registered_if_it_is_turned_on(stubs):
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    backends: dict = {}
+    stubs.setattr(
+        registry, "register_attention_backend", lambda name: lambda f: backends.update({name: f})
+    )
+    stubs.setattr(sglang, "version", lambda name: "0.5.23.post1")
+    sglang.register()
+    assert not backends
+    stubs.setattr(config, "sglang", True)
+    sglang.register()
+    assert backends == dict.fromkeys(("dsa", "nsa"), sglang.sparse_backend)
+
+
+def test_another_version_ends_the_process(stubs):
+    """SGLang would log an Exception and serve the model without us."""
+    stubs.setattr(config, "sglang", True)
+    stubs.setattr(sglang, "version", lambda name: "0.5.24")
+    message = "CUSTOM_SGLANG=1 was tried with SGLang >=0.5.23,<0.5.24, and 0.5.24 is installed; "
+    with pytest.raises(SystemExit, match=message):
+        sglang.register()
+
+
+MODES = {
+    "tp_size": (2, "tensor parallelism"),
+    "pp_size": (2, "pipeline parallelism"),
+    "dcp_size": (2, "context parallelism"),
+    "attn_cp_size": (2, "context parallelism"),
+    "enable_dsa_cache_layer_split": (True, "caches split by layers"),
+    "speculative_algorithm": ("EAGLE", "speculative decoding"),
+    "enable_two_batch_overlap": (True, "microbatches"),
+    "enable_hisparse": (True, "hierarchical sparse attention"),
+    "disaggregation_mode": ("decode", "prefill and decode apart"),
+    "dsa_prefill_backend": ("trtllm", "kernels other than flashmla_sparse, flashmla_kv, "),
+    "dsa_decode_backend": ("flashmla_sparse_q8", "kernels other than flashmla_sparse, "),
+    "device": ("npu", "devices other than NVIDIA's"),
+    "page_size": (1, "pages of other than 64 tokens"),
+    "dtype": (torch.float16, "caches other than bfloat16, or fp8 with scales"),
+    "index_kpool": (4, "pools of index keys"),
+    "index_init_tokens": (1, "keys that are always selected"),
+    "index_local_tokens": (1, "keys that are always selected"),
+}
+
+
+def an_engine(dsa, monkeypatch, **changed):
+    """A runner of SGLang and what it publishes: all that we ask of them."""
+    usual = dict(
+        tp_size=1, pp_size=1, dcp_size=1, attn_cp_size=1, enable_dsa_cache_layer_split=False,
+        speculative_algorithm=None, enable_two_batch_overlap=False, enable_hisparse=False,
+        disaggregation_mode="null", dsa_prefill_backend="flashmla_auto",
+        dsa_decode_backend="flashmla_kv", device="cuda", page_size=64, dtype=torch.bfloat16,
+        dsa_kv_cache_store_fp8=False,
+    )  # fmt: skip
+    bag = SimpleNamespace(**usual | changed)
+    bag.kernel = bag.overlap = bag.token_to_kv_pool = bag
+    bag.model_config = SimpleNamespace(hf_config=bag)
+    for name in ("disagg", "exec", "memory", "parallel", "spec"):
+        monkeypatch.setattr(dsa, f"get_{name}", lambda: bag)
+    return bag
+
+
+@pytest.mark.parametrize("asked", MODES)
+def test_a_mode_that_has_no_test_is_refused(dsa, stubs, asked):
+    value, mode = MODES[asked]
+    with pytest.raises(NotSupported, match=f"serves sparse attention without {mode}.*; turn it"):
+        dsa.SparseBackend(an_engine(dsa, stubs, **{asked: value}))
+
+
+def test_the_factory_replaces_the_selection(dsa, stubs):
+    fp8 = dict(dtype=torch.float8_e4m3fn, dsa_kv_cache_store_fp8=True)
+    backend = sglang.sparse_backend(an_engine(dsa, stubs, **fp8))
+    assert isinstance(backend, dsa.DeepseekSparseAttnBackend) and backend.use_fused_topk is False
+    for name in ("_get_topk_paged", "_get_topk_ragged"):
+        assert vars(dsa.Indexer)[name] is vars(dsa.SelectingIndexer)[name]
+
+
+class Pool:
+    """SGLang's pool of one layer; the rows of new tokens come with the call."""
+
+    def __init__(self, caches: Caches, new: torch.Tensor) -> None:
+        latents, rotary = caches.latents
+        pages = latents.view(torch.float8_e4m3fn) if caches.kv == "fp8" else latents
+        if caches.kv == "none":
+            pages = torch.cat([latents, rotary], -1)
+        self.rows = pages.view(-1, 1, pages.shape[-1])
+        self.keys, self.new = caches.keys.flatten(1), new
+        self.bytes = self.rows.view(torch.uint8)
+        self.kept = self.bytes[new].clone()
+        self.bytes[new] = 0
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.rows
+
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.keys
+
+    def set_mla_kv_buffer(self, layer, loc, k, k_rope) -> None:
+        assert torch.equal(loc, self.new) and k == "k" and k_rope == "k_rope"
+        self.bytes[loc] = self.kept
+
+
+@pytest.mark.parametrize("kv", ["none", "fp8"])
+@pytest.mark.parametrize("tokens", [(1, 1), (3, 1)], ids=["decode", "prefill beside a decode"])
+@pytest.mark.parametrize("fused_query", [False, True])
+def test_a_batch_is_our_decode_loop(dsa, stubs, kv, tokens, fused_query):
+    """Bit by bit what npu_sparse_attention_pto gives on the same pages, and zeros behind it."""
+    call = Call(CPU, 0)
+    call.slots = torch.tensor([[82, 83, 92], [33, 34, 35]], dtype=torch.int32)
+    wanted, selected = custom.npu_sparse_attention_indices_pto(
+        **layer_arguments(call, Caches(call, kv, "fp8", True), 0, 0)
+    )
+
+    # as SGLang has them: the queries of its projections, keys in its caches
+    caches = Caches(call, kv, "fp8", True)
+    rows: dict = dict(kv_cache_quant_mode=3, ckvkr_repo_mode=1, quant_scale_repo_mode=1)
+    rows = {} if kv == "none" else rows | dict(kv_cache_dtype=torch.float8_e4m3fn)
+    latent, rope = caches.latents
+    q, q_rope, norm = getattr(custom, MLA)(
+        **call.mla(kv_cache=latent, kr_cache=rope, row_layout="nope_scale_rope", **rows)
+    )
+    keys, scales = caches.values()
+    index_q, weights = getattr(custom, INDEXER)(
+        **call.indexer(
+            query_norm=norm, index_k_cache=keys, index_k_scale_cache=scales, kv_cache_quant_mode=3
+        )
+    )
+    rows_of = [slice(3 - n, 3) for n in tokens]
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        """[T, ...] of the last tokens of the requests, and one row of padding."""
+        there = torch.cat([x[b, part] for b, part in enumerate(rows_of)])
+        return torch.cat([there, there[:1]])
+
+    loc = torch.cat([call.slots[b, part] for b, part in enumerate(rows_of)]).long()
+    pool = Pool(caches, loc)
+    stubs.setattr(dsa, "PAGE", P)
+    stubs.setattr(dsa, "get_token_to_kv_pool", lambda: pool)
+    batch = SimpleNamespace(
+        cache_seqlens_int32=torch.tensor(LENGTHS, dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, tokens[0], sum(tokens)], dtype=torch.int32),
+        dsa_extend_seq_lens_list=list(tokens),
+        real_page_table=torch.tensor(TABLE, dtype=torch.int32),
+    )
+    indexer = dsa.Indexer()
+    indexer.index_topk = K
+    asked = packed(index_q), packed(weights)[..., None], SimpleNamespace(attn_metadata=batch)
+    chosen = dsa.SelectingIndexer._get_topk_paged(indexer, None, 0, *asked)
+    assert torch.equal(chosen[:-1], packed(selected)[:-1, 0])
+    assert (chosen[-1] == -1).all()
+    padded = torch.full((sum(tokens) + 4, K), -1, dtype=torch.int32)
+    ragged = dsa.SelectingIndexer._get_topk_ragged(indexer, False, None, 0, *asked, padded)
+    assert ragged is padded and torch.equal(padded[: len(chosen)], chosen)
+
+    backend = dsa.SparseBackend(an_engine(dsa, stubs, page_size=P))
+    backend.dsa_kv_cache_store_fp8, backend.use_mha = kv == "fp8", False
+    backend.token_to_kv_pool, backend.forward_metadata = pool, batch
+    scale = (call.layer.w_uk.shape[1] + 64) ** -0.5
+    layer = SimpleNamespace(
+        tp_q_head_num=2, v_head_dim=512, head_dim=576, scaling=scale, layer_id=0
+    )
+    forward_batch = SimpleNamespace(out_cache_loc=loc)
+    query = (packed(q), packed(q_rope))
+    given: dict = dict(q_rope=query[1], k_rope="k_rope", topk_indices=chosen)
+    first = query[0]
+    if fused_query:
+        first, given["q_rope"] = torch.cat(query, -1), None
+    forward = backend.forward_decode if tokens == (1, 1) else backend.forward_extend
+    out = forward(first, "k", "v", layer, forward_batch, **given)
+    assert torch.equal(out[:-1], packed(wanted)[:-1])
+    assert not out[-1].any()
+
+
+def test_what_a_layer_asks_for_beyond_is_refused(dsa, stubs):
+    backend = dsa.SparseBackend(an_engine(dsa, stubs))
+    with pytest.raises(NotSupported, match="layers that come with a selection of keys"):
+        backend.forward_decode(None, None, None, None, None)
+    for name, mode in (
+        ("cos_sin_cache", "a rotation in the attention"),
+        ("llama_4_scaling", "Llama 4's scaling"),
+        ("attn_sink", "attention sinks"),
+    ):
+        with pytest.raises(NotSupported, match=f"without {mode}, and"):
+            given = {"topk_indices": torch.zeros(1, 1), name: torch.ones(1)}
+            backend.forward_decode(None, None, None, None, None, **given)
+
+
+def test_short_prompts_stay_with_sglang(dsa, stubs):
+    """It attends to them densely."""
+    backend = dsa.SparseBackend(an_engine(dsa, stubs))
+    backend.use_mha = True
+    stubs.setattr(dsa.DeepseekSparseAttnBackend, "forward_extend", lambda self, *args: args)
+    assert backend.forward_extend("q", "k") == ("q", "k")
