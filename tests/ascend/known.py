@@ -59,9 +59,6 @@ class Known:
 _SUMS = "the sums of a row come out of UB one by one; the row itself moves in bulk"
 _CHUNK = "one number a chunk of 64 tokens, whose tiles move in bulk"
 _SCALAR = {
-    "rows.rms_norm": _SUMS,
-    "rows.latent_rows": _SUMS,
-    "rows.index_rows": _SUMS,
     "indexer_loss.row_loss": _SUMS,
     "indexer_loss_backward.row_grad": _SUMS,
     "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
