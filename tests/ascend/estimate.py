@@ -45,10 +45,13 @@ def _row(launch: Launch, given: list[Any]) -> tuple[float, str]:
     """Of the slowest of three programs: cores are not loaded alike."""
     hivm, programs = _compiled(launch), launch.grid[0]
     turns = lint.takes_turns(hivm)
-    found = []
-    for block in sorted({0, programs // 2, programs - 1}):
-        halves = cost.of(hivm, given, launch.grid, block)
-        found.append((cost.seconds(halves, turns, programs, recorder.cube_cores), block, halves))
+    blocks = sorted({0, programs // 2, programs - 1})
+    walked = [cost.of(hivm, given, launch.grid, block) for block in blocks]
+    again = cost.read_again(walked, programs)
+    found = [
+        (cost.seconds(halves, turns, programs, recorder.cube_cores, again), block, halves)
+        for block, halves in zip(blocks, walked, strict=True)
+    ]
     (seconds, binds), _, halves = max(found, key=lambda x: x[:2])
     kib = [sum(half.copied(way) for half in halves) / 1024 for way in ("loads", "stores")]
     counts = (
