@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import product, rows, tiling
+from . import absorption, product, rows, tiling
 
 
 def unsupported(
@@ -79,9 +79,8 @@ def forward(
         )  # fmt: skip
         rows.norms(sums, rope_sin, rope_cos, cache_index, of_latent, None)
         product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
-        product.heads(both[..., :plain], weight_uk, query)
         turned = rows.Heads(both[..., plain:], query_rope, rope_interleaved)
-        rows.rotate(rope_sin, rope_cos, turned)
+        absorption.queries(both[..., :plain], weight_uk, query, rope_sin, rope_cos, turned)
     shape = (batch, length)
     return (
         query.view(*shape, heads, latent),

@@ -17,6 +17,7 @@ add.  How it is cut follows from the shapes alone: sums are the same on any numb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -175,8 +176,8 @@ def nz_products(
         )  # fmt: skip
 
 
-@entry.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
-def nd_product(
+@triton.jit
+def head_tiles(
     x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -212,6 +213,18 @@ def nd_product(
         tl.store(to, acc.to(out.dtype.element_ty), mask=m & there)
 
 
+@entry.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
+def nd_product(
+    x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    head_tiles(
+        x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
+        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+
+
 def weights(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], weight_format: str) -> None:
     """out [M, N] = x [M, K] @ w for each of the pairs (w, out); w is NZ or row-major as `nz.is_nz`
     finds, and the rows of `out` may lie apart."""
@@ -243,7 +256,7 @@ def _launch(
 ) -> None:
     (rows, depth), (config, parts) = x.shape, cut
     wide = 16 * config.tiles["PANELS"]
-    given: dict[str, object] = {}
+    given: dict[str, Any] = {}
     for i in range(_MOST):
         w, out = pairs[i] if i < len(pairs) else (None, None)
         columns, row = (0, 0) if out is None else (out.shape[1], out.stride(0))
@@ -258,16 +271,39 @@ def _launch(
 
 def heads(x: Tensor, w: Tensor, out: Tensor) -> None:
     """out [M, heads, N] = x [M, heads, K] @ w [heads, K, N]; x may have strides, dense rows."""
-    rows, count, depth = x.shape
+    config = by_height("product.nd_product", x.shape[0])
+    given = of_heads(x, w, out, config)
+    nd_product[(min(head_tile_count(x, w, config), cores.cube()),)](**given, **config.keywords)
+
+
+def of_heads(x: Tensor, w: Tensor, out: Tensor, config: tune.Config) -> dict[str, Any]:
+    """What `head_tiles` takes beside its tiles."""
+    rows, heads, depth = x.shape
     columns = w.shape[2]
-    by_rows = _by_rows("product.nd_product", rows)
-    config = tune.choose("product.nd_product", by_rows)
-    tiles = -(-rows // config.tiles["ROWS"]) * -(-columns // config.tiles["COLUMNS"])
-    nd_product[(min(count * tiles, cores.cube()),)](
-        x, w, out, rows, count, columns, depth, x.stride(0), x.stride(1), out.stride(0),
-        **_whole(config, rows, depth), WHOLE_N=columns % config.tiles["COLUMNS"] == 0,
-        **config.keywords,
-    )  # fmt: skip
+    return dict(
+        x=x,
+        w=w,
+        out=out,
+        rows=rows,
+        heads=heads,
+        columns=columns,
+        depth=depth,
+        x_row=x.stride(0),
+        x_head=x.stride(1),
+        out_row=out.stride(0),
+        WHOLE_N=columns % config.tiles["COLUMNS"] == 0,
+        **_whole(config, rows, depth),
+    )
+
+
+def head_tile_count(x: Tensor, w: Tensor, config: tune.Config) -> int:
+    rows, heads, _ = x.shape
+    return heads * -(-rows // config.tiles["ROWS"]) * -(-w.shape[2] // config.tiles["COLUMNS"])
+
+
+def by_height(kernel: str, rows: int) -> tune.Config:
+    """The tiles of the least rows that cover M."""
+    return tune.choose(kernel, _by_rows(kernel, rows))
 
 
 def _by_rows(kernel: str, rows: int) -> list[tune.Config]:

@@ -216,7 +216,7 @@ def finish(
 
 
 @triton.jit
-def _rotated(
+def rotated(
     x, sin, cos, out, first, rows, heads, x_row, x_head, out_row, out_head,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -270,12 +270,12 @@ def rotate_heads(
     HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
     """Of one tensor or two."""
-    first = _rotated(
+    first = rotated(
         x0, sin, cos, out0, 0, rows, heads0, x_row0, x_head0, row0, head0,
         ROTARY, INTERLEAVED0, WHOLE, HEAD_TILE,
     )  # fmt: skip
     if x1 is not None:
-        _rotated(
+        rotated(
             x1, sin, cos, out1, first, rows, heads1, x_row1, x_head1, row1, head1,
             ROTARY, INTERLEAVED1, WHOLE, HEAD_TILE,
         )  # fmt: skip
@@ -373,11 +373,21 @@ def norms(
 
 def rotate(sin: Tensor, cos: Tensor, *tensors: Heads) -> None:
     """One tensor or two, in one launch."""
-    rows, rotary = tensors[0].x.shape[0], sin.shape[-1]
     most = max(each.x.shape[1] for each in tensors)
-    config = tune.at_least("rows.rotate_heads", "HEAD_TILE", most, rotary)
+    config = tune.at_least("rows.rotate_heads", "HEAD_TILE", most, sin.shape[-1])
     tile = config.tiles["HEAD_TILE"]
-    given: dict[str, Any] = {}
+    rows = tensors[0].x.shape[0]
+    works = rows * sum(-(-each.x.shape[1] // tile) for each in tensors)
+    rotate_heads[(min(works, cores.vector()),)](
+        rows=rows, **of_rotation(sin, cos, tensors, config), **config.keywords
+    )
+
+
+def of_rotation(
+    sin: Tensor, cos: Tensor, tensors: tuple[Heads, ...], config: tune.Config
+) -> dict[str, Any]:
+    """What the rotation of one tensor or two takes beside its tiles and `rows`."""
+    given: dict[str, Any] = dict(sin=sin, cos=cos, ROTARY=sin.shape[-1])
     for i in range(2):
         each = tensors[i] if i < len(tensors) else None
         x, out = (each.x, each.out) if each else (None, None)
@@ -391,8 +401,5 @@ def rotate(sin: Tensor, cos: Tensor, *tensors: Heads) -> None:
             f"head{i}": out.stride(1) if out is not None else 0,
             f"INTERLEAVED{i}": bool(each and each.interleaved),
         }
-    works = rows * sum(-(-each.x.shape[1] // tile) for each in tensors)
-    rotate_heads[(min(works, cores.vector()),)](
-        sin, cos, rows, **given, ROTARY=rotary,
-        WHOLE=all(each.x.shape[1] % tile == 0 for each in tensors), **config.keywords,
-    )  # fmt: skip
+    given["WHOLE"] = all(each.x.shape[1] % config.tiles["HEAD_TILE"] == 0 for each in tensors)
+    return given

@@ -6,7 +6,7 @@
     c [W_uq_qr | W_idx_qb]                       ->  absorption; rotation of both
     scores and top-k                             ->  attention over the selected keys
 
-Five launches before the scores.  Every cache row is written before any cache is read.
+Four launches before the scores.  Every cache row is written before any cache is read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..dispatch.common import layer, memory
 from . import (
+    absorption,
     indexer_prolog_pto,
     kv_quant_sparse_flash_attention,
     lightning_indexer,
@@ -83,9 +84,8 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             [(a.w_uq_qr, both.flatten(1)), (a.w_idx_qb, query_index.flatten(1))],
             a.weight_format,
         )
-        product.heads(both[..., :plain], a.w_uk, query)
-        rows.rotate(
-            a.sin, a.cos,
+        absorption.queries(
+            both[..., :plain], a.w_uk, query, a.sin, a.cos,
             rows.Heads(both[..., plain:], query_rope, a.rope_interleaved),
             rows.Heads(query_index, query_index, a.index_rope_interleaved),
         )  # fmt: skip

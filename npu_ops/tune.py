@@ -64,6 +64,10 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "product.nd_product": tuple(
         Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128}) for rows in (16, 32, 64, 128)
     ),
+    "absorption.absorb": tuple(
+        Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128, "HEAD_TILE": 16})
+        for rows in (16, 32, 64, 128)
+    ),
     "rows.finish": (Config({"WIDTH": 2048}), Config({"WIDTH": 4096}, {"multibuffer": False})),
     "rows.rotate_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 16, 32)),
     # the key tile is a page of 128, or the largest of these that divides a page

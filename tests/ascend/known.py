@@ -119,6 +119,12 @@ _OLDEST = {
     "indexer_loss.head_sums": "whole tiles, loaded and stored without a mask, are not shared",
 }
 _REPEAT = (
+    Known(
+        "absorption.absorb",
+        "repeat",
+        "pairs that lie side by side are not shared; the rotation hides behind the cube's weights,"
+        " and would be a launch of its own",
+    ),
     *(Known(kernel, "repeat", reason, ("1.0.0",)) for kernel, reason in _OLDEST.items()),
     Known(
         "lightning_indexer_grad.grad_query",

@@ -108,6 +108,8 @@ CASES = (
     case("the slot past the last", prolog(3, 1, 3, past=0, **UNEVEN)),
     case("two epsilons", prolog(3, 1, 3, epsilons=(0.5, 0.1), **UNEVEN)),
     case("tiny rows", prolog(3, 1, 3, scale=1e-3, **UNEVEN)),
+    case("row-major, 20 tokens", prolog(10, 2, 3, hidden=128, rank=64, form="nd")),
+    case("row-major, 40 tokens", prolog(20, 2, 3, hidden=128, rank=64, form="nd")),
     case("row-major, uneven, 70 tokens", prolog(35, 2, 8, hidden=200, rank=120, form="nd")),
 )
 _TILE = """                w_tile = tl.load(from_w)
