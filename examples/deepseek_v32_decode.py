@@ -24,6 +24,7 @@ import torch
 from _agreement import EIGHT_BITS, check
 from _device import DEVICES, choose_device, print_backends
 from _text import make_prompts, make_tokenizer
+from custom.graph_mode import Replayed
 from tqdm import tqdm
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
@@ -39,7 +40,10 @@ ROUNDINGS = 25
 
 
 class Server:
-    """The model's forward pass on paged caches, for requests that all have their own length."""
+    """The model's forward pass on paged caches, for requests that all have their own length.
+
+    On an NPU the attention of a step is one graph a layer, from the second step of its shape on.
+    """
 
     def __init__(self, model, requests, capacity, weight_format="nz", seed=0, caches="bf16"):
         self.model = model
@@ -62,6 +66,30 @@ class Server:
             index_kind=kind,
         )
         self.selected = None
+        self.attend = [
+            Replayed(partial(self.attention, index)) for index in range(len(self.weights))
+        ]
+
+    def attention(self, index, state, x, cos, sin, slots, lengths):
+        """(what the attention of layer `index` adds, the selected positions where they are kept)"""
+        block_table, pools = state
+        w = self.weights[index]
+        arguments = dict(
+            x=x,
+            sin=sin,
+            cos=cos,
+            cache_index=slots,
+            block_table=block_table,
+            act_seqs=lengths,
+            **w.arguments,
+            **pools.arguments,
+            **self.caches.kinds,
+        )
+        if self.selected is None:
+            latent, chosen = custom.npu_sparse_attention_pto(**arguments), None
+        else:
+            latent, chosen = custom.npu_sparse_attention_indices_pto(**arguments)
+        return self.model.model.layers[index].self_attn.o_proj(w.values(latent)), chosen
 
     def forward(self, tokens, lengths):
         """Logits [B, S, V] of the last S tokens of requests that are `lengths` [B] long with them.
@@ -73,26 +101,14 @@ class Server:
         slots = self.caches.slots(positions)
         hidden = self.model.model.embed_tokens(tokens)
         cos, sin = self.model.model.rotary_emb(hidden, positions.clamp(min=0))
-        for index, (layer, w) in enumerate(zip(self.model.model.layers, self.weights, strict=True)):
+        for index, layer in enumerate(self.model.model.layers):
             x = layer.input_layernorm(hidden)
-            arguments = dict(
-                x=x,
-                sin=sin,
-                cos=cos,
-                cache_index=slots,
-                block_table=self.caches.block_table,
-                act_seqs=lengths,
-                **w.arguments,
-                **self.caches.layers[index].arguments,
-                **self.caches.kinds,
-            )
-            if self.selected is None:
-                latent = custom.npu_sparse_attention_pto(**arguments)
-            else:
-                latent, chosen = custom.npu_sparse_attention_indices_pto(**arguments)
+            state = (self.caches.block_table, self.caches.layers[index])
+            attended, chosen = self.attend[index](state, x, cos, sin, slots, lengths)
+            if chosen is not None:
                 row, column = (positions >= 0).nonzero(as_tuple=True)
                 self.selected[index, row, positions[row, column]] = chosen[row, column, 0]
-            hidden = hidden + layer.self_attn.o_proj(w.values(latent))
+            hidden = hidden + attended
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return self.model.lm_head(self.model.model.norm(hidden))
 

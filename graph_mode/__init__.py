@@ -6,5 +6,6 @@ torch.compile and torch.export need none: the specs carry schema and fake.
 """
 
 from .capture import Captured, capture, warmup
+from .replayed import Replayed
 
-__all__ = ["Captured", "capture", "warmup"]
+__all__ = ["Captured", "Replayed", "capture", "warmup"]

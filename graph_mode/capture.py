@@ -114,6 +114,16 @@ def _pairs(number: int, captured: Any, came: Any) -> Iterator[tuple[Tensor, Tens
             yield buffer, value
 
 
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def kind_of(values: Any) -> str:
+    """Of the device of the tensors in some arguments; "cpu" without one."""
+    tensors = _tensors(values)
+    return tensors[0].device.type if tensors else "cpu"
+
+
 def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
     """Record `fn(*args)` into a device graph that replays with no work on the host.
 
@@ -138,13 +148,13 @@ def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
     Traceback (most recent call last):
     custom.dispatch.errors.NotSupported: capture: the arguments are on cpu, expected cuda or npu...
     """
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    kind = tensors[0].device.type if tensors else "cpu"
+    kind = kind_of(args)
     if kind not in ("cuda", "npu"):
         raise NotSupported(
             f"capture: the arguments are on {kind}, expected cuda or npu: only these have graphs. "
             "On a CPU, call the function itself, or torch.compile it."
         )
+    tensors = _tensors(args)
     with made_current(tensors[0].device):
         graph, outputs = _recorded(fn, args, tensors, kind, warmup)
     return Captured(graph, args, outputs)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from triton.runtime import driver
 
 
@@ -15,3 +17,10 @@ def cube() -> int:
 def vector() -> int:
     """For kernels without."""
     return driver.active.utils.get_aivector_core_num()
+
+
+@triton.jit
+def turn(first):
+    """Which piece of some work this core begins with, where core `first` takes piece 0."""
+    core = tl.program_id(0) - first
+    return tl.where(core < 0, core + tl.num_programs(0), core)

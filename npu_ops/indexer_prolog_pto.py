@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..dispatch.common import memory
@@ -36,6 +35,12 @@ def unsupported(
     return None
 
 
+def head_count(weight_proj: Tensor) -> int:
+    """Of the indexer; a weight of four dims is padded to whole tiles."""
+    four = weight_proj.ndim == 4
+    return weight_proj.shape[0] * weight_proj.shape[3] if four else weight_proj.shape[1]
+
+
 def forward(
     token_x: Tensor,
     query_norm: Tensor,
@@ -55,21 +60,19 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     batch, length, hidden = token_x.shape
     tokens, size = batch * length, ln_gamma_k.shape[0]
-    four = weight_proj.ndim == 4
-    heads = weight_proj.shape[0] * weight_proj.shape[3] if four else weight_proj.shape[1]
+    heads = head_count(weight_proj)
     device, dtype = token_x.device, token_x.dtype
     query_index = memory.empty((tokens, heads, size), dtype, device)
     weights = memory.empty((tokens, heads), dtype, device)
     if tokens:
-        x = token_x.view(tokens, hidden)
-        key = memory.empty((tokens, size), torch.float32, device)
-        product.weight(x, weight_k, weight_format, key)
-        rows.index_key(
-            key, ln_gamma_k, ln_beta_k, ln_epsilon, rope_sin, rope_cos, cache_index,
-            index_k_cache, rope_interleaved,
-        )  # fmt: skip
+        sums = product.in_parts(
+            token_x.view(tokens, hidden), [(weight_k, size), (weight_proj, heads)], weight_format
+        )
+        of_index = rows.Index(
+            ln_gamma_k, ln_beta_k, index_k_cache, weights, ln_epsilon, rope_interleaved
+        )
+        rows.norms(sums, rope_sin, rope_cos, cache_index, None, of_index)
         c = query_norm.view(tokens, query_norm.shape[-1])
-        product.weight(c, weight_qb, weight_format, query_index.flatten(1))
-        rows.rotate(query_index, rope_sin, rope_cos, rope_interleaved, query_index)
-        product.weight(x, weight_proj, weight_format, weights)
+        product.weights(c, [(weight_qb, query_index.flatten(1))], weight_format)
+        rows.rotate(rope_sin, rope_cos, rows.Heads(query_index, query_index, rope_interleaved))
     return query_index.view(batch, length, heads, size), weights.view(batch, length, heads)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import product, rows, tiling
+from . import absorption, product, rows, tiling
 
 
 def unsupported(
@@ -67,19 +67,20 @@ def forward(
     query, query_rope = new(tokens, heads, latent), new(tokens, heads, rotary)
     query_norm = new(tokens, rank)
     if tokens:
-        x = token_x.view(tokens, hidden)
-        down, both = new(tokens, rank), new(tokens, heads, plain + rotary)
-        key = new(tokens, latent + rotary)
-        product.weight(x, weight_dq, weight_format, down)
-        product.weight(x, weight_dkv_kr, weight_format, key)
-        rows.norm(down, rmsnorm_gamma_cq, rmsnorm_epsilon_cq, query_norm)
-        rows.latent(
-            key, rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv, rope_sin, rope_cos, cache_index,
-            kv_cache, kr_cache, rope_interleaved,
+        both = new(tokens, heads, plain + rotary)
+        sums = product.in_parts(
+            token_x.view(tokens, hidden),
+            [(weight_dq, rank), (weight_dkv_kr, latent + rotary)],
+            weight_format,
+        )
+        of_latent = rows.Latent(
+            rmsnorm_gamma_cq, rmsnorm_gamma_ckv, kv_cache, kr_cache, query_norm,
+            rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved,
         )  # fmt: skip
-        product.weight(query_norm, weight_uq_qr, weight_format, both.flatten(1))
-        product.heads(both[..., :plain], weight_uk, query)
-        rows.rotate(both[..., plain:], rope_sin, rope_cos, rope_interleaved, query_rope)
+        rows.norms(sums, rope_sin, rope_cos, cache_index, of_latent, None)
+        product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
+        turned = rows.Heads(both[..., plain:], query_rope, rope_interleaved)
+        absorption.queries(both[..., :plain], weight_uk, query, rope_sin, rope_cos, turned)
     shape = (batch, length)
     return (
         query.view(*shape, heads, latent),

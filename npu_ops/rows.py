@@ -2,6 +2,9 @@
 # Copyright the npu-custom-ops authors
 """Norms and rotations of the prologs, and the rows that they write into paged caches.
 
+    finish         products of x -> norms, rotated keys, rows of the caches, head weights
+    rotate_heads   the heads of one query or two
+
 A rotation pairs dims (0, 1), (2, 3)... (interleaved) or the halves; its result lies in halves.
 Interleaved rows are loaded once and taken apart by the vector unit, before they are widened.
 A slot that is negative or past the cache makes an empty copy: the mask is a bound on its length.
@@ -9,11 +12,33 @@ A slot that is negative or past the cache makes an empty copy: the mask is a bou
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import cores, entry, ragged, tune
+from .cores import turn
+
+
+@triton.jit
+def _summed(x, d, parts, part):
+    """x[d] of float32, summed over the parts of a product's depth."""
+    total = tl.load(x + d)
+    for i in range(1, parts):
+        total += tl.load(x + i.to(tl.int64) * part + d)
+    return total
+
+
+@triton.jit
+def _summed_to(x, d, size, parts, part):
+    """The same of the first `size`, and zeros."""
+    total = tl.load(x + d, mask=d < size, other=0.0)
+    for i in range(1, parts):
+        total += tl.load(x + i.to(tl.int64) * part + d, mask=d < size, other=0.0)
+    return total
 
 
 @triton.jit
@@ -29,6 +54,19 @@ def _pair(x, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
+def _summed_pair(x, parts, part, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two dims that each angle turns, summed."""
+    if INTERLEAVED:
+        both = _summed(x, tl.arange(0, SIZE), parts, part)
+        left, right = tl.split(both.reshape(SIZE // 2, 2))
+    else:
+        h = tl.arange(0, SIZE // 2)
+        left = _summed(x, h, parts, part)
+        right = _summed(x, SIZE // 2 + h, parts, part)
+    return left, right
+
+
+@triton.jit
 def _angles(sin, cos, SIZE: tl.constexpr):
     """The halves of a token's sines and cosines."""
     h = tl.arange(0, SIZE // 2)
@@ -39,73 +77,80 @@ def _angles(sin, cos, SIZE: tl.constexpr):
     return s0, s1, c0, c1
 
 
-@entry.jit(do_not_specialize=["rows", "size", "epsilon"])
-def rms_norm(x, gamma, out, rows, size, epsilon, WIDTH: tl.constexpr):
+@triton.jit
+def _query_norms(x, gamma, out, first, rows, x_row, parts, part, size, epsilon,
+                 WIDTH: tl.constexpr):  # fmt: skip
     d = tl.arange(0, WIDTH)
+    dtype = out.dtype.element_ty
     g = tl.load(gamma + d, mask=d < size, other=0.0).to(tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        at = row.to(tl.int64) * size
-        v = tl.load(x + at + d, mask=d < size, other=0.0).to(tl.float32)
+    for row in range(turn(first), rows, tl.num_programs(0)):
+        at = x + row.to(tl.int64) * x_row
+        v = _summed_to(at, d, size, parts, part).to(dtype).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / size + epsilon)
-        tl.store(out + at + d, (v * scale * g).to(out.dtype.element_ty), mask=d < size)
+        to = out + row.to(tl.int64) * size
+        tl.store(to + d, (v * scale * g).to(dtype), mask=d < size)
 
 
-@entry.jit(do_not_specialize=["rows", "slots", "epsilon"])
-def latent_rows(
-    x, gamma, sin, cos, index, latent_cache, rotary_cache, rows, slots, epsilon,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
+@triton.jit
+def _latent_rows(
+    x, gamma, sin, cos, index, latent_cache, rotary_cache, first, rows, x_row, parts, part, slots,
+    epsilon, LATENT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """x [rows, LATENT + ROTARY]: the norm of the first, the rotation of the second, each to its
     token's slot."""
-    d = tl.arange(0, WIDTH)
+    d = tl.arange(0, LATENT)
     h = tl.arange(0, ROTARY // 2)
-    g = tl.load(gamma + d, mask=d < LATENT, other=0.0).to(tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    dtype = latent_cache.dtype.element_ty
+    g = tl.load(gamma + d).to(tl.float32)
+    for row in range(turn(first), rows, tl.num_programs(0)):
         slot = tl.load(index + row)
         there = (slot >= 0) & (slot < slots)
         of_latent = tl.where(there, LATENT, 0)
         of_rotary = tl.where(there, ROTARY // 2, 0)
         slot = tl.where(there, slot, 0).to(tl.int64)
-        at = x + row.to(tl.int64) * (LATENT + ROTARY)
-        v = tl.load(at + d, mask=d < LATENT, other=0.0).to(tl.float32)
+        at = x + row.to(tl.int64) * x_row
+        v = _summed(at, d, parts, part).to(dtype).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / LATENT + epsilon)
-        normed = (v * scale * g).to(latent_cache.dtype.element_ty)
-        tl.store(latent_cache + slot * LATENT + d, normed, mask=d < of_latent)
-        left, right = _pair(at + LATENT, ROTARY, INTERLEAVED)
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
+        tl.store(latent_cache + slot * LATENT + d, (v * scale * g).to(dtype), mask=d < of_latent)
+        left, right = _summed_pair(at + LATENT, parts, part, ROTARY, INTERLEAVED)
+        left = left.to(dtype).to(tl.float32)
+        right = right.to(dtype).to(tl.float32)
         angle = row.to(tl.int64) * ROTARY
         s0, s1, c0, c1 = _angles(sin + angle, cos + angle, ROTARY)
         to = rotary_cache + slot * ROTARY + h
-        dtype = rotary_cache.dtype.element_ty
         tl.store(to, (left * c0 - right * s0).to(dtype), mask=h < of_rotary)
         tl.store(to + ROTARY // 2, (right * c1 + left * s1).to(dtype), mask=h < of_rotary)
 
 
-@entry.jit(do_not_specialize=["rows", "slots", "epsilon"])
-def index_rows(
-    x, gamma, beta, sin, cos, index, cache, rows, slots, epsilon,
-    SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+@triton.jit
+def _index_rows(
+    x, gamma, beta, sin, cos, index, cache, weights, first, rows, x_row, parts, part, slots,
+    epsilon, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, SIZE] float32: LayerNorm, rounded; the first ROTARY dims turned, each row to its
-    token's slot.  The dims are taken in three parts: both of the pairs, and the others."""
+    """x [rows, SIZE + HEADS]: LayerNorm of the first, rounded, the first ROTARY dims turned, to the
+    token's slot; the others are the head weights.  The dims are taken in three parts: both of the
+    pairs, and those that do not turn."""
     REST: tl.constexpr = SIZE - ROTARY
     h = tl.arange(0, ROTARY // 2)
+    w = tl.arange(0, HEADS)
     dtype = cache.dtype.element_ty
     g0, g1 = _pair(gamma, ROTARY, INTERLEAVED)
     b0, b1 = _pair(beta, ROTARY, INTERLEAVED)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    for row in range(turn(first), rows, tl.num_programs(0)):
         slot = tl.load(index + row)
         there = (slot >= 0) & (slot < slots)
         of_rotary = tl.where(there, ROTARY // 2, 0)
         of_rest = tl.where(there, REST, 0)
         slot = tl.where(there, slot, 0).to(tl.int64)
-        at = x + row.to(tl.int64) * SIZE
-        left, right = _pair(at, ROTARY, INTERLEAVED)
+        at = x + row.to(tl.int64) * x_row
+        of_heads = _summed(at + SIZE, w, parts, part)
+        tl.store(weights + row.to(tl.int64) * HEADS + w, of_heads.to(dtype))
+        left, right = _summed_pair(at, parts, part, ROTARY, INTERLEAVED)
         total = tl.sum(left, 0) + tl.sum(right, 0)
         if REST > 0:
             r = tl.arange(0, REST)
-            rest = tl.load(at + ROTARY + r)
+            rest = _summed(at + ROTARY, r, parts, part)
             total += tl.sum(rest, 0)
         mean = total / SIZE
         left -= mean
@@ -131,17 +176,57 @@ def index_rows(
             tl.store(to + ROTARY + r, normed, mask=r < of_rest)
 
 
-@entry.jit(do_not_specialize=["rows", "heads", "x_row", "x_head", "out_row", "out_head"])
-def rotate_heads(
-    x, sin, cos, out, rows, heads, x_row, x_head, out_row, out_head,
+@entry.jit(
+    do_not_specialize=[
+        "rows", "x_row", "parts", "part", "rank", "latent_slots", "index_slots", "epsilon_cq",
+        "epsilon_ckv", "epsilon_k",
+    ]
+)  # fmt: skip
+def finish(
+    x, sin, cos, index, rows, x_row, parts, part,
+    gamma_cq, query_norm, rank, epsilon_cq,
+    gamma_ckv, latent_cache, rotary_cache, latent_slots, epsilon_ckv,
+    gamma_k, beta_k, index_cache, weights, index_slots, epsilon_k,
+    LATENT: tl.constexpr, INDEX: tl.constexpr, HEADS: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INDEX_INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
+    multibuffer: tl.constexpr = True,
+):  # fmt: skip
+    """x [parts, rows, x_row]: rank, LATENT + ROTARY and INDEX + HEADS numbers of a token; the first
+    two or the last may be missing.  Each pass begins at the core where the one before it ended."""
+    of_index = x
+    first = 0
+    if gamma_cq is not None:
+        _query_norms(
+            x, gamma_cq, query_norm, 0, rows, x_row, parts, part, rank, epsilon_cq,
+            WIDTH,
+        )  # fmt: skip
+        first = rows % tl.num_programs(0)
+        _latent_rows(
+            x + rank, gamma_ckv, sin, cos, index, latent_cache, rotary_cache, first, rows,
+            x_row, parts, part, latent_slots, epsilon_ckv, LATENT, ROTARY, INTERLEAVED,
+        )  # fmt: skip
+        of_index = x + rank + LATENT + ROTARY
+        first = 2 * rows % tl.num_programs(0)
+    if gamma_k is not None:
+        _index_rows(
+            of_index, gamma_k, beta_k, sin, cos, index, index_cache, weights, first,
+            rows, x_row, parts, part, index_slots, epsilon_k, HEADS, INDEX, ROTARY,
+            INDEX_INTERLEAVED,
+        )  # fmt: skip
+
+
+@triton.jit
+def rotated(
+    x, sin, cos, out, first, rows, heads, x_row, x_head, out_row, out_head,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
-    """The rotation of ROTARY dims of every head; `out` may be `x` itself."""
+    """The rotation of ROTARY dims of every head, of which core `first` begins; the core where they
+    end.  `out` may be `x` itself."""
     d = tl.arange(0, ROTARY)
     j = tl.arange(0, ROTARY // 2)
     tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
     dtype = out.dtype.element_ty
-    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
+    for work in range(turn(first), rows * tiles, tl.num_programs(0)):
         row = (work // tiles).to(tl.int64)
         h = (work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]
         at = x + row * x_row + h * x_head
@@ -161,77 +246,160 @@ def rotate_heads(
         left = left.to(tl.float32)
         right = right.to(tl.float32)
         s0, s1, c0, c1 = _angles(sin + row * ROTARY, cos + row * ROTARY, ROTARY)
-        first = (left * c0[None] - right * s0[None]).to(dtype)
-        second = (right * c1[None] + left * s1[None]).to(dtype)
+        left_out = (left * c0[None] - right * s0[None]).to(dtype)
+        right_out = (right * c1[None] + left * s1[None]).to(dtype)
         if WHOLE:
-            tl.store(to, first)
-            tl.store(to + ROTARY // 2, second)
+            tl.store(to, left_out)
+            tl.store(to + ROTARY // 2, right_out)
         else:
-            tl.store(to, first, mask=h < heads)
-            tl.store(to + ROTARY // 2, second, mask=h < heads)
+            tl.store(to, left_out, mask=h < heads)
+            tl.store(to + ROTARY // 2, right_out, mask=h < heads)
+    return (first + rows * tiles) % tl.num_programs(0)
 
 
-def norm(x: Tensor, gamma: Tensor, epsilon: float, out: Tensor) -> None:
-    """out [M, D] = RMSNorm of x [M, D]."""
-    rows, size = x.shape
-    config = tune.at_least("rows.rms_norm", "WIDTH", size)
-    rms_norm[(min(rows, cores.vector()),)](x, gamma, out, rows, size, epsilon, **config.keywords)
+@entry.jit(
+    do_not_specialize=[
+        "rows", "heads0", "x_row0", "x_head0", "row0", "head0", "heads1", "x_row1", "x_head1",
+        "row1", "head1",
+    ]
+)  # fmt: skip
+def rotate_heads(
+    sin, cos, rows, x0, out0, heads0, x_row0, x_head0, row0, head0,
+    x1, out1, heads1, x_row1, x_head1, row1, head1, ROTARY: tl.constexpr,
+    INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr, WHOLE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):  # fmt: skip
+    """Of one tensor or two."""
+    first = rotated(
+        x0, sin, cos, out0, 0, rows, heads0, x_row0, x_head0, row0, head0,
+        ROTARY, INTERLEAVED0, WHOLE, HEAD_TILE,
+    )  # fmt: skip
+    if x1 is not None:
+        rotated(
+            x1, sin, cos, out1, first, rows, heads1, x_row1, x_head1, row1, head1,
+            ROTARY, INTERLEAVED1, WHOLE, HEAD_TILE,
+        )  # fmt: skip
+
+
+@dataclass
+class Latent:
+    """The attention's share of `norms`; the caches and the norm of the query's latent are
+    written."""
+
+    gamma_cq: Tensor
+    gamma_ckv: Tensor
+    latent_cache: Tensor
+    rotary_cache: Tensor
+    query_norm: Tensor
+    epsilon_cq: float
+    epsilon_ckv: float
+    interleaved: bool
+
+
+@dataclass
+class Index:
+    """The indexer's share of `norms`; the cache and the head weights are written."""
+
+    gamma: Tensor
+    beta: Tensor
+    cache: Tensor
+    weights: Tensor
+    epsilon: float
+    interleaved: bool
+
+
+@dataclass
+class Heads:
+    """The first Dr dims of the heads of x [M, N, ..], turned, into those of out [M, N, ..]."""
+
+    x: Tensor
+    out: Tensor
+    interleaved: bool
 
 
 def widest() -> int:
-    """The longest row that `norm` takes."""
-    return max(config.tiles["WIDTH"] for config in tune.TABLE["rows.rms_norm"])
+    """The longest row of a latent."""
+    return max(config.tiles["WIDTH"] for config in tune.TABLE["rows.finish"])
 
 
-def latent(
-    x: Tensor,
-    gamma: Tensor,
-    epsilon: float,
-    sin: Tensor,
-    cos: Tensor,
-    index: Tensor,
-    latent_cache: Tensor,
-    rotary_cache: Tensor,
-    interleaved: bool,
+def norms(
+    x: Tensor, sin: Tensor, cos: Tensor, index: Tensor, latent: Latent | None, key: Index | None
 ) -> None:
-    """Rows [M, R + Dr] into the two caches of the latent keys."""
-    config = tune.at_least("rows.latent_rows", "WIDTH", latent_cache.shape[-1])
-    latent_rows[(min(x.shape[0], cores.vector()),)](
-        x, gamma, sin, cos, ragged.int32(index), latent_cache, rotary_cache,
-        x.shape[0], latent_cache.shape[0] * latent_cache.shape[1], epsilon,
-        LATENT=latent_cache.shape[-1], ROTARY=rotary_cache.shape[-1], INTERLEAVED=interleaved,
-        **config.keywords,
+    """x [parts, M, rank + (R + Dr) + (Di + heads)], as `product.in_parts` leaves it: what the
+    caches and the next products take of it."""
+    _, rows, x_row = x.shape
+    given: dict[str, Any] = dict.fromkeys(
+        ("gamma_cq", "query_norm", "gamma_ckv", "latent_cache", "rotary_cache", "gamma_k",
+         "beta_k", "index_cache", "weights")
+    )  # fmt: skip
+    given |= dict.fromkeys(("rank", "latent_slots", "index_slots", "LATENT", "INDEX", "HEADS"), 0)
+    given |= dict.fromkeys(("epsilon_cq", "epsilon_ckv", "epsilon_k"), 0.0)
+    given |= dict.fromkeys(("INTERLEAVED", "INDEX_INTERLEAVED"), False)
+    jobs, width = 0, 0
+    if latent is not None:
+        jobs, width = 2, max(latent.gamma_cq.shape[0], latent.latent_cache.shape[-1])
+        given |= dict(
+            gamma_cq=latent.gamma_cq,
+            query_norm=latent.query_norm,
+            rank=latent.gamma_cq.shape[0],
+            epsilon_cq=latent.epsilon_cq,
+            gamma_ckv=latent.gamma_ckv,
+            latent_cache=latent.latent_cache,
+            rotary_cache=latent.rotary_cache,
+            latent_slots=latent.latent_cache.shape[0] * latent.latent_cache.shape[1],
+            epsilon_ckv=latent.epsilon_ckv,
+            LATENT=latent.latent_cache.shape[-1],
+            INTERLEAVED=latent.interleaved,
+        )
+    if key is not None:
+        jobs += 1
+        given |= dict(
+            gamma_k=key.gamma,
+            beta_k=key.beta,
+            index_cache=key.cache,
+            weights=key.weights,
+            index_slots=key.cache.shape[0] * key.cache.shape[1],
+            epsilon_k=key.epsilon,
+            INDEX=key.cache.shape[-1],
+            HEADS=key.weights.shape[-1],
+            INDEX_INTERLEAVED=key.interleaved,
+        )
+    config = tune.at_least("rows.finish", "WIDTH", width)
+    finish[(min(jobs * rows, cores.vector()),)](
+        x, sin, cos, ragged.int32(index), rows=rows, x_row=x_row, parts=x.shape[0],
+        part=x.stride(0), ROTARY=sin.shape[-1], **given, **config.keywords,
     )  # fmt: skip
 
 
-def index_key(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    epsilon: float,
-    sin: Tensor,
-    cos: Tensor,
-    index: Tensor,
-    cache: Tensor,
-    interleaved: bool,
-) -> None:
-    """Rows [M, Di], float32, into the cache of the index keys."""
-    rows, size = x.shape
-    config = tune.only("rows.index_rows")
-    index_rows[(min(rows, cores.vector()),)](
-        x, gamma, beta, sin, cos, ragged.int32(index), cache,
-        rows, cache.shape[0] * cache.shape[1], epsilon,
-        SIZE=size, ROTARY=sin.shape[-1], INTERLEAVED=interleaved, **config.keywords,
-    )  # fmt: skip
+def rotate(sin: Tensor, cos: Tensor, *tensors: Heads) -> None:
+    """One tensor or two, in one launch."""
+    most = max(each.x.shape[1] for each in tensors)
+    config = tune.at_least("rows.rotate_heads", "HEAD_TILE", most, sin.shape[-1])
+    tile = config.tiles["HEAD_TILE"]
+    rows = tensors[0].x.shape[0]
+    works = rows * sum(-(-each.x.shape[1] // tile) for each in tensors)
+    rotate_heads[(min(works, cores.vector()),)](
+        rows=rows, **of_rotation(sin, cos, tensors, config), **config.keywords
+    )
 
 
-def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool, out: Tensor) -> None:
-    """The first Dr dims of the heads of x [M, N, ..], turned, into those of out [M, N, ..]."""
-    rows, heads, _ = x.shape
-    config = tune.at_least("rows.rotate_heads", "HEAD_TILE", heads, sin.shape[-1])
-    tiles = -(-heads // config.tiles["HEAD_TILE"])
-    rotate_heads[(min(rows * tiles, cores.vector()),)](
-        x, sin, cos, out, rows, heads, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        ROTARY=sin.shape[-1], INTERLEAVED=interleaved,
-        WHOLE=heads % config.tiles["HEAD_TILE"] == 0, **config.keywords,
-    )  # fmt: skip
+def of_rotation(
+    sin: Tensor, cos: Tensor, tensors: tuple[Heads, ...], config: tune.Config
+) -> dict[str, Any]:
+    """What the rotation of one tensor or two takes beside its tiles and `rows`."""
+    given: dict[str, Any] = dict(sin=sin, cos=cos, ROTARY=sin.shape[-1])
+    for i in range(2):
+        each = tensors[i] if i < len(tensors) else None
+        x, out = (each.x, each.out) if each else (None, None)
+        given |= {
+            f"x{i}": x,
+            f"out{i}": out,
+            f"heads{i}": x.shape[1] if x is not None else 0,
+            f"x_row{i}": x.stride(0) if x is not None else 0,
+            f"x_head{i}": x.stride(1) if x is not None else 0,
+            f"row{i}": out.stride(0) if out is not None else 0,
+            f"head{i}": out.stride(1) if out is not None else 0,
+            f"INTERLEAVED{i}": bool(each and each.interleaved),
+        }
+    given["WHOLE"] = all(each.x.shape[1] % config.tiles["HEAD_TILE"] == 0 for each in tensors)
+    return given

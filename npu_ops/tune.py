@@ -52,23 +52,23 @@ class Config:
 
 
 TABLE: dict[str, tuple[Config, ...]] = {
-    # the last depth of each height takes what the others do not divide
-    "product.nz_product": tuple(
-        Config({"ROWS": rows, "PANELS": 4, "DEPTH": depth})
-        for rows, depths in (
-            (16, (512, 128)),
-            (32, (512, 128)),
-            (64, (512, 128)),
-            (128, (256, 128)),
-        )
-        for depth in depths
+    # a depth of 128 for those that 512 does not divide, and for short ones
+    "product.nz_products": (
+        *(
+            Config({"ROWS": rows, "PANELS": panels, "DEPTH": depth})
+            for rows in (16, 32, 64)
+            for panels, depth in ((8, 512), (4, 512), (4, 128))
+        ),
+        *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4)),
     ),
     "product.nd_product": tuple(
         Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128}) for rows in (16, 32, 64, 128)
     ),
-    "rows.rms_norm": (Config({"WIDTH": 2048}), Config({"WIDTH": 6144})),
-    "rows.latent_rows": (Config({"WIDTH": 512}), Config({"WIDTH": 6144})),
-    "rows.index_rows": (Config({}),),
+    "absorption.absorb": tuple(
+        Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 128, "HEAD_TILE": 16})
+        for rows in (16, 32, 64, 128)
+    ),
+    "rows.finish": (Config({"WIDTH": 2048}), Config({"WIDTH": 4096}, {"multibuffer": False})),
     "rows.rotate_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 16, 32)),
     # the key tile is a page of 128, or the largest of these that divides a page
     "lightning_indexer.scores": tuple(

@@ -21,6 +21,7 @@ from ..convolution import causal_conv1d_fn
 from ..delta_rule import npu_gated_delta_layer_decode
 from ..dispatch.errors import NotSupported, need
 from ..gated_norm import npu_gated_rms_norm
+from ..graph_mode import Replayed
 from ..sparse_attention import (
     npu_sparse_attention_indices_pto,
     npu_sparse_attention_pto,
@@ -83,6 +84,8 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, caches: PagedCaches, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.caches, self.index, self.tokens = caches, index, 0
+        # where there are graphs a decode step's attention is one, from its second call on
+        self.attend = Replayed(_attended)
 
     def append(self, tokens: int) -> LayerCaches:
         self.tokens += tokens
@@ -157,6 +160,56 @@ def _is_shared(config: Any, index: int) -> bool:
     return index < len(kinds) and kinds[index] == "shared"
 
 
+def _attended(
+    state: tuple[Any, ...],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    lengths: Tensor,
+    indices: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """(what the attention adds, the positions that it attends to where a layer hands them on)"""
+    module, w, caches, pools, block_table = state
+    slots = caches.slots(token_positions(lengths, x.shape[1]), block_table)
+    arguments: Any = (
+        x.contiguous(),
+        w.dq,
+        w.uq_qr,
+        w.uk,
+        w.dkv_kr,
+        w.gamma_cq,
+        w.gamma_ckv,
+        sin,
+        cos,
+        slots,
+        pools.kv,
+        pools.kr,
+        block_table,
+        lengths,
+    )
+    if isinstance(w, SparseAttentionWeights):
+        arguments += (
+            w.idx_qb,
+            w.idx_k,
+            w.idx_proj,
+            w.idx_gamma_k,
+            w.idx_beta_k,
+            pools.index_k,
+        )
+        if _is_shared(module.config, module.layer_idx + 1):
+            latent, indices = npu_sparse_attention_indices_pto(*arguments, **w.options)
+        else:
+            latent = npu_sparse_attention_pto(*arguments, **w.options)
+    elif indices is None:
+        raise ValueError(
+            f"Layer {module.layer_idx} shares its selection, and `prev_topk_indices` is None. "
+            "Pass the third result of the layer before it."
+        )
+    else:
+        latent = npu_sparse_attention_shared_pto(*(*arguments, indices), **w.options)
+    return module.o_proj(w.values(latent)), indices
+
+
 def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
     """The forward of a sparse attention; GLM-5's hands its selection on, as a third result."""
     converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
@@ -180,45 +233,8 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
         pools = layer.append(tokens)
         cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
         lengths = _lengths(attention_mask, requests)
-        slots = layer.caches.slots(token_positions(lengths, tokens))
-        arguments: Any = (
-            hidden_states.contiguous(),
-            w.dq,
-            w.uq_qr,
-            w.uk,
-            w.dkv_kr,
-            w.gamma_cq,
-            w.gamma_ckv,
-            sin,
-            cos,
-            slots,
-            pools.kv,
-            pools.kr,
-            layer.caches.block_table,
-            lengths,
-        )
-        indices = prev_topk_indices
-        if isinstance(w, SparseAttentionWeights):
-            arguments += (
-                w.idx_qb,
-                w.idx_k,
-                w.idx_proj,
-                w.idx_gamma_k,
-                w.idx_beta_k,
-                pools.index_k,
-            )
-            if _is_shared(self.config, self.layer_idx + 1):
-                latent, indices = npu_sparse_attention_indices_pto(*arguments, **w.options)
-            else:
-                latent = npu_sparse_attention_pto(*arguments, **w.options)
-        elif indices is None:
-            raise ValueError(
-                f"Layer {self.layer_idx} shares its selection, and `prev_topk_indices` is None. "
-                "Pass the third result of the layer before it."
-            )
-        else:
-            latent = npu_sparse_attention_shared_pto(*(*arguments, indices), **w.options)
-        out = self.o_proj(w.values(latent))
+        state = (self, w, layer.caches, pools, layer.caches.block_table)
+        out, indices = layer.attend(state, hidden_states, cos, sin, lengths, prev_topk_indices)
         return (out, None, indices) if hasattr(self, "skip_topk") else (out, None)
 
     return forward
@@ -343,7 +359,8 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
     Every such model of the process is concerned; on exit their own code is back. Inference only.
     Batches are padded on the left, as `generate` wants them. The cache of a sparse attention
     becomes paged at the first forward pass (a new cache for every context), and the weights are
-    converted once per context: do not change them inside. The other models keep their cache.
+    converted once per context: do not change them inside. On an NPU the attention of a decode step
+    is one graph a layer, from its second call on. The other models keep their cache.
 
     Args:
         weight_format: "nz" or "nd", of the converted weights.

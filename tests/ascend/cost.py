@@ -9,8 +9,9 @@ are walked.
 
 The time is an ESTIMATE, from public rates and the assumptions below.  Within the cube's half or the
 vectors' half of a program its units work at the same time, and the slowest decides; a copy takes
-its bytes, and never less than `_COPY`.  The two halves overlap where the workspace between them has
-several slots; where it has one they take turns, and every hand-off is waited for.
+its bytes, and never less than `_COPY`; what is read again comes out of the cache.  The two halves
+overlap where the workspace between them has several slots; where it has one they take turns, and
+every hand-off is waited for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +33,7 @@ _VECTOR = 256 * 1.85e9  # bytes a second of one operand, one vector core
 # assumed; none was measured here
 _ONE_CORE = MEMORY / 12  # what a core alone can draw
 _CACHED = 3  # the cache behind it, where workspaces stay, is so many times as fast
+_CACHE = 96 * 2**20  # bytes of a tensor that is still there when it is read again
 _COPY = 8e-8  # seconds that a copy takes at least, one after the other
 _SCALAR = 1e-7  # seconds of one load from global memory by the scalar unit
 _HAND_OFF = 1.75e-6  # seconds from the cube to the vectors, or back
@@ -50,29 +53,36 @@ class Memory:
     tensor: torch.Tensor | None = None
     offset: int | None = None
     workspace: bool = False
+    home: tuple[int, int] | None = None  # address and bytes of the memory that an argument is in
 
     @property
     def count(self) -> int:
         return math.prod(0 if extent is None else max(extent, 0) for extent in self.extents)
 
 
+_Home = tuple[int, int] | None
+_Copy = tuple[str, bool, int, _Home]
+
+
 @dataclass
 class Cost:
-    """Of one half of one program: copies by (direction, workspace or not, bytes), multiply-adds,
-    vector bytes by element width, loads by the scalar unit, waits for the other half."""
+    """Of one half of one program: copies by (direction, workspace or not, bytes, whose memory),
+    multiply-adds, vector bytes by element width, loads by the scalar unit, waits for the other
+    half."""
 
     share: int = 1  # the vector units of a mixed kernel draw two at a time
-    copies: Counter[tuple[str, bool, int]] = field(default_factory=Counter)
+    copies: Counter[_Copy] = field(default_factory=Counter)
     multiplied: int = 0
     vector: Counter[int] = field(default_factory=Counter)
     scalar_loads: int = 0
     waits: int = 0
 
     def copied(self, direction: str) -> int:
-        return sum(n * size for (way, _, size), n in self.copies.items() if way == direction)
+        return sum(n * size for (way, _, size, _), n in self.copies.items() if way == direction)
 
     def copy(self, direction: str, there: Memory, tile: Memory) -> None:
-        self.copies[direction, there.workspace, tile.count * tile.element] += 1
+        key = direction, there.workspace, tile.count * tile.element, there.home
+        self.copies[key] += 1
 
     def add(self, other: Cost, times: float) -> None:
         for mine, theirs in ((self.copies, other.copies), (self.vector, other.vector)):
@@ -82,7 +92,7 @@ class Cost:
         self.scalar_loads += round(other.scalar_loads * times)
         self.waits += round(other.waits * times)
 
-    def units(self, programs: int, cores: int) -> dict[str, float]:
+    def units(self, programs: int, cores: int, again: Mapping[_Home, float]) -> dict[str, float]:
         """Seconds by unit, while so many programs share the memory's rate."""
         rate = min(MEMORY / programs, _ONE_CORE) / self.share
         found = {
@@ -90,17 +100,35 @@ class Cost:
             "vector": sum(self.vector.values()) / _VECTOR,
             "scalar loads": self.scalar_loads * _SCALAR,
         }
-        for (direction, workspace, size), count in self.copies.items():
-            seconds = size / (rate * (_CACHED if workspace else 1))
+        for (direction, workspace, size, home), count in self.copies.items():
+            cached = 1.0 if workspace else again.get(home, 0.0) if direction == "loads" else 0.0
+            seconds = size / rate * (1 - cached + cached / _CACHED)
             found[direction] = found.get(direction, 0.0) + count * max(seconds, _COPY)
         return found
 
 
-def seconds(halves: list[Cost], turns: bool, programs: int, cores: int) -> tuple[float, str]:
+def read_again(walked: list[list[Cost]], programs: int) -> dict[_Home, float]:
+    """The share of a tensor's loads that come out of the cache: those after the first of each
+    byte, of a tensor that fits there.  `walked` are programs that stand for all."""
+    loaded: Counter[_Home] = Counter()
+    for half in (half for halves in walked for half in halves):
+        for (direction, _, size, home), count in half.copies.items():
+            if direction == "loads" and home is not None:
+                loaded[home] += count * size * half.share
+    return {
+        home: max(0.0, 1 - home[1] * len(walked) / (total * programs))
+        for home, total in loaded.items()
+        if home is not None and total and home[1] <= _CACHE
+    }
+
+
+def seconds(
+    halves: list[Cost], turns: bool, programs: int, cores: int, again: Mapping[_Home, float]
+) -> tuple[float, str]:
     """Of a program, and what binds it.  The halves of a mixed one: the cube's, the vectors'."""
     slowest = []
     for half in halves:
-        units = half.units(programs, cores)
+        units = half.units(programs, cores, again)
         unit = max(units, key=lambda name: units[name])
         slowest.append((units[unit], unit))
     if len(halves) == 1:
@@ -361,7 +389,9 @@ def of(hivm: str, arguments: list[Any], grid: tuple[int, ...], block: int = 0) -
         for name, kind, value in zip(names[first:], types[first:], arguments, strict=False):
             if isinstance(value, torch.Tensor):
                 element = value.element_size()
-                env[name] = Memory([value.numel()], element, "gm", value, 0)
+                storage = value.untyped_storage()
+                home = (storage.data_ptr(), storage.nbytes())
+                env[name] = Memory([value.numel()], element, "gm", value, 0, home=home)
             elif kind.startswith("i"):
                 env[name] = int(value)
         after = first + len(arguments)

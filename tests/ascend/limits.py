@@ -168,7 +168,7 @@ def _attentions() -> Iterator[Limit]:
 
 
 def _prologs() -> Iterator[Limit]:
-    wide = tune.TABLE["rows.rms_norm"][-1].tiles["WIDTH"]
+    wide = tune.TABLE["rows.finish"][-1].tiles["WIDTH"]
     given = dict(
         token_x=_t(1, 8), rmsnorm_gamma_cq=_t(wide), kv_cache=_t(1, 16, 1, wide),
         rope_sin=_t(1, 64),

@@ -175,10 +175,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
     ),
     "mla_prolog_pto.forward": (("-> new(tokens, latent, heads)", _NUMBERS),),
-    "product._config": (
+    "product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
-    "product.heads": (("'product.nd_product', depth, rows)", _TILE),),
     "ragged.page_rows": (
         ("key.shape[0] < 1", "the only page has the number 0, whatever lies between two"),
     ),

@@ -66,6 +66,20 @@ def decode(keys: int, chosen: int) -> Make:
     return make
 
 
+def states(requests: int) -> Make:
+    """One state a request: what two share is read out of the cache."""
+
+    def make(x: Inputs) -> Arguments:
+        given = models.DELTA.call([0] * requests, heads=(16, 32))(x)
+        pool = given["initial_state_source"]
+        return given | dict(
+            initial_state_source=x.normal(requests, *pool.shape[1:], dtype=pool.dtype),
+            initial_state_indices=x.ints(torch.arange(requests)),
+        )
+
+    return make
+
+
 _INDEXER = "FlagGems-vllm #791"
 FIGURES = (
     Figure("indexer, 1 x 8194", 27.4, 22.2, _INDEXER, "npu_lightning_indexer", indexer(1, 8194)),
@@ -98,6 +112,6 @@ FIGURES = (
         153.6,
         "vllm-ascend #12869",
         "npu_fused_sigmoid_gating_delta_rule_update",
-        models.DELTA.call([i % models.DELTA.SLOTS for i in range(16)], heads=(16, 32)),
+        states(16),
     ),
 )

@@ -102,11 +102,14 @@ CASES = (
     case("uneven, 130 tokens", prolog(65, 2, 8, **UNEVEN)),
     case("sizes of the tests", prolog(2, 2, 2, hidden=64, rank=32, latent=32, plain=16, rotary=16)),
     case("wide rows", prolog(3, 2, 8, hidden=512, rank=2560, latent=640)),
+    case("the widest rows", prolog(3, 1, 1, hidden=256, rank=4096, latent=4096)),
     case("NZ bytes under the ND shape", prolog(4, 2, 8, form="flat", **SMALL)),
     case("row-major", prolog(4, 2, 8, form="nd", **SMALL)),
     case("the slot past the last", prolog(3, 1, 3, past=0, **UNEVEN)),
     case("two epsilons", prolog(3, 1, 3, epsilons=(0.5, 0.1), **UNEVEN)),
     case("tiny rows", prolog(3, 1, 3, scale=1e-3, **UNEVEN)),
+    case("row-major, 20 tokens", prolog(10, 2, 3, hidden=128, rank=64, form="nd")),
+    case("row-major, 40 tokens", prolog(20, 2, 3, hidden=128, rank=64, form="nd")),
     case("row-major, uneven, 70 tokens", prolog(35, 2, 8, hidden=200, rank=120, form="nd")),
 )
 _TILE = """                w_tile = tl.load(from_w)
@@ -134,8 +137,8 @@ CONTROLS = (
     Control(
         "wrong sign in the rotation",
         "rows",
-        "first = (left * c0[None] - right",
-        "first = (left * c0[None] + right",
+        "left_out = (left * c0[None] - right",
+        "left_out = (left * c0[None] + right",
         "uneven, 18 tokens",
     ),
     Control(
@@ -155,8 +158,8 @@ CONTROLS = (
     Control(
         "the other norm's epsilon",
         "mla_prolog_pto",
-        "rows.norm(down, rmsnorm_gamma_cq, rmsnorm_epsilon_cq",
-        "rows.norm(down, rmsnorm_gamma_cq, rmsnorm_epsilon_ckv",
+        "rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved",
+        "rmsnorm_epsilon_ckv, rmsnorm_epsilon_ckv, rope_interleaved",
         "two epsilons",
     ),
     Control(
@@ -172,6 +175,27 @@ CONTROLS = (
         "/ LATENT + epsilon",
         "/ LATENT + 1e-30",
         "tiny rows",
+    ),
+    Control(
+        "a part of the depth left out",
+        "rows",
+        "total = tl.load(x + d, mask=d < size, other=0.0)\n    for i in range(1, parts)",
+        "total = tl.load(x + d, mask=d < size, other=0.0)\n    for i in range(2, parts)",
+        "model, 8 heads, 4 x 4 tokens, halves",
+    ),
+    Control(
+        "every part the first one",
+        "product",
+        "k = part * span + step",
+        "k = step",
+        "model, 8 heads, 4 x 4 tokens, halves",
+    ),
+    Control(
+        "the second weight's tiles begin anew",
+        "cores",
+        "return tl.where(core < 0, core + tl.num_programs(0), core)",
+        "return core",
+        "uneven, 18 tokens",
     ),
     Control(
         "a 3-D load, reshaped",

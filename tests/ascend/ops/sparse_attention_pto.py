@@ -109,32 +109,27 @@ CASES = (
 )
 
 
-def wired(stage: str, changes: str) -> tuple[str, str]:
-    """The launcher's text, and one in which the stage takes other arguments."""
-    wrong = f"lambda **a: STAGES.{stage}(**a | dict({changes}))"
-    return ".run(STAGES)", f".run(STAGES._replace({stage}={wrong}))"
-
-
 CONTROLS = (
     Control(
         "attention before the new keys",
         OP[4:],
-        *wired("mla_prolog", 'cache_index=a["cache_index"] * 0 - 1'),
+        "a.sin, a.cos, a.cache_index,",
+        "a.sin, a.cos, a.cache_index * 0 - 1,",
         "everything selected, 16 heads, s1 2",
     ),
     Control(
         "the other norm's epsilon",
         OP[4:],
-        *wired("indexer_prolog", "ln_epsilon=0.5"),
+        "weights, a.layer_norm_eps,",
+        "weights, a.rms_norm_eps,",
         "two epsilons",
     ),
     Control(
         "scale of the latent",
         OP[4:],
-        *wired(
-            "sparse_flash_attention",
-            'scale_value=(a["query"].shape[-1] + a["query_rope"].shape[-1]) ** -0.5',
-        ),
+        "a.attended(STAGES, ",
+        "a.attended(STAGES._replace(sparse_flash_attention=lambda **b: "
+        "STAGES.sparse_flash_attention(**b | dict(scale_value=(a.w_uk.shape[2] + 64) ** -0.5))), ",
         "everything selected, 16 heads, s1 2",
     ),
 )

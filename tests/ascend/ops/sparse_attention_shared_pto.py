@@ -13,7 +13,7 @@ import torch
 from ..case import Arguments, Case, Inputs
 from ..controls import Control
 from .mla_prolog_pto import row_major
-from .sparse_attention_pto import layer, wired
+from .sparse_attention_pto import layer
 
 
 def shared(
@@ -43,6 +43,14 @@ CASES = (
     case("GLM-5's sizes, 8 heads", shared([2100], 1, 8, 2048, hidden=6144, rank=2048), cores=(24,)),
     case("fp16", shared([140, 260], 1, 32, 256), dtype=torch.float16),
 )
+
+
+def wired(stage: str, changes: str) -> tuple[str, str]:
+    """The launcher's text, and one in which the stage takes other arguments."""
+    wrong = f"lambda **a: STAGES.{stage}(**a | dict({changes}))"
+    return ".run(STAGES)", f".run(STAGES._replace({stage}={wrong}))"
+
+
 CONTROLS = (
     Control(
         "attention before the new keys",

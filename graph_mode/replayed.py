@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A step that is called again and again, as one device graph for each shape of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from .capture import Captured, capture, kind_of
+
+
+class Replayed:
+    """`fn(state, *inputs)`, captured where its shapes come for the second time, then replayed.
+
+    The first call of a shape runs as it is, which compiles the kernels. A graph copies the inputs
+    into its buffers and launches everything at once; the outputs are buffers of it, which the next
+    call with these shapes overwrites. `state` is what `fn` reads and writes where it lies, weights
+    and caches: with other objects than before all graphs are dropped. What `fn` writes there must
+    be the same when it is called again, as for a capture it is.
+
+    Args:
+        fn: a function of tensors that reads nothing back from the device.
+        devices: the kinds on which it is captured; on the others, inside torch.compile and while
+            somebody else captures, `fn` is called.
+
+    >>> import torch
+    >>> from custom.graph_mode import Replayed
+    >>> Replayed(lambda state, x: x + state[0])((torch.ones(2),), torch.ones(2))
+    tensor([2., 2.])
+    """
+
+    def __init__(self, fn: Callable[..., Any], devices: tuple[str, ...] = ("npu",)) -> None:
+        self._fn, self._devices = fn, devices
+        self._state: tuple[Any, ...] = ()
+        self._graphs: dict[Any, Captured | None] = {}
+
+    def __call__(self, state: tuple[Any, ...], *inputs: Any) -> Any:
+        kind = kind_of(inputs)
+        if (
+            kind not in self._devices
+            or torch.compiler.is_compiling()
+            or getattr(torch, kind).is_current_stream_capturing()
+        ):
+            return self._fn(state, *inputs)
+        if len(state) != len(self._state) or any(
+            a is not b for a, b in zip(state, self._state, strict=True)
+        ):
+            self._state = state
+            self._graphs.clear()
+        leaves, structure = tree_flatten(inputs)
+        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        key = (shapes, structure)
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return self._fn(state, *inputs)
+        graph = self._graphs[key]
+        if graph is None:
+            buffers = tree_map_only(Tensor, torch.clone, inputs)
+            graph = capture(lambda *now: self._fn(state, *now), *buffers)
+            self._graphs[key] = graph
+        return graph(*inputs)

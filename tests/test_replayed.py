@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A step as one NPU graph, over stand-ins for an NPU's graphs: captured once, replayed with other
+values, and nothing but copies into its buffers beside it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from custom.graph_mode import Replayed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .support.npu_graph import Graph, stand_in
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    return stand_in(monkeypatch)
+
+
+class Called(TorchDispatchMode):
+    """The ops that the host calls; what a graph replays is not among them."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names = []
+        replay = Graph.replay
+
+        def aside(graph):
+            names, self.names = self.names, []
+            replay(graph)
+            self.names = names
+
+        monkeypatch.setattr(Graph, "replay", aside)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def added(state, x):
+    (total,) = state
+    total.add_(x)
+    return total * 2
+
+
+def written(state, x):
+    (cache,) = state
+    cache[:2] = x
+    return cache.sum() + x
+
+
+def test_captured_at_the_second_call_and_replayed(graphs, monkeypatch):
+    cache = torch.arange(4.0)
+    step = Replayed(written)
+    values = [torch.full((2,), float(i)) for i in range(5)]
+    called = Called(monkeypatch)
+    for number, x in enumerate(values):
+        plain = cache.clone()
+        with called:
+            called.names = []
+            out = step((cache,), x)
+        assert torch.equal(out, written((plain,), x)) and torch.equal(cache, plain)
+        assert len(graphs.captured) == (number > 0)
+        if number > 1:  # no allocation, no host read: the input goes into its buffer
+            assert called.names == ["aten::copy_"]
+    assert graphs.captured[0].replays == 4
+    assert values[1].tolist() == [1, 1]  # the caller's tensor is none of the graph's buffers
+
+
+def test_another_shape_and_other_state_are_captured_anew(graphs):
+    step, one, other = Replayed(lambda state, x: x * state[0]), torch.ones(1), torch.full((1,), 3.0)
+    for state in (one, other):
+        for size in (2, 2, 5, 5, 2):
+            assert torch.equal(step((state,), torch.ones(size)), state.expand(size))
+    assert [graph.replays for graph in graphs.captured] == [2, 1, 2, 1]
+
+
+def test_a_host_read_is_refused(graphs):
+    step = Replayed(lambda state, x: x * x.sum().item())
+    x = torch.ones(2)
+    step((), x)
+    with pytest.raises(RuntimeError, match="capture: the function waits for the device"):
+        step((), x)
+
+
+def test_devices_without_a_graph_call_the_function():
+    step = Replayed(added)
+    total = torch.zeros(2)
+    for count in (1, 2, 3):
+        assert step((total,), torch.ones(2)).tolist() == [2 * count] * 2
+
+
+def test_the_demo_decodes_by_graphs(graphs, monkeypatch):
+    pytest.importorskip("transformers", minversion="5.17")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    sys.modules.pop("deepseek_v32_decode", None)
+    import deepseek_v32_decode as demo
+
+    model = demo.make_model(64, topk=8)
+    tokens, lengths = torch.randint(1, 64, (2, 7)), torch.tensor([9, 4], dtype=torch.int32)
+
+    def decoded(server):
+        steps = [(tokens[:, :3], lengths - 1)]
+        steps += [(tokens[:, i : i + 1], lengths + i - 3) for i in range(3, 7)]
+        return [server.forward(*step) for step in steps]
+
+    called = Called(monkeypatch)
+    server = demo.Server(model, 2, 32)
+    with torch.inference_mode():
+        by_graphs = decoded(server)
+        assert len(graphs.captured) == model.config.num_hidden_layers
+        assert all(graph.replays == 3 for graph in graphs.captured)
+        with called:
+            server.forward(tokens[:, :1], lengths + 4)
+        assert not [name for name in called.names if name.startswith("custom::")]
+        monkeypatch.setattr(Replayed, "__call__", lambda self, *given: self._fn(*given))
+        plain = decoded(demo.Server(model, 2, 32))
+    for got, wanted in zip(by_graphs, plain, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_transformers_model_generates_by_graphs(graphs):
+    pytest.importorskip("transformers", minversion="5.17")
+    from custom.integrations.transformers import use
+
+    from .support.models import NEW, deepseek, greedy, ragged
+
+    model, inputs = deepseek(), ragged()
+    expected = greedy(model, inputs)
+    with use():
+        assert torch.equal(greedy(model, inputs), expected)
+    replays = [graph.replays for graph in graphs.captured]
+    layers = model.config.num_hidden_layers
+    # the prompt, the first step, then graphs; more where the pages ran out on the way
+    assert len(replays) >= layers and sum(replays) >= layers * (NEW - 4)
