@@ -31,6 +31,8 @@ from .ragged import PAGED, TND, keys_of, request_of, seen, tokens_of, visible
 
 _PIECE = 2048  # keys for which a core loads the queries of a group, if there is work for all cores
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
+_ABSENT, _INF = tl.constexpr(-2139095041), tl.constexpr(2139095040)  # the keys of -inf and inf
+_GUESSES = tl.constexpr(6)
 
 
 @triton.jit
@@ -220,6 +222,42 @@ def as_float(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def as_key(number):
+    """The ordered key of a float, as int64."""
+    bits = number.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def narrower(low, high, most, least, key, count, wanted):
+    """The bracket, and what is not below its ends, by one more count."""
+    enough = count >= wanted
+    closer = (key < high) & (count < wanted)
+    most = tl.where(enough, count, most)
+    least = tl.where(closer, count, least)
+    return tl.where(enough, key, low), tl.where(closer, key, high), most, least
+
+
+@triton.jit
+def search(of_row, n, low, high, most, least, key1, key2, key3, wanted, TILE: tl.constexpr):
+    """The bracket from `low`, which `most` scores reach, to `high`, which `least` do, narrowed by
+    three ascending keys; one that is not inside it changes nothing."""
+    c = tl.arange(0, TILE)
+    at1, at2, at3 = as_float(key1), as_float(key2), as_float(key3)
+    above1 = tl.zeros((TILE,), tl.float32)
+    above2 = tl.zeros((TILE,), tl.float32)
+    above3 = tl.zeros((TILE,), tl.float32)
+    for s in range(0, n, TILE):
+        v = tl.load(of_row + s + c, mask=c < n - s, other=float("-inf"))
+        above1 += tl.where(v >= at1, 1.0, 0.0)
+        above2 += tl.where(v >= at2, 1.0, 0.0)
+        above3 += tl.where(v >= at3, 1.0, 0.0)
+    low, high, most, least = narrower(low, high, most, least, key1, tl.sum(above1, 0), wanted)
+    low, high, most, least = narrower(low, high, most, least, key2, tl.sum(above2, 0), wanted)
+    return narrower(low, high, most, least, key3, tl.sum(above3, 0), wanted)
+
+
 @entry.jit(
     do_not_specialize=[
         "first", "rows", "wide", "groups", "chosen", "requests", "tokens", "reach",
@@ -231,8 +269,10 @@ def topk(
     Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
     CAUSAL: tl.constexpr, TOKENS: tl.constexpr, COUNT_TILE: tl.constexpr, SORT_TILE: tl.constexpr,
 ):  # fmt: skip
-    """16 passes narrow down the key of the `chosen`-th score, each by three counts; then the
-    positions above it, and the first ones equal to it, are packed in order.
+    """The `chosen`-th score lies in a bracket of keys, whose ends are counted: _GUESSES passes over
+    the row narrow it down by values, which is fast where they are spread; where a score or a tie is
+    not singled out then, up to 16 passes do by keys, which is sure.  Rows that are taken as a whole
+    need none.  Then the positions above it, and the first ones equal to it, are packed in order.
 
     A tile is packed by sorting: -position where chosen, -inf elsewhere.  Positions and counts are
     small enough to be exact as floats, which the vector unit compares and sorts best.
@@ -240,6 +280,7 @@ def topk(
     c = tl.arange(0, COUNT_TILE)
     p = tl.arange(0, SORT_TILE)
     negative = -p.to(tl.float32)
+    wanted = chosen.to(tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         request, _, n = visible(
             first + row, query_lengths, key_lengths, requests, tokens, reach,
@@ -250,57 +291,56 @@ def topk(
             Q_TND, Q_LENGTHS, TOKENS,
         )  # fmt: skip
         to = out + (first + row).to(tl.int64) * chosen
-        low = tl.full((), -2139095041, tl.int64)  # the key of -inf
-        high = tl.full((), 2139095041, tl.int64)  # that of inf, plus one
-        for _ in range(16):
-            step = (high - low + 3) >> 2
-            key1 = low + step
-            key2 = key1 + step
-            key3 = key2 + step
-            least1 = as_float(tl.minimum(key1, 2139095040))
-            least2 = as_float(tl.minimum(key2, 2139095040))
-            least3 = as_float(tl.minimum(key3, 2139095040))
-            above1 = tl.zeros((COUNT_TILE,), tl.float32)
-            above2 = tl.zeros((COUNT_TILE,), tl.float32)
-            above3 = tl.zeros((COUNT_TILE,), tl.float32)
-            for s in range(0, n, COUNT_TILE):
-                v = tl.load(of_row + s + c, mask=c < n - s, other=float("-inf"))
-                above1 += tl.where(v >= least1, 1.0, 0.0)
-                above2 += tl.where(v >= least2, 1.0, 0.0)
-                above3 += tl.where(v >= least3, 1.0, 0.0)
-            n1 = tl.sum(above1, 0)
-            n2 = tl.sum(above2, 0)
-            n3 = tl.sum(above3, 0)
-            wanted = chosen.to(tl.float32)
-            at_most = tl.where(n3 < wanted, key3, high)
-            at_most = tl.where(n2 < wanted, key2, at_most)
-            at_most = tl.where(n1 < wanted, key1, at_most)
-            at_least = tl.where(n1 >= wanted, key1, low)
-            at_least = tl.where(n2 >= wanted, key2, at_least)
-            low = tl.where(n3 >= wanted, key3, at_least)
-            high = tl.minimum(high, at_most)
-        least = as_float(low)
-        above = tl.zeros((COUNT_TILE,), tl.float32)
-        for s in range(0, n, COUNT_TILE):
+        there = tl.zeros((COUNT_TILE,), tl.float32)
+        lowest = tl.full((COUNT_TILE,), float("inf"), tl.float32)
+        highest = tl.full((COUNT_TILE,), _LOWEST, tl.float32)
+        for s in range(0, tl.where(n > chosen, n, 0), COUNT_TILE):
             v = tl.load(of_row + s + c, mask=c < n - s, other=float("-inf"))
-            above += tl.where(v > least, 1.0, 0.0)
-        # how many of those equal to `least` are wanted; -inf is absent, never wanted
-        ties = tl.where(low > -2139095041, chosen - tl.sum(above, 0).to(tl.int32), 0)
+            there += tl.where(v >= _LOWEST, 1.0, 0.0)
+            lowest = tl.minimum(lowest, tl.where(v >= _LOWEST, v, float("inf")))
+            highest = tl.maximum(highest, v)
+        most = tl.sum(there, 0)
+        least = most * 0.0
+        # -inf is absent: where no more are there than are wanted, all above it are taken
+        low = tl.where(most > wanted, as_key(tl.min(lowest, 0)), _ABSENT)
+        high = tl.where(most > wanted, as_key(tl.max(highest, 0)), _ABSENT) + 1
+        for guess in range(0, _GUESSES):
+            if (high - low > 1) & (most != wanted):
+                share = tl.where(guess < 2, 0.5, (most - wanted) / (most - least))
+                apart = tl.where(guess < 2, 0.25, 0.125)
+                bottom = as_float(low)
+                width = as_float(tl.minimum(high, _INF)) - bottom
+                key1 = as_key(bottom + width * tl.maximum(share - apart, 0.01))
+                key2 = as_key(bottom + width * tl.minimum(tl.maximum(share, 0.01), 0.99))
+                key3 = as_key(bottom + width * tl.minimum(share + apart, 0.99))
+                low, high, most, least = search(
+                    of_row, n, low, high, most, least, key1, key2, key3, wanted, COUNT_TILE
+                )
+        for _ in range(0, ((high - low > 1) & (most != wanted)).to(tl.int32) * 16):
+            if (high - low > 1) & (most != wanted):
+                step = (high - low + 3) >> 2
+                low, high, most, least = search(
+                    of_row, n, low, high, most, least, low + step, low + 2 * step, low + 3 * step,
+                    wanted, COUNT_TILE,
+                )  # fmt: skip
+        at_least = as_float(low)
+        # how many of those equal to it are wanted: all that there are, or those that are missing
+        ties = tl.where(most == wanted, chosen, chosen - least.to(tl.int32))
+        ties = tl.where(low > _ABSENT, ties, 0)
         written = 0
         for s in range(0, n, SORT_TILE):
             v = tl.load(of_row + s + p, mask=p < n - s, other=float("-inf"))
-            equal = tl.where(v == least, 1.0, 0.0)
+            equal = tl.where(v == at_least, 1.0, 0.0)
             here = tl.sum(equal, 0).to(tl.int32)
-            last = -1.0 * SORT_TILE  # the last equal position that is taken, negative
-            if here > ties:
+            # the last equal position that is taken, negative
+            last = tl.where(ties > 0, -1.0 * SORT_TILE, 1.0)
+            if (here > ties) & (ties > 0):
                 # rare: the wanted ones end inside this tile
                 packed = sort(tl.where(equal > 0, negative, float("-inf")), 0, True)
                 last = tl.sum(tl.where(p == ties - 1, packed, 0.0), 0)
-                if ties == 0:
-                    last = 1.0
             ties -= tl.minimum(here, ties)
             equal = tl.where(negative >= last, equal, 0.0)
-            key = tl.where(v > least, negative, tl.where(equal > 0, negative, float("-inf")))
+            key = tl.where(v > at_least, negative, tl.where(equal > 0, negative, float("-inf")))
             taken = tl.sum(tl.where(key > float("-inf"), 1.0, 0.0), 0).to(tl.int32)
             if taken > 0:
                 packed = sort(key, 0, True)

@@ -85,7 +85,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
         )
         for heads in all_heads
     ),
-    "lightning_indexer.topk": (Config({"COUNT_TILE": 2048, "SORT_TILE": 1024}),),
+    "lightning_indexer.topk": (Config({"COUNT_TILE": 1024, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
     "lightning_indexer_grad.spread": (Config({}),),
     "lightning_indexer_grad.grad_keys": tuple(

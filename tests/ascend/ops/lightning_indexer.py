@@ -163,6 +163,20 @@ def with_a_nan(arguments: Arguments) -> torch.Tensor:
     return key
 
 
+def with_infinity(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """Two keys of request 0 score inf with every head."""
+
+    def made(x: Inputs) -> Arguments:
+        arguments = make(x)
+        key, table = arguments["key"], arguments["block_table"]
+        arguments["query"][..., 5] = 1.0
+        arguments["weights"].fill_(1.0)
+        key[table[0, :2], 7, 0, 5] = float("inf")
+        return arguments
+
+    return made
+
+
 def by_score(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
     """As many positions as the reference chose, ascending; and the chosen scores, sorted, within
     the bound: a swap at the boundary changes them by no more than rounding does."""
@@ -202,6 +216,8 @@ CASES = (
     Case(OP, "paged, 128 heads", paged([140], 1, 128)),
     Case(OP, "paged, 24 heads", paged([140], 2, 24)),
     Case(OP, "paged, fp16", paged([300], 2), torch.float16),
+    Case(OP, "paged, fp16, one token", paged([300], 1), torch.float16),
+    Case(OP, "paged, fp16, 32 heads, one token", paged([300], 1, 32), torch.float16),
     Case(OP, "paged, a page missing", paged([400, 100], 1, 64, hole=-1)),
     Case(OP, "paged, a page far behind the last", paged([400, 100], 1, 64, hole=2**31 - 1)),
     Case(OP, "paged, all keys", paged([300, 5], 3, 16, sparse_mode=0)),
@@ -266,6 +282,8 @@ CASES = (
     Case(
         OP, "half of the heads", with_(paged([300, 5], 2, 64), query=of_wider, weights=of_wider_2)
     ),
+    Case(OP, "fewer there than wanted", paged([300, 290], 2, 16, 200, hole=-1)),
+    Case(OP, "scores of infinity", with_infinity(paged([700, 3], 1, 16, 69))),
     Case(OP, "a key of NaN", with_(paged([70, 3], 1, 16, 69), key=with_a_nan)),
     Case(
         OP,
@@ -365,14 +383,14 @@ CONTROLS = (
         OP[4:],
         "at = tl.minimum(token + j, last_tile(requests, tokens, Q_TND, TOKENS))",
         "at = (token + j)",
-        "BSND",
+        "TND",
     ),
     Control(
         "the rows of the last group as those of the others",
         OP[4:],
         "begun = tl.minimum(begun + of_group * TOKENS, last_tile(requests, tokens, Q_TND, TOKENS))",
         "begun += of_group * TOKENS",
-        "BSND",
+        "TND",
     ),
     Control(
         "no room for the groups of other requests",
@@ -431,6 +449,27 @@ CONTROLS = (
         "TND, 133 requests, paged",
     ),
     Control(
+        "guesses alone",
+        OP[4:],
+        ".to(tl.int32) * 16)",
+        ".to(tl.int32) * 0)",
+        "paged, 64 heads",
+    ),
+    Control(
+        "what is absent is taken",
+        OP[4:],
+        "ties = tl.where(low > _ABSENT, ties, 0)",
+        "ties = tl.where(low >= _ABSENT, ties, 0)",
+        "fewer there than wanted",
+    ),
+    Control(
+        "all ties are taken",
+        OP[4:],
+        "tl.where(most == wanted, chosen, chosen - least.to(tl.int32))",
+        "chosen",
+        "paged, 64 heads",
+    ),
+    Control(
         "the last tile forgotten where it has one key",
         OP[4:],
         "for s in range(0, n, SORT_TILE)",
@@ -440,8 +479,8 @@ CONTROLS = (
     Control(
         "counted in tiles that do not fit",
         "tune",
-        '"COUNT_TILE": 2048',
-        '"COUNT_TILE": 16384',
+        '"COUNT_TILE": 1024',
+        '"COUNT_TILE": 32768',
         "paged, 64 heads",
         stage="compile",
     ),
