@@ -70,13 +70,22 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     "rows.finish": (Config({"WIDTH": 2048}), Config({"WIDTH": 4096}, {"multibuffer": False})),
     "rows.rotate_heads": tuple(Config({"HEAD_TILE": heads}) for heads in (8, 16, 32)),
-    # the key tile is a page of 128, or the largest of these that divides a page
+    # the key tile is a page of 128, or the largest of these that divides a page; several tokens of
+    # a request share it where their heads fill a tile
     "lightning_indexer.scores": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
-        for keys in (128, 64, 32, 16)
-        for heads in (16, 32, 64)
+        Config({"HEAD_TILE": heads, "TOKENS": tokens, "KEY_TILE": keys})
+        for tokens, keys, all_heads in (
+            (1, 128, (16, 32, 64)),
+            (1, 64, (16, 32, 64)),
+            (1, 32, (16, 32, 64)),
+            (1, 16, (16, 32, 64)),
+            (2, 128, (64,)),
+            (4, 128, (16, 32)),
+            (4, 64, (64,)),
+        )
+        for heads in all_heads
     ),
-    "lightning_indexer.topk": (Config({"COUNT_TILE": 2048, "SORT_TILE": 1024}),),
+    "lightning_indexer.topk": (Config({"COUNT_TILE": 1024, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
     "lightning_indexer_grad.spread": (Config({}),),
     "lightning_indexer_grad.grad_keys": tuple(
@@ -98,11 +107,6 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
     "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),
-    "quant_lightning_indexer.scores": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
-        for keys in (128, 64, 32, 16)
-        for heads in (16, 32, 64)
-    ),
     "sparse_flash_attention_grad.row_sums": (Config({"HEAD_TILE": 16}),),
     "sparse_flash_attention_grad.grad_query": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})

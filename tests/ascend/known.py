@@ -62,6 +62,7 @@ _SCALAR = {
     "indexer_loss.row_loss": _SUMS,
     "indexer_loss_backward.row_grad": _SUMS,
     "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
+    "lightning_indexer.scores": "the page of a tile of keys, which is one copy",
     "lightning_indexer.topk": "one count a tile of scores",
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
     "lightning_indexer_grad.spread": "one gradient an index, added one after the other, as an index"
@@ -91,8 +92,6 @@ _SCALAR = {
 # the state of a chunk is needed by the next one: nothing runs ahead
 _CHAIN = "a chunk needs the state of the one before: there is nothing to work on meanwhile"
 _TURNS = {
-    "lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
-    "quant_lightning_indexer.scores": "its innermost loop goes over the tokens, most often one",
     "chunk_gated_delta_rule.walk": _CHAIN,
     "chunk_kda.walk": _CHAIN,
     "chunk_kda_grad.walk_states": _CHAIN,
@@ -106,8 +105,8 @@ _TAIL = "the last rows of a request are stored with a mask"
 # with and without masks, transposes, an initial state; linked to the other tiles or not
 _CARRIED = "a state that a loop carries, beside other stored tiles, is shared in no form tried"
 _OLDEST = {
-    "quant_lightning_indexer.scores": "sums of integers, as floats in the vector units, are not"
-    " shared",
+    "lightning_indexer.scores": "the last keys of a row are stored with a mask; 1.2.0 shares no"
+    " store without one",
     "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
@@ -126,6 +125,16 @@ _REPEAT = (
         " and would be a launch of its own",
     ),
     *(Known(kernel, "repeat", reason, ("1.0.0",)) for kernel, reason in _OLDEST.items()),
+    *(
+        Known(
+            "lightning_indexer.scores",
+            "repeat",
+            "the sums of several tokens, as slices of a tile as well, are shared by 1.2.0 alone",
+            ("1.1.0",),
+            (("TOKENS", tokens),),
+        )
+        for tokens in (2, 4)
+    ),
     Known(
         "lightning_indexer_grad.grad_query",
         "repeat",

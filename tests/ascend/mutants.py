@@ -155,12 +155,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
-    "lightning_indexer.select": (("KEY_TILE'] < _LOGITS", _TILE),),
     "lightning_indexer.topk": (
         ("here >= ties", "where as many tie as are wanted, the cut leaves them all"),
-        ("n1 <= wanted", "as many as are wanted above two bounds are the same ones"),
-        ("n2 <= wanted", "as many as are wanted above two bounds are the same ones"),
-        ("n3 <= wanted", "as many as are wanted above two bounds are the same ones"),
     ),
     "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
     "localize_indices.localize": (

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import memory
 from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge
 from ..conditions import a_page_past_the_last, many_requests, pages_apart, with_
 from ..controls import Control
@@ -142,6 +143,40 @@ def the_last_key_wins(arguments: Arguments) -> torch.Tensor:
     return arguments["weights"].fill_(1.0)
 
 
+def of_wider(arguments: Arguments) -> torch.Tensor:
+    """A tensor in which the heads of two tokens do not lie back to back."""
+    query = arguments["query"]
+    wider = memory.empty((*query.shape[:-2], 2 * query.shape[-2], query.shape[-1]), query.dtype)
+    return wider[..., : query.shape[-2], :].copy_(query)
+
+
+def of_wider_2(arguments: Arguments) -> torch.Tensor:
+    weights = arguments["weights"]
+    wider = memory.empty((*weights.shape[:-1], 96), weights.dtype)
+    return wider[..., : weights.shape[-1]].copy_(weights)
+
+
+def with_a_nan(arguments: Arguments) -> torch.Tensor:
+    """The first key of request 0 is NaN in one place."""
+    key, table = arguments["key"], arguments["block_table"]
+    key[table[0, 0], 0, 0, 5] = float("nan")
+    return key
+
+
+def with_infinity(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """Two keys of request 0 score inf with every head."""
+
+    def made(x: Inputs) -> Arguments:
+        arguments = make(x)
+        key, table = arguments["key"], arguments["block_table"]
+        arguments["query"][..., 5] = 1.0
+        arguments["weights"].fill_(1.0)
+        key[table[0, :2], 7, 0, 5] = float("inf")
+        return arguments
+
+    return made
+
+
 def by_score(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
     """As many positions as the reference chose, ascending; and the chosen scores, sorted, within
     the bound: a swap at the boundary changes them by no more than rounding does."""
@@ -181,6 +216,8 @@ CASES = (
     Case(OP, "paged, 128 heads", paged([140], 1, 128)),
     Case(OP, "paged, 24 heads", paged([140], 2, 24)),
     Case(OP, "paged, fp16", paged([300], 2), torch.float16),
+    Case(OP, "paged, fp16, one token", paged([300], 1), torch.float16),
+    Case(OP, "paged, fp16, 32 heads, one token", paged([300], 1, 32), torch.float16),
     Case(OP, "paged, a page missing", paged([400, 100], 1, 64, hole=-1)),
     Case(OP, "paged, a page far behind the last", paged([400, 100], 1, 64, hole=2**31 - 1)),
     Case(OP, "paged, all keys", paged([300, 5], 3, 16, sparse_mode=0)),
@@ -241,6 +278,13 @@ CASES = (
         ),
     ),
     Case(OP, "several rounds", in_rounds(2 * 384 * 4, paged([300, 1, 129], 2, 16))),
+    Case(OP, "rounds within a request", in_rounds(3 * 384 * 4, paged([300, 129], 5, 16))),
+    Case(
+        OP, "half of the heads", with_(paged([300, 5], 2, 64), query=of_wider, weights=of_wider_2)
+    ),
+    Case(OP, "fewer there than wanted", paged([300, 290], 2, 16, 200, hole=-1)),
+    Case(OP, "scores of infinity", with_infinity(paged([700, 3], 1, 16, 69))),
+    Case(OP, "a key of NaN", with_(paged([70, 3], 1, 16, 69), key=with_a_nan)),
     Case(
         OP,
         "TND, several rounds",
@@ -257,7 +301,13 @@ CASES = (
     ),
 )
 CONTROLS = (
-    Control("relu forgotten", OP[4:], "tl.maximum(z, 0.0)", "z", "paged, 64 heads"),
+    Control(
+        "relu forgotten",
+        OP[4:],
+        "tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)",
+        "z",
+        "paged, 64 heads",
+    ),
     Control(
         "ties to the higher position",
         OP[4:],
@@ -287,10 +337,10 @@ CONTROLS = (
         "TND, sums of queries beyond the tokens",
     ),
     Control(
-        "the lengths of no request are read",
+        "a token where there is no request",
         "ragged",
-        "if query_lengths.shape[0] == 0:",
-        "if False:",
+        "query_lengths.new_zeros(1)",
+        "query_lengths.new_ones(1)",
         "TND, no request",
     ),
     Control(
@@ -310,16 +360,72 @@ CONTROLS = (
     Control(
         "another round's lengths",
         OP[4:],
-        "first + row, query_lengths",
-        "row, query_lengths",
+        "first + row, query_lengths, key_lengths",
+        "row, query_lengths, key_lengths",
         "several rounds",
     ),
     Control(
         "another round's scores",
         OP[4:],
-        "low = tl.maximum(first - token, 0)",
-        "low = tl.maximum(0 - token, 0)",
+        "j = tl.maximum(first - token, 0)",
+        "j = tl.maximum(0 - token, 0)",
         "TND, several rounds",
+    ),
+    Control(
+        "the keys of a group's first token",
+        OP[4:],
+        "seen(j + left - 1, count",
+        "seen(j, count",
+        "paged, 64 heads",
+    ),
+    Control(
+        "the queries behind the last",
+        OP[4:],
+        "at = tl.minimum(token + j, last_tile(requests, tokens, Q_TND, TOKENS))",
+        "at = (token + j)",
+        "TND",
+    ),
+    Control(
+        "the rows of the last group as those of the others",
+        OP[4:],
+        "begun = tl.minimum(begun + of_group * TOKENS, last_tile(requests, tokens, Q_TND, TOKENS))",
+        "begun += of_group * TOKENS",
+        "TND",
+    ),
+    Control(
+        "no room for the groups of other requests",
+        OP[4:],
+        "(before + (TOKENS - 1) * request) // TOKENS",
+        "before // TOKENS",
+        "TND",
+    ),
+    Control(
+        "rounds begin with a request",
+        OP[4:],
+        "begun = tl.maximum(begun, first)",
+        "begun = begun + 0 * first",
+        "rounds within a request",
+    ),
+    Control(
+        "a piece of the keys forgotten",
+        OP[4:],
+        "(tiles * (piece + 1) // pieces)",
+        "(tiles * piece // pieces + 1)",
+        "paged, k 2048 of 131072",
+    ),
+    Control(
+        "heads of tokens that lie apart",
+        OP[4:],
+        "dense = all(",
+        "dense = True or all(",
+        "half of the heads",
+    ),
+    Control(
+        "NaN is nothing",
+        OP[4:],
+        "propagate_nan=tl.PropagateNan.ALL) * w",
+        "propagate_nan=tl.PropagateNan.NONE) * w",
+        "a key of NaN",
     ),
     Control(
         "pages side by side",
@@ -343,6 +449,27 @@ CONTROLS = (
         "TND, 133 requests, paged",
     ),
     Control(
+        "guesses alone",
+        OP[4:],
+        ".to(tl.int32) * 16)",
+        ".to(tl.int32) * 0)",
+        "paged, 64 heads",
+    ),
+    Control(
+        "what is absent is taken",
+        OP[4:],
+        "ties = tl.where(low > _ABSENT, ties, 0)",
+        "ties = tl.where(low >= _ABSENT, ties, 0)",
+        "fewer there than wanted",
+    ),
+    Control(
+        "all ties are taken",
+        OP[4:],
+        "tl.where(most == wanted, chosen, chosen - least.to(tl.int32))",
+        "chosen",
+        "paged, 64 heads",
+    ),
+    Control(
         "the last tile forgotten where it has one key",
         OP[4:],
         "for s in range(0, n, SORT_TILE)",
@@ -352,8 +479,8 @@ CONTROLS = (
     Control(
         "counted in tiles that do not fit",
         "tune",
-        '"COUNT_TILE": 2048',
-        '"COUNT_TILE": 16384',
+        '"COUNT_TILE": 1024',
+        '"COUNT_TILE": 32768',
         "paged, 64 heads",
         stage="compile",
     ),

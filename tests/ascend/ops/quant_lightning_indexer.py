@@ -82,26 +82,26 @@ CASES = (
         in_int8(lightning_indexer.to_the_last_row(rows("TND", 16, 32))),
     ),
 )
+_FILE = "lightning_indexer"
 CONTROLS = (
-    Control("relu forgotten", OP[4:], "tl.maximum(z, 0.0)", "z", "paged, 64 heads"),
-    Control("the key's scale forgotten", OP[4:], "score = score * by", "score", "paged, 64 heads"),
+    Control("the key's scale forgotten", _FILE, "if K_SCALE:", "if False:", "paged, 64 heads"),
     Control(
         "the query's scale forgotten",
-        OP[4:],
-        "w *= tl.load(s_row",
-        "w + 0 * tl.load(s_row",
+        _FILE,
+        "Q_SCALE=query_scale is not None",
+        "Q_SCALE=False",
         "paged, 64 heads",
     ),
     Control(
         "another page's scales",
-        OP[4:],
+        _FILE,
         "number.to(tl.int64) * scale_page + position - column * page",
         "position.to(tl.int64)",
         "paged, 64 heads",
     ),
     Control(
         "a missing page is read",
-        OP[4:],
+        _FILE,
         "there = (number >= 0)",
         "there = (number >= -1)",
         "paged, a page missing",
