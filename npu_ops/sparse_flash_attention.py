@@ -245,8 +245,8 @@ def gather(
         end = tl.load(last + first + row)
         # a key tile is read as a whole
         if piece < (end + KEY_TILE - 1) // KEY_TILE * KEY_TILE:
-            of_token = (first + row).to(tl.int64) * wide + piece
-            slot = tl.load(slots + of_token + tl.arange(0, ROWS))
+            of_piece = (first + row).to(tl.int64) * wide + piece
+            slot = tl.load(slots + of_piece + tl.arange(0, ROWS))
             top = tl.max(slot, 0)
             lay_out(
                 latent, rotary, latent, slot, top, dense, dense_rope,

@@ -119,7 +119,7 @@ CONTROLS = (
         "another row's scales",
         COPIES,
         "by = pair(scales, scale_stride, near, far, TILES)",
-        "by = pair(scales, scale_stride, near, near, TILES)",
+        "by = pair(scales, scale_stride, far, near, TILES)",
         "16 heads",
     ),
     Control(

@@ -311,10 +311,10 @@ CONTROLS = (
         "one slot in the last tile",
     ),
     Control(
-        "one row for two",
+        "the latent of another row",
         OP[4:],
-        "far = tl.maximum(one, other)",
-        "far = near",
+        "x = pair(latent, latent_stride, near, far, LATENT)",
+        "x = pair(latent, latent_stride, far, near, LATENT)",
         "paged, 16 heads",
     ),
     Control(
@@ -343,7 +343,7 @@ CONTROLS = (
         OP[4:],
         "for part in range(0, parts, PARTS)",
         "for part in range(0, PARTS, PARTS)",
-        "one token, 40 heads, k 1000",
+        "paged, k 2048, s1 4, 65 keys and 4097",
     ),
     Control(
         "a score that overflows",
@@ -383,11 +383,11 @@ CONTROLS = (
         stage="compile",
     ),
     Control(
-        "double buffering given up",
+        "a square tile",
         "tune",
         "(64, 128), (128, 64))\n    ),",
-        "(64, 128), (128, 128))\n    ),",
-        "paged, 128 heads",
+        "(64, 64), (128, 64))\n    ),",
+        "paged, 64 heads",
         stage="compile",
     ),
 )
