@@ -95,22 +95,15 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
         for heads, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (128, 64))
     ),
-    # of configurations that load as much the first is taken; the others never load the least
+    # of those that load as little the first is taken
     "sparse_flash_attention.accumulate": tuple(
         Config(
-            {"HEAD_TILE": heads, "KEY_TILE": keys, "PIECES": pieces, "PARTS": 8},
+            {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
             {"set_workspace_multibuffer": 2},
         )
-        for heads, keys, pieces in (
-            (128, 64, 2),
-            (64, 128, 2),
-            (32, 64, 2),
-            (16, 64, 2),
-            (8, 64, 2),
-            (32, 64, 4),
-            (16, 64, 4),
-            (8, 64, 4),
-        )
+        for pieces, most in ((2, 128), (4, 32))
+        for heads in (128, 64, 32, 16, 8)
+        if heads <= most
     ),
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
