@@ -130,8 +130,8 @@ _REPEAT = (
     Known(
         "sparse_flash_attention.accumulate",
         "repeat",
-        "weights of scores out of memory: of keys by heads only 1.2.0 shares them, the others those"
-        " of heads by keys, without a division at the end",
+        "weights of scores out of memory, of keys by heads, are shared by 1.2.0 alone (by 1.1.0 where"
+        " the tile is square); of heads by keys they are shared by the older ones, and not by 1.2.0",
         ("1.0.0", "1.1.0"),
     ),
 )
