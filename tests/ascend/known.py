@@ -130,8 +130,8 @@ _REPEAT = (
     Known(
         "sparse_flash_attention.accumulate",
         "repeat",
-        "weights of scores out of memory, of keys by heads, are shared by 1.2.0 alone (by 1.1.0 where"
-        " the tile is square); of heads by keys they are shared by the older ones, and not by 1.2.0",
+        "weights of scores out of memory: those of keys by heads are shared by 1.2.0 alone (by"
+        " 1.1.0 in a square tile as well), those of heads by keys by the older ones alone",
         ("1.0.0", "1.1.0"),
     ),
 )
