@@ -46,7 +46,7 @@ def row(
     at = tl.maximum(position, 0).to(tl.int64) * x_row
     x = tl.load(of_x + at + d, mask=now, other=0.0).to(tl.float32)
     if HISTORY:
-        past = d < tl.where((position < 0) & (position > -W), count, 0)
+        past = d < tl.where(position < 0, count, 0)
         at = tl.maximum(W - 1 + position, 0).to(tl.int64) * h_column
         x += tl.load(of_history + tl.where(position < 0, at, 0) + d, mask=past, other=0.0).to(
             tl.float32

@@ -57,6 +57,8 @@ _NUMBERS = "as many numbers, whose rows the kernels count themselves"
 _UNMASKED = "a tile that is not masked uses neither"
 _LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
 _PIECE = (("piece <= (end + KEY_TILE", "a piece of rows more is copied, which nobody reads"),)
+_EMPTY = "at 0 nothing is copied"
+_SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -66,11 +68,13 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("W > 3 -> W >= 3$", _TAPS),
     ),
     "causal_conv1d.outputs": (("-> parts_of(", "other parts, the same result"),),
+    "causal_conv1d.row": (("position <= 0 (2)", _EMPTY),),
     "causal_conv1d_grad.walk": (
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
         ("W > 2 -> W >= 2 (5)", _TAPS),
         ("W > 3 -> W >= 3 (5)", _TAPS),
+        ("begin <= stop$", "a part without a token begins at the end"),
         ("begin <= stop (2)", "a part without a token stores no gradient of one"),
         (
             "W - 4, ended, d, f_column, count)",
@@ -78,9 +82,13 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "causal_conv1d_update._tile": (("> cores.vector()", _TILE),),
+    "causal_conv1d_update.forward": (("-> _tile(channels, sequences)", _TILE),),
     "causal_conv1d_update.update": (
+        ("size >= 0", _SAME_ROW),
+        ("position > -reach", _SAME_ROW),
         ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
     ),
+    "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": _LENGTH,
     "chunk_gated_delta_rule.walk": _LENGTH,
@@ -95,11 +103,21 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
-    "chunk_kda.made_of": (("-> space(key_size, CHUNK.value, ", _NUMBERS),),
+    "chunk_kda._logarithm": (("x <= _LEAST", "it is _LEAST either way"),),
+    "chunk_kda.made_of": (
+        ("-> space(key_size, CHUNK.value", _NUMBERS),
+        ("beta, bounds, finer, solved, ", _SUMMED),
+        ("seen, finer, solved, ", _SUMMED),
+    ),
     "chunk_kda_grad._tile": (("tile * other < most", _TILE),),
     "chunk_kda_grad.backward": (
         ("-> space(value_size, side)", _NUMBERS),
         ("-> space(key_size, side, ", _NUMBERS),
+        ("-> space(key_size, value_size)", _NUMBERS),
+        ("x.bounds, x.finer, x.solved, ", _SUMMED),
+        ("of_rest, own, back, ", _TIMES),
+        ("x.total, of_rest, x.units, ", _TIMES),
+        ("of_rest, grads, states, ", _TIMES),
     ),
     "fused_attention.attend": (
         ("total, a (2)", _UNMASKED),
@@ -115,7 +133,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "fused_causal_conv1d.fill": (
         ("boundary > 0", "a block that begins with the tokens ends behind their first"),
         ("size >= 0", "without a token the block ends before the first one"),
-        ("-> _span(n, starts, ", _SUMMED),
+    ),
+    "fused_causal_conv1d.push": (
+        ("counted + size > L", "a row that is full and no longer stays where it is"),
     ),
     "fused_causal_conv1d.forward": (
         ("outputs(x, bias, weight, None, ", "without a sequence or a channel neither is used"),
@@ -125,6 +145,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "fused_sigmoid_gating_delta_rule_update.update": (
         ("end >= start", "a sequence without a token stores the state that it loaded"),
+        ("behind <= tokens", "behind the last token there is none to leave out"),
     ),
     "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
     "kv_quant_sparse_flash_attention.unsupported": (

@@ -68,6 +68,7 @@ CASES = (
     Case(OP, "one long sequence in parts", call([600], 1040), cores=(24,)),
     Case(OP, "wider rows in parts", call([300], packed=False), cores=(24,)),
     Case(OP, "short sequences, wide", call([1, 2, 3], 1100, behind=1), cores=(24,)),
+    Case(OP, "tokens of none, wide", call([1, 2], 1100, before=2, behind=1), cores=(24,)),
     Case(OP, "sums beyond the tokens", beyond),
 )  # fmt: skip
 CONTROLS = (

@@ -111,6 +111,8 @@ CASES = (
     Case(OP, "a block that is not there, and one beyond",
          call([9, 4], [[4, -1, 2], [1, 6, 11]], computed=[3, 10], block_size=4,
               blocks=([0, 2], [2, 3], [0, -1]))),
+    Case(OP, "no token, accepted tokens",
+         call([3, 0, 2], [3, 7, 0], columns=6, accepted=[2, 1, 2])),
     Case(OP, "rows of no blocks",
          call([3, 2], [[], []], computed=[0, 1], blocks=([0, 0], [0, 0], [0, 0]))),
     Case(OP, "no sequence", call([], [])),

@@ -163,6 +163,11 @@ CASES = (
     ),
     Case(
         OP,
+        "tree, KDA, bounded",
+        call([3], 3, keep=[1], steps=3, parents=[[-1, 0, 0]], kda=True, lower_bound=-5.0),
+    ),
+    Case(
+        OP,
         "tree",
         call(
             [3, 2],
