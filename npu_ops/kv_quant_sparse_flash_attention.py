@@ -1,58 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Attention over selected int8 rows of 656 bytes: the kernels of sparse_flash_attention.py, but for
-the copies, which make of values and scales what they stand for.
-
-    gather    vector cores   the selected rows -> dense [T, K, 512] and [T, K, 64], rounded once
-"""
+"""Attention over selected int8 rows of 656 bytes: the kernels of sparse_flash_attention.py, whose
+copies make of values and scales what they stand for, rounded once."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import quantised
-from . import cores, entry, ragged, sparse_flash_attention, tune
-
-
-@entry.jit(do_not_specialize=["first", "rows", "wide", "stride", "rope_stride", "scale_stride"])
-def gather(
-    latent, rotary, scales, slots, last, dense_latent, dense_rotary,
-    first, rows, wide, stride, rope_stride, scale_stride,
-    TILES: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-):  # fmt: skip
-    LATENT: tl.constexpr = TILES * SIZE
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, LATENT)
-    t = tl.arange(0, TILES)
-    e = tl.arange(0, ROTARY)
-    dtype = dense_latent.dtype.element_ty
-    pieces = wide // ROWS
-    for work in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
-        row = work // pieces
-        piece = work % pieces * ROWS
-        end = tl.load(last + first + row)
-        # a key tile is read as a whole
-        if piece < (end + KEY_TILE - 1) // KEY_TILE * KEY_TILE:
-            slot = tl.load(slots + (first + row).to(tl.int64) * wide + piece + r)
-            top = tl.max(slot, 0)
-            to = (row.to(tl.int64) * wide + piece + r)[:, None]
-            if top >= 0:
-                # a mask would not stop the read of an absent row, and 0 * NaN is NaN
-                there = tl.where(slot >= 0, slot, top).to(tl.int64)[:, None]
-                x = tl.load(latent + there * stride + d[None]).to(tl.float32)
-                by = tl.load(scales + there * scale_stride + t[None])
-                x = x.reshape(ROWS, TILES, SIZE) * by[:, :, None]
-                tl.store(dense_latent + to * LATENT + d[None], x.reshape(ROWS, LATENT).to(dtype))
-                tail = tl.load(rotary + there * rope_stride + e[None])
-                tl.store(dense_rotary + to * ROTARY + e[None], tail)
-            else:
-                tl.store(dense_latent + to * LATENT + d[None], tl.zeros((ROWS, LATENT), dtype))
-                tl.store(dense_rotary + to * ROTARY + e[None], tl.zeros((ROWS, ROTARY), dtype))
+from . import ragged, sparse_flash_attention
 
 
 def unsupported(
@@ -103,22 +62,9 @@ def attended(
         query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table,
         layout_query, layout_kv, sparse_mode,
     )  # fmt: skip
-    strides = [ragged.row_stride(part) for part in parts]
-    copies = tune.only("kv_quant_sparse_flash_attention.gather")
-
-    def copy(
-        slots: Tensor, last: Tensor, dense_latent: Tensor, dense_rotary: Tensor, first: int,
-        rows: int, key_tile: int,
-    ) -> None:  # fmt: skip
-        wide = slots.shape[1]
-        gather[(min(rows * wide // copies.tiles["ROWS"], cores.vector()),)](
-            *parts, slots, last, dense_latent, dense_rotary, first, rows, wide, *strides,
-            TILES=quantised.LATENT // quantised.TILE, SIZE=quantised.TILE,
-            ROTARY=quantised.ROTARY, KEY_TILE=key_tile, **copies.keywords,
-        )  # fmt: skip
-
     return sparse_flash_attention.attended(
         query.narrow(-1, 0, quantised.LATENT),
-        query.narrow(-1, quantised.LATENT, quantised.ROTARY), key, quantised.ROTARY,
-        sparse_indices, scale_value, sparse_block_size, sinks, plan, copy,
+        query.narrow(-1, quantised.LATENT, quantised.ROTARY), *parts, sparse_indices, scale_value,
+        sparse_block_size, sinks, plan,
+        ROTARY=quantised.ROTARY, TILES=quantised.LATENT // quantised.TILE,
     )  # fmt: skip

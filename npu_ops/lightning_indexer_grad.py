@@ -35,9 +35,11 @@ def spread(
     dy, indices, query_lengths, key_lengths, g,
     first, rows, count, wide, indices_row, dy_row, requests, tokens, reach,
     Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """g is zeros before.  A slot at a time: only scalar code adds to a computed place."""
+    """g is zeros before, in rows of whole eights.  A slot is one copy, which memory adds: 32 bytes,
+    zeros but for one number.  Those of a token come from one core, in the order of its slots."""
+    eight = tl.arange(0, 8)[None]
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         _, _, limit = visible(
             first + row, query_lengths, key_lengths, requests, tokens, reach,
@@ -45,12 +47,16 @@ def spread(
         )  # fmt: skip
         selected = indices + (first + row).to(tl.int64) * indices_row
         of_row = dy + (first + row).to(tl.int64) * dy_row
-        to = g + row.to(tl.int64) * wide
-        for j in range(0, count):
-            position = tl.load(selected + j)
-            if (position >= 0) & (position < limit):
-                value = tl.load(of_row + j).to(tl.float32)
-                tl.store(to + position, tl.load(to + position) + value)
+        for at in range(0, count, PIECE):
+            j = at + tl.arange(0, PIECE)
+            position = tl.load(selected + j, mask=j < count, other=-1)
+            value = tl.load(of_row + j, mask=j < count, other=0.0).to(tl.float32)
+            exists = (position >= 0) & (position < limit)
+            position = tl.where(exists, position, 0)
+            value = tl.where(exists, value, 0.0)
+            block = position // 8 * 8
+            tile = tl.where((position - block)[:, None] == eight, value[:, None], 0.0)
+            tl.atomic_add(g + row.to(tl.int64) * wide + block[:, None] + eight, tile)
 
 
 @entry.jit(

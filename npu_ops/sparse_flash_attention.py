@@ -5,19 +5,21 @@
     z = scale ([query, query_rope] . [key, key_rope])   m = max z   l = sum exp(z - m)
     out = sum exp(z - m) key / (l + exp(sink - m))
 
-    resolve   vector cores   sparse_indices -> slots [T, K], -1 where absent; last slot of a token
-    gather    vector cores   the selected rows -> dense [T, K, 512] and [T, K, 64], one bulk copy
-                             a row; an absent row is a copy of one that the token did select
-    attend    cube + vector  flash attention over the dense rows; the latent in two halves, since
-                             L0C holds 64 x 512 floats at most; the key tile is the value tile too
+    collect      vector cores    sparse_indices -> slots [T, K], -1 where absent, last slot of a
+                                 token, and the selected rows, dense [T, K, 512] and [T, K, 64], two
+                                 in one copy; an absent row is a copy of one that the token selected
+    weigh        cube + vector   scores [T, K, N], and m and l of each part of the keys; few tokens
+                                 are spread over the cores by their keys
+    accumulate   cube + vector   exp(z - m) key over all keys in L0C, where half of a latent of 512
+                                 holds 128 heads: nothing is rescaled, and no output goes through
+                                 memory but the last
 
-The dense rows are written and read once, which is what gathering inside the attention would cost
-as well (the compiler passes gathered tiles through global memory), and all head tiles share them.
+`resolve` and `gather` are the two halves of `collect` for the gradients, which keep the order of
+the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from torch import Tensor
 from ..dispatch.common import memory
 from . import cores, entry, ragged, tiling, tune
 from .ragged import PAGED, TND, visible
+
+SPAN = 128  # every key tile divides it
 
 
 @triton.jit
@@ -44,6 +48,47 @@ def _pages(row, column, limit, page, PIECE: tl.constexpr):
         found = tl.gather(entry, tl.where(here, at, 0), 0)
         number = tl.where(here, found, number)
     return number.to(tl.int32)
+
+
+@triton.jit
+def positions(selected, j, count, limit, block, BLOCKS: tl.constexpr):
+    """(position, whether the token sees it) of the j-th selected ones."""
+    if BLOCKS:
+        number = j // block
+        at = tl.load(selected + tl.minimum(number, count - 1))
+        # an absent block stays near, so that its positions fit in 32 bits
+        at = tl.minimum(tl.maximum(at, -1), limit // block + 1)
+        position = (at - number) * block + j
+        exists = (j < count * block) & (position >= 0) & (position < limit)
+    else:
+        position = tl.load(selected + j, mask=j < count, other=-1)
+        exists = (position >= 0) & (position < limit)
+    return position, exists
+
+
+@triton.jit
+def placed(
+    position, exists, of_request, request, start, limit, pages, page, page_rows,
+    KEYS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The slots of positions; -1 where there is none."""
+    if KEYS == PAGED:
+        # not `position % page`: a remainder is a scalar loop
+        column = tl.where(exists, position // page, 0)
+        number = _pages(of_request, column, limit, page, PIECE)
+        exists = exists & (number >= 0) & (number < pages)
+        slot = number * page_rows + position - column * page
+    elif KEYS == TND:
+        slot = start + position
+    else:
+        slot = request * page_rows + position
+    return tl.where(exists, slot, -1)
+
+
+@triton.jit
+def reached(exists, j):
+    """One past the last that exists."""
+    return tl.max(tl.where(exists, (j + 1).to(tl.float32), 0.0), 0).to(tl.int32)
 
 
 @entry.jit(
@@ -65,45 +110,134 @@ def resolve(
             Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
         )  # fmt: skip
         selected = indices + row.to(tl.int64) * indices_stride
+        of_request = table + request.to(tl.int64) * table_stride
         end = 0
         for first in range(0, wide, PIECE):
             j = first + tl.arange(0, PIECE)
-            if BLOCKS:
-                number = j // block
-                at = tl.load(selected + tl.minimum(number, count - 1))
-                # an absent block stays near, so that its positions fit in 32 bits
-                at = tl.minimum(tl.maximum(at, -1), limit // block + 1)
-                position = (at - number) * block + j
-                exists = (j < count * block) & (position >= 0) & (position < limit)
-            else:
-                position = tl.load(selected + j, mask=j < count, other=-1)
-                exists = (position >= 0) & (position < limit)
-            if KEYS == PAGED:
-                # not `position % page`: a remainder is a scalar loop
-                column = tl.where(exists, position // page, 0)
-                of_request = table + request.to(tl.int64) * table_stride
-                number = _pages(of_request, column, limit, page, PIECE)
-                exists = exists & (number >= 0) & (number < pages)
-                slot = number * page_rows + position - column * page
-            elif KEYS == TND:
-                slot = start + position
-            else:
-                slot = request * page_rows + position
-            slot = tl.where(exists, slot, -1)
+            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            slot = placed(
+                position, exists, of_request, request, start, limit, pages, page, page_rows,
+                KEYS, PIECE,
+            )  # fmt: skip
             tl.store(slots + row.to(tl.int64) * wide + j, slot, mask=j < wide)
-            reached = tl.max(tl.where(exists, (j + 1).to(tl.float32), 0.0), 0)
-            end = tl.maximum(end, reached.to(tl.int32))
+            end = tl.maximum(end, reached(slot >= 0, j))
         tl.store(last + row, end)
+
+
+@triton.jit
+def pair(rows_of, stride, one, other, SIZE: tl.constexpr):
+    """Two rows in one copy with a stride; in two, where the second lies before the first."""
+    at = one * stride + tl.arange(0, 2)[:, None] * ((other - one) * stride)
+    return tl.load(rows_of + at + tl.arange(0, SIZE)[None])
+
+
+@triton.jit
+def put(dense, to, tile, SIZE: tl.constexpr):
+    at = (to + tl.arange(0, 2))[:, None] * SIZE + tl.arange(0, SIZE)[None]
+    tl.store(dense + at, tile.to(dense.dtype.element_ty))
+
+
+@triton.jit
+def lay_out(
+    latent, rotary, scales, slot, top, dense, dense_rope, to, latent_stride, rotary_stride,
+    scale_stride,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    """The rows of ROWS slots, from the dense row `to` on; zeros where `top`, the highest slot that
+    is near, is absent as well."""
+    if top >= 0:
+        for r in range(0, ROWS, 2):
+            # an absent row is a copy of another, since 0 * NaN is NaN; a mask would not stop its
+            # read
+            one = tl.get_element(slot, (r,))
+            other = tl.get_element(slot, (r + 1,))
+            one = tl.where(one >= 0, one, tl.where(other >= 0, other, top)).to(tl.int64)
+            other = tl.where(other >= 0, other.to(tl.int64), one)
+            if ORDERED:
+                near = one
+                far = other
+            else:
+                near = tl.minimum(one, other)
+                far = tl.maximum(one, other)
+            x = pair(latent, latent_stride, near, far, LATENT)
+            if TILES > 0:
+                by = pair(scales, scale_stride, near, far, TILES)
+                x = x.to(tl.float32).reshape(2, TILES, LATENT // TILES)
+                x = (x * by[:, :, None]).reshape(2, LATENT)
+            put(dense, to + r, x, LATENT)
+            if ROTARY > 0:
+                put(dense_rope, to + r, pair(rotary, rotary_stride, near, far, ROTARY), ROTARY)
+    else:
+        for r in range(0, ROWS, 2):
+            put(dense, to + r, tl.zeros((2, LATENT), tl.float32), LATENT)
+            if ROTARY > 0:
+                put(dense_rope, to + r, tl.zeros((2, ROTARY), tl.float32), ROTARY)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "first", "rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach",
+        "table_stride", "pages", "page", "page_rows", "latent_stride", "rotary_stride",
+        "scale_stride",
+    ]
+)  # fmt: skip
+def collect(
+    latent, rotary, scales, indices, table, query_lengths, key_lengths, slots, last, dense,
+    dense_rope,
+    first, rows, count, wide, indices_stride, block, requests, tokens, reach, table_stride, pages,
+    page, page_rows, latent_stride, rotary_stride, scale_stride,
+    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCKS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
+    TILES: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Programs share the dense rows evenly, in pieces of ROWS; each resolves the tokens that it
+    has a part of.  `last` comes in whole SPANs: key tiles are read as a whole."""
+    pieces = wide // ROWS
+    each = (rows * pieces + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.program_id(0) * each
+    stop = tl.minimum(begin + each, rows * pieces)
+    for row in range(begin // pieces, (stop + pieces - 1) // pieces):
+        request, start, limit = visible(
+            first + row, query_lengths, key_lengths, requests, tokens, reach,
+            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
+        )  # fmt: skip
+        selected = indices + (first + row).to(tl.int64) * indices_stride
+        of_request = table + request.to(tl.int64) * table_stride
+        of_row = row.to(tl.int64) * wide
+        end = 0
+        for at in range(0, wide, PIECE):
+            j = at + tl.arange(0, PIECE)
+            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            end = tl.maximum(end, reached(exists, j))
+        tl.store(last + row, (end + SPAN - 1) // SPAN * SPAN)
+        low = tl.maximum(begin - row * pieces, 0) * ROWS
+        high = tl.minimum(stop - row * pieces, pieces) * ROWS
+        for at in range(0, wide, PIECE):
+            j = at + tl.arange(0, PIECE)
+            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            slot = placed(
+                position, exists, of_request, request, start, limit, pages, page, page_rows,
+                KEYS, PIECE,
+            )  # fmt: skip
+            tl.store(slots + of_row + j, slot, mask=j < wide)
+            top = tl.max(slot, 0)
+            for i in range(tl.maximum(low, at), tl.minimum(high, at + PIECE), ROWS):
+                if i < (end + SPAN - 1) // SPAN * SPAN:
+                    part = tl.extract_slice(slot, (i - at,), (ROWS,), (1,))
+                    lay_out(
+                        latent, rotary, scales, part, top, dense, dense_rope, of_row + i,
+                        latent_stride, rotary_stride, scale_stride, LATENT, ROTARY, TILES, ROWS,
+                        False,
+                    )  # fmt: skip
 
 
 @entry.jit(do_not_specialize=["first", "rows", "wide", "latent_stride", "rotary_stride"])
 def gather(
-    latent, rotary, slots, last, dense_latent, dense_rotary,
+    latent, rotary, slots, last, dense, dense_rope,
     first, rows, wide, latent_stride, rotary_stride,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, LATENT)
     pieces = wide // ROWS
     for work in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
         row = work // pieces
@@ -111,57 +245,52 @@ def gather(
         end = tl.load(last + first + row)
         # a key tile is read as a whole
         if piece < (end + KEY_TILE - 1) // KEY_TILE * KEY_TILE:
-            slot = tl.load(slots + (first + row).to(tl.int64) * wide + piece + r)
+            of_piece = (first + row).to(tl.int64) * wide + piece
+            slot = tl.load(slots + of_piece + tl.arange(0, ROWS))
             top = tl.max(slot, 0)
-            to = (row.to(tl.int64) * wide + piece + r)[:, None]
-            if top >= 0:
-                # a mask would not stop the read of an absent row, and 0 * NaN is NaN
-                there = tl.where(slot >= 0, slot, top).to(tl.int64)[:, None]
-                tile = tl.load(latent + there * latent_stride + d[None])
-                tl.store(dense_latent + to * LATENT + d[None], tile)
-                if ROTARY > 0:
-                    e = tl.arange(0, ROTARY)
-                    tail = tl.load(rotary + there * rotary_stride + e[None])
-                    tl.store(dense_rotary + to * ROTARY + e[None], tail)
-            else:
-                nothing = tl.zeros((ROWS, LATENT), dense_latent.dtype.element_ty)
-                tl.store(dense_latent + to * LATENT + d[None], nothing)
-                if ROTARY > 0:
-                    e = tl.arange(0, ROTARY)
-                    nothing = tl.zeros((ROWS, ROTARY), dense_latent.dtype.element_ty)
-                    tl.store(dense_rotary + to * ROTARY + e[None], nothing)
+            lay_out(
+                latent, rotary, latent, slot, top, dense, dense_rope,
+                row.to(tl.int64) * wide + piece, latent_stride, rotary_stride, 0, LATENT, ROTARY, 0,
+                ROWS, True,
+            )  # fmt: skip
+
+
+@triton.jit
+def logits(z, slots, scale):
+    """[keys, heads]; -inf where a slot is absent."""
+    slot = tl.load(slots).to(tl.float32)
+    return z * scale + tl.where(slot >= 0, 0.0, float("-inf"))[:, None]
 
 
 @entry.jit(
     do_not_specialize=[
-        "first", "rows", "wide", "heads", "query_row", "query_head", "rope_row", "rope_head",
-        "scale",
+        "first", "rows", "wide", "heads", "padded", "splits", "query_row", "query_head",
+        "rope_row", "rope_head", "scale",
     ]
 )  # fmt: skip
-def attend(
-    query, query_rope, dense_latent, dense_rotary, slots, last, sinks, out, out_max, out_sum,
-    first, rows, wide, heads, query_row, query_head, rope_row, rope_head, scale,
-    LATENT: tl.constexpr, ROTARY: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
+def weigh(
+    query, query_rope, dense, dense_rope, slots, last, scores, peaks, sums,
+    first, rows, wide, heads, padded, splits, query_row, query_head, rope_row, rope_head, scale,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, WHOLE: tl.constexpr,
     HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
 ):  # fmt: skip
-    """The statistics are stored even where nobody asks for them: without a store of its own, what
-    a loop carries keeps the vector units from sharing the tile (compiler of January 2026)."""
-    HALF: tl.constexpr = LATENT // 2
-    d = tl.arange(0, HALF)
+    """Each key tile has statistics of its own, so that nothing depends on `splits`.  The scores are
+    stored as the cube has them, without scale and mask: in this orientation build 1.2.0 stores
+    nothing else."""
+    d = tl.arange(0, LATENT)
     j = tl.arange(0, KEY_TILE)
-    tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
-    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
-        row = work // tiles
+    tiles = padded // HEAD_TILE
+    for work in range(tl.program_id(0), rows * tiles * splits, tl.num_programs(0)):
+        part = work % splits
+        h = work // splits % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        row = work // splits // tiles
         token = (first + row).to(tl.int64)
-        h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         there = h[:, None] < heads
         from_query = query + token * query_row + h[:, None] * query_head + d[None]
         if WHOLE:
-            q0 = tl.load(from_query)
-            q1 = tl.load(from_query + HALF)
+            q = tl.load(from_query)
         else:
-            q0 = tl.load(from_query, mask=there, other=0.0)
-            q1 = tl.load(from_query + HALF, mask=there, other=0.0)
+            q = tl.load(from_query, mask=there, other=0.0)
         if ROTARY > 0:
             e = tl.arange(0, ROTARY)
             from_rope = query_rope + token * rope_row + h[:, None] * rope_head + e[None]
@@ -169,70 +298,128 @@ def attend(
                 qr = tl.load(from_rope)
             else:
                 qr = tl.load(from_rope, mask=there, other=0.0)
-        end = tl.load(last + first + row)
-        # finite: a tile without a single key must not make NaN
-        row_max = tl.full((HEAD_TILE,), -1e30, tl.float32)
-        total = tl.zeros((HEAD_TILE,), tl.float32)
-        acc0 = tl.zeros((HEAD_TILE, HALF), tl.float32)
-        acc1 = tl.zeros((HEAD_TILE, HALF), tl.float32)
-        for start in range(0, end, KEY_TILE):
-            at = (row.to(tl.int64) * wide + start + j)[:, None]
-            k0 = tl.load(dense_latent + at * LATENT + d[None])  # [KEY_TILE, HALF]
-            k1 = tl.load(dense_latent + at * LATENT + HALF + d[None])
-            z = tl.dot(q0, tl.trans(k0))
-            z = tl.dot(q1, tl.trans(k1), z)
+        count = tl.load(last + row) // KEY_TILE
+        each = (count + splits - 1) // splits
+        for tile in range(part * each, tl.minimum(part * each + each, count)):
+            key = row.to(tl.int64) * wide + tile * KEY_TILE + j
+            k = tl.load(dense + key[:, None] * LATENT + d[None])
+            z = tl.dot(k, tl.trans(q))  # [KEY_TILE, HEAD_TILE]
             if ROTARY > 0:
-                kr = tl.load(dense_rotary + at * ROTARY + e[None])
-                z = tl.dot(qr, tl.trans(kr), z)
-            slot = tl.load(slots + token * wide + start + j)
-            z = z * scale + tl.where(slot.to(tl.float32) >= 0, 0.0, float("-inf"))[None]
-            new_max = tl.maximum(row_max, tl.max(z, 1))
-            p = tl.exp(z - new_max[:, None])
-            shrink = tl.exp(row_max - new_max)
-            total = total * shrink + tl.sum(p, 1)
-            p = p.to(k0.dtype)
-            acc0 = acc0 * shrink[:, None] + tl.dot(p, k0)
-            acc1 = acc1 * shrink[:, None] + tl.dot(p, k1)
-            row_max = new_max
+                kr = tl.load(dense_rope + key[:, None] * ROTARY + e[None])
+                z = tl.dot(kr, tl.trans(qr), z)
+            tl.store(scores + key[:, None] * padded + h[None], z)
+            z = logits(z, slots + key, scale)
+            # finite: a tile without a single key must not make NaN
+            peak = tl.maximum(tl.max(z, 0), -1e30)
+            to = (row * (wide // KEY_TILE) + tile).to(tl.int64) * padded + h
+            tl.store(peaks + to, peak)
+            tl.store(sums + to, tl.sum(tl.exp(z - peak[None]), 0))
+
+
+@entry.jit(do_not_specialize=["first", "rows", "wide", "heads", "padded", "scale"])
+def accumulate(
+    scores, peaks, sums, dense, slots, last, sinks, out, out_max, out_sum,
+    first, rows, wide, heads, padded, scale,
+    LATENT: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr, PART: tl.constexpr,
+    PARTS: tl.constexpr, PIECES: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
+):  # fmt: skip
+    """`peaks` and `sums` are those of PART keys each.  Keys by heads: else both vector units do the
+    work of the whole tile.  Every piece of the latent stores the statistics, the same ones."""
+    COLUMNS: tl.constexpr = LATENT // PIECES
+    j = tl.arange(0, KEY_TILE)
+    tiles = padded // HEAD_TILE
+    for work in range(tl.program_id(0), rows * tiles * PIECES, tl.num_programs(0)):
+        d = work % PIECES * COLUMNS + tl.arange(0, COLUMNS)
+        h = work // PIECES % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        row = work // PIECES // tiles
+        end = tl.load(last + row)
+        peak = tl.full((HEAD_TILE,), -1e30, tl.float32)
+        total = tl.zeros((HEAD_TILE,), tl.float32)
+        parts = end // PART
+        for part in range(0, parts, PARTS):
+            i = part + tl.arange(0, PARTS)
+            at = (row.to(tl.int64) * (wide // PART) + i)[:, None] * padded + h[None]
+            m = tl.load(peaks + at, mask=(i < parts)[:, None], other=-1e30)
+            s = tl.load(sums + at, mask=(i < parts)[:, None], other=0.0)
+            new = tl.maximum(peak, tl.max(m, 0))
+            total = total * tl.exp(peak - new) + tl.sum(s * tl.exp(m - new[None]), 0)
+            peak = new
+        acc = tl.zeros((HEAD_TILE, COLUMNS), tl.float32)
+        for start in range(0, end, KEY_TILE):
+            key = row.to(tl.int64) * wide + start + j
+            z = tl.load(scores + key[:, None] * padded + h[None])
+            z = logits(z, slots + key, scale)
+            v = tl.load(dense + key[:, None] * LATENT + d[None])
+            p = tl.exp(z - peak[None]).to(v.dtype)  # [KEY_TILE, HEAD_TILE]
+            acc = tl.dot(tl.trans(p), v, acc)
         denominator = total
         if SINKS:
             if WHOLE:
                 sink = tl.load(sinks + h)
             else:
                 sink = tl.load(sinks + h, mask=h < heads, other=0.0)
-            denominator += tl.exp(sink - row_max)
+            denominator += tl.exp(sink - peak)
         # without a key the sums are 0, and so is the result
         denominator = tl.where(denominator > 0, denominator, 1.0)[:, None]
-        to = out + (token * heads + h[:, None]) * LATENT + d[None]
-        row_max = tl.where(total > 0, row_max, float("-inf"))
-        of_row = token * heads + h
+        x = (acc / denominator).to(out.dtype.element_ty)
+        peak = tl.where(total > 0, peak, float("-inf"))
+        to = (first + row).to(tl.int64) * heads + h
         if WHOLE:
-            tl.store(to, (acc0 / denominator).to(out.dtype.element_ty))
-            tl.store(to + HALF, (acc1 / denominator).to(out.dtype.element_ty))
-            tl.store(out_max + of_row, row_max)
-            tl.store(out_sum + of_row, total)
+            tl.store(out + to[:, None] * LATENT + d[None], x)
+            tl.store(out_max + to, peak)
+            tl.store(out_sum + to, total)
         else:
-            tl.store(to, (acc0 / denominator).to(out.dtype.element_ty), mask=there)
-            tl.store(to + HALF, (acc1 / denominator).to(out.dtype.element_ty), mask=there)
-            tl.store(out_max + of_row, row_max, mask=h < heads)
-            tl.store(out_sum + of_row, total, mask=h < heads)
+            there = h < heads
+            tl.store(out + to[:, None] * LATENT + d[None], x, mask=there[:, None])
+            tl.store(out_max + to, peak, mask=there)
+            tl.store(out_sum + to, total, mask=there)
 
 
-def _attention(heads: int, latent: int, rotary: int) -> tune.Config:
-    """The largest tile that fits and divides the heads; where none does, the least one that
-    covers them, or the largest."""
-    kernel = "sparse_flash_attention.attend"
+def _weighing(heads: int, latent: int, rotary: int) -> tune.Config:
+    """The least tile that covers the heads, or the largest that fits: tiles share no keys."""
+    kernel = "sparse_flash_attention.weigh"
     fitting = [
         config
         for config in tune.TABLE[kernel]
-        if not tiling.attend_overflow(
+        if not tiling.weigh_overflow(
             config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"], latent, rotary
         )
     ]
-    whole = [config for config in fitting if heads % config.tiles["HEAD_TILE"] == 0]
-    rest = [config for config in fitting if config not in whole]
-    wanted = whole[::-1] + tune.ranked(rest, "HEAD_TILE", heads)
-    return tune.choose(kernel, wanted, latent, rotary)
+    return tune.choose(kernel, tune.ranked(fitting, "HEAD_TILE", heads), latent, rotary)
+
+
+def _accumulating(rows: int, padded: int, latent: int) -> tune.Config:
+    """The tiles that load the least on the core with the most to do: of a key, a core loads a
+    piece of the latent, and its vector units the scores of a tile of heads.  For the same number
+    of cores on every machine, and so with the same result."""
+    kernel = "sparse_flash_attention.accumulate"
+
+    def loaded(config: tune.Config) -> int:
+        heads, pieces = config.tiles["HEAD_TILE"], config.tiles["PIECES"]
+        turns = -(-rows * (padded // heads) * pieces // tiling.A3.cube_cores)
+        return turns * max(2 * latent // pieces, 4 * heads)
+
+    fitting = [
+        config
+        for config in tune.TABLE[kernel]
+        if padded % config.tiles["HEAD_TILE"] == 0
+        and latent % (16 * config.tiles["PIECES"]) == 0
+        and not tiling.accumulate_overflow(
+            config.tiles["HEAD_TILE"], latent // config.tiles["PIECES"]
+        )
+    ]
+    return tune.choose(kernel, sorted(fitting, key=loaded), latent)
+
+
+def _splits(rows: int, tiles: int, head_tile: int, wide: int, key_tile: int) -> int:
+    """Over how many programs the keys of a token are spread; each loads its queries anew."""
+
+    def loaded(splits: int) -> int:
+        turns = -(-rows * tiles * splits // tiling.A3.cube_cores)
+        return turns * (-(-wide // key_tile // splits) * key_tile + head_tile)
+
+    return min(range(1, wide // key_tile + 1), key=loaded)
 
 
 def resolved(
@@ -268,7 +455,7 @@ def unsupported(
     rotary = 0 if query_rope is None else query_rope.shape[-1]
     if latent % 32 or rotary % 16:
         return f"head sizes {latent} and {rotary}: half of the one and the other come in 16s"
-    overflow = tiling.attend_overflow(16, 64, latent, rotary)
+    overflow = tiling.weigh_overflow(16, 64, latent, rotary)
     if overflow:
         return overflow
     if value is not None and value.data_ptr() != key.data_ptr():
@@ -306,24 +493,11 @@ def forward(
         query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table,
         layout_query, layout_kv, sparse_mode,
     )  # fmt: skip
-    copies = tune.only("sparse_flash_attention.gather")
-    rotary = 0 if key_rope is None else key_rope.shape[-1]
-
-    def copy(
-        slots: Tensor, last: Tensor, dense_latent: Tensor, dense_rotary: Tensor, first: int,
-        rows: int, key_tile: int,
-    ) -> None:  # fmt: skip
-        wide = slots.shape[1]
-        gather[(min(rows * wide // copies.tiles["ROWS"], cores.vector()),)](
-            key, key if key_rope is None else key_rope, slots, last, dense_latent, dense_rotary,
-            first, rows, wide, ragged.row_stride(key),
-            0 if key_rope is None else ragged.row_stride(key_rope),
-            LATENT=query.shape[-1], ROTARY=rotary, KEY_TILE=key_tile, **copies.keywords,
-        )  # fmt: skip
-
+    q_rope, k_rope = (query, key) if query_rope is None else (query_rope, key_rope)
+    assert k_rope is not None
     out, *statistics = attended(
-        query, query if query_rope is None else query_rope, key, rotary, sparse_indices,
-        scale_value, sparse_block_size, sinks, plan, copy,
+        query, q_rope, key, k_rope, key, sparse_indices, scale_value, sparse_block_size, sinks,
+        plan, ROTARY=0 if query_rope is None else query_rope.shape[-1], TILES=0,
     )  # fmt: skip
     if not return_softmax_lse:
         statistics = [x.new_empty([0]) for x in statistics]
@@ -333,43 +507,67 @@ def forward(
 def attended(
     query: Tensor,
     query_rope: Tensor,
-    key: Tensor,
-    rotary: int,
+    latent: Tensor,
+    rotary: Tensor,
+    scales: Tensor,
     sparse_indices: Tensor,
     scale: float,
     block: int,
     sinks: Tensor | None,
     plan: ragged.Plan,
-    copy: Callable[..., None],
+    ROTARY: int,
+    TILES: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, softmax_max, softmax_sum) over the rows that `copy(slots, last, dense_latent,
-    dense_rotary, first, rows, key_tile)` lays out densely; `key` says where they lie."""
-    *batch, length, heads, latent = query.shape
+    """(out, softmax_max, softmax_sum).  The rows are [latent, rotary]; with TILES, each of so many
+    parts of an int8 latent has a scale."""
+    *batch, length, heads, size = query.shape
     device, dtype = query.device, query.dtype
     shape = [*batch, 1, length, heads]
     out = memory.empty(query.shape, dtype, device)
     out_max = memory.empty(shape, torch.float32, device)
     out_sum = memory.empty(shape, torch.float32, device)
     count = sparse_indices.shape[-1]
-    if plan.rows * heads == 0 or count * plan.reach == 0 or key.numel() == 0:
+    if plan.rows * heads == 0 or count * plan.reach == 0 or latent.numel() == 0:
         return out.zero_(), out_max.fill_(-torch.inf), out_sum.zero_()
 
-    attention = _attention(heads, latent, rotary)
-    key_tile, head_tile = attention.tiles["KEY_TILE"], attention.tiles["HEAD_TILE"]
-    wide = tiling.up(count * block, key_tile)
+    weighing = _weighing(heads, size, ROTARY)
+    head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
+    copies = tune.only("sparse_flash_attention.collect")
+    wide, padded = tiling.up(count * block, SPAN), tiling.up(heads, head_tile)
+    at_once = tiling.at_once(plan.rows, wide * ((size + ROTARY) * dtype.itemsize + padded * 4))
+    splits = _splits(at_once, padded // head_tile, head_tile, wide, key_tile)
+    accumulating = _accumulating(at_once, padded, size)
     indices = ragged.int32(sparse_indices).flatten(0, -3)
-    slots, last = resolved(indices, key, plan, wide, block)
     q, rope = query.flatten(0, -3), query_rope.flatten(0, -3)
-    at_once = tiling.at_once(plan.rows, wide * (latent + rotary) * dtype.itemsize)
-    dense_latent = memory.empty((at_once, wide, latent), dtype, device)
-    dense_rotary = memory.empty((at_once, wide, rotary), dtype, device)
+    slots = memory.empty((at_once, wide), torch.int32, device)
+    last = memory.empty((at_once,), torch.int32, device)
+    dense = memory.empty((at_once, wide, size), dtype, device)
+    dense_rope = memory.empty((at_once, wide, ROTARY), dtype, device)
+    scores = memory.empty((at_once, wide, padded), torch.float32, device)
+    parts = wide // key_tile
+    peaks, sums = (memory.empty((at_once, parts, padded), torch.float32, device) for _ in range(2))
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
-        copy(slots, last, dense_latent, dense_rotary, first, rows, key_tile)
-        attend[(min(rows * -(-heads // head_tile), cores.cube()),)](
-            q, rope, dense_latent, dense_rotary, slots, last, out if sinks is None else sinks,
-            out, out_max, out_sum, first, rows, wide, heads, *q.stride()[:2], *rope.stride()[:2],
-            scale, LATENT=latent, ROTARY=rotary, SINKS=sinks is not None,
-            WHOLE=heads % head_tile == 0, **attention.keywords,
+        collect[(min(rows * wide // copies.tiles["ROWS"], cores.vector()),)](
+            latent, rotary, scales, indices, plan.table, slots=slots, last=last, dense=dense,
+            dense_rope=dense_rope, **plan.arguments, **plan.flags, first=first, rows=rows,
+            count=count, wide=wide, indices_stride=indices.stride(0), block=block,
+            table_stride=plan.table.stride(0), pages=latent.shape[0], page=latent.shape[-3],
+            page_rows=ragged.page_rows(latent), latent_stride=ragged.row_stride(latent),
+            rotary_stride=ragged.row_stride(rotary), scale_stride=ragged.row_stride(scales),
+            BLOCKS=block > 1, LATENT=size, ROTARY=ROTARY, TILES=TILES, SPAN=SPAN,
+            **copies.keywords,
+        )  # fmt: skip
+        weigh[(min(rows * padded // head_tile * splits, cores.cube()),)](
+            q, rope, dense, dense_rope, slots, last, scores, peaks, sums,
+            first, rows, wide, heads, padded, splits, *q.stride()[:2], *rope.stride()[:2], scale,
+            LATENT=size, ROTARY=ROTARY, WHOLE=heads == padded, **weighing.keywords,
+        )  # fmt: skip
+        tiles = padded // accumulating.tiles["HEAD_TILE"] * accumulating.tiles["PIECES"]
+        accumulate[(min(rows * tiles, cores.cube()),)](
+            scores, peaks, sums, dense, slots, last, out if sinks is None else sinks,
+            out, out_max, out_sum, first, rows, wide, heads, padded, scale,
+            LATENT=size, SINKS=sinks is not None, WHOLE=heads == padded, PART=key_tile,
+            **accumulating.keywords,
         )  # fmt: skip
     return out, out_max, out_sum

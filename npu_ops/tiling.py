@@ -93,27 +93,25 @@ def matmul_overflow(rows: int, columns: int, depth: int, machine: Machine = A3) 
     return _first_overflow(f"{rows} x {columns} x {depth} product", wanted, machine)
 
 
-def attend_overflow(
+def weigh_overflow(
     heads: int, keys: int, latent: int, rotary: int, machine: Machine = A3
 ) -> str | None:
-    """Why a tile of `heads` x `keys` of latent attention cannot be held, or None.
+    """Why the scores of `heads` x `keys` of latent attention cannot be held, or None.
 
-    As the compiler lays it out, of 16-bit operands: in L1 the query tile and the rotary keys twice,
-    the latent keys and the probabilities four times; in L0C the logits and half of an output, fp32;
-    in UB, half of the heads on each vector unit, the output four and a half times, the logits and
-    what is made of them.
+    Of 16-bit queries and keys, twice each, and scores in fp32.
     """
-    half = up(heads, 2) // 2
-    in_l1 = 2 * heads * (latent + rotary) + 2 * keys * rotary + 4 * keys * (latent + heads)
+    in_l1 = 2 * (up(heads, 16) + keys) * (latent + rotary)
     wanted = {
         "L1": (2 * in_l1, machine.l1),
-        "L0C": (
-            accumulator_bytes(heads, keys) + accumulator_bytes(heads, latent // 2) // 2,
-            machine.l0c,
-        ),
-        "UB": (half * (9 * latent // 2 + 2 * keys) * 4, PLANNED_UB),
+        "L0C": (accumulator_bytes(heads, keys), machine.l0c),
     }
     return _first_overflow(f"tile of {heads} heads and {keys} keys", wanted, machine)
+
+
+def accumulate_overflow(heads: int, columns: int, machine: Machine = A3) -> str | None:
+    """Why so many columns of the output of so many heads cannot be held, or None."""
+    wanted = {"L0C": (accumulator_bytes(heads, columns), machine.l0c)}
+    return _first_overflow(f"sum of {heads} heads and {columns} columns", wanted, machine)
 
 
 def _first_overflow(what: str, wanted: dict[str, tuple[int, int]], machine: Machine) -> str | None:

@@ -87,7 +87,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     "lightning_indexer.topk": (Config({"COUNT_TILE": 1024, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
-    "lightning_indexer_grad.spread": (Config({}),),
+    "lightning_indexer_grad.spread": (Config({"PIECE": 512}),),
     "lightning_indexer_grad.grad_keys": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 32, 64)
     ),
@@ -98,12 +98,22 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "sparse_flash_attention.resolve": (Config({"PIECE": 1024}),),
     # rows that are copied back to back
     "sparse_flash_attention.gather": (Config({"ROWS": 32}),),
-    "sparse_flash_attention.attend": tuple(
-        # two workspace buffers: with four, L1 overflows and double buffering is given up altogether
-        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, {"set_workspace_multibuffer": 2})
-        for heads in (8, 16, 32)
+    "sparse_flash_attention.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
+    # no square tile: build 1.2.0 dies of it
+    "sparse_flash_attention.weigh": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
+        for heads, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (128, 64))
     ),
-    "kv_quant_sparse_flash_attention.gather": (Config({"ROWS": 16}),),
+    # of those that load as little the first is taken
+    "sparse_flash_attention.accumulate": tuple(
+        Config(
+            {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
+            {"set_workspace_multibuffer": 2},
+        )
+        for pieces, most in ((2, 128), (4, 32))
+        for heads in (128, 64, 32, 16, 8)
+        if heads <= most
+    ),
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
     "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),

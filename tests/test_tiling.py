@@ -45,17 +45,28 @@ def test_shipped_products_fit(config):
     assert tiling.matmul_overflow(rows, 16 * panels, depth) is None
 
 
-@pytest.mark.parametrize("config", tune.TABLE["sparse_flash_attention.attend"], ids=str)
-def test_shipped_attention_fits(config):
+@pytest.mark.parametrize("config", tune.TABLE["sparse_flash_attention.weigh"], ids=str)
+def test_shipped_scores_fit(config):
     heads, keys = config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"]
-    assert tiling.attend_overflow(heads, keys, 512, 64) is None
+    assert tiling.weigh_overflow(heads, keys, 512, 64) is None
+
+
+@pytest.mark.parametrize("config", tune.TABLE["sparse_flash_attention.accumulate"], ids=str)
+def test_shipped_sums_fit(config):
+    heads, pieces = config.tiles["HEAD_TILE"], config.tiles["PIECES"]
+    assert tiling.accumulate_overflow(heads, 512 // pieces) is None
 
 
 @pytest.mark.parametrize(
-    ("heads", "latent", "memory"), [(128, 512, "L1"), (64, 1024, "L1"), (208, 256, "UB")]
+    ("sentence", "memory"),
+    [
+        (tiling.weigh_overflow(256, 64, 512, 64), "L1"),
+        (tiling.weigh_overflow(64, 64, 1024, 64), "L1"),
+        (tiling.weigh_overflow(256, 256, 64, 0), "L0C"),
+        (tiling.accumulate_overflow(128, 288), "L0C"),
+    ],
 )
-def test_what_does_not_fit_says_where(heads, latent, memory):
-    sentence = tiling.attend_overflow(heads, 64, latent, 64)
+def test_what_does_not_fit_says_where(sentence, memory):
     assert sentence is not None
     assert f"KiB of {memory}, Ascend910_9392 has" in sentence
 

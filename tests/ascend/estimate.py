@@ -28,7 +28,11 @@ from .driver import Launch, recorder
 from .models import Sizes
 from .toolchain import NEWEST
 
-_NUMBERING = ("sparse_flash_attention.resolve", "chunk_gated_delta_rule_grad.places")
+_NUMBERING = (
+    "sparse_flash_attention.resolve",
+    "sparse_flash_attention.collect",
+    "chunk_gated_delta_rule_grad.places",
+)
 _hivm: dict[str, str] = {}
 
 

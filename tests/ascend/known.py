@@ -65,13 +65,12 @@ _SCALAR = {
     "lightning_indexer.scores": "the page of a tile of keys, which is one copy",
     "lightning_indexer.topk": "one count a tile of scores",
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
-    "lightning_indexer_grad.spread": "one gradient an index, added one after the other, as an index"
-    " may come twice: there is no scatter, and a sort gives back no places",
+    "lightning_indexer_grad.spread": "one index a slot, whose gradient is one copy",
     "localize_indices.localize": "what is taken is read again by its slot, one load each",
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
-    "kv_quant_sparse_flash_attention.gather": "one index a row, and each of its parts is one copy",
+    "sparse_flash_attention.collect": "two indices a copy of two rows",
     "index_cache_write.write": "one slot a token, whose row is one copy",
     "latent_cache_write.write": "one slot a token, and each part of its row is one copy",
     "indexer_loss.gather": "one index a row, and the row is one copy",
@@ -107,7 +106,6 @@ _CARRIED = "a state that a loop carries, beside other stored tiles, is shared in
 _OLDEST = {
     "lightning_indexer.scores": "the last keys of a row are stored with a mask; 1.2.0 shares no"
     " store without one",
-    "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
     "chunk_kda.walk": _CARRIED,
@@ -139,6 +137,13 @@ _REPEAT = (
         "lightning_indexer_grad.grad_query",
         "repeat",
         "the gradient of the weights leaves the loop; stored inside it, 1.2.0 is wrong",
+        ("1.0.0", "1.1.0"),
+    ),
+    Known(
+        "sparse_flash_attention.accumulate",
+        "repeat",
+        "weights of scores out of memory: those of keys by heads are shared by 1.2.0 alone (by"
+        " 1.1.0 in a square tile as well), those of heads by keys by the older ones alone",
         ("1.0.0", "1.1.0"),
     ),
 )

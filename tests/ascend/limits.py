@@ -137,8 +137,8 @@ def _attentions() -> Iterator[Limit]:
     yield Limit(file, plain, dict(key=_t(1, MOST + 1, 1, 64)), far)
     blocks = plain | dict(sparse_indices=_t(1, 1, 1, MOST // 4), sparse_block_size=4)
     yield Limit(file, blocks, dict(sparse_indices=_t(1, 1, 1, MOST // 4 + 1)), far)
-    wide = paged | dict(query=_t(1, 1, 1, 832), query_rope=_t(1, 1, 1, 64))
-    yield Limit(file, wide, dict(query=_t(1, 1, 1, 864)), "KiB of")
+    wide = paged | dict(query=_t(1, 1, 1, 1568), query_rope=_t(1, 1, 1, 64))
+    yield Limit(file, wide, dict(query=_t(1, 1, 1, 1600)), "KiB of")
     both = paged | dict(key=_apart(2, 1024), key_rope=_apart(2, 1024), query_rope=_t(1, 1, 1, 64))
     yield Limit(file, both, dict(key_rope=_apart(2, 2048)), "different strides in rows")
 

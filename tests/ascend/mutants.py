@@ -148,7 +148,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("behind <= tokens", "behind the last token there is none to leave out"),
     ),
     "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
-    "kv_quant_sparse_flash_attention.gather": _PIECE,
     "kv_quant_sparse_flash_attention.unsupported": (
         ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
     ),
@@ -177,7 +176,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "ragged.page_rows": (
         ("key.shape[0] < 1", "the only page has the number 0, whatever lies between two"),
     ),
-    "sparse_flash_attention._attention": (("rotary, latent)", _NAMED),),
+    "sparse_flash_attention._weighing": (("rotary, latent)", _NAMED),),
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),

@@ -94,6 +94,7 @@ def quant(name: str, make: Callable[[Inputs], Arguments], **options: Any) -> Cas
 
 
 OP = "npu_kv_quant_sparse_flash_attention"
+COPIES = "sparse_flash_attention"
 CASES = (
     quant("16 heads", rows_of([100, 3, 40], 2, exact=True), statistics=True),
     quant("FlashMLA's order, sinks", rows_of([100, 40], row_layout="nope_scale_rope", sinks=True)),
@@ -107,19 +108,25 @@ CASES = (
     ),
 )
 CONTROLS = (
-    Control("the scales forgotten", OP[4:], "* by[:, :, None]", "+ 0 * by[:, :, None]", "16 heads"),
     Control(
-        "another round's last slot",
-        OP[4:],
-        "tl.load(last + first + row)",
-        "tl.load(last + row)",
-        "several rounds",
+        "the scales forgotten",
+        COPIES,
+        "x * by[:, :, None]",
+        "x + 0 * by[:, :, None]",
+        "16 heads",
     ),
     Control(
-        "one row for all",
-        OP[4:],
-        "tl.where(slot >= 0, slot, top)",
-        "tl.maximum(slot, top)",
+        "another row's scales",
+        COPIES,
+        "by = pair(scales, scale_stride, near, far, TILES)",
+        "by = pair(scales, scale_stride, far, near, TILES)",
         "16 heads",
+    ),
+    Control(
+        "another round's indices",
+        COPIES,
+        "selected = indices + (first + row).to(tl.int64)",
+        "selected = indices + row.to(tl.int64)",
+        "several rounds",
     ),
 )

@@ -106,8 +106,8 @@ CASES = (
 )
 CONTROLS = (
     Control("the last round alone", KERNEL, "sums += part", "sums = part", "three tokens a round"),
-    Control("equal positions: the last one wins", KERNEL, "tl.load(to + position) + value",
-            "value", "64 heads"),
+    Control("equal positions: the last one wins", KERNEL, "tl.atomic_add(g +", "tl.store(g +",
+            "64 heads"),
     Control("future keys count", KERNEL, "(position < limit)", "(position < wide)", "64 heads"),
     Control("rows before the first key", "ragged", "tl.maximum(before, 0), 0)", "before, 0)",
             "TND, a negative prefix sum"),

@@ -171,6 +171,8 @@ def opposed(arguments: Arguments) -> torch.Tensor:
 OP = "npu_sparse_flash_attention"
 CASES = (
     *(Case(OP, f"paged, {n} heads", paged([300, 1, 131], 2, n, 96)) for n in (8, 16, 32, 64, 128)),
+    Case(OP, "paged, 8 heads, 9 tokens", paged([300, 1, 131], 3, 8, 96)),
+    Case(OP, "one token, 40 heads, k 1000", paged([3000], 1, 40, 1000)),
     Case(OP, "paged, k 2048, s1 4, 65 keys and 4097", paged([4097, 65], 4, 16, 2048), cores=(24,)),
     Case(OP, "paged, fp16", paged([300, 70], 1, 64, 128), torch.float16),
     Case(OP, "paged, 24 heads, page 48, no rope", paged([100, 0, 49], 2, 24, 64, 48, rope=False)),
@@ -221,7 +223,7 @@ CASES = (
     Case(
         OP,
         "one slot in the last tile",
-        with_(paged([65, 300], 1, 16, 65, sizes=(128, 32)), sparse_indices=all_of_them),
+        with_(paged([129, 300], 1, 16, 129, sizes=(128, 32)), sparse_indices=all_of_them),
     ),
     Case(OP, "scores far apart", paged([300, 70], 1, 16, 96, sizes=(128, 32), scale_value=9.0)),
     Case(
@@ -234,15 +236,15 @@ CONTROLS = (
     Control(
         "mask off by one",
         OP[4:],
-        "(position < limit)\n            if KEYS",
-        "(position <= limit)\n            if KEYS",
+        "(position < limit)\n    return",
+        "(position <= limit)\n    return",
         "paged, k 2048, s1 4, 65 keys and 4097",
     ),
     Control(
         "absent slots not masked",
         OP[4:],
-        'tl.where(slot.to(tl.float32) >= 0, 0.0, float("-inf"))[None]',
-        'tl.where(slot.to(tl.float32) >= -1, 0.0, float("-inf"))[None]',
+        'tl.where(slot >= 0, 0.0, float("-inf"))[:, None]',
+        'tl.where(slot >= -1, 0.0, float("-inf"))[:, None]',
         "paged, 64 heads",
     ),
     Control(
@@ -253,10 +255,17 @@ CONTROLS = (
         "paged, blocks of 4",
     ),
     Control(
-        "another round's rows",
+        "another round's indices",
         OP[4:],
-        "slot = tl.load(slots + (first + row).to(tl.int64) * wide + piece + r)",
-        "slot = tl.load(slots + row.to(tl.int64) * wide + piece + r)",
+        "selected = indices + (first + row).to(tl.int64)",
+        "selected = indices + row.to(tl.int64)",
+        "several rounds",
+    ),
+    Control(
+        "another round's request",
+        OP[4:],
+        "            first + row, query_lengths",
+        "            row, query_lengths",
         "several rounds",
     ),
     Control(
@@ -264,6 +273,13 @@ CONTROLS = (
         OP[4:],
         "token = (first + row).to(tl.int64)",
         "token = row.to(tl.int64)",
+        "several rounds",
+    ),
+    Control(
+        "another round's output",
+        OP[4:],
+        "to = (first + row).to(tl.int64) * heads + h",
+        "to = row.to(tl.int64) * heads + h",
         "several rounds",
     ),
     Control(
@@ -290,22 +306,64 @@ CONTROLS = (
     Control(
         "the last tile forgotten where it has one slot",
         OP[4:],
-        "for start in range(0, end, KEY_TILE)",
-        "for start in range(0, end - tl.where(end > 1, 1, 0), KEY_TILE)",
+        "end = tl.maximum(end, reached(exists, j))",
+        "end = tl.maximum(end, reached(exists, j - 1))",
         "one slot in the last tile",
+    ),
+    Control(
+        "the latent of another row",
+        OP[4:],
+        "x = pair(latent, latent_stride, near, far, LATENT)",
+        "x = pair(latent, latent_stride, far, near, LATENT)",
+        "paged, 16 heads",
+    ),
+    Control(
+        "an absent first row is read",
+        OP[4:],
+        "one = tl.where(one >= 0, one, tl.where(other >= 0, other, top)).to(tl.int64)",
+        "one = one.to(tl.int64)",
+        "paged, 16 heads",
+    ),
+    Control(
+        "an absent second row is read",
+        OP[4:],
+        "other = tl.where(other >= 0, other.to(tl.int64), one)",
+        "other = other.to(tl.int64)",
+        "paged, 16 heads",
+    ),
+    Control(
+        "the last keys of a split forgotten",
+        OP[4:],
+        "each = (count + splits - 1) // splits",
+        "each = count // splits",
+        "paged, k 2048, s1 4, 65 keys and 4097",
+    ),
+    Control(
+        "only the first parts' statistics",
+        OP[4:],
+        "for part in range(0, parts, PARTS)",
+        "for part in range(0, PARTS, PARTS)",
+        "paged, k 2048, s1 4, 65 keys and 4097",
     ),
     Control(
         "a score that overflows",
         OP[4:],
-        "p = tl.exp(z - new_max[:, None])",
-        "p = tl.exp(z - tl.minimum(new_max, 40.0)[:, None])",
+        "p = tl.exp(z - peak[None])",
+        "p = tl.exp(z - tl.minimum(peak, 40.0)[None])",
         "scores far apart",
     ),
     Control(
         "a maximum of at least 0",
         OP[4:],
-        "row_max = tl.full((HEAD_TILE,), -1e30, tl.float32)",
-        "row_max = tl.full((HEAD_TILE,), 0.0, tl.float32)",
+        "peak = tl.maximum(tl.max(z, 0), -1e30)",
+        "peak = tl.maximum(tl.max(z, 0), 0.0)",
+        "scores that underflow",
+    ),
+    Control(
+        "a maximum of parts of at least 0",
+        OP[4:],
+        "peak = tl.full((HEAD_TILE,), -1e30, tl.float32)",
+        "peak = tl.full((HEAD_TILE,), 0.0, tl.float32)",
         "scores that underflow",
     ),
     Control(
@@ -315,25 +373,20 @@ CONTROLS = (
         "tl.load(sinks + h, mask=h <= heads, other=0.0)",
         "paged, latent 32 and 16, 4 heads, sinks",
     ),
-    Control("scale forgotten", OP[4:], "z * scale", "z", "paged, 64 heads"),
+    Control("scale forgotten", OP[4:], "return z * scale", "return z", "paged, 64 heads"),
     Control(
-        "an absent row is read", OP[4:], "tl.where(slot >= 0, slot, top)", "slot", "paged, 16 heads"
-    ),
-    Control(
-        "128 heads a tile",
+        "256 heads a tile",
         OP[4:],
-        "**attention.keywords,",
-        "**(attention.keywords | dict(HEAD_TILE=128)),",
+        "**weighing.keywords,",
+        "**(weighing.keywords | dict(HEAD_TILE=256)),",
         "paged, 128 heads",
         stage="compile",
     ),
     Control(
-        "double buffering given up",
+        "a square tile",
         "tune",
-        'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, '
-        '{"set_workspace_multibuffer": 2})',
-        'altogether\n        Config({"HEAD_TILE": heads, "KEY_TILE": 64}, '
-        '{"set_workspace_multibuffer": 4})',
+        "(64, 128), (128, 64))\n    ),",
+        "(64, 64), (128, 64))\n    ),",
         "paged, 64 heads",
         stage="compile",
     ),
