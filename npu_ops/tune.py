@@ -167,7 +167,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "gated_rms_norm.normalise": tuple(Config({"ROWS": rows}) for rows in (16, 4, 1)),
     "gated_rms_norm_grad.through": tuple(Config({"ROWS": rows}) for rows in (16, 8, 2, 1)),
     "fused_attention.number": (Config({"ROWS": 128}),),
-    # sequences that fill a tile of rows: head sizes up to 128, 256; shorter ones: up to 64, 128, 256
+    # head sizes up to 128, 256 of sequences that fill a tile of rows; of others up to 64, 128, 256
     "fused_attention.attend": tuple(
         Config({"Q_TILE": rows, "KEY_TILE": keys})
         for rows, keys in ((128, 64), (64, 64), (64, 96), (32, 128), (32, 64))

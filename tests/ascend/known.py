@@ -136,7 +136,9 @@ _SPREAD = "the plan spreads what UB holds: twice as many keys compile as well"
 _TIGHT = (
     *(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32)),
     *(
-        Known("fused_attention.attend", "tight", _SPREAD, tiles=(("Q_TILE", rows), ("KEY_TILE", 64)))
+        Known(
+            "fused_attention.attend", "tight", _SPREAD, tiles=(("Q_TILE", rows), ("KEY_TILE", 64))
+        )
         for rows in (128, 64)
     ),
 )
