@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Flash attention, one kernel: a core takes a tile of query rows of a head, and goes over its keys.
+"""Flash attention: a core takes a tile of query rows of a head, and goes over its keys.
+
+    number    one vector core   the numbers of the rows of a tile, for the masks
+    attend    cube + vector     a tile of rows; its keys without a mask, then those that need one
 
 Sequences are the batch, or lie in one row behind prefix sums; what lies behind the last one is a
 sequence without keys.  The cores take the tiles of all sequences in turn.
+
+A sequence that fills a tile is stored without masks: its last tile ends with it, and overlaps the
+one before, in rows whose sums go over the same tiles of keys.  Packed sequences that are shorter
+have a launch of their own.
+
+The vector units of the oldest compiler share a tile only if nothing in it comes from a vector of
+rows but by a reduction or from the cube: what a row carries is a tile of LANES equal columns, and
+the numbers of the rows are a product.
 """
 
 from __future__ import annotations
@@ -20,6 +31,9 @@ from . import cores, entry, tiling, tune
 from .lengths import within
 
 WIDEST = 256  # head sizes, of which the tiles of the last configuration fit
+PARTS = 2  # configurations before those of sequences that fill no tile
+LANES = tl.constexpr(8)
+NUMBERS = tl.constexpr(16)  # columns of the product that numbers the rows
 FARTHEST = 2**30  # as far as a window reaches: positions are 32 bits wide
 
 
@@ -45,51 +59,69 @@ def sequence_of(n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN: tl
 
 @triton.jit
 def keys_of(
-    position, first, left, shift, count_q, count_k, window,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_TILE: tl.constexpr,
+    first, left, shift, count_k, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """(begin, shared, end, low, high): a tile of rows sees the keys from `begin` to before `end`,
-    every row of it those before `shared`; the row at `position` those from `low` to before `high`.
-    With a window no key counts as shared."""
-    begin = 0
+    """(shared, end): of the keys before `end`, which a tile of rows sees, every row sees those
+    before `shared`, whole tiles from 0.  With a window these are out of sight."""
     shared = count_k
     end = count_k
-    low = position
-    # count_k, as a vector: a mask of keys alone keeps the vector units from sharing
-    high = tl.minimum(position + count_q + count_k, count_k)
     if CAUSAL:
         shared = tl.maximum(tl.minimum(count_k, shift + first + 1), 0)
         end = tl.minimum(count_k, shift + first + tl.minimum(left, Q_TILE))
-        high = tl.minimum(position + 1, count_k)
     elif WINDOW:
         end = tl.minimum(count_k, shift + first + Q_TILE - 1 + window)
-        high = tl.minimum(position + window, count_k)
     if WINDOW:
-        begin = tl.maximum(shift + first - window + 1, 0)
-        shared = begin
-        low = position - window + 1
-    return begin, shared, end, low, high
+        shared = tl.maximum(shift + first - window + 1, 0)
+    return shared // KEY_TILE * KEY_TILE, end
 
 
 @triton.jit
-def within_tile(bound, start, KEY_TILE: tl.constexpr):
-    """Which column of the tile that begins at `start` a row's bound is; as floats, which every
-    build of the compiler compares as vectors."""
-    return tl.minimum(tl.maximum(bound - start, 0), KEY_TILE).to(tl.float32)[:, None]
+def in_turn(tile, head, tiles, CAUSAL: tl.constexpr):
+    """The tile that is due: the work in a tile grows or shrinks along a head, and every other head
+    goes the other way, so that each core gets of all."""
+    if CAUSAL:
+        tile = tl.where(head % 2 == 0, tile, tiles - 1 - tile)
+    return tile
+
+
+@triton.jit
+def near(distance):
+    """A distance of positions as a float, exact where it matters: within a tile."""
+    return tl.minimum(tl.maximum(distance, -4096), 4096).to(tl.float32)
+
+
+@triton.jit
+def visible(
+    x, hidden, numbers, position, start, count_k, window,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """`x` where a row sees the key, `hidden` elsewhere: of rows from `position`, keys from `start`.
+    Floats are what every build of the compiler compares as vectors."""
+    column = tl.arange(0, KEY_TILE).to(tl.float32)[None]
+    if not CAUSAL:
+        x = tl.where(column < near(count_k - start), x, hidden)
+    if CAUSAL or WINDOW:
+        row = tl.max(numbers, 1)[:, None]
+        last = position - start + (0 if CAUSAL else window - 1)
+        x = tl.where(column - near(last) <= row, x, hidden)
+    if WINDOW:
+        x = tl.where(column - near(position - start - window) > row, x, hidden)
+    return x
 
 
 @triton.jit
 def _step(
-    q_tile, of_k, of_v, keys, start, count_k, low, high, row_max, total, acc, scale, k_row, v_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
+    q_tile, of_k, of_v, keys, numbers, position, start, count_k, window,
+    row_max, total, acc, scale, k_row, v_row,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_TILE: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and output, one tile of keys further."""
-    j = tl.arange(0, KEY_TILE)
     at_k = of_k + keys[:, None] * k_row + tl.arange(0, DIM)[None]
     at_v = of_v + keys[:, None] * v_row + tl.arange(0, VALUE_DIM)[None]
     if MASKED:
-        there = (j < count_k - start)[:, None]
+        there = (tl.arange(0, KEY_TILE) < count_k - start)[:, None]
         k_tile = tl.load(at_k, mask=there, other=0.0)
         v_tile = tl.load(at_v, mask=there, other=0.0)
     else:
@@ -97,36 +129,59 @@ def _step(
         v_tile = tl.load(at_v)
     z = tl.dot(q_tile, tl.trans(k_tile)) * scale
     if MASKED:
-        column = j.to(tl.float32)[None]
-        z = tl.where(column < within_tile(high, start, KEY_TILE), z, float("-inf"))
-        if WINDOW:
-            z = tl.where(column >= within_tile(low, start, KEY_TILE), z, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(z, 1))
-    p = tl.exp(z - new_max[:, None])
+        z = visible(
+            z, float("-inf"), numbers, position, start, count_k, window, CAUSAL, WINDOW, KEY_TILE
+        )
+    new_max = tl.maximum(row_max, tl.max(z, 1)[:, None])
     shrink = tl.exp(row_max - new_max)
-    total = total * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None] + tl.dot(p.to(v_tile.dtype), v_tile)
+    p = tl.exp(z - tl.max(new_max, 1)[:, None])
+    total = total * shrink + tl.sum(p, 1)[:, None]
+    acc = acc * tl.max(shrink, 1)[:, None] + tl.dot(p.to(v_tile.dtype), v_tile)
     return new_max, total, acc
+
+
+@entry.jit()
+def number(to, ROWS: tl.constexpr):
+    """[NUMBERS, NUMBERS] and [ROWS, NUMBERS]: of both the product is the number of each row in
+    every column.  Exact, in 16 bits as well."""
+    column = tl.arange(0, NUMBERS)[None]
+    one = tl.full((NUMBERS, NUMBERS), 1.0, to.dtype.element_ty)
+    tl.store(to + tl.arange(0, NUMBERS)[:, None] * NUMBERS + column, one)
+    row = tl.arange(0, ROWS)[:, None]
+    each = (row + column * 0).to(tl.float32) / NUMBERS
+    tl.store(to + (NUMBERS + row) * NUMBERS + column, each.to(to.dtype.element_ty))
+
+
+@triton.jit
+def product_of(numbers, ROWS: tl.constexpr):
+    """What `number` left, multiplied."""
+    column = tl.arange(0, NUMBERS)[None]
+    one = tl.load(numbers + tl.arange(0, NUMBERS)[:, None] * NUMBERS + column)
+    each = tl.load(numbers + (NUMBERS + tl.arange(0, ROWS))[:, None] * NUMBERS + column)
+    return tl.dot(each, one)
 
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "heads", "group", "tokens_q", "tokens_k", "window", "scale", "q_batch",
-        "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
+        "sequences", "heads", "group", "tokens_q", "tokens_k", "least", "most", "window", "scale",
+        "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
     ]
 )  # fmt: skip
 def attend(
-    q, k, v, starts_q, starts_k, out, lse,
-    sequences, heads, group, tokens_q, tokens_k, window, scale,
+    q, k, v, starts_q, starts_k, numbers, out, lse,
+    sequences, heads, group, tokens_q, tokens_k, least, most, window, scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     VARLEN: tl.constexpr, WHOLE: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: every tile of rows is full, and nothing of it is masked."""
+    """Sequences of `least` to below `most` rows.  WHOLE: they fill a tile."""
     i = tl.arange(0, Q_TILE)
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
     e = tl.arange(0, VALUE_DIM)
+    numbered = 0
+    if CAUSAL or WINDOW:
+        numbered = product_of(numbers, Q_TILE)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
     for n in range(0, sequences + VARLEN):
@@ -135,9 +190,13 @@ def attend(
         )
         shift = count_k - count_q
         tiles = (count_q + Q_TILE - 1) // Q_TILE
+        if VARLEN:
+            tiles = tl.where((count_q >= least) & (count_q < most), tiles, 0)
         for work in range(turn, tiles * heads, turns):
             head = work // tiles
-            first = work % tiles * Q_TILE
+            first = in_turn(work % tiles, head, tiles, CAUSAL) * Q_TILE
+            if WHOLE:
+                first = tl.minimum(first, count_q - Q_TILE)
             key_head = head // group
             left = count_q - first
             of_q = q + batch * q_batch + head.to(tl.int64) * q_head
@@ -149,32 +208,31 @@ def attend(
                 q_tile = tl.load(at_q)
             else:
                 q_tile = tl.load(at_q, mask=(i < left)[:, None], other=0.0)
-            begin, shared, end, low, high = keys_of(
-                shift + first + i, first, left, shift, count_q, count_k, window,
-                CAUSAL, WINDOW, Q_TILE,
-            )  # fmt: skip
-            row_max = tl.full((Q_TILE,), -1e30, tl.float32)  # finite: a tile may show no key
-            total = tl.zeros((Q_TILE,), tl.float32)
-            acc = tl.zeros((Q_TILE, VALUE_DIM), tl.float32)
+            shared, end = keys_of(
+                first, left, shift, count_k, window, CAUSAL, WINDOW, Q_TILE, KEY_TILE
+            )
+            row_max = tl.full((Q_TILE, LANES), -1e30, tl.float32)  # finite: a tile may show no key
+            total = tl.zeros((Q_TILE, LANES), tl.float32)
+            # 0, as a number of this turn: a constant would be held beside what becomes of it
+            acc = tl.full((Q_TILE, VALUE_DIM), (work < 0).to(tl.float32), tl.float32)
             if not WINDOW:
-                # the tiles that all rows see as a whole; what is masked does not overlap
-                shared = shared // KEY_TILE * KEY_TILE
                 for start in range(0, shared, KEY_TILE):
                     row_max, total, acc = _step(
-                        q_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start, count_k,
-                        low, high, row_max, total, acc, scale, k_row, v_row,
-                        DIM, VALUE_DIM, KEY_TILE, WINDOW, False,
+                        q_tile, of_k, of_v, (start_k + start + j).to(tl.int64), numbered,
+                        shift + first, start, count_k, window, row_max, total, acc, scale, k_row,
+                        v_row, DIM, VALUE_DIM, KEY_TILE, CAUSAL, WINDOW, False,
                     )  # fmt: skip
-                begin = shared
-            for start in range(begin, end, KEY_TILE):
+            # from 0: the compiler of January 2026 crashes where a loop begins at a window's edge
+            for step in range(0, (tl.maximum(end - shared, 0) + KEY_TILE - 1) // KEY_TILE):
+                start = shared + step * KEY_TILE
                 row_max, total, acc = _step(
-                    q_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start, count_k,
-                    low, high, row_max, total, acc, scale, k_row, v_row,
-                    DIM, VALUE_DIM, KEY_TILE, WINDOW, True,
+                    q_tile, of_k, of_v, (start_k + start + j).to(tl.int64), numbered,
+                    shift + first, start, count_k, window, row_max, total, acc, scale, k_row, v_row,
+                    DIM, VALUE_DIM, KEY_TILE, CAUSAL, WINDOW, True,
                 )  # fmt: skip
             seen = total > 0
             divisor = tl.where(seen, total, 1.0)
-            result = (acc / divisor[:, None]).to(out.dtype.element_ty)
+            result = (acc / tl.max(divisor, 1)[:, None]).to(out.dtype.element_ty)
             sums = tl.where(seen, row_max + tl.log(divisor), float("-inf"))
             if VARLEN:
                 to = rows * heads + head
@@ -182,10 +240,10 @@ def attend(
                 to = (batch * heads + head) * tokens_q + rows
             to_out = out + to[:, None] * VALUE_DIM + e[None]
             if WHOLE:
-                tl.store(lse + to, sums)
+                tl.store(lse + to, tl.max(sums, 1))
                 tl.store(to_out, result)
             else:
-                tl.store(lse + to, sums, mask=i < left)
+                tl.store(lse + to, tl.max(sums, 1), mask=i < left)
                 tl.store(to_out, result, mask=(i < left)[:, None])
         turn = ((turn - tiles * heads) % turns + turns) % turns
 
@@ -206,11 +264,22 @@ def strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3] if x.ndim == 4 else (0, x.stride(1), x.stride(0))
 
 
-def config(kernel: str, *sizes: int, masked: bool) -> tune.Config:
+def config(kernel: str, *sizes: int, **flags: bool) -> tune.Config:
     """The tiles for these head sizes: they are listed from the largest down."""
-    found = tune.TABLE[kernel]
+    return tune.choose(kernel, _fitting(tune.TABLE[kernel], *sizes), *sizes, *flags.values())
+
+
+def _fitting(listed: tuple[tune.Config, ...], *sizes: int) -> tuple[tune.Config, ...]:
     least = 0 if max(sizes) <= 64 else 1 if max(sizes) <= 128 else 2
-    return tune.choose(kernel, found[min(least, len(found) - 1) :], *sizes, masked)
+    return listed[min(least, len(listed) - 1) :]
+
+
+def numbers_of(q: Tensor) -> Tensor:
+    """For `numbered`, of tiles of any height."""
+    rows = tune.only("fused_attention.number")
+    to = memory.empty([NUMBERS.value + rows.tiles["ROWS"], NUMBERS.value], q.dtype, q.device)
+    number[(1,)](to, **rows.keywords)
+    return to
 
 
 def forward(
@@ -229,20 +298,29 @@ def forward(
     lse = memory.empty(q.shape[:-1], torch.float32, q.device)
     if lse.numel() == 0:
         return out, lse
-    varlen = cu_seqlens_q is not None
+    varlen, masked = cu_seqlens_q is not None, causal or window is not None
+    tokens_q, tokens_k = (x.shape[0 if varlen else 2] for x in (q, k))
     none = torch.empty(0, dtype=torch.int32, device=q.device)
-    # packed rows take more of UB: the tiles of the next size
-    sizes = q.shape[-1], v.shape[-1], 128 if varlen else 0
-    tiles = config("fused_attention.attend", *sizes, masked=causal or window is not None)
-    attend[(cores.cube(),)](
-        q, k, v, none if cu_seqlens_q is None else cu_seqlens_q,
-        none if cu_seqlens_k is None else cu_seqlens_k, out, lse,
-        cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0],
-        heads, heads // k.shape[1], q.shape[0 if varlen else 2], k.shape[0 if varlen else 2],
-        min(window or 0, FARTHEST), q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
-        *strides(q), *strides(k), *strides(v),
-        DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, WINDOW=window is not None,
-        VARLEN=varlen, WHOLE=not varlen and q.shape[2] % tiles.tiles["Q_TILE"] == 0,
-        **tiles.keywords,
-    )  # fmt: skip
+    numbers = numbers_of(q) if masked else none
+    sizes = q.shape[-1], v.shape[-1]
+    listed = tune.TABLE["fused_attention.attend"]
+    whole, part = (
+        tune.choose("fused_attention.attend", found, *sizes, masked, varlen)
+        for found in (listed[max(sizes) > 128 :], _fitting(listed[PARTS:], *sizes))
+    )
+    full = whole.tiles["Q_TILE"]
+    launches = [(True, whole, full, tokens_q + 1), (False, part, 0, full)]
+    if not varlen:
+        launches = launches[:1] if tokens_q >= full else launches[1:]
+    for fills, tiles, least, most in launches:
+        attend[(cores.cube(),)](
+            q, k, v, none if cu_seqlens_q is None else cu_seqlens_q,
+            none if cu_seqlens_k is None else cu_seqlens_k, numbers, out, lse,
+            cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0],
+            heads, heads // k.shape[1], tokens_q, tokens_k, least, most,
+            min(window or 0, FARTHEST), q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+            *strides(q), *strides(k), *strides(v),
+            DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, WINDOW=window is not None,
+            VARLEN=varlen, WHOLE=fills, **tiles.keywords,
+        )  # fmt: skip
     return out, lse

@@ -20,9 +20,16 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, fused_attention, tune
-from .fused_attention import FARTHEST, config, keys_of, sequence_of, strides, within_tile
+from .fused_attention import FARTHEST, config, in_turn, keys_of, sequence_of, strides
 
 unsupported = fused_attention.unsupported
+
+
+@triton.jit
+def within_tile(bound, start, KEY_TILE: tl.constexpr):
+    """Which column of the tile that begins at `start` a row's bound is; as floats, which every
+    build of the compiler compares as vectors."""
+    return tl.minimum(tl.maximum(bound - start, 0), KEY_TILE).to(tl.float32)[:, None]
 
 
 @entry.jit(
@@ -102,7 +109,7 @@ def grad_keys(
         tiles = (count_k + KEY_TILE - 1) // KEY_TILE
         for work in range(turn, tiles * key_heads, turns):
             key_head = work // tiles
-            first = work % tiles * KEY_TILE
+            first = in_turn(work % tiles, key_head, tiles, CAUSAL) * KEY_TILE
             there = (j < count_k - first)[:, None]
             keys = (start_k + first + j).to(tl.int64)
             of_k = k + batch * k_batch + key_head.to(tl.int64) * k_head
@@ -214,7 +221,7 @@ def grad_query(
         tiles = (count_q + Q_TILE - 1) // Q_TILE
         for work in range(turn, tiles * heads, turns):
             head = work // tiles
-            first = work % tiles * Q_TILE
+            first = in_turn(work % tiles, head, tiles, CAUSAL) * Q_TILE
             key_head = head // (heads // key_heads)
             left = count_q - first
             known = i < left
@@ -228,24 +235,28 @@ def grad_query(
             g_tile = tl.load(of_g + rows[:, None] * g_row + e[None], mask=known[:, None], other=0.0)
             lse = tl.load(sums + of_row, mask=known, other=float("inf"))
             of_delta = tl.load(delta + of_row, mask=known, other=0.0)
-            begin, shared, end, low, high = keys_of(
-                shift + first + i, first, left, shift, count_q, count_k, window,
-                CAUSAL, WINDOW, Q_TILE,
-            )  # fmt: skip
+            shared, end = keys_of(
+                first, left, shift, count_k, window, CAUSAL, WINDOW, Q_TILE, KEY_TILE
+            )
+            position = shift + first + i
+            low = position - window + 1
+            # count_k, as a vector: a mask of keys alone keeps the vector units from sharing
+            high = tl.minimum(position + count_q + count_k, count_k)
+            if CAUSAL:
+                high = tl.minimum(position + 1, count_k)
+            elif WINDOW:
+                high = tl.minimum(position + window, count_k)
             acc = tl.zeros((Q_TILE, DIM), tl.float32)
             if not WINDOW:
-                # the tiles that all rows see as a whole; what is masked does not overlap
-                shared = shared // KEY_TILE * KEY_TILE
                 for start in range(0, shared, KEY_TILE):
                     acc = _along_keys(
                         q_tile, g_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start,
                         count_k, low, high, lse, of_delta, acc, scale, k_row, v_row,
                         DIM, VALUE_DIM, KEY_TILE, WINDOW, False,
                     )  # fmt: skip
-                begin = shared
             # from 0: the compiler of January 2026 crashes where a loop begins at a window's edge
-            for step in range(0, (tl.maximum(end - begin, 0) + KEY_TILE - 1) // KEY_TILE):
-                start = begin + step * KEY_TILE
+            for step in range(0, (tl.maximum(end - shared, 0) + KEY_TILE - 1) // KEY_TILE):
+                start = shared + step * KEY_TILE
                 acc = _along_keys(
                     q_tile, g_tile, of_k, of_v, (start_k + start + j).to(tl.int64), start,
                     count_k, low, high, lse, of_delta, acc, scale, k_row, v_row,
@@ -285,7 +296,8 @@ def backward(
     delta, sums = (
         memory.empty([batches, heads, tokens_q], torch.float32, q.device) for _ in range(2)
     )
-    sizes, masked = (q.shape[-1], v.shape[-1]), causal or window is not None
+    sizes = q.shape[-1], v.shape[-1]
+    masked = causal or window is not None
     row_sums[(cores.vector(),)](
         grad_o, o, lse, lse if grad_lse is None else grad_lse, delta, sums,
         batches, heads, tokens_q, *strides(grad_o), *strides(o),

@@ -180,10 +180,11 @@ TABLE: dict[str, tuple[Config, ...]] = {
     # the most rows that UB holds
     "gated_rms_norm.normalise": tuple(Config({"ROWS": rows}) for rows in (16, 4, 1)),
     "gated_rms_norm_grad.through": tuple(Config({"ROWS": rows}) for rows in (16, 8, 2, 1)),
-    # head sizes up to 64 (in sequences of one length), 128, 256; square tiles are not shared by
-    # the vector units
+    "fused_attention.number": (Config({"ROWS": 128}),),
+    # head sizes up to 128, 256 of sequences that fill a tile of rows; of others up to 64, 128, 256
     "fused_attention.attend": tuple(
-        Config({"Q_TILE": rows, "KEY_TILE": keys}) for rows, keys in ((64, 96), (32, 128), (32, 64))
+        Config({"Q_TILE": rows, "KEY_TILE": keys})
+        for rows, keys in ((128, 64), (64, 64), (64, 96), (32, 128), (32, 64))
     ),
     "fused_attention_backward.row_sums": (Config({"ROWS": 32}),),
     # both accumulators, S and P's gradient share L0C

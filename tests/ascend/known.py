@@ -149,7 +149,16 @@ _REPEAT = (
 )
 _UPDATE = "fused_sigmoid_gating_delta_rule_update.update"
 _HALF = "half of the state's tile plans nearly as much, with twice the gates and norms"
-_TIGHT = tuple(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32))
+_SPREAD = "the plan spreads what UB holds: twice as many keys compile as well"
+_TIGHT = (
+    *(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32)),
+    *(
+        Known(
+            "fused_attention.attend", "tight", _SPREAD, tiles=(("Q_TILE", rows), ("KEY_TILE", 64))
+        )
+        for rows in (128, 64)
+    ),
+)
 
 KNOWN = (
     *_REPEAT,

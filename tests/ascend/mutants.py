@@ -124,7 +124,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("count_k, start, low, high, row_max, tot (2)", _UNMASKED),
         ("count_k, high, low, row_max, total, acc, sc (2)", _UNMASKED),
     ),
-    "fused_attention.config": (("max(sizes) < 128", _TILE),),
+    "fused_attention._fitting": (("max(sizes) < 128", _TILE),),
     "fused_attention_backward.grad_query": (
         ("lse, of_delta, acc, sca (2)", _UNMASKED),
         ("lse, of_delta, ac (2)", _UNMASKED),
