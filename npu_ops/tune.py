@@ -78,7 +78,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     "lightning_indexer.topk": (Config({"COUNT_TILE": 2048, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
-    "lightning_indexer_grad.spread": (Config({}),),
+    # positions come in tiles of HIGH_TILE rows of 128; the oldest build has no room for 64 slots
+    "lightning_indexer_grad.spread": (Config({"HIGH_TILE": 64, "SLOTS": 32}),),
     "lightning_indexer_grad.grad_keys": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 32, 64)
     ),

@@ -67,8 +67,7 @@ _SCALAR = {
     "sparse_lightning_indexer_grad_kl_loss.row_loss": _SUMS,
     "lightning_indexer.topk": "one count a tile of scores",
     "lightning_indexer.values": "one score an index: there is no gather of single elements",
-    "lightning_indexer_grad.spread": "one gradient an index, added one after the other, as an index"
-    " may come twice: there is no scatter, and a sort gives back no places",
+    "lightning_indexer_grad.spread": "the request of a token, beside tiles of slots",
     "localize_indices.localize": "what is taken is read again by its slot, one load each",
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
