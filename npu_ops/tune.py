@@ -183,10 +183,12 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "fused_attention_backward.grad_query": (Config({"Q_TILE": 64, "KEY_TILE": 64}),),
     "indexer_loss.gather": (Config({"ROWS": 32}),),
     "indexer_loss.log_sums": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 64)
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
+        for heads, keys in ((16, 128), (64, 128), (128, 64))
     ),
     "indexer_loss.head_sums": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 64)
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
+        for heads, keys in ((16, 128), (64, 128), (128, 64))
     ),
     "indexer_loss.row_loss": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
     "indexer_loss_backward.row_grad": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
