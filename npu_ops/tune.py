@@ -120,8 +120,12 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "chunk_gated_delta_rule.products": (Config({}),),
     # elimination in UB, which loads and stores little: nothing to gain from double buffering
     "chunk_gated_delta_rule.triangles": (Config({}, {"multibuffer": False}),),
+    "chunk_gated_delta_rule.weights": (Config({}),),
     "chunk_gated_delta_rule.walk": tuple(
-        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+        Config({"VALUE_TILE": channels}) for channels in (128, 64, 32, 16)
+    ),
+    "chunk_gated_delta_rule.outputs": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (128, 64, 32, 16)
     ),
     "chunk_gated_delta_rule_grad.places": (Config({}),),
     "chunk_gated_delta_rule_grad.walk_states": tuple(

@@ -113,6 +113,7 @@ _OLDEST = {
     "sparse_flash_attention.attend": "with sinks, or heads that no tile divides, stores are masked",
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
+    "chunk_gated_delta_rule.outputs": _TAIL,
     "chunk_kda.walk": _CARRIED,
     "chunk_kda_grad.walk_states": _CARRIED,
     "chunk_kda_grad.walk_grads": _CARRIED,
