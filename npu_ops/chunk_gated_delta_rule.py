@@ -16,7 +16,7 @@
 Only the walk is serial: what it takes turns for is two products a chunk.  The triangle is inverted
 by elimination on the vector cores: in powers of L, which the cube could multiply, what cancels is
 1e17 times as large as the result where keys are alike.  What lies between the kernels is laid out
-by chunk, in rounds of heads that fit the workspace.
+by chunk, in rounds of tokens that fit the workspace.
 """
 
 from __future__ import annotations
@@ -212,13 +212,12 @@ def weights(
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "tokens", "group", "value_heads", "state_row", "final_row", "k_token",
-        "k_head",
+        "sequences", "tokens", "group", "value_heads", "k_token", "k_head",
     ]
 )  # fmt: skip
 def walk(
     k, lengths, taken, given, sums, initial, states, new, final,
-    sequences, tokens, group, value_heads, state_row, final_row, k_token, k_head,
+    sequences, tokens, group, value_heads, k_token, k_head,
     KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -238,8 +237,9 @@ def walk(
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
             of_k = k + (head // group).to(tl.int64) * k_head
-            of_state = head.to(tl.int64) * (VALUE * KEY) + column[:, None] * KEY + d[None]
-            state = tl.load(initial + n.to(tl.int64) * state_row + of_state).to(tl.float32)
+            of_state = column[:, None] * KEY + d[None]
+            whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
+            state = tl.load(initial + whole + of_state)
             for chunk in range(0, chunks):
                 first = chunk * CHUNK
                 there = (i < length - first)[:, None]
@@ -248,7 +248,7 @@ def walk(
                 total = tl.load(sums + (row + head) * CHUNK + i)
                 last = tl.load(sums + (row + head) * CHUNK + CHUNK - 1)
                 half = state.to(k.dtype.element_ty)
-                tl.store(states + row * (VALUE * KEY) + of_state, half)
+                tl.store(states + (row + head) * (VALUE * KEY) + of_state, half)
                 tile = (row + head) * CHUNK + i[:, None]
                 w_tile = tl.load(taken + tile * KEY + d[None])
                 u_tile = tl.load(given + tile * VALUE + column[None])
@@ -257,8 +257,7 @@ def walk(
                 kept = (x * tl.exp(last - total)[:, None]).to(half.dtype)
                 k_tile = tl.load(of_k + token * k_token + d[None], mask=there, other=0.0)
                 state = state * tl.exp(last) + tl.dot(tl.trans(kept), k_tile)
-            to = final + n.to(tl.int64) * final_row + of_state
-            tl.store(to, state.to(final.dtype.element_ty))
+            tl.store(final + whole + of_state, state)
         turn = ((turn - value_heads * TILES) % turns + turns) % turns
         start += length
         before += chunks
@@ -266,12 +265,12 @@ def walk(
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "tokens", "group", "value_heads", "scale", "out_token", "q_token", "q_head",
+        "sequences", "tokens", "group", "value_heads", "scale", "q_token", "q_head",
     ]
 )  # fmt: skip
 def outputs(
     q, lengths, seen, sums, states, new, out,
-    sequences, tokens, group, value_heads, scale, out_token, q_token, q_head,
+    sequences, tokens, group, value_heads, scale, q_token, q_head,
     KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = VALUE // VALUE_TILE
@@ -299,7 +298,7 @@ def outputs(
             n_tile = tl.load(new + (place * CHUNK + i[:, None]) * VALUE + column[None])
             growth = tl.exp(tl.load(sums + place * CHUNK + i))[:, None]
             o = tl.dot(q_tile, tl.trans(s_tile)) * growth + tl.dot(p_tile, n_tile)
-            to = out + token * out_token + head * VALUE + column[None]
+            to = out + (token * value_heads + head) * VALUE + column[None]
             tl.store(to, (o * scale).to(out.dtype.element_ty), mask=there)
         turn = ((turn - chunks * value_heads * TILES) % turns + turns) % turns
         start += length
@@ -344,69 +343,82 @@ def forward(
     varlen = actual_seq_lengths is not None
     sequences = actual_seq_lengths.shape[0] if actual_seq_lengths is not None else 1
     out = memory.empty(value.shape, value.dtype, value.device)
-    kind = torch.float32 if initial_state is None else initial_state.dtype
-    final = memory.empty((sequences, value_heads, value_size, key_size), kind, value.device)
-    if final.numel() == 0:
-        return out.zero_(), final
+    whole = (sequences, value_heads, value_size, key_size)
+    state = memory.empty(whole, torch.float32, value.device)
     if initial_state is None:
-        initial_state = final.zero_()
-    if varlen:
+        state.zero_()
+    else:
+        state.copy_(initial_state)
+    kind = torch.float32 if initial_state is None else initial_state.dtype
+    if varlen or state.numel() == 0:
         out.zero_()  # tokens behind the last sequence belong to no chunk
+    if state.numel() == 0:
+        return out, state.to(kind)
     group = value_heads // heads
     scale = key_size**-0.5 if scale is None else scale
-    # every sequence may end in a part of a chunk
-    chunks = triton.cdiv(tokens, CHUNK.value) + (sequences if varlen else 0)
-    # by value head and chunk: W, U and N, a state, squares of pairs
-    each = 2 * (CHUNK.value * (key_size + 2 * value_size) + value_size * key_size)
-    each += 2 * 6 * CHUNK.value**2
-    at_once = tiling.at_once(heads, max(chunks, 1) * group * each)
+    # of a token: W and N, U, a state and squares of pairs by chunk
+    each = value_heads * (2 * key_size + 6 * value_size + value_size * key_size // 32 + 256)
+    each += heads * 512
+    at_once = tiling.at_once(tokens, each)
+    if at_once < tokens:
+        at_once = max(at_once // CHUNK.value, 1) * CHUNK.value
     sizes = dict(KEY=key_size, VARLEN=varlen)
-    for low in range(0, heads, at_once):
-        here = slice(low, low + at_once)
-        there = slice(low * group, (low + at_once) * group)
-        q, k, v, o = query[:, here], key[:, here], value[:, there], out[:, there]
-        start, end = initial_state[:, there], final[:, there]
-        rate, gate = (None if x is None else x[:, there] for x in (beta, g))
-        some, values = q.shape[1], v.shape[1]
-        if values == 1:
+    for first in range(0, tokens, max(at_once, 1)):
+        here = slice(first, first + at_once)
+        q, k, v, o = query[here], key[here], value[here], out[here]
+        rate, gate = (None if x is None else x[here] for x in (beta, g))
+        if value_heads == 1:
             rate, gate = (None if x is None else x.contiguous() for x in (rate, gate))
+        count = q.shape[0]
+        # every sequence may end in a part of a chunk
+        chunks = triton.cdiv(count, CHUNK.value) + (sequences if varlen else 0)
 
-        def space(*shape: int, kind: torch.dtype = value.dtype, by: int = values) -> Tensor:
-            return memory.empty((chunks, by, *shape), kind, value.device)
+        def space(
+            *shape: int, kind: torch.dtype = value.dtype, by: int = value_heads, n: int = chunks
+        ) -> Tensor:
+            return memory.empty((n, by, *shape), kind, value.device)
 
         square = (CHUNK.value, CHUNK.value)
-        qk, kk = (space(*square, kind=torch.float32, by=some) for _ in range(2))
+        qk, kk = (space(*square, kind=torch.float32, by=heads) for _ in range(2))
         solved, seen = (space(*square) for _ in range(2))
         sums = space(CHUNK.value, kind=torch.float32)
         taken, new = (space(CHUNK.value, x) for x in (key_size, value_size))
         given = space(CHUNK.value, value_size, kind=torch.float32)
         states = space(value_size, key_size)
-        lengths = sums if actual_seq_lengths is None else actual_seq_lengths
+        lengths = sums
+        if actual_seq_lengths is not None:
+            lengths = _cut(actual_seq_lengths, tokens, first, count)
         of_q, of_k, of_v = (x.stride()[:2] for x in (q, k, v))
         products[(cores.cube(),)](
-            q, k, lengths, qk, kk, sequences, tokens, some, *of_q, *of_k, **sizes,
+            q, k, lengths, qk, kk, sequences, count, heads, *of_q, *of_k, **sizes,
             **tune.only("chunk_gated_delta_rule.products").keywords,
         )  # fmt: skip
         triangles[(cores.vector(),)](
             qk, kk, sums if rate is None else rate, sums if gate is None else gate, lengths,
-            solved, solved, seen, sums, sums, sequences, tokens, group,
+            solved, solved, seen, sums, sums, sequences, count, group,
             0 if rate is None else rate.stride(0), 0 if gate is None else gate.stride(0),
-            VALUE_HEADS=values, VARLEN=varlen, BETA=rate is not None, GATE=gate is not None,
+            VALUE_HEADS=value_heads, VARLEN=varlen, BETA=rate is not None, GATE=gate is not None,
             APART=False, **tune.only("chunk_gated_delta_rule.triangles").keywords,
         )  # fmt: skip
         weights[(cores.cube(),)](
-            k, v, lengths, solved, sums, taken, given, sequences, tokens, group, values,
+            k, v, lengths, solved, sums, taken, given, sequences, count, group, value_heads,
             *of_k, *of_v, VALUE=value_size, **sizes,
             **tune.only("chunk_gated_delta_rule.weights").keywords,
         )  # fmt: skip
         walk[(cores.cube(),)](
-            k, lengths, taken, given, sums, start, states, new, end, sequences, tokens, group,
-            values, start.stride(0), end.stride(0), *of_k, VALUE=value_size, **sizes,
-            **_tile("walk", key_size, value_size),
+            k, lengths, taken, given, sums, state, states, new, state, sequences, count, group,
+            value_heads, *of_k, VALUE=value_size, **sizes, **_tile("walk", key_size, value_size),
         )  # fmt: skip
         outputs[(cores.cube(),)](
-            q, lengths, seen, sums, states, new, o, sequences, tokens, group, values, scale,
-            o.stride(0), *of_q, VALUE=value_size, **sizes,
-            **_tile("outputs", key_size, value_size),
+            q, lengths, seen, sums, states, new, o, sequences, count, group, value_heads, scale,
+            *of_q, VALUE=value_size, **sizes, **_tile("outputs", key_size, value_size),
         )  # fmt: skip
-    return out, final
+    return out, state.to(kind)
+
+
+def _cut(lengths: Tensor, tokens: int, first: int, count: int) -> Tensor:
+    """Of each sequence's tokens those among the `count` from `first` on."""
+    if count == tokens:
+        return lengths
+    ends = lengths.long().clamp(0, tokens).cumsum(0).clamp(first, first + count)
+    return torch.diff(ends, prepend=ends.new_full((1,), first))

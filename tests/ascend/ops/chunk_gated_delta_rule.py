@@ -92,8 +92,14 @@ CASES = (
     ),
     Case(OP, "lengths beyond the tokens", beyond, judge=judge),
     Case(OP, "256 x 48, scale given", call([66], (1, 1), (256, 48), scale=0.5), judge=judge),
+    Case(
+        OP,
+        "128 x 128, packed, bf16 state",
+        call([40, 66], (1, 1), (128, 128), state=torch.bfloat16),
+        judge=judge,
+    ),
     Case(OP, "256 x 256", call([70], (1, 1), (256, 256)), judge=judge),
-    Case(OP, "a key head a round", in_rounds(1, call([70, 3], (2, 4), (16, 32))), judge=judge),
+    Case(OP, "64 tokens a round", in_rounds(1, call([70, 3], (2, 4), (16, 32))), judge=judge),
 )
 CONTROLS = (
     Control(
@@ -139,11 +145,11 @@ CONTROLS = (
         "two chunks and a part",
     ),
     Control(
-        "every round writes the first value heads",
+        "a sequence begins anew in every round",
         KERNEL,
-        "there = slice(low * group, (low + at_once) * group)",
-        "there = slice(0, at_once * group)",
-        "a key head a round",
+        ".cumsum(0).clamp(first, first + count)",
+        ".cumsum(0).clamp(0, count)",
+        "64 tokens a round",
     ),
     Control(
         "the right half of the triangle left alone",
@@ -155,8 +161,8 @@ CONTROLS = (
     Control(
         "the tail of a packed row left alone",
         KERNEL,
-        "if varlen:\n        out.zero_()",
-        "if False:\n        out.zero_()",
+        "if varlen or state.numel() == 0:",
+        "if state.numel() == 0:",
         "packed, tokens behind",
     ),
 )
