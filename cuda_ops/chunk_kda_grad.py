@@ -247,6 +247,9 @@ def _inputs_kernel(
             left_k *= growth * -rate[:, None]
             right_k *= tl.exp2(last[None, :] - total) * rate[:, None]
             end = tl.sum(right_k * k_wide, 0) + tl.exp2(last) * whole
+            of_total = q_wide * left_q + k_wide * (left_k - right_k)
+            dq += left_q
+            dk += left_k + right_k
             for bit in range(0, 6):
                 b = 1 << bit
                 fading = from_between(total, b)
@@ -255,14 +258,18 @@ def _inputs_kernel(
                 pairs = pairs_of_bit(b)
                 z_tile = tl.where(pairs, z, 0.0).to(element)
                 m_tile = tl.where(pairs, m, 0.0).to(element)
-                left_q += tl.dot(z_tile, y_tile) * fading
-                left_k += tl.dot(m_tile, y_tile) * fading
-                right_k += tl.dot(m_tile.T, y_tile, tl.dot(z_tile.T, x_tile)) * fading
-            own = tl.sum(tl.where(same, z, 0.0), 1)[:, None]
-            dq += left_q + own * k_wide
-            dk += left_k + right_k + own * q_wide
+                of_x = tl.dot(z_tile, y_tile)
+                of_y = tl.dot(m_tile, y_tile)
+                from_y = tl.dot(m_tile.T, y_tile, tl.dot(z_tile.T, x_tile))
+                dq += of_x * fading
+                dk += (of_y + from_y) * fading
+                # of the rounded factors: what a pair gives its later token it takes from the
+                # earlier one, and before both the two must cancel
+                of_total += x_tile.to(tl.float32) * of_x + y_tile.to(tl.float32) * (of_y - from_y)
             # what q and k of one token give each other takes no decay
-            of_total = q_wide * left_q + k_wide * (left_k - right_k)
+            own = tl.sum(tl.where(same, z, 0.0), 1)[:, None]
+            dq += own * k_wide
+            dk += own * q_wide
             dg = tl.cumsum(of_total, 0, reverse=True) + end[None, :]
             slope, by_A = _of_gate(x, speed, lower_bound, C.GATE)
             part = number * C.K_PAD + ck

@@ -5,6 +5,7 @@ is wanted.  Sizes may be symbolic; nothing here reads a tensor's values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -119,6 +120,21 @@ class Checker:
                     f"`{name}` has stride {tensor.stride(-1)} in its last dimension, expected 1. "
                     f"Pass {name}.contiguous()."
                 )
+
+    def apart(self, name: str, tensor: Tensor, what: str, inner: int = 0) -> None:
+        """No two numbers of a tensor that is written share memory; its last `inner` dimensions
+        lie in one piece, as is known."""
+        outer = tensor.ndim - inner
+        least = math.prod(tensor.shape[outer:])
+        for stride, size in sorted(zip(tensor.stride()[:outer], tensor.shape[:outer], strict=True)):
+            if size <= 1 or tensor.numel() == 0:
+                continue
+            if stride < least:
+                self.fail(
+                    f"`{name}` has strides {list(tensor.stride())} and shape {list(tensor.shape)}, "
+                    f"in which {what} overlap. Pass {name}.contiguous() and use what it returns."
+                )
+            least = stride * size
 
     def one_of(self, name: str, value: Any, *wanted: Any) -> None:
         if value not in wanted:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -185,6 +186,8 @@ def forward(
 
     blocks = 1
     if cache_indices is not None and cache_indices.ndim == 2:
+        if cache_indices.numel() == 0:  # no block: one that names no slot, which can be read
+            cache_indices = memory.empty([sequences, 1], torch.int32, x.device).fill_(-1)
         blocks = cache_indices.shape[1]
     sizes = (sequences, x.shape[-2], x.shape[:-1].numel(), conv_states.shape[0])
     # None: no slot stands for none
@@ -202,7 +205,7 @@ def forward(
         ACCEPTED=num_accepted_tokens is not None, COMPUTED=num_computed_tokens is not None,
         **config.keywords,
     )  # fmt: skip
-    if by_block and blocks > 0:
+    if by_block:
         config = tune.at_least("fused_causal_conv1d.fill", "CHANNEL_TILE", channels)
         tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
         fill[(min(sequences * blocks * tiles, cores.vector()),)](

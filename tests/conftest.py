@@ -5,6 +5,7 @@
 pytest --device cpu|cuda|npu     one device (default: every device of this machine)
 pytest --quick                   two cases of each parametrised test
 pytest --replay                  CUDA launchers run once on copies, and plans give the results
+pytest --failures FILE           append every failure to it at once
 pytest --record FILE             write which ops ran in passing tests, by backend
 """
 
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import custom
 
 pytest.register_assert_rewrite("tests.support")
-pytest_plugins = ["tests.support.cxx", "tests.support.graph_record"]
+pytest_plugins = ["tests.support.cxx", "tests.support.graph_record", "tests.support.many_gpus"]
 BACKEND_OF = {"cpu": "reference", "cuda": "cuda", "npu": "npu"}
 _verified: Counter[tuple[str, str]] = Counter()  # (op, backend) -> passing tests that ran it
 _doubted: set[tuple[str, str] | None] = set()  # what a failing test ran; None: it ran nothing

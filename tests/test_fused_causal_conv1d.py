@@ -44,6 +44,8 @@ CASES = [
     # a block of the table that is not there, and blocks beyond it
     Pooled(lengths=(9, 4), slots=((4, -1, 2), (1, 6, 11)), computed=(3, 10), turned=True,
          blocks=((0, 2), (2, 3), (0, -1)), options=(("block_size", 4),)),
+    # rows of no blocks
+    Pooled(lengths=(3, 2), slots=((), ()), computed=(0, 1), blocks=((0, 0), (0, 0), (0, 0))),
     Pooled(lengths=(300, 70), slots=(5, 2), D=600, L=2),
 ]  # fmt: skip
 dtypes = pytest.mark.parametrize(

@@ -315,6 +315,27 @@ def test_the_kind_must_be_the_caches():
         )
 
 
+def test_pages_in_the_same_memory():
+    slots = torch.zeros(1, dtype=torch.int32)
+    scales = torch.zeros(3, 16, 1)
+    values = torch.zeros(1, 16, 1, 128, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"`values` has strides .* in which pages overlap"):
+        custom.npu_index_cache_write(
+            torch.zeros(1, 128), values.expand(3, -1, -1, -1), scales, slots, kind="int8"
+        )
+    with pytest.raises(ValueError, match=r"`scales` has strides .* in which pages overlap"):
+        custom.npu_index_cache_write(
+            torch.zeros(1, 128), values.repeat(3, 1, 1, 1), scales[:1].expand(3, -1, -1), slots,
+            kind="int8",
+        )  # fmt: skip
+    rows = torch.zeros(1, 16, 1, 656, dtype=torch.uint8).expand(3, -1, -1, -1)
+    with pytest.raises(ValueError, match=r"`rows` has strides .* in which pages overlap"):
+        custom.npu_latent_cache_write(
+            torch.zeros(1, 512), torch.zeros(1, 64, dtype=torch.bfloat16), rows, slots,
+            kind="fp8", row_layout="nope_scale_rope",
+        )  # fmt: skip
+
+
 def test_no_tensor_to_transform():
     with pytest.raises(TypeError, match=r"^npu_hadamard: `x` is None, expected a tensor\. Make it"):
         custom.hadamard(None)

@@ -148,37 +148,37 @@ def test_a_product_is_its_formula(device, backend, mode, scale_format, given_in_
 
 def torch_npu_s_golden(call: Call, smooth: Tensor) -> tuple[Tensor, ...]:
     """The words of its test of npu_mla_prolog_v3, mode 2: int32 sums, float32 times both scales,
-    nothing rounded between the product and the next quantisation; q_nope to bfloat16 before W_uk.
+    nothing rounded between the product and the next quantisation; q_nope to the dtype before W_uk.
     (query, query_rope)"""
     a, w = call.given[MLA], call.layer
     heads, plain, _rank = w.w_uk.shape
     x, scale_x = eight_bits.activations(call.x.flatten(0, 1), "int8")
 
     def product(values, by, name):
-        weight, scale = custom.from_nz(a[f"weight_{name}"]), a[f"dequant_scale_w_{name}"]
-        sums = values.numpy().astype(np.int64) @ weight.cpu().numpy().astype(np.int64)
+        weight, scale = custom.from_nz(a[f"weight_{name}"].cpu()), a[f"dequant_scale_w_{name}"]
+        sums = values.numpy().astype(np.int64) @ weight.numpy().astype(np.int64)
         return torch.from_numpy(sums).float() * by * scale.cpu()
 
     down = product(x, scale_x, "dq")
     norm = down / torch.sqrt((down**2).mean(-1, keepdim=True) + 1e-6) * w.gamma_cq.float()
     c, scale_c = eight_bits.activations(norm * smooth, "int8")
     q = product(c, scale_c, "uq_qr").view(-1, heads, plain + SIZES["Dr"])
-    nope = q[..., :plain].bfloat16().double()
-    query = torch.einsum("tnd,ndr->tnr", nope, w.w_uk).bfloat16()
+    nope = q[..., :plain].to(call.dtype).double()
+    query = torch.einsum("tnd,ndr->tnr", nope, w.w_uk).to(call.dtype)
     sin, cos = (each.flatten(0, 1).double() for each in (call.sin, call.cos))
     turned = [
         torch.stack([rope(u.double(), sin[t], cos[t], True) for u in q[t, :, plain:]])
         for t in range(len(q))
     ]
-    return query, torch.stack(turned).bfloat16()
+    return query, torch.stack(turned).to(call.dtype)
 
 
-def test_as_near_as_torch_npu_s_golden():
+def test_as_near_as_torch_npu_s_golden(device, backend):
     """Which rounds less often than we do: our error against no quantisation at all is within twice
     that of theirs."""
-    call = Call(CPU, 2, dtype=torch.bfloat16)
+    call = Call(device, 2)
     smooth = 0.5 + torch.rand(1, SIZES["Rq"])
-    outs = run(MLA, "reference", **call.mla(smooth_scales_cq=smooth))
+    outs = run(MLA, backend, **call.mla(smooth_scales_cq=smooth.to(device)))
     w = replace(call.layer, w_uq_qr=call.layer.w_uq_qr * smooth[0, :, None].double())
     exact = by_token(Quantising(w, torch.float64, 0, "").mla, call.x, call.sin, call.cos)
     golden = torch_npu_s_golden(call, smooth)

@@ -9,6 +9,7 @@ import doctest
 import importlib
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from custom.bench.report import Row, packed, plot, read_rows, text, write_csv
 from custom.info import report
 from docs import tables
 
+from .support import many_gpus
 from .tools import racecheck
 
 ROOT = Path(__file__).parent.parent
@@ -221,3 +223,11 @@ def test_python_dash_m_works_from_anywhere(tmp_path):
         [sys.executable, "-m", "custom.info"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0 and "npu_sparse_attention_pto" in done.stdout, done.stderr
+
+
+def test_workers_share_the_gpus():
+    """Every worker sees all of them, and tests on its last one."""
+    devices = ["0", "1", "2", "5"]
+    turned = [many_gpus.rotated(devices, f"gw{n}") for n in range(8)]
+    assert all(sorted(seen) == devices for seen in turned)
+    assert Counter(seen[-1] for seen in turned) == dict.fromkeys(devices, 2)

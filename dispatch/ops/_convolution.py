@@ -74,15 +74,7 @@ def pool(c: Checker, name: str, tensor: Tensor, wanted: str) -> None:
     """Any strides in which no two numbers share memory."""
     c.floating(name, tensor)
     c.shape(name, tensor, wanted)
-    least = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and tensor.numel() > 0:
-            c.require(
-                stride >= least,
-                f"`{name}` has strides {list(tensor.stride())} and shape {list(tensor.shape)}, in "
-                f"which states overlap. Pass {name}.contiguous() and use what it returns.",
-            )
-            least = stride * size
+    c.apart(name, tensor, "states")
 
 
 def indices(c: Checker, name: str, tensor: Tensor | None) -> None:

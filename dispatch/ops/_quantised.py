@@ -69,13 +69,14 @@ def page_size(c: Checker) -> None:
 
 
 def whole_pages(c: Checker, **caches: Tensor) -> None:
-    """Pages may lie apart, what is in them not."""
+    """Of a cache that is written: pages may lie apart, what is in them not."""
     for name, cache in caches.items():
         if cache.numel() and not cache[0].is_contiguous():
             c.fail(
                 f"`{name}` has strides {list(cache.stride())}, expected pages that each lie in "
                 "one piece: only the first dimension may be strided."
             )
+        c.apart(name, cache, "pages", inner=cache.ndim - 1)
 
 
 # the only other value of each, beside 0, and what the two mean

@@ -184,15 +184,7 @@ def pool_of_states(c: Checker, name: str, pool: Tensor, wanted: str) -> None:
         f"`{name}` has strides {list(pool.stride())}, expected {list(dense)} in its last three "
         "dimensions: only the slots may lie apart.",
     )
-    least = sizes[0] * sizes[1] * sizes[2]
-    for stride, size in sorted(zip(pool.stride()[:-3], pool.shape[:-3], strict=True)):
-        if size > 1 and pool.numel() > 0:
-            c.require(
-                stride >= least,
-                f"`{name}` has strides {list(pool.stride())} and shape {list(pool.shape)}, in "
-                f"which states overlap. Pass {name}.contiguous() and use what it returns.",
-            )
-            least = stride * size
+    c.apart(name, pool, "states", inner=3)
 
 
 def _check_verification(

@@ -95,6 +95,12 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
+    "chunk_kda.made_of": (("-> space(key_size, CHUNK.value, ", _NUMBERS),),
+    "chunk_kda_grad._tile": (("tile * other < most", _TILE),),
+    "chunk_kda_grad.backward": (
+        ("-> space(value_size, side)", _NUMBERS),
+        ("-> space(key_size, side, ", _NUMBERS),
+    ),
     "fused_attention.attend": (
         ("total, a (2)", _UNMASKED),
         ("count_k, start, low, high, row_max, tot (2)", _UNMASKED),
@@ -136,6 +142,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("n3 <= wanted", "as many as are wanted above two bounds are the same ones"),
     ),
     "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
+    "localize_indices.localize": (
+        ("taken >= 0", "a tile of which nothing is taken stores nothing"),
+    ),
     "merge_topk.choose": (
         ("sum(above, 0) > k", "where exactly k lie above, none of the next ones is wanted"),
         ("ties >= 0", "where none is wanted, the search ends at -1 as well"),

@@ -86,7 +86,8 @@ def main() -> int:
     failed = False
 
     def progress(text: str) -> None:
-        print(f"\r{text}  ", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"\r{text}  ", end="", file=sys.stderr, flush=True)
 
     workers = Workers(options.processes) if options.processes > 1 else None
     for op in ops:

@@ -142,7 +142,7 @@ class Pooled:
             return torch.randn(*shape, dtype=torch.float64)
 
         def ints(values: Any) -> Tensor | None:
-            return None if values is None else torch.tensor(values)
+            return None if values is None else torch.tensor(values, dtype=torch.int64)
 
         sums = self.sums or tuple(accumulate(self.lengths, initial=0))
         shape = (sum(self.lengths),) if self.packed else (len(self.lengths), self.lengths[0])

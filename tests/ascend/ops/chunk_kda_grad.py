@@ -54,8 +54,9 @@ CASES = tuple(
         ("extremes", graded(forward.extremes), torch.bfloat16),
         ("beyond the tokens", graded(forward.beyond), torch.bfloat16),
         ("fp16, no norm", call([70], norm=False, packed=False), torch.float16),
-        ("values of 32, a batch", call([20, 20], (2, 2), (32, 32), packed=False), torch.bfloat16),
-        ("a head a round", in_rounds(1, call([70], (2, 4), (16, 16), layout="vk", packed=False)),
+        ("values of 32, a batch", call([20, 20], (2, 2), (64, 32), packed=False), torch.bfloat16),
+        ("a head a round, no norm",
+         in_rounds(1, call([70], (2, 4), (16, 16), layout="vk", norm=False, packed=False)),
          torch.bfloat16),
         ("values of 48", call([40], (1, 1), (16, 48)), torch.bfloat16),
     )

@@ -111,6 +111,9 @@ CASES = (
     Case(OP, "a block that is not there, and one beyond",
          call([9, 4], [[4, -1, 2], [1, 6, 11]], computed=[3, 10], block_size=4,
               blocks=([0, 2], [2, 3], [0, -1]))),
+    Case(OP, "rows of no blocks",
+         call([3, 2], [[], []], computed=[0, 1], blocks=([0, 0], [0, 0], [0, 0]))),
+    Case(OP, "no sequence", call([], [])),
     Case(OP, "wide", call([40, 25], [3, 1], channels=2048 + 128, columns=2), cores=(24,)),
     Case(f"{OP}_v2", "in place", call([40, 25], [3, 1], accepted=[2, 1], columns=5)),
 )  # fmt: skip
