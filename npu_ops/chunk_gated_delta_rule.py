@@ -4,13 +4,19 @@
 
     G_i = sum of g up to i, within a chunk     D_ij = exp(G_i - G_j) for j <= i
     L_ij = beta_i D_ij (k_i . k_j) for j < i     T = (I + L)^-1 beta     P_ij = D_ij (q_i . k_j)
-    by chunk:  R = v - exp(G) (k S);  N = T R;  out = scale (exp(G) (q S) + P N);
-    S = exp(G_last) S + k^T (exp(G_last - G) N)
+    W = T exp(G) k;  U = T v;  N = U - W S;  S = exp(G_last) S + k^T (exp(G_last - G) N)
+    out = scale (exp(G) (q S) + P N), with the S before the chunk
 
-The first kernel leaves T, P and G of every chunk in memory, the second walks over the chunks of a
-sequence with VALUE_TILE columns of one head's state, transposed, in UB.  The triangle is inverted
+    products   cube            by chunk: q k^T and k k^T
+    triangles  vector cores    by chunk: T, P and G
+    weights    cube + vector   by chunk: W and U
+    walk       cube + vector   over a sequence, VALUE_TILE columns of a head's state: S and N
+    outputs    cube + vector   by chunk
+
+Only the walk is serial: what it takes turns for is two products a chunk.  The triangle is inverted
 by elimination on the vector cores: in powers of L, which the cube could multiply, what cancels is
-1e17 times as large as the result where keys are alike.
+1e17 times as large as the result where keys are alike.  What lies between the kernels is laid out
+by chunk, in rounds of tokens that fit the workspace.
 """
 
 from __future__ import annotations
@@ -24,12 +30,13 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, tiling, tune
-from .front_end import extract_slice
+from .front_end import extract_slice, insert_slice
 from .lengths import within
 
 CHUNK = tl.constexpr(64)
 LARGEST = 256  # key and value size
 MOST_HEADS = 128  # rows of gates are loaded whole
+_STATE = 16384  # elements of a state that UB holds, with what is made of them
 
 
 @triton.jit
@@ -96,6 +103,7 @@ def triangles(
 ):  # fmt: skip
     """T and P [chunks, HV, 64, 64] and G [chunks, HV, 64] of every chunk; APART: instead of T
     (I + L)^-1, what rounding leaves of it in `finer`, and beta in `rates`."""
+    HALF: tl.constexpr = CHUNK // 2
     i = tl.arange(0, CHUNK)
     f = i.to(tl.float32)  # which the vector unit compares as they are
     turn = tl.program_id(0)
@@ -135,8 +143,14 @@ def triangles(
             lower = tl.load(kk + of_pair) * fading * rate[:, None]
             lower = tl.where(f[:, None] > f[None], lower, 0.0)
             x = tl.where(f[:, None] == f[None], 1.0, 0.0)
-            # row r is done: take it out of the rows below
-            for r in range(0, CHUNK - 1):
+            # row r is done: take it out of the rows below; the right half joins with its own rows
+            left = extract_slice(x, (0, 0), (CHUNK, HALF), (1, 1))
+            for r in range(0, HALF):
+                factor = extract_slice(lower, (0, r), (CHUNK, 1), (1, 1))
+                done = extract_slice(left, (r, 0), (1, HALF), (1, 1))
+                left = left - factor * done
+            x = insert_slice(x, left, (0, 0), (CHUNK, HALF), (1, 1))
+            for r in range(HALF, CHUNK - 1):
                 factor = extract_slice(lower, (0, r), (CHUNK, 1), (1, 1))
                 done = extract_slice(x, (r, 0), (1, CHUNK), (1, 1))
                 x = x - factor * done
@@ -154,17 +168,60 @@ def triangles(
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "tokens", "group", "value_heads", "scale", "q_token", "q_head", "k_token",
-        "k_head", "v_token", "v_head",
+        "sequences", "tokens", "group", "value_heads", "k_token", "k_head", "v_token", "v_head",
+    ]
+)  # fmt: skip
+def weights(
+    k, v, lengths, solved, sums, taken, given,
+    sequences, tokens, group, value_heads, k_token, k_head, v_token, v_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """W [chunks, HV, 64, K] and U [chunks, HV, 64, V]."""
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, KEY)
+    c = tl.arange(0, VALUE)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    start = 0
+    before = 0
+    for n in range(0, sequences):
+        length = _length(lengths, n, start, tokens, VARLEN)
+        chunks = (length + CHUNK - 1) // CHUNK
+        for work in range(turn, chunks * value_heads, turns):
+            head = work % value_heads
+            first = work // value_heads * CHUNK
+            there = (i < length - first)[:, None]
+            token = (start + first + i).to(tl.int64)[:, None]
+            of_k = k + (head // group).to(tl.int64) * k_head + token * k_token
+            of_v = v + head.to(tl.int64) * v_head + token * v_token
+            place = (before * value_heads + work).to(tl.int64)
+            t_tile = tl.load(solved + place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None])
+            k_tile = tl.load(of_k + d[None], mask=there, other=0.0)
+            v_tile = tl.load(of_v + c[None], mask=there, other=0.0)
+            growth = tl.exp(tl.load(sums + place * CHUNK + i))[:, None]
+            grown = (k_tile.to(tl.float32) * growth).to(k_tile.dtype)
+            row = place * CHUNK + i[:, None]
+            w = tl.dot(t_tile, grown)
+            tl.store(taken + row * KEY + d[None], w.to(taken.dtype.element_ty))
+            u = tl.dot(t_tile, v_tile)
+            tl.store(given + row * VALUE + c[None], u.to(given.dtype.element_ty))
+        turn = ((turn - chunks * value_heads) % turns + turns) % turns
+        start += length
+        before += chunks
+
+
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "tokens", "group", "value_heads", "k_token", "k_head",
     ]
 )  # fmt: skip
 def walk(
-    q, k, v, lengths, solved, seen, sums, initial, final, out,
-    sequences, tokens, group, value_heads, scale, q_token, q_head, k_token, k_head, v_token, v_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
+    k, lengths, taken, given, sums, initial, states, new, final,
+    sequences, tokens, group, value_heads, k_token, k_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states; initial, final [sequences, HV, V, K]."""
+    """S [chunks, HV, V, K], transposed, N [chunks, HV, 64, V], and the final states."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -179,54 +236,85 @@ def walk(
         for work in range(turn, value_heads * TILES, turns):
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
-            of_q = q + (head // group).to(tl.int64) * q_head
             of_k = k + (head // group).to(tl.int64) * k_head
-            of_v = v + head.to(tl.int64) * v_head
-            of_state = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
-            of_state += column[:, None] * KEY + d[None]
-            if INITIAL:
-                state = tl.load(initial + of_state).to(tl.float32)
-            else:
-                state = tl.zeros((VALUE_TILE, KEY), tl.float32)
+            of_state = column[:, None] * KEY + d[None]
+            whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
+            state = tl.load(initial + whole + of_state)
             for chunk in range(0, chunks):
                 first = chunk * CHUNK
                 there = (i < length - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                q_tile = tl.load(of_q + token * q_token + d[None], mask=there, other=0.0)
+                row = (before + chunk).to(tl.int64) * value_heads
+                total = tl.load(sums + (row + head) * CHUNK + i)
+                last = tl.load(sums + (row + head) * CHUNK + CHUNK - 1)
+                half = state.to(k.dtype.element_ty)
+                tl.store(states + (row + head) * (VALUE * KEY) + of_state, half)
+                tile = (row + head) * CHUNK + i[:, None]
+                w_tile = tl.load(taken + tile * KEY + d[None])
+                u_tile = tl.load(given + tile * VALUE + column[None])
+                x = u_tile - tl.dot(w_tile, tl.trans(half))
+                tl.store(new + tile * VALUE + column[None], x.to(new.dtype.element_ty))
+                kept = (x * tl.exp(last - total)[:, None]).to(half.dtype)
                 k_tile = tl.load(of_k + token * k_token + d[None], mask=there, other=0.0)
-                v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
-                place = ((before + chunk) * value_heads + head).to(tl.int64)
-                tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
-                t_tile = tl.load(solved + tile)
-                p_tile = tl.load(seen + tile)
-                total = tl.load(sums + place * CHUNK + i)
-                last = tl.load(sums + place * CHUNK + CHUNK - 1)
-                growth = tl.exp(total)[:, None]
-                half = tl.trans(state.to(k_tile.dtype))
-                r = v_tile.to(tl.float32) - tl.dot(k_tile, half) * growth
-                new = tl.dot(t_tile, r.to(k_tile.dtype))
-                o = tl.dot(q_tile, half) * growth + tl.dot(p_tile, new.to(k_tile.dtype))
-                to = (token * value_heads + head) * VALUE + column[None]
-                tl.store(out + to, (o * scale).to(out.dtype.element_ty), mask=there)
-                kept = (new * tl.exp(last - total)[:, None]).to(k_tile.dtype)
                 state = state * tl.exp(last) + tl.dot(tl.trans(kept), k_tile)
-            tl.store(final + of_state, state.to(final.dtype.element_ty))
+            tl.store(final + whole + of_state, state)
         turn = ((turn - value_heads * TILES) % turns + turns) % turns
         start += length
         before += chunks
-    # tokens behind the last sequence
-    for token in range(start + tl.program_id(0), tokens, turns):
-        e = tl.arange(0, VALUE)
-        for head in range(0, value_heads):
-            nothing = tl.zeros((VALUE,), out.dtype.element_ty)
-            tl.store(out + (token.to(tl.int64) * value_heads + head) * VALUE + e, nothing)
 
 
-def _tile(key_size: int, value_size: int) -> tune.Config:
-    """The widest that divides the value channels."""
-    kernel = "chunk_gated_delta_rule.walk"
-    dividing = [c for c in tune.TABLE[kernel] if value_size % c.tiles["VALUE_TILE"] == 0]
-    return tune.choose(kernel, dividing, key_size)
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "tokens", "group", "value_heads", "scale", "q_token", "q_head",
+    ]
+)  # fmt: skip
+def outputs(
+    q, lengths, seen, sums, states, new, out,
+    sequences, tokens, group, value_heads, scale, q_token, q_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = VALUE // VALUE_TILE
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, KEY)
+    c = tl.arange(0, VALUE_TILE)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    start = 0
+    before = 0
+    for n in range(0, sequences):
+        length = _length(lengths, n, start, tokens, VARLEN)
+        chunks = (length + CHUNK - 1) // CHUNK
+        for work in range(turn, chunks * value_heads * TILES, turns):
+            column = work % TILES * VALUE_TILE + c
+            head = work // TILES % value_heads
+            first = work // TILES // value_heads * CHUNK
+            there = (i < length - first)[:, None]
+            token = (start + first + i).to(tl.int64)[:, None]
+            place = (before * value_heads + work // TILES).to(tl.int64)
+            of_q = q + (head // group).to(tl.int64) * q_head
+            q_tile = tl.load(of_q + token * q_token + d[None], mask=there, other=0.0)
+            p_tile = tl.load(seen + place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None])
+            s_tile = tl.load(states + place * (VALUE * KEY) + column[:, None] * KEY + d[None])
+            n_tile = tl.load(new + (place * CHUNK + i[:, None]) * VALUE + column[None])
+            growth = tl.exp(tl.load(sums + place * CHUNK + i))[:, None]
+            o = tl.dot(q_tile, tl.trans(s_tile)) * growth + tl.dot(p_tile, n_tile)
+            to = out + (token * value_heads + head) * VALUE + column[None]
+            tl.store(to, (o * scale).to(out.dtype.element_ty), mask=there)
+        turn = ((turn - chunks * value_heads * TILES) % turns + turns) % turns
+        start += length
+        before += chunks
+
+
+def _tile(name: str, key_size: int, value_size: int) -> dict[str, Any]:
+    """The widest that divides the value channels and fits."""
+    kernel = f"chunk_gated_delta_rule.{name}"
+    dividing = [
+        c
+        for c in tune.TABLE[kernel]
+        if value_size % c.tiles["VALUE_TILE"] == 0
+        and (c.tiles["VALUE_TILE"] * key_size <= _STATE or c.tiles["VALUE_TILE"] == 16)
+    ]
+    return tune.choose(kernel, dividing, key_size).keywords
 
 
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
@@ -255,38 +343,82 @@ def forward(
     varlen = actual_seq_lengths is not None
     sequences = actual_seq_lengths.shape[0] if actual_seq_lengths is not None else 1
     out = memory.empty(value.shape, value.dtype, value.device)
+    whole = (sequences, value_heads, value_size, key_size)
+    state = memory.empty(whole, torch.float32, value.device)
+    if initial_state is None:
+        state.zero_()
+    else:
+        state.copy_(initial_state)
     kind = torch.float32 if initial_state is None else initial_state.dtype
-    final = memory.empty((sequences, value_heads, value_size, key_size), kind, value.device)
-    if final.numel() == 0:
-        return out.zero_(), final
-    # every sequence may end in a part of a chunk
-    chunks = triton.cdiv(tokens, CHUNK.value) + (sequences if varlen else 0)
-    tile = (CHUNK.value, CHUNK.value)
-    whole = (chunks, value_heads, *tile)
-    qk, kk = (memory.empty((chunks, heads, *tile), torch.float32, value.device) for _ in range(2))
-    solved, seen = (memory.empty(whole, value.dtype, value.device) for _ in range(2))
-    sums = memory.empty(whole[:3], torch.float32, value.device)
-    lengths = sums if actual_seq_lengths is None else actual_seq_lengths
+    if varlen or state.numel() == 0:
+        out.zero_()  # tokens behind the last sequence belong to no chunk
+    if state.numel() == 0:
+        return out, state.to(kind)
     group = value_heads // heads
-    if value_heads == 1:
-        beta, g = (None if gates is None else gates.contiguous() for gates in (beta, g))
-    products[(cores.cube(),)](
-        query, key, lengths, qk, kk, sequences, tokens, heads, *query.stride()[:2],
-        *key.stride()[:2], KEY=key_size, VARLEN=varlen,
-        **tune.only("chunk_gated_delta_rule.products").keywords,
-    )  # fmt: skip
-    triangles[(cores.vector(),)](
-        qk, kk, sums if beta is None else beta, sums if g is None else g, lengths, solved, solved,
-        seen, sums, sums, sequences, tokens, group, 0 if beta is None else beta.stride(0),
-        0 if g is None else g.stride(0), VALUE_HEADS=value_heads, VARLEN=varlen,
-        BETA=beta is not None, GATE=g is not None, APART=False,
-        **tune.only("chunk_gated_delta_rule.triangles").keywords,
-    )  # fmt: skip
-    walk[(cores.cube(),)](
-        query, key, value, lengths, solved, seen, sums,
-        final if initial_state is None else initial_state, final, out, sequences, tokens, group,
-        value_heads, key_size**-0.5 if scale is None else scale, *query.stride()[:2],
-        *key.stride()[:2], *value.stride()[:2], KEY=key_size, VALUE=value_size, VARLEN=varlen,
-        INITIAL=initial_state is not None, **_tile(key_size, value_size).keywords,
-    )  # fmt: skip
-    return out, final
+    scale = key_size**-0.5 if scale is None else scale
+    # of a token: W and N, U, a state and squares of pairs by chunk
+    each = value_heads * (2 * key_size + 6 * value_size + value_size * key_size // 32 + 256)
+    each += heads * 512
+    at_once = tiling.at_once(tokens, each)
+    if at_once < tokens:
+        at_once = max(at_once // CHUNK.value, 1) * CHUNK.value
+    sizes = dict(KEY=key_size, VARLEN=varlen)
+    for first in range(0, tokens, max(at_once, 1)):
+        here = slice(first, first + at_once)
+        q, k, v, o = query[here], key[here], value[here], out[here]
+        rate, gate = (None if x is None else x[here] for x in (beta, g))
+        if value_heads == 1:
+            rate, gate = (None if x is None else x.contiguous() for x in (rate, gate))
+        count = q.shape[0]
+        # every sequence may end in a part of a chunk
+        chunks = triton.cdiv(count, CHUNK.value) + (sequences if varlen else 0)
+
+        def space(
+            *shape: int, kind: torch.dtype = value.dtype, by: int = value_heads, n: int = chunks
+        ) -> Tensor:
+            return memory.empty((n, by, *shape), kind, value.device)
+
+        square = (CHUNK.value, CHUNK.value)
+        qk, kk = (space(*square, kind=torch.float32, by=heads) for _ in range(2))
+        solved, seen = (space(*square) for _ in range(2))
+        sums = space(CHUNK.value, kind=torch.float32)
+        taken, new = (space(CHUNK.value, x) for x in (key_size, value_size))
+        given = space(CHUNK.value, value_size, kind=torch.float32)
+        states = space(value_size, key_size)
+        lengths = sums
+        if actual_seq_lengths is not None:
+            lengths = _cut(actual_seq_lengths, tokens, first, count)
+        of_q, of_k, of_v = (x.stride()[:2] for x in (q, k, v))
+        products[(cores.cube(),)](
+            q, k, lengths, qk, kk, sequences, count, heads, *of_q, *of_k, **sizes,
+            **tune.only("chunk_gated_delta_rule.products").keywords,
+        )  # fmt: skip
+        triangles[(cores.vector(),)](
+            qk, kk, sums if rate is None else rate, sums if gate is None else gate, lengths,
+            solved, solved, seen, sums, sums, sequences, count, group,
+            0 if rate is None else rate.stride(0), 0 if gate is None else gate.stride(0),
+            VALUE_HEADS=value_heads, VARLEN=varlen, BETA=rate is not None, GATE=gate is not None,
+            APART=False, **tune.only("chunk_gated_delta_rule.triangles").keywords,
+        )  # fmt: skip
+        weights[(cores.cube(),)](
+            k, v, lengths, solved, sums, taken, given, sequences, count, group, value_heads,
+            *of_k, *of_v, VALUE=value_size, **sizes,
+            **tune.only("chunk_gated_delta_rule.weights").keywords,
+        )  # fmt: skip
+        walk[(cores.cube(),)](
+            k, lengths, taken, given, sums, state, states, new, state, sequences, count, group,
+            value_heads, *of_k, VALUE=value_size, **sizes, **_tile("walk", key_size, value_size),
+        )  # fmt: skip
+        outputs[(cores.cube(),)](
+            q, lengths, seen, sums, states, new, o, sequences, count, group, value_heads, scale,
+            *of_q, VALUE=value_size, **sizes, **_tile("outputs", key_size, value_size),
+        )  # fmt: skip
+    return out, state.to(kind)
+
+
+def _cut(lengths: Tensor, tokens: int, first: int, count: int) -> Tensor:
+    """Of each sequence's tokens those among the `count` from `first` on."""
+    if count == tokens:
+        return lengths
+    ends = lengths.long().clamp(0, tokens).cumsum(0).clamp(first, first + count)
+    return torch.diff(ends, prepend=ends.new_full((1,), first))

@@ -25,4 +25,5 @@ def _find(name: str) -> Any:
 
 
 extract_slice = _find("extract_slice")
+insert_slice = _find("insert_slice")
 sort = _find("sort")

@@ -4,7 +4,7 @@
 
 gather     vector cores    the selected keys -> dense [T, K, D], one bulk copy a row
 log_sums   cube + vector   log-sum-exp of every head, unless it is given
-head_sums  cube + vector   the target: probabilities summed over the heads, a key tile a time
+head_sums  cube + vector   the target: probabilities summed over a tile of heads
 row_loss   vector cores    both distributions of a row and the loss
 """
 
@@ -116,50 +116,49 @@ def log_sums(
 
 @entry.jit(
     do_not_specialize=[
-        "first", "rows", "count", "wide", "length", "keys", "offset", "heads", "lse_row", "scale",
-        "q_batch",
-        "q_head", "q_row", "r_batch", "r_head", "r_row", "i_batch", "i_row",
+        "tokens", "first", "rows", "count", "wide", "length", "keys", "offset", "heads", "lse_row",
+        "scale", "q_batch", "q_head", "q_row", "r_batch", "r_head", "r_row", "i_batch", "i_row",
     ]
 )  # fmt: skip
 def head_sums(
     query, query_rope, dense, dense_rope, indices, lse, target,
-    first, rows, count, wide, length, keys, offset, heads, lse_row, scale,
+    tokens, first, rows, count, wide, length, keys, offset, heads, lse_row, scale,
     q_batch, q_head, q_row, r_batch, r_head, r_row, i_batch, i_row,
     DIM: tl.constexpr, ROPE: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
+    """target [tiles of heads, tokens, K]: the queries of a tile stay in L1."""
     d = tl.arange(0, DIM)
     j = tl.arange(0, KEY_TILE)
-    tiles = wide // KEY_TILE
+    tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
         row = work // tiles
-        start = work % tiles * KEY_TILE
+        h = work % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
         batch = ((first + row) // length).to(tl.int64)
         i = (first + row) % length
         last = tl.minimum(offset + i, keys - 1)
         of_q = query + batch * q_batch + i.to(tl.int64) * q_row
-        at = (row.to(tl.int64) * wide + start + j)[:, None]
-        k = tl.load(dense + at * DIM + d[None])
+        token = (first + row).to(tl.int64)
+        to = target + ((work % tiles).to(tl.int64) * tokens + token) * count
+        of_row = indices + batch * i_batch + i.to(tl.int64) * i_row
+        there = (h < heads)[:, None]
+        q = tl.load(of_q + h[:, None] * q_head + d[None], mask=there, other=0.0)
         if ROPE > 0:
             e = tl.arange(0, ROPE)
             of_r = query_rope + batch * r_batch + i.to(tl.int64) * r_row
-            k_rope = tl.load(dense_rope + at * ROPE + e[None])
-        token = (first + row).to(tl.int64)
-        acc = tl.zeros((KEY_TILE,), tl.float32)
-        for head in range(0, heads, HEAD_TILE):
-            h = head + tl.arange(0, HEAD_TILE)
-            there = (h < heads)[:, None]
-            q = tl.load(of_q + h[:, None] * q_head + d[None], mask=there, other=0.0)
+            q_rope = tl.load(of_r + h[:, None] * r_head + e[None], mask=there, other=0.0)
+        sums = tl.load(lse + token * lse_row + h, mask=h < heads, other=float("inf"))
+        sums = tl.where(sums > float("-inf"), sums, 0.0)
+        for start in range(0, count, KEY_TILE):
+            at = (row.to(tl.int64) * wide + start + j)[:, None]
+            k = tl.load(dense + at * DIM + d[None])
             z = tl.dot(q, tl.trans(k))
             if ROPE > 0:
-                q_rope = tl.load(of_r + h[:, None] * r_head + e[None], mask=there, other=0.0)
+                k_rope = tl.load(dense_rope + at * ROPE + e[None])
                 z = tl.dot(q_rope, tl.trans(k_rope), z)
-            sums = tl.load(lse + token * lse_row + h, mask=h < heads, other=float("inf"))
-            sums = tl.where(sums > float("-inf"), sums, 0.0)
-            acc += tl.sum(tl.exp(z * scale - sums[:, None]), 0)
-        of_row = indices + batch * i_batch + i.to(tl.int64) * i_row + start
-        position = tl.load(of_row + j, mask=j < count - start, other=-1)
-        acc = tl.where(usable(position, last) > 0, acc, 0.0)
-        tl.store(target + token * count + start + j, acc, mask=j < count - start)
+            acc = tl.sum(tl.exp(z * scale - sums[:, None]), 0)
+            position = tl.load(of_row + start + j, mask=j < count - start, other=-1)
+            acc = tl.where(usable(position, last) > 0, acc, 0.0)
+            tl.store(to + start + j, acc, mask=j < count - start)
 
 
 @triton.jit
@@ -248,14 +247,19 @@ def forward(
     assert k_rope is not None
     rope = 0 if query_rope is None else query_rope.shape[-1]
     sums = tune.at_least("indexer_loss.head_sums", "HEAD_TILE", heads, size, rope)
-    wide = tiling.up(count, sums.tiles["KEY_TILE"])
+    logs = tune.at_least("indexer_loss.log_sums", "HEAD_TILE", heads, size, rope)
+    wide = tiling.up(count, max(x.tiles["KEY_TILE"] for x in (sums, logs)))
     tokens = batch * length
+    parts = triton.cdiv(heads, sums.tiles["HEAD_TILE"])
+    shares = target
+    if parts > 1:
+        shares = memory.empty([parts, *target.shape], torch.float32, query.device)
     offset = min(chunk_offset, keys)  # with the row's number it stays within 32 bits
     at_once = tiling.at_once(tokens, wide * (size + rope) * 2)
     dense = memory.empty([at_once, wide, size], key.dtype, key.device)
     dense_rope = memory.empty([at_once, wide, rope], key.dtype, key.device)
     if softmax_lse is None:
-        whole_heads = tiling.up(heads, sums.tiles["HEAD_TILE"])
+        whole_heads = tiling.up(heads, logs.tiles["HEAD_TILE"])
         lse = memory.empty([batch, length, whole_heads], torch.float32, query.device)
     else:
         lse = softmax_lse.transpose(1, 2).to(torch.float32).contiguous()
@@ -273,12 +277,14 @@ def forward(
         if softmax_lse is None:
             log_sums[(cores.cube(),)](
                 query, q_rope, dense, dense_rope, indices, lse, *scalars, DIM=size, ROPE=rope,
-                **tune.at_least("indexer_loss.log_sums", "HEAD_TILE", heads, size, rope).keywords,
+                **logs.keywords,
             )  # fmt: skip
         head_sums[(cores.cube(),)](
-            query, q_rope, dense, dense_rope, indices, lse, target, *scalars, DIM=size, ROPE=rope,
-            **sums.keywords,
+            query, q_rope, dense, dense_rope, indices, lse, shares, tokens, *scalars, DIM=size,
+            ROPE=rope, **sums.keywords,
         )  # fmt: skip
+    if parts > 1:
+        torch.sum(shares, 0, out=target)
     row_loss[(min(tokens, cores.vector()),)](
         index_score, indices, target, loss, tokens, count, length, keys, offset, eps,
         *index_score.stride()[:2], *indices.stride()[:2],

@@ -5,7 +5,7 @@
     s[n, p] = query[n] . key[p]     d_weights[n] = sum_p g[p] relu(s[n, p])
     ds[n, p] = g[p] weights[n] [s > 0]     d_query = ds key     d_key = ds^T query
 
-    spread       vector cores    dy by slot -> g by position [T, reach], equal positions added up
+    spread       cube + vector   dy by slot -> g by position [T, reach], equal positions added up
     grad_keys    cube + vector   a tile of keys, over the tokens of its request that see it
     grad_query   cube + vector   a token's heads, over the keys it sees
 
@@ -23,7 +23,10 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, ragged, tiling, tune
+from .indexer_loss import usable
 from .ragged import TND, keys_of, tokens_of, visible
+
+LOW = tl.constexpr(128)  # positions in a row of a tile of `spread`
 
 
 @entry.jit(
@@ -35,28 +38,41 @@ def spread(
     dy, indices, query_lengths, key_lengths, g,
     first, rows, count, wide, indices_row, dy_row, requests, tokens, reach,
     Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, PIECE: tl.constexpr,
+    CAUSAL: tl.constexpr, HIGH_TILE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """g is zeros before, in rows of whole eights.  A slot is one copy, which memory adds: 32 bytes,
-    zeros but for one number.  Those of a token come from one core, in the order of its slots."""
-    eight = tl.arange(0, 8)[None]
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    """g [T, wide], whole tiles.  There is no scatter, but with position = high * 128 + low the sum
+    over the slots is a product: (high is the row's) times (the slot's dy where low is the
+    column's).  The ones are exact, and so is the float32 cube with one term a place."""
+    h = tl.arange(0, HIGH_TILE)
+    p = tl.arange(0, LOW)
+    j = tl.arange(0, SLOTS)
+    of_high = h.to(tl.float32)[:, None]
+    of_low = p.to(tl.float32)[None]
+    tiles = wide // (HIGH_TILE * LOW)
+    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
+        row = work // tiles
+        tile = work % tiles * HIGH_TILE
         _, _, limit = visible(
             first + row, query_lengths, key_lengths, requests, tokens, reach,
             Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
         )  # fmt: skip
         selected = indices + (first + row).to(tl.int64) * indices_row
         of_row = dy + (first + row).to(tl.int64) * dy_row
-        for at in range(0, count, PIECE):
-            j = at + tl.arange(0, PIECE)
-            position = tl.load(selected + j, mask=j < count, other=-1)
-            value = tl.load(of_row + j, mask=j < count, other=0.0).to(tl.float32)
-            exists = (position >= 0) & (position < limit)
-            position = tl.where(exists, position, 0)
-            value = tl.where(exists, value, 0.0)
-            block = position // 8 * 8
-            tile = tl.where((position - block)[:, None] == eight, value[:, None], 0.0)
-            tl.atomic_add(g + row.to(tl.int64) * wide + block[:, None] + eight, tile)
+        acc = tl.zeros((HIGH_TILE, LOW), tl.float32)
+        for start in range(0, count, SLOTS):
+            position = tl.load(selected + start + j, mask=j < count - start, other=-1)
+            value = tl.load(of_row + start + j, mask=j < count - start, other=0.0)
+            ok = usable(position, limit - 1)
+            value = tl.where(ok > 0, value.to(tl.float32), 0.0)
+            position = tl.where(ok > 0, position, 0)
+            high = position // LOW
+            low = (position - high * LOW).to(tl.float32)
+            high = (high - tile).to(tl.float32)
+            ones = tl.where(of_high == high[None], 1.0, 0.0)
+            values = tl.where(of_low == low[:, None], value[:, None], 0.0)
+            acc = tl.dot(ones, values, acc)
+        to = g + row.to(tl.int64) * wide + tile * LOW
+        tl.store(to + h[:, None] * LOW + p[None], acc)
 
 
 @entry.jit(
@@ -181,6 +197,23 @@ def unsupported(query: Tensor, key: Tensor, dy: Tensor, **_: Any) -> str | None:
     return ragged.uneven(key=key)
 
 
+def spread_width(plan: ragged.Plan) -> int:
+    """A row of g: what a context can hold, in whole tiles."""
+    (config,) = tune.TABLE["lightning_indexer_grad.spread"]
+    return tiling.up(plan.reach, config.tiles["HIGH_TILE"] * LOW.value)
+
+
+def spread_over(
+    dy: Tensor, dy_row: int, indices: Tensor, g: Tensor, plan: ragged.Plan, first: int, rows: int
+) -> None:
+    """g [at least `rows`, spread_width] of `rows` tokens from `first` on; dy and indices [T, K]."""
+    spread[(cores.cube(),)](
+        dy, indices, g=g, first=first, rows=rows, count=indices.shape[-1], wide=g.shape[1],
+        indices_row=indices.stride(0), dy_row=dy_row, **plan.arguments, **plan.flags,
+        **tune.only("lightning_indexer_grad.spread").keywords,
+    )  # fmt: skip
+
+
 def backward(
     query: Tensor,
     key: Tensor,
@@ -207,7 +240,7 @@ def backward(
     if query.numel() == 0 or key.numel() == 0 or dy.numel() == 0:
         return d_query.zero_(), sums.to(key.dtype), d_weights.zero_()
     products = tune.at_least("lightning_indexer_grad.grad_keys", "HEAD_TILE", heads, dim)
-    wide = tiling.up(plan.reach, products.tiles["KEY_TILE"])
+    wide = spread_width(plan)
     at_once = tiling.at_once(plan.rows, wide * 4)
     g = memory.empty((at_once, wide), torch.float32, device)
     indices = ragged.int32(sparse_indices).flatten(0, -3)
@@ -218,11 +251,7 @@ def backward(
     )  # fmt: skip
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
-        spread[(min(rows, cores.vector()),)](
-            grad, indices, g=g.zero_(), first=first, rows=rows, count=dy.shape[-1], wide=wide,
-            indices_row=indices.stride(0), dy_row=grad.stride(0), **plan.arguments, **plan.flags,
-            **tune.only("lightning_indexer_grad.spread").keywords,
-        )  # fmt: skip
+        spread_over(grad, grad.stride(0), indices, g, plan, first, rows)
         shared = dict(first=first, rows=rows, wide=wide, heads=heads, DIM=dim) | strides
         part = sums if first == 0 else torch.zeros_like(sums)
         grad_keys[(cores.cube(),)](

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, ragged, tiling, tune
-from .lightning_indexer_grad import spread
+from .lightning_indexer_grad import spread_over, spread_width
 from .ragged import TND, keys_of, tokens_of
 from .sparse_flash_attention import gather, resolved
 
@@ -361,17 +361,13 @@ def _keys(
     heads, count = delta.shape[1], indices.shape[1]
     kernel = "sparse_flash_attention_grad.grad_keys"
     products = tune.at_least(kernel, "HEAD_TILE", heads, shared["LATENT"], shared["ROTARY"])
-    wide = tiling.up(plan.reach, products.tiles["KEY_TILE"])
+    wide = spread_width(plan)
     at_once = tiling.at_once(plan.rows, wide * 4)
     counts = memory.empty((at_once, wide), torch.float32, key.device)
     one = torch.ones(count, dtype=torch.float32, device=key.device)
     for first in range(0, plan.rows, at_once):
         rows = min(at_once, plan.rows - first)
-        spread[(min(rows, cores.vector()),)](
-            one, indices, g=counts.zero_(), first=first, rows=rows, count=count, wide=wide,
-            indices_row=indices.stride(0), dy_row=0, **plan.arguments, **plan.flags,
-            **tune.only("lightning_indexer_grad.spread").keywords,
-        )  # fmt: skip
+        spread_over(one, 0, indices, counts, plan, first, rows)
         parts = sums if first == 0 else [torch.zeros_like(x) for x in sums]
         grad_keys[(cores.cube(),)](
             *rows_of, key, k_rope, counts, delta, lse, plan.arguments["query_lengths"],

@@ -87,7 +87,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
     ),
     "lightning_indexer.topk": (Config({"COUNT_TILE": 1024, "SORT_TILE": 1024}),),
     "lightning_indexer.values": (Config({"PIECE": 1024}),),
-    "lightning_indexer_grad.spread": (Config({"PIECE": 512}),),
+    # positions come in tiles of HIGH_TILE rows of 128; the oldest build has no room for 64 slots
+    "lightning_indexer_grad.spread": (Config({"HIGH_TILE": 64, "SLOTS": 32}),),
     "lightning_indexer_grad.grad_keys": tuple(
         Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 32, 64)
     ),
@@ -133,8 +134,12 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "chunk_gated_delta_rule.products": (Config({}),),
     # elimination in UB, which loads and stores little: nothing to gain from double buffering
     "chunk_gated_delta_rule.triangles": (Config({}, {"multibuffer": False}),),
+    "chunk_gated_delta_rule.weights": (Config({}),),
     "chunk_gated_delta_rule.walk": tuple(
-        Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)
+        Config({"VALUE_TILE": channels}) for channels in (128, 64, 32, 16)
+    ),
+    "chunk_gated_delta_rule.outputs": tuple(
+        Config({"VALUE_TILE": channels}) for channels in (128, 64, 32, 16)
     ),
     "chunk_gated_delta_rule_grad.places": (Config({}),),
     "chunk_gated_delta_rule_grad.walk_states": tuple(
@@ -197,10 +202,12 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "fused_attention_backward.grad_query": (Config({"Q_TILE": 64, "KEY_TILE": 64}),),
     "indexer_loss.gather": (Config({"ROWS": 32}),),
     "indexer_loss.log_sums": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 64)
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
+        for heads, keys in ((16, 128), (64, 128), (128, 64))
     ),
     "indexer_loss.head_sums": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": 128}) for heads in (16, 64)
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys})
+        for heads, keys in ((16, 128), (64, 128), (128, 64))
     ),
     "indexer_loss.row_loss": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
     "indexer_loss_backward.row_grad": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import memory
-from ..case import Arguments, Case, Finding, Inputs, judge_floats
+from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge_floats
 from ..controls import Control
 
 KERNEL = "chunk_gated_delta_rule"
@@ -92,6 +92,14 @@ CASES = (
     ),
     Case(OP, "lengths beyond the tokens", beyond, judge=judge),
     Case(OP, "256 x 48, scale given", call([66], (1, 1), (256, 48), scale=0.5), judge=judge),
+    Case(
+        OP,
+        "128 x 128, packed, bf16 state",
+        call([40, 66], (1, 1), (128, 128), state=torch.bfloat16),
+        judge=judge,
+    ),
+    Case(OP, "256 x 256", call([70], (1, 1), (256, 256)), judge=judge),
+    Case(OP, "64 tokens a round", in_rounds(1, call([70, 3], (2, 4), (16, 32))), judge=judge),
 )
 CONTROLS = (
     Control(
@@ -123,10 +131,38 @@ CONTROLS = (
         "two chunks and a part",
     ),
     Control(
+        "keys of W without the decay from the chunk's start",
+        KERNEL,
+        "k_tile.to(tl.float32) * growth",
+        "k_tile.to(tl.float32) * (0.0 * growth + 1.0)",
+        "two chunks and a part",
+    ),
+    Control(
+        "queries without the decay from the chunk's start",
+        KERNEL,
+        "tl.trans(s_tile)) * growth",
+        "tl.trans(s_tile))",
+        "two chunks and a part",
+    ),
+    Control(
+        "a sequence begins anew in every round",
+        KERNEL,
+        ".cumsum(0).clamp(first, first + count)",
+        ".cumsum(0).clamp(0, count)",
+        "64 tokens a round",
+    ),
+    Control(
+        "the right half of the triangle left alone",
+        KERNEL,
+        "range(HALF, CHUNK - 1)",
+        "range(CHUNK - 1, CHUNK - 1)",
+        "two chunks and a part",
+    ),
+    Control(
         "the tail of a packed row left alone",
         KERNEL,
-        "range(start + tl.program_id(0), tokens, turns)",
-        "range(tokens, tokens, turns)",
+        "if varlen or state.numel() == 0:",
+        "if state.numel() == 0:",
         "packed, tokens behind",
     ),
 )

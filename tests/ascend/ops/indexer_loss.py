@@ -93,6 +93,7 @@ CASES = (
     Case(OP, "128 heads of 512 and 64, 256 slots", call(128, 512, 64, 256, 2)),
     Case(OP, "64 heads of 576, 1500 slots", call(64, 576, 0, 1500, 2, 1800, 1)),
     Case(OP, "24 heads of 64 and 16", call(24, 64, 16, 40, 2, 60, 1)),
+    Case(OP, "144 heads of 64", call(144, 64, 0, 40, 2, 60, 1)),
     Case(OP, "8 heads, 12 slots, fp16", call(8, 64, count=12), torch.float16),
     Case(OP, "log-sum-exp given", call(lse=True)),
     Case(
@@ -103,6 +104,13 @@ CASES = (
     Case(OP, "every key is past", call(chunk_offset=2**31 - 2)),
 )
 CONTROLS = (
+    Control(
+        "the last tile of heads alone",
+        KERNEL,
+        "(work % tiles).to(tl.int64) * tokens + token",
+        "token",
+        "144 heads of 64",
+    ),
     Control(
         "another round's token",
         KERNEL,
@@ -134,8 +142,8 @@ CONTROLS = (
     Control(
         "the last tile forgotten where it has one slot",
         KERNEL,
-        "for start in range(0, count, KEY_TILE)",
-        "for start in range(0, count - 1, KEY_TILE)",
+        "tl.float32)\n        for start in range(0, count, KEY_TILE)",
+        "tl.float32)\n        for start in range(0, count - 1, KEY_TILE)",
         "one slot in the last tile",
     ),
     Control(

@@ -113,7 +113,7 @@ CASES = (
     Case(OP, "int64, more queries than keys", call((1, 9), (1, 6), 4, 8, 32, 16, kind=torch.int64)),
     Case(OP, "blocks of 4", call((1, 3), (1, 90), 16, 12, 128, 64, block=4)),
     Case(OP, "a loud key that nobody selects", call((1, 3), (1, 40), 8, 30, 64, 16, loud=7)),
-    Case(OP, "two tokens a round", in_rounds(2 * 4 * 160, call((1, 5), (1, 140), 16, 60, 64, 16))),
+    Case(OP, "two tokens a round", in_rounds(2 * 4 * 8192, call((1, 8), (1, 140), 16, 60, 64, 16))),
 )
 CONTROLS = (
     Control("the sum of d_out out forgotten", KERNEL,
