@@ -119,11 +119,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("x.total, of_rest, x.units, ", _TIMES),
         ("of_rest, grads, states, ", _TIMES),
     ),
-    "fused_attention.attend": (
-        ("total, a (2)", _UNMASKED),
-        ("count_k, start, low, high, row_max, tot (2)", _UNMASKED),
-        ("count_k, high, low, row_max, total, acc, sc (2)", _UNMASKED),
-    ),
     "fused_attention._fitting": (("max(sizes) < 128", _TILE),),
     "fused_attention_backward.grad_query": (
         ("lse, of_delta, acc, sca (2)", _UNMASKED),
