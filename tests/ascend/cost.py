@@ -40,7 +40,8 @@ _HAND_OFF = 1.75e-6  # seconds from the cube to the vectors, or back
 GAP = 3.5e-6  # seconds between two launches of a captured graph
 HOST = 2.4e-5  # seconds of the host for a launch that is not captured
 _STEPS = 5_000_000
-_WALKED = 8  # turns of a long loop, evenly spaced: they stand for the others
+_WALKED = 16  # turns of a long loop, which stand for the others
+_GOLDEN = (5**0.5 - 1) / 2  # apart by it, modulo 1: no period of the loop's is met
 
 
 @dataclass
@@ -249,7 +250,8 @@ class _Walker:
         turns = range(low, high, max(step, 1))
         walked = turns
         if len(turns) > 2 * _WALKED:
-            walked = [turns[len(turns) * i // _WALKED] for i in range(_WALKED)]
+            places = sorted((i + 0.5) * _GOLDEN % 1 for i in range(_WALKED))
+            walked = [turns[int(len(turns) * place)] for place in places]
         whole, self.cost = self.cost, Cost(self.cost.share)
         for at in walked:
             env[header[1]] = at
