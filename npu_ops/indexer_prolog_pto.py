@@ -5,6 +5,7 @@
     query_index = RoPE(rnd(c W_qb))   key = RoPE(rnd(LayerNorm(x W_k)))   weights = rnd(x W_proj)
 
 RoPE turns the first Dr dims of a head and rounds them; the others pass.  x W_k is not rounded.
+Weights or a cache of 8 bits: narrow_prolog.py.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from typing import Any
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import product, rows, tiling
+from . import narrow_prolog, product, quantise, rows, tiling
 
 
 def unsupported(
     token_x: Tensor,
     ln_gamma_k: Tensor,
     rope_sin: Tensor,
+    index_k_cache: Tensor,
     weight_quant_mode: int = 0,
     kv_cache_quant_mode: int = 0,
+    index_hadamard: bool = False,
     **_: Any,
 ) -> str | None:
-    if reason := product.of_8_bits(weight_quant_mode, kv_cache_quant_mode):
+    in_bytes = index_k_cache if kv_cache_quant_mode else None
+    reason = narrow_prolog.unsupported(weight_quant_mode, in_bytes)
+    if reason := reason or quantise.without_transform(index_hadamard):
         return reason
     if reason := tiling.not_multiplied(token_x=token_x):
         return reason
@@ -41,7 +46,13 @@ def head_count(weight_proj: Tensor) -> int:
     return weight_proj.shape[0] * weight_proj.shape[3] if four else weight_proj.shape[1]
 
 
-def forward(
+def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
+    if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
+        return narrow_prolog.indexer(**arguments, heads=head_count(arguments["weight_proj"]))
+    return _of_16_bits(**arguments)
+
+
+def _of_16_bits(
     token_x: Tensor,
     query_norm: Tensor,
     weight_qb: Tensor,

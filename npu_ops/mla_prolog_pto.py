@@ -6,6 +6,7 @@
     [l, l_rope] = rnd(x W_dkv_kr)   kv_cache = rnd(RMSNorm(l))     kr_cache = rnd(RoPE(l_rope))
 
 The products run on the cube (product.py), the rest on the vector cores (rows.py), row by row.
+Weights or a cache of 8 bits: narrow_prolog.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import absorption, product, rows, tiling
+from . import absorption, narrow_prolog, narrow_rows, product, rows
+from .narrow_product import Rows
 
 
 def unsupported(
@@ -25,20 +27,36 @@ def unsupported(
     rope_sin: Tensor,
     weight_quant_mode: int = 0,
     kv_cache_quant_mode: int = 0,
+    kv_cache_dtype: int | None = None,
     **_: Any,
 ) -> str | None:
-    if reason := product.of_8_bits(weight_quant_mode, kv_cache_quant_mode):
+    in_rows = kv_cache if kv_cache_quant_mode else None
+    reason = narrow_prolog.unsupported(weight_quant_mode, in_rows, kv_cache_dtype)
+    if reason := reason or narrow_prolog.not_multiplied(token_x, rmsnorm_gamma_cq):
         return reason
-    if reason := tiling.not_multiplied(token_x=token_x):
-        return reason
-    if max(rmsnorm_gamma_cq.shape[0], kv_cache.shape[-1]) > rows.widest():
-        return f"a row of more than {rows.widest()} numbers does not fit into UB at once"
+    narrow = weight_quant_mode or kv_cache_quant_mode
+    widest = narrow_rows.widest() if narrow else rows.widest()
+    if max(rmsnorm_gamma_cq.shape[0], kv_cache.shape[-1]) > widest:
+        return f"a row of more than {widest} numbers does not fit into UB at once"
     if rope_sin.shape[-1] % 16:
         return f"the rotary size is {rope_sin.shape[-1]}, expected a multiple of 16"
     return None
 
 
-def forward(
+def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, query_rope, query_norm, _ = with_rows(**arguments)
+    return query, query_rope, query_norm
+
+
+def with_rows(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Rows]:
+    """Behind the outputs the query norm as its product takes it."""
+    if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
+        return narrow_prolog.mla(**arguments)
+    outputs = _of_16_bits(**arguments)
+    return *outputs, Rows(outputs[2])
+
+
+def _of_16_bits(
     token_x: Tensor,
     weight_dq: Tensor,
     weight_uq_qr: Tensor,

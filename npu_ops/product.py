@@ -34,17 +34,6 @@ _PART = 16_000  # numbers that are loaded while a part's few copies of the next 
 _CACHED = 3  # how many times as fast the cache is as the memory
 
 
-def of_8_bits(weight_quant_mode: int, kv_cache_quant_mode: int) -> str | None:
-    """Why a prolog of these modes has no kernel here, or None."""
-    for name, mode in (
-        ("weight_quant_mode", weight_quant_mode),
-        ("kv_cache_quant_mode", kv_cache_quant_mode),
-    ):
-        if mode:
-            return f"{name}={mode} has no kernel on NPUs yet, supported 0"
-    return None
-
-
 @triton.jit
 def _panel(w, panel, panels, depth, at, WHOLE_N: tl.constexpr):
     """Where a step of one panel begins; a panel past the last one is the last one."""

@@ -7,6 +7,7 @@
     scores and top-k                             ->  attention over the selected keys
 
 Four launches before the scores.  Every cache row is written before any cache is read.
+Where all weights have 8 bits: nine (narrow_prolog.py); only some, or caches alone: stage by stage.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from . import (
     kv_quant_sparse_flash_attention,
     lightning_indexer,
     mla_prolog_pto,
+    narrow_prolog,
     product,
     quant_lightning_indexer,
     rows,
@@ -100,7 +102,13 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     a = layer.Whole(**arguments)
-    query, query_rope, query_index, weights = prologs(a)
+    if a.weight_quant_mode == a.index_weight_quant_mode == 2:
+        heads = indexer_prolog_pto.head_count(a.w_idx_proj)
+        query, query_rope, query_index, weights = narrow_prolog.both(a, heads)
+    elif a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes:
+        return a.run(STAGES)
+    else:
+        query, query_rope, query_index, weights = prologs(a)
     indices = a.selected(STAGES, query_index, weights)
     return a.attended(STAGES, query, query_rope, indices), indices
 

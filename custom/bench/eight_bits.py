@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Rows for weights of 8 bits, and for the layer of which weights and caches all are, beside the
-same ops in bf16.  Weights lie as in a checkpoint, [N, K], and come as its transposed view."""
+same ops in bf16.  Weights lie as in a checkpoint, [N, K], and come as its transposed view; an NPU
+has int8 alone, weights in NZ and int8 caches."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.common import quantised
+from ..dispatch.common.nz import to_nz
 from . import sparse_attention
 from .case import Arguments, Case, Draw, Outputs
 from .quantised import P
@@ -22,20 +24,21 @@ MODES = {"fp8": 4, "int8": 2}
 _ops = torch.ops.custom
 
 
-def _weight(draw: Draw, kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def _weight(draw: Draw, kind: str, rows: int, columns: int, npu: bool) -> tuple[Tensor, Tensor]:
     """([K, N], its scales): numbers of a standard deviation of rows ** -0.5."""
     values = draw.normal(columns, rows, std=24.0).clamp_(-127, 127).to(quantised.VALUES[kind]).t()
     tiles = -(-rows // quantised.TILE), -(-columns // quantised.TILE)
     shape = (1, columns) if kind == "int8" else tiles
-    return values, torch.full(shape, rows**-0.5 / 24, device=draw.device)
+    scale = torch.full(shape, rows**-0.5 / 24, device=draw.device)
+    return to_nz(values) if npu else values, scale
 
 
-def _mla(draw: Draw, kind: str, n: int) -> Arguments:
+def _mla(draw: Draw, kind: str, n: int, npu: bool = False) -> Arguments:
     m = DEEPSEEK
     out: Arguments = dict(weight_uk=draw.normal(n, m.dn, R, std=m.dn**-0.5))
     sizes = dict(dq=(m.h, m.rq), uq_qr=(m.rq, n * (m.dn + DR)), dkv_kr=(m.h, R + DR))
     for name, size in sizes.items():
-        out[f"weight_{name}"], out[f"dequant_scale_w_{name}"] = _weight(draw, kind, *size)
+        out[f"weight_{name}"], out[f"dequant_scale_w_{name}"] = _weight(draw, kind, *size, npu)
     return out | dict(
         rmsnorm_gamma_cq=draw.normal(m.rq),
         rmsnorm_gamma_ckv=draw.normal(R),
@@ -44,11 +47,12 @@ def _mla(draw: Draw, kind: str, n: int) -> Arguments:
     )
 
 
-def _index(draw: Draw, kind: str) -> Arguments:
+def _index(draw: Draw, kind: str, npu: bool = False) -> Arguments:
     m = DEEPSEEK
-    out: Arguments = dict(weight_proj=draw.normal(m.h, m.ni, std=m.h**-0.5))
+    proj = draw.normal(m.h, m.ni, std=m.h**-0.5)
+    out: Arguments = dict(weight_proj=to_nz(proj) if npu else proj)
     for name, size in dict(qb=(m.rq, m.ni * DI), k=(m.h, DI)).items():
-        out[f"weight_{name}"], out[f"dequant_scale_w_{name}"] = _weight(draw, kind, *size)
+        out[f"weight_{name}"], out[f"dequant_scale_w_{name}"] = _weight(draw, kind, *size, npu)
     return out | dict(
         ln_gamma_k=draw.normal(DI),
         ln_beta_k=draw.normal(DI),
@@ -72,33 +76,37 @@ def _slots(draw: Draw, table: Tensor, context: int) -> Tensor:
     return (table[:, last // P] * P + last % P).to(torch.int32)[:, None].contiguous()
 
 
-def _pages(draw: Draw, pages: int) -> tuple[Arguments, Arguments]:
-    """Empty caches of fp8, as both prologs name them."""
-    rows = torch.zeros(pages, P, 1, quantised.ROW, dtype=torch.float8_e4m3fn, device=draw.device)
-    index = torch.zeros(pages, P, quantised.PACKED, dtype=torch.uint8, device=draw.device)
-    values, scales = quantised.index_cache_views(index, "fp8")
+def _pages(draw: Draw, pages: int, npu: bool) -> tuple[Arguments, Arguments]:
+    """Empty caches of fp8, or of int8 on an NPU, as both prologs name them."""
+    kind = torch.int8 if npu else torch.float8_e4m3fn
+    rows = torch.zeros(pages, P, 1, quantised.ROW, dtype=kind, device=draw.device)
+    if npu:
+        values = torch.zeros(pages, P, 1, DI, dtype=kind, device=draw.device)
+        scales = torch.zeros(pages, P, 1, dtype=torch.float16, device=draw.device)
+    else:
+        index = torch.zeros(pages, P, quantised.PACKED, dtype=torch.uint8, device=draw.device)
+        values, scales = quantised.index_cache_views(index, "fp8")
     return dict(
         kv_cache=rows,
         kr_cache=draw.normal(0),
         kv_cache_quant_mode=3,
         ckvkr_repo_mode=1,
         quant_scale_repo_mode=1,
-        row_layout=quantised.NOPE_SCALE_ROPE,
+        row_layout=quantised.NOPE_ROPE_SCALE if npu else quantised.NOPE_SCALE_ROPE,
     ), dict(index_k_cache=values, index_k_scale_cache=scales, kv_cache_quant_mode=3)
 
 
 _NAMES = ("token_x", "rope_sin", "rope_cos", "cache_index")
 
 
-def mla_prolog_case(b: int, n: int, kind: str) -> Case:
-    """Caches of fp8 as well."""
+def mla_prolog_case(b: int, n: int, kind: str, npu: bool = False) -> Case:
+    """Caches of 8 bits as well."""
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
         table = draw.table(b, 2)
-        return (
-            _mla(draw, kind, n) | _tokens(draw, b, _slots(draw, table, P)) | _pages(draw, 2 * b)[0]
-        )
+        rows, _ = _pages(draw, 2 * b, npu)
+        return _mla(draw, kind, n, npu) | _tokens(draw, b, _slots(draw, table, P)) | rows
 
     m = DEEPSEEK
     narrow = m.h * (m.rq + R + DR) + m.rq * n * (m.dn + DR)
@@ -116,13 +124,13 @@ def mla_prolog_case(b: int, n: int, kind: str) -> Case:
     )
 
 
-def indexer_prolog_case(b: int, kind: str) -> Case:
+def indexer_prolog_case(b: int, kind: str, npu: bool = False) -> Case:
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
         table = draw.table(b, 2)
         norm = dict(query_norm=draw.normal(b, 1, DEEPSEEK.rq))
-        both = _index(draw, kind) | _tokens(draw, b, _slots(draw, table, P)) | norm
-        return both | _pages(draw, 2 * b)[1]
+        both = _index(draw, kind, npu) | _tokens(draw, b, _slots(draw, table, P)) | norm
+        return both | _pages(draw, 2 * b, npu)[1]
 
     m = DEEPSEEK
     narrow = m.rq * m.ni * DI + m.h * DI
@@ -241,6 +249,10 @@ def _whole(small: bool) -> list[Case]:
     return [layer_case(1, 16, 4096, 512)] if small else [layer_case(b, 128, 65536) for b in BATCHES]
 
 
+ON_NPU: dict[str, Callable[[bool], list[Case]]] = {
+    "npu_mla_prolog_pto": lambda _: [mla_prolog_case(b, 128, "int8", npu=True) for b in BATCHES],
+    "npu_indexer_prolog_pto": lambda _: [indexer_prolog_case(b, "int8", npu=True) for b in BATCHES],
+}
 PRESETS = {
     "npu_mla_prolog_pto": _prolog,
     "npu_indexer_prolog_pto": _indexer_prolog,

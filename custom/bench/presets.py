@@ -28,9 +28,6 @@ _PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **merging.PRESETS,
     **convolution.PRESETS,
 }
-# rows behind those of the op
-_MORE: Mapping[str, Callable[[bool], list[Case]]] = eight_bits.PRESETS
-
 
 _SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(
     attention.PRESETS, attention.sweep
@@ -45,4 +42,5 @@ def sweep(op: str, device: str) -> list[Case]:
 def presets(op: str, device: str) -> list[Case]:
     """The rows of `op`: the full ones, or the small ones on a CPU."""
     small = device == "cpu"
-    return [case for rows in (_PRESETS, _MORE) if op in rows for case in rows[op](small)]
+    behind = eight_bits.ON_NPU if device == "npu" else eight_bits.PRESETS
+    return [case for rows in (_PRESETS, behind) if op in rows for case in rows[op](small)]

@@ -70,6 +70,8 @@ _SCALAR = {
     "lightning_indexer_grad.grad_query": "the length of a request, beside tiles of keys",
     "sparse_flash_attention.resolve": "the page of an index is looked up, one load each",
     "sparse_flash_attention.gather": "one index a row, and the row is one copy",
+    "narrow_rows.query_heads": "one scale a token, beside tiles of heads",
+    "narrow_rows.index_heads": "one scale a token, beside tiles of heads",
     "sparse_flash_attention.collect": "two indices a copy of two rows",
     "index_cache_write.write": "one slot a token, whose row is one copy",
     "latent_cache_write.write": "one slot a token, and each part of its row is one copy",
@@ -153,6 +155,12 @@ _HALF = "half of the state's tile plans nearly as much, with twice the gates and
 _SPREAD = "the plan spreads what UB holds: twice as many keys compile as well"
 _TIGHT = (
     *(Known(_UPDATE, "tight", _HALF, tiles=(("VALUE_TILE", size),)) for size in (64, 32)),
+    Known(
+        "narrow_rows.latents",
+        "tight",
+        "a query latent of 2048 and its int8 form; where it did not fit, memory would be shared",
+        tiles=(("MOST", 2048),),
+    ),
     *(
         Known(
             "fused_attention.attend", "tight", _SPREAD, tiles=(("Q_TILE", rows), ("KEY_TILE", 64))

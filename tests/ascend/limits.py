@@ -177,6 +177,23 @@ def _prologs() -> Iterator[Limit]:
     yield Limit("mla_prolog_pto", given, dict(rmsnorm_gamma_cq=_t(wide + 1)), said)
     yield Limit("mla_prolog_pto", given, dict(kv_cache=_t(1, 16, 1, wide + 1)), said)
 
+    int8, fp8 = torch.int8, torch.float8_e4m3fn
+    wide = tune.TABLE["narrow_rows.latents"][-1].tiles["MOST"]
+    given = given | dict(weight_quant_mode=2, rmsnorm_gamma_cq=_t(wide))
+    given |= dict(kv_cache_quant_mode=3, kv_cache=_t(1, 16, 1, 656, dtype=int8))
+    fits = dict(rmsnorm_gamma_cq=_t(wide + 1))
+    yield Limit("mla_prolog_pto", given, fits, f"more than {wide} numbers")
+    rows = dict(kv_cache=_t(1, 16, 1, 656, dtype=fp8))
+    yield Limit("mla_prolog_pto", given, rows, "a cache of fp8")
+    yield Limit("mla_prolog_pto", given, dict(weight_quant_mode=4), "weight_quant_mode=4")
+
+    given = dict(token_x=_t(1, 8), ln_gamma_k=_t(128), rope_sin=_t(1, 64), weight_quant_mode=1)
+    given |= dict(kv_cache_quant_mode=3, index_k_cache=_t(1, 16, 1, 128, dtype=int8))
+    keys = dict(index_k_cache=_t(1, 16, 1, 128, dtype=fp8))
+    yield Limit("indexer_prolog_pto", given, keys, "a cache of fp8")
+    yield Limit("indexer_prolog_pto", given, dict(weight_quant_mode=4), "weight_quant_mode=4")
+    yield Limit("indexer_prolog_pto", given, dict(index_hadamard=True), "index_hadamard=True")
+
 
 def _merges() -> Iterator[Limit]:
     size = dict(indices=_t(1, 8), size=MOST // 4, interleave=4)
