@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, ragged, tiling, tune
+from .front_end import extract_slice
 from .ragged import PAGED, TND, visible
 
 SPAN = 128  # every key tile divides it
@@ -224,7 +225,7 @@ def collect(
             top = tl.max(slot, 0)
             for i in range(tl.maximum(low, at), tl.minimum(high, at + PIECE), ROWS):
                 if i < (end + SPAN - 1) // SPAN * SPAN:
-                    part = tl.extract_slice(slot, (i - at,), (ROWS,), (1,))
+                    part = extract_slice(slot, (i - at,), (ROWS,), (1,))
                     lay_out(
                         latent, rotary, scales, part, top, dense, dense_rope, of_row + i,
                         latent_stride, rotary_stride, scale_stride, LATENT, ROTARY, TILES, ROWS,
