@@ -39,7 +39,7 @@ def test_accumulators_are_whole_fractals():
     assert tiling.accumulator_bytes(64, 512) == 128 * 1024
 
 
-@pytest.mark.parametrize("config", tune.TABLE["product.nz_product"], ids=str)
+@pytest.mark.parametrize("config", tune.TABLE["product.nz_products"], ids=str)
 def test_shipped_products_fit(config):
     rows, panels, depth = (config.tiles[name] for name in ("ROWS", "PANELS", "DEPTH"))
     assert tiling.matmul_overflow(rows, 16 * panels, depth) is None
