@@ -164,7 +164,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("score >= LEAST_SCORE", "the least score stays itself"),
         ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
     ),
-    "mla_prolog_pto.forward": (("-> new(tokens, latent, heads)", _NUMBERS),),
     "product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
