@@ -17,6 +17,7 @@ from .capture import Captured, capture, kind_of
 class Replayed:
     """`fn(state, *inputs)`, captured where its shapes come for the second time, then replayed.
 
+    For steps that are short: a graph keeps the memory of its workspaces for as long as it lives.
     The first call of a shape runs as it is, which compiles the kernels. A graph copies the inputs
     into its buffers and launches everything at once; the outputs are buffers of it, which the next
     call with these shapes overwrites. `state` is what `fn` reads and writes where it lies, weights
@@ -25,8 +26,8 @@ class Replayed:
 
     Args:
         fn: a function of tensors that reads nothing back from the device.
-        devices: the kinds on which it is captured; on the others, inside torch.compile and while
-            somebody else captures, `fn` is called.
+        devices: the kinds on which it is captured; on the others, inside torch.compile, where
+            gradients are recorded and while somebody else captures, `fn` is called.
 
     >>> import torch
     >>> from custom.graph_mode import Replayed
@@ -44,6 +45,7 @@ class Replayed:
         if (
             kind not in self._devices
             or torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
             or getattr(torch, kind).is_current_stream_capturing()
         ):
             return self._fn(state, *inputs)

@@ -20,7 +20,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture
 def graphs(monkeypatch):
-    return stand_in(monkeypatch)
+    with torch.no_grad():
+        yield stand_in(monkeypatch)
 
 
 class Called(TorchDispatchMode):
@@ -89,6 +90,15 @@ def test_a_host_read_is_refused(graphs):
         step((), x)
 
 
+def test_gradients_are_recorded_step_by_step(graphs):
+    step = Replayed(lambda state, x: x * state[0])
+    weight = torch.ones(1, requires_grad=True)
+    with torch.enable_grad():
+        for _ in range(3):
+            step((weight,), torch.ones(2)).sum().backward()
+    assert weight.grad.item() == 6 and not graphs.captured
+
+
 def test_devices_without_a_graph_call_the_function():
     step = Replayed(added)
     total = torch.zeros(2)
@@ -119,6 +129,9 @@ def test_the_demo_decodes_by_graphs(graphs, monkeypatch):
         with called:
             server.forward(tokens[:, :1], lengths + 4)
         assert not [name for name in called.names if name.startswith("custom::")]
+        for _ in range(2):  # as long as a prompt
+            server.forward(torch.ones(2, demo.STEP + 1, dtype=torch.long), lengths + 5)
+        assert len(graphs.captured) == model.config.num_hidden_layers
         monkeypatch.setattr(Replayed, "__call__", lambda self, *given: self._fn(*given))
         plain = decoded(demo.Server(model, 2, 32))
     for got, wanted in zip(by_graphs, plain, strict=True):
