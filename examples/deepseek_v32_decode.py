@@ -37,7 +37,6 @@ from custom.integrations.transformers import cache_widths, sparse_attention_weig
 # the query's and the key's latent, their norms, up-projection, rotation, probabilities, output, two
 # projections, residual), 12 in the MLP (norm, router, gated experts, their sum, residual)
 ROUNDINGS = 25
-STEP = 8  # tokens up to which a step is captured: the graph of a prompt would keep its workspaces
 
 
 class Server:
@@ -67,8 +66,9 @@ class Server:
             index_kind=kind,
         )
         self.selected = None
-        self.attention_of = [partial(self.attention, index) for index in range(len(self.weights))]
-        self.attend = [Replayed(attention) for attention in self.attention_of]
+        self.attend = [
+            Replayed(partial(self.attention, index)) for index in range(len(self.weights))
+        ]
 
     def attention(self, index, state, x, cos, sin, slots, lengths):
         """(what the attention of layer `index` adds, the selected positions where they are kept)"""
@@ -104,8 +104,7 @@ class Server:
         for index, layer in enumerate(self.model.model.layers):
             x = layer.input_layernorm(hidden)
             state = (self.caches.block_table, self.caches.layers[index])
-            attend = self.attend[index] if tokens.shape[1] <= STEP else self.attention_of[index]
-            attended, chosen = attend(state, x, cos, sin, slots, lengths)
+            attended, chosen = self.attend[index](state, x, cos, sin, slots, lengths)
             if chosen is not None:
                 row, column = (positions >= 0).nonzero(as_tuple=True)
                 self.selected[index, row, positions[row, column]] = chosen[row, column, 0]

@@ -13,16 +13,20 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from .capture import Captured, capture, kind_of
 
+_STEP = 8  # tokens of a decode step, drafts among them
+
 
 class Replayed:
     """`fn(state, *inputs)`, captured where its shapes come for the second time, then replayed.
 
-    For steps that are short: a graph keeps the memory of its workspaces for as long as it lives.
     The first call of a shape runs as it is, which compiles the kernels. A graph copies the inputs
     into its buffers and launches everything at once; the outputs are buffers of it, which the next
-    call with these shapes overwrites. `state` is what `fn` reads and writes where it lies, weights
-    and caches: with other objects than before all graphs are dropped. What `fn` writes there must
-    be the same when it is called again, as for a capture it is.
+    call with these shapes overwrites. It keeps the memory of its workspaces as long as it lives:
+    a prompt, more than 8 tokens in dimension 1 of the first input, is not captured.
+
+    `state` is what `fn` reads and writes where it lies, weights and caches: with other objects than
+    before all graphs are dropped. What `fn` writes there must be the same when it is called again,
+    as for a capture it is.
 
     Args:
         fn: a function of tensors that reads nothing back from the device.
@@ -46,6 +50,7 @@ class Replayed:
             kind not in self._devices
             or torch.compiler.is_compiling()
             or torch.is_grad_enabled()
+            or any(length > _STEP for length in inputs[0].shape[1:2])
             or getattr(torch, kind).is_current_stream_capturing()
         ):
             return self._fn(state, *inputs)

@@ -130,7 +130,7 @@ def test_the_demo_decodes_by_graphs(graphs, monkeypatch):
             server.forward(tokens[:, :1], lengths + 4)
         assert not [name for name in called.names if name.startswith("custom::")]
         for _ in range(2):  # as long as a prompt
-            server.forward(torch.ones(2, demo.STEP + 1, dtype=torch.long), lengths + 5)
+            server.forward(torch.ones(2, 9, dtype=torch.long), lengths + 5)
         assert len(graphs.captured) == model.config.num_hidden_layers
         monkeypatch.setattr(Replayed, "__call__", lambda self, *given: self._fn(*given))
         plain = decoded(demo.Server(model, 2, 32))

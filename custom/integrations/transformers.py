@@ -160,10 +160,6 @@ def _is_shared(config: Any, index: int) -> bool:
     return index < len(kinds) and kinds[index] == "shared"
 
 
-# tokens of a decode step, drafts among them; a prompt's graph would keep all of its workspaces
-_STEP = 8
-
-
 def _attended(
     state: tuple[Any, ...],
     x: Tensor,
@@ -238,8 +234,7 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
         cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
         lengths = _lengths(attention_mask, requests)
         state = (self, w, layer.caches, pools, layer.caches.block_table)
-        attend = layer.attend if tokens <= _STEP else _attended
-        out, indices = attend(state, hidden_states, cos, sin, lengths, prev_topk_indices)
+        out, indices = layer.attend(state, hidden_states, cos, sin, lengths, prev_topk_indices)
         return (out, None, indices) if hasattr(self, "skip_topk") else (out, None)
 
     return forward
