@@ -12,6 +12,7 @@ Element (k, n) of a weight lies at (n // 32) * panel + n % 32 * column + k * row
     transposed    [N, K], a checkpoint's own     panel 32 K   column K   row 1
 
 condition                                            products
+fp8, transposed, Hopper, k in 16s                    hopper/quantised_matmul.py
 fp8, transposed, a GPU that converts fp8             of e4m3, each block's sum then in float32
 fp8 otherwise                                        of float16, which has every e4m3
 int8                                                 of int8
@@ -33,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..dispatch.common import memory, nz, quantised
 from .common import gpu, launches, quantise, tiling
 from .common.tiling import cdiv, power_of_two
+from .hopper import quantised_matmul as hopper
 
 BLOCK = tl.constexpr(quantised.TILE)
 C0 = tl.constexpr(32)
@@ -262,17 +264,25 @@ def product(
     kept = [*weights, *[weights[0]] * (MOST - len(weights))]
     device = x.values.device
     chained = gpu.has_chained_launch(device)
-    cut = tiling.narrow(tokens, given, depth, gpu.processors(device))
+    values, kind = quantise.to_read(x.values)
+    read = [quantise.to_read(weight.values)[0] for weight in kept]
+    direct = kind == quantise.NATIVE_FP8.value and form == TRANSPOSED.value
+    by_tma = direct and hopper.supports(values, read)
+    chosen = tiling.eight_bits if by_tma else tiling.narrow
+    cut = chosen(tokens, given, depth, gpu.processors(device))
     run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
     runs = cdiv(depth, run)
     out_dtype = torch.float32 if keep_float or runs > 1 else dtype
     out = memory.empty((runs, tokens, sum(sizes)), out_dtype, device)
     blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
-    values, kind = quantise.to_read(x.values)
-    read = [quantise.to_read(weight.values)[0] for weight in kept]
-    direct = kind == quantise.NATIVE_FP8.value and form == TRANSPOSED.value
+    scales = [weight.scale for weight in kept]
+    if by_tma:
+        hopper.launch(
+            values, x.scale, read, scales, sizes, out, run // cut.k, blocks, cut, forked=forked
+        )
+        return out
     launches.kernel(_product, blocks, runs)(
-        values, x.scale, *read, *(weight.scale for weight in kept), out, tokens,
+        values, x.scale, *read, *scales, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], FORM=form, KIND=kind,
         HALF=kind != quantise.INT8.value and not direct, TOKENS=cut.tokens, COLUMNS=cut.columns,
         STAGES=cut.stages, SWAP=cut.swap, GROUP=cut.group, CHAINED=chained, num_warps=cut.warps,

@@ -28,6 +28,7 @@ from ..dispatch.common import memory, quantised
 from . import prolog, quantised_matmul
 from .common import gpu, launches, quantise
 from .common.tiling import cdiv, power_of_two
+from .hopper import quantised_heads as hopper_heads
 from .nz_matmul import product
 from .prolog import index_key, rms_normed, rotary_key, rotation_source, run_sum, store_weights
 from .quantised_matmul import Rows, Weight
@@ -351,6 +352,15 @@ def query_heads(
     query = memory.empty((*shape, heads, rank), w_uk.dtype, w_uk.device)
     query_rope = memory.empty((*shape, heads, sin.shape[-1]), w_uk.dtype, w_uk.device)
     form = weight.form(weight_format)
+    values, kind = quantise.to_read(c.values)
+    in_place = kind == quantise.NATIVE_FP8.value and form == quantised_matmul.TRANSPOSED.value
+    if in_place and hopper_heads.supports(values, weight.values, w_uk, sin.shape[-1]):
+        assert c.scale is not None  # as the weight has one
+        hopper_heads.launch(
+            values, c.scale, quantise.to_read(weight.values)[0], weight.scale, w_uk, sin, cos,
+            query, query_rope, interleaved, forked=forked,
+        )  # fmt: skip
+        return query, query_rope
     q = quantised_matmul.product(c, [weight], form, w_uk.dtype, forked=forked)
     prolog.query_stage(q, sin, cos, w_uk, query, query_rope, interleaved)
     return query, query_rope

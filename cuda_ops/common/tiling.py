@@ -110,3 +110,18 @@ def narrow(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Ti
         tile, columns, stages, warps, swap = 128, 128, 3, 8, False
     runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * processors, depth // 128)
     return Tiling(tile, columns, 128, runs, stages, warps, swap)
+
+
+def eight_bits(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+    """For hopper/quantised_matmul.py: as in hopper, what programs ask for first fills shared
+    memory."""
+    swap = tokens <= 32
+    tile, columns = (max(8, power_of_two(tokens)), 64) if swap else (64, 64)
+    together, room = 2, 104
+    if tokens > 64:
+        tile, columns, together, room = 128, 128, 1, 208
+    warps = 8 if tile == 128 else 4
+    blocks = _blocks(tokens, sizes, tile, columns)
+    runs = _runs(blocks, together * processors, depth // 128)
+    stages = room * 1024 // ((tile + columns) * 128)
+    return Tiling(tile, columns, 128, runs, stages, warps, swap)

@@ -102,8 +102,10 @@ class Shared:
 
     def reinterpret(self, dtype, shape, layout):
         first, size = int(self.at.min()), self.at.numel()
-        assert dtype == self.dtype and math.prod(shape) <= size == int(self.at.max()) + 1 - first
-        return Shared(self.memory, layout.places(shape) + first, layout)
+        assert size == int(self.at.max()) + 1 - first
+        memory, old = self.memory.view(dtype), self.dtype.itemsize
+        assert math.prod(shape) * dtype.itemsize <= size * old
+        return Shared(memory, layout.places(shape) + first * old // dtype.itemsize, layout)
 
     def load(self, layout=None):
         return self.memory[self.at]
@@ -145,7 +147,7 @@ class Pointer:
     def memory(self, mask):
         """(the storage, addresses, which of them count), the latter of one shape."""
         x = self.tensor
-        at, mask = torch.broadcast_tensors(self.at, _block(True) if mask is None else mask)
+        at, mask = torch.broadcast_tensors(self.at, _block(True if mask is None else mask))
         first, size = x.storage_offset(), x.untyped_storage().nbytes() // x.element_size()
         last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         assert (((at >= first) & (at <= last)) | ~mask).all(), "an address outside of the tensor"
