@@ -169,9 +169,7 @@ def _query(
     put(turned, place, SWAP)
     fence_async_shared()
     barrier()
-    rotate(
-        place, query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS, INTERLEAVED
-    )
+    rotate(place, query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS, INTERLEAVED)
     absorbed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
         instr_shape=[16, TOKENS if SWAP else 64, 16],

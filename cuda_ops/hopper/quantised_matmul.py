@@ -101,7 +101,7 @@ def _product(
     x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
     KB: gl.constexpr, CHUNKS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
     TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SWAP: gl.constexpr,
+    SWAP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     B0: gl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
     B1: gl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
@@ -129,8 +129,13 @@ def _product(
         _fetch(w0, block, 0, B0, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w1, block, B0, B1, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w2, block, B1, B2, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
-    gdc_launch_dependents()
-    gdc_wait()
+    if FIRST:
+        gdc_wait()
+        gdc_launch_dependents()
+    else:
+        gdc_launch_dependents()
+        if not LATE:
+            gdc_wait()
     for i in gl.static_range(STAGES):
         tma_load(x, [token, (lo + i) * 128], full.index(i), x_tiles.index(i))
 
@@ -176,20 +181,19 @@ def _product(
     if SWAP:
         acc = acc.permute([1, 0])
     _store(acc, out, tokens, token, block, run, N0, N1, N2, B0, B1, COLUMNS, TOKENS)
+    if LATE:
+        gdc_wait()
 
 
 def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """e4m3, the weights [K, N] views of [N, K], and rows that TMA can step over."""
-    return (
-        gpu.is_hopper(x.device)
-        and x.shape[1] % 16 == 0
-        and aligned(x, *weights)
-    )
+    return gpu.is_hopper(x.device) and x.shape[1] % 16 == 0 and aligned(x, *weights)
 
 
 def launch(
     x: Tensor, x_scale: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor | None],
-    sizes: Sequence[int], out: Tensor, chunks: int, grid: int, cut: Tiling, *, forked: bool = False,
+    sizes: Sequence[int], out: Tensor, chunks: int, grid: int, cut: Tiling, *, first: bool,
+    late: bool, forked: bool,
 ) -> None:  # fmt: skip
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights, `chunks` blocks of k a run; size
     0: there is no such weight."""
@@ -203,5 +207,5 @@ def launch(
         *scales, out, tokens,
         KB=cdiv(depth, 128), CHUNKS=chunks, N0=sizes[0], N1=sizes[1], N2=sizes[2],
         TOKENS=cut.tokens, COLUMNS=cut.columns, STAGES=min(chunks, cut.stages), GROUP=cut.group,
-        SWAP=cut.swap, num_warps=cut.warps, launch_pdl=not forked,
+        SWAP=cut.swap, FIRST=first, LATE=late, num_warps=cut.warps, launch_pdl=not forked,
     )  # fmt: skip
