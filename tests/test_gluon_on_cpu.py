@@ -232,6 +232,7 @@ def turned(x, sin, cos, interleaved):
 @pytest.fixture
 def prologs(monkeypatch):
     modules = [
+        hopper.absorption,
         hopper.query_heads,
         hopper.query_stage,
         hopper.nz_matmul,
@@ -320,7 +321,8 @@ def test_fp8_query_heads(tokens, prologs, monkeypatch):
     heads, depth, rank, interleaved = 2, 1152, 256, tokens % 3 == 0
     monkeypatch.setattr(hopper.quantised_heads, "supports", lambda *_: True)
     (c, c_scale), (w, w_scale) = narrow(normal(tokens, depth)), narrow(normal(heads * 192, depth))
-    w_scale, w_uk, (sin, cos) = w_scale[::128] / 1024, normal(heads, 128, rank), normal(2, tokens, 64)
+    w_scale, w_uk = w_scale[::128] / 1024, normal(heads, 128, rank)
+    sin, cos = normal(2, tokens, 64)
     query, query_rope = quantised_prolog.query_heads(
         quantised_matmul.Rows(c, c_scale),
         quantised_matmul.Weight(w.t(), heads * 192, w_scale.t().contiguous()), "nd", w_uk, sin, cos,

@@ -24,8 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.tiling import power_of_two
+from .absorption import put, times
 from .quantised_matmul import SWAPPED
-from .query_heads import put, times
 from .rotation import rotate
 from .tma import DTYPES, aligned, describe_box, describe_matrix
 

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.tiling import power_of_two
+from .absorption import put, times
 from .rotation import rotate
 from .tma import DTYPES, aligned, describe_matrix, describe_nz
 
@@ -88,23 +89,6 @@ def _place(c_tiles, i: gl.constexpr):
     shape: gl.constexpr = [HALVES, c_tiles.shape[1], 64]
     tile = reinterpret(c_tiles.index(i // HALVES), c_tiles.dtype, shape, c_tiles.layout)
     return tile.index(i % HALVES)
-
-
-@gluon.jit
-def times(q, w, acc, SWAP: gl.constexpr):
-    """acc + q w, transposed if SWAP."""
-    if SWAP:
-        return warpgroup_mma(w.permute([1, 0]), q.permute([1, 0]), acc, is_async=True)
-    else:
-        return warpgroup_mma(q, w, acc, is_async=True)
-
-
-@gluon.jit
-def put(out, place, SWAP: gl.constexpr):
-    if SWAP:
-        place.permute([1, 0]).store(out.to(place.dtype))
-    else:
-        place.store(out.to(place.dtype))
 
 
 @gluon.jit(do_not_specialize=["tokens"])
