@@ -31,7 +31,17 @@ from .common import gpu, launches, quantise
 from .common.tiling import cdiv, power_of_two
 from .hopper import quantised_heads as hopper_heads
 from .nz_matmul import product
-from .prolog import index_key, rms_normed, rotary_key, rotation_source, run_sum, store_weights
+from .prolog import (
+    angle,
+    index_key,
+    latent_and_key,
+    rms_normed,
+    rotation_source,
+    run_sum,
+    store_weights,
+    turned,
+    weights_of,
+)
 from .quantised_matmul import Rows, Weight
 
 HEADS = 16  # index heads that one program takes
@@ -93,17 +103,21 @@ def _store_tiles(
 def _store_norm(
     down, stride, gamma, smooth, query_norm, c, c_scales, eps, Q: tl.constexpr,
     RUNS: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, SMOOTH: tl.constexpr,
-    UE8M0: tl.constexpr,
+    UE8M0: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The query norm of a token, and what its product takes."""
     dtype: tl.constexpr = query_norm.dtype.element_ty
-    j, ok, normed = rms_normed(down, stride, gamma, eps, Q, RUNS, dtype)
+    g = weights_of(gamma, Q)
+    by = 1.0
+    if SMOOTH:
+        by = weights_of(smooth, Q)
+    if CHAINED:
+        gdc_wait()
+    j, ok, normed = rms_normed(down, stride, g, eps, Q, RUNS, dtype)
     tl.store(query_norm + j, normed, mask=ok)
     if KIND != quantise.PLAIN:
         # of numbers that are none a tile keeps zeros
-        u = tl.where(ok, normed.to(tl.float32), 0.0)
-        if SMOOTH:
-            u *= tl.load(smooth + j, mask=ok, other=0.0)
+        u = tl.where(ok, normed.to(tl.float32), 0.0) * by
         _store_tiles(u, c, c_scales, Q, TILE, True, 1.0, KIND, UE8M0)
 
 
@@ -112,19 +126,21 @@ def _store_row(
     latent, stride, gamma, alpha, sin, cos, kv_row, rope_row, scales, present, eps,
     R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr,
     ALPHA: tl.constexpr, UE8M0: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The latent and the rotated key of a token, into a row of 8 bits or two of the working
     dtype."""
-    j, ok, normed = rms_normed(latent, stride, gamma, eps, R, RUNS, dtype)
+    fits = 1.0
+    if ALPHA:
+        fits = tl.load(alpha)
+    j, ok, normed, d, d_ok, key = latent_and_key(
+        latent, stride, gamma, cos, sin, eps, R, D, RUNS, INTERLEAVED, dtype, CHAINED
+    )
     if KIND == quantise.PLAIN:
         tl.store(kv_row + j, normed, mask=ok & present)
     else:
-        fits = 1.0
-        if ALPHA:
-            fits = tl.load(alpha)
         _store_tiles(normed.to(tl.float32), kv_row, scales, R, 128, present, fits, KIND, UE8M0)
-    d, d_ok, turned = rotary_key(latent + R, stride, cos, sin, D, RUNS, INTERLEAVED, dtype)
-    tl.store(rope_row + d, turned.to(rope_row.dtype.element_ty), mask=d_ok & present)
+    tl.store(rope_row + d, key.to(rope_row.dtype.element_ty), mask=d_ok & present)
 
 
 class LatentConstants(NamedTuple):
@@ -165,7 +181,6 @@ def _latent_tokens(
     wide = tl.cast(tokens, tl.int64)
     if C.CHAINED:
         gdc_launch_dependents()
-        gdc_wait()
     slot = tl.load(cache_index + token).to(tl.int64)
     present = (slot >= 0) & (slot < total)
     slot = tl.where(present, slot, 0)
@@ -177,7 +192,7 @@ def _latent_tokens(
     if role == 0:
         _store_norm(
             down + token * C.DOWN, wide * C.DOWN, gamma_cq, smooth, query_norm + token * C.Q, c,
-            c_scales, eps_cq, C.Q, C.DOWN_RUNS, C.C_KIND, C.C_TILE, C.SMOOTH, C.UE8M0,
+            c_scales, eps_cq, C.Q, C.DOWN_RUNS, C.C_KIND, C.C_TILE, C.SMOOTH, C.UE8M0, C.CHAINED,
         )  # fmt: skip
     if role == 1:
         _store_row(
@@ -186,6 +201,7 @@ def _latent_tokens(
             rope + outer * rope_page + inner * C.ROPE_SLOT,
             scales + outer * scales_page + inner * C.SCALE_SLOT, present, eps_ckv, C.R, C.D, C.RUNS,
             C.KV_KIND, C.ALPHA, C.UE8M0, C.INTERLEAVED, query_norm.dtype.element_ty,
+            C.CHAINED,
         )  # fmt: skip
 
 
@@ -264,11 +280,12 @@ def _store_key(
     key, stride, gamma, beta, sin, cos, to, scales, present, eps,
     DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr,
     HADAMARD: tl.constexpr, BF16: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The index key of a token, into its cache row."""
     j, ok, u = index_key(
-        key, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, dtype
-    )  # fmt: skip
+        key, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, dtype, CHAINED
+    )
     if KIND == quantise.PLAIN:
         tl.store(to + j, u, mask=ok & present)
     else:
@@ -286,6 +303,7 @@ def _store_queries(
     NI: tl.constexpr, DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
     PROJ_RUNS: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, HADAMARD: tl.constexpr,
     BF16: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, dtype: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """HEADS index heads of a token: rotated, rounded, quantised; the scales go into the weights."""
     head = first + tl.arange(0, HEADS)
@@ -295,19 +313,19 @@ def _store_queries(
     own, partner = rotation_source(j, D, INTERLEAVED)
     own = tl.where(j < D, own, j)
     partner = tl.where(j < D, partner, j)
+    c, s = angle(cos, sin, j, j < D)
+    if CHAINED:
+        gdc_wait()
     row = q + head[:, None] * DI
     u = run_sum(row + own[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
     v = run_sum(row + partner[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
-    c = tl.load(cos + j, mask=j < D, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + j, mask=j < D, other=0.0).to(tl.float32)[None, :]
+    weight = run_sum(proj + head, proj_stride, there, PROJ_RUNS).to(dtype).to(tl.float32)
     u = u.to(tl.float32)
-    v = v.to(tl.float32)
-    turned = u * c + tl.where((j < D // 2)[None, :], -v, v) * s
-    x = tl.where((j < D)[None, :], turned.to(dtype).to(tl.float32), u)
+    x = turned(u, v.to(tl.float32), j[None, :], c[None, :], s[None, :], D)
+    x = tl.where((j < D)[None, :], x.to(dtype).to(tl.float32), u)
     x = quantise.rotated(x, HADAMARD, BF16)
     x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
     tl.store(values + head[:, None] * DI + j[None, :], x, mask=ok & (j >= 0)[None, :])
-    weight = run_sum(proj + head, proj_stride, there, PROJ_RUNS).to(dtype).to(tl.float32)
     tl.store(folded + head, weight * scale, mask=there)
 
 
@@ -344,7 +362,6 @@ def _index(
     role = tl.program_id(1)
     if C.CHAINED:
         gdc_launch_dependents()
-        gdc_wait()
     wide = tl.cast(tokens, tl.int64)
     sin += token * C.D
     cos += token * C.D
@@ -358,7 +375,7 @@ def _index(
             key + token * C.KEY, wide * C.KEY, gamma, beta, sin, cos,
             keys + slot // page * keys_page + slot % page * C.DI,
             scales + slot // page * scales_page + slot % page, present, eps, C.DI, C.D, C.KEY_RUNS,
-            C.KIND, C.UE8M0, C.HADAMARD, C.BF16, C.INTERLEAVED, dtype,
+            C.KIND, C.UE8M0, C.HADAMARD, C.BF16, C.INTERLEAVED, dtype, C.CHAINED,
         )  # fmt: skip
         if C.HEADS == 0:
             store_weights(proj, wide * C.PROJ, weights, C.NI, C.PROJ_RUNS)
@@ -367,6 +384,7 @@ def _index(
             q + token * (C.NI * C.DI), wide * (C.NI * C.DI), proj, wide * C.PROJ, cos, sin,
             values + token * (C.NI * C.DI), weights, (role - 1) * C.HEADS, C.NI, C.DI, C.D, C.RUNS,
             C.PROJ_RUNS, C.KIND, C.UE8M0, C.HADAMARD, C.BF16, C.INTERLEAVED, C.HEADS, dtype,
+            C.CHAINED,
         )  # fmt: skip
 
 

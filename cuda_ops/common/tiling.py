@@ -119,7 +119,9 @@ def eight_bits(tokens: int, sizes: Sequence[int], depth: int, processors: int) -
     tile, columns = (max(8, power_of_two(tokens)), 64) if swap else (64, 64)
     together, room = 2, 104
     if tokens > 64:
-        tile, columns, together, room = 128, 128, 1, 208
+        tile, together = 128, 1
+    if tokens > 128:
+        columns, room = 128, 208
     warps = 8 if tile == 128 else 4
     blocks = _blocks(tokens, sizes, tile, columns)
     runs = _runs(blocks, together * processors, depth // 128)

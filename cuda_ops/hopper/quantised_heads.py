@@ -108,6 +108,18 @@ def _step(w_tiles, c_tiles, full, i, a, b, turned, by, x, y, z, zero, SWAP: gl.c
     return a, b, turned
 
 
+@gluon.jit
+def _absorbed(left, right, w_tiles, full, step, w_uk, nothing, SWAP: gl.constexpr):
+    """The rounded query times 64 columns of w_uk, on its way."""
+    STAGES: gl.constexpr = full.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+    upper = reinterpret(w_tiles.index(stage * 3), w_uk.dtype, [64, 64], w_uk.layout)
+    lower = reinterpret(w_tiles.index(stage * 3 + 1), w_uk.dtype, [64, 64], w_uk.layout)
+    out = times(left, upper, nothing, SWAP)
+    return times(right, lower, out, SWAP)
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def _query(
     c, c_scale, w, w_scale, w_uk, query, query_rope, sin, cos, tokens,
@@ -164,6 +176,7 @@ def _query(
     left = reinterpret(c_tiles.index(0), dtype, [TOKENS, 64], halves)
     right = reinterpret(c_tiles.index(1), dtype, [TOKENS, 64], halves)
     place = reinterpret(c_tiles.index(2), dtype, [TOKENS, 64], halves)
+    beside = reinterpret(c_tiles.index(3), dtype, [TOKENS, 64], halves)
     put(a, left, SWAP)
     put(b, right, SWAP)
     put(turned, place, SWAP)
@@ -175,23 +188,22 @@ def _query(
         instr_shape=[16, TOKENS if SWAP else 64, 16],
     )  # fmt: skip
     nothing = gl.zeros([64, TOKENS] if SWAP else [TOKENS, 64], gl.float32, absorbed)
-    for last in range(LAST):
-        step = CHUNKS + last
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        upper = reinterpret(w_tiles.index(stage * 3), dtype, [64, 64], w_uk.layout)
-        lower = reinterpret(w_tiles.index(stage * 3 + 1), dtype, [64, 64], w_uk.layout)
-        out = times(left, upper, nothing, SWAP)
-        out = times(right, lower, out, SWAP)
-        out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
-        place = reinterpret(c_tiles.index(2 + last % 2), dtype, [TOKENS, 64], halves)
-        tma.store_wait(1)
+    for last in range(LAST // 2):
+        step = CHUNKS + last * 2
+        out = _absorbed(left, right, w_tiles, full, step, w_uk, nothing, SWAP)
+        more = _absorbed(left, right, w_tiles, full, step + 1, w_uk, nothing, SWAP)
+        out, more = warpgroup_mma_wait(num_outstanding=0, deps=(out, more))
+        tma.store_wait(0)
         barrier()
         put(out, place, SWAP)
+        put(more, beside, SWAP)
         fence_async_shared()
         barrier()
-        tma_store(query, [token, head * R + last * 64], place)
-        _ask_last(w_uk, w_tiles, full, step + STAGES, head, STAGES, CHUNKS, LAST)
+        column = head * R + last * 128
+        tma_store(query, [token, column], place)
+        tma_store(query, [token, column + 64], beside)
+        for i in gl.static_range(2):
+            _ask_last(w_uk, w_tiles, full, step + i + STAGES, head, STAGES, CHUNKS, LAST)
     tma.store_wait(0)
 
 
@@ -199,7 +211,7 @@ def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
     """A head for nearly every multiprocessor, the sizes of DeepSeek's heads, alignment for TMA."""
     tokens, depth = c.shape
     heads, plain, rank = w_uk.shape
-    sizes = plain == 128 and rotary == 64 and rank % 64 == 0 and depth % 128 == 0 and depth >= 1024
+    sizes = plain == 128 and rotary == 64 and rank % 128 == 0 and depth % 128 == 0 and depth >= 1024
     return (
         gpu.is_hopper(c.device)
         and tokens <= 256

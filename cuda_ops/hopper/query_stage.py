@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Absorption and rotation of prolog.py on Hopper (Gluon): what a product made of many tokens.
+"""The absorption of prolog.py on Hopper (Gluon): what a product made of many tokens.
 
 One program a head, or a few: the head's whole w_uk, asked for before that product has ended, stays
 for all its blocks of tokens.  A block of columns leaves by TMA while the next one is summed, and
@@ -29,66 +29,15 @@ from .tma import DTYPES, aligned, describe_matrix
 COLUMNS = 64
 
 
-@gluon.jit
-def _pairs(token, tokens, D: gl.constexpr, TOKENS: gl.constexpr):
-    """(tokens, columns of the left halves, which of them are there)"""
-    HALF: gl.constexpr = D // 2
-    flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // HALF, HALF], [gl.num_warps(), 1], [1, 0])
-    t = (token + gl.arange(0, TOKENS, gl.SliceLayout(1, flat)))[:, None]
-    i = gl.arange(0, HALF, gl.SliceLayout(0, flat))[None, :]
-    return t.to(gl.int64), i, (t < tokens) & (i >= 0)
-
-
-@gluon.jit
-def _asked(
-    q, sin, cos, head, token, tokens, DN: gl.constexpr, D: gl.constexpr, TOTAL: gl.constexpr,
-    TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr,
-):  # fmt: skip
-    """What the head's last D columns are rotated from."""
-    HALF: gl.constexpr = D // 2
-    t, i, ok = _pairs(token, tokens, D, TOKENS)
-    at = q + t * TOTAL + head * (DN + D) + DN
-    if INTERLEAVED:
-        left = gl.load(at + 2 * i, mask=ok, other=0.0)
-        right = gl.load(at + 2 * i + 1, mask=ok, other=0.0)
-    else:
-        left = gl.load(at + i, mask=ok, other=0.0)
-        right = gl.load(at + i + HALF, mask=ok, other=0.0)
-    angle = t * D + i
-    c0 = gl.load(cos + angle, mask=ok, other=0.0)
-    s0 = gl.load(sin + angle, mask=ok, other=0.0)
-    c1 = gl.load(cos + angle + HALF, mask=ok, other=0.0)
-    s1 = gl.load(sin + angle + HALF, mask=ok, other=0.0)
-    return left, right, c0, s0, c1, s1
-
-
-@gluon.jit
-def _rotate(
-    left, right, c0, s0, c1, s1, out, head, token, tokens, HEADS: gl.constexpr, D: gl.constexpr,
-    TOKENS: gl.constexpr,
-):  # fmt: skip
-    """out[t, head] = the rotated columns."""
-    t, i, ok = _pairs(token, tokens, D, TOKENS)
-    left = left.to(gl.float32)
-    right = right.to(gl.float32)
-    low = left * c0.to(gl.float32) - right * s0.to(gl.float32)
-    high = right * c1.to(gl.float32) + left * s1.to(gl.float32)
-    at = out + (t * HEADS + head) * D + i
-    gl.store(at, low.to(out.dtype.element_ty), mask=ok)
-    gl.store(at + D // 2, high.to(out.dtype.element_ty), mask=ok)
-
-
 @gluon.jit(do_not_specialize=["tokens", "programs"])
 def _absorb(
-    q_blocks, w_blocks, out_blocks, q, query_rope, sin, cos, tokens, programs,
-    HEADS: gl.constexpr, DN: gl.constexpr, D: gl.constexpr, R: gl.constexpr, TOTAL: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
+    q_blocks, w_blocks, out_blocks, tokens, programs,
+    DN: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_blocks.dtype
     TOKENS: gl.constexpr = q_blocks.block_shape[0]
     WIDE: gl.constexpr = w_blocks.block_shape[1]
     PARTS: gl.constexpr = R // WIDE
-    ROWS: gl.constexpr = TOKENS // PARTS  # that are rotated beside a block of columns
     head = gl.program_id(0)
     first = gl.program_id(1)
     count = ((tokens + TOKENS - 1) // TOKENS - first + programs - 1) // programs
@@ -107,8 +56,8 @@ def _absorb(
         bar = w_full.index(part)
         mbarrier.expect(bar, DN * WIDE * 2)
         tma_load(w_blocks, [head * DN, part * WIDE], bar, w_tiles.index(part))
-    gdc_launch_dependents()
     gdc_wait()
+    gdc_launch_dependents()
     mbarrier.expect(full.index(0), TOKENS * DN * 2)
     tma_load(q_blocks, [first * TOKENS, head * (DN + D)], full.index(0), q_tiles.index(0))
 
@@ -130,8 +79,6 @@ def _absorb(
         mbarrier.wait(w_full.index(0), 0)
         ahead = warpgroup_mma(q_tile, w_tiles.index(0), zero, use_acc=False, is_async=True)
         for part in gl.static_range(PARTS):
-            row = token + part * ROWS
-            turned = _asked(q, sin, cos, head, row, tokens, DN, D, TOTAL, ROWS, INTERLEAVED)
             now = ahead
             if part + 1 < PARTS:
                 mbarrier.wait(w_full.index(part + 1), 0)
@@ -147,31 +94,28 @@ def _absorb(
             fence_async_shared()
             barrier()
             tma_store(out_blocks, [token, head * R + part * WIDE], out_tile)
-            _rotate(*turned, query_rope, head, row, tokens, HEADS, D, ROWS)
     tma.store_wait(0)
 
 
-def supports(q: Tensor, w_uk: Tensor, rotary: int) -> bool:
+def supports(q: Tensor, w_uk: Tensor) -> bool:
     """One run of products, blocks that divide everything, and alignment for TMA."""
     runs, tokens, total = q.shape
     _, plain, rank = w_uk.shape
-    whole = plain in (64, 128) and rank in (128, 256, 512) and rotary in (32, 64)
     return (
         gpu.is_hopper(q.device)
         and runs == 1
         and tokens > 32
         and q.dtype in DTYPES
-        and whole
+        and plain in (64, 128)
+        and rank % COLUMNS == 0
+        and rank <= 512
         and total % 8 == 0
         and aligned(q, w_uk)
     )
 
 
-def launch(
-    q: Tensor, sin: Tensor, cos: Tensor, w_uk: Tensor, query: Tensor, query_rope: Tensor,
-    interleaved: bool,
-) -> None:  # fmt: skip
-    """q [1, T, N (DN + D) ..] -> query [.., N, R], query_rope [.., N, D]."""
+def launch(q: Tensor, w_uk: Tensor, query: Tensor, rotary: int) -> None:
+    """q [1, T, N (DN + D) ..] -> query [.., N, R].  Behind it a kernel may count on q."""
     _, tokens, total = q.shape
     heads, plain, rank = w_uk.shape
     tile = 64 if tokens <= 64 else 128
@@ -180,7 +124,6 @@ def launch(
         describe_matrix(q, tokens, total, [tile, plain]),
         describe_matrix(w_uk, heads * plain, rank, [plain, COLUMNS]),
         describe_matrix(query, tokens, heads * rank, [tile, COLUMNS]),
-        q, query_rope, sin, cos, tokens, programs,
-        HEADS=heads, DN=plain, D=sin.shape[-1], R=rank, TOTAL=total, INTERLEAVED=interleaved,
-        num_warps=tile // 16, launch_pdl=True,
+        tokens, programs,
+        DN=plain, D=rotary, R=rank, num_warps=tile // 16, launch_pdl=True,
     )  # fmt: skip
