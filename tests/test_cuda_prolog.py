@@ -167,7 +167,11 @@ def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
     qb = empty(index * 128 // 16, ranks // 16, 16, 16)
     prolog.index_heads(c, qb, "nz", 128, sin, cos, (tokens, 1), False)
     prolog.query_heads(c, uq_qr, "nz", empty(heads, plain, 512), sin, cos, (tokens, 1), True)
-    wanted = ["_product", "_query"] if tokens <= 256 else ["_product", "_product", "_absorb", "_rotation"]
+    wanted = (
+        ["_product", "_query"]
+        if tokens <= 256
+        else ["_product", "_product", "_absorb", "_rotation"]
+    )
     if model is GLM5:  # a head is no whole number of columns, and there are few index heads
         wanted = ["_product", "_rotation", "_product", "_query_stage"]
     assert [kernel.name for kernel in compiled] == wanted

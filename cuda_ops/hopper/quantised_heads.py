@@ -2,9 +2,9 @@
 # Copyright the npu-custom-ops authors
 """query_heads.py with w_uq_qr in e4m3: one program a head and a block of tokens.
 
-The same ring in bytes.  A step is a block of 128 k, whose three sums are scaled and added in
-float32 one behind the other, while the tensor cores make the next; then w_uk follows in bf16, 64
-columns a step.
+The same ring in bytes.  A step is a block of 128 k, whose sums of the columns that are absorbed
+are scaled and added in float32 while the tensor cores make those of the columns that are rotated;
+then w_uk follows in the working dtype, 64 columns a step.
 """
 
 from __future__ import annotations
@@ -29,45 +29,36 @@ from .quantised_matmul import SWAPPED
 from .rotation import rotate
 from .tma import DTYPES, aligned, describe_box, describe_matrix
 
-BLOCKS = gl.constexpr(3)  # of 64 columns: 128 that are absorbed, 64 that are rotated
-
 
 @gluon.jit
-def _ask(w, c, w_tiles, c_tiles, full, step, head, token):
-    """Three blocks of w_uq_qr and one of c, for step `step`, into its place in the ring."""
-    STAGES: gl.constexpr = c_tiles.shape[0]
-    stage = step % STAGES
+def _ask(wide, slim, w_wide, w_slim, full, step, head, bytes: gl.constexpr):
+    """The head's columns of w_uq_qr for step `step`, into its place in the ring, where `bytes`
+    belong."""
+    stage = step % full.shape[0]
     bar = full.index(stage)
-    mbarrier.expect(bar, (3 * 64 + c_tiles.shape[1]) * 128)
-    for i in gl.static_range(BLOCKS):
-        tma_load(w, [(head * 3 + i) * 64, step * 128], bar, w_tiles.index(stage * 3 + i))
-    tma_load(c, [token, step * 128], bar, c_tiles.index(stage))
+    mbarrier.expect(bar, bytes)
+    tma_load(wide, [head * 192, step * 128], bar, w_wide.index(stage))
+    tma_load(slim, [head * 192 + 128, step * 128], bar, w_slim.index(stage))
 
 
 @gluon.jit
-def _ask_last(
-    w_uk, w_tiles, full, step, head, STAGES: gl.constexpr, CHUNKS: gl.constexpr,
-    LAST: gl.constexpr,
-):  # fmt: skip
-    """The upper and the lower half of 64 columns of w_uk, for step `step` of the LAST ones."""
-    stage = step % STAGES
+def _ask_last(w_uk, w_wide, full, step, head, CHUNKS: gl.constexpr, LAST: gl.constexpr):
+    """64 columns of w_uk, for step `step` of the LAST ones."""
+    stage = step % full.shape[0]
     bar = full.index(stage)
     wanted = step < CHUNKS + LAST
     mbarrier.expect(bar, 128 * 64 * 2, pred=wanted)
-    for i in gl.static_range(2):
-        tile = reinterpret(w_tiles.index(stage * 3 + i), w_uk.dtype, [64, 64], w_uk.layout)
-        tma_load(w_uk, [head * 128 + i * 64, (step - CHUNKS) * 64], bar, tile, pred=wanted)
+    tile = reinterpret(w_wide.index(stage), w_uk.dtype, [128, 64], w_uk.layout)
+    tma_load(w_uk, [head * 128, (step - CHUNKS) * 64], bar, tile, pred=wanted)
 
 
 @gluon.jit
 def _scales(
     c_scale, w_scale, t, tokens, head, step, CHUNKS: gl.constexpr, WIDE: gl.constexpr
 ):  # fmt: skip
-    """(of the tokens, of the three blocks of columns)"""
+    """(of the tokens, of each 64 columns)"""
     there = step < CHUNKS
-    by = gl.load(
-        c_scale + t.to(gl.int64) * CHUNKS + step, mask=(t < tokens) & there, other=0.0
-    )  # fmt: skip
+    by = gl.load(c_scale + t.to(gl.int64) * CHUNKS + step, mask=(t < tokens) & there, other=0.0)
     row = w_scale + step * WIDE
     x = gl.load(row + head * 3 // 2, mask=there, other=0.0)
     y = gl.load(row + (head * 3 + 1) // 2, mask=there, other=0.0)
@@ -85,44 +76,48 @@ def _sums(w_tile, c_tile, zero, SWAP: gl.constexpr):
 
 
 @gluon.jit
-def _step(w_tiles, c_tiles, full, i, a, b, turned, by, x, y, z, zero, SWAP: gl.constexpr):
-    """The three products of step i; when it returns they are done in every warp, and its tiles are
+def _step(
+    w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP: gl.constexpr
+):  # fmt: skip
+    """The products of step i; when it returns they are done in every warp, and its tiles are
     free."""
-    STAGES: gl.constexpr = c_tiles.shape[0]
-    stage = i % STAGES
-    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    one = _sums(w_tiles.index(stage * 3), c_tiles.index(stage), zero, SWAP)
-    two = _sums(w_tiles.index(stage * 3 + 1), c_tiles.index(stage), zero, SWAP)
-    three = _sums(w_tiles.index(stage * 3 + 2), c_tiles.index(stage), zero, SWAP)
+    stage = i % full.shape[0]
+    mbarrier.wait(full.index(stage), (i // full.shape[0]) & 1)
+    c_tile = c_tiles.index(stage)
+    one = _sums(w_wide.index(stage), c_tile, plain, SWAP)
+    two = _sums(w_slim.index(stage), c_tile, turned, SWAP)
+    half = gl.where(n < 64, x, y)
+    # the same numbers in the same threads
+    last = gl.convert_layout(by * z, gl.SliceLayout(0 if SWAP else 1, turned.type.layout))
     if SWAP:
         by = by[None, :]
+        half = half[:, None]
+        last = last[None, :]
     else:
         by = by[:, None]
-    one = warpgroup_mma_wait(num_outstanding=2, deps=(one,))
-    a += one * (by * x)
-    two = warpgroup_mma_wait(num_outstanding=1, deps=(two,))
-    b += two * (by * y)
-    three = warpgroup_mma_wait(num_outstanding=0, deps=(three,))
-    turned += three * (by * z)
+        half = half[None, :]
+        last = last[:, None]
+    one = warpgroup_mma_wait(num_outstanding=1, deps=(one,))
+    plain += one * by * half
+    two = warpgroup_mma_wait(num_outstanding=0, deps=(two,))
+    turned += two * last
     barrier()
-    return a, b, turned
+    return plain, turned
 
 
 @gluon.jit
-def _absorbed(left, right, w_tiles, full, step, w_uk, nothing, SWAP: gl.constexpr):
+def _absorbed(q, w_wide, full, step, w_uk, nothing, SWAP: gl.constexpr):
     """The rounded query times 64 columns of w_uk, on its way."""
-    STAGES: gl.constexpr = full.shape[0]
-    stage = step % STAGES
-    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-    upper = reinterpret(w_tiles.index(stage * 3), w_uk.dtype, [64, 64], w_uk.layout)
-    lower = reinterpret(w_tiles.index(stage * 3 + 1), w_uk.dtype, [64, 64], w_uk.layout)
-    out = times(left, upper, nothing, SWAP)
-    return times(right, lower, out, SWAP)
+    stage = step % full.shape[0]
+    mbarrier.wait(full.index(stage), (step // full.shape[0]) & 1)
+    return times(
+        q, reinterpret(w_wide.index(stage), w_uk.dtype, [128, 64], w_uk.layout), nothing, SWAP
+    )
 
 
 @gluon.jit(do_not_specialize=["tokens"])
 def _query(
-    c, c_scale, w, w_scale, w_uk, query, query_rope, sin, cos, tokens,
+    c, c_scale, wide, slim, w_scale, w_uk, query, query_rope, sin, cos, tokens,
     HEADS: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
     SWAP: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
@@ -131,9 +126,11 @@ def _query(
     TOKENS: gl.constexpr = c.block_shape[0]
     LAST: gl.constexpr = R // 64
     WIDE: gl.constexpr = (HEADS * 192 + 127) // 128
+    BYTES: gl.constexpr = (192 + TOKENS) * 128
     head = gl.program_id(0)
     token = gl.program_id(1) * TOKENS
-    w_tiles = gl.allocate_shared_memory(c.dtype, [STAGES * 3, 64, 128], w.layout)
+    w_wide = gl.allocate_shared_memory(c.dtype, [STAGES, 128, 128], wide.layout)
+    w_slim = gl.allocate_shared_memory(c.dtype, [STAGES, 64, 128], slim.layout)
     c_tiles = gl.allocate_shared_memory(c.dtype, [STAGES, TOKENS, 128], c.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(STAGES):
@@ -141,10 +138,7 @@ def _query(
     fence_async_shared()
     barrier()
     for each in gl.static_range(STAGES):
-        mbarrier.expect(full.index(each), (3 * 64 + TOKENS) * 128)
-        for part in gl.static_range(BLOCKS):
-            row = (head * 3 + part) * 64
-            tma_load(w, [row, each * 128], full.index(each), w_tiles.index(each * 3 + part))
+        _ask(wide, slim, w_wide, w_slim, full, each, head, BYTES)
     gdc_launch_dependents()
     gdc_wait()
     for each in gl.static_range(STAGES):
@@ -152,33 +146,40 @@ def _query(
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
+        instr_shape=[16, TOKENS if SWAP else 128, 32],
+    )  # fmt: skip
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
         instr_shape=[16, TOKENS if SWAP else 64, 32],
     )  # fmt: skip
-    zero = gl.zeros([64, TOKENS] if SWAP else [TOKENS, 64], gl.float32, summed)
+    plain = gl.zeros([128, TOKENS] if SWAP else [TOKENS, 128], gl.float32, summed)
+    turned = gl.zeros([64, TOKENS] if SWAP else [TOKENS, 64], gl.float32, narrow)
     t = token + gl.arange(0, TOKENS, gl.SliceLayout(0 if SWAP else 1, summed))
-    a = zero
-    b = zero
-    turned = zero
+    n = gl.arange(0, 128, gl.SliceLayout(1 if SWAP else 0, summed))
     by, x, y, z = _scales(c_scale, w_scale, t, tokens, head, 0, CHUNKS, WIDE)
     for i in range(CHUNKS - STAGES):
         ahead = _scales(c_scale, w_scale, t, tokens, head, i + 1, CHUNKS, WIDE)
-        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned, by, x, y, z, zero, SWAP)
+        plain, turned = _step(
+            w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP
+        )  # fmt: skip
         by, x, y, z = ahead
-        _ask(w, c, w_tiles, c_tiles, full, i + STAGES, head, token)
+        later = i + STAGES
+        _ask(wide, slim, w_wide, w_slim, full, later, head, BYTES)
+        tma_load(c, [token, later * 128], full.index(i % STAGES), c_tiles.index(i % STAGES))
     for i in range(CHUNKS - STAGES, CHUNKS):
         ahead = _scales(c_scale, w_scale, t, tokens, head, i + 1, CHUNKS, WIDE)
-        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned, by, x, y, z, zero, SWAP)
+        plain, turned = _step(
+            w_wide, w_slim, c_tiles, full, i, plain, turned, by, x, y, z, n, SWAP
+        )  # fmt: skip
         by, x, y, z = ahead
-        _ask_last(w_uk, w_tiles, full, i + STAGES, head, STAGES, CHUNKS, LAST)
+        _ask_last(w_uk, w_wide, full, i + STAGES, head, CHUNKS, LAST)
 
     # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
     halves: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    left = reinterpret(c_tiles.index(0), dtype, [TOKENS, 64], halves)
-    right = reinterpret(c_tiles.index(1), dtype, [TOKENS, 64], halves)
+    q = reinterpret(c_tiles, dtype, [STAGES // 2, TOKENS, 128], halves).index(0)
     place = reinterpret(c_tiles.index(2), dtype, [TOKENS, 64], halves)
     beside = reinterpret(c_tiles.index(3), dtype, [TOKENS, 64], halves)
-    put(a, left, SWAP)
-    put(b, right, SWAP)
+    put(plain, q, SWAP)
     put(turned, place, SWAP)
     fence_async_shared()
     barrier()
@@ -190,8 +191,8 @@ def _query(
     nothing = gl.zeros([64, TOKENS] if SWAP else [TOKENS, 64], gl.float32, absorbed)
     for last in range(LAST // 2):
         step = CHUNKS + last * 2
-        out = _absorbed(left, right, w_tiles, full, step, w_uk, nothing, SWAP)
-        more = _absorbed(left, right, w_tiles, full, step + 1, w_uk, nothing, SWAP)
+        out = _absorbed(q, w_wide, full, step, w_uk, nothing, SWAP)
+        more = _absorbed(q, w_wide, full, step + 1, w_uk, nothing, SWAP)
         out, more = warpgroup_mma_wait(num_outstanding=0, deps=(out, more))
         tma.store_wait(0)
         barrier()
@@ -202,8 +203,8 @@ def _query(
         column = head * R + last * 128
         tma_store(query, [token, column], place)
         tma_store(query, [token, column + 64], beside)
-        for i in gl.static_range(2):
-            _ask_last(w_uk, w_tiles, full, step + i + STAGES, head, STAGES, CHUNKS, LAST)
+        _ask_last(w_uk, w_wide, full, step + STAGES, head, CHUNKS, LAST)
+        _ask_last(w_uk, w_wide, full, step + STAGES + 1, head, CHUNKS, LAST)
     tma.store_wait(0)
 
 
@@ -233,8 +234,9 @@ def launch(
     stages = min(8, 225 * 1024 // ((3 * 64 + tile) * 128))
     launches.kernel(_query, count, -(-tokens // tile))(
         describe_box(c, [tokens, depth], [depth, 1], [tile, 128]), c_scale,
+        describe_box(weight, [count * 192, depth], [depth, 1], [128, 128]),
         describe_box(weight, [count * 192, depth], [depth, 1], [64, 128]), w_scale,
-        describe_matrix(w_uk, count * 128, rank, [64, 64]),
+        describe_matrix(w_uk, count * 128, rank, [128, 64]),
         describe_matrix(query, tokens, count * rank, [tile, 64]),
         query_rope, sin, cos, tokens,
         HEADS=count, R=rank, CHUNKS=depth // 128, STAGES=stages, SWAP=tile <= SWAPPED,
