@@ -79,15 +79,21 @@ def none(dtype: torch.dtype, x: Tensor) -> Rows:
 def _narrowed(
     x, smooth, values, scales, token, part, K: tl.constexpr, SIZE: tl.constexpr,
     TILES: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, SMOOTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of a token."""
     OF_TOKEN: tl.constexpr = (K + SIZE - 1) // SIZE
     tile = part * TILES + tl.arange(0, TILES)
     k = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     ok = k < K
+    if CHAINED:
+        gdc_wait()
     u = tl.load(x + token * K + k, mask=ok, other=0.0).to(tl.float32)
     if SMOOTH:
         u *= tl.load(smooth + k, mask=ok, other=0.0)
+    if CHAINED:
+        # not before: the next kernel's weights would be ahead of x in the memory's queues
+        gdc_launch_dependents()
     u, scale = quantise.of_floats(u, 1.0, KIND, UE8M0)
     tl.store(values + token * K + k, u, mask=ok)
     tl.store(scales + token * OF_TOKEN + tile, scale, mask=tile < OF_TOKEN)
@@ -103,17 +109,26 @@ def _activations(
     """One program: a token and a part of its x [T, X] or of its y [T, Y]."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     if part < X_PARTS:
         _narrowed(
-            x, x_smooth, x_values, x_scales, token, part, X, X_SIZE, X_TILES, KIND, UE8M0, X_SMOOTH
+            x,
+            x_smooth,
+            x_values,
+            x_scales,
+            token,
+            part,
+            X,
+            X_SIZE,
+            X_TILES,
+            KIND,
+            UE8M0,
+            X_SMOOTH,
+            CHAINED,
         )
     elif Y > 0:
         _narrowed(
             y, y_smooth, y_values, y_scales, token, part - X_PARTS, Y, Y_SIZE, Y_TILES, KIND, UE8M0,
-            Y_SMOOTH,
+            Y_SMOOTH, CHAINED,
         )  # fmt: skip
 
 
