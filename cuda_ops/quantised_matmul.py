@@ -91,9 +91,6 @@ def _narrowed(
     u = tl.load(x + token * K + k, mask=ok, other=0.0).to(tl.float32)
     if SMOOTH:
         u *= tl.load(smooth + k, mask=ok, other=0.0)
-    if CHAINED:
-        # not before: the next kernel's weights would be ahead of x in the memory's queues
-        gdc_launch_dependents()
     u, scale = quantise.of_floats(u, 1.0, KIND, UE8M0)
     tl.store(values + token * K + k, u, mask=ok)
     tl.store(scales + token * OF_TOKEN + tile, scale, mask=tile < OF_TOKEN)
@@ -109,22 +106,13 @@ def _activations(
     """One program: a token and a part of its x [T, X] or of its y [T, Y]."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    if CHAINED:
+        gdc_launch_dependents()
     if part < X_PARTS:
         _narrowed(
-            x,
-            x_smooth,
-            x_values,
-            x_scales,
-            token,
-            part,
-            X,
-            X_SIZE,
-            X_TILES,
-            KIND,
-            UE8M0,
-            X_SMOOTH,
+            x, x_smooth, x_values, x_scales, token, part, X, X_SIZE, X_TILES, KIND, UE8M0, X_SMOOTH,
             CHAINED,
-        )
+        )  # fmt: skip
     elif Y > 0:
         _narrowed(
             y, y_smooth, y_values, y_scales, token, part - X_PARTS, Y, Y_SIZE, Y_TILES, KIND, UE8M0,
@@ -135,7 +123,8 @@ def _activations(
 def activations(
     given: Sequence[tuple[Tensor, Tensor | None]], kind: str, scale_format: str
 ) -> list[Rows]:
-    """Up to two (floats [T, K], their smooth scales or None), quantised in one launch."""
+    """Up to two (floats [T, K], their smooth scales or None), quantised in one launch.  Where an op
+    starts here, its `first` kernel is the next one, whose weights come meanwhile."""
     if not given:
         return []
     tokens, device = given[0][0].shape[0], given[0][0].device
