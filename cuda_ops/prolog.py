@@ -8,7 +8,7 @@
 
     condition                                                    query_heads
     Hopper, 96 heads to one a processor, up to 256 tokens, NZ    hopper/query_heads.py
-    Hopper, over 32 tokens, the product in one run               product, hopper/query_stage.py
+    Hopper, over 32 tokens, the product in one run    product, hopper/query_stage.py, _rotation
     else                                                         product, _query_stage
     condition                                                    index_heads
     Hopper, NZ, a program for half of the processors             hopper/nz_matmul.py, which rotates

@@ -9,6 +9,11 @@
     index_side       sums, c -> index keys of either kind, head weights; rotated index heads,
                      quantised with their scales in the weights
 
+    condition                                                   query_heads
+    Hopper, 96 heads to one a processor, up to 256 tokens,      hopper/quantised_heads.py
+    e4m3 as a checkpoint has it
+    else                                                        product, prolog.query_stage
+
 Sums are float32 [RUNS, T, N], views of what a product gave.  Rounding is where prolog.py rounds,
 and quantisation is behind it: caches have the bytes of their writers.
 """
