@@ -113,7 +113,6 @@ _OLDEST = {
     "fused_attention.attend": _TAIL + ": packed sequences, and rows that fill no tile",
     "chunk_gated_delta_rule.walk": _CARRIED,
     "chunk_gated_delta_rule.outputs": _TAIL,
-    "chunk_gated_delta_rule.weights": "k by way of UB, without its mask and its scale neither",
     "chunk_kda.walk": _CARRIED,
     "chunk_kda_grad.walk_states": _CARRIED,
     "chunk_kda_grad.walk_grads": _CARRIED,
