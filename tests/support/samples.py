@@ -26,7 +26,7 @@ class Maker:
         self.random = torch.Generator().manual_seed(1)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        drawn = torch.randn(*shape, generator=self.random, dtype=torch.float64) / 4
+        drawn = torch.randn(*shape, generator=self.random, dtype=torch.float64, device="cpu") / 4
         return drawn.to(dtype or self.dtype).to(self.device)
 
     def nz(self, rows: int, columns: int) -> Tensor:
@@ -37,9 +37,9 @@ class Maker:
 
     def shuffled(self, *shape: int, high: int) -> Tensor:
         """Distinct positions below `high` along the last dimension."""
-        out = torch.empty(shape, dtype=torch.int32)
+        out = torch.empty(shape, dtype=torch.int32, device="cpu")
         for row in out.view(-1, shape[-1]) if out.numel() else ():
-            row.copy_(torch.randperm(high, generator=self.random)[: shape[-1]])
+            row.copy_(torch.randperm(high, generator=self.random, device="cpu")[: shape[-1]])
         return out.to(self.device)
 
 
