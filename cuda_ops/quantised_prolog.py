@@ -481,6 +481,16 @@ def index_side(
     return query, weights.view(*shape, heads)
 
 
+def is_one_launch(c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin: Tensor) -> bool:
+    """Whether query_heads is."""
+    if weight.scale is None:
+        return prolog.is_one_launch(c.values, weight.values, weight_format, w_uk, sin)
+    values, kind = quantise.to_read(c.values)
+    as_it_is = weight.form(weight_format) == quantised_matmul.TRANSPOSED.value
+    direct = kind == quantise.NATIVE_FP8.value and as_it_is
+    return direct and hopper_heads.supports(values, weight.values, w_uk, sin.shape[-1])
+
+
 def query_heads(
     c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin: Tensor, cos: Tensor,
     shape: tuple[int, int], interleaved: bool, *, forked: bool = False,
@@ -494,16 +504,14 @@ def query_heads(
     heads, _plain, rank = w_uk.shape
     query = memory.empty((*shape, heads, rank), w_uk.dtype, w_uk.device)
     query_rope = memory.empty((*shape, heads, sin.shape[-1]), w_uk.dtype, w_uk.device)
-    form = weight.form(weight_format)
-    values, kind = quantise.to_read(c.values)
-    in_place = kind == quantise.NATIVE_FP8.value and form == quantised_matmul.TRANSPOSED.value
-    if in_place and hopper_heads.supports(values, weight.values, w_uk, sin.shape[-1]):
+    if is_one_launch(c, weight, weight_format, w_uk, sin):
         assert c.scale is not None  # as the weight has one
         hopper_heads.launch(
-            values, c.scale, quantise.to_read(weight.values)[0], weight.scale, w_uk, sin, cos,
-            query, query_rope, interleaved, forked=forked,
+            quantise.to_read(c.values)[0], c.scale, quantise.to_read(weight.values)[0],
+            weight.scale, w_uk, sin, cos, query, query_rope, interleaved, forked=forked,
         )  # fmt: skip
         return query, query_rope
+    form = weight.form(weight_format)
     q = quantised_matmul.product(c, [weight], form, w_uk.dtype, forked=forked)
     prolog.query_stage(q, sin, cos, w_uk, query, query_rope, interleaved)
     return query, query_rope

@@ -172,12 +172,11 @@ def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
         scored = quant_lightning_indexer.scores(None, **scoring)
     else:
         scored = lightning_indexer.scores(**scoring)
-    absorbed = partial(
-        quantised_prolog.query_heads, c,
-        Weight(a.w_uq_qr, heads * (plain + rotary), a.dequant_scale_w_uq_qr), a.weight_format,
-        a.w_uk, a.sin, a.cos, shape, a.rope_interleaved,
-    )  # fmt: skip
-    (query, query_rope), indices = _side_by_side(a, absorbed, scored, False)
+    w_uq_qr = Weight(a.w_uq_qr, heads * (plain + rotary), a.dequant_scale_w_uq_qr)
+    of_heads = (c, w_uq_qr, a.weight_format, a.w_uk, a.sin)
+    absorbed = partial(quantised_prolog.query_heads, *of_heads, a.cos, shape, a.rope_interleaved)
+    first = requests * steps <= 128 and quantised_prolog.is_one_launch(*of_heads)
+    (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
     if not a.in_rows:
         chosen = a.of_attention(query, query_rope, indices)
         return sparse_flash_attention.forward(**chosen)[0], indices
