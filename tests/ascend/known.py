@@ -75,7 +75,7 @@ _SCALAR = {
     "sparse_flash_attention.collect": "two indices a copy of two rows",
     "index_cache_write.write": "one slot a token, whose row is one copy",
     "latent_cache_write.write": "one slot a token, and each part of its row is one copy",
-    "indexer_loss.gather": "one index a row, and the row is one copy",
+    "indexer_loss.gather": "two indices a copy of two rows",
     "gated_rms_norm.normalise": _SUMS,
     "gated_rms_norm_grad.through": _SUMS,
     "causal_conv1d.finish": "a sequence's prefix sums, beside whole rows",
