@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Gluon kernels of sparse attention for a few rows, of the indexer and of the prologs, on CPU
-tensors: Triton's interpreter does not know Gluon.  test_cuda_sparse.py and test_cuda_prolog.py run
-the same kernels on a GPU."""
+"""Gluon kernels of attention, of sparse attention for a few rows, of the indexer and of the
+prologs, on CPU tensors: Triton's interpreter does not know Gluon.  test_cuda_fused_attention.py,
+test_cuda_sparse.py and test_cuda_prolog.py run the same kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
 from custom.cuda_ops import (
+    fused_attention,
     hopper,
     lightning_indexer,  # noqa: F401  (brings hopper's)
     nz_matmul,
     prolog,
     sparse_flash_attention,
 )
-from custom.cuda_ops.common import rows, selection
+from custom.cuda_ops.common import attention_tiles, lengths, rows, selection
 from custom.cuda_ops.common.topk import EVERY
 from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
+from custom.dispatch.reference import fused_attention as reference
 
 import custom
 from custom import to_nz
@@ -278,6 +280,75 @@ def test_query_heads(tokens, prologs, monkeypatch):
     q = (c.float() @ w.float()).bfloat16().float().view(tokens, heads, 192)
     near(query.squeeze(1), torch.einsum("tnd,ndr->tnr", q[..., :128], w_uk.float()))
     near(query_rope.squeeze(1), turned(q[..., 128:], sin, cos, interleaved))
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """Attention on three processors; which of its tiles came again."""
+    module, came = hopper.fused_attention, []
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 3)
+    stand_in(monkeypatch, attention_tiles, lengths, hopper.tma, module)
+    post = module._post
+
+    def posted(*values):
+        *_, flags, number = values
+        if flags:
+            came.append(int(number))
+        post(*values)
+
+    # what they say in PTX
+    instead = dict(
+        _post=posted, _turn=lambda *_: None, _meet=lambda: None,
+        _pairs=lambda even, odd, dtype: torch.stack((even, odd), -1).flatten(-2).to(dtype),
+        _operand=lambda pairs, *_: pairs,
+    )  # fmt: skip
+    for name, function in instead.items():
+        monkeypatch.setattr(module, name, function)
+    return came
+
+
+ENDS = [0, 200, 201, 500, 740]
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    {
+        "grouped": ((333, 333, 4, 2, 64, 64), {}),
+        "three consumers": ((1050, 1050, 1, 1, 64, 64), {}),
+        "more keys": ((200, 263, 2, 2, 128, 128), {}),
+        "fewer keys": ((300, 233, 2, 2, 192, 128), {}),
+        "all keys": ((215, 384, 2, 1, 192, 192), dict(causal=False)),
+        "window": ((700, 700, 1, 1, 64, 64), dict(window=300)),
+        "window, all keys": ((500, 500, 1, 1, 256, 256), dict(causal=False, window=200)),
+        "packed": ((740, 740, 2, 1, 64, 64), dict(ends=ENDS)),
+    }.values(),
+    ids=str,
+)
+@pytest.mark.parametrize("grown", [False, True])
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_attention(sizes, options, grown, dtype, again):
+    n_q, n_k, heads, key_heads, size, v_size = sizes
+    options = dict(causal=True, window=None) | options
+    ends = options.pop("ends", None)
+
+    def drawn(count, n, size):
+        shape = (1, count, n, size) if ends is None else (n, count, size)
+        return torch.randn(shape).to(dtype)
+
+    q, k = drawn(heads, n_q, size), drawn(key_heads, n_k, size)
+    v = drawn(key_heads, n_k, v_size)
+    if grown:  # scores of 300 after scores about 0
+        q += 2
+        (k[..., :70, :] if ends is None else k[210:300]).add_(100 * size**-0.5)
+    sums = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    named = dict(sm_scale=None, cu_seqlens_q=sums, cu_seqlens_k=sums, **options)
+    got = fused_attention.forward(q, k, v, **named)
+    wanted = reference.forward(q.double(), k.double(), v.double(), deterministic=False, **named)
+    for name, one, other in zip(("o", "lse"), got, wanted, strict=True):
+        assert_near(name, one, other, ERROR[dtype] if name == "o" else 1e-5)
+    assert bool(again) == (grown and dtype is torch.bfloat16), again
+    assert len(set(again)) == len(again)
 
 
 @pytest.mark.parametrize("kind", KINDS)

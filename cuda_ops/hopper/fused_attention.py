@@ -7,6 +7,11 @@ Packed: (2^31, 2^31, H, 2^30, D), whose strides wrap around 2^64 such that the h
 check ends at the sequence: row n of a sequence of length L that begins at f has the coordinates
 (2^30, f + L, head, 2^30 - L + n, 0), and n >= L is out of bounds.  A tile then never shows a row of
 the next sequence, and never writes one.
+
+Numbers as wide as bfloat16 need no largest score to begin with: 2^(score - m) is right for any m of
+about the size.  So where a consumer has seen a key of every row, m stays what it is, and over the
+whole blocks that follow nothing is compared and nothing rescaled.  If a row's sum ends above 2^64,
+or is no number, its tile comes once more, and every block of it by itself.
 """
 
 from __future__ import annotations
@@ -32,6 +37,10 @@ from .tma import at, describable, describe
 
 _keys_of = gluon.jit(keys_of.fn)
 
+# sums of powers of two against a fixed largest score, up to which they and their products with
+# values are far from what float32 holds
+MOST: gl.constexpr = gl.constexpr(2.0**64)
+
 
 class Shared(NamedTuple):
     """Tiles in shared memory, what the producer posts of them, and barriers."""
@@ -48,22 +57,26 @@ class Shared(NamedTuple):
     v_full: Any
     v_empty: Any
     post_full: Any
+    verdict: Any
 
 
 class Constants(NamedTuple):
-    """NC consumers of 64 queries, QUEUE tiles of queries, STAGES blocks of BN keys."""
+    """NC consumers of 64 queries, QUEUE tiles of queries, KS and VS blocks of BN keys and values;
+    queries and keys lie in pieces of W columns."""
 
     D: int
     V: int
+    W: int
     BN: int
     NC: int
     QUEUE: int
-    STAGES: int
+    KS: int
+    VS: int
     GROUP: int
     CAUSAL: bool
     WINDOW: bool
     VARLEN: bool
-    TURNS: bool
+    FIXED: bool
     REGISTERS: int
 
 
@@ -107,6 +120,8 @@ def _blocks_of(begin, rows, other_rows, window, BM: gl.constexpr, C: gl.constexp
     last = gl.minimum(begin + BM, rows) - 1 + shift
     low, high, full_low, full_high = _keys_of(first, last, other_rows, window, C.CAUSAL, C.WINDOW)
     low = gl.maximum(low, 0) // C.BN
+    if C.FIXED:
+        full_high -= 1  # down to the block of its last key every row has seen a key
     top = gl.maximum((high + C.BN - 1) // C.BN, low + 1)  # at least one, wholly masked if need be
     full_high = gl.minimum(gl.maximum(full_high, 0) // C.BN, top - 1)
     full_low = gl.maximum((full_low + C.BN - 1) // C.BN, low)
@@ -164,6 +179,15 @@ def _softmax(s, row_max, row_sum, row, begin, shift, columns, window, scale_log2
 
 
 @gluon.jit
+def _fixed_softmax(s, row_max, row_sum, scale_log2):
+    """The same where row_max stays as it is."""
+    p = gl.exp2(s * scale_log2 - (row_max * scale_log2)[:, None])
+    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    sums = gl.sum(gl.reshape(even + odd, [p.shape[0], p.shape[1] // 8, 4]), 1)
+    return even, odd, row_sum + gl.convert_layout(sums, row_sum.type.layout)
+
+
+@gluon.jit
 def _pairs(even, odd, HALF: gl.constexpr):
     """Neighbours rounded into one register.  A loop that carries halves by themselves takes them
     apart and packs them again at every turn (causal, heads of 64, B 4, H 16, 4096 tokens, H200,
@@ -184,30 +208,44 @@ def _operand(pairs, HALF: gl.constexpr, MO: gl.constexpr):
 
 
 @gluon.jit
-def _step(s_zero, acc, p, row_max, row_sum, row, q_at, shared, count, block, shift, columns, window,
-          scale_log2, WG: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+def _scores(s_zero, shared, place, stage, C: gl.constexpr):
+    """Begins the product of a consumer's queries with a block of keys."""
+    PIECES: gl.constexpr = C.D // C.W
+    s = s_zero
+    for i in gl.static_range(PIECES):
+        q_at = shared.q.index(place * PIECES + i)
+        k_at = shared.k.index(stage * PIECES + i).permute((1, 0))
+        s = warpgroup_mma(q_at, k_at, s, use_acc=i > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _step(s_zero, acc, p, row_max, row_sum, row, place, shared, count, block, shift,
+          columns, window, scale_log2, WG: gl.constexpr, MASKED: gl.constexpr,
+          C: gl.constexpr):  # fmt: skip
     """Scores of block `block` while p of the block before is multiplied with its values."""
     MO: gl.constexpr = acc.type.layout
     p_at = _operand(p, shared.v.dtype, MO)
-    k_stage = count % C.STAGES
-    mbarrier.wait(shared.k_full.index(k_stage), (count // C.STAGES) & 1)
-    if C.TURNS:
-        _turn(8 + WG, False)
-    s_flight = warpgroup_mma(q_at, shared.k.index(k_stage).permute((1, 0)), s_zero, use_acc=False,
-                             is_async=True)  # fmt: skip
-    v_stage = (count - 1) % C.STAGES
-    mbarrier.wait(shared.v_full.index(v_stage), ((count - 1) // C.STAGES) & 1)
+    k_stage = count % C.KS
+    mbarrier.wait(shared.k_full.index(k_stage), (count // C.KS) & 1)
+    _turn(8 + WG, False)
+    s_flight = _scores(s_zero, shared, place, k_stage, C)
+    v_stage = (count - 1) % C.VS
+    mbarrier.wait(shared.v_full.index(v_stage), ((count - 1) // C.VS) & 1)
     o_flight = warpgroup_mma(p_at, shared.v.index(v_stage), acc, is_async=True)
-    if C.TURNS:
-        _turn(8 + (WG + 1) % C.NC, True)
+    _turn(8 + (WG + 1) % C.NC, True)
     s = warpgroup_mma_wait(1, deps=[s_flight])
     mbarrier.arrive(shared.k_empty.index(k_stage))
-    even, odd, row_max, row_sum, alpha = _softmax(
-        s, row_max, row_sum, row, block * C.BN, shift, columns, window, scale_log2, MASKED, C
-    )  # fmt: skip
+    if C.FIXED and not MASKED:
+        even, odd, row_sum = _fixed_softmax(s, row_max, row_sum, scale_log2)
+    else:
+        even, odd, row_max, row_sum, alpha = _softmax(
+            s, row_max, row_sum, row, block * C.BN, shift, columns, window, scale_log2, MASKED, C
+        )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[o_flight])
     mbarrier.arrive(shared.v_empty.index(v_stage))
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, MO))[:, None]
+    if not C.FIXED or MASKED:
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, MO))[:, None]
     p = _pairs(even, odd, shared.v.dtype)
     return acc, p, row_max, row_sum
 
@@ -221,21 +259,27 @@ def _meet():
 
 
 @gluon.jit
-def _post(posted, full, slot, batch, head, first, rows, columns, tile):
+def _post(posted, full, slot, batch, head, first, rows, columns, tile, again, number):
     """Tells the consumers of a tile, in the place that its queries have in the queue: nobody reads
     there any more, since they have given back the queries.  No rows: there are no more tiles."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    values = (batch, head, first, rows, columns, tile)
+    values = (batch, head, first, rows, columns, tile, again, number)
     _meet()
-    for i in gl.static_range(6):
+    for i in gl.static_range(8):
         posted.index(slot * 8 + i).store(gl.full([1], values[i], gl.int32, layout=one))
     _meet()
     mbarrier.arrive(full.index(slot))
 
 
 @gluon.jit
+def _word(words, place):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(words.index(place).load(ONE), 0)
+
+
+@gluon.jit
 def _posted(posted, slot, WHICH: gl.constexpr):
-    return gl.max(posted.index(slot * 8 + WHICH).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return _word(posted, slot * 8 + WHICH)
 
 
 @gluon.jit
@@ -251,7 +295,9 @@ def _forward_consumer(
     shared, o_desc, lse, scale_log2, window, lse_batch, lse_head, lse_row, WG: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
-    q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full = shared
+    (
+        _q, _k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, verdict
+    ) = shared  # fmt: skip
     BM: gl.constexpr = 64 * C.NC
     OWN_O: gl.constexpr = C.D + C.V < 512  # else o takes the place of q
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
@@ -262,7 +308,7 @@ def _forward_consumer(
     s_zero = gl.full([64, C.BN], 0.0, gl.float32, layout=MS)
     count = 0
     turn = 0
-    if C.TURNS and WG == C.NC - 1:
+    if WG == C.NC - 1:
         _turn(8, True)
     rows = _next_rows(posted, post_full, 0, C.QUEUE)
     while rows > 0:
@@ -272,6 +318,7 @@ def _forward_consumer(
         first_q = _posted(posted, slot, 2)
         columns = _posted(posted, slot, 4)
         tile = _posted(posted, slot, 5)
+        again = _posted(posted, slot, 6)
         low, last, _low, _high = _blocks_of(tile * BM, rows, columns, window, BM, C)
         # of these blocks, from the last to the first, what the rows of this consumer see
         _begin, top, full_low, full_high = _blocks_of(
@@ -280,24 +327,26 @@ def _forward_consumer(
         top = gl.minimum(gl.maximum(top, low + 1), last)
         full_high = gl.minimum(gl.maximum(full_high, low), top - 1)
         full_low = gl.minimum(gl.maximum(full_low, low), full_high)
+        if C.FIXED:
+            full_high = gl.where(again != 0, low, full_high)
+            full_low = gl.where(again != 0, low, full_low)
         for _block in range(0, last - top):  # seen by later rows alone
-            stage = count % C.STAGES
-            mbarrier.wait(k_full.index(stage), (count // C.STAGES) & 1)
-            if C.TURNS:
-                _turn(8 + WG, False)
-                _turn(8 + (WG + 1) % C.NC, True)
-            mbarrier.arrive(k_empty.index(stage))
-            mbarrier.wait(v_full.index(stage), (count // C.STAGES) & 1)
-            mbarrier.arrive(v_empty.index(stage))
+            k_stage = count % C.KS
+            mbarrier.wait(k_full.index(k_stage), (count // C.KS) & 1)
+            _turn(8 + WG, False)
+            _turn(8 + (WG + 1) % C.NC, True)
+            mbarrier.arrive(k_empty.index(k_stage))
+            v_stage = count % C.VS
+            mbarrier.wait(v_full.index(v_stage), (count // C.VS) & 1)
+            mbarrier.arrive(v_empty.index(v_stage))
             count += 1
         row = tile * BM + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
         shift = columns - rows
-        q_at = q.index(slot * C.NC + WG)
-        mbarrier.wait(q_full.index(slot * C.NC + WG), (turn // C.QUEUE) & 1)
-        k_stage = count % C.STAGES
-        mbarrier.wait(k_full.index(k_stage), (count // C.STAGES) & 1)
-        s_flight = warpgroup_mma(q_at, k.index(k_stage).permute((1, 0)), s_zero,
-                                 use_acc=False, is_async=True)  # fmt: skip
+        place = slot * C.NC + WG
+        mbarrier.wait(q_full.index(place), (turn // C.QUEUE) & 1)
+        k_stage = count % C.KS
+        mbarrier.wait(k_full.index(k_stage), (count // C.KS) & 1)
+        s_flight = _scores(s_zero, shared, place, k_stage, C)
         s = warpgroup_mma_wait(0, deps=[s_flight])
         mbarrier.arrive(k_empty.index(k_stage))
         row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
@@ -310,28 +359,38 @@ def _forward_consumer(
         count += 1
         for back in range(0, top - 1 - full_high):
             acc, p, row_max, row_sum = _step(
-                s_zero, acc, p, row_max, row_sum, row, q_at, shared, count, top - 2 - back,
-                shift, columns, window, scale_log2, WG, True, C,
+                s_zero, acc, p, row_max, row_sum, row, place, shared, count,
+                top - 2 - back, shift, columns, window, scale_log2, WG, True, C,
             )  # fmt: skip
             count += 1
         for back in range(0, full_high - full_low):
             acc, p, row_max, row_sum = _step(
-                s_zero, acc, p, row_max, row_sum, row, q_at, shared, count, full_high - 1 - back,
-                shift, columns, window, scale_log2, WG, False, C,
+                s_zero, acc, p, row_max, row_sum, row, place, shared, count,
+                full_high - 1 - back, shift, columns, window, scale_log2, WG, False, C,
             )  # fmt: skip
             count += 1
+        most_sum = row_sum
         if C.WINDOW:
             for back in range(0, full_low - low):
                 acc, p, row_max, row_sum = _step(
-                    s_zero, acc, p, row_max, row_sum, row, q_at, shared, count, full_low - 1 - back,
-                    shift, columns, window, scale_log2, WG, True, C,
+                    s_zero, acc, p, row_max, row_sum, row, place, shared, count,
+                    full_low - 1 - back, shift, columns, window, scale_log2, WG, True, C,
                 )  # fmt: skip
                 count += 1
-        if OWN_O:
-            mbarrier.arrive(q_empty.index(slot * C.NC + WG))
-        v_stage = (count - 1) % C.STAGES
-        mbarrier.wait(v_full.index(v_stage), ((count - 1) // C.STAGES) & 1)
+        v_stage = (count - 1) % C.VS
+        mbarrier.wait(v_full.index(v_stage), ((count - 1) // C.VS) & 1)
         o_flight = warpgroup_mma(_operand(p, v.dtype, MO), v.index(v_stage), acc, is_async=True)
+        stored = True
+        if C.FIXED:
+            failed = gl.max(gl.where(gl.sum(most_sum, 1) <= MOST, 0, 1), 0)
+            failed = gl.where(again != 0, 0, failed)
+            ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            verdict.index(place).store(gl.full([1], failed, gl.int32, layout=ONE))
+            barrier()
+            # of a tile that comes again, what failed before
+            stored = gl.where(again != 0, (again >> WG) & 1, 1 - failed) == 1
+        if OWN_O:
+            mbarrier.arrive(q_empty.index(place))
         acc = warpgroup_mma_wait(0, deps=[o_flight])
         mbarrier.arrive(v_empty.index(v_stage))
 
@@ -339,19 +398,20 @@ def _forward_consumer(
         seen = row_sum > 0
         inverse = 1.0 / gl.where(seen, row_sum, 1.0)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, MO))[:, None]
-        place = o.index(WG)
         if OWN_O:
             # it was read by the store of the tile before
             tma.store_wait(0)
             barrier()
-        place.store(acc.to(v.dtype))
+        o_at = o.index(WG)
+        o_at.store(acc.to(v.dtype))
         fence_async_shared()
         barrier()
-        tma_store(
-            o_desc,
-            at(batch, head, first_q, rows, tile * BM + WG * 64, C.VARLEN),
-            reinterpret(place, v.dtype, o_desc.block_shape, o_desc.layout),
-        )
+        if stored:
+            tma_store(
+                o_desc,
+                at(batch, head, first_q, rows, tile * BM + WG * 64, C.VARLEN),
+                reinterpret(o_at, v.dtype, o_desc.block_shape, o_desc.layout),
+            )
         natural = gl.where(
             seen,
             (row_max * scale_log2 + gl.log2(gl.where(seen, row_sum, 1.0))) * 0.6931471805599453,
@@ -359,10 +419,10 @@ def _forward_consumer(
         )
         lse_at = lse + batch.to(gl.int64) * lse_batch + head.to(gl.int64) * lse_head
         lse_at += (first_q + row).to(gl.int64) * lse_row
-        gl.store(lse_at, natural, row < rows)
+        gl.store(lse_at, natural, (row < rows) & stored)
         if not OWN_O:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(slot * C.NC + WG))
+            mbarrier.arrive(q_empty.index(place))
         turn += 1
         rows = _next_rows(posted, post_full, turn, C.QUEUE)
     tma.store_wait(0)
@@ -373,71 +433,92 @@ def _forward_producer(
     shared, counter, q_desc, k_desc, v_desc, plan, window, tiles, outers, heads, section, n_q,
     n_k, total, C: gl.constexpr,
 ):  # fmt: skip
-    q, k, v, _o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full = shared
+    (
+        q, k, v, _o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, verdict
+    ) = shared  # fmt: skip
     NC: gl.constexpr = C.NC
     BM: gl.constexpr = 64 * NC
+    PIECES: gl.constexpr = C.D // C.W
     programs = gl.num_programs(0)
     if C.VARLEN:
         tiles = gl.load(counter + 1)
         total = tiles * outers
     count = 0
     turn = 0
+    judged = 0
     step = 0
     number = gl.program_id(0)
-    while number < total:
-        # the number after this one travels ahead of everything else of this one
-        step += 1
-        if C.VARLEN:
-            following = programs + gl.atomic_add(counter, 1)
-        else:
-            following = _round_of(step, programs)
+    while (number < total) | (judged < turn):
+        now = number
+        again = 0  # a bit for each consumer whose sums failed
+        if (turn - judged == C.QUEUE) | (number >= total):
+            # the oldest tile gives its place to the next, or comes again
+            slot = judged % C.QUEUE
+            for wg in gl.static_range(NC):
+                mbarrier.wait(q_empty.index(slot * NC + wg), (judged // C.QUEUE) & 1)
+            if C.FIXED:
+                _meet()
+                for wg in gl.static_range(NC):
+                    again += _word(verdict, slot * NC + wg) << wg
+                now = gl.where(again != 0, _posted(posted, slot, 7), now)
+            judged += 1
+        following = number
+        if (again == 0) & (number < total):
+            # the number after this one travels ahead of everything else of this one
+            step += 1
+            if C.VARLEN:
+                following = programs + gl.atomic_add(counter, 1)
+            else:
+                following = _round_of(step, programs)
         batch, head, first_q, rows, first_k, columns, tile = _tile_of(
-            number, plan, tiles, outers, heads, section, n_q, n_k, C.VARLEN
+            gl.minimum(now, total - 1), plan, tiles, outers, heads, section, n_q, n_k, C.VARLEN
         )
-        if tile * BM < rows:
+        if (tile * BM < rows) & (now < total):
             low, top, _, _ = _blocks_of(tile * BM, rows, columns, window, BM, C)
             kv_head = head // C.GROUP
             slot = turn % C.QUEUE
-            for wg in gl.static_range(NC):
-                mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // C.QUEUE) & 1) ^ 1)
-            _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile)
+            _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile, again, now)
             for wg in gl.static_range(NC):
                 place = slot * NC + wg
                 mbarrier.expect(q_full.index(place), 64 * C.D * 2)
-                tma_load(
-                    q_desc, at(batch, head, first_q, rows, tile * BM + wg * 64, C.VARLEN),
-                    q_full.index(place),
-                    reinterpret(q.index(place), q.dtype, q_desc.block_shape, q_desc.layout),
-                )  # fmt: skip
+                for i in gl.static_range(PIECES):
+                    tma_load(
+                        q_desc,
+                        at(batch, head, first_q, rows, tile * BM + wg * 64, C.VARLEN, i * C.W),
+                        q_full.index(place),
+                        reinterpret(q.index(place * PIECES + i), q.dtype, q_desc.block_shape,
+                                    q_desc.layout),
+                    )  # fmt: skip
             turn += 1
             for back in range(0, top - low + 1):
                 # the keys of a block travel ahead of the values of the block before
                 if back < top - low:
-                    stage = count % C.STAGES
-                    mbarrier.wait(k_empty.index(stage), ((count // C.STAGES) & 1) ^ 1)
+                    stage = count % C.KS
+                    mbarrier.wait(k_empty.index(stage), ((count // C.KS) & 1) ^ 1)
                     mbarrier.expect(k_full.index(stage), C.BN * C.D * 2)
-                    tma_load(
-                        k_desc,
-                        at(batch, kv_head, first_k, columns, (top - 1 - back) * C.BN, C.VARLEN),
-                        k_full.index(stage),
-                        reinterpret(k.index(stage), k.dtype, k_desc.block_shape, k_desc.layout),
-                    )
+                    for i in gl.static_range(PIECES):
+                        tma_load(
+                            k_desc,
+                            at(batch, kv_head, first_k, columns, (top - 1 - back) * C.BN, C.VARLEN,
+                               i * C.W),
+                            k_full.index(stage),
+                            reinterpret(k.index(stage * PIECES + i), k.dtype, k_desc.block_shape,
+                                        k_desc.layout),
+                        )  # fmt: skip
                 if back > 0:
-                    stage = (count - 1) % C.STAGES
-                    mbarrier.wait(v_empty.index(stage), (((count - 1) // C.STAGES) & 1) ^ 1)
+                    stage = (count - 1) % C.VS
+                    mbarrier.wait(v_empty.index(stage), (((count - 1) // C.VS) & 1) ^ 1)
                     mbarrier.expect(v_full.index(stage), C.BN * C.V * 2)
                     tma_load(
-                        v_desc, at(batch, kv_head, first_k, columns, (top - back) * C.BN, C.VARLEN),
+                        v_desc,
+                        at(batch, kv_head, first_k, columns, (top - back) * C.BN, C.VARLEN),
                         v_full.index(stage),
                         reinterpret(v.index(stage), v.dtype, v_desc.block_shape, v_desc.layout),
                     )  # fmt: skip
                 count += 1
             count -= 1
         number = following
-    slot = turn % C.QUEUE
-    for wg in gl.static_range(NC):
-        mbarrier.wait(q_empty.index(slot * NC + wg), ((turn // C.QUEUE) & 1) ^ 1)
-    _post(posted, post_full, slot, 0, 0, 0, 0, 0, 0)
+    _post(posted, post_full, turn % C.QUEUE, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit(
@@ -453,41 +534,45 @@ def _forward_hopper(
     """NC consumer warpgroups of 64 rows each and a producer; programs walk over many tiles."""
     NC: gl.constexpr = C.NC
     QUEUE: gl.constexpr = C.QUEUE
-    STAGES: gl.constexpr = C.STAGES
+    KS: gl.constexpr = C.KS
+    VS: gl.constexpr = C.VS
     dtype: gl.constexpr = q_desc.dtype
-    D_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.D], dtype)
+    W_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.W], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.V], dtype)
-    q = gl.allocate_shared_memory(dtype, [QUEUE * NC, 64, C.D], D_SHARED)
-    k = gl.allocate_shared_memory(dtype, [STAGES, C.BN, C.D], D_SHARED)
-    v = gl.allocate_shared_memory(dtype, [STAGES, C.BN, C.V], V_SHARED)
+    PIECES: gl.constexpr = C.D // C.W
+    q = gl.allocate_shared_memory(dtype, [QUEUE * NC * PIECES, 64, C.W], W_SHARED)
+    k = gl.allocate_shared_memory(dtype, [KS * PIECES, C.BN, C.W], W_SHARED)
+    v = gl.allocate_shared_memory(dtype, [VS, C.BN, C.V], V_SHARED)
     if C.D + C.V < 512:
         o = gl.allocate_shared_memory(dtype, [NC, 64, C.V], V_SHARED)
     else:
-        o = q
+        o = reinterpret(q, dtype, [QUEUE * NC, 64, C.V], V_SHARED)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [QUEUE * NC, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [QUEUE * NC, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], BAR)
+    k_empty = gl.allocate_shared_memory(gl.int64, [KS, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], BAR)
+    v_empty = gl.allocate_shared_memory(gl.int64, [VS, 1], BAR)
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     posted = gl.allocate_shared_memory(gl.int32, [QUEUE * 8, 1], WORDS)
     post_full = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BAR)
+    verdict = gl.allocate_shared_memory(gl.int32, [QUEUE * NC, 1], WORDS)
     for i in gl.static_range(QUEUE):
         mbarrier.init(post_full.index(i), count=1)
     for i in gl.static_range(QUEUE * NC):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(KS):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=NC)
+    for i in gl.static_range(VS):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=NC)
     fence_async_shared()
     barrier()
     shared = Shared(
-        q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full
+        q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, verdict
     )
     if NC == 2:
         gl.warp_specialize(
@@ -539,17 +624,21 @@ def _forward_hopper(
 _SHARE = 16 * 2**20
 
 
-def _config(width: int, rows: int) -> tuple[int, int, int, bool, int]:
-    """Consumers of 64 queries, keys of a block, stages, turns, tiles whose queries are there.
+def _config(size: int, v_size: int, rows: int) -> dict[str, Any]:
+    """Causal, 64 heads of 4096 tokens, H200, 2026-11: heads of 64 268 us (without turns 310, two
+    consumers 279), of 128 405 us (445; queries held in registers 427), of 192 and 128 510 us
+    (blocks of 128 keys 532), of 256 1121 us.
 
-    Causal, 64 heads of 4096 tokens, H200, 2026-11: heads of 128 414 us (without turns 418), of 64
-    294 us (without turns 324, two consumers with four stages 318).  Tiles of 192 rows are too
-    coarse for short sequences: 512 heads of 64 and 512 tokens 82 us, with two consumers 67; 256
-    heads of 1024 tokens 116 and 102.  The queries of the next tile travel while this one is under
-    way: 512 heads of 128 and 512 tokens 92 to 94 us, else 100."""
-    if width == 64:
-        return (2 if rows <= 1024 else 3), 128, 3, True, 2
-    return (2, 128, 2, True, 2) if width == 128 else (2, 64, 2, True, 1)
+    Tiles of 192 rows are too coarse for short sequences: 512 heads of 64 and 512 tokens 82 us, with
+    two consumers 67; 256 heads of 1024 tokens 116 and 102.  The queries of the next tile travel
+    while this one is under way: 512 heads of 128 and 512 tokens 92 to 94 us, else 100."""
+    if max(size, v_size) == 64:
+        return dict(NC=2 if rows <= 1024 else 3, BN=128, KS=3, VS=3, QUEUE=2)
+    if max(size, v_size) == 128:
+        return dict(NC=2, BN=128, KS=2, VS=2, QUEUE=2)
+    if size == 192 and v_size <= 128:
+        return dict(NC=2, BN=64, KS=3, VS=3, QUEUE=1)
+    return dict(NC=2, BN=64, KS=2, VS=2, QUEUE=1)
 
 
 def supports(
@@ -577,8 +666,11 @@ def launch(
     window: int | None,
 ) -> None:
     size, v_size, varlen = width_of(q.shape[-1]), width_of(v.shape[-1]), sizes.varlen
-    consumers, keys, stages, turns, queue = _config(max(size, v_size), sizes.rows)
-    rows = 64 * consumers
+    if 128 < q.shape[-1] <= 192:
+        size = 192
+    width = 64 if size == 192 else size
+    config = _config(size, v_size, sizes.rows)
+    keys, rows = config["BN"], 64 * config["NC"]
     listed, counter, outers = None, None, sizes.outer * sizes.heads
     tiles = triton.cdiv(sizes.n_q, rows)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
@@ -589,14 +681,14 @@ def launch(
     section = max(1, _SHARE // (sizes.keys * (size + v_size) * 2)) * sizes.group
     section = min(section, outers)
     launches.kernel(_forward_hopper, min(total, gpu.processors(q.device)))(
-        describe(q, 64, size, varlen), describe(k, keys, size, varlen),
+        describe(q, 64, width, varlen), describe(k, keys, width, varlen),
         describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
         lse, listed, counter, scale * LOG2_E, min(window or 0, 2**30), tiles,
         outers, sizes.heads, section, sizes.n_q, sizes.n_k, total, *row_strides(lse),
         C=Constants(
-            D=size, V=v_size, BN=keys, NC=consumers, QUEUE=queue, STAGES=stages, GROUP=sizes.group,
-            CAUSAL=causal, WINDOW=window is not None, VARLEN=varlen, TURNS=turns,
-            REGISTERS=240 if consumers == 2 else 160,
+            D=size, V=v_size, W=width, GROUP=sizes.group, CAUSAL=causal, WINDOW=window is not None,
+            VARLEN=varlen, FIXED=q.dtype is torch.bfloat16,
+            REGISTERS=240 if config["NC"] == 2 else 160, **config,
         ),
         num_warps=4,
     )  # fmt: skip

@@ -56,12 +56,12 @@ def describe_row(tensor: Tensor, count: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def at(batch, head, first, count, row, VARLEN: gl.constexpr):
-    """Coordinates of row `row` of a sequence."""
+def at(batch, head, first, count, row, VARLEN: gl.constexpr, column=0):
+    """Coordinates of row `row` of a sequence, from `column` on."""
     if VARLEN:
         far: gl.constexpr = 1073741824
-        return [far, first + count, head, far - count + row, 0]
-    return [0, batch, head, row, 0]
+        return [far, first + count, head, far - count + row, column]
+    return [0, batch, head, row, column]
 
 
 def describe_nz(weight: Tensor, depth: int, size: int, columns: int, k: int) -> TensorDescriptor:

@@ -24,6 +24,7 @@ class Block(torch.Tensor):
     """A value, or shared memory.  uint32 is int64 that stays in its range."""
 
     __iadd__ = torch.Tensor.__add__  # a value never changes
+    __isub__ = torch.Tensor.__sub__
     numel = property(lambda self: self.nelement())
     type = SimpleNamespace(layout=None)
 
@@ -42,7 +43,7 @@ class Block(torch.Tensor):
     def index(self, i):
         return self[i]
 
-    def load(self, layout):
+    def load(self, layout=None):
         return self.clone()
 
     def store(self, value):
@@ -145,7 +146,7 @@ class Pointer:
     def memory(self, mask):
         """(the storage, addresses, which of them count), the latter of one shape."""
         x = self.tensor
-        at, mask = torch.broadcast_tensors(self.at, _block(True) if mask is None else mask)
+        at, mask = torch.broadcast_tensors(self.at, _block(True if mask is None else mask))
         first, size = x.storage_offset(), x.untyped_storage().nbytes() // x.element_size()
         last = first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
         assert (((at >= first) & (at <= last)) | ~mask).all(), "an address outside of the tensor"
@@ -271,9 +272,25 @@ class Barriers:
 
 
 def _part(block, at):
-    """What there is of the tensor in the block at `at`."""
-    whole = block.base.as_strided(block.shape, block.strides)
-    return whole[tuple(slice(i, i + n) for i, n in zip(at, block.block_shape, strict=True))]
+    """What there is of the tensor in the block at `at`; addresses wrap as the hardware's do."""
+    inside = zip(at, block.block_shape, block.shape, strict=True)
+    sizes = [max(0, min(n, end - i)) for i, n, end in inside]
+    first = sum(i * step for i, step in zip(at, block.strides, strict=True)) % 2**64
+    steps = [step if n > 1 else 0 for n, step in zip(sizes, block.strides, strict=True)]
+    if 0 in sizes:
+        return block.base.new_empty(sizes)
+    return block.base.as_strided(sizes, steps, block.base.storage_offset() + first)
+
+
+def _atomic_add(pointer, value):
+    memory, at, _ = pointer.memory(None)
+    with _ATOMIC:
+        before = memory[at].clone()
+        memory[at] += value
+    return _block(before)
+
+
+_ATOMIC = threading.Lock()
 
 
 def _described(base, shape, strides, block_shape, layout):
@@ -312,6 +329,7 @@ class Kernel:
             }  # fmt: skip
             for place in itertools.product(*map(range, grid)):
                 self.language.program_id = [_block(i).int() for i in place].__getitem__
+                self.language.num_programs = grid.__getitem__
                 self.language.barriers.of.clear()
                 self(**values)
                 assert self.language.copies.groups == [[]], "copies on their way"
@@ -330,9 +348,11 @@ def stand_in(monkeypatch, *modules):
         join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1), log=torch.log,
         sqrt=torch.sqrt, rsqrt=torch.rsqrt, associative_scan=lambda x, axis, plus: x.cumsum(axis),
         allocate_shared_memory=_allocate, convert_layout=lambda x, layout: x,
-        where=lambda condition, a, b: torch.where(condition, _block(a), _block(b)),
+        where=lambda condition, a, b: torch.where(_block(condition), _block(a), _block(b)),
+        full=lambda shape, value, dtype, layout: _unknown(dtype, shape).copy_(_block(value)),
+        log2=torch.log2, atomic_add=_atomic_add,
         arange=lambda lo, hi, layout=None: _block(torch.arange(lo, hi, dtype=torch.int32)),
-        zeros=lambda shape, dtype, layout: _unknown(dtype, shape).zero_(),
+        zeros=lambda shape, dtype, layout=None: _unknown(dtype, shape).zero_(),
         minimum=lambda a, b: torch.minimum(_block(a), _block(b)),
         maximum=lambda a, b: torch.maximum(_block(a), _block(b)),
         max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
