@@ -13,7 +13,8 @@
 exp(G_i - G_j) is no product of a number of i and one of j that stay in range.  Two tokens i > j of
 a chunk differ in some highest bit b of their places; R, the G of the last token before i's block of
 b, lies between them, and exp(G_i - G_j) = exp(G_i - R) exp(R - G_j): no exponent is above 0.  So A
-and P are six products of [64, K], one for every bit, of which each gives the pairs that are its.
+and P are six products, one for every bit, of which each gives the pairs that are its: the lower
+four of blocks of 16 tokens, the upper two of [64, K].
 
 The first kernel makes all that does not know S of every chunk; the second walks over the chunks of
 a sequence with some columns of one head's state in registers.  Kimi Linear (2025), section 3.
@@ -31,16 +32,20 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import gpu, launches
-from .common.chunks import CHUNK, chunk_rows, heads_of
+from .common.chunks import CHUNK, SUB, chunk_rows, heads_of
 from .common.kda import (
+    BLOCKS,
     binary,
+    from_diagonal,
     gate,
     gate_input,
     log_decay,
     norms,
+    on_diagonal,
     pairs_of_bit,
     place,
     power,
+    power_of_blocks,
     rows_at,
     split,
     steps,
@@ -50,7 +55,7 @@ from .common.kda import (
 )
 
 LARGEST_K, LARGEST_V = 128, 256
-_TILES = 14  # of ones: sums until the bits' borders, their pairs, sums up to a token and behind it
+_KEY_TILE = 32  # channels of the keys that a chunk's kernel holds at a time
 
 
 class Constants(NamedTuple):
@@ -72,7 +77,7 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _product(a, b, TWO: tl.constexpr):
-    """a b of [64, 64] in float32 from products of float16: 11 bits of both, or with TWO 22."""
+    """a b of squares in float32 from products of float16: 11 bits of both, or with TWO 22."""
     a_high, a_low = split(a)
     b_high, b_low = split(b)
     product = tl.dot(a_high, b_high)
@@ -86,45 +91,34 @@ def _solved(lower, TWO: tl.constexpr):
     """(I + lower)^-1 of a strictly lower [64, 64] matrix, in float32.
 
     Of two diagonal blocks whose inverses are known, the inverse of both has -T2 L T1 between them:
-    six steps, each of which gives what the pairs of its bit add.  No sum is larger than what it
-    stands for, so keys may be alike.  One product of float16 is eight times as fine as the
-    bfloat16 that the result is rounded to."""
-    i = tl.arange(0, CHUNK)
-    solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    solved -= tl.where(pairs_of_bit(1), lower, 0.0)
-    for bit in tl.static_range(1, 6):
-        between = tl.where(pairs_of_bit(1 << bit), lower, 0.0)
+    six steps, each of which gives what the pairs of its bit add; four of them are of blocks of 16.
+    No sum is larger than what it stands for, so keys may be alike.  One product of float16 is eight
+    times as fine as the bfloat16 that the result is rounded to."""
+    r = tl.arange(0, SUB)
+    inner = from_diagonal(lower)
+    block = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, 0.0)
+    block -= tl.where(pairs_of_bit(1, SUB)[None, :, :], inner, 0.0)
+    for bit in tl.static_range(1, 4):
+        between = tl.where(pairs_of_bit(1 << bit, SUB)[None, :, :], inner, 0.0)
+        block -= _product(_product(block, between, TWO), block, TWO)
+    solved = on_diagonal(block)
+    for bit in tl.static_range(4, 6):
+        between = tl.where(pairs_of_bit(1 << bit, CHUNK), lower, 0.0)
         solved -= _product(_product(solved, between, TWO), solved, TWO)
     return solved
 
 
-@triton.jit
-def _ones_kernel(ones):
-    """The tiles [64, 64] of `_chunks_kernel`."""
-    i = tl.arange(0, CHUNK)
-    n = tl.program_id(0)
-    own, other = i[:, None], i[None, :]
-    if n < 6:
-        tile = until_between(1 << n)
-    elif n < 12:
-        tile = pairs_of_bit(1 << (n - 6))
-    elif n == 12:
-        tile = other <= own
-    else:
-        tile = other > own
-    tl.store(ones + (n * CHUNK + own) * CHUNK + other, tile.to(tl.float16))
-
-
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _chunks_kernel(
-    q, k, v, g, beta, A_log, dt_bias, bounds, ones, qs, ks, p, fades, u, w, out, T, sequences,
-    scale, lower_bound, strides,
+    q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, out, T, sequences, scale,
+    lower_bound, strides,
     BK: tl.constexpr, BACKWARD: tl.constexpr, TWO: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head: scale exp(G) q, exp(G_last - G) k, P and exp(G_last); U and W, or for
     the gradient -A T and exp(G) k.
 
-    Every exponent is the sum of some tokens' logarithms: their product with zeros and ones."""
+    Every exponent is the sum of some tokens' logarithms: within a block of 16 their product with
+    zeros and ones, which like all products of four blocks is one of a warp, in its registers."""
     (
         q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
         g_batch, g_row, g_head, b_batch, b_row,
@@ -144,43 +138,81 @@ def _chunks_kernel(
         v += batch * v_batch + start * v_row + hv * v_head
         beta += batch * b_batch + start * b_row + hv
         EDGE: tl.constexpr = BK if C.K == C.K_PAD else C.K
-        SQUARE: tl.constexpr = CHUNK * CHUNK
         tile = program.to(tl.int64) * CHUNK
-        inner = i[:, None] * CHUNK + i[None, :]
         speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
         # rows behind the last token are those of the last one, of which nothing is used: their
         # rate is 0
         row = tl.minimum(first + i, length - 1).to(tl.int64)
         q_at, k_at = row * q_row, row * k_row
         q_unit, k_unit, own = norms(q, k, q_at, k_at, C.K, C.K_PAD, C.NORM)
-        # a token and itself
-        seen = tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
+        # of tokens of different blocks, and of the same one
+        seen = tl.zeros([CHUNK, CHUNK], tl.float32)
         alike = tl.zeros([CHUNK, CHUNK], tl.float32)
+        seen_near = tl.zeros([BLOCKS, SUB, SUB], tl.float32)
+        alike_near = tl.zeros([BLOCKS, SUB, SUB], tl.float32)
+        r = tl.arange(0, SUB)
+        block = tl.arange(0, BLOCKS)
+        to, by = block[:, None], block[None, :]
+        odd = (block % 2 == 1)[:, None, None]
+        late = (block >= 2)[:, None, None]
         for k0 in range(0, C.K_PAD, BK):
             ck = k0 + tl.arange(0, BK)
             x = gate_input(g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BK, C.BIAS)
             step = binary(log_decay(x, speed, lower_bound, C.GATE), there)
-            tl.store(fades + program.to(tl.int64) * C.K_PAD + ck, power(tl.sum(step, 0)))
             high, low = split(step)
+            high = tl.reshape(high, [BLOCKS, SUB, BK])
+            low = tl.reshape(low, [BLOCKS, SUB, BK])
+            q_tile = tl.reshape(rows_at(q, q_at, ck, EDGE, BK), [BLOCKS, SUB, BK])
+            k_tile = tl.reshape(rows_at(k, k_at, ck, EDGE, BK), [BLOCKS, SUB, BK])
+            for bit in tl.static_range(0, 4):
+                fading = power(sums(until_between(1 << bit, SUB), high, low)).to(element)
+                x_tile = q_tile * fading
+                y_tile = k_tile * fading
+                on = pairs_of_bit(1 << bit, SUB)[None, :, :]
+                turned = tl.permute(y_tile, (0, 2, 1))
+                seen_near += tl.where(on, tl.dot(x_tile, turned), 0.0)
+                alike_near += tl.where(on, tl.dot(y_tile, turned), 0.0)
+            # from a block's begin to a token, and from there to its end
+            up = sums(r[None, :] <= r[:, None], high, low)
+            down = sums(r[None, :] > r[:, None], high, low)
+            total = tl.sum(tl.where((r == SUB - 1)[None, :, None], up, 0.0), 1)  # [4, BK]
+            tl.store(fades + program.to(tl.int64) * C.K_PAD + ck, power(tl.sum(total, 0)))
+            before = power_of_blocks(total, by < to)
+            behind = power_of_blocks(total, by > to)
+            # what lies between the outer blocks and the middle
+            outside = power_of_blocks(total, ((to == 3) & (by == 2)) | ((to == 0) & (by == 1)))
+            up = power(up)
+            down = power(down)
             rows = (tile + i)[:, None] * C.K_PAD + ck[None, :]
-            q_wide = rows_at(q, q_at, ck, EDGE, BK).to(tl.float32)
-            k_wide = rows_at(k, k_at, ck, EDGE, BK).to(tl.float32)
-            k_wide *= k_unit[:, None]
-            grown = power(sums(tl.load(ones + 12 * SQUARE + inner), high, low))
-            tl.store(qs + rows, (q_wide * (q_unit * scale)[:, None] * grown).to(element))
-            tl.store(w + rows, (k_wide * grown).to(element))
-            left = power(sums(tl.load(ones + 13 * SQUARE + inner), high, low))
-            tl.store(ks + rows, (k_wide * left).to(element))
-            for bit in range(0, 6):
-                fading = power(sums(tl.load(ones + bit * SQUARE + inner), high, low)).to(element)
-                x_tile = rows_at(q, q_at, ck, EDGE, BK) * fading
-                y_tile = rows_at(k, k_at, ck, EDGE, BK) * fading
-                on = tl.load(ones + (6 + bit) * SQUARE + inner) != 0.0
-                seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
-                alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
+            q_wide = q_tile.to(tl.float32)
+            q_wide *= tl.reshape(q_unit * scale, [BLOCKS, SUB])[:, :, None]
+            k_wide = k_tile.to(tl.float32) * tl.reshape(k_unit, [BLOCKS, SUB])[:, :, None]
+            grown = up * before[:, None, :]
+            left = k_wide * down * behind[:, None, :]
+            tl.store(qs + rows, tl.reshape((q_wide * grown).to(element), [CHUNK, BK]))
+            tl.store(w + rows, tl.reshape((k_wide * grown).to(element), [CHUNK, BK]))
+            tl.store(ks + rows, tl.reshape(left.to(element), [CHUNK, BK]))
+            up = up.to(element)
+            down = down.to(element)
+            fading = tl.where(odd, up, down)
+            x_tile = tl.reshape(q_tile * fading, [CHUNK, BK])
+            y_tile = tl.reshape(k_tile * fading, [CHUNK, BK])
+            on = pairs_of_bit(16, CHUNK)
+            seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
+            alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
+            fading = tl.where(late, up, down) * outside.to(element)[:, None, :]
+            x_tile = tl.reshape(q_tile * fading, [CHUNK, BK])
+            y_tile = tl.reshape(k_tile * fading, [CHUNK, BK])
+            on = pairs_of_bit(32, CHUNK)
+            seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
+            alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
+        seen += on_diagonal(seen_near)
+        # a token and itself
+        seen += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
         seen *= (q_unit * scale)[:, None] * k_unit[None, :]
         square = (tile + i)[:, None] * CHUNK + i[None, :]
         tl.store(p + square, seen.to(element))
+        alike += on_diagonal(alike_near)
         alike *= k_unit[:, None] * k_unit[None, :]
         rate = tl.load(beta + (first + i).to(tl.int64) * b_row, mask=there, other=0.0)
         rate = rate.to(tl.float32)
@@ -323,15 +355,13 @@ def chunks(
         count=count,
     )
     if programs > 0:
-        ones = memory.empty((_TILES, side, side), torch.float16, device)
-        launches.kernel(_ones_kernel, _TILES)(ones, num_warps=4)
         launches.kernel(_chunks_kernel, programs)(
-            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, ones, made.qs, made.ks, made.p,
-            made.fades, made.u, made.w, made.qs if out is None else out, T, sequences, scale,
+            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, made.qs, made.ks, made.p, made.fades,
+            made.u, made.w, made.qs if out is None else out, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
             (*(s for x in (q, k, v, g) for s in x.stride()[:3]), *beta.stride()[:2]),
-            BK=K_PAD, BACKWARD=backward, TWO=half is torch.float16, C=made.constants,
-            num_warps=4, num_stages=1,
+            BK=min(_KEY_TILE, K_PAD), BACKWARD=backward, TWO=half is torch.float16,
+            C=made.constants, num_warps=4, num_stages=1,
         )  # fmt: skip
     return made
 

@@ -255,7 +255,7 @@ def _inputs_kernel(
                 fading = from_between(total, b)
                 x_tile = (q_wide * fading).to(element)
                 y_tile = (k_wide * fading).to(element)
-                pairs = pairs_of_bit(b)
+                pairs = pairs_of_bit(b, CHUNK)
                 z_tile = tl.where(pairs, z, 0.0).to(element)
                 m_tile = tl.where(pairs, m, 0.0).to(element)
                 of_x = tl.dot(z_tile, y_tile)

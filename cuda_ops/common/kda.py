@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunks import CHUNK, chunk_rows
+from .chunks import CHUNK, SUB, chunk_rows
 from .gpu import INTERPRETED
 from .lengths import within
 
@@ -15,6 +15,7 @@ from .lengths import within
 _LEAST: tl.constexpr = tl.constexpr(-100.0)
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _SIMULATED = tl.constexpr(INTERPRETED)
+BLOCKS: tl.constexpr = tl.constexpr(CHUNK.value // SUB.value)
 # what `g` is
 GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -174,15 +175,9 @@ def split(x):
 
 
 @triton.jit
-def sums(ones, high, low):
-    """[64, K]: of every token the sum of those that its row of `ones` [64, 64] has."""
-    return tl.dot(ones, high, tl.dot(ones, low))
-
-
-@triton.jit
-def until_between(b):
-    """[64, 64]: the tokens between every one and the last before the later half of its 2 b."""
-    i = tl.arange(0, CHUNK)
+def until_between(b, SIZE: tl.constexpr):
+    """[SIZE, SIZE]: the tokens between every one and the last before the later half of its 2 b."""
+    i = tl.arange(0, SIZE)
     own, other = i[:, None], i[None, :]
     later = (own & b) != 0
     first = own // b * b  # of its half
@@ -192,11 +187,44 @@ def until_between(b):
 
 
 @triton.jit
-def pairs_of_bit(b):
-    """[64, 64]: which those pairs are."""
-    i = tl.arange(0, CHUNK)
+def pairs_of_bit(b, SIZE: tl.constexpr):
+    """[SIZE, SIZE]: which those pairs are."""
+    i = tl.arange(0, SIZE)
     own, other = i[:, None], i[None, :]
     return (own // (2 * b) == other // (2 * b)) & ((own & b) != 0) & ((other & b) == 0)
+
+
+@triton.jit
+def sums(ones, high, low):
+    """[4, 16, K]: for every token of a block the sum over those that its row of `ones` [16, 16]
+    has."""
+    tile = tl.broadcast_to(ones.to(tl.float16)[None, :, :], [BLOCKS, SUB, SUB])
+    return tl.dot(tile, high, tl.dot(tile, low))
+
+
+@triton.jit
+def power_of_blocks(total, which):
+    """[4, K]: for every block 2^(the sum over those blocks that its row of `which` [4, 4] has)."""
+    return power(tl.sum(tl.where(which[:, :, None], total[None, :, :], 0.0), 1))
+
+
+@triton.jit
+def on_diagonal(block):
+    """[64, 64] with the four [4, 16, 16] on its diagonal."""
+    return tl.reshape(tl.where(_same_block(), block[:, :, None, :], 0.0), [CHUNK, CHUNK])
+
+
+@triton.jit
+def from_diagonal(x):
+    """[4, 16, 16] of [64, 64]."""
+    parts = tl.reshape(x, [BLOCKS, SUB, BLOCKS, SUB])
+    return tl.sum(tl.where(_same_block(), parts, 0.0), 2)
+
+
+@triton.jit
+def _same_block():
+    block = tl.arange(0, BLOCKS)
+    return (block[:, None] == block[None, :])[:, None, :, None]
 
 
 @triton.jit
