@@ -11,7 +11,8 @@ shared.
 
     condition                                                    kernels, behind _statistics_kernel
     Hopper, over 64 queries, rows that TMA can describe          hopper/fused_attention_backward.py
-    the same, to be deterministic                                it for keys, then _queries_kernel
+    the same, to be deterministic, heads over 192,               it for keys, then _queries_kernel
+    or over 128 with values over 128
     else                                                         _keys_kernel, then _queries_kernel
 """
 
@@ -52,14 +53,14 @@ from .hopper import fused_attention_backward as hopper
     ]
 )  # fmt: skip
 def _statistics_kernel(
-    o, grad_o, lse, grad_lse, lse2, delta, sums, plan, tiles, n_q, heads, padded,
+    o, grad_o, lse, grad_lse, lse2, delta, sums, turns, plan, tiles, n_q, heads, padded,
     o_batch, o_head, o_row, g_batch, g_head, g_row, l_batch, l_head, l_row,
     gl_batch, gl_head, gl_row,
-    V: tl.constexpr, V_PAD: tl.constexpr, SUMS: tl.constexpr, GRAD_LSE: tl.constexpr,
-    VARLEN: tl.constexpr, BM: tl.constexpr,
+    V: tl.constexpr, V_PAD: tl.constexpr, SUMS: tl.constexpr, TURNS: tl.constexpr,
+    GRAD_LSE: tl.constexpr, VARLEN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """delta, and lse in base 2 with +inf for a row that saw nothing (so that its P is 0), of whole
-    blocks of BM queries.  Clears SUMS numbers a row where grad_q will be summed."""
+    blocks of BM queries.  Clears SUMS numbers a row where grad_q will be summed, and the turns."""
     program = tl.program_id(0)
     outer = program // tiles
     batch, first, rows, _, _, tile, sequence = locate(
@@ -88,8 +89,12 @@ def _statistics_kernel(
     tl.store(lse2 + out, value)
     tl.store(delta + out, total)
     if SUMS:
-        d = tl.arange(0, SUMS)
-        tl.store(sums + out[:, None] * SUMS + d[None, :], tl.zeros([BM, SUMS], tl.float32))
+        for at_column in tl.static_range(0, SUMS, 64):
+            d = at_column + tl.arange(0, 64)
+            tl.store(sums + out[:, None] * SUMS + d[None, :], tl.zeros([BM, 64], tl.float32))
+    if TURNS:
+        place = (batch * heads + head) * padded + padded_first(first, sequence)
+        tl.store(turns + place // BM + tile, 0)
 
 
 class Constants(NamedTuple):
@@ -390,17 +395,18 @@ def backward(
     scale = size**-0.5 if sm_scale is None else sm_scale
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     on_hopper = sizes.rows > 64 and hopper.supports(q, k, v, scale, grad_o, grads)
-    # the width of the blocks there; wide ones have one of their own for the values
-    sums_size = max(64, padded, v_padded if max(padded, v_padded) <= 128 else 0)
-    if not on_hopper or deterministic:
-        sums_size = 0
-    lse2, delta, sums = statistics(grad_o, o, lse, grad_lse, sizes, cu_seqlens_q, sums_size)
+    widths = hopper.Widths.of(q, v)
+    adds = on_hopper and (not deterministic or widths.fit_adder)
+    lse2, delta, sums, turns = statistics(
+        grad_o, o, lse, grad_lse, sizes, cu_seqlens_q,
+        widths.counted if adds else 0, adds and deterministic,
+    )  # fmt: skip
     if on_hopper:
         hopper.launch(
-            grad_o, q, k, v, lse2, delta, sums, grads, sizes, causal, scale, cu_seqlens_q,
+            grad_o, q, k, v, lse2, delta, sums, turns, grads, sizes, causal, scale, cu_seqlens_q,
             cu_seqlens_k, window,
         )  # fmt: skip
-        if sums is not None:
+        if adds:
             return grads[0], grads[1], grads[2]
     over_queries, over_keys = tiling(
         max(padded, v_padded), gpu.shared_memory(q.device), gpu.has_tensor_memory(q.device)
@@ -448,23 +454,25 @@ def statistics(
     sizes: Sizes,
     cu_seqlens_q: torch.Tensor | None,
     sums: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(lse in base 2, delta) [B, H, padded rows], and zeros [B, H, padded rows, sums] or None.
-    B is 1 for packed sequences."""
+    in_turn: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(lse in base 2, delta) [B, H, padded rows], zeros [B, H, padded rows, sums] or None, and a
+    zero a block of 64 rows or None.  B is 1 for packed sequences."""
     n_q, heads, batch = sizes.n_q, sizes.heads, sizes.outer
     padded = padded_rows(n_q, cu_seqlens_q)
     lse2, delta = memory.empty((2, batch, heads, padded), torch.float32, lse.device)
     zeros = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
+    turns = memory.empty((batch, heads, padded // 64), torch.int32, lse.device) if in_turn else None
     listed, tiles = None, triton.cdiv(n_q, 64)
     if cu_seqlens_q is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, 64)
         tiles = listed.shape[0]
     v_size = o.shape[-1]
     launches.kernel(_statistics_kernel, tiles * batch * heads)(
-        o, grad_o, lse, grad_lse, lse2, delta, zeros, listed, tiles, n_q, heads, padded,
+        o, grad_o, lse, grad_lse, lse2, delta, zeros, turns, listed, tiles, n_q, heads, padded,
         *strides(o), *strides(grad_o), *row_strides(lse),
         *row_strides(lse if grad_lse is None else grad_lse),
-        V=v_size, V_PAD=padded_size(v_size), SUMS=sums,
+        V=v_size, V_PAD=padded_size(v_size), SUMS=sums, TURNS=in_turn,
         GRAD_LSE=grad_lse is not None, VARLEN=sizes.varlen, BM=64, num_warps=8,
     )  # fmt: skip
-    return lse2, delta, zeros
+    return lse2, delta, zeros, turns

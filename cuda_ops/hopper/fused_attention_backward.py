@@ -4,17 +4,22 @@
 
 A program owns a tile of 128 keys, keeps grad_k and grad_v in registers and walks over the queries
 that see it; grad_q goes by fp32 additions in memory to a buffer that a last kernel scales and
-rounds.  So grad_q depends on the order of the additions: a deterministic call makes the other two
-here, and grad_q by the plain kernel.
+rounds.
+
+To be deterministic, tiles of keys add to a block of queries in turn, the last keys first: of a
+causal call those come to it first.  A program waits for programs of lower numbers alone, which
+begin before it, so the lowest that has not ended never waits.  An `_adder`, a warp of its own, does
+so, that the products need not wait.  Where there is no room for it, a deterministic call makes
+grad_k and grad_v here, and grad_q by the plain kernel.
 
 Heads wider than 128 leave no registers for that: tiles of 64 keys, of whose products each of two
 groups of warps makes half of the columns, so that the probabilities go through shared memory.  Of
 heads up to 192 the products leave out what blocks of 256 have more.
 
 The buffer holds grad_q in tiles of 16 x 8, the shape in which a warp holds a product: each addition
-of a thread is then 16 bytes, of a warp 512 in a row; those of heads of 128 go through shared memory
-and TMA.  Its rows are padded to whole tiles of
-queries, and so are those of the statistics.
+of a thread is then 16 bytes, of a warp 512 in a row; those of heads of 128, and those that the
+adder makes, of heads of 192 with values up to 128 always, go through shared memory and TMA.  Its
+rows are padded to whole tiles of queries, and so are those of the statistics.
 """
 
 from __future__ import annotations
@@ -66,8 +71,8 @@ _padded_first = gluon.jit(padded_first.fn)
 
 
 class Shared(NamedTuple):
-    """Tiles in shared memory and barriers.  `ps` are probabilities, of wide heads, and `part` goes
-    to grad_q, of narrow ones; `ds` stands for what is not there."""
+    """Tiles in shared memory and barriers.  `ps` are probabilities, of wide heads; `part` goes to
+    grad_q, and of 192 columns the last 64 are `more`.  Others stand for what is not there."""
 
     q: Any
     g: Any
@@ -78,9 +83,12 @@ class Shared(NamedTuple):
     ps: Any
     ds: Any
     part: Any
+    more: Any
     full: Any
     empty: Any
     kv_full: Any
+    part_full: Any
+    part_empty: Any
 
 
 class Constants(NamedTuple):
@@ -98,22 +106,27 @@ class Constants(NamedTuple):
     WINDOW: bool
     VARLEN: bool
     GRAD_Q: bool
+    ADDER: bool
+    IN_TURN: bool
 
 
 @gluon.jit
-def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, VARLEN: gl.constexpr):
+def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, C: gl.constexpr):
     """(batch, key head, first key, keys, first query, queries, tile, sequence) of a program."""
     number = gl.program_id(0)
     group = number // (section * tiles)
     inside = number % (section * tiles)
     count = gl.minimum(section, outers - group * section)
     outer = group * section + inside % count
-    if VARLEN:
+    if C.VARLEN:
         row = plan + (inside // count).to(gl.int64) * 8
         return (0, outer, gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3),
                 gl.load(row + 4), gl.load(row + 5))  # fmt: skip
-    # the first keys are seen by most queries: longest first
-    return outer // heads, outer % heads, 0, rows, 0, other_rows, inside // count, 0
+    tile = inside // count
+    # the first keys are seen by most queries: longest first, unless tiles add in turn
+    if C.IN_TURN:
+        tile = tiles - 1 - tile
+    return outer // heads, outer % heads, 0, rows, 0, other_rows, tile, 0
 
 
 @gluon.jit
@@ -171,10 +184,85 @@ def _add_bulk(descriptor, coordinates, source, _semantic=None):
 
 
 @gluon.jit
-def _in_tiles(part):
-    """[64, 128] in the order of `_add`, as rows of 256."""
-    part = gl.permute(gl.reshape(part, [4, 2, 8, 16, 4, 2]), (0, 3, 2, 4, 1, 5))
-    return gl.reshape(part, [32, 256])
+def _in_tiles(part, COLUMNS: gl.constexpr):
+    """[64, COLUMNS] in the order of `_add`, as rows of 256."""
+    part = gl.permute(gl.reshape(part, [4, 2, 8, COLUMNS // 8, 4, 2]), (0, 3, 2, 4, 1, 5))
+    return gl.reshape(part, [COLUMNS // 4, 256])
+
+
+@gluon.jit
+def _hand_over(shared, part, more, count, C: gl.constexpr):
+    """Gives the adder what block `count` adds, when it has taken that of the block before."""
+    COLUMNS: gl.constexpr = 128 if C.SIZE == 192 else C.SIZE
+    layout: gl.constexpr = shared.part.layout
+    mbarrier.wait(shared.part_empty, (count & 1) ^ 1)
+    whole = reinterpret(shared.part, gl.float32, [COLUMNS // 4, 256], layout)
+    whole.store(_in_tiles(part, COLUMNS))
+    if C.SIZE == 192:
+        shared.more.store(_in_tiles(more, 64))
+    fence_async_shared()
+    mbarrier.arrive(shared.part_full)
+
+
+@gluon.jit
+def _added(turn):
+    """How many tiles of keys have added; what they wrote is there to be added to."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [turn], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _wait_for_turn(turn, block, tile, rows, keys, window, C: gl.constexpr):
+    """Until the tiles of later keys that the block sees have added to it."""
+    position = block * C.BM + C.BM - 1 + keys - rows
+    last = keys - 1
+    if C.CAUSAL:
+        last = gl.minimum(last, position)
+    elif C.WINDOW:
+        last = gl.minimum(last, position + window - 1)
+    before = last // C.BN - tile
+    added = _added(turn)
+    while added != before:
+        added = _added(turn)
+
+
+@gluon.jit
+def _adder(
+    shared, sums, turns, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
+    C: gl.constexpr,
+):  # fmt: skip
+    """The warp that adds to grad_q."""
+    batch, kv_head, _, keys, first_q, rows, tile, sequence = _tile_of(
+        plan, tiles, outers, heads, section, n_k, n_q, C
+    )
+    PIECES: gl.constexpr = shared.part.shape[0]
+    ROWS: gl.constexpr = shared.part.shape[1]
+    if C.ADDER and tile * C.BN < keys:
+        low, top, _, _ = _blocks_of(tile, keys, rows, window, C)
+        place = _padded_first(first_q, sequence)
+        count = 0
+        for member in range(C.GROUP):
+            head = (batch * heads + kv_head) * C.GROUP + member
+            for block in range(low, top):
+                block_at = (head * padded + place) // C.BM + block
+                mbarrier.wait(shared.part_full, count & 1)
+                if C.IN_TURN:
+                    _wait_for_turn(turns + block_at, block, tile, rows, keys, window, C)
+                row = block_at * (C.BM * C.SIZE // 256)
+                for i in gl.static_range(PIECES):
+                    _add_bulk(sums, [row + i * ROWS, 0], shared.part.index(i))
+                if C.SIZE == 192:
+                    _add_bulk(sums, [row + PIECES * ROWS, 0], shared.more)
+                tma.store_wait(0)
+                mbarrier.arrive(shared.part_empty)
+                if C.IN_TURN:
+                    # store_wait: they have been read; this: they are in memory
+                    gl.inline_asm_elementwise(
+                        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+                    )
+                    gl.atomic_add(turns + block_at, 1, sem="release", scope="gpu")
+                count += 1
 
 
 @gluon.jit
@@ -222,7 +310,7 @@ def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile
     if C.GRAD_Q:
         shared.ds.store(grad_s)
         fence_async_shared()
-        if C.D == 128:
+        if C.D == 128 and not C.ADDER:
             tma.store_wait(0)  # the last block's additions have read `part`
         barrier()
         q_flight = warpgroup_mma(
@@ -232,11 +320,13 @@ def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile
     k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
     if C.GRAD_Q:
         acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
-        if C.D == 128:
-            shared.part.store(_in_tiles(part_q))
+        if C.ADDER:
+            _hand_over(shared, part_q, part_q, count, C)
+        elif C.D == 128:
+            shared.part.index(0).store(_in_tiles(part_q, 128))
             fence_async_shared()
             barrier()
-            _add_bulk(sums, [grad_q + block * 32, 0], shared.part)
+            _add_bulk(sums, [grad_q + block * 32, 0], shared.part.index(0))
         else:
             _add(grad_q + block.to(gl.int64) * (C.BM * C.D), part_q, C.BM, C.D, C.D)
     else:
@@ -265,7 +355,7 @@ def _consumer(
     zero_s = gl.full([C.BN, C.BM], 0.0, gl.float32, layout=MS)
     zero_q = gl.full([C.BM, C.D], 0.0, gl.float32, layout=MQ)
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, C.VARLEN
+        plan, tiles, outers, heads, section, n_k, n_q, C
     )
     if tile * C.BN < keys:
         low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, C)
@@ -279,7 +369,7 @@ def _consumer(
         count = 0
         for member in range(C.GROUP):
             head = (batch * heads + kv_head) * C.GROUP + member
-            if C.D == 128:
+            if C.D == 128 and not C.ADDER:
                 grad_at = (head * padded + place) // 2  # rows of 256
             else:
                 grad_at = grad_q
@@ -411,11 +501,14 @@ def _wide_step(acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, 
     acc_k, more_k = _gather(shared.ds.permute((1, 0)), q_tile, acc_k, more_k, C.SIZE, False)
     if C.GRAD_Q:
         # the additions run under the other products
-        grad_q += block.to(gl.int64) * (64 * C.D)
+        grad_q += block.to(gl.int64) * (64 * C.SIZE)
         if C.SIZE == 192:
             part, more = warpgroup_mma_wait(OF_D + OF_V, deps=[part, more])
-            _add(grad_q, part, 64, 128, C.D)
-            _add(grad_q + 128 * 16, more, 64, 64, C.D)
+            if C.ADDER:
+                _hand_over(shared, part, more, count, C)
+            else:
+                _add(grad_q, part, 64, 128, 128)
+                _add(grad_q + 64 * 128, more, 64, 64, 64)
         else:
             part = warpgroup_mma_wait(OF_D + OF_V, deps=[part])
             _add(grad_q, part, 64, C.SIZE, C.D)
@@ -445,7 +538,7 @@ def _wide_consumer(
     zero_q = _zeros(FIRST)
     zero_more = _zeros(64)
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, C.VARLEN
+        plan, tiles, outers, heads, section, n_k, n_q, C
     )
     if tile * 64 < keys:
         low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, C)
@@ -465,7 +558,7 @@ def _wide_consumer(
             head = (batch * heads + kv_head) * C.GROUP + member
             grad_at = grad_q
             if C.GRAD_Q:
-                grad_at += (head.to(gl.int64) * padded + place) * C.D
+                grad_at += (head.to(gl.int64) * padded + place) * C.SIZE
             for block in range(low, full_low):
                 acc_k, more_k, acc_v, more_v = _wide_step(
                     acc_k, more_k, acc_v, more_v, zero_s, zero_q, zero_more, shared, count, grad_at,
@@ -506,9 +599,10 @@ def _producer(
     shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window, tiles, outers,
     heads, section, n_q, n_k, padded, C: gl.constexpr,
 ):  # fmt: skip
-    q, g, k, v, lse, delta, _ps, _ds, _part, full, empty, kv_full = shared
+    q, g, k, v, lse, delta = shared.q, shared.g, shared.k, shared.v, shared.lse, shared.delta
+    full, empty, kv_full = shared.full, shared.empty, shared.kv_full
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, C.VARLEN
+        plan, tiles, outers, heads, section, n_k, n_q, C
     )
     if tile * C.BN < keys:
         low, top, _, _ = _blocks_of(tile, keys, rows, window, C)
@@ -546,11 +640,12 @@ def _producer(
     ]
 )  # fmt: skip
 def _backward_hopper(
-    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q, plan,
-    scale, window, tiles, outers, heads, section, n_q, n_k, padded, C: gl.constexpr,
+    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q, turns,
+    plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded, C: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Two consumer warpgroups in step with each other, and a producer; `heads` are key heads."""
+    """Two consumer warpgroups in step with each other, a producer, and an adder, which may have
+    nothing to do; `heads` are key heads."""
     BM: gl.constexpr = C.BM
     BN: gl.constexpr = C.BN
     D: gl.constexpr = C.D
@@ -572,15 +667,30 @@ def _backward_hopper(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    part_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    part_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     mbarrier.init(kv_full, count=1)
+    mbarrier.init(part_full, count=1)
+    mbarrier.init(part_empty, count=1)
     fence_async_shared()
     barrier()
+    ps = ds
+    part = ds
+    more = ds
     if WIDE:
         ps = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
-        shared = Shared(q, g, k, v, lse, delta, ps, ds, ds, full, empty, kv_full)
+    if C.ADDER and C.SIZE == 192:
+        part = gl.allocate_shared_memory(gl.float32, [2, 16, 256], sums.layout)
+        more = gl.allocate_shared_memory(gl.float32, [16, 256], sums.layout)
+    elif C.ADDER or (D == 128 and C.GRAD_Q and not WIDE):
+        part = gl.allocate_shared_memory(gl.float32, [1, D // 4, 256], sums.layout)
+    shared = Shared(
+        q, g, k, v, lse, delta, ps, ds, part, more, full, empty, kv_full, part_full, part_empty
+    )
+    if WIDE:
         gl.warp_specialize(
             [
                 (_wide_consumer, (
@@ -591,15 +701,15 @@ def _backward_hopper(
                     shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window,
                     tiles, outers, heads, section, n_q, n_k, padded, C,
                 )),
+                (_adder, (
+                    shared, sums, turns, plan, window, tiles, outers, heads, section, n_q, n_k,
+                    padded, C,
+                )),
             ],
-            [1],
-            [24],
+            [1, 1],
+            [24, 24],
         )  # fmt: skip
     else:
-        part = ds
-        if D == 128 and C.GRAD_Q:
-            part = gl.allocate_shared_memory(gl.float32, [32, 256], sums.layout)
-        shared = Shared(q, g, k, v, lse, delta, ds, ds, part, full, empty, kv_full)
         gl.warp_specialize(
             [
                 (_consumer, (
@@ -610,9 +720,13 @@ def _backward_hopper(
                     shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window,
                     tiles, outers, heads, section, n_q, n_k, padded, C,
                 )),
+                (_adder, (
+                    shared, sums, turns, plan, window, tiles, outers, heads, section, n_q, n_k,
+                    padded, C,
+                )),
             ],
-            [1],
-            [24],
+            [1, 1],
+            [24, 24],
         )  # fmt: skip
 
 
@@ -621,7 +735,8 @@ def _round_kernel(
     sums, grad_q, plan, scale, tiles, n_q, heads, padded, gq_batch, gq_head, gq_row,
     D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """grad_q of a tile of BM queries, from its sums in tiles of 16 x 8."""
+    """grad_q of a tile of 64 queries, from its sums in tiles of 16 x 8; of 192 columns the last 64
+    lie behind the others."""
     program = tl.program_id(0)
     outer = program // tiles
     batch, first_q, rows, _, _, tile, sequence = locate(
@@ -631,12 +746,19 @@ def _round_kernel(
         return
     head = (outer % heads).to(tl.int64)
     r = tl.arange(0, BM)
-    d = tl.arange(0, WIDTH)
+    d = tl.arange(0, 256 if WIDTH == 192 else WIDTH)
     place = padded_first(first_q, sequence) + tile * BM
     place = ((batch * heads + head) * padded + place) * WIDTH
-    place += (r // 16 * (16 * WIDTH) + r % 8 * 16 + r // 8 % 2 * 2)[:, None]
-    place += (d // 8 * 128 + d % 8 // 2 * 4 + d % 2)[None, :]
-    total = tl.load(sums + place) * scale
+    place += (r % 8 * 16 + r // 8 % 2 * 2)[:, None] + (d // 8 * 128 + d % 8 // 2 * 4 + d % 2)[
+        None, :
+    ]
+    if WIDTH == 192:
+        place += (r // 16)[:, None] * tl.where(d < 128, 2048, 1024)[None, :]
+        place += tl.where(d < 128, 0, 8192 - 2048)[None, :]
+        total = tl.load(sums + place, (d < WIDTH)[None, :], 0.0) * scale
+    else:
+        place += (r // 16 * (16 * WIDTH))[:, None]
+        total = tl.load(sums + place) * scale
     row = tile * BM + r
     out = batch * gq_batch + head * gq_head + (first_q + row) * gq_row
     tl.store(
@@ -645,16 +767,40 @@ def _round_kernel(
     )  # fmt: skip
 
 
-def _describe_sums(sums: torch.Tensor) -> TensorDescriptor:
-    """What is added to at once, 64 rows of 128 in tiles, lies in one piece: 32 rows of 256."""
+def _describe_sums(sums: torch.Tensor, count: int) -> TensorDescriptor:
+    """What is added to at once, rows of 64 queries in tiles, lies in one piece: rows of 256."""
     rows = sums.numel() // 256
     layout = gl.NVMMASharedLayout(0, 32, 2)
-    return TensorDescriptor(sums, [rows, 256], [256, 1], [32, 256], layout)
+    return TensorDescriptor(sums, [rows, 256], [256, 1], [count, 256], layout)
 
 
-def _counted(size: int, width: int) -> int:
-    """Columns that are multiplied of blocks of `width`."""
-    return 192 if 128 < size <= 192 else width
+class Widths(NamedTuple):
+    """Columns of the blocks of two head sizes, and those of them that are multiplied; `counted` are
+    those of the buffer as well in which grad_q is summed."""
+
+    size: int
+    v_size: int
+    counted: int
+    v_counted: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, v: torch.Tensor) -> Widths:
+        sizes = [width_of(x.shape[-1]) for x in (q, v)]
+        if max(sizes) <= 128:
+            return cls(*(max(sizes),) * 4)
+        counted = (
+            192 if 128 < x.shape[-1] <= 192 else size for x, size in zip((q, v), sizes, strict=True)
+        )
+        return cls(*sizes, *counted)
+
+    @property
+    def wide(self) -> bool:
+        return max(self.size, self.v_size) > 128
+
+    @property
+    def fit_adder(self) -> bool:
+        """Whether there is room for one, without which no additions are in turn."""
+        return not self.wide or (self.counted == 192 and self.v_size <= 128)
 
 
 def supports(
@@ -677,6 +823,7 @@ def launch(
     lse2: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor | None,
+    turns: torch.Tensor | None,
     grads: tuple[torch.Tensor, ...],
     sizes: Sizes,
     causal: bool,
@@ -685,31 +832,35 @@ def launch(
     cu_seqlens_k: torch.Tensor | None,
     window: int | None,
 ) -> None:
-    """Writes the three `grads`; without `sums`, all but that of q."""
+    """Writes the three `grads`; without `sums`, all but that of q.  With `turns`, one zero a block
+    of queries, additions are in turn."""
     varlen, padded = sizes.varlen, lse2.shape[-1]
-    size, v_size = width_of(q.shape[-1]), width_of(v.shape[-1])
-    wide = max(size, v_size) > 128
-    if not wide:
-        size = v_size = max(size, v_size)
+    widths = Widths.of(q, v)
+    size, v_size, wide = widths.size, widths.v_size, widths.wide
+    # Causal, B 4, H 16, 4096 tokens, H200, 2026-11: heads of 192 and 128 2515 us, added to by
+    # threads 2820
+    adder = turns is not None or (sums is not None and wide and widths.fit_adder)
     block, keys, stages = 64, 64 if wide else 128, _STAGES
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
     listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
     section = min(outers, max(1, _SHARE // (sizes.rows * size * 8)))
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=False)
+        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=turns is not None)
         tiles = listed.shape[0]
     launches.kernel(_backward_hopper, tiles * outers)(
         describe(q, block, size, varlen), describe(grad_o, block, v_size, varlen),
         describe(k, keys, size, varlen), describe(v, keys, v_size, varlen),
         describe(grads[1], keys, size, varlen), describe(grads[2], keys, v_size, varlen),
         describe_row(lse2, block), describe_row(delta, block),
-        _describe_sums(sums) if sums is not None and not wide and size == 128 else None,
-        sums, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section, n_q, n_k,
-        padded,
+        _describe_sums(sums, 16 if wide else size // 4)
+        if sums is not None and (adder or (size == 128 and not wide)) else None,
+        sums, turns, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section,
+        n_q, n_k, padded,
         C=Constants(
-            BM=block, BN=keys, D=size, V=v_size, SIZE=_counted(q.shape[-1], size),
-            V_SIZE=_counted(v.shape[-1], v_size), STAGES=stages, GROUP=sizes.group, CAUSAL=causal,
+            BM=block, BN=keys, D=size, V=v_size, SIZE=widths.counted,
+            V_SIZE=widths.v_counted, STAGES=stages, GROUP=sizes.group, CAUSAL=causal,
             WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
+            ADDER=adder, IN_TURN=turns is not None,
         ),
         num_warps=8,
     )  # fmt: skip
@@ -721,5 +872,5 @@ def launch(
         tiles = listed.shape[0]
     launches.kernel(_round_kernel, tiles * sizes.outer * heads)(
         sums, grads[0], listed, scale, tiles, n_q, heads, padded, *strides(grads[0]),
-        D=q.shape[-1], WIDTH=size, BM=block, VARLEN=varlen, num_warps=4,
+        D=q.shape[-1], WIDTH=widths.counted, BM=block, VARLEN=varlen, num_warps=4,
     )  # fmt: skip
