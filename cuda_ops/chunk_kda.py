@@ -34,19 +34,23 @@ from .common import gpu, launches
 from .common.chunks import CHUNK, chunk_rows, heads_of
 from .common.kda import (
     binary,
-    from_between,
     gate,
     gate_input,
     log_decay,
+    norms,
     pairs_of_bit,
     place,
+    power,
+    rows_at,
+    split,
     steps,
-    unit_norm,
+    sums,
+    until_between,
     walked,
 )
 
 LARGEST_K, LARGEST_V = 128, 256
-_KEY_TILE = 64  # channels of the keys that a chunk's kernel holds at a time
+_TILES = 14  # of ones: sums until the bits' borders, their pairs, sums up to a token and behind it
 
 
 class Constants(NamedTuple):
@@ -67,31 +71,60 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def _solved(lower, PRECISION: tl.constexpr):
+def _product(a, b, TWO: tl.constexpr):
+    """a b of [64, 64] in float32 from products of float16: 11 bits of both, or with TWO 22."""
+    a_high, a_low = split(a)
+    b_high, b_low = split(b)
+    product = tl.dot(a_high, b_high)
+    if TWO:
+        product = tl.dot(a_high, b_low, tl.dot(a_low, b_high, product))
+    return product
+
+
+@triton.jit
+def _solved(lower, TWO: tl.constexpr):
     """(I + lower)^-1 of a strictly lower [64, 64] matrix, in float32.
 
     Of two diagonal blocks whose inverses are known, the inverse of both has -T2 L T1 between them:
     six steps, each of which gives what the pairs of its bit add.  No sum is larger than what it
-    stands for, so keys may be alike.  PRECISION is that of its products: one tf32 pass is four
-    times as fine as the bfloat16 that the result is rounded to."""
+    stands for, so keys may be alike.  One product of float16 is eight times as fine as the
+    bfloat16 that the result is rounded to."""
     i = tl.arange(0, CHUNK)
     solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     solved -= tl.where(pairs_of_bit(1), lower, 0.0)
-    for bit in range(1, 6):
+    for bit in tl.static_range(1, 6):
         between = tl.where(pairs_of_bit(1 << bit), lower, 0.0)
-        half = tl.dot(solved, between, input_precision=PRECISION)
-        solved -= tl.dot(half, solved, input_precision=PRECISION)
+        solved -= _product(_product(solved, between, TWO), solved, TWO)
     return solved
+
+
+@triton.jit
+def _ones_kernel(ones):
+    """The tiles [64, 64] of `_chunks_kernel`."""
+    i = tl.arange(0, CHUNK)
+    n = tl.program_id(0)
+    own, other = i[:, None], i[None, :]
+    if n < 6:
+        tile = until_between(1 << n)
+    elif n < 12:
+        tile = pairs_of_bit(1 << (n - 6))
+    elif n == 12:
+        tile = other <= own
+    else:
+        tile = other > own
+    tl.store(ones + (n * CHUNK + own) * CHUNK + other, tile.to(tl.float16))
 
 
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _chunks_kernel(
-    q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, out, T, sequences,
+    q, k, v, g, beta, A_log, dt_bias, bounds, ones, qs, ks, p, fades, u, w, out, T, sequences,
     scale, lower_bound, strides,
-    BK: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BACKWARD: tl.constexpr, TWO: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head: scale exp(G) q, exp(G_last - G) k, P and exp(G_last); U and W, or for
-    the gradient -A T and exp(G) k."""
+    the gradient -A T and exp(G) k.
+
+    Every exponent is the sum of some tokens' logarithms: their product with zeros and ones."""
     (
         q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
         g_batch, g_row, g_head, b_batch, b_row,
@@ -111,48 +144,49 @@ def _chunks_kernel(
         v += batch * v_batch + start * v_row + hv * v_head
         beta += batch * b_batch + start * b_row + hv
         EDGE: tl.constexpr = BK if C.K == C.K_PAD else C.K
+        SQUARE: tl.constexpr = CHUNK * CHUNK
         tile = program.to(tl.int64) * CHUNK
-        square = (tile + i)[:, None] * CHUNK + i[None, :]
-        q_unit = unit_norm(q, first, length, q_row, C.K, C.K_PAD, C.NORM)
-        k_unit = unit_norm(k, first, length, k_row, C.K, C.K_PAD, C.NORM)
+        inner = i[:, None] * CHUNK + i[None, :]
         speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
-        seen = tl.zeros([CHUNK, CHUNK], tl.float32)
+        # rows behind the last token are those of the last one, of which nothing is used: their
+        # rate is 0
+        row = tl.minimum(first + i, length - 1).to(tl.int64)
+        q_at, k_at = row * q_row, row * k_row
+        q_unit, k_unit, own = norms(q, k, q_at, k_at, C.K, C.K_PAD, C.NORM)
+        # a token and itself
+        seen = tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
         alike = tl.zeros([CHUNK, CHUNK], tl.float32)
         for k0 in range(0, C.K_PAD, BK):
             ck = k0 + tl.arange(0, BK)
             x = gate_input(g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BK, C.BIAS)
-            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, C.GATE), there), 0)
-            last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
-            q_tile = chunk_rows(q, first, length, q_row, ck, EDGE, BK)
-            k_tile = chunk_rows(k, first, length, k_row, ck, EDGE, BK)
+            step = binary(log_decay(x, speed, lower_bound, C.GATE), there)
+            tl.store(fades + program.to(tl.int64) * C.K_PAD + ck, power(tl.sum(step, 0)))
+            high, low = split(step)
             rows = (tile + i)[:, None] * C.K_PAD + ck[None, :]
-            grown = tl.exp2(total)
-            q_wide = q_tile.to(tl.float32) * (q_unit * scale)[:, None]
-            k_wide = k_tile.to(tl.float32) * k_unit[:, None]
-            tl.store(qs + rows, (q_wide * grown).to(element))
+            q_wide = rows_at(q, q_at, ck, EDGE, BK).to(tl.float32)
+            k_wide = rows_at(k, k_at, ck, EDGE, BK).to(tl.float32)
+            k_wide *= k_unit[:, None]
+            grown = power(sums(tl.load(ones + 12 * SQUARE + inner), high, low))
+            tl.store(qs + rows, (q_wide * (q_unit * scale)[:, None] * grown).to(element))
             tl.store(w + rows, (k_wide * grown).to(element))
-            tl.store(ks + rows, (k_wide * tl.exp2(last[None, :] - total)).to(element))
-            tl.store(fades + program.to(tl.int64) * C.K_PAD + ck, tl.exp2(last))
-            # a token and itself
-            own = tl.sum(q_tile.to(tl.float32) * k_tile.to(tl.float32), 1)[:, None]
-            seen += tl.where(i[:, None] == i[None, :], own, 0.0)
+            left = power(sums(tl.load(ones + 13 * SQUARE + inner), high, low))
+            tl.store(ks + rows, (k_wide * left).to(element))
             for bit in range(0, 6):
-                b = 1 << bit
-                fading = from_between(total, b)
-                x_tile = (q_tile.to(tl.float32) * fading).to(element)
-                y_tile = (k_tile.to(tl.float32) * fading).to(element)
-                on = pairs_of_bit(b)
+                fading = power(sums(tl.load(ones + bit * SQUARE + inner), high, low)).to(element)
+                x_tile = rows_at(q, q_at, ck, EDGE, BK) * fading
+                y_tile = rows_at(k, k_at, ck, EDGE, BK) * fading
+                on = tl.load(ones + (6 + bit) * SQUARE + inner) != 0.0
                 seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
                 alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
         seen *= (q_unit * scale)[:, None] * k_unit[None, :]
+        square = (tile + i)[:, None] * CHUNK + i[None, :]
         tl.store(p + square, seen.to(element))
         alike *= k_unit[:, None] * k_unit[None, :]
         rate = tl.load(beta + (first + i).to(tl.int64) * b_row, mask=there, other=0.0)
         rate = rate.to(tl.float32)
-        inverse = _solved(alike * rate[:, None], PRECISION)
+        inverse = _solved(alike * rate[:, None], TWO)
         if BACKWARD:
-            below = -tl.dot(alike, inverse, input_precision=PRECISION)
-            tl.store(u + square, below.to(element))
+            tl.store(u + square, (-_product(alike, inverse, TWO)).to(element))
         else:
             solved = (inverse * rate[None, :]).to(element)
             v_tile = chunk_rows(v, first, length, v_row, cv, C.V, C.V_PAD)
@@ -289,14 +323,15 @@ def chunks(
         count=count,
     )
     if programs > 0:
+        ones = memory.empty((_TILES, side, side), torch.float16, device)
+        launches.kernel(_ones_kernel, _TILES)(ones, num_warps=4)
         launches.kernel(_chunks_kernel, programs)(
-            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, made.qs, made.ks, made.p, made.fades,
-            made.u, made.w, made.qs if out is None else out, T, sequences, scale,
+            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, ones, made.qs, made.ks, made.p,
+            made.fades, made.u, made.w, made.qs if out is None else out, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
             (*(s for x in (q, k, v, g) for s in x.stride()[:3]), *beta.stride()[:2]),
-            BK=min(_KEY_TILE, K_PAD), BACKWARD=backward,
-            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", C=made.constants,
-            num_warps=8, num_stages=1,
+            BK=K_PAD, BACKWARD=backward, TWO=half is torch.float16, C=made.constants,
+            num_warps=4, num_stages=1,
         )  # fmt: skip
     return made
 

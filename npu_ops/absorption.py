@@ -5,9 +5,13 @@ W_uk, and the vector cores beside it turn the rotary dims of one query or two.""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..dispatch.common import memory
 from . import cores, entry, product, rows
 from .product import head_tiles
 from .rows import rotated
@@ -42,13 +46,27 @@ def absorb(
         )  # fmt: skip
 
 
+def room(
+    batch: int, length: int, w: Tensor, rotary: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """For the queries [B, S, heads, R] and their rotary dims."""
+    heads, _, latent = w.shape
+    query = memory.empty((batch, length, heads, latent), dtype, w.device)
+    return query, memory.empty((batch, length, heads, rotary), dtype, w.device)
+
+
 def queries(
     x: Tensor, w: Tensor, out: Tensor, sin: Tensor, cos: Tensor, *turned: rows.Heads
 ) -> None:
     """out [M, heads, R] = x [M, heads, K] @ w [heads, K, R], and the rotations."""
     config = product.by_height("absorption.absorb", x.shape[0])
     works = max(product.head_tile_count(x, w, config), x.shape[0] * len(turned))
+    given: dict[str, Any] = {}
+    for i in range(2):
+        each = rows.of_heads(turned[i] if i < len(turned) else None)
+        given |= {f"{name}{i}": value for name, value in each.items()}
     absorb[(min(works, cores.cube()),)](
-        **product.of_heads(x, w, out, config), **rows.of_rotation(sin, cos, turned, config),
+        **product.of_heads(x, w, out, config), sin=sin, cos=cos, **given, ROTARY=sin.shape[-1],
+        WHOLE=all(each.x.shape[1] % config.tiles["HEAD_TILE"] == 0 for each in turned),
         **config.keywords,
     )  # fmt: skip

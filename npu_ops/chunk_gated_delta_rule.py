@@ -4,16 +4,17 @@
 
     G_i = sum of g up to i, within a chunk     D_ij = exp(G_i - G_j) for j <= i
     L_ij = beta_i D_ij (k_i . k_j) for j < i     T = (I + L)^-1 beta     P_ij = D_ij (q_i . k_j)
-    W = T exp(G) k;  U = T v;  N = U - W S;  S = exp(G_last) S + k^T (exp(G_last - G) N)
+    W = T exp(G) k;  E = exp(G_last - G) k;  N = T v - W S;  S = exp(G_last) S + E^T N
     out = scale (exp(G) (q S) + P N), with the S before the chunk
 
     products   cube            by chunk: q k^T and k k^T
-    triangles  vector cores    by chunk: T, P and G
-    weights    cube + vector   by chunk: W and U
+    triangles  vector cores    by chunk: T, P, exp(G) and what k is multiplied by in W and E
+    weights    cube            by chunk: -W and E
     walk       cube + vector   over a sequence, VALUE_TILE columns of a head's state: S and N
     outputs    cube + vector   by chunk
 
-Only the walk is serial: what it takes turns for is two products a chunk.  The triangle is inverted
+Only the walk is serial.  N stays with the cube; the vector units add to the state in float32, which
+goes from them to the cube and back once a chunk.  The triangle is inverted
 by elimination on the vector cores: in powers of L, which the cube could multiply, what cancels is
 1e17 times as large as the result where keys are alike.  What lies between the kernels is laid out
 by chunk, in rounds of tokens that fit the workspace.
@@ -97,12 +98,13 @@ def _column(gates, rows, head, there, HEADS: tl.constexpr):
 
 @entry.jit(do_not_specialize=["sequences", "tokens", "group", "beta_token", "g_token"])
 def triangles(
-    qk, kk, beta, g, lengths, solved, finer, seen, sums, rates, sequences, tokens, group,
+    qk, kk, beta, g, lengths, solved, finer, fades, seen, sums, rates, sequences, tokens, group,
     beta_token, g_token, VALUE_HEADS: tl.constexpr, VARLEN: tl.constexpr, BETA: tl.constexpr,
     GATE: tl.constexpr, APART: tl.constexpr, multibuffer: tl.constexpr,
 ):  # fmt: skip
-    """T and P [chunks, HV, 64, 64] and G [chunks, HV, 64] of every chunk; APART: instead of T
-    (I + L)^-1, what rounding leaves of it in `finer`, and beta in `rates`."""
+    """Of every chunk T, -T exp(G) in `finer`, exp(G_last - G) on the diagonal of `fades`, and P
+    [chunks, HV, 64, 64], and exp(G) [chunks, HV, 64].  APART: (I + L)^-1 instead of T, what
+    rounding leaves of it in `finer`, G, and beta in `rates`."""
     HALF: tl.constexpr = CHUNK // 2
     i = tl.arange(0, CHUNK)
     f = i.to(tl.float32)  # which the vector unit compares as they are
@@ -139,10 +141,17 @@ def triangles(
             tile = place * (CHUNK * CHUNK) + at
             p = tl.where(sees, tl.load(qk + of_pair) * fading, 0.0)
             tl.store(seen + tile, p.to(seen.dtype.element_ty))
-            tl.store(sums + place * CHUNK + i, total)
+            tl.store(sums + place * CHUNK + i, total if APART else tl.exp(total))
             lower = tl.load(kk + of_pair) * fading * rate[:, None]
             lower = tl.where(f[:, None] > f[None], lower, 0.0)
             x = tl.where(f[:, None] == f[None], 1.0, 0.0)
+            if not APART:
+                fade = extract_slice(fading, (CHUNK - 1, 0), (1, CHUNK), (1, 1))
+                # in parts, for the sake of UB
+                for r in range(0, CHUNK, 16):
+                    part = extract_slice(x, (r, 0), (16, CHUNK), (1, 1)) * fade
+                    row = place * CHUNK + r + tl.arange(0, 16)[:, None]
+                    tl.store(fades + row * CHUNK + i[None], part.to(fades.dtype.element_ty))
             # row r is done: take it out of the rows below; the right half joins with its own rows
             left = extract_slice(x, (0, 0), (CHUNK, HALF), (1, 1))
             for r in range(0, HALF):
@@ -160,26 +169,24 @@ def triangles(
                 tl.store(finer + tile, (x - half.to(tl.float32)).to(half.dtype))
                 tl.store(rates + place * CHUNK + i, rate)
             else:
-                tl.store(solved + tile, (x * rate[None]).to(solved.dtype.element_ty))
+                x = x * rate[None]
+                tl.store(solved + tile, x.to(solved.dtype.element_ty))
+                x = x * -tl.exp(across)[None]
+                tl.store(finer + tile, x.to(finer.dtype.element_ty))
         turn = ((turn - chunks * VALUE_HEADS) % turns + turns) % turns
         start += length
         before += chunks
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "tokens", "group", "value_heads", "k_token", "k_head", "v_token", "v_head",
-    ]
-)  # fmt: skip
+@entry.jit(do_not_specialize=["sequences", "tokens", "group", "value_heads", "k_token", "k_head"])
 def weights(
-    k, v, lengths, solved, sums, taken, given,
-    sequences, tokens, group, value_heads, k_token, k_head, v_token, v_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr,
+    k, lengths, grown, fades, taken, faded,
+    sequences, tokens, group, value_heads, k_token, k_head,
+    KEY: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """W [chunks, HV, 64, K] and U [chunks, HV, 64, V]."""
+    """-W and E [chunks, HV, 64, K]."""
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
-    c = tl.arange(0, VALUE)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
     start = 0
@@ -193,33 +200,22 @@ def weights(
             there = (i < length - first)[:, None]
             token = (start + first + i).to(tl.int64)[:, None]
             of_k = k + (head // group).to(tl.int64) * k_head + token * k_token
-            of_v = v + head.to(tl.int64) * v_head + token * v_token
-            place = (before * value_heads + work).to(tl.int64)
-            t_tile = tl.load(solved + place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None])
             k_tile = tl.load(of_k + d[None], mask=there, other=0.0)
-            v_tile = tl.load(of_v + c[None], mask=there, other=0.0)
-            growth = tl.exp(tl.load(sums + place * CHUNK + i))[:, None]
-            grown = (k_tile.to(tl.float32) * growth).to(k_tile.dtype)
-            row = place * CHUNK + i[:, None]
-            w = tl.dot(t_tile, grown)
+            row = (before * value_heads + work).to(tl.int64) * CHUNK + i[:, None]
+            w = tl.dot(tl.load(grown + row * CHUNK + i[None]), k_tile)
             tl.store(taken + row * KEY + d[None], w.to(taken.dtype.element_ty))
-            u = tl.dot(t_tile, v_tile)
-            tl.store(given + row * VALUE + c[None], u.to(given.dtype.element_ty))
+            e = tl.dot(tl.load(fades + row * CHUNK + i[None]), k_tile)
+            tl.store(faded + row * KEY + d[None], e.to(faded.dtype.element_ty))
         turn = ((turn - chunks * value_heads) % turns + turns) % turns
         start += length
         before += chunks
 
 
-@entry.jit(
-    do_not_specialize=[
-        "sequences", "tokens", "group", "value_heads", "k_token", "k_head",
-    ]
-)  # fmt: skip
+@entry.jit(do_not_specialize=["sequences", "tokens", "value_heads", "v_token", "v_head"])
 def walk(
-    k, lengths, taken, given, sums, initial, states, new, final,
-    sequences, tokens, group, value_heads, k_token, k_head,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
+    v, lengths, solved, taken, faded, growths, initial, states, new, final,
+    sequences, tokens, value_heads, v_token, v_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """S [chunks, HV, V, K], transposed, N [chunks, HV, 64, V], and the final states."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
@@ -236,7 +232,7 @@ def walk(
         for work in range(turn, value_heads * TILES, turns):
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
-            of_k = k + (head // group).to(tl.int64) * k_head
+            of_v = v + head.to(tl.int64) * v_head
             of_state = column[:, None] * KEY + d[None]
             whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
             state = tl.load(initial + whole + of_state)
@@ -244,19 +240,20 @@ def walk(
                 first = chunk * CHUNK
                 there = (i < length - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                row = (before + chunk).to(tl.int64) * value_heads
-                total = tl.load(sums + (row + head) * CHUNK + i)
-                last = tl.load(sums + (row + head) * CHUNK + CHUNK - 1)
-                half = state.to(k.dtype.element_ty)
-                tl.store(states + (row + head) * (VALUE * KEY) + of_state, half)
-                tile = (row + head) * CHUNK + i[:, None]
-                w_tile = tl.load(taken + tile * KEY + d[None])
-                u_tile = tl.load(given + tile * VALUE + column[None])
-                x = u_tile - tl.dot(w_tile, tl.trans(half))
-                tl.store(new + tile * VALUE + column[None], x.to(new.dtype.element_ty))
-                kept = (x * tl.exp(last - total)[:, None]).to(half.dtype)
-                k_tile = tl.load(of_k + token * k_token + d[None], mask=there, other=0.0)
-                state = state * tl.exp(last) + tl.dot(tl.trans(kept), k_tile)
+                place = (before + chunk).to(tl.int64) * value_heads + head
+                growth = tl.load(growths + place * CHUNK + CHUNK - 1)
+                half = state.to(states.dtype.element_ty)
+                tl.store(states + place * (VALUE * KEY) + of_state, half)
+                row = place * CHUNK + i[:, None]
+                t_tile = tl.load(solved + row * CHUNK + i[None])
+                v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
+                w_tile = tl.load(taken + row * KEY + d[None])
+                e_tile = tl.load(faded + row * KEY + d[None])
+                x = tl.dot(w_tile, tl.trans(half), tl.dot(t_tile, v_tile))
+                # stored and loaded by the cube: the vector units take no part in it
+                to = new + row * VALUE + column[None]
+                tl.store(to, x.to(new.dtype.element_ty))
+                state = state * growth + tl.dot(tl.trans(tl.load(to)), e_tile)
             tl.store(final + whole + of_state, state)
         turn = ((turn - value_heads * TILES) % turns + turns) % turns
         start += length
@@ -269,7 +266,7 @@ def walk(
     ]
 )  # fmt: skip
 def outputs(
-    q, lengths, seen, sums, states, new, out,
+    q, lengths, seen, growths, states, new, out,
     sequences, tokens, group, value_heads, scale, q_token, q_head,
     KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -296,7 +293,7 @@ def outputs(
             p_tile = tl.load(seen + place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None])
             s_tile = tl.load(states + place * (VALUE * KEY) + column[:, None] * KEY + d[None])
             n_tile = tl.load(new + (place * CHUNK + i[:, None]) * VALUE + column[None])
-            growth = tl.exp(tl.load(sums + place * CHUNK + i))[:, None]
+            growth = tl.load(growths + place * CHUNK + i)[:, None]
             o = tl.dot(q_tile, tl.trans(s_tile)) * growth + tl.dot(p_tile, n_tile)
             to = out + (token * value_heads + head) * VALUE + column[None]
             tl.store(to, (o * scale).to(out.dtype.element_ty), mask=there)
@@ -356,8 +353,8 @@ def forward(
         return out, state.to(kind)
     group = value_heads // heads
     scale = key_size**-0.5 if scale is None else scale
-    # of a token: W and N, U, a state and squares of pairs by chunk
-    each = value_heads * (2 * key_size + 6 * value_size + value_size * key_size // 32 + 256)
+    # of a token: W, E and N, a state and squares of pairs by chunk
+    each = value_heads * (4 * key_size + 2 * value_size + value_size * key_size // 32 + 512)
     each += heads * 512
     at_once = tiling.at_once(tokens, each)
     if at_once < tokens:
@@ -380,12 +377,12 @@ def forward(
 
         square = (CHUNK.value, CHUNK.value)
         qk, kk = (space(*square, kind=torch.float32, by=heads) for _ in range(2))
-        solved, seen = (space(*square) for _ in range(2))
-        sums = space(CHUNK.value, kind=torch.float32)
-        taken, new = (space(CHUNK.value, x) for x in (key_size, value_size))
-        given = space(CHUNK.value, value_size, kind=torch.float32)
+        solved, grown, fades, seen = (space(*square) for _ in range(4))
+        growths = space(CHUNK.value, kind=torch.float32)
+        taken, faded = (space(CHUNK.value, key_size) for _ in range(2))
+        new = space(CHUNK.value, value_size)
         states = space(value_size, key_size)
-        lengths = sums
+        lengths = growths
         if actual_seq_lengths is not None:
             lengths = _cut(actual_seq_lengths, tokens, first, count)
         of_q, of_k, of_v = (x.stride()[:2] for x in (q, k, v))
@@ -394,23 +391,22 @@ def forward(
             **tune.only("chunk_gated_delta_rule.products").keywords,
         )  # fmt: skip
         triangles[(cores.vector(),)](
-            qk, kk, sums if rate is None else rate, sums if gate is None else gate, lengths,
-            solved, solved, seen, sums, sums, sequences, count, group,
+            qk, kk, growths if rate is None else rate, growths if gate is None else gate, lengths,
+            solved, grown, fades, seen, growths, growths, sequences, count, group,
             0 if rate is None else rate.stride(0), 0 if gate is None else gate.stride(0),
             VALUE_HEADS=value_heads, VARLEN=varlen, BETA=rate is not None, GATE=gate is not None,
             APART=False, **tune.only("chunk_gated_delta_rule.triangles").keywords,
         )  # fmt: skip
         weights[(cores.cube(),)](
-            k, v, lengths, solved, sums, taken, given, sequences, count, group, value_heads,
-            *of_k, *of_v, VALUE=value_size, **sizes,
-            **tune.only("chunk_gated_delta_rule.weights").keywords,
+            k, lengths, grown, fades, taken, faded, sequences, count, group, value_heads, *of_k,
+            **sizes, **tune.only("chunk_gated_delta_rule.weights").keywords,
         )  # fmt: skip
         walk[(cores.cube(),)](
-            k, lengths, taken, given, sums, state, states, new, state, sequences, count, group,
-            value_heads, *of_k, VALUE=value_size, **sizes, **_tile("walk", key_size, value_size),
+            v, lengths, solved, taken, faded, growths, state, states, new, state, sequences, count,
+            value_heads, *of_v, VALUE=value_size, **sizes, **_tile("walk", key_size, value_size),
         )  # fmt: skip
         outputs[(cores.cube(),)](
-            q, lengths, seen, sums, states, new, o, sequences, count, group, value_heads, scale,
+            q, lengths, seen, growths, states, new, o, sequences, count, group, value_heads, scale,
             *of_q, VALUE=value_size, **sizes, **_tile("outputs", key_size, value_size),
         )  # fmt: skip
     return out, state.to(kind)

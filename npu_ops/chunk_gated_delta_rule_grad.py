@@ -518,7 +518,7 @@ def backward(
         )  # fmt: skip
         triangles[(cores.vector(),)](
             qk, kk, sums if rate is None else rate, sums if gate is None else gate, lengths,
-            inverse, finer, seen, sums, rates, sequences, tokens, group,
+            inverse, finer, inverse, seen, sums, rates, sequences, tokens, group,
             0 if rate is None else rate.stride(0), 0 if gate is None else gate.stride(0),
             VALUE_HEADS=values, VARLEN=varlen, BETA=rate is not None, GATE=gate is not None,
             APART=True, **tune.only("chunk_gated_delta_rule.triangles").keywords,

@@ -2,7 +2,7 @@
 # Copyright the npu-custom-ops authors
 """The KL divergence of the indexer's distribution from the attention's, in four kernels.
 
-gather     vector cores    the selected keys -> dense [T, K, D], one bulk copy a row
+gather     vector cores    the selected keys -> dense [T, K, D], two rows a copy
 log_sums   cube + vector   log-sum-exp of every head, unless it is given
 head_sums  cube + vector   the target: probabilities summed over a tile of heads
 row_loss   vector cores    both distributions of a row and the loss
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, ragged, tiling, tune
+from .sparse_flash_attention import pair, put
 
 
 @triton.jit
@@ -42,7 +43,6 @@ def gather(
 ):  # fmt: skip
     """A slot that does not count is a copy of the first key."""
     r = tl.arange(0, ROWS)
-    d = tl.arange(0, DIM)
     pieces = wide // ROWS
     for work in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
         row = work // pieces
@@ -52,14 +52,16 @@ def gather(
         last = tl.minimum(offset + i, keys - 1)
         at = indices + batch * i_batch + i.to(tl.int64) * i_row + start
         position = tl.load(at + r, mask=r < count - start, other=-1)
-        position = tl.where(usable(position, last) > 0, position, 0).to(tl.int64)[:, None]
-        to = (row.to(tl.int64) * wide + start + r)[:, None]
-        tile = tl.load(key + batch * key_batch + position * key_row + d[None])
-        tl.store(dense + to * DIM + d[None], tile)
-        if ROPE > 0:
-            e = tl.arange(0, ROPE)
-            tail = tl.load(key_rope + batch * rope_batch + position * rope_row + e[None])
-            tl.store(dense_rope + to * ROPE + e[None], tail)
+        position = tl.where(usable(position, last) > 0, position, 0)
+        of_key = key + batch * key_batch
+        of_rope = key_rope + batch * rope_batch
+        to = row.to(tl.int64) * wide + start
+        for n in range(0, ROWS, 2):
+            one = tl.get_element(position, (n,)).to(tl.int64)
+            other = tl.get_element(position, (n + 1,)).to(tl.int64)
+            put(dense, to + n, pair(of_key, key_row, one, other, DIM), DIM)
+            if ROPE > 0:
+                put(dense_rope, to + n, pair(of_rope, rope_row, one, other, ROPE), ROPE)
 
 
 @entry.jit(
@@ -256,6 +258,8 @@ def forward(
         shares = memory.empty([parts, *target.shape], torch.float32, query.device)
     offset = min(chunk_offset, keys)  # with the row's number it stays within 32 bits
     at_once = tiling.at_once(tokens, wide * (size + rope) * 2)
+    if cores.cube() < at_once < tokens:
+        at_once -= at_once % cores.cube()  # every core has as many tokens
     dense = memory.empty([at_once, wide, size], key.dtype, key.device)
     dense_rope = memory.empty([at_once, wide, rope], key.dtype, key.device)
     if softmax_lse is None:

@@ -46,7 +46,7 @@ def spread(
     h = tl.arange(0, HIGH_TILE)
     p = tl.arange(0, LOW)
     j = tl.arange(0, SLOTS)
-    of_high = h.to(tl.float32)[:, None]
+    of_high = h.to(tl.float32)[None]
     of_low = p.to(tl.float32)[None]
     tiles = wide // (HIGH_TILE * LOW)
     for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
@@ -68,9 +68,10 @@ def spread(
             high = position // LOW
             low = (position - high * LOW).to(tl.float32)
             high = (high - tile).to(tl.float32)
-            ones = tl.where(of_high == high[None], 1.0, 0.0)
+            # slots by rows: of rows by slots build 1.1.0 shares none between the vector units
+            ones = tl.where(of_high == high[:, None], 1.0, 0.0)
             values = tl.where(of_low == low[:, None], value[:, None], 0.0)
-            acc = tl.dot(ones, values, acc)
+            acc = tl.dot(tl.trans(ones), values, acc)
         to = g + row.to(tl.int64) * wide + tile * LOW
         tl.store(to + h[:, None] * LOW + p[None], acc)
 

@@ -82,7 +82,7 @@ def _of_16_bits(
     def new(*shape: int) -> Tensor:
         return memory.empty(shape, token_x.dtype, token_x.device)
 
-    query, query_rope = new(tokens, heads, latent), new(tokens, heads, rotary)
+    query, query_rope = absorption.room(batch, length, weight_uk, rotary, token_x.dtype)
     query_norm = new(tokens, rank)
     if tokens:
         both = new(tokens, heads, plain + rotary)
@@ -97,11 +97,8 @@ def _of_16_bits(
         )  # fmt: skip
         rows.norms(sums, rope_sin, rope_cos, cache_index, of_latent, None)
         product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
-        turned = rows.Heads(both[..., plain:], query_rope, rope_interleaved)
-        absorption.queries(both[..., :plain], weight_uk, query, rope_sin, rope_cos, turned)
-    shape = (batch, length)
-    return (
-        query.view(*shape, heads, latent),
-        query_rope.view(*shape, heads, rotary),
-        (query_norm.view(*shape, rank)),
-    )
+        turned = rows.Heads(both[..., plain:], query_rope.flatten(0, 1), rope_interleaved)
+        absorption.queries(
+            both[..., :plain], weight_uk, query.flatten(0, 1), rope_sin, rope_cos, turned
+        )
+    return query, query_rope, query_norm.view(batch, length, rank)

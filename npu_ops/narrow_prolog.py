@@ -94,7 +94,8 @@ def mla(
     def new(*shape: int) -> Tensor:
         return memory.empty(shape, rmsnorm_gamma_cq.dtype, device)
 
-    query, query_rope = new(tokens, heads, latent), new(tokens, heads, rotary)
+    query, query_rope = absorption.room(batch, length, weight_uk, rotary, rmsnorm_gamma_cq.dtype)
+    of_query, of_rope = query.flatten(0, 1), query_rope.flatten(0, 1)
     query_norm = new(tokens, rank)
     narrow = dequant_scale_w_uq_qr is not None
     c = Rows(query_norm)
@@ -121,20 +122,14 @@ def mla(
             to_absorb = new(tokens, heads, plain)
             scaled = [(weight_uq_qr, dequant_scale_w_uq_qr)]
             (q,) = narrow_product.sums(c, scaled, weight_format, 1)
-            narrow_rows.of_query_heads(q, rotation, to_absorb, query_rope)
-            product.heads(to_absorb, weight_uk, query)
+            narrow_rows.of_query_heads(q, rotation, to_absorb, of_rope)
+            product.heads(to_absorb, weight_uk, of_query)
         else:
             both = new(tokens, heads, plain + rotary)
             product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
-            turned = rows.Heads(both[..., plain:], query_rope, rope_interleaved)
-            absorption.queries(both[..., :plain], weight_uk, query, rope_sin, rope_cos, turned)
-    shape = (batch, length)
-    return (
-        query.view(*shape, heads, latent),
-        query_rope.view(*shape, heads, rotary),
-        query_norm.view(*shape, rank),
-        c,
-    )
+            turned = rows.Heads(both[..., plain:], of_rope, rope_interleaved)
+            absorption.queries(both[..., :plain], weight_uk, of_query, rope_sin, rope_cos, turned)
+    return query, query_rope, query_norm.view(batch, length, rank), c
 
 
 def indexer(
@@ -198,14 +193,14 @@ def indexer(
 def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(query, query_rope, query_index, weights) of a layer whose weights are all of int8: x and its
     norm are quantised once, and their products share a launch."""
-    (batch, length, hidden), (heads, plain, latent) = a.x.shape, a.w_uk.shape
+    (batch, length, hidden), (heads, plain, _) = a.x.shape, a.w_uk.shape
     tokens, rank, size = batch * length, a.gamma_cq.shape[0], a.in_gamma_k.shape[0]
     rotary, device = a.sin.shape[-1], a.x.device
 
     def new(*shape: int) -> Tensor:
         return memory.empty(shape, a.x.dtype, device)
 
-    query, query_rope = new(tokens, heads, latent), new(tokens, heads, rotary)
+    query, query_rope = absorption.room(batch, length, a.w_uk, rotary, a.x.dtype)
     keys, scales = a.index_cache()
     in_bytes = scales is not None
     kind = torch.int8 if in_bytes else a.x.dtype
@@ -241,13 +236,9 @@ def both(a: layer.Whole, index_heads: int) -> tuple[Tensor, Tensor, Tensor, Tens
         )
         narrow_rows.of_index_keys(key, proj, index, of_index, weights)
         q, of_indexer = narrow_product.sums(c, second, a.weight_format, 1)
-        narrow_rows.of_query_heads(q, rotation, to_absorb, query_rope)
+        narrow_rows.of_query_heads(q, rotation, to_absorb, query_rope.flatten(0, 1))
         narrow_rows.of_index_heads(of_indexer, of_index, weights, query_index, folded)
-        product.heads(to_absorb, a.w_uk, query)
-    shape = (batch, length)
-    return (
-        query.view(*shape, heads, latent),
-        query_rope.view(*shape, heads, rotary),
-        query_index.view(*shape, index_heads, size),
-        (weights if folded is None else folded).view(*shape, index_heads),
-    )
+        product.heads(to_absorb, a.w_uk, query.flatten(0, 1))
+    shape = (batch, length, index_heads)
+    given = weights if folded is None else folded
+    return query, query_rope, query_index.view(*shape, size), given.view(shape)

@@ -3,7 +3,7 @@
 """Norms and rotations of the prologs, and the rows that they write into paged caches.
 
     finish         products of x -> norms, rotated keys, rows of the caches, head weights
-    rotate_heads   the heads of one query or two
+    rotate_heads   the heads of a query
 
 A rotation pairs dims (0, 1), (2, 3)... (interleaved) or the halves; its result lies in halves.
 Interleaved rows are loaded once and taken apart by the vector unit, before they are widened.
@@ -257,28 +257,15 @@ def rotated(
     return (first + rows * tiles) % tl.num_programs(0)
 
 
-@entry.jit(
-    do_not_specialize=[
-        "rows", "heads0", "x_row0", "x_head0", "row0", "head0", "heads1", "x_row1", "x_head1",
-        "row1", "head1",
-    ]
-)  # fmt: skip
+@entry.jit(do_not_specialize=["rows", "heads", "x_row", "x_head", "row", "head"])
 def rotate_heads(
-    sin, cos, rows, x0, out0, heads0, x_row0, x_head0, row0, head0,
-    x1, out1, heads1, x_row1, x_head1, row1, head1, ROTARY: tl.constexpr,
-    INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr, WHOLE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
+    sin, cos, rows, x, out, heads, x_row, x_head, row, head, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of one tensor or two."""
-    first = rotated(
-        x0, sin, cos, out0, 0, rows, heads0, x_row0, x_head0, row0, head0,
-        ROTARY, INTERLEAVED0, WHOLE, HEAD_TILE,
+    rotated(
+        x, sin, cos, out, 0, rows, heads, x_row, x_head, row, head,
+        ROTARY, INTERLEAVED, WHOLE, HEAD_TILE,
     )  # fmt: skip
-    if x1 is not None:
-        rotated(
-            x1, sin, cos, out1, first, rows, heads1, x_row1, x_head1, row1, head1,
-            ROTARY, INTERLEAVED1, WHOLE, HEAD_TILE,
-        )  # fmt: skip
 
 
 @dataclass
@@ -371,35 +358,23 @@ def norms(
     )  # fmt: skip
 
 
-def rotate(sin: Tensor, cos: Tensor, *tensors: Heads) -> None:
-    """One tensor or two, in one launch."""
-    most = max(each.x.shape[1] for each in tensors)
-    config = tune.at_least("rows.rotate_heads", "HEAD_TILE", most, sin.shape[-1])
+def rotate(sin: Tensor, cos: Tensor, turned: Heads) -> None:
+    rows, heads = turned.x.shape[:2]
+    config = tune.at_least("rows.rotate_heads", "HEAD_TILE", heads, sin.shape[-1])
     tile = config.tiles["HEAD_TILE"]
-    rows = tensors[0].x.shape[0]
-    works = rows * sum(-(-each.x.shape[1] // tile) for each in tensors)
-    rotate_heads[(min(works, cores.vector()),)](
-        rows=rows, **of_rotation(sin, cos, tensors, config), **config.keywords
-    )
+    rotate_heads[(min(rows * -(-heads // tile), cores.vector()),)](
+        sin=sin, cos=cos, rows=rows, ROTARY=sin.shape[-1], WHOLE=heads % tile == 0,
+        **of_heads(turned), **config.keywords,
+    )  # fmt: skip
 
 
-def of_rotation(
-    sin: Tensor, cos: Tensor, tensors: tuple[Heads, ...], config: tune.Config
-) -> dict[str, Any]:
-    """What the rotation of one tensor or two takes beside its tiles and `rows`."""
-    given: dict[str, Any] = dict(sin=sin, cos=cos, ROTARY=sin.shape[-1])
-    for i in range(2):
-        each = tensors[i] if i < len(tensors) else None
-        x, out = (each.x, each.out) if each else (None, None)
-        given |= {
-            f"x{i}": x,
-            f"out{i}": out,
-            f"heads{i}": x.shape[1] if x is not None else 0,
-            f"x_row{i}": x.stride(0) if x is not None else 0,
-            f"x_head{i}": x.stride(1) if x is not None else 0,
-            f"row{i}": out.stride(0) if out is not None else 0,
-            f"head{i}": out.stride(1) if out is not None else 0,
-            f"INTERLEAVED{i}": bool(each and each.interleaved),
-        }
-    given["WHOLE"] = all(each.x.shape[1] % config.tiles["HEAD_TILE"] == 0 for each in tensors)
-    return given
+def of_heads(turned: Heads | None) -> dict[str, Any]:
+    """What a kernel takes of a tensor that it turns, or of none."""
+    if turned is None:
+        sizes = dict.fromkeys(("heads", "x_row", "x_head", "row", "head"), 0)
+        return dict(x=None, out=None, **sizes, INTERLEAVED=False)
+    x, out = turned.x, turned.out
+    return dict(
+        x=x, out=out, heads=x.shape[1], x_row=x.stride(0), x_head=x.stride(1),
+        row=out.stride(0), head=out.stride(1), INTERLEAVED=turned.interleaved,
+    )  # fmt: skip

@@ -56,7 +56,7 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def new(*shape: int) -> Tensor:
         return memory.empty(shape, a.x.dtype, a.x.device)
 
-    query, query_rope = new(tokens, heads, latent), new(tokens, heads, rotary)
+    query, query_rope = absorption.room(batch, length, a.w_uk, rotary, a.x.dtype)
     query_index, weights = new(tokens, a.index_heads, size), new(tokens, index_heads)
     if tokens:
         query_norm, both = new(tokens, rank), new(tokens, heads, plain + rotary)
@@ -87,14 +87,14 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             a.weight_format,
         )
         absorption.queries(
-            both[..., :plain], a.w_uk, query, a.sin, a.cos,
-            rows.Heads(both[..., plain:], query_rope, a.rope_interleaved),
+            both[..., :plain], a.w_uk, query.flatten(0, 1), a.sin, a.cos,
+            rows.Heads(both[..., plain:], query_rope.flatten(0, 1), a.rope_interleaved),
             rows.Heads(query_index, query_index, a.index_rope_interleaved),
         )  # fmt: skip
     shape = (batch, length)
     return (
-        query.view(*shape, heads, latent),
-        query_rope.view(*shape, heads, rotary),
+        query,
+        query_rope,
         query_index.view(*shape, a.index_heads, size),
         weights.view(*shape, index_heads),
     )

@@ -137,6 +137,31 @@ def test_multiply_of_another_tile(multiply, tile, wrong):
     assert len(lint.wrong_multiplies(module(body))) == wrong
 
 
+@pytest.mark.parametrize(
+    ("condition", "branch", "repeats"),
+    [
+        ("arith.cmpi eq, %22, %c0 : index", "%23", True),
+        # its share of the tile, and a branch on something else
+        ("affine.apply #map()[%22]", "%35", False),
+        ("arith.cmpi eq, %21, %c0 : index", "%35", False),
+        ("arith.cmpi slt, %22, %c1 : index", "%23", False),
+        # the name of something else by then
+        ("arith.cmpi eq, %22, %c0 : index\n    %23 = arith.cmpi eq, %9, %8 : i32", "%23", False),
+    ],
+)
+def test_repeat_without_its_mark(condition, branch, repeats):
+    body = f"""@rows_mix_aiv(%arg0: i64) {{
+    %21 = hivm.hir.get_sub_block_idx -> i64
+    %22 = arith.index_cast %21 : i64 to index
+    %23 = {condition}
+    scf.for %arg1 = %c0 to %c8 step %c1 {{
+      scf.if {branch} {{
+        hivm.hir.store ins(%1 : memref<8xf32, {UB}>) outs(%2 : memref<8xf32, {GM}>)
+      }}
+    }}"""
+    assert lint.repeats(module(body)) is repeats
+
+
 def test_repeat_and_retry():
     kinds = [x.kind for x in lint.of("{limit_sub_block_id0}", "[NOTE] compiled again, single")]
     assert kinds == ["retry", "repeat"]

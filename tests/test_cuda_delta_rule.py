@@ -155,8 +155,10 @@ def test_kernels_of_kda_compile_and_fit(case, capability, kib, monkeypatch):
     kda.forward(**x)
     kda_grad.backward(**x, d_out=x["v"], d_final_state=x["initial_state"])
     names = [
+        "_ones_kernel",
         "_chunks_kernel",
         "_states_kernel",
+        "_ones_kernel",
         "_chunks_kernel",
         "_walks_kernel",
         "_inputs_kernel",

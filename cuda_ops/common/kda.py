@@ -7,12 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunks import CHUNK, chunk_rows, softplus
+from .chunks import CHUNK, chunk_rows
+from .gpu import INTERPRETED
 from .lengths import within
 
 # exp() of it is 0 in float32, and 64 of them add up without losing what is small
 _LEAST: tl.constexpr = tl.constexpr(-100.0)
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_SIMULATED = tl.constexpr(INTERPRETED)
 # what `g` is
 GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -79,12 +81,58 @@ def walked(bounds, n, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def power(x):
+    """2^x with one instruction; below 2^-126 it is 0."""
+    if _SIMULATED:
+        found = tl.exp2(x)
+    else:
+        found = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
+def _log2(x):
+    """With one instruction; x is at least 1."""
+    if _SIMULATED:
+        found = tl.log2(x)
+    else:
+        found = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), of which 17 bits are right."""
+    y = power(tl.minimum(x, 20.0) * _LOG2E)
+    # where 1 + y rounds, the first terms of a series
+    small = y * (1.0 - y * (0.5 - y * (0.33333333 - y * 0.25)))
+    log1p = tl.where(y < 0.03125, small, _log2(1.0 + y) * 0.6931471805599453)
+    return tl.where(x <= 20.0, log1p, x)
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x with one instruction, whose last bit may be off."""
+    if _SIMULATED:
+        found = 1.0 / x
+    else:
+        found = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
+
+
+@triton.jit
 def log_decay(x, rate, lower_bound, GATE: tl.constexpr):
     """The decay's logarithm."""
     if GATE == SOFTPLUS:
-        return -rate * softplus(x, 1.0, 20.0)
+        return -rate * _softplus(x)
     elif GATE == BOUNDED:
-        return lower_bound / (1.0 + tl.exp(-rate * x))
+        return lower_bound * _inverse(1.0 + power(-rate * x * _LOG2E))
     else:
         return x
 
@@ -119,11 +167,36 @@ def from_between(total, b):
 
 
 @triton.jit
+def split(x):
+    """x of float32, below 2**15, as a sum of two float16: 22 bits of it."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def sums(ones, high, low):
+    """[64, K]: of every token the sum of those that its row of `ones` [64, 64] has."""
+    return tl.dot(ones, high, tl.dot(ones, low))
+
+
+@triton.jit
+def until_between(b):
+    """[64, 64]: the tokens between every one and the last before the later half of its 2 b."""
+    i = tl.arange(0, CHUNK)
+    own, other = i[:, None], i[None, :]
+    later = (own & b) != 0
+    first = own // b * b  # of its half
+    after = (other >= first) & (other <= own)
+    before = (other > own) & (other < first + b)
+    return tl.where(later, after, before)
+
+
+@triton.jit
 def pairs_of_bit(b):
     """[64, 64]: which those pairs are."""
     i = tl.arange(0, CHUNK)
-    differ = i[:, None] ^ i[None, :]
-    return (i[:, None] > i[None, :]) & (differ >= b) & (differ < 2 * b)
+    own, other = i[:, None], i[None, :]
+    return (own // (2 * b) == other // (2 * b)) & ((own & b) != 0) & ((other & b) == 0)
 
 
 @triton.jit
@@ -134,6 +207,33 @@ def unit_norm(x, first, length, row, K: tl.constexpr, K_PAD: tl.constexpr, NORM:
         return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
     else:
         return tl.full([CHUNK], 1.0, tl.float32)
+
+
+@triton.jit
+def rows_at(base, at, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """[64, PAD] of the rows that begin `at` [64]; zeros behind SIZE."""
+    to = base + at[:, None] + columns[None, :]
+    if SIZE != PAD:
+        tile = tl.load(to, mask=(columns < SIZE)[None, :], other=0.0)
+    else:
+        tile = tl.load(to)
+    return tile
+
+
+@triton.jit
+def norms(q, k, q_at, k_at, K: tl.constexpr, K_PAD: tl.constexpr, NORM: tl.constexpr):
+    """What the rows of q and k are multiplied with, and their products."""
+    c = tl.arange(0, K_PAD)
+    q_wide = rows_at(q, q_at, c, K, K_PAD).to(tl.float32)
+    k_wide = rows_at(k, k_at, c, K, K_PAD).to(tl.float32)
+    own = tl.sum(q_wide * k_wide, 1)
+    if NORM:
+        q_unit = tl.rsqrt(tl.sum(q_wide * q_wide, 1) + 1e-6)
+        k_unit = tl.rsqrt(tl.sum(k_wide * k_wide, 1) + 1e-6)
+    else:
+        q_unit = tl.full([CHUNK], 1.0, tl.float32)
+        k_unit = q_unit
+    return q_unit, k_unit, own
 
 
 def gate(gated: bool, lower_bound: float | None) -> int:

@@ -25,7 +25,8 @@ from .toolchain import NEWEST, ROOT
 @dataclass(frozen=True)
 class Control:
     """In `npu_ops/<file>.py`, `old` (found exactly once) becomes `new`; `case` must then fail:
-    by its values or its process (stage "run"), or in the compiler or the lints ("compile")."""
+    by its values or its process (stage "run"), or in the compiler or the lints ("compile") with
+    this build."""
 
     title: str
     file: str
@@ -33,6 +34,7 @@ class Control:
     new: str
     case: str
     stage: str = "run"
+    build: str = NEWEST
 
 
 @dataclass
@@ -75,9 +77,9 @@ def _attempt(control: Control, case: Case, file: str) -> tuple[bool, str]:
         outcome = examine(case, file, None)
         return outcome.share > 1, outcome.findings[0]
     for launch in lower(case):
-        compiled = compile_for_npu(launch.linalg, launch.options, NEWEST)
+        compiled = compile_for_npu(launch.linalg, launch.options, control.build)
         found = [*compiled.found, *unbounded_indirect_loads(launch.ttir)]
-        new = [x.text for x in found if not known.listed(launch.kernel, x.kind)]
+        new = [x.text for x in found if known.wrong(launch.kernel, x.kind, control.build)]
         if not compiled.ok or new:
             return True, compiled.error or new[0]
     return False, "compiled, and no lint spoke"

@@ -175,6 +175,8 @@ def _prologs() -> Iterator[Limit]:
     )  # fmt: skip
     said = f"more than {wide} numbers"
     yield Limit("mla_prolog_pto", given, dict(rmsnorm_gamma_cq=_t(wide + 1)), said)
+    floats = _t(1, 8, dtype=torch.float32)
+    yield Limit("mla_prolog_pto", given, dict(token_x=floats), "`token_x` is torch.float32")
     yield Limit("mla_prolog_pto", given, dict(kv_cache=_t(1, 16, 1, wide + 1)), said)
 
     int8, fp8 = torch.int8, torch.float8_e4m3fn
@@ -189,6 +191,10 @@ def _prologs() -> Iterator[Limit]:
 
     given = dict(token_x=_t(1, 8), ln_gamma_k=_t(128), rope_sin=_t(1, 64), weight_quant_mode=1)
     given |= dict(kv_cache_quant_mode=3, index_k_cache=_t(1, 16, 1, 128, dtype=int8))
+    w8a8c8 = dict(token_x=_t(1, 8), ln_gamma_k=_t(128), sin_idx_rope=_t(1, 64))
+    w8a8c8 |= dict(idx_k_cache=_t(1, 16, 1, 128, dtype=int8))
+    angles = dict(sin_idx_rope=_t(1, 72))
+    yield Limit("lightning_indexer_prolog_pto", w8a8c8, angles, "72 rotary dims of 128")
     keys = dict(index_k_cache=_t(1, 16, 1, 128, dtype=fp8))
     yield Limit("indexer_prolog_pto", given, keys, "a cache of fp8")
     yield Limit("indexer_prolog_pto", given, dict(weight_quant_mode=4), "weight_quant_mode=4")

@@ -21,7 +21,7 @@ def of(hivm: str, said: str = "") -> list[Finding]:
     """Of the final HIVM, and of what the compiler said beside it."""
     found = [Finding("multiply", text) for text in wrong_multiplies(hivm)]
     found += [Finding("retry", text) for text in re.findall(r"\[NOTE\] ?([^\n]*)", said)]
-    if "limit_sub_block_id0" in hivm:
+    if repeats(hivm):
         found.append(Finding("repeat", "both vector sub-cores repeat the same vector work"))
     if takes_turns(hivm):
         found.append(Finding("turns", "cube and vector take turns: a workspace of one slot"))
@@ -88,6 +88,34 @@ def takes_turns(hivm: str) -> bool:
         ):
             return False
     return slots
+
+
+def repeats(hivm: str) -> bool:
+    """Both vector units of a core do the work of a whole tile, and the first alone stores it.
+    Where the cube reads it, the older builds lose the mark, and only the branch is left."""
+    if "limit_sub_block_id0" in hivm:
+        return True
+    for function in functions(hivm):
+        unit: set[str] = set()  # names of the number of the vector unit
+        first: set[str] = set()  # of whether it is the first
+        for line in function.splitlines():
+            branch = re.search(r"\bscf\.if (%\w+)", line)
+            if branch and branch[1] in first:
+                return True
+            value = re.match(r"\s*(%\w+) = ([\w.]+)(.*)", line)
+            if not value:
+                continue
+            name, operation, operands = value.groups()
+            unit.discard(name)  # sibling regions use a name again
+            first.discard(name)
+            of_unit = not unit.isdisjoint(re.findall(r"%\w+", operands))
+            if operation == "hivm.hir.get_sub_block_idx" or (
+                of_unit and operation in ("arith.index_cast", "arith.trunci")
+            ):
+                unit.add(name)
+            elif of_unit and operation == "arith.cmpi" and operands.startswith(" eq,"):
+                first.add(name)
+    return False
 
 
 def scalar_loops(hivm: str) -> int:

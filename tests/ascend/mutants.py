@@ -55,6 +55,8 @@ _SUMMED = "what the two hold is only ever summed"
 _TIMES = "the two are only multiplied, number by number"
 _NUMBERS = "as many numbers, whose rows the kernels count themselves"
 _UNMASKED = "a tile that is not masked uses neither"
+_CORE = "another core begins, with the same work"
+_KEYS = "the third weight is an indexer's key: four panels, whole"
 _LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
 _PIECE = (("piece <= (end + KEY_TILE", "a piece of rows more is copied, which nobody reads"),)
 _EMPTY = "at 0 nothing is copied"
@@ -89,6 +91,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
     ),
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
+    "chunk_gated_delta_rule.outputs": _LENGTH,
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": _LENGTH,
     "chunk_gated_delta_rule.walk": _LENGTH,
@@ -120,6 +123,17 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("of_rest, grads, states, ", _TIMES),
     ),
     "fused_attention._fitting": (("max(sizes) < 128", _TILE),),
+    "fused_attention.attend": (
+        ("count_k, start, window, row_max, total, (2)", _UNMASKED),
+        ("start, window, count_k, row_max, total, acc, sc (2)", _UNMASKED),
+        ("-> shift (2)", _UNMASKED),
+        ("CAUSAL, KEY_TILE, WINDOW, False)", _UNMASKED),
+        ("KEY_TILE, WINDOW, CAUSAL, False)", _UNMASKED),
+    ),
+    "fused_attention.forward": (
+        ("*sizes, varlen, masked)", _NAMED),
+        ("tokens_q > full", "rows that fill one tile fit the tiles of those that fill none"),
+    ),
     "fused_attention_backward.grad_query": (
         ("lse, of_delta, acc, sca (2)", _UNMASKED),
         ("lse, of_delta, ac (2)", _UNMASKED),
@@ -164,12 +178,26 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("score >= LEAST_SCORE", "the least score stays itself"),
         ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
     ),
+    "narrow_product._tiles": (("-> tiles * parts", _CORE),),
+    "narrow_product.nz_sums": (("PANELS, ROWS, DEPTH) (3)", _KEYS),),
+    "narrow_prolog.both": (
+        ("-> new(index_heads, tokens)", _NUMBERS),
+        ("-> new(rank, tokens)", _NUMBERS),
+    ),
+    "narrow_rows.of_index_heads": (("heads, rotary, size)", _NAMED),),
+    "narrow_rows.of_latents": (
+        ("latent, rank, rotary)", _NAMED),
+        ("rank, rotary, latent)", _NAMED),
+    ),
+    "narrow_rows.of_query_heads": (("heads, rotary, size)", _NAMED),),
     "product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
+    "product.nd_product": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
     "ragged.page_rows": (
         ("key.shape[0] < 1", "the only page has the number 0, whatever lies between two"),
     ),
+    "rows.rotated": (("-> rows * tiles", _CORE),),
     "sparse_flash_attention._weighing": (("rotary, latent)", _NAMED),),
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),

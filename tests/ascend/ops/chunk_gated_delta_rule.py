@@ -126,15 +126,29 @@ CONTROLS = (
     Control(
         "the decay between chunks forgotten",
         KERNEL,
-        "state = state * tl.exp(last) + ",
+        "state = state * growth + ",
         "state = state + ",
         "two chunks and a part",
     ),
     Control(
         "keys of W without the decay from the chunk's start",
         KERNEL,
-        "k_tile.to(tl.float32) * growth",
-        "k_tile.to(tl.float32) * (0.0 * growth + 1.0)",
+        "x = x * -tl.exp(across)[None]",
+        "x = -x",
+        "two chunks and a part",
+    ),
+    Control(
+        "keys of the state without the decay to the chunk's end",
+        KERNEL,
+        "(1, 1)) * fade",
+        "(1, 1)) * (0.0 * fade + 1.0)",
+        "two chunks and a part",
+    ),
+    Control(
+        "values behind a sequence's end",
+        KERNEL,
+        "column[None], mask=there, other=0.0)",
+        "column[None])",
         "two chunks and a part",
     ),
     Control(

@@ -113,6 +113,8 @@ CASES = (
               blocks=([0, 2], [2, 3], [0, -1]))),
     Case(OP, "no token, accepted tokens",
          call([3, 0, 2], [3, 7, 0], columns=6, accepted=[2, 1, 2])),
+    Case(OP, "no token, nothing computed",
+         call([3, 0, 2], [3, 7, 0], computed=[2, 0, 1])),
     Case(OP, "rows of no blocks",
          call([3, 2], [[], []], computed=[0, 1], blocks=([0, 0], [0, 0], [0, 0]))),
     Case(OP, "no sequence", call([], [])),

@@ -133,6 +133,13 @@ CONTROLS = (
         "the index after the last key's, every key is past",
     ),
     Control(
+        "the first row of the next copy as the second",
+        KERNEL,
+        "tl.get_element(position, (n + 1,))",
+        "tl.get_element(position, ((n + 2) % ROWS,))",
+        "16 heads",
+    ),
+    Control(
         "the index after the last key's counts",
         KERNEL,
         "last = tl.minimum(offset + i, keys - 1)\n        of_indices",

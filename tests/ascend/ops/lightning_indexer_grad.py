@@ -107,8 +107,8 @@ CASES = (
 )
 CONTROLS = (
     Control("the last round alone", KERNEL, "sums += part", "sums = part", "three tokens a round"),
-    Control("the last slots alone", KERNEL, "tl.dot(ones, values, acc)", "tl.dot(ones, values)",
-            "64 heads"),
+    Control("the last slots alone", KERNEL, "tl.trans(ones), values, acc)",
+            "tl.trans(ones), values)", "64 heads"),
     Control("every tile is the first", KERNEL, "(high - tile)", "(high + 0 * tile)",
             "more keys than a tile"),
     Control("future keys count", KERNEL, "usable(position, limit - 1)",

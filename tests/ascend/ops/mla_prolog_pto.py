@@ -88,6 +88,7 @@ def prolog(
 OP = "npu_mla_prolog_pto"
 SMALL = dict(hidden=1024, rank=512)
 UNEVEN = dict(hidden=208, rank=176)
+_ODD = dict(hidden=64, latent=128, rotary=16)
 case = partial(Case, OP, widen=row_major)
 CASES = (
     case("model, 128 heads, 4 tokens", prolog(4, 1, 128), cores=(24,)),
@@ -107,6 +108,10 @@ CASES = (
     case("row-major", prolog(4, 2, 8, form="nd", **SMALL)),
     case("the slot past the last", prolog(3, 1, 3, past=0, **UNEVEN)),
     case("two epsilons", prolog(3, 1, 3, epsilons=(0.5, 0.1), **UNEVEN)),
+    # 24 tiles of 8 panels, the last of 4, 5 and 6: memory ends behind each
+    case("47 heads of 48, uneven depth", prolog(2, 8, 47, plain=48, rank=496, **_ODD)),
+    case("21 heads of 128", prolog(2, 8, 21, rank=512, **_ODD)),
+    case("38 heads of 64", prolog(2, 8, 38, plain=64, rank=512, **_ODD)),
     case("tiny rows", prolog(3, 1, 3, scale=1e-3, **UNEVEN)),
     case("row-major, 20 tokens", prolog(10, 2, 3, hidden=128, rank=64, form="nd")),
     case("row-major, 40 tokens", prolog(20, 2, 3, hidden=128, rank=64, form="nd")),

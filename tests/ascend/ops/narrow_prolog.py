@@ -190,7 +190,7 @@ def w8a8c8(tokens: int, heads: int, matrices: bool, **sizes: Any) -> Callable[[I
 
 def layer(
     lengths: list[int], s1: int, heads: int, count: int, mode: int = 2, index_mode: int = 2,
-    *, rows: bool = True, keys: bool = True, **options: Any,
+    *, rows: bool = True, keys: bool = True, alpha: float | None = None, **options: Any,
 ) -> Callable[[Inputs], Arguments]:  # fmt: skip
     """`rows`, `keys`: the caches are of int8."""
     draw = sparse_attention_pto.layer(lengths, s1, heads, count, **options)
@@ -213,6 +213,8 @@ def layer(
             )
             a |= dict(kv_cache=cache, kr_cache=torch.zeros(0, dtype=inputs.dtype), kv_kind="int8")
             inputs.forbidden[:2] = [(cache, absent)]
+        if alpha is not None:
+            a["k_nope_clip_alpha"] = memory.guarded(torch.tensor([alpha]))
         if keys:
             cache = memory.guarded(torch.zeros(pages, PAGE, 1, 128, dtype=torch.int8))
             scales = memory.guarded(torch.zeros(pages, PAGE, 1, dtype=torch.float16))
@@ -303,6 +305,7 @@ CASES = (
     of_mla("int8, uneven, 130 tokens", mla(65, 2, 8, rows=ASCEND, **UNEVEN)),
     of_mla("tokens of int8", mla(5, 1, 8, given=True, rows=ASCEND, **UNEVEN)),
     of_mla("int8, row-major, 70 tokens", mla(35, 2, 8, form="nd", hidden=200, rank=120)),
+    of_mla("int8, row-major, 256 tokens", mla(256, 1, 1, form="nd", hidden=200, rank=120)),
     of_mla(
         "int8, a checkpoint's own, 20 tokens", mla(10, 2, 8, form="turned", rows=ASCEND, **SMALL)
     ),
@@ -324,6 +327,8 @@ CASES = (
         "int8 weights alone, small",
         indexer(3, 1, 3, cache=False, form="nd", size=32, rotary=16, hidden=64, rank=48),
     ),
+    of_indexer("int8, all dims turn, 32 heads", indexer(3, 1, 32, rotary=128, **UNEVEN)),
+    of_indexer("int8, all dims turn, 5 heads", indexer(3, 1, 5, form="nd", rotary=128, **UNEVEN)),
     of_indexer("int8 keys, the slot past the last", indexer(3, 1, 16, past=0, **UNEVEN)),
     case(V3, "int8, rows, [T, H]", v3(5, 1, 8, 2, rows=ASCEND, smooth=True, **UNEVEN)),
     case(V3, "int8 behind the norm, [B, S, H]", v3(3, 2, 8, 1, **UNEVEN)),
@@ -338,7 +343,13 @@ CASES = (
         "int8 weights, decided by ties",
         layer([140, 60], 1, 8, 64, rows=False, keys=False, tied=True),
     ),
+    case(
+        LAYER,
+        "int8 weights, a latent of 64",
+        layer([140, 60], 1, 8, 64, rows=False, keys=False, tied=True, latent=64),
+    ),
     case(LAYER, "int8 behind the norm, everything selected", layer([140, 60], 1, 8, 256, 1, 2)),
+    case(LAYER, "all of int8, clipped", layer([140, 60], 1, 8, 256, alpha=0.75)),
     case(LAYER, "int8 caches, everything selected", layer([140, 60], 1, 8, 256, 0, 0)),
 )
 CONTROLS = (

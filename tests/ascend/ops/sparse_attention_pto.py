@@ -24,6 +24,7 @@ def layer(
     *,
     hidden: int = 512,
     rank: int = 256,
+    latent: int = LATENT,
     index_heads: int = 64,
     tied: bool = False,
     **options: Any,
@@ -42,7 +43,7 @@ def layer(
                 p = n - s1 + j
                 if p >= 0:
                     slot[i, j] = table[i, p // PAGE] * PAGE + p % PAGE
-        caches = [inputs.normal(total, PAGE, 1, size) for size in (LATENT, ROTARY, 128)]
+        caches = [inputs.normal(total, PAGE, 1, size) for size in (latent, ROTARY, 128)]
         for cache in caches:
             inputs.forbid(cache, order)
         proj = weight(inputs, hidden, index_heads)
@@ -53,10 +54,10 @@ def layer(
                 x=inputs.normal(batch, s1, hidden),
                 w_dq=weight(inputs, hidden, rank),
                 w_uq_qr=weight(inputs, rank, heads * (PLAIN + ROTARY)),
-                w_uk=inputs.normal(heads, PLAIN, LATENT, scale=PLAIN**-0.5),
-                w_dkv_kr=weight(inputs, hidden, LATENT + ROTARY),
+                w_uk=inputs.normal(heads, PLAIN, latent, scale=PLAIN**-0.5),
+                w_dkv_kr=weight(inputs, hidden, latent + ROTARY),
                 gamma_cq=inputs.normal(rank),
-                gamma_ckv=inputs.normal(LATENT),
+                gamma_ckv=inputs.normal(latent),
                 sin=inputs.normal(batch, s1, ROTARY, scale=0.5),
                 cos=inputs.normal(batch, s1, ROTARY, scale=0.5),
                 cache_index=inputs.ints(slot),
@@ -104,6 +105,10 @@ CASES = (
     case(
         "two epsilons",
         layer([140, 60], 1, 8, 256, tied=True, rms_norm_eps=0.5, layer_norm_eps=0.05),
+    ),
+    case(
+        "a latent of 64, uneven depth",
+        layer([140, 60], 1, 8, 64, hidden=208, latent=64, tied=True),
     ),
     case("fp16", layer([140, 260], 1, 32, 256), dtype=torch.float16),
 )
