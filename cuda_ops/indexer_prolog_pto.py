@@ -106,19 +106,27 @@ def _of_8_bits(
     shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
     ranks, size = query_norm.shape[-1], ln_gamma_k.shape[0]
     heads = weight_qb.numel() // (ranks * size)
-    key, proj = quantised_prolog.first_products(
-        token_x.view(-1, hidden), None,
-        [Weight(weight_k, size, dequant_scale_w_k), Weight(weight_proj, heads, None)],
-        weight_format, scale_format, token_x.dtype,
-    )  # fmt: skip
     of = quantised_prolog.Index(
         ln_gamma_k, ln_beta_k, ln_epsilon, index_k_cache, index_k_scale_cache, cache_index,
         rope_sin, rope_cos, rope_interleaved, index_hadamard, hadamard_round, scale_format,
     )  # fmt: skip
-    weights = quantised_prolog.index_tokens(key, proj, of)
-    c = Rows(query_norm.view(-1, ranks), dequant_scale_q_norm)
+    x, c = token_x.view(-1, hidden), Rows(query_norm.view(-1, ranks), dequant_scale_q_norm)
+    rows: dict[torch.dtype, Rows] = {}
     kind = quantised.kind_of(weight_qb.dtype)
-    if kind is not None and c.scale is None:
-        c = quantised_matmul.activations(c.values, kind, scale_format, smooth_scales_cq)
+    if kind is not None:
+        of_x = [(x, None)] if weight_k.dtype is weight_qb.dtype else []
+        of_c = [(c.values, smooth_scales_cq)] if c.scale is None else []
+        made = quantised_matmul.activations([*of_x, *of_c], kind, scale_format)
+        if of_x:
+            rows[weight_k.dtype] = made[0]
+        if of_c:
+            c = made[-1]
     weight = Weight(weight_qb, heads * size, dequant_scale_w_qb)
-    return quantised_prolog.index_heads(c, weight, weight_format, weights, shape, of)
+    # the largest weight first: what x is multiplied by comes beside it
+    q = quantised_prolog.index_product(c, weight, weight_format, of, first=True)
+    key, proj = quantised_prolog.first_products(
+        x, rows,
+        [Weight(weight_k, size, dequant_scale_w_k), Weight(weight_proj, heads, None)],
+        weight_format, scale_format, token_x.dtype, late=q is not None,
+    )  # fmt: skip
+    return quantised_prolog.index_side(key, proj, q, c, weight, weight_format, shape, of)

@@ -126,8 +126,9 @@ def _of_8_bits(
     shape, hidden = (token_x.shape[0], token_x.shape[1]), token_x.shape[-1]
     heads, plain, rank = weight_uk.shape
     ranks, rotary = rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
+    x = token_x.view(-1, hidden)
     down, latent = quantised_prolog.first_products(
-        token_x.view(-1, hidden), dequant_scale_x,
+        x, {} if dequant_scale_x is None else {x.dtype: Rows(x, dequant_scale_x)},
         [
             Weight(weight_dq, ranks, dequant_scale_w_dq),
             Weight(weight_dkv_kr, rank + rotary, dequant_scale_w_dkv_kr),

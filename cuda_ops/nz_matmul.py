@@ -37,7 +37,7 @@ def _product(
     N3: tl.constexpr, NZ0: tl.constexpr, NZ1: tl.constexpr, NZ2: tl.constexpr, NZ3: tl.constexpr,
     C0: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
-    FIRST: tl.constexpr,
+    FIRST: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     B0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
     B1: tl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
@@ -93,7 +93,8 @@ def _product(
             gdc_launch_dependents()
         else:
             gdc_launch_dependents()
-            gdc_wait()
+            if not LATE:
+                gdc_wait()
 
     RAGGED_K: tl.constexpr = K % RUN != 0
     RAGGED_N: tl.constexpr = (
@@ -133,6 +134,8 @@ def _product(
     t_row = (run.to(tl.int64) * tokens + t) * TOTAL
     at = out + (t_row[None, :] + n[:, None] if SWAP else t_row[:, None] + n[None, :])
     tl.store(at, acc.to(out.dtype.element_ty), mask=n_ok & t_ok)
+    if CHAINED and LATE:
+        gdc_wait()
 
 
 def product(
@@ -142,12 +145,14 @@ def product(
     *,
     keep_float: bool = False,
     first: bool = False,
+    late: bool = False,
     forked: bool = False,
 ) -> Tensor:
     """x [T, K] times the (weight, N) joined: [runs, T, sum of N], float32 if runs > 1 or
     `keep_float`, else of x's dtype.  `first`: the op starts here, so that all its later kernels
-    may count on every earlier op having finished.  `forked`: it starts a stream, and so waits for
-    an event instead of for the kernel before it."""
+    may count on every earlier op having finished.  `late`: x was there when the kernel before
+    began, which is waited for at the end.  `forked`: it starts a stream, and so waits for an event
+    instead of for the kernel before it."""
     tokens, depth = x.shape
     given = [size for _, size in weights]
     sizes = given + [0] * (4 - len(weights))
@@ -163,14 +168,14 @@ def product(
     out = memory.empty((runs, tokens, sum(sizes)), dtype, x.device)
     blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
     if by_tma:
-        hopper.launch(x, kept, sizes, out, run, blocks, cut, first=first, forked=forked)
+        hopper.launch(x, kept, sizes, out, run, blocks, cut, first=first, late=late, forked=forked)
         return out
     launches.kernel(_product, blocks, runs)(
         x, *kept, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
         NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=nz.columns(x.dtype),
         TOKENS=cut.tokens, COLUMNS=cut.columns, K_TILE=cut.k, STAGES=cut.stages, SWAP=cut.swap,
-        GROUP=cut.group, CHAINED=chained, FIRST=first, num_warps=cut.warps,
+        GROUP=cut.group, CHAINED=chained, FIRST=first, LATE=late, num_warps=cut.warps,
         launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

@@ -8,11 +8,11 @@
 
     condition                                                    query_heads
     Hopper, 96 heads to one a processor, up to 256 tokens, NZ    hopper/query_heads.py
-    Hopper, over 32 tokens, the product in one run               product, hopper/query_stage.py
+    Hopper, over 32 tokens, the product in one run    product, hopper/query_stage.py, _rotation
     else                                                         product, _query_stage
     condition                                                    index_heads
     Hopper, NZ, a program for half of the processors             hopper/nz_matmul.py, which rotates
-    else                                                         product, _index_stage
+    else                                                         product, _rotation
 
 Rounding to the working dtype happens where the reference rounds: after each product, after each
 norm, after each rotation; the index key is rounded after its LayerNorm only.  rotate(u) with
@@ -55,11 +55,23 @@ def rotation_source(d, D: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def rotated(own, partner, d, cos, sin, at, ok, D: tl.constexpr):
-    """Rotated column d, in float32; `at` is where the token's cos and sin begin."""
-    c = tl.load(cos + at + d, mask=ok, other=0.0).to(tl.float32)
-    s = tl.load(sin + at + d, mask=ok, other=0.0).to(tl.float32)
+def angle(cos, sin, d, ok):
+    """(cosines, sines) of columns d of a token."""
+    c = tl.load(cos + d, mask=ok, other=0.0).to(tl.float32)
+    return c, tl.load(sin + d, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def turned(own, partner, d, c, s, D: tl.constexpr):
+    """Rotated column d, in float32."""
     return own * c + tl.where(d < D // 2, -partner, partner) * s
+
+
+@triton.jit
+def rotated(own, partner, d, cos, sin, at, ok, D: tl.constexpr):
+    """The same; `at` is where the token's cos and sin begin."""
+    c, s = angle(cos + at, sin + at, d, ok)
+    return turned(own, partner, d, c, s, D)
 
 
 @triton.jit
@@ -72,27 +84,37 @@ def run_sum(part, stride, ok, RUNS: tl.constexpr):
 
 
 @triton.jit
-def rms_normed(part, stride, gamma, eps, N: tl.constexpr, RUNS: tl.constexpr, dtype: tl.constexpr):
+def weights_of(gamma, N: tl.constexpr):
+    """Of a norm.  What no kernel of the op writes is loaded before the one that is waited for ends,
+    and before the weights of the next one fill the memory's queues."""
+    j = tl.arange(0, triton.next_power_of_2(N))
+    return tl.load(gamma + j, mask=j < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rms_normed(part, stride, g, eps, N: tl.constexpr, RUNS: tl.constexpr, dtype: tl.constexpr):
     """(columns, in range, RMSNorm of the rounded sums in the working dtype)."""
     j = tl.arange(0, triton.next_power_of_2(N))
     ok = j < N
     u = run_sum(part + j, stride, ok, RUNS).to(dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(u * u, 0) / N + eps)
-    normed = u * scale * tl.load(gamma + j, mask=ok, other=0.0).to(tl.float32)
-    return j, ok, normed.to(dtype)
+    return j, ok, (u * scale * g).to(dtype)
 
 
 @triton.jit
 def _store_query_norm(
-    part, stride, gamma, out, eps, N: tl.constexpr, RUNS: tl.constexpr
+    part, stride, gamma, out, eps, N: tl.constexpr, RUNS: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
-    j, ok, normed = rms_normed(part, stride, gamma, eps, N, RUNS, out.dtype.element_ty)
+    g = weights_of(gamma, N)
+    if CHAINED:
+        gdc_wait()
+    j, ok, normed = rms_normed(part, stride, g, eps, N, RUNS, out.dtype.element_ty)
     tl.store(out + j, normed, mask=ok)
 
 
 @triton.jit
 def rotary_key(
-    part, stride, cos, sin, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    part, stride, c, s, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """(columns, in range, the rotated key of a token)"""
@@ -101,26 +123,44 @@ def rotary_key(
     own, partner = rotation_source(d, D, INTERLEAVED)
     u = run_sum(part + own, stride, ok, RUNS).to(dtype).to(tl.float32)
     v = run_sum(part + partner, stride, ok, RUNS).to(dtype).to(tl.float32)
-    return d, ok, rotated(u, v, d, cos, sin, 0, ok, D).to(dtype)
+    return d, ok, turned(u, v, d, c, s, D).to(dtype)
+
+
+@triton.jit
+def latent_and_key(
+    part, stride, gamma, cos, sin, eps, R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, dtype: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """(columns, in range, latent; columns, in range, rotated key) of a token"""
+    g = weights_of(gamma, R)
+    d = tl.arange(0, triton.next_power_of_2(D))
+    c, s = angle(cos, sin, d, d < D)
+    if CHAINED:
+        gdc_wait()
+    d, d_ok, key = rotary_key(part + R, stride, c, s, D, RUNS, INTERLEAVED, dtype)
+    j, ok, normed = rms_normed(part, stride, g, eps, R, RUNS, dtype)
+    return j, ok, normed, d, d_ok, key
 
 
 @triton.jit
 def store_latent(
     part, stride, gamma, cos, sin, kv_row, kr_row, eps, present,
     R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The latent and the rotated key of a token, into their cache rows."""
-    dtype: tl.constexpr = kv_row.dtype.element_ty
-    j, ok, normed = rms_normed(part, stride, gamma, eps, R, RUNS, dtype)
+    j, ok, normed, d, d_ok, key = latent_and_key(
+        part, stride, gamma, cos, sin, eps, R, D, RUNS, INTERLEAVED, kv_row.dtype.element_ty,
+        CHAINED,
+    )  # fmt: skip
     tl.store(kv_row + j, normed, mask=ok & present)
-    d, d_ok, turned = rotary_key(part + R, stride, cos, sin, D, RUNS, INTERLEAVED, dtype)
-    tl.store(kr_row + d, turned, mask=d_ok & present)
+    tl.store(kr_row + d, key, mask=d_ok & present)
 
 
 @triton.jit
 def index_key(
     part, stride, gamma, beta, cos, sin, eps, DI: tl.constexpr, D: tl.constexpr,
-    RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+    RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """(columns, in range, key): LayerNorm of the float32 sums, rounded; the first D columns
     rotated."""
@@ -129,30 +169,35 @@ def index_key(
     own, partner = rotation_source(j, D, INTERLEAVED)
     own = tl.where(j < D, own, j)
     partner = tl.where(j < D, partner, j)
+    g = tl.load(gamma + own, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(beta + own, mask=ok, other=0.0).to(tl.float32)
+    g_v = tl.load(gamma + partner, mask=ok, other=0.0).to(tl.float32)
+    b_v = tl.load(beta + partner, mask=ok, other=0.0).to(tl.float32)
+    c, s = angle(cos, sin, j, j < D)
+    if CHAINED:
+        gdc_wait()
     u = run_sum(part + own, stride, ok, RUNS)
     v = run_sum(part + partner, stride, ok, RUNS)
     mean = tl.sum(u, 0) / DI
     off = tl.where(ok, u - mean, 0.0)
     scale = tl.rsqrt(tl.sum(off * off, 0) / DI + eps)
-    g = tl.load(gamma + own, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(beta + own, mask=ok, other=0.0).to(tl.float32)
     u = (off * scale * g + b).to(dtype)
-    g = tl.load(gamma + partner, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(beta + partner, mask=ok, other=0.0).to(tl.float32)
-    v = ((v - mean) * scale * g + b).to(dtype)
-    turned = rotated(u.to(tl.float32), v.to(tl.float32), j, cos, sin, 0, j < D, D).to(dtype)
-    return j, ok, tl.where(j < D, turned, u)
+    v = ((v - mean) * scale * g_v + b_v).to(dtype)
+    key = turned(u.to(tl.float32), v.to(tl.float32), j, c, s, D).to(dtype)
+    return j, ok, tl.where(j < D, key, u)
 
 
 @triton.jit
 def _store_index_key(
     part, stride, gamma, beta, cos, sin, k_row, eps, present,
     DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Into the cache row."""
     j, ok, key = index_key(
-        part, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, k_row.dtype.element_ty
-    )
+        part, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, k_row.dtype.element_ty,
+        CHAINED,
+    )  # fmt: skip
     tl.store(k_row + j, key, mask=ok & present)
 
 
@@ -180,7 +225,6 @@ def _token_stage(
     role = tl.program_id(1) + (0 if MLA else 2)
     if CHAINED:
         gdc_launch_dependents()
-        gdc_wait()
     stride = tl.cast(tokens, tl.int64) * TOTAL
     part += token * TOTAL
     slot = tl.load(cache_index + token).to(tl.int64)
@@ -190,16 +234,18 @@ def _token_stage(
     cos += token * D
     if MLA:
         if role == 0:
-            _store_query_norm(part, stride, gamma_cq, query_norm + token * Q, eps_cq, Q, RUNS)
+            _store_query_norm(
+                part, stride, gamma_cq, query_norm + token * Q, eps_cq, Q, RUNS, CHAINED
+            )
         if role == 1:
             store_latent(
                 part + Q, stride, gamma_ckv, cos, sin, kv_cache + slot * R, kr_cache + slot * D,
-                eps_ckv, present, R, D, RUNS, INTERLEAVED,
+                eps_ckv, present, R, D, RUNS, INTERLEAVED, CHAINED,
             )  # fmt: skip
     if INDEX and role == 2:
         _store_index_key(
             part + LATENT, stride, gamma_k, beta_k, cos, sin, index_k_cache + slot * DI,
-            eps_k, present, DI, D, RUNS, INDEX_INTERLEAVED,
+            eps_k, present, DI, D, RUNS, INDEX_INTERLEAVED, CHAINED,
         )  # fmt: skip
         store_weights(part + LATENT + DI, stride, weights + token * NI, NI, RUNS)
 
@@ -322,19 +368,24 @@ def _query_stage(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _index_stage(
-    q, sin, cos, query_index, tokens,
-    HEADS: tl.constexpr, DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEAD_TILE: tl.constexpr, CHAINED: tl.constexpr,
+def _rotation(
+    q, sin, cos, out, tokens,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
+    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_TILE: tl.constexpr,
+    CHAINED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """Index heads of q [RUNS, T, HEADS DI]: the first D columns of each are rotated."""
+    """Heads of q [RUNS, T, HEADS HEAD], without their first SKIP columns."""
     if CHAINED:
         gdc_launch_dependents()
-        gdc_wait()
+        if not LATE:
+            gdc_wait()
     _rotate_heads(
-        q, query_index, sin, cos, tl.program_id(0), HEADS * DI,
-        tl.cast(tokens, tl.int64) * (HEADS * DI), HEADS, DI, 0, DI, D, RUNS, INTERLEAVED, HEAD_TILE,
+        q, out, sin, cos, tl.program_id(0), HEADS * HEAD,
+        tl.cast(tokens, tl.int64) * (HEADS * HEAD), HEADS, HEAD, SKIP, WIDTH, D, RUNS, INTERLEAVED,
+        HEAD_TILE,
     )  # fmt: skip
+    if CHAINED and LATE:
+        gdc_wait()
 
 
 def absorb_tiling(tokens: int) -> Tiling:
@@ -464,8 +515,9 @@ def query_stage(
     runs, tokens, _ = q.shape
     heads, plain, rank = w_uk.shape
     chained = gpu.has_chained_launch(q.device)
-    if hopper_stage.supports(q, w_uk, sin.shape[-1]):
-        hopper_stage.launch(q, sin, cos, w_uk, query, query_rope, interleaved)
+    if hopper_stage.supports(q, w_uk):
+        hopper_stage.launch(q, w_uk, query, sin.shape[-1])
+        _rotate(q, sin, cos, query_rope, interleaved, plain, late=True)
         return
     tiling = absorb_tiling(tokens)
     columns = min(tiling.columns, power_of_two(max(rank, 16)))
@@ -483,11 +535,21 @@ def index_stage(
     q: Tensor, sin: Tensor, cos: Tensor, query_index: Tensor, interleaved: bool
 ) -> None:
     """q [RUNS, T, NI DI] -> query_index [.., NI, DI]."""
+    _rotate(q, sin, cos, query_index, interleaved, 0)
+
+
+def _rotate(
+    q: Tensor, sin: Tensor, cos: Tensor, out: Tensor, interleaved: bool, skip: int, *,
+    late: bool = False,
+) -> None:  # fmt: skip
+    """out [.., N, WIDTH] = the heads of q [RUNS, T, N (skip + WIDTH)], their first columns behind
+    `skip` rotated; `late` as for product."""
     runs, tokens, _ = q.shape
-    heads, size = query_index.shape[-2:]
+    heads, width = out.shape[-2:]
     chained = gpu.has_chained_launch(q.device)
-    launches.kernel(_index_stage, tokens * cdiv(heads, HEAD_TILE))(
-        q, sin, cos, query_index, tokens,
-        HEADS=heads, DI=size, D=sin.shape[-1], RUNS=runs, INTERLEAVED=interleaved,
-        HEAD_TILE=HEAD_TILE, CHAINED=chained, launch_pdl=chained,
+    launches.kernel(_rotation, tokens * cdiv(heads, HEAD_TILE))(
+        q, sin, cos, out, tokens,
+        HEADS=heads, HEAD=skip + width, SKIP=skip, WIDTH=width, D=sin.shape[-1], RUNS=runs,
+        INTERLEAVED=interleaved, HEAD_TILE=HEAD_TILE, CHAINED=chained, LATE=late,
+        launch_pdl=chained,
     )  # fmt: skip

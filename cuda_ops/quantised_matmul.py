@@ -12,6 +12,7 @@ Element (k, n) of a weight lies at (n // 32) * panel + n % 32 * column + k * row
     transposed    [N, K], a checkpoint's own     panel 32 K   column K   row 1
 
 condition                                            products
+fp8, transposed, Hopper, k in 16s                    hopper/quantised_matmul.py
 fp8, transposed, a GPU that converts fp8             of e4m3, each block's sum then in float32
 fp8 otherwise                                        of float16, which has every e4m3
 int8                                                 of int8
@@ -33,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..dispatch.common import memory, nz, quantised
 from .common import gpu, launches, quantise, tiling
 from .common.tiling import cdiv, power_of_two
+from .hopper import quantised_matmul as hopper
 
 BLOCK = tl.constexpr(quantised.TILE)
 C0 = tl.constexpr(32)
@@ -73,21 +75,19 @@ def none(dtype: torch.dtype, x: Tensor) -> Rows:
     return Rows(values, memory.empty((0, tiles), torch.float32, x.device))
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _activations(
-    x, smooth, values, scales, tokens,
-    K: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, KIND: tl.constexpr,
-    UE8M0: tl.constexpr, SMOOTH: tl.constexpr, CHAINED: tl.constexpr,
+@triton.jit
+def _narrowed(
+    x, smooth, values, scales, token, part, K: tl.constexpr, SIZE: tl.constexpr,
+    TILES: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, SMOOTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token and TILES tiles of it."""
+    """TILES tiles of a token."""
     OF_TOKEN: tl.constexpr = (K + SIZE - 1) // SIZE
-    token = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    tile = part * TILES + tl.arange(0, TILES)
     k = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     ok = k < K
     if CHAINED:
         gdc_wait()
-        gdc_launch_dependents()
     u = tl.load(x + token * K + k, mask=ok, other=0.0).to(tl.float32)
     if SMOOTH:
         u *= tl.load(smooth + k, mask=ok, other=0.0)
@@ -96,24 +96,61 @@ def _activations(
     tl.store(scales + token * OF_TOKEN + tile, scale, mask=tile < OF_TOKEN)
 
 
+@triton.jit
+def _activations(
+    x, x_smooth, x_values, x_scales, y, y_smooth, y_values, y_scales,
+    X: tl.constexpr, X_SIZE: tl.constexpr, X_TILES: tl.constexpr, X_PARTS: tl.constexpr,
+    X_SMOOTH: tl.constexpr, Y: tl.constexpr, Y_SIZE: tl.constexpr, Y_TILES: tl.constexpr,
+    Y_SMOOTH: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: a token and a part of its x [T, X] or of its y [T, Y]."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if CHAINED:
+        gdc_launch_dependents()
+    if part < X_PARTS:
+        _narrowed(
+            x, x_smooth, x_values, x_scales, token, part, X, X_SIZE, X_TILES, KIND, UE8M0, X_SMOOTH,
+            CHAINED,
+        )  # fmt: skip
+    elif Y > 0:
+        _narrowed(
+            y, y_smooth, y_values, y_scales, token, part - X_PARTS, Y, Y_SIZE, Y_TILES, KIND, UE8M0,
+            Y_SMOOTH, CHAINED,
+        )  # fmt: skip
+
+
 def activations(
-    x: Tensor, kind: str, scale_format: str, smooth: Tensor | None = None, *, first: bool = False
-) -> Rows:
-    """Floats [T, K], quantised in a launch of their own; `first` as for product."""
-    tokens, depth = x.shape
-    values = memory.empty((tokens, depth), quantised.VALUES[kind], x.device)
-    size = power_of_two(depth) if kind == "int8" else BLOCK.value
-    of_token = cdiv(depth, size)
-    scales = memory.empty((tokens, of_token), torch.float32, x.device)
-    tiles = min(8, power_of_two(of_token))
-    chained = gpu.has_chained_launch(x.device)
-    launches.kernel(_activations, tokens, cdiv(of_token, tiles))(
-        x, x if smooth is None else smooth, quantise.in_bytes(values), scales, tokens,
-        K=depth, SIZE=size, TILES=tiles, KIND=quantise.kind_of(kind),
-        UE8M0=scale_format == "ue8m0", SMOOTH=smooth is not None, CHAINED=chained,
+    given: Sequence[tuple[Tensor, Tensor | None]], kind: str, scale_format: str
+) -> list[Rows]:
+    """Up to two (floats [T, K], their smooth scales or None), quantised in one launch.  Where an op
+    starts here, its `first` kernel is the next one, whose weights come meanwhile."""
+    if not given:
+        return []
+    tokens, device = given[0][0].shape[0], given[0][0].device
+    out, arguments, cuts = [], [], []
+    for x, smooth in given:
+        depth = x.shape[1]
+        size = power_of_two(depth) if kind == "int8" else BLOCK.value
+        of_token = cdiv(depth, size)
+        values = memory.empty((tokens, depth), quantised.VALUES[kind], device)
+        rows = Rows(values, memory.empty((tokens, of_token), torch.float32, device))
+        arguments.append((x, smooth, quantise.in_bytes(values), rows.scale))
+        tiles = min(8, power_of_two(of_token))
+        cuts.append((depth, size, tiles, cdiv(of_token, tiles), smooth is not None))
+        out.append(rows)
+    if len(given) == 1:
+        arguments.append((None,) * 4)
+        cuts.append((0, 1, 1, 0, False))
+    x, y = cuts
+    chained = gpu.has_chained_launch(device)
+    launches.kernel(_activations, tokens, x[3] + y[3])(
+        *arguments[0], *arguments[1], X=x[0], X_SIZE=x[1], X_TILES=x[2], X_PARTS=x[3],
+        X_SMOOTH=x[4], Y=y[0], Y_SIZE=y[1], Y_TILES=y[2], Y_SMOOTH=y[4],
+        KIND=quantise.kind_of(kind), UE8M0=scale_format == "ue8m0", CHAINED=chained,
         num_warps=8 if kind == "int8" else 4, launch_pdl=chained,
     )  # fmt: skip
-    return Rows(values, scales)
+    return out
 
 
 @triton.jit
@@ -134,7 +171,7 @@ def _product(
     K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     FORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr, FIRST: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     B0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
     B1: tl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
@@ -191,8 +228,13 @@ def _product(
     x += lo
 
     if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
+        if FIRST:
+            gdc_wait()
+            gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+            if not LATE:
+                gdc_wait()
     RAGGED_K: tl.constexpr = K % RUN != 0
     if KIND == quantise.INT8:
         acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.int32)
@@ -248,34 +290,45 @@ def _product(
         at = out + t_row[:, None] + n[None, :]
         ok = t_ok[:, None] & n_ok[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=ok)
+    if CHAINED and LATE:
+        gdc_wait()
 
 
 def product(
     x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *, keep_float: bool = False,
-    forked: bool = False,
+    first: bool = False, late: bool = False, forked: bool = False,
 ) -> Tensor:  # fmt: skip
     """x times the weights joined, all of one kind and form: [runs, T, sum of N], float32 if runs >
-    1 or `keep_float`, else `dtype`; `forked` as in nz_matmul.py."""
+    1 or `keep_float`, else `dtype`; `first`, `late` and `forked` as in nz_matmul.py."""
     tokens, depth = x.values.shape
     given = [weight.size for weight in weights]
     sizes = given + [0] * (MOST - len(weights))
     kept = [*weights, *[weights[0]] * (MOST - len(weights))]
     device = x.values.device
     chained = gpu.has_chained_launch(device)
-    cut = tiling.narrow(tokens, given, depth, gpu.processors(device))
+    values, kind = quantise.to_read(x.values)
+    read = [quantise.to_read(weight.values)[0] for weight in kept]
+    direct = kind == quantise.NATIVE_FP8.value and form == TRANSPOSED.value
+    by_tma = direct and hopper.supports(values, read)
+    chosen = tiling.eight_bits if by_tma else tiling.narrow
+    cut = chosen(tokens, given, depth, gpu.processors(device))
     run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
     runs = cdiv(depth, run)
     out_dtype = torch.float32 if keep_float or runs > 1 else dtype
     out = memory.empty((runs, tokens, sum(sizes)), out_dtype, device)
     blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
-    values, kind = quantise.to_read(x.values)
-    read = [quantise.to_read(weight.values)[0] for weight in kept]
-    direct = kind == quantise.NATIVE_FP8.value and form == TRANSPOSED.value
+    scales = [weight.scale for weight in kept]
+    if by_tma:
+        hopper.launch(
+            values, x.scale, read, scales, sizes, out, run // cut.k, blocks, cut, first=first,
+            late=late, forked=forked,
+        )  # fmt: skip
+        return out
     launches.kernel(_product, blocks, runs)(
-        values, x.scale, *read, *(weight.scale for weight in kept), out, tokens,
+        values, x.scale, *read, *scales, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], FORM=form, KIND=kind,
         HALF=kind != quantise.INT8.value and not direct, TOKENS=cut.tokens, COLUMNS=cut.columns,
-        STAGES=cut.stages, SWAP=cut.swap, GROUP=cut.group, CHAINED=chained, num_warps=cut.warps,
-        launch_pdl=chained and not forked,
+        STAGES=cut.stages, SWAP=cut.swap, GROUP=cut.group, CHAINED=chained, FIRST=first,
+        LATE=late, num_warps=cut.warps, launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

@@ -4,9 +4,15 @@
 
     first_products   x by several weights, quantised once
     latent_tokens    sums -> query norm, also as its product takes it; cache rows of either kind
-    index_tokens     sums -> index keys of either kind, head weights
     query_heads      c -> absorbed latent query, rotated query heads
-    index_heads      c -> rotated index heads; quantised, with their scales in the weights
+    index_product    c -> sums of the index heads
+    index_side       sums, c -> index keys of either kind, head weights; rotated index heads,
+                     quantised with their scales in the weights
+
+    condition                                                   query_heads
+    Hopper, 96 heads to one a processor, up to 256 tokens,      hopper/quantised_heads.py
+    e4m3 as a checkpoint has it
+    else                                                        product, prolog.query_stage
 
 Sums are float32 [RUNS, T, N], views of what a product gave.  Rounding is where prolog.py rounds,
 and quantisation is behind it: caches have the bytes of their writers.
@@ -28,18 +34,31 @@ from ..dispatch.common import memory, quantised
 from . import prolog, quantised_matmul
 from .common import gpu, launches, quantise
 from .common.tiling import cdiv, power_of_two
+from .hopper import quantised_heads as hopper_heads
 from .nz_matmul import product
-from .prolog import index_key, rms_normed, rotary_key, rotation_source, run_sum, store_weights
+from .prolog import (
+    angle,
+    index_key,
+    latent_and_key,
+    rms_normed,
+    rotation_source,
+    run_sum,
+    store_weights,
+    turned,
+    weights_of,
+)
 from .quantised_matmul import Rows, Weight
 
 HEADS = 16  # index heads that one program takes
 
 
 def first_products(
-    x: Tensor, x_scale: Tensor | None, weights: Sequence[Weight], weight_format: str,
-    scale_format: str, dtype: torch.dtype,
+    x: Tensor, rows: dict[torch.dtype, Rows], weights: Sequence[Weight], weight_format: str,
+    scale_format: str, dtype: torch.dtype, *, late: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """x [T, K] by each weight: sums [RUNS, T, N].  Weights that lie alike share a launch."""
+    """x [T, K] by each weight: sums [RUNS, T, N].  Weights that lie alike share a launch.  `rows`:
+    x as weights of a dtype take it, as far as it is there.  `late` as for product, and then all of
+    it is."""
     plain = [weight for weight in weights if weight.scale is None]
     groups: dict[tuple[torch.dtype, int], list[Weight]] = {}
     for weight in weights:
@@ -52,18 +71,20 @@ def first_products(
         for weight, columns in zip(parts, part.split([w.size for w in parts], -1), strict=True):
             made[id(weight)] = columns
 
-    if plain:
-        given = [(weight.values, weight.size) for weight in plain]
-        cut(product(x, given, weight_format, keep_float=True, first=True), plain)
-    rows: dict[torch.dtype, Rows] = {}
-    if x_scale is not None:
-        rows[x.dtype] = Rows(x, x_scale)
-    for (kind, form), group in groups.items():
+    rows = dict(rows)
+    for kind, _ in groups:
         if kind not in rows:
             name = quantised.kind_of(kind)
             assert name is not None  # the check said so
-            rows[kind] = quantised_matmul.activations(x, name, scale_format)
-        cut(quantised_matmul.product(rows[kind], group, form, dtype, keep_float=True), group)
+            [rows[kind]] = quantised_matmul.activations([(x, None)], name, scale_format)
+    order = dict(first=not late, late=late)
+    for (kind, form), group in groups.items():
+        part = quantised_matmul.product(rows[kind], group, form, dtype, keep_float=True, **order)
+        cut(part, group)
+        order = dict(first=False, late=True)
+    if plain:
+        given = [(weight.values, weight.size) for weight in plain]
+        cut(product(x, given, weight_format, keep_float=True, **order), plain)
     return [made[id(weight)] for weight in weights]
 
 
@@ -87,17 +108,21 @@ def _store_tiles(
 def _store_norm(
     down, stride, gamma, smooth, query_norm, c, c_scales, eps, Q: tl.constexpr,
     RUNS: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, SMOOTH: tl.constexpr,
-    UE8M0: tl.constexpr,
+    UE8M0: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The query norm of a token, and what its product takes."""
     dtype: tl.constexpr = query_norm.dtype.element_ty
-    j, ok, normed = rms_normed(down, stride, gamma, eps, Q, RUNS, dtype)
+    g = weights_of(gamma, Q)
+    by = 1.0
+    if SMOOTH:
+        by = weights_of(smooth, Q)
+    if CHAINED:
+        gdc_wait()
+    j, ok, normed = rms_normed(down, stride, g, eps, Q, RUNS, dtype)
     tl.store(query_norm + j, normed, mask=ok)
     if KIND != quantise.PLAIN:
         # of numbers that are none a tile keeps zeros
-        u = tl.where(ok, normed.to(tl.float32), 0.0)
-        if SMOOTH:
-            u *= tl.load(smooth + j, mask=ok, other=0.0)
+        u = tl.where(ok, normed.to(tl.float32), 0.0) * by
         _store_tiles(u, c, c_scales, Q, TILE, True, 1.0, KIND, UE8M0)
 
 
@@ -106,19 +131,21 @@ def _store_row(
     latent, stride, gamma, alpha, sin, cos, kv_row, rope_row, scales, present, eps,
     R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr,
     ALPHA: tl.constexpr, UE8M0: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The latent and the rotated key of a token, into a row of 8 bits or two of the working
     dtype."""
-    j, ok, normed = rms_normed(latent, stride, gamma, eps, R, RUNS, dtype)
+    fits = 1.0
+    if ALPHA:
+        fits = tl.load(alpha)
+    j, ok, normed, d, d_ok, key = latent_and_key(
+        latent, stride, gamma, cos, sin, eps, R, D, RUNS, INTERLEAVED, dtype, CHAINED
+    )
     if KIND == quantise.PLAIN:
         tl.store(kv_row + j, normed, mask=ok & present)
     else:
-        fits = 1.0
-        if ALPHA:
-            fits = tl.load(alpha)
         _store_tiles(normed.to(tl.float32), kv_row, scales, R, 128, present, fits, KIND, UE8M0)
-    d, d_ok, turned = rotary_key(latent + R, stride, cos, sin, D, RUNS, INTERLEAVED, dtype)
-    tl.store(rope_row + d, turned.to(rope_row.dtype.element_ty), mask=d_ok & present)
+    tl.store(rope_row + d, key.to(rope_row.dtype.element_ty), mask=d_ok & present)
 
 
 class LatentConstants(NamedTuple):
@@ -159,7 +186,6 @@ def _latent_tokens(
     wide = tl.cast(tokens, tl.int64)
     if C.CHAINED:
         gdc_launch_dependents()
-        gdc_wait()
     slot = tl.load(cache_index + token).to(tl.int64)
     present = (slot >= 0) & (slot < total)
     slot = tl.where(present, slot, 0)
@@ -171,7 +197,7 @@ def _latent_tokens(
     if role == 0:
         _store_norm(
             down + token * C.DOWN, wide * C.DOWN, gamma_cq, smooth, query_norm + token * C.Q, c,
-            c_scales, eps_cq, C.Q, C.DOWN_RUNS, C.C_KIND, C.C_TILE, C.SMOOTH, C.UE8M0,
+            c_scales, eps_cq, C.Q, C.DOWN_RUNS, C.C_KIND, C.C_TILE, C.SMOOTH, C.UE8M0, C.CHAINED,
         )  # fmt: skip
     if role == 1:
         _store_row(
@@ -180,6 +206,7 @@ def _latent_tokens(
             rope + outer * rope_page + inner * C.ROPE_SLOT,
             scales + outer * scales_page + inner * C.SCALE_SLOT, present, eps_ckv, C.R, C.D, C.RUNS,
             C.KV_KIND, C.ALPHA, C.UE8M0, C.INTERLEAVED, query_norm.dtype.element_ty,
+            C.CHAINED,
         )  # fmt: skip
 
 
@@ -253,32 +280,17 @@ def _kind(dtype: torch.dtype) -> str:
     return kind
 
 
-@triton.jit(do_not_specialize=["tokens", "page", "total", "eps"])
-def _index_tokens(
-    key, proj, gamma, beta, sin, cos, cache_index, keys, scales, weights,
-    tokens, page, total, keys_page, scales_page, eps,
-    DI: tl.constexpr, D: tl.constexpr, NI: tl.constexpr, KEY: tl.constexpr, PROJ: tl.constexpr,
-    RUNS: tl.constexpr, PROJ_RUNS: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr,
-    HADAMARD: tl.constexpr, BF16: tl.constexpr, INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
+@triton.jit
+def _store_key(
+    key, stride, gamma, beta, sin, cos, to, scales, present, eps,
+    DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr,
+    HADAMARD: tl.constexpr, BF16: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token's index key and head weights; KEY and PROJ are the columns between two
-    tokens."""
-    token = tl.program_id(0).to(tl.int64)
-    dtype: tl.constexpr = weights.dtype.element_ty
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
-    slot = tl.load(cache_index + token).to(tl.int64)
-    present = (slot >= 0) & (slot < total)
-    slot = tl.where(present, slot, 0)
-    outer = slot // page
-    inner = slot % page
-    wide = tl.cast(tokens, tl.int64)
+    """The index key of a token, into its cache row."""
     j, ok, u = index_key(
-        key + token * KEY, wide * KEY, gamma, beta, cos + token * D, sin + token * D, eps, DI, D,
-        RUNS, INTERLEAVED, dtype,
-    )  # fmt: skip
-    to = keys + outer * keys_page + inner * DI
+        key, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, dtype, CHAINED
+    )
     if KIND == quantise.PLAIN:
         tl.store(to + j, u, mask=ok & present)
     else:
@@ -287,8 +299,98 @@ def _index_tokens(
         tl.store(to + j, tl.reshape(values, [DI]), mask=present)
         scale = quantise.stored(scale, scales.dtype.element_ty)
         one = tl.arange(0, 1)
-        tl.store(scales + outer * scales_page + inner + one, scale, mask=present & (one == 0))
-    store_weights(proj + token * PROJ, wide * PROJ, weights + token * NI, NI, PROJ_RUNS)
+        tl.store(scales + one, scale, mask=present & (one == 0))
+
+
+@triton.jit
+def _store_queries(
+    q, stride, proj, proj_stride, cos, sin, values, folded, first,
+    NI: tl.constexpr, DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
+    PROJ_RUNS: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, HADAMARD: tl.constexpr,
+    BF16: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, dtype: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """HEADS index heads of a token: rotated, rounded, quantised; the scales go into the weights."""
+    head = first + tl.arange(0, HEADS)
+    there = head < NI
+    ok = there[:, None]
+    j = tl.arange(0, DI)
+    own, partner = rotation_source(j, D, INTERLEAVED)
+    own = tl.where(j < D, own, j)
+    partner = tl.where(j < D, partner, j)
+    c, s = angle(cos, sin, j, j < D)
+    if CHAINED:
+        gdc_wait()
+    row = q + head[:, None] * DI
+    u = run_sum(row + own[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
+    v = run_sum(row + partner[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
+    weight = run_sum(proj + head, proj_stride, there, PROJ_RUNS).to(dtype).to(tl.float32)
+    u = u.to(tl.float32)
+    x = turned(u, v.to(tl.float32), j[None, :], c[None, :], s[None, :], D)
+    x = tl.where((j < D)[None, :], x.to(dtype).to(tl.float32), u)
+    x = quantise.rotated(x, HADAMARD, BF16)
+    x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
+    tl.store(values + head[:, None] * DI + j[None, :], x, mask=ok & (j >= 0)[None, :])
+    tl.store(folded + head, weight * scale, mask=there)
+
+
+class IndexConstants(NamedTuple):
+    """KEY and PROJ are the columns that lie between the sums of two tokens; HEADS 0: the queries
+    are made elsewhere."""
+
+    DI: int
+    D: int
+    NI: int
+    KEY: int
+    PROJ: int
+    KEY_RUNS: int
+    PROJ_RUNS: int
+    RUNS: int
+    KIND: int
+    HEADS: int
+    UE8M0: bool
+    HADAMARD: bool
+    BF16: bool
+    INTERLEAVED: bool
+    CHAINED: bool
+
+
+@triton.jit(do_not_specialize=["tokens", "page", "total", "eps"])
+def _index(
+    key, proj, q, gamma, beta, sin, cos, cache_index, keys, scales, weights, values,
+    tokens, page, total, keys_page, scales_page, eps, C: tl.constexpr,
+):  # fmt: skip
+    """One program: a token, and its index key or a block of its heads; their weights [T, NI] with
+    the heads, if those are here."""
+    dtype: tl.constexpr = gamma.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    role = tl.program_id(1)
+    if C.CHAINED:
+        gdc_launch_dependents()
+    wide = tl.cast(tokens, tl.int64)
+    sin += token * C.D
+    cos += token * C.D
+    proj += token * C.PROJ
+    weights += token * C.NI
+    if role == 0:
+        slot = tl.load(cache_index + token).to(tl.int64)
+        present = (slot >= 0) & (slot < total)
+        slot = tl.where(present, slot, 0)
+        _store_key(
+            key + token * C.KEY, wide * C.KEY, gamma, beta, sin, cos,
+            keys + slot // page * keys_page + slot % page * C.DI,
+            scales + slot // page * scales_page + slot % page, present, eps, C.DI, C.D, C.KEY_RUNS,
+            C.KIND, C.UE8M0, C.HADAMARD, C.BF16, C.INTERLEAVED, dtype, C.CHAINED,
+        )  # fmt: skip
+        if C.HEADS == 0:
+            store_weights(proj, wide * C.PROJ, weights, C.NI, C.PROJ_RUNS)
+    elif C.HEADS > 0:
+        _store_queries(
+            q + token * (C.NI * C.DI), wide * (C.NI * C.DI), proj, wide * C.PROJ, cos, sin,
+            values + token * (C.NI * C.DI), weights, (role - 1) * C.HEADS, C.NI, C.DI, C.D, C.RUNS,
+            C.PROJ_RUNS, C.KIND, C.UE8M0, C.HADAMARD, C.BF16, C.INTERLEAVED, C.HEADS, dtype,
+            C.CHAINED,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -316,25 +418,77 @@ class Index:
         return quantise.kind_of(_kind(self.keys.dtype))
 
 
-def index_tokens(key: Tensor, proj: Tensor, of: Index) -> Tensor:
-    """Head weights [T, NI]."""
-    tokens, heads = proj.shape[1:]
-    dtype, device = of.gamma.dtype, key.device
-    weights = memory.empty((tokens, heads), dtype, device)
+def _index_stage(
+    key: Tensor, proj: Tensor, q: Tensor | None, values: Tensor | None, weights: Tensor, of: Index
+) -> None:
+    """Keys into the cache, head weights; with `q` [RUNS, T, NI DI] its quantised heads."""
+    tokens, heads = weights.shape
     pages, page = of.keys.shape[:2]
-    keys = of.keys if of.scales is None else quantise.in_bytes(of.keys)
-    chained = gpu.has_chained_launch(device)
-    launches.kernel(_index_tokens, tokens)(
-        key, proj, of.gamma, of.beta, of.sin, of.cos, of.cache_index, keys, of.scales, weights,
-        tokens, page, pages * page, keys.stride(0),
-        0 if of.scales is None else of.scales.stride(0), of.eps,
-        DI=of.gamma.shape[0], D=of.sin.shape[-1], NI=heads, KEY=key.stride(1), PROJ=proj.stride(1),
-        RUNS=key.shape[0], PROJ_RUNS=proj.shape[0], KIND=of.kind,
-        UE8M0=of.scale_format == "ue8m0", HADAMARD=of.hadamard,
-        BF16=of.hadamard_round == "bf16", INTERLEAVED=of.interleaved, CHAINED=chained,
+    keys, scales = of.keys, of.keys
+    if of.scales is not None:
+        keys, scales = quantise.in_bytes(of.keys), of.scales
+    chained = gpu.has_chained_launch(key.device)
+    launches.kernel(_index, tokens, 1 if q is None else 1 + cdiv(heads, HEADS))(
+        key, proj, q, of.gamma, of.beta, of.sin, of.cos, of.cache_index, keys, scales, weights,
+        None if values is None else quantise.in_bytes(values), tokens, page, pages * page,
+        keys.stride(0), scales.stride(0), of.eps,
+        C=IndexConstants(
+            DI=of.gamma.shape[0], D=of.sin.shape[-1], NI=heads, KEY=key.stride(1),
+            PROJ=proj.stride(1), KEY_RUNS=key.shape[0], PROJ_RUNS=proj.shape[0],
+            RUNS=0 if q is None else q.shape[0], KIND=of.kind, HEADS=0 if q is None else HEADS,
+            UE8M0=of.scale_format == "ue8m0", HADAMARD=of.hadamard,
+            BF16=of.hadamard_round == "bf16", INTERLEAVED=of.interleaved, CHAINED=chained,
+        ),
         launch_pdl=chained,
     )  # fmt: skip
-    return weights
+
+
+def index_product(
+    c: Rows, weight: Weight, weight_format: str, of: Index, *, first: bool = False
+) -> Tensor | None:
+    """c W_qb [RUNS, T, NI DI]; None where both are floats, and index_side makes the queries."""
+    if weight.scale is not None:
+        form = weight.form(weight_format)
+        return quantised_matmul.product(c, [weight], form, of.gamma.dtype, first=first)
+    if of.scales is not None:
+        return product(c.values, [(weight.values, weight.size)], weight_format, first=first)
+    return None
+
+
+def index_side(
+    key: Tensor, proj: Tensor, q: Tensor | None, c: Rows, weight: Weight, weight_format: str,
+    shape: tuple[int, int], of: Index,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sums of x and of c -> (queries [*shape, NI, DI], weights [*shape, NI]), of 8 bits and folded
+    where the cache is, which gets the keys."""
+    tokens, heads = proj.shape[1:]
+    size, dtype, device = of.gamma.shape[0], of.gamma.dtype, key.device
+    query_shape = (*shape, heads, size)
+    if of.scales is not None:
+        values = memory.empty(query_shape, of.keys.dtype, device)
+        weights = memory.empty((tokens, heads), torch.float32, device)
+        _index_stage(key, proj, q, values, weights, of)
+        return values, weights.view(*shape, heads)
+    weights = memory.empty((tokens, heads), dtype, device)
+    _index_stage(key, proj, None, None, weights, of)
+    if q is None:
+        query = prolog.index_heads(
+            c.values, weight.values, weight_format, size, of.sin, of.cos, shape, of.interleaved
+        )
+    else:
+        query = memory.empty(query_shape, dtype, device)
+        prolog.index_stage(q, of.sin, of.cos, query, of.interleaved)
+    return query, weights.view(*shape, heads)
+
+
+def is_one_launch(c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin: Tensor) -> bool:
+    """Whether query_heads is."""
+    if weight.scale is None:
+        return prolog.is_one_launch(c.values, weight.values, weight_format, w_uk, sin)
+    values, kind = quantise.to_read(c.values)
+    as_it_is = weight.form(weight_format) == quantised_matmul.TRANSPOSED.value
+    direct = kind == quantise.NATIVE_FP8.value and as_it_is
+    return direct and hopper_heads.supports(values, weight.values, w_uk, sin.shape[-1])
 
 
 def query_heads(
@@ -350,80 +504,14 @@ def query_heads(
     heads, _plain, rank = w_uk.shape
     query = memory.empty((*shape, heads, rank), w_uk.dtype, w_uk.device)
     query_rope = memory.empty((*shape, heads, sin.shape[-1]), w_uk.dtype, w_uk.device)
+    if is_one_launch(c, weight, weight_format, w_uk, sin):
+        assert c.scale is not None  # as the weight has one
+        hopper_heads.launch(
+            quantise.to_read(c.values)[0], c.scale, quantise.to_read(weight.values)[0],
+            weight.scale, w_uk, sin, cos, query, query_rope, interleaved, forked=forked,
+        )  # fmt: skip
+        return query, query_rope
     form = weight.form(weight_format)
     q = quantised_matmul.product(c, [weight], form, w_uk.dtype, forked=forked)
     prolog.query_stage(q, sin, cos, w_uk, query, query_rope, interleaved)
     return query, query_rope
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _index_queries(
-    q, weights, sin, cos, values, folded, tokens,
-    NI: tl.constexpr, DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, KIND: tl.constexpr,
-    UE8M0: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """One program: a token and HEADS heads of q [RUNS, T, NI DI]: rotated, rounded, quantised; the
-    scales go into the weights."""
-    BLOCKS: tl.constexpr = (NI + HEADS - 1) // HEADS
-    dtype: tl.constexpr = weights.dtype.element_ty
-    t = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
-    there = head < NI
-    ok = there[:, None]
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
-    j = tl.arange(0, DI)
-    own, partner = rotation_source(j, D, INTERLEAVED)
-    own = tl.where(j < D, own, j)
-    partner = tl.where(j < D, partner, j)
-    stride = tl.cast(tokens, tl.int64) * (NI * DI)
-    row = q + t * (NI * DI) + head[:, None] * DI
-    u = run_sum(row + own[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
-    v = run_sum(row + partner[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
-    angle = t * D + j
-    c = tl.load(cos + angle, mask=j < D, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + angle, mask=j < D, other=0.0).to(tl.float32)[None, :]
-    u = u.to(tl.float32)
-    v = v.to(tl.float32)
-    turned = u * c + tl.where((j < D // 2)[None, :], -v, v) * s
-    x = tl.where((j < D)[None, :], turned.to(dtype).to(tl.float32), u)
-    x = quantise.rotated(x, HADAMARD, BF16)
-    x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
-    at = t * NI + head
-    tl.store(values + at[:, None] * DI + j[None, :], x, mask=ok & (j >= 0)[None, :])
-    weight = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
-    tl.store(folded + at, weight * scale, mask=there)
-
-
-def index_heads(
-    c: Rows, weight: Weight, weight_format: str, weights: Tensor, shape: tuple[int, int], of: Index
-) -> tuple[Tensor, Tensor]:
-    """(queries [*shape, NI, DI], weights [*shape, NI]), of 8 bits and folded where the cache is."""
-    size, dtype = of.gamma.shape[0], of.gamma.dtype
-    tokens, heads = weights.shape
-    if weight.scale is None and of.scales is None:
-        query = prolog.index_heads(
-            c.values, weight.values, weight_format, size, of.sin, of.cos, shape, of.interleaved
-        )
-        return query, weights.view(*shape, heads)
-    if weight.scale is None:
-        q = product(c.values, [(weight.values, weight.size)], weight_format)
-    else:
-        q = quantised_matmul.product(c, [weight], weight.form(weight_format), dtype)
-    if of.scales is None:
-        query = memory.empty((*shape, heads, size), dtype, q.device)
-        prolog.index_stage(q, of.sin, of.cos, query, of.interleaved)
-        return query, weights.view(*shape, heads)
-    values = memory.empty((*shape, heads, size), of.keys.dtype, q.device)
-    folded = memory.empty((*shape, heads), torch.float32, q.device)
-    chained = gpu.has_chained_launch(q.device)
-    launches.kernel(_index_queries, tokens * cdiv(heads, HEADS))(
-        q, weights, of.sin, of.cos, quantise.in_bytes(values), folded, tokens,
-        NI=heads, DI=size, D=of.sin.shape[-1], RUNS=q.shape[0], KIND=of.kind,
-        UE8M0=of.scale_format == "ue8m0", HADAMARD=of.hadamard,
-        BF16=of.hadamard_round == "bf16", INTERLEAVED=of.interleaved, HEADS=HEADS,
-        CHAINED=chained, launch_pdl=chained,
-    )  # fmt: skip
-    return values, folded

@@ -136,7 +136,7 @@ def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
     heads, plain, rank = a.w_uk.shape
     ranks, rotary, size = a.gamma_cq.shape[0], a.sin.shape[-1], a.in_gamma_k.shape[0]
     down, latent, key, proj = quantised_prolog.first_products(
-        a.x.view(-1, hidden), None,
+        a.x.view(-1, hidden), {},
         [
             Weight(a.w_dq, ranks, a.dequant_scale_w_dq),
             Weight(a.w_dkv_kr, rank + rotary, a.dequant_scale_w_dkv_kr),
@@ -156,28 +156,27 @@ def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     kind, index_kind = (quantised.kind_of(w.dtype) for w in (a.w_uq_qr, a.w_idx_qb))
     norm, c = quantised_prolog.latent_tokens(down, latent, of_latents, kind, a.smooth_scales_cq)
-    weights = quantised_prolog.index_tokens(key, proj, of_keys)
     of_index = Rows(norm)
     if index_kind is not None:
         of_index = c
         if index_kind != kind:
-            of_index = quantised_matmul.activations(norm, index_kind, a.scale_format)
+            [of_index] = quantised_matmul.activations([(norm, None)], index_kind, a.scale_format)
     shape = requests, steps
-    query_index, weights = quantised_prolog.index_heads(
-        of_index, Weight(a.w_idx_qb, a.index_heads * size, a.dequant_scale_w_idx_qb),
-        a.weight_format, weights, shape, of_keys,
-    )  # fmt: skip
+    w_qb = Weight(a.w_idx_qb, a.index_heads * size, a.dequant_scale_w_idx_qb)
+    q = quantised_prolog.index_product(of_index, w_qb, a.weight_format, of_keys)
+    query_index, weights = quantised_prolog.index_side(
+        key, proj, q, of_index, w_qb, a.weight_format, shape, of_keys
+    )
     scoring = a.of_indexer(query_index, weights)
     if a.in_bytes:
         scored = quant_lightning_indexer.scores(None, **scoring)
     else:
         scored = lightning_indexer.scores(**scoring)
-    absorbed = partial(
-        quantised_prolog.query_heads, c,
-        Weight(a.w_uq_qr, heads * (plain + rotary), a.dequant_scale_w_uq_qr), a.weight_format,
-        a.w_uk, a.sin, a.cos, shape, a.rope_interleaved,
-    )  # fmt: skip
-    (query, query_rope), indices = _side_by_side(a, absorbed, scored, False)
+    w_uq_qr = Weight(a.w_uq_qr, heads * (plain + rotary), a.dequant_scale_w_uq_qr)
+    of_heads = (c, w_uq_qr, a.weight_format, a.w_uk, a.sin)
+    absorbed = partial(quantised_prolog.query_heads, *of_heads, a.cos, shape, a.rope_interleaved)
+    first = requests * steps <= 128 and quantised_prolog.is_one_launch(*of_heads)
+    (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
     if not a.in_rows:
         chosen = a.of_attention(query, query_rope, indices)
         return sparse_flash_attention.forward(**chosen)[0], indices

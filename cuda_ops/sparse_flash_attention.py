@@ -15,7 +15,8 @@ sparse_indices [B, S, 1, K]; without the ropes R is the whole width of a key.
 
     condition                                                kernel
     Hopper, R 512 and rope 64, values in the keys, which     hopper/sparse_flash_attention_decode.py
-      are evenly spaced, whole 16 bytes; 1 to 4 rows
+      are evenly spaced, whole 16 bytes; scale above 0;
+      1 to 4 rows
     the same, more rows                                      hopper/sparse_flash_attention.py
     the same in 8 bits, any number of rows      hopper/kv_quant_sparse_flash_attention.py
     else                                                     _attend

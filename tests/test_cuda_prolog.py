@@ -136,6 +136,10 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
         assert cut.runs == 1 and all(size % cut.columns == 0 for size in sizes)
         assert cut.stages >= 2 and cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
         assert cut.stages * cut.k % cut.columns == 0  # where the product lies before it is rotated
+    cut = tiling.eight_bits(tokens, sizes, depth, processors)
+    assert cut.stages * (cut.tokens + cut.columns) * 128 <= 220 * 1024 and cut.stages >= 2
+    assert 128 % cut.columns == 0  # one scale
+    assert (cut.columns if cut.swap else cut.tokens) == 16 * cut.warps
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
@@ -163,9 +167,13 @@ def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
     qb = empty(index * 128 // 16, ranks // 16, 16, 16)
     prolog.index_heads(c, qb, "nz", 128, sin, cos, (tokens, 1), False)
     prolog.query_heads(c, uq_qr, "nz", empty(heads, plain, 512), sin, cos, (tokens, 1), True)
-    wanted = ["_product", "_query"] if tokens <= 256 else ["_product", "_product", "_absorb"]
+    wanted = (
+        ["_product", "_query"]
+        if tokens <= 256
+        else ["_product", "_product", "_absorb", "_rotation"]
+    )
     if model is GLM5:  # a head is no whole number of columns, and there are few index heads
-        wanted = ["_product", "_index_stage", "_product", "_query_stage"]
+        wanted = ["_product", "_rotation", "_product", "_query_stage"]
     assert [kernel.name for kernel in compiled] == wanted
     assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled)
 

@@ -90,6 +90,23 @@ def test_attention(case, dtype, monkeypatch):
             assert torch.equal(x, same), f"{name} differs from run to run"
 
 
+@gpu
+@pytest.mark.parametrize("scale", (1.5, 0.01, 0.0, -0.2))
+@pytest.mark.parametrize("case", ("many rows", "two splits", "packed"))
+def test_attention_of_any_scale(case, scale):
+    """Maxima that grow by much from tile to tile, by little, or are those of the least products."""
+    attention, _ = arguments(torch.bfloat16, **LARGE[case])
+    attention["query"][..., ::2, :] *= 4  # neighbouring heads, which share a warp, differ
+    sinks = torch.randn(attention["query"].shape[-2])
+    every = on(DEVICE, attention) | dict(
+        return_softmax_lse=True, scale_value=scale, sinks=sinks.to(DEVICE)
+    )
+    got = launched("sparse_flash_attention", **every)
+    wanted = exact("sparse_flash_attention", **every)
+    for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
+        assert_near(name, x, y, ERROR[torch.bfloat16])
+
+
 @kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)

@@ -31,6 +31,8 @@ from custom.cuda_ops import (
     lightning_indexer,  # noqa: F401  (brings hopper's)
     nz_matmul,
     prolog,
+    quantised_matmul,
+    quantised_prolog,
     sparse_flash_attention,
 )
 from custom.cuda_ops.common import attention_tiles, lengths, rows, selection
@@ -232,9 +234,12 @@ def turned(x, sin, cos, interleaved):
 @pytest.fixture
 def prologs(monkeypatch):
     modules = [
+        hopper.absorption,
         hopper.query_heads,
         hopper.query_stage,
         hopper.nz_matmul,
+        hopper.quantised_heads,
+        hopper.quantised_matmul,
         hopper.rotation,
         hopper.tma,
     ]
@@ -252,6 +257,37 @@ def test_product(tokens, depth, prologs):
         keep_float=True, first=True,
     )  # fmt: skip
     near(parts.sum(0), x.float() @ torch.cat(weights, 1).float(), 1e-5)
+
+
+def narrow(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3, a scale for each row and 128 columns)"""
+    scale = torch.rand(len(x), -(-x.shape[1] // 128)) + 0.5
+    return (x * 30).to(torch.float8_e4m3fn), scale
+
+
+def wide(values: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """What they stand for; a scale is one of `rows` rows."""
+    by = scale.repeat_interleave(rows, 0).repeat_interleave(128, 1)
+    return values.float() * by[: values.shape[0], : values.shape[1]]
+
+
+@pytest.mark.parametrize("tokens, depth", [(3, 1024), (20, 1168), (40, 336), (70, 448), (150, 192)])
+def test_fp8_product(tokens, depth, prologs):
+    x, x_scale = narrow(normal(tokens, depth))
+    sizes = (96, 16, 320)
+    weights = [narrow(normal(size, depth)) for size in sizes]
+    scales = [scale[::128].contiguous() for _, scale in weights]
+    parts = quantised_matmul.product(
+        quantised_matmul.Rows(x, x_scale),
+        [
+            quantised_matmul.Weight(w.t(), size, scale.t().contiguous())
+            for (w, _), size, scale in zip(weights, sizes, scales, strict=True)
+        ],
+        quantised_matmul.TRANSPOSED.value, torch.bfloat16, keep_float=True,
+    )  # fmt: skip
+    x = wide(x, x_scale, 1)
+    wanted = [x @ wide(w, scale, 128).t() for (w, _), scale in zip(weights, scales, strict=True)]
+    near(parts.sum(0), torch.cat(wanted, 1), 1e-5)
 
 
 @pytest.mark.parametrize("tokens, size", [(3, 64), (70, 128), (140, 128), (260, 64)])
@@ -272,12 +308,32 @@ def test_query_heads(tokens, prologs, monkeypatch):
     one = tokens <= 256
     heads, depth, rank, interleaved = 2, 640 if one else 320, 256, tokens % 3 == 0
     monkeypatch.setattr(hopper.query_heads, "supports", lambda *_: one)
+    monkeypatch.setattr(prolog, "_rotate", lambda *_, **named: None)  # no kernel in Gluon
     c, w, w_uk = normal(tokens, depth), normal(depth, heads * 192), normal(heads, 128, rank)
     sin, cos = normal(2, tokens, 64)
     query, query_rope = prolog.query_heads(
         c, to_nz(w), "nz", w_uk, sin, cos, (tokens, 1), interleaved
     )  # fmt: skip
     q = (c.float() @ w.float()).bfloat16().float().view(tokens, heads, 192)
+    near(query.squeeze(1), torch.einsum("tnd,ndr->tnr", q[..., :128], w_uk.float()))
+    if one:
+        near(query_rope.squeeze(1), turned(q[..., 128:], sin, cos, interleaved))
+
+
+@pytest.mark.parametrize("tokens", [5, 20, 40, 100, 150])
+def test_fp8_query_heads(tokens, prologs, monkeypatch):
+    heads, depth, rank, interleaved = 2, 1152, 256, tokens % 3 == 0
+    monkeypatch.setattr(hopper.quantised_heads, "supports", lambda *_: True)
+    (c, c_scale), (w, w_scale) = narrow(normal(tokens, depth)), narrow(normal(heads * 192, depth))
+    w_scale, w_uk = w_scale[::128] / 1024, normal(heads, 128, rank)
+    sin, cos = normal(2, tokens, 64)
+    query, query_rope = quantised_prolog.query_heads(
+        quantised_matmul.Rows(c, c_scale),
+        quantised_matmul.Weight(w.t(), heads * 192, w_scale.t().contiguous()), "nd", w_uk, sin, cos,
+        (tokens, 1), interleaved,
+    )  # fmt: skip
+    q = wide(c, c_scale, 1) @ wide(w, w_scale, 128).t()
+    q = q.bfloat16().float().view(tokens, heads, 192)
     near(query.squeeze(1), torch.einsum("tnd,ndr->tnr", q[..., :128], w_uk.float()))
     near(query_rope.squeeze(1), turned(q[..., 128:], sin, cos, interleaved))
 

@@ -238,18 +238,23 @@ def test_from_the_bytes_on(row_layout, kind, mode, sinks, device, backend):
 
 
 @pytest.mark.parametrize("row_layout", list(NUMPY))
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    "kind, scale_format", [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "ue8m0")]
+)
 @pytest.mark.parametrize(
     "sizes",
     [
         dict(heads=5, requests=[(3, 40), (1, 5), (2, 0), (40, 20), (0, 9), (2, 33)]),
         dict(heads=17, count=600, requests=[(41, 700)]),
+        dict(heads=16, count=300, requests=[(41, 700)], dtype=torch.float16),
         dict(heads=128, count=300, requests=[(200, 900), (7, 70)]),
         dict(heads=64, count=2048, requests=[(40, 2500)], page=64),
     ],
     ids=str,
 )
-def test_the_bits_of_the_kernel_for_hopper(sizes, kind, row_layout, device, backend, monkeypatch):
+def test_the_bits_of_the_kernel_for_hopper(
+    sizes, kind, scale_format, row_layout, device, backend, monkeypatch
+):
     """Of the one for floats, which has the same consumers of keys."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("needs a Hopper GPU")
@@ -258,13 +263,28 @@ def test_the_bits_of_the_kernel_for_hopper(sizes, kind, row_layout, device, back
     launched = []
     launch = hopper.launch
     monkeypatch.setattr(hopper, "launch", lambda *given: (launched.append(given), launch(*given)))
-    problem = Problem(kind, row_layout, between=0, **sizes)
+    problem = Problem(kind, row_layout, between=0, scale_format=scale_format, **sizes)
     given = problem.arguments(device, sinks=torch.randn(sizes["heads"], device=device))
     got = attended(given, backend)
     assert launched
     wanted = custom.npu_sparse_flash_attention(**problem.dequantised(given))
     for name, x, y in zip(("out", "max", "sum"), got, wanted, strict=True):
         assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_values_that_are_not_numbers(byte, device):
+    """Whoever selects their row gets NaN, and nobody else."""
+    problem = Problem("fp8", requests=[(9, 40)])
+    problem.indices[3, 5] = 7
+    place = int(problem.slots[7])
+    problem.cache[place // 16, place % 16, 0, 200] = byte
+    out = custom.npu_kv_quant_sparse_flash_attention(**problem.arguments(device))
+    nan = out.isnan().cpu()
+    asked = (problem.indices == 7).any(1)[:, None]
+    assert not asked[0]
+    assert torch.equal(nan.all(-1), asked.expand(9, 5))
+    assert torch.equal(nan.any(-1), asked.expand(9, 5))
 
 
 @pytest.mark.parametrize("layout", ["BSND", "TND"])

@@ -129,15 +129,17 @@ def test_ties_and_zeros_take_the_lower_positions(device):
     assert out[0, 0].tolist() == [*range(12), *range(20, 50)]
 
 
-def test_a_row_does_not_depend_on_its_batch(device):
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("tokens", [4, 9])
+def test_a_row_does_not_depend_on_its_batch(tokens, heads, device):
     """The same bits alone and among others, and over runs."""
-    problem = Problem("fp8", 64, requests=[(1, 300), (4, 500), (2, 77)])
+    problem = Problem("fp8", heads, requests=[(1, 300), (tokens, 500), (2, 77)])
     given = {n: moved(x, device) for n, x in problem.paged(64, sparse_count=500).items()}
     together = custom.npu_quant_lightning_indexer_scores(**given)
     again = custom.npu_quant_lightning_indexer_scores(**given)
-    at = 1  # the second request alone, token by token from its last
+    last = slice(tokens, tokens + 1)  # of the second request, alone
     alone = given | {
-        n: given[n][at + 3 : at + 4] for n in ("query", "weights", "query_dequant_scale")
+        n: given[n][last] for n in ("query", "weights", "query_dequant_scale")
     } | dict(
         actual_seq_lengths_query=given["actual_seq_lengths_query"].new_tensor([1]),
         actual_seq_lengths_key=given["actual_seq_lengths_key"][1:2].contiguous(),
@@ -145,7 +147,7 @@ def test_a_row_does_not_depend_on_its_batch(device):
     )  # fmt: skip
     one = custom.npu_quant_lightning_indexer_scores(**alone)
     for x, y, z in zip(together, again, one, strict=True):
-        assert torch.equal(x, y) and torch.equal(x[at + 3 : at + 4], z)
+        assert torch.equal(x, y) and torch.equal(x[last], z)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,16 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import fields, replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from custom.dispatch import backends
+from custom.dispatch.register import bind, overload
+from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
 import custom
@@ -17,7 +22,8 @@ from .support import eight_bits
 from .support.accuracy import assert_close_to_float64
 from .support.calls import CPU
 from .support.golden import Golden, Layer, rms_norm, rope
-from .support.narrow_layer import FORMS, INDEXER, KINDS, MLA, SIZES, B, Call, P, S
+from .support.kernels import gpu
+from .support.narrow_layer import FORMS, INDEXER, KINDS, MLA, SIZES, WEIGHTS, B, Call, P, S
 from .support.prologs import refuse
 from .support.ragged import run
 from .support.samples import sample
@@ -122,6 +128,51 @@ def test_indexer(device, backend, mode, form):
     there = call.written()
     plain[2:], exact[2:] = ([x[there] for x in each[2:]] for each in (plain, exact))
     compare(("query_index", "weights", "index_k_cache"), got, plain, exact)
+
+
+@cache
+def of_a_model() -> Call:
+    """Heads for nearly every multiprocessor, and a width that no block of 128 divides."""
+    sizes = dict(H=1168, Rq=1152, N=96, Dn=128, R=128, Ni=64)
+    return Call(torch.device("cuda"), 4, "transposed", torch.bfloat16, **sizes)
+
+
+@gpu
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 20, 33, 65, 130, 300])
+def test_fp8_weights_of_a_model(tokens, interleaved):
+    """Every tile of tokens, against the reference on the same bytes and on what they stand for."""
+    call = copy(of_a_model())
+    draw = torch.Generator().manual_seed(tokens)
+    for name in ("x", "sin", "cos", "norm"):
+        shape = tokens, 1, getattr(call, name).shape[-1]
+        setattr(call, name, torch.randn(*shape, generator=draw).to(call.dtype))
+    call.slots = torch.randperm(tokens, generator=draw).to(torch.int32)[:, None]
+    call.slots[::3] = -1
+    for op, given, caches in (
+        (MLA, call.mla(rope_interleaved=interleaved), ("kv_cache", "kr_cache")),
+        (INDEXER, call.indexer(rope_interleaved=interleaved), ("index_k_cache",)),
+    ):
+        here = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in given.items()}
+        wide = {
+            n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for n, x in here.items()
+        }
+        for name, (argument, scale, _) in WEIGHTS[op].items():
+            wide[argument] = getattr(call.layer, name)
+            wide.pop(scale, None)
+        got = run(op, "cuda", **given)
+        plain, exact = of_reference(op, here), of_reference(op, wide | dict(weight_quant_mode=0))
+        for i, parts in enumerate(zip(got, plain, exact, strict=True)):
+            assert_close_to_float64(f"{op} {i}", *parts)
+        for name in caches:
+            assert_close_to_float64(name, *(x[name].cpu() for x in (given, here, wide)))
+
+
+def of_reference(op: str, arguments: dict) -> tuple[Tensor, ...]:
+    spec = BY_NAME[op]
+    function, _ = backends.launcher(backends.REFERENCE, spec)
+    return function(**bind(overload(spec)._schema, (), arguments))
 
 
 @pytest.mark.parametrize("given_in_8_bits", [True, False])

@@ -79,9 +79,17 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Ti
         room, together = 64, 3
     else:
         room, together = 96, 2
+    group = 8
+    if tokens > 128:
+        # narrower programs where wide ones would leave processors idle at the end: x at 4096 tokens
+        # of DeepSeek's sizes has 528, four for each processor, instead of 272
+        halves, wholes = (cdiv(_blocks(tokens, sizes, tile, n), processors) for n in (64, 128))
+        if wholes > 1 and 10 * halves < 18 * wholes:
+            columns, warps, group = 64, 4, 4
     stages = room * 1024 // ((tile + columns) * k * 2)
     blocks = _blocks(tokens, sizes, tile, columns)
-    return Tiling(tile, columns, k, _runs(blocks, together * processors, depth // k), stages, warps)
+    runs = _runs(blocks, together * processors, depth // k)
+    return Tiling(tile, columns, k, runs, stages, warps, group=group)
 
 
 def whole_depth(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling | None:
@@ -109,4 +117,21 @@ def narrow(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Ti
     else:
         tile, columns, stages, warps, swap = 128, 128, 3, 8, False
     runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * processors, depth // 128)
+    return Tiling(tile, columns, 128, runs, stages, warps, swap)
+
+
+def eight_bits(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+    """For hopper/quantised_matmul.py: as in hopper, what programs ask for first fills shared
+    memory."""
+    swap = tokens <= 32
+    tile, columns = (max(8, power_of_two(tokens)), 64) if swap else (64, 64)
+    together, room = 2, 104
+    if tokens > 64:
+        tile, together = 128, 1
+    if tokens > 128:
+        columns, room = 128, 208
+    warps = 8 if tile == 128 else 4
+    blocks = _blocks(tokens, sizes, tile, columns)
+    runs = _runs(blocks, together * processors, depth // 128)
+    stages = room * 1024 // ((tile + columns) * 128)
     return Tiling(tile, columns, 128, runs, stages, warps, swap)

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.tiling import power_of_two
+from .absorption import put, times
 from .rotation import rotate
 from .tma import DTYPES, aligned, describe_matrix, describe_nz
 
@@ -90,23 +91,6 @@ def _place(c_tiles, i: gl.constexpr):
     return tile.index(i % HALVES)
 
 
-@gluon.jit
-def _times(q, w, acc, SWAP: gl.constexpr):
-    """acc + q w, transposed if SWAP."""
-    if SWAP:
-        return warpgroup_mma(w.permute([1, 0]), q.permute([1, 0]), acc, is_async=True)
-    else:
-        return warpgroup_mma(q, w, acc, is_async=True)
-
-
-@gluon.jit
-def _put(out, place, SWAP: gl.constexpr):
-    if SWAP:
-        place.permute([1, 0]).store(out.to(place.dtype))
-    else:
-        place.store(out.to(place.dtype))
-
-
 @gluon.jit(do_not_specialize=["tokens"])
 def _query(
     c, w, w_uk, query, query_rope, sin, cos, tokens,
@@ -158,9 +142,9 @@ def _query(
     _ask_last(w_uk, w_tiles, c_tiles, full, CHUNKS - 1 + STAGES, head, CHUNKS, LAST)
 
     # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
-    _put(a, _place(c_tiles, 0), True)
-    _put(b, _place(c_tiles, 1), True)
-    _put(turned, _place(c_tiles, 2), True)
+    put(a, _place(c_tiles, 0), True)
+    put(b, _place(c_tiles, 1), True)
+    put(turned, _place(c_tiles, 2), True)
     fence_async_shared()
     barrier()
     rotate(
@@ -179,24 +163,24 @@ def _query(
         two = reinterpret(w_tiles.index(stage * 3 + 1), dtype, [K_TILE, 64], w_uk.layout)
         column = head * R + last * K_TILE
         if K_TILE == 64:
-            out = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
-            out = _times(c_tiles.index(1), two, out, SWAP)
+            out = times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
+            out = times(c_tiles.index(1), two, out, SWAP)
             out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
             place = c_tiles.index(2 + last % 2)
             tma.store_wait(1)
             barrier()
-            _put(out, place, SWAP)
+            put(out, place, SWAP)
             fence_async_shared()
             barrier()
             tma_store(query, [token, column], place)
         else:
-            left = _times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
-            right = _times(c_tiles.index(0), two, gl.zeros(shape, gl.float32, absorbed), SWAP)
+            left = times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
+            right = times(c_tiles.index(0), two, gl.zeros(shape, gl.float32, absorbed), SWAP)
             left, right = warpgroup_mma_wait(num_outstanding=0, deps=(left, right))
             tma.store_wait(0)
             barrier()
-            _put(left, _place(c_tiles, 4), SWAP)
-            _put(right, _place(c_tiles, 5), SWAP)
+            put(left, _place(c_tiles, 4), SWAP)
+            put(right, _place(c_tiles, 5), SWAP)
             fence_async_shared()
             barrier()
             tma_store(query, [token, column], _place(c_tiles, 4))

@@ -104,8 +104,10 @@ class Shared:
 
     def reinterpret(self, dtype, shape, layout):
         first, size = int(self.at.min()), self.at.numel()
-        assert dtype == self.dtype and math.prod(shape) <= size == int(self.at.max()) + 1 - first
-        return Shared(self.memory, layout.places(shape) + first, layout)
+        assert size == int(self.at.max()) + 1 - first
+        memory, old = self.memory.view(dtype), self.dtype.itemsize
+        assert math.prod(shape) * dtype.itemsize <= size * old
+        return Shared(memory, layout.places(shape) + first * old // dtype.itemsize, layout)
 
     def load(self, layout=None):
         return self.memory[self.at]
