@@ -298,7 +298,7 @@ def forward(
     # heads of 16 would be padded to 64: causal, B 4, H 16, 4096 tokens, H200, 2026-11, 264 us by
     # the plain kernel and 327 by the other (heads of 32: 310 and 308)
     plain = sizes.rows <= 64 or split or max(q.shape[-1], v.shape[-1]) <= 16
-    if not plain and hopper.supports(q, k, v, scale):
+    if not plain and hopper.supports(q, k, v, scale, o):
         hopper.launch(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)
     else:
         _plain(q, k, v, o, lse, sizes, causal, scale, cu_seqlens_q, cu_seqlens_k, window)

@@ -257,6 +257,29 @@ def test_long_rows_match_the_reference(case, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("ends", [None, (300, 1001, 1001, 1500)], ids=["dense", "packed"])
+@pytest.mark.parametrize("size, v_size", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_scores_that_grow_far_beyond_those_before(size, v_size, ends):
+    """And a row that is no number: whole blocks are not compared, the tile comes once more."""
+    case = Case(2, 4, 2, 1500, 1500, size, v_size, ends_q=ends, ends_k=ends)
+    made, options = case.tensors(torch.bfloat16), case.options()
+    made["q"] += 2
+    tokens = 0 if ends else 2
+    for first in (0, 320):
+        made["k"].narrow(tokens, first, 70).add_(100 * size**-0.5)
+    made["q"].narrow(tokens, 900, 1).fill_(torch.nan)
+    inputs = {name: made[name] for name in "qkv"}
+    options["deterministic"] = False
+    o, lse = fused_forward(made, options)
+    exact = reference.forward(**{name: x.double() for name, x in inputs.items()}, **options)
+    rounded = reference.forward(**inputs, **options)
+    seen = ~torch.isnan(exact[1])
+    assert torch.equal(torch.isnan(o).all(-1), ~seen)
+    assert_close_to_float64("o", o[seen], rounded[0][seen], exact[0][seen])
+    torch.testing.assert_close(lse[seen].double(), exact[1][seen], rtol=1e-5, atol=1e-5)
+
+
+@gpu
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_length(data):

@@ -407,6 +407,17 @@ def test_attention(sizes, options, grown, dtype, again):
     assert len(set(again)) == len(again)
 
 
+@pytest.mark.parametrize("size, kernel", [(96, "hopper"), (94, "plain")])
+def test_attention_whose_output_tma_cannot_store(size, kernel, again, monkeypatch):
+    """Values cut from wider rows lie aligned; rows of the output have no more than they need."""
+    taken = []
+    monkeypatch.setattr(fused_attention, "_plain", lambda *_: taken.append("plain"))
+    monkeypatch.setattr(hopper.fused_attention, "launch", lambda *_: taken.append("hopper"))
+    q, v = torch.randn(2, 1, 2, 300, 128).bfloat16()
+    fused_attention.forward(q, q, v[..., :size], True, None, None, None, None)
+    assert taken == [kernel]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k", [(16, 20), (300, 30), (7000, 50), (20000, 2048), (65536, 2048)])
 def test_topk(n, k, kind, monkeypatch):

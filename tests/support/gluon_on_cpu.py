@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -198,7 +199,7 @@ class Barriers:
 
     def __init__(self):
         self.of, self.changed, self.threads, self.failed = {}, threading.Condition(), 0, False
-        self.stores = []
+        self.stores = defaultdict(list)  # of each thread its own
 
     def init(self, bar, count):
         self.of[bar.data_ptr()] = SimpleNamespace(
@@ -245,11 +246,12 @@ class Barriers:
             state.phase, state.arrived, state.announced, state.copies = 1 - phase, 0, 0, []
 
     def tma_store(self, block, at, tile):
-        self.stores.append((_part(block, [int(i) for i in at]), tile))
+        self.stores[threading.get_ident()].append((_part(block, [int(i) for i in at]), tile))
 
     def store_wait(self, left):
-        while len(self.stores) > left:
-            part, tile = self.stores.pop(0)
+        stores = self.stores[threading.get_ident()]
+        while len(stores) > left:
+            part, tile = stores.pop(0)
             part.copy_(tile.load()[tuple(slice(n) for n in part.shape)])
 
     def warp_specialize(self, parts, warps, registers):
@@ -270,7 +272,7 @@ class Barriers:
 
     def all_done(self):
         left = [state for state in self.of.values() if state.copies or state.announced]
-        return not left and not self.stores
+        return not left and not any(self.stores.values())
 
 
 def _part(block, at):
