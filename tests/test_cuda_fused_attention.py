@@ -170,6 +170,11 @@ HOPPER = [
     Case(1, 2, 2, 333, 400, 256, 64, causal=False),
     Case(1, 2, 2, 333, 400, 136, 200),
     Case(1, 4, 2, 590, 590, 192, 192, ends_q=LONG[0], ends_k=LONG[1], deterministic=True),
+    Case(1, 4, 2, 590, 590, 192, 128, ends_q=LONG[0], ends_k=LONG[1]),
+    Case(1, 4, 2, 590, 590, 192, 128, ends_q=LONG[0], ends_k=LONG[1], deterministic=True),
+    Case(1, 4, 2, 590, 590, 64, 64, ends_q=LONG[0], ends_k=LONG[1], deterministic=True),
+    Case(1, 2, 1, 500, 300, 64, 64, window=70, deterministic=True),
+    Case(1, 2, 1, 333, 1000, 128, 128, causal=False, window=150, deterministic=True),
     Case(1, 4, 1, 1000, 333, 256, 256, causal=False, window=50),
     Case(2, 2, 1, 1300, 1400, 64, 64),  # longer ones have tiles of more queries
     # few tiles, many keys: the plain path splits the keys
@@ -326,9 +331,9 @@ def test_neighbours_do_not_leak(size, path):
 
 
 @gpu
-@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
 def test_same_bits_when_deterministic(size, path):
-    case = Case(2, 4, 2, 1000, 1000, size, size)
+    case = Case(2, 4, 2, 1000, 1000, size, 128 if size == 192 else size)
     made, options = case.tensors(torch.bfloat16), case.options()
     runs = [launch(made, options | dict(deterministic=True)) for _ in range(3)]
     torch.use_deterministic_algorithms(True)
