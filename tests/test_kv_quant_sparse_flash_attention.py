@@ -272,17 +272,20 @@ def test_the_bits_of_the_kernel_for_hopper(
         assert torch.equal(x, y), name
 
 
-@pytest.mark.parametrize("byte", [0x7F, 0xFF])
-def test_values_that_are_not_numbers(byte, device):
-    """Whoever selects their row gets NaN, and nobody else."""
-    problem = Problem("fp8", requests=[(9, 40)])
-    problem.indices[3, 5] = 7
+@pytest.mark.parametrize("byte, keys, count", [(0x7F, 40, 12), (0xFF, 40, 12), (0x7F, 700, 600)])
+def test_values_that_are_not_numbers(byte, keys, count, device, monkeypatch):
+    """Whoever selects their row gets NaN, and nobody else; of many keys in parts, too."""
+    if INTERPRETED:
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+    problem = Problem("fp8", requests=[(9, keys)], count=count)
+    problem.indices[3:, 5] = 7
+    problem.indices[2][problem.indices[2] == 7] = -1
     place = int(problem.slots[7])
     problem.cache[place // 16, place % 16, 0, 200] = byte
     out = custom.npu_kv_quant_sparse_flash_attention(**problem.arguments(device))
     nan = out.isnan().cpu()
     asked = (problem.indices == 7).any(1)[:, None]
-    assert not asked[0]
+    assert asked[3] and not asked[0] and not asked[2]
     assert torch.equal(nan.all(-1), asked.expand(9, 5))
     assert torch.equal(nan.any(-1), asked.expand(9, 5))
 

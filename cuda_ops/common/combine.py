@@ -41,11 +41,12 @@ def _combine(
     if HAS_SINK:
         total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - row_max)
     o = tl.sum(o.to(tl.float32) * weight[:, None], 0)
-    o = tl.where(row_sum > 0, o / tl.where(row_sum > 0, total, 1.0), 0.0)
+    there = row_sum != 0  # a NaN is there, and stays one
+    o = tl.where(there, o / tl.where(there, total, 1.0), 0.0)
     tl.store(out + program * R + d, o.to(out.dtype.element_ty), mask=d < R)
     if STATS:
         first = tl.program_id(1) == 0
-        row_max = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
+        row_max = tl.where(there, row_max * 0.6931471805599453, float("-inf"))
         tl.store(softmax_max + program, row_max, mask=first)
         tl.store(softmax_sum + program, row_sum, mask=first)
 
