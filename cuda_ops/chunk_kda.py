@@ -56,6 +56,9 @@ from .common.kda import (
 
 LARGEST_K, LARGEST_V = 128, 256
 _KEY_TILE = 32  # channels of the keys that a chunk's kernel holds at a time
+# of the forward's channels of the values, padded: with 16 of them and 32 or 64 of the keys, Triton
+# 3.6's kernel for Hopper leaves its memory
+_LEAST_V = 64
 
 
 class Constants(NamedTuple):
@@ -320,7 +323,8 @@ def chunks(
     half, device, backward = q.dtype, q.device, out is None
     varlen = cu_seqlens is not None
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    K_PAD, V_PAD = (max(16, triton.next_power_of_2(size)) for size in (K, V))
+    K_PAD = max(16, triton.next_power_of_2(K))
+    V_PAD = max(16 if backward else _LEAST_V, triton.next_power_of_2(V))
     # every sequence may end in a part of a chunk, and so may the tokens before and behind them
     each = triton.cdiv(T, CHUNK.value)
     count = each + sequences + 2 if varlen else B * each

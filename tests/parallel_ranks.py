@@ -70,7 +70,7 @@ def meet(
     rank: int, size: int, file: str, pipe: Any, fault: str, device: str, waits: bool = True
 ) -> None:
     """The last rank dies, or hangs, before its collective; the others tell what they get. NCCL
-    waits on the host (`waits`), or its watchdog ends the process, whose last words go to a file."""
+    waits on the host (`waits`), or its watchdog speaks, into a file."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(waits))
     if not waits:
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = (

@@ -8,9 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,18 +149,21 @@ def test_a_rank_that_is_gone_is_an_error_with_names(fault, device, tmp_path):
 
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
 def test_the_watchdog_of_nccl_names_rank_and_collective(fault, device, tmp_path):
-    """Where the host does not wait for NCCL, as under a CUDA graph, torch ends the process."""
+    """Where the host does not wait for NCCL, as under a CUDA graph."""
     if device.type != "cuda":
         pytest.skip("gloo has none")
     need(device, 2)
     store = tmp_path / "store"
     _, processes = start(parallel_ranks.meet, 2, store, fault, "cuda", False)
-    processes[0].join(60)
-    said = Path(f"{store}.0").read_text()
-    assert processes[0].exitcode == -signal.SIGABRT, said[-4000:]
+    log = Path(f"{store}.0")
     named = r"Rank 0\].*Watchdog caught collective operation timeout: WorkNCCL\(.*ALLGATHER"
+    said, end = "", time.monotonic() + 60
+    while not re.search(named, said) and time.monotonic() < end:
+        time.sleep(0.2)
+        said = log.read_text() if log.exists() else ""
     assert re.search(named, said), said[-4000:]
-    processes[1].kill()
+    for process in processes:
+        process.kill()
 
 
 def test_the_bench_checks_and_times_every_row(tmp_path, monkeypatch):
