@@ -64,6 +64,7 @@ _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "absorption.absorb": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
     "causal_conv1d.convolve": (
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 2 -> W >= 2 (3)", _TAPS),
@@ -95,9 +96,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": _LENGTH,
     "chunk_gated_delta_rule.walk": _LENGTH,
+    "chunk_gated_delta_rule.weights": _LENGTH,
     "chunk_gated_delta_rule_grad._tile": (("tile * other < most", _TILE),),
     "chunk_gated_delta_rule_grad.backward": (
-        ("lengths, finer, inverse, ", _SUMMED),
+        ("gate, lengths, finer, inverse, ", _SUMMED),
         ("drop, q_states, grown, ", _TIMES),
         ("rates, grads, states, of_rest", _TIMES),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
@@ -138,6 +140,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("lse, of_delta, acc, sca (2)", _UNMASKED),
         ("lse, of_delta, ac (2)", _UNMASKED),
         ("lse, of_delt (2)", _UNMASKED),
+        ("WINDOW, KEY_TILE, Q_TILE)", "the only tile is square"),
     ),
     "fused_causal_conv1d.fill": (
         ("boundary > 0", "a block that begins with the tokens ends behind their first"),
@@ -156,7 +159,11 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("end >= start", "a sequence without a token stores the state that it loaded"),
         ("behind <= tokens", "behind the last token there is none to leave out"),
     ),
-    "indexer_loss.forward": (("heads, rope, size)", _NAMED),),
+    "indexer_loss.forward": (
+        ("heads, rope, size)", _NAMED),
+        ("cores.cube() <= at_once < tokens", "as many tokens as cores are whole rounds already"),
+    ),
+    "indexer_loss_backward.row_grad": (("ok >= 0", "of a place that is none both shares are 0"),),
     "kv_quant_sparse_flash_attention.unsupported": (
         ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
     ),
@@ -178,13 +185,19 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("score >= LEAST_SCORE", "the least score stays itself"),
         ("position <= LONGEST", "no indexer of an NPU gives a position so far"),
     ),
+    "narrow_product._cut": (
+        ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
+    ),
     "narrow_product._tiles": (("-> tiles * parts", _CORE),),
     "narrow_product.nz_sums": (("PANELS, ROWS, DEPTH) (3)", _KEYS),),
     "narrow_prolog.both": (
         ("-> new(index_heads, tokens)", _NUMBERS),
         ("-> new(rank, tokens)", _NUMBERS),
     ),
-    "narrow_rows.of_index_heads": (("heads, rotary, size)", _NAMED),),
+    "narrow_rows.of_index_heads": (
+        ("heads, rotary, size)", _NAMED),
+        ("size, heads, rotary)", _TILE),
+    ),
     "narrow_rows.of_latents": (
         ("latent, rank, rotary)", _NAMED),
         ("rank, rotary, latent)", _NAMED),
