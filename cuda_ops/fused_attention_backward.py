@@ -11,7 +11,7 @@ shared.
 
     condition                                                    kernels, behind _statistics_kernel
     Hopper, over 64 queries, rows that TMA can describe          hopper/fused_attention_backward.py
-    the same, to be deterministic, heads over 192,               it for keys, then _queries_kernel
+    the same, to be deterministic, heads over 128,               it for keys, then _queries_kernel
     or over 128 with values over 128
     else                                                         _keys_kernel, then _queries_kernel
 """
@@ -396,7 +396,8 @@ def backward(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     on_hopper = sizes.rows > 64 and hopper.supports(q, k, v, scale, grad_o, grads)
     widths = hopper.Widths.of(q, v)
-    adds = on_hopper and (not deterministic or widths.fit_adder)
+    # additions in turn were seen right on an H200 with heads of up to 128
+    adds = on_hopper and not (deterministic and widths.wide)
     lse2, delta, sums, turns = statistics(
         grad_o, o, lse, grad_lse, sizes, cu_seqlens_q,
         widths.counted if adds else 0, adds and deterministic,

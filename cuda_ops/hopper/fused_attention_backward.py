@@ -799,8 +799,8 @@ class Widths(NamedTuple):
 
     @property
     def fit_adder(self) -> bool:
-        """Whether there is room for one, without which no additions are in turn."""
-        return not self.wide or (self.counted == 192 and self.v_size <= 128)
+        """Whether there is room for one beside wide heads."""
+        return self.wide and self.counted == 192 and self.v_size <= 128
 
 
 def supports(
@@ -839,7 +839,7 @@ def launch(
     size, v_size, wide = widths.size, widths.v_size, widths.wide
     # Causal, B 4, H 16, 4096 tokens, H200, 2026-11: heads of 192 and 128 2515 us, added to by
     # threads 2820
-    adder = turns is not None or (sums is not None and wide and widths.fit_adder)
+    adder = turns is not None or (sums is not None and widths.fit_adder)
     block, keys, stages = 64, 64 if wide else 128, _STAGES
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
     listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
