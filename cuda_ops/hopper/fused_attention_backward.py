@@ -9,8 +9,8 @@ rounds.
 To be deterministic, tiles of keys add to a block of queries in turn, the last keys first: of a
 causal call those come to it first.  A program waits for programs of lower numbers alone, which
 begin before it, so the lowest that has not ended never waits.  An `_adder`, a warp of its own, does
-so, that the products need not wait.  Where there is no room for it, a deterministic call makes
-grad_k and grad_v here, and grad_q by the plain kernel.
+so, that the products need not wait.  Of heads wider than 128 a deterministic call makes grad_k and
+grad_v here, and grad_q by the plain kernel.
 
 Heads wider than 128 leave no registers for that: tiles of 64 keys, of whose products each of two
 groups of warps makes half of the columns, so that the probabilities go through shared memory.  Of
