@@ -55,10 +55,11 @@ from .common.kda import (
 )
 
 LARGEST_K, LARGEST_V = 128, 256
-_KEY_TILE = 32  # channels of the keys that a chunk's kernel holds at a time
-# of the forward's channels of the values, padded: with 16 of them and 32 or 64 of the keys, Triton
-# 3.6's kernel for Hopper leaves its memory
-_LEAST_V = 64
+_KEY_TILE = 16  # channels of the keys that a chunk's kernel holds at a time
+# Channels, padded.  In a product of [64, 64] and [64, 16] ptxas 12.8, that of Triton 3.6 and 3.7,
+# adds the step of a wgmma descriptor to another register than its base: the result is wrong or the
+# kernel leaves its memory.  ptxas 12.9 is right; tests/portability/sass.py finds it.
+_LEAST_K, _LEAST_V = 32, 64
 
 
 class Constants(NamedTuple):
@@ -323,7 +324,7 @@ def chunks(
     half, device, backward = q.dtype, q.device, out is None
     varlen = cu_seqlens is not None
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    K_PAD = max(16, triton.next_power_of_2(K))
+    K_PAD = max(_LEAST_K, triton.next_power_of_2(K))
     V_PAD = max(16 if backward else _LEAST_V, triton.next_power_of_2(V))
     # every sequence may end in a part of a chunk, and so may the tokens before and behind them
     each = triton.cdiv(T, CHUNK.value)
@@ -364,7 +365,8 @@ def chunks(
             made.u, made.w, made.qs if out is None else out, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
             (*(s for x in (q, k, v, g) for s in x.stride()[:3]), *beta.stride()[:2]),
-            BK=min(_KEY_TILE, K_PAD), BACKWARD=backward, TWO=half is torch.float16,
+            # what is as wide as a tile is not masked
+            BK=_KEY_TILE if K > _KEY_TILE else K_PAD, BACKWARD=backward, TWO=half is torch.float16,
             C=made.constants, num_warps=4, num_stages=1,
         )  # fmt: skip
     return made

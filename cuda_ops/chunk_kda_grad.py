@@ -406,8 +406,8 @@ def backward(
     programs, side = x.count * HV, CHUNK.value
     K_PAD, V_PAD = x.constants.K_PAD, x.constants.V_PAD
     BK = min(_KEY_TILE, K_PAD)
-    # no wider over the values than over the keys: tiles of 32 by 64 were right under the
-    # interpreter and wrong on an H200 (Triton 3.6, 2026-11); why is not known
+    # no wider over the values than over the keys: in tiles of 32 by 64 ptxas 12.8 takes a wrong
+    # register for a wgmma descriptor (see chunk_kda)
     BV = min(_VALUE_TILE, V_PAD, BK)
     n, r = (memory.empty((programs, side, V_PAD), half, device) for _ in range(2))
     states, state_grads = (memory.empty((programs, V_PAD, K_PAD), half, device) for _ in range(2))

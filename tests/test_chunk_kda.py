@@ -35,6 +35,7 @@ CASES = [
     Case((64, 0, 3, 130), H=1, HV=2, K=128, V=64, behind=70, fading=0.1, strided=True),
     Case((129,), H=1, HV=1, K=64, V=192, state=None, alike=True, gate=GIVEN, fading=0.02),
     Case((10, 70), K=16, V=16, state=torch.bfloat16, gate=GIVEN, fading=30.0, norm=False),
+    Case((70,), packed=False, H=1, K=16, V=16, gate=BOUNDED, layout="vk", fading=0.1),
     Case((), H=1, HV=1, K=128, V=64, before=1, behind=3),
     Case((), state=None, gate=GIVEN),
     Case((), packed=False, state=None),

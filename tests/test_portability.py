@@ -9,6 +9,7 @@ import pytest
 from .portability.__main__ import against, paths
 from .portability.gpus import WHOLE
 from .portability.report import table
+from .portability.sass import wrong_descriptors
 
 FITS = dict(kernel="hopper.a.b", unit="wgmma", shared=200 * 1024, tensor=0)
 PLAIN = dict(kernel="a.c", unit="mma.sync", shared=1, tensor=0)
@@ -47,3 +48,20 @@ def test_the_page_says_path_and_size_and_what_is_refused():
     page = table(found, {"x": FITS, "y": PLAIN})
     assert "| `npu_a` | plain, 1 | plain, 1 | Hopper, 200 | refused / plain, 1 | plain, 1 |" in page
     assert "- `npu_a` on sm_100 with 3.6.0: not there" in page
+
+
+@pytest.mark.parametrize(
+    "base, wrong",
+    [("UMOV UR6, URZ", False), ("ULDC.64 UR6, c[0x0][0x260]", True), ("UMOV UR6, 0x400", True)],
+)
+@pytest.mark.parametrize("word", ["0x40000040", "-0x7fffffe0", "-0x3ffffff0"])
+def test_a_descriptor_with_another_base_is_wrong(base, wrong, word):
+    """What ptxas 12.8 made of two products of chunk KDA, and what it should have."""
+    lines = (base, "UIADD3 UR8, UP0, UR6, 0x20, URZ", f"UIADD3.X UR9, UR6, {word}, URZ, UP0, !UPT")
+    sass = "\n".join(f"        /*{16 * i:04x}*/    {x} ;" for i, x in enumerate(lines))
+    assert wrong_descriptors(sass) == ([lines[2]] if wrong else [])
+
+
+def test_sums_of_addresses_are_no_descriptors():
+    lines = ("ULDC.64 UR6, c[0x0][0x260]", "UIADD3.X UR9, UR7, -0x1, URZ, UP0, !UPT")
+    assert not wrong_descriptors("\n".join(f"        /*0000*/    {x} ;" for x in lines))

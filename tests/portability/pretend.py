@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import JITCallable, KernelInterface
 
 from .gpus import GPUS, HOME
+from .sass import disassembled, wrong_descriptors
 
 
 def pretend(capability: int) -> None:
@@ -109,6 +110,8 @@ def facts(binary) -> dict[str, Any]:
     """What is kept of a compiled kernel."""
     ptx = binary.asm["ptx"]
     units = [unit for unit in ("wgmma", "tcgen05", "mma.sync") if unit in ptx]
+    if "wgmma" in units and (wrong := wrong_descriptors(disassembled(binary.asm["cubin"]))):
+        raise RuntimeError(f"ptxas takes a wrong register for a descriptor of wgmma: {wrong[0]}")
     return dict(
         unit=units[0] if units else "",
         shared=binary.metadata.shared,
