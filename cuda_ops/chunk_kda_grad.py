@@ -15,7 +15,9 @@ and each chunk then has, with Z_ij = scale dO_i N_j for j <= i and M_ij = -dv_i 
     dk += exp(G_last - G) (N E^T) + Z^T q + M^T k                          (of exp(-G_j))
     dbeta = R n
 
-where products with Z and M go bit by bit, as A and P were made.  dg is the sum, from a token to its
+where products with Z and M go bit by bit, as A and P were made; but before, those with pairs of the
+largest blocks in which no token is far from the middle go at once, as exp(G_i - R) exp(R - G_j) of
+one R.  dg is the sum, from a token to its
 chunk's end, of what G gets: q dq + k (dk of the first line less dk of the second), and of what
 G_last gets.  Nothing is divided, and no exponent is above 0 where g is not.
 
@@ -39,7 +41,7 @@ from .common.kda import (
     BOUNDED,
     SOFTPLUS,
     binary,
-    from_between,
+    from_middle,
     gate_input,
     log_decay,
     pairs_of_bit,
@@ -54,6 +56,9 @@ __all__ = ["backward", "unsupported"]
 # columns of the values and the keys in a tile of the chunks' kernel
 _VALUE_TILE, _KEY_TILE = 64, 64
 _TOKENS = 16  # rows in a tile of the norms' kernel
+# how far, to base 2, a factor of both signs may be from 1: other factors stand beside it in the
+# dtype of q, whose products must neither overflow nor lose bits
+_REACH = {torch.bfloat16: 60.0, torch.float16: 4.0}
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -160,11 +165,30 @@ def _of_gate(x, speed, lower_bound, GATE: tl.constexpr):
     return slope, by_A
 
 
+@triton.jit
+def _of_pairs(q_wide, k_wide, z, m, pairs, rising, falling, element: tl.constexpr):
+    """What pairs of tokens give q, k and G, [64, K] each: exp(G_i - G_j) is the later token's
+    `rising` times the earlier one's `falling`."""
+    x_tile = (q_wide * rising).to(element)
+    y_tile = (k_wide * rising).to(element)
+    earlier = (k_wide * falling).to(element)
+    z_tile = tl.where(pairs, z, 0.0).to(element)
+    m_tile = tl.where(pairs, m, 0.0).to(element)
+    of_x = tl.dot(z_tile, earlier)
+    of_y = tl.dot(m_tile, earlier)
+    to_earlier = tl.dot(m_tile.T, y_tile, tl.dot(z_tile.T, x_tile))
+    # of the rounded factors: what a pair gives its later token it takes from the earlier one, and
+    # before both the two must cancel
+    of_total = x_tile.to(tl.float32) * of_x + y_tile.to(tl.float32) * of_y
+    of_total -= earlier.to(tl.float32) * to_earlier
+    return of_x * rising, of_y * rising + to_earlier * falling, of_total
+
+
 @triton.jit(do_not_specialize=["T", "sequences", "lower_bound"])
 def _inputs_kernel(
     q, k, g, beta, d_out, A_log, dt_bias, bounds, n, r, states, grads, d_q, d_k, d_v, d_g, d_beta,
     A_parts, bias_parts, T, sequences, scale, lower_bound, strides,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, REACH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head some columns of dq, dk (of the rows as the norm leaves them) and dg,
     and what they give A_log and dt_bias; with the first columns dv and dbeta."""
@@ -250,22 +274,30 @@ def _inputs_kernel(
             of_total = q_wide * left_q + k_wide * (left_k - right_k)
             dq += left_q
             dk += left_k + right_k
-            for bit in range(0, 6):
-                b = 1 << bit
-                fading = from_between(total, b)
-                x_tile = (q_wide * fading).to(element)
-                y_tile = (k_wide * fading).to(element)
-                pairs = pairs_of_bit(b, CHUNK)
-                z_tile = tl.where(pairs, z, 0.0).to(element)
-                m_tile = tl.where(pairs, m, 0.0).to(element)
-                of_x = tl.dot(z_tile, y_tile)
-                of_y = tl.dot(m_tile, y_tile)
-                from_y = tl.dot(m_tile.T, y_tile, tl.dot(z_tile.T, x_tile))
-                dq += of_x * fading
-                dk += (of_y + from_y) * fading
-                # of the rounded factors: what a pair gives its later token it takes from the
-                # earlier one, and before both the two must cancel
-                of_total += x_tile.to(tl.float32) * of_x + y_tile.to(tl.float32) * (of_y - from_y)
+            level = 6
+            apart = from_middle(total, level)
+            # a NaN is never near
+            while (level > 0) & (tl.max(tl.max(tl.where(tl.abs(apart) <= REACH, 0, 1), 1), 0) > 0):
+                level -= 1
+                apart = from_middle(total, level)
+            if level > 0:
+                inside = (i[:, None] >> level) == (i[None, :] >> level)
+                pairs = inside & (i[:, None] > i[None, :])
+                of_q, of_k, of_both = _of_pairs(
+                    q_wide, k_wide, z, m, pairs, tl.exp2(apart), tl.exp2(-apart), element
+                )
+                dq += of_q
+                dk += of_k
+                of_total += of_both
+            for bit in range(level, 6):
+                fading = tl.exp2(-tl.abs(from_middle(total, bit + 1)))
+                pairs = pairs_of_bit(1 << bit, CHUNK)
+                of_q, of_k, of_both = _of_pairs(
+                    q_wide, k_wide, z, m, pairs, fading, fading, element
+                )
+                dq += of_q
+                dk += of_k
+                of_total += of_both
             # what q and k of one token give each other takes no decay
             own = tl.sum(tl.where(same, z, 0.0), 1)[:, None]
             dq += own * k_wide
@@ -429,7 +461,7 @@ def backward(
             d_q, d_k, d_v, d_g, d_beta, A_parts, bias_parts, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
             (*q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *o_by, *b_by), BK=BK, BV=BV,
-            C=x.constants, num_warps=8, num_stages=1,
+            REACH=_REACH[half], C=x.constants, num_warps=8, num_stages=1,
         )  # fmt: skip
         if norm:
             launches.kernel(_norms_kernel, triton.cdiv(B * T * H, _TOKENS))(

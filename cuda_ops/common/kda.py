@@ -159,12 +159,13 @@ def binary(x, there):
 
 
 @triton.jit
-def from_between(total, b):
-    """exp(-|G - R|) [64, K] for pairs of tokens whose places differ in bit b at the highest."""
+def from_middle(total, level):
+    """G - R [64, K], R the G in the middle of a token's block of 2^level."""
     i = tl.arange(0, CHUNK)
-    between = i // (2 * b) * (2 * b) + b - 1
-    at = tl.broadcast_to(between[:, None], total.shape)
-    return tl.exp2(-tl.abs(total - tl.gather(total, at, 0)))
+    size = 1 << level
+    middle = i // size * size + (size + 1) // 2 - 1
+    at = tl.broadcast_to(middle[:, None], total.shape)
+    return total - tl.gather(total, at, 0)
 
 
 @triton.jit
