@@ -28,7 +28,8 @@ _ZERO = re.compile(r"UMOV UR\d+, URZ")
 
 def wrong_descriptors(sass: str) -> list[str]:
     """The sums of upper words whose other part is not 0, as nvdisasm writes them."""
-    wrong, written = [], {}
+    wrong: list[str] = []
+    written: dict[str, str] = {}
     for line in sass.splitlines():
         found = _INSTRUCTION.match(line)
         if not found:
