@@ -307,13 +307,14 @@ class Decode:
     def shard_of(self, cache: Tensor) -> Tensor:
         """The positions of this rank, on the pages of its own table; NaN in all other slots, whose
         bytes are 255."""
-        out = torch.full_like(cache.view(torch.uint8), 255).view(cache.dtype)
+        held = cache.view(torch.uint8)
+        out = torch.full_like(held, 255)
         for request, length in enumerate(self.act.tolist()):
             mine = [p for p in range(length) if p // self.interleave % self.size == self.rank]
             for row, p in enumerate(mine):
                 page, own = self.table[request, p // P], self.own_table[request, row // P]
-                out[own, row % P] = cache[page, p % P]
-        return out
+                out[own, row % P] = held[page, p % P]
+        return out.view(cache.dtype)
 
     def whole(self, count: int, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(indices, out) of one process."""
