@@ -77,14 +77,18 @@ def meet(
             "0"  # what was in flight, a minute before the end
         )
         os.dup2(os.open(f"{file}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    join(rank, size, file, device, 5)
-    parallel.all_reduce(torch.ones(1), dist.group.WORLD)
+    join(rank, size, file, device, 60)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    step = Decode(rank, size, (2, 37))
+    # CUDA may wait for a collective under way before it loads a kernel: all are loaded before
+    step.parts(dist.group.WORLD, 16)
+    parallel.all_reduce(torch.ones(1), group)
     if rank == size - 1:
         time.sleep(60 if fault == "hangs" else 0)
         os._exit(1)
     begin = time.monotonic()
     try:
-        Decode(rank, size, (2, 37)).parts(dist.group.WORLD, 16)
+        step.parts(group, 16)
         if on_gpu():
             torch.cuda.synchronize()
         pipe.send((0.0, "no error"))
