@@ -13,7 +13,7 @@ and the rank. A step may be replayed after that: what a rank writes is the same 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,7 +166,8 @@ def tensor_parallel_attention(
     if not (check_equal or broadcast):
         return sparse.npu_sparse_attention_pto(**layer, **options)
     x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
-    query, query_rope, query_index, weights = _prologs(x, x.cache_index)
+    query, query_rope, query_norm = _latent_prolog(x)
+    query_index, weights = _index_prolog(x, query_norm, x.cache_index)
     indices, _ = sparse.npu_lightning_indexer(
         query_index, x.index_k_cache, weights, actual_seq_lengths_key=x.act_seqs,
         block_table=x.block_table, layout_key="PA_BSND", sparse_count=x.sparse_count,
@@ -183,20 +184,23 @@ _PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters.valu
 _DEFAULTS = {p.name: p.default for p in _PARAMETERS if p.default is not p.empty}
 
 
-def _prologs(x: SimpleNamespace, index_slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(query, query_rope, query_index, weights), and the new rows of the three caches."""
-    query, query_rope, query_norm = sparse.npu_mla_prolog_pto(
+def _latent_prolog(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    """(query, query_rope, query_norm), and the new rows of the latents' caches."""
+    return sparse.npu_mla_prolog_pto(
         x.x, x.w_dq, x.w_uq_qr, x.w_uk, x.w_dkv_kr, x.gamma_cq, x.gamma_ckv, x.sin, x.cos,
         x.kv_cache, x.kr_cache, x.cache_index, rmsnorm_epsilon_cq=x.rms_norm_eps,
         rmsnorm_epsilon_ckv=x.rms_norm_eps, rope_interleaved=x.rope_interleaved,
         weight_format=x.weight_format,
     )  # fmt: skip
-    query_index, weights = sparse.npu_indexer_prolog_pto(
+
+
+def _index_prolog(x: SimpleNamespace, query_norm: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(query_index, weights), and the new index keys."""
+    return sparse.npu_indexer_prolog_pto(
         x.x, query_norm, x.w_idx_qb, x.w_idx_k, x.w_idx_proj, x.in_gamma_k, x.in_beta_k, x.sin,
-        x.cos, x.index_k_cache, index_slots, ln_epsilon=x.layer_norm_eps,
+        x.cos, x.index_k_cache, slots, ln_epsilon=x.layer_norm_eps,
         rope_interleaved=x.index_rope_interleaved, weight_format=x.weight_format,
     )  # fmt: skip
-    return query, query_rope, query_index, weights
 
 
 def _scale(x: SimpleNamespace) -> float:
@@ -234,18 +238,20 @@ def context_parallel_attention(
     `block_table` and their `cache_index` (`shard_slots`); the index keys have their own two.
     """
     x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
+    query, query_rope, query_norm = _latent_prolog(x)
     return context_parallel_decode(
-        *_prologs(x, index_cache_index), x.kv_cache, x.kr_cache, x.index_k_cache, x.block_table,
-        x.act_seqs, group=group, softmax_scale=_scale(x), index_block_table=index_block_table,
-        sparse_count=x.sparse_count, interleave=interleave, replicate_index=replicate_index,
+        query, query_rope, lambda: _index_prolog(x, query_norm, index_cache_index), None,
+        x.kv_cache, x.kr_cache, x.index_k_cache, x.block_table, x.act_seqs, group=group,
+        softmax_scale=_scale(x), index_block_table=index_block_table, sparse_count=x.sparse_count,
+        interleave=interleave, replicate_index=replicate_index,
     )  # fmt: skip
 
 
 def context_parallel_decode(
     query: Tensor,
     query_rope: Tensor,
-    query_index: Tensor,
-    weights: Tensor,
+    query_index: Tensor | Callable[[], tuple[Tensor, Tensor]],
+    weights: Tensor | None,
     kv_cache: Tensor,
     kr_cache: Tensor | None,
     index_k_cache: Tensor,
@@ -271,9 +277,10 @@ def context_parallel_decode(
     Args:
         query: [B, S, N / size, R] this rank's heads, from `npu_mla_prolog_pto`.
         query_rope: [B, S, N / size, Dr].
-        query_index: [B, S, Ni, Di], the same on all ranks.
-        weights: [B, S, Ni], the same on all ranks; where queries are of 8 bits with their scales in
-            them (`quantize_index_query`).
+        query_index: [B, S, Ni, Di], the same on all ranks; or what gives it and the weights, called
+            once the queries travel: behind a long indexer's programs they would wait.
+        weights: [B, S, Ni], the same on all ranks, or None with such a function; where queries are
+            of 8 bits with their scales in them (`quantize_index_query`).
         kv_cache: [pages, P, 1, R], this rank's shard, with the new tokens (`shard_slots`).
         kr_cache: [pages, P, 1, Dr], likewise; None where `kv_cache` has rows of 656 bytes, those of
             `npu_kv_quant_sparse_flash_attention`.
@@ -299,6 +306,9 @@ def context_parallel_decode(
     B, S, n, R = query.shape
     # under way while positions are selected
     queries = _collectives.start_all_gather(torch.cat([query, query_rope], -1), at)
+    if not isinstance(query_index, Tensor):
+        query_index, weights = query_index()
+    assert weights is not None
     if replicate_index:
         indices = select(
             query_index, weights, index_k_cache, index_scale, actual_seq_lengths_key=act_seqs,
