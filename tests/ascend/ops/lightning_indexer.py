@@ -163,6 +163,13 @@ def with_a_nan(arguments: Arguments) -> torch.Tensor:
     return key
 
 
+def with_two_nans(arguments: Arguments) -> torch.Tensor:
+    """So few others that one of them is taken."""
+    key, table = arguments["key"], arguments["block_table"]
+    key[table[0, 0], [0, 9], 0, 5] = float("nan")
+    return key
+
+
 def with_infinity(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """Two keys of request 0 score inf with every head."""
 
@@ -214,6 +221,7 @@ CASES = (
         )
     ),
     Case(OP, "paged, 128 heads", paged([140], 1, 128)),
+    Case(OP, "paged, 80 heads", paged([140], 1, 80)),
     Case(OP, "paged, 24 heads", paged([140], 2, 24)),
     Case(OP, "paged, fp16", paged([300], 2), torch.float16),
     Case(OP, "paged, fp16, one token", paged([300], 1), torch.float16),
@@ -285,6 +293,11 @@ CASES = (
     Case(OP, "fewer there than wanted", paged([300, 290], 2, 16, 200, hole=-1)),
     Case(OP, "scores of infinity", with_infinity(paged([700, 3], 1, 16, 69))),
     Case(OP, "a key of NaN", with_(paged([70, 3], 1, 16, 69), key=with_a_nan)),
+    Case(
+        OP,
+        "two keys of NaN",
+        with_(paged([70, 3], 1, 16, 69, return_value=False), key=with_two_nans),
+    ),
     Case(
         OP,
         "TND, several rounds",

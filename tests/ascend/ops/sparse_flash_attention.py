@@ -181,6 +181,11 @@ CASES = (
     Case(OP, "paged, blocks of 4", paged([300, 129], 1, 16, 20, block=4)),
     Case(
         OP,
+        "paged, blocks of 4, one key of the last",
+        with_(paged([129, 34], 1, 16, 33, block=4, sizes=(128, 32)), sparse_indices=all_of_them),
+    ),
+    Case(
+        OP,
         "paged, sinks, all keys",
         paged(
             [260, 3], 1, 64, 64, sparse_mode=0, sinks=lambda x: x.normal(64, dtype=torch.float32)

@@ -84,6 +84,7 @@ CASES = (
     case("16 heads", call((2, 3), (2, 200), 16, 150)),
     case("128 heads of 512 and 64", call((1, 2), (1, 300), 128, 140, 512, 64, (64, 128))),
     case("24 heads of 576, 1500 slots", call((1, 2), (1, 1600), 24, 1500, 576, 0, (64, 128))),
+    case("24 heads of 128 and 64", call((1, 2), (1, 100), 24, 60, rope=64)),
     case(
         "lengths, sinks",
         call((3, 3), (3, 90), 16, 70, rope=64, lengths=([3, 1, 2], [80, 1, 77]), sinks=True),
