@@ -112,6 +112,19 @@ def to_the_last_row(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], A
     )
 
 
+def two_long_requests(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """The second one begins behind as many tokens as there are groups."""
+    return lambda x: (
+        make(x)
+        | dict(
+            query=x.whole(24, 16, D, low=-1, high=2),
+            weights=x.whole(24, 16, low=-2, high=3),
+            actual_seq_lengths_query=x.ints([20, 24]),
+            actual_seq_lengths_key=x.ints([150, 228]),
+        )
+    )
+
+
 def no_request(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
     return lambda x: make(x) | {name: x.ints([]) for name in names}
@@ -247,6 +260,7 @@ CASES = (
     Case(OP, "TND", rows("TND", 64, 32)),
     Case(OP, "TND, sums of queries beyond the tokens", beyond(rows("TND", 64, 32))),
     Case(OP, "TND, keys to the last row", to_the_last_row(rows("TND", 16, 32))),
+    Case(OP, "TND, two long requests", two_long_requests(rows("TND", 16, 32))),
     Case(OP, "TND, no request", no_request(rows("TND", 64, 32))),
     Case(
         OP,
@@ -270,6 +284,14 @@ CASES = (
             actual_seq_lengths_query=None,
             actual_seq_lengths_key=None,
             return_value=False,
+        ),
+    ),
+    Case(
+        OP,
+        "BSND, no lengths, whole tiles of keys",
+        lambda x: (
+            rows("BSND", 16, 32, actual_seq_lengths_query=None, sparse_mode=0)(x)
+            | dict(key=x.whole(3, 256, 1, D, low=-1, high=2), actual_seq_lengths_key=None)
         ),
     ),
     Case(

@@ -102,6 +102,7 @@ CASES = (
     case("uneven, 40 tokens", prolog(40, 1, 8, **UNEVEN)),
     case("uneven, 130 tokens", prolog(65, 2, 8, **UNEVEN)),
     case("uneven, 256 tokens, 3 heads of 48", prolog(128, 2, 3, plain=48, **UNEVEN)),
+    *(case(f"{n} panels", prolog(3, 1, 3, hidden=512, rank=16 * n)) for n in (9, 10)),
     case("sizes of the tests", prolog(2, 2, 2, hidden=64, rank=32, latent=32, plain=16, rotary=16)),
     case("wide rows", prolog(3, 2, 8, hidden=512, rank=2560, latent=640)),
     case("the widest rows", prolog(3, 1, 1, hidden=256, rank=4096, latent=4096)),

@@ -307,6 +307,7 @@ CASES = (
     of_mla("rows of int8 alone, fp16", mla(3, 1, 3, 0, rows=FLASH, **SMALL), torch.float16),
     of_mla("int8, uneven, 1 token", mla(1, 1, 3, rows=ASCEND, **UNEVEN)),
     # memory ends behind the first panel of a tile
+    of_mla("int8, a panel over", mla(3, 1, 3, hidden=512, rank=160)),
     of_mla("int8, uneven, 16 tokens", mla(16, 1, 3, hidden=208, rank=160)),
     of_mla("int8, uneven, 18 tokens", mla(9, 2, 5, smooth=True, **UNEVEN)),
     of_mla("int8, uneven, 40 tokens", mla(40, 1, 8, **UNEVEN)),
@@ -342,6 +343,7 @@ CASES = (
     ),
     of_indexer("int8, all dims turn, 32 heads", indexer(3, 1, 32, rotary=128, **UNEVEN)),
     of_indexer("int8, all dims turn, 5 heads", indexer(3, 1, 5, form="nd", rotary=128, **UNEVEN)),
+    of_indexer("int8, a large epsilon", with_(indexer(3, 1, 16, **UNEVEN), ln_epsilon=0.5)),
     of_indexer("int8 keys, the slot past the last", indexer(3, 1, 16, past=0, **UNEVEN)),
     case(V3, "int8, rows, [T, H]", v3(5, 1, 8, 2, rows=ASCEND, smooth=True, **UNEVEN)),
     case(V3, "int8 behind the norm, [B, S, H]", v3(3, 2, 8, 1, **UNEVEN)),
