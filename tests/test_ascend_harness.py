@@ -325,3 +325,15 @@ def test_what_is_launched_has_the_name_of_its_file(file):
     calls = (x for x in ast.walk(LAUNCHERS[file]) if isinstance(x, ast.Call))
     launched = {ast.unparse(x.func.value) for x in calls if isinstance(x.func, ast.Subscript)}
     assert launched <= {function for _, function in ENTRIES}
+
+
+@pytest.mark.parametrize("kernel", sorted(tune.TABLE))
+def test_kernels_declare_what_their_tiles_name(kernel):
+    """triton-ascend warns of an option that is no parameter of the kernel, at every compile."""
+    file, _, function = kernel.partition(".")
+    node = next(
+        x for x in LAUNCHERS[file].body if isinstance(x, ast.FunctionDef) and x.name == function
+    )
+    declared = {argument.arg for argument in node.args.args}
+    for config in tune.TABLE[kernel]:
+        assert {*config.tiles, *config.options} <= declared
