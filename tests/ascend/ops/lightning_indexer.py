@@ -156,6 +156,10 @@ def the_last_key_wins(arguments: Arguments) -> torch.Tensor:
     return arguments["weights"].fill_(1.0)
 
 
+def of_no_weight(arguments: Arguments) -> torch.Tensor:
+    return arguments["weights"].zero_()
+
+
 def of_wider(arguments: Arguments) -> torch.Tensor:
     """A tensor in which the heads of two tokens do not lie back to back."""
     query = arguments["query"]
@@ -315,6 +319,7 @@ CASES = (
     Case(OP, "fewer there than wanted", paged([300, 290], 2, 16, 200, hole=-1)),
     Case(OP, "scores of infinity", with_infinity(paged([700, 3], 1, 16, 69))),
     Case(OP, "a key of NaN", with_(paged([70, 3], 1, 16, 69), key=with_a_nan)),
+    Case(OP, "ties alone, two tiles", with_(paged([1100], 1, 16), weights=of_no_weight)),
     Case(
         OP,
         "two keys of NaN",
