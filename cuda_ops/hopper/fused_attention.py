@@ -655,8 +655,9 @@ def _section(
     many as the programs, the same programs would take the longest of every section.  `seen`: keys
     that a causal row sees at most; None: tiles cost the same, or are not dealt out.
 
-    Causal, 4096 tokens, H 16, heads of 256, H200, 2026-11: B 4 800 us (as wanted 1206, tiles taken
-    by a counter 813), B 1 191 us (325, 210); heads of 128 387 us (by a counter 398)."""
+    Causal, 4096 tokens, H 16, heads of 256, H200, 2026-11: B 4 795 us (as wanted 1181, tiles taken
+    by a counter 813), B 1 193 us (324, 210); heads of 192 and 128, B 1 124 us (148); heads of 128
+    387 us (by a counter 398)."""
     wanted = min(wanted, triton.cdiv(outers, group))
     tiles = triton.cdiv(n_q, rows)
     if seen is None or not programs < tiles * outers < 256 * programs:
@@ -670,7 +671,7 @@ def _section(
         found.append((_most(costs, outers, section, programs), section))
         if found[-1][0] < _EVEN:
             break
-    return min(found)[1]
+    return min(found, key=lambda each: each[0])[1]  # of equals the first
 
 
 def _config(size: int, v_size: int, rows: int) -> dict[str, Any]:
