@@ -183,6 +183,35 @@ def layer_case(b: int, n: int, context: int, k: int = 2048) -> Case:
         names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
         return first_requests(names, 2)(arguments)
 
+    def parts(layer: Arguments) -> dict[str, Callable[[], Any]]:
+        """The four ops whose composition the layer is, each on the outputs of those before it."""
+        rows, paged = layer["kv_cache"], dict(block_table=layer["block_table"])
+        keys, scales = quantised.index_cache_views(layer["index_k_cache"], "fp8")
+        mla = partial(
+            _ops.npu_mla_prolog_pto, **_named(layer, _ops.npu_mla_prolog_pto),
+            kv_cache_quant_mode=3, ckvkr_repo_mode=1, quant_scale_repo_mode=1,
+        )  # fmt: skip
+        query, query_rope, query_norm = mla()
+        of_index = _named(layer, _ops.npu_indexer_prolog_pto) | dict(
+            query_norm=query_norm, index_k_cache=keys, index_k_scale_cache=scales
+        )
+        prolog = partial(_ops.npu_indexer_prolog_pto, **of_index, kv_cache_quant_mode=3)
+        query_index, weights = prolog()
+        indexer = partial(
+            _ops.npu_quant_lightning_indexer, query_index, keys, weights, None, scales, 0, 0,
+            **paged, actual_seq_lengths_key=layer["act_seqs"], layout_key="PA_BSND",
+            sparse_count=k,
+        )  # fmt: skip
+        attention = partial(
+            _ops.npu_kv_quant_sparse_flash_attention, torch.cat([query, query_rope], -1), rows,
+            rows, indexer(), (m.dn + DR) ** -0.5, 2, 2, **paged,
+            actual_seq_lengths_kv=layer["act_seqs"], layout_kv="PA_BSND", attention_mode=2,
+            row_layout=layer["row_layout"],
+        )  # fmt: skip
+        return {
+            "MLA prolog": mla, "indexer prolog": prolog, "indexer": indexer, "attention": attention,
+        }  # fmt: skip
+
     read = b * (context * quantised.PACKED + k * quantised.ROW)
     return Case(
         "npu_sparse_attention_pto",
@@ -192,8 +221,15 @@ def layer_case(b: int, n: int, context: int, k: int = 2048) -> Case:
         bytes=weights + read,
         flops=2.0 * b * (sum(m.prolog_size(n)) + context * m.ni * DI + n * k * (2 * R + DR)),
         shape=dict(b=b, s=1, n=n, context=context, k=k),
+        stages=parts,
         tolerance=5e-2,
     )
+
+
+def _named(layer: Arguments, op: Any) -> Arguments:
+    """What a prolog takes of the layer's arguments."""
+    names = [argument.name for argument in op.default._schema.arguments]
+    return {name: layer[_OURS.get(name, name)] for name in names if _OURS.get(name, name) in layer}
 
 
 _OURS = {
