@@ -111,26 +111,22 @@ def _of_8_bits(
         rope_sin, rope_cos, rope_interleaved, index_hadamard, hadamard_round, scale_format,
     )  # fmt: skip
     x, c = token_x.view(-1, hidden), Rows(query_norm.view(-1, ranks), dequant_scale_q_norm)
-    weight = Weight(weight_qb, heads * size, dequant_scale_w_qb)
-    of_k = Weight(weight_k, size, dequant_scale_w_k)
     rows: dict[torch.dtype, Rows] = {}
     kind = quantised.kind_of(weight_qb.dtype)
     if kind is not None:
-        form, form_k = (each.form(weight_format) for each in (weight, of_k))
-        narrows = smooth_scales_cq is None and quantised_matmul.narrows(c.values, [weight], form)
-        narrows_x = quantised_matmul.narrows(x, [of_k], form_k)
-        of_x = [(x, None)] if weight_k.dtype is weight_qb.dtype and not narrows_x else []
-        of_c = [(c.values, smooth_scales_cq)] if c.scale is None and not narrows else []
+        of_x = [(x, None)] if weight_k.dtype is weight_qb.dtype else []
+        of_c = [(c.values, smooth_scales_cq)] if c.scale is None else []
         made = quantised_matmul.activations([*of_x, *of_c], kind, scale_format)
         if of_x:
             rows[weight_k.dtype] = made[0]
         if of_c:
             c = made[-1]
+    weight = Weight(weight_qb, heads * size, dequant_scale_w_qb)
     # the largest weight first: what x is multiplied by comes beside it
     q = quantised_prolog.index_product(c, weight, weight_format, of, first=True)
     key, proj = quantised_prolog.first_products(
         x, rows,
-        [of_k, Weight(weight_proj, heads, None)],
+        [Weight(weight_k, size, dequant_scale_w_k), Weight(weight_proj, heads, None)],
         weight_format, scale_format, token_x.dtype, late=q is not None,
     )  # fmt: skip
     return quantised_prolog.index_side(key, proj, q, c, weight, weight_format, shape, of)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -295,59 +294,30 @@ def _product(
         gdc_wait()
 
 
-def is_direct(weight: Tensor, form: int) -> bool:
-    """Whether the tensor cores take the bytes of `weight` as they are: e4m3 as a checkpoint has it,
-    and a GPU that converts it."""
-    fp8 = quantised.kind_of(weight.dtype) == "fp8"
-    return fp8 and form == TRANSPOSED.value and gpu.converts_fp8(weight.device)
-
-
-def _cut(tokens: int, sizes: Sequence[int], depth: int, by_tma: bool, device: torch.device) -> Any:
-    """(tiling, K of a run)"""
-    chosen = tiling.eight_bits if by_tma else tiling.narrow
-    cut = chosen(tokens, sizes, depth, gpu.processors(device))
-    return cut, cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
-
-
-def narrows(x: Tensor, weights: Sequence[Weight], form: int) -> bool:
-    """Whether product quantises the floats x on its way."""
-    values = [weight.values for weight in weights]
-    if not (is_direct(values[0], form) and hopper.supports(x, values)):
-        return False
-    cut, run = _cut(x.shape[0], [weight.size for weight in weights], x.shape[1], True, x.device)
-    return hopper.narrows(x.shape[0], run // cut.k, cut)
-
-
 def product(
-    x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *,
-    scale_format: str = "ue8m0", keep_float: bool = False, first: bool = False, late: bool = False,
-    forked: bool = False,
+    x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *, keep_float: bool = False,
+    first: bool = False, late: bool = False, forked: bool = False,
 ) -> Tensor:  # fmt: skip
     """x times the weights joined, all of one kind and form: [runs, T, sum of N], float32 if runs >
-    1 or `keep_float`, else `dtype`; `first`, `late` and `forked` as in nz_matmul.py.  x may be
-    floats where it `narrows`, with scales of `scale_format`."""
+    1 or `keep_float`, else `dtype`; `first`, `late` and `forked` as in nz_matmul.py."""
     tokens, depth = x.values.shape
     given = [weight.size for weight in weights]
     sizes = given + [0] * (MOST - len(weights))
     kept = [*weights, *[weights[0]] * (MOST - len(weights))]
     device = x.values.device
     chained = gpu.has_chained_launch(device)
+    values, kind = quantise.to_read(x.values)
     read = [quantise.to_read(weight.values)[0] for weight in kept]
-    direct = is_direct(kept[0].values, form)
-    by_tma = direct and hopper.supports(x.values, read)
-    cut, run = _cut(tokens, given, depth, by_tma, device)
+    direct = kind == quantise.NATIVE_FP8.value and form == TRANSPOSED.value
+    by_tma = direct and hopper.supports(values, read)
+    chosen = tiling.eight_bits if by_tma else tiling.narrow
+    cut = chosen(tokens, given, depth, gpu.processors(device))
+    run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
     runs = cdiv(depth, run)
     out_dtype = torch.float32 if keep_float or runs > 1 else dtype
     out = memory.empty((runs, tokens, sum(sizes)), out_dtype, device)
     blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
     scales = [weight.scale for weight in kept]
-    if x.scale is None:
-        hopper.launch_floats(
-            x.values, read, scales, sizes, out, run // cut.k, blocks, cut,
-            ue8m0=scale_format == "ue8m0", first=first, late=late, forked=forked,
-        )  # fmt: skip
-        return out
-    values, kind = quantise.to_read(x.values)
     if by_tma:
         hopper.launch(
             values, x.scale, read, scales, sizes, out, run // cut.k, blocks, cut, first=first,

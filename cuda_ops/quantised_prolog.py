@@ -72,15 +72,14 @@ def first_products(
             made[id(weight)] = columns
 
     rows = dict(rows)
-    for (kind, form), group in groups.items():
-        if kind not in rows and not quantised_matmul.narrows(x, group, form):
-            [rows[kind]] = quantised_matmul.activations([(x, None)], _kind(kind), scale_format)
+    for kind, _ in groups:
+        if kind not in rows:
+            name = quantised.kind_of(kind)
+            assert name is not None  # the check said so
+            [rows[kind]] = quantised_matmul.activations([(x, None)], name, scale_format)
     order = dict(first=not late, late=late)
     for (kind, form), group in groups.items():
-        part = quantised_matmul.product(
-            rows.get(kind, Rows(x)), group, form, dtype, scale_format=scale_format,
-            keep_float=True, **order,
-        )  # fmt: skip
+        part = quantised_matmul.product(rows[kind], group, form, dtype, keep_float=True, **order)
         cut(part, group)
         order = dict(first=False, late=True)
     if plain:
@@ -450,9 +449,7 @@ def index_product(
     """c W_qb [RUNS, T, NI DI]; None where both are floats, and index_side makes the queries."""
     if weight.scale is not None:
         form = weight.form(weight_format)
-        return quantised_matmul.product(
-            c, [weight], form, of.gamma.dtype, scale_format=of.scale_format, first=first
-        )
+        return quantised_matmul.product(c, [weight], form, of.gamma.dtype, first=first)
     if of.scales is not None:
         return product(c.values, [(weight.values, weight.size)], weight_format, first=first)
     return None
@@ -488,8 +485,10 @@ def is_one_launch(c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin
     """Whether query_heads is."""
     if weight.scale is None:
         return prolog.is_one_launch(c.values, weight.values, weight_format, w_uk, sin)
-    direct = quantised_matmul.is_direct(weight.values, weight.form(weight_format))
-    return direct and hopper_heads.supports(c.values, weight.values, w_uk, sin.shape[-1])
+    values, kind = quantise.to_read(c.values)
+    as_it_is = weight.form(weight_format) == quantised_matmul.TRANSPOSED.value
+    direct = kind == quantise.NATIVE_FP8.value and as_it_is
+    return direct and hopper_heads.supports(values, weight.values, w_uk, sin.shape[-1])
 
 
 def query_heads(

@@ -6,9 +6,6 @@ A step is one block of 128 k: its sum is made in the tensor cores, then multipli
 its tokens and of its weights and added in float32.  Up to 32 tokens are the short side of a
 transposed product, [columns, tokens]; of more, a thread has two tokens and all columns.  As in
 nz_matmul.py a program asks for its weights before it waits for the kernel that writes x.
-
-Up to 32 tokens x may be floats (_narrowing): every program quantises its part of them while its
-weights come, which saves the launch ahead.
 """
 
 from __future__ import annotations
@@ -27,12 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..common import gpu, launches
-from ..common.gluon_names import barrier, reinterpret, tma_load
+from ..common.gluon_names import barrier, tma_load
 from ..common.tiling import Tiling, cdiv
 from .tma import aligned, describe_box
 
 SWAPPED = 32  # tokens of one transposed product
-PIECE = gl.constexpr(64)  # blocks of 128 floats that a program quantises together
 
 
 @gluon.jit
@@ -189,105 +185,6 @@ def _product(
         gdc_wait()
 
 
-@gluon.jit
-def _quantised(u, UE8M0: gl.constexpr):
-    """(e4m3 [ROWS, 128], scales [ROWS]) with the bytes of common/quantise.py."""
-    amax = gl.maximum(gl.max(gl.abs(u), 1), 1e-4)
-    if UE8M0:
-        bits = amax.to(gl.int32, bitcast=True)
-        exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
-        scale = (exponent << 23).to(gl.float32, bitcast=True)
-        y = u * ((254 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    else:
-        scale = gl.div_rn(amax, amax * 0.0 + 448.0)
-        y = gl.div_rn(u, u * 0.0 + scale[:, None])
-    return gl.minimum(gl.maximum(y, -448.0), 448.0).to(gl.float8e4nv), scale
-
-
-@gluon.jit(do_not_specialize=["tokens"])
-def _narrowing(
-    x, w0, w1, w2, s0, s1, s2, out, tokens,
-    K: gl.constexpr, CHUNKS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
-    TOKENS: gl.constexpr, COLUMNS: gl.constexpr, UE8M0: gl.constexpr, FIRST: gl.constexpr,
-    LATE: gl.constexpr,
-):  # fmt: skip
-    """_product of floats, transposed: all of a program's weights are in shared memory at once."""
-    B0: gl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
-    B1: gl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
-    B2: gl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
-    KB: gl.constexpr = (K + 127) // 128
-    TOGETHER: gl.constexpr = PIECE // TOKENS
-    PIECES: gl.constexpr = (CHUNKS + TOGETHER - 1) // TOGETHER
-    dtype: gl.constexpr = w0.dtype
-    rows: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    w_tiles = gl.allocate_shared_memory(dtype, [CHUNKS, COLUMNS, 128], w0.layout)
-    pieces = gl.allocate_shared_memory(dtype, [PIECES, PIECE, 128], rows)
-    scales = gl.allocate_shared_memory(gl.float32, [PIECES, PIECE], flat)
-    full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(CHUNKS):
-        mbarrier.init(full.index(each), count=1)
-    fence_async_shared()
-    barrier()
-    block = gl.program_id(0)
-    run = gl.program_id(1)
-    lo = run * CHUNKS
-    for i in gl.static_range(CHUNKS):
-        bar = full.index(i)
-        mbarrier.expect(bar, COLUMNS * 128)
-        _fetch(w0, block, 0, B0, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
-        _fetch(w1, block, B0, B1, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
-        _fetch(w2, block, B1, B2, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
-    if FIRST:
-        gdc_wait()
-        gdc_launch_dependents()
-    else:
-        gdc_launch_dependents()
-        if not LATE:
-            gdc_wait()
-
-    # a row is a block of 128 k of a token
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    row = gl.arange(0, PIECE, gl.SliceLayout(1, wide))
-    column = gl.arange(0, 128, gl.SliceLayout(0, wide))
-    t = row % TOKENS
-    for each in gl.static_range(PIECES):
-        here = lo + each * TOGETHER + row // TOKENS
-        k = here[:, None] * 128 + column[None, :]
-        u = gl.load(x + t[:, None] * K + k, mask=(t < tokens)[:, None] & (k < K), other=0.0)
-        values, scale = _quantised(u.to(gl.float32), UE8M0)
-        of_weights = _scale(s0, block, here, 0, B0, COLUMNS, KB, N0)
-        if N1 > 0:
-            of_weights += _scale(s1, block, here, B0, B1, COLUMNS, KB, N1)
-        if N2 > 0:
-            of_weights += _scale(s2, block, here, B1, B2, COLUMNS, KB, N2)
-        pieces.index(each).store(values)
-        scales.index(each).store(scale * of_weights)
-    fence_async_shared()
-    barrier()
-
-    x_tiles = reinterpret(pieces, dtype, [PIECES * TOGETHER, TOKENS, 128], rows)
-    each_by = reinterpret(scales, gl.float32, [PIECES * TOGETHER, TOKENS], flat)
-    summed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 32]
-    )
-    zero = gl.zeros([COLUMNS, TOKENS], gl.float32, summed)
-    acc = zero
-    for i in range(CHUNKS):
-        mbarrier.wait(full.index(i), 0)
-        part = warpgroup_mma(
-            w_tiles.index(i), x_tiles.index(i).permute([1, 0]), zero, use_acc=False, is_async=True
-        )
-        by = each_by.index(i).load(gl.SliceLayout(0, summed))
-        part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-        acc += part * by[None, :]
-    _store(
-        acc.permute([1, 0]), out, tokens, 0, block, run, N0, N1, N2, B0, B1, COLUMNS, TOKENS
-    )  # fmt: skip
-    if LATE:
-        gdc_wait()
-
-
 def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """e4m3, the weights [K, N] views of [N, K], and rows that TMA can step over."""
     return gpu.is_hopper(x.device) and x.shape[1] % 16 == 0 and aligned(x, *weights)
@@ -311,29 +208,4 @@ def launch(
         KB=cdiv(depth, 128), CHUNKS=chunks, N0=sizes[0], N1=sizes[1], N2=sizes[2],
         TOKENS=cut.tokens, COLUMNS=cut.columns, STAGES=min(chunks, cut.stages), GROUP=cut.group,
         SWAP=cut.swap, FIRST=first, LATE=late, num_warps=cut.warps, launch_pdl=not forked,
-    )  # fmt: skip
-
-
-def narrows(tokens: int, chunks: int, cut: Tiling) -> bool:
-    """Whether `launch_floats` can: a run's weights are in shared memory at once."""
-    return tokens <= SWAPPED and chunks <= cut.stages
-
-
-def launch_floats(
-    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor | None], sizes: Sequence[int],
-    out: Tensor, chunks: int, grid: int, cut: Tiling, *, ue8m0: bool, first: bool, late: bool,
-    forked: bool,
-) -> None:  # fmt: skip
-    """As `launch`, of floats x that are quantised on the way."""
-    tokens, depth = x.shape
-    launches.kernel(_narrowing, grid, out.shape[0])(
-        x,
-        *(
-            describe_box(weight, [max(size, 1), depth], [depth, 1], [cut.columns, 128])
-            for weight, size in zip(weights, sizes, strict=True)
-        ),
-        *scales, out, tokens,
-        K=depth, CHUNKS=chunks, N0=sizes[0], N1=sizes[1], N2=sizes[2], TOKENS=cut.tokens,
-        COLUMNS=cut.columns, UE8M0=ue8m0, FIRST=first, LATE=late, num_warps=cut.warps,
-        launch_pdl=not forked,
     )  # fmt: skip

@@ -117,13 +117,6 @@ class Shared:
         self.memory[self.at] = value
 
 
-def _reinterpret(memory, dtype, shape, layout):
-    if isinstance(memory, Shared):
-        return memory.reinterpret(dtype, shape, layout)
-    assert memory.dtype == dtype
-    return memory.view(shape)
-
-
 def _allocate(dtype, shape, layout):
     if isinstance(layout, Stripes):
         return Shared(_unknown(dtype, [math.prod(shape)]), layout.places(shape), layout)
@@ -367,7 +360,6 @@ def stand_in(monkeypatch, *modules):
         minimum=lambda a, b: torch.minimum(_block(a), _block(b)),
         maximum=lambda a, b: torch.maximum(_block(a), _block(b)),
         max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
-        abs=torch.abs, div_rn=torch.div,
     )  # fmt: skip
     gl.warp_specialize = gl.barriers.warp_specialize
     gl.NVMMASharedLayout = Stripes
@@ -378,7 +370,7 @@ def stand_in(monkeypatch, *modules):
     instead["mma_v2"] = lambda a, b, acc: acc + a.float() @ b.float()
     instead |= dict(mbarrier=gl.barriers, tma=gl.barriers, warpgroup_mma=_wgmma)
     instead |= dict(tma_load=gl.barriers.tma_load, tma_store=gl.barriers.tma_store)
-    instead |= dict(cp_async=gl.copies.cp_async, reinterpret=_reinterpret)
+    instead |= dict(cp_async=gl.copies.cp_async, reinterpret=Shared.reinterpret)
     instead["TensorDescriptor"] = _described
     instead["warpgroup_mma_wait"] = _finished
     for name in ("barrier", "gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
