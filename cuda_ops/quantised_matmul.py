@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz, quantised
-from .common import gpu, launches, quantise, tiling
+from .common import gpu, handover, launches, quantise, tiling
 from .common.tiling import cdiv, power_of_two
 from .hopper import quantised_matmul as hopper
 
@@ -228,13 +228,7 @@ def _product(
     x += lo
 
     if CHAINED:
-        if FIRST:
-            gdc_wait()
-            gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            if not LATE:
-                gdc_wait()
+        handover.begin(FIRST, LATE)
     RAGGED_K: tl.constexpr = K % RUN != 0
     if KIND == quantise.INT8:
         acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.int32)

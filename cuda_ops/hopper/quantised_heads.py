@@ -25,6 +25,7 @@ from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.tiling import power_of_two
 from .absorption import put, times
+from .joined import ring
 from .quantised_matmul import SWAPPED
 from .rotation import rotate
 from .tma import DTYPES, aligned, describe_box, describe_matrix
@@ -138,11 +139,7 @@ def _query(
     w_wide = gl.allocate_shared_memory(c.dtype, [STAGES, 128, 128], wide.layout)
     w_slim = gl.allocate_shared_memory(c.dtype, [STAGES, 64, 128], slim.layout)
     c_tiles = gl.allocate_shared_memory(c.dtype, [STAGES, TOKENS, 128], c.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(full.index(each), count=1)
-    fence_async_shared()
-    barrier()
+    full = ring(STAGES)
     for each in gl.static_range(STAGES):
         _ask(wide, slim, w_wide, w_slim, full, each, head, BYTES)
     gdc_launch_dependents()
