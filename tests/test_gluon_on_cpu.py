@@ -35,7 +35,7 @@ from custom.cuda_ops import (
     quantised_prolog,
     sparse_flash_attention,
 )
-from custom.cuda_ops.common import attention_tiles, lengths, rows, selection
+from custom.cuda_ops.common import attention_tiles, handover, lengths, rows, selection
 from custom.cuda_ops.common.topk import EVERY
 from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
 from custom.dispatch.reference import fused_attention as reference
@@ -234,7 +234,9 @@ def turned(x, sin, cos, interleaved):
 @pytest.fixture
 def prologs(monkeypatch):
     modules = [
+        handover,
         hopper.absorption,
+        hopper.joined,
         hopper.query_heads,
         hopper.query_stage,
         hopper.nz_matmul,
