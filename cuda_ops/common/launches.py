@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -91,17 +91,33 @@ def compiling(executor: Executor) -> Iterator[None]:
 
 # ast.parse, with which a compile begins, is not for two threads at a time in these
 _ALONE = (3, 11) <= sys.version_info < (3, 11, 8)
-_met: set[Callable[..., Any]] = set()
+# other shapes may need other kernels: none is asked any more after so many in a row needed none
+_SETTLED = 4
+_needed_none: dict[Callable[..., Any], int] = {}
+
+
+class _Compilers(ThreadPoolExecutor):
+    """A thread for every core."""
+
+    def __init__(self) -> None:
+        super().__init__(os.cpu_count())
+        self.given = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.given += 1
+        return super().submit(fn, *args, **kwargs)
 
 
 def run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A launcher's call; what the first one needs is compiled side by side before it."""
-    if function not in _met and not (
+    """A launcher's first call of a kind; the kernels that it is the first to need are compiled side
+    by side before it."""
+    calls = _needed_none.get(function, 0)
+    if calls < _SETTLED and not (
         gpu.INTERPRETED or _ALONE or torch.cuda.is_current_stream_capturing()
     ):
-        _met.add(function)
-        with ThreadPoolExecutor(os.cpu_count()) as executor, compiling(executor):
+        with _Compilers() as executor, compiling(executor):
             function(**arguments)
+        _needed_none[function] = 0 if executor.given else calls + 1
     return function(**arguments)
 
 
