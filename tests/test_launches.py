@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -644,3 +646,19 @@ def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
     assert [ran("prefill") for _ in range(launches._SETTLED)] == [asked] * 4
     assert ran("prefill") == ran("decode") == []
     assert x.tolist() == [11, 11, 11]
+
+
+def test_first_calls_do_not_import_the_compiler_of_torch():
+    """That takes seconds: neither what is compiled ahead nor what is recorded asks for it."""
+    code = """
+import sys
+import torch, custom
+from custom.cuda_ops.common import launches
+out, lse = torch.ones(2, 3, 4, 16), torch.ones(2, 3, 4)
+for _ in range(3):
+    with launches._WritesNothing():
+        custom.npu_merge_states(out, lse)
+assert "torch._dynamo" not in sys.modules
+"""
+    chosen = dict(TRITON_INTERPRET="1", CUSTOM_BACKEND="cuda")
+    subprocess.run([sys.executable, "-c", code], env=os.environ | chosen, check=True)

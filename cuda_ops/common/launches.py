@@ -31,7 +31,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from triton import knobs
 from triton.compiler import CompiledKernel
@@ -39,6 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime._async_compile import AsyncCompileMode
 
 from ...dispatch.common import memory
+from ...dispatch.common.modes import Mode
 from . import gpu
 
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
@@ -67,7 +67,7 @@ def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
     return partial(launch, enable_fp_fusion=True)
 
 
-class _WritesNothing(TorchDispatchMode):
+class _WritesNothing(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -291,7 +291,7 @@ class _Launched:
         )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Mode):
     """Notes what a launcher does with `tensors`, no two of which share their memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
