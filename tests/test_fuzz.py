@@ -13,7 +13,7 @@ from custom.dispatch.reference import _selected
 
 from .fuzz import illegal, legal
 from .fuzz import run as fuzz_run
-from .fuzz.draw import KIND, draw
+from .fuzz.draw import COMPILED, KIND, MODELS, draw
 from .fuzz.run import run
 from .fuzz.shrink import outcome, shrunk
 from .support.calls import every_spec
@@ -73,6 +73,10 @@ def test_every_kind_of_case_is_drawn_and_named():
         cases = [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert cases == [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert len({str(case) for case in cases}) == 20
+        wide = [draw(op, number, 0, ["float16"], wide=True) for number in range(200)]
+        assert len({case["seed"] for case in wide}) == 200
+        kernels = {str({n: x for n, x in case.items() if n in COMPILED}) for case in wide}
+        assert 20 < len(kernels) <= MODELS
 
 
 @pytest.mark.parametrize("op", KIND)
