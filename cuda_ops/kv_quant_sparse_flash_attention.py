@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..dispatch.common import quantised
@@ -25,6 +26,8 @@ def _parts(rows: Tensor, number: int | None, row_layout: str, query: Tensor) -> 
 def unsupported(
     query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, **arguments: Any
 ) -> str | None:
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"query is {query.dtype}, supported float16 and bfloat16"
     return sparse_flash_attention.unsupported(
         query=query.narrow(-1, 0, quantised.LATENT),
         query_rope=query.narrow(-1, quantised.LATENT, quantised.ROTARY),

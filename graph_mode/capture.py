@@ -17,20 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..dispatch.backends import made_current
+from ..dispatch.common.modes import Mode
 from ..dispatch.errors import NotSupported
 from ..dispatch.register import NAMESPACE, compile_kernels
 from ..dispatch.specs import BY_NAME
 
 
-class _KeepWritten(TorchDispatchMode):
+class _KeepWritten(Mode):
     """Keeps a copy of each of `tensors` before it is first written."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        TorchDispatchMode.__init__(self)
+        super().__init__()
         self._ours = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
         self._kept: dict[int, Tensor] = {}
 

@@ -13,7 +13,7 @@ from custom.dispatch.reference import _selected
 
 from .fuzz import illegal, legal
 from .fuzz import run as fuzz_run
-from .fuzz.draw import KIND, draw
+from .fuzz.draw import COMPILED, KIND, MODELS, draw
 from .fuzz.run import run
 from .fuzz.shrink import outcome, shrunk
 from .support.calls import every_spec
@@ -34,6 +34,23 @@ FOUND = [
     ("illegal", dict(
         op="npu_kv_quant_sparse_flash_attention_lse", seed=1089838665, dtype="float64",
         disguises=[], b=0, s=0,
+    )),
+    # a loss near zero, which the plain call gives with fewer roundings than it may have
+    ("legal", dict(
+        op="npu_indexer_loss", seed=1225636244, dtype="float32", disguises=["absent", "offset"],
+        b=1, n=3, s=2, s2=30, d=64, dr=16, k=20, offset=3, lse=False,
+    )),
+    # one key has the whole probability, so that its score's gradient is roundings of float32: those
+    # of another alignment, and on a GPU those of another order
+    ("legal", dict(
+        op="npu_fused_attention_backward", seed=1598976053, dtype="float32", disguises=["offset"],
+        b=1, groups=2, hk=2, rows=[32], keys=[1], spare=0, packed=False, d=16, dv=15, causal=True,
+        window=0,
+    )),
+    ("legal", dict(
+        op="npu_sparse_flash_attention_grad", seed=102280217, dtype="bfloat16", rows=[1], keys=[8],
+        n=16, d=512, k=1, dr=64, block=1, own_value=False, sinks=False,
+        **RAGGED | dict(layouts=("TND", "TND"), mode=3),
     )),
 ]  # fmt: skip
 
@@ -56,6 +73,10 @@ def test_every_kind_of_case_is_drawn_and_named():
         cases = [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert cases == [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert len({str(case) for case in cases}) == 20
+        wide = [draw(op, number, 0, ["float16"], wide=True) for number in range(200)]
+        assert len({case["seed"] for case in wide}) == 200
+        kernels = {str({n: x for n, x in case.items() if n in COMPILED}) for case in wide}
+        assert 20 < len(kernels) <= MODELS
 
 
 @pytest.mark.parametrize("op", KIND)

@@ -181,4 +181,7 @@ def test_the_doctor_answers_for_this_machine(monkeypatch, capsys):
         raise ImportError("libhccl.so: cannot open shared object file")
 
     monkeypatch.setattr(versions, "cann", broken)
-    assert doctor.here()["torch"] == torch.__version__ and doctor.here()["CANN"] is None
+    here = doctor.here()
+    # PyPI's package does not say which build it is
+    assert here["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
+    assert here["CANN"] is None

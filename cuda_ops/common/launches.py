@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,7 +31,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from triton import knobs
 from triton.compiler import CompiledKernel
@@ -39,6 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime._async_compile import AsyncCompileMode
 
 from ...dispatch.common import memory
+from ...dispatch.common.modes import Mode
 from . import gpu
 
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
@@ -67,7 +67,7 @@ def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
     return partial(launch, enable_fp_fusion=True)
 
 
-class _WritesNothing(TorchDispatchMode):
+class _WritesNothing(Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -91,17 +91,33 @@ def compiling(executor: Executor) -> Iterator[None]:
 
 # ast.parse, with which a compile begins, is not for two threads at a time in these
 _ALONE = (3, 11) <= sys.version_info < (3, 11, 8)
-_met: set[Callable[..., Any]] = set()
+# other shapes may need other kernels: none is asked any more after so many in a row needed none
+_SETTLED = 4
+_needed_none: dict[Callable[..., Any], int] = {}
+
+
+class _Compilers(ThreadPoolExecutor):
+    """A thread for every core."""
+
+    def __init__(self) -> None:
+        super().__init__(os.cpu_count())
+        self.given = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.given += 1
+        return super().submit(fn, *args, **kwargs)
 
 
 def run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A launcher's call; what the first one needs is compiled side by side before it."""
-    if function not in _met and not (
+    """A launcher's first call of a kind; the kernels that it is the first to need are compiled side
+    by side before it."""
+    calls = _needed_none.get(function, 0)
+    if calls < _SETTLED and not (
         gpu.INTERPRETED or _ALONE or torch.cuda.is_current_stream_capturing()
     ):
-        _met.add(function)
-        with ThreadPoolExecutor(os.cpu_count()) as executor, compiling(executor):
+        with _Compilers() as executor, compiling(executor):
             function(**arguments)
+        _needed_none[function] = 0 if executor.given else calls + 1
     return function(**arguments)
 
 
@@ -275,7 +291,7 @@ class _Launched:
         )
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Mode):
     """Notes what a launcher does with `tensors`, no two of which share their memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

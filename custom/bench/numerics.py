@@ -39,7 +39,7 @@ from .case import Arguments, Case, Outputs
 from .presets import presets
 from .report import packed, unpacked
 
-# their order is each one's own
+# their order is each one's own, as where a case is not `ordered`
 _SELECTIONS = ("npu_lightning_indexer", "npu_lightning_indexer_scores", "npu_merge_topk")
 _EIGHT_BITS = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
@@ -95,9 +95,10 @@ def _has_error(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype.itemsize > 1
 
 
-def _floats(op: str, outputs: Outputs) -> list[Tensor]:
+def _floats(case: Case, outputs: Outputs) -> list[Tensor]:
     kept = [x for x in outputs if _has_error(x)]
-    return [x.sort(-1).values for x in kept] if op in _SELECTIONS else kept
+    ordered = case.ordered and case.op not in _SELECTIONS
+    return kept if ordered else [x.sort(-1).values for x in kept]
 
 
 def _of_peer(
@@ -114,7 +115,7 @@ def _of_peer(
             return None
         whole[place] = x.reshape(ours[place].shape)
     count = min(len(theirs), len(places))
-    return relative_error(_floats(case.op, select(whole))[:count], exact[:count])
+    return relative_error(_floats(case, select(whole))[:count], exact[:count])
 
 
 def errors(case: Case, device: torch.device) -> Row | None:
@@ -128,11 +129,11 @@ def errors(case: Case, device: torch.device) -> Row | None:
     part, select = case.part(arguments)
     part = _copy(part)
     whole = _outputs(case, arguments)
-    ours = _floats(case.op, select(whole))
+    ours = _floats(case, select(whole))
     eight = has_eight_bits(part)
     with _by_reference():
-        plain = _floats(case.op, _outputs(case, _copy(part)))
-        exact = plain if eight else _floats(case.op, _outputs(case, widened(part)))
+        plain = _floats(case, _outputs(case, _copy(part)))
+        exact = plain if eight else _floats(case, _outputs(case, widened(part)))
     if not exact or not any(x.numel() for x in exact):
         return None
     found = {

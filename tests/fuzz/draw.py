@@ -184,15 +184,32 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
 }  # fmt: skip
 
 
+# what kernels are compiled for: cases on a GPU share those of MODELS cases, and what was compiled
+COMPILED = {
+    *("dtype", "layouts", "mode", "block", "own_value", "sinks", "lse", "packed", "causal"),
+    *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
+    *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
+    *("kda", "norm", "state", "gates"),
+}
+MODELS = 32
+
+
 def draw(op: str, number: int, seed: int, dtypes: list[str], wide: bool = False) -> Case:
-    """Case `number` of a run, every other one `wide` if asked for; an op that is not listed is
+    """Case `number` of a run; for a GPU, every other one `wide`.  An op that is not listed is
     called with its sample."""
-    r = Random(f"{op} {seed} {number}")
-    backward = op.endswith(("_grad", "_backward", "_kl_loss"))
-    kind = KIND.get(op, "sample")
-    sizes = _SIZES[kind](r, backward)
-    disguises = [each for each in DISGUISES if r.random() < 0.5]
-    case = dict(
-        op=op, seed=r.randrange(2**31), dtype=r.choice(dtypes), disguises=disguises, **sizes
-    )
-    return case | _WIDE[kind](r) if wide and number % 2 and kind in _WIDE else case
+
+    def drawn(number: int) -> Case:
+        r = Random(f"{op} {seed} {number}")
+        backward = op.endswith(("_grad", "_backward", "_kl_loss"))
+        kind = KIND.get(op, "sample")
+        sizes = _SIZES[kind](r, backward)
+        disguises = [each for each in DISGUISES if r.random() < 0.5]
+        case = dict(
+            op=op, seed=r.randrange(2**31), dtype=r.choice(dtypes), disguises=disguises, **sizes
+        )
+        return case | _WIDE[kind](r) if wide and number % 2 and kind in _WIDE else case
+
+    if not wide:
+        return drawn(number)
+    model = drawn(number % MODELS).items()
+    return drawn(number) | {name: value for name, value in model if name in COMPILED}

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .draw import Case
 
 _MOST = 150  # tries
+_SECONDS = 30  # of them all: a try on a GPU may compile
 
 
 def kind(error: BaseException) -> str:
@@ -57,13 +59,13 @@ def shrunk(check: Callable[[Case], str], case: Case) -> tuple[Case, BaseExceptio
     """`check` raises for `case`; the smallest one found, and what it raises."""
     _, error = outcome(check, case)
     assert error is not None
-    wanted, tries = kind(error), 0
+    wanted, tries, end = kind(error), 0, time.monotonic() + _SECONDS
     again = True
     while again:
         again = False
         for smaller in _candidates(case):
             tries += 1
-            if tries > _MOST:
+            if tries > _MOST or time.monotonic() > end:
                 return case, error
             _, came = outcome(check, smaller)
             if came is not None and kind(came) == wanted:
