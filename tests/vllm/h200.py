@@ -21,13 +21,14 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,6 @@ if DEVICE == "cpu":
     REQUESTS, NEW, CONTEXT = 4, 6, 512
 MEMORY = "/dev/shm"  # for checkpoints of 10 GB
 LIMIT = int(os.environ.get("LIMIT", 190))  # seconds of a part
-PATIENCE = 60  # seconds that a part waits to be alone
 TOGETHER = 5  # engines at a time
 CACHE = 4 << 30  # bytes of each
 # of a logit, in units of bf16's eps times the largest: eight layers of two dozen roundings each,
@@ -91,24 +91,34 @@ def prompts(vocabulary: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(1, vocabulary, (n,), generator=random).tolist() for n in lengths]
 
 
-def judge(model: Any, texts: list[list[int]], outputs: list[list[int]]) -> tuple[int, float]:
-    """How many of the tokens are the model's own choice, and the worst one's distance from it in
-    roundings; `model` is our own decode loop's."""
+class Verdict(NamedTuple):
+    same: int  # tokens that are the model's own choice
+    worst: float  # distance of the others from it, in roundings
+    wrong: list[tuple[int, int]]  # (length of the text, first token too far off)
+
+
+def judge(
+    model: Any, texts: list[list[int]], outputs: list[list[int]], roundings: float
+) -> Verdict:
+    """`model` is our own decode loop's."""
     import torch
 
     from custom.integrations.transformers import use
 
-    same, worst = 0, 0.0
+    same, worst, wrong = 0, 0.0, []
     for text, output in zip(texts, outputs, strict=True):
         with torch.no_grad(), use():
             ids = torch.tensor([text + output[:-1]], device=DEVICE)
             logits = model(ids, use_cache=True, logits_to_keep=len(output)).logits[0].float()
         chosen = logits.gather(1, torch.tensor(output, device=DEVICE)[:, None])[:, 0]
         below = logits.max(-1).values - chosen
-        unit = torch.finfo(model.dtype).eps * logits.abs().max()
+        below /= torch.finfo(model.dtype).eps * logits.abs().max()
         same += int((below == 0).sum())
-        worst = max(worst, float(below.max() / unit))
-    return same, worst
+        worst = max(worst, float(below.max()))
+        off = (below > roundings).nonzero()
+        if len(off):
+            wrong.append((len(text), int(off[0])))
+    return Verdict(same, worst, wrong)
 
 
 def generate(engine: Any, texts: list[list[int]], count: int) -> tuple[list[list[int]], float]:
@@ -122,21 +132,25 @@ def generate(engine: Any, texts: list[list[int]], count: int) -> tuple[list[list
     return [list(each.outputs[0].token_ids) for each in outputs], time.perf_counter() - begin
 
 
+def tell(root: Path, what: signal.Signals) -> None:
+    """The other parts."""
+    for each in root.glob("*.pid"):
+        if int(each.stem) != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(int(each.stem), what)
+
+
 @contextmanager
-def beside(folder: Path, alone: bool = False) -> Iterator[bool]:
-    """With others, or alone: whether that came true."""
-    with (folder / "lock").open("a") as lock:
-        until = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    alone = False
-                    break
-                time.sleep(0.05)
-        yield alone
+def alone(root: Path) -> Iterator[None]:
+    """The other parts stop meanwhile."""
+    with (root / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        tell(root, signal.SIGSTOP)
+        try:
+            time.sleep(0.5)  # what they have launched ends
+            yield
+        finally:
+            tell(root, signal.SIGCONT)
 
 
 def save(model: Any, folder: Path) -> None:
@@ -191,43 +205,41 @@ def start(part: Part, model: Any, folder: Path) -> Any:
     )
 
 
-def run(part: Part, root: Path) -> dict[str, Any]:
+def run(part: Part, root: Path) -> Iterator[dict[str, Any]]:
+    """What is known, and then what else is."""
     import torch
 
     from custom.bench.models import MODELS
 
+    (root / f"{os.getpid()}.pid").touch()
     (made,) = [each for each in MODELS if each.name == part.model]
-    with beside(root):
-        model = made.make(torch.device(DEVICE))
-        started = time.perf_counter()
-        engine = start(part, model, root / part.model.split()[0])
-        sized = model.config.vocab_size
-        generate(engine, prompts(sized, 1), 4)  # compiles
-        started = time.perf_counter() - started
-    with beside(root, alone=True) as alone:
-        prefill = generate(engine, prompts(sized, 2), 1)[1]
-        whole = generate(engine, prompts(sized, 3), NEW + 1)[1]
-    with beside(root):
-        texts = prompts(sized)
-        outputs = generate(engine, texts, NEW)[0]
-        cached = generate(engine, texts, NEW)[0]  # behind its own prefixes, where these are kept
-        del engine
-        gc.collect()
-        same, worst = judge(model, texts, outputs)
-        again, worst_again = judge(model, texts, cached)
-    return dict(
+    model = made.make(torch.device(DEVICE))
+    begin = time.perf_counter()
+    engine = start(part, model, root / part.model.split()[0])
+    sized = model.config.vocab_size
+    generate(engine, prompts(sized), 4)  # compiles
+    started = time.perf_counter() - begin
+    with alone(root):
+        prefill = min(generate(engine, prompts(sized, seed), 1)[1] for seed in (1, 2))
+        whole = min(generate(engine, prompts(sized, seed), NEW + 1)[1] for seed in (3, 4))
+    texts = prompts(sized, 5)
+    known: dict[str, Any] = dict(
         start=started,
         prefill=sum(map(len, texts)) / prefill,
         decode=REQUESTS * NEW / (whole - prefill),
-        alone=alone,
-        same=same + again,
-        of=2 * REQUESTS * NEW,
-        worst=max(worst, worst_again),
     )
+    yield known
+    rounds = 2 if part.options.get("enable_prefix_caching") else 1  # then behind its own prefixes
+    outputs = [each for _ in range(rounds) for each in generate(engine, texts, NEW)[0]]
+    del engine
+    gc.collect()
+    verdict = judge(model, texts * rounds, outputs, part.roundings)
+    (root / f"{os.getpid()}.pid").unlink()
+    yield dict(known, **verdict._asdict(), of=sum(map(len, outputs)))
 
 
-def answer(name: str, root: Path) -> dict[str, Any] | str:
-    """Of a process of its own; what it said, if there is none."""
+def answer(name: str, root: Path) -> tuple[dict[str, Any], str]:
+    """What a process of its own found out, and what it said."""
     environment = {
         **os.environ,
         "CUSTOM_VLLM": str(int(PARTS[name].ours)),
@@ -248,28 +260,26 @@ def answer(name: str, root: Path) -> dict[str, Any] | str:
         said = done.stdout
     except subprocess.TimeoutExpired as error:
         said = f"{(error.stdout or b'').decode()}\nmore than {LIMIT} s"
+        tell(root, signal.SIGCONT)  # which it may have stopped
     file = root / f"{name}.json"
-    return json.loads(file.read_text()) if file.exists() else said
+    return json.loads(file.read_text()) if file.exists() else {}, said
 
 
 def report(name: str, root: Path) -> bool:
     """Whether it is right."""
-    x = answer(name, root)
-    if isinstance(x, str):
-        tail = "\n".join(x.strip().splitlines()[-25:])
-        print(f"| {name} | failed |\n{tail}", flush=True)
-        return False
-    print(
-        f"| {name} | {x['start']:.0f} | {x['prefill']:,.0f} | {x['decode']:,.0f} | "
-        f"{'yes' if x['alone'] else 'no'} | {x['same']} of {x['of']} | {x['worst']:.2f} |",
-        flush=True,
-    )
-    return bool(x["worst"] <= PARTS[name].roundings)
+    x, said = answer(name, root)
+    cells = [f"{x[each]:,.0f}" if x else "-" for each in ("start", "prefill", "decode")]
+    judged = "wrong" in x
+    cells += [f"{x['same']} of {x['of']}", f"{x['worst']:.2f}"] if judged else ["-", "failed"]
+    far = [f"too far off: text of {length}, token {token}" for length, token in x.get("wrong", [])]
+    tail = [] if judged else said.strip().splitlines()[-25:]
+    print(f"| {' | '.join([name, *cells])} |", *far, *tail, sep="\n", flush=True)
+    return judged and not far
 
 
 def main(names: list[str]) -> int:
-    print("| part | start, s | prefill, tokens/s | decode, tokens/s | alone | equal | roundings |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print("| part | start, s | prefill, tokens/s | decode, tokens/s | equal | roundings |")
+    print("|---|---|---|---|---|---|", flush=True)
     memory = os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > 24 << 30
     with (
         tempfile.TemporaryDirectory(dir=MEMORY if memory else None) as root,
@@ -282,6 +292,7 @@ def main(names: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--part"]:
         given, where = sys.argv[2], Path(sys.argv[3])
-        (where / f"{given}.json").write_text(json.dumps(run(PARTS[given], where)))
+        for found in run(PARTS[given], where):
+            (where / f"{given}.json").write_text(json.dumps(found))
     else:
         sys.exit(main(sys.argv[1:] or list(PARTS)))

@@ -111,11 +111,12 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         starts: Any = batch.prefill_query_start_loc
         continues: Any = batch.prefill_has_initial_state
         slots, starts = slots[:n].long(), starts[: n + 1]
-        old = continues[:n, None, None]
+        # another request's, or another layer's, where nothing goes on: perhaps NaN
+        fresh = ~continues[:n, None, None]
         mixed, columns[slots] = npu_causal_conv1d(
             qkv,
             self.taps(),
-            initial_states=columns[slots] * old,
+            initial_states=columns[slots].masked_fill(fresh, 0),
             query_start_loc=starts,
             activation=self.activation,
         )
@@ -128,7 +129,7 @@ class GatedDelta(QwenGatedDeltaNetAttention):
             v.unflatten(-1, (-1, self.head_v_dim)).contiguous(),
             beta=b.sigmoid(),
             g=-self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float()),
-            initial_state=states[slots] * old[..., None],
+            initial_state=states[slots].masked_fill(fresh[..., None], 0),
             actual_seq_lengths=starts.diff(),
         )
         states[slots] = final
