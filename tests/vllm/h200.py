@@ -39,7 +39,7 @@ if DEVICE == "cpu":
 MEMORY = "/dev/shm"  # for checkpoints of 10 GB
 LIMIT = int(os.environ.get("LIMIT", 190))  # seconds of a part
 TOGETHER = 5  # engines at a time
-CACHE = 4 << 30  # bytes of each
+CACHE = 2 << 30  # bytes of each
 # of a logit, in units of bf16's eps times the largest: eight layers of two dozen roundings each,
 # whose variances add up
 ROUNDINGS = 16.0
