@@ -38,7 +38,7 @@ if DEVICE == "cpu":
     REQUESTS, NEW, CONTEXT = 4, 6, 512
 MEMORY = "/dev/shm"  # for checkpoints of 10 GB
 LIMIT = int(os.environ.get("LIMIT", 190))  # seconds of a part
-TOGETHER = 5  # engines at a time
+TOGETHER = 6  # engines at a time
 CACHE = 2 << 30  # bytes of each
 # of a logit, in units of bf16's eps times the largest: eight layers of two dozen roundings each,
 # whose variances add up
@@ -94,7 +94,7 @@ def prompts(vocabulary: int, seed: int = 0) -> list[list[int]]:
 class Verdict(NamedTuple):
     same: int  # tokens that are the model's own choice
     worst: float  # distance of the others from it, in roundings
-    wrong: list[tuple[int, int]]  # (length of the text, first token too far off)
+    wrong: list[tuple[int, int, int]]  # length of a text, its tokens too far off, the first
 
 
 def judge(
@@ -117,7 +117,7 @@ def judge(
         worst = max(worst, float(below.max()))
         off = (below > roundings).nonzero()
         if len(off):
-            wrong.append((len(text), int(off[0])))
+            wrong.append((len(text), len(off), int(off[0])))
     return Verdict(same, worst, wrong)
 
 
@@ -271,7 +271,10 @@ def report(name: str, root: Path) -> bool:
     cells = [f"{x[each]:,.0f}" if x else "-" for each in ("start", "prefill", "decode")]
     judged = "wrong" in x
     cells += [f"{x['same']} of {x['of']}", f"{x['worst']:.2f}"] if judged else ["-", "failed"]
-    far = [f"too far off: text of {length}, token {token}" for length, token in x.get("wrong", [])]
+    far = [
+        f"too far off: {count} tokens behind {length}, from the {first}. on"
+        for length, count, first in x.get("wrong", [])
+    ]
     tail = [] if judged else said.strip().splitlines()[-25:]
     print(f"| {' | '.join([name, *cells])} |", *far, *tail, sep="\n", flush=True)
     return judged and not far
