@@ -71,13 +71,12 @@ PARTS = {
     "deepseek": Part("DeepSeek-V3.2", options=dict(enable_prefix_caching=True)),
     "deepseek-fp8": Part("DeepSeek-V3.2", options=dict(kv_cache_dtype="fp8"), roundings=ROUNDINGS8),
     "deepseek-pieces": Part("DeepSeek-V3.2", "PIECEWISE"),
-    "next": Part("Qwen3-Next", WHOLE, options=TRITON),
+    "next": Part("Qwen3-Next", options=TRITON),
     "next-vllm": Part("Qwen3-Next", WHOLE, ours=False, options=TRITON),
     "deepseek-whole": Part("DeepSeek-V3.2", WHOLE),
-    "next-eager": Part("Qwen3-Next", options=TRITON),
     "next-eager-vllm": Part("Qwen3-Next", ours=False, options=TRITON),
     "glm-shared": Part("GLM-5.2 (shared selections)", "PIECEWISE"),
-    "qwen3.5": Part("Qwen3.5", WHOLE, options=TRITON),
+    "qwen3.5": Part("Qwen3.5", options=TRITON),
     "qwen3.5-vllm": Part("Qwen3.5", WHOLE, ours=False, options=TRITON),
 }
 
@@ -172,12 +171,6 @@ def start(part: Part, model: Any, folder: Path) -> Any:
     gpu_worker.kernel_warmup = lambda worker: None
     # a check for experts, which these models do without
     Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
-    if part.graph == WHOLE and part.ours:
-        from vllm.v1.attention.backend import AttentionCGSupport
-
-        from custom.integrations.vllm.mla import SparseBuilder
-
-        SparseBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     config = model.config
     if any(getattr(config, "indexer_types", None) or []):
         config.index_topk_pattern = "".join(each[0].upper() for each in config.indexer_types)

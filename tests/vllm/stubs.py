@@ -41,7 +41,9 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             ),
         },
         "vllm.config.cache": {"CacheConfig": ("block_size", "cache_dtype", "mamba_cache_mode")},
-        "vllm.config.compilation": {"CompilationConfig": ("static_forward_context",)},
+        "vllm.config.compilation": {
+            "CompilationConfig": ("cudagraph_mode", "static_forward_context")
+        },
         "vllm.config.model": {"ModelConfig": ("dtype",)},
         "vllm.config.parallel": {
             "ParallelConfig": (
@@ -129,7 +131,8 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "is_mla",
                 "is_sparse",
             ),
-            "AttentionMetadataBuilder": ("__init__", "build"),
+            "AttentionCGSupport": ("UNIFORM_BATCH",),
+            "AttentionMetadataBuilder": ("__init__", "_cudagraph_support", "build"),
             "CommonAttentionMetadata": (
                 "block_table_tensor",
                 "num_actual_tokens",
@@ -151,6 +154,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "prefill_state_indices",
             )
         },
+        "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": EVERY},
         "vllm.v1.kv_cache_interface": {
             "KVCacheSpec": EVERY,
             "AttentionSpec": EVERY,
