@@ -14,8 +14,9 @@ import pytest
 from custom.dispatch.specs import BY_NAME
 from custom.npu_ops import tune
 
-from .ascend import known, lint, mutants, onboard
-from .ascend.toolchain import ROOT
+from .ascend import known, lint, mutants, onboard, report
+from .ascend.compiler import Compiled
+from .ascend.toolchain import NEWEST, ROOT
 
 GM = "#hivm.address_space<gm>"
 UB = "#hivm.address_space<ub>"
@@ -209,6 +210,26 @@ def test_a_known_finding_covers_its_tiles_and_builds_only():
     assert not entry.covers("a.b", smaller, "repeat", "1.0.0")
 
 
+def test_a_tight_plan_is_named_and_a_name_is_needed(monkeypatch):
+    """Above the bound unnamed fails, and so does a name of what fits."""
+
+    def problems(kib):
+        row = report.Row("a.b", tune.Config({"ROWS": 8}))
+        row.compiled = {NEWEST: [Compiled(kib={"UB": kib})]}
+        return row.problems
+
+    monkeypatch.setattr(known, "KNOWN", ())
+    assert problems(known.TIGHT) == []
+    assert problems(known.TIGHT + 1) == ["a.b ROWS=8: 1.2.0: tight: 161 KiB of UB"]
+    entry = known.Known("a.b", "tight", "why", tiles=(("ROWS", 8),))
+    monkeypatch.setattr(known, "KNOWN", (entry,))
+    monkeypatch.setattr(known, "_met", set())
+    assert problems(known.TIGHT) == []
+    assert known.unused() == ["known.py: a.b tight ROWS=8"]
+    assert problems(known.TIGHT + 1) == []
+    assert known.unused() == []
+
+
 def test_onboard_without_a_compiler_says_what_to_source(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SystemExit, match=r"no bishengir-compile in PATH.*set_env.sh"):
@@ -240,8 +261,14 @@ def test_onboard_logs_a_step_that_fails_and_goes_on(monkeypatch, tmp_path):
 
 def test_onboard_runs_files_and_ops_that_exist():
     here = Path(__file__).parent
-    assert all((here / f"{name}.py").exists() for name in onboard.SUITE)
-    assert set(onboard.BENCH) <= set(BY_NAME)
+    files, measured = onboard.files(), onboard.measured()
+    assert all((here / f"{name}.py").exists() for name in files)
+    assert tuple(files[: len(onboard.RISKY)]) == onboard.RISKY
+    assert {"test_chunk_kda", "test_quantised_prologs", "test_merging"} <= set(files)
+    assert "test_layering" not in files
+    assert set(measured) <= set(BY_NAME)
+    assert tuple(measured[: len(onboard.WANTED)]) == onboard.WANTED
+    assert {"npu_merge_states", "npu_chunk_kda_grad", "npu_index_cache_write"} <= set(measured)
 
 
 TEXT = """
@@ -298,3 +325,15 @@ def test_what_is_launched_has_the_name_of_its_file(file):
     calls = (x for x in ast.walk(LAUNCHERS[file]) if isinstance(x, ast.Call))
     launched = {ast.unparse(x.func.value) for x in calls if isinstance(x.func, ast.Subscript)}
     assert launched <= {function for _, function in ENTRIES}
+
+
+@pytest.mark.parametrize("kernel", sorted(tune.TABLE))
+def test_kernels_declare_what_their_tiles_name(kernel):
+    """triton-ascend warns of an option that is no parameter of the kernel, at every compile."""
+    file, _, function = kernel.partition(".")
+    node = next(
+        x for x in LAUNCHERS[file].body if isinstance(x, ast.FunctionDef) and x.name == function
+    )
+    declared = {argument.arg for argument in node.args.args}
+    for config in tune.TABLE[kernel]:
+        assert {*config.tiles, *config.options} <= declared

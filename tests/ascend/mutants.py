@@ -52,19 +52,29 @@ _LEFT_OUT = ("__init__", "tune", "tiling", "cores", "entry", "front_end", "refus
 _TILE = "another tile, the same result"
 _NAMED = "the sizes only name what is remembered of a refusal"
 _SUMMED = "what the two hold is only ever summed"
+_LESSER = "the lesser of both is what counts"
+_BEHIND = "what lies behind the keys that a row sees is not read"
+_ADDRESS = "an address is the sum of both"
 _TIMES = "the two are only multiplied, number by number"
 _NUMBERS = "as many numbers, whose rows the kernels count themselves"
 _UNMASKED = "a tile that is not masked uses neither"
 _CORE = "another core begins, with the same work"
-_KEYS = "the third weight is an indexer's key: four panels, whole"
+_FIRST = "a tile's first panel is there, and where all are whole another lies behind its depth"
+_CORES = "another number of cores, with the same result"
+_ROUNDS = "tokens that fit one round go in two, with the same result"
 _LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
-_PIECE = (("piece <= (end + KEY_TILE", "a piece of rows more is copied, which nobody reads"),)
+_COPIED = "a piece of rows more is copied, which nobody reads"
+_PIECE = (("piece <= (end + KEY_TILE", _COPIED),)
+_UNPAGED = "no keys of a gradient lie in pages"
+_BLOCKS = "blocks of one are positions"
+_NOTHING = "a row that saw nothing has no slot, and no key counts it"
 _EMPTY = "at 0 nothing is copied"
 _SAME_ROW = "a column is stored where it was read"
 _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front end"
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "absorption.absorb": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
+    "absorption.queries": (("head_tile_count(w, x, config)", _CORES),),
     "causal_conv1d.convolve": (
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 2 -> W >= 2 (3)", _TAPS),
@@ -92,6 +102,14 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
     ),
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
+    "chunk_gated_delta_rule._tile": (("key_size < _STATE", _TILE),),
+    "chunk_gated_delta_rule.forward": (
+        ("at_once <= tokens", _ROUNDS),
+        ("-> tiling.at_once(each, tokens)", "other rounds, with the same result"),
+        ("-> space(value_size, CHUNK.value)", _NUMBERS),
+        ("-> space(key_size, value_size)", _NUMBERS),
+        ("-> space(key_size, CHUNK.value)", _NUMBERS),
+    ),
     "chunk_gated_delta_rule.outputs": _LENGTH,
     "chunk_gated_delta_rule.products": _LENGTH,
     "chunk_gated_delta_rule.triangles": _LENGTH,
@@ -100,6 +118,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad._tile": (("tile * other < most", _TILE),),
     "chunk_gated_delta_rule_grad.backward": (
         ("gate, lengths, finer, inverse, ", _SUMMED),
+        ("k, v, lengths, finer, inverse, ", _SUMMED),
+        ("k, o, lengths, finer, inverse, ", _SUMMED),
         ("drop, q_states, grown, ", _TIMES),
         ("rates, grads, states, of_rest", _TIMES),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
@@ -124,8 +144,13 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("x.total, of_rest, x.units, ", _TIMES),
         ("of_rest, grads, states, ", _TIMES),
     ),
-    "fused_attention._fitting": (("max(sizes) < 128", _TILE),),
+    "fused_attention._fitting": (("max(sizes) < 128", _TILE), ("max(sizes) < 64", _TILE)),
+    "fused_attention.keys_of": (
+        ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
+        ("-> shift (4)", "keys that are out of a window's sight are hidden by the mask as well"),
+    ),
     "fused_attention.attend": (
+        ("count_q <= most", "a sequence that fills one tile is done again, by the second launch"),
         ("count_k, start, window, row_max, total, (2)", _UNMASKED),
         ("start, window, count_k, row_max, total, acc, sc (2)", _UNMASKED),
         ("-> shift (2)", _UNMASKED),
@@ -134,7 +159,11 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "fused_attention.forward": (
         ("*sizes, varlen, masked)", _NAMED),
+        ("max(sizes) >= 128", _TILE),
         ("tokens_q > full", "rows that fill one tile fit the tiles of those that fill none"),
+    ),
+    "fused_attention_backward.row_sums": (
+        ("known >= ", "keys that a row does not see are masked behind the exponential as well"),
     ),
     "fused_attention_backward.grad_query": (
         ("lse, of_delta, acc, sca (2)", _UNMASKED),
@@ -159,18 +188,60 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("end >= start", "a sequence without a token stores the state that it loaded"),
         ("behind <= tokens", "behind the last token there is none to leave out"),
     ),
+    "indexer_loss.distributions": (("total_e >= 0", "of a row without a slot nothing is taken"),),
+    "indexer_loss.log_sums": (("total >= 0", "a row without a slot has no share"),),
+    "indexer_loss.row_loss": (("ok >= 0", "of a slot that is none both shares are 0"),),
     "indexer_loss.forward": (
         ("heads, rope, size)", _NAMED),
+        ("'HEAD_TILE', size, heads, rope)", _TILE),
+        ("at_once <= tokens", _ROUNDS),
         ("cores.cube() <= at_once < tokens", "as many tokens as cores are whole rounds already"),
     ),
     "indexer_loss_backward.row_grad": (("ok >= 0", "of a place that is none both shares are 0"),),
     "kv_quant_sparse_flash_attention.unsupported": (
         ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
     ),
+    "lightning_indexer_grad.backward": (("'HEAD_TILE', dim, heads)", _TILE),),
+    "lightning_indexer_grad.spread": (("ok >= 0 (2)", "what does not count adds 0 anywhere"),),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
+    "lightning_indexer._tiles": (
+        ("config.tiles['TOKENS'] < tokens", _TILE),
+        ("query.dtype, size)", _NAMED),
+    ),
+    "lightning_indexer.first_group": (("groups_of(rows, tokens", _LESSER),),
+    "lightning_indexer.narrower": (
+        ("key <= high", "the bracket's end becomes itself"),
+        ("count <= wanted", "the search is over"),
+    ),
+    "lightning_indexer.request_at": (
+        ("groups_of(rows, tokens", _LESSER),
+        ("tokens, Q_LENGTHS, Q_TND)", "packed requests have lengths: both are true"),
+        ("first, tokens, rows, Q_TND, ", "only groups without work have another request"),
+        ("rows, Q_TND, tokens, TOKENS)", "a number of tokens is true, and not used otherwise"),
+    ),
+    "lightning_indexer.scores": (
+        ("score >= _LOWEST", "the lowest score stays itself"),
+        ("left >= 0", "scores of a group without a token, which nobody reads"),
+        ("HEADS >= HEAD_TILE", "the same queries, loaded again for every tile of keys"),
+        ("-> tl.store(rows_of, score)", _BEHIND),
+        ("-> (to + position + r, score)", _BEHIND),
+        ("r <= inside", _BEHIND),
+        ("of_query, of_scale, of_weights, ", _TIMES),
+    ),
+    "lightning_indexer.select": (
+        ("q, of_query, w)", "only whether each of them is dense is asked"),
+        ("_pieces(plan.reach, groups)", "other pieces, the same result"),
+    ),
     "lightning_indexer.topk": (
+        ("most >= wanted", "where as many are there as are wanted, all are taken either way"),
+        ("n >= chosen", "a row that is taken as a whole is counted first, for nothing"),
+        ("taken >= 0", "a tile of which nothing is taken stores nothing"),
+        ("least, key2, key1, key3", "a guess may narrow less; the passes by keys find the same"),
+        ("least, key1, key3, key2", "a guess may narrow less; the passes by keys find the same"),
+        ("high - low >= 1", "a bracket of one key is not narrowed by another pass"),
+        ("guess <= 2", "another guess, and the search ends at the same key"),
         ("here >= ties", "where as many tie as are wanted, the cut leaves them all"),
     ),
     "lightning_indexer.values": (("position > 0 (2)", "position 0 is looked up at 0 either way"),),
@@ -188,8 +259,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "narrow_product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
-    "narrow_product._tiles": (("-> tiles * parts", _CORE),),
-    "narrow_product.nz_sums": (("PANELS, ROWS, DEPTH) (3)", _KEYS),),
+    "narrow_product._tiles": (
+        ("-> tiles * parts", _CORE),
+        ("acc0, WHOLE_K, WHOLE_N, DEPTH)", _FIRST),
+    ),
     "narrow_prolog.both": (
         ("-> new(index_heads, tokens)", _NUMBERS),
         ("-> new(rank, tokens)", _NUMBERS),
@@ -202,22 +275,70 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("latent, rank, rotary)", _NAMED),
         ("rank, rotary, latent)", _NAMED),
     ),
-    "narrow_rows.of_query_heads": (("heads, rotary, size)", _NAMED),),
+    "narrow_rows.of_query_heads": (
+        ("heads, rotary, size)", _NAMED),
+        ("'HEAD_TILE', size, heads, rotary)", _TILE),
+    ),
     "product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
+    "product._tiles": (
+        ("-> tiles * parts", _CORE),
+        ("acc0, WHOLE_K, WHOLE_N, DEPTH)", _FIRST),
+    ),
+    "product.heads": (("head_tile_count(w, x, config)", _CORES),),
     "product.nd_product": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
+    "ragged.visible": (
+        ("request <= requests", "a token behind all requests is behind the last one's as well"),
+    ),
     "ragged.page_rows": (
         ("key.shape[0] < 1", "the only page has the number 0, whatever lies between two"),
     ),
+    "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
+    "rows._summed_pair": (("_summed(h, x, ", _ADDRESS),),
     "rows.rotated": (("-> rows * tiles", _CORE),),
     "sparse_flash_attention._weighing": (("rotary, latent)", _NAMED),),
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
+    "sparse_flash_attention.attended": (
+        ("_weighing(size, heads, ROTARY)", _TILE),
+        ("_weighing(heads, ROTARY, size)", _NAMED),
+        ("block >= 1", _BLOCKS),
+    ),
     "sparse_flash_attention.gather": _PIECE,
+    "sparse_flash_attention.collect": (("i <= (end + SPAN", _COPIED),),
+    "sparse_flash_attention.resolve": (
+        ("start, pages, limit, page,", _UNPAGED),
+        ("limit, page, pages, page_rows", _UNPAGED),
+    ),
+    "sparse_flash_attention.resolved": (("block >= 1", _BLOCKS),),
+    "sparse_flash_attention.unsupported": (("rotary, latent)", _SUMMED),),
     "sparse_flash_attention_grad._by_position": (
         ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
+    ),
+    "sparse_flash_attention_grad._queries": (
+        ("heads, rotary, latent)", _NAMED),
+        ("latent, heads, rotary)", _TILE),
+    ),
+    "sparse_flash_attention_grad.grad_keys": (
+        ("high >= low", "a request without a token of this launch adds zeros"),
+    ),
+    "sparse_flash_attention_grad.row_sums": (("s >= 0", _NOTHING),),
+    "sparse_lightning_indexer_grad_kl_loss._log_sums": (("peak >= -torch.inf", _NOTHING),),
+    "sparse_lightning_indexer_grad_kl_loss.row_loss": (
+        ("ok >= 0", "of a slot that is none both shares are 0"),
+    ),
+    "sparse_lightning_indexer_grad_kl_loss._losses": (
+        ("'HEAD_TILE', size, heads, rope)", _TILE),
+        ("heads, rope, size)", _NAMED),
+        ("index_size, index_heads)", _TILE),
+    ),
+    "sparse_lightning_indexer_grad_kl_loss.scores": (
+        ("start <= tl.load(last", "a tile more, which nobody reads"),
+    ),
+    "sparse_lightning_indexer_grad_kl_loss.targets": (
+        ("start <= tl.load(last", "a tile more, which nobody reads"),
     ),
 }
 

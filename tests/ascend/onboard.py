@@ -32,9 +32,8 @@ FOLDER = ROOT / "ascend-results"
 ARCHIVE = ROOT / "ascend-results.tar.gz"
 _PATIENCE = 3600  # seconds for one file of tests, or one op's rows
 
-# first what most depends on the machine: memories of the compiler's build, then formats of weights,
-# then what has the plainest kernels
-SUITE = (
+# first what most depends on the machine: memories of the compiler's build, then formats of weights
+RISKY = (
     "test_lightning_indexer",
     "test_sparse_flash_attention",
     "test_fused_attention",
@@ -47,11 +46,9 @@ SUITE = (
     "test_chunk_gated_delta_rule",
     "test_lightning_indexer_grad",
     "test_sparse_flash_attention_grad",
-    "test_sparse_lightning_indexer_grad_kl_loss",
-    "test_indexer_loss",
-    "test_chunk_gated_delta_rule_grad",
 )
-BENCH = (
+# the rows that are wanted most
+WANTED = (
     "npu_sparse_attention_pto",
     "npu_lightning_indexer",
     "npu_sparse_flash_attention",
@@ -61,7 +58,6 @@ BENCH = (
     "npu_chunk_gated_delta_rule",
     "npu_fused_attention",
     "npu_fused_attention_backward",
-    "npu_indexer_loss",
 )
 
 
@@ -195,10 +191,33 @@ def _logged(name: str, *command: str) -> bool:
     return code == 0
 
 
+def files() -> list[str]:
+    """RISKY, then every other file with tests that take a backend."""
+    takes = re.compile(r"^def test_\w+\([^)]*\bbackend\b", re.MULTILINE)
+    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    others = (path.stem for path in paths if takes.search(path.read_text()))
+    return list(dict.fromkeys((*RISKY, *others)))
+
+
+def measured() -> list[str]:
+    """WANTED, then every other op that has a kernel on an NPU, and rows."""
+    from custom.dispatch import backends
+    from custom.dispatch.specs import SPECS
+
+    from custom.bench.presets import presets
+
+    others = (
+        spec.name
+        for spec in SPECS
+        if backends.has_kernel(backends.NPU, spec) and presets(spec.name, "npu")
+    )
+    return list(dict.fromkeys((*WANTED, *others)))
+
+
 def suite() -> bool:
     """Every file runs, whatever the one before said."""
     good = []
-    for name in SUITE:
+    for name in files():
         record = ["--record", str(FOLDER / f"{name}.json")]
         command = [sys.executable, "-m", "pytest", "--device", "npu", "-q", "-rfE", *record]
         good.append(_logged(name, *command, f"tests/{name}.py"))
@@ -207,7 +226,7 @@ def suite() -> bool:
 
 def bench() -> bool:
     good = []
-    for op in BENCH:
+    for op in measured():
         table = ["--csv", str(FOLDER / f"bench_{op}.csv")]
         command = [sys.executable, "-m", "custom.bench", op, "--device", "npu", *table]
         good.append(_logged(f"bench_{op}", *command))

@@ -59,6 +59,8 @@ CASES = tuple(
     for name, make, dtype in (
         ("two chunks and a part", call([150]), torch.bfloat16),
         ("packed, tokens behind", call([70, 0, 1, 64], behind=3), torch.bfloat16),
+        # as many numbers of chunks as memory ends behind
+        ("four chunks", call([256], (1, 1), (16, 16)), torch.bfloat16),
         ("one token", call([1], (2, 4)), torch.float16),
         ("no tokens", call([0, 0]), torch.bfloat16),
         (

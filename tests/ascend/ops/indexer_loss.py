@@ -74,6 +74,13 @@ def one_in_the_last_tile(arguments: Arguments) -> torch.Tensor:
     return indices
 
 
+def of_nothing(arguments: Arguments) -> torch.Tensor:
+    """One head of one row has the log-sum-exp of no key."""
+    sums = arguments["softmax_lse"]
+    sums[0, 1, 0] = -torch.inf
+    return sums
+
+
 CASES = (
     Case(OP, "16 heads", call()),
     Case(OP, "several rounds", in_rounds(2 * 256 * 128 * 2, call())),
@@ -100,6 +107,11 @@ CASES = (
         OP,
         "log-sum-exp given, so high that no target is left",
         with_(call(lse=True), softmax_lse=lambda x: x["softmax_lse"].add_(800.0)),
+    ),
+    Case(
+        OP,
+        "log-sum-exp given, of nothing",
+        with_(call(lse=True), softmax_lse=of_nothing),
     ),
     Case(OP, "every key is past", call(chunk_offset=2**31 - 2)),
 )

@@ -112,6 +112,19 @@ def to_the_last_row(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], A
     )
 
 
+def two_long_requests(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """The second one begins behind as many tokens as there are groups."""
+    return lambda x: (
+        make(x)
+        | dict(
+            query=x.whole(24, 16, D, low=-1, high=2),
+            weights=x.whole(24, 16, low=-2, high=3),
+            actual_seq_lengths_query=x.ints([20, 24]),
+            actual_seq_lengths_key=x.ints([150, 228]),
+        )
+    )
+
+
 def no_request(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     names = ("actual_seq_lengths_query", "actual_seq_lengths_key")
     return lambda x: make(x) | {name: x.ints([]) for name in names}
@@ -143,6 +156,10 @@ def the_last_key_wins(arguments: Arguments) -> torch.Tensor:
     return arguments["weights"].fill_(1.0)
 
 
+def of_no_weight(arguments: Arguments) -> torch.Tensor:
+    return arguments["weights"].zero_()
+
+
 def of_wider(arguments: Arguments) -> torch.Tensor:
     """A tensor in which the heads of two tokens do not lie back to back."""
     query = arguments["query"]
@@ -160,6 +177,13 @@ def with_a_nan(arguments: Arguments) -> torch.Tensor:
     """The first key of request 0 is NaN in one place."""
     key, table = arguments["key"], arguments["block_table"]
     key[table[0, 0], 0, 0, 5] = float("nan")
+    return key
+
+
+def with_two_nans(arguments: Arguments) -> torch.Tensor:
+    """So few others that one of them is taken."""
+    key, table = arguments["key"], arguments["block_table"]
+    key[table[0, 0], [0, 9], 0, 5] = float("nan")
     return key
 
 
@@ -214,6 +238,7 @@ CASES = (
         )
     ),
     Case(OP, "paged, 128 heads", paged([140], 1, 128)),
+    Case(OP, "paged, 80 heads", paged([140], 1, 80)),
     Case(OP, "paged, 24 heads", paged([140], 2, 24)),
     Case(OP, "paged, fp16", paged([300], 2), torch.float16),
     Case(OP, "paged, fp16, one token", paged([300], 1), torch.float16),
@@ -239,6 +264,7 @@ CASES = (
     Case(OP, "TND", rows("TND", 64, 32)),
     Case(OP, "TND, sums of queries beyond the tokens", beyond(rows("TND", 64, 32))),
     Case(OP, "TND, keys to the last row", to_the_last_row(rows("TND", 16, 32))),
+    Case(OP, "TND, two long requests", two_long_requests(rows("TND", 16, 32))),
     Case(OP, "TND, no request", no_request(rows("TND", 64, 32))),
     Case(
         OP,
@@ -266,6 +292,14 @@ CASES = (
     ),
     Case(
         OP,
+        "BSND, no lengths, whole tiles of keys",
+        lambda x: (
+            rows("BSND", 16, 32, actual_seq_lengths_query=None, sparse_mode=0)(x)
+            | dict(key=x.whole(3, 256, 1, D, low=-1, high=2), actual_seq_lengths_key=None)
+        ),
+    ),
+    Case(
+        OP,
         "TND queries, paged",
         lambda x: (
             paged([300, 1, 129], 1)(x)
@@ -285,6 +319,12 @@ CASES = (
     Case(OP, "fewer there than wanted", paged([300, 290], 2, 16, 200, hole=-1)),
     Case(OP, "scores of infinity", with_infinity(paged([700, 3], 1, 16, 69))),
     Case(OP, "a key of NaN", with_(paged([70, 3], 1, 16, 69), key=with_a_nan)),
+    Case(OP, "ties alone, two tiles", with_(paged([1100], 1, 16), weights=of_no_weight)),
+    Case(
+        OP,
+        "two keys of NaN",
+        with_(paged([70, 3], 1, 16, 69, return_value=False), key=with_two_nans),
+    ),
     Case(
         OP,
         "TND, several rounds",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..case import Arguments, Case, Finding, Inputs, in_rounds
+from ..conditions import with_
 from ..controls import Control
 
 KERNEL = "lightning_indexer_grad"
@@ -63,6 +64,11 @@ def tnd(heads: int, count: int, **options: Any) -> Callable[[Inputs], Arguments]
     return rows((7,), (330,), heads, count, ([3, 4, 6], [150, 151, 328]), **options)
 
 
+def to_whole(name: str) -> Callable[[Arguments], torch.Tensor]:
+    """Small whole numbers: a product may be 0, where relu has no slope."""
+    return lambda arguments: arguments[name].round_().clamp_(-1, 1)
+
+
 def undefined(*_: Any) -> list[Finding]:
     """Any result will do; reading or writing out of range would have ended the process."""
     return [(0.0, "nothing out of range was touched")]
@@ -71,6 +77,11 @@ def undefined(*_: Any) -> list[Finding]:
 CASES = (
     Case(OP, "64 heads", rows((2, 5), (2, 300), 64, 96)),
     Case(OP, "32 heads, lengths", rows((3, 4), (3, 160), 32, 48, ([3, 1, 2], [150, 1, 77]))),
+    Case(
+        OP,
+        "whole numbers",
+        with_(rows((1, 3), (1, 140), 16, 96), query=to_whole("query"), key=to_whole("key")),
+    ),
     Case(OP, "16 heads, all keys", rows((1, 3), (1, 260), 16, 200, sparse_mode=0)),
     Case(OP, "128 heads", rows((1, 2), (1, 140), 128, 40)),
     Case(OP, "24 heads, fp16", rows((1, 3), (1, 140), 24, 40), torch.float16),

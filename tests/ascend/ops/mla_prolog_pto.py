@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import memory
 from ..case import Arguments, Case, Inputs, in_float64
+from ..conditions import with_
 from ..controls import Control
 
 HIDDEN, RANK, PLAIN, LATENT, ROTARY, PAGE = 7168, 1536, 128, 512, 64, 128
@@ -85,6 +86,11 @@ def prolog(
     return make
 
 
+def loud(arguments: Arguments) -> Tensor:
+    """What stands behind a short query latent is far larger."""
+    return arguments["weight_dkv_kr"].mul_(30)
+
+
 OP = "npu_mla_prolog_pto"
 SMALL = dict(hidden=1024, rank=512)
 UNEVEN = dict(hidden=208, rank=176)
@@ -101,7 +107,13 @@ CASES = (
     case("uneven, 18 tokens", prolog(9, 2, 8, **UNEVEN)),
     case("uneven, 40 tokens", prolog(40, 1, 8, **UNEVEN)),
     case("uneven, 130 tokens", prolog(65, 2, 8, **UNEVEN)),
+    case("uneven, 256 tokens, 3 heads of 48", prolog(128, 2, 3, plain=48, **UNEVEN)),
+    *(case(f"{n} panels", prolog(3, 1, 3, hidden=512, rank=16 * n)) for n in (9, 10)),
     case("sizes of the tests", prolog(2, 2, 2, hidden=64, rank=32, latent=32, plain=16, rotary=16)),
+    case(
+        "loud latents behind queries, in parts",
+        with_(prolog(3, 1, 2, rank=32, latent=32, plain=16, rotary=16), weight_dkv_kr=loud),
+    ),
     case("wide rows", prolog(3, 2, 8, hidden=512, rank=2560, latent=640)),
     case("the widest rows", prolog(3, 1, 1, hidden=256, rank=4096, latent=4096)),
     case("NZ bytes under the ND shape", prolog(4, 2, 8, form="flat", **SMALL)),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import memory
 from ..case import Arguments, Case, Finding, Inputs
+from ..conditions import with_
 from ..controls import Control
 from . import indexer_prolog_pto, mla_prolog_pto, sparse_attention_pto
 from .mla_prolog_pto import PAGE
@@ -228,6 +229,10 @@ def layer(
     return make
 
 
+def turned_back(arguments: Arguments) -> Tensor:
+    return memory.guarded(nz.from_nz(arguments["weight_dkv_kr"]))
+
+
 def as_it_is(arguments: Arguments) -> Arguments:
     """What is quantised in float64 would be other bytes."""
     return arguments
@@ -281,6 +286,7 @@ def judge(case: Case, got: Arguments, exact: Arguments, _: Arguments) -> list[Fi
 
 SMALL = dict(hidden=1024, rank=512)
 UNEVEN = dict(hidden=208, rank=192)
+WIDE_KEYS = dict(hidden=208, latent=64, index_heads=16, index_size=256)
 ASCEND, FLASH = quantised.NOPE_ROPE_SCALE, quantised.NOPE_SCALE_ROPE
 case = partial(Case, judge=judge, widen=as_it_is)
 of_mla, of_indexer = partial(case, MLA), partial(case, INDEXER)
@@ -300,10 +306,18 @@ CASES = (
     of_mla("rows of int8 alone", mla(5, 2, 8, 0, rows=ASCEND, **UNEVEN)),
     of_mla("rows of int8 alone, fp16", mla(3, 1, 3, 0, rows=FLASH, **SMALL), torch.float16),
     of_mla("int8, uneven, 1 token", mla(1, 1, 3, rows=ASCEND, **UNEVEN)),
+    # memory ends behind the first panel of a tile
+    of_mla("int8, a panel over", mla(3, 1, 3, hidden=512, rank=160)),
+    of_mla("int8, uneven, 16 tokens", mla(16, 1, 3, hidden=208, rank=160)),
     of_mla("int8, uneven, 18 tokens", mla(9, 2, 5, smooth=True, **UNEVEN)),
     of_mla("int8, uneven, 40 tokens", mla(40, 1, 8, **UNEVEN)),
+    of_mla("int8, uneven, 128 tokens", mla(64, 2, 3, **UNEVEN)),
     of_mla("int8, uneven, 130 tokens", mla(65, 2, 8, rows=ASCEND, **UNEVEN)),
     of_mla("tokens of int8", mla(5, 1, 8, given=True, rows=ASCEND, **UNEVEN)),
+    of_mla(
+        "int8, one weight in panels and one row-major",
+        with_(mla(9, 2, 5, **UNEVEN), weight_dkv_kr=turned_back, weight_format="nd"),
+    ),
     of_mla("int8, row-major, 70 tokens", mla(35, 2, 8, form="nd", hidden=200, rank=120)),
     of_mla("int8, row-major, 256 tokens", mla(256, 1, 1, form="nd", hidden=200, rank=120)),
     of_mla(
@@ -329,6 +343,7 @@ CASES = (
     ),
     of_indexer("int8, all dims turn, 32 heads", indexer(3, 1, 32, rotary=128, **UNEVEN)),
     of_indexer("int8, all dims turn, 5 heads", indexer(3, 1, 5, form="nd", rotary=128, **UNEVEN)),
+    of_indexer("int8, a large epsilon", with_(indexer(3, 1, 16, **UNEVEN), ln_epsilon=0.5)),
     of_indexer("int8 keys, the slot past the last", indexer(3, 1, 16, past=0, **UNEVEN)),
     case(V3, "int8, rows, [T, H]", v3(5, 1, 8, 2, rows=ASCEND, smooth=True, **UNEVEN)),
     case(V3, "int8 behind the norm, [B, S, H]", v3(3, 2, 8, 1, **UNEVEN)),
@@ -347,6 +362,11 @@ CASES = (
         LAYER,
         "int8 weights, a latent of 64",
         layer([140, 60], 1, 8, 64, rows=False, keys=False, tied=True, latent=64),
+    ),
+    case(
+        LAYER,
+        "int8 weights, uneven depth, index keys of 256",
+        layer([140, 60], 1, 8, 256, rows=False, keys=False, **WIDE_KEYS),
     ),
     case(LAYER, "int8 behind the norm, everything selected", layer([140, 60], 1, 8, 256, 1, 2)),
     case(LAYER, "all of int8, clipped", layer([140, 60], 1, 8, 256, alpha=0.75)),

@@ -12,7 +12,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs
-from ..conditions import a_page_past_the_last
+from ..conditions import a_page_past_the_last, with_
 from ..controls import Control
 from . import lightning_indexer
 
@@ -73,6 +73,10 @@ CASES = (
         )
     ),
     quant("paged, 24 heads, float32 scales", in_int8(paged([140], 2, 24), scale=torch.float32)),
+    quant(
+        "paged, weights of wider rows",
+        with_(in_int8(paged([140], 2, 16, 48)), weights=lightning_indexer.of_wider_2),
+    ),
     quant("paged, a page missing", in_int8(paged([400, 100], 1, 64, hole=-1))),
     quant("the page past the last", a_page_past_the_last(in_int8(paged([400, 100], 1, 16)))),
     quant("BSND", in_int8(rows("BSND", 64, 32))),

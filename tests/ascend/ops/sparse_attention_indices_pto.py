@@ -36,6 +36,11 @@ CASES = (
     case("everything selected, 16 heads, s1 2", layer([300, 1, 129, 0], 2, 16, 384)),
     case("decided by ties, 64 heads", layer([300, 77], 1, 64, 64, tied=True, index_heads=32)),
     case("decided by scores", layer([300, 400], 2, 16, 64), judge=judge_selection),
+    case(
+        "decided by scores, 128 index heads",
+        layer([300, 200], 1, 8, 64, index_heads=128),
+        judge=judge_selection,
+    ),
     case("fp16", layer([140, 260], 1, 32, 256), dtype=torch.float16),
 )
 CONTROLS = (

@@ -26,6 +26,7 @@ def layer(
     rank: int = 256,
     latent: int = LATENT,
     index_heads: int = 64,
+    index_size: int = 128,
     tied: bool = False,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
@@ -43,7 +44,7 @@ def layer(
                 p = n - s1 + j
                 if p >= 0:
                     slot[i, j] = table[i, p // PAGE] * PAGE + p % PAGE
-        caches = [inputs.normal(total, PAGE, 1, size) for size in (latent, ROTARY, 128)]
+        caches = [inputs.normal(total, PAGE, 1, size) for size in (latent, ROTARY, index_size)]
         for cache in caches:
             inputs.forbid(cache, order)
         proj = weight(inputs, hidden, index_heads)
@@ -65,11 +66,11 @@ def layer(
                 kr_cache=caches[1],
                 block_table=inputs.ints(table),
                 act_seqs=inputs.ints(lengths),
-                w_idx_qb=weight(inputs, rank, index_heads * 128),
-                w_idx_k=weight(inputs, hidden, 128),
+                w_idx_qb=weight(inputs, rank, index_heads * index_size),
+                w_idx_k=weight(inputs, hidden, index_size),
                 w_idx_proj=proj,
-                in_gamma_k=inputs.normal(128),
-                in_beta_k=inputs.normal(128),
+                in_gamma_k=inputs.normal(index_size),
+                in_beta_k=inputs.normal(index_size),
                 index_k_cache=caches[2],
                 sparse_count=count,
             )

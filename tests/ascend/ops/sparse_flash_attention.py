@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import memory
 from ..case import Arguments, Case, Inputs, in_rounds
 from ..conditions import a_page_past_the_last, many_requests, pages_apart, with_
 from ..controls import Control
@@ -160,6 +161,11 @@ def all_of_them(arguments: Arguments) -> torch.Tensor:
     return indices.copy_(torch.arange(indices.shape[-1] - 1, -1, -1))
 
 
+def without_the_last_column(arguments: Arguments) -> torch.Tensor:
+    """As many pages as the longest request has."""
+    return memory.guarded(arguments["block_table"][:, :-1].contiguous())
+
+
 def opposed(arguments: Arguments) -> torch.Tensor:
     """Queries below 0 and keys above: every score is far below 0."""
     for name in ("key", "key_rope"):
@@ -174,11 +180,22 @@ CASES = (
     Case(OP, "paged, 8 heads, 9 tokens", paged([300, 1, 131], 3, 8, 96)),
     Case(OP, "one token, 40 heads, k 1000", paged([3000], 1, 40, 1000)),
     Case(OP, "paged, k 2048, s1 4, 65 keys and 4097", paged([4097, 65], 4, 16, 2048), cores=(24,)),
+    Case(OP, "paged, 144 heads", paged([70], 1, 144, 32, sizes=(128, 32))),
+    Case(
+        OP,
+        "paged, a full table",
+        with_(paged([70, 256], 1, 8, 48, sizes=(128, 32)), block_table=without_the_last_column),
+    ),
     Case(OP, "paged, fp16", paged([300, 70], 1, 64, 128), torch.float16),
     Case(OP, "paged, 24 heads, page 48, no rope", paged([100, 0, 49], 2, 24, 64, 48, rope=False)),
     Case(OP, "one key, in the first row", paged([1], 1, 8, 16, 16, sizes=(32, 16)), seed=1),
     Case(OP, "paged, lengths 0", paged([0, 0], 1, 16, 64)),
     Case(OP, "paged, blocks of 4", paged([300, 129], 1, 16, 20, block=4)),
+    Case(
+        OP,
+        "paged, blocks of 4, one key of the last",
+        with_(paged([129, 34], 1, 16, 33, block=4, sizes=(128, 32)), sparse_indices=all_of_them),
+    ),
     Case(
         OP,
         "paged, sinks, all keys",

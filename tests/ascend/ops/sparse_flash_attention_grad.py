@@ -10,6 +10,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs, in_rounds, reference
+from ..conditions import pages_apart, with_
 from ..controls import Control
 from .lightning_indexer_grad import selected
 
@@ -79,11 +80,22 @@ def call(
     return make
 
 
+def of_wider(arguments: Arguments) -> torch.Tensor:
+    """The first heads of twice as many."""
+    given = arguments["d_out"]
+    return memory.guarded(torch.cat([given, given * 0], -2))[..., : given.shape[-2], :]
+
+
 CASES = (
     Case(OP, "16 heads", call((2, 3), (2, 100), 16, 70)),
     Case(OP, "128 heads", call((1, 2), (1, 80), 128, 40)),
     Case(OP, "24 heads, no rope, fp16", call((1, 3), (1, 70), 24, 40, 256, 0), torch.float16),
     Case(OP, "lengths", call((3, 3), (3, 90), 16, 30, 64, 32, ([3, 1, 2], [80, 1, 77]))),
+    Case(
+        OP,
+        "lengths, every key",
+        call((3, 3), (3, 90), 4, 400, 64, 32, ([3, 1, 2], [80, 1, 77])),
+    ),
     Case(
         OP,
         "TND, all keys",
@@ -111,6 +123,11 @@ CASES = (
     ),
     Case(OP, "TND, no request", call((6,), (200,), 8, 60, 128, 32, ([], []))),
     Case(OP, "int64, more queries than keys", call((1, 9), (1, 6), 4, 8, 32, 16, kind=torch.int64)),
+    Case(
+        OP,
+        "batches apart, half of the heads",
+        with_(pages_apart(call((2, 3), (2, 70), 4, 30, 64, 16), "key", "key_rope"), d_out=of_wider),
+    ),
     Case(OP, "blocks of 4", call((1, 3), (1, 90), 16, 12, 128, 64, block=4)),
     Case(OP, "a loud key that nobody selects", call((1, 3), (1, 40), 8, 30, 64, 16, loud=7)),
     Case(OP, "two tokens a round", in_rounds(2 * 4 * 8192, call((1, 8), (1, 140), 16, 60, 64, 16))),

@@ -12,6 +12,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge, reference
+from ..conditions import with_
 from ..controls import Control
 from .lightning_indexer_grad import selected
 
@@ -68,6 +69,10 @@ def call(
     return make
 
 
+def of_none(arguments: Arguments) -> torch.Tensor:
+    return arguments["sparse_indices"][..., :0]
+
+
 def judge_all(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
     """The loss is one number: the reference may hit it by chance, which leaves no bound.  But each
     row adds pi (log pi - log r) with sum pi = 1, and a log of 1 / keys rounds by eps log(keys)."""
@@ -84,6 +89,9 @@ CASES = (
     case("16 heads", call((2, 3), (2, 200), 16, 150)),
     case("128 heads of 512 and 64", call((1, 2), (1, 300), 128, 140, 512, 64, (64, 128))),
     case("24 heads of 576, 1500 slots", call((1, 2), (1, 1600), 24, 1500, 576, 0, (64, 128))),
+    case("24 heads of 128 and 64", call((1, 2), (1, 100), 24, 60, rope=64)),
+    case("128 slots", call((1, 2), (1, 200), 16, 128)),
+    case("no slot", with_(call((1, 2), (1, 40), 16, 8), sparse_indices=of_none)),
     case(
         "lengths, sinks",
         call((3, 3), (3, 90), 16, 70, rope=64, lengths=([3, 1, 2], [80, 1, 77]), sinks=True),
