@@ -36,6 +36,12 @@ MOVED = {
     "sglang/srt/mem_cache/memory_pool.py": ("set_mla_kv_buffer", "set_mla_buffer"),
     "sglang/srt/arg_groups/fields/parallel.py": ("tp_size", "tensor_size"),
     "sglang/srt/runtime_context.py": ("get_spec", "get_speculation"),
+    "sglang/srt/configs/hybrid_arch.py": ("hybrid_gdn_config", "hybrid_config"),
+    f"{LAYERS}/attention/attention_registry.py": ("attn_backend_wrapper", "wrapped_backend"),
+    f"{LAYERS}/attention/hybrid_linear_attn_backend.py": ("mamba_chunk_size", "chunk_size"),
+    f"{LAYERS}/attention/linear/gdn_backend.py": ("extend_kernel:", "prefill_kernel:"),
+    f"{LAYERS}/attention/linear/kernels/gdn_triton.py": ("ssm_states: ", "states: "),
+    "sglang/srt/plugins/hook_registry.py": ("BEFORE", "FIRST"),
 }
 
 
@@ -51,6 +57,12 @@ def test_what_we_touch_is_there_and_what_moves_is_seen(tmp_path):
         "set_mla_kv_buffer",
         "tp_size",
         "get_spec",
+        "hybrid_gdn_config",
+        "attn_backend_wrapper",
+        "mamba_chunk_size",
+        "extend_kernel",
+        "packed_decode",
+        "BEFORE",
     ):
         assert f'"{name}' in changed, changed
 
@@ -75,12 +87,18 @@ def stubs(monkeypatch):
     yield monkeypatch
     for name in [each for each in sys.modules if each.split(".")[0] == "sglang"]:
         del sys.modules[name]
-    sys.modules.pop(f"{sglang.__name__}.dsa", None)
+    for name in ("dsa", "gdn"):
+        sys.modules.pop(f"{sglang.__name__}.{name}", None)
 
 
 @pytest.fixture
 def dsa(stubs):
     return importlib.import_module(f"{sglang.__name__}.dsa")
+
+
+@pytest.fixture
+def gdn(stubs):
+    return importlib.import_module(f"{sglang.__name__}.gdn")
 
 
 def test_it_is_registered_if_it_is_turned_on(stubs):
@@ -89,12 +107,17 @@ def test_it_is_registered_if_it_is_turned_on(stubs):
     stubs.setattr(
         registry, "register_attention_backend", lambda name: lambda f: backends.update({name: f})
     )
+    hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
+    hooked: list = []
+    stubs.setattr(hooks.HookRegistry, "register", lambda *given: hooked.append(given))
     stubs.setattr(sglang, "version", lambda name: "0.5.23.post1")
     sglang.register()
-    assert not backends
+    assert not backends and not hooked
     stubs.setattr(config, "sglang", True)
     sglang.register()
     assert backends == dict.fromkeys(("dsa", "nsa"), sglang.sparse_backend)
+    wrapper = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
+    assert hooked == [(wrapper, sglang.delta_backend, hooks.HookType.BEFORE)]
 
 
 def test_another_version_ends_the_process(stubs):
@@ -275,3 +298,127 @@ def test_short_prompts_stay_with_sglang(dsa, stubs):
     backend.use_mha = True
     stubs.setattr(dsa.DeepseekSparseAttnBackend, "forward_extend", lambda self, *args: args)
     assert backend.forward_extend("q", "k") == ("q", "k")
+
+
+DELTA_MODES = {
+    **{name: MODES[name] for name in MODES if name.endswith("_size") and name != "page_size"},
+    **{name: MODES[name] for name in ("speculative_algorithm", "enable_two_batch_overlap")},
+    **{name: MODES[name] for name in ("disaggregation_mode", "device")},
+    "enable_linear_replayssm": (True, "states that are replayed"),
+    "enable_linear_replayssm_spec": (True, "states that are replayed"),
+    "enable_page_major_kv_layout": (True, "pages that have states and keys"),
+    "enable_unified_memory": (True, "pages that have states and keys"),
+}
+
+
+def a_delta_engine(gdn, monkeypatch, **changed):
+    off = [name for name, (value, _) in DELTA_MODES.items() if value is True]
+    bag = an_engine(gdn, monkeypatch, **dict.fromkeys(off, False) | changed)
+    bag.mamba = bag
+    return bag
+
+
+@pytest.mark.parametrize("asked", DELTA_MODES)
+def test_a_mode_of_the_delta_rule_that_has_no_test_is_refused(gdn, stubs, asked):
+    value, mode = DELTA_MODES[asked]
+    with pytest.raises(NotSupported, match=f"serves the gated delta rule without {mode}.*; turn"):
+        gdn.DeltaBackend(a_delta_engine(gdn, stubs, **{asked: value}))
+
+
+def test_the_backend_of_a_delta_rule_is_replaced_where_there_is_one(gdn, stubs):
+    arch = importlib.import_module("sglang.srt.configs.hybrid_arch")
+    stubs.setattr(arch, "hybrid_gdn_config", lambda config: config)
+    theirs = gdn.GDNAttnBackend
+    assert sglang.delta_backend(SimpleNamespace(model_config=None), None) is None
+    assert gdn.gdn_backend.GDNAttnBackend is theirs
+    assert sglang.delta_backend(SimpleNamespace(model_config="Qwen3-Next"), None) is None
+    assert gdn.gdn_backend.GDNAttnBackend is gdn.DeltaBackend
+
+    stubs.setattr(theirs, "kernel_dispatcher", SimpleNamespace(), raising=False)
+    stubs.setattr(theirs, "mamba_chunk_size", 32)
+    kernels = gdn.DeltaBackend(a_delta_engine(gdn, stubs)).kernel_dispatcher
+    assert kernels.supports_packed_decode and kernels.extend_kernel is kernels.decode_kernel
+    assert isinstance(kernels.extend_kernel, gdn.DeltaRule) and kernels.extend_kernel.chunk == 32
+
+
+HEADS, VALUE_HEADS, KEY, VALUE, SLOTS = 2, 4, 16, 8, 6
+
+
+def token_by_token(q, k, v, g, beta, state):
+    """[T, Nv, Dv] of one request's q and k [T, Nk, Dk], and the state [Nv, Dv, Dk] behind each."""
+    outs, states = [], [state]
+    q, k = (x / (x * x).sum(-1, keepdim=True).add(1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(VALUE_HEADS // HEADS, 1) for x in (q, k))
+    for t in range(len(q)):
+        state = state * g[t].exp()[:, None, None]
+        missing = v[t] - (state * k[t, :, None]).sum(-1)
+        state = state + (beta[t, :, None] * missing)[..., None] * k[t, :, None]
+        outs.append((state * q[t, :, None]).sum(-1) * KEY**-0.5)
+        states.append(state)
+    return torch.stack(outs), torch.stack(states)
+
+
+@pytest.fixture
+def rule(gdn):
+    return gdn.DeltaRule(8)
+
+
+def gates(a, b, a_log, bias):
+    return -a_log.exp() * torch.nn.functional.softplus(a + bias), b.sigmoid()
+
+
+def test_a_decode_step_is_the_rule_on_the_pool(rule):
+    """Behind the convolution, q, k and v of a token in one row; padding has slot 0."""
+    random = torch.Generator().manual_seed(0)
+    widths = [HEADS * KEY, HEADS * KEY, VALUE_HEADS * VALUE]
+    mixed = torch.randn(3, sum(widths), generator=random)
+    a, b = torch.randn(2, 3, VALUE_HEADS, generator=random)
+    a_log, bias = torch.randn(2, VALUE_HEADS, generator=random)
+    pool = torch.randn(SLOTS, VALUE_HEADS, VALUE, KEY, generator=random)
+    slots, before = torch.tensor([4, 1, 0], dtype=torch.int32), pool.clone()
+    out = rule.packed_decode(
+        mixed, a, b, A_log=a_log, dt_bias=bias, scale=KEY**-0.5, ssm_states=pool,
+        cache_indices=slots, num_v_heads=VALUE_HEADS, head_v_dim=VALUE, replayssm_d=None,
+    )  # fmt: skip
+    assert out.shape == (1, 3, VALUE_HEADS, VALUE)
+    g, beta = gates(a, b, a_log, bias)
+    for i, slot in enumerate(slots.tolist()):
+        q, k, v = mixed[i : i + 1].split(widths, -1)
+        parts = (x.unflatten(-1, (-1, n)) for x, n in ((q, KEY), (k, KEY), (v, VALUE)))
+        wanted, states = token_by_token(*parts, g[i : i + 1], beta[i : i + 1], before[slot])
+        torch.testing.assert_close(out[0, i : i + 1], wanted)
+        torch.testing.assert_close(pool[slot], states[-1])
+    untouched = [2, 3, 5]
+    assert torch.equal(pool[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_prefill_leaves_its_states_and_those_that_are_kept(rule, inplace, padding):
+    """A state at a chunk's end in the middle of a request, for SGLang's prefix cache."""
+    random = torch.Generator().manual_seed(1)
+    lengths, kept = (20, 1, 16, 9), (2, -1, -1, 1)  # in chunks of 8
+    total = sum(lengths) + padding
+    q, k = torch.randn(2, 1, total, HEADS, KEY, generator=random)
+    v = torch.randn(1, total, VALUE_HEADS, VALUE, generator=random)
+    a, b = torch.randn(2, 1, total, VALUE_HEADS, generator=random)
+    g, beta = gates(a, b, *torch.randn(2, VALUE_HEADS, generator=random))
+    pool = torch.randn(SLOTS, VALUE_HEADS, VALUE, KEY, generator=random)
+    slots, before = torch.tensor([5, 2, 1, 3], dtype=torch.int32), pool.clone()
+    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    snapshot = torch.full((4, VALUE_HEADS, VALUE, KEY), float("nan"))
+    out, final, chunks = rule.extend(
+        q, k, v, g, beta, ssm_states=pool, cache_indices=slots, query_start_loc=starts,
+        inplace_update=inplace, track_state=snapshot,
+        track_chunk_idx=torch.tensor(kept, dtype=torch.int32), layer_id=0,
+    )  # fmt: skip
+    assert out.shape == v.shape and chunks is None
+    for i, slot in enumerate(slots.tolist()):
+        mine = slice(int(starts[i]), int(starts[i + 1]))
+        wanted, states = token_by_token(*(x[0, mine] for x in (q, k, v, g, beta)), before[slot])
+        torch.testing.assert_close(out[0, mine], wanted)
+        torch.testing.assert_close(final[i], states[-1])
+        torch.testing.assert_close(pool[slot], states[-1] if inplace else before[slot])
+        if kept[i] >= 0:
+            torch.testing.assert_close(snapshot[i], states[8 * kept[i]])
+    assert torch.equal(pool[[0, 4]], before[[0, 4]])

@@ -203,3 +203,42 @@ def test_vllm_ascend_is_refused_where_it_was_not_tried(device_op):
     ascend.DeviceOperator = type("A5DeviceAdaptor", (ascend.BaseDeviceAdaptor,), {})
     with pytest.raises(NotSupported, match="has a A5DeviceAdaptor; unset"):
         ascend.register()
+
+
+@pytest.fixture
+def gdn(monkeypatch):
+    """Ours, on vLLM's stubs."""
+    monkeypatch.syspath_prepend(str(STUBS / f"vllm-{VERSIONS[-1]}"))
+    yield importlib.import_module("custom.integrations.vllm.gdn")
+    for name in [each for each in sys.modules if each.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+    sys.modules.pop("custom.integrations.vllm.gdn", None)
+
+
+def test_a_fresh_slot_of_states_may_hold_anything(gdn):
+    """Memory that another request, or a layer of another kind, has used; others go on."""
+    torch.manual_seed(0)
+    heads, value_heads, size, width = 2, 4, 16, 4
+    keys, values = heads * size, value_heads * size
+    taps = torch.randn(width, 2 * keys + values)
+    layer = SimpleNamespace(
+        key_dim=keys, value_dim=values, tp_size=1, head_k_dim=size, head_v_dim=size,
+        A_log=torch.randn(value_heads), dt_bias=torch.randn(value_heads), activation="silu",
+        taps=lambda: taps,
+    )  # fmt: skip
+    tokens = torch.randn(20, taps.shape[1]), *torch.randn(2, 20, value_heads)
+    batch = SimpleNamespace(
+        num_prefills=2,
+        prefill_state_indices=torch.tensor([2, 1]),
+        prefill_query_start_loc=torch.tensor([0, 13, 20]),
+        prefill_has_initial_state=torch.tensor([True, False]),
+    )
+    found = []
+    for what in (0.0, float("nan")):
+        torch.manual_seed(1)
+        pools = torch.randn(4, width - 1, taps.shape[1]), torch.randn(4, value_heads, size, size)
+        for pool in pools:
+            pool[1] = what
+        found.append([gdn.GatedDelta.prefill(layer, batch, *pools, *tokens), *pools])
+    for zero, nan in zip(*found, strict=True):
+        assert torch.equal(zero, nan)

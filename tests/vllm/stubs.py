@@ -41,7 +41,9 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             ),
         },
         "vllm.config.cache": {"CacheConfig": ("block_size", "cache_dtype", "mamba_cache_mode")},
-        "vllm.config.compilation": {"CompilationConfig": ("static_forward_context",)},
+        "vllm.config.compilation": {
+            "CompilationConfig": ("cudagraph_mode", "static_forward_context")
+        },
         "vllm.config.model": {"ModelConfig": ("dtype",)},
         "vllm.config.parallel": {
             "ParallelConfig": (
@@ -129,7 +131,8 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "is_mla",
                 "is_sparse",
             ),
-            "AttentionMetadataBuilder": ("__init__", "build"),
+            "AttentionCGSupport": ("UNIFORM_BATCH",),
+            "AttentionMetadataBuilder": ("__init__", "_cudagraph_support", "build"),
             "CommonAttentionMetadata": (
                 "block_table_tensor",
                 "num_actual_tokens",
@@ -151,6 +154,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "prefill_state_indices",
             )
         },
+        "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": EVERY},
         "vllm.v1.kv_cache_interface": {
             "KVCacheSpec": EVERY,
             "AttentionSpec": EVERY,
@@ -162,9 +166,12 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "sglang.srt.arg_groups.fields.disagg": {"Disagg": ("disaggregation_mode",)},
         "sglang.srt.arg_groups.fields.exec_": {
             "ExecKernel": ("dsa_decode_backend", "dsa_prefill_backend"),
+            "ExecMamba": ("enable_linear_replayssm", "enable_linear_replayssm_spec"),
             "ExecOverlap": ("enable_two_batch_overlap",),
         },
-        "sglang.srt.arg_groups.fields.memory": {"Memory": ("enable_hisparse",)},
+        "sglang.srt.arg_groups.fields.memory": {
+            "Memory": ("enable_hisparse", "enable_page_major_kv_layout", "enable_unified_memory")
+        },
         "sglang.srt.arg_groups.fields.parallel": {
             "Parallel": (
                 "attn_cp_size",
@@ -175,7 +182,11 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             )
         },
         "sglang.srt.arg_groups.fields.spec": {"Spec": ("speculative_algorithm",)},
-        "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": EVERY},
+        "sglang.srt.configs.hybrid_arch": {"hybrid_gdn_config": EVERY},
+        "sglang.srt.layers.attention.attention_registry": {
+            "attn_backend_wrapper": EVERY,
+            "register_attention_backend": EVERY,
+        },
         "sglang.srt.layers.attention.dsa.dsa_indexer": {
             "Indexer": ("_get_topk_paged", "_get_topk_ragged", "index_topk")
         },
@@ -200,6 +211,27 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
                 "use_mha",
             ),
         },
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend": {
+            "MambaAttnBackendBase": ("mamba_chunk_size",)
+        },
+        "sglang.srt.layers.attention.linear.gdn_backend": {
+            "GDNAttnBackend": ("__init__", "kernel_dispatcher"),
+            "GDNKernelDispatcher": (
+                "decode_kernel",
+                "extend_kernel",
+                "supports_packed_decode",
+            ),
+        },
+        "sglang.srt.layers.attention.linear.kernels.gdn_triton": {
+            "TritonGDNKernel": ("decode", "extend", "packed_decode")
+        },
+        "sglang.srt.layers.attention.linear.kernels.kernel_backend": {
+            "LinearAttnKernelBase": (
+                "decode",
+                "extend",
+                "supports_track_state_snapshot",
+            )
+        },
         "sglang.srt.layers.radix_attention": {
             "RadixAttention": ("head_dim", "layer_id", "scaling", "tp_q_head_num", "v_head_dim")
         },
@@ -210,6 +242,10 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         },
         "sglang.srt.model_executor.forward_batch_info": {"ForwardBatch": ("out_cache_loc",)},
         "sglang.srt.model_executor.forward_context": {"get_token_to_kv_pool": EVERY},
+        "sglang.srt.plugins.hook_registry": {
+            "HookRegistry": ("register",),
+            "HookType": ("BEFORE",),
+        },
         "sglang.srt.runtime_context": {
             "get_disagg": EVERY,
             "get_exec": EVERY,

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from ...convolution import npu_causal_conv1d
 from ...delta_rule import npu_chunk_gated_delta_rule, npu_gated_delta_layer_decode
@@ -32,9 +33,11 @@ from .modes import check_modes
 
 class GatedDelta(QwenGatedDeltaNetAttention):
     def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        graphs = vllm_config.compilation_config.cudagraph_mode
         check_modes(
             "the gated delta rule",
             vllm_config,
+            CUDA_graphs_of_whole_decode_steps=graphs is not None and graphs.has_full_cudagraphs(),
             states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
         )
         super().__init__(config, vllm_config, *args, **kwargs)
@@ -89,7 +92,7 @@ class GatedDelta(QwenGatedDeltaNetAttention):
                 self.A_log,
                 self.dt_bias,
                 self.norm.weight,
-                slots[:t].contiguous(),
+                slots[:t].where(slots[:t] != NULL_BLOCK_ID, -1),  # padding has no state
                 epsilon=self.norm.eps,
                 state_layout="vk",
                 gate_activation=self.norm.activation,
@@ -111,11 +114,12 @@ class GatedDelta(QwenGatedDeltaNetAttention):
         starts: Any = batch.prefill_query_start_loc
         continues: Any = batch.prefill_has_initial_state
         slots, starts = slots[:n].long(), starts[: n + 1]
-        old = continues[:n, None, None]
+        # another request's, or another layer's, where nothing goes on: perhaps NaN
+        fresh = ~continues[:n, None, None]
         mixed, columns[slots] = npu_causal_conv1d(
             qkv,
             self.taps(),
-            initial_states=columns[slots] * old,
+            initial_states=columns[slots].masked_fill(fresh, 0),
             query_start_loc=starts,
             activation=self.activation,
         )
@@ -128,7 +132,7 @@ class GatedDelta(QwenGatedDeltaNetAttention):
             v.unflatten(-1, (-1, self.head_v_dim)).contiguous(),
             beta=b.sigmoid(),
             g=-self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float()),
-            initial_state=states[slots] * old[..., None],
+            initial_state=states[slots].masked_fill(fresh[..., None], 0),
             actual_seq_lengths=starts.diff(),
         )
         states[slots] = final

@@ -30,6 +30,7 @@ from vllm.model_executor.models import deepseek_v2
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
@@ -69,6 +70,8 @@ class SparseMetadata:
 
 
 class SparseBuilder(AttentionMetadataBuilder[SparseMetadata]):
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
     def __init__(
         self,
         kv_cache_spec: KVCacheSpec,

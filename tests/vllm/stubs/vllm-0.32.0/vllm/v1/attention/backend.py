@@ -32,8 +32,12 @@ class AttentionBackend(ABC):
     @classmethod
     def is_sparse(cls) -> bool: ...
 
+class AttentionCGSupport:
+    UNIFORM_BATCH: Any = ...
+
 M = TypeVar("M")
 class AttentionMetadataBuilder(ABC, Generic[M]):
+    _cudagraph_support: Any = ...
     @abstractmethod
     def __init__(self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None: return
     @abstractmethod

@@ -9,4 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import nn
 
+def attn_backend_wrapper(runner: Any, full_attn_backend: Any) -> Any: ...
+
 def register_attention_backend(name: Any) -> Any: ...
