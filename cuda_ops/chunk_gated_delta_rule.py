@@ -170,15 +170,17 @@ def _states_kernel(
 _WIDE = 107 * 1024  # bytes of shared memory that a Dk above 128 takes
 
 
-def walk_tiling(size: int, shared: int) -> tuple[int, int]:
-    """(columns of the values, stages) of a walk; `size` is Dk, padded, `shared` the memory of a
-    program.
+def walk_tiling(size: int, device: torch.device) -> tuple[int, int]:
+    """(columns of the values, stages) of a walk; `size` is Dk, padded.
 
-    One sequence of 4096 tokens, Nv 32, Dk and Dv 128, H200, 2026-11: 101 us, with two stages 155.
-    Where three do not fit, two leave room for a second program."""
-    if size <= 128:
-        return 32, 3 if shared >= 185 * 1024 else 2
-    return 16, 2
+    Where three stages do not fit, two leave room for a second program.  Hopper comes here with what
+    TMA cannot read; 32 columns there leave the program's memory: ptxas 12.8 (Triton 3.5 to 3.7)
+    makes descriptors of wgmma from registers that nothing has set."""
+    if size > 128:
+        return 16, 2
+    if gpu.capability(device) == (9, 0):
+        return 64, 2
+    return 32, 3 if gpu.shared_memory(device) >= 185 * 1024 else 2
 
 
 def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
@@ -246,7 +248,7 @@ def _plain(
     sums = memory.empty((T, NV), torch.float32, device)
     DK_PAD = max(16, triton.next_power_of_2(DK))
     padded = max(16, triton.next_power_of_2(sequences))
-    BV, stages = walk_tiling(DK_PAD, gpu.shared_memory(device))
+    BV, stages = walk_tiling(DK_PAD, device)
     # every sequence may end in a part of a chunk
     chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
     if T > 0:

@@ -2,9 +2,9 @@
 # Copyright the npu-custom-ops authors
 """The K best of all parts' candidates, exactly: ties go to the lower position.
 
-A candidate is one 64-bit key: its score as an ordered integer above 2**31 - 1 - position.  Keys
-differ, so that the K largest are those from one key on, which is found bit by bit; a program holds
-all candidates of a row.  A second kernel sorts the K by position.
+In the first kernel a program holds all candidates of a row: it searches the K-th score, and among
+those equal to it the last position, by counting, as topk.py does.  The second sorts the K by
+position.
 """
 
 from __future__ import annotations
@@ -18,22 +18,12 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import launches
+from .topk import MINUS_INF, ordered, ranks, survey, threshold
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 LAST = tl.constexpr(2**31 - 1)  # the greatest position
-ABSENT = tl.constexpr(-(2**63))
 NOTHING = tl.constexpr(2**63 - 1)
 MOST = 32768  # candidates of a row
-
-
-@triton.jit
-def _keys(value, position, there):
-    # a NaN comes last, and -0 is 0
-    score = tl.where(value > LEAST_SCORE, value, LEAST_SCORE)
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) + (LAST - position)
-    return tl.where(there & (position >= 0) & (position <= LAST), key, ABSENT)
 
 
 @triton.jit
@@ -50,19 +40,25 @@ def _choose(
     value = value.to(tl.float32)
     position = tl.load(positions + part * p_part + row * p_row + c % C, mask=there, other=-1)
     position = position.to(tl.int64)
-    key = _keys(value, position, there)
-    wanted = tl.minimum(tl.sum((key > ABSENT).to(tl.int32), 0), k)
-    enough = tl.sum((key >= 0).to(tl.int32), 0) >= wanted
-    least = tl.where(enough, tl.full([], 0, tl.int64), tl.full([], ABSENT, tl.int64))
-    for bit in range(63):
-        higher = least + (tl.full([], 1, tl.int64) << (62 - bit))
-        enough = tl.sum((key >= higher).to(tl.int32), 0) >= wanted
-        least = tl.where(enough, higher, least)
-    best = (key >= least) & (key > ABSENT)
-    slot = tl.cumsum(best.to(tl.int32), 0) - 1
+    present = there & (position >= 0) & (position <= LAST)
+    # a NaN comes last
+    key = tl.where(present, ordered(tl.where(value > LEAST_SCORE, value, LEAST_SCORE)), MINUS_INF)
+    lowest, highest, found = survey(key)
+    wanted = tl.minimum(found, k)
+    least, reach = threshold(key, wanted, wanted * 0, lowest, highest, found, False)
+    best = present & (key >= least)
+    if reach > wanted:
+        # nearest first, so that the lowest positions score highest
+        near = (-position + (LAST - 1)).to(tl.int32)
+        near = tl.where(best & (key == least), near, MINUS_INF)
+        lowest, highest, ties = survey(near)
+        need = wanted - reach + ties
+        nearest, _ = threshold(near, need, need * 0, lowest, highest, ties, False)
+        best = best & ((key > least) | (near >= nearest))
+    end = ranks(best.to(tl.int32))
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     at = chosen + row * K_PAD
-    tl.store(at + slot, (position << 32) | bits, mask=best & (slot < wanted))
+    tl.store(at + end - 1, (position << 32) | bits, mask=best & (end <= wanted))
     j = tl.arange(0, K_PAD)
     tl.store(at + j, tl.full([K_PAD], NOTHING, tl.int64), mask=j >= wanted)
 
@@ -106,6 +102,6 @@ def forward(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     launches.kernel(_sort, rows)(
         chosen, out_positions, out_values, k, K_PAD=K_PAD,
-        num_warps=min(16, max(1, K_PAD // 256)),
+        num_warps=min(16, max(1, K_PAD // 128)),
     )  # fmt: skip
     return out_positions, out_values

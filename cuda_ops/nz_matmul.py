@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from ..dispatch.common import memory, nz
-from .common import gpu, launches, tiling
+from .common import gpu, handover, launches, tiling
 from .common.tiling import cdiv
 from .hopper import nz_matmul as hopper
 
@@ -88,13 +88,7 @@ def _product(
     w += (column // C0).to(tl.int64) * panel + lo.to(tl.int64) * row
 
     if CHAINED:
-        if FIRST:
-            gdc_wait()
-            gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            if not LATE:
-                gdc_wait()
+        handover.begin(FIRST, LATE)
 
     RAGGED_K: tl.constexpr = K % RUN != 0
     RAGGED_N: tl.constexpr = (

@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory, nz, quantised
-from .common import gpu, launches, quantise, tiling
+from .common import gpu, handover, launches, quantise, tiling
 from .common.tiling import cdiv, power_of_two
 from .hopper import quantised_matmul as hopper
 
@@ -228,13 +228,7 @@ def _product(
     x += lo
 
     if CHAINED:
-        if FIRST:
-            gdc_wait()
-            gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            if not LATE:
-                gdc_wait()
+        handover.begin(FIRST, LATE)
     RAGGED_K: tl.constexpr = K % RUN != 0
     if KIND == quantise.INT8:
         acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.int32)
@@ -294,6 +288,13 @@ def _product(
         gdc_wait()
 
 
+def is_direct(weight: Tensor, form: int) -> bool:
+    """Whether tensor cores take the bytes of `weight` as they are: e4m3 as a checkpoint has it, and
+    a GPU that converts it."""
+    fp8 = quantised.kind_of(weight.dtype) == "fp8"
+    return fp8 and form == TRANSPOSED.value and gpu.converts_fp8(weight.device)
+
+
 def product(
     x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *, keep_float: bool = False,
     first: bool = False, late: bool = False, forked: bool = False,
@@ -308,7 +309,7 @@ def product(
     chained = gpu.has_chained_launch(device)
     values, kind = quantise.to_read(x.values)
     read = [quantise.to_read(weight.values)[0] for weight in kept]
-    direct = kind == quantise.NATIVE_FP8.value and form == TRANSPOSED.value
+    direct = is_direct(weights[0].values, form)
     by_tma = direct and hopper.supports(values, read)
     chosen = tiling.eight_bits if by_tma else tiling.narrow
     cut = chosen(tokens, given, depth, gpu.processors(device))

@@ -485,10 +485,8 @@ def is_one_launch(c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin
     """Whether query_heads is."""
     if weight.scale is None:
         return prolog.is_one_launch(c.values, weight.values, weight_format, w_uk, sin)
-    values, kind = quantise.to_read(c.values)
-    as_it_is = weight.form(weight_format) == quantised_matmul.TRANSPOSED.value
-    direct = kind == quantise.NATIVE_FP8.value and as_it_is
-    return direct and hopper_heads.supports(values, weight.values, w_uk, sin.shape[-1])
+    direct = quantised_matmul.is_direct(weight.values, weight.form(weight_format))
+    return direct and hopper_heads.supports(c.values, weight.values, w_uk, sin.shape[-1])
 
 
 def query_heads(

@@ -109,7 +109,7 @@ def _count_both(key, d1, d2):
 
 
 @triton.jit
-def _threshold(key, k, slack, lowest, highest, above, TAIL: tl.constexpr):
+def threshold(key, k, slack, lowest, highest, above, TAIL: tl.constexpr):
     """(lo, how many keys reach it): k to k + slack, or more where they are equal.  `above` >= k of
     them, fewer than 2**15, are there.
 
@@ -132,7 +132,7 @@ def _threshold(key, k, slack, lowest, highest, above, TAIL: tl.constexpr):
 
 
 @triton.jit
-def _survey(key):
+def survey(key):
     """(lowest that is there, highest, how many are there)."""
     there = key > MINUS_INF
     low = tl.min(tl.where(there, key, 0x7FFFFFFF), 0)
@@ -152,7 +152,7 @@ def _raw(scores, i, lane, end, WHOLE: tl.constexpr):
 
 @triton.jit
 def _threshold_of_row(scores, length, k, SIZE: tl.constexpr):
-    """_threshold without slack, over a whole row in memory."""
+    """threshold without slack, over a whole row in memory."""
     lane = tl.arange(0, SIZE)
     lo = length * 0 + (MINUS_INF + 1)
     hi = length * 0 + 2147483647
@@ -174,7 +174,7 @@ def _threshold_of_row(scores, length, k, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _ranks(x):
+def ranks(x):
     """Inclusive sums of [SIZE], by rows of 16: a plain scan exchanges eight times as much between
     warps."""
     SIZE: tl.constexpr = x.shape[0]
@@ -204,15 +204,15 @@ def _pad(indices, values, found, k, SIZE: tl.constexpr, VALUES: tl.constexpr):
 @triton.jit
 def _select(key, pos, k, indices, values, TAIL: tl.constexpr, VALUES: tl.constexpr):
     """Store the k best of up to 2**13 keys, in the order of their positions; returns how many."""
-    lowest, highest, all_ = _survey(key)
+    lowest, highest, all_ = survey(key)
     k = tl.minimum(k, all_)
     if k > 0:
-        least, reach = _threshold(key, k, k * 0, lowest, highest, all_, TAIL)
+        least, reach = threshold(key, k, k * 0, lowest, highest, all_, TAIL)
         take = key >= least
         if reach > k:  # of equal ones the first
             tie = (key == least).to(tl.int32)
-            take = (key > least) | ((tie > 0) & (_ranks(tie) <= k - reach + tl.sum(tie, 0)))
-        _store(indices, values, _ranks(take.to(tl.int32)) - 1, pos, key, take, VALUES)
+            take = (key > least) | ((tie > 0) & (ranks(tie) <= k - reach + tl.sum(tie, 0)))
+        _store(indices, values, ranks(take.to(tl.int32)) - 1, pos, key, take, VALUES)
     return k
 
 
@@ -230,8 +230,8 @@ def _select_row(scores, length, k, indices, values, SIZE: tl.constexpr, VALUES: 
     for i in tl.range(0, length, SIZE):
         key = ordered(_raw(scores, i, lane, length, False))
         tie = ((key == least) & (key > MINUS_INF)).to(tl.int32)
-        take = (key > least) | ((tie > 0) & (_ranks(tie) + ties <= need))
-        rank = _ranks(take.to(tl.int32))
+        take = (key > least) | ((tie > 0) & (ranks(tie) + ties <= need))
+        rank = ranks(take.to(tl.int32))
         _store(indices, values, taken + rank - 1, i + lane, key, take, VALUES)
         taken += tl.sum(take.to(tl.int32), 0)
         ties += tl.sum(tie, 0)
@@ -246,9 +246,9 @@ def _bound(x, there, length, k):
     wanted = k.to(tl.float32) * there.to(tl.float32) / length.to(tl.float32)
     wanted = (wanted + 4.0 * tl.sqrt(wanted)).to(tl.int32) + 4
     least = wanted * 0 + (MINUS_INF + 1)
-    lowest, highest, all_ = _survey(key)
+    lowest, highest, all_ = survey(key)
     if wanted < all_:
-        least, _ = _threshold(key, wanted, wanted // 6, lowest, highest, all_, False)
+        least, _ = threshold(key, wanted, wanted // 6, lowest, highest, all_, False)
     return _float(least)
 
 
@@ -287,7 +287,7 @@ def _collect(
             if i + SIZE < hi:
                 ahead = _raw(scores, i + SIZE, lane, hi, WHOLE)
             take = x >= least
-            rank = _ranks(take.to(tl.int32))
+            rank = ranks(take.to(tl.int32))
             to = rank + found - 1
             both = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (i + lane)
             tl.store(candidates + to, both, mask=take & (to < ROOM))

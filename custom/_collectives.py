@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Functional collectives of a group, each waited for, whose failures name themselves."""
+"""Functional collectives of a group, whose failures name themselves."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ def ranks(group: Group) -> tuple[dist.ProcessGroup, int, int]:
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def _collective(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup) -> Tensor:
+def _named(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
-        compiled: Tensor = functional.wait_tensor(call())
-        return compiled
+        return call()
     try:
-        done: Tensor = functional.wait_tensor(call())
-        return done
+        return call()
     except RuntimeError as error:
         said = str(error).splitlines()[0]
         raise RuntimeError(
@@ -48,11 +46,25 @@ def _collective(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup)
         ) from error
 
 
+def _collective(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup) -> Tensor:
+    return _named(name, lambda: functional.wait_tensor(call()), group)
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """all_gather, under way beside what the caller does until it calls what this returns."""
+    x = x.contiguous()
+    started = _named("all_gather", lambda: _gather(x[None], 0, group), group)
+
+    def wait() -> Tensor:
+        out = _named("all_gather", lambda: functional.wait_tensor(started), group)
+        return out.view(dist.get_world_size(group), *x.shape)
+
+    return wait
+
+
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[size, *x.shape]"""
-    x = x.contiguous()
-    out = _collective("all_gather", lambda: _gather(x[None], 0, group), group)
-    return out.view(dist.get_world_size(group), *x.shape)
+    return start_all_gather(x, group)()
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:

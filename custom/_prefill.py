@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _collectives
-from . import sparse_attention as sparse
 from ._collectives import Group, ranks
+from ._either import attend, select
 from .dispatch.common import paged
 
 
@@ -41,25 +41,31 @@ def context_parallel_prefill(
     group: Group,
     softmax_scale: float,
     sparse_count: int = 2048,
+    row_layout: str = "nope_rope_scale",
 ) -> Tensor:
     """The attention of S new tokens a request, whose rows are dealt out to the ranks (`zigzag`).
 
     The ranks' new cache rows are gathered as bytes in one tensor, whatever their dtypes, and
-    written into every rank's caches; each rank then selects and attends for its rows.
+    written into every rank's caches; each rank then selects and attends for its rows. Latents and
+    index keys may each be of 8 bits.
 
     Args:
         query: [B, S / size, N, R] this rank's rows, all heads.
         query_rope: [B, S / size, N, Dr].
         query_index: [B, S / size, Ni, Di].
-        weights: [B, S / size, Ni].
-        rows: this rank's new rows [B, S / size, D] by the cache's name: "kv", "kr", "index".
-        caches: whole caches [pages, P, 1, D] under the same names, updated in place.
+        weights: [B, S / size, Ni]; with the queries' scales in them where those are of 8 bits
+            (`quantize_index_query`).
+        rows: this rank's new rows [B, S / size, D] by the cache's name, or their bytes.
+        caches: whole caches [pages, P, 1, D] under the same names, updated in place: "kv", "kr" and
+            "index". Rows of 656 bytes ("kv" of `npu_kv_quant_sparse_flash_attention`) have no "kr";
+            index keys of 8 bits have their scales [pages, P, 1] in "index_scale".
         cache_index: [B, S] slots of all new tokens in order; negative: not written.
         block_table: [B, max_pages].
         act_seqs: [B] lengths with the new tokens.
         group: ProcessGroup or 1-D DeviceMesh.
         softmax_scale: factor of the logits.
         sparse_count: positions attended to by a query, at most.
+        row_layout: of rows of 656 bytes.
 
     Returns:
         [B, S / size, N, R], of this rank's rows.
@@ -72,9 +78,10 @@ def context_parallel_prefill(
         _collectives.all_gather(wire.unflatten(1, (2, n)).movedim(1, 0), at)
     )
     came = came.movedim(0, 1).reshape(B * 2 * size * n, -1)
-    widths = [rows[name].shape[-1] * rows[name].dtype.itemsize for name in caches]
-    for cache, part in zip(caches.values(), came.split(widths, -1), strict=True):
-        paged.overwrite(cache, cache_index.flatten(), part.contiguous().view(cache.dtype))
+    pages = [cache.view(*cache.shape[:2], 1, -1).view(torch.uint8) for cache in caches.values()]
+    parts = came.split([cache.shape[-1] for cache in pages], -1)
+    for cache, part in zip(pages, parts, strict=True):
+        paged.overwrite(cache, cache_index.flatten(), part)
     # each chunk is a request of its own, which ends with its last row
     first = torch.tensor([rank, 2 * size - 1 - rank], device=act_seqs.device)
     ends = act_seqs[:, None] - (2 * size - 1 - first) * n
@@ -83,12 +90,12 @@ def context_parallel_prefill(
     q, q_rope, q_index, w = (
         x.reshape(2 * B, n, *x.shape[2:]) for x in (query, query_rope, query_index, weights)
     )
-    indices, _ = sparse.npu_lightning_indexer(
-        q_index, caches["index"], w, actual_seq_lengths_key=ends, block_table=tables,
-        layout_key="PA_BSND", sparse_count=sparse_count,
+    indices = select(
+        q_index, w, caches["index"], caches.get("index_scale"), block_table=tables,
+        actual_seq_lengths_key=ends, sparse_count=sparse_count,
     )  # fmt: skip
-    out, _, _ = sparse.npu_sparse_flash_attention(
-        q, caches["kv"], None, indices, softmax_scale, block_table=tables,
-        actual_seq_lengths_kv=ends, query_rope=q_rope, key_rope=caches["kr"], layout_kv="PA_BSND",
+    out, _, _ = attend(
+        q, q_rope, caches["kv"], caches.get("kr"), indices, softmax_scale, row_layout,
+        block_table=tables, actual_seq_lengths_kv=ends,
     )  # fmt: skip
     return out.view(query.shape)

@@ -123,8 +123,10 @@ def shard_positions(lengths: Tensor, rank: int, size: int, interleave: int = 1) 
     tensor([0, 0, 2, 4])
     """
     stripes = size * interleave
-    whole = torch.div(lengths, stripes, rounding_mode="floor") * interleave
-    return whole + (lengths % stripes - rank * interleave).clamp(0, interleave)
+    ahead = lengths - rank * interleave
+    whole = torch.div(ahead, stripes, rounding_mode="floor")
+    # before the first stripe: -1 whole one, and all of one
+    return torch.add((ahead % stripes).clamp(max=interleave), whole, alpha=interleave)
 
 
 def shard_slots(

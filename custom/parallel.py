@@ -13,7 +13,7 @@ and the rank. A step may be replayed after that: what a rank writes is the same 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from . import _collectives, merging
 from . import sparse_attention as sparse
 from ._collectives import Group, ranks
+from ._either import attend, select, select_with_scores
 from ._handed_along import context_parallel_delta_rule, context_parallel_kda
 from ._prefill import context_parallel_prefill, zigzag
 from .dispatch.common import nz
@@ -165,7 +166,8 @@ def tensor_parallel_attention(
     if not (check_equal or broadcast):
         return sparse.npu_sparse_attention_pto(**layer, **options)
     x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
-    query, query_rope, query_index, weights = _prologs(x, x.cache_index)
+    query, query_rope, query_norm = _latent_prolog(x)
+    query_index, weights = _index_prolog(x, query_norm, x.cache_index)
     indices, _ = sparse.npu_lightning_indexer(
         query_index, x.index_k_cache, weights, actual_seq_lengths_key=x.act_seqs,
         block_table=x.block_table, layout_key="PA_BSND", sparse_count=x.sparse_count,
@@ -182,20 +184,23 @@ _PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters.valu
 _DEFAULTS = {p.name: p.default for p in _PARAMETERS if p.default is not p.empty}
 
 
-def _prologs(x: SimpleNamespace, index_slots: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(query, query_rope, query_index, weights), and the new rows of the three caches."""
-    query, query_rope, query_norm = sparse.npu_mla_prolog_pto(
+def _latent_prolog(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    """(query, query_rope, query_norm), and the new rows of the latents' caches."""
+    return sparse.npu_mla_prolog_pto(
         x.x, x.w_dq, x.w_uq_qr, x.w_uk, x.w_dkv_kr, x.gamma_cq, x.gamma_ckv, x.sin, x.cos,
         x.kv_cache, x.kr_cache, x.cache_index, rmsnorm_epsilon_cq=x.rms_norm_eps,
         rmsnorm_epsilon_ckv=x.rms_norm_eps, rope_interleaved=x.rope_interleaved,
         weight_format=x.weight_format,
     )  # fmt: skip
-    query_index, weights = sparse.npu_indexer_prolog_pto(
+
+
+def _index_prolog(x: SimpleNamespace, query_norm: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(query_index, weights), and the new index keys."""
+    return sparse.npu_indexer_prolog_pto(
         x.x, query_norm, x.w_idx_qb, x.w_idx_k, x.w_idx_proj, x.in_gamma_k, x.in_beta_k, x.sin,
-        x.cos, x.index_k_cache, index_slots, ln_epsilon=x.layer_norm_eps,
+        x.cos, x.index_k_cache, slots, ln_epsilon=x.layer_norm_eps,
         rope_interleaved=x.index_rope_interleaved, weight_format=x.weight_format,
     )  # fmt: skip
-    return query, query_rope, query_index, weights
 
 
 def _scale(x: SimpleNamespace) -> float:
@@ -233,20 +238,22 @@ def context_parallel_attention(
     `block_table` and their `cache_index` (`shard_slots`); the index keys have their own two.
     """
     x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
+    query, query_rope, query_norm = _latent_prolog(x)
     return context_parallel_decode(
-        *_prologs(x, index_cache_index), x.kv_cache, x.kr_cache, x.index_k_cache, x.block_table,
-        x.act_seqs, group=group, softmax_scale=_scale(x), index_block_table=index_block_table,
-        sparse_count=x.sparse_count, interleave=interleave, replicate_index=replicate_index,
+        query, query_rope, lambda: _index_prolog(x, query_norm, index_cache_index), None,
+        x.kv_cache, x.kr_cache, x.index_k_cache, x.block_table, x.act_seqs, group=group,
+        softmax_scale=_scale(x), index_block_table=index_block_table, sparse_count=x.sparse_count,
+        interleave=interleave, replicate_index=replicate_index,
     )  # fmt: skip
 
 
 def context_parallel_decode(
     query: Tensor,
     query_rope: Tensor,
-    query_index: Tensor,
-    weights: Tensor,
+    query_index: Tensor | Callable[[], tuple[Tensor, Tensor]],
+    weights: Tensor | None,
     kv_cache: Tensor,
-    kr_cache: Tensor,
+    kr_cache: Tensor | None,
     index_k_cache: Tensor,
     block_table: Tensor,
     act_seqs: Tensor,
@@ -254,10 +261,12 @@ def context_parallel_decode(
     group: Group,
     softmax_scale: float,
     index_block_table: Tensor,
+    index_scale: Tensor | None = None,
     sparse_count: int = 2048,
     interleave: int = 1,
     replicate_index: bool = True,
     sinks: Tensor | None = None,
+    row_layout: str = "nope_rope_scale",
 ) -> Tensor:
     """The attention of a decode step whose requests' latents are dealt out to the ranks.
 
@@ -268,62 +277,75 @@ def context_parallel_decode(
     Args:
         query: [B, S, N / size, R] this rank's heads, from `npu_mla_prolog_pto`.
         query_rope: [B, S, N / size, Dr].
-        query_index: [B, S, Ni, Di], the same on all ranks.
-        weights: [B, S, Ni], the same on all ranks.
+        query_index: [B, S, Ni, Di], the same on all ranks; or what gives it and the weights, called
+            once the queries travel: behind a long indexer's programs they would wait.
+        weights: [B, S, Ni], the same on all ranks, or None with such a function; where queries are
+            of 8 bits with their scales in them (`quantize_index_query`).
         kv_cache: [pages, P, 1, R], this rank's shard, with the new tokens (`shard_slots`).
-        kr_cache: [pages, P, 1, Dr], likewise.
+        kr_cache: [pages, P, 1, Dr], likewise; None where `kv_cache` has rows of 656 bytes, those of
+            `npu_kv_quant_sparse_flash_attention`.
         index_k_cache: all index keys; this rank's shard with `replicate_index=False`.
         block_table: [B, max_pages], pages of the shards.
         act_seqs: [B] lengths of the whole requests, with their S new tokens.
         group: ProcessGroup or 1-D DeviceMesh.
         softmax_scale: factor of the logits.
         index_block_table: [B, max_pages] of `index_k_cache`.
+        index_scale: [pages, P, 1] of an `index_k_cache` of 8 bits.
         sparse_count: positions attended to by a query, at most.
         interleave: positions that lie together: 1, or a page.
         replicate_index: every rank has all index keys and selects on its own, with no collective;
             otherwise ranks score their shard, and their best candidates are merged (one more
             all_gather of 8 bytes a candidate).
         sinks: [N / size] logits that enter the denominator alone, once.
+        row_layout: of rows of 656 bytes.
 
     Returns:
         [B, S, N / size, R], the attention over whole requests.
     """
     at, rank, size = ranks(group)
     B, S, n, R = query.shape
+    # under way while positions are selected
+    queries = _collectives.start_all_gather(torch.cat([query, query_rope], -1), at)
+    if not isinstance(query_index, Tensor):
+        query_index, weights = query_index()
+    assert weights is not None
     if replicate_index:
-        indices = sparse.npu_lightning_indexer(
-            query_index, index_k_cache, weights, actual_seq_lengths_key=act_seqs,
-            block_table=index_block_table, layout_key="PA_BSND", sparse_count=sparse_count,
-        )[0]  # fmt: skip
+        indices = select(
+            query_index, weights, index_k_cache, index_scale, actual_seq_lengths_key=act_seqs,
+            block_table=index_block_table, sparse_count=sparse_count,
+        )  # fmt: skip
     else:
         indices = _merged_selection(
-            query_index, weights, index_k_cache, index_block_table, act_seqs, sparse_count,
-            interleave, at,
+            query_index, weights, index_k_cache, index_scale, index_block_table, act_seqs,
+            sparse_count, interleave, at,
         )  # fmt: skip
     local, _ = merging.npu_localize_indices(indices, rank, size, interleave)
-    every = _collectives.all_gather(torch.cat([query, query_rope], -1), at)
-    every = every.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    every = queries().view(torch.int64).permute(1, 2, 0, 3, 4).flatten(2, 3).view(query.dtype)
     # causality was applied by the selection: a row of a shard is no position, and none that was
     # selected lies behind the shard's end, which is at most the request's
-    out, top, total = sparse.npu_sparse_flash_attention(
-        every[..., :R], kv_cache, None, local, softmax_scale, block_table=block_table,
-        actual_seq_lengths_kv=act_seqs, query_rope=every[..., R:], key_rope=kr_cache,
-        layout_kv="PA_BSND", sparse_mode=0, return_softmax_lse=True,
+    out, top, total = attend(
+        every[..., :R], every[..., R:], kv_cache, kr_cache, local, softmax_scale, row_layout,
+        block_table=block_table, actual_seq_lengths_kv=act_seqs, sparse_mode=0,
     )  # fmt: skip
-    stats = torch.stack([top, total], -1)
-    parts = (x.view(B, S, size, n, x.shape[-1]).movedim(2, 0) for x in (out, stats.view(out.dtype)))
-    came = _collectives.all_to_all(torch.cat([*parts], -1), at)
-    tops, sums = came[..., R:].view(stats.dtype).unbind(-1)
-    merged, whole = merging.npu_merge_states(came[..., :R], tops, sums)
+    words = out.view(torch.int64)  # of 8 bytes: copied and sent as such
+    W = words.shape[-1]
+    sent = words.new_empty(size, B * S, n, W + 2 * top.element_size() // 8)
+    parts = (sent[..., :W], *sent[..., W:].view(top.dtype).split(1, -1))
+    for part, x in zip(parts, (words, top, total), strict=True):
+        part.copy_(x.view(B * S, size, n, part.shape[-1]).movedim(1, 0))
+    came = _collectives.all_to_all(sent, at)
+    tops, sums = came[..., W:].view(top.dtype).unbind(-1)
+    merged, whole = merging.npu_merge_states(came[..., :W].view(out.dtype), tops, sums)
     if sinks is not None:
         merged = merged * torch.sigmoid(whole - sinks)[..., None]
-    return merged.to(query.dtype)  # the sinks are wider
+    return merged.view(query.shape).to(query.dtype)  # the sinks are wider
 
 
 def _merged_selection(
     query_index: Tensor,
     weights: Tensor,
     keys: Tensor,
+    scale: Tensor | None,
     block_table: Tensor,
     act_seqs: Tensor,
     count: int,
@@ -334,17 +356,17 @@ def _merged_selection(
     whose keys end where it ceases to see: the limit is applied to positions, then dealt out."""
     at, rank, size = ranks(group)
     B, S = query_index.shape[:2]
-    limit = act_seqs[:, None] - S + 1 + torch.arange(S, device=act_seqs.device)
-    limit = limit.clamp(min=0).flatten().to(act_seqs.dtype)
-    rows, scores = sparse.npu_lightning_indexer_scores(
-        query_index.flatten(0, 1)[:, None], keys,
-        weights.flatten(0, 1)[:, None],
+    behind = torch.arange(1 - S, 1, device=act_seqs.device, dtype=act_seqs.dtype)
+    limit = (act_seqs[:, None] + behind).clamp(min=0).flatten()
+    rows, scores = select_with_scores(
+        query_index.flatten(0, 1)[:, None], weights.flatten(0, 1)[:, None], keys, scale,
         actual_seq_lengths_key=merging.shard_positions(limit, rank, size, interleave),
-        block_table=block_table.repeat_interleave(S, 0), layout_key="PA_BSND",
-        sparse_count=count, sparse_mode=0,
+        block_table=block_table[:, None].expand(-1, S, -1).flatten(0, 1), sparse_count=count,
+        sparse_mode=0,
     )  # fmt: skip
-    stripe = torch.div(rows, interleave, rounding_mode="floor") * size + rank
-    positions = torch.where(rows < 0, -1, stripe * interleave + rows % interleave)
+    # what is absent, -1, stays negative
+    stripe = torch.div(rows, interleave, rounding_mode="floor")
+    positions = torch.add(rows + rank * interleave, stripe, alpha=(size - 1) * interleave)
     sent = torch.stack([scores.float().view(torch.int32), positions])
     came = _collectives.all_gather(sent, at)
     merged, _ = merging.npu_merge_topk(came[:, 0].view(torch.float32), came[:, 1], count)

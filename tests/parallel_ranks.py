@@ -77,14 +77,18 @@ def meet(
             "0"  # what was in flight, a minute before the end
         )
         os.dup2(os.open(f"{file}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    join(rank, size, file, device, 5)
-    parallel.all_reduce(torch.ones(1), dist.group.WORLD)
+    join(rank, size, file, device, 60)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    step = Decode(rank, size, (2, 37))
+    # CUDA may wait for a collective under way before it loads a kernel: all are loaded before
+    step.parts(dist.group.WORLD, 16)
+    parallel.all_reduce(torch.ones(1), group)
     if rank == size - 1:
         time.sleep(60 if fault == "hangs" else 0)
         os._exit(1)
     begin = time.monotonic()
     try:
-        Decode(rank, size, (2, 37)).parts(dist.group.WORLD, 16)
+        step.parts(group, 16)
         if on_gpu():
             torch.cuda.synchronize()
         pipe.send((0.0, "no error"))
@@ -305,14 +309,16 @@ class Decode:
         self.shards = [self.shard_of(x) for x in (self.kv, self.kr, self.keys)]
 
     def shard_of(self, cache: Tensor) -> Tensor:
-        """The positions of this rank, on the pages of its own table; NaN in all other slots."""
-        out = torch.full_like(cache, float("nan"))
+        """The positions of this rank, on the pages of its own table; NaN in all other slots, whose
+        bytes are 255."""
+        held = cache.view(torch.uint8)
+        out = torch.full_like(held, 255)
         for request, length in enumerate(self.act.tolist()):
             mine = [p for p in range(length) if p // self.interleave % self.size == self.rank]
             for row, p in enumerate(mine):
                 page, own = self.table[request, p // P], self.own_table[request, row // P]
-                out[own, row % P] = cache[page, p % P]
-        return out
+                out[own, row % P] = held[page, p % P]
+        return out.view(cache.dtype)
 
     def whole(self, count: int, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(indices, out) of one process."""
@@ -361,7 +367,7 @@ def decode_selects_the_same(group, rank, size):
         for count in (1, 16, 100):
             wanted, _ = step.whole(count)
             got = parallel._merged_selection(
-                step.index, step.weights, step.shards[2], step.own_table, step.act, count,
+                step.index, step.weights, step.shards[2], None, step.own_table, step.act, count,
                 interleave, group,
             )  # fmt: skip
             assert torch.equal(got, wanted), (S, interleave, count)
@@ -426,8 +432,8 @@ def prologs_write_into_shards(group, rank, size):
 
 
 def prefill(group, rank, size):
-    """New tokens behind a cached prefix; caches of several dtypes travel as bytes; one token has no
-    slot, and one request is shorter than its rows."""
+    """New tokens behind a cached prefix; one token has no slot, and one request is shorter than its
+    rows."""
     n, B, N, R, Dr, Ni, Di, pages = 3, 2, 2, 32, 16, 4, 32, 8
     S = 2 * size * n
     draw = Draw(size)
@@ -465,6 +471,103 @@ def prefill(group, rank, size):
     for name, cache in caches.items():
         assert torch.equal(cache, whole[name]), name
     assert torch.equal(mine(positions), positions[:, _zigzag(rank, size, n)])
+
+
+def write_8_bits(caches: dict[str, Tensor], slots: Tensor, *drawn: Tensor) -> None:
+    """Latents, rotary keys and index keys."""
+    custom.npu_latent_cache_write(
+        *drawn[:2], caches["kv"], slots, kind="fp8", row_layout="nope_rope_scale"
+    )
+    custom.npu_index_cache_write(
+        drawn[2], caches["index"], caches["index_scale"], slots, kind="fp8"
+    )
+
+
+def of_8_bits(*drawn: Tensor) -> dict[str, Tensor]:
+    """Caches with what was drawn in their first slots; pages of index keys lie apart."""
+    pages = -(-len(drawn[0]) // P)
+    rows = torch.zeros(pages, P, 1, 656, dtype=torch.float8_e4m3fn)
+    values, scales = custom.index_cache_views(torch.zeros(pages, P, 132, dtype=torch.uint8), "fp8")
+    caches = dict(kv=rows, index=values, index_scale=scales)
+    write_8_bits(caches, torch.arange(len(drawn[0])), *drawn)
+    return caches
+
+
+def decode_of_8_bits(group, rank, size):
+    """Latents and index keys of 8 bits, replicated and dealt out."""
+    kind = half_by_kernels(torch.bfloat16)
+    for S, interleave in ((1, 1), (2, P)):
+        step = Decode(rank, size, (2, 37, 60), S, interleave, dtype=kind)
+        draw = Draw(size, kind)
+        whole = of_8_bits(*(draw(len(step.kv) * P, D) for D in (512, 64, 128)))
+        query, rope = draw(3, S, step.n * size, 512), draw(3, S, step.n * size, 64)
+        index, weights, _ = custom.quantize_index_query(
+            draw(3, S, 4, 128), draw(3, S, 4).abs(), kind="fp8"
+        )
+        indices = custom.npu_quant_lightning_indexer(
+            index, whole["index"], weights, None, whole["index_scale"], 0, 0, sparse_count=24,
+            block_table=step.table, actual_seq_lengths_key=step.act, layout_key="PA_BSND",
+        )  # fmt: skip
+        wanted = custom.npu_kv_quant_sparse_flash_attention(
+            torch.cat([query, rope], -1), whole["kv"], whole["kv"], indices, 0.1, 2, 2,
+            block_table=step.table, actual_seq_lengths_kv=step.act, layout_kv="PA_BSND",
+            attention_mode=2,
+        )  # fmt: skip
+        mine = {name: step.shard_of(cache) for name, cache in whole.items()}
+        for replicate in (True, False):
+            of = whole if replicate else mine
+            got = parallel.context_parallel_decode(
+                query[:, :, step.heads], rope[:, :, step.heads], index, weights, mine["kv"], None,
+                of["index"], step.own_table, step.act, group=group, softmax_scale=0.1,
+                index_scale=of["index_scale"], sparse_count=24, interleave=interleave,
+                index_block_table=step.table if replicate else step.own_table,
+                replicate_index=replicate,
+            )  # fmt: skip
+            _as_one(got, wanted[:, :, step.heads], kind)
+
+
+def prefill_of_8_bits(group, rank, size):
+    """Latents and index keys of 8 bits travel as they lie in the caches, whose pages lie apart."""
+    n, B, N, Ni, pages = 2, 2, 2, 4, 4
+    S = 2 * size * n
+    draw = Draw(size, half_by_kernels(torch.bfloat16))
+    query, rope = draw(B, S, N, 512), draw(B, S, N, 64)
+    index, weights, _ = custom.quantize_index_query(
+        draw(B, S, Ni, 128), draw(B, S, Ni).abs(), kind="fp8"
+    )
+    table, act = draw.table(B, pages), torch.tensor([S + 20, S - 2], dtype=torch.int32)
+    positions = act[:, None] - S + torch.arange(S)
+    slot = paged.slots(table, torch.arange(B), positions, B * pages, P)
+    slot[0, 5] = -1
+
+    old, new = ([draw(count, D) for D in (512, 64, 128)] for count in (B * pages * P, B * S))
+    held, whole = of_8_bits(*old), of_8_bits(*old)
+    write_8_bits(whole, slot.flatten(), *new)
+    rows = {
+        name: x.flatten(0, 1)[: B * S].reshape(B, S, -1).view(torch.uint8)
+        for name, x in of_8_bits(*new).items()
+    }
+    keys = dict(block_table=table, actual_seq_lengths_key=act, layout_key="PA_BSND")
+    indices = custom.npu_quant_lightning_indexer(
+        index, whole["index"], weights, None, whole["index_scale"], 0, 0, sparse_count=16, **keys
+    )
+    wanted = custom.npu_kv_quant_sparse_flash_attention(
+        torch.cat([query, rope], -1), whole["kv"], whole["kv"], indices, 0.1, 2, 2,
+        block_table=table, actual_seq_lengths_kv=act, layout_kv="PA_BSND", attention_mode=2,
+    )  # fmt: skip
+
+    def mine(x: Tensor) -> Tensor:
+        return parallel.zigzag(x, 1, group)
+
+    out = parallel.context_parallel_prefill(
+        mine(query), mine(rope), mine(index), mine(weights),
+        {name: mine(x) for name, x in rows.items()}, held, slot, table, act, group=group,
+        softmax_scale=0.1, sparse_count=16,
+    )  # fmt: skip
+    _as_one(out, mine(wanted), draw.dtype)
+    for name, cache in held.items():
+        got, expected = (x.contiguous().view(torch.uint8) for x in (cache, whole[name]))
+        assert torch.equal(got, expected), name
 
 
 def _zigzag(rank: int, size: int, n: int) -> list[int]:
@@ -566,15 +669,16 @@ def loss_of_all_heads(group, rank, size):
 def steps_compile_as_one_graph(group, rank, size):
     step = Decode(rank, size, (2, 37, 128))
     _, wanted = step.whole(24)
-    call = partial(step.parts, group, 24)
     backend, near = (
         ("inductor", dict(rtol=2**-6, atol=2**-6))
         if on_gpu()
         else ("aot_eager", dict(rtol=0, atol=0))
     )
-    compiled = torch.compile(lambda: call(), fullgraph=True, backend=backend)
-    with torch.no_grad():
-        assert_near(compiled(), wanted[:, :, step.heads])
+    for replicate in (True, False):
+        call = partial(step.parts, group, 24, replicate)
+        compiled = torch.compile(lambda call=call: call(), fullgraph=True, backend=backend)
+        with torch.no_grad():
+            assert_near(compiled(), wanted[:, :, step.heads])
     layer = layer_of(2 * size)
     local = parallel.shard_layer(copied(layer), group=group)
     uv, o = Draw(1)(2, 32, 16), Draw(2)(64, 32)

@@ -35,7 +35,7 @@ from custom.cuda_ops import (
     quantised_prolog,
     sparse_flash_attention,
 )
-from custom.cuda_ops.common import attention_tiles, lengths, rows, selection
+from custom.cuda_ops.common import attention_tiles, handover, lengths, rows, selection
 from custom.cuda_ops.common.topk import EVERY
 from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
 from custom.dispatch.reference import fused_attention as reference
@@ -234,7 +234,9 @@ def turned(x, sin, cos, interleaved):
 @pytest.fixture
 def prologs(monkeypatch):
     modules = [
+        handover,
         hopper.absorption,
+        hopper.joined,
         hopper.query_heads,
         hopper.query_stage,
         hopper.nz_matmul,
@@ -405,6 +407,30 @@ def test_attention(sizes, options, grown, dtype, again):
         assert_near(name, one, other, ERROR[dtype] if name == "o" else 1e-5)
     assert bool(again) == (grown and dtype is torch.bfloat16), again
     assert len(set(again)) == len(again)
+
+
+# rows of a tile, tokens, heads, heads of a group, and groups of a section that L2 would hold
+DEALT = [
+    (128, 4096, 64, 1, 4), (128, 4096, 16, 1, 6), (192, 2048, 64, 1, 32), (128, 8192, 32, 4, 2)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, n, heads, group, wanted", DEALT)
+def test_programs_get_as_many_keys(rows, n, heads, group, wanted, again):
+    """The host's count of what each program gets is what the kernel takes, and near the mean."""
+    module, programs, tiles = hopper.fused_attention, 132, -(-n // rows)
+    section = module._section(rows, n, n, n, heads, group, wanted, programs)
+    assert section % group == 0 or section == heads
+    costs = [rows + min(n, (tile + 1) * rows) for tile in range(tiles)]
+    work = [0] * programs
+    for number in range(tiles * heads):
+        place = torch.tensor(number), None, tiles, heads, 1, section, n, n, False
+        *_, tile = module._tile_of(*place)
+        step, program = divmod(number, programs)
+        work[program if step % 2 == 0 else -1 - program] += costs[int(tile)]
+    most = max(work) * programs / sum(work)
+    assert most == module._most(costs, heads, section, programs)
+    assert most < 1.035
 
 
 @pytest.mark.parametrize("size, kernel", [(96, "hopper"), (94, "plain")])

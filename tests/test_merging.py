@@ -211,6 +211,9 @@ def test_merged_topk_is_that_of_all_candidates(P, rows, C, k, dtype, device, bac
     check_topk(values, positions, k, device)
     assert log.calls["npu_merge_topk", backend] == before + 1
     check_topk(values.flip(0), positions.flip(0).long(), k, device)
+    # parts in order, as an indexer gives them: the absent behind
+    positions = positions.masked_fill(positions < 0, 2**30).sort(-1).values
+    check_topk(values, torch.where(positions == 2**30, -1, positions), k, device)
 
 
 def test_ties_go_to_the_lower_position_and_not_to_the_lower_rank(device):

@@ -16,6 +16,7 @@ or is no number, its tile comes once more, and every block of it by itself.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +87,7 @@ def _tile_of(number, plan, tiles, outers, heads, section, rows, other_rows, VARL
 
     The heads of a section, whose keys fit in L2 together, take turns.  Packed sequences: in the
     order of the list.  Dense: the tiles of the last section come longest first, of the one before
-    shortest first and so on.  Without a jump in length, dealing them out back and forth keeps all
-    programs within a tile of each other.
+    shortest first and so on (see `_section`).
     """
     group = number // (section * tiles)
     inside = number % (section * tiles)
@@ -618,10 +618,60 @@ def _forward_hopper(
         )  # fmt: skip
 
 
-# Bytes of keys and values whose heads take turns, of 50 MB of L2.  Causal, B 4, H 16, D 128, H200,
-# 2026-11, before the loop became shorter: 4096 tokens 451 us (8 MB 711, 32 MB 473, 64 MB 510),
-# 16384 tokens 7300 (7808, 7434, 7895)
+# Bytes of keys and values whose heads take turns, of 50 MB of L2; from half to twice as many where
+# that deals tiles out better.  Causal, B 4, H 16, D 128, H200, 2026-11, before the loop became
+# shorter: 4096 tokens 451 us (32 MB 473, 64 MB 510), 16384 tokens 7300 (8 MB 7808, 32 MB 7434,
+# 64 MB 7895)
 _SHARE = 16 * 2**20
+_EVEN = 1.02  # of the mean, what the busiest program may take
+
+
+def _most(costs: list[int], outers: int, section: int, programs: int) -> float:
+    """The work of the busiest program over the mean, as `_tile_of` orders tiles of these costs and
+    `_round_of` deals them out."""
+    order: list[int] = []
+    last = (outers - 1) // section
+    for group in range(last + 1):
+        count = min(section, outers - group * section)
+        here = costs if (last - group) & 1 else costs[::-1]
+        order += [cost for cost in here for _ in range(count)]
+    work = [0] * programs
+    for begin in range(0, len(order), 2 * programs):
+        forth = order[begin : begin + programs]
+        back = order[begin + programs : begin + 2 * programs]
+        for program, cost in enumerate(forth):
+            work[program] += cost
+        for program, cost in enumerate(back):
+            work[-1 - program] += cost
+    return max(work) * programs / sum(work)
+
+
+@cache
+def _section(
+    rows: int, n_q: int, n_k: int, seen: int | None, outers: int, group: int, wanted: int,
+    programs: int,
+) -> int:  # fmt: skip
+    """How many heads take turns, `wanted` groups or so: where the tiles of a section are about as
+    many as the programs, the same programs would take the longest of every section.  `seen`: keys
+    that a causal row sees at most; None: tiles cost the same, or are not dealt out.
+
+    Causal, 4096 tokens, H 16, heads of 256, H200, 2026-11: B 4 795 us (as wanted 1181, tiles taken
+    by a counter 813), B 1 193 us (324, 210); heads of 192 and 128, B 1 124 us (148); heads of 128
+    387 us (by a counter 398)."""
+    wanted = min(wanted, triton.cdiv(outers, group))
+    tiles = triton.cdiv(n_q, rows)
+    if seen is None or not programs < tiles * outers < 256 * programs:
+        return min(outers, wanted * group)
+    begins = range(n_k - n_q + rows, n_k + rows, rows)
+    costs = [rows + max(0, min(end, n_k, seen + rows)) for end in begins]
+    found: list[tuple[float, int]] = []
+    sizes = {wanted, *range((wanted + 1) // 2, 2 * wanted + 1, max(1, wanted // 8))}
+    for size in sorted(sizes, key=lambda x: abs(x - wanted)):
+        section = min(outers, size * group)
+        found.append((_most(costs, outers, section, programs), section))
+        if found[-1][0] < _EVEN:
+            break
+    return min(found, key=lambda each: each[0])[1]  # of equals the first
 
 
 def _config(size: int, v_size: int, rows: int) -> dict[str, Any]:
@@ -678,9 +728,13 @@ def launch(
         tiles = listed.shape[0] - 1
         counter = listed[tiles, 6:]
     total = tiles * outers
-    section = max(1, _SHARE // (sizes.keys * (size + v_size) * 2)) * sizes.group
-    section = min(section, outers)
-    launches.kernel(_forward_hopper, min(total, gpu.processors(q.device)))(
+    programs = min(total, gpu.processors(q.device))
+    wanted = max(1, _SHARE // (sizes.keys * (size + v_size) * 2))
+    seen = (window or sizes.n_k) if causal and listed is None else None
+    section = _section(
+        rows, sizes.n_q, sizes.n_k, seen, outers, sizes.group, wanted, programs
+    )  # fmt: skip
+    launches.kernel(_forward_hopper, programs)(
         describe(q, 64, width, varlen), describe(k, keys, width, varlen),
         describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
         lse, listed, counter, scale * LOG2_E, min(window or 0, 2**30), tiles,

@@ -307,30 +307,26 @@ def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile
     v_flight = warpgroup_mma(p_half, g_tile, acc_v, is_async=True)
     row_delta = shared.delta.index(stage).load(gl.SliceLayout(0, MS))
     grad_s = (p * (grad_p - row_delta[None, :])).to(dtype)
-    if C.GRAD_Q:
-        shared.ds.store(grad_s)
-        fence_async_shared()
-        if C.D == 128 and not C.ADDER:
-            tma.store_wait(0)  # the last block's additions have read `part`
-        barrier()
-        q_flight = warpgroup_mma(
-            shared.ds.permute((1, 0)), shared.k, zero_q, use_acc=False, is_async=True
-        )
+    shared.ds.store(grad_s)
+    fence_async_shared()
+    if C.D == 128 and not C.ADDER:
+        tma.store_wait(0)  # the last block's additions have read `part`
+    barrier()
+    q_flight = warpgroup_mma(
+        shared.ds.permute((1, 0)), shared.k, zero_q, use_acc=False, is_async=True
+    )
     s_half = gl.convert_layout(grad_s, gl.DotOperandLayout(0, MK, 2))
     k_flight = warpgroup_mma(s_half, q_tile, acc_k, is_async=True)
-    if C.GRAD_Q:
-        acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
-        if C.ADDER:
-            _hand_over(shared, part_q, part_q, count, C)
-        elif C.D == 128:
-            shared.part.index(0).store(_in_tiles(part_q, 128))
-            fence_async_shared()
-            barrier()
-            _add_bulk(sums, [grad_q + block * 32, 0], shared.part.index(0))
-        else:
-            _add(grad_q + block.to(gl.int64) * (C.BM * C.D), part_q, C.BM, C.D, C.D)
+    acc_v, part_q = warpgroup_mma_wait(1, deps=[v_flight, q_flight])
+    if C.ADDER:
+        _hand_over(shared, part_q, part_q, count, C)
+    elif C.D == 128:
+        shared.part.index(0).store(_in_tiles(part_q, 128))
+        fence_async_shared()
+        barrier()
+        _add_bulk(sums, [grad_q + block * 32, 0], shared.part.index(0))
     else:
-        acc_v = warpgroup_mma_wait(1, deps=[v_flight])
+        _add(grad_q + block.to(gl.int64) * (C.BM * C.D), part_q, C.BM, C.D, C.D)
     if CARRY:
         acc_k = k_flight
     else:
@@ -372,9 +368,7 @@ def _consumer(
             if C.D == 128 and not C.ADDER:
                 grad_at = (head * padded + place) // 2  # rows of 256
             else:
-                grad_at = grad_q
-                if C.GRAD_Q:
-                    grad_at += (head.to(gl.int64) * padded + place) * C.D
+                grad_at = grad_q + (head.to(gl.int64) * padded + place) * C.D
             for block in range(low, full_low):
                 acc_k, acc_v = _step(
                     acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_at, block, tile, rows,
@@ -685,7 +679,7 @@ def _backward_hopper(
     if C.ADDER and C.SIZE == 192:
         part = gl.allocate_shared_memory(gl.float32, [2, 16, 256], sums.layout)
         more = gl.allocate_shared_memory(gl.float32, [16, 256], sums.layout)
-    elif C.ADDER or (D == 128 and C.GRAD_Q and not WIDE):
+    elif C.ADDER or (D == 128 and not WIDE):
         part = gl.allocate_shared_memory(gl.float32, [1, D // 4, 256], sums.layout)
     shared = Shared(
         q, g, k, v, lse, delta, ps, ds, part, more, full, empty, kv_full, part_full, part_empty

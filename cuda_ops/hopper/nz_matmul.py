@@ -17,16 +17,16 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from ..common import gpu, launches
+from ..common import gpu, handover, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load
 from ..common.tiling import Tiling
+from .joined import own, place, ring
 from .rotation import pass_on, rotate
 from .tma import DTYPES, aligned, describe_matrix, describe_nz
 
@@ -54,21 +54,7 @@ def _store(
     along: gl.constexpr = gl.BlockedLayout(
         [4, 1], [COLUMN_THREADS, 32 // COLUMN_THREADS], [1, gl.num_warps()], [0, 1]
     )
-    base = 0
-    begin = 0
-    size = N0
-    if N1 > 0:
-        base = gl.where(block >= B0, N0, base)
-        begin = gl.where(block >= B0, B0, begin)
-        size = gl.where(block >= B0, N1, size)
-    if N2 > 0:
-        base = gl.where(block >= B1, N0 + N1, base)
-        begin = gl.where(block >= B1, B1, begin)
-        size = gl.where(block >= B1, N2, size)
-    if N3 > 0:
-        base = gl.where(block >= B2, N0 + N1 + N2, base)
-        begin = gl.where(block >= B2, B2, begin)
-        size = gl.where(block >= B2, N3, size)
+    base, begin, size = own(block, N0, N1, N2, N3, B0, B1, B2)
     n = (block - begin) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, along))
     t = token + gl.arange(0, TOKENS, gl.SliceLayout(0, along))
     at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2 + N3) + base
@@ -94,18 +80,8 @@ def _product(
     CHUNKS: gl.constexpr = RUN // K_TILE  # past the end of K, a copy fills in zeros
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS // 16, K_TILE, 16], w0.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, K_TILE], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(full.index(each), count=1)
-    fence_async_shared()
-    barrier()
-
-    program = gl.program_id(0)
-    run = gl.program_id(1)
-    first = program // (GROUP * B3) * GROUP
-    height = gl.minimum((tokens + TOKENS - 1) // TOKENS - first, GROUP)
-    token = (first + program % (GROUP * B3) % height) * TOKENS
-    block = program % (GROUP * B3) // height
+    full = ring(STAGES)
+    token, block, run = place(tokens, TOKENS, B3, GROUP)
     lo = run * RUN
 
     # the first `ahead` weights, as far as they fit; then x, once it is there
@@ -117,13 +93,7 @@ def _product(
         _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(i), True)
         _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(i), True)
         _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(i), True)
-    if FIRST:
-        gdc_wait()
-        gdc_launch_dependents()
-    else:
-        gdc_launch_dependents()
-        if not LATE:
-            gdc_wait()
+    handover.begin(FIRST, LATE)
     for i in range(ahead):
         tma_load(x, [token, lo + i * K_TILE], full.index(i), x_tiles.index(i))
 

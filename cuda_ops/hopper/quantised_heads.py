@@ -25,6 +25,7 @@ from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.tiling import power_of_two
 from .absorption import put, times
+from .joined import ring
 from .quantised_matmul import SWAPPED
 from .rotation import rotate
 from .tma import DTYPES, aligned, describe_box, describe_matrix
@@ -115,6 +116,12 @@ def _absorbed(q, w_wide, full, step, w_uk, nothing, SWAP: gl.constexpr):
     )
 
 
+@gluon.jit
+def _place(c_tiles, dtype: gl.constexpr, i: gl.constexpr, halves: gl.constexpr):
+    """The i-th tile of c behind the first two, as [TOKENS, 64] of outputs."""
+    return reinterpret(c_tiles.index(2 + i), dtype, [c_tiles.shape[1], 64], halves)
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def _query(
     c, c_scale, wide, slim, w_scale, w_uk, query, query_rope, sin, cos, tokens,
@@ -132,11 +139,7 @@ def _query(
     w_wide = gl.allocate_shared_memory(c.dtype, [STAGES, 128, 128], wide.layout)
     w_slim = gl.allocate_shared_memory(c.dtype, [STAGES, 64, 128], slim.layout)
     c_tiles = gl.allocate_shared_memory(c.dtype, [STAGES, TOKENS, 128], c.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(full.index(each), count=1)
-    fence_async_shared()
-    barrier()
+    full = ring(STAGES)
     for each in gl.static_range(STAGES):
         _ask(wide, slim, w_wide, w_slim, full, each, head, BYTES)
     gdc_launch_dependents()
@@ -177,34 +180,37 @@ def _query(
     # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
     halves: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = reinterpret(c_tiles, dtype, [STAGES // 2, TOKENS, 128], halves).index(0)
-    place = reinterpret(c_tiles.index(2), dtype, [TOKENS, 64], halves)
-    beside = reinterpret(c_tiles.index(3), dtype, [TOKENS, 64], halves)
+    free: gl.constexpr = STAGES - 2
+    last_place = _place(c_tiles, dtype, free - 1, halves)
     put(plain, q, SWAP)
-    put(turned, place, SWAP)
+    put(turned, last_place, SWAP)
     fence_async_shared()
     barrier()
-    rotate(place, query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS, INTERLEAVED)
+    rotate(
+        last_place, query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS, INTERLEAVED
+    )  # fmt: skip
     absorbed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
         instr_shape=[16, TOKENS if SWAP else 64, 16],
     )  # fmt: skip
     nothing = gl.zeros([64, TOKENS] if SWAP else [TOKENS, 64], gl.float32, absorbed)
-    for last in range(LAST // 2):
-        step = CHUNKS + last * 2
-        out = _absorbed(q, w_wide, full, step, w_uk, nothing, SWAP)
-        more = _absorbed(q, w_wide, full, step + 1, w_uk, nothing, SWAP)
-        out, more = warpgroup_mma_wait(num_outstanding=0, deps=(out, more))
-        tma.store_wait(0)
-        barrier()
+    out = _absorbed(q, w_wide, full, CHUNKS, w_uk, nothing, SWAP)
+    for last in gl.static_range(LAST):
+        step = CHUNKS + last
+        if last + 1 < LAST:
+            more = _absorbed(q, w_wide, full, step + 1, w_uk, nothing, SWAP)
+            out = warpgroup_mma_wait(num_outstanding=1, deps=(out,))
+        else:
+            out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))
+        place = _place(c_tiles, dtype, last % free, halves)
         put(out, place, SWAP)
-        put(more, beside, SWAP)
+        tma.store_wait(free - 2)  # the next place is free
         fence_async_shared()
         barrier()
-        column = head * R + last * 128
-        tma_store(query, [token, column], place)
-        tma_store(query, [token, column + 64], beside)
+        tma_store(query, [token, head * R + last * 64], place)
         _ask_last(w_uk, w_wide, full, step + STAGES, head, CHUNKS, LAST)
-        _ask_last(w_uk, w_wide, full, step + STAGES + 1, head, CHUNKS, LAST)
+        if last + 1 < LAST:
+            out = more
     tma.store_wait(0)
 
 

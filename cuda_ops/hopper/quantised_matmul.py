@@ -16,16 +16,16 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from ..common import gpu, launches
+from ..common import gpu, handover, launches
 from ..common.gluon_names import barrier, tma_load
 from ..common.tiling import Tiling, cdiv
+from .joined import own, place, ring
 from .tma import aligned, describe_box
 
 SWAPPED = 32  # tokens of one transposed product
@@ -78,17 +78,7 @@ def _store(
     along: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
-    base = 0
-    begin = 0
-    size = N0
-    if N1 > 0:
-        base = gl.where(block >= B0, N0, base)
-        begin = gl.where(block >= B0, B0, begin)
-        size = gl.where(block >= B0, N1, size)
-    if N2 > 0:
-        base = gl.where(block >= B1, N0 + N1, base)
-        begin = gl.where(block >= B1, B1, begin)
-        size = gl.where(block >= B1, N2, size)
+    base, begin, size = own(block, N0, N1, N2, 0, B0, B1, B1)
     n = (block - begin) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, along))[None, :]
     t = token + gl.arange(0, TOKENS, gl.SliceLayout(1, along))[:, None]
     at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2) + base
@@ -109,18 +99,8 @@ def _product(
     BYTES: gl.constexpr = (COLUMNS + TOKENS) * 128
     w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, 128], w0.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, 128], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(full.index(each), count=1)
-    fence_async_shared()
-    barrier()
-
-    program = gl.program_id(0)
-    run = gl.program_id(1)
-    first = program // (GROUP * B2) * GROUP
-    height = gl.minimum((tokens + TOKENS - 1) // TOKENS - first, GROUP)
-    token = (first + program % (GROUP * B2) % height) * TOKENS
-    block = program % (GROUP * B2) // height
+    full = ring(STAGES)
+    token, block, run = place(tokens, TOKENS, B2, GROUP)
     lo = run * CHUNKS
 
     for i in gl.static_range(STAGES):
@@ -129,13 +109,7 @@ def _product(
         _fetch(w0, block, 0, B0, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w1, block, B0, B1, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w2, block, B1, B2, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
-    if FIRST:
-        gdc_wait()
-        gdc_launch_dependents()
-    else:
-        gdc_launch_dependents()
-        if not LATE:
-            gdc_wait()
+    handover.begin(FIRST, LATE)
     for i in gl.static_range(STAGES):
         tma_load(x, [token, (lo + i) * 128], full.index(i), x_tiles.index(i))
 

@@ -22,6 +22,7 @@ from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.tiling import power_of_two
 from .absorption import put, times
+from .joined import ring
 from .rotation import rotate
 from .tma import DTYPES, aligned, describe_matrix, describe_nz
 
@@ -109,11 +110,7 @@ def _query(
     token = gl.program_id(1) * TOKENS
     w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, K_TILE, 16], w.layout)
     c_tiles = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, K_TILE], c.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(full.index(each), count=1)
-    fence_async_shared()
-    barrier()
+    full = ring(STAGES)
     for each in gl.static_range(STAGES):
         mbarrier.expect(full.index(each), (3 * 64 + TOKENS) * K_TILE * 2)
         for part in gl.static_range(3):

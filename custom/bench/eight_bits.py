@@ -152,30 +152,32 @@ def _in_bf16(case: Case, arguments: Arguments) -> Callable[[], Any]:
     return partial(case.call, case.make(arguments["rope_sin"].device, 0))
 
 
-def layer_case(b: int, n: int, context: int, k: int = 2048) -> Case:
-    """Weights, activations and caches of fp8.  Checked as the bf16 layer is."""
+def layer_case(b: int, n: int, context: int, k: int = 2048, npu: bool = False) -> Case:
+    """Weights, activations and caches of fp8, on an NPU of int8.  Checked as the bf16 layer is."""
     pages = context // P
-    weights = mla_prolog_case(b, n, "fp8").bytes + indexer_prolog_case(b, "fp8").bytes
+    kind = "int8" if npu else "fp8"
+    weights = mla_prolog_case(b, n, kind).bytes + indexer_prolog_case(b, kind).bytes
     m = DEEPSEEK
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
         table = draw.table(b, pages)
-        rows, index = _layer_pages(draw, b * pages)
-        mla, indexer = _mla(draw, "fp8", n), _index(draw, "fp8")
+        caches = _layer_pages(draw, b * pages, npu)
+        mla, indexer = _mla(draw, kind, n, npu), _index(draw, kind, npu)
         tokens = _tokens(draw, b, _slots(draw, table, context))
         ours = {_OURS.get(name, name): x for name, x in (indexer | mla | tokens).items()}
-        return ours | dict(
-            kv_cache=rows,
-            kr_cache=draw.normal(0),
-            index_k_cache=index,
-            block_table=table,
-            act_seqs=draw.full(b, value=context),
-            sparse_count=k,
-            index_weight_quant_mode=MODES["fp8"],
-            kv_kind="fp8",
-            index_kind="fp8",
-            row_layout=quantised.NOPE_SCALE_ROPE,
+        return (
+            ours
+            | caches
+            | dict(
+                kr_cache=draw.normal(0),
+                block_table=table,
+                act_seqs=draw.full(b, value=context),
+                sparse_count=k,
+                index_weight_quant_mode=MODES[kind],
+                kv_kind=kind,
+                index_kind=kind,
+            )
         )
 
     def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
@@ -183,17 +185,55 @@ def layer_case(b: int, n: int, context: int, k: int = 2048) -> Case:
         names = ("x", "sin", "cos", "cache_index", "block_table", "act_seqs")
         return first_requests(names, 2)(arguments)
 
+    def parts(layer: Arguments) -> dict[str, Callable[[], Any]]:
+        """The four ops whose composition the layer is, each on the outputs of those before it."""
+        rows, paged = layer["kv_cache"], dict(block_table=layer["block_table"])
+        keys, scales = layer["index_k_cache"], layer.get("index_k_scale_cache")
+        if scales is None:
+            keys, scales = quantised.index_cache_views(keys, kind)
+        mla = partial(
+            _ops.npu_mla_prolog_pto, **_named(layer, _ops.npu_mla_prolog_pto),
+            kv_cache_quant_mode=3, ckvkr_repo_mode=1, quant_scale_repo_mode=1,
+        )  # fmt: skip
+        query, query_rope, query_norm = mla()
+        of_index = _named(layer, _ops.npu_indexer_prolog_pto) | dict(
+            query_norm=query_norm, index_k_cache=keys, index_k_scale_cache=scales
+        )
+        prolog = partial(_ops.npu_indexer_prolog_pto, **of_index, kv_cache_quant_mode=3)
+        query_index, weights = prolog()
+        indexer = partial(
+            _ops.npu_quant_lightning_indexer, query_index, keys, weights, None, scales, 0, 0,
+            **paged, actual_seq_lengths_key=layer["act_seqs"], layout_key="PA_BSND",
+            sparse_count=k,
+        )  # fmt: skip
+        attention = partial(
+            _ops.npu_kv_quant_sparse_flash_attention, torch.cat([query, query_rope], -1), rows,
+            rows, indexer(), (m.dn + DR) ** -0.5, 2, 2, **paged,
+            actual_seq_lengths_kv=layer["act_seqs"], layout_kv="PA_BSND", attention_mode=2,
+            row_layout=layer["row_layout"],
+        )  # fmt: skip
+        return {
+            "MLA prolog": mla, "indexer prolog": prolog, "indexer": indexer, "attention": attention,
+        }  # fmt: skip
+
     read = b * (context * quantised.PACKED + k * quantised.ROW)
     return Case(
         "npu_sparse_attention_pto",
-        f"all fp8, {n} heads, {b} x 1 queries, {context // 1024}K keys",
+        f"all {kind}, {n} heads, {b} x 1 queries, {context // 1024}K keys",
         make,
         part,
         bytes=weights + read,
         flops=2.0 * b * (sum(m.prolog_size(n)) + context * m.ni * DI + n * k * (2 * R + DR)),
         shape=dict(b=b, s=1, n=n, context=context, k=k),
+        stages=parts,
         tolerance=5e-2,
     )
+
+
+def _named(layer: Arguments, op: Any) -> Arguments:
+    """What a prolog takes of the layer's arguments."""
+    names = [argument.name for argument in op.default._schema.arguments]
+    return {name: layer[_OURS.get(name, name)] for name in names if _OURS.get(name, name) in layer}
 
 
 _OURS = {
@@ -216,18 +256,28 @@ _OURS = {
 }
 
 
-def _layer_pages(draw: Draw, pages: int) -> tuple[Tensor, Tensor]:
-    """Rows and packed index pages of random tokens."""
-    rows = torch.empty(pages, P, 1, quantised.ROW, dtype=torch.float8_e4m3fn, device=draw.device)
-    index = torch.empty(pages, P, quantised.PACKED, dtype=torch.uint8, device=draw.device)
-    slots = torch.arange(pages * P, device=draw.device)
+def _layer_pages(draw: Draw, pages: int, npu: bool) -> Arguments:
+    """Rows and index keys of random tokens, as the layer names them."""
+    kind, layout = "fp8", quantised.NOPE_SCALE_ROPE
+    if npu:
+        kind, layout = "int8", quantised.NOPE_ROPE_SCALE
+    device, slots = draw.device, torch.arange(pages * P, device=draw.device)
+    rows = torch.empty(pages, P, 1, quantised.ROW, dtype=quantised.VALUES[kind], device=device)
     _ops.npu_latent_cache_write(
-        draw.normal(pages * P, R), draw.normal(pages * P, DR), rows, slots, kind="fp8",
-        row_layout=quantised.NOPE_SCALE_ROPE,
+        draw.normal(pages * P, R), draw.normal(pages * P, DR), rows, slots, kind=kind,
+        row_layout=layout,
     )  # fmt: skip
-    values, scales = quantised.index_cache_views(index, "fp8")
-    _ops.npu_index_cache_write(draw.normal(pages * P, DI), values, scales, slots, kind="fp8")
-    return rows, index
+    caches: Arguments = dict(kv_cache=rows, row_layout=layout)
+    if npu:
+        values = torch.empty(pages, P, 1, DI, dtype=torch.int8, device=device)
+        scales = torch.empty(pages, P, 1, dtype=torch.float16, device=device)
+        caches |= dict(index_k_cache=values, index_k_scale_cache=scales)
+    else:
+        packed = torch.empty(pages, P, quantised.PACKED, dtype=torch.uint8, device=device)
+        values, scales = quantised.index_cache_views(packed, kind)
+        caches |= dict(index_k_cache=packed)
+    _ops.npu_index_cache_write(draw.normal(pages * P, DI), values, scales, slots, kind=kind)
+    return caches
 
 
 BATCHES = (1, 32, 128)
@@ -252,6 +302,7 @@ def _whole(small: bool) -> list[Case]:
 ON_NPU: dict[str, Callable[[bool], list[Case]]] = {
     "npu_mla_prolog_pto": lambda _: [mla_prolog_case(b, 128, "int8", npu=True) for b in BATCHES],
     "npu_indexer_prolog_pto": lambda _: [indexer_prolog_case(b, "int8", npu=True) for b in BATCHES],
+    "npu_sparse_attention_pto": lambda _: [layer_case(b, 128, 65536, npu=True) for b in BATCHES],
 }
 PRESETS = {
     "npu_mla_prolog_pto": _prolog,

@@ -6,8 +6,9 @@ A decode step of DeepSeek-V3.2's layer (128 heads, b = 32), from hidden states t
 output projection: on one card, tensor parallel, and context parallel with replicated and with
 sharded index keys; then the indexer's rows of a prefill. Checked against one card first. Times are
 medians of graph replays on the slowest rank, in three columns: the step, less its collectives, less
-its merge (of states, of candidates, of positions), which are timed apart. Last, each collective
-alone with little and with much to send, from which docs/cards.py projects other numbers of cards.
+its merge (of states, of candidates, of positions), which are timed apart. `hidden` is what more the
+step takes if every collective is waited for as soon as it starts. Last, each collective alone with
+little and with much to send, from which docs/cards.py projects other numbers of cards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,7 @@ class Row:
     error: float
     held: float = 0.0  # bytes of cache on each card, a token of context
     moved: int = 0
+    hidden: float = 0.0  # of collectives, behind compute: in none of the three
     ranks: int = 0
     device: str = ""
     date: str = ""
@@ -100,16 +102,28 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 @contextmanager
+def _replaced(**collectives: Callable[..., Any]) -> Iterator[None]:
+    kept = {name: getattr(_collectives, name) for name in collectives}
+    for name, function in collectives.items():
+        setattr(_collectives, name, function)
+    try:
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(_collectives, name, function)
+
+
+@contextmanager
 def _alone(group: dist.ProcessGroup) -> Iterator[list[int]]:
     """Without collectives: what would come from other ranks is this rank's own, in its place. Gives
     the bytes that each would have brought."""
     size = dist.get_world_size(group)
-    kept = _collectives.all_gather, _collectives.all_to_all, _collectives.all_reduce
     brought: list[int] = []
 
-    def gather(x: Tensor, group: Any) -> Tensor:
+    def gather(x: Tensor, group: Any) -> Callable[[], Tensor]:
         brought.append((size - 1) * x.nbytes)
-        return x.expand(size, *x.shape).contiguous()
+        out = x.expand(size, *x.shape).contiguous()
+        return lambda: out
 
     def exchange(x: Tensor, group: Any) -> Tensor:
         brought.append((size - 1) * x.nbytes // size)
@@ -119,13 +133,19 @@ def _alone(group: dist.ProcessGroup) -> Iterator[list[int]]:
         brought.append(2 * (size - 1) * x.nbytes // size)
         return x.clone()
 
-    _collectives.all_gather = gather
-    _collectives.all_to_all = exchange
-    _collectives.all_reduce = reduce
-    try:
+    with _replaced(start_all_gather=gather, all_to_all=exchange, all_reduce=reduce):
         yield brought
-    finally:
-        _collectives.all_gather, _collectives.all_to_all, _collectives.all_reduce = kept
+
+
+def _one_after_the_other() -> AbstractContextManager[None]:
+    """Collectives that are waited for as soon as they start."""
+    start = _collectives.start_all_gather
+
+    def gather(x: Tensor, group: Any) -> Callable[[], Tensor]:
+        out = start(x, group)()
+        return lambda: out
+
+    return _replaced(start_all_gather=gather)
 
 
 def _median(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
@@ -234,12 +254,12 @@ class Step:
     def merge(self, replicate: bool) -> Callable[[], Any]:
         """What context parallel adds on each card, on tensors of the same shapes."""
         draw = Draw(self.up.device, 2)
-        packed = draw.normal(self.size, self.b, 1, self.n // self.size, R + 4)
+        packed = draw.normal(self.size, self.b, 1, self.n // self.size, R + 4).abs()
         outs, (tops, sums) = packed[..., :R], packed[..., R:].view(torch.float32).unbind(-1)
         reach = self.layer["block_table"].shape[1] * P
         chosen = draw.chosen(self.b, self.k, reach).view(self.b, 1, 1, self.k)
         values = draw.normal(self.size, self.b, 1, 1, self.k, dtype=torch.float32)
-        positions = chosen.expand(self.size, *chosen.shape).contiguous()
+        positions = torch.stack([chosen * self.size + rank for rank in range(self.size)])
 
         def call() -> None:
             merging.npu_merge_states(outs, tops, sums)
@@ -257,7 +277,11 @@ class Step:
         error = float((got - exact).norm() / exact.norm())
         context = self.layer["block_table"].shape[1] * P
         times, moved = _columns(call, merge, self.group, self.up.device)
-        return Row(what, self.b, context, *times, error, self.held(caches), moved)
+        hidden = 0.0
+        if merge is not None:
+            with _one_after_the_other():
+                hidden = _median(call, self.group, self.up.device) - sum(times)
+        return Row(what, self.b, context, *times, error, self.held(caches), moved, hidden)
 
 
 def _columns(
@@ -331,7 +355,7 @@ def link_rows(sizes: Setting, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def _print(row: Row, first: Row) -> None:
-    columns = (row.compute, row.collectives, row.merge, row.total)
+    columns = (row.compute, row.collectives, row.merge, row.total, row.hidden)
     times = "".join(f"{column:>13.1f}" for column in columns)
     gain = f"{first.total / row.total:.2f}x" if row.b else ""
     print(
@@ -362,7 +386,7 @@ def main() -> int:
         print(f"{size} ranks of {name} over {backend}, torch {torch.__version__}")
         print(
             f"{'us':<32}{'context':>7}{'compute':>13}{'collectives':>13}{'merge':>13}{'all':>13}"
-            f"{'to one':>10}{'error':>10}{'B/token':>9}{'B moved':>11}"
+            f"{'hidden':>13}{'to one':>10}{'error':>10}{'B/token':>9}{'B moved':>11}"
         )
     sizes = QUICK if options.quick else FULL
     calls: list[Callable[[], list[Row]]] = [

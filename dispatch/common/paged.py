@@ -42,13 +42,16 @@ def scatter(cache: Tensor, slot: Tensor, rows: Tensor) -> None:
 
 
 def overwrite(cache: Tensor, slot: Tensor, rows: Tensor) -> None:
-    """`scatter` that reads nothing on the host: a row without a slot repeats one that has one, and
-    where none has, slot 0 keeps what it holds."""
-    if not slot.numel():
+    """`scatter` of `rows` of the cache's dtype, into pages that may lie apart, that reads nothing
+    on the host: a row without a slot repeats one that has one, and where none has, slot 0 keeps
+    what it holds."""
+    pages, page = cache.shape[:2]
+    if not slot.numel() or not pages * page:
         return
-    flat = cache.view(-1, cache.shape[-1])
-    exists = (slot >= 0) & (slot < flat.shape[0])
+    exists = (slot >= 0) & (slot < pages * page)
     other = exists.int().argmax()
-    kept = torch.where(exists[other], rows[other].to(cache.dtype), flat[0])
-    at = torch.where(exists, slot, slot[other].where(exists[other], 0))
-    flat[at.long()] = torch.where(exists[:, None], rows.to(cache.dtype), kept)
+    kept = torch.where(exists[other], rows[other], cache[0, 0, 0])
+    at = torch.where(exists, slot, slot[other].where(exists[other], 0)).long()
+    cache[torch.div(at, page, rounding_mode="floor"), at % page, 0] = torch.where(
+        exists[:, None], rows, kept
+    )

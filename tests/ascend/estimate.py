@@ -19,7 +19,7 @@ import torch
 from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.errors import NotSupported
 
-from custom.bench.case import Case, Draw
+from custom.bench.case import Arguments, Case, Draw
 from custom.bench.presets import presets
 
 from . import cost, driver, lint, memory, published
@@ -113,11 +113,18 @@ def compare() -> None:
         print(f"{text}  {slowest[0]}: {slowest[-1]}", flush=True)
 
 
+def _made(case: Case) -> Arguments:
+    """What the row is called with; what fills a cache neither runs nor counts."""
+    recorder.observe, recorder.execute = None, False
+    return case.make(torch.device("cpu"), 0)
+
+
 def _estimate(case: Case, table: bool) -> None:
     """One row of the bench: every launch, if a `table` is wanted, and the whole."""
     started = time.perf_counter()
+    arguments = _made(case)
     try:
-        rows = launched(lambda: case.call(case.make(torch.device("cpu"), 0)))
+        rows = launched(lambda: case.call(arguments))
     except NotSupported as error:
         reason = next(x for x in str(error).splitlines() if x.startswith("  npu"))
         print(f"{case.label}: no kernel: {reason.removeprefix('  npu').strip()}", flush=True)
