@@ -102,7 +102,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> position > 0", "the first step has no parent, and before it is -1 as well"),
     ),
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
-    "chunk_gated_delta_rule._tile": (("key_size < _STATE", _TILE),),
     "chunk_gated_delta_rule.forward": (
         ("at_once <= tokens", _ROUNDS),
         ("-> tiling.at_once(each, tokens)", "other rounds, with the same result"),
@@ -115,7 +114,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule.triangles": _LENGTH,
     "chunk_gated_delta_rule.walk": _LENGTH,
     "chunk_gated_delta_rule.weights": _LENGTH,
-    "chunk_gated_delta_rule_grad._tile": (("tile * other < most", _TILE),),
     "chunk_gated_delta_rule_grad.backward": (
         ("gate, lengths, finer, inverse, ", _SUMMED),
         ("k, v, lengths, finer, inverse, ", _SUMMED),
@@ -134,7 +132,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("beta, bounds, finer, solved, ", _SUMMED),
         ("seen, finer, solved, ", _SUMMED),
     ),
-    "chunk_kda_grad._tile": (("tile * other < most", _TILE),),
     "chunk_kda_grad.backward": (
         ("-> space(value_size, side)", _NUMBERS),
         ("-> space(key_size, side, ", _NUMBERS),
@@ -144,7 +141,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("x.total, of_rest, x.units, ", _TIMES),
         ("of_rest, grads, states, ", _TIMES),
     ),
-    "fused_attention._fitting": (("max(sizes) < 128", _TILE), ("max(sizes) < 64", _TILE)),
     "fused_attention.keys_of": (
         ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
         ("-> shift (4)", "keys that are out of a window's sight are hidden by the mask as well"),
@@ -290,9 +286,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "product.nd_product": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
     "ragged.visible": (
         ("request <= requests", "a token behind all requests is behind the last one's as well"),
-    ),
-    "ragged.page_rows": (
-        ("key.shape[0] < 1", "the only page has the number 0, whatever lies between two"),
     ),
     "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
     "rows._summed_pair": (("_summed(h, x, ", _ADDRESS),),
