@@ -329,10 +329,9 @@ def context_parallel_decode(
     )  # fmt: skip
     words = out.view(torch.int64)  # of 8 bytes: copied and sent as such
     W = words.shape[-1]
-    sent = words.new_empty(size, B * S, n, W + 2 * top.element_size() // 8)
-    parts = (sent[..., :W], *sent[..., W:].view(top.dtype).split(1, -1))
-    for part, x in zip(parts, (words, top, total), strict=True):
-        part.copy_(x.view(B * S, size, n, part.shape[-1]).movedim(1, 0))
+    statistics = torch.stack([top, total], -1).view(torch.int64)
+    packed = (x.view(B * S, size, n, x.shape[-1]).movedim(1, 0) for x in (words, statistics))
+    sent = torch.cat([*packed], -1)
     came = _collectives.all_to_all(sent, at)
     tops, sums = came[..., W:].view(top.dtype).unbind(-1)
     merged, whole = merging.npu_merge_states(came[..., :W].view(out.dtype), tops, sums)
