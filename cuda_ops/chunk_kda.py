@@ -367,7 +367,8 @@ def chunks(
             (*(s for x in (q, k, v, g) for s in x.stride()[:3]), *beta.stride()[:2]),
             # what is as wide as a tile is not masked
             BK=_KEY_TILE if K > _KEY_TILE else K_PAD, BACKWARD=backward, TWO=half is torch.float16,
-            C=made.constants, num_warps=4, num_stages=1,
+            # of two warps no product is wgmma: with 32 channels ptxas 12.8 breaks their descriptors
+            C=made.constants, num_warps=4 if K_PAD >= 64 else 2, num_stages=1,
         )  # fmt: skip
     return made
 
