@@ -14,6 +14,8 @@ import torch
 from custom.npu_ops import tune
 from torch import Tensor
 
+from . import choices
+
 MOST = 2**24  # positions
 
 
@@ -251,8 +253,10 @@ def _at_the_edge() -> Iterator[tuple[str, Any, Any]]:
 
 
 def broken() -> list[str]:
-    """What is refused that should not be, or taken, or refused for another reason."""
-    found = [
+    """What is refused that should not be, or taken, or refused for another reason; what is chosen
+    that only costs time."""
+    found = choices.broken()
+    found += [
         f"{what} is {chosen}, expected {wanted}"
         for what, chosen, wanted in _at_the_edge()
         if chosen != wanted

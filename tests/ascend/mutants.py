@@ -49,7 +49,6 @@ _PARTS = ("first", "start", "before", "begin", "offset", "written")
 # tables and budgets: the table of configurations holds each of them to the compiler
 _LEFT_OUT = ("__init__", "tune", "tiling", "cores", "entry", "front_end", "refusals")
 
-_TILE = "another tile, the same result"
 _NAMED = "the sizes only name what is remembered of a refusal"
 _SUMMED = "what the two hold is only ever summed"
 _LESSER = "the lesser of both is what counts"
@@ -60,13 +59,10 @@ _NUMBERS = "as many numbers, whose rows the kernels count themselves"
 _UNMASKED = "a tile that is not masked uses neither"
 _CORE = "another core begins, with the same work"
 _FIRST = "a tile's first panel is there, and where all are whole another lies behind its depth"
-_CORES = "another number of cores, with the same result"
-_ROUNDS = "tokens that fit one round go in two, with the same result"
 _LENGTH = (("-> _length(n, lengths, ", _SUMMED),)
 _COPIED = "a piece of rows more is copied, which nobody reads"
 _PIECE = (("piece <= (end + KEY_TILE", _COPIED),)
 _UNPAGED = "no keys of a gradient lie in pages"
-_BLOCKS = "blocks of one are positions"
 _NOTHING = "a row that saw nothing has no slot, and no key counts it"
 _EMPTY = "at 0 nothing is copied"
 _SAME_ROW = "a column is stored where it was read"
@@ -74,13 +70,11 @@ _TAPS = "what a wider one alone uses is loaded as well, and dropped by the front
 # by function, words of a mutant's title ($ is its end): why it changes no result
 _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "absorption.absorb": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
-    "absorption.queries": (("head_tile_count(w, x, config)", _CORES),),
     "causal_conv1d.convolve": (
         ("W > 2 -> W >= 2$", _TAPS),
         ("W > 2 -> W >= 2 (3)", _TAPS),
         ("W > 3 -> W >= 3$", _TAPS),
     ),
-    "causal_conv1d.outputs": (("-> parts_of(", "other parts, the same result"),),
     "causal_conv1d.row": (("position <= 0 (2)", _EMPTY),),
     "causal_conv1d_grad.walk": (
         ("W > 2 -> W >= 2$", _TAPS),
@@ -94,8 +88,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
             "column 0 lies at 0 whatever the stride; lanes past the channels are not stored",
         ),
     ),
-    "causal_conv1d_update._tile": (("> cores.vector()", _TILE),),
-    "causal_conv1d_update.forward": (("-> _tile(channels, sequences)", _TILE),),
     "causal_conv1d_update.update": (
         ("size >= 0", _SAME_ROW),
         ("position > -reach", _SAME_ROW),
@@ -103,8 +95,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "causal_conv1d_update.value_at": (("position <= 0 (2)", _EMPTY),),
     "chunk_gated_delta_rule.forward": (
-        ("at_once <= tokens", _ROUNDS),
-        ("-> tiling.at_once(each, tokens)", "other rounds, with the same result"),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
         ("-> space(key_size, CHUNK.value)", _NUMBERS),
@@ -153,11 +143,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("CAUSAL, KEY_TILE, WINDOW, False)", _UNMASKED),
         ("KEY_TILE, WINDOW, CAUSAL, False)", _UNMASKED),
     ),
-    "fused_attention.forward": (
-        ("*sizes, varlen, masked)", _NAMED),
-        ("max(sizes) >= 128", _TILE),
-        ("tokens_q > full", "rows that fill one tile fit the tiles of those that fill none"),
-    ),
+    "fused_attention.forward": (("*sizes, varlen, masked)", _NAMED),),
     "fused_attention_backward.row_sums": (
         ("known >= ", "keys that a row does not see are masked behind the exponential as well"),
     ),
@@ -189,23 +175,17 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "indexer_loss.row_loss": (("ok >= 0", "of a slot that is none both shares are 0"),),
     "indexer_loss.forward": (
         ("heads, rope, size)", _NAMED),
-        ("'HEAD_TILE', size, heads, rope)", _TILE),
-        ("at_once <= tokens", _ROUNDS),
         ("cores.cube() <= at_once < tokens", "as many tokens as cores are whole rounds already"),
     ),
     "indexer_loss_backward.row_grad": (("ok >= 0", "of a place that is none both shares are 0"),),
     "kv_quant_sparse_flash_attention.unsupported": (
         ("LATENT), value, key, ", "only whether they are one tensor is asked, where they are"),
     ),
-    "lightning_indexer_grad.backward": (("'HEAD_TILE', dim, heads)", _TILE),),
     "lightning_indexer_grad.spread": (("ok >= 0 (2)", "what does not count adds 0 anywhere"),),
     "lightning_indexer_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
-    "lightning_indexer._tiles": (
-        ("config.tiles['TOKENS'] < tokens", _TILE),
-        ("query.dtype, size)", _NAMED),
-    ),
+    "lightning_indexer._tiles": (("query.dtype, size)", _NAMED),),
     "lightning_indexer.first_group": (("groups_of(rows, tokens", _LESSER),),
     "lightning_indexer.narrower": (
         ("key <= high", "the bracket's end becomes itself"),
@@ -228,7 +208,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "lightning_indexer.select": (
         ("q, of_query, w)", "only whether each of them is dense is asked"),
-        ("_pieces(plan.reach, groups)", "other pieces, the same result"),
     ),
     "lightning_indexer.topk": (
         ("most >= wanted", "where as many are there as are wanted, all are taken either way"),
@@ -263,18 +242,12 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> new(index_heads, tokens)", _NUMBERS),
         ("-> new(rank, tokens)", _NUMBERS),
     ),
-    "narrow_rows.of_index_heads": (
-        ("heads, rotary, size)", _NAMED),
-        ("size, heads, rotary)", _TILE),
-    ),
+    "narrow_rows.of_index_heads": (("heads, rotary, size)", _NAMED),),
     "narrow_rows.of_latents": (
         ("latent, rank, rotary)", _NAMED),
         ("rank, rotary, latent)", _NAMED),
     ),
-    "narrow_rows.of_query_heads": (
-        ("heads, rotary, size)", _NAMED),
-        ("'HEAD_TILE', size, heads, rotary)", _TILE),
-    ),
+    "narrow_rows.of_query_heads": (("heads, rotary, size)", _NAMED),),
     "product._cut": (
         ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
@@ -282,7 +255,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> tiles * parts", _CORE),
         ("acc0, WHOLE_K, WHOLE_N, DEPTH)", _FIRST),
     ),
-    "product.heads": (("head_tile_count(w, x, config)", _CORES),),
     "product.nd_product": (("ROWS, DEPTH, COLUMNS)", "both are 128 in every configuration"),),
     "ragged.visible": (
         ("request <= requests", "a token behind all requests is behind the last one's as well"),
@@ -294,26 +266,18 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
-    "sparse_flash_attention.attended": (
-        ("_weighing(size, heads, ROTARY)", _TILE),
-        ("_weighing(heads, ROTARY, size)", _NAMED),
-        ("block >= 1", _BLOCKS),
-    ),
+    "sparse_flash_attention.attended": (("_weighing(heads, ROTARY, size)", _NAMED),),
     "sparse_flash_attention.gather": _PIECE,
     "sparse_flash_attention.collect": (("i <= (end + SPAN", _COPIED),),
     "sparse_flash_attention.resolve": (
         ("start, pages, limit, page,", _UNPAGED),
         ("limit, page, pages, page_rows", _UNPAGED),
     ),
-    "sparse_flash_attention.resolved": (("block >= 1", _BLOCKS),),
     "sparse_flash_attention.unsupported": (("rotary, latent)", _SUMMED),),
     "sparse_flash_attention_grad._by_position": (
         ("rows >= ragged.LONGEST // block", "a position so far is behind every key"),
     ),
-    "sparse_flash_attention_grad._queries": (
-        ("heads, rotary, latent)", _NAMED),
-        ("latent, heads, rotary)", _TILE),
-    ),
+    "sparse_flash_attention_grad._queries": (("heads, rotary, latent)", _NAMED),),
     "sparse_flash_attention_grad.grad_keys": (
         ("high >= low", "a request without a token of this launch adds zeros"),
     ),
@@ -322,11 +286,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "sparse_lightning_indexer_grad_kl_loss.row_loss": (
         ("ok >= 0", "of a slot that is none both shares are 0"),
     ),
-    "sparse_lightning_indexer_grad_kl_loss._losses": (
-        ("'HEAD_TILE', size, heads, rope)", _TILE),
-        ("heads, rope, size)", _NAMED),
-        ("index_size, index_heads)", _TILE),
-    ),
+    "sparse_lightning_indexer_grad_kl_loss._losses": (("heads, rope, size)", _NAMED),),
     "sparse_lightning_indexer_grad_kl_loss.scores": (
         ("start <= tl.load(last", "a tile more, which nobody reads"),
     ),

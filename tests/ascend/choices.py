@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What launchers choose where another choice has the same result and costs time: tiles, programs,
+rounds.  Nothing is lowered and nothing runs; launchers are imported where they are asked, so that a
+mistake can be planted before."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from . import driver
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`function` of `file`, called with `given`, launches `kernel` once, and as `wanted` says."""
+
+    file: str
+    function: str
+    given: dict[str, Any]
+    kernel: str
+    wanted: dict[str, Any]
+
+
+def _t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _whole(*shape: int) -> Tensor:
+    return _t(*shape, dtype=torch.int32)
+
+
+def _convolutions() -> Iterator[Choice]:
+    # 8 sequences of 64 tokens: 4 parts each, none of fewer than 16 tokens
+    given = dict(x=_t(8, 64, 256), weight=_t(4, 256), silu=False)
+    yield Choice("causal_conv1d", "outputs", given, "convolve", dict(programs=32))
+    file = "causal_conv1d_update"
+    for sequences, channels, wanted in ((2, 2048, 128), (48, 1024, 1024), (47, 1024, 512)):
+        given = dict(x=_t(sequences, 1, channels), conv_states=_t(sequences, 3, channels))
+        given |= dict(weight=_t(4, channels), disable_state_update=False, pad_slot_id=-1)
+        yield Choice(file, "forward", given, "update", dict(CHANNEL_TILE=wanted))
+
+
+def _products() -> Iterator[Choice]:
+    """Four heads of 512 columns: sixteen tiles."""
+    given = dict(x=_t(2, 4, 128), w=_t(4, 128, 512), out=_t(2, 4, 512))
+    yield Choice("product", "heads", given, "nd_product", dict(programs=16))
+    given |= dict(sin=_t(2, 64), cos=_t(2, 64))
+    yield Choice("absorption", "queries", given, "absorb", dict(programs=16))
+
+
+def _rows() -> Iterator[Choice]:
+    """Heads of 128 are no reason for a tile of more heads."""
+    file = "narrow_rows"
+
+    def of(name: str) -> Any:
+        return getattr(importlib.import_module(f"custom.npu_ops.{file}"), name)
+
+    x = of("Sums")(_t(1, 2, 8 * 192, dtype=torch.float32))
+    given = dict(x=x, rotation=of("Rotation")(_t(2, 64), _t(2, 64), False))
+    query = given | dict(plain=_t(2, 8, 128), turned=_t(2, 8, 64))
+    yield Choice(file, "of_query_heads", query, "query_heads", dict(HEAD_TILE=8))
+    index = given | dict(weights=_t(2, 8), out=_t(2, 8, 128))
+    yield Choice(file, "of_index_heads", index, "index_heads", dict(HEAD_TILE=8))
+
+
+def _indexers() -> Iterator[Choice]:
+    query, key = _t(1, 4, 16, 128), _t(1, 8192, 1, 128)
+    weights, indices = _t(1, 4, 16), _whole(1, 4, 1, 8)
+    given = dict(query=query, key=key, weights=weights, layout_query="BSND", layout_key="BSND")
+    given |= dict(count=8, sparse_mode=3)
+    # the heads of four tokens are a tile; its keys go to all 24 cores
+    wanted = dict(HEAD_TILE=16, TOKENS=4, pieces=24)
+    yield Choice("lightning_indexer", "select", given, "scores", wanted)
+
+    given = dict(query=query, key=key[:, :64], weights=weights, sparse_indices=indices)
+    given |= dict(dy=_t(1, 4, 1, 8))
+    for kernel in ("grad_keys", "grad_query"):
+        wanted = dict(HEAD_TILE=16)
+        yield Choice("lightning_indexer_grad", "backward", given, kernel, wanted)
+
+
+def _losses() -> Iterator[Choice]:
+    file = "indexer_loss"
+    # one token more than cores, which fit one round
+    score = _t(1, 25, 8, dtype=torch.float32)
+    given = dict(query=_t(1, 16, 25, 128), key=_t(1, 64, 128), index_score=score)
+    given |= dict(indices=_whole(1, 25, 8), scaling=1.0, chunk_offset=0, eps=0.0)
+    for kernel in ("log_sums", "head_sums"):
+        yield Choice(file, "forward", given, kernel, dict(HEAD_TILE=16))
+
+    file = "sparse_lightning_indexer_grad_kl_loss"
+    query, key = _t(1, 2, 16, 128), _t(1, 64, 1, 128)
+    plan = importlib.import_module("custom.npu_ops.ragged").plan
+    given = dict(
+        query=query, key=key, query_index=query, key_index=key, weights=_t(1, 2, 16),
+        sparse_indices=_whole(1, 2, 1, 8), lse=_t(2, 16), scale=1.0, d=_t(2, 8),
+        plan=plan(query, key, None, None, None, "BSND", "BSND", 3),
+    )  # fmt: skip
+    for kernel in ("targets", "scores"):
+        yield Choice(file, "_losses", given, kernel, dict(HEAD_TILE=16))
+
+
+def _attentions() -> Iterator[Choice]:
+    # 128 rows of 128 channels fill the largest tile
+    q = _t(1, 1, 128, 128)
+    given = dict(q=q, k=q, v=q, causal=False, deterministic=False)
+    wanted = dict(Q_TILE=128, WHOLE=True)
+    yield Choice("fused_attention", "forward", given, "attend", wanted)
+
+    query, key, rope = _t(1, 1, 16, 512), _t(1, 64, 1, 512), _t(1, 1, 16, 64)
+    given = dict(query=query, key=key, query_rope=rope, key_rope=_t(1, 64, 1, 64))
+    given |= dict(sparse_indices=_whole(1, 1, 1, 8), scale_value=1.0, sparse_block_size=1)
+    forward = dict(layout_query="BSND", layout_kv="BSND", sparse_mode=3, return_softmax_lse=False)
+    wanted = dict(HEAD_TILE=16)
+    yield Choice("sparse_flash_attention", "forward", given | forward, "weigh", wanted)
+    # an index of a block of one is a position: nothing to divide
+    plain = dict(BLOCKS=False)
+    yield Choice("sparse_flash_attention", "forward", given | forward, "collect", plain)
+    statistics = _t(1, 1, 1, 16, dtype=torch.float32)
+    given |= dict(d_out=query, out=query, softmax_max=statistics, softmax_sum=statistics)
+    yield Choice("sparse_flash_attention_grad", "backward", given, "grad_query", wanted)
+    yield Choice("sparse_flash_attention_grad", "backward", given, "resolve", plain)
+
+
+def _chunks() -> Iterator[Choice]:
+    """Chunks and a token, more tokens than each has bytes, which fit one round."""
+    x = _t(19 * 64 + 1, 1, 16)
+    given = dict(query=x, key=x, value=x)
+    yield Choice("chunk_gated_delta_rule", "forward", given, "products", dict(programs=24))
+
+
+def _choices() -> Iterator[Choice]:
+    yield from _convolutions()
+    yield from _products()
+    yield from _rows()
+    yield from _indexers()
+    yield from _losses()
+    yield from _attentions()
+    yield from _chunks()
+
+
+def _launched(choice: Choice) -> list[dict[str, Any]]:
+    """The keywords and the number of programs of every launch of its kernel."""
+    found: list[dict[str, Any]] = []
+
+    def noted(self: Any, *_: Any, grid: tuple[int, ...], warmup: bool, **keywords: Any) -> None:
+        if self.__name__ == choice.kernel:
+            found.append(dict(programs=grid[0], **keywords))
+
+    function = getattr(importlib.import_module(f"custom.npu_ops.{choice.file}"), choice.function)
+    listed = inspect.signature(function).parameters.values()
+    needed = [x.name for x in listed if x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty]
+    driver.install()
+    run = triton.JITFunction.run
+    triton.JITFunction.run = noted
+    try:
+        function(**dict.fromkeys(needed) | choice.given)
+    finally:
+        triton.JITFunction.run = run
+    return found
+
+
+def broken() -> list[str]:
+    """What is chosen otherwise."""
+    found = []
+    for choice in _choices():
+        chosen = [{name: x.get(name) for name in choice.wanted} for x in _launched(choice)]
+        if chosen != [choice.wanted]:
+            title = f"{choice.file}.{choice.function} launches {choice.kernel}"
+            found.append(f"{title} with {chosen}, expected {choice.wanted}, once")
+    return found
