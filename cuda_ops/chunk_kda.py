@@ -56,7 +56,7 @@ from .common.kda import (
 
 LARGEST_K, LARGEST_V = 128, 256
 _KEY_TILE = 16  # channels of the keys that a chunk's kernel holds at a time
-# Channels, padded.  In a product of [64, 64] and [64, 16] ptxas 12.8, that of Triton 3.6 and 3.7,
+# Channels, padded.  In a product of [64, 64] and [64, 16] ptxas 12.8, that of Triton 3.5 to 3.7,
 # adds the step of a wgmma descriptor to another register than its base: the result is wrong or the
 # kernel leaves its memory.  ptxas 12.9 is right; tests/portability/sass.py finds it.
 _LEAST_K, _LEAST_V = 32, 64

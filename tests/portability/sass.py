@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""A fault of ptxas 12.8, that of Triton 3.6 and 3.7, in kernels with wgmma.
+"""A fault of ptxas 12.8, that of Triton 3.5 to 3.7, in kernels with wgmma.
 
 The descriptor of an operand in shared memory is an address below 2**14, the lower word, and strides
 and swizzle in the upper one.  That of the product's next step is the address + a constant of 64
