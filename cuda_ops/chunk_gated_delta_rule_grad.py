@@ -38,6 +38,7 @@ from ..dispatch.common import memory
 from . import chunk_gated_delta_rule
 from .common import gpu, launches
 from .common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
+from .hopper import chunk_gated_delta_rule_grad as hopper
 
 # a pass of Triton 3.6 and 3.7 fails in _inputs_kernel, at every shape
 _BREAKS_ON_SM_100 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
@@ -506,19 +507,25 @@ def backward(
         BETA=beta is not None,
         GATE=g is not None,
     )
-    if chunks > 0:
-        launches.kernel(_triangles_kernel, chunks, NV)(
-            query, key, rate, gate, actual_seq_lengths, t, p, grown, left, T, sequences, scale,
-            (*q_by, *k_by, b_row, g_row), DK_PAD=DK_PAD,
-            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", C=constants, num_warps=2,
+    if hopper.supports(query, key, value, d_out, sequences):
+        hopper.launch(
+            query, key, value, d_out, beta, g, actual_seq_lengths, initial_state, d_final_state,
+            scale, t, p, grown, left, n, r, states, state_grads, d_initial,
         )  # fmt: skip
-    launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
-        query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
-        d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
-        (*q_by, *k_by, *v_by, *o_by, b_row), DK_PAD=DK_PAD, BV=walked, STAGES=2,
-        INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=constants,
-        num_warps=4,
-    )  # fmt: skip
+    else:
+        if chunks > 0:
+            launches.kernel(_triangles_kernel, chunks, NV)(
+                query, key, rate, gate, actual_seq_lengths, t, p, grown, left, T, sequences, scale,
+                (*q_by, *k_by, b_row, g_row), DK_PAD=DK_PAD,
+                PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", C=constants, num_warps=2,
+            )  # fmt: skip
+        launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
+            query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
+            d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
+            (*q_by, *k_by, *v_by, *o_by, b_row), DK_PAD=DK_PAD, BV=walked, STAGES=2,
+            INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=constants,
+            num_warps=4,
+        )  # fmt: skip
     if chunks > 0:
         # T and P are used up: Z and M lie in their place
         launches.kernel(_pairs_kernel, chunks, NV)(

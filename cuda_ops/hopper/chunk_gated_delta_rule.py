@@ -186,12 +186,12 @@ def _fading(total, rows, columns):
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _prepare(
-    q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, T, sequences, scale,
+    q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, rates, T, sequences, scale,
     b_row, g_row,
     NV: gl.constexpr, DK: gl.constexpr, GROUP: gl.constexpr, SEQUENCES: gl.constexpr,
     VARLEN: gl.constexpr, BETA: gl.constexpr, GATE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """T' and P of a chunk and a value head."""
+    """T' and P of a chunk and a value head; where `rates` are wanted, T - I instead of T'."""
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, M)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
@@ -269,7 +269,12 @@ def _prepare(
         # before its copy is over
         tma.store_wait(0)
         barrier()
-        tile.store((inverse * gl.convert_layout(rate, COLUMNS)[None, :]).to(dtype))
+        if rates is None:
+            result = inverse * gl.convert_layout(rate, COLUMNS)[None, :]
+        else:
+            gl.store(rates + place.to(gl.int64) + i, rate)
+            result = gl.where(rows[:, None] > columns[None, :], inverse, 0.0)
+        tile.store(result.to(dtype))
         fence_async_shared()
         barrier()
         tma_store(t_desc, [place, 0], tile)
@@ -480,6 +485,34 @@ def supports(query: Tensor, key: Tensor, value: Tensor, sequences: int) -> bool:
     )
 
 
+def triangles(
+    query: Tensor,
+    key: Tensor,
+    NV: int,
+    beta: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    g: Tensor | None,
+    t: Tensor,
+    p: Tensor,
+    grown: Tensor,
+    left: Tensor,
+    rates: Tensor | None,
+    sequences: int,
+) -> None:
+    """Writes T', or T - I and `rates`, P, exp(G) and exp(G_last - G) of all chunks."""
+    T, N, DK = key.shape
+    chunks = grown.numel() // (NV * CHUNK)
+    q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
+    t_desc, p_desc = (describe_matrix(x, grown.numel(), CHUNK, [CHUNK, CHUNK]) for x in (t, p))
+    launches.kernel(_prepare, chunks, NV)(
+        q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, rates, T, sequences, scale,
+        0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
+        NV=NV, DK=DK, GROUP=NV // N, SEQUENCES=max(32, triton.next_power_of_2(sequences)),
+        VARLEN=lengths is not None, BETA=beta is not None, GATE=g is not None, num_warps=4,
+    )  # fmt: skip
+
+
 def launch(
     query: Tensor,
     key: Tensor,
@@ -503,14 +536,11 @@ def launch(
     rows = chunks * NV * CHUNK
     t, p = (memory.empty((rows, CHUNK), value.dtype, value.device) for _ in range(2))
     grown, left = (memory.empty((rows,), torch.float32, value.device) for _ in range(2))
+    triangles(
+        query, key, NV, beta, actual_seq_lengths, scale, g, t, p, grown, left, None, sequences
+    )
     q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
     t_desc, p_desc = (describe_matrix(x, rows, CHUNK, [CHUNK, CHUNK]) for x in (t, p))
-    launches.kernel(_prepare, chunks, NV)(
-        q_desc, k_desc, t_desc, p_desc, beta, g, actual_seq_lengths, grown, left, T, sequences,
-        scale, 0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
-        NV=NV, DK=DK, GROUP=NV // N, SEQUENCES=padded, VARLEN=varlen, BETA=beta is not None,
-        GATE=g is not None, num_warps=4,
-    )  # fmt: skip
     launches.kernel(_walk, sequences * NV * (DV // 64))(
         q_desc, k_desc, describe(value, CHUNK, CHUNK, True), t_desc, p_desc,
         describe_row(grown, CHUNK), describe_row(left, CHUNK), describe(out, CHUNK, CHUNK, True),

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The walks of chunk_gated_delta_rule_grad on Hopper (Gluon), forward over S and backward over E.
+
+As in the forward's walk, hopper/chunk_gated_delta_rule.py: a program owns 64 columns of one head's
+S or E, transposed, in the registers of a warpgroup, and a producer warp loads ahead.  With T - I
+of the first kernel, a product adds x itself, unrounded:
+
+    x = beta (v - exp(G) (k S));  N = x + (T - I) x;
+    S = exp(G_last) S + k^T (exp(G_last - G) N)
+    x = P^T dO + exp(G_last - G) (k E);  R = x + (T - I)^T x;
+    E = exp(G_last) E + q^T (scale exp(G) dO) - k^T (beta exp(G) R)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...dispatch.common import memory
+from ..common import launches
+from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from . import chunk_gated_delta_rule as forward
+from .chunk_gated_delta_rule import CHUNK, _columns_at, _lengths, _tokens
+from .tma import aligned, at, describe, describe_matrix, describe_row
+
+_STAGES = 3
+
+
+@gluon.jit
+def _put(state, to_state, state_desc, row, x, to_x, x_desc, where):
+    """A state before its chunk, and the N or R of the chunk before it, from x^T."""
+    tma.store_wait(0)
+    barrier()
+    to_state.store(state)
+    to_x.permute((1, 0)).store(x)
+    fence_async_shared()
+    barrier()
+    tma_store(state_desc, [row, 0], to_state)
+    tma_store(x_desc, where, reinterpret(to_x, to_x.dtype, x_desc.block_shape, x_desc.layout))
+
+
+@gluon.jit
+def _over_states(
+    k, v, t, grown, left, rates, to_state, to_x, full, empty, state_desc, n_desc, fades, initial,
+    whole_at, start, length, first_chunk, hv, block,
+    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    INITIAL: gl.constexpr,
+):  # fmt: skip
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
+    dtype: gl.constexpr = k.dtype
+    zero = gl.zeros([64, 64], gl.float32, layout=M)
+    if INITIAL:
+        state = gl.load(initial + whole_at).to(gl.float32)
+    else:
+        state = gl.zeros([64, DK], gl.float32, layout=MS)
+    chunks = (length + 63) // 64
+    fades += (first_chunk.to(gl.int64) * NV + hv) * 64 + 63
+    n_half = zero.to(dtype)
+    for c in range(chunks):
+        stage = c % STAGES
+        half = state.to(dtype)
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        seen_flight = warpgroup_mma(
+            gl.convert_layout(half, A), k.index(stage).permute((1, 0)), zero, use_acc=False,
+            is_async=True,
+        )  # fmt: skip
+        fade = gl.load(fades)
+        fades += NV * 64
+        rate = rates.index(stage).load(COLUMNS)
+        growth = grown.index(stage).load(COLUMNS) * rate
+        rest = left.index(stage).load(COLUMNS)
+        value = v.index(stage).permute((1, 0)).load(M).to(gl.float32) * rate[None, :]
+        # rows behind the sequence are not written
+        before = gl.where(c > 0, c * 64 - 64, chunks * 64)
+        where = _columns_at(hv, start, length, before, block)
+        row = ((first_chunk + c) * NV + hv) * DV + block * 64
+        _put(half, to_state, state_desc, row, n_half, to_x, n_desc, where)
+        x = value - warpgroup_mma_wait(0, deps=[seen_flight]) * growth[None, :]
+        x_half = gl.convert_layout(x.to(dtype), A)
+        n_flight = warpgroup_mma(x_half, t.index(stage).permute((1, 0)), x, is_async=True)
+        state = state * fade
+        n = warpgroup_mma_wait(0, deps=[n_flight])
+        n_left = gl.convert_layout((n * rest[None, :]).to(dtype), AS)
+        s_flight = warpgroup_mma(n_left, k.index(stage), state, is_async=True)
+        n_half = n.to(dtype)
+        state = warpgroup_mma_wait(0, deps=[s_flight])
+        mbarrier.arrive(empty.index(stage))
+    if chunks > 0:
+        where = _columns_at(hv, start, length, chunks * 64 - 64, block)
+        tma.store_wait(0)
+        barrier()
+        to_x.permute((1, 0)).store(n_half)
+        fence_async_shared()
+        barrier()
+        tma_store(n_desc, where, reinterpret(to_x, dtype, n_desc.block_shape, n_desc.layout))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _over_gradients(
+    q, k, o, t, p, grown, left, rates, to_state, to_x, full, empty, state_desc, r_desc, fades,
+    d_final, d_initial, whole_at, start, length, first_chunk, hv, block, scale,
+    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    FINAL: gl.constexpr, INITIAL: gl.constexpr,
+):  # fmt: skip
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
+    dtype: gl.constexpr = k.dtype
+    zero = gl.zeros([64, 64], gl.float32, layout=M)
+    if FINAL:
+        grad = gl.load(d_final + whole_at).to(gl.float32)
+    else:
+        grad = gl.zeros([64, DK], gl.float32, layout=MS)
+    chunks = (length + 63) // 64
+    fades += ((first_chunk + chunks).to(gl.int64) * NV + hv) * 64 + 63
+    r_half = zero.to(dtype)
+    for step in range(chunks):
+        stage = step % STAGES
+        c = chunks - 1 - step
+        half = grad.to(dtype)
+        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        e_flight = warpgroup_mma(
+            gl.convert_layout(half, A), k.index(stage).permute((1, 0)), zero, use_acc=False,
+            is_async=True,
+        )  # fmt: skip
+        d_out = o.index(stage).permute((1, 0))
+        p_flight = warpgroup_mma(d_out, p.index(stage), zero, use_acc=False, is_async=True)
+        fades -= NV * 64
+        fade = gl.load(fades)
+        growth = grown.index(stage).load(COLUMNS)
+        faded = d_out.load(M).to(gl.float32) * (growth * scale)[None, :]
+        faded = gl.convert_layout(faded.to(dtype), AS)
+        # rows behind the sequence are not written
+        where = _columns_at(hv, start, length, c * 64 + 64, block)
+        row = ((first_chunk + c) * NV + hv) * DV + block * 64
+        _put(half, to_state, state_desc, row, r_half, to_x, r_desc, where)
+        q_flight = warpgroup_mma(faded, q.index(stage), grad * fade, is_async=True)
+        rest = left.index(stage).load(COLUMNS)
+        x = warpgroup_mma_wait(2, deps=[e_flight]) * rest[None, :]
+        x += warpgroup_mma_wait(1, deps=[p_flight])
+        x_half = gl.convert_layout(x.to(dtype), A)
+        r_flight = warpgroup_mma(x_half, t.index(stage), x, is_async=True)
+        grad = warpgroup_mma_wait(1, deps=[q_flight])
+        by = -growth * rates.index(stage).load(COLUMNS)
+        r = warpgroup_mma_wait(0, deps=[r_flight])
+        r_left = gl.convert_layout((r * by[None, :]).to(dtype), AS)
+        g_flight = warpgroup_mma(r_left, k.index(stage), grad, is_async=True)
+        r_half = r.to(dtype)
+        grad = warpgroup_mma_wait(0, deps=[g_flight])
+        mbarrier.arrive(empty.index(stage))
+    if chunks > 0:
+        tma.store_wait(0)
+        barrier()
+        to_x.permute((1, 0)).store(r_half)
+        fence_async_shared()
+        barrier()
+        where = _columns_at(hv, start, length, 0, block)
+        tma_store(r_desc, where, reinterpret(to_x, dtype, r_desc.block_shape, r_desc.layout))
+    if INITIAL:
+        gl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer(
+    q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty, n_desc, r_desc, states_desc,
+    grads_desc, fades, initial, d_final, d_initial, start, length, first_chunk, sequence, hv,
+    block, back, scale,
+    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    FINAL: gl.constexpr, INITIAL: gl.constexpr,
+):  # fmt: skip
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
+    ck = gl.arange(0, DK, layout=gl.SliceLayout(0, MS))
+    whole_at = (sequence.to(gl.int64) * NV + hv) * (DV * DK) + cv[:, None] * DK + ck[None, :]
+    if back == 0:
+        _over_states(
+            k, v, t, grown, left, rates, to_state, to_x, full, empty, states_desc, n_desc, fades,
+            initial, whole_at, start, length, first_chunk, hv, block, NV, DK, DV, STAGES, INITIAL,
+        )  # fmt: skip
+    else:
+        _over_gradients(
+            q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty, grads_desc, r_desc,
+            fades, d_final, d_initial, whole_at, start, length, first_chunk, hv, block, scale,
+            NV, DK, DV, STAGES, FINAL, INITIAL,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _producer(
+    q, k, v, t, p, grown, left, rates, full, empty, q_desc, k_desc, v_desc, o_desc, t_desc, p_desc,
+    grown_desc, left_desc, rates_desc, start, length, first_chunk, hv, block, back,
+    NV: gl.constexpr, DK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = k.dtype
+    chunks = (length + 63) // 64
+    for step in range(chunks):
+        c = gl.where(back == 0, step, chunks - 1 - step)
+        stage = step % STAGES
+        ready = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        where = at(0, hv // GROUP, start, length, c * 64, True)
+        of_value = _columns_at(hv, start, length, c * 64, block)
+        tile = ((first_chunk + c) * NV + hv) * 64
+        into = reinterpret(v.index(stage), dtype, v_desc.block_shape, v_desc.layout)
+        BOTH: gl.constexpr = 64 * DK * 2 + 2 * 64 * 64 * 2 + 3 * 64 * 4
+        if back == 0:
+            mbarrier.expect(ready, BOTH)
+            tma_load(v_desc, of_value, ready, into)
+        else:
+            mbarrier.expect(ready, BOTH + 64 * DK * 2 + 64 * 64 * 2)
+            tma_load(o_desc, of_value, ready, into)
+            tma_load(p_desc, [tile, 0], ready, p.index(stage))
+            tma_load(
+                q_desc, where, ready,
+                reinterpret(q.index(stage), dtype, q_desc.block_shape, q_desc.layout),
+            )  # fmt: skip
+        tma_load(
+            k_desc, where, ready,
+            reinterpret(k.index(stage), dtype, k_desc.block_shape, k_desc.layout),
+        )  # fmt: skip
+        tma_load(grown_desc, [tile], ready, grown.index(stage))
+        tma_load(left_desc, [tile], ready, left.index(stage))
+        tma_load(rates_desc, [tile], ready, rates.index(stage))
+        tma_load(t_desc, [tile, 0], ready, t.index(stage))
+
+
+@gluon.jit(do_not_specialize=["T", "sequences", "scale"])
+def _walks(
+    q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, grown_desc, left_desc, rates_desc, n_desc,
+    r_desc, states_desc, grads_desc, fades, lengths, initial, d_final, d_initial, T, sequences,
+    scale,
+    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
+    SEQUENCES: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr, FINAL: gl.constexpr,
+    INITIAL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """N and the states of a sequence, or R and their gradients, for 64 columns of one head."""
+    BLOCKS: gl.constexpr = DV // 64
+    dtype: gl.constexpr = k_desc.dtype
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    program = gl.program_id(0)
+    # the longer walk first
+    back = 1 - program % 2
+    block = program // 2 % BLOCKS
+    hv = program // (2 * BLOCKS) % NV
+    sequence = program // (2 * BLOCKS * NV)
+    start = 0
+    length = T
+    first_chunk = program * 0
+    if VARLEN:
+        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        start, length = _tokens(s, each, s < sequence, sequence, T)
+        # before a sequence with tokens; before another it may wrap, and is not used
+        first_chunk = gl.sum(gl.where(s < sequence, (each + 63) // 64, 0), 0)
+    q = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+    t = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+    p = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+    to_state = gl.allocate_shared_memory(dtype, [64, DK], states_desc.layout)
+    to_x = gl.allocate_shared_memory(dtype, [64, 64], TILE)
+    grown = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
+    left = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
+    rates = gl.allocate_shared_memory(gl.float32, [STAGES, 64], rates_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty, n_desc, r_desc,
+                states_desc, grads_desc, fades, initial, d_final, d_initial, start, length,
+                first_chunk, sequence, hv, block, back, scale, NV, DK, DV, STAGES, FINAL, INITIAL,
+            )),
+            (_producer, (
+                q, k, v, t, p, grown, left, rates, full, empty, q_desc, k_desc, v_desc, o_desc,
+                t_desc, p_desc, grown_desc, left_desc, rates_desc, start, length, first_chunk, hv,
+                block, back, NV, DK, GROUP, STAGES,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, d_out: Tensor, sequences: int) -> bool:
+    """What the forward's kernels take, and gradients of such rows."""
+    tokens, heads, size = value.shape
+    return (
+        forward.supports(query, key, value, sequences)
+        and aligned(d_out)
+        and all(0 < step < 2**34 and step % 8 == 0 for step in d_out.stride()[:-1])
+        # the states, in rows
+        and (tokens // CHUNK + sequences + 1) * heads * size < 2**31
+    )
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    d_out: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    lengths: Tensor | None,
+    initial: Tensor | None,
+    d_final: Tensor | None,
+    scale: float,
+    t: Tensor,
+    p: Tensor,
+    grown: Tensor,
+    left: Tensor,
+    n: Tensor,
+    r: Tensor,
+    states: Tensor,
+    state_grads: Tensor,
+    d_initial: Tensor,
+) -> None:
+    """Writes what the kernels of chunks read, and the gradient of the initial state."""
+    T, N, DK = key.shape
+    NV, DV = value.shape[1:]
+    varlen = lengths is not None
+    sequences = 1 if lengths is None else lengths.shape[0]
+    rows = states.shape[0] * NV
+    rates = memory.empty((rows * CHUNK,), torch.float32, value.device)
+    forward.triangles(query, key, NV, beta, lengths, scale, g, t, p, grown, left, rates, sequences)
+    q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
+    t_desc, p_desc = (describe_matrix(x, rows * CHUNK, CHUNK, [CHUNK, CHUNK]) for x in (t, p))
+    tokens = (describe(x, CHUNK, CHUNK, True) for x in (value, d_out))
+    results = (describe(x, CHUNK, CHUNK, True) for x in (n, r))
+    both = (describe_matrix(x, rows * DV, DK, [CHUNK, DK]) for x in (states, state_grads))
+    launches.kernel(_walks, 2 * sequences * NV * (DV // CHUNK))(
+        q_desc, k_desc, *tokens, t_desc, p_desc, *(describe_row(x, CHUNK) for x in (grown, left, rates)),
+        *results, *both, grown, lengths, initial, d_final, d_initial, T, sequences, scale,
+        NV=NV, DK=DK, DV=DV, GROUP=NV // N, SEQUENCES=max(32, triton.next_power_of_2(sequences)),
+        STAGES=_STAGES, VARLEN=varlen, FINAL=d_final is not None, INITIAL=initial is not None,
+        num_warps=4,
+    )  # fmt: skip
