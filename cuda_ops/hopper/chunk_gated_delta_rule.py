@@ -293,7 +293,7 @@ def _put(o, place, o_desc, where):
     """Rows `where` of the output, from o^T."""
     tma.store_wait(0)
     barrier()
-    place.permute((1, 0)).store(o.to(place.dtype))
+    place.permute((1, 0)).store(o)
     fence_async_shared()
     barrier()
     tma_store(o_desc, where, reinterpret(place, place.dtype, o_desc.block_shape, o_desc.layout))
@@ -324,7 +324,7 @@ def _consumer(
     grown_from += (first_chunk.to(gl.int64) * NV + hv) * 64 + 63
     fade = gl.load(grown_from, mask=chunks > 0, other=1.0)
     half = gl.convert_layout(state.to(dtype), A)
-    o_done = zero
+    o_done = zero.to(dtype)
     for c in range(chunks):
         stage = c % STAGES
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
@@ -342,7 +342,7 @@ def _consumer(
         # the output of the chunk before; rows behind the sequence are not written
         before = gl.where(c > 0, c * 64 - 64, chunks * 64)
         _put(o_done, o, o_desc, _columns_at(hv, start, length, before, block))
-        r = warpgroup_mma_wait(1, deps=[r_flight])
+        r, state = warpgroup_mma_wait(1, deps=[r_flight, state])
         r_half = gl.convert_layout((value - r * growth[None, :]).to(dtype), A)
         n_flight = warpgroup_mma(
             r_half, t.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -358,7 +358,7 @@ def _consumer(
         o_flight = warpgroup_mma(n_half, p.index(stage).permute((1, 0)), acc, is_async=True)
         state = warpgroup_mma_wait(1, deps=[s_flight])
         half = gl.convert_layout(state.to(dtype), A)
-        o_done = warpgroup_mma_wait(0, deps=[o_flight])
+        o_done = warpgroup_mma_wait(0, deps=[o_flight]).to(dtype)
         mbarrier.arrive(empty.index(stage))
     if chunks > 0:
         _put(o_done, o, o_desc, _columns_at(hv, start, length, chunks * 64 - 64, block))

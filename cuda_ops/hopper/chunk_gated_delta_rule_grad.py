@@ -90,7 +90,9 @@ def _over_states(
         where = _columns_at(hv, start, length, before, block)
         row = ((first_chunk + c) * NV + hv) * DV + block * 64
         _put(half, to_state, state_desc, row, n_half, to_x, n_desc, where)
-        x = value - warpgroup_mma_wait(0, deps=[seen_flight]) * growth[None, :]
+        # the state as well: ptxas would scale it, and wait for the product, before it is stored
+        seen, state = warpgroup_mma_wait(0, deps=[seen_flight, state])
+        x = value - seen * growth[None, :]
         x_half = gl.convert_layout(x.to(dtype), A)
         n_flight = warpgroup_mma(x_half, t.index(stage).permute((1, 0)), x, is_async=True)
         state = state * fade
