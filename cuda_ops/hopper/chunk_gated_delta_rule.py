@@ -78,9 +78,9 @@ def _tokens(s, each, before, sequence, T):
 
 @gluon.jit
 def _halves(x):
-    """x of float32 as the sum of two bfloat16."""
-    high = x.to(gl.bfloat16)
-    return high, (x - high.to(gl.float32)).to(gl.bfloat16)
+    """x of float32 as the sum of two bfloat16: its upper half, and what that leaves."""
+    high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+    return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -226,9 +226,7 @@ def _prepare(
         diagonal = gl.allocate_shared_memory(
             gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
         )
-        dt_high = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
         dt_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
-        b_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
         rows = gl.arange(0, 64, layout=ROWS)
         columns = gl.arange(0, 64, layout=COLUMNS)
         i = gl.arange(0, 64, layout=TOKENS)
@@ -243,6 +241,12 @@ def _prepare(
         # behind the barrier all warps have read the queries and keys
         tile = reinterpret(q, dtype, [DK // 64, 64, 64], TILE).index(0)
         b_high = reinterpret(k, gl.bfloat16, [DK // 64, 64, 64], HALVES).index(0)
+        if DK == 128:
+            dt_high = reinterpret(q, gl.bfloat16, [DK // 64, 64, 64], HALVES).index(1)
+            b_low = reinterpret(k, gl.bfloat16, [DK // 64, 64, 64], HALVES).index(1)
+        else:
+            dt_high = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
+            b_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
         place = (chunk * NV + hv) * 64
         total, last = _decay(g, token * g_row + hv, there, GATE)
         gl.store(grown + place.to(gl.int64) + i, gl.exp(total))
@@ -429,7 +433,7 @@ def _walk(
     start = 0
     length = T
     tokens = T
-    first_chunk = 0
+    first_chunk = program * 0
     if VARLEN:
         s, each = _lengths(lengths, T, sequences, SEQUENCES)
         start, length = _tokens(s, each, s < sequence, sequence, T)
@@ -510,6 +514,7 @@ def triangles(
         0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
         NV=NV, DK=DK, GROUP=NV // N, SEQUENCES=max(32, triton.next_power_of_2(sequences)),
         VARLEN=lengths is not None, BETA=beta is not None, GATE=g is not None, num_warps=4,
+        maxnreg=128,
     )  # fmt: skip
 
 
