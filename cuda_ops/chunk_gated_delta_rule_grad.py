@@ -489,7 +489,8 @@ def backward(
     DV_PAD = max(16, triton.next_power_of_2(DV))
     BK, BV = min(_KEY_TILE, DK_PAD), min(_VALUE_TILE, DV_PAD)
     walked = min(walk_tile(DK_PAD), DV_PAD)
-    blocks = triton.cdiv(DK, BK)
+    fast = hopper.supports(query, key, value, d_out, sequences)
+    blocks = 1 if fast else triton.cdiv(DK, BK)
     d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
     rate_parts, total_parts = (memory.empty((blocks, T, NV), wide, device) for _ in range(2))
     q_by, k_by, v_by, o_by = (x.stride()[:2] for x in (query, key, value, d_out))
@@ -507,7 +508,7 @@ def backward(
         BETA=beta is not None,
         GATE=g is not None,
     )
-    if hopper.supports(query, key, value, d_out, sequences):
+    if fast:
         hopper.launch(
             query, key, value, d_out, beta, g, actual_seq_lengths, initial_state, d_final_state,
             scale, t, p, grown, left, n, r, states, state_grads, d_initial,
@@ -533,11 +534,17 @@ def backward(
             d_total, T, sequences, scale, (*q_by, *k_by, *v_by, *o_by, b_row, g_row), BK=BK, BV=BV,
             C=constants, num_warps=4, num_stages=2,
         )  # fmt: skip
-        launches.kernel(_inputs_kernel, chunks * N * blocks)(
-            query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
-            state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
-            (*q_by, *k_by, *o_by, b_row), BK=BK, BV=BV, C=constants, num_warps=4, num_stages=2,
-        )  # fmt: skip
+        if fast:
+            hopper.inputs(
+                query, key, d_out, beta, actual_seq_lengths, n, r, p, t, grown, left, states,
+                state_grads, d_query, d_key, rate_parts, total_parts, scale,
+            )  # fmt: skip
+        else:
+            launches.kernel(_inputs_kernel, chunks * N * blocks)(
+                query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
+                state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
+                (*q_by, *k_by, *o_by, b_row), BK=BK, BV=BV, C=constants, num_warps=4, num_stages=2,
+            )  # fmt: skip
         if beta is not None or g is not None:
             heads = min(32, triton.next_power_of_2(NV))
             launches.kernel(_gates_kernel, chunks, triton.cdiv(NV, heads))(

@@ -31,10 +31,11 @@ from ...dispatch.common import memory
 from ..common import launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from . import chunk_gated_delta_rule as forward
-from .chunk_gated_delta_rule import CHUNK, _columns_at, _lengths, _tokens
+from .chunk_gated_delta_rule import CHUNK, _add_lengths, _columns_at, _lengths, _tokens
 from .tma import aligned, at, describe, describe_matrix, describe_row
 
 _STAGES = 3
+_INPUT_STAGES = 3
 
 
 @gluon.jit
@@ -309,6 +310,201 @@ def _walks(
     )  # fmt: skip
 
 
+@gluon.jit
+def _inputs_consumer(
+    q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty, beta, grown,
+    left, d_query, d_key, rate_parts, total_parts, start, first, length, chunk, h, scale, b_row,
+    N: gl.constexpr, NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, BETA: gl.constexpr,
+):  # fmt: skip
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, DK // 64], [16, 64, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, M)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [DK // 16, 1], [1, 0])
+    BLOCKS: gl.constexpr = DV // 64
+    zero = gl.zeros([64, DK], gl.float32, layout=M)
+    i = gl.arange(0, 64, layout=ROWS)
+    there = first + i < length
+    token = (start + first + i).to(gl.int64)
+    dq = zero
+    dk = zero
+    mbarrier.wait(ready, 0)
+    for one in range(GROUP):
+        hv = h * GROUP + one
+        by_o = zero
+        by_n = zero
+        by_r = zero
+        whole = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, WIDE))
+        for block in range(BLOCKS):
+            step = one * BLOCKS + block
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            by_o = warpgroup_mma(o.index(stage), states.index(stage), by_o, is_async=True)
+            by_r = warpgroup_mma(r.index(stage), states.index(stage), by_r, is_async=True)
+            by_n = warpgroup_mma(n.index(stage), grads.index(stage), by_n, is_async=True)
+            state = states.index(stage).load(WIDE).to(gl.float32)
+            grad = grads.index(stage).load(WIDE).to(gl.float32)
+            whole += gl.sum(state * grad, 1)
+            by_o, by_r, by_n = warpgroup_mma_wait(0, deps=[by_o, by_r, by_n])
+            mbarrier.arrive(empty.index(stage))
+        tile = (chunk * NV + hv).to(gl.int64) * 64
+        growth = gl.load(grown + tile + i)
+        rest = gl.load(left + tile + i)
+        fade = gl.load(grown + tile + 63)
+        if BETA:
+            rate = gl.load(beta + token * b_row + hv, mask=there, other=0.0).to(gl.float32)
+        else:
+            rate = gl.where(there, 1.0, 0.0)
+        by_o *= (growth * scale)[:, None]
+        by_r *= growth[:, None]
+        by_n *= rest[:, None]
+        wide = k.load(M).to(gl.float32)
+        of_rate = gl.sum(by_r * wide, 1)
+        of_rest = gl.sum(by_n * wide, 1)
+        of_total = gl.sum(by_o * q.load(M).to(gl.float32), 1) - of_rate * rate - of_rest
+        end = gl.sum(of_rest, 0) + fade * gl.sum(whole, 0)
+        of_total += gl.where(first + i == gl.minimum(first + 64, length) - 1, end, 0.0)
+        row = token * NV + hv
+        gl.store(rate_parts + row, -of_rate, mask=there)
+        gl.store(total_parts + row, of_total, mask=there)
+        dq += by_o
+        dk += by_n - by_r * rate[:, None]
+        mbarrier.wait(pair_full, one & 1)
+        dq = warpgroup_mma(z, k, dq, is_async=True)
+        dk = warpgroup_mma(z.permute((1, 0)), q, dk, is_async=True)
+        dk = warpgroup_mma(m, k, dk, is_async=True)
+        dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
+        mbarrier.arrive(pair_empty)
+    at_row = (token * N + h)[:, None] * DK + gl.arange(0, DK, layout=gl.SliceLayout(0, M))[None, :]
+    gl.store(d_query + at_row, dq.to(d_query.dtype.element_ty), there[:, None])
+    gl.store(d_key + at_row, dk.to(d_key.dtype.element_ty), there[:, None])
+
+
+@gluon.jit
+def _inputs_producer(
+    q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty, q_desc, k_desc,
+    o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc, start, first, length, chunk, h,
+    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = DV // 64
+    dtype: gl.constexpr = k.dtype
+    mbarrier.expect(ready, 64 * DK * 4)
+    where = at(0, h, start, length, first, True)
+    tma_load(k_desc, where, ready, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
+    tma_load(q_desc, where, ready, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+    for one in range(GROUP):
+        hv = h * GROUP + one
+        tile = chunk * NV + hv
+        for block in range(BLOCKS):
+            step = one * BLOCKS + block
+            stage = step % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, 64 * DK * 4 + 3 * 64 * 64 * 2)
+            of_value = _columns_at(hv, start, length, first, block)
+            of_state = [tile * DV + block * 64, 0]
+            tma_load(states_desc, of_state, bar, states.index(stage))
+            tma_load(
+                o_desc, of_value, bar,
+                reinterpret(o.index(stage), dtype, o_desc.block_shape, o_desc.layout),
+            )  # fmt: skip
+            tma_load(
+                r_desc, of_value, bar,
+                reinterpret(r.index(stage), dtype, r_desc.block_shape, r_desc.layout),
+            )  # fmt: skip
+            tma_load(grads_desc, of_state, bar, grads.index(stage))
+            tma_load(
+                n_desc, of_value, bar,
+                reinterpret(n.index(stage), dtype, n_desc.block_shape, n_desc.layout),
+            )  # fmt: skip
+        mbarrier.wait(pair_empty, (one & 1) ^ 1)
+        mbarrier.expect(pair_full, 2 * 64 * 64 * 2)
+        tma_load(z_desc, [tile * 64, 0], pair_full, z)
+        tma_load(m_desc, [tile * 64, 0], pair_full, m)
+
+
+@gluon.jit(do_not_specialize=["T", "sequences", "scale"])
+def _inputs(
+    q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc, beta, lengths,
+    grown, left, d_query, d_key, rate_parts, total_parts, T, sequences, scale, b_row,
+    N: gl.constexpr, NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
+    SEQUENCES: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr, BETA: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """dq and dk of a chunk and a head; what they give G and beta."""
+    GROUP: gl.constexpr = NV // N
+    dtype: gl.constexpr = k_desc.dtype
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    program = gl.program_id(0)
+    h = program % N
+    chunk = program // N
+    start = 0
+    first = chunk * 64
+    length = T
+    if VARLEN:
+        s, each = _lengths(lengths, T, sequences, SEQUENCES)
+        ends = gl.associative_scan((each + 63) // 64, 0, _add_lengths)
+        before = ends <= chunk
+        first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
+        start, length = _tokens(s, each, before, gl.sum(before.to(gl.int32), 0), T)
+    if first < length:
+        q = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
+        k = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
+        o = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+        n = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+        r = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
+        states = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], states_desc.layout)
+        grads = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], grads_desc.layout)
+        z = gl.allocate_shared_memory(dtype, [64, 64], TILE)
+        m = gl.allocate_shared_memory(dtype, [64, 64], TILE)
+        ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        pair_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        pair_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+        mbarrier.init(ready, count=1)
+        mbarrier.init(pair_full, count=1)
+        mbarrier.init(pair_empty, count=1)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(empty.index(i), count=1)
+        fence_async_shared()
+        barrier()
+        gl.warp_specialize(
+            [
+                (_inputs_consumer, (
+                    q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty,
+                    beta, grown, left, d_query, d_key, rate_parts, total_parts, start, first,
+                    length, chunk, h, scale, b_row, N, NV, DK, DV, GROUP, STAGES, BETA,
+                )),
+                (_inputs_producer, (
+                    q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty,
+                    q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc,
+                    start, first, length, chunk, h, NV, DK, DV, GROUP, STAGES,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        # tokens behind the last sequence
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+        i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+        j = gl.arange(0, DK, layout=gl.SliceLayout(0, ROWS))
+        token = (start + first + i).to(gl.int64)
+        on = start + first + i < T
+        at_row = (token * N + h)[:, None] * DK + j[None, :]
+        nothing = gl.zeros([64, DK], dtype, layout=ROWS)
+        gl.store(d_query + at_row, nothing, on[:, None])
+        gl.store(d_key + at_row, nothing, on[:, None])
+        for one in range(GROUP):
+            row = token * NV + h * GROUP + one
+            gl.store(rate_parts + row, gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, ROWS)), on)
+            gl.store(total_parts + row, gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, ROWS)), on)
+
+
 def supports(query: Tensor, key: Tensor, value: Tensor, d_out: Tensor, sequences: int) -> bool:
     """What the forward's kernels take, and gradients of such rows."""
     tokens, heads, size = value.shape
@@ -361,4 +557,41 @@ def launch(
         NV=NV, DK=DK, DV=DV, GROUP=NV // N, SEQUENCES=max(32, triton.next_power_of_2(sequences)),
         STAGES=_STAGES, VARLEN=varlen, FINAL=d_final is not None, INITIAL=initial is not None,
         num_warps=4,
+    )  # fmt: skip
+
+
+def inputs(
+    query: Tensor,
+    key: Tensor,
+    d_out: Tensor,
+    beta: Tensor | None,
+    lengths: Tensor | None,
+    n: Tensor,
+    r: Tensor,
+    z: Tensor,
+    m: Tensor,
+    grown: Tensor,
+    left: Tensor,
+    states: Tensor,
+    state_grads: Tensor,
+    d_query: Tensor,
+    d_key: Tensor,
+    rate_parts: Tensor,
+    total_parts: Tensor,
+    scale: float,
+) -> None:
+    """Writes dq and dk, and what they give G and beta."""
+    T, N, DK = key.shape
+    chunks, NV, DV = states.shape[:3]
+    sequences = 1 if lengths is None else lengths.shape[0]
+    rows = chunks * NV
+    launches.kernel(_inputs, chunks * N)(
+        *(describe(x, CHUNK, DK, True) for x in (query, key)),
+        *(describe(x, CHUNK, CHUNK, True) for x in (d_out, n, r)),
+        *(describe_matrix(x, rows * CHUNK, CHUNK, [CHUNK, CHUNK]) for x in (z, m)),
+        *(describe_matrix(x, rows * DV, DK, [CHUNK, DK]) for x in (states, state_grads)),
+        beta, lengths, grown, left, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
+        0 if beta is None else beta.stride(0), N=N, NV=NV, DK=DK, DV=DV,
+        SEQUENCES=max(32, triton.next_power_of_2(sequences)), STAGES=_INPUT_STAGES,
+        VARLEN=lengths is not None, BETA=beta is not None, num_warps=DK // 16,
     )  # fmt: skip
