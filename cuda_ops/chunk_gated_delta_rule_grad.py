@@ -459,9 +459,9 @@ def backward(
     scale: float | None,
     g: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    T, N, DK = key.shape
+    DK = key.shape[-1]
     NV, DV = value.shape[1:]
-    half, device, wide = value.dtype, value.device, torch.float32
+    half, device = value.dtype, value.device
 
     def like(x: Tensor | None) -> Tensor:
         return (
@@ -472,13 +472,42 @@ def backward(
 
     grads = tuple(like(x) for x in (query, key, value, beta, initial_state, g))
     d_query, d_key, d_value, d_beta, d_initial, d_g = grads
-    varlen = actual_seq_lengths is not None
-    sequences = actual_seq_lengths.shape[0] if actual_seq_lengths is not None else 1
+    sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
     if sequences * NV * DV * DK == 0:
         for grad in grads:
             grad.zero_()
         return d_query, d_key, d_value, d_beta, d_initial, d_g
     scale = DK**-0.5 if scale is None else scale
+    given = (query, key, value, d_out, d_final_state, beta, initial_state, actual_seq_lengths)
+    fast = hopper.supports(query, key, value, d_out, sequences)
+    (hopper.launch if fast else _plain)(*given, scale, g, *grads)
+    return d_query, d_key, d_value, d_beta, d_initial, d_g
+
+
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    d_out: Tensor,
+    d_final_state: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    scale: float,
+    g: Tensor | None,
+    d_query: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    d_beta: Tensor,
+    d_initial: Tensor,
+    d_g: Tensor,
+) -> None:
+    """Writes all gradients."""
+    T, N, DK = key.shape
+    NV, DV = value.shape[1:]
+    half, device, wide = value.dtype, value.device, torch.float32
+    varlen = actual_seq_lengths is not None
+    sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
     # every sequence may end in a part of a chunk, and so may the tokens behind the last one
     chunks = triton.cdiv(T, CHUNK.value) + (sequences if varlen else 0)
     t, p = (memory.empty((chunks, NV, CHUNK.value, CHUNK.value), half, device) for _ in range(2))
@@ -489,8 +518,7 @@ def backward(
     DV_PAD = max(16, triton.next_power_of_2(DV))
     BK, BV = min(_KEY_TILE, DK_PAD), min(_VALUE_TILE, DV_PAD)
     walked = min(walk_tile(DK_PAD), DV_PAD)
-    fast = hopper.supports(query, key, value, d_out, sequences)
-    blocks = 1 if fast else triton.cdiv(DK, BK)
+    blocks = triton.cdiv(DK, BK)
     d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
     rate_parts, total_parts = (memory.empty((blocks, T, NV), wide, device) for _ in range(2))
     q_by, k_by, v_by, o_by = (x.stride()[:2] for x in (query, key, value, d_out))
@@ -508,25 +536,19 @@ def backward(
         BETA=beta is not None,
         GATE=g is not None,
     )
-    if fast:
-        hopper.launch(
-            query, key, value, d_out, beta, g, actual_seq_lengths, initial_state, d_final_state,
-            scale, t, p, grown, left, n, r, states, state_grads, d_initial,
+    if chunks > 0:
+        launches.kernel(_triangles_kernel, chunks, NV)(
+            query, key, rate, gate, actual_seq_lengths, t, p, grown, left, T, sequences, scale,
+            (*q_by, *k_by, b_row, g_row), DK_PAD=DK_PAD,
+            PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", C=constants, num_warps=2,
         )  # fmt: skip
-    else:
-        if chunks > 0:
-            launches.kernel(_triangles_kernel, chunks, NV)(
-                query, key, rate, gate, actual_seq_lengths, t, p, grown, left, T, sequences, scale,
-                (*q_by, *k_by, b_row, g_row), DK_PAD=DK_PAD,
-                PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", C=constants, num_warps=2,
-            )  # fmt: skip
-        launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
-            query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
-            d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
-            (*q_by, *k_by, *v_by, *o_by, b_row), DK_PAD=DK_PAD, BV=walked, STAGES=2,
-            INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=constants,
-            num_warps=4,
-        )  # fmt: skip
+    launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
+        query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
+        d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
+        (*q_by, *k_by, *v_by, *o_by, b_row), DK_PAD=DK_PAD, BV=walked, STAGES=2,
+        INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=constants,
+        num_warps=4,
+    )  # fmt: skip
     if chunks > 0:
         # T and P are used up: Z and M lie in their place
         launches.kernel(_pairs_kernel, chunks, NV)(
@@ -534,21 +556,14 @@ def backward(
             d_total, T, sequences, scale, (*q_by, *k_by, *v_by, *o_by, b_row, g_row), BK=BK, BV=BV,
             C=constants, num_warps=4, num_stages=2,
         )  # fmt: skip
-        if fast:
-            hopper.inputs(
-                query, key, d_out, beta, actual_seq_lengths, n, r, p, t, grown, left, states,
-                state_grads, d_query, d_key, rate_parts, total_parts, scale,
-            )  # fmt: skip
-        else:
-            launches.kernel(_inputs_kernel, chunks * N * blocks)(
-                query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
-                state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
-                (*q_by, *k_by, *o_by, b_row), BK=BK, BV=BV, C=constants, num_warps=4, num_stages=2,
-            )  # fmt: skip
+        launches.kernel(_inputs_kernel, chunks * N * blocks)(
+            query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
+            state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
+            (*q_by, *k_by, *o_by, b_row), BK=BK, BV=BV, C=constants, num_warps=4, num_stages=2,
+        )  # fmt: skip
         if beta is not None or g is not None:
             heads = min(32, triton.next_power_of_2(NV))
             launches.kernel(_gates_kernel, chunks, triton.cdiv(NV, heads))(
                 actual_seq_lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T,
                 sequences, BLOCKS=blocks, HEADS=heads, C=constants, num_warps=4,
             )  # fmt: skip
-    return d_query, d_key, d_value, d_beta, d_initial, d_g

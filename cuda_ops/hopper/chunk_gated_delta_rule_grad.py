@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The walks of chunk_gated_delta_rule_grad on Hopper (Gluon), forward over S and backward over E.
+"""Gradients of the gated delta rule on Hopper (Gluon), with the letters of
+chunk_gated_delta_rule_grad.
 
 As in the forward's walk, hopper/chunk_gated_delta_rule.py: a program owns 64 columns of one head's
 S or E, transposed, in the registers of a warpgroup, and a producer warp loads ahead.  With T - I
@@ -31,11 +32,21 @@ from ...dispatch.common import memory
 from ..common import launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from . import chunk_gated_delta_rule as forward
-from .chunk_gated_delta_rule import CHUNK, _add_lengths, _columns_at, _lengths, _tokens
+from .chunks import (
+    CHUNK,
+    add,
+    add_lengths,
+    columns_at,
+    decay_of,
+    fading_of,
+    lengths_of,
+    tokens_of,
+    triangles,
+)
 from .tma import aligned, at, describe, describe_matrix, describe_row
 
 _STAGES = 3
-_INPUT_STAGES = 3
+_INPUT_STAGES = 2
 
 
 @gluon.jit
@@ -88,7 +99,7 @@ def _over_states(
         value = v.index(stage).permute((1, 0)).load(M).to(gl.float32) * rate[None, :]
         # rows behind the sequence are not written
         before = gl.where(c > 0, c * 64 - 64, chunks * 64)
-        where = _columns_at(hv, start, length, before, block)
+        where = columns_at(hv, start, length, before, block)
         row = ((first_chunk + c) * NV + hv) * DV + block * 64
         _put(half, to_state, state_desc, row, n_half, to_x, n_desc, where)
         # the state as well: ptxas would scale it, and wait for the product, before it is stored
@@ -104,7 +115,7 @@ def _over_states(
         state = warpgroup_mma_wait(0, deps=[s_flight])
         mbarrier.arrive(empty.index(stage))
     if chunks > 0:
-        where = _columns_at(hv, start, length, chunks * 64 - 64, block)
+        where = columns_at(hv, start, length, chunks * 64 - 64, block)
         tma.store_wait(0)
         barrier()
         to_x.permute((1, 0)).store(n_half)
@@ -152,7 +163,7 @@ def _over_gradients(
         faded = d_out.load(M).to(gl.float32) * (growth * scale)[None, :]
         faded = gl.convert_layout(faded.to(dtype), AS)
         # rows behind the sequence are not written
-        where = _columns_at(hv, start, length, c * 64 + 64, block)
+        where = columns_at(hv, start, length, c * 64 + 64, block)
         row = ((first_chunk + c) * NV + hv) * DV + block * 64
         _put(half, to_state, state_desc, row, r_half, to_x, r_desc, where)
         q_flight = warpgroup_mma(faded, q.index(stage), grad * fade, is_async=True)
@@ -175,7 +186,7 @@ def _over_gradients(
         to_x.permute((1, 0)).store(r_half)
         fence_async_shared()
         barrier()
-        where = _columns_at(hv, start, length, 0, block)
+        where = columns_at(hv, start, length, 0, block)
         tma_store(r_desc, where, reinterpret(to_x, dtype, r_desc.block_shape, r_desc.layout))
     if INITIAL:
         gl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty))
@@ -221,7 +232,7 @@ def _producer(
         ready = full.index(stage)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         where = at(0, hv // GROUP, start, length, c * 64, True)
-        of_value = _columns_at(hv, start, length, c * 64, block)
+        of_value = columns_at(hv, start, length, c * 64, block)
         tile = ((first_chunk + c) * NV + hv) * 64
         into = reinterpret(v.index(stage), dtype, v_desc.block_shape, v_desc.layout)
         BOTH: gl.constexpr = 64 * DK * 2 + 2 * 64 * 64 * 2 + 3 * 64 * 4
@@ -271,8 +282,8 @@ def _walks(
     length = T
     first_chunk = program * 0
     if VARLEN:
-        s, each = _lengths(lengths, T, sequences, SEQUENCES)
-        start, length = _tokens(s, each, s < sequence, sequence, T)
+        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
+        start, length = tokens_of(s, each, s < sequence, sequence, T)
         # before a sequence with tokens; before another it may wrap, and is not used
         first_chunk = gl.sum(gl.where(s < sequence, (each + 63) // 64, 0), 0)
     q = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
@@ -310,16 +321,148 @@ def _walks(
     )  # fmt: skip
 
 
+@gluon.jit(do_not_specialize=["T", "sequences", "scale"])
+def _pairs(
+    q_desc, k_desc, v_desc, o_desc, n_desc, r_desc, z_desc, m_desc, beta, g, lengths, d_value,
+    d_rate, d_total, T, sequences, scale, b_row, g_row,
+    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
+    SEQUENCES: gl.constexpr, VARLEN: gl.constexpr, BETA: gl.constexpr, GATE: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """dv, Z and M + M^T of a chunk and a value head; what pairs of its tokens give G and beta."""
+    PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, PAIRS)
+    VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [num_warps], [0])
+    LIST: gl.constexpr = gl.SliceLayout(1, VALUES)
+    dtype: gl.constexpr = k_desc.dtype
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    BLOCKS: gl.constexpr = DV // 64
+    q = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
+    k = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
+    v = gl.allocate_shared_memory(dtype, [BLOCKS, 64, 64], TILE)
+    o = gl.allocate_shared_memory(dtype, [BLOCKS, 64, 64], TILE)
+    n = gl.allocate_shared_memory(dtype, [BLOCKS, 64, 64], TILE)
+    r = gl.allocate_shared_memory(dtype, [BLOCKS, 64, 64], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    chunk = gl.program_id(0)
+    hv = gl.program_id(1)
+    start = chunk * 0
+    first = chunk * 64
+    length = T
+    if VARLEN:
+        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
+        ends = gl.associative_scan((each + 63) // 64, 0, add_lengths)
+        before = ends <= chunk
+        first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
+        start, length = tokens_of(s, each, before, gl.sum(before.to(gl.int32), 0), T)
+    i = gl.arange(0, 64, layout=TOKENS)
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, VALUES))
+    of_value = gl.arange(0, 64, layout=LIST)
+    row = (start + first + of_value).to(gl.int64) * NV + hv
+    if first < length:
+        mbarrier.init(full, count=1)
+        fence_async_shared()
+        barrier()
+        mbarrier.expect(full, 64 * DK * 4 + 4 * 64 * DV * 2)
+        where = at(0, hv // GROUP, start, length, first, True)
+        for block in gl.static_range(BLOCKS):
+            of_block = columns_at(hv, start, length, first, block)
+            tma_load(
+                n_desc, of_block, full,
+                reinterpret(n.index(block), dtype, n_desc.block_shape, n_desc.layout),
+            )  # fmt: skip
+            tma_load(
+                o_desc, of_block, full,
+                reinterpret(o.index(block), dtype, o_desc.block_shape, o_desc.layout),
+            )  # fmt: skip
+            tma_load(
+                r_desc, of_block, full,
+                reinterpret(r.index(block), dtype, r_desc.block_shape, r_desc.layout),
+            )  # fmt: skip
+            tma_load(
+                v_desc, of_block, full,
+                reinterpret(v.index(block), dtype, v_desc.block_shape, v_desc.layout),
+            )  # fmt: skip
+        tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
+        tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+        there = first + i < length
+        token = (start + first + i).to(gl.int64)
+        on = first + of_value < length
+        rows = gl.arange(0, 64, layout=ROWS)
+        columns = gl.arange(0, 64, layout=COLUMNS)
+        total, _last = decay_of(g, token * g_row + hv, there, GATE)
+        if BETA:
+            rate = gl.load(beta + token * b_row + hv, mask=there, other=0.0).to(gl.float32)
+        else:
+            rate = gl.where(there, 1.0, 0.0)
+        of_row = gl.convert_layout(rate, LIST)[:, None]
+        zero = gl.zeros([64, 64], gl.float32, layout=PAIRS)
+        on_n = zero
+        on_r = zero
+        by_value = gl.zeros([64], gl.float32, layout=LIST)
+        mbarrier.wait(full, 0)
+        for block in gl.static_range(BLOCKS):
+            turned = n.index(block).permute((1, 0))
+            on_n = warpgroup_mma(o.index(block), turned, on_n, is_async=True)
+            on_r = warpgroup_mma(r.index(block), turned, on_r, is_async=True)
+        kk = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        for block in gl.static_range(BLOCKS):
+            wide = r.index(block).load(VALUES).to(gl.float32)
+            by_value += gl.sum(wide * v.index(block).load(VALUES).to(gl.float32), 1)
+            to = d_value + row[:, None] * DV + block * 64 + j[None, :]
+            gl.store(to, (wide * of_row).to(dtype), on[:, None])
+        seen, fading = fading_of(total, rows, columns)
+        on_n, on_r, kk, qk = warpgroup_mma_wait(0, deps=[on_n, on_r, kk, qk])
+        z = gl.where(seen, on_n * fading * scale, 0.0)
+        m = gl.where(rows[:, None] > columns[None, :], -on_r * fading, 0.0)
+        of_rate = gl.convert_layout(by_value, TOKENS) + gl.convert_layout(gl.sum(m * kk, 1), TOKENS)
+        m *= gl.convert_layout(rate, ROWS)[:, None]
+        # behind the barrier all warps have read what the tiles held
+        barrier()
+        z_tile = o.index(0)
+        m_tile = n.index(0)
+        z_tile.store(z.to(dtype))
+        m_tile.store(m.to(dtype))
+        barrier()
+        turned = m_tile.permute((1, 0)).load(PAIRS).to(gl.float32)
+        weight = z * qk + m * kk
+        of_total = gl.convert_layout(gl.sum(weight, 1), TOKENS)
+        of_total -= gl.convert_layout(gl.sum(weight, 0), TOKENS)
+        barrier()
+        m_tile.store((m + turned).to(dtype))
+        fence_async_shared()
+        barrier()
+        tile = (chunk * NV + hv) * 64
+        tma_store(z_desc, [tile, 0], z_tile)
+        tma_store(m_desc, [tile, 0], m_tile)
+        place = token * NV + hv
+        gl.store(d_rate + place, of_rate, there)
+        gl.store(d_total + place, of_total, there)
+        tma.store_wait(0)
+    else:
+        # tokens behind the last sequence
+        on = start + first + of_value < T
+        for block in gl.static_range(BLOCKS):
+            to = d_value + row[:, None] * DV + block * 64 + j[None, :]
+            gl.store(to, gl.zeros([64, 64], dtype, layout=VALUES), on[:, None])
+
+
 @gluon.jit
 def _inputs_consumer(
     q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty, beta, grown,
-    left, d_query, d_key, rate_parts, total_parts, start, first, length, chunk, h, scale, b_row,
+    left, d_rate, d_total, d_query, d_key, d_beta, d_g, start, first, length, chunk, h, scale,
+    b_row,
     N: gl.constexpr, NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, BETA: gl.constexpr,
+    STAGES: gl.constexpr, BETA: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, DK // 64], [16, 64, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, M)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [DK // 16, 1], [1, 0])
+    TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [DK // 16], [0])
     BLOCKS: gl.constexpr = DV // 64
     zero = gl.zeros([64, DK], gl.float32, layout=M)
     i = gl.arange(0, 64, layout=ROWS)
@@ -363,9 +506,16 @@ def _inputs_consumer(
         of_total = gl.sum(by_o * q.load(M).to(gl.float32), 1) - of_rate * rate - of_rest
         end = gl.sum(of_rest, 0) + fade * gl.sum(whole, 0)
         of_total += gl.where(first + i == gl.minimum(first + 64, length) - 1, end, 0.0)
-        row = token * NV + hv
-        gl.store(rate_parts + row, -of_rate, mask=there)
-        gl.store(total_parts + row, of_total, mask=there)
+        listed = first + gl.arange(0, 64, layout=TOKENS)
+        row = (start + listed).to(gl.int64) * NV + hv
+        on = listed < length
+        if BETA:
+            found = gl.load(d_rate + row, on, 0.0) - gl.convert_layout(of_rate, TOKENS)
+            gl.store(d_beta + row, found.to(d_beta.dtype.element_ty), on)
+        if GATE:
+            found = gl.load(d_total + row, on, 0.0) + gl.convert_layout(of_total, TOKENS)
+            later = gl.associative_scan(found, 0, add, reverse=True)
+            gl.store(d_g + row, later.to(d_g.dtype.element_ty), on)
         dq += by_o
         dk += by_n - by_r * rate[:, None]
         mbarrier.wait(pair_full, one & 1)
@@ -401,7 +551,7 @@ def _inputs_producer(
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, 64 * DK * 4 + 3 * 64 * 64 * 2)
-            of_value = _columns_at(hv, start, length, first, block)
+            of_value = columns_at(hv, start, length, first, block)
             of_state = [tile * DV + block * 64, 0]
             tma_load(states_desc, of_state, bar, states.index(stage))
             tma_load(
@@ -426,12 +576,12 @@ def _inputs_producer(
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _inputs(
     q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc, beta, lengths,
-    grown, left, d_query, d_key, rate_parts, total_parts, T, sequences, scale, b_row,
+    grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, T, sequences, scale, b_row,
     N: gl.constexpr, NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
     SEQUENCES: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr, BETA: gl.constexpr,
-    num_warps: gl.constexpr,
+    GATE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dq and dk of a chunk and a head; what they give G and beta."""
+    """dq, dk, dbeta and dg of a chunk and a head of the keys."""
     GROUP: gl.constexpr = NV // N
     dtype: gl.constexpr = k_desc.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
@@ -444,11 +594,11 @@ def _inputs(
     first = chunk * 64
     length = T
     if VARLEN:
-        s, each = _lengths(lengths, T, sequences, SEQUENCES)
-        ends = gl.associative_scan((each + 63) // 64, 0, _add_lengths)
+        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
+        ends = gl.associative_scan((each + 63) // 64, 0, add_lengths)
         before = ends <= chunk
         first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
-        start, length = _tokens(s, each, before, gl.sum(before.to(gl.int32), 0), T)
+        start, length = tokens_of(s, each, before, gl.sum(before.to(gl.int32), 0), T)
     if first < length:
         q = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
         k = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
@@ -476,8 +626,8 @@ def _inputs(
             [
                 (_inputs_consumer, (
                     q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty,
-                    beta, grown, left, d_query, d_key, rate_parts, total_parts, start, first,
-                    length, chunk, h, scale, b_row, N, NV, DK, DV, GROUP, STAGES, BETA,
+                    beta, grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, start, first,
+                    length, chunk, h, scale, b_row, N, NV, DK, DV, GROUP, STAGES, BETA, GATE,
                 )),
                 (_inputs_producer, (
                     q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty,
@@ -499,10 +649,13 @@ def _inputs(
         nothing = gl.zeros([64, DK], dtype, layout=ROWS)
         gl.store(d_query + at_row, nothing, on[:, None])
         gl.store(d_key + at_row, nothing, on[:, None])
+        none = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, ROWS))
         for one in range(GROUP):
             row = token * NV + h * GROUP + one
-            gl.store(rate_parts + row, gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, ROWS)), on)
-            gl.store(total_parts + row, gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, ROWS)), on)
+            if BETA:
+                gl.store(d_beta + row, none.to(d_beta.dtype.element_ty), on)
+            if GATE:
+                gl.store(d_g + row, none.to(d_g.dtype.element_ty), on)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, d_out: Tensor, sequences: int) -> bool:
@@ -522,76 +675,57 @@ def launch(
     key: Tensor,
     value: Tensor,
     d_out: Tensor,
-    beta: Tensor | None,
-    g: Tensor | None,
-    lengths: Tensor | None,
-    initial: Tensor | None,
     d_final: Tensor | None,
-    scale: float,
-    t: Tensor,
-    p: Tensor,
-    grown: Tensor,
-    left: Tensor,
-    n: Tensor,
-    r: Tensor,
-    states: Tensor,
-    state_grads: Tensor,
-    d_initial: Tensor,
-) -> None:
-    """Writes what the kernels of chunks read, and the gradient of the initial state."""
-    T, N, DK = key.shape
-    NV, DV = value.shape[1:]
-    varlen = lengths is not None
-    sequences = 1 if lengths is None else lengths.shape[0]
-    rows = states.shape[0] * NV
-    rates = memory.empty((rows * CHUNK,), torch.float32, value.device)
-    forward.triangles(query, key, NV, beta, lengths, scale, g, t, p, grown, left, rates, sequences)
-    q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
-    t_desc, p_desc = (describe_matrix(x, rows * CHUNK, CHUNK, [CHUNK, CHUNK]) for x in (t, p))
-    tokens = (describe(x, CHUNK, CHUNK, True) for x in (value, d_out))
-    results = (describe(x, CHUNK, CHUNK, True) for x in (n, r))
-    both = (describe_matrix(x, rows * DV, DK, [CHUNK, DK]) for x in (states, state_grads))
-    launches.kernel(_walks, 2 * sequences * NV * (DV // CHUNK))(
-        q_desc, k_desc, *tokens, t_desc, p_desc, *(describe_row(x, CHUNK) for x in (grown, left, rates)),
-        *results, *both, grown, lengths, initial, d_final, d_initial, T, sequences, scale,
-        NV=NV, DK=DK, DV=DV, GROUP=NV // N, SEQUENCES=max(32, triton.next_power_of_2(sequences)),
-        STAGES=_STAGES, VARLEN=varlen, FINAL=d_final is not None, INITIAL=initial is not None,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def inputs(
-    query: Tensor,
-    key: Tensor,
-    d_out: Tensor,
     beta: Tensor | None,
+    initial: Tensor | None,
     lengths: Tensor | None,
-    n: Tensor,
-    r: Tensor,
-    z: Tensor,
-    m: Tensor,
-    grown: Tensor,
-    left: Tensor,
-    states: Tensor,
-    state_grads: Tensor,
+    scale: float,
+    g: Tensor | None,
     d_query: Tensor,
     d_key: Tensor,
-    rate_parts: Tensor,
-    total_parts: Tensor,
-    scale: float,
+    d_value: Tensor,
+    d_beta: Tensor,
+    d_initial: Tensor,
+    d_g: Tensor,
 ) -> None:
-    """Writes dq and dk, and what they give G and beta."""
+    """Writes all gradients."""
     T, N, DK = key.shape
-    chunks, NV, DV = states.shape[:3]
+    NV, DV = value.shape[1:]
+    half, device, wide = value.dtype, value.device, torch.float32
+    varlen = lengths is not None
     sequences = 1 if lengths is None else lengths.shape[0]
-    rows = chunks * NV
+    padded = max(32, triton.next_power_of_2(sequences))
+    # every sequence may end in a part of a chunk, and so may the tokens behind the last one
+    chunks = triton.cdiv(T, CHUNK) + (sequences if varlen else 0)
+    rows = chunks * NV * CHUNK
+    t, p = (memory.empty((rows, CHUNK), half, device) for _ in range(2))
+    grown, left, rates = (memory.empty((rows,), wide, device) for _ in range(3))
+    n, r = (memory.empty((T, NV, DV), half, device) for _ in range(2))
+    states, grads = (memory.empty((chunks * NV * DV, DK), half, device) for _ in range(2))
+    d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
+    triangles(query, key, NV, beta, lengths, scale, g, t, p, grown, left, rates, sequences)
+    qk = [describe(x, CHUNK, DK, True) for x in (query, key)]
+    values = [describe(x, CHUNK, CHUNK, True) for x in (value, d_out)]
+    found = [describe(x, CHUNK, CHUNK, True) for x in (n, r)]
+    squares = [describe_matrix(x, rows, CHUNK, [CHUNK, CHUNK]) for x in (t, p)]
+    both = [describe_matrix(x, states.shape[0], DK, [CHUNK, DK]) for x in (states, grads)]
+    sizes = dict(NV=NV, DK=DK, DV=DV, SEQUENCES=padded, VARLEN=varlen)
+    b_row = 0 if beta is None else beta.stride(0)
+    launches.kernel(_walks, 2 * sequences * NV * (DV // CHUNK))(
+        *qk, *values, *squares, *(describe_row(x, CHUNK) for x in (grown, left, rates)), *found,
+        *both, grown, lengths, initial, d_final, d_initial, T, sequences, scale,
+        GROUP=NV // N, STAGES=_STAGES, FINAL=d_final is not None, INITIAL=initial is not None,
+        num_warps=4, **sizes,
+    )  # fmt: skip
+    # T and P are used up: M + M^T and Z lie in their place
+    launches.kernel(_pairs, chunks, NV)(
+        *qk, *values, *found, *reversed(squares), beta, g, lengths, d_value, d_rate, d_total, T,
+        sequences, scale, b_row, 0 if g is None else g.stride(0), GROUP=NV // N,
+        BETA=beta is not None, GATE=g is not None, num_warps=4, **sizes,
+    )  # fmt: skip
     launches.kernel(_inputs, chunks * N)(
-        *(describe(x, CHUNK, DK, True) for x in (query, key)),
-        *(describe(x, CHUNK, CHUNK, True) for x in (d_out, n, r)),
-        *(describe_matrix(x, rows * CHUNK, CHUNK, [CHUNK, CHUNK]) for x in (z, m)),
-        *(describe_matrix(x, rows * DV, DK, [CHUNK, DK]) for x in (states, state_grads)),
-        beta, lengths, grown, left, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
-        0 if beta is None else beta.stride(0), N=N, NV=NV, DK=DK, DV=DV,
-        SEQUENCES=max(32, triton.next_power_of_2(sequences)), STAGES=_INPUT_STAGES,
-        VARLEN=lengths is not None, BETA=beta is not None, num_warps=DK // 16,
+        *qk, values[1], *found, *reversed(squares), *both, beta, lengths, grown, left, d_rate,
+        d_total, d_query, d_key, d_beta, d_g, T, sequences, scale, b_row, N=N,
+        STAGES=_INPUT_STAGES, BETA=beta is not None, GATE=g is not None, num_warps=DK // 16,
+        **sizes,
     )  # fmt: skip
