@@ -23,6 +23,10 @@ The first kernel makes T - I and P of all chunks.  The second walks, half of its
 over S and half backward over E, neither of which needs the other; it keeps both for every chunk, in
 the dtype of the query: 2 (T / 64 + sequences) Nv Dk Dv numbers.  The others run over chunks.  No
 sum depends on the order of programs: equal runs give equal gradients.
+
+    condition                                                  kernels
+    as of the forward, and d_out in aligned rows               hopper/chunk_gated_delta_rule_grad.py
+    else                                                       those here
 """
 
 from __future__ import annotations

@@ -37,9 +37,8 @@ from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from .chunks import CHUNK, columns_at, lengths_of, tokens_of, triangles
 from .tma import aligned, at, describe, describe_matrix, describe_row
 
-# H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 / 65536 tokens: 139 / 2076 us, of which
-# the walk takes 74 / 1112; with two stages it takes 83 / 1240.  For all value heads of a key head
-# at once the first kernel shares two products, and takes 71 us instead of 63 at 4096 tokens.
+# H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 tokens: of 134 us the walk takes 77, and
+# with two stages 84
 _STAGES = 3
 
 
@@ -97,6 +96,7 @@ def _consumer(
         # the output of the chunk before; rows behind the sequence are not written
         before = gl.where(c > 0, c * 64 - 64, chunks * 64)
         _put(o_done, o, o_desc, columns_at(hv, start, length, before, block))
+        # with the state: else it is scaled while products are pending, and ptxas waits for them
         r, state = warpgroup_mma_wait(1, deps=[r_flight, state])
         r_half = gl.convert_layout((value - r * growth[None, :]).to(dtype), A)
         n_flight = warpgroup_mma(

@@ -3,14 +3,17 @@
 """Gradients of the gated delta rule on Hopper (Gluon), with the letters of
 chunk_gated_delta_rule_grad.
 
-As in the forward's walk, hopper/chunk_gated_delta_rule.py: a program owns 64 columns of one head's
-S or E, transposed, in the registers of a warpgroup, and a producer warp loads ahead.  With T - I
-of the first kernel, a product adds x itself, unrounded:
+A program of the walks owns 64 columns of one head's S or E, transposed, in the registers of a
+warpgroup, as in the forward's walk, and a producer warp loads ahead.  A product with T - I, which
+the first kernel leaves, adds what it is of, unrounded:
 
     x = beta (v - exp(G) (k S));  N = x + (T - I) x;
     S = exp(G_last) S + k^T (exp(G_last - G) N)
     x = P^T dO + exp(G_last - G) (k E);  R = x + (T - I)^T x;
     E = exp(G_last) E + q^T (scale exp(G) dO) - k^T (beta exp(G) R)
+
+Then _pairs, a program a chunk and value head, gives dv, Z and M + M^T, and _inputs, one a chunk and
+head of the keys, loads the states under its products and gives the rest.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ from .chunks import (
 )
 from .tma import aligned, at, describe, describe_matrix, describe_row
 
+# H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 tokens: the walks take 110 us, 81 without
+# their stores, 117 with two stages; the inputs 123, with three stages 127.
 _STAGES = 3
 _INPUT_STAGES = 2
 

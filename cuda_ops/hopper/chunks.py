@@ -293,6 +293,8 @@ def triangles(
     chunks = grown.numel() // (NV * CHUNK)
     q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
     t_desc, p_desc = (describe_matrix(x, grown.numel(), CHUNK, [CHUNK, CHUNK]) for x in (t, p))
+    # 128 registers: four programs a multiprocessor.  H200, 4096 tokens of 32 heads: 60 us; for all
+    # value heads of a key head at once, with two products shared, it took 8 more
     launches.kernel(_prepare, chunks, NV)(
         q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, rates, T, sequences, scale,
         0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
