@@ -74,6 +74,26 @@ class _WritesNothing(Mode):
         return args[0] if func._schema.is_mutable else func(*args, **(kwargs or {}))
 
 
+class _Readying:
+    """Of an executor what Triton asks for; a kernel that it compiled can be launched at once: its
+    launcher is C, which Triton has compiled at the first launch, and its code is on the GPU."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def submit(self, compiled: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+
+        def readied() -> CompiledKernel:
+            kernel = compiled()
+            driver.set_current_device(device)  # each thread has its own
+            kernel.run  # noqa: B018
+            return kernel
+
+        return self._executor.submit(readied)
+
+
 @contextmanager
 def compiling(executor: Executor) -> Iterator[None]:
     """Launchers that run inside launch nothing: their kernels are compiled, side by side, by
@@ -83,7 +103,7 @@ def compiling(executor: Executor) -> Iterator[None]:
         return
     _here.compiling = True
     try:
-        with AsyncCompileMode(executor), _WritesNothing():
+        with AsyncCompileMode(_Readying(executor)), _WritesNothing():
             yield
     finally:
         _here.compiling = False
