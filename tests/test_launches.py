@@ -678,8 +678,9 @@ def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch):
     assert made == [("compiler_0", 3)]
 
 
-def test_first_calls_do_not_import_the_compiler_of_torch():
-    """That takes seconds: neither what is compiled ahead nor what is recorded asks for it."""
+def test_first_calls_import_nothing_slow():
+    """torch's compiler takes seconds: neither what is compiled ahead nor what is recorded asks for
+    it."""
     code = """
 import sys
 import torch, custom
@@ -688,7 +689,8 @@ out, lse = torch.ones(2, 3, 4, 16), torch.ones(2, 3, 4)
 for _ in range(3):
     with launches._WritesNothing():
         custom.npu_merge_states(out, lse)
-assert "torch._dynamo" not in sys.modules
+slow = {"torch._dynamo", "torch._inductor", "sympy", "onnx", "transformers", "pandas"}
+assert not slow & set(sys.modules)
 """
     chosen = dict(TRITON_INTERPRET="1", CUSTOM_BACKEND="cuda")
     subprocess.run([sys.executable, "-c", code], env=os.environ | chosen, check=True)
