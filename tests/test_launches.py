@@ -656,6 +656,28 @@ def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
     assert x.tolist() == [11, 11, 11]
 
 
+def test_what_triton_does_once_begins_with_the_import_of_kernels(monkeypatch):
+    """Where there is a GPU; a first call waits for it."""
+    assert launches._begin() == []
+    said: list[str] = []
+    go_on = threading.Event()
+
+    def key() -> None:
+        go_on.wait()
+        said.append("key")
+
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(launches, "triton_key", key)
+    monkeypatch.setattr(triton.runtime.driver, "_active", pretended_driver(90))
+    begun = launches._begin()
+    assert begun and not said
+    monkeypatch.setattr(launches, "_begun", begun)
+    go_on.set()
+    with ThreadPoolExecutor(1) as executor, launches.compiling(executor):
+        assert said == ["key"]
+
+
 def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch):
     """Its launcher, compiled C, is made and its code loaded by the thread that compiled it, for the
     GPU of the call: a thread begins with the first one."""
