@@ -333,7 +333,7 @@ def _step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
 
 
 def _sampled(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
-    return sample(case["op"], CPU, dtype, B=case["b"], S=case["s"]), {}
+    return sample(case["op"], CPU, dtype, case["seed"], B=case["b"], S=case["s"]), {}
 
 
 _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
@@ -362,11 +362,20 @@ class Impossible(Exception):
     """No call has these sizes: a step of making a case smaller went too far."""
 
 
+_built: dict[tuple[str, torch.dtype], tuple[Arguments, Garbage]] = {}
+
+
 def build(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
-    """By keyword, on the CPU."""
-    torch.manual_seed(case["seed"])
-    try:
-        with by_reference():
-            return _BUILD[KIND.get(case["op"], "sample")](case, dtype)
-    except Exception as error:
-        raise Impossible(f"{type(error).__name__}: {error}") from error
+    """By keyword, on the CPU.  Those of the last case are kept, which is checked more than once:
+    nobody writes into them."""
+    of = (str(case), dtype)
+    if of not in _built:
+        if any(case != of[0] for case, _ in _built):
+            _built.clear()
+        torch.default_generator.manual_seed(case["seed"])  # those of devices cost more than a call
+        try:
+            with by_reference():
+                _built[of] = _BUILD[KIND.get(case["op"], "sample")](case, dtype)
+        except Exception as error:
+            raise Impossible(f"{type(error).__name__}: {error}") from error
+    return _built[of]

@@ -96,7 +96,10 @@ def _fused(r: Random, backward: bool) -> Case:
 
 def _chunks(r: Random, backward: bool) -> Case:
     return dict(
-        lengths=[r.choice([0, 1, 5, 64, 70]) for _ in range(r.randint(0, 3))],
+        # the reference takes them token by token: beyond a chunk now and then
+        lengths=[
+            r.choice([0, 1, 2, 5, 9, r.choice([3, 17, 64, 70])]) for _ in range(r.randint(0, 3))
+        ],
         behind=r.randint(0, 3),
         n=r.randint(1, 3),
         groups=r.randint(1, 3),
@@ -127,7 +130,7 @@ def _step(r: Random, backward: bool) -> Case:
 
 
 def _sample(r: Random, backward: bool) -> Case:
-    return dict(b=r.choice([1, 2]), s=r.randint(1, 5))
+    return dict(b=r.choice([0, *[1, 2] * 4]), s=r.choice([*range(8), r.choice([9, 17, 33, 70])]))
 
 
 KIND = {
