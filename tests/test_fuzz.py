@@ -35,6 +35,10 @@ FOUND = [
         op="npu_kv_quant_sparse_flash_attention_lse", seed=1089838665, dtype="float64",
         disguises=[], b=0, s=0,
     )),
+    # scales [T] in place of [T, 1]
+    ("illegal", dict(
+        op="npu_lightning_indexer_prolog_pto", seed=870145361, dtype="float64", disguises=[], b=0, s=0,
+    )),
     # a loss near zero, which the plain call gives with fewer roundings than it may have
     ("legal", dict(
         op="npu_indexer_loss", seed=1225636244, dtype="float32", disguises=["absent", "offset"],
