@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -13,8 +16,9 @@ from custom.dispatch.reference import _selected
 
 from .fuzz import illegal, legal
 from .fuzz import run as fuzz_run
-from .fuzz.draw import COMPILED, KIND, MODELS, draw
-from .fuzz.run import run
+from .fuzz.draw import COMPILED, KIND, draw, models
+from .fuzz.run import LOST, run
+from .fuzz.shares import Shares
 from .fuzz.shrink import outcome, shrunk
 from .support.calls import every_spec
 
@@ -37,7 +41,8 @@ FOUND = [
     )),
     # scales [T] in place of [T, 1]
     ("illegal", dict(
-        op="npu_lightning_indexer_prolog_pto", seed=870145361, dtype="float64", disguises=[], b=0, s=0,
+        op="npu_lightning_indexer_prolog_pto", seed=870145361, dtype="float64", disguises=[], b=0,
+        s=0,
     )),
     # a loss near zero, which the plain call gives with fewer roundings than it may have
     ("legal", dict(
@@ -80,7 +85,7 @@ def test_every_kind_of_case_is_drawn_and_named():
         wide = [draw(op, number, 0, ["float16"], wide=True) for number in range(200)]
         assert len({case["seed"] for case in wide}) == 200
         kernels = {str({n: x for n, x in case.items() if n in COMPILED}) for case in wide}
-        assert 20 < len(kernels) <= MODELS
+        assert models(op) // 2 < len(kernels) <= models(op)
 
 
 @pytest.mark.parametrize("op", KIND)
@@ -102,8 +107,40 @@ def test_a_lost_context_ends_a_run(monkeypatch):
     monkeypatch.setattr(backends.Runner, "run", broken)
     monkeypatch.setattr(fuzz_run, "alive", lambda _: False)
     counts, found = run(op, range(50), 0, "cpu")
-    assert list(found) == [fuzz_run.LOST] and "illegal memory access" in found[fuzz_run.LOST]
+    assert list(found) == [LOST] and "illegal memory access" in found[LOST]
     assert counts == {"legal calls failed": 1}
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1.0])
+def test_every_case_is_in_one_share(seconds, capsys):
+    """Failures are told once an op, and a lost process each time."""
+    ops, taken = ["npu_sparse_attention_pto", "npu_hadamard"], []
+
+    def runs(op, share, seed, device, *, seconds, known):
+        taken.append((op, [*share]))
+        found = {"legal A": f"{op} fails"} | ({LOST: f"{op} lost"} if 3 in share else {})
+        return Counter(calls=len(share)), {n: x for n, x in found.items() if n not in known}
+
+    shares = Shares(ops, range(100), 0, "cpu", seconds, print)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(shares.work, [runs] * 2))
+    for op in ops:
+        cases = sorted(case for of, share in taken for case in share if of == op)
+        assert cases == [*range(100)] and shares.counts[op] == {"calls": 100}
+        wide = [draw(op, case, 0, ["float16"], wide=True) for case in taken[0][1]]
+        assert len({case["places"] for case in wide}) == 1 or op != taken[0][0]
+    said = capsys.readouterr().out.splitlines()
+    assert sorted(said) == sorted(
+        line for op in ops for line in (f"{op} fails", f"{op} lost", f"{op}: 100 calls")
+    )
+    if seconds < math.inf:  # by turns
+        assert {op for op, _ in taken[:2]} == {*ops}
+
+
+def test_what_the_seconds_leave_is_not_called(capsys):
+    shares = Shares(["npu_hadamard"], range(100), 0, "cpu", 0.0, print)
+    assert shares.run(1)
+    assert capsys.readouterr().out == "npu_hadamard: not called\n"
 
 
 def test_a_mistake_is_found_and_made_small(monkeypatch):

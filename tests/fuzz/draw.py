@@ -168,7 +168,7 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
 # what kernels of a GPU are written for, in place of what was drawn
 _WIDE: dict[str, Callable[[Random], Case]] = {
     "layer": lambda r: dict(
-        h=256, ranks=256, n=r.choice([8, 16]), plain=r.choice([128, 192]), rank=512, rotary=64,
+        h=128, ranks=128, n=r.choice([8, 16]), plain=r.choice([128, 192]), rank=512, rotary=64,
         index_heads=r.choice([32, 64]), index_size=128, weights=r.choice(["nz", "flat"]),
     ),
     "indexer": lambda r: dict(n=r.choice([32, 64]), d=128, k=r.choice([16, 64])),
@@ -183,18 +183,26 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
         **dict.fromkeys(("d", "dv"), r.choice([64, 128, 256])),
     ),
     "step": lambda r: dict(k=128, v=128),
-    "chunks": lambda r: dict(lengths=[r.choice([0, 64, 130]) for _ in range(2)], dk=128, dv=128),
+    "chunks": lambda r: dict(
+        lengths=[r.choice([1, 64, 65, 130]), r.choice([0, 3, 16])], dk=128, dv=128
+    ),
 }  # fmt: skip
 
 
-# what kernels are compiled for: cases on a GPU share those of MODELS cases, and what was compiled
+# what kernels are compiled for: cases on a GPU share those of a few, and what was compiled
 COMPILED = {
     *("dtype", "layouts", "mode", "block", "own_value", "sinks", "lse", "packed", "causal"),
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("kda", "norm", "state", "gates"),
 }
-MODELS = 32
+MODELS, _FEWER = 16, {"layer": 8, "loss": 8}  # these compile most
+_SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well
+
+
+def models(op: str) -> int:
+    """Cases whose numbers differ by a multiple of it share what is compiled on a GPU."""
+    return _FEWER.get(KIND.get(op, "sample"), MODELS)
 
 
 def draw(op: str, number: int, seed: int, dtypes: list[str], wide: bool = False) -> Case:
@@ -212,7 +220,15 @@ def draw(op: str, number: int, seed: int, dtypes: list[str], wide: bool = False)
         )
         return case | _WIDE[kind](r) if wide and number % 2 and kind in _WIDE else case
 
+    case = drawn(number)
     if not wide:
-        return drawn(number)
-    model = drawn(number % MODELS).items()
-    return drawn(number) | {name: value for name, value in model if name in COMPILED}
+        return case
+    model = drawn(number % models(op))
+    # a kernel is compiled for dtypes and for alignment
+    seen = {each: model if each in ("int64", "strided", "offset") else case for each in DISGUISES}
+    return (
+        case
+        | {name: value for name, value in model.items() if name in COMPILED}
+        | dict(disguises=[each for each, of in seen.items() if each in of["disguises"]])
+        | dict(places=model["seed"], spoiling=model["seed"] + number // models(op) % _SPOILED)
+    )

@@ -77,7 +77,7 @@ _FLOATS = [-1.0, 0.0, 1e-30, 1e30, float("nan"), float("inf")]
 
 def spoiled(case: Case, arguments: dict[str, Any]) -> tuple[str, str, Any]:
     """(argument, how, what it is now)."""
-    r = Random(case["seed"])
+    r = Random(case.get("spoiling", case["seed"]))
     name = r.choice(sorted(arguments))
     value = arguments[name]
     if isinstance(value, Tensor) and value.ndim:

@@ -69,9 +69,9 @@ def _strided(x: Tensor, r: Random) -> Tensor:
 
 def _offset(x: Tensor, r: Random) -> Tensor:
     """At an address that no allocator would give, with its strides kept."""
+    steps = r.choice([1, 3, 8])
     if x.numel() == 0:
         return x
-    steps = r.choice([1, 3, 8])
     reach = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     base = x.new_full((steps + reach,), float("nan") if x.is_floating_point() else -3)
     return base.as_strided(x.shape, x.stride(), steps).copy_(x)
@@ -93,6 +93,8 @@ def disguised(
     if "int64" in chosen:
         out = each_tensor(out, _wider)
     out = each_tensor(out, lambda _, x: x.to(device, copy=True))
+    if "places" in case:  # alike where they are to share what is compiled
+        r = Random(case["places"])
     for kind, change in (("strided", _strided), ("offset", _offset)):
         if kind in chosen:
             out = each_tensor(out, lambda _, x, f=change: f(x, r) if r.random() < 0.5 else x)
