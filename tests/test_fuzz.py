@@ -44,6 +44,12 @@ FOUND = [
         op="npu_lightning_indexer_prolog_pto", seed=870145361, dtype="float64", disguises=[], b=0,
         s=0,
     )),
+    # NaN in a token of no sequence came out of the norm's gradient, and of the gate's
+    ("legal", dict(
+        op="npu_chunk_kda_grad", seed=581836912, dtype="float64", disguises=["garbage"],
+        lengths=[1], packed=True, h=1, groups=1, k=1, v=1, before=0, behind=1, state=False,
+        layout="vk", gate="bounded", bias=True, norm=True,
+    )),
     # a loss near zero, which the plain call gives with fewer roundings than it may have
     ("legal", dict(
         op="npu_indexer_loss", seed=1225636244, dtype="float32", disguises=["absent", "offset"],

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from ..support.kda import BOUNDED, GIVEN, PLAIN, SOFTPLUS
+
 Case = dict[str, Any]
 DISGUISES = ("int64", "garbage", "absent", "strided", "offset")
 
@@ -94,12 +96,14 @@ def _fused(r: Random, backward: bool) -> Case:
     )
 
 
+def _lengths(r: Random) -> list[int]:
+    """References take them token by token: beyond a chunk now and then."""
+    return [r.choice([0, 1, 2, 5, 9, r.choice([3, 17, 64, 70])]) for _ in range(r.randint(0, 3))]
+
+
 def _chunks(r: Random, backward: bool) -> Case:
     return dict(
-        # the reference takes them token by token: beyond a chunk now and then
-        lengths=[
-            r.choice([0, 1, 2, 5, 9, r.choice([3, 17, 64, 70])]) for _ in range(r.randint(0, 3))
-        ],
+        lengths=_lengths(r),
         behind=r.randint(0, 3),
         n=r.randint(1, 3),
         groups=r.randint(1, 3),
@@ -107,6 +111,39 @@ def _chunks(r: Random, backward: bool) -> Case:
         dv=r.choice([8, 16, 40]),
         state=r.random() < 0.7,
         gates=r.random() < 0.8,
+    )
+
+
+def _kda(r: Random, backward: bool) -> Case:
+    return dict(
+        lengths=_lengths(r),
+        packed=r.random() < 0.7,
+        h=r.randint(1, 2),
+        groups=r.randint(1, 3),
+        k=r.choice([16, 24, 32]),
+        v=r.choice([8, 16, 40]),
+        before=r.choice([0, 0, 2]),
+        behind=r.randint(0, 2),
+        state=r.random() < 0.7,
+        layout=r.choice(["kv", "vk"]),
+        gate=r.choice([GIVEN, SOFTPLUS, BOUNDED, PLAIN]),
+        bias=r.random() < 0.5,
+        norm=r.random() < 0.5,
+    )
+
+
+def _convolution(r: Random, backward: bool) -> Case:
+    lengths = _lengths(r)
+    return dict(
+        lengths=lengths,
+        packed=not lengths or r.random() < 0.7,
+        d=r.choice([1, 8, 40, 64]),
+        w=r.randint(2, 4),
+        before=r.choice([0, 0, 2]),
+        behind=r.randint(0, 2),
+        history=r.random() < 0.7,
+        bias=r.random() < 0.5,
+        activation=r.choice([None, "silu"]),
     )
 
 
@@ -151,6 +188,10 @@ KIND = {
     "npu_fused_sigmoid_gating_delta_rule_update": "step",
     "npu_chunk_gated_delta_rule": "chunks",
     "npu_chunk_gated_delta_rule_grad": "chunks",
+    "npu_chunk_kda": "kda",
+    "npu_chunk_kda_grad": "kda",
+    "npu_causal_conv1d": "convolution",
+    "npu_causal_conv1d_grad": "convolution",
 }
 _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "layer": _layer,
@@ -161,6 +202,8 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "fused": _fused,
     "step": _step,
     "chunks": _chunks,
+    "kda": _kda,
+    "convolution": _convolution,
     "sample": _sample,
 }
 
@@ -186,6 +229,10 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
     "chunks": lambda r: dict(
         lengths=[r.choice([1, 64, 65, 130]), r.choice([0, 3, 16])], dk=128, dv=128
     ),
+    "kda": lambda r: dict(
+        lengths=[r.choice([1, 64, 65, 130]), r.choice([0, 3, 16])], packed=True, k=128, v=128
+    ),
+    "convolution": lambda r: dict(lengths=[r.choice([1, 64, 300]), r.choice([0, 3])], d=256),
 }  # fmt: skip
 
 
@@ -194,7 +241,7 @@ COMPILED = {
     *("dtype", "layouts", "mode", "block", "own_value", "sinks", "lse", "packed", "causal"),
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
-    *("kda", "norm", "state", "gates"),
+    *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 MODELS, _FEWER = 16, {"layer": 8, "loss": 8}  # these compile most
 _SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well
