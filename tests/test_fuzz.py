@@ -16,6 +16,7 @@ from custom.dispatch.reference import _selected
 
 from .fuzz import illegal, legal
 from .fuzz import run as fuzz_run
+from .fuzz.build import build
 from .fuzz.draw import COMPILED, KIND, draw, models
 from .fuzz.run import LOST, run
 from .fuzz.shares import Shares
@@ -101,6 +102,8 @@ def test_wide_cases_are_legal(op):
         case = draw(op, number, 3, ["float32"], wide=True)
         assert case != draw(op, number, 3, ["float32"])
         assert legal.check(case, CPU) == "right"
+    for number in range(40):  # whatever of a model and of a case comes together
+        build(draw(op, number, 3, ["float16"], wide=True), torch.float16)
 
 
 def test_a_lost_context_ends_a_run(monkeypatch):

@@ -354,15 +354,16 @@ def _kda(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
 
 def _convolution(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     names = ("packed", "before", "behind", "history", "bias", "activation")
+    lengths = _equal(case) or (() if case["packed"] else (0,))
     whole = convolution.Whole(
-        _equal(case), D=case["d"], W=case["w"], **{name: case[name] for name in names}
+        lengths, D=case["d"], W=case["w"], **{name: case[name] for name in names}
     )
     drawn = whole.arguments()
     garbage = _unowned(drawn, case, ("x",), 0)
     given = whole.moved(drawn, dtype, CPU)
     if case["op"].endswith("_grad"):
         given["d_out"] = torch.randn(drawn["x"].shape, dtype=torch.float64).to(dtype)
-        final = len(case["lengths"]), case["w"] - 1, case["d"]
+        final = len(lengths), case["w"] - 1, case["d"]
         given["d_final_states"] = torch.randn(*final, dtype=torch.float64).to(dtype)
     return given, garbage
 
