@@ -95,6 +95,22 @@ def test_every_kind_of_case_is_drawn_and_named():
         assert models(op) // 2 < len(kernels) <= models(op)
 
 
+@every_spec
+def test_none_one_odd_and_many_tokens_are_drawn(spec):
+    def tokens(case):
+        if case.get("lengths") or ("lengths" in case and "t" not in case):
+            return sum(case["lengths"])
+        each = case["rows"] if "rows" in case else [case.get("t", case.get("s"))]
+        return sum(each) if case.get("packed", "rows" in case) else case["b"] * each[0]
+
+    every = [tokens(draw(spec.name, number, 0, ["float32"])) for number in range(400)]
+    for some in (0, 1):
+        assert 4 <= every.count(some) <= 120
+    assert sum(count % 2 for count in every) > 60
+    whole = KIND.get(spec.name) in ("layer", "step")  # their steps have few
+    assert max(every) >= (9 if whole else 33)
+
+
 @pytest.mark.parametrize("op", KIND)
 def test_wide_cases_are_legal(op):
     """Those of GPUs, by the reference."""

@@ -17,7 +17,7 @@ DISGUISES = ("int64", "garbage", "absent", "strided", "offset")
 def _layer(r: Random, backward: bool) -> Case:
     nd = r.random() < 0.3
     return dict(
-        b=r.choice([0, 1, 1, 2, 3]),
+        b=r.choice([0, *[1, 2, 3] * 3]),
         s=r.choice([1, 1, 2, 3]),
         h=r.choice([40, 72] if nd else [16, 64, 80]),
         ranks=r.choice([24, 40] if nd else [16, 48]),
@@ -36,13 +36,13 @@ def _layer(r: Random, backward: bool) -> Case:
 
 
 def _ragged(r: Random, backward: bool) -> Case:
-    requests = r.randint(0, 3)
+    requests = r.choice([0, *[1, 2, 3] * 4])
     layouts = [("BSND", "BSND"), ("TND", "TND")]
     layouts += [] if backward else [("BSND", "PA_BSND"), ("TND", "PA_BSND")]
     return dict(
         layouts=r.choice(layouts),
-        rows=[r.randint(0, 4) for _ in range(requests)],
-        keys=[r.choice([0, 1, 2, 17, r.randint(3, 40)]) for _ in range(requests)],
+        rows=[r.choice([0, 1, 1, 2, 3, 4, r.choice([17, 33])]) for _ in range(requests)],
+        keys=[r.choice([0, 1, 2, 17, r.randint(3, 40), 65]) for _ in range(requests)],
         spare=r.randint(0, 2),
         n=r.choice([1, 2, 3, 4, 16]),
         d=r.choice([16, 32, 48, 64]),
@@ -68,10 +68,10 @@ def _kl_loss(r: Random, backward: bool) -> Case:
 
 def _loss(r: Random, backward: bool) -> Case:
     return dict(
-        b=r.randint(0, 2),
+        b=r.choice([0, *[1, 2] * 4]),
         n=r.randint(1, 5),
-        s=r.randint(0, 6),
-        s2=r.choice([0, 1, 9, 30]),
+        s=r.choice([0, *[1, 2, 3, 5] * 2, 17]),
+        s2=r.choice([0, 1, 9, 30, 70]),
         d=r.choice([16, 24, 64]),
         dr=r.choice([0, 16]),
         k=r.choice([1, 6, 20]),
@@ -82,11 +82,11 @@ def _loss(r: Random, backward: bool) -> Case:
 
 def _fused(r: Random, backward: bool) -> Case:
     return dict(
-        b=r.randint(0, 2),
+        b=r.choice([0, *[1, 2] * 4]),
         groups=r.randint(1, 3),
         hk=r.randint(1, 3),
-        rows=[r.choice([0, 1, 7, 33]) for _ in range(r.randint(1, 3))],
-        keys=[r.choice([0, 1, 9, 40]) for _ in range(3)],
+        rows=[r.choice([0, 1, 2, 7, 33, 70]) for _ in range(r.randint(1, 3))],
+        keys=[r.choice([0, 1, 2, 9, 40, 130]) for _ in range(3)],
         spare=r.randint(0, 2),
         packed=r.random() < 0.5,
         d=r.choice([16, 24, 64]),
@@ -98,7 +98,8 @@ def _fused(r: Random, backward: bool) -> Case:
 
 def _lengths(r: Random) -> list[int]:
     """References take them token by token: beyond a chunk now and then."""
-    return [r.choice([0, 1, 2, 5, 9, r.choice([3, 17, 64, 70])]) for _ in range(r.randint(0, 3))]
+    sequences = r.choice([0, *[1, 2, 3] * 4])
+    return [r.choice([0, 1, 2, 5, 9, r.choice([3, 17, 64, 70])]) for _ in range(sequences)]
 
 
 def _chunks(r: Random, backward: bool) -> Case:
@@ -166,7 +167,8 @@ def _step(r: Random, backward: bool) -> Case:
 
 
 def _sample(r: Random, backward: bool) -> Case:
-    return dict(b=r.choice([0, *[1, 2] * 4]), s=r.choice([*range(8), r.choice([9, 17, 33, 70])]))
+    few, many = range(1, 8), r.choice([9, 17, 33, 70])
+    return dict(b=r.choice([0, *[1, 2] * 6]), s=r.choice([0, *few, *few, many, many]))
 
 
 KIND = {
