@@ -89,10 +89,10 @@ def test_every_kind_of_case_is_drawn_and_named():
         cases = [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert cases == [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert len({str(case) for case in cases}) == 20
-        wide = [draw(op, number, 0, ["float16"], wide=True) for number in range(200)]
+        wide = [draw(op, number, 0, ["float16"], most=16) for number in range(200)]
         assert len({case["seed"] for case in wide}) == 200
         kernels = {str({n: x for n, x in case.items() if n in COMPILED}) for case in wide}
-        assert models(op) // 2 < len(kernels) <= models(op)
+        assert models(op, 16) // 2 < len(kernels) <= models(op, 16)
 
 
 @every_spec
@@ -115,11 +115,11 @@ def test_none_one_odd_and_many_tokens_are_drawn(spec):
 def test_wide_cases_are_legal(op):
     """Those of GPUs, by the reference."""
     for number in (1, 3):
-        case = draw(op, number, 3, ["float32"], wide=True)
+        case = draw(op, number, 3, ["float32"], most=16)
         assert case != draw(op, number, 3, ["float32"])
         assert legal.check(case, CPU) == "right"
     for number in range(40):  # whatever of a model and of a case comes together
-        build(draw(op, number, 3, ["float16"], wide=True), torch.float16)
+        build(draw(op, number, 3, ["float16"], most=16), torch.float16)
 
 
 def test_a_lost_context_ends_a_run(monkeypatch):
@@ -141,7 +141,7 @@ def test_every_case_is_in_one_share(seconds, capsys):
     """Failures are told once an op, and a lost process each time."""
     ops, taken = ["npu_sparse_attention_pto", "npu_hadamard"], []
 
-    def runs(op, share, seed, device, *, seconds, known):
+    def runs(op, share, seed, device, *, seconds, known, most):
         taken.append((op, [*share]))
         found = {"legal A": f"{op} fails"} | ({LOST: f"{op} lost"} if 3 in share else {})
         return Counter(calls=len(share)), {n: x for n, x in found.items() if n not in known}
@@ -152,7 +152,7 @@ def test_every_case_is_in_one_share(seconds, capsys):
     for op in ops:
         cases = sorted(case for of, share in taken for case in share if of == op)
         assert cases == [*range(100)] and shares.counts[op] == {"calls": 100}
-        wide = [draw(op, case, 0, ["float16"], wide=True) for case in taken[0][1]]
+        wide = [draw(op, case, 0, ["float16"], most=16) for case in taken[0][1]]
         assert len({case["places"] for case in wide}) == 1 or op != taken[0][0]
     said = capsys.readouterr().out.splitlines()
     assert sorted(said) == sorted(

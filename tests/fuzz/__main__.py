@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """python -m tests.fuzz OP[,OP..]|all [--cases 500] [--seed 0] [--device cpu|cuda|npu|interpret]
-                                     [--processes 16] [--seconds 60] [--only N]
+                                     [--processes 16] [--seconds 60]
+                                     [--models 16] [--only N]
 
 `interpret` runs the CUDA kernels on the CPU, by Triton's interpreter.  Every failure is made small
 and printed as a line for `FOUND` of tests/test_fuzz.py.  A process that dies has last printed the
@@ -24,6 +25,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda", "npu", "interpret"], default="cpu")
     parser.add_argument("--processes", type=int, default=1, help="side by side, on all GPUs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of them all")
+    parser.add_argument("--models", type=int, default=16, help="compiled on a GPU, an op at most")
     parser.add_argument("--only", type=int, help="this case alone")
     return parser.parse_args()
 
@@ -50,7 +52,8 @@ def main() -> int:
         if sys.stderr.isatty():
             print(f"\r{text}  ", end="", file=sys.stderr, flush=True)
 
-    shares = Shares(ops, numbers, options.seed, options.device, options.seconds, progress)
+    which = ops, numbers, options.seed, options.device
+    shares = Shares(*which, options.seconds, progress, options.models)
     return int(not shares.run(options.processes))
 
 

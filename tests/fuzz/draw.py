@@ -237,25 +237,25 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
 }  # fmt: skip
 
 
-# what kernels are compiled for: cases on a GPU share those of a few, and what was compiled
+# what kernels are compiled for: cases on a GPU share those of a few models, and what was compiled
 COMPILED = {
     *("dtype", "layouts", "mode", "block", "own_value", "sinks", "lse", "packed", "causal"),
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
-MODELS, _FEWER = 16, {"layer": 8, "loss": 8, "kda": 8}  # these compile most
+_COMPILE_MOST = ("layer", "loss", "kda")
 _SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well
 
 
-def models(op: str) -> int:
-    """Cases whose numbers differ by a multiple of it share what is compiled on a GPU."""
-    return _FEWER.get(KIND.get(op, "sample"), MODELS)
+def models(op: str, most: int) -> int:
+    """Of `most`: cases whose numbers differ by a multiple of it share what is compiled."""
+    return max(2, most // 2) if KIND.get(op) in _COMPILE_MOST else most
 
 
-def draw(op: str, number: int, seed: int, dtypes: list[str], wide: bool = False) -> Case:
-    """Case `number` of a run; for a GPU, every other one `wide`.  An op that is not listed is
-    called with its sample."""
+def draw(op: str, number: int, seed: int, dtypes: list[str], most: int = 0) -> Case:
+    """Case `number` of a run; for a GPU, of `most` models, every other one wide.  An op that is not
+    listed is called with its sample."""
 
     def drawn(number: int) -> Case:
         r = Random(f"{op} {seed} {number}")
@@ -266,17 +266,18 @@ def draw(op: str, number: int, seed: int, dtypes: list[str], wide: bool = False)
         case = dict(
             op=op, seed=r.randrange(2**31), dtype=r.choice(dtypes), disguises=disguises, **sizes
         )
-        return case | _WIDE[kind](r) if wide and number % 2 and kind in _WIDE else case
+        return case | _WIDE[kind](r) if most and number % 2 and kind in _WIDE else case
 
     case = drawn(number)
-    if not wide:
+    if not most:
         return case
-    model = drawn(number % models(op))
+    count = models(op, most)
+    model = drawn(number % count)
     # a kernel is compiled for dtypes and for alignment
     seen = {each: model if each in ("int64", "strided", "offset") else case for each in DISGUISES}
     return (
         case
         | {name: value for name, value in model.items() if name in COMPILED}
         | dict(disguises=[each for each, of in seen.items() if each in of["disguises"]])
-        | dict(places=model["seed"], spoiling=model["seed"] + number // models(op) % _SPOILED)
+        | dict(places=model["seed"], spoiling=model["seed"] + number // count % _SPOILED)
     )

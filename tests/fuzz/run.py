@@ -26,6 +26,7 @@ def run(
     progress: Callable[[str], Any] = lambda _: None,
     seconds: float = inf,
     known: Container[str] = (),
+    most: int = 16,
 ) -> tuple[Counter[str], dict[str, str]]:
     """Counts, and a line for `FOUND` by kind of failure not known; ends when the seconds are over,
     or with the device's context."""
@@ -44,7 +45,7 @@ def run(
     for number in numbers:
         if time.monotonic() > end:
             break
-        case = draw(op, number, seed, kinds, wide=device not in ("cpu", "interpret"))
+        case = draw(op, number, seed, kinds, 0 if where.type == "cpu" else most)
         progress(f"{op} {number}")
         for which, check in checks.items():
             answer, error = outcome(check, case)

@@ -66,15 +66,17 @@ class Shares:
     device: str
     seconds: float
     progress: Callable[[str], Any]
+    most: int = 16  # models of an op
 
     def __post_init__(self) -> None:
         self.end = time.monotonic() + self.seconds
         self.lock = Lock()
         self.counts: dict[str, Counter[str]] = {op: Counter() for op in self.ops}
         self.known: dict[str, set[str]] = {op: set() for op in self.ops}
-        every = [
-            (op, self.numbers[i :: models(op)], i) for op in self.ops for i in range(models(op))
-        ]
+        every = []
+        for op in self.ops:
+            count = models(op, self.most)
+            every += [(op, self.numbers[i::count], i) for i in range(count)]
         if self.seconds < inf:  # so that each op has about as many when it is over
             every.sort(key=lambda x: x[2])
         self.left = deque((op, share) for op, share, _ in every if share)
@@ -87,7 +89,8 @@ class Shares:
                     break
                 op, share = self.left.popleft()
             known = frozenset(self.known[op])
-            counts, found = runs(op, share, self.seed, self.device, seconds=left, known=known)
+            which = op, share, self.seed, self.device
+            counts, found = runs(*which, seconds=left, known=known, most=self.most)
             with self.lock:
                 self._note(op, counts, found)
 
