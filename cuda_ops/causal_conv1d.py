@@ -21,20 +21,8 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import gpu, launches
-from .common.convolution import row_at, sigmoid, standing, taps_of, value_at
+from .common.convolution import before, row_at, sigmoid, standing, taps_of, value_at
 from .common.lengths import within
-
-
-@triton.jit
-def _before(x, history, n, there, h_sequence):
-    """(the history of a sequence, whether there is any)."""
-    if history is not None:
-        row = history + n.to(tl.int64) * h_sequence
-        live = there
-    else:
-        row = x
-        live = there & (n < 0)
-    return row, live
 
 
 @triton.jit
@@ -64,7 +52,7 @@ def _final_states(
         start = n * 0
         size = length
     of_x = x + row_at(n, n * 0, start, x_batch, x_row, VARLEN)
-    row, live = _before(x, history, n, n >= 0, h_sequence)
+    row, live = before(x, history, n, n >= 0, h_sequence)
     for column in tl.static_range(W - 1):
         position = size.to(tl.int64) + (column - (W - 1))
         value = value_at(of_x, row, position, W - 1, d, on, live, x_row, h_column, h_channel)
@@ -99,7 +87,7 @@ def _convolve(
         if there & (position + BT <= size):
             place = position.to(tl.int64)
             of_x = x + row_at(n, n * 0, first - position, x_batch, x_row, VARLEN)
-            row, live = _before(x, history, n, there, h_sequence)
+            row, live = before(x, history, n, there, h_sequence)
             rows = ()
             for back in tl.static_range(W - 1):
                 at = place + (back - (W - 1))
@@ -126,7 +114,7 @@ def _convolve(
                 if there:
                     place = position.to(tl.int64)
                     of_x = x + row_at(n, n * 0, token - position, x_batch, x_row, VARLEN)
-                    row, live = _before(x, history, n, there, h_sequence)
+                    row, live = before(x, history, n, there, h_sequence)
                     total = start
                     now = total
                     for back in tl.static_range(W):

@@ -56,6 +56,11 @@ def test_rows_are_loaded_before_the_first_product(monkeypatch):
     assert kernel.metadata.num_warps == 4
     ptx = kernel.asm["ptx"]
     assert ptx.count("ld.global.v2.b32") >= 16 and ".local" not in ptx
+    compiled.clear()
+    x = case.moved(case.arguments(), torch.bfloat16, "cpu")
+    grad.backward(**x, d_out=torch.empty_like(x["x"]), d_final_states=None)
+    ptx = compiled[0].asm["ptx"]  # 8 rows of x and of d_out, and the three behind
+    assert ptx.count("ld.global.v2.b32") >= 22 and ".local" not in ptx
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")

@@ -62,6 +62,18 @@ def row_at(sequence, position, token, batch_stride, row_stride, VARLEN: tl.const
 
 
 @triton.jit
+def before(x, history, n, there, h_sequence):
+    """(the history of a sequence, whether there is any)."""
+    if history is not None:
+        row = history + n.to(tl.int64) * h_sequence
+        live = there
+    else:
+        row = x
+        live = there & (n < 0)
+    return row, live
+
+
+@triton.jit
 def value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
     """What stands at a position [BD], as float32: a token's number, or that of a `live` row of a
     pool, of which the first `reach` columns count; zeros before everything."""
