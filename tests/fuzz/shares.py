@@ -20,6 +20,7 @@ import torch
 from .draw import models
 from .run import LOST, run
 
+_TURN = 50  # cases
 _BEYOND = 20  # seconds after the end, when a process that has not come back hangs
 Found = tuple[Counter[str], dict[str, str]]
 
@@ -58,7 +59,7 @@ class _Process:
 
 @dataclass
 class Shares:
-    """Cases that share what is compiled are one share, of one process."""
+    """Cases that share what is compiled are together in one, or begin in one of their own."""
 
     ops: list[str]
     numbers: range
@@ -73,13 +74,19 @@ class Shares:
         self.lock = Lock()
         self.counts: dict[str, Counter[str]] = {op: Counter() for op in self.ops}
         self.known: dict[str, set[str]] = {op: set() for op in self.ops}
+        # by turns where time is short, so that each op has about as many when it is over
+        size = _TURN if self.seconds < inf else len(self.numbers)
         every = []
         for op in self.ops:
             count = models(op, self.most)
-            every += [(op, self.numbers[i::count], i) for i in range(count)]
-        if self.seconds < inf:  # so that each op has about as many when it is over
-            every.sort(key=lambda x: x[2])
-        self.left = deque((op, share) for op, share, _ in every if share)
+            for model in range(count):
+                cases = self.numbers[model::count]
+                every += [
+                    (at, model, op, cases[at : at + size]) for at in range(0, len(cases), size)
+                ]
+        if self.seconds < inf:
+            every.sort(key=lambda x: x[:2])
+        self.left = deque((op, share) for _, _, op, share in every)
         self.open = Counter(op for op, _ in self.left)
 
     def work(self, runs: Callable[..., Found]) -> None:
