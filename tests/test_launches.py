@@ -8,8 +8,10 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -41,6 +43,7 @@ from triton.runtime.jit import KernelInterface
 from custom.bench import attention, case, convolution, delta_rule, indexer_loss, sparse_attention
 
 from .support.compile_for_hopper import address
+from .support.compile_for_hopper import driver as pretended_driver
 
 DECODE = "npu_fused_sigmoid_gating_delta_rule_update"
 FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"
@@ -619,7 +622,11 @@ def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
             said.append(f"asked for {self.name}")
             if self.name not in compiled:
                 compiled.add(self.name)
-                _async_compile.active_mode.get().executor.submit(said.append, "compiled")
+                _async_compile.active_mode.get().executor.submit(self.compiled)
+
+        def compiled(self) -> SimpleNamespace:
+            said.append("compiled")
+            return SimpleNamespace(run=None)
 
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *args, **named: said.append(f"launched {self.name}")
@@ -636,6 +643,7 @@ def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
         assert said[-2:] == ["launched both", f"launched {phase}"]
         return sorted(said[:-2])
 
+    monkeypatch.setattr(triton.runtime.driver, "_active", pretended_driver(90))
     monkeypatch.setattr(launches, "_ALONE", False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     x = torch.zeros(3)
@@ -648,8 +656,53 @@ def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
     assert x.tolist() == [11, 11, 11]
 
 
-def test_first_calls_do_not_import_the_compiler_of_torch():
-    """That takes seconds: neither what is compiled ahead nor what is recorded asks for it."""
+def test_what_triton_does_once_begins_with_the_import_of_kernels(monkeypatch):
+    """Where there is a GPU; a first call waits for it."""
+    assert launches._begin() == []
+    said: list[str] = []
+    go_on = threading.Event()
+
+    def key() -> None:
+        go_on.wait()
+        said.append("key")
+
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(launches, "triton_key", key)
+    monkeypatch.setattr(triton.runtime.driver, "_active", pretended_driver(90))
+    begun = launches._begin()
+    assert begun and not said
+    monkeypatch.setattr(launches, "_begun", begun)
+    go_on.set()
+    with ThreadPoolExecutor(1) as executor, launches.compiling(executor):
+        assert said == ["key"]
+
+
+def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch):
+    """Its launcher, compiled C, is made and its code loaded by the thread that compiled it, for the
+    GPU of the call: a thread begins with the first one."""
+    here = threading.local()
+    made: list[tuple[str, int]] = []
+
+    class Compiled:
+        @property
+        def run(self) -> None:
+            made.append((threading.current_thread().name, here.device))
+
+    driver = SimpleNamespace(
+        get_current_device=lambda: 3,
+        set_current_device=lambda device: setattr(here, "device", device),
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    compiled = Compiled()
+    with ThreadPoolExecutor(1, "compiler") as executor:
+        assert launches._Readying(executor).submit(lambda: compiled).result() is compiled
+    assert made == [("compiler_0", 3)]
+
+
+def test_first_calls_import_nothing_slow():
+    """torch's compiler takes seconds: neither what is compiled ahead nor what is recorded asks for
+    it."""
     code = """
 import sys
 import torch, custom
@@ -658,7 +711,8 @@ out, lse = torch.ones(2, 3, 4, 16), torch.ones(2, 3, 4)
 for _ in range(3):
     with launches._WritesNothing():
         custom.npu_merge_states(out, lse)
-assert "torch._dynamo" not in sys.modules
+slow = {"torch._dynamo", "torch._inductor", "sympy", "onnx", "transformers", "pandas"}
+assert not slow & set(sys.modules)
 """
     chosen = dict(TRITON_INTERPRET="1", CUSTOM_BACKEND="cuda")
     subprocess.run([sys.executable, "-c", code], env=os.environ | chosen, check=True)

@@ -36,6 +36,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.cache import triton_key
 
 from ...dispatch.common import memory
 from ...dispatch.common.modes import Mode
@@ -74,6 +75,42 @@ class _WritesNothing(Mode):
         return args[0] if func._schema.is_mutable else func(*args, **(kwargs or {}))
 
 
+def _begin() -> list[threading.Thread]:
+    """What Triton does once in a process, in tenths of a second each: a hash of itself, which is in
+    the key of every kernel, and its driver, which is C.  Begun while an op's kernels are imported.
+    """
+    if gpu.INTERPRETED or not torch.cuda.is_initialized():
+        return []
+    parts = triton_key, lambda: triton.runtime.driver.active
+    threads = [threading.Thread(target=part, daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+_begun = _begin()
+
+
+class _Readying:
+    """Of an executor what Triton asks for; a kernel that it compiled can be launched at once: its
+    launcher is C, which Triton has compiled at the first launch, and its code is on the GPU."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def submit(self, compiled: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+
+        def readied() -> CompiledKernel:
+            kernel = compiled()
+            driver.set_current_device(device)  # each thread has its own
+            kernel.run  # noqa: B018
+            return kernel
+
+        return self._executor.submit(readied)
+
+
 @contextmanager
 def compiling(executor: Executor) -> Iterator[None]:
     """Launchers that run inside launch nothing: their kernels are compiled, side by side, by
@@ -81,9 +118,11 @@ def compiling(executor: Executor) -> Iterator[None]:
     if gpu.INTERPRETED:
         yield
         return
+    for thread in _begun:
+        thread.join()
     _here.compiling = True
     try:
-        with AsyncCompileMode(executor), _WritesNothing():
+        with AsyncCompileMode(_Readying(executor)), _WritesNothing():
             yield
     finally:
         _here.compiling = False

@@ -109,15 +109,15 @@ def _inside(lo, hi, d1, d2):
 
 
 @gluon.jit
-def _first_cuts(lo, hi, k, above, TAIL: gl.constexpr):
-    """Of the range of values: thirds; of a TAIL, whose density falls as an exponential, a guess."""
+def _first_cuts(lo, hi, k, above, tail):
+    """Of the range of values: thirds; of a tail, whose density falls as an exponential, a guess."""
     low, high = _float(lo), _float(hi - 1)
-    if TAIL:
-        guess = (high - low) * gl.log(above.to(gl.float32) / k.to(gl.float32))
-        guess = guess / gl.log(above.to(gl.float32))
-        return _inside(lo, hi, _ordered(low + 0.75 * guess), _ordered(low + 1.6 * guess))
     step = high * 0.33333334 - low * 0.33333334
-    return _inside(lo, hi, _ordered(low + step), _ordered(high - step))
+    guess = (high - low) * gl.log(above.to(gl.float32) / k.to(gl.float32))
+    guess = guess / gl.log(above.to(gl.float32))
+    first = gl.where(tail, low + 0.75 * guess, low + step)
+    second = gl.where(tail, low + 1.6 * guess, high - step)
+    return _inside(lo, hi, _ordered(first), _ordered(second))
 
 
 @gluon.jit
@@ -152,7 +152,7 @@ def _count_both(key, d1, d2):
 
 
 @gluon.jit
-def _threshold(key, k, slack, lowest, highest, above, TAIL: gl.constexpr):
+def _threshold(key, k, slack, lowest, highest, above, tail):
     """(lo, how many keys reach it): k to k + slack, or more where they are equal.  `above` >= k of
     them, fewer than 2**15, are there.
 
@@ -163,7 +163,7 @@ def _threshold(key, k, slack, lowest, highest, above, TAIL: gl.constexpr):
     below = above * 0
     hit = above >= 0
     if ((hi - lo).to(gl.uint32, bitcast=True) > 1) & (above > k + slack):
-        d1, d2 = _first_cuts(lo, hi, k, above, TAIL)
+        d1, d2 = _first_cuts(lo, hi, k, above, tail)
         n1, n2 = _count_both(key, d1, d2)
         lo, hi, above, below, hit = _narrow(lo, hi, above, below, d1, d2, n1, n2, k, hit)
     while ((hi - lo).to(gl.uint32, bitcast=True) > 1) & (above > k + slack):
@@ -212,13 +212,13 @@ def _store(indices, values, to, pos, key, take, VALUES: gl.constexpr):
 
 
 @gluon.jit
-def _select(key, pos, k, indices, values, TAIL: gl.constexpr, VALUES: gl.constexpr):
+def _select(key, pos, k, indices, values, tail, VALUES: gl.constexpr):
     """Store the k best of a tile of up to 2**13 keys, in the order of their positions; returns how
     many."""
     lowest, highest, all_ = _survey(key)
     k = gl.minimum(k, all_)
     if k > 0:
-        least, reach = _threshold(key, k, k * 0, lowest, highest, all_, TAIL)
+        least, reach = _threshold(key, k, k * 0, lowest, highest, all_, tail)
         take = (key >= least).to(gl.int32)
         if reach > k:  # of equal ones the first
             tie = (key == least).to(gl.int32)
@@ -338,20 +338,17 @@ def _dealt(candidates, counts, CHUNKS: gl.constexpr, ROOM: gl.constexpr, SIZE: g
 
 
 @gluon.jit
-def _select_packed(
-    candidates, counts, total, k, indices, values, CHUNKS: gl.constexpr, ROOM: gl.constexpr,
-    SIZE: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """_select of a row's candidates, up to SIZE, brought together chunk after chunk."""
+def _packed(
+    candidates, counts, total, CHUNKS: gl.constexpr, ROOM: gl.constexpr, SIZE: gl.constexpr
+):
+    """(key, position) of a row's candidates, up to SIZE, brought together chunk after chunk."""
     lane = _lanes(SIZE)
     at = lane
     before = 0
     for chunk in gl.static_range(CHUNKS):
         at = gl.where(lane >= before, lane - before + chunk * ROOM, at)
         before += gl.load(counts + chunk)
-    both = gl.load(candidates + at, mask=lane < total, other=0)
-    key, pos = _apart(both, lane < total)
-    return _select(key, pos, k, indices, values, True, VALUES)
+    return _apart(gl.load(candidates + at, mask=lane < total, other=0), lane < total)
 
 
 @gluon.jit
@@ -395,15 +392,22 @@ def _topk(
         both, there = _dealt(candidates, counts, CHUNKS, ROOM, SIZE)
         total = gl.sum(each, 0)
         most = gl.max(each, 0)
-        if length <= 2 * SIZE:
-            found = _select_short(scores, length, k, indices, values, SIZE, VALUES)
-        elif (total >= k) & (most <= SIZE // CHUNKS):
-            key, pos = _apart(both, there)
-            found = _select(key, pos, k, indices, values, True, VALUES)
-        elif (total >= k) & (most <= ROOM) & (total <= 2 * SIZE):
-            found = _select_packed(
-                candidates, counts, total, k, indices, values, CHUNKS, ROOM, 2 * SIZE, VALUES
-            )
+        # a selection is much code, which compiles for a second: one of each size, of any keys
+        short = length <= 2 * SIZE
+        if (length <= SIZE) | ((~short) & (total >= k) & (most <= SIZE // CHUNKS)):
+            if short:
+                pos = _lanes(SIZE)
+                key = _ordered(_raw(scores, 0, pos, length, False))
+            else:
+                key, pos = _apart(both, there)
+            found = _select(key, pos, k, indices, values, ~short, VALUES)
+        elif short | ((total >= k) & (most <= ROOM) & (total <= 2 * SIZE)):
+            if short:
+                pos = _lanes(2 * SIZE)
+                key = _ordered(_raw(scores, 0, pos, length, False))
+            else:
+                key, pos = _packed(candidates, counts, total, CHUNKS, ROOM, 2 * SIZE)
+            found = _select(key, pos, k, indices, values, ~short, VALUES)
         else:
             found = _select_row(scores, length, k, indices, values, SIZE, VALUES)
     else:

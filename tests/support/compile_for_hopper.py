@@ -22,7 +22,13 @@ def driver(capability):
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         # a key of Triton's caches, beside those of real GPUs
         get_current_device=lambda: f"pretended sm_{capability}",
+        set_current_device=lambda device: None,
         get_current_stream=lambda device: 0,
+        launcher_cls=lambda src, metadata: None,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: dict(max_shared_mem=227 * 1024),
+            load_binary=lambda *_: (None, None, 0, 0, 1024),
+        ),
     )
 
 
