@@ -23,6 +23,10 @@ The first kernel makes T - I and P of all chunks.  The second walks, half of its
 over S and half backward over E, neither of which needs the other; it keeps both for every chunk, in
 the dtype of the query: 2 (T / 64 + sequences) Nv Dk Dv numbers.  The others run over chunks.  No
 sum depends on the order of programs: equal runs give equal gradients.
+
+    condition                                                  kernels
+    as of the forward, and d_out in aligned rows               hopper/chunk_gated_delta_rule_grad.py
+    else                                                       those here
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from ..dispatch.common import memory
 from . import chunk_gated_delta_rule
 from .common import gpu, launches
 from .common.chunks import CHUNK, chunk_rows, heads_of, sequence_lengths, unit_inverse
+from .hopper import chunk_gated_delta_rule_grad as hopper
 
 # a pass of Triton 3.6 and 3.7 fails in _inputs_kernel, at every shape
 _BREAKS_ON_SM_100 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
@@ -458,9 +463,9 @@ def backward(
     scale: float | None,
     g: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    T, N, DK = key.shape
+    DK = key.shape[-1]
     NV, DV = value.shape[1:]
-    half, device, wide = value.dtype, value.device, torch.float32
+    half, device = value.dtype, value.device
 
     def like(x: Tensor | None) -> Tensor:
         return (
@@ -471,13 +476,42 @@ def backward(
 
     grads = tuple(like(x) for x in (query, key, value, beta, initial_state, g))
     d_query, d_key, d_value, d_beta, d_initial, d_g = grads
-    varlen = actual_seq_lengths is not None
-    sequences = actual_seq_lengths.shape[0] if actual_seq_lengths is not None else 1
+    sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
     if sequences * NV * DV * DK == 0:
         for grad in grads:
             grad.zero_()
         return d_query, d_key, d_value, d_beta, d_initial, d_g
     scale = DK**-0.5 if scale is None else scale
+    given = (query, key, value, d_out, d_final_state, beta, initial_state, actual_seq_lengths)
+    fast = hopper.supports(query, key, value, d_out, sequences)
+    (hopper.launch if fast else _plain)(*given, scale, g, *grads)
+    return d_query, d_key, d_value, d_beta, d_initial, d_g
+
+
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    d_out: Tensor,
+    d_final_state: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    scale: float,
+    g: Tensor | None,
+    d_query: Tensor,
+    d_key: Tensor,
+    d_value: Tensor,
+    d_beta: Tensor,
+    d_initial: Tensor,
+    d_g: Tensor,
+) -> None:
+    """Writes all gradients."""
+    T, N, DK = key.shape
+    NV, DV = value.shape[1:]
+    half, device, wide = value.dtype, value.device, torch.float32
+    varlen = actual_seq_lengths is not None
+    sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
     # every sequence may end in a part of a chunk, and so may the tokens behind the last one
     chunks = triton.cdiv(T, CHUNK.value) + (sequences if varlen else 0)
     t, p = (memory.empty((chunks, NV, CHUNK.value, CHUNK.value), half, device) for _ in range(2))
@@ -537,4 +571,3 @@ def backward(
                 actual_seq_lengths, d_rate, d_total, rate_parts, total_parts, d_beta, d_g, T,
                 sequences, BLOCKS=blocks, HEADS=heads, C=constants, num_warps=4,
             )  # fmt: skip
-    return d_query, d_key, d_value, d_beta, d_initial, d_g

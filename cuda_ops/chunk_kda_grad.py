@@ -344,9 +344,11 @@ def _of_norm(x, grad, at, there, row, K: tl.constexpr, K_PAD: tl.constexpr):
     begin in `grad`, row: in x."""
     c = tl.arange(0, K_PAD)
     on = there[:, None] & (c < K)[None, :]
-    x_tile = tl.load(x + row[:, None] + c[None, :], mask=on, other=0.0).to(tl.float32)
     to = grad + at[:, None] + c[None, :]
     tile = tl.load(to, mask=on, other=0.0).to(tl.float32)
+    # nothing stays nothing: a token of no sequence may hold anything
+    some = on & (tl.max((tile != 0).to(tl.int32), 1) > 0)[:, None]
+    x_tile = tl.load(x + row[:, None] + c[None, :], mask=some, other=0.0).to(tl.float32)
     unit = 1.0 / tl.sqrt(tl.sum(x_tile * x_tile, 1) + 1e-6)
     x_tile *= unit[:, None]
     tile = (tile - x_tile * tl.sum(x_tile * tile, 1)[:, None]) * unit[:, None]

@@ -15,7 +15,7 @@ from torch import Tensor
 import custom
 
 from .support.accuracy import assert_close_to_float64, skip_unless_taken
-from .support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, Case
+from .support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case
 
 FORWARD, OP = "npu_chunk_kda", "npu_chunk_kda_grad"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -235,6 +235,22 @@ def test_bounds_beyond_the_tokens_end_with_them(odd, meant, device, backend):
     got = op(**x)
     assert log.calls[OP, backend] == before + 1
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("gate", [SOFTPLUS, BOUNDED])
+def test_tokens_of_no_sequence_may_hold_anything(gate, device, backend):
+    """And get gradients of zero; the gate's parameters none of theirs."""
+    case = Case((5, 3), H=1, HV=2, K=16, V=16, before=2, behind=3, gate=gate)
+    x = case.moved(case.arguments(), torch.float16, device)
+    d_out, d_final = (y.to(device) for y in upstream(x))
+    x |= dict(d_out=d_out.half(), d_final_state=d_final.float())
+    want = getattr(torch.ops.custom, OP)(**x)
+    for name in ("q", "k", "v", "g", "beta", "d_out"):
+        x[name][:, :2] = x[name][:, -3:] = torch.nan
+    got = getattr(torch.ops.custom, OP)(**x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for grad in got[:5]:
+        assert not grad[:, :2].any() and not grad[:, -3:].any()
 
 
 @pytest.mark.parametrize("used", ["out", "state"])

@@ -266,6 +266,29 @@ def test_chunks_of_both_kernels(lengths, monkeypatch):
 
 
 @gpu
+@pytest.mark.parametrize("lengths", [[4000], [1, 900, 0, 64, 2048, 77]], ids=str)
+def test_gradients_of_both_kernels(lengths, monkeypatch):
+    """The kernels for Hopper and those for any GPU, over many chunks."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    x = _prompt(lengths, behind=70)
+    x["d_out"] = torch.randn_like(x["value"])
+    x["d_final_state"] = torch.randn_like(x["initial_state"])
+    taken: list[bool] = []
+    plain = chunk_grad._plain
+    monkeypatch.setattr(chunk_grad, "_plain", lambda *args: taken.append(True) or plain(*args))
+    found = chunk_grad.backward(**x)
+    assert not taken
+    assert all(torch.equal(a, b) for a, b in zip(found, chunk_grad.backward(**x), strict=True))
+    monkeypatch.setattr(chunk_grad.hopper, "supports", lambda *args: False)
+    wanted = chunk_grad.backward(**x)
+    assert taken
+    for got, want in zip(found, wanted, strict=True):
+        error = (got.double() - want.double()).norm() / want.double().norm()
+        assert error < 2**-7  # each rounds its operands to bfloat16
+
+
+@gpu
 @pytest.mark.parametrize("size", [128, 256])
 def test_tiles_of_chunks_agree(size, monkeypatch):
     """Stages and columns of a walk follow a GPU's shared memory; no sum does."""

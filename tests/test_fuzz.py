@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -13,8 +16,10 @@ from custom.dispatch.reference import _selected
 
 from .fuzz import illegal, legal
 from .fuzz import run as fuzz_run
-from .fuzz.draw import COMPILED, KIND, MODELS, draw
-from .fuzz.run import run
+from .fuzz.build import build
+from .fuzz.draw import COMPILED, KIND, draw, models
+from .fuzz.run import LOST, run
+from .fuzz.shares import Shares
 from .fuzz.shrink import outcome, shrunk
 from .support.calls import every_spec
 
@@ -34,6 +39,17 @@ FOUND = [
     ("illegal", dict(
         op="npu_kv_quant_sparse_flash_attention_lse", seed=1089838665, dtype="float64",
         disguises=[], b=0, s=0,
+    )),
+    # scales [T] in place of [T, 1]
+    ("illegal", dict(
+        op="npu_lightning_indexer_prolog_pto", seed=870145361, dtype="float64", disguises=[], b=0,
+        s=0,
+    )),
+    # NaN in a token of no sequence came out of the norm's gradient, and of the gate's
+    ("legal", dict(
+        op="npu_chunk_kda_grad", seed=581836912, dtype="float64", disguises=["garbage"],
+        lengths=[1], packed=True, h=1, groups=1, k=1, v=1, before=0, behind=1, state=False,
+        layout="vk", gate="bounded", bias=True, norm=True,
     )),
     # a loss near zero, which the plain call gives with fewer roundings than it may have
     ("legal", dict(
@@ -73,19 +89,37 @@ def test_every_kind_of_case_is_drawn_and_named():
         cases = [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert cases == [draw(op, number, 0, ["float32"]) for number in range(20)]
         assert len({str(case) for case in cases}) == 20
-        wide = [draw(op, number, 0, ["float16"], wide=True) for number in range(200)]
+        wide = [draw(op, number, 0, ["float16"], most=16) for number in range(200)]
         assert len({case["seed"] for case in wide}) == 200
         kernels = {str({n: x for n, x in case.items() if n in COMPILED}) for case in wide}
-        assert 20 < len(kernels) <= MODELS
+        assert models(op, 16) // 2 < len(kernels) <= models(op, 16)
+
+
+@every_spec
+def test_none_one_odd_and_many_tokens_are_drawn(spec):
+    def tokens(case):
+        if case.get("lengths") or ("lengths" in case and "t" not in case):
+            return sum(case["lengths"])
+        each = case["rows"] if "rows" in case else [case.get("t", case.get("s"))]
+        return sum(each) if case.get("packed", "rows" in case) else case["b"] * each[0]
+
+    every = [tokens(draw(spec.name, number, 0, ["float32"])) for number in range(400)]
+    for some in (0, 1):
+        assert 4 <= every.count(some) <= 120
+    assert sum(count % 2 for count in every) > 60
+    whole = KIND.get(spec.name) in ("layer", "step")  # their steps have few
+    assert max(every) >= (9 if whole else 33)
 
 
 @pytest.mark.parametrize("op", KIND)
 def test_wide_cases_are_legal(op):
     """Those of GPUs, by the reference."""
     for number in (1, 3):
-        case = draw(op, number, 3, ["float32"], wide=True)
+        case = draw(op, number, 3, ["float32"], most=16)
         assert case != draw(op, number, 3, ["float32"])
         assert legal.check(case, CPU) == "right"
+    for number in range(40):  # whatever of a model and of a case comes together
+        build(draw(op, number, 3, ["float16"], most=16), torch.float16)
 
 
 def test_a_lost_context_ends_a_run(monkeypatch):
@@ -98,8 +132,40 @@ def test_a_lost_context_ends_a_run(monkeypatch):
     monkeypatch.setattr(backends.Runner, "run", broken)
     monkeypatch.setattr(fuzz_run, "alive", lambda _: False)
     counts, found = run(op, range(50), 0, "cpu")
-    assert list(found) == [fuzz_run.LOST] and "illegal memory access" in found[fuzz_run.LOST]
+    assert list(found) == [LOST] and "illegal memory access" in found[LOST]
     assert counts == {"legal calls failed": 1}
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1.0])
+def test_every_case_is_in_one_share(seconds, capsys):
+    """Failures are told once an op, and a lost process each time."""
+    ops, taken = ["npu_sparse_attention_pto", "npu_hadamard"], []
+
+    def runs(op, share, seed, device, *, seconds, known, most):
+        taken.append((op, [*share]))
+        found = {"legal A": f"{op} fails"} | ({LOST: f"{op} lost"} if 3 in share else {})
+        return Counter(calls=len(share)), {n: x for n, x in found.items() if n not in known}
+
+    shares = Shares(ops, range(100), 0, "cpu", seconds, print)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(shares.work, [runs] * 2))
+    for op in ops:
+        cases = sorted(case for of, share in taken for case in share if of == op)
+        assert cases == [*range(100)] and shares.counts[op] == {"calls": 100}
+        wide = [draw(op, case, 0, ["float16"], most=16) for case in taken[0][1]]
+        assert len({case["places"] for case in wide}) == 1 or op != taken[0][0]
+    said = capsys.readouterr().out.splitlines()
+    assert sorted(said) == sorted(
+        line for op in ops for line in (f"{op} fails", f"{op} lost", f"{op}: 100 calls")
+    )
+    if seconds < math.inf:  # by turns
+        assert {op for op, _ in taken[:2]} == {*ops}
+
+
+def test_what_the_seconds_leave_is_not_called(capsys):
+    shares = Shares(["npu_hadamard"], range(100), 0, "cpu", 0.0, print)
+    assert shares.run(1)
+    assert capsys.readouterr().out == "npu_hadamard: not called\n"
 
 
 def test_a_mistake_is_found_and_made_small(monkeypatch):

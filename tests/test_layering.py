@@ -131,7 +131,7 @@ def test_what_begins_with_an_underscore_stays_in_its_file(path):
 
 
 # what several of hopper/ share, and no op's path
-ROOMS = ("__init__", "absorption", "joined", "latents", "rotation", "rows", "tma")
+ROOMS = ("__init__", "absorption", "chunks", "joined", "latents", "rotation", "rows", "tma")
 
 
 @pytest.mark.parametrize(

@@ -513,8 +513,9 @@ def int8_of(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(x.float() * (127 / amax)).nan_to_num(0).to(torch.int8), amax / 127
 
 
+@pytest.mark.parametrize("of_scales", [(B * S, 1), (B * S,)], ids=str)
 @pytest.mark.parametrize("matrices", [False, True])
-def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices):
+def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices, of_scales):
     """Values within one of the sample's, which multiplies by 127 / amax; the sums are exact."""
     call = Call(device, 1)
     tokens, heads = B * S, 16
@@ -526,7 +527,7 @@ def test_the_int8_prolog_as_its_sample_has_it(device, backend, matrices):
     scales = torch.zeros(4, P, 1, 1, dtype=torch.float16, device=device)
     query, query_scale, weights = run(
         W8A8C8, backend, token_x=given["token_x"].flatten(0, 1), q_norm=values.to(device),
-        q_norm_scale=scale.to(device), wq_b=given["weight_qb"],
+        q_norm_scale=scale.view(of_scales).to(device), wq_b=given["weight_qb"],
         wq_b_scale=given["dequant_scale_w_qb"].view(-1, 1), wk=given["weight_k"],
         weights_proj=given["weight_proj"], ln_gamma_k=given["ln_gamma_k"],
         ln_beta_k=given["ln_beta_k"], cos_idx_rope=given["rope_cos"].flatten(0, 1),

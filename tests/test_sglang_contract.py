@@ -87,7 +87,7 @@ def stubs(monkeypatch):
     yield monkeypatch
     for name in [each for each in sys.modules if each.split(".")[0] == "sglang"]:
         del sys.modules[name]
-    for name in ("dsa", "gdn"):
+    for name in ("dsa", "gdn", "modes"):
         sys.modules.pop(f"{sglang.__name__}.{name}", None)
 
 
@@ -150,7 +150,7 @@ MODES = {
 }
 
 
-def an_engine(dsa, monkeypatch, **changed):
+def an_engine(monkeypatch, **changed):
     """A runner of SGLang and what it publishes: all that we ask of them."""
     usual = dict(
         tp_size=1, pp_size=1, dcp_size=1, attn_cp_size=1, enable_dsa_cache_layer_split=False,
@@ -163,7 +163,7 @@ def an_engine(dsa, monkeypatch, **changed):
     bag.kernel = bag.overlap = bag.token_to_kv_pool = bag
     bag.model_config = SimpleNamespace(hf_config=bag)
     for name in ("disagg", "exec", "memory", "parallel", "spec"):
-        monkeypatch.setattr(dsa, f"get_{name}", lambda: bag)
+        monkeypatch.setattr(f"sglang.srt.runtime_context.get_{name}", lambda: bag)
     return bag
 
 
@@ -171,12 +171,12 @@ def an_engine(dsa, monkeypatch, **changed):
 def test_a_mode_that_has_no_test_is_refused(dsa, stubs, asked):
     value, mode = MODES[asked]
     with pytest.raises(NotSupported, match=f"serves sparse attention without {mode}.*; turn it"):
-        dsa.SparseBackend(an_engine(dsa, stubs, **{asked: value}))
+        dsa.SparseBackend(an_engine(stubs, **{asked: value}))
 
 
 def test_the_factory_replaces_the_selection(dsa, stubs):
     fp8 = dict(dtype=torch.float8_e4m3fn, dsa_kv_cache_store_fp8=True)
-    backend = sglang.sparse_backend(an_engine(dsa, stubs, **fp8))
+    backend = sglang.sparse_backend(an_engine(stubs, **fp8))
     assert isinstance(backend, dsa.DeepseekSparseAttnBackend) and backend.use_fused_topk is False
     for name in ("_get_topk_paged", "_get_topk_ragged"):
         assert vars(dsa.Indexer)[name] is vars(dsa.SelectingIndexer)[name]
@@ -259,7 +259,7 @@ def test_a_batch_is_our_decode_loop(dsa, stubs, kv, tokens, fused_query):
     ragged = dsa.SelectingIndexer._get_topk_ragged(indexer, False, None, 0, *asked, padded)
     assert ragged is padded and torch.equal(padded[: len(chosen)], chosen)
 
-    backend = dsa.SparseBackend(an_engine(dsa, stubs, page_size=P))
+    backend = dsa.SparseBackend(an_engine(stubs, page_size=P))
     backend.dsa_kv_cache_store_fp8, backend.use_mha = kv == "fp8", False
     backend.token_to_kv_pool, backend.forward_metadata = pool, batch
     scale = (call.layer.w_uk.shape[1] + 64) ** -0.5
@@ -279,7 +279,7 @@ def test_a_batch_is_our_decode_loop(dsa, stubs, kv, tokens, fused_query):
 
 
 def test_what_a_layer_asks_for_beyond_is_refused(dsa, stubs):
-    backend = dsa.SparseBackend(an_engine(dsa, stubs))
+    backend = dsa.SparseBackend(an_engine(stubs))
     with pytest.raises(NotSupported, match="layers that come with a selection of keys"):
         backend.forward_decode(None, None, None, None, None)
     for name, mode in (
@@ -294,7 +294,7 @@ def test_what_a_layer_asks_for_beyond_is_refused(dsa, stubs):
 
 def test_short_prompts_stay_with_sglang(dsa, stubs):
     """It attends to them densely."""
-    backend = dsa.SparseBackend(an_engine(dsa, stubs))
+    backend = dsa.SparseBackend(an_engine(stubs))
     backend.use_mha = True
     stubs.setattr(dsa.DeepseekSparseAttnBackend, "forward_extend", lambda self, *args: args)
     assert backend.forward_extend("q", "k") == ("q", "k")
@@ -311,9 +311,9 @@ DELTA_MODES = {
 }
 
 
-def a_delta_engine(gdn, monkeypatch, **changed):
+def a_delta_engine(monkeypatch, **changed):
     off = [name for name, (value, _) in DELTA_MODES.items() if value is True]
-    bag = an_engine(gdn, monkeypatch, **dict.fromkeys(off, False) | changed)
+    bag = an_engine(monkeypatch, **dict.fromkeys(off, False) | changed)
     bag.mamba = bag
     return bag
 
@@ -322,7 +322,7 @@ def a_delta_engine(gdn, monkeypatch, **changed):
 def test_a_mode_of_the_delta_rule_that_has_no_test_is_refused(gdn, stubs, asked):
     value, mode = DELTA_MODES[asked]
     with pytest.raises(NotSupported, match=f"serves the gated delta rule without {mode}.*; turn"):
-        gdn.DeltaBackend(a_delta_engine(gdn, stubs, **{asked: value}))
+        gdn.DeltaBackend(a_delta_engine(stubs, **{asked: value}))
 
 
 def test_the_backend_of_a_delta_rule_is_replaced_where_there_is_one(gdn, stubs):
@@ -336,7 +336,7 @@ def test_the_backend_of_a_delta_rule_is_replaced_where_there_is_one(gdn, stubs):
 
     stubs.setattr(theirs, "kernel_dispatcher", SimpleNamespace(), raising=False)
     stubs.setattr(theirs, "mamba_chunk_size", 32)
-    kernels = gdn.DeltaBackend(a_delta_engine(gdn, stubs)).kernel_dispatcher
+    kernels = gdn.DeltaBackend(a_delta_engine(stubs)).kernel_dispatcher
     assert kernels.supports_packed_decode and kernels.extend_kernel is kernels.decode_kernel
     assert isinstance(kernels.extend_kernel, gdn.DeltaRule) and kernels.extend_kernel.chunk == 32
 

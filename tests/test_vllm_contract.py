@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from custom.dispatch.errors import BackendUnavailable, NotSupported
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from custom.integrations import vllm
 from custom.integrations.engines import check_version
@@ -242,3 +243,46 @@ def test_a_fresh_slot_of_states_may_hold_anything(gdn):
         found.append([gdn.GatedDelta.prefill(layer, batch, *pools, *tokens), *pools])
     for zero, nan in zip(*found, strict=True):
         assert torch.equal(zero, nan)
+
+
+def test_a_recorded_decode_step_takes_what_its_buffers_hold_then(gdn, monkeypatch):
+    """As in a graph: recorded on vLLM's null block alone, done again on requests and padding."""
+    torch.manual_seed(0)
+    heads, value_heads, size, width, rows, requests = 2, 4, 16, 4, 4, 3
+    keys, values = heads * size, value_heads * size
+    taps = torch.randn(width, 2 * keys + values)
+    batch = SimpleNamespace(num_decode_tokens=rows, num_prefills=0)
+    layer = SimpleNamespace(
+        prefix="layer", value_dim=values, tp_size=1, head_v_dim=size, taps=lambda: taps,
+        split_ba=lambda ba: ba.chunk(2, -1), A_log=torch.randn(value_heads),
+        dt_bias=torch.randn(value_heads),
+        norm=SimpleNamespace(weight=torch.randn(size), eps=1e-6, activation="silu"),
+    )  # fmt: skip
+    context = SimpleNamespace(attn_metadata={"layer": batch})
+    monkeypatch.setattr(gdn, "get_forward_context", lambda: context)
+    monkeypatch.setattr(gdn, "is_conv_state_dim_first", lambda: False)
+    monkeypatch.setattr(gdn, "NULL_BLOCK_ID", 0)
+
+    def step(qkvz, ba, slots, columns, states):
+        batch.non_spec_state_indices_tensor = slots
+        layer.kv_cache = columns, states
+        out = qkvz.new_zeros(len(qkvz), value_heads, size)
+        gdn.GatedDelta._forward_core_fused_norm_packed(layer, qkvz, ba, out)
+        return out
+
+    channels = taps.shape[1] + values
+    buffers = torch.randn(rows, channels), torch.randn(rows, 2 * value_heads)
+    slots = torch.zeros(rows, dtype=torch.int32)
+    pools = torch.randn(6, width - 1, taps.shape[1]), torch.randn(6, value_heads, size, size)
+    again = make_fx(step)(*buffers, slots, *pools)
+
+    slots[:requests] = torch.tensor([4, 2, 5])
+    for buffer in buffers:
+        buffer.normal_()
+        buffer[requests:] = float("nan")  # of rows that attend to nothing
+    wanted = tuple(pool.clone() for pool in pools)
+    batch.num_decode_tokens = requests
+    real = step(*(buffer[:requests] for buffer in buffers), slots[:requests], *wanted)
+    assert torch.equal(again(*buffers, slots, *pools)[:requests], real)
+    for pool, want in zip(pools, wanted, strict=True):
+        assert torch.equal(pool, want) and not pool.isnan().any()

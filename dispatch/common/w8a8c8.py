@@ -30,7 +30,7 @@ def as_pto(a: dict[str, Any], keys: Tensor, slots: Tensor) -> dict[str, Any]:
         # 2-D weights are what their shape says: torch_npu's have their format beside it
         weight_format="nd",
         index_k_scale_cache=None,
-        dequant_scale_q_norm=a["q_norm_scale"],
+        dequant_scale_q_norm=a["q_norm_scale"].view(-1, 1),
         dequant_scale_w_qb=a["wq_b_scale"].view(1, -1),
         dequant_scale_w_k=None,
         smooth_scales_cq=None,

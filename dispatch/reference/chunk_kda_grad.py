@@ -44,6 +44,10 @@ def backward(
         dt_bias,
         lower_bound,
     )
+    # tokens of no sequence may hold anything
+    owned = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)
+    owned.view(-1)[x.first : x.first + int(x.lengths.sum())] = True
+    q, k, g = (y.masked_fill(~owned[..., None, None], 0) for y in (q, k, g))
     turn = state_layout == "kv"
     state, d_final = (s.mT if s is not None and turn else s for s in (initial_state, d_final_state))
     some = rule.backward(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import custom
 
-from ..support import ragged
+from ..support import convolution, kda, ragged
 from ..support.delta_rule import Sequences, Step, moved
 from ..support.layer import CACHES, P, formatted, layer
 from ..support.samples import sample
@@ -299,15 +299,72 @@ def _chunks(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         gates=case["gates"],
     )
     drawn = sequences.arguments()
-    garbage: Garbage = {}
-    for name in ("query", "key", "value", "beta", "g"):
-        if drawn[name] is not None:
-            garbage[name] = torch.zeros_like(drawn[name], dtype=torch.bool)
-            garbage[name][sum(case["lengths"]) :] = True
-            drawn[name] = drawn[name].masked_fill(garbage[name], 0)
+    names = tuple(n for n in ("query", "key", "value", "beta", "g") if drawn[n] is not None)
+    garbage = _unowned(drawn, case | dict(packed=True, before=0), names, 0)
     given = sequences.moved(drawn, dtype, CPU)
     if case["op"].endswith("_grad"):
         given["d_out"] = torch.randn(drawn["value"].shape, dtype=torch.float64).to(dtype)
+    return given, garbage
+
+
+def _unowned(drawn: Arguments, case: Case, names: tuple[str, ...], dim: int) -> Garbage:
+    """Tokens before the first sequence and behind the last, which are zero from here on."""
+    garbage: Garbage = {}
+    for name in names if case["packed"] else ():
+        nobodys = torch.ones_like(drawn[name], dtype=torch.bool)
+        nobodys.narrow(dim, case["before"], sum(case["lengths"])).fill_(False)
+        garbage[name] = nobodys
+        drawn[name] = drawn[name].masked_fill(nobodys, 0)
+    return garbage
+
+
+def _equal(case: Case) -> tuple[int, ...]:
+    """The lengths; those of a batch are the first's."""
+    lengths = case["lengths"]
+    return tuple(lengths if case["packed"] else lengths[:1] * len(lengths))
+
+
+def _kda(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    sequences = kda.Case(
+        _equal(case),
+        packed=case["packed"],
+        H=case["h"],
+        HV=case["h"] * case["groups"],
+        K=case["k"],
+        V=case["v"],
+        before=case["before"],
+        behind=case["behind"],
+        state=torch.float32 if case["state"] else None,
+        layout=case["layout"],
+        gate=case["gate"],
+        bias=case["bias"],
+        norm=case["norm"],
+    )
+    drawn = sequences.arguments()
+    garbage = _unowned(drawn, case, ("q", "k", "v", "g", "beta"), 1)
+    given = sequences.moved(drawn, dtype, CPU)
+    if case["op"].endswith("_grad"):
+        given["d_out"] = torch.randn(drawn["v"].shape, dtype=torch.float64).to(dtype)
+        given["d_final_state"] = None
+        if case["state"]:
+            state = given["initial_state"]
+            given["d_final_state"] = torch.randn(state.shape, dtype=torch.float64).to(state.dtype)
+    return given, garbage
+
+
+def _convolution(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    names = ("packed", "before", "behind", "history", "bias", "activation")
+    lengths = _equal(case) or (() if case["packed"] else (0,))
+    whole = convolution.Whole(
+        lengths, D=case["d"], W=case["w"], **{name: case[name] for name in names}
+    )
+    drawn = whole.arguments()
+    garbage = _unowned(drawn, case, ("x",), 0)
+    given = whole.moved(drawn, dtype, CPU)
+    if case["op"].endswith("_grad"):
+        given["d_out"] = torch.randn(drawn["x"].shape, dtype=torch.float64).to(dtype)
+        final = len(lengths), case["w"] - 1, case["d"]
+        given["d_final_states"] = torch.randn(*final, dtype=torch.float64).to(dtype)
     return given, garbage
 
 
@@ -333,7 +390,7 @@ def _step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
 
 
 def _sampled(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
-    return sample(case["op"], CPU, dtype, B=case["b"], S=case["s"]), {}
+    return sample(case["op"], CPU, dtype, case["seed"], B=case["b"], S=case["s"]), {}
 
 
 _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
@@ -345,6 +402,8 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "fused": _fused,
     "step": _step,
     "chunks": _chunks,
+    "kda": _kda,
+    "convolution": _convolution,
     "sample": _sampled,
 }
 
@@ -362,11 +421,20 @@ class Impossible(Exception):
     """No call has these sizes: a step of making a case smaller went too far."""
 
 
+_built: dict[tuple[str, torch.dtype], tuple[Arguments, Garbage]] = {}
+
+
 def build(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
-    """By keyword, on the CPU."""
-    torch.manual_seed(case["seed"])
-    try:
-        with by_reference():
-            return _BUILD[KIND.get(case["op"], "sample")](case, dtype)
-    except Exception as error:
-        raise Impossible(f"{type(error).__name__}: {error}") from error
+    """By keyword, on the CPU.  Those of the last case are kept, which is checked more than once:
+    nobody writes into them."""
+    of = (str(case), dtype)
+    if of not in _built:
+        if any(case != of[0] for case, _ in _built):
+            _built.clear()
+        torch.default_generator.manual_seed(case["seed"])  # those of devices cost more than a call
+        try:
+            with by_reference():
+                _built[of] = _BUILD[KIND.get(case["op"], "sample")](case, dtype)
+        except Exception as error:
+            raise Impossible(f"{type(error).__name__}: {error}") from error
+    return _built[of]

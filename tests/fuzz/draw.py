@@ -8,6 +8,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from ..support.kda import BOUNDED, GIVEN, PLAIN, SOFTPLUS
+
 Case = dict[str, Any]
 DISGUISES = ("int64", "garbage", "absent", "strided", "offset")
 
@@ -15,7 +17,7 @@ DISGUISES = ("int64", "garbage", "absent", "strided", "offset")
 def _layer(r: Random, backward: bool) -> Case:
     nd = r.random() < 0.3
     return dict(
-        b=r.choice([0, 1, 1, 2, 3]),
+        b=r.choice([0, *[1, 2, 3] * 3]),
         s=r.choice([1, 1, 2, 3]),
         h=r.choice([40, 72] if nd else [16, 64, 80]),
         ranks=r.choice([24, 40] if nd else [16, 48]),
@@ -34,13 +36,13 @@ def _layer(r: Random, backward: bool) -> Case:
 
 
 def _ragged(r: Random, backward: bool) -> Case:
-    requests = r.randint(0, 3)
+    requests = r.choice([0, *[1, 2, 3] * 4])
     layouts = [("BSND", "BSND"), ("TND", "TND")]
     layouts += [] if backward else [("BSND", "PA_BSND"), ("TND", "PA_BSND")]
     return dict(
         layouts=r.choice(layouts),
-        rows=[r.randint(0, 4) for _ in range(requests)],
-        keys=[r.choice([0, 1, 2, 17, r.randint(3, 40)]) for _ in range(requests)],
+        rows=[r.choice([0, 1, 1, 2, 3, 4, r.choice([17, 33])]) for _ in range(requests)],
+        keys=[r.choice([0, 1, 2, 17, r.randint(3, 40), 65]) for _ in range(requests)],
         spare=r.randint(0, 2),
         n=r.choice([1, 2, 3, 4, 16]),
         d=r.choice([16, 32, 48, 64]),
@@ -66,10 +68,10 @@ def _kl_loss(r: Random, backward: bool) -> Case:
 
 def _loss(r: Random, backward: bool) -> Case:
     return dict(
-        b=r.randint(0, 2),
+        b=r.choice([0, *[1, 2] * 4]),
         n=r.randint(1, 5),
-        s=r.randint(0, 6),
-        s2=r.choice([0, 1, 9, 30]),
+        s=r.choice([0, *[1, 2, 3, 5] * 2, 17]),
+        s2=r.choice([0, 1, 9, 30, 70]),
         d=r.choice([16, 24, 64]),
         dr=r.choice([0, 16]),
         k=r.choice([1, 6, 20]),
@@ -80,11 +82,11 @@ def _loss(r: Random, backward: bool) -> Case:
 
 def _fused(r: Random, backward: bool) -> Case:
     return dict(
-        b=r.randint(0, 2),
+        b=r.choice([0, *[1, 2] * 4]),
         groups=r.randint(1, 3),
         hk=r.randint(1, 3),
-        rows=[r.choice([0, 1, 7, 33]) for _ in range(r.randint(1, 3))],
-        keys=[r.choice([0, 1, 9, 40]) for _ in range(3)],
+        rows=[r.choice([0, 1, 2, 7, 33, 70]) for _ in range(r.randint(1, 3))],
+        keys=[r.choice([0, 1, 2, 9, 40, 130]) for _ in range(3)],
         spare=r.randint(0, 2),
         packed=r.random() < 0.5,
         d=r.choice([16, 24, 64]),
@@ -94,9 +96,15 @@ def _fused(r: Random, backward: bool) -> Case:
     )
 
 
+def _lengths(r: Random) -> list[int]:
+    """References take them token by token: beyond a chunk now and then."""
+    sequences = r.choice([0, *[1, 2, 3] * 4])
+    return [r.choice([0, 1, 2, 5, 9, r.choice([3, 17, 64, 70])]) for _ in range(sequences)]
+
+
 def _chunks(r: Random, backward: bool) -> Case:
     return dict(
-        lengths=[r.choice([0, 1, 5, 64, 70]) for _ in range(r.randint(0, 3))],
+        lengths=_lengths(r),
         behind=r.randint(0, 3),
         n=r.randint(1, 3),
         groups=r.randint(1, 3),
@@ -104,6 +112,38 @@ def _chunks(r: Random, backward: bool) -> Case:
         dv=r.choice([8, 16, 40]),
         state=r.random() < 0.7,
         gates=r.random() < 0.8,
+    )
+
+
+def _kda(r: Random, backward: bool) -> Case:
+    return dict(
+        lengths=_lengths(r),
+        packed=r.random() < 0.7,
+        h=r.randint(1, 2),
+        groups=r.randint(1, 3),
+        k=r.choice([16, 24, 32]),
+        v=r.choice([8, 16, 40]),
+        before=r.choice([0, 0, 2]),
+        behind=r.randint(0, 2),
+        state=r.random() < 0.7,
+        layout=r.choice(["kv", "vk"]),
+        gate=r.choice([GIVEN, SOFTPLUS, BOUNDED, PLAIN]),
+        bias=r.random() < 0.5,
+        norm=r.random() < 0.5,
+    )
+
+
+def _convolution(r: Random, backward: bool) -> Case:
+    return dict(
+        lengths=_lengths(r),
+        packed=r.random() < 0.7,
+        d=r.choice([1, 8, 40, 64]),
+        w=r.randint(2, 4),
+        before=r.choice([0, 0, 2]),
+        behind=r.randint(0, 2),
+        history=r.random() < 0.7,
+        bias=r.random() < 0.5,
+        activation=r.choice([None, "silu"]),
     )
 
 
@@ -127,7 +167,8 @@ def _step(r: Random, backward: bool) -> Case:
 
 
 def _sample(r: Random, backward: bool) -> Case:
-    return dict(b=r.choice([1, 2]), s=r.randint(1, 5))
+    few, many = range(1, 8), r.choice([9, 17, 33, 70])
+    return dict(b=r.choice([0, *[1, 2] * 6]), s=r.choice([0, *few, *few, many, many]))
 
 
 KIND = {
@@ -148,6 +189,10 @@ KIND = {
     "npu_fused_sigmoid_gating_delta_rule_update": "step",
     "npu_chunk_gated_delta_rule": "chunks",
     "npu_chunk_gated_delta_rule_grad": "chunks",
+    "npu_chunk_kda": "kda",
+    "npu_chunk_kda_grad": "kda",
+    "npu_causal_conv1d": "convolution",
+    "npu_causal_conv1d_grad": "convolution",
 }
 _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "layer": _layer,
@@ -158,6 +203,8 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "fused": _fused,
     "step": _step,
     "chunks": _chunks,
+    "kda": _kda,
+    "convolution": _convolution,
     "sample": _sample,
 }
 
@@ -165,7 +212,7 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
 # what kernels of a GPU are written for, in place of what was drawn
 _WIDE: dict[str, Callable[[Random], Case]] = {
     "layer": lambda r: dict(
-        h=256, ranks=256, n=r.choice([8, 16]), plain=r.choice([128, 192]), rank=512, rotary=64,
+        h=128, ranks=128, n=r.choice([8, 16]), plain=r.choice([128, 192]), rank=512, rotary=64,
         index_heads=r.choice([32, 64]), index_size=128, weights=r.choice(["nz", "flat"]),
     ),
     "indexer": lambda r: dict(n=r.choice([32, 64]), d=128, k=r.choice([16, 64])),
@@ -180,23 +227,35 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
         **dict.fromkeys(("d", "dv"), r.choice([64, 128, 256])),
     ),
     "step": lambda r: dict(k=128, v=128),
-    "chunks": lambda r: dict(lengths=[r.choice([0, 64, 130]) for _ in range(2)], dk=128, dv=128),
+    "chunks": lambda r: dict(
+        lengths=[r.choice([1, 64, 65, 130]), r.choice([0, 3, 16])], dk=128, dv=128
+    ),
+    "kda": lambda r: dict(
+        lengths=[r.choice([1, 64, 65, 130]), r.choice([0, 3, 16])], packed=True, k=128, v=128
+    ),
+    "convolution": lambda r: dict(lengths=[r.choice([1, 64, 300]), r.choice([0, 3])], d=256),
 }  # fmt: skip
 
 
-# what kernels are compiled for: cases on a GPU share those of MODELS cases, and what was compiled
+# what kernels are compiled for: cases on a GPU share those of a few models, and what was compiled
 COMPILED = {
     *("dtype", "layouts", "mode", "block", "own_value", "sinks", "lse", "packed", "causal"),
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
-    *("kda", "norm", "state", "gates"),
+    *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
-MODELS = 32
+_COMPILE_MOST = ("layer", "loss", "kda")
+_SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well
 
 
-def draw(op: str, number: int, seed: int, dtypes: list[str], wide: bool = False) -> Case:
-    """Case `number` of a run; for a GPU, every other one `wide`.  An op that is not listed is
-    called with its sample."""
+def models(op: str, most: int) -> int:
+    """Of `most`: cases whose numbers differ by a multiple of it share what is compiled."""
+    return max(2, most // 2) if KIND.get(op) in _COMPILE_MOST else most
+
+
+def draw(op: str, number: int, seed: int, dtypes: list[str], most: int = 0) -> Case:
+    """Case `number` of a run; for a GPU, of `most` models, every other one wide.  An op that is not
+    listed is called with its sample."""
 
     def drawn(number: int) -> Case:
         r = Random(f"{op} {seed} {number}")
@@ -207,9 +266,18 @@ def draw(op: str, number: int, seed: int, dtypes: list[str], wide: bool = False)
         case = dict(
             op=op, seed=r.randrange(2**31), dtype=r.choice(dtypes), disguises=disguises, **sizes
         )
-        return case | _WIDE[kind](r) if wide and number % 2 and kind in _WIDE else case
+        return case | _WIDE[kind](r) if most and number % 2 and kind in _WIDE else case
 
-    if not wide:
-        return drawn(number)
-    model = drawn(number % MODELS).items()
-    return drawn(number) | {name: value for name, value in model if name in COMPILED}
+    case = drawn(number)
+    if not most:
+        return case
+    count = models(op, most)
+    model = drawn(number % count)
+    # a kernel is compiled for dtypes and for alignment
+    seen = {each: model if each in ("int64", "strided", "offset") else case for each in DISGUISES}
+    return (
+        case
+        | {name: value for name, value in model.items() if name in COMPILED}
+        | dict(disguises=[each for each, of in seen.items() if each in of["disguises"]])
+        | dict(places=model["seed"], spoiling=model["seed"] + number // count % _SPOILED)
+    )

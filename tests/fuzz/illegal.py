@@ -77,7 +77,7 @@ _FLOATS = [-1.0, 0.0, 1e-30, 1e30, float("nan"), float("inf")]
 
 def spoiled(case: Case, arguments: dict[str, Any]) -> tuple[str, str, Any]:
     """(argument, how, what it is now)."""
-    r = Random(case["seed"])
+    r = Random(case.get("spoiling", case["seed"]))
     name = r.choice(sorted(arguments))
     value = arguments[name]
     if isinstance(value, Tensor) and value.ndim:
@@ -100,9 +100,8 @@ def check(case: Case, device: torch.device = CPU) -> str:
     spec = BY_NAME[case["op"]]
     function = getattr(custom, spec.name, overload(spec))
     arguments, _ = build(case, getattr(torch, case["dtype"]))
-    arguments = each_tensor(arguments, lambda _, x: x.to(device))
-    name, how, value = spoiled(case, arguments)
-    given = {n: x.clone() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    given = each_tensor(arguments, lambda _, x: x.to(device, copy=True))
+    name, how, value = spoiled(case, given)
     given[name] = value
     kept = {n: given[n].detach().clone() for n in mutated(spec) if isinstance(given.get(n), Tensor)}
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from math import inf
 from typing import Any
@@ -25,9 +25,11 @@ def run(
     device: str,
     progress: Callable[[str], Any] = lambda _: None,
     seconds: float = inf,
+    known: Container[str] = (),
+    most: int = 16,
 ) -> tuple[Counter[str], dict[str, str]]:
-    """Counts, and a line for `FOUND` by kind of failure; ends when the seconds are over, or with
-    the device's context."""
+    """Counts, and a line for `FOUND` by kind of failure not known; ends when the seconds are over,
+    or with the device's context."""
     kinds = {
         "cpu": ["float64", "float32", "float16", "bfloat16"],
         "interpret": ["float32", "float16"],  # its products of bfloat16 are wrong
@@ -43,7 +45,7 @@ def run(
     for number in numbers:
         if time.monotonic() > end:
             break
-        case = draw(op, number, seed, kinds, wide=device not in ("cpu", "interpret"))
+        case = draw(op, number, seed, kinds, 0 if where.type == "cpu" else most)
         progress(f"{op} {number}")
         for which, check in checks.items():
             answer, error = outcome(check, case)
@@ -53,8 +55,8 @@ def run(
             name = f"{which} {kind(error)}"
             if not alive(where):
                 return counts, found | {LOST: _line(which, case, error)}
-            if name not in found:
-                found[name] = _line(which, *shrunk(check, case))
+            if name not in found and name not in known:
+                found[name] = _line(which, *shrunk(check, case, end))
                 if not alive(where):
                     return counts, found | {LOST: _line(which, case, error)}
     return counts, found

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any
 
 from .draw import Case
@@ -43,7 +44,7 @@ def _smaller(value: Any) -> Iterator[Any]:
 
 def _candidates(case: Case) -> Iterator[Case]:
     for name, value in case.items():
-        if name in ("op", "seed", "layouts"):
+        if name in ("op", "seed", "layouts", "places", "spoiling"):
             continue
         if name in ("rows", "keys") and len(case["rows"]) == len(case["keys"]):
             for at in range(len(value) if name == "rows" else 0):
@@ -55,11 +56,13 @@ def _candidates(case: Case) -> Iterator[Case]:
             yield case | {name: less}
 
 
-def shrunk(check: Callable[[Case], str], case: Case) -> tuple[Case, BaseException]:
-    """`check` raises for `case`; the smallest one found, and what it raises."""
+def shrunk(
+    check: Callable[[Case], str], case: Case, end: float = inf
+) -> tuple[Case, BaseException]:
+    """`check` raises for `case`; the smallest one found until `end`, and what it raises."""
     _, error = outcome(check, case)
     assert error is not None
-    wanted, tries, end = kind(error), 0, time.monotonic() + _SECONDS
+    wanted, tries, end = kind(error), 0, min(end, time.monotonic() + _SECONDS)
     again = True
     while again:
         again = False

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 CPU = torch.device("cpu")
 
 
+@cache
 def mutated(spec: Spec) -> list[str]:
     arguments = overload(spec)._schema.arguments
     return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]

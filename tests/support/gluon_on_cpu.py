@@ -51,6 +51,9 @@ class Block(torch.Tensor):
         assert value.dtype == self.dtype and value.shape == self.shape
         self.copy_(value)
 
+    def reinterpret(self, dtype, shape, layout):
+        return self.view(dtype).view(shape)
+
 
 def _block(x):
     return torch.as_tensor(getattr(x, "value", x)).as_subclass(Block)
@@ -79,7 +82,7 @@ class Stripes:
     def places(self, shape):
         outer, inner = list(shape[: -self.rank]), list(shape[-self.rank :])
         *rows, wide = inner[::-1] if self.transposed else inner
-        stripe = min(wide, self.swizzle_byte_width * 8 // self.element_bitwidth)
+        stripe = min(wide, self.swizzle_byte_width * 8 // self.element_bitwidth or wide)
         at = torch.arange(math.prod(shape)).view(*outer, wide // stripe, -1, stripe)
         at = at.transpose(-3, -2).reshape(*outer, *rows, wide)
         return at.mT if self.transposed else at
@@ -304,6 +307,10 @@ def _described(base, shape, strides, block_shape, layout):
     )  # fmt: skip
 
 
+def _scan(x, axis, plus, reverse=False):
+    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+
+
 def _wgmma(a, b, acc, use_acc=True, is_async=False):
     return a.load().float() @ b.load().float() + (acc if use_acc else 0)
 
@@ -346,11 +353,12 @@ def stand_in(monkeypatch, *modules):
     """The kernels of these modules, and what of theirs they call, run here."""
     gl = SimpleNamespace(
         copies=Copies(), barriers=Barriers(), float8e4nv=torch.float8_e4m3fn, int32=torch.int32,
-        int64=torch.int64, uint32=torch.uint32, float32=torch.float32, load=_load, store=_store,
+        int64=torch.int64, uint32=torch.uint32, float32=torch.float32, bfloat16=torch.bfloat16,
+        load=_load, store=_store,
         constexpr=lambda x: x, static_range=range, num_warps=lambda: 8,
-        reshape=torch.reshape, min=torch.amin,
+        reshape=torch.reshape, permute=torch.permute, min=torch.amin, exp=torch.exp,
         join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1), log=torch.log,
-        sqrt=torch.sqrt, rsqrt=torch.rsqrt, associative_scan=lambda x, axis, plus: x.cumsum(axis),
+        sqrt=torch.sqrt, rsqrt=torch.rsqrt, associative_scan=_scan,
         allocate_shared_memory=_allocate, convert_layout=lambda x, layout: x,
         where=lambda condition, a, b: torch.where(_block(condition), _block(a), _block(b)),
         full=lambda shape, value, dtype, layout: _unknown(dtype, shape).copy_(_block(value)),
@@ -370,7 +378,7 @@ def stand_in(monkeypatch, *modules):
     instead["mma_v2"] = lambda a, b, acc: acc + a.float() @ b.float()
     instead |= dict(mbarrier=gl.barriers, tma=gl.barriers, warpgroup_mma=_wgmma)
     instead |= dict(tma_load=gl.barriers.tma_load, tma_store=gl.barriers.tma_store)
-    instead |= dict(cp_async=gl.copies.cp_async, reinterpret=Shared.reinterpret)
+    instead |= dict(cp_async=gl.copies.cp_async, reinterpret=lambda x, *how: x.reinterpret(*how))
     instead["TensorDescriptor"] = _described
     instead["warpgroup_mma_wait"] = _finished
     for name in ("barrier", "gdc_wait", "gdc_launch_dependents", "fence_async_shared"):

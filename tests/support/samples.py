@@ -21,9 +21,9 @@ H, RQ, N, DN, R, DR, NI, DI, P = 64, 32, 2, 16, 32, 16, 16, 32, 16
 class Maker:
     """Draws tensors on the CPU from one seed, then moves them: every device sees the same bits."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 1) -> None:
         self.device, self.dtype = device, dtype
-        self.random = torch.Generator().manual_seed(1)
+        self.random = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         drawn = torch.randn(*shape, generator=self.random, dtype=torch.float64, device="cpu") / 4
@@ -398,7 +398,7 @@ def _causal_conv1d_grad(m: Maker, B: int = 2, S: int = 7) -> Arguments:
 def _causal_conv1d_update(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     return dict(
         x=m.normal(B, S, DI),
-        conv_states=m.normal(5, S + 2, DI),
+        conv_states=m.normal(5, max(S, 1) + 2, DI),
         weight=m.normal(4, DI),
         bias=m.normal(DI),
         activation="silu",
@@ -564,6 +564,8 @@ def apart(x: Tensor, dim: int = 0) -> Tensor:
     return base.as_strided(x.shape, strides).copy_(x)
 
 
-def sample(name: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> Arguments:
+def sample(
+    name: str, device: torch.device, dtype: torch.dtype, seed: int = 1, **sizes: int
+) -> Arguments:
     """Valid arguments of op `name`, by keyword; `sizes` are B and S."""
-    return SAMPLES[name](Maker(device, dtype), **sizes)
+    return SAMPLES[name](Maker(device, dtype, seed), **sizes)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, DSAMetadata
 from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
-from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_spec
 from torch import Tensor
 from typing_extensions import override  # of torch
 
@@ -25,14 +25,13 @@ from ...dispatch.errors import NotSupported
 from ...quantised import npu_kv_quant_sparse_flash_attention, npu_quant_lightning_indexer
 from ...sparse_attention import npu_sparse_flash_attention
 from ..engines import refuse
+from .modes import check_modes
 from .versions import SWITCH
 
 if TYPE_CHECKING:  # as what its configuration is published
-    from sglang.srt.arg_groups.fields.disagg import Disagg
-    from sglang.srt.arg_groups.fields.exec_ import ExecKernel, ExecOverlap
+    from sglang.srt.arg_groups.fields.exec_ import ExecKernel
     from sglang.srt.arg_groups.fields.memory import Memory
     from sglang.srt.arg_groups.fields.parallel import Parallel
-    from sglang.srt.arg_groups.fields.spec import Spec
     from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import DSAIndexerMetadata
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
@@ -43,27 +42,16 @@ PAGE = 64
 KERNELS = ("flashmla_sparse", "flashmla_kv", "flashmla_auto", "fa3")
 
 
-def check_modes(runner: Any) -> None:
-    """Refuse, in one sentence, what has no test."""
-    parallel: Parallel = get_parallel()
-    spec: Spec = get_spec()
-    kernel: ExecKernel = get_exec().kernel
-    overlap: ExecOverlap = get_exec().overlap
-    memory: Memory = get_memory()
-    disagg: Disagg = get_disagg()
+def check(runner: Any) -> None:
+    parallel: Parallel = runtime_context.get_parallel()
+    kernel: ExecKernel = runtime_context.get_exec().kernel
+    memory: Memory = runtime_context.get_memory()
     pool: DSATokenToKVPool = runner.token_to_kv_pool
     model = runner.model_config.hf_config
     kernels = {kernel.dsa_prefill_backend, kernel.dsa_decode_backend}
-    modes = {
-        "devices other than NVIDIA's": runner.device != "cuda" or bool(torch.version.hip),
-        "tensor parallelism": parallel.tp_size > 1,
-        "pipeline parallelism": parallel.pp_size > 1,
-        "context parallelism": parallel.dcp_size > 1 or parallel.attn_cp_size > 1,
+    more = {
         "caches split by layers": parallel.enable_dsa_cache_layer_split,
-        "speculative decoding": spec.speculative_algorithm is not None,
-        "microbatches": overlap.enable_two_batch_overlap,
         "hierarchical sparse attention": memory.enable_hisparse,
-        "prefill and decode apart": disagg.disaggregation_mode != "null",
         f"kernels other than {', '.join(KERNELS)}": not kernels <= {*KERNELS},
         f"pages of other than {PAGE} tokens": runner.page_size != PAGE,
         "caches other than bfloat16, or fp8 with scales": pool.dtype is not torch.bfloat16
@@ -73,12 +61,12 @@ def check_modes(runner: Any) -> None:
             getattr(model, "index_init_tokens", 0) or getattr(model, "index_local_tokens", 0)
         ),
     }
-    refuse(SWITCH, "sparse attention", modes)
+    check_modes("sparse attention", runner, more)
 
 
 class SparseBackend(DeepseekSparseAttnBackend):
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
-        check_modes(model_runner)
+        check(model_runner)
         super().__init__(model_runner, *args, **kwargs)
         self.use_fused_topk = False
 

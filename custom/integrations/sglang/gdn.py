@@ -13,48 +13,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
-from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel, get_spec
 from torch import Tensor
 from typing_extensions import override  # of torch
 
 from ...delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
-from ..engines import refuse
 from ..kernels import normalised
-from .versions import SWITCH
+from .modes import check_modes
 
 if TYPE_CHECKING:  # as what its configuration is published
-    from sglang.srt.arg_groups.fields.disagg import Disagg
-    from sglang.srt.arg_groups.fields.exec_ import ExecMamba, ExecOverlap
+    from sglang.srt.arg_groups.fields.exec_ import ExecMamba
     from sglang.srt.arg_groups.fields.memory import Memory
-    from sglang.srt.arg_groups.fields.parallel import Parallel
-    from sglang.srt.arg_groups.fields.spec import Spec
 
 
-def check_modes(runner: Any) -> None:
-    """Refuse, in one sentence, what has no test."""
-    parallel: Parallel = get_parallel()
-    spec: Spec = get_spec()
-    mamba: ExecMamba = get_exec().mamba
-    overlap: ExecOverlap = get_exec().overlap
-    memory: Memory = get_memory()
-    disagg: Disagg = get_disagg()
-    modes = {
-        "devices other than NVIDIA's": runner.device != "cuda" or bool(torch.version.hip),
-        "tensor parallelism": parallel.tp_size > 1,
-        "pipeline parallelism": parallel.pp_size > 1,
-        "context parallelism": parallel.dcp_size > 1 or parallel.attn_cp_size > 1,
-        "speculative decoding": spec.speculative_algorithm is not None,
-        "microbatches": overlap.enable_two_batch_overlap,
-        "prefill and decode apart": disagg.disaggregation_mode != "null",
+def check(runner: Any) -> None:
+    mamba: ExecMamba = runtime_context.get_exec().mamba
+    memory: Memory = runtime_context.get_memory()
+    more = {
         "states that are replayed (--enable-linear-replayssm)": mamba.enable_linear_replayssm
         or mamba.enable_linear_replayssm_spec,
         "pages that have states and keys": memory.enable_page_major_kv_layout
         or memory.enable_unified_memory,
     }
-    refuse(SWITCH, "the gated delta rule", modes)
+    check_modes("the gated delta rule", runner, more)
 
 
 class DeltaRule(TritonGDNKernel):
@@ -150,7 +134,7 @@ class DeltaRule(TritonGDNKernel):
 
 class DeltaBackend(GDNAttnBackend):
     def __init__(self, model_runner: Any) -> None:
-        check_modes(model_runner)
+        check(model_runner)
         super().__init__(model_runner)
         kernels: GDNKernelDispatcher = self.kernel_dispatcher
         kernels.decode_kernel = kernels.extend_kernel = DeltaRule(self.mamba_chunk_size)
