@@ -78,9 +78,11 @@ def _fla(arguments: Arguments) -> Call | None:
     x, weight = arguments["x"][None], arguments["weight"].t().contiguous()
     # its states have W columns, of which the first counts for nothing
     before = torch.nn.functional.pad(arguments["initial_states"].mT, (1, 0))
+    # one tensor for all calls: what is made of it, on the host, is kept by its identity
+    starts = arguments["query_start_loc"].long()
     return lambda: causal_conv1d(
         x, weight, initial_state=before, output_final_state=True, activation="silu",
-        cu_seqlens=arguments["query_start_loc"].long(),
+        cu_seqlens=starts,
     )  # fmt: skip
 
 
@@ -129,14 +131,15 @@ def _dao_grad(arguments: Arguments) -> Call | None:
 
 
 def _fla_grad(arguments: Arguments) -> Call | None:
+    """Its backward by itself: through autograd it would run on the stream of the forward, which no
+    graph that is captured on another one takes."""
     if _missing("fla", arguments):
         return None
-    from fla.modules.convolution import causal_conv1d
+    from fla.modules.convolution import causal_conv1d_bwd
 
-    x, weight = _leaves(arguments)
-    out, _ = causal_conv1d(x, weight, activation="silu")
-    grad = arguments["d_out"][None]
-    return lambda: torch.autograd.grad(out, (x, weight), grad, retain_graph=True)
+    x, weight, grad = (arguments[name] for name in ("x", "weight", "d_out"))
+    weight = weight.t().contiguous()
+    return lambda: causal_conv1d_bwd(x[None], grad[None], None, weight, activation="silu")
 
 
 def update_case(b: int, s: int = 1, d: int = D) -> Case:
