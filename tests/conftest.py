@@ -24,7 +24,6 @@ import pytest
 import torch
 from custom.dispatch import backends, log, register
 from custom.dispatch.common import memory
-from torch.utils._python_dispatch import _disable_current_modes
 
 import custom
 
@@ -92,19 +91,11 @@ def backend(device) -> str:
     return BACKEND_OF[device.type]
 
 
-def _poisoned(shape, dtype, device):
-    out = torch.empty(shape, dtype=dtype, device=device)
-    # bytes of work space: NaN in any float
-    bad = {torch.uint8: 255, torch.int8: -1}.get(dtype, -(2**30))
-    # the fill is no step of a launcher that is being recorded
-    with _disable_current_modes():
-        return out.fill_(float("nan") if dtype.is_floating_point else bad)
-
-
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """What a kernel forgets to write is NaN, not a lucky zero."""
-    monkeypatch.setattr(memory, "empty", _poisoned)
+    from .support.poison import poisoned  # behind register_assert_rewrite
+
+    monkeypatch.setattr(memory, "empty", poisoned)
 
 
 @pytest.fixture(autouse=True)

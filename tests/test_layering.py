@@ -250,3 +250,12 @@ def test_no_test_imports_a_test():
 def test_source_files_carry_their_licence():
     for path in [*sources(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").glob("*.py")]:
         assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
+
+
+def test_what_stores_by_tma_waits_until_it_is_stored():
+    """A GPU that turns to another process loses what is under way at a block's end."""
+    storing = [file for file in sorted((ROOT / "cuda_ops").rglob("*.py"))
+               if re.search(r"\b(tma_store|_add_bulk)\(", file.read_text())]  # fmt: skip
+    assert len(storing) >= 8
+    for file in storing:
+        assert "    wait_stored()\n" in file.read_text(), file.name

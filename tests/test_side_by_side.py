@@ -129,3 +129,12 @@ def test_forked_after_the_import(device):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines() == [str(_bits(device.type))] * 2
+
+
+def test_processes_that_share_a_gpu(device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    ops = ["npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad", "npu_fused_attention"]
+    command = [sys.executable, "-m", "tests.tools.shared", *ops, "--processes=3", "--seconds=4"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]

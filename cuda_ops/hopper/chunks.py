@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common import launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from .tma import at, describe, describe_matrix
+from .tma import at, describe, describe_matrix, wait_stored
 
 CHUNK = 64
 
@@ -263,7 +263,7 @@ def _prepare(
         fence_async_shared()
         barrier()
         tma_store(t_desc, [place, 0], tile)
-        tma.store_wait(0)
+        wait_stored()
 
 
 @gluon.jit

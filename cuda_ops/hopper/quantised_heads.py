@@ -28,7 +28,7 @@ from .absorption import put, times
 from .joined import ring
 from .quantised_matmul import SWAPPED
 from .rotation import rotate
-from .tma import DTYPES, aligned, describe_box, describe_matrix
+from .tma import DTYPES, aligned, describe_box, describe_matrix, wait_stored
 
 
 @gluon.jit
@@ -211,7 +211,7 @@ def _query(
         _ask_last(w_uk, w_wide, full, step + STAGES, head, CHUNKS, LAST)
         if last + 1 < LAST:
             out = more
-    tma.store_wait(0)
+    wait_stored()
 
 
 def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:

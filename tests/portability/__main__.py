@@ -77,6 +77,14 @@ def paths(found: report.Found, results: dict[str, Any]) -> list[str]:
     ]
 
 
+def keep(results: dict[str, Any]) -> None:
+    """Into the file of what is known, a kernel a line."""
+    lines = [f'"{key}": {json.dumps(results[key])}' for key in sorted(results)]
+    whole = RESULTS.with_suffix(".new")
+    whole.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    whole.replace(RESULTS)  # others read it meanwhile
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.portability", description=__doc__)
     parser.add_argument(
@@ -95,20 +103,23 @@ def main() -> int:
     pairs = [(capability, version) for version in options.triton for capability in options.gpu]
     share = options.sample if options.check else 0.0
     jobs = max(1, options.jobs // len(pairs))
+    found: report.Found = {}
+    wrong, compiled = [], 0
     with ThreadPoolExecutor(options.jobs) as pool:
         answers = pool.map(lambda pair: one(pair, share, jobs, options.only), pairs)
-        found = dict(zip(pairs, answers, strict=True))
-    wrong, compiled = [], 0
-    for pair, answer in found.items():
-        for key, facts in answer["compiled"].items():
-            compiled += 1
-            if results.setdefault(key, facts) != facts:
-                wrong.append(f"{pair}: {facts} now, kept as {results[key]}")
-        for case in answer["cases"]:
-            wrong += [
-                f"sm_{pair[0]}, Triton {pair[1]}, {case['op']}, {case['label']}: {x}"
-                for x in against(case, pair[0], results)
-            ]
+        for pair, answer in zip(pairs, answers, strict=True):
+            found[pair] = answer
+            for key, facts in answer["compiled"].items():
+                compiled += 1
+                if results.setdefault(key, facts) != facts:
+                    wrong.append(f"{pair}: {facts} now, kept as {results[key]}")
+            for case in answer["cases"]:
+                wrong += [
+                    f"sm_{pair[0]}, Triton {pair[1]}, {case['op']}, {case['label']}: {x}"
+                    for x in against(case, pair[0], results)
+                ]
+            if not options.check:  # a run that is cut off later need not compile these again
+                keep(results)
     wrong += paths(found, results)
     whole = not options.only and set(pairs) >= set(WHOLE)
     table = report.table(found, results) if whole else ""
@@ -119,8 +130,7 @@ def main() -> int:
             TABLE.write_text(table)
             used = {x for a in found.values() for c in a["cases"] for x in c["launches"]}
             results = {key: results[key] for key in used}
-        lines = [f'"{key}": {json.dumps(results[key])}' for key in sorted(results)]
-        RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        keep(results)
     print("\n".join(wrong))
     cases, seconds = sum(len(answer["cases"]) for answer in found.values()), time.time() - start
     print(f"{cases} cases, {compiled} kernels compiled, {len(wrong)} wrong, {seconds:.0f} s")

@@ -379,6 +379,7 @@ def stand_in(monkeypatch, *modules):
     instead |= dict(mbarrier=gl.barriers, tma=gl.barriers, warpgroup_mma=_wgmma)
     instead |= dict(tma_load=gl.barriers.tma_load, tma_store=gl.barriers.tma_store)
     instead |= dict(cp_async=gl.copies.cp_async, reinterpret=lambda x, *how: x.reinterpret(*how))
+    instead["wait_stored"] = lambda: gl.barriers.store_wait(0)
     instead["TensorDescriptor"] = _described
     instead["warpgroup_mma_wait"] = _finished
     for name in ("barrier", "gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
