@@ -25,6 +25,8 @@ from .versions import installed as installed
 _ROOT = __package__.rpartition(".")[0]
 _OLDEST_TRITON = (3, 5)  # of CUDA: what the kernels import is not all in 3.4
 
+_AS_IT_IS = nullcontext()
+
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
 
@@ -147,9 +149,9 @@ def device_of(arguments: Mapping[str, Any]) -> torch.device:
 def made_current(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device and its current stream: `device` becomes that one."""
     if device.type == "cpu":
-        return nullcontext()
+        return _AS_IT_IS
     module = getattr(torch, device.type)
-    return nullcontext() if module.current_device() == device.index else module.device(device)
+    return _AS_IT_IS if module.current_device() == device.index else module.device(device)
 
 
 @dataclass(frozen=True)

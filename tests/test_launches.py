@@ -22,6 +22,7 @@ import pytest
 import torch
 from custom.dispatch import backends, log, memo, register
 from custom.dispatch.common import memory
+from custom.dispatch.common.modes import Mode
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -35,8 +36,13 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 from custom.cuda_ops.common import gpu, launches
+from custom.cuda_ops.common.direct import Direct
+from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import _async_compile
 from triton.runtime.jit import KernelInterface
 
@@ -216,14 +222,22 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
         def __init__(self, name: Any) -> None:
             self.name = name
 
-        def wait_stream(self, other: Stream) -> None:
-            noted.append(f"{self.name} waits for {other.name}")
+        def wait_event(self, event: Event) -> None:
+            noted.append(f"{self.name} waits for {event.where}")
 
+    class Event:
+        def record(self, stream: Stream) -> None:
+            self.where = stream.name
+
+    here = SimpleNamespace(get_current_stream=lambda device: current[0])
+    monkeypatch.setattr(triton.runtime.driver, "_active", here)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(current[0]))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("there"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(
         torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream.name)
     )
-    monkeypatch.setattr(launches, "_second_stream", lambda here: Stream("there"))
+    launches._streams.cache_clear()
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -248,6 +262,115 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
     assert noted == [
         "there waits for elsewhere", "2.0 on there", "2.0 on elsewhere", "elsewhere waits for there"
     ]  # fmt: skip
+    assert current == ["elsewhere"]
+    launches._streams.cache_clear()
+
+
+class Launched:
+    """Triton's launcher of a kernel over a pointer, a descriptor, a number and a descriptor; what
+    it hands to C is noted."""
+
+    def __init__(self, scratch: int = 0) -> None:
+        self.handed: list[Any] = []
+        kinds = "*fp16", "tensordesc<fp16[16, 64]>", "i32", "tensordesc<fp32[8]>"
+        self.metas = [
+            dict(swizzle=3, elem_size=2, elem_type=6, block_size=[16, 64], fp4_padded=False),
+            dict(swizzle=0, elem_size=4, elem_type=7, block_size=[8], fp4_padded=False),
+        ]
+        run = object.__new__(nvidia.CudaLauncher)
+        vars(run).update(
+            num_ctas=1, global_scratch_size=scratch, global_scratch_align=128,
+            profile_scratch_size=0, profile_scratch_align=1, launch_cooperative_grid=False,
+            launch_pdl=True, arg_annotations="annotations", kernel_signature="signature",
+            gsan_enabled=False,
+            launch=nvidia.wrap_handle_tensordesc(
+                lambda *args: self.handed.append(args), dict(enumerate(kinds)), self.metas
+            ),
+        )  # fmt: skip
+        self.kernel = SimpleNamespace(
+            run=run, function=7, packed_metadata=(4, 1, 0), launch_metadata=lambda *_: "about",
+            metadata=SimpleNamespace(tensordesc_meta=self.metas),
+        )  # fmt: skip
+
+    def by_triton(self, x: Tensor, y: Tensor, *about: Any) -> Any:
+        self.kernel.run(
+            3, 2, 1, 11, 7, (4, 1, 0), *(about or (None,) * 3), x.data_ptr(), self.rows(x), 5,
+            self.numbers(y),
+        )  # fmt: skip
+        return self.handed.pop()
+
+    @staticmethod
+    def rows(x: Tensor) -> Any:
+        layout = gl.NVMMASharedLayout(128, 16, rank=2)
+        return TensorDescriptor(x, [*x.shape], [*x.stride()], [16, 64], layout)
+
+    @staticmethod
+    def numbers(x: Tensor) -> Any:
+        return TensorDescriptor(x, [x.numel()], [1], [8], gl.NVMMASharedLayout(0, 32, 1))
+
+
+@pytest.fixture
+def encoded(monkeypatch) -> list[int]:
+    """Where the descriptors point that are encoded."""
+    places: list[int] = []
+
+    def encode(pointer: int, *rest: Any) -> tuple[Any, ...]:
+        places.append(pointer)
+        return "map", pointer, *rest
+
+    utils = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
+    here = SimpleNamespace(get_current_stream=lambda device: 11, utils=utils)
+    monkeypatch.setattr(triton.runtime.driver, "_active", here)
+    return places
+
+
+def test_c_is_handed_what_triton_hands_it(encoded):
+    """And descriptors that point where they did are not encoded again."""
+    which = Launched()
+    launch = Direct(which.kernel, (3, 2, 1), 0)
+    x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
+    rows, numbers = launch.encoded(which.rows(x)), launch.encoded(which.numbers(y))
+    for other in (x, torch.empty_like(x), x):
+        wanted = which.by_triton(other, y)
+        encoded.clear()
+        launch([other.data_ptr(), *rows(other.data_ptr()), 5, *numbers(y.data_ptr())])
+        [handed] = which.handed
+        which.handed.clear()
+        assert _flat(handed) == _flat(wanted)
+    assert not encoded  # the third is the first
+
+
+def test_hooks_see_every_launch(encoded, monkeypatch):
+    which = Launched()
+    launch = Direct(which.kernel, (3, 2, 1), 0)
+    x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
+    rows, numbers = launch.encoded(which.rows(x)), launch.encoded(which.numbers(y))
+    hooks = [lambda about: None for _ in range(2)]
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hooks[0])
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", hooks[1])
+    launch([x.data_ptr(), *rows(x.data_ptr()), 5, *numbers(y.data_ptr())])
+    [handed] = which.handed
+    which.handed.clear()
+    assert _flat(handed) == _flat(which.by_triton(x, y, "about", *hooks))
+
+
+def test_scratch_memory_is_another_for_each_launch(encoded, monkeypatch):
+    which = Launched(scratch=64)
+    numbers = iter(range(10))
+    allocator = SimpleNamespace(get=lambda: lambda *_: f"scratch {next(numbers)}")
+    monkeypatch.setattr(nvidia._allocation, "_allocator", allocator)
+    launch = Direct(which.kernel, (3, 2, 1), 0)
+    x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
+    values = launch.encoded(which.rows(x))(0), launch.encoded(which.numbers(y))(0)
+    for _ in range(2):
+        launch([0, *values[0], 5, *values[1]])
+    given = [[v for v in _flat(x) if str(v).startswith("scratch")] for x in which.handed]
+    assert given == [["scratch 0"], ["scratch 1"]]
+
+
+def _flat(handed: Any) -> list[Any]:
+    *rest, last = handed
+    return [*rest, *last] if isinstance(last, (list, tuple)) else [*handed]
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
@@ -284,22 +407,16 @@ def test_memory_is_used_again_where_no_launch_may_still_read_it(overlapping, mon
 
 def test_each_stream_forks_into_one_of_its_own(monkeypatch):
     """What one user's stream still reads would be another's new memory, or part of its graph."""
-    made: list[SimpleNamespace] = []
-
-    def stream(device: Any = None) -> SimpleNamespace:
-        made.append(SimpleNamespace(device=device))
-        return made[-1]
-
-    class User:
-        device = "cuda:0"
-
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    launches._second_stream.cache_clear()
-    one, two = User(), User()
-    first = launches._second_stream(one)
-    assert launches._second_stream(one) is first is not launches._second_stream(two)
-    assert [x.device for x in made] == ["cuda:0"] * 2
-    launches._second_stream.cache_clear()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    launches._streams.cache_clear()
+    first, second = (torch.device("cuda", index) for index in range(2))
+    made = [launches._streams(*user) for user in ((first, 1), (first, 2), (second, 1))]
+    assert launches._streams(first, 1) is made[0]
+    assert len({id(x.there) for x in made}) == 3
+    assert [x.there.device for x in made] == [first, first, second]
+    launches._streams.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.bool], ids=str)
@@ -397,7 +514,8 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
     files = ("importlib", "os", "posix", "pathlib", "io", "inspect")
     package = custom.__name__
     ours = (f"{package}.dispatch.ops", f"{package}.dispatch.check.", f"{package}.cuda_ops")
-    unwanted = [x for x in called if x.startswith((*files, *ours)) and ".common.launches" not in x]
+    steps = tuple(f"{package}.cuda_ops.common.{module}." for module in ("launches", "direct"))
+    unwanted = {x for x in called if x.startswith((*files, *ours)) and not x.startswith(steps)}
     assert not unwanted
     _, allocated = pretended.take()
     large = [x for x in first[len(first) // 2 :] if _bytes(x) > launches.PIECE]
@@ -536,6 +654,49 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(checked):
     assert checked == [DECODE]
     assert not torch.equal(*outs)
     assert log.calls[DECODE, "reference"] >= 2
+
+
+def test_the_dispatcher_reads_the_arguments_of_a_call_once():
+    """The Autograd kernel calls the backend's, where no key is between."""
+    arguments = decode()
+    call(arguments)
+    again: list[Any] = []
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is torch._ops.OpOverload.__call__.__code__:
+            again.append(frame)
+
+    sys.setprofile(watch)
+    try:
+        call(arguments)
+    finally:
+        sys.setprofile(None)
+    assert not again
+
+
+def test_a_mode_sees_calls_like_earlier_ones():
+    seen: list[Any] = []
+
+    class Seeing(Mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **kwargs)
+
+    for _ in range(2):
+        call(decode())
+        with Seeing():
+            call(decode())
+    assert seen.count(register.overload(BY_NAME[DECODE])) == 2
+
+
+def test_what_is_between_a_call_and_its_backend_comes_first():
+    """A tensor that lies there with the other sign has a key of its own, below Autograd."""
+    outs, lses = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4)
+    negative = torch.complex(lses, -lses).conj().imag
+    assert negative.is_neg() and torch.equal(negative, lses)
+    wanted = custom.npu_merge_states(outs, negative.resolve_neg())
+    for given, expected in zip(custom.npu_merge_states(outs, negative), wanted, strict=True):
+        assert torch.equal(given, expected)
 
 
 @pytest.mark.parametrize(

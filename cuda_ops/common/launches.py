@@ -15,7 +15,6 @@ tests) is called with tensors again.
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import threading
@@ -25,14 +24,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
-from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime._async_compile import AsyncCompileMode
@@ -41,10 +39,12 @@ from triton.runtime.cache import triton_key
 from ...dispatch.common import memory
 from ...dispatch.common.modes import Mode
 from . import gpu
+from .direct import Direct, Encoded
 
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
-# bytes up to which work space is cut from one allocation; more is freed after its last use
+# bytes up to which work space is cut from one allocation; more is freed after its last use, and
+# cut as well where launches overlap, which free nothing
 PIECE = 2**20
 _APART = 256  # bytes to which the pieces are aligned, as allocations are
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, tl.dtype, tl.constexpr)
@@ -160,11 +160,22 @@ def run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return function(**arguments)
 
 
+class _Streams(NamedTuple):
+    here: torch.cuda.Stream
+    there: torch.cuda.Stream
+    forked: torch.cuda.Event
+    joined: torch.cuda.Event
+
+
 @cache
-def _second_stream(here: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One for each stream: memory of a stream is used again without asking what other streams still
-    read of it, and a captured stream takes the one that it forks into with it."""
-    return torch.cuda.Stream(here.device)
+def _streams(device: torch.device, here: int) -> _Streams:
+    """A second stream and two events for each stream, by its address: memory of a stream is used
+    again without asking what other streams still read of it, and a captured stream takes the one
+    that it forks into with it.  Who waits for an event has what it was last recorded for: another
+    thread's is later in the same stream."""
+    there = torch.cuda.Stream(device)
+    current = torch.cuda.current_stream(device)
+    return _Streams(current, there, torch.cuda.Event(), torch.cuda.Event())
 
 
 class Side:
@@ -172,25 +183,32 @@ class Side:
     `stream()` it is the current one.  An op has one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._here = torch.cuda.current_stream(device)
-        self._there = _second_stream(self._here)
+        here = triton.runtime.driver.active.get_current_stream(device.index)
+        self._here, self._there, self._forked, self._joined = _streams(device, here)
+        self._inside = False
         _note(lambda run: setattr(run, "side", Side(device)))
 
     def fork(self) -> None:
-        self._there.wait_stream(self._here)
+        self._forked.record(self._here)
+        self._there.wait_event(self._forked)
         _note(lambda run: run.side.fork())
 
     def join(self) -> None:
-        self._here.wait_stream(self._there)
+        self._joined.record(self._there)
+        self._here.wait_event(self._joined)
         _note(lambda run: run.side.join())
 
     def enter(self) -> None:
         torch.cuda.set_stream(self._there)
+        self._inside = True
         _note(lambda run: run.side.enter())
 
     def leave(self) -> None:
-        torch.cuda.set_stream(self._here)
-        _note(lambda run: run.side.leave())
+        """Also where it is left already: a plan that failed may be inside."""
+        if self._inside:
+            self._inside = False
+            torch.cuda.set_stream(self._here)
+            _note(lambda run: run.side.leave())
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -228,7 +246,8 @@ class _Run:
     def __init__(self, tensors: Sequence[Tensor], slots: int) -> None:
         more = slots - len(tensors)
         self.tensors: list[Any] = [*tensors, *(None,) * more]
-        self.pointers = [tensor.data_ptr() for tensor in tensors] + [0] * more
+        self.pointers = [tensor.data_ptr() for tensor in tensors]
+        self.pointers += (0,) * more
         self.side: Side | None = None
 
     def put(self, slot: int, tensor: Tensor) -> None:
@@ -286,48 +305,24 @@ class _Called:
                 run.put(slot, tensor)
 
 
-class _Pointer:
-    """What a tensor descriptor asks of its base at a launch."""
-
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
 @dataclass
 class _Launched:
-    """A step: a compiled kernel.  `values` are its arguments, but for the pointers and descriptors
-    at (index, slot, offset)."""
+    """A step: a kernel, by `launch`.  `values` are its arguments, but for the pointers and the
+    descriptors at (index, slot, offset); the first value of one of these tells where it points."""
 
-    kernel: CompiledKernel
-    grid: tuple[int, int, int]
-    device: int
+    launch: Direct
     values: list[Any]
     pointers: list[tuple[int, int, int]]
     described: list[tuple[int, int, int]]
+    encoded: list[Encoded]
 
     def __call__(self, run: _Run) -> None:
-        kernel, grid, values = self.kernel, self.grid, self.values.copy()
+        values, pointers = self.values.copy(), run.pointers
         for index, slot, offset in self.pointers:
-            values[index] = run.pointers[slot] + offset
-        for index, slot, offset in self.described:
-            pointer = run.pointers[slot] + offset
-            if values[index].base.pointer != pointer:
-                # the last one is kept: a weight, a cache and reused memory stay where they are
-                values[index] = descriptor = copy.copy(values[index])
-                descriptor.base = _Pointer(pointer)
-                self.values[index] = descriptor
-        stream = triton.runtime.driver.active.get_current_stream(self.device)
-        enter, leave, about = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, None
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            about = kernel.launch_metadata(grid, stream, *values)
-        else:
-            enter = leave = None
-        kernel.run(
-            *grid, stream, kernel.function, kernel.packed_metadata, about, enter, leave, *values
-        )
+            values[index] = pointers[slot] + offset
+        for (index, slot, offset), encoded in zip(self.described, self.encoded, strict=True):
+            values[index] = encoded(pointers[slot] + offset)[0]
+        self.launch(values)
 
 
 class _Recorder(Mode):
@@ -416,23 +411,25 @@ class _Recorder(Mode):
                 raise _NoPlan
             return _Called(kernel[grid], *self._placed((args, named)))
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
-        step = _Launched(compiled, (*grid, 1, 1)[:3], self._device.index or 0, [], [], [])
-        for index, param in enumerate(kernel.params):
+        launch = Direct(compiled, (*grid, 1, 1)[:3], self._device.index or 0)
+        step = _Launched(launch, [], [], [], [])
+        for param in kernel.params:
             value = given.get(param.name, param.default)
+            index, values = len(step.values), [value]
             if param.is_constexpr:
                 pass
             elif isinstance(value, Tensor):
                 place = self.place(value, of_one_dtype=False)
                 step.pointers.append((index, place.slot, place.offset))
-                value = None
+                values = [None]
             elif isinstance(value, TensorDescriptor):
                 place = self.place(value.base, of_one_dtype=False)
                 step.described.append((index, place.slot, place.offset))
-                value = copy.copy(value)
-                value.base = _Pointer(value.base.data_ptr())
+                step.encoded.append(launch.encoded(value))
+                values = step.encoded[-1](value.base.data_ptr())
             elif not _is_constant(value):
                 raise _NoPlan
-            step.values.append(value)
+            step.values += values
         return step
 
 
@@ -524,7 +521,8 @@ def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
             if isinstance(step, _Called):
                 seen.add(slot)
     inner = [step for slot, step in made.items() if slot not in results]
-    pieces = [step for step in inner if step.bytes <= PIECE and step.slot not in seen]
+    small = [step for step in inner if step.bytes <= PIECE or recorder.overlapping]
+    pieces = [step for step in small if step.slot not in seen]
     whole_slot, moved, size = recorder.slots, {}, 0
     for piece in pieces:
         moved[piece.slot] = whole_slot, size

@@ -11,4 +11,5 @@ import torch
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised contiguous tensor.  Call it as `memory.empty(...)`: tests replace it."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    # by keyword: for a tuple in the first place torch tries another signature first
+    return torch.empty(size=shape, dtype=dtype, device=device)
