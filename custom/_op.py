@@ -18,6 +18,11 @@ _OF_TYPE = re.compile(
     r"custom::(\w+)\(\) Expected a value of type '(.+?)' for argument '(\w+)' "
     r"but instead found type '(.+?)'"
 )
+# a subclass says the op's name alone, or that it gives none of its own an answer
+_SUBCLASS = re.compile(
+    r"(?:Multiple dispatch failed for 'torch\._ops\.)?custom\.(\w+)\.default(?:'; all .*)?$", re.M
+)
+_VMAP = re.compile(r"Batching rule not implemented for custom::(\w+)")
 _NOWHERE = re.compile(r"Could not run 'custom::(\w+)' with arguments from the '(\w+)' backend")
 
 _NONE = re.compile(r"There were no tensor arguments .* for schema custom::(\w+)\.")
@@ -33,9 +38,18 @@ def op(signature: Public) -> Public:
     the schema's (tests/test_contracts.py holds them to it), so the function needs no body."""
     packet = getattr(torch.ops.custom, signature.__name__)
     parameters = inspect.signature(signature)
+    each = enumerate(parameters.parameters.values())
+    flags = [(place, p.name) for place, p in each if p.annotation == "bool"]
 
     @functools.wraps(signature)
     def public(*args: Any, **kwargs: Any) -> Any:
+        for place, name in flags:
+            # PyTorch takes it for False, whatever the default is
+            if (args[place] if place < len(args) else kwargs.get(name, False)) is None:
+                raise TypeError(
+                    f"{signature.__name__}: `{name}` is None, expected a bool. Leave it out for "
+                    "its default."
+                )
         try:
             return call(packet, *args, **kwargs)
         except (TypeError, RuntimeError):
@@ -77,7 +91,7 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
     try:
         return op(*args, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         refused = _in_one_sentence(str(error))
         if refused is None:
             raise
@@ -99,6 +113,16 @@ def _in_one_sentence(message: str) -> Exception | None:
         return NotSupported(
             f"{name}: a tensor is of PyTorch's kind {where}, expected dense ones on cpu, cuda or "
             "npu. Move them with .to(), or make them dense with .to_dense()."
+        )
+    if found := _SUBCLASS.match(message):
+        return NotSupported(
+            f"{found[1]}: a tensor is of a subclass that has no rule for this op (nested, "
+            "distributed, a wrapper), expected plain tensors. Unwrap it first."
+        )
+    if found := _VMAP.match(message):
+        return NotSupported(
+            f"{found[1]}: it writes its arguments, and torch.vmap cannot loop over such an op. "
+            "Call it once on the whole batch."
         )
     if found := _NONE.match(message):
         schema = getattr(torch.ops.custom, found[1]).default._schema

@@ -8,12 +8,20 @@ nor ops that write their arguments, so both kernels are our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
+from .errors import NotSupported
+from .keys import caches, written
 from .spec import Spec
+
+Kernel = Callable[..., Any]
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _wants_gradient(value: Any) -> bool:
@@ -21,12 +29,43 @@ def _wants_gradient(value: Any) -> bool:
 
 
 def _any_wants_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(map(_wants_gradient, args)) or any(map(_wants_gradient, kwargs.values()))
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
 
 
-def differentiable(spec: Spec, op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _refuse_tangents(
+    spec: Spec, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """No op has a formula of forward mode, and without one a tangent is lost in silence."""
+    if forward_ad._current_level < 0:
+        return
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotSupported(
+                f"{spec.name}: `{name}` has a tangent of forward mode (jvp, jacfwd, dual numbers), "
+                "expected a plain tensor. Take the gradient backwards, or detach() it."
+            )
+
+
+def _below(
+    op: Kernel, kernels: Mapping[str, Kernel]
+) -> Callable[[torch._C.DispatchKeySet], Kernel]:
+    """What the dispatcher would call next for a set of keys: one of `kernels` itself, where its key
+    is the next one, and so no mode or wrapper of tensors is between; else the op again, which
+    reads all arguments anew."""
+    known: dict[int, Kernel] = {}
+
+    def below(keys: torch._C.DispatchKeySet) -> Kernel:
+        number = keys.raw_repr()
+        found = known.get(number)
+        if found is None:
+            found = kernels.get((keys & _BELOW).highestPriorityTypeId().name, op)
+            known[number] = found
+        return found
+
+    return below
+
+
+def differentiable(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel]) -> Kernel:
     """Runs the op and, where an argument requires grad, records it with the spec's own formula.
     `setup_context` sees all arguments by name, and `backward` answers by name."""
     assert spec.setup_context is not None and spec.backward is not None
@@ -50,22 +89,33 @@ def differentiable(spec: Spec, op: torch._ops.OpOverload) -> Callable[..., Any]:
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     recorded: Any = type(spec.name, (torch.autograd.Function,), members)
+    below = _below(op, kernels)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tangents(spec, names, args, kwargs)
         if _any_wants_gradient(args, kwargs):
+            if torch._C._are_functorch_transforms_active():
+                raise NotSupported(
+                    f"{spec.name}: the gradient is taken by torch.func (grad, vjp, jacrev), "
+                    "expected autograd. Use torch.autograd.grad() or .backward()."
+                )
             values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             return recorded.apply(*values.values())
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
+            return below(keys)(*args, **kwargs)
 
     return kernel
 
 
-def refusing(spec: Spec, op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Runs an op that has no backward; refuses arguments that want one while grad mode is on."""
+def refusing(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel]) -> Kernel:
+    """Runs an op that has no backward; refuses arguments that want one while grad mode is on, and
+    counts what it wrote as written."""
     names = [argument.name for argument in op._schema.arguments]
+    places = written(op)
+    below = _below(op, kernels)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tangents(spec, names, args, kwargs)
         if _any_wants_gradient(args, kwargs):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             name = next(name for name in names if _wants_gradient(given.get(name)))
@@ -74,6 +124,10 @@ def refusing(spec: Spec, op: torch._ops.OpOverload) -> Callable[..., Any]:
                 "Call it under torch.no_grad() (or torch.inference_mode())."
             )
         with torch._C._AutoDispatchBelowAutograd():
-            return op(*args, **kwargs)
+            out = below(keys)(*args, **kwargs)
+        if places:
+            # kernels write behind PyTorch's back: a backward that saved a cache has to know
+            increment_version([cache for _, cache in caches(places, args, kwargs)])
+        return out
 
     return kernel

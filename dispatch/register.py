@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Registers every spec with PyTorch: definition, three backends, fake, autograd."""
+"""Registers every spec with PyTorch: definition, three backends, fake, autograd, other keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import autograd, backends
+from . import autograd, backends, keys
 from .memo import Memo, likeness
 from .spec import Spec
 from .specs import SPECS
@@ -135,12 +135,17 @@ def _fake(spec: Spec) -> Callable[..., Any]:
 def _register(spec: Spec) -> None:
     _refuse_duplicate(spec)
     _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for backend in backends.BACKENDS:
-        _library.impl(spec.name, _kernel(spec, backend.key), backend.key)
+    kernels = {backend.key: _kernel(spec, backend.key) for backend in backends.BACKENDS}
+    for key, kernel in kernels.items():
+        _library.impl(spec.name, kernel, key)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", _fake(spec), lib=_library)
     at_autograd = autograd.differentiable if spec.differentiable else autograd.refusing
     op = overload(spec)
-    _library.impl(spec.name, at_autograd(spec, op), "Autograd")
+    _library.impl(spec.name, at_autograd(spec, op, kernels), "Autograd", with_keyset=True)
+    for key in keys.AUTOCAST:
+        _library.impl(spec.name, keys.as_given(op), key)
+    if op._schema.is_mutable:
+        _library.impl(spec.name, keys.resolved(spec, op), "Negative")
 
 
 def register_all() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram, graph_signature
 
 from ..dispatch.errors import NotSupported, need
+from ..dispatch.keys import written
 from ..dispatch.register import NAMESPACE, bind, overload
 from ..dispatch.spec import Spec
 from ..dispatch.specs import SPECS
@@ -322,8 +323,7 @@ def _inputs(spec: Spec) -> list[str]:
 
 
 def _written(spec: Spec) -> list[str]:
-    arguments = overload(spec)._schema.arguments
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [name for _, name in written(overload(spec))]
 
 
 _KINDS = {"int": "INT", "SymInt": "INT", "bool": "INT", "float": "FLOAT", "str": "STRING"}

@@ -8,6 +8,7 @@ Each gets one sentence before anything is written, or counts as absent where the
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,56 @@ def test_sparse_tensors(spec):
     for name, value in tensors(good).items():
         error = refused(spec, getattr(custom, spec.name), good, name, value.to_sparse())
         assert isinstance(error, custom.NotSupported) and "SparseCPU" in str(error)
+
+
+@public
+def test_none_is_no_flag(spec):
+    """PyTorch takes it for False, `rope_interleaved` too, whose default is True."""
+    good = of(spec.name)
+    function = getattr(custom, spec.name)
+    own = inspect.signature(function).parameters
+    flags = [n for n, p in own.items() if p.annotation == "bool" and p.default is True]
+    if not flags:
+        pytest.skip("None is False for all of its flags: none is on by default")
+    for name in flags:
+        error = refused(spec, function, good, name, None)
+        assert f"`{name}` is None, expected a bool" in str(error)
+
+
+@public
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_subclasses(spec):
+    good = of(spec.name)
+    for name, value in tensors(good).items():
+        jagged = torch.nested.nested_tensor([value, value], layout=torch.jagged)
+        error = refused(spec, getattr(custom, spec.name), good, name, jagged)
+        assert isinstance(error, custom.NotSupported) and "plain tensors" in str(error)
+
+
+@public
+def test_vmap_over_what_is_written(spec):
+    good = of(spec.name)
+    if not mutated(spec):
+        pytest.skip("it writes nothing: test_transforms.py holds vmap against a loop")
+    name = next(n for n in tensors(good) if n not in mutated(spec))
+
+    def over(**arguments):
+        def one(x):
+            return getattr(custom, spec.name)(**(arguments | {name: x}))
+
+        return torch.vmap(one)(arguments[name])
+
+    error = refused(spec, over, good, name, torch.stack([good[name]] * 2))
+    assert isinstance(error, custom.NotSupported) and "torch.vmap" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("row_layout", "rope", "is 'rope', expected one of"), ("kv_cache_dtype", 1, "expected None")],
+)
+def test_options_of_rows_beside_latents(name, value, said):
+    with pytest.raises(ValueError, match=f"^npu_mla_prolog_pto: `{name}` .*{said}"):
+        run("npu_mla_prolog_pto", **{name: value})
 
 
 @pytest.mark.parametrize(

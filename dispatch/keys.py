@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What an op does at PyTorch's keys between autograd and the backends: autocast, negated views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from .spec import Spec
+
+AUTOCAST = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
+_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
+for _key in AUTOCAST[1:]:
+    _AUTOCAST = _AUTOCAST | DispatchKeySet(getattr(DispatchKey, _key))
+
+
+def written(op: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """The arguments that the op writes: (place, name)."""
+    arguments = enumerate(op._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+
+
+def caches(
+    places: list[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of what an op writes the tensors that a call is given."""
+    for place, name in places:
+        cache = args[place] if place < len(args) else kwargs.get(name)
+        if cache is not None:
+            yield name, cache
+
+
+def as_given(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Under autocast: an op computes in the dtypes it is given, and so does what it calls."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def resolved(spec: Spec, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Of an op that writes arguments: PyTorch's own fallback runs it on copies, and then fails."""
+    places = written(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        for name, cache in caches(places, args, kwargs):
+            if cache.is_neg():
+                raise ValueError(
+                    f"{spec.name}: `{name}` is a negated view (is_neg()), expected a tensor that "
+                    f"holds its own numbers. Pass {name}.resolve_neg() and use what it returns."
+                )
+        return op(*map(_resolved, args), **{n: _resolved(v) for n, v in kwargs.items()})
+
+    return kernel
+
+
+def _resolved(value: Any) -> Any:
+    return value.resolve_neg() if isinstance(value, torch.Tensor) else value
