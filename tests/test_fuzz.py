@@ -56,6 +56,11 @@ FOUND = [
         op="npu_indexer_loss", seed=1225636244, dtype="float32", disguises=["absent", "offset"],
         b=1, n=3, s=2, s2=30, d=64, dr=16, k=20, offset=3, lse=False,
     )),
+    # a score's terms in another order: more off than the plain call's, by a rounding of their size
+    ("legal", dict(
+        op="npu_indexer_loss", seed=1703223978, dtype="float32", disguises=["offset"], b=2, n=4,
+        s=4, s2=15, d=63, dr=0, k=6, offset=2, lse=True,
+    )),
     # one key has the whole probability, so that its score's gradient is roundings of float32: those
     # of another alignment, and on a GPU those of another order
     ("legal", dict(

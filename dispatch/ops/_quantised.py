@@ -52,9 +52,13 @@ def values(c: Checker, name: str, tensor: Tensor, number: int | None, argument: 
     return found
 
 
+def layout_of_rows(c: Checker, row_layout: str) -> None:
+    c.one_of("row_layout", row_layout, quantised.NOPE_ROPE_SCALE, quantised.NOPE_SCALE_ROPE)
+
+
 def rows(c: Checker, name: str, tensor: Tensor, row_layout: str) -> None:
     """656-byte rows whose shape is known; they hold floats of 4 bytes."""
-    c.one_of("row_layout", row_layout, quantised.NOPE_ROPE_SCALE, quantised.NOPE_SCALE_ROPE)
+    layout_of_rows(c, row_layout)
     c.dense_rows(**{name: tensor})
     reason = quantised.misplaced(tensor, 4)
     c.require(reason is None, f"`{name}` has {reason}")
@@ -137,10 +141,15 @@ def latents(
 ) -> None:
     """What is special about rows; their shape is known."""
     alpha = k_nope_clip_alpha
+    layout_of_rows(c, row_layout)
     if not in_rows:
-        c.require(
-            alpha is None, "`k_nope_clip_alpha` is given, expected None: latents are not quantised."
-        )
+        for name, given in (
+            ("k_nope_clip_alpha", alpha),
+            ("kv_cache_dtype", kv_cache_dtype),
+        ):
+            c.require(
+                given is None, f"`{name}` is given, expected None: latents are not quantised."
+            )
         return
     values(c, "kv_cache", kv_cache, kv_cache_dtype, "kv_cache_dtype")
     rows(c, "kv_cache", kv_cache, row_layout)

@@ -82,7 +82,9 @@ def backward(
         if dt_bias is not None:
             d_bias = d_g.sum((0, 1), dtype=torch.float64)
             d_bias = d_bias.reshape(dt_bias.shape).to(dt_bias.dtype)
-    d_state = some[4].mT.contiguous() if turn and initial_state is not None else some[4]
+    d_state = q.new_zeros(0)
+    if initial_state is not None:
+        d_state = some[4].mT.contiguous() if turn else some[4]
     return (
         d_q.to(q.dtype),
         d_k.to(k.dtype),

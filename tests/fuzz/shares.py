@@ -81,12 +81,11 @@ class Shares:
             count = models(op, self.most)
             for model in range(count):
                 cases = self.numbers[model::count]
-                every += [
-                    (at, model, op, cases[at : at + size]) for at in range(0, len(cases), size)
-                ]
+                for at in range(0, len(cases), size):
+                    every.append((at * count + model * size, op, cases[at : at + size]))
         if self.seconds < inf:
-            every.sort(key=lambda x: x[:2])
-        self.left = deque((op, share) for _, _, op, share in every)
+            every.sort(key=lambda x: x[0])
+        self.left = deque((op, share) for _, op, share in every)
         self.open = Counter(op for op, _ in self.left)
 
     def work(self, runs: Callable[..., Found]) -> None:

@@ -59,9 +59,9 @@ def _sparse_attention_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
         gamma_ckv=m.normal(R),
         sin=m.normal(B, S, DR),
         cos=m.normal(B, S, DR),
-        cache_index=m.ints(*[[3 * 16 + 4 + i + 40 * b for i in range(S)] for b in range(B)]).view(
-            B, S
-        ),
+        cache_index=m.ints(
+            *[3 * 16 + 4 + i + max(40, S) * b for b in range(B) for i in range(S)]
+        ).view(B, S),
         kv_cache=kv_cache,
         kr_cache=kr_cache,
         block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
