@@ -71,12 +71,13 @@ PARTS = {
     "deepseek": Part("DeepSeek-V3.2", options=dict(enable_prefix_caching=True)),
     "deepseek-fp8": Part("DeepSeek-V3.2", options=dict(kv_cache_dtype="fp8"), roundings=ROUNDINGS8),
     "deepseek-pieces": Part("DeepSeek-V3.2", "PIECEWISE"),
-    "next": Part("Qwen3-Next", options=TRITON),
+    "next": Part("Qwen3-Next", WHOLE, options=TRITON),
+    "next-eager": Part("Qwen3-Next", options=TRITON),
     "next-vllm": Part("Qwen3-Next", WHOLE, ours=False, options=TRITON),
     "deepseek-whole": Part("DeepSeek-V3.2", WHOLE),
     "next-eager-vllm": Part("Qwen3-Next", ours=False, options=TRITON),
     "glm-shared": Part("GLM-5.2 (shared selections)", "PIECEWISE"),
-    "qwen3.5": Part("Qwen3.5", options=TRITON),
+    "qwen3.5": Part("Qwen3.5", WHOLE, options=TRITON),
     "qwen3.5-vllm": Part("Qwen3.5", WHOLE, ours=False, options=TRITON),
 }
 

@@ -41,9 +41,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             ),
         },
         "vllm.config.cache": {"CacheConfig": ("block_size", "cache_dtype", "mamba_cache_mode")},
-        "vllm.config.compilation": {
-            "CompilationConfig": ("cudagraph_mode", "static_forward_context")
-        },
+        "vllm.config.compilation": {"CompilationConfig": ("static_forward_context",)},
         "vllm.config.model": {"ModelConfig": ("dtype",)},
         "vllm.config.parallel": {
             "ParallelConfig": (

@@ -33,11 +33,9 @@ from .modes import check_modes
 
 class GatedDelta(QwenGatedDeltaNetAttention):
     def __init__(self, config: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        graphs = vllm_config.compilation_config.cudagraph_mode
         check_modes(
             "the gated delta rule",
             vllm_config,
-            CUDA_graphs_of_whole_decode_steps=graphs is not None and graphs.has_full_cudagraphs(),
             states_of_all_blocks=vllm_config.cache_config.mamba_cache_mode == "all",
         )
         super().__init__(config, vllm_config, *args, **kwargs)

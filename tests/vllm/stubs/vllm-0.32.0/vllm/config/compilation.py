@@ -10,5 +10,4 @@ import torch
 from torch import nn
 
 class CompilationConfig:
-    cudagraph_mode: Any = ...
     static_forward_context: dict[str, Any] = field(default=..., init=False)
