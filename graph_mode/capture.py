@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from ..dispatch.backends import made_current
 from ..dispatch.common.modes import Mode
 from ..dispatch.errors import NotSupported
+from ..dispatch.keys import caches, written
 from ..dispatch.register import NAMESPACE, compile_kernels
 from ..dispatch.specs import BY_NAME
 
@@ -42,15 +43,11 @@ class _KeepWritten(Mode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            self._before(argument, value)
-        for argument in func._schema.arguments[len(args) :]:
-            self._before(argument, kwargs.get(argument.name))
+        for _, value in caches(written(func), args, kwargs):
+            self._before(value)
         return func(*args, **kwargs)
 
-    def _before(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            return
+    def _before(self, value: Any) -> None:
         for tensor in tree_leaves(value):
             if isinstance(tensor, Tensor):
                 pointer = tensor.untyped_storage().data_ptr()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from custom.dispatch.keys import written
 from custom.dispatch.specs import SPECS
 from torch import Tensor
 
@@ -93,7 +94,7 @@ def test_prologs_write_the_last_page(device, backend, room):
         arguments = sample(op, device, DTYPE)
         slots = ints([[0, 5], [127, 64]], device)
         pages = 2**31 // (PAGE * 32) + 2
-        written = []
+        rows = []
         for count in (pages, 1):
             fresh = {
                 name: torch.empty(count, PAGE, 1, size, dtype=DTYPE, device=device)
@@ -103,9 +104,9 @@ def test_prologs_write_the_last_page(device, backend, room):
                 cache[-1] = 7
             index = slots + (count - 1) * PAGE
             run(op, backend, **(arguments | fresh | dict(cache_index=index)))
-            written.append([cache[-1].clone() for cache in fresh.values()])
+            rows.append([cache[-1].clone() for cache in fresh.values()])
             del fresh
-        for great, small in zip(*written, strict=True):
+        for great, small in zip(*rows, strict=True):
             assert torch.equal(great, small) and (great != 7).any()
 
 
@@ -131,8 +132,7 @@ def outputs(op: str, backend: str, arguments: dict, **changed: Tensor) -> list[T
     given |= changed
     out = run(op, backend, **given)
     if out is None:  # a writer
-        written = getattr(torch.ops.custom, op).default._schema.arguments
-        out = [given[x.name] for x in written if x.alias_info and x.alias_info.is_write]
+        out = [given[name] for _, name in written(getattr(torch.ops.custom, op).default)]
     return [out] if isinstance(out, Tensor) else list(out)
 
 

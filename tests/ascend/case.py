@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from custom.dispatch.keys import written
 from custom.dispatch.specs import BY_NAME
 from custom.npu_ops import tiling
 from torch import Tensor
@@ -141,10 +142,9 @@ def results(op: str, outputs: Any, arguments: Arguments) -> Arguments:
     """Outputs by position and mutated arguments by name."""
     listed = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs or ())
     named: Arguments = {f"output {i}": value for i, value in enumerate(listed)}
-    for argument in getattr(torch.ops.custom, op).default._schema.arguments:
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and arguments.get(argument.name) is not None:
-            named[argument.name] = arguments[argument.name]
+    for _, name in written(getattr(torch.ops.custom, op).default):
+        if arguments.get(name) is not None:
+            named[name] = arguments[name]
     return named
 
 

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from custom.dispatch.keys import written
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS, Spec
 from torch import Tensor
@@ -21,8 +22,7 @@ CPU = torch.device("cpu")
 
 @cache
 def mutated(spec: Spec) -> list[str]:
-    arguments = overload(spec)._schema.arguments
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [name for _, name in written(overload(spec))]
 
 
 def tensors(arguments: dict) -> dict[str, Tensor]:
@@ -33,8 +33,7 @@ def everything(spec: Spec, function, arguments: dict) -> list[Tensor]:
     """The outputs of a call and the tensors it wrote, from fresh copies of the arguments."""
     fresh = copy.deepcopy(arguments)
     out = function(**fresh)
-    written = [fresh[name] for name in mutated(spec) if name in fresh]
-    return [*outputs(out), *written]
+    return [*outputs(out), *(fresh[name] for name in mutated(spec) if name in fresh)]
 
 
 def outputs(out) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from custom.dispatch.keys import caches, written
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,13 +42,10 @@ class Graph(TorchDispatchMode):
         if func in HOST_READS:
             raise RuntimeError(f"{func}: the host waits while a graph captures")
         kwargs = kwargs or {}
-        names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
         kept = [
             (tensor, tensor.clone())
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(given.get(argument.name))
+            for _, given in caches(written(func), args, kwargs)
+            for tensor in tree_leaves(given)
             if isinstance(tensor, Tensor)
         ]
         out = func(*args, **kwargs)
