@@ -66,9 +66,12 @@ def in_rounds(workspace: int, make: Callable[[Inputs], Arguments]) -> Callable[[
 _SEQUENTIAL = 8**0.5
 
 
-def judge_floats(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> Finding:
+def judge_floats(
+    name: str, got: Tensor, exact: Tensor, rounded: Tensor, beyond: float = 0.0
+) -> Finding:
     """Error against float64 within twice the error of the reference in the op's own dtype, plus
-    one rounding of the largest value.  Where an output is float32, the error is all summation."""
+    one rounding of the largest value, and `beyond` it what roundings on the way give.  Where an
+    output is float32, the error is all summation."""
     if got.shape != exact.shape:
         return float("inf"), f"{name} has shape {list(got.shape)}, expected {list(exact.shape)}"
     if got.numel() == 0:
@@ -87,7 +90,7 @@ def judge_floats(name: str, got: Tensor, exact: Tensor, rounded: Tensor) -> Find
         usual *= _SEQUENTIAL
     if usual > largest * torch.finfo(got.dtype).eps ** 0.5:
         return float("inf"), f"{name}: the reference itself is off by {usual:.1e}: no bound"
-    bound = 2 * usual + torch.finfo(got.dtype).eps * largest
+    bound = 2 * usual + torch.finfo(got.dtype).eps * largest + beyond
     worst = error.max().item()
     share = worst / bound if bound else float(worst > 0) * float("inf") if worst else 0.0
     return share, f"{name}: error {worst:.1e} of {bound:.1e}"

@@ -366,7 +366,7 @@ def _small() -> list[Case]:
     for heads in (64, 128):
         for size, rope in ((LATENT, ROTARY), (LATENT + ROTARY, 0)):
             make = indexer_loss.call(heads, size, rope, 600, 2, 700, 1)
-            found.append(Case(indexer_loss.OP, f"{heads} heads of {size} and {rope}", make))
+            found.append(indexer_loss.case(f"{heads} heads of {size} and {rope}", make))
     title = "2048 slots"
     found.append(Case(indexer_loss_backward.OP, title, indexer_loss_backward.call(2048)))
     for size, value in ATTENTION:
