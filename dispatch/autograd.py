@@ -123,7 +123,8 @@ def refusing(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel
                 f"{spec.name}: `{name}` requires grad, and this op has no backward. "
                 "Call it under torch.no_grad() (or torch.inference_mode())."
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        # counted once, below: PyTorch would refuse a tensor of inference mode that it has written
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             out = below(keys)(*args, **kwargs)
         if places:
             # kernels write behind PyTorch's back: a backward that saved a cache has to know

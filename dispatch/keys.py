@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 from .spec import Spec
+
+Places = Sequence[tuple[int, str]]  # of arguments: where they stand, and their names
 
 AUTOCAST = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
@@ -25,7 +27,7 @@ def written(op: torch._ops.OpOverload) -> list[tuple[int, str]]:
 
 
 def caches(
-    places: list[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    places: Places, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Of what an op writes the tensors that a call is given."""
     for place, name in places:

@@ -3,13 +3,14 @@
 """What was found out about a call holds for every call like it: check, backend, launcher.
 
 Two calls are alike if they agree in all that these read: shapes, strides, dtypes, devices, whether
-pointers are aligned and equal, formats of an NPU, numbers and strings, and the settings.  Never in
-a tensor's values: where CUSTOM_DEBUG has them checked, no call is like another.
+pointers are aligned and equal, where tensors that are written share an allocation, formats of an
+NPU, numbers and strings, and the settings.  Never in a tensor's values: where CUSTOM_DEBUG has them
+checked, no call is like another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.nn import Parameter
 
 from .common import nz
 from .env import config
+from .keys import Places, caches
+from .overlap import beside
 
 MOST = 1024  # kinds of calls that an op remembers
 _NUMBERS = (int, float, bool, str, type(None))
@@ -49,8 +52,11 @@ class Memo:
             self._known.clear()
 
 
-def likeness(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Key, list[Tensor]] | None:
-    """(what alike calls share, the tensors in order); None where no call is like another."""
+def likeness(
+    args: tuple[Any, ...], kwargs: dict[str, Any], writes: Places = ()
+) -> tuple[Key, list[Tensor]] | None:
+    """(what alike calls share, the tensors in order); None where no call is like another.  `writes`
+    are the places of what the op writes."""
     if config.debug or config.log:
         return None
     key: list[Any] = [config.backend, torch.are_deterministic_algorithms_enabled(), *kwargs]
@@ -73,4 +79,6 @@ def likeness(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Key, list[
         key.append(tuple(map(pointers.index, pointers)))
     if tensors and (config.backend == "npu" or tensors[0].device.type == "npu"):
         key += map(nz.npu_format, tensors)
+    if len(writes) > 1:
+        key.append(beside([x for _, x in caches(writes, args, kwargs)]))
     return tuple(key), tensors

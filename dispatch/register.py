@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import autograd, backends, keys
+from . import autograd, backends, keys, overlap
 from .memo import Memo, likeness
 from .spec import Spec
 from .specs import SPECS
@@ -81,16 +81,18 @@ def _required_tensors(spec: Spec) -> tuple[str, ...]:
 def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
     memo = Memo()
     _memos.append(memo)
+    writes = keys.written(overload(spec))
 
     def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return _bound(_defaults(spec), args, kwargs)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        alike = likeness(args, kwargs)
+        alike = likeness(args, kwargs, writes)
         again = alike and memo.find(alike[0])
         if alike and again:
             return again(args, kwargs, alike[1])
         arguments = _checked(spec, args, kwargs)
+        overlap.refuse(spec.name, dict(keys.caches(writes, args, kwargs)))
         runner = backends.runner(spec, key, arguments)
         out = runner.run(arguments)
         if alike:

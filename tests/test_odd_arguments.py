@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from custom.dispatch import errors
+from custom.dispatch.overlap import overlap
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.specs import BY_NAME, SPECS, Spec
 from custom.graph_mode import onnx, torchair
 from custom.graph_mode.capture import Captured
 from torch import Tensor
@@ -24,7 +27,7 @@ from torch import Tensor
 import custom
 from custom.bench import __main__ as bench
 
-from .support.calls import mutated, tensors
+from .support.calls import assert_same, everything, mutated, outputs, tensors
 from .support.samples import sample
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -211,6 +214,91 @@ def test_states_that_share_memory_are_refused(pool):
     # steps before rows, and gaps: any order in which no two states meet
     gaps = torch.zeros(2, 3, 2, 4, 16, 8)[:, :, 0].transpose(0, 1)
     run(UPDATE, intermediate_states=gaps, intermediate_state_indices=torch.tensor([2, 0]))
+
+
+def laid(pair: list[Tensor], ahead: int, gap: int = 0) -> list[Tensor]:
+    """Copies in one allocation: rows of the one, and `ahead` bytes behind their beginning rows of
+    the other; or one page of each by turns, `gap` bytes apart."""
+    sizes = [x[0].nbytes if gap else x.nbytes for x in pair]
+    count = max(len(x) for x in pair) if gap else 1
+    pool = torch.zeros(count * (gap or ahead + sizes[1]) + 16, dtype=torch.uint8)
+    made = []
+    for x, at in zip(pair, (0, ahead), strict=True):
+        items = pool[at : at + (len(pool) - at) // x.itemsize * x.itemsize].view(x.dtype)
+        strides = [gap // x.itemsize if gap else x.stride(0), *x.stride()[1:]]
+        made.append(items.as_strided(x.shape, strides, items.storage_offset()).copy_(x))
+    return made
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if len(mutated(s)) > 1], ids=lambda s: s.name)
+def test_caches_that_share_memory_are_refused(spec):
+    """Also behind calls that are alike but for where their caches lie."""
+    good = of(spec.name)
+    names = [n for n in mutated(spec) if good.get(n) is not None]
+    if len(names) < 2:
+        pytest.skip("the sample has one of them alone")
+    for one, other in itertools.combinations(names, 2):
+        pair = [good[one].contiguous(), good[other].contiguous()]
+        behind = -(-pair[0].nbytes // 16) * 16
+        wanted = everything(spec, overload(spec), good | {one: pair[0], other: pair[1]})
+        for _ in range(2):
+            apart = dict(zip((one, other), laid(pair, behind), strict=True))
+            arguments = copy.deepcopy(good) | apart
+            out = overload(spec)(**arguments)
+            assert_same([*outputs(out), *(arguments[n] for n in names)], wanted)
+        together = dict(zip((one, other), laid(pair, behind - 16), strict=True))
+        kept = {n: x.clone() for n, x in together.items()}
+        with pytest.raises(ValueError, match=rf"^{spec.name}: `{one}` and `{other}` overlap"):
+            overload(spec)(**(copy.deepcopy(good) | together))
+        assert all(torch.equal(together[n], kept[n]) for n in kept)
+
+
+def test_caches_whose_pages_take_turns():
+    """A row of states and a row of the convolution's in each slot of one pool."""
+    op = "npu_gated_delta_layer_decode"
+    good = of(op)
+    names = ["conv_states", "states"]
+    pair = [good[n].contiguous() for n in names]
+    wide = [-(-x[0].nbytes // 16) * 16 for x in pair]
+    wanted = everything(BY_NAME[op], overload(BY_NAME[op]), good)
+    arguments = good | dict(zip(names, laid(pair, wide[0], sum(wide)), strict=True))
+    out = run(op, **arguments)
+    assert_same([*outputs(out), *(arguments[n] for n in names)], wanted)
+    narrow = dict(zip(names, laid(pair, wide[0] - 16, sum(wide)), strict=True))
+    with pytest.raises(ValueError, match=f"^{op}: `conv_states` and `states` overlap"):
+        run(op, **narrow)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_overlap_is_that_of_the_bytes(seed):
+    """Against sets of bytes; dimensions in any order, gaps, three sizes of numbers."""
+    random, pool = Random(seed), torch.zeros(2**16, dtype=torch.uint8)
+
+    def view() -> Tensor:
+        items = pool.view(random.choice([torch.uint8, torch.int16, torch.float32]))
+        shape, strides, least = [], [], 1
+        for _ in range(random.randint(0, 4)):
+            size = random.choice([1, 2, 3, 4])
+            stride = max(least, random.choice([least, least + 1, 2 * least, 8, 12, 24]))
+            shape.append(size)
+            strides.append(stride)
+            least = stride * size if size > 1 else least
+        order = random.sample(range(len(shape)), len(shape))
+        at = random.randint(0, 60)
+        return items.as_strided([shape[i] for i in order], [strides[i] for i in order], at)
+
+    def touched(x: Tensor) -> set[int]:
+        steps = zip(x.stride(), x.shape, strict=True)
+        places = [[stride * i for i in range(size)] for stride, size in steps]
+        first = (x.data_ptr() + sum(each) * x.itemsize for each in itertools.product(*places))
+        return {at + byte for at in first for byte in range(x.itemsize)}
+
+    found = set()
+    for _ in range(300):
+        a, b = view(), view()
+        assert overlap(a, b) == overlap(b, a) == bool(touched(a) & touched(b))
+        found.add(overlap(a, b))
+    assert found == {True, False}
 
 
 @pytest.mark.parametrize(

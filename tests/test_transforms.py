@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What PyTorch wraps around a call: autocast, torch.func, forward mode, negated views, versions."""
+"""What PyTorch wraps around a call: autocast, torch.func, forward mode, negated views, versions,
+inference mode."""
 
 from __future__ import annotations
 
@@ -148,3 +149,15 @@ def test_a_backward_knows_that_its_cache_was_written(spec, device):
     for total in saved.values():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()
+
+
+@ops(WRITING)
+def test_caches_of_inference_mode(spec, device):
+    """An engine that makes its caches under inference_mode may call under no_grad."""
+    good = sample(spec.name, device, torch.float16)
+    wanted = everything(spec, overload(spec), good)
+    with torch.inference_mode():
+        caches = {name: cache.clone() for name, cache in written(spec, good).items()}
+    with torch.no_grad():
+        out = overload(spec)(**(copy.deepcopy(good) | caches))
+    assert_same([*outputs(out), *caches.values()], wanted)

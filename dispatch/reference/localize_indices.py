@@ -10,9 +10,9 @@ from torch import Tensor
 
 def forward(indices: Tensor, rank: int, size: int, interleave: int) -> tuple[Tensor, Tensor]:
     index = indices.long()
-    stripe = torch.div(index, interleave, rounding_mode="floor")
+    stripe = index // interleave
     here = (index >= 0) & (index < 2**31) & (stripe % size == rank)
-    local = torch.div(stripe, size, rounding_mode="floor") * interleave + index % interleave
+    local = stripe // size * interleave + index % interleave
     width = index.shape[-1]
     slot = (here.long().cumsum(-1) - 1).masked_fill(~here, width)
     packed = torch.full_like(torch.nn.functional.pad(index, (0, 1)), -1)
