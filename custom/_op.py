@@ -103,6 +103,12 @@ def _in_one_sentence(message: str) -> Exception | None:
         name, wanted, argument, came = found.groups()
         optional = wanted.startswith("Optional[")
         wanted = wanted.removeprefix("Optional[").removesuffix("]") if optional else wanted
+        if came == wanted:
+            kind = {"int": "an int of 64 bits", "str": "a string that UTF-8 can write"}
+            return ValueError(
+                f"{name}: `{argument}` is out of PyTorch's range, expected {kind.get(came, came)}. "
+                "Pass another value."
+            )
         remedy = "Make it one with torch.as_tensor()" if wanted == "Tensor" else "Convert it"
         return TypeError(
             f"{name}: `{argument}` is of type {came}, expected {wanted}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ VARIABLES = (
     ),
 )
 
+_BY_FIELD = {variable.name.removeprefix("CUSTOM_").lower(): variable for variable in VARIABLES}
+
 
 @dataclass
 class Config:
@@ -75,6 +78,22 @@ class Config:
     cache_dir: str
     vllm: bool
     sglang: bool
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A misspelled setting is refused where it is made, as in the environment."""
+        variable = _BY_FIELD.get(name)
+        if variable is None:
+            raise AttributeError(
+                f"custom.config has no `{name}`, expected one of {', '.join(_BY_FIELD)}."
+            )
+        allowed: tuple[Any, ...] | None = variable.allowed
+        if allowed == ("0", "1"):
+            allowed = (False, True)
+        kind = type(allowed[0]) if allowed else str
+        if type(value) is not kind or (allowed and value not in allowed):
+            wanted = f"one of {', '.join(map(repr, allowed))}" if allowed else "a string"
+            raise ValueError(f"custom.config.{name} is {value!r}, expected {wanted}.")
+        object.__setattr__(self, name, value)
 
 
 def _read() -> Config:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def written(op: torch._ops.OpOverload) -> list[tuple[int, str]]:
 
 
 def caches(
-    places: Places, args: tuple[Any, ...], kwargs: dict[str, Any]
+    places: Places, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Of what an op writes the tensors that a call is given."""
     for place, name in places:

@@ -12,18 +12,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ..dispatch.backends import made_current
+from ..dispatch.backends import BACKENDS, made_current
 from ..dispatch.common.modes import Mode
 from ..dispatch.errors import NotSupported
 from ..dispatch.keys import caches, written
-from ..dispatch.register import NAMESPACE, compile_kernels
+from ..dispatch.register import NAMESPACE, compile_kernels, overload
 from ..dispatch.specs import BY_NAME
 
 
@@ -208,7 +208,7 @@ class _no_synchronisation(AbstractContextManager[None]):
             ) from error
 
 
-def warmup(calls: Mapping[str, Iterable[Mapping[str, Any]]], device: str | torch.device) -> None:
+def warmup(calls: Mapping[str, Sequence[Mapping[str, Any]]], device: str | torch.device) -> None:
     """Compile and tune the kernels of these calls ahead of time, with a progress bar on stderr:
     those for CUDA side by side, on all cores.
 
@@ -221,11 +221,10 @@ def warmup(calls: Mapping[str, Iterable[Mapping[str, Any]]], device: str | torch
     >>> q = ((1, 2, 5, 16), torch.float32)
     >>> custom.warmup({"npu_fused_attention": [dict(q=q, k=q, v=q)]}, "cpu")
     """
-    where = torch.device(device)
+    where = _where(device)
+    for name, sets in calls.items():
+        _check_sets(name, sets)
     todo = [(name, arguments) for name, sets in calls.items() for arguments in sets]
-    for name, _ in todo:
-        if name not in BY_NAME:
-            raise ValueError(f"warmup: {name!r} is no op, expected one of {', '.join(BY_NAME)}.")
     with torch.no_grad(), _Compilers() as compilers:
         made = ((BY_NAME[name], _made(arguments, where)) for name, arguments in todo)
         compile_kernels(made, where, compilers)
@@ -235,6 +234,39 @@ def warmup(calls: Mapping[str, Iterable[Mapping[str, Any]]], device: str | torch
         _progress("calls", number, len(todo), name)
     if todo:
         print(file=sys.stderr)
+
+
+def _where(device: str | torch.device) -> torch.device:
+    kinds = [backend.device for backend in BACKENDS]
+    with suppress(RuntimeError):  # of npu, where torch_npu is not imported
+        where = torch.device(device)
+        if where.type in kinds:
+            return where
+    raise ValueError(
+        f"warmup: `device` is {str(device)!r}, expected one of {', '.join(kinds)} that PyTorch "
+        "knows here. An npu needs `import torch_npu` first."
+    )
+
+
+def _check_sets(name: str, sets: Any) -> None:
+    if name not in BY_NAME:
+        raise ValueError(f"warmup: {name!r} is no op, expected one of {', '.join(BY_NAME)}.")
+    if not isinstance(sets, Sequence) or not all(isinstance(each, Mapping) for each in sets):
+        raise TypeError(
+            f"warmup: {name!r} has {type(sets).__name__}, expected a list of argument sets, each a "
+            "dict by keyword. Put a single one into a list."
+        )
+    arguments = overload(BY_NAME[name])._schema.arguments
+    known = {argument.name for argument in arguments}
+    needed = {argument.name for argument in arguments if not argument.has_default_value()}
+    for given in sets:
+        for problem, odd in (("lacks", needed - {*given}), ("has unknown", {*given} - known)):
+            if odd:
+                names = ", ".join(f"`{each}`" for each in sorted(odd))
+                raise TypeError(
+                    f"warmup: a set of {name!r} {problem} {names}, expected the op's arguments by "
+                    f"keyword. They are in help(custom.{name})."
+                )
 
 
 # there ast.parse, with which a compile begins, is not for two threads at a time
@@ -271,7 +303,7 @@ def _made(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _make(value: Any, device: torch.device) -> Any:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype):
+    if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], torch.dtype):
         shape, dtype = value
         if dtype.is_floating_point:
             return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)

@@ -203,8 +203,25 @@ def test_warmup_runs_every_call_and_leaves_the_callers_tensors(device, capsys):
     for name, value in tensors(before).items():
         torch.testing.assert_close(arguments[name], value, rtol=0, atol=0)
     assert "2/2 npu_fused_attention" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="'npu_nothing' is no op"):
-        warmup({"npu_nothing": [{}]}, device)
+
+
+Q = ((1, 2, 5, 16), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("calls", "where", "said"),
+    [
+        ({"npu_nothing": [{}]}, "cpu", "'npu_nothing' is no op"),
+        ({"npu_fused_attention": dict(q=Q, k=Q, v=Q)}, "cpu", "has dict, expected a list"),
+        ({"npu_fused_attention": [dict(q=Q)]}, "cpu", "lacks `k`, `v`"),
+        ({"npu_fused_attention": [dict(q=Q, k=Q, v=Q, z=1)]}, "cpu", "has unknown `z`"),
+        ({"npu_fused_attention": [dict(q=Q, k=Q, v=Q)]}, "meta", "`device` is 'meta'"),
+        ({"npu_fused_attention": [dict(q=Q, k=Q, v=Q)]}, "xyz", "`device` is 'xyz'"),
+    ],
+)
+def test_warmup_says_what_it_cannot_call(calls, where, said):
+    with pytest.raises((ValueError, TypeError), match=rf"^warmup: .*{said}"):
+        warmup(calls, where)
 
 
 @pytest.mark.skipif(

@@ -126,6 +126,36 @@ def test_none_is_no_flag(spec):
         assert f"`{name}` is None, expected a bool" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "value", "wanted"),
+    [
+        ("npu_sparse_attention_pto", "sparse_count", 2**70, "an int of 64 bits"),
+        ("npu_causal_conv1d", "activation", "\udc80", "a string that UTF-8 can write"),
+    ],
+)
+def test_values_beyond_their_type(op, name, value, wanted):
+    error = refused(BY_NAME[op], getattr(custom, op), of(op), name, value)
+    assert f"`{name}` is out of PyTorch's range, expected {wanted}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("backend", "bogus", "'bogus', expected one of 'auto', 'reference', 'cuda', 'npu'"),
+        ("backend", None, "None, expected one of 'auto'"),
+        ("debug", "0", "'0', expected one of False, True"),
+        ("cache_dir", 3, "3, expected a string"),
+    ],
+)
+def test_settings_are_refused_where_they_are_made(name, value, said):
+    kept = getattr(custom.config, name)
+    with pytest.raises(ValueError, match=rf"^custom\.config\.{name} is {said}"):
+        setattr(custom.config, name, value)
+    assert getattr(custom.config, name) == kept
+    with pytest.raises(AttributeError, match="no `bakend`, expected one of backend, log"):
+        custom.config.bakend = "cuda"
+
+
 @public
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_of_subclasses(spec):

@@ -205,6 +205,19 @@ def test_calls_with_other_constants_are_overloads(tmp_path):
             assert torch.equal(a, b)
 
 
+def test_positions_beyond_what_float32_holds(tmp_path):
+    """PyTorch's exporter divides whole numbers as floats where a rounding mode is named."""
+    first = dict(indices=torch.randint(2**31 - 1, (2, 3, 1, 40), dtype=torch.int32))
+    module = Calls("npu_localize_indices", ["indices"], dict(rank=1, size=3, interleave=2))
+    second = dict(
+        indices=torch.tensor([2**31 - 1, 2**31 - 3, 2**24 + 3, -1]).int().view(1, 1, 1, 4)
+    )
+    file = File(module, first, second, str(tmp_path / "model.onnx"))
+    for given in (first, second):
+        wanted = overload(BY_NAME["npu_localize_indices"])(**given, rank=1, size=3, interleave=2)
+        assert all(torch.equal(a, b) for a, b in zip(file.run(given), wanted, strict=True))
+
+
 def test_paged_keys_of_ragged_requests_with_sinks_and_blocks(tmp_path):
     problems = [
         Problem(rows, keys, count=6, block_size=2, sinks=True)
