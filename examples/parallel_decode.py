@@ -177,6 +177,10 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
     parser.add_argument("--new-tokens", type=int, default=12)
     options = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        sys.exit(
+            "parallel_decode: expected to be run by torchrun, as the first lines of this file say"
+        )
     backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[options.device]
     device = torch.device(options.device)
     if options.device != "cpu":

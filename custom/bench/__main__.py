@@ -27,7 +27,7 @@ from .. import __version__
 from ..dispatch import log
 from ..dispatch.backends import CUDA
 from ..dispatch.env import config
-from ..dispatch.errors import BackendUnavailable, need
+from ..dispatch.errors import need
 from ..dispatch.specs import BY_NAME
 from . import cold, host
 from .case import Case, Outputs
@@ -182,7 +182,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = next(each for each, there in here.items() if there)
     elif not here[name]:
-        raise BackendUnavailable(f"--device {name}: none is here; python -m custom.info says why")
+        sys.exit(f"--device {name}: none is here; python -m custom.info says why")
     return torch.device(name)
 
 
