@@ -11,6 +11,7 @@ import torch
 from _device import device_and_dtype
 from torch.export import Dim
 
+torch.manual_seed(0)
 device, dtype = device_and_dtype(__doc__)
 dtype = torch.float32 if device.type == "cpu" else torch.float16  # numpy has no bfloat16
 
@@ -35,4 +36,5 @@ with tempfile.TemporaryDirectory() as folder:
     (out,) = onnxruntime.InferenceSession(path).run(None, feed)
 off = (torch.from_numpy(out) - Attention()(*given).cpu()).abs().max()
 print(f"onnxruntime differs from eager on {device.type} by {float(off):.1e} at most")
-assert off < 10 * torch.finfo(dtype).eps
+D = given[0].shape[-1]  # the terms of a score: each may round another way in onnxruntime
+assert off < D * torch.finfo(dtype).eps
