@@ -142,7 +142,7 @@ def test_equals_autograd_of_the_recurrence(case, dtype, device, backend):
             # kernels keep both of its factors in the dtype: R, which is dv / beta, and n, which is
             # v less what is known of it
             R = (want["v"].double() / exact["beta"].double()[..., None]).nan_to_num(0, 0, 0)
-            size = float((R.abs() * exact["v"].detach().abs()).sum(-1).max()) if R.numel() else 0.0
+            size = float((R.abs() * exact["v"].abs()).sum(-1).max().detach()) if R.numel() else 0.0
             more = size * torch.finfo(dtype).eps
             assert_close_to_float64("d_beta", grad, rounded[name], want[name], beyond=more)
         else:
