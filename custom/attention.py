@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import call
+from .dispatch.sentences import call
 
 
 def npu_fused_attention(

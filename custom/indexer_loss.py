@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ._op import call, op
+from ._op import op
 from .dispatch.reference import indexer_loss as reference
+from .dispatch.sentences import call
 from .dispatch.spec import UNLIMITED
 
 if TYPE_CHECKING:

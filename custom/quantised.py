@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import call, described_by, op
+from ._op import described_by, op
+from .dispatch.sentences import call
 from .dispatch.spec import UNLIMITED
 
 _ops = torch.ops.custom

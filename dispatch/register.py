@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from functools import cache
@@ -69,6 +70,12 @@ def _checked(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
                 "be None."
             )
     spec.check(**arguments)
+    for name, value in arguments.items():
+        if type(value) is float and not math.isfinite(value):
+            raise ValueError(
+                f"{spec.name}: `{name}` is {value}, expected a finite number. Look at what it is "
+                "computed from."
+            )
     return arguments
 
 

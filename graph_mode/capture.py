@@ -23,7 +23,8 @@ from ..dispatch.backends import BACKENDS, made_current
 from ..dispatch.common.modes import Mode
 from ..dispatch.errors import NotSupported
 from ..dispatch.keys import caches, written
-from ..dispatch.register import NAMESPACE, compile_kernels, overload
+from ..dispatch.register import compile_kernels, overload
+from ..dispatch.sentences import call
 from ..dispatch.specs import BY_NAME
 
 
@@ -225,12 +226,16 @@ def warmup(calls: Mapping[str, Sequence[Mapping[str, Any]]], device: str | torch
     for name, sets in calls.items():
         _check_sets(name, sets)
     todo = [(name, arguments) for name, sets in calls.items() for arguments in sets]
+    meta = torch.device("meta")
+    for name, arguments in todo:  # whatever is refused is so before anything is compiled
+        with torch.no_grad():
+            call(overload(BY_NAME[name]), **_made(arguments, meta))
     with torch.no_grad(), _Compilers() as compilers:
         made = ((BY_NAME[name], _made(arguments, where)) for name, arguments in todo)
         compile_kernels(made, where, compilers)
     for number, (name, arguments) in enumerate(todo, 1):
         with torch.no_grad():
-            getattr(getattr(torch.ops, NAMESPACE), name)(**_made(arguments, where))
+            overload(BY_NAME[name])(**_made(arguments, where))
         _progress("calls", number, len(todo), name)
     if todo:
         print(file=sys.stderr)

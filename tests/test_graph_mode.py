@@ -224,6 +224,23 @@ def test_warmup_says_what_it_cannot_call(calls, where, said):
         warmup(calls, where)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"causal": "yes"}, "`causal` is of type str, expected bool"),
+        ({"q": 3}, "`q` is of type int, expected Tensor"),
+        ({"k": ((1, 2, 5, 8), torch.float32)}, "`k` has shape"),
+        ({"sm_scale": float("nan")}, "`sm_scale` is nan"),
+    ],
+)
+def test_warmup_compiles_nothing_before_all_calls_are_checked(wrong, said, monkeypatch):
+    monkeypatch.setattr(sys.modules[_Compilers.__module__], "compile_kernels", None)
+    good = dict(q=Q, k=Q, v=Q)
+    with pytest.raises((ValueError, TypeError), match=f"^npu_fused_attention: {said}") as caught:
+        warmup({"npu_fused_attention": [good, good | wrong]}, "cpu")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
     reason="nothing is compiled",

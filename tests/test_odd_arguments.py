@@ -208,6 +208,17 @@ def test_epsilons_are_not_negative(op, name, value):
         run(op, **{name: value})
 
 
+@public
+def test_numbers_are_finite(spec):
+    arguments = [a for a in overload(spec)._schema.arguments if "float" in str(a.type)]
+    if not arguments:
+        pytest.skip("no argument is a number with a fraction")
+    for argument in arguments:
+        for value in (float("nan"), float("inf"), float("-inf")):
+            error = refused(spec, getattr(custom, spec.name), of(spec.name), argument.name, value)
+            assert f"`{argument.name}` is {value}, expected" in str(error)
+
+
 def test_caches_without_slots_in_a_page():
     caches = {
         name: of("npu_sparse_attention_pto")[name][:, :0]

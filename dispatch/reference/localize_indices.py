@@ -17,4 +17,5 @@ def forward(indices: Tensor, rank: int, size: int, interleave: int) -> tuple[Ten
     slot = (here.long().cumsum(-1) - 1).masked_fill(~here, width)
     packed = torch.full_like(torch.nn.functional.pad(index, (0, 1)), -1)
     packed = packed.scatter(-1, slot, local)[..., :width]
-    return packed.to(torch.int32), here.sum(-1).to(torch.int32)
+    rows = packed.to(torch.int32, memory_format=torch.contiguous_format)
+    return rows, here.sum(-1).to(torch.int32)
