@@ -76,8 +76,9 @@ def differentiable(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, 
     keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
 
     def forward(ctx: Any, *values: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            given = dict(zip(keywords, values[positional:], strict=True))
+        given = dict(zip(keywords, values[positional:], strict=True))
+        # no view is tracked there: an output that a backend cuts out of a wider buffer is no view
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             out = op(*values[:positional], **given)
         save(ctx, dict(zip(names, values, strict=True)), out)
         return out
@@ -101,7 +102,7 @@ def differentiable(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, 
                 )
             values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             return recorded.apply(*values.values())
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             return below(keys)(*args, **kwargs)
 
     return kernel
@@ -113,6 +114,9 @@ def refusing(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel
     names = [argument.name for argument in op._schema.arguments]
     places = written(op)
     below = _below(op, kernels)
+    remedy = "Call it under torch.no_grad() (or torch.inference_mode())."
+    if spec.name.endswith(("_grad", "_backward")):
+        remedy = f"There are no second derivatives: leave create_graph=True out. {remedy}"
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         _refuse_tangents(spec, names, args, kwargs)
@@ -120,8 +124,7 @@ def refusing(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             name = next(name for name in names if _wants_gradient(given.get(name)))
             raise RuntimeError(
-                f"{spec.name}: `{name}` requires grad, and this op has no backward. "
-                "Call it under torch.no_grad() (or torch.inference_mode())."
+                f"{spec.name}: `{name}` requires grad, and this op has no backward. {remedy}"
             )
         # counted once, below: PyTorch would refuse a tensor of inference mode that it has written
         with torch._C._AutoDispatchBelowADInplaceOrView():

@@ -100,9 +100,10 @@ def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) ->
 
 
 def backward(ctx: Any, _: None, grad_values: Tensor | None) -> dict[str, Any]:
-    if grad_values is None or not ctx.saved_tensors:
+    saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them one time
+    if grad_values is None or not saved:
         return {}
-    query, key, weights, indices, lengths_query, lengths_key = ctx.saved_tensors
+    query, key, weights, indices, lengths_query, lengths_key = saved
     grads = torch.ops.custom.npu_lightning_indexer_grad(
         query,
         key,
