@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -38,7 +39,9 @@ def run(python: str | Path, code: str, cwd: Path, **env: str) -> str:
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT]
-    subprocess.run(command, check=True, capture_output=True)
+    where = {"GITHUB_REPOSITORY": "someone/ops", "GITHUB_REF_NAME": "v1.2.3"}
+    where["GITHUB_SERVER_URL"] = "https://example.org"
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | where)
     return next(out.glob("*.whl"))
 
 
@@ -51,6 +54,18 @@ def test_wheel_holds_custom_alone_and_every_source_file(wheel):
         for path in (ROOT / folder).rglob("*.py"):
             inside = path.relative_to(ROOT).as_posix()
             assert (inside if folder == "custom" else f"custom/{inside}") in names
+
+
+def test_an_index_shows_where_the_repository_is(wheel):
+    archive = zipfile.ZipFile(wheel)
+    inside = next(x for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
+    fields, _, text = archive.read(inside).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in fields
+    for name in ("Source", "Documentation", "Changelog", "Issues"):
+        assert f"Project-URL: {name}, https://example.org/someone/ops" in fields
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert "https://example.org/someone/ops/blob/v1.2.3/docs/speed.md" in links
+    assert all(link.startswith(("https://", "#")) for link in links)
 
 
 def test_installed_wheel_is_not_disturbed_by_a_users_dispatch_py(wheel, tmp_path):
