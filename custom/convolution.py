@@ -288,11 +288,15 @@ def causal_conv1d_update(
     activation: str | None = None,
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
-    *,
     num_accepted_tokens: Tensor | None = None,
+    *,
     pad_slot_id: int = -1,
 ) -> Tensor:
-    """`npu_causal_conv1d_update` under the name and with the arguments of causal-conv1d and sglang.
+    """`npu_causal_conv1d_update` under the name and with the arguments of causal-conv1d; those for
+    speculative decoding that vLLM and sglang add are the op's.
+
+    A state of more than W - 1 columns: causal-conv1d reads the last ones, and so does this. vLLM
+    and sglang read the first ones, as this does with `num_accepted_tokens` of ones.
 
     Args:
         x: [B, D] or [B, D, S].
@@ -302,7 +306,7 @@ def causal_conv1d_update(
         activation: None, "silu" or "swish".
         cache_seqlens: None; states in a ring are not taken.
         conv_state_indices: [B], the slot of each sequence.
-        num_accepted_tokens: [B], see npu_causal_conv1d_update.
+        num_accepted_tokens: [B], see npu_causal_conv1d_update; the eighth, as in sglang.
         pad_slot_id: a slot that stands for none.
 
     Returns:

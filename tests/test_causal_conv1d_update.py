@@ -162,6 +162,27 @@ def test_equals_qwen3_next(device, backend):
         custom.causal_conv1d_update(x, state, weight, cache_seqlens=torch.zeros(2))
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_columns_of_a_wider_state(counts, device, backend):
+    """causal-conv1d reads and writes the last W - 1; vLLM and sglang the first ones."""
+    if backend == "npu":
+        pytest.skip("causal-conv1d keeps columns side by side")
+    state, weight, x = torch.randn(2, 24, 6), torch.randn(24, 4), torch.randn(2, 24)
+    begin = 0 if counts else 3
+    window = torch.cat([state[..., begin : begin + 3], x[..., None]], -1)
+    wanted = (window * weight).sum(-1)
+    kept = torch.cat([window[..., 1:], state[..., 3:]], -1)
+    if not counts:
+        kept = torch.cat([state[..., 1:], x[..., None]], -1)
+    ones = torch.ones(2, dtype=torch.int32, device=device) if counts else None
+    ours = state.to(device)
+    got = custom.causal_conv1d_update(
+        x.to(device), ours, weight.to(device), None, None, None, None, ones
+    )
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours.cpu(), kept)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [

@@ -89,6 +89,25 @@ def test_our_layer_takes_their_arguments(version):
     assert required[0] == required[1]
 
 
+def ops_of_vllm() -> list[ast.Call]:
+    """Our calls of torch.ops.vllm, whose names and arguments mypy does not see."""
+    nodes = [x for path in PLUGIN.glob("*.py") for x in ast.walk(ast.parse(path.read_text()))]
+    calls = [x for x in nodes if isinstance(x, ast.Call)]
+    return [x for x in calls if ast.unparse(x.func).startswith("torch.ops.vllm.")]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_their_op_takes_our_arguments(version):
+    (call,) = ops_of_vllm()
+    name = ast.unparse(call.func).rpartition(".")[2]
+    (module,) = [each for each, names in HOOKS["vllm"].items() if name in names]
+    stub = STUBS / f"vllm-{version}" / Path(*module.split(".")).with_suffix(".py")
+    defined = [x for x in ast.parse(stub.read_text()).body if isinstance(x, ast.FunctionDef)]
+    (theirs,) = [[each.arg for each in x.args.args] for x in defined if x.name == name]
+    keywords = [each.arg for each in call.keywords]
+    assert theirs[len(call.args) :] == keywords, theirs
+
+
 def test_the_range_is_what_there_are_stubs_for():
     minors = [tuple(map(int, each.split(".")[:2])) for each in VERSIONS]
     first, below = modes.VLLM
@@ -114,6 +133,7 @@ def configuration(**changed: object) -> SimpleNamespace:
     parallel = dict(
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
+        data_parallel_size=1,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
         use_ubatching=False,
@@ -133,6 +153,7 @@ def test_a_plain_engine_is_served():
     [
         (dict(tensor_parallel_size=2), "tensor parallelism"),
         (dict(pipeline_parallel_size=2), "pipeline parallelism"),
+        (dict(data_parallel_size=2), "data parallelism"),
         (dict(decode_context_parallel_size=2), "context parallelism"),
         (dict(prefill_context_parallel_size=2), "context parallelism"),
         (dict(use_ubatching=True), "microbatches (DBO)"),

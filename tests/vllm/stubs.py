@@ -45,6 +45,7 @@ HOOKS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         "vllm.config.model": {"ModelConfig": ("dtype",)},
         "vllm.config.parallel": {
             "ParallelConfig": (
+                "data_parallel_size",
                 "decode_context_parallel_size",
                 "pipeline_parallel_size",
                 "prefill_context_parallel_size",

@@ -19,6 +19,7 @@ def check_modes(model: str, vllm_config: Any, **asked: bool) -> None:
     modes = {
         "tensor parallelism": parallel.tensor_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "microbatches (DBO)": parallel.use_ubatching,
