@@ -32,6 +32,15 @@ def ranks(group: Group) -> tuple[dist.ProcessGroup, int, int]:
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
+def refuse_gradients(name: str, *tensors: Tensor) -> None:
+    """A collective here has no backward: what wants a gradient would lose it, or get a part."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"custom.parallel: {name} got a tensor that requires grad, and has no backward. Call "
+            "it under torch.no_grad() (or torch.inference_mode())."
+        )
+
+
 def _named(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return call()
@@ -52,6 +61,7 @@ def _collective(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup)
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """all_gather, under way beside what the caller does until it calls what this returns."""
+    refuse_gradients("all_gather", x)
     x = x.contiguous()
     started = _named("all_gather", lambda: _gather(x[None], 0, group), group)
 
@@ -69,6 +79,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x [size, ..]: part i goes to rank i; part i of the result came from it."""
+    refuse_gradients("all_to_all", x)
     x = x.contiguous()
     call = lambda: functional.all_to_all_single(x, None, None, group)  # noqa: E731
     return _collective("all_to_all", call, group)
@@ -76,11 +87,13 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, as a new tensor."""
+    refuse_gradients("all_reduce", x)
     return _collective("all_reduce", lambda: functional.all_reduce(x, "sum", group), group)
 
 
 def broadcast(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rank 0's."""
+    refuse_gradients("broadcast", x)
     return _collective("broadcast", lambda: functional.broadcast(x, 0, group), group)
 
 

@@ -73,6 +73,16 @@ def context_parallel_prefill(
     at, rank, size = ranks(group)
     B, mine = query.shape[:2]
     n = mine // 2
+    lacking = [name for name in ("kv", "index") if name not in caches]
+    lacking += [name for name in caches if name not in rows]
+    if lacking:
+        raise ValueError(
+            f"context_parallel_prefill: `rows` or `caches` lacks {lacking[0]!r}, expected both "
+            'with the same names, "kv" and "index" among them.'
+        )
+    _collectives.refuse_gradients(
+        "context_parallel_prefill", query, query_rope, query_index, weights, *rows.values()
+    )
     wire = torch.cat([rows[name].contiguous().view(torch.uint8) for name in caches], -1)
     came = _collectives.in_order(
         _collectives.all_gather(wire.unflatten(1, (2, n)).movedim(1, 0), at)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ._op import described_by, op
@@ -251,7 +252,8 @@ def causal_conv1d_fn(
         seq_idx: None; sequences that are packed go to npu_causal_conv1d(query_start_loc=...).
         initial_states: [B, D, W - 1].
         return_final_states: return the pair (out, final states).
-        final_states_out: [B, D, W - 1] to write the final states to.
+        final_states_out: [B, D, W - 1] to write the final states to; it takes no part in a
+            gradient.
         activation: None, "silu" or "swish".
 
     Returns:
@@ -277,7 +279,9 @@ def causal_conv1d_fn(
         return out.mT
     if final_states_out is None:
         return out.mT, final.mT
-    return out.mT, final_states_out.copy_(final.mT)
+    with torch.no_grad():  # a buffer has no history, and may be used again
+        final_states_out.copy_(final.mT)
+    return out.mT, final.mT if final.requires_grad else final_states_out
 
 
 def causal_conv1d_update(

@@ -56,7 +56,7 @@ def compute_index_loss_sparse(
         indices: [B, S, K] int32 or int64 positions.
         scaling: factor of the attention's logits.
         chunk_offset: position of the first query row.
-        eps: keeps the logarithms finite.
+        eps: keeps the logarithms finite; the gradient is that of eps = 0.
         reduction: "none" [B, S]; "sum"; "mean" (over B * S rows, those without a valid slot
             included); "batchmean" (sum / B).
         query_rope: [B, N, S, Dr], rotary part of `query`, where it is not joined.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._op import op
+from .dispatch.check import Checker
 
 
 @op
@@ -19,7 +20,8 @@ def npu_merge_states(
 
     lse = log sum_i exp(lse_i);  out = sum_i exp(lse_i - lse) outs_i, in float32.
     A part whose lse is -inf, +inf or NaN is empty and counts nothing, whatever its `outs` hold.
-    Differentiable in every argument.
+    Differentiable in every argument; the statistics of npu_sparse_flash_attention carry no
+    gradient, so that parts of sparse attention differentiate in one call, or not at all.
 
     Formula: online softmax (Milakov and Gimelshein, 2018), over parts.
 
@@ -109,6 +111,15 @@ merge_topk = npu_merge_topk
 localize_indices = npu_localize_indices
 
 
+def _shards(name: str, rank: int, size: int, interleave: int, page_size: int = 1) -> Checker:
+    c = Checker(name)
+    c.at_least("size", size, 1)
+    c.at_least("interleave", interleave, 1)
+    c.at_least("page_size", page_size, 1)
+    c.require(0 <= rank < size, f"`rank` is {rank}, expected 0 to {size - 1}, below `size`.")
+    return c
+
+
 def shard_positions(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Tensor:
     """How many of the first `lengths` positions lie on `rank`: the lengths of its shard.
 
@@ -122,6 +133,7 @@ def shard_positions(lengths: Tensor, rank: int, size: int, interleave: int = 1) 
     >>> custom.shard_positions(torch.tensor([0, 1, 5, 8]), rank=1, size=2, interleave=2)
     tensor([0, 0, 2, 4])
     """
+    _shards("shard_positions", rank, size, interleave).integer("lengths", lengths)
     stripes = size * interleave
     ahead = lengths - rank * interleave
     whole = torch.div(ahead, stripes, rounding_mode="floor")
@@ -156,6 +168,11 @@ def shard_slots(
     >>> custom.shard_slots(torch.tensor([[31, 32, 33]]), table, 16, rank=0, size=2)
     tensor([[-1, 16, -1]])
     """
+    c = _shards("shard_slots", rank, size, interleave, page_size)
+    c.integer("positions", positions)
+    c.integer("block_table", block_table)
+    c.shape("positions", positions, "B S")
+    c.shape("block_table", block_table, "B max_pages")
     stripe = torch.div(positions, interleave, rounding_mode="floor")
     row = torch.div(stripe, size, rounding_mode="floor") * interleave + positions % interleave
     page = torch.div(row, page_size, rounding_mode="floor")
@@ -193,6 +210,10 @@ def npu_attention_update(
             f"npu_attention_update: `lse` has {len(lse)} parts and `local_out` {len(local_out)}, "
             "expected as many, and at least one."
         )
+    c = Checker("npu_attention_update")
+    for number, (part, of_it) in enumerate(zip(lse, local_out, strict=True)):
+        c.shape(f"lse[{number}]", part, "M")
+        c.shape(f"local_out[{number}]", of_it, "M D")
     out, merged = npu_merge_states(torch.stack(local_out), torch.stack(lse))
     return out, merged if update_type else merged.new_empty(0)
 
@@ -240,6 +261,16 @@ def npu_ring_attention_update(
             f"`input_softmax_layout` {input_softmax_layout!r}, expected 'SBH' or 'TND', and '' or "
             "'TND'."
         )
+    c = Checker("npu_ring_attention_update")
+    c.shape("prev_attn_out", prev_attn_out, "S B H" if input_layout == "SBH" else "T N D")
+    c.shape("cur_attn_out", cur_attn_out, "S B H" if input_layout == "SBH" else "T N D")
+    for name, each in (
+        ("prev_softmax_max", prev_softmax_max),
+        ("prev_softmax_sum", prev_softmax_sum),
+        ("cur_softmax_max", cur_softmax_max),
+        ("cur_softmax_sum", cur_softmax_sum),
+    ):
+        c.shape(name, each, "B N S 8" if input_layout == "SBH" else "T N 8")
     tops = torch.stack([prev_softmax_max, cur_softmax_max])
     sums = torch.stack([prev_softmax_sum, cur_softmax_sum])
     outs = torch.stack([prev_attn_out, cur_attn_out])

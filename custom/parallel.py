@@ -29,6 +29,7 @@ from ._handed_along import context_parallel_delta_rule, context_parallel_kda
 from ._prefill import context_parallel_prefill, zigzag
 from .dispatch.common import nz
 from .dispatch.common.layout import lengths_of_rows
+from .dispatch.errors import NotSupported
 
 __all__ = [
     "all_reduce",
@@ -146,8 +147,17 @@ def shard_layer(
         w = w.view(
             w.shape[1] // nz.columns(w.dtype), w.shape[0] // nz.ROWS, nz.ROWS, nz.columns(w.dtype)
         )
-    cut = shard(w, 1 if w.ndim == 2 else 0, group)
-    return {**layer, "w_uq_qr": cut, "w_uk": shard(layer["w_uk"], 0, group)}
+    cut = {"w_uq_qr": shard(w, 1 if w.ndim == 2 else 0, group)}
+    scale = layer.get("dequant_scale_w_uq_qr")
+    if scale is not None:  # of each column, or of blocks of 128
+        mine = cut["w_uq_qr"].shape[1] if w.ndim == 2 else cut["w_uq_qr"].shape[0] * w.shape[3]
+        if scale.shape[-1] != mine * ranks(group)[2] and mine % 128:
+            raise ValueError(
+                f"custom.parallel: `w_uq_qr` has {mine} columns a rank, expected whole blocks: "
+                "its scales are of 128 each. Take fewer ranks."
+            )
+        cut["dequant_scale_w_uq_qr"] = shard(scale, scale.ndim - 1, group)
+    return {**layer, **cut, "w_uk": shard(layer["w_uk"], 0, group)}
 
 
 def tensor_parallel_attention(
@@ -161,11 +171,12 @@ def tensor_parallel_attention(
     """`npu_sparse_attention_pto` on this rank's heads (`shard_layer`): [B, S, N / size, R].
 
     No collective, unless the selection is to be compared before it is used (`check_equal`, see
-    `same_selection`), or rank 0's to be taken by all (`broadcast`). `options` are the op's.
+    `same_selection`), or rank 0's to be taken by all (`broadcast`). `options` are the op's; with a
+    selection that is compared, those for 8 bits are refused.
     """
     if not (check_equal or broadcast):
         return sparse.npu_sparse_attention_pto(**layer, **options)
-    x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
+    x = _in_stages("tensor_parallel_attention", {**layer, **options})
     query, query_rope, query_norm = _latent_prolog(x)
     query_index, weights = _index_prolog(x, query_norm, x.cache_index)
     indices, _ = sparse.npu_lightning_indexer(
@@ -180,8 +191,23 @@ def tensor_parallel_attention(
     )[0]  # fmt: skip
 
 
-_PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters.values()
-_DEFAULTS = {p.name: p.default for p in _PARAMETERS if p.default is not p.empty}
+_PARAMETERS = inspect.signature(sparse.npu_sparse_attention_pto).parameters
+_DEFAULTS = {n: p.default for n, p in _PARAMETERS.items() if p.default is not p.empty}
+_NAMES = [*_PARAMETERS]
+_EIGHT_BITS = _NAMES[_NAMES.index("weight_format") + 1 :]
+
+
+def _in_stages(name: str, given: Mapping[str, Any]) -> SimpleNamespace:
+    """The op's arguments by name; refuses what the layer in stages does not pass on."""
+    for each, value in given.items():
+        if each not in _PARAMETERS:
+            raise TypeError(f"{name}: npu_sparse_attention_pto has no argument `{each}`.")
+        if each in _EIGHT_BITS and (isinstance(value, Tensor) or value != _DEFAULTS[each]):
+            raise NotSupported(
+                f"{name}: `{each}` is given, and the layer in stages has weights and caches of 16 "
+                "bits. Leave it out, or call the stages yourself."
+            )
+    return SimpleNamespace(**{**_DEFAULTS, **given})
 
 
 def _latent_prolog(x: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,7 +263,7 @@ def context_parallel_attention(
     `layer` has this rank's heads (`shard_layer`), its shard of the latents' caches, their
     `block_table` and their `cache_index` (`shard_slots`); the index keys have their own two.
     """
-    x = SimpleNamespace(**{**_DEFAULTS, **layer, **options})
+    x = _in_stages("context_parallel_attention", {**layer, **options})
     query, query_rope, query_norm = _latent_prolog(x)
     return context_parallel_decode(
         query, query_rope, lambda: _index_prolog(x, query_norm, index_cache_index), None,
@@ -308,7 +334,8 @@ def context_parallel_decode(
     queries = _collectives.start_all_gather(torch.cat([query, query_rope], -1), at)
     if not isinstance(query_index, Tensor):
         query_index, weights = query_index()
-    assert weights is not None
+    elif weights is None:
+        raise TypeError("context_parallel_decode: `weights` is None, expected [B, S, Ni].")
     if replicate_index:
         indices = select(
             query_index, weights, index_k_cache, index_scale, actual_seq_lengths_key=act_seqs,

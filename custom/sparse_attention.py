@@ -836,7 +836,8 @@ def npu_sparse_flash_attention(
 
     Returns:
         out like `query`; softmax_max and softmax_sum float32 [B, 1, S, N] ([1, T, N] with TND),
-        without the sinks (natural: lse = max + ln(sum)); shape [0] unless `return_softmax_lse`.
+        without the sinks (natural: lse = max + ln(sum)); shape [0] unless `return_softmax_lse`,
+        and without a gradient: what is made of them does not differentiate the logits.
         A query that sees nothing gets out 0, max -inf, sum 0.
 
     Raises:

@@ -924,3 +924,84 @@ def uneven_heads_are_refused(group, rank, size):
             assert f"{size}" in str(error), error
         else:
             raise AssertionError("not refused")
+
+
+def said(call: Any, error: type[Exception]) -> str:
+    try:
+        call()
+    except error as found:
+        return str(found)
+    raise AssertionError("not refused")
+
+
+def gradients_are_refused(group, rank, size):
+    """No collective has a backward: a gradient would be lost, or a part of it."""
+    step = Decode(rank, size, (20, 45))
+    step.query.requires_grad_()
+    assert "all_gather got a tensor that requires grad" in said(
+        lambda: step.parts(group, 24), RuntimeError
+    )
+    dtype = half_by_kernels(torch.float32)
+    q, k, v, g, beta = (Draw(1, dtype)(1, 9, 2, 16) for _ in range(5))
+    of_heads = [-g[..., 0].abs().float(), beta[..., 0].contiguous()]
+    v.requires_grad_()
+    calls = (
+        lambda: parallel.context_parallel_kda(q, k, v, -g.abs(), of_heads[1], group=group),
+        lambda: parallel.context_parallel_delta_rule(
+            q[0], k[0], v[0], g=of_heads[0][0], beta=of_heads[1][0], group=group
+        ),
+        lambda: parallel.all_reduce(v, group),
+        lambda: parallel.context_parallel_prefill(
+            q, q, q, v, dict(kv=q, index=q), dict(kv=q, index=q), q, q, q,
+            group=group, softmax_scale=1.0,
+        ),
+    )  # fmt: skip
+    for call in calls:
+        assert "and has no backward. Call it under torch.no_grad()" in said(call, RuntimeError)
+    with torch.no_grad():
+        for call in calls[:3]:
+            call()
+        step.parts(group, 24)
+
+
+def options_in_stages_are_passed_on_or_refused(group, rank, size):
+    """Every argument of the op changes what comes out, or is refused; nothing is dropped."""
+    layer = layer_of(2 * size)
+    local = parallel.shard_layer(copied(layer), group=group)
+    whole = {name: x.clone() for name, x in local.items()}
+    calls = {
+        "tensor_parallel_attention": partial(
+            parallel.tensor_parallel_attention, group=group, check_equal=True
+        ),
+        "context_parallel_attention": partial(
+            parallel.context_parallel_attention, group=group,
+            index_block_table=local["block_table"], index_cache_index=local["cache_index"],
+        ),
+    }  # fmt: skip
+    for name, call in calls.items():
+        for option in parallel._EIGHT_BITS:
+            message = said(partial(call, local, **{option: "x"}), NotImplementedError)
+            assert message.startswith(f"{name}: `{option}` is given")
+        assert "no argument `nonsense`" in said(partial(call, local, nonsense=3), TypeError)
+        for x, before in zip(local.values(), whole.values(), strict=True):
+            assert torch.equal(x, before)
+    passed = set(parallel._NAMES) - set(parallel._EIGHT_BITS)
+    read = parallel.tensor_parallel_attention.__code__.co_names
+    for stage in (parallel._latent_prolog, parallel._index_prolog, parallel._scale):
+        read += stage.__code__.co_names
+    assert passed <= set(read), passed - set(read)
+
+
+def scales_follow_their_columns(group, rank, size):
+    layer = {"w_uk": torch.zeros(2 * size, 16, 32)}
+    for columns, scales in ((192 * size, 192 * size), (256 * size, 2 * size)):
+        w, scale = torch.zeros(32, columns), torch.rand(1, scales)
+        given = layer | {"w_uq_qr": w, "dequant_scale_w_uq_qr": scale}
+        mine = parallel.shard_layer(given, group=group, weight_format="nd")
+        part = scales // size
+        wanted = scale[:, rank * part : (rank + 1) * part]
+        assert torch.equal(mine["dequant_scale_w_uq_qr"], wanted)
+    given["w_uq_qr"] = torch.zeros(32, 192 * size)
+    given["dequant_scale_w_uq_qr"] = torch.rand(1, -(-192 * size // 128))
+    message = said(lambda: parallel.shard_layer(given, group=group, weight_format="nd"), ValueError)
+    assert "192 columns a rank, expected whole blocks" in message

@@ -140,7 +140,8 @@ def test_an_empty_part_has_no_gradient():
 
 @reference_only
 def test_gradients_flow_into_parts_of_sparse_attention():
-    """Two halves of a selection, merged, differentiate as the whole selection does."""
+    """Two halves of a selection, merged, are the whole selection, and the weights being held so is
+    the gradient: the statistics of sparse attention have none."""
     torch.manual_seed(2)
     q = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 12, 1, 8, dtype=torch.float64, requires_grad=True)
@@ -161,6 +162,7 @@ def test_gradients_flow_into_parts_of_sparse_attention():
     (by_parts,) = torch.autograd.grad((merged * probe).sum(), halves[0][0], retain_graph=True)
     weight = torch.exp(halves[0][1] - torch.logsumexp(torch.stack([h[1] for h in halves]), 0))
     torch.testing.assert_close(by_parts, weight[..., None] * probe)
+    assert not halves[0][1].requires_grad
 
 
 # ------------------------------------------------------------------------------------ top-k
@@ -327,6 +329,32 @@ def test_a_shard_that_is_none_is_refused(changes: dict[str, Any], said: str):
 
 
 # ------------------------------------------------------------------- torch_npu's schemas
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: custom.shard_positions(torch.tensor([8]), 5, 2), "`rank` is 5, expected 0 to 1"),
+        (lambda: custom.shard_positions(torch.tensor([8]), 0, 2, 0), "`interleave` is 0"),
+        (lambda: custom.shard_positions(torch.tensor([8.0]), 0, 2), "`lengths` is float32"),
+        (lambda: custom.shard_slots(*[torch.zeros(2, 3).int()] * 2, 16, 2, 2), "`rank` is 2"),
+        (
+            lambda: custom.shard_slots(torch.zeros(2, 3).int(), torch.zeros(1, 3).int(), 16, 0, 2),
+            "`block_table` has shape",
+        ),
+        (
+            lambda: custom.npu_attention_update([torch.zeros(3)], [torch.zeros(4, 8)], 1),
+            r"`local_out\[0\]` has shape",
+        ),
+        (
+            lambda: custom.npu_ring_attention_update(*[torch.zeros(4, 2, 8)] * 6),
+            "`prev_softmax_max` has shape",
+        ),
+    ],
+)
+def test_shapes_of_parts_are_refused(call, said: str):
+    with pytest.raises((ValueError, TypeError), match=rf"^(npu|shard)_\w+: {said}"):
+        call()
 
 
 def test_attention_update():

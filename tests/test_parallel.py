@@ -55,6 +55,9 @@ ONCE = (
     "mutating_ops_refuse_sharded_tensors",
     "every_mutating_op_refuses_sharded_tensors",
     "uneven_heads_are_refused",
+    "gradients_are_refused",
+    "options_in_stages_are_passed_on_or_refused",
+    "scales_follow_their_columns",
 )
 CASES = [(name, size) for size in (2, 3, 4) for name in EVERYWHERE]
 CASES += [(name, 2) for name in ONCE] + [("a_subgroup_has_its_own_ranks", 3)]

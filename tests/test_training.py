@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
+import custom
+
 from .support.calls import CPU, outputs
 from .support.samples import sample
 
@@ -225,3 +227,15 @@ def test_compiled_by_aot_eager(spec, dynamic):
     call = Call(spec)
     call.op = torch.compile(call.op, backend="aot_eager", dynamic=dynamic)
     assert_equal(call.gradients(call.run()), whole(spec))
+
+
+def test_a_buffer_for_final_states_may_be_used_again():
+    weight, buffer = torch.randn(16, 4, requires_grad=True), torch.empty(2, 16, 3)
+    for _ in range(2):
+        x = torch.randn(2, 16, 9, requires_grad=True)
+        out, states = custom.causal_conv1d_fn(
+            x, weight, return_final_states=True, final_states_out=buffer
+        )
+        (out.sum() + states.sum()).backward()
+        assert torch.equal(buffer, states) and not buffer.requires_grad
+        assert torch.equal(buffer, x[..., -3:]) and x.grad is not None

@@ -87,7 +87,7 @@ def backward(ctx: Any, grad_out: Tensor | None, grad_states: Tensor | None) -> d
     x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
     grads = torch.ops.custom.npu_causal_conv1d_grad(
         # an expanded gradient (of out.sum(), say) has no dense rows
-        d_out=torch.zeros_like(x["x"]) if grad_out is None else grad_out.contiguous(),
+        d_out=(torch.zeros_like(x["x"]) if grad_out is None else grad_out).contiguous(),
         d_final_states=grad_states,
         activation=ctx.activation,
         **x,

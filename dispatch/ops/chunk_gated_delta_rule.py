@@ -127,7 +127,7 @@ def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> di
     value = x["value"]
     grads = torch.ops.custom.npu_chunk_gated_delta_rule_grad(
         # an expanded gradient (of out.sum(), say) has no dense rows
-        d_out=torch.zeros_like(value) if grad_out is None else grad_out.contiguous(),
+        d_out=(torch.zeros_like(value) if grad_out is None else grad_out).contiguous(),
         d_final_state=None if grad_state is None else grad_state.contiguous(),
         scale=ctx.scale,
         **x,

@@ -183,7 +183,7 @@ def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> di
     v = x["v"]
     grads = torch.ops.custom.npu_chunk_kda_grad(
         # an expanded gradient (of out.sum(), say) has no dense rows
-        d_out=torch.zeros_like(v) if grad_out is None else grad_out.contiguous(),
+        d_out=(torch.zeros_like(v) if grad_out is None else grad_out).contiguous(),
         d_final_state=None if grad_state is None else grad_state.contiguous(),
         **x,
         **ctx.options,

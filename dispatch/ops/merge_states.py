@@ -42,13 +42,16 @@ def fake(outs: Tensor, lses: Tensor, sums: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x["outs"], x["lses"], x["sums"], *output)
 
 
-def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> dict[str, Any]:
+def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> dict[str, Any]:
     """With weights w_i = exp(lse_i - lse): d_outs_i = w_i d_out, and
     d_lse_i = w_i (d_out . (outs_i - out) + d_lse)."""
     outs, lses, sums, out, lse = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
     each = lses if sums is None else lses + sums.log()
     counts = each.isfinite()
     weight = torch.exp(each - lse).masked_fill(~counts, 0)
