@@ -271,7 +271,7 @@ def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
         reason = rows.too_many(each.shape[0 if each.ndim == 3 else 2], "rows")
         if reason:
             return f"{name} has {reason}"
-    if v.dtype is torch.float8_e4m3fn and v.is_cuda and not gpu.converts_float8(v.device):
+    if v.dtype is torch.float8_e4m3fn and v.is_cuda and not gpu.converts_fp8(v.device):
         capability = gpu.capability(v.device)
         return f"v is float8_e4m3fn, which compute capability {capability} cannot convert"
     return None

@@ -34,11 +34,6 @@ def here() -> dict[str, str | None]:
     return {name: versions.installed(name) for name in names} | {"CANN": cann}
 
 
-def _release(version: str, numbers: int = 2) -> tuple[int, ...]:
-    """(2, 9) of `2.9.0.post2+cpu`."""
-    return tuple(int(part) for part in version.partition("+")[0].split(".")[:numbers])
-
-
 def clashes(have: Have) -> Iterator[Finding]:
     torch, npu, ascend = have["torch"], have["torch_npu"], have["triton-ascend"]
     triton, numpy, hf, cann = (have[x] for x in ("triton", "numpy", "transformers", "CANN"))
@@ -50,9 +45,9 @@ def clashes(have: Have) -> Iterator[Finding]:
             "was installed last has overwritten the other.",
             f"pip uninstall -y triton triton-ascend && pip install --no-deps {keep}",
         )
-    if torch and _release(torch) < (2, 7):
+    if torch and versions.release(torch) < (2, 7):
         yield Finding(f"torch {torch} is older than 2.7.", 'pip install -U "torch>=2.7"')
-    if torch and npu and _release(torch, 3) != _release(npu, 3):
+    if torch and npu and versions.release(torch, 3) != versions.release(npu, 3):
         wanted = ".".join(npu.split(".")[:3])
         yield Finding(
             f"torch_npu {npu} is built against torch {wanted}, and torch {torch} is installed.",
@@ -77,18 +72,18 @@ def clashes(have: Have) -> Iterator[Finding]:
             if other
             else f"source the set_env.sh of a CANN {row.cann}",
         )
-    if triton and not ascend and _release(triton) < (3, 5):
+    if triton and not ascend and versions.release(triton) < (3, 5):
         yield Finding(
             f"triton {triton} is older than 3.5, which torch 2.9 brings.",
             'pip install -U "torch>=2.9"',
         )
-    if triton and numpy and _release(numpy) >= (2, 4):
+    if triton and numpy and versions.release(numpy) >= (2, 4):
         yield Finding(
             f"numpy {numpy}: Triton's interpreter, which tests run kernels with, multiplies wrongly"
             " from numpy 2.4 on.",
             'pip install "numpy<2.4"',
         )
-    if hf and not (5, 17) <= _release(hf) < (6,):
+    if hf and not (5, 17) <= versions.release(hf) < (6,):
         yield Finding(
             f"transformers {hf}: custom.integrations is for 5.17 and later ones below 6.",
             'pip install "transformers>=5.17,<6"',

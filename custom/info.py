@@ -55,7 +55,7 @@ def _chosen_by(index: int) -> str:
     reason = backends.cannot_run(backends.CUDA, device)
     if reason is not None:
         return reason
-    gpu = importlib.import_module(f"{backends.CUDA.package}.gpu")
+    gpu = importlib.import_module(f"{backends.CUDA.package}.common.gpu")
     return str(gpu.described(device))
 
 

@@ -21,6 +21,7 @@ from .env import config
 from .errors import BackendUnavailable, NotSupported
 from .spec import Spec
 from .versions import installed as installed
+from .versions import release
 
 _ROOT = __package__.rpartition(".")[0]
 _OLDEST_TRITON = (3, 5)  # of CUDA: what the kernels import is not all in 3.4
@@ -59,11 +60,6 @@ def both_tritons() -> str | None:
     )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """(3, 6) of `3.6.0+git1a2b`."""
-    return tuple(int(number) for number in version.split(".")[:2])
-
-
 @cache
 def _importable(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
@@ -90,7 +86,7 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
     if backend is CUDA and installed("triton") is None and installed("triton-ascend"):
         return "triton-ascend is installed, this backend needs triton (never both)"
     version = installed("triton")
-    if backend is CUDA and version and _release(version) < _OLDEST_TRITON:
+    if backend is CUDA and version and release(version) < _OLDEST_TRITON:
         return (
             f"triton {version} is installed, this backend needs 3.5 or later, which comes with "
             "torch 2.9: pip install -U torch"

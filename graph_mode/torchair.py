@@ -44,6 +44,7 @@ class Twin:
     lacks: Sequence[str] = ()  # our arguments that CANN's operator does not take
     needs: Sequence[str] = ()  # our optional ones that it cannot do without
     sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # attribute: a tensor's size
+    words: Mapping[str, Sequence[str]] = field(default_factory=dict)  # attributes that are places
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -54,6 +55,34 @@ def _positional(name: str) -> list[str]:
     arguments = overload(BY_NAME[name])._schema.arguments
     return [argument.name for argument in arguments if not argument.kwarg_only]
 
+
+_CONVOLUTION = (
+    "x",
+    "weight",
+    "conv_states",
+    "query_start_loc",
+    "cache_indices",
+    "initial_state_mode",
+    "bias",
+    "num_accepted_tokens",
+    "num_computed_tokens",
+    "block_idx_first_scheduled_token",
+    "block_idx_last_scheduled_token",
+    "initial_state_idx",
+)
+_CONVOLUTION_ATTRS = {
+    "activation_mode": "activation",
+    "pad_slot_id": "pad_slot_id",
+    "run_mode": "run_mode",
+    "max_query_len": "max_query_len",
+    "residual_connection": "residual_connection",
+    "block_size": "block_size",
+    "conv_mode": "conv_mode",
+}
+_CONVOLUTION_WORDS = {
+    "activation_mode": ("None", "silu", "swish"),
+    "conv_mode": ("default", "pangu"),
+}
 
 TWINS: dict[str, Twin] = {
     "npu_sparse_attention_pto": Twin(
@@ -345,6 +374,20 @@ TWINS: dict[str, Twin] = {
         outputs=("out", "state"),
         returns=("out",),
     ),
+    "npu_fused_causal_conv1d": Twin(
+        inputs=_same(*_CONVOLUTION),
+        attrs=_CONVOLUTION_ATTRS,
+        words=_CONVOLUTION_WORDS,
+        outputs=("conv_states", "y"),
+        returns=("y",),
+    ),
+    "npu_fused_causal_conv1d_v2": Twin(
+        inputs=_same(*_CONVOLUTION),
+        attrs=_CONVOLUTION_ATTRS,
+        words=_CONVOLUTION_WORDS,
+        outputs=("conv_states", "x"),
+        returns=("x",),  # which is none of the op's: torchair wants one
+    ),
 }
 
 
@@ -399,6 +442,7 @@ def _as_twin(spec: Spec, twin: Twin) -> Callable[..., Any]:
             theirs: defaults[ours] if arguments[ours] is None else arguments[ours]
             for theirs, ours in twin.attrs.items()
         } | twin.constants
+        values |= {name: words.index(values[name]) for name, words in twin.words.items()}
         values |= {name: arguments[of].symsize[at] for name, (of, at) in twin.sizes.items()}
         attrs = {name: _attribute(spec, name, value) for name, value in values.items()}
         made = ge.custom_op(spec.ge, inputs=inputs, outputs=list(twin.outputs), attrs=attrs)
@@ -508,7 +552,7 @@ def _refusing(spec: Spec) -> Callable[..., Any]:
     lacking = (
         f"no GE form of CANN's {spec.ge} is public"
         if spec.ge
-        else "CANN has no operator of this meaning for GE"
+        else "it has no conversion to an operator of CANN's"
     )
 
     def convert(*args: Any, meta_outputs: Any = None, **kwargs: Any) -> Any:

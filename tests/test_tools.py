@@ -59,6 +59,20 @@ def test_info_lists_every_op_and_variable():
     assert "Error" not in text, "a reason is a sentence, not an exception"
 
 
+def test_info_says_what_a_gpu_runs(monkeypatch):
+    from custom.cuda_ops.common import gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
+    monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(gpu, "processors", lambda device: 108)
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: 163 * 1024)
+    text = "\n".join(report())
+    assert "sm_80, 108 multiprocessors, 163 KiB of shared memory; plain kernels" in text
+    assert "NVIDIA X" in text and "Error" not in text
+
+
 def test_info_works_when_a_kernel_module_is_broken(monkeypatch):
     def broken(*_):
         raise RuntimeError("half of this environment is missing")

@@ -185,3 +185,17 @@ def test_the_doctor_answers_for_this_machine(monkeypatch, capsys):
     # PyPI's package does not say which build it is
     assert here["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
     assert here["CANN"] is None
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [
+        ("2.9.0.post2+cpu", (2, 9, 0)),
+        ("2.9.0rc1", (2, 9, 0)),
+        ("2.13.0a0+git1a2b", (2, 13, 0)),
+        ("3", (3,)),
+        ("unknown", ()),
+    ],
+)
+def test_releases_of_builds_before_the_release(version, numbers):
+    assert versions.release(version, 3) == numbers

@@ -51,11 +51,6 @@ def without_gluon() -> str | None:
     )
 
 
-def converts_float8(device: torch.device) -> bool:
-    """An instruction for it: Ada, Hopper and later."""
-    return capability(device) >= (8, 9)
-
-
 def reads_shared(device: torch.device) -> bool:
     """Large products read both sides from shared memory (wgmma, tcgen05), not from registers, so
     that a pipeline of loads needs one tile more."""

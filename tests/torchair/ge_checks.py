@@ -26,9 +26,6 @@ from . import standalone
 NO_FORM = [
     "npu_sparse_flash_attention_grad",
     "npu_chunk_gated_delta_rule",
-    # the public one is of an older operator, with fewer arguments
-    "npu_fused_causal_conv1d",
-    "npu_fused_causal_conv1d_v2",
 ]
 standalone.install({spec.ge for spec in SPECS if spec.ge})
 import torchair  # noqa: E402
@@ -98,6 +95,13 @@ def value_of(attribute):
     return value.decode() if isinstance(value, bytes) else value
 
 
+COPIED = {
+    "npu_sparse_attention_pto": 3,
+    "npu_fused_causal_conv1d": 1,
+    "npu_fused_causal_conv1d_v2": 2,
+}
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", list(ours.TWINS))
 def test_becomes_cann_s_operator(name, dynamic, graphs):
@@ -118,19 +122,22 @@ def test_becomes_cann_s_operator(name, dynamic, graphs):
     assert inputs_of(op) == given
     attributes = {k: v for k, v in op.attr.items() if not k.startswith("_")}
     assert set(attributes) == {*twin.attrs, *twin.constants, *twin.sizes}
-    values = bind(overload(BY_NAME[name])._schema, (), arguments)
+    schema = overload(BY_NAME[name])._schema
+    values, defaults = bind(schema, (), arguments), bind(schema, (), {})
     for theirs, mine in twin.attrs.items():
-        assert value_of(attributes[theirs]) == pytest.approx(values[mine]), theirs
+        value = defaults[mine] if values[mine] is None else values[mine]
+        value = twin.words[theirs].index(value) if theirs in twin.words else value
+        assert value_of(attributes[theirs]) == pytest.approx(value), theirs
     for theirs, only in twin.constants.items():
         assert value_of(attributes[theirs]) == only
-    outputs = (wanted,) if isinstance(wanted, torch.Tensor) else wanted
+    outputs = (wanted,) if isinstance(wanted, torch.Tensor) else wanted or (arguments["x"],)
     for theirs, output in zip(twin.returns, outputs, strict=True):
         description = op.output_desc[list(twin.outputs).index(theirs)]
         assert description.dtype == torch_type_to_ge_proto_type(output.dtype)
-    # a cache is updated in place where torchair's table of such operators lists CANN's; it does not
-    # list SparseAttentionPto, whose three caches it copies
+    # a cache is updated in place where torchair's table of such operators lists CANN's; what others
+    # write it copies
     copies = [each.type for each in graphs[-1].graph.op].count("TensorMove")
-    assert copies == (3 if name == "npu_sparse_attention_pto" else 0)
+    assert copies == COPIED.get(name, 0)
 
 
 def test_attributes_hold_the_values(graphs):
@@ -139,6 +146,14 @@ def test_attributes_hold_the_values(graphs):
     attr = node(graphs, "LightningIndexer").attr
     assert (attr["sparse_count"].i, attr["sparse_mode"].i) == (8, 3)
     assert (attr["layout_query"].s, attr["return_values"].b) == (b"BSND", True)
+
+
+@pytest.mark.parametrize("activation, mode", [("None", 0), ("silu", 1), ("swish", 2), (None, 0)])
+def test_words_of_the_convolution_are_cann_s_numbers(graphs, activation, mode):
+    """As torch_npu's own converter has them."""
+    arguments = sample("npu_fused_causal_conv1d", CPU, torch.bfloat16)
+    convert("npu_fused_causal_conv1d", arguments | dict(activation=activation))
+    assert node(graphs, "FusedCausalConv1d").attr["activation_mode"].i == mode
 
 
 @pytest.mark.parametrize("name,value", [*PUBLIC_KERNEL.items(), ("weight_format", "nd")])
@@ -267,7 +282,7 @@ def test_an_attribute_that_depends_on_a_size_is_refused_by_name():
 )
 def test_an_op_without_a_form_names_npugraph_ex(name):
     arguments = sample(name, CPU, torch.bfloat16)
-    sentence = r"no GE form of CANN's \w+" if name in NO_FORM else "CANN has no operator of this"
+    sentence = r"no GE form of CANN's \w+" if name in NO_FORM else "it has no conversion to an op"
     with pytest.raises(Exception, match=rf"{name}: {sentence}.*npugraph_ex"):
         convert(name, arguments)
 
@@ -324,7 +339,9 @@ def test_dynamo_export_refuses_as_the_compiler_does(tmp_path):
     arguments = sample(name, CPU, torch.bfloat16)
     model = Step(name, arguments)
     given = {n: v for n, v in arguments.items() if n not in model.kept}
-    with pytest.raises(Exception, match=r"CANN has no operator of this meaning.*npugraph_ex"):
+    with pytest.raises(
+        Exception, match=r"it has no conversion to an operator of CANN's.*npugraph_ex"
+    ):
         torchair.dynamo_export(
             model=model, export_path=str(tmp_path), config=torchair.CompilerConfig(), **given
         )
