@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +33,17 @@ def ranks(group: Group) -> tuple[dist.ProcessGroup, int, int]:
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
-def refuse_gradients(name: str, *tensors: Tensor) -> None:
-    """A collective here has no backward: what wants a gradient would lose it, or get a part."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise RuntimeError(
-            f"custom.parallel: {name} got a tensor that requires grad, and has no backward. Call "
-            "it under torch.no_grad() (or torch.inference_mode())."
-        )
+def refuse_gradients(function: str, /, **arguments: Any) -> None:
+    """A collective here has no backward: what wants a gradient would lose it, or get a part. Said
+    before anything travels or is written."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise RuntimeError(
+                f"{function}: `{name}` requires grad, and this has no backward. Call it under "
+                "torch.no_grad() (or torch.inference_mode())."
+            )
 
 
 def _named(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -61,7 +66,7 @@ def _collective(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup)
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """all_gather, under way beside what the caller does until it calls what this returns."""
-    refuse_gradients("all_gather", x)
+    refuse_gradients("all_gather", x=x)
     x = x.contiguous()
     started = _named("all_gather", lambda: _gather(x[None], 0, group), group)
 
@@ -79,7 +84,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x [size, ..]: part i goes to rank i; part i of the result came from it."""
-    refuse_gradients("all_to_all", x)
+    refuse_gradients("all_to_all", x=x)
     x = x.contiguous()
     call = lambda: functional.all_to_all_single(x, None, None, group)  # noqa: E731
     return _collective("all_to_all", call, group)
@@ -87,13 +92,13 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, as a new tensor."""
-    refuse_gradients("all_reduce", x)
+    refuse_gradients("all_reduce", x=x)
     return _collective("all_reduce", lambda: functional.all_reduce(x, "sum", group), group)
 
 
 def broadcast(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rank 0's."""
-    refuse_gradients("broadcast", x)
+    refuse_gradients("broadcast", x=x)
     return _collective("broadcast", lambda: functional.broadcast(x, 0, group), group)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Delta rules over sequences that lie on several ranks: their states handed along."""
+"""Delta rules on several ranks: heads dealt out, or sequences, whose states are handed along."""
 
 from __future__ import annotations
 
@@ -13,7 +13,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _collectives, delta_rule
-from ._collectives import Group, ranks
+from ._collectives import Group, ranks, refuse_gradients
+
+
+def delta_rule_heads(key_heads: int, value_heads: int, *, group: Group) -> tuple[slice, slice]:
+    """(key heads, value heads) of this rank: value heads in equal parts, and the key heads that
+    they use. Convolution channels, gates and states follow the heads they belong to."""
+    _, rank, size = ranks(group)
+    if value_heads % size or (key_heads % size and size % key_heads):
+        raise ValueError(
+            f"custom.parallel: {value_heads} value and {key_heads} key heads cannot be dealt out "
+            f"to {size} ranks. Take ranks that divide both, or a multiple of the latter."
+        )
+    mine, keys = value_heads // size, max(1, key_heads // size)
+    first = rank * key_heads // size
+    return slice(first, first + keys), slice(rank * mine, (rank + 1) * mine)
 
 
 def context_parallel_delta_rule(
@@ -34,8 +48,12 @@ def context_parallel_delta_rule(
     values [v, 0] from states [0, I], which needs Dv + Dk within its 256; one all_gather brings all
     ranks' (L, M), and the op runs again from the state that the ranks before leave.
     Arguments as the op's, of this rank's tokens; `initial_state`, the same on all ranks, is that
-    before the first. Returns this rank's out and, on all ranks, the final state.
+    before the first. Returns this rank's out and, on all ranks, the final state. No backward.
     """
+    refuse_gradients(
+        "context_parallel_delta_rule", query=query, key=key, value=value, beta=beta,
+        initial_state=initial_state, g=g,
+    )  # fmt: skip
     batch = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
     call = partial(
         delta_rule.npu_chunk_gated_delta_rule, query, key, beta=beta, scale=scale, g=g,
@@ -57,6 +75,10 @@ def context_parallel_kda(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`npu_chunk_kda` likewise, with states [N, HV, V, K] (state_layout "vk")."""
+    refuse_gradients(
+        "context_parallel_kda", q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
+        **options,
+    )  # fmt: skip
     batch = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
     def call(value: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:

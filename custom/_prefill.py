@@ -8,11 +8,14 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import _collectives
-from ._collectives import Group, ranks
+from . import sparse_attention as sparse
+from ._collectives import Group, ranks, refuse_gradients
 from ._either import attend, select
 from .dispatch.common import paged
+from .dispatch.common.layout import lengths_of_rows
 
 
 def zigzag(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -25,6 +28,54 @@ def zigzag(x: Tensor, dim: int, group: Group) -> Tensor:
         )
     chunks = x.chunk(2 * size, dim)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
+
+
+def row_parallel_indexer(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    group: Group,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+) -> Tensor:
+    """`npu_lightning_indexer`'s indices, each rank scoring a part of the rows.
+
+    All ranks have all arguments; indices alone travel. The rows are cut into 2 * size chunks of
+    which a rank takes one from the front and one from the back: causal rows cost as many keys as
+    they see. Arguments as the op's; the same bits. No backward.
+    """
+    refuse_gradients("row_parallel_indexer", query=query, key=key, weights=weights)
+    at, rank, size = ranks(group)
+    packed = layout_query == "TND"
+    total = query.shape[0 if packed else 1]
+    n = -(-total // (2 * size))
+
+    def chunk(number: int) -> Tensor:
+        lo = min(number * n, total)
+        hi = min(lo + n, total)
+        q, w = (x[lo:hi] if packed else x[:, lo:hi] for x in (query, weights))
+        if lo == hi:
+            return q.new_full([*q.shape[:-2], 1, sparse_count], -1, dtype=torch.int32)
+        of_queries, of_keys = lengths_of_rows(
+            lo, hi, query, key, actual_seq_lengths_query, actual_seq_lengths_key, layout_query,
+            layout_key, sparse_mode,
+        )  # fmt: skip
+        return sparse.npu_lightning_indexer(
+            q, key, w, actual_seq_lengths_query=of_queries, actual_seq_lengths_key=of_keys,
+            block_table=block_table, layout_query=layout_query, layout_key=layout_key,
+            sparse_count=sparse_count, sparse_mode=sparse_mode,
+        )[0]  # fmt: skip
+
+    mine = (chunk(rank), chunk(2 * size - 1 - rank))
+    both = torch.stack([pad(x, (0, 0, 0, 0, 0, n - x.shape[-3]), value=-1) for x in mine])
+    rows = _collectives.in_order(_collectives.all_gather(both, at))
+    return rows.flatten(0, 1)[:total] if packed else rows.movedim(0, 1).flatten(1, 2)[:, :total]
 
 
 def context_parallel_prefill(
@@ -68,7 +119,7 @@ def context_parallel_prefill(
         row_layout: of rows of 656 bytes.
 
     Returns:
-        [B, S / size, N, R], of this rank's rows.
+        [B, S / size, N, R], of this rank's rows. No backward.
     """
     at, rank, size = ranks(group)
     B, mine = query.shape[:2]
@@ -80,9 +131,11 @@ def context_parallel_prefill(
             f"context_parallel_prefill: `rows` or `caches` lacks {lacking[0]!r}, expected both "
             'with the same names, "kv" and "index" among them.'
         )
-    _collectives.refuse_gradients(
-        "context_parallel_prefill", query, query_rope, query_index, weights, *rows.values()
-    )
+    refuse_gradients(
+        "context_parallel_prefill", query=query, query_rope=query_rope, query_index=query_index,
+        weights=weights, **{f"rows[{name!r}]": x for name, x in rows.items()},
+        **{f"caches[{name!r}]": x for name, x in caches.items()},
+    )  # fmt: skip
     wire = torch.cat([rows[name].contiguous().view(torch.uint8) for name in caches], -1)
     came = _collectives.in_order(
         _collectives.all_gather(wire.unflatten(1, (2, n)).movedim(1, 0), at)

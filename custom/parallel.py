@@ -19,16 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from . import _collectives, merging
 from . import sparse_attention as sparse
-from ._collectives import Group, ranks
+from ._collectives import Group, ranks, refuse_gradients
 from ._either import attend, select, select_with_scores
-from ._handed_along import context_parallel_delta_rule, context_parallel_kda
-from ._prefill import context_parallel_prefill, zigzag
+from ._handed_along import context_parallel_delta_rule, context_parallel_kda, delta_rule_heads
+from ._prefill import context_parallel_prefill, row_parallel_indexer, zigzag
 from .dispatch.common import nz
-from .dispatch.common.layout import lengths_of_rows
 from .dispatch.errors import NotSupported
 
 __all__ = [
@@ -73,53 +71,6 @@ def same_selection(indices: Tensor, *, group: Group, broadcast: bool = False) ->
             "the indexer differ in some bit. Pass broadcast=True, or make the inputs equal."
         )
     return indices
-
-
-def row_parallel_indexer(
-    query: Tensor,
-    key: Tensor,
-    weights: Tensor,
-    *,
-    group: Group,
-    actual_seq_lengths_query: Tensor | None = None,
-    actual_seq_lengths_key: Tensor | None = None,
-    block_table: Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-) -> Tensor:
-    """`npu_lightning_indexer`'s indices, each rank scoring a part of the rows.
-
-    All ranks have all arguments; indices alone travel. The rows are cut into 2 * size chunks of
-    which a rank takes one from the front and one from the back: causal rows cost as many keys as
-    they see. Arguments as the op's; the same bits.
-    """
-    at, rank, size = ranks(group)
-    packed = layout_query == "TND"
-    total = query.shape[0 if packed else 1]
-    n = -(-total // (2 * size))
-
-    def chunk(number: int) -> Tensor:
-        lo = min(number * n, total)
-        hi = min(lo + n, total)
-        q, w = (x[lo:hi] if packed else x[:, lo:hi] for x in (query, weights))
-        if lo == hi:
-            return q.new_full([*q.shape[:-2], 1, sparse_count], -1, dtype=torch.int32)
-        of_queries, of_keys = lengths_of_rows(
-            lo, hi, query, key, actual_seq_lengths_query, actual_seq_lengths_key, layout_query,
-            layout_key, sparse_mode,
-        )  # fmt: skip
-        return sparse.npu_lightning_indexer(
-            q, key, w, actual_seq_lengths_query=of_queries, actual_seq_lengths_key=of_keys,
-            block_table=block_table, layout_query=layout_query, layout_key=layout_key,
-            sparse_count=sparse_count, sparse_mode=sparse_mode,
-        )[0]  # fmt: skip
-
-    mine = (chunk(rank), chunk(2 * size - 1 - rank))
-    both = torch.stack([pad(x, (0, 0, 0, 0, 0, n - x.shape[-3]), value=-1) for x in mine])
-    rows = _collectives.in_order(_collectives.all_gather(both, at))
-    return rows.flatten(0, 1)[:total] if packed else rows.movedim(0, 1).flatten(1, 2)[:, :total]
 
 
 def shard(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -207,6 +158,10 @@ def _in_stages(name: str, given: Mapping[str, Any]) -> SimpleNamespace:
                 f"{name}: `{each}` is given, and the layer in stages has weights and caches of 16 "
                 "bits. Leave it out, or call the stages yourself."
             )
+    for each in _NAMES:
+        if each not in given and each not in _DEFAULTS:
+            raise TypeError(f"{name}: `{each}` is missing, in `layer` or beside it.")
+    refuse_gradients(name, **given)
     return SimpleNamespace(**{**_DEFAULTS, **given})
 
 
@@ -232,20 +187,6 @@ def _index_prolog(x: SimpleNamespace, query_norm: Tensor, slots: Tensor) -> tupl
 def _scale(x: SimpleNamespace) -> float:
     plain, rotary = x.w_uk.shape[1], x.sin.shape[-1]
     return float((plain + rotary) ** -0.5 if x.softmax_scale is None else x.softmax_scale)
-
-
-def delta_rule_heads(key_heads: int, value_heads: int, *, group: Group) -> tuple[slice, slice]:
-    """(key heads, value heads) of this rank: value heads in equal parts, and the key heads that
-    they use. Convolution channels, gates and states follow the heads they belong to."""
-    _, rank, size = ranks(group)
-    if value_heads % size or (key_heads % size and size % key_heads):
-        raise ValueError(
-            f"custom.parallel: {value_heads} value and {key_heads} key heads cannot be dealt out "
-            f"to {size} ranks. Take ranks that divide both, or a multiple of the latter."
-        )
-    mine, keys = value_heads // size, max(1, key_heads // size)
-    first = rank * key_heads // size
-    return slice(first, first + keys), slice(rank * mine, (rank + 1) * mine)
 
 
 def context_parallel_attention(
@@ -326,16 +267,24 @@ def context_parallel_decode(
         row_layout: of rows of 656 bytes.
 
     Returns:
-        [B, S, N / size, R], the attention over whole requests.
+        [B, S, N / size, R], the attention over whole requests. No backward.
     """
+    refuse_gradients(
+        "context_parallel_decode", query=query, query_rope=query_rope, query_index=query_index,
+        weights=weights, kv_cache=kv_cache, kr_cache=kr_cache, index_k_cache=index_k_cache,
+        index_scale=index_scale, sinks=sinks,
+    )  # fmt: skip
+    if isinstance(query_index, Tensor) and weights is None:
+        raise TypeError("context_parallel_decode: `weights` is None, expected [B, S, Ni].")
     at, rank, size = ranks(group)
     B, S, n, R = query.shape
     # under way while positions are selected
     queries = _collectives.start_all_gather(torch.cat([query, query_rope], -1), at)
     if not isinstance(query_index, Tensor):
         query_index, weights = query_index()
-    elif weights is None:
-        raise TypeError("context_parallel_decode: `weights` is None, expected [B, S, Ni].")
+    if weights is None:
+        raise TypeError("context_parallel_decode: `query_index` gives no weights, expected two.")
+    refuse_gradients("context_parallel_decode", query_index=query_index, weights=weights)
     if replicate_index:
         indices = select(
             query_index, weights, index_k_cache, index_scale, actual_seq_lengths_key=act_seqs,

@@ -934,34 +934,115 @@ def said(call: Any, error: type[Exception]) -> str:
     raise AssertionError("not refused")
 
 
+def _refuses(call: Any, said: str, error: type[Exception] = ValueError) -> None:
+    try:
+        call()
+    except error as raised:
+        assert str(raised).startswith(said), raised
+    else:
+        raise AssertionError(f"not refused: {said}")
+
+
 def gradients_are_refused(group, rank, size):
-    """No collective has a backward: a gradient would be lost, or a part of it."""
-    step = Decode(rank, size, (20, 45))
-    step.query.requires_grad_()
-    assert "all_gather got a tensor that requires grad" in said(
-        lambda: step.parts(group, 24), RuntimeError
-    )
-    dtype = half_by_kernels(torch.float32)
-    q, k, v, g, beta = (Draw(1, dtype)(1, 9, 2, 16) for _ in range(5))
-    of_heads = [-g[..., 0].abs().float(), beta[..., 0].contiguous()]
-    v.requires_grad_()
-    calls = (
-        lambda: parallel.context_parallel_kda(q, k, v, -g.abs(), of_heads[1], group=group),
-        lambda: parallel.context_parallel_delta_rule(
-            q[0], k[0], v[0], g=of_heads[0][0], beta=of_heads[1][0], group=group
+    """By every function whose collectives have no backward, on all ranks, for each tensor in turn,
+    before anything is written; under no_grad they give what they give without."""
+    draw = Draw(size, half_by_kernels(torch.float32))
+    step = Decode(rank, size, (2, 37, 128))
+    own = step.heads
+    kv, kr, _ = step.shards
+    B, T, heads, Dk, Dv = 1, 40, 2, 16, 8
+    slots = torch.arange(2 * size)[None]
+    table = torch.arange(2, dtype=torch.int32)[None]
+    rows = {name: draw(B, 2, D) for name, D in (("kv", 32), ("kr", 16), ("index", 32))}
+    caches = {name: draw(2, P, 1, x.shape[-1]) for name, x in rows.items()}
+    layer = parallel.shard_layer(layer_of(2 * size), group=group)
+    delta = _tokens(draw, T, heads, Dk, Dv)
+    kda = [x[None] for x in _tokens(draw, T, heads, Dk, Dv)]
+    kda[0], kda[1] = (x.repeat_interleave(2, 2) for x in kda[:2])
+    attention = dict(
+        layer=layer, index_block_table=layer["block_table"],
+        index_cache_index=layer["cache_index"], sparse_count=8,
+    )  # fmt: skip
+    calls: dict[str, dict[str, Any]] = dict(
+        row_parallel_indexer=dict(
+            query=draw(3, 9, 4, 16), key=draw(3, 12, 1, 16), weights=draw(3, 9, 4), sparse_count=8
         ),
-        lambda: parallel.all_reduce(v, group),
-        lambda: parallel.context_parallel_prefill(
-            q, q, q, v, dict(kv=q, index=q), dict(kv=q, index=q), q, q, q,
-            group=group, softmax_scale=1.0,
+        tensor_parallel_attention=dict(layer=layer, sparse_count=8, broadcast=True),
+        context_parallel_attention=attention,
+        context_parallel_decode=dict(
+            query=step.query[:, :, own].contiguous(), query_rope=step.rope[:, :, own].contiguous(),
+            query_index=step.index, weights=step.weights, kv_cache=kv, kr_cache=kr,
+            index_k_cache=step.keys, block_table=step.own_table, act_seqs=step.act,
+            softmax_scale=0.2, index_block_table=step.table, sparse_count=8, sinks=draw(2).float(),
+        ),
+        context_parallel_prefill=dict(
+            query=draw(B, 2, 2, 32), query_rope=draw(B, 2, 2, 16), query_index=draw(B, 2, 4, 32),
+            weights=draw(B, 2, 4), rows=rows, caches=caches, cache_index=slots,
+            block_table=table, act_seqs=torch.tensor([2 * size], dtype=torch.int32),
+            softmax_scale=0.2, sparse_count=8,
+        ),
+        context_parallel_delta_rule=dict(
+            zip(("query", "key", "value", "beta", "g"), delta, strict=True),
+            initial_state=draw(1, 2 * heads, Dv, Dk), actual_seq_lengths=torch.tensor([T]),
+        ),
+        context_parallel_kda=dict(
+            q=kda[0], k=kda[1], v=kda[2], g=-draw(B, T, 2 * heads, Dk).abs(), beta=kda[3],
+            initial_state=draw(1, 2 * heads, Dv, Dk), scale=0.3,
         ),
     )  # fmt: skip
-    for call in calls:
-        assert "and has no backward. Call it under torch.no_grad()" in said(call, RuntimeError)
+    for name, given in calls.items():
+        call = partial(getattr(parallel, name), group=group)
+        wanted = call(**given)
+        for argument, x in _tensors(given):
+            before = {key: y.detach().clone() for key, y in _tensors(given)}
+            x.requires_grad_()
+            said = f"{name}: `{argument}` requires grad, and this has no backward. Call it under "
+            _refuses(partial(call, **given), said, RuntimeError)
+            for key, y in _tensors(given):
+                same = torch.equal(y.detach().nan_to_num(7), before[key].nan_to_num(7))
+                assert same, (name, argument, key)
+            with torch.no_grad():
+                got = call(**given)
+            x.requires_grad_(False)
+            for a, b in zip(
+                *(y if isinstance(y, tuple) else (y,) for y in (got, wanted)), strict=True
+            ):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def _tensors(given: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Those that may require grad, by the names that errors give them."""
+    found: dict[str, Any] = {}
+    for name, x in given.items():
+        if name == "layer":
+            found |= x
+        elif isinstance(x, dict):
+            found |= {f"{name}[{key!r}]": y for key, y in x.items()}
+        else:
+            found[name] = x
+    return [(n, x) for n, x in found.items() if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def a_prolog_that_wants_a_gradient_is_refused(group, rank, size):
+    """Where `context_parallel_decode` is given a function for the index queries."""
+    step = Decode(rank, size, (2, 37))
+    kv, kr, _ = step.shards
+    _refuses(
+        lambda: parallel.context_parallel_decode(
+            step.query[:, :, step.heads], step.rope[:, :, step.heads],
+            lambda: (step.index.requires_grad_(), step.weights), None, kv, kr, step.keys,
+            step.own_table, step.act, group=group, softmax_scale=0.2, index_block_table=step.table,
+        ),
+        "context_parallel_decode: `query_index` requires grad, ",
+        RuntimeError,
+    )  # fmt: skip
+
+
+def collectives_refuse_gradients(group, rank, size):
+    x = torch.ones(size, 2, requires_grad=True)
+    _refuses(lambda: parallel.all_reduce(x, group), "all_reduce: `x` requires grad", RuntimeError)
     with torch.no_grad():
-        for call in calls[:3]:
-            call()
-        step.parts(group, 24)
+        assert torch.equal(parallel.all_reduce(x, group), size * x)
 
 
 def options_in_stages_are_passed_on_or_refused(group, rank, size):
@@ -983,6 +1064,8 @@ def options_in_stages_are_passed_on_or_refused(group, rank, size):
             message = said(partial(call, local, **{option: "x"}), NotImplementedError)
             assert message.startswith(f"{name}: `{option}` is given")
         assert "no argument `nonsense`" in said(partial(call, local, nonsense=3), TypeError)
+        less = {option: x for option, x in local.items() if option != "w_uk"}
+        assert f"{name}: `w_uk` is missing" in said(partial(call, less), TypeError)
         for x, before in zip(local.values(), whole.values(), strict=True):
             assert torch.equal(x, before)
     passed = set(parallel._NAMES) - set(parallel._EIGHT_BITS)

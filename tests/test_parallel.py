@@ -56,6 +56,8 @@ ONCE = (
     "every_mutating_op_refuses_sharded_tensors",
     "uneven_heads_are_refused",
     "gradients_are_refused",
+    "a_prolog_that_wants_a_gradient_is_refused",
+    "collectives_refuse_gradients",
     "options_in_stages_are_passed_on_or_refused",
     "scales_follow_their_columns",
 )
