@@ -197,6 +197,8 @@ def context_parallel_attention(
     index_cache_index: Tensor,
     interleave: int = 1,
     replicate_index: bool = True,
+    check_equal: bool = False,
+    broadcast: bool = False,
     **options: Any,
 ) -> Tensor:
     """`npu_sparse_attention_pto` of a decode step, by `context_parallel_decode`.
@@ -210,7 +212,8 @@ def context_parallel_attention(
         query, query_rope, lambda: _index_prolog(x, query_norm, index_cache_index), None,
         x.kv_cache, x.kr_cache, x.index_k_cache, x.block_table, x.act_seqs, group=group,
         softmax_scale=_scale(x), index_block_table=index_block_table, sparse_count=x.sparse_count,
-        interleave=interleave, replicate_index=replicate_index,
+        interleave=interleave, replicate_index=replicate_index, check_equal=check_equal,
+        broadcast=broadcast,
     )  # fmt: skip
 
 
@@ -234,6 +237,8 @@ def context_parallel_decode(
     replicate_index: bool = True,
     sinks: Tensor | None = None,
     row_layout: str = "nope_rope_scale",
+    check_equal: bool = False,
+    broadcast: bool = False,
 ) -> Tensor:
     """The attention of a decode step whose requests' latents are dealt out to the ranks.
 
@@ -265,6 +270,8 @@ def context_parallel_decode(
             all_gather of 8 bytes a candidate).
         sinks: [N / size] logits that enter the denominator alone, once.
         row_layout: of rows of 656 bytes.
+        check_equal: compare the ranks' selections before they are used (`same_selection`).
+        broadcast: take rank 0's selection on all.
 
     Returns:
         [B, S, N / size, R], the attention over whole requests. No backward.
@@ -295,6 +302,8 @@ def context_parallel_decode(
             query_index, weights, index_k_cache, index_scale, index_block_table, act_seqs,
             sparse_count, interleave, at,
         )  # fmt: skip
+    if check_equal or broadcast:
+        indices = same_selection(indices, group=at, broadcast=broadcast)
     local, _ = merging.npu_localize_indices(indices, rank, size, interleave)
     every = queries().view(torch.int64).permute(1, 2, 0, 3, 4).flatten(2, 3).view(query.dtype)
     # causality was applied by the selection: a row of a shard is no position, and none that was

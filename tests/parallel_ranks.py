@@ -358,6 +358,25 @@ def decode(group, rank, size):
             assert_near(got, wanted[:, :, step.heads])
 
 
+def decode_finds_another_selection(group, rank, size):
+    """One rank's index query differs: found before it is used, or rank 0's is taken; where all
+    agree both change nothing."""
+    step = Decode(rank, size, (2, 37, 128))
+    _, wanted = step.whole(8)
+    for replicate in (True, False):
+        for option in ("check_equal", "broadcast"):
+            got = step.parts(group, 8, replicate, **{option: True})
+            assert_near(got, wanted[:, :, step.heads])
+    if rank == size - 1:
+        step.index = -step.index
+    _refuses(
+        lambda: step.parts(group, 8, check_equal=True),
+        f"custom.parallel: ranks [{size - 1}] selected other positions than rank 0",
+        RuntimeError,
+    )
+    assert_near(step.parts(group, 8, broadcast=True), wanted[:, :, step.heads])
+
+
 def decode_selects_the_same(group, rank, size):
     """Sharded index keys whose scores tie across ranks, in half precision many more, rows of a
     draft among them: the same set, bit for bit, fewer keys than the selection included."""
@@ -423,7 +442,7 @@ def prologs_write_into_shards(group, rank, size):
             out = parallel.context_parallel_attention(
                 mine | dict(cache_index=slots),
                 group=group, index_block_table=step.table, interleave=interleave,
-                index_cache_index=mine["cache_index"], sparse_count=16,
+                index_cache_index=mine["cache_index"], sparse_count=16, check_equal=True,
             )  # fmt: skip
             for got, cache in ((kv, "kv_cache"), (kr, "kr_cache")):
                 expected = step.shard_of(whole[cache])

@@ -45,6 +45,7 @@ ONCE = (
     "another_selection_is_found",
     "heads_of_the_delta_rule",
     "heads_of_kda",
+    "decode_finds_another_selection",
     "decode_with_sinks",
     "decode_in_half_precision",
     "decode_of_8_bits",
