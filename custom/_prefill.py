@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,8 +15,11 @@ from . import _collectives
 from . import sparse_attention as sparse
 from ._collectives import Group, ranks, refuse_gradients
 from ._either import attend, select
+from .dispatch.check import Checker
 from .dispatch.common import paged
 from .dispatch.common.layout import lengths_of_rows
+
+_CACHES = ("kv", "kr", "index", "index_scale")
 
 
 def zigzag(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -124,13 +128,7 @@ def context_parallel_prefill(
     at, rank, size = ranks(group)
     B, mine = query.shape[:2]
     n = mine // 2
-    lacking = [name for name in ("kv", "index") if name not in caches]
-    lacking += [name for name in caches if name not in rows]
-    if lacking:
-        raise ValueError(
-            f"context_parallel_prefill: `rows` or `caches` lacks {lacking[0]!r}, expected both "
-            'with the same names, "kv" and "index" among them.'
-        )
+    _check_rows(rows, caches, cache_index, (B, mine), size)
     refuse_gradients(
         "context_parallel_prefill", query=query, query_rope=query_rope, query_index=query_index,
         weights=weights, **{f"rows[{name!r}]": x for name, x in rows.items()},
@@ -162,3 +160,36 @@ def context_parallel_prefill(
         block_table=tables, actual_seq_lengths_kv=ends,
     )  # fmt: skip
     return out.view(query.shape)
+
+
+def _check_rows(
+    rows: Mapping[str, Tensor],
+    caches: Mapping[str, Tensor],
+    cache_index: Tensor,
+    mine: tuple[int, int],
+    size: int,
+) -> None:
+    """Bytes travel side by side: rows of another size would be written into another cache."""
+    c = Checker("context_parallel_prefill")
+    for name in dict.fromkeys(("kv", "index", *caches, *rows)):
+        c.require(name in _CACHES, f"`rows` or `caches` has {name!r}, expected only {_CACHES}.")
+        c.require(
+            name in caches and name in rows,
+            f'`rows` or `caches` lacks {name!r}, expected both with the same names, "kv" and '
+            '"index" among them.',
+        )
+        row, cache = rows[name], caches[name]
+        came = row.shape[-1] * row.element_size()
+        wanted = math.prod(cache.shape[2:]) * cache.element_size()
+        c.require(
+            row.ndim == 3 and row.shape[:2] == mine and came == wanted,
+            f"`rows[{name!r}]` has shape {list(row.shape)} and rows of {came} bytes, expected "
+            f"{[*mine]} rows, as `query`, of {wanted} bytes, those of `caches[{name!r}]`.",
+        )
+    c.require(mine[1] % 2 == 0, f"`query` has {mine[1]} rows, expected two chunks (`zigzag`).")
+    c.integer("cache_index", cache_index)
+    c.require(
+        list(cache_index.shape) == [mine[0], mine[1] * size],
+        f"`cache_index` has shape {list(cache_index.shape)}, expected "
+        f"{[mine[0], mine[1] * size]}, the slots of all new tokens.",
+    )

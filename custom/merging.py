@@ -113,6 +113,11 @@ localize_indices = npu_localize_indices
 
 def _shards(name: str, rank: int, size: int, interleave: int, page_size: int = 1) -> Checker:
     c = Checker(name)
+    for argument, value in dict(
+        rank=rank, size=size, interleave=interleave, page_size=page_size
+    ).items():
+        if not isinstance(value, (int, torch.SymInt)):
+            c.fail(f"`{argument}` is {value!r}, expected a whole number.", TypeError)
     c.at_least("size", size, 1)
     c.at_least("interleave", interleave, 1)
     c.at_least("page_size", page_size, 1)
@@ -171,8 +176,17 @@ def shard_slots(
     c = _shards("shard_slots", rank, size, interleave, page_size)
     c.integer("positions", positions)
     c.integer("block_table", block_table)
-    c.shape("positions", positions, "B S")
-    c.shape("block_table", block_table, "B max_pages")
+    # Checker.shape caches, of which torch.compile warns
+    c.require(
+        positions.ndim == 2, f"`positions` has shape {list(positions.shape)}, expected [B, S]."
+    )
+    c.require(
+        block_table.ndim == 2 and block_table.shape[0] == positions.shape[0],
+        f"`block_table` has shape {list(block_table.shape)}, expected [B, max_pages] with "
+        f"B={positions.shape[0]} (from `positions`).",
+    )
+    c.same_device(positions=positions, block_table=block_table)
+    c.require(block_table.shape[1] > 0, "`block_table` has no page for a request, expected one.")
     stripe = torch.div(positions, interleave, rounding_mode="floor")
     row = torch.div(stripe, size, rounding_mode="floor") * interleave + positions % interleave
     page = torch.div(row, page_size, rounding_mode="floor")
@@ -214,6 +228,9 @@ def npu_attention_update(
     for number, (part, of_it) in enumerate(zip(lse, local_out, strict=True)):
         c.shape(f"lse[{number}]", part, "M")
         c.shape(f"local_out[{number}]", of_it, "M D")
+        c.same_dtype(**{"lse[0]": lse[0], f"lse[{number}]": part})
+        c.same_dtype(**{"local_out[0]": local_out[0], f"local_out[{number}]": of_it})
+        c.same_device(**{"lse[0]": lse[0], f"lse[{number}]": part, f"local_out[{number}]": of_it})
     out, merged = npu_merge_states(torch.stack(local_out), torch.stack(lse))
     return out, merged if update_type else merged.new_empty(0)
 
@@ -264,13 +281,21 @@ def npu_ring_attention_update(
     c = Checker("npu_ring_attention_update")
     c.shape("prev_attn_out", prev_attn_out, "S B H" if input_layout == "SBH" else "T N D")
     c.shape("cur_attn_out", cur_attn_out, "S B H" if input_layout == "SBH" else "T N D")
-    for name, each in (
-        ("prev_softmax_max", prev_softmax_max),
-        ("prev_softmax_sum", prev_softmax_sum),
-        ("cur_softmax_max", cur_softmax_max),
-        ("cur_softmax_sum", cur_softmax_sum),
-    ):
+    statistics = dict(
+        prev_softmax_max=prev_softmax_max, prev_softmax_sum=prev_softmax_sum,
+        cur_softmax_max=cur_softmax_max, cur_softmax_sum=cur_softmax_sum,
+    )  # fmt: skip
+    for name, each in statistics.items():
         c.shape(name, each, "B N S 8" if input_layout == "SBH" else "T N 8")
+    if input_layout == "SBH":
+        c.require(
+            c.sizes["N"] > 0 and c.sizes["H"] % c.sizes["N"] == 0,
+            f"`prev_attn_out` has rows of {c.sizes['H']}, expected a multiple of N={c.sizes['N']} "
+            "(from `prev_softmax_max`).",
+        )
+    c.same_dtype(prev_attn_out=prev_attn_out, cur_attn_out=cur_attn_out)
+    c.same_dtype(**statistics)
+    c.same_device(prev_attn_out=prev_attn_out, cur_attn_out=cur_attn_out, **statistics)
     tops = torch.stack([prev_softmax_max, cur_softmax_max])
     sums = torch.stack([prev_softmax_sum, cur_softmax_sum])
     outs = torch.stack([prev_attn_out, cur_attn_out])

@@ -492,6 +492,36 @@ def prefill(group, rank, size):
     assert torch.equal(mine(positions), positions[:, _zigzag(rank, size, n)])
 
 
+def rows_of_a_prefill_are_checked(group, rank, size):
+    """Before anything travels or is written."""
+    rows = {name: torch.zeros(1, 2, D) for name, D in (("kv", 32), ("kr", 16), ("index", 32))}
+    caches = {name: torch.zeros(2, P, 1, x.shape[-1]) for name, x in rows.items()}
+    swapped = rows | dict(kv=rows["kr"], kr=rows["kv"])
+    less = {name: x for name, x in rows.items() if name != "index"}
+    slots = torch.arange(2 * size)[None]
+
+    def refused(said: str, rows=rows, caches=caches, slots=slots, mine=2) -> None:
+        x = torch.zeros(1, mine, 2, 32)
+        _refuses(
+            lambda: parallel.context_parallel_prefill(
+                x, x, x, x[..., 0], rows, caches, slots, torch.zeros(1, 2).int(),
+                torch.tensor([2 * size]), group=group, softmax_scale=1.0,
+            ),
+            f"context_parallel_prefill: {said}",
+        )  # fmt: skip
+        assert not any(cache.any() for cache in caches.values())
+
+    refused("`rows` or `caches` lacks 'index', expected both", rows=less)
+    refused("`rows` or `caches` lacks 'index', expected both", caches=less)
+    refused("`rows` or `caches` lacks 'index', expected both", rows=less, caches=less)
+    refused("`rows` or `caches` has 'v', expected only", rows=rows | dict(v=rows["kv"]))
+    refused("`rows['kv']` has shape [1, 2, 16] and rows of 64 bytes, expected", rows=swapped)
+    refused("`rows['kv']` has shape [1, 2, 32]", mine=4)
+    odd = {name: x[:, :1] for name, x in rows.items()}
+    refused("`query` has 1 rows, expected two chunks", rows=odd, mine=1)
+    refused("`cache_index` has shape", slots=slots[:, 1:])
+
+
 def write_8_bits(caches: dict[str, Tensor], slots: Tensor, *drawn: Tensor) -> None:
     """Latents, rotary keys and index keys."""
     custom.npu_latent_cache_write(

@@ -337,6 +337,34 @@ def test_a_shard_that_is_none_is_refused(changes: dict[str, Any], said: str):
         (lambda: custom.shard_positions(torch.tensor([8]), 5, 2), "`rank` is 5, expected 0 to 1"),
         (lambda: custom.shard_positions(torch.tensor([8]), 0, 2, 0), "`interleave` is 0"),
         (lambda: custom.shard_positions(torch.tensor([8.0]), 0, 2), "`lengths` is float32"),
+        (lambda: custom.shard_positions(torch.tensor([8]), 0, 2, 1.5), "`interleave` is 1.5"),
+        (lambda: custom.shard_positions(torch.tensor([8]), 0, "2"), "`size` is '2', expected a"),
+        (lambda: custom.shard_slots(*[torch.zeros(2, 3).int()] * 2, 16.0, 0, 2), "`page_size` is"),
+        (
+            lambda: custom.shard_slots(*(torch.zeros(2, n).int() for n in (3, 0)), 16, 0, 2),
+            "`block_table` has no page",
+        ),
+        (
+            lambda: custom.npu_attention_update(
+                [torch.zeros(3)] * 2, [torch.zeros(3, 8), torch.zeros(3, 8).half()], 1
+            ),
+            r"`local_out\[1\]` has dtype torch.float16, expected torch.float32",
+        ),
+        (
+            lambda: custom.npu_ring_attention_update(
+                *[torch.zeros(4, 2, 9), *[torch.zeros(2, 2, 4, 8)] * 2] * 2
+            ),
+            "`prev_attn_out` has rows of 9, expected a multiple of N=2",
+        ),
+        (
+            lambda: custom.npu_ring_attention_update(
+                *[torch.zeros(4, 2, 8), *[torch.zeros(4, 2, 8)] * 2],
+                torch.zeros(4, 2, 8).half(),
+                *[torch.zeros(4, 2, 8)] * 2,
+                input_layout="TND",
+            ),
+            "`cur_attn_out` has dtype torch.float16",
+        ),
         (lambda: custom.shard_slots(*[torch.zeros(2, 3).int()] * 2, 16, 2, 2), "`rank` is 2"),
         (
             lambda: custom.shard_slots(torch.zeros(2, 3).int(), torch.zeros(1, 3).int(), 16, 0, 2),
@@ -355,6 +383,18 @@ def test_a_shard_that_is_none_is_refused(changes: dict[str, Any], said: str):
 def test_shapes_of_parts_are_refused(call, said: str):
     with pytest.raises((ValueError, TypeError), match=rf"^(npu|shard)_\w+: {said}"):
         call()
+
+
+def test_shards_compile_as_one_graph():
+    positions, table = torch.arange(6).view(2, 3), torch.arange(4).view(2, 2)
+
+    def both(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        slots = custom.shard_slots(positions, table, 16, 1, 2)
+        return slots, custom.shard_positions(positions, 1, 2)
+
+    got = torch.compile(both, fullgraph=True, backend="eager")(positions, table)
+    for a, b in zip(got, both(positions, table), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_attention_update():

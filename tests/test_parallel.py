@@ -56,6 +56,7 @@ ONCE = (
     "mutating_ops_refuse_sharded_tensors",
     "every_mutating_op_refuses_sharded_tensors",
     "uneven_heads_are_refused",
+    "rows_of_a_prefill_are_checked",
     "gradients_are_refused",
     "a_prolog_that_wants_a_gradient_is_refused",
     "collectives_refuse_gradients",
