@@ -42,13 +42,13 @@ TABLE = (
 )
 
 
-@cache
 def release(version: str, numbers: int = 2) -> tuple[int, ...]:
     """(2, 9) of `2.9.0.post2+cpu`, `2.9.0rc1` and `2.9.0a0+git1a2b`."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split(".")[:numbers])) if found else ()
 
 
+@cache
 def installed(distribution: str) -> str | None:
     """The version of an installed distribution, or None."""
     try:

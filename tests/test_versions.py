@@ -199,3 +199,8 @@ def test_the_doctor_answers_for_this_machine(monkeypatch, capsys):
 )
 def test_releases_of_builds_before_the_release(version, numbers):
     assert versions.release(version, 3) == numbers
+
+
+def test_what_is_installed_is_looked_up_once():
+    assert versions.installed("torch") and versions.installed("torch")
+    assert versions.installed.cache_info().hits
