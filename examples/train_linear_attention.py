@@ -26,10 +26,8 @@ class LinearAttention(nn.Module):
         self.qkv, self.z = (nn.Linear(WIDTH, n * HEADS * D, bias=False) for n in (3, 1))
         self.taps = nn.Parameter(torch.randn(TAPS, 3 * HEADS * D) / TAPS)
         self.a, self.b = (nn.Linear(WIDTH, n, bias=False) for n in (gates, HEADS))
-        self.A_log, self.dt_bias = (
-            nn.Parameter(torch.zeros(HEADS)),
-            nn.Parameter(torch.zeros(gates)),
-        )
+        self.A_log = nn.Parameter(torch.zeros(HEADS))
+        self.dt_bias = nn.Parameter(torch.zeros(gates))
         self.out = nn.Linear(HEADS * D, WIDTH, bias=False)
 
     def forward(self, x, states=None):

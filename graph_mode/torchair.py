@@ -56,33 +56,36 @@ def _positional(name: str) -> list[str]:
     return [argument.name for argument in arguments if not argument.kwarg_only]
 
 
-_CONVOLUTION = (
-    "x",
-    "weight",
-    "conv_states",
-    "query_start_loc",
-    "cache_indices",
-    "initial_state_mode",
-    "bias",
-    "num_accepted_tokens",
-    "num_computed_tokens",
-    "block_idx_first_scheduled_token",
-    "block_idx_last_scheduled_token",
-    "initial_state_idx",
-)
-_CONVOLUTION_ATTRS = {
-    "activation_mode": "activation",
-    "pad_slot_id": "pad_slot_id",
-    "run_mode": "run_mode",
-    "max_query_len": "max_query_len",
-    "residual_connection": "residual_connection",
-    "block_size": "block_size",
-    "conv_mode": "conv_mode",
-}
-_CONVOLUTION_WORDS = {
-    "activation_mode": ("None", "silu", "swish"),
-    "conv_mode": ("default", "pangu"),
-}
+def _fused_convolution(out: str) -> Twin:
+    return Twin(
+        inputs=_same(
+            "x",
+            "weight",
+            "conv_states",
+            "query_start_loc",
+            "cache_indices",
+            "initial_state_mode",
+            "bias",
+            "num_accepted_tokens",
+            "num_computed_tokens",
+            "block_idx_first_scheduled_token",
+            "block_idx_last_scheduled_token",
+            "initial_state_idx",
+        ),
+        attrs={"activation_mode": "activation"}
+        | _same(
+            "pad_slot_id",
+            "run_mode",
+            "max_query_len",
+            "residual_connection",
+            "block_size",
+            "conv_mode",
+        ),
+        words={"activation_mode": ("None", "silu", "swish"), "conv_mode": ("default", "pangu")},
+        outputs=("conv_states", out),
+        returns=(out,),
+    )
+
 
 TWINS: dict[str, Twin] = {
     "npu_sparse_attention_pto": Twin(
@@ -374,20 +377,9 @@ TWINS: dict[str, Twin] = {
         outputs=("out", "state"),
         returns=("out",),
     ),
-    "npu_fused_causal_conv1d": Twin(
-        inputs=_same(*_CONVOLUTION),
-        attrs=_CONVOLUTION_ATTRS,
-        words=_CONVOLUTION_WORDS,
-        outputs=("conv_states", "y"),
-        returns=("y",),
-    ),
-    "npu_fused_causal_conv1d_v2": Twin(
-        inputs=_same(*_CONVOLUTION),
-        attrs=_CONVOLUTION_ATTRS,
-        words=_CONVOLUTION_WORDS,
-        outputs=("conv_states", "x"),
-        returns=("x",),  # which is none of the op's: torchair wants one
-    ),
+    "npu_fused_causal_conv1d": _fused_convolution("y"),
+    # x is none of the op's results: torchair wants one
+    "npu_fused_causal_conv1d_v2": _fused_convolution("x"),
 }
 
 

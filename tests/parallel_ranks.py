@@ -97,6 +97,20 @@ def meet(
     os._exit(0)
 
 
+def said(call: Any, error: type[Exception] = ValueError) -> str:
+    """The sentence of what refuses `call`."""
+    try:
+        call()
+    except error as found:
+        return str(found)
+    raise AssertionError("not refused")
+
+
+def _refuses(call: Any, begin: str, error: type[Exception] = ValueError) -> None:
+    message = said(call, error)
+    assert message.startswith(begin), message
+
+
 def assert_near(got: Tensor, wanted: Tensor) -> None:
     """As sums in another order are; on a GPU both were made of half precision."""
     size = float(wanted.abs().max()) if wanted.numel() else 0.0
@@ -966,30 +980,9 @@ def uneven_heads_are_refused(group, rank, size):
         lambda: parallel.delta_rule_heads(1, 2 * size + 1, group=group),
         lambda: parallel.zigzag(torch.zeros(1, 2 * size + 1), 1, group),
     ):
-        try:
-            call()
-        except ValueError as error:
-            assert str(error).startswith("custom.parallel: "), error
-            assert f"{size}" in str(error), error
-        else:
-            raise AssertionError("not refused")
-
-
-def said(call: Any, error: type[Exception]) -> str:
-    try:
-        call()
-    except error as found:
-        return str(found)
-    raise AssertionError("not refused")
-
-
-def _refuses(call: Any, said: str, error: type[Exception] = ValueError) -> None:
-    try:
-        call()
-    except error as raised:
-        assert str(raised).startswith(said), raised
-    else:
-        raise AssertionError(f"not refused: {said}")
+        message = said(call)
+        assert message.startswith("custom.parallel: "), message
+        assert f"{size}" in message, message
 
 
 def gradients_are_refused(group, rank, size):
@@ -1135,5 +1128,5 @@ def scales_follow_their_columns(group, rank, size):
         assert torch.equal(mine["dequant_scale_w_uq_qr"], wanted)
     given["w_uq_qr"] = torch.zeros(32, 192 * size)
     given["dequant_scale_w_uq_qr"] = torch.rand(1, -(-192 * size // 128))
-    message = said(lambda: parallel.shard_layer(given, group=group, weight_format="nd"), ValueError)
+    message = said(lambda: parallel.shard_layer(given, group=group, weight_format="nd"))
     assert "192 columns a rank, expected whole blocks" in message
