@@ -252,10 +252,11 @@ def test_source_files_carry_their_licence():
         assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n"), path
 
 
-def test_what_stores_by_tma_waits_until_it_is_stored():
-    """A GPU that turns to another process loses what is under way at a block's end."""
-    storing = [file for file in sorted((ROOT / "cuda_ops").rglob("*.py"))
-               if re.search(r"\b(tma_store|_add_bulk)\(", file.read_text())]  # fmt: skip
-    assert len(storing) >= 8
-    for file in storing:
-        assert "    wait_stored()\n" in file.read_text(), file.name
+def test_barriers_are_forgotten():
+    """Else their memory is others' while a multiprocessor still holds them."""
+    gone = re.compile(r"    forget\((\w+)\)\n")
+    for file in sorted((ROOT / "cuda_ops" / "hopper").rglob("*.py")):
+        for kernel in re.split(r"^@gluon\.jit", file.read_text(), flags=re.M):
+            made = re.findall(r"(\w+) = (?:gl\.allocate_shared_memory\(gl\.int64|ring\()", kernel)
+            if made and "warp_specialize(" not in kernel and "return " not in kernel:
+                assert sorted(gone.findall(kernel)) == sorted(made), (file.name, made)

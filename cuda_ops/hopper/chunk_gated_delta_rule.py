@@ -35,7 +35,7 @@ from ...dispatch.common import memory
 from ..common import gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from .chunks import CHUNK, columns_at, lengths_of, tokens_of, triangles
-from .tma import aligned, at, describe, describe_matrix, describe_row, wait_stored
+from .tma import aligned, at, describe, describe_matrix, describe_row
 
 # H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 tokens: of 134 us the walk takes 77, and
 # with two stages 84
@@ -126,7 +126,7 @@ def _consumer(
         row = (start + first + i).to(gl.int64) * NV + hv
         nothing = gl.zeros([64, 64], dtype, layout=ROWS)
         gl.store(out + row[:, None] * DV + j[None, :], nothing, (first + i < tokens)[:, None])
-    wait_stored()
+    tma.store_wait(0)
 
 
 @gluon.jit

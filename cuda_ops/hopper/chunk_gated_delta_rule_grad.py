@@ -46,7 +46,7 @@ from .chunks import (
     tokens_of,
     triangles,
 )
-from .tma import aligned, at, describe, describe_matrix, describe_row, wait_stored
+from .tma import aligned, at, describe, describe_matrix, describe_row, forget
 
 # H200, 2026-11, N 16, Nv 32, Dk = Dv = 128, bfloat16, 4096 tokens: the walks take 110 us, 117 with
 # two stages and 81 without their stores; the inputs 123, 127 with three stages
@@ -127,7 +127,7 @@ def _over_states(
         fence_async_shared()
         barrier()
         tma_store(n_desc, where, reinterpret(to_x, dtype, n_desc.block_shape, n_desc.layout))
-    wait_stored()
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -195,7 +195,7 @@ def _over_gradients(
         tma_store(r_desc, where, reinterpret(to_x, dtype, r_desc.block_shape, r_desc.layout))
     if INITIAL:
         gl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty))
-    wait_stored()
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -351,7 +351,8 @@ def _pairs(
     o = gl.allocate_shared_memory(dtype, [BLOCKS, 64, 64], TILE)
     n = gl.allocate_shared_memory(dtype, [BLOCKS, 64, 64], TILE)
     r = gl.allocate_shared_memory(dtype, [BLOCKS, 64, 64], TILE)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    full = bars.index(0)
     chunk = gl.program_id(0)
     hv = gl.program_id(1)
     start = chunk * 0
@@ -447,7 +448,8 @@ def _pairs(
         place = token * NV + hv
         gl.store(d_rate + place, of_rate, there)
         gl.store(d_total + place, of_total, there)
-        wait_stored()
+        forget(bars)
+        tma.store_wait(0)
     else:
         # tokens behind the last sequence
         on = start + first + of_value < T

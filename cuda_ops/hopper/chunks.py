@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common import launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from .tma import at, describe, describe_matrix, wait_stored
+from .tma import at, describe, describe_matrix, forget
 
 CHUNK = 64
 
@@ -183,7 +183,8 @@ def _prepare(
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
     q = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
     k = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    full = bars.index(0)
     chunk = gl.program_id(0)
     hv = gl.program_id(1)
     h = hv // GROUP
@@ -263,7 +264,8 @@ def _prepare(
         fence_async_shared()
         barrier()
         tma_store(t_desc, [place, 0], tile)
-        wait_stored()
+        forget(bars)
+        tma.store_wait(0)
 
 
 @gluon.jit

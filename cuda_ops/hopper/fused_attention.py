@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import gpu, launches
 from ..common.attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, width_of
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from .tma import at, describable, describe, wait_stored
+from .tma import at, describable, describe
 
 _keys_of = gluon.jit(keys_of.fn)
 
@@ -425,7 +425,7 @@ def _forward_consumer(
             mbarrier.arrive(q_empty.index(place))
         turn += 1
         rows = _next_rows(posted, post_full, turn, C.QUEUE)
-    wait_stored()
+    tma.store_wait(0)
 
 
 @gluon.jit

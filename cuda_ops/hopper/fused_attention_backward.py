@@ -55,7 +55,7 @@ from ..common.attention_tiles import (
 )
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from . import fused_attention
-from .tma import at, describe, describe_row, wait_stored
+from .tma import at, describe, describe_row
 
 # Causal, B 4, H 16, D 128, H200, 2026-11: 4096 tokens 1357 us (three stages 1354 to 1384), 16384
 # tokens 20519 (21807)
@@ -257,10 +257,12 @@ def _adder(
                 tma.store_wait(0)
                 mbarrier.arrive(shared.part_empty)
                 if C.IN_TURN:
-                    wait_stored()
+                    # store_wait: they have been read; this: they are in memory
+                    gl.inline_asm_elementwise(
+                        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
+                    )
                     gl.atomic_add(turns + block_at, 1, sem="release", scope="gpu")
                 count += 1
-        wait_stored()
 
 
 @gluon.jit
@@ -396,7 +398,7 @@ def _consumer(
         where = at(batch, kv_head, first_k, keys, tile * C.BN, C.VARLEN)
         tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
         tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
-        wait_stored()
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -583,7 +585,7 @@ def _wide_consumer(
         where = at(batch, kv_head, first_k, keys, tile * 64, C.VARLEN)
         tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
         tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
-        wait_stored()
+        tma.store_wait(0)
 
 
 @gluon.jit

@@ -32,7 +32,7 @@ from ..common.gluon_names import barrier, reinterpret, tma_load
 from ..common.rows import BSND, PAGED, TND
 from ..common.topk import EVERY
 from .rows import request_of
-from .tma import DTYPES, describable, describe_box
+from .tma import DTYPES, describable, describe_box, forget
 
 KEYS_AT_ONCE = gl.constexpr(64)
 LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)
@@ -278,6 +278,8 @@ def _scores(
             scale = ahead
         done += tiles
         row = stop
+    forget(full)
+    forget(q_full)
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ from ..common.gluon_names import barrier, reinterpret, tma_load
 from ..common.tiling import Tiling
 from .joined import own, place, ring
 from .rotation import pass_on, rotate
-from .tma import DTYPES, aligned, describe_matrix, describe_nz
+from .tma import DTYPES, aligned, describe_matrix, describe_nz, forget
 
 
 @gluon.jit
@@ -142,6 +142,7 @@ def _product(
                 pass_on(tile, at, N0, token, tokens, TOKENS)
     else:
         _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, COLUMNS, TOKENS)
+    forget(full)
     if LATE:
         gdc_wait()
 

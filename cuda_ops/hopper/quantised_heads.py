@@ -28,7 +28,7 @@ from .absorption import put, times
 from .joined import ring
 from .quantised_matmul import SWAPPED
 from .rotation import rotate
-from .tma import DTYPES, aligned, describe_box, describe_matrix, wait_stored
+from .tma import DTYPES, aligned, describe_box, describe_matrix, forget
 
 
 @gluon.jit
@@ -211,7 +211,8 @@ def _query(
         _ask_last(w_uk, w_wide, full, step + STAGES, head, CHUNKS, LAST)
         if last + 1 < LAST:
             out = more
-    wait_stored()
+    forget(full)
+    tma.store_wait(0)
 
 
 def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:

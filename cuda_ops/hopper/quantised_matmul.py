@@ -26,7 +26,7 @@ from ..common import gpu, handover, launches
 from ..common.gluon_names import barrier, tma_load
 from ..common.tiling import Tiling, cdiv
 from .joined import own, place, ring
-from .tma import aligned, describe_box
+from .tma import aligned, describe_box, forget
 
 SWAPPED = 32  # tokens of one transposed product
 
@@ -155,6 +155,7 @@ def _product(
     if SWAP:
         acc = acc.permute([1, 0])
     _store(acc, out, tokens, token, block, run, N0, N1, N2, B0, B1, COLUMNS, TOKENS)
+    forget(full)
     if LATE:
         gdc_wait()
 

@@ -24,7 +24,7 @@ from ..common.tiling import power_of_two
 from .absorption import put, times
 from .joined import ring
 from .rotation import rotate
-from .tma import DTYPES, aligned, describe_matrix, describe_nz, wait_stored
+from .tma import DTYPES, aligned, describe_matrix, describe_nz, forget
 
 
 @gluon.jit
@@ -183,7 +183,8 @@ def _query(
             tma_store(query, [token, column], _place(c_tiles, 4))
             tma_store(query, [token, column + 64], _place(c_tiles, 5))
         _ask_last(w_uk, w_tiles, c_tiles, full, step + STAGES, head, CHUNKS, LAST)
-    wait_stored()
+    forget(full)
+    tma.store_wait(0)
 
 
 def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:

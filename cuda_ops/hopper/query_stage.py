@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..common import gpu, launches
 from ..common.gluon_names import barrier, tma_load, tma_store
 from ..common.tiling import cdiv
-from .tma import DTYPES, aligned, describe_matrix, wait_stored
+from .tma import DTYPES, aligned, describe_matrix, forget
 
 COLUMNS = 64
 
@@ -94,7 +94,9 @@ def _absorb(
             fence_async_shared()
             barrier()
             tma_store(out_blocks, [token, head * R + part * WIDE], out_tile)
-    wait_stored()
+    forget(w_full)
+    forget(full)
+    tma.store_wait(0)
 
 
 def supports(q: Tensor, w_uk: Tensor) -> bool:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.attention_tiles import strides
+from ..common.gluon_names import barrier
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _FAR = 1 << 30
@@ -56,17 +58,17 @@ def describe_row(tensor: Tensor, count: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def wait_stored():
-    """Until what TMA was told to store is in memory: the last thing of a kernel that stores by it.
+def forget(bars):
+    """The last thing that a kernel does with barriers which no part of warp_specialize holds.
 
-    tma.store_wait tells that it has been read.  What a block leaves under way at its end is lost to
-    the next kernel where the GPU turns to another process in between: with four processes on an
-    H200, in 7 to 10 % of the delta rule's calls its second kernel read tiles of the first as they
-    had been before.
+    The compiler gives the memory of what is not used any more to others, and PTX wants a barrier
+    invalidated before: without, where an H200 turned to another process, what lay in its place by
+    then was overwritten, and 2 % of the delta rule's calls were wrong.
     """
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
-    )
+    COUNT: gl.constexpr = bars.shape[0]
+    barrier()  # no warp waits any more
+    for each in gl.static_range(COUNT):
+        mbarrier.invalidate(bars.index(each))
 
 
 @gluon.jit

@@ -18,7 +18,6 @@ import json
 import os
 import pkgutil
 import random
-import re
 import signal
 import sys
 import tempfile
@@ -110,9 +109,10 @@ class Recorder:
 def facts(binary) -> dict[str, Any]:
     """What is kept of a compiled kernel."""
     ptx = binary.asm["ptx"]
-    # hopper/tma.py says why
-    if re.search(r"async\.bulk\S*\.global\.shared", ptx) and "bulk.wait_group 0" not in ptx:
-        raise RuntimeError("it stores by TMA, and does not wait until that is in memory")
+    # `forget` of hopper/tma.py says why
+    made, gone = (binary.asm["ttgir"].count(f"ttng.{x}_barrier ") for x in ("init", "inval"))
+    if "ttg.warp_specialize" not in binary.asm["ttgir"] and made != gone:
+        raise RuntimeError(f"of {made} barriers in shared memory it invalidates {gone}")
     units = [unit for unit in ("wgmma", "tcgen05", "mma.sync") if unit in ptx]
     if "wgmma" in units and (wrong := wrong_descriptors(disassembled(binary.asm["cubin"]))):
         raise RuntimeError(f"ptxas takes a wrong register for a descriptor of wgmma: {wrong[0]}")
