@@ -103,4 +103,4 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     made = {"verified": verified, "variables": variables, "versions": versions}
     for name, make in made.items():
         markdown = markdown.replace(f"{{{{ {name} }}}}", make())
-    return markdown
+    return markdown.replace("../README.md", "index.md")  # the site's first page, by _start

@@ -17,7 +17,6 @@ DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 _FENCED = re.compile(r"^```.*?^```", re.M | re.S)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.M)
-BUILT = {"docs/index.md": "README.md"}  # by docs/hooks.py
 
 
 def of(path: Path) -> str:
@@ -38,7 +37,7 @@ def test_links_lead_somewhere(page):
             continue
         name, _, anchor = link.partition("#")
         wanted = of((page.parent / name).resolve()) if name else of(page)
-        target = ROOT / BUILT.get(wanted, wanted)
+        target = ROOT / wanted
         assert target.exists(), f"{of(page)}: {link} leads nowhere"
         if anchor:
             there = anchors(_FENCED.sub("", target.read_text()))
