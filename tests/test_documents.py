@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Documents: links lead somewhere, and a page of docs/design is short and can be found."""
+"""Documents: links lead somewhere, no page tells how it came to be, a design is short and found."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
-)
+STATED = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*STATED, *(ROOT / "tests").rglob("*.md")])
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 _FENCED = re.compile(r"^```.*?^```", re.M | re.S)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.M)
+# words of how it came to be: a document says what is, CHANGELOG.md what was
+JOURNEY = re.compile(
+    r"\b(now|no longer|used to be|formerly|previously|since then|until now|as before|not run since"
+    r"|mended|so far|midday|jobs?|another run)\b|\| *(before|after|now)(:[^|]*)? *\|",
+    re.I,
+)
 
 
 def of(path: Path) -> str:
@@ -42,6 +47,13 @@ def test_links_lead_somewhere(page):
         if anchor:
             there = anchors(_FENCED.sub("", target.read_text()))
             assert anchor in there, f"{of(page)}: {link} names none of {sorted(there)}"
+
+
+@pytest.mark.parametrize("page", [each for each in STATED if each.name != "CHANGELOG.md"], ids=of)
+def test_a_document_states_conclusions(page):
+    for at, line in enumerate(page.read_text().splitlines(), 1):
+        told = JOURNEY.search(line)
+        assert not told, f"{of(page)}:{at}: {told[0]!r} tells of a journey, say what is"
 
 
 def test_an_anchor_is_its_heading():
