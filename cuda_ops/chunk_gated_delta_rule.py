@@ -193,7 +193,7 @@ def unsupported(query: Tensor, value: Tensor, **_: Any) -> str | None:
         return f"Dv={value.shape[-1]}, supported up to {LARGEST_DV}"
     # with the tiles that would fit, results on an H200 were wrong
     if query.shape[-1] > 128 and gpu.shared_memory(query.device) < _WIDE:
-        return f"Dk={query.shape[-1]}, supported up to 128 here: {gpu.too_small(query.device)}"
+        return gpu.too_small(query.device, Dk=query.shape[-1]) + " (128 fits)"
     return None
 
 

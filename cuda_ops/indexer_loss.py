@@ -211,7 +211,7 @@ def unsupported(
     if D + DR > LARGEST_D:
         return f"D={D + DR}, supported up to {LARGEST_D}"
     if tiles(query.shape[1], pieces(D, DR), softmax_lse is not None, query.device) is None:
-        return gpu.too_small(query.device)
+        return gpu.too_small(query.device, N=query.shape[1], D=D, Dr=DR)
     return rows.too_many(key.shape[1], "keys")
 
 

@@ -176,10 +176,11 @@ def unsupported(**arguments: Any) -> str | None:
         return f"query is {query.dtype}, supported float16 and bfloat16"
     if k > topk.MOST:
         return f"sparse_count={k}, supported up to {topk.MOST}"
-    if query.shape[-1] > 256 or query.shape[-2] > 256:
-        return f"heads and head_dim are {tuple(query.shape[-2:])}, supported up to 256"
-    if shape(1, *query.shape[-2:], query.device) is None:
-        return gpu.too_small(query.device)
+    heads, dim = query.shape[-2:]
+    if dim > 256 or heads > 256:
+        return f"heads and head_dim are {(heads, dim)}, supported up to 256"
+    if shape(1, heads, dim, query.device) is None:
+        return gpu.too_small(query.device, N=heads, D=dim)
     return rows.too_many_positions(arguments["key"], arguments.get("block_table"))
 
 

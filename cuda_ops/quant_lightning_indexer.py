@@ -25,7 +25,7 @@ def unsupported(query: Tensor, key: Tensor, sparse_count: int, **arguments: Any)
     if dim > 256 or heads > 256:
         return f"heads and head_dim are {(heads, dim)}, supported up to 256"
     if lightning_indexer.shape(1, heads, dim, query.device) is None:
-        return gpu.too_small(query.device)
+        return gpu.too_small(query.device, N=heads, D=dim)
     return rows.too_many_positions(key, arguments.get("block_table"))
 
 

@@ -349,7 +349,7 @@ def unsupported(
         count, heads, entries, rank, rope, _apart(key, value), key.itemsize, query.device
     )
     if fitting is None:
-        return gpu.too_small(query.device)
+        return gpu.too_small(query.device, N=heads, D=rank, Dr=rope)
     return rows.too_many_positions(key, block_table, entries)
 
 

@@ -145,7 +145,7 @@ def unsupported(**arguments: Any) -> str | None:
         return f"head_dim={dim}, supported up to 512 (split the rotary part off)"
     rope = 0 if query_rope is None else query_rope.shape[-1]
     if tile_of(heads, dim, rope, query.element_size(), query.device) is None:
-        return gpu.too_small(query.device)
+        return gpu.too_small(query.device, N=heads, D=dim, Dr=rope)
     return sparse_flash_attention.unsupported(**arguments)
 
 

@@ -179,15 +179,15 @@ def unsupported(
     if query.dtype not in (torch.float16, torch.bfloat16):
         kind = str(query.dtype).removeprefix("torch.")
         return f"query is {kind}, supported are float16 and bfloat16"
-    D = query.shape[-1] + (0 if query_rope is None else query_rope.shape[-1])
+    DR = 0 if query_rope is None else query_rope.shape[-1]
+    D = query.shape[-1] + DR
     if D > LARGEST_D:
         return f"D={D}, supported up to {LARGEST_D}"
     if max(query_index.shape[-2:]) > 256:
         return f"index heads and size are {tuple(query_index.shape[-2:])}, supported up to 256"
-    DR = 0 if query_rope is None else query_rope.shape[-1]
-    columns, indexer = pieces(query.shape[-1], DR), query_index.shape[-2:]
-    if tiles(query.shape[-2], columns, *indexer, query.device) is None:
-        return gpu.too_small(query.device)
+    N, (Ni, Di) = query.shape[-2], query_index.shape[-2:]
+    if tiles(N, pieces(D - DR, DR), Ni, Di, query.device) is None:
+        return gpu.too_small(query.device, N=N, D=D - DR, Dr=DR, Ni=Ni, Di=Di)
     return rows.too_many_positions(key, None)
 
 

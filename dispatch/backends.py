@@ -82,9 +82,15 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
         package = "triton" if backend is CUDA else "triton-ascend"
         return f"{package} is not installed; pip install {package}"
     if backend is NPU and installed("triton-ascend") is None:
-        return "triton is installed, this backend needs triton-ascend (never both)"
+        return (
+            "triton is installed, this backend needs triton-ascend alone: pip uninstall -y triton, "
+            "then pip install triton-ascend"
+        )
     if backend is CUDA and installed("triton") is None and installed("triton-ascend"):
-        return "triton-ascend is installed, this backend needs triton (never both)"
+        return (
+            "triton-ascend is installed, this backend needs triton alone: pip uninstall -y "
+            "triton-ascend, then pip install triton"
+        )
     version = installed("triton")
     if backend is CUDA and version and release(version) < _OLDEST_TRITON:
         return (

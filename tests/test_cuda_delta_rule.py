@@ -173,7 +173,9 @@ def test_wide_heads_are_refused_where_they_do_not_fit(monkeypatch):
     x = {name: t.bfloat16() if name in ("query", "value") else t for name, t in x.items()}
     reason = chunk.unsupported(**x)
     assert reason and reason == chunk_grad.unsupported(**x)
-    assert reason.startswith("Dk=256, supported up to 128 here") and "99 KiB" in reason
+    assert (
+        reason.startswith("no tile of Dk=256 fits into this GPU's 99 KiB") and "128 fits" in reason
+    )
 
 
 @gpu

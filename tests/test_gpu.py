@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from custom.dispatch import backends, log
+from custom.dispatch.specs import BY_NAME
 
 pytest.importorskip("triton")
 
@@ -91,6 +93,29 @@ def test_sparse_attention_takes_no_more_shared_memory_than_its_tiles_are_chosen_
     tile = sparse_flash_attention.tiles(count, heads, 2048, rank, rope, False, 2, CPU)
     predicted = sparse_flash_attention.shared_bytes(tile, rope, gpu.reads_shared(CPU))
     assert 0 < compiled[0].metadata.shared <= predicted <= kib * 1024
+
+
+@pytest.mark.parametrize("op", ["npu_lightning_indexer", "npu_sparse_flash_attention"])
+def test_sizes_that_do_not_fit_are_named(op, monkeypatch):
+    arguments = sample(op, CPU, torch.bfloat16)
+    unsupported = backends.launcher(backends.CUDA, BY_NAME[op])[1]
+    assert unsupported(**arguments) is None
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: 1024)
+    heads, dim = arguments["query"].shape[-2:]
+    assert f"no tile of N={heads}, D={dim}" in unsupported(**arguments)
+
+
+@pytest.mark.parametrize(
+    "backend, wrong, right",
+    [(backends.NPU, "triton", "triton-ascend"), (backends.CUDA, "triton-ascend", "triton")],
+    ids=["npu", "cuda"],
+)
+def test_the_other_triton_is_one_sentence_with_its_remedy(backend, wrong, right, monkeypatch):
+    monkeypatch.setattr(backends, "installed", lambda name: "3.6.0" if name == wrong else None)
+    assert backends.cannot_run(backend, SimpleNamespace(type=backend.device)) == (
+        f"{wrong} is installed, this backend needs {right} alone: pip uninstall -y {wrong}, then "
+        f"pip install {right}"
+    )
 
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.5.0", "3.5.1+git0", "3.10.0", "2.3.1", "4.0"])

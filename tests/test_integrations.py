@@ -262,6 +262,22 @@ def test_packed_sequences_are_refused():
         )
 
 
+def test_a_layer_that_shares_a_selection_asks_for_it():
+    model = glm(**SHARING)
+    at = next(i for i, each in enumerate(model.model.layers) if each.self_attn.indexer is None)
+    x, positions = torch.randn(1, 4, model.config.hidden_size), torch.arange(4)[None]
+    with (
+        pytest.raises(ValueError, match=f"`prev_topk_indices` is None, .* layer {at} shares"),
+        use(),
+        torch.inference_mode(),
+    ):
+        model.model.layers[at].self_attn(
+            x,
+            position_embeddings=model.model.rotary_emb(x, positions),
+            attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(),
+        )
+
+
 def test_pages():
     caches = PagedCaches(2, (32, 16, 16), requests=3, capacity=40, page_size=16)
     assert caches.capacity == 48

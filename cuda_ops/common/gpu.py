@@ -89,10 +89,13 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def too_small(device: torch.device) -> str:
-    """Why an op refuses sizes of which no tile fits."""
-    size = shared_memory(device) // 1024
-    return f"no tile of these sizes fits into this GPU's {size} KiB of shared memory a program"
+def too_small(device: torch.device, **sizes: int) -> str:
+    """Why an op refuses `sizes`, by their letters, of which no tile fits."""
+    came = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
+    return (
+        f"no tile of {came} fits into this GPU's {shared_memory(device) // 1024} KiB of shared "
+        "memory a program: take smaller ones, or a GPU with more"
+    )
 
 
 def described(device: torch.device) -> str:

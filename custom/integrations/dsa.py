@@ -224,39 +224,50 @@ def load_as_it_is(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             setattr(place, leaf, tensor)
 
 
-def _scale(linear: nn.Linear) -> Tensor | None:
+def _leaf(m: Any, linear: nn.Linear) -> str:
+    name: str = next(name for name, each in m.named_modules() if each is linear)
+    return name
+
+
+def _scale(m: Any, linear: nn.Linear) -> Tensor | None:
     """Float32, of a weight [N, K] of 8 bits: [N / 128, K / 128] or [N, 1]."""
     weight = linear.weight
     name = _SCALES.get(weight.dtype)
     if name is None:
         return None
+    where = f"custom.integrations: `{type(m).__name__}.{_leaf(m, linear)}"
     for static in _STATIC:
         if getattr(linear, static, None) is not None:
             raise NotSupported(
-                f"`{static}` of a projection is given, expected none: activations are quantised "
-                "token by token. Take a checkpoint with dynamic activations (W8A8_DYNAMIC)."
+                f"{where}.{static}` is given, expected none: activations are quantised token by "
+                "token. Take a checkpoint with dynamic activations (W8A8_DYNAMIC)."
             )
     offset = getattr(linear, "weight_offset", None)
     if offset is not None and bool(offset.any()):
-        raise NotSupported("`weight_offset` of a projection is not zero, expected symmetric int8.")
+        raise NotSupported(
+            f"{where}.weight_offset` is not all 0, expected symmetric int8. Take a checkpoint "
+            "whose weights are quantised without an offset."
+        )
     scale = getattr(linear, name, None)
     rows, columns = weight.shape
     tiles = (-(-rows // quantised.TILE), -(-columns // quantised.TILE))
-    wanted = tiles if weight.dtype is torch.float8_e4m3fn else (rows, 1)
+    tiled = weight.dtype is torch.float8_e4m3fn
+    wanted = tiles if tiled else (rows, 1)
     if isinstance(scale, Tensor) and scale.ndim == 1 and wanted[1] == 1:
         scale = scale[:, None]
     if not isinstance(scale, Tensor) or tuple(scale.shape) != wanted:
-        came = list(scale.shape) if isinstance(scale, Tensor) else None
+        came = f"has shape {list(scale.shape)}" if isinstance(scale, Tensor) else "is missing"
         raise NotSupported(
-            f"a projection has weights {str(weight.dtype).removeprefix('torch.')} {[rows, columns]}"
-            f" and `{name}` {came}, expected {list(wanted)}."
+            f"{where}.{name}` {came}, expected {list(wanted)} for a weight {[rows, columns]} of "
+            f"{str(weight.dtype).removeprefix('torch.')}. Take a checkpoint with a scale for each "
+            f"{'128 x 128 of a weight' if tiled else 'row of a weight'}."
         )
     return scale.float()
 
 
-def _dequantised(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+def _dequantised(m: Any, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
     """What [N, K] stands for."""
-    scale, weight = _scale(linear), linear.weight.detach()
+    scale, weight = _scale(m, linear), linear.weight.detach()
     if scale is None:
         return weight.to(dtype)
     if weight.dtype is torch.float8_e4m3fn:
@@ -280,14 +291,15 @@ def _projections(
     elif of_first == {0} and of_second == {2}:
         mode = 1
     else:
-        dtypes = ", ".join(f"{name} {linear.weight.dtype}" for name, linear in every.items())
+        dtypes = ", ".join(f"{_leaf(m, each)} {each.weight.dtype}" for each in every.values())
         raise NotSupported(
-            f"the projections are {dtypes}, expected one kind, or int8 behind the query's norm "
-            "alone."
+            f"custom.integrations: the projections of {type(m).__name__} are {dtypes}, expected "
+            "one kind, or int8 behind the query's norm alone. Take a checkpoint that quantises "
+            "them so."
         )
     weights, scales = {}, {}
     for name, linear in every.items():
-        scale = _scale(linear)
+        scale = _scale(m, linear)
         weight = linear.weight.detach().t()  # [out, in] to [K, N]
         if scale is None:
             weight = weight.to(_dtype(m))
@@ -312,7 +324,7 @@ def up_projections(m: Any) -> tuple[Tensor, Tensor]:
     is of 8 bits."""
     weight = m.kv_b_proj.weight
     if weight.dtype in _SCALES:
-        weight = _dequantised(m.kv_b_proj, _dtype(m))
+        weight = _dequantised(m, m.kv_b_proj, _dtype(m))
     heads = weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
     uk, uv = heads.split([m.qk_nope_head_dim, m.v_head_dim], dim=1)
     return uk, uv

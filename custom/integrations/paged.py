@@ -81,7 +81,10 @@ class PagedCaches:
         self.block_table = torch.empty(requests, 0, dtype=torch.int32, device=device)
         each = widths if isinstance(widths, list) else [widths] * layers
         if len(each) != layers:
-            raise ValueError(f"PagedCaches: {len(each)} `widths` for {layers} layers.")
+            raise ValueError(
+                f"PagedCaches: `widths` has {len(each)} entries, expected {layers}. Pass one for "
+                "each layer, or a tuple for all."
+            )
 
         def pool(dtype: torch.dtype, *sizes: int) -> Tensor:
             return torch.empty(0, page_size, *sizes, dtype=dtype, device=device)

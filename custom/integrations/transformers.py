@@ -202,8 +202,8 @@ def _attended(
             latent = npu_sparse_attention_pto(*arguments, **w.options)
     elif indices is None:
         raise ValueError(
-            f"Layer {module.layer_idx} shares its selection, and `prev_topk_indices` is None. "
-            "Pass the third result of the layer before it."
+            "custom.integrations.transformers: `prev_topk_indices` is None, expected the selection "
+            f"that layer {module.layer_idx} shares. Pass the third result of the layer before it."
         )
     else:
         latent = npu_sparse_attention_shared_pto(*(*arguments, indices), **w.options)
@@ -265,7 +265,10 @@ def _gated_delta_forward(
     convolution [B, channels, W] and the states [B, Nv, Dk, Dv].
     """
     if kwargs.get("cu_seq_lens_q") is not None:
-        raise NotSupported("Packed sequences (cu_seq_lens_q) mix in the convolution; pad instead.")
+        raise NotSupported(
+            "custom.integrations.transformers: `cu_seq_lens_q` is given, expected None: packed "
+            "sequences would mix in the convolution. Pad them, and pass `attention_mask`."
+        )
     x = _qwen3_next.apply_mask_to_padding_states(hidden_states, attention_mask)
     requests, tokens, _ = x.shape
     cache: Any = None if cache_params is None else cache_params.layers[self.layer_idx]

@@ -47,7 +47,8 @@ from ...quantised import (
     quantize_index_query,
 )
 from ...sparse_attention import npu_lightning_indexer, npu_sparse_flash_attention
-from .modes import check_modes
+from ..engines import refuse
+from .modes import SWITCH, check_modes
 
 # ------------------------------------------------------------------------ what vLLM asks of a cache
 
@@ -289,8 +290,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
     def forward(
         self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None
     ) -> Tensor:
-        if llama_4_scaling is not None:
-            raise NotSupported("CUSTOM_VLLM=1 serves sparse attention without Llama 4's scaling.")
+        refuse(SWITCH, "sparse attention", {"Llama 4's scaling": llama_4_scaling is not None})
         x = hidden_states
         q_latent, latent, k_rope = self.fused_qkv_a_proj(x)[0].split(self.latent_sizes, -1)
         q_latent = self.q_a_layernorm(q_latent.contiguous())
