@@ -112,8 +112,8 @@ RECORDED = {
 }
 
 
-def records() -> dict[str, dict[str, Any]]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+def records(folder: Path = RECORDS) -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
 def passed(found: dict[str, dict[str, Any]], record: str, test: str, op: str | None) -> int:

@@ -36,10 +36,6 @@ RECORDS = ROOT / "tests" / "records"
 FIGURES = ROOT / "docs" / "figures"
 
 
-def records() -> dict[str, dict[str, Any]]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
-
-
 def simulated() -> Counter[str]:
     """Cases of each op that passed the Ascend harness; their keys are hashes of what was run."""
     titles = json.loads((ROOT / "tests" / "ascend" / "results.json").read_text())["cases"]
@@ -57,7 +53,7 @@ def _cell(found: dict[str, dict[str, Any]], name: str, op: str, backend: str) ->
 
 
 def verified() -> str:
-    found, npu = records(), simulated()
+    found, npu = graph_modes.records(RECORDS), simulated()
     rows = ["| op | CPU | CUDA | Atlas A3 (NPU) |", "|---|---|---|---|"]
     for spec in SPECS:
         cells = [

@@ -17,7 +17,7 @@ from torch.nn.functional import conv1d, silu
 
 import custom
 
-from .support.accuracy import assert_close_to_float64
+from .support.accuracy import assert_close_to_float64, skip_float64
 from .support.convolution import Whole
 
 OP, GRAD = "npu_causal_conv1d", "npu_causal_conv1d_grad"
@@ -38,11 +38,6 @@ CASES = [
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
 )
-
-
-def skip_float64(dtype: torch.dtype, backend: str) -> None:
-    if backend != "reference" and dtype is torch.float64:
-        pytest.skip("a kernel takes float32 and half precision")
 
 
 def by_conv1d(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import custom
 
+from .support import trained
 from .support.accuracy import assert_close_to_float64, skip_unless_taken
 from .support.kda import BOUNDED, EXTREMES, GIVEN, ODD_BOUNDS, PLAIN, SOFTPLUS, Case
 
@@ -75,23 +77,8 @@ def upstream(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.randn(x["v"].shape).double(), torch.randn(shape).double() / 4
 
 
-def gradients(outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], x: dict) -> dict[str, Tensor]:
-    """Of every leaf that is there; zeros where nothing depends on it."""
-    given = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
-    leaves = {name: x[name] for name in LEAVES if x[name] is not None}
-    if not given:
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    outs, ups = zip(*((o, g.to(o.dtype).to(o.device)) for o, g in given), strict=True)
-    found = torch.autograd.grad(outs, list(leaves.values()), ups, allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
-
-
-def with_leaves(x: dict[str, Any]) -> dict[str, Any]:
-    return {n: y.detach().requires_grad_() if n in LEAVES and y is not None else y
-            for n, y in x.items()}  # fmt: skip
+gradients = partial(trained.gradients, LEAVES)
+with_leaves = partial(trained.with_leaves, LEAVES)
 
 
 CASES = [

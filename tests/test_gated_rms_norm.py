@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 
 import custom
 
-from .support.accuracy import assert_close_to_float64
+from .support.accuracy import assert_close_to_float64, skip_float64
 from .support.convolution import Norm
 
 OP, GRAD = "npu_gated_rms_norm", "npu_gated_rms_norm_grad"
@@ -34,11 +34,6 @@ CASES = [
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
 )
-
-
-def skip_float64(dtype: torch.dtype, backend: str) -> None:
-    if backend != "reference" and dtype is torch.float64:
-        pytest.skip("a kernel takes float32 and half precision")
 
 
 def plainly(x: Tensor, gate: Tensor, weight: Tensor, **o: Any) -> Tensor:

@@ -35,24 +35,22 @@ def test_every_recorded_test_exists():
             assert rest.partition("[")[0] in functions(file), (name, each)
 
 
-def test_a_cell_counts_what_is_recorded_of_its_op(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_modes, "RECORDS", tmp_path)
+def test_a_cell_counts_what_is_recorded_of_its_op(tmp_path):
     mode = next(mode for mode in MODES if mode.title == "capture, CUDA")
     spec = next(spec for spec in SPECS if spec.name == "npu_lightning_indexer")
     grad = next(spec for spec in SPECS if spec.name == "npu_lightning_indexer_grad")
-    assert graph_modes._cell(graph_modes.records(), mode, spec) == "not checked"
+    assert graph_modes._cell(graph_modes.records(tmp_path), mode, spec) == "not checked"
     record = {"passed": [f"{mode.tests[0]}[cuda-{spec.name}]", f"{mode.steps[0]}[cuda]"]}
     (tmp_path / f"{mode.record}.json").write_text(json.dumps(record))
-    found = graph_modes.records()
+    found = graph_modes.records(tmp_path)
     assert graph_modes._cell(found, mode, spec) == "1"
     assert graph_modes._cell(found, mode, grad) == "not checked"
     assert graph_modes._step_cell(found, mode) == "1"
 
 
-def test_a_check_of_every_op_counts_for_the_ops_of_its_day(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_modes, "RECORDS", tmp_path)
+def test_a_check_of_every_op_counts_for_the_ops_of_its_day(tmp_path):
     mode = next(mode for mode in MODES if mode.title == "AOTInductor, CUDA")
     record = {"ops": [SPECS[0].name], "passed": [f"{mode.every[0]}[cuda]"]}
     (tmp_path / f"{mode.record}.json").write_text(json.dumps(record))
-    cells = [graph_modes._cell(graph_modes.records(), mode, spec) for spec in SPECS]
+    cells = [graph_modes._cell(graph_modes.records(tmp_path), mode, spec) for spec in SPECS]
     assert cells == ["1"] + ["not checked"] * (len(SPECS) - 1)

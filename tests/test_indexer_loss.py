@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import custom
 
 from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.drawn import drawn
 
 OP = "npu_indexer_loss"
 
@@ -42,10 +43,6 @@ class Case:
 
     def arguments(self) -> dict[str, Any]:
         """In float64; indices from -2 to S2 + 1, future ones and duplicates included."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
         indices = torch.randint(-2, self.S2 + 2, (self.B, self.S, self.K))
         if self.every:
             indices = torch.arange(self.K).expand(self.B, self.S, self.K).clone()

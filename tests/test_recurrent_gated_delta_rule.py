@@ -16,6 +16,7 @@ from torch import Tensor
 import custom
 
 from .support.accuracy import assert_close_to_float64, skip_unless_taken
+from .support.drawn import drawn, ints
 
 OP = "npu_recurrent_gated_delta_rule"
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,12 +40,6 @@ class Call:
 
     def arguments(self) -> dict[str, Any]:
         T = len(self.slots)
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
-        def ints(values: Any) -> Tensor | None:
-            return None if values is None else torch.tensor(values, dtype=torch.int64)
 
         size = self.Nv * self.Dv * self.Dk
         state = drawn(SLOTS, size + self.gap)[:, :size].view(SLOTS, self.Nv, self.Dv, self.Dk)

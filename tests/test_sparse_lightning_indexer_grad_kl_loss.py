@@ -15,6 +15,7 @@ from torch import Tensor
 import custom
 
 from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
+from .support.drawn import drawn
 
 OP = "npu_sparse_lightning_indexer_grad_kl_loss"
 
@@ -36,10 +37,6 @@ class Case:
 
     def arguments(self) -> dict[str, Any]:
         """In float64 on the CPU; the statistics follow in `with_statistics`."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
         B, S, S2 = self.B, self.S, self.S2
         order = torch.rand(B, S, 1, S2 + 4).argsort(-1)[..., : self.K] - 2
         x = dict(

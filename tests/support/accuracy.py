@@ -19,6 +19,11 @@ def skip_unless_taken(dtype: torch.dtype, device: torch.device, backend: str) ->
         pytest.skip("the interpreter's bfloat16 product is wrong")
 
 
+def skip_float64(dtype: torch.dtype, backend: str) -> None:
+    if backend != "reference" and dtype is torch.float64:
+        pytest.skip("a kernel takes float32 and half precision")
+
+
 def assert_close_to_float64(
     name: str, got: Tensor, rounded: Tensor, exact: Tensor, times: float = 2, beyond: float = 0.0
 ) -> None:

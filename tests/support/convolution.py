@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .drawn import drawn, ints
+
 SLOTS = 6
 POOL = 12
 # blocks of three sequences
@@ -32,10 +34,6 @@ class Whole:
 
     def arguments(self) -> dict[str, Any]:
         """In float64, on the CPU."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
         N, total = len(self.lengths), self.before + sum(self.lengths) + self.behind
         shape = (total, self.D) if self.packed else (N, self.lengths[0], self.D)
         sums = torch.tensor([*accumulate(self.lengths, initial=self.before)])
@@ -81,9 +79,6 @@ class Step:
     turned: bool = False  # columns side by side, as sglang's pools have them
 
     def arguments(self) -> dict[str, Any]:
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
         def ints(values: Any) -> Tensor | None:
             return None if values is None else torch.tensor(values)
 
@@ -138,12 +133,6 @@ class Pooled:
     options: tuple[tuple[str, Any], ...] = ()
 
     def arguments(self) -> dict[str, Any]:
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
-        def ints(values: Any) -> Tensor | None:
-            return None if values is None else torch.tensor(values, dtype=torch.int64)
-
         sums = self.sums or tuple(accumulate(self.lengths, initial=0))
         shape = (sum(self.lengths),) if self.packed else (len(self.lengths), self.lengths[0])
         first, last, initial = self.blocks or (None, None, None)
@@ -187,10 +176,6 @@ class Norm:
 
     def arguments(self) -> dict[str, Any]:
         """In float64, on the CPU."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
         x = drawn(*self.shape) * self.scale
         return dict(
             x=x,

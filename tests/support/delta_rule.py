@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .drawn import drawn
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -29,10 +31,6 @@ class Sequences:
 
     def arguments(self) -> dict[str, Any]:
         """In float64, on the CPU; keys of length 1, as the rule needs them."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
         T = sum(self.lengths) + self.behind
         q, k = drawn(T, self.N, self.Dk), drawn(T, self.N, self.Dk)
         if self.alike:
@@ -112,10 +110,6 @@ class Step:
 
     def arguments(self) -> dict[str, Any]:
         """All of the op's arguments in float64 (but for the pools' dtype), on the CPU."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
         channels = (self.K,) if self.kda else ()
         return (
             dict(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .drawn import drawn
+
 # what `g` may be: the decay's logarithm, or what a gate makes it from
 GIVEN, SOFTPLUS, BOUNDED, PLAIN = "given", "softplus", "bounded", "bounded, no A_log"
 
@@ -37,10 +39,6 @@ class Case:
 
     def arguments(self) -> dict[str, Any]:
         """In float64, on the CPU; keys of length 1 where no norm makes them so."""
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.float64)
-
         if self.packed:
             B, T = 1, self.before + sum(self.lengths) + self.behind
             bounds = torch.tensor([self.before, *self.lengths]).cumsum(0).int()
