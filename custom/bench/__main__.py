@@ -30,7 +30,7 @@ from ..dispatch.env import config
 from ..dispatch.errors import need
 from ..dispatch.specs import BY_NAME
 from . import cold, host
-from .case import Case, Outputs
+from .case import Arguments, Case, Outputs
 from .presets import presets, sweep
 from .report import Row, curves, packed, plot, read_medians, read_public, text, write_csv
 from .timing import measure, peak_mib, rates, wall_clock
@@ -43,12 +43,17 @@ def progress(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
-def _outputs(case: Case, arguments: dict[str, object]) -> Outputs:
+def _outputs(case: Case, arguments: Arguments) -> Outputs:
+    """What the op returns, or what it wrote where it returns nothing."""
     out = case.call(arguments)
-    return (out,) if isinstance(out, Tensor) else out or ()
+    if isinstance(out, Tensor):
+        return (out,)
+    schema = getattr(torch.ops.custom, case.op).default._schema
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    return out or [arguments[name] for name in written]
 
 
-def _copy(arguments: dict[str, object]) -> dict[str, object]:
+def _copy(arguments: Arguments) -> Arguments:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
 
 

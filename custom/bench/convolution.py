@@ -226,8 +226,14 @@ def fused_case(b: int, s: int, d: int = D) -> Case:
 
 
 def in_place_case(b: int, s: int, d: int = D) -> Case:
-    """The check's part has an x of its own, which is what comes back."""
-    return replace(fused_case(b, s, d), op="npu_fused_causal_conv1d_v2")
+    """What comes back is written: x, and a slot for each sequence from the second on."""
+    forward, first = fused_case(b, s, d), min(b, 4)
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        piece, _ = forward.part(arguments)
+        return piece, lambda outputs: [outputs[0][: first * s], outputs[1][: first + 1]]
+
+    return replace(forward, op="npu_fused_causal_conv1d_v2", part=part)
 
 
 def norm_case(t: int, heads: int = 32, size: int = 128) -> Case:

@@ -16,6 +16,7 @@ from . import (
     merging,
     quantised,
     sparse_attention,
+    sparse_gradients,
 )
 from .case import Case
 
@@ -27,6 +28,7 @@ _PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **quantised.PRESETS,
     **merging.PRESETS,
     **convolution.PRESETS,
+    **sparse_gradients.PRESETS,
 }
 
 _SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(
