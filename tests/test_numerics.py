@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from custom.dispatch.specs import BY_NAME
 
 from custom.bench import in_torch, numerics
 from custom.bench.attention import case as attention_case
@@ -62,6 +64,14 @@ def test_selections_are_compared_whatever_their_order():
 
 def test_whole_numbers_have_no_error():
     assert numerics.errors(presets("npu_localize_indices", "cpu")[0], CPU) is None
+
+
+def test_the_page_names_every_op_without_an_error():
+    """Of the table of a CPU, where all ops run."""
+    rows = numerics.read_rows(page.FIGURES / "numerics_cpu.csv")
+    assert all(row.ours < 1e-2 for row in rows)
+    said = (page.FIGURES.parent / "numerics.md").read_text().partition("<!-- errors: begin -->")[0]
+    assert set(re.findall(r"`(npu_\w+)`", said)) == set(BY_NAME) - {row.op for row in rows}
 
 
 @pytest.mark.parametrize("op", ["npu_mla_prolog_pto", "npu_kv_quant_sparse_flash_attention"])
