@@ -17,6 +17,7 @@ from custom.dispatch.reference import fused_sigmoid_gating_delta_rule_update as 
 
 import custom
 
+from .support.accuracy import assert_close_to_float64
 from .support.delta_rule import Sequences, Step, moved
 
 pytest.importorskip("triton")
@@ -183,17 +184,18 @@ def test_wide_heads_are_refused_where_they_do_not_fit(monkeypatch):
 def test_more_sequences_than_a_grid_is_high(layout):
     """3000 sequences of 32 heads: 96000 programs at the least, past 65535."""
     case = Step(B=3000, H=16, HV=32, K=16, V=16, layout=layout, slots=tuple(range(3000)))
-    x = moved(
-        case.arguments() | dict(initial_state_source=case.pool(3000)), torch.float16, case, "cuda"
-    )
+    drawn = case.arguments() | dict(initial_state_source=case.pool(3000))
+    x = moved(drawn, torch.float16, case, "cuda")
     some = torch.tensor([0, 1, 2047, 2048, 2999])
-    y = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in x.items()}
-    y["initial_state_source"] = y["initial_state_source"].clone()
-    y.update({n: y[n][some] for n in ("q", "k", "v", "a", "b", "initial_state_indices")})
+    few = drawn | {n: drawn[n][some] for n in ("q", "k", "v", "a", "b", "initial_state_source")}
+    few["initial_state_indices"] = torch.arange(len(some))
+    plain = moved(few, torch.float16, case, "cpu")
+    exact = moved(plain, torch.float64, case, "cpu")
     o = custom.npu_fused_sigmoid_gating_delta_rule_update(**x)
-    torch.testing.assert_close(o[some.cuda()].cpu(), reference.forward(**y), rtol=2e-3, atol=2e-3)
-    got = x["initial_state_source"][some.cuda()].cpu()
-    torch.testing.assert_close(got, y["initial_state_source"][some], rtol=1e-5, atol=1e-5)
+    wanted = reference.forward(**plain), reference.forward(**exact)
+    assert_close_to_float64("o", o.cpu()[some], *wanted)
+    states = (each["initial_state_source"] for each in (plain, exact))
+    assert_close_to_float64("states", x["initial_state_source"].cpu()[some], *states)
 
 
 @gpu
