@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The indexer loss's CUDA kernels: the one for Hopper against the plain one, and their memory.
+"""The indexer loss's CUDA kernels: the one for Hopper and the plain one in float64, their memory.
 (test_cuda_delta_rule.py runs the plain ones under the interpreter.)"""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from custom.dispatch.reference import indexer_loss as reference
 from torch import Tensor
 
 import custom
@@ -25,7 +26,8 @@ hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("split", [False, True], ids=["joined", "rope apart"])
 @pytest.mark.parametrize("heads,size", [(128, 576), (65, 320), (96, 576)])
-def test_hopper_kernel_equals_the_plain_one(heads, size, split, dtype, monkeypatch):
+def test_both_kernels_equal_float64(heads, size, split, dtype, monkeypatch):
+    """As near as test_indexer_loss.py asks of smaller cases; with log-sum-exps given too."""
     from custom.cuda_ops import indexer_loss
     from custom.cuda_ops.common import gpu
 
@@ -38,24 +40,31 @@ def test_hopper_kernel_equals_the_plain_one(heads, size, split, dtype, monkeypat
     cut = size - 64 if split else size
     rope = (query[..., cut:], key[..., cut:]) if split else (None, None)
 
+    options = dict(scaling=size**-0.5, chunk_offset=S2 - S, eps=1e-10)
+
     def run(lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        first = query[..., :cut], key[..., :cut], score, index, size**-0.5, S2 - S, 1e-10
+        first = query[..., :cut], key[..., :cut], score, index, *options.values()
         return indexer_loss.forward(*first, *rope, lse)
+
+    wide = [x.double() for x in (query, key, score)]
+    exact = reference.forward(
+        *wide, index, **options, query_rope=None, key_rope=None, softmax_lse=None
+    )
+    rows = torch.arange(S, device="cuda")[:, None] + S2 - S
+    valid = (index >= 0) & (index <= rows) & (index < S2)
+    every = (wide[0] @ wide[1][:, None].mT) * size**-0.5
+    at = index.clamp(0, S2 - 1)[:, None].expand(-1, heads, -1, -1)
+    lse = every.gather(-1, at).masked_fill(~valid[:, None], -torch.inf).logsumexp(-1).float()
 
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(gpu, "is_hopper", lambda device: False)
-        plain = run(None)
-    ours, again = run(None), run(None)
-    for got, same, want in zip(ours, again, plain, strict=True):
-        assert torch.equal(got, same)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6)
-    rows = torch.arange(S, device="cuda")[:, None] + S2 - S
-    valid = (index >= 0) & (index <= rows) & (index < S2)
-    every = (query.float() @ key[:, None].float().mT) * size**-0.5
-    at = index.clamp(0, S2 - 1)[:, None].expand(-1, heads, -1, -1)
-    lse = every.gather(-1, at).masked_fill(~valid[:, None], -torch.inf).logsumexp(-1)
-    for got, want in zip(run(lse), plain, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+        plain = [run(None), run(lse)]
+    ours = [run(None), run(lse)]
+    for one, same in zip(ours, [run(None), run(lse)], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one, same, strict=True))
+    for got in (*plain, *ours):
+        for one, want in zip(got, exact, strict=True):
+            torch.testing.assert_close(one.double(), want, rtol=1e-4, atol=2e-6)
 
 
 @gpu
