@@ -4,14 +4,20 @@
 
     python examples/qwen3_next_generate.py [--model qwen3.5] [--device cuda] [--dtype bfloat16]
 
-Inside `use()` a prompt goes through `npu_causal_conv1d`, `npu_chunk_gated_delta_rule` and
-`npu_gated_rms_norm`, and every new token through `npu_gated_delta_layer_decode`, which updates the
-model's own states in place; Kimi-Linear's recurrence through `npu_chunk_kda` and
-`npu_fused_sigmoid_gating_delta_rule_update`. The model is small and its weights are random, so it
-babbles; the unmodified model babbles the same.
+Inside `use()` all of a linear layer between its projections is ours, and the model's own states are
+updated in place:
+
+    a prompt    npu_causal_conv1d, npu_chunk_gated_delta_rule, npu_gated_rms_norm
+                Kimi-Linear: npu_chunk_kda, with the decay's gate inside
+    a token     npu_gated_delta_layer_decode
+                Kimi-Linear: npu_causal_conv1d_update, npu_fused_sigmoid_gating_delta_rule_update,
+                npu_gated_rms_norm
+    drafts      npu_causal_conv1d, npu_recurrent_gated_delta_rule, npu_gated_rms_norm
+
+The model is small and its weights are random, so it babbles; the unmodified model babbles the same.
 
 With `--drafts` a request is decoded once more, several tokens a step: drafts are verified in one
-pass by `npu_recurrent_gated_delta_rule`, and what is refused is taken back from the states.
+pass, and what is refused is taken back from the states.
 """
 
 import argparse

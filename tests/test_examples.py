@@ -50,14 +50,23 @@ def test_example(script, device, cxx, monkeypatch):
     assert f"device: {device.type}" in done.stdout
 
 
-@pytest.mark.parametrize("model", ["qwen3.5", "kimi-linear"])
-def test_the_other_models_generate(model, device, cxx, monkeypatch):
+LINEAR = {"npu_causal_conv1d", "npu_gated_rms_norm", "npu_recurrent_gated_delta_rule"}
+QWEN = LINEAR | {"npu_chunk_gated_delta_rule", "npu_gated_delta_layer_decode"}
+KIMI = LINEAR | {
+    "npu_causal_conv1d_update",
+    "npu_chunk_kda",
+    "npu_fused_sigmoid_gating_delta_rule_update",
+}
+
+
+@pytest.mark.parametrize("model, ops", [("qwen3.5", QWEN), ("kimi-linear", KIMI)])
+def test_the_other_models_generate(model, ops, device, cxx, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setenv("CXX", cxx)
     script = "qwen3_next_generate.py"
     done = run(script, "--model", model, "--device", device.type, *SMALL[script])
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "npu_chunk_kda" in done.stdout or model == "qwen3.5"
+    assert set(re.findall(r"^npu_\w+", done.stdout, re.M)) == ops
     assert "request 0 with drafts: " in done.stdout
 
 

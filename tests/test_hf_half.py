@@ -21,6 +21,7 @@ from .support.models import (  # noqa: E402
     SHARING,
     deepseek,
     glm,
+    kimi_linear,
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
@@ -35,6 +36,7 @@ MODELS = {
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
+    "kimi_linear": kimi_linear,
 }
 SPARSE, LINEAR = list(MODELS)[:3], list(MODELS)[3:]
 CASES = [

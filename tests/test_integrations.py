@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from custom.dispatch import log
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom
 from custom.integrations.paged import PagedCaches, token_positions
@@ -27,6 +29,7 @@ from .support.models import (  # noqa: E402
     glm,
     greedy,
     kimi_linear,
+    linear_layers,
     qwen3_5,
     qwen3_5_moe,
     qwen3_next,
@@ -106,29 +109,92 @@ def test_sparse_attention_without_a_cache(name):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-DELTA_RULES = [qwen3_next, qwen3_5, qwen3_5_moe]
+QWEN = dict(
+    prompt=["npu_causal_conv1d", "npu_chunk_gated_delta_rule", "npu_gated_rms_norm"],
+    token=["npu_gated_delta_layer_decode"],
+    drafts=["npu_causal_conv1d", "npu_recurrent_gated_delta_rule", "npu_gated_rms_norm"],
+)
+KIMI = dict(
+    prompt=["npu_causal_conv1d", "npu_chunk_kda", "npu_gated_rms_norm"],
+    token=[
+        "npu_causal_conv1d_update",
+        "npu_fused_sigmoid_gating_delta_rule_update",
+        "npu_gated_rms_norm",
+    ],
+    drafts=QWEN["drafts"],
+)
+# what a layer calls, in this order
+LINEAR = {qwen3_next: QWEN, qwen3_5: QWEN, qwen3_5_moe: QWEN, kimi_linear: KIMI}
+linear_models = pytest.mark.parametrize("make", LINEAR, ids=lambda make: make.__name__)
 
 
 @pytest.mark.parametrize("lengths", [(30, 21, 5), (30,)], ids=["ragged", "one request"])
-@pytest.mark.parametrize("make", DELTA_RULES, ids=lambda make: make.__name__)
-def test_delta_rule_generates_the_same_tokens(make, lengths):
+@linear_models
+def test_linear_attention_generates_the_same_tokens(make, lengths):
     model, inputs = make(), ragged(lengths)
-    own = type(model.model.layers[0].linear_attn).forward
+    own = type(linear_layers(model)[0]).forward
     expected = greedy(model, inputs)
-    prompt = ["npu_causal_conv1d", "npu_chunk_gated_delta_rule", "npu_gated_rms_norm"]
-    ops = [*prompt, "npu_gated_delta_layer_decode"]
-    before = ran(*ops)
+    before, calls = log.calls.copy(), Counter()
+    for kind, times in (("prompt", 1), ("token", NEW - 1)):
+        calls.update({(op, "reference"): 3 * times for op in LINEAR[make][kind]})
     with use():
         assert torch.equal(greedy(model, inputs), expected)
-    after = [n + 3 for n in before[:3]] + [before[3] + 3 * (NEW - 1)]
-    assert ran(*ops) == after
-    assert type(model.model.layers[0].linear_attn).forward is own
+    assert log.calls - before == calls
+    assert type(linear_layers(model)[0]).forward is own
     assert torch.equal(greedy(model, inputs), expected)
-    assert ran(*ops) == after
+    assert log.calls - before == calls
 
 
-@pytest.mark.parametrize("make", DELTA_RULES, ids=lambda make: make.__name__)
-def test_delta_rule_continues_a_prompt(make):
+class Computed(TorchDispatchMode):
+    """What a layer calls: our ops in their order, and those of torch that compute something."""
+
+    ARITHMETIC = (
+        *("convolution", "silu", "mean", "pow", "rsqrt", "sqrt", "div"),
+        *("sum", "exp", "log", "log1p", "softplus"),
+    )
+
+    def __init__(self, layer):
+        super().__init__()
+        layer.register_forward_pre_hook(lambda *_: self.__enter__() and None)
+        layer.register_forward_hook(lambda *_: self.__exit__(None, None, None))
+
+    def __enter__(self):
+        self.ours, self.others = [], set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if op.namespace == "custom":
+            self.ours.append(name)
+        elif name in self.ARITHMETIC:
+            self.others.add(name)
+        return op(*args, **kwargs or {})
+
+
+@linear_models
+def test_every_part_of_a_linear_layer_is_ours(make):
+    """Beside projections and the rate's sigmoid, torch computes the gate of a decay and the norm of
+    queries and keys, where the op takes both made."""
+    model, ids = make(), torch.randint(1, 128, (2, 12))
+    layer = Computed(linear_layers(model)[0])
+    ops, made = LINEAR[make], {"exp", "softplus", "rsqrt", "sum"}
+    with torch.no_grad():  # which shows the parts of composite functions
+        model(ids)
+        assert not layer.ours and layer.others >= {"convolution", "silu", "mean", "exp"}
+        with use():
+            cache = model(ids[:, :9], use_cache=True).past_key_values
+            assert layer.ours == ops["prompt"]
+            assert layer.others == (set() if make is kimi_linear else made)
+            model(ids[:, 9:10], past_key_values=cache)
+            assert layer.ours == ops["token"] and not layer.others
+            with verification(cache) as step:
+                model(ids[:, 10:], past_key_values=cache)
+                step.keep(1)
+            assert layer.ours == ops["drafts"] and layer.others == made
+
+
+@linear_models
+def test_linear_attention_continues_a_prompt(make):
     """Several tokens on a state that is not zero; and a cache that both kinds of code share."""
     model, ids = make(), torch.randint(1, 128, (2, 40))
     with torch.inference_mode():
@@ -143,7 +209,28 @@ def test_delta_rule_continues_a_prompt(make):
     torch.testing.assert_close(third, expected[:, 30:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [*DELTA_RULES, kimi_linear], ids=lambda make: make.__name__)
+@linear_models
+def test_linear_attention_has_the_gradients_of_the_model_s_own(make):
+    model, inputs = make(), ragged()
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+
+    def gradients():
+        model.zero_grad()
+        model(**inputs, labels=labels, use_cache=False).loss.backward()
+        return {name: each.grad for name, each in model.named_parameters()}
+
+    expected, before = gradients(), log.calls.copy()
+    with use():
+        got = gradients()
+    prompt = LINEAR[make]["prompt"]
+    calls = {(op + kind, "reference"): 3 for op in prompt for kind in ("", "_grad")}
+    assert log.calls - before == Counter(calls)
+    for name, grad in expected.items():
+        error = (got[name] - grad).norm()
+        print(name, float(error / grad.norm()))
+
+
+@linear_models
 def test_drafts_that_were_refused_leave_nothing(make):
     """Of steps of three tokens 1, 3, 2 and all of one are kept; a plain step goes on from there."""
     model, ids = make(), torch.randint(1, 128, (2, 30))
@@ -190,18 +277,24 @@ def test_errors_of_verification():
             step.keep(1)
 
 
-@pytest.mark.parametrize("changes", [None, dict(mlp_only_layers=[0, 1, 2, 3])], ids=str)
-def test_the_decode_step_of_a_delta_rule_compiles_once(changes):
-    """Qwen3.5, and Qwen3-Next without the experts, which Transformers loops over."""
-    model, inputs = qwen3_5() if changes is None else qwen3_next(**changes), ragged()
+DENSE = {  # without the experts, which Transformers loops over
+    "qwen3_5": qwen3_5,
+    "qwen3_next": lambda: qwen3_next(mlp_only_layers=[0, 1, 2, 3]),
+    "kimi_linear": lambda: kimi_linear(mlp_layer_types=["dense"] * 4),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_the_decode_step_of_linear_attention_compiles_once(name):
+    model, inputs = DENSE[name](), ragged()
     expected = greedy(model, inputs)
     with use():
         tokens, graphs = compiled_greedy(model, inputs)
     assert torch.equal(tokens, expected[:, inputs["input_ids"].shape[1] :])
     assert len(graphs) == 1
-    own = torch.ops.custom.npu_gated_delta_layer_decode
-    calls = [n.target for n in graphs[0].graph.nodes if n.op == "call_function"]
-    assert sum(each in (own, own.default) for each in calls) == 3
+    calls = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"]
+    ours = [call.split(".")[1] for call in calls if call.startswith("custom.")]
+    assert ours == 3 * (KIMI if name == "kimi_linear" else QWEN)["token"]
 
 
 def test_nested_use_is_refused_and_leaves_the_outer_one():
@@ -254,12 +347,11 @@ def test_gradients_are_refused():
         model(**inputs)
 
 
-def test_packed_sequences_are_refused():
-    model = qwen3_next()
+@linear_models
+def test_packed_sequences_are_refused(make):
+    layer = linear_layers(make())[0]
     with pytest.raises(custom.NotSupported, match="cu_seq_lens_q"), use(), torch.inference_mode():
-        model.model.layers[0].linear_attn(
-            torch.randn(1, 8, 64), cu_seq_lens_q=torch.tensor([0, 3, 8])
-        )
+        layer(torch.randn(1, 8, 64), cu_seq_lens_q=torch.tensor([0, 3, 8]))
 
 
 def test_a_layer_that_shares_a_selection_asks_for_it():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..delta_rule import npu_recurrent_gated_delta_rule
 from ..dispatch.errors import NotSupported
-from .kernels import normalised
+from .kernels import decay, normalised
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -47,7 +47,7 @@ class Verification:
     def recur(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As a chunked rule of `kernels.py`, the last state included."""
+        """As a chunked rule, the last state included."""
         requests, tokens = query.shape[:2]
         slots = torch.arange(requests * tokens, device=query.device)
         # the call goes on from the slot of a sequence's first token
@@ -107,7 +107,7 @@ def verification(cache: Any) -> Iterator[Verification]:
 
 
 def recorded(rule: Rule) -> Rule:
-    """`rule` of `kernels.py`; inside verification() the recurrence that keeps every state."""
+    """A chunked rule; inside verification() the recurrence that keeps every state."""
 
     def either(
         query: Tensor,
@@ -121,6 +121,8 @@ def recorded(rule: Rule) -> Rule:
     ) -> tuple[Tensor, Tensor | None]:
         if _current is None or initial_state is None:
             return rule(query, key, value, g, beta, initial_state=initial_state, **options)
+        if options.get("use_gate_in_kernel"):  # of a decay by channel
+            g = decay(g, options["A_log"][:, None], options["dt_bias"])
         return _current.recur(query, key, value, g, beta, initial_state)
 
     return either

@@ -34,6 +34,11 @@ def normalised(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+def decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """The logarithm of the decay, in float32; A_log and dt_bias as `a`, or spread over it."""
+    return -A_log.float().exp() * nn.functional.softplus(a.float() + dt_bias)
+
+
 def chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,

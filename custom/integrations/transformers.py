@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Hugging Face models on our ops: DeepSeek-V3.2's and GLM-5's attention, the linear attention of
-Qwen3-Next and Qwen3.5.
+Qwen3-Next, Qwen3.5 and Kimi-Linear.
 
 with custom.integrations.transformers.use():
     model.generate(**inputs)
@@ -17,8 +17,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..convolution import causal_conv1d_fn
-from ..delta_rule import npu_gated_delta_layer_decode
+from ..convolution import causal_conv1d_fn, npu_causal_conv1d_update
+from ..delta_rule import (
+    npu_chunk_kda,
+    npu_fused_sigmoid_gating_delta_rule_update,
+    npu_gated_delta_layer_decode,
+)
 from ..dispatch.errors import NotSupported, need
 from ..gated_norm import npu_gated_rms_norm
 from ..graph_mode import Replayed
@@ -28,7 +32,7 @@ from ..sparse_attention import (
     npu_sparse_attention_shared_pto,
 )
 from . import kernels
-from .drafts import recorded
+from .drafts import Rule, recorded
 from .paged import LayerCaches, PagedCaches, token_positions
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
@@ -240,7 +244,70 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
     return forward
 
 
-# ------------------------------------------------------------------------ the gated delta rule
+# ---------------------------------------------------------------------------- linear attention
+
+
+class _Past:
+    """What the cache has of a layer, if there is a cache."""
+
+    def __init__(self, module: Any, cache: Cache | None) -> None:
+        self.index, self.cache = module.layer_idx, cache
+        self.layer: Any = None if cache is None else cache.layers[self.index]
+        self.is_there = cache is not None and cache.has_previous_state(self.index)
+
+    @property
+    def columns(self) -> Tensor:
+        """Of the convolution, [B, W, channels]."""
+        columns: Tensor = self.layer.conv_states[0].mT
+        return columns
+
+    @property
+    def states(self) -> Tensor:
+        """[B, Nv, Dk, Dv]"""
+        states: Tensor = self.layer.recurrent_states[0]
+        return states
+
+    def steps(self, x: Tensor) -> bool:
+        """Whether `x` [B, S, ..] is a decode step, which updates the cache in place."""
+        return self.is_there and x.shape[1] == 1 and not self.layer.record_past
+
+
+def _without_padding(hidden_states: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    if options.get("cu_seq_lens_q") is not None:
+        raise NotSupported(
+            "custom.integrations.transformers: `cu_seq_lens_q` is given, expected None: packed "
+            "sequences would mix in the convolution. Pad them, and pass `attention_mask`."
+        )
+    x: Tensor = _qwen3_next.apply_mask_to_padding_states(hidden_states, mask)
+    return x
+
+
+def _convolved(self: Any, past: _Past, mixed: Tensor) -> Tensor:
+    """[B, S, channels], behind what the cache has, which keeps the last columns itself."""
+    tokens, whole = mixed.shape[1], mixed.mT
+    if past.cache is not None:
+        whole = past.cache.update_conv_state(
+            whole, past.index, conv_kernel_size=self.conv_kernel_size
+        )
+        if whole.device.type == "npu":  # its kernel of a decode step takes channels side by side
+            past.layer.conv_states[0] = past.columns.contiguous().mT
+    kernel, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+    out = causal_conv1d_fn(whole, kernel, bias, activation=self.activation)
+    assert isinstance(out, Tensor)
+    return out.mT[:, -tokens:]
+
+
+def _recurred(rule: Rule, past: _Past, *arguments: Tensor, **options: Any) -> Tensor:
+    """`rule` from the states of the cache on, which takes the last ones."""
+    before = past.states if past.is_there else None
+    out, state = rule(*arguments, initial_state=before, use_qk_l2norm_in_kernel=True, **options)
+    if past.cache is not None and state is not None:
+        past.cache.update_recurrent_state(state, past.index)
+    return out
+
+
+_chunk_gated_delta_rule = recorded(kernels.chunk_gated_delta_rule)
+_chunk_kda = recorded(npu_chunk_kda)
 
 
 def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -261,109 +328,113 @@ def _gated_delta_forward(
 ) -> Tensor:
     """`Qwen3NextGatedDeltaNet.forward` and Qwen3.5's: their projections, all between them ours.
 
-    A decode step is one call, and updates the cache's own tensors in place: the columns of the
-    convolution [B, channels, W] and the states [B, Nv, Dk, Dv].
+    A decode step is one call, and updates the cache's own tensors in place.
     """
-    if kwargs.get("cu_seq_lens_q") is not None:
-        raise NotSupported(
-            "custom.integrations.transformers: `cu_seq_lens_q` is given, expected None: packed "
-            "sequences would mix in the convolution. Pad them, and pass `attention_mask`."
-        )
-    x = _qwen3_next.apply_mask_to_padding_states(hidden_states, attention_mask)
-    requests, tokens, _ = x.shape
-    cache: Any = None if cache_params is None else cache_params.layers[self.layer_idx]
-    continues = cache_params is not None and cache_params.has_previous_state(self.layer_idx)
+    x, past = _without_padding(hidden_states, attention_mask, kwargs), _Past(self, cache_params)
     mixed, z, b, a = _projected(self, x)
-    if continues and tokens == 1 and not cache.record_past:
+    if past.steps(x):
         out = npu_gated_delta_layer_decode(
             mixed,
             z,
             a,
             b,
-            cache.conv_states[0].mT,
-            cache.recurrent_states[0],
+            past.columns,
+            past.states,
             self.conv1d.weight.squeeze(1).t(),
             self.A_log,
             self.dt_bias,
             self.norm.weight,
-            torch.arange(requests, device=x.device),
+            torch.arange(x.shape[0], device=x.device),
             conv_bias=self.conv1d.bias,
             epsilon=self.norm.variance_epsilon,
         )
     else:
-        mixed = _convolved(self, cache_params, cache, mixed)
-        out = _recurred(self, cache_params, cache if continues else None, mixed, a, b)
+        mixed = _convolved(self, past, mixed)
+        q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        out = _recurred(
+            _chunk_gated_delta_rule,
+            past,
+            q.unflatten(-1, (-1, self.head_k_dim)),
+            k.unflatten(-1, (-1, self.head_k_dim)),
+            v.unflatten(-1, (-1, self.head_v_dim)),
+            kernels.decay(a, self.A_log, self.dt_bias),
+            b.sigmoid(),
+            output_final_state=cache_params is not None,
+        )
         out = npu_gated_rms_norm(out, z, self.norm.weight, self.norm.variance_epsilon)
     projected: Tensor = self.out_proj(out.flatten(2))
     return projected
 
 
-def _convolved(self: Any, cache_params: Any, cache: Any, mixed: Tensor) -> Tensor:
-    """[B, S, channels], behind what the cache has, which keeps the last columns itself."""
-    tokens, whole = mixed.shape[1], mixed.mT
-    if cache_params is not None:
-        whole = cache_params.update_conv_state(
-            whole, self.layer_idx, conv_kernel_size=self.conv_kernel_size
-        )
-        if whole.device.type == "npu":  # its kernel of a decode step takes channels side by side
-            cache.conv_states[0] = cache.conv_states[0].mT.contiguous().mT
-    kernel, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-    out = causal_conv1d_fn(whole, kernel, bias, activation=self.activation)
-    assert isinstance(out, Tensor)
-    return out.mT[:, -tokens:]
-
-
-_chunked = recorded(kernels.chunk_gated_delta_rule)
-
-
-def _recurred(
-    self: Any, cache_params: Any, before: Any, mixed: Tensor, a: Tensor, b: Tensor
+def _kimi_delta_forward(
+    self: Any,
+    hidden_states: Tensor,
+    cache_params: Cache | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor:
-    """The rule on [B, S, channels], from the states of `before`; the cache takes the last ones."""
-    q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-    q, k = (each.unflatten(-1, (-1, self.head_k_dim)) for each in (q, k))
-    v = v.unflatten(-1, (-1, self.head_v_dim))
-    gate = -self.A_log.float().exp() * nn.functional.softplus(a.float() + self.dt_bias)
-    out, state = _chunked(
-        q,
-        k,
-        v,
-        gate,
-        b.sigmoid(),
-        initial_state=None if before is None else before.recurrent_states[0],
-        output_final_state=cache_params is not None,
-        use_qk_l2norm_in_kernel=True,
-    )
-    if cache_params is not None and state is not None:
-        cache_params.update_recurrent_state(state, self.layer_idx)
-    return out
+    """`KimiLinearDeltaAttention.forward`: its projections, all between them ours, the gate of the
+    decay inside the rule."""
+    x, past = _without_padding(hidden_states, attention_mask, kwargs), _Past(self, cache_params)
+    heads, forget = (-1, self.head_dim), self.forget_gate
+    mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+    a = forget.f_b_proj(forget.f_a_proj(x)).unflatten(-1, heads)
+    A_log, dt_bias = forget.A_log.flatten(), forget.dt_bias.unflatten(0, heads)
+    b = self.b_proj(x)
+    if past.steps(x):
+        kernel = self.conv1d.weight.squeeze(1).t()
+        mixed = npu_causal_conv1d_update(
+            mixed, past.columns, kernel, self.conv1d.bias, self.activation
+        )
+        q, k, v = (each.unflatten(-1, heads) for each in mixed.chunk(3, -1))
+        out = npu_fused_sigmoid_gating_delta_rule_update(
+            A_log,
+            a,
+            dt_bias,
+            1.0,
+            20.0,
+            q,
+            k,
+            v,
+            b,
+            past.states,
+            torch.arange(x.shape[0], device=x.device),
+            use_qk_l2norm_in_kernel=True,
+            is_kda=True,
+        )
+    else:
+        mixed = _convolved(self, past, mixed)
+        q, k, v = (each.unflatten(-1, heads) for each in mixed.chunk(3, -1))
+        gate = dict(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
+        out = _recurred(_chunk_kda, past, q, k, v, a, b.sigmoid(), **gate)
+    z, norm = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, heads), self.o_norm
+    out = npu_gated_rms_norm(out, z, norm.weight, norm.variance_epsilon, activation="sigmoid")
+    projected: Tensor = self.o_proj(out.flatten(2))
+    return projected
 
 
 # --------------------------------------------------------------------------------- the replacement
 
-_DELTA_RULES: tuple[Any, ...] = (
-    modeling_qwen3_next.Qwen3NextGatedDeltaNet,
-    modeling_qwen3_5.Qwen3_5GatedDeltaNet,
-    modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet,
-)
-# functions that a model calls by name
-_KDA: tuple[tuple[Any, str, Any], ...] = (
-    (modeling_kimi_linear, "chunk_kimi_delta_attention", recorded(kernels.chunk_kda)),
-    (modeling_kimi_linear, "recurrent_kimi_delta_attention", recorded(kernels.fused_recurrent_kda)),
+_LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
+    (modeling_qwen3_next.Qwen3NextGatedDeltaNet, _gated_delta_forward),
+    (modeling_qwen3_5.Qwen3_5GatedDeltaNet, _gated_delta_forward),
+    (modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet, _gated_delta_forward),
+    (modeling_kimi_linear.KimiLinearDeltaAttention, _kimi_delta_forward),
 )
 _in_use = False
 
 
 @contextmanager
 def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
-    """Run DeepSeek-V3.2's and GLM-5's attention, the linear attention of Qwen3-Next and Qwen3.5,
-    and the recurrence of Kimi-Linear, by our ops inside the context.
+    """Run DeepSeek-V3.2's and GLM-5's attention, and the linear attention of Qwen3-Next, Qwen3.5
+    and Kimi-Linear, by our ops inside the context.
 
-    Every such model of the process is concerned; on exit their own code is back. Inference only.
-    Batches are padded on the left, as `generate` wants them. The cache of a sparse attention
-    becomes paged at the first forward pass (a new cache for every context), and the weights are
-    converted once per context: do not change them inside. On an NPU the attention of a decode step
-    is one graph a layer, from its second call on. The other models keep their cache.
+    Every such model of the process is concerned; on exit their own code is back. Batches are padded
+    on the left, as `generate` wants them. The sparse attention is for inference: its cache becomes
+    paged at the first forward pass (a new cache for every context), and its weights are converted
+    once per context: do not change them inside. On an NPU the attention of a decode step is one
+    graph a layer, from its second call on. Linear attention keeps the model's cache, and has
+    gradients wherever it is not a decode step.
 
     Args:
         weight_format: "nz" or "nd", of the converted weights.
@@ -379,16 +450,14 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
             "custom.integrations.transformers.use() is in force already; leave that context first."
         )
     attention = _attention_forward(weight_format, page_size)
-    replacements = [(each, "forward", attention) for each in CONVENTIONS]
-    replacements += [(each, "forward", _gated_delta_forward) for each in _DELTA_RULES]
-    replacements += _KDA
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    forwards = [*((each, attention) for each in CONVENTIONS), *_LINEAR]
+    originals = [(each, each.forward) for each, _ in forwards]
     _in_use = True
     try:
-        for owner, name, ours in replacements:
-            setattr(owner, name, ours)
+        for each, ours in forwards:
+            each.forward = ours
         yield
     finally:
-        for owner, name, theirs in originals:
-            setattr(owner, name, theirs)
+        for each, theirs in originals:
+            each.forward = theirs
         _in_use = False

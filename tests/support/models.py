@@ -91,9 +91,9 @@ def qwen3_5_moe():
     return made("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **LINEAR, **EXPERTS)
 
 
-def kimi_linear():
-    """Three layers of KDA and one of latent attention."""
-    return made(
+def kimi_linear(**changes):
+    """Three layers of KDA, which forget slowly, and one of latent attention."""
+    model = made(
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
         vocab_size=128,
@@ -117,7 +117,16 @@ def kimi_linear():
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **changes,
     )
+    for layer in linear_layers(model):
+        torch.nn.init.normal_(layer.forget_gate.A_log, -3.0, 0.5)
+    return model
+
+
+def linear_layers(model):
+    """Its linear attention, layer by layer."""
+    return [module for module in model.modules() if hasattr(module, "conv1d")]
 
 
 def ragged(lengths=(30, 21, 5)):
