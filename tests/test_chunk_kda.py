@@ -6,6 +6,7 @@ chunked form."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -91,29 +92,37 @@ def in_dtype(x: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return out, torch.cat(states) if states else torch.zeros(0, *shape[1:])
 
 
-def scalar_loop(x: dict[str, Any]) -> tuple[list, list]:
-    """fla's naive recurrence, and its gate, number by number; a batch of one sequence each."""
+def scalar_loop(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """fla's naive recurrence, and its gate, number by number, in Python's floats."""
     B, T, H, K = x["q"].shape
     HV, V = x["v"].shape[2:]
-    numbers = {name: y.tolist() for name, y in x.items() if isinstance(y, Tensor)}
-    outs, states = [], []
-    for b in range(B):
-        outs.append([[None] * HV for _ in range(T)])
+    given = {name: y.tolist() for name, y in x.items() if isinstance(y, Tensor)}
+    spans = [(b, 0, T) for b in range(B)]
+    if "cu_seqlens" in given:
+        spans = [(0, first, last) for first, last in pairwise(given["cu_seqlens"])]
+    scale = K**-0.5 if x["scale"] is None else x["scale"]
+    turned = x["state_layout"] == "vk"
+    outs = [[[[0.0] * V for _ in range(HV)] for _ in range(T)] for _ in range(B)]
+    states = []
+    for n, (b, first, last) in enumerate(spans):
         states.append([])
         for hv in range(HV):
             h = hv // (HV // H)
-            S = numbers["initial_state"][b][hv]
-            for t in range(T):
-                q, k = (list(numbers[name][b][t][h]) for name in "qk")
+            S = [[0.0] * V for _ in range(K)]
+            if "initial_state" in given:
+                S = given["initial_state"][n][hv]
+                S = [list(row) for row in (zip(*S, strict=True) if turned else S)]
+            for t in range(first, last):
+                q, k = (list(given[name][b][t][h]) for name in "qk")
                 if x["use_qk_l2norm_in_kernel"]:
                     q, k = (
                         [e / math.sqrt(sum(f * f for f in y) + 1e-6) for e in y] for y in (q, k)
                     )
                 for c in range(K):
-                    g = numbers["g"][b][t][hv][c]
+                    g = given["g"][b][t][hv][c]
                     if x["use_gate_in_kernel"]:
-                        y = g + numbers["dt_bias"][hv][c]
-                        rate = math.exp(numbers["A_log"][hv]) if "A_log" in numbers else 1.0
+                        y = g + given["dt_bias"][hv][c] if "dt_bias" in given else g
+                        rate = math.exp(given["A_log"][hv]) if "A_log" in given else 1.0
                         if x["lower_bound"] is None:
                             g = -rate * math.log1p(math.exp(y))
                         else:
@@ -121,23 +130,32 @@ def scalar_loop(x: dict[str, Any]) -> tuple[list, list]:
                     S[c] = [e * math.exp(g) for e in S[c]]
                 for e in range(V):
                     seen = sum(k[c] * S[c][e] for c in range(K))
-                    u = numbers["beta"][b][t][hv] * (numbers["v"][b][t][hv][e] - seen)
+                    u = given["beta"][b][t][hv] * (given["v"][b][t][hv][e] - seen)
                     for c in range(K):
                         S[c][e] += k[c] * u
-                outs[b][t][hv] = [sum(q[c] * S[c][e] for c in range(K)) * K**-0.5 for e in range(V)]
-            states[b].append(S)
-    return outs, states
+                outs[b][t][hv] = [sum(q[c] * S[c][e] for c in range(K)) * scale for e in range(V)]
+            states[n].append([list(row) for row in zip(*S, strict=True)] if turned else S)
+    double = dict(dtype=torch.float64)
+    return torch.tensor(outs, **double), torch.tensor(states, **double)
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("layout", ["kv", "vk"])
 @pytest.mark.parametrize("gate", [GIVEN, SOFTPLUS, BOUNDED, PLAIN])
-def test_the_reference_equals_a_loop_over_scalars(gate, norm):
-    case = Case((5, 5), packed=False, H=2, HV=4, K=3, V=2, gate=gate, norm=norm)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((5, 5), packed=False, H=2, HV=4),
+        Case((3, 0, 1, 6), H=1, HV=2, before=2, behind=1),
+        Case((4, 2), H=1, HV=3, state=None, bias=False, scale=0.7),
+    ],
+    ids=str,
+)
+def test_the_reference_equals_a_loop_over_scalars(case, gate, layout, norm):
+    case = replace(case, K=3, V=2, gate=gate, layout=layout, norm=norm)
     x = case.arguments()
-    outs, states = scalar_loop(x)
-    out, state = reference.forward(**x)
-    torch.testing.assert_close(out, torch.tensor(outs, dtype=torch.float64))
-    torch.testing.assert_close(state, torch.tensor(states, dtype=torch.float64))
+    for got, want in zip(reference.forward(**x), scalar_loop(x), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -240,6 +240,19 @@ def test_tokens_of_no_sequence_may_hold_anything(gate, device, backend):
         assert not grad[:, :2].any() and not grad[:, -3:].any()
 
 
+def test_a_bias_in_one_row(device, backend):
+    """[HV * K], as a checkpoint has it: its gradient has that shape, and the same numbers."""
+    case = Case((40, 3), H=1, HV=2, K=16, V=16)
+    x = with_leaves(case.moved(case.arguments(), torch.float16, device))
+    grads = upstream(x)
+    want = gradients(custom.npu_chunk_kda(**x), grads, x)
+    x["dt_bias"] = x["dt_bias"].detach().flatten().requires_grad_()
+    got = gradients(custom.npu_chunk_kda(**x), grads, x)
+    assert want["dt_bias"].any() and got["dt_bias"].shape == (2 * 16,)
+    for name, grad in want.items():
+        assert torch.equal(got[name].view_as(grad), grad), name
+
+
 @pytest.mark.parametrize("used", ["out", "state"])
 def test_one_output_is_enough(used, device, backend):
     """A loss of one output alone: the gradient of both, with zeros for the other."""
