@@ -21,9 +21,8 @@ _register_all()
 
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
+from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update  # noqa: E402
 from .convolution import (  # noqa: E402
-    causal_conv1d_fn,
-    causal_conv1d_update,
     npu_causal_conv1d,
     npu_causal_conv1d_update,
     npu_fused_causal_conv1d,

@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ._op import described_by, op
-from .dispatch.errors import NotSupported
 
 
 @op
@@ -231,115 +229,3 @@ def npu_fused_causal_conv1d_v2(
     >>> x, weight, states = torch.randn(2, 3, 16), torch.randn(3, 16), torch.zeros(2, 4, 16)
     >>> custom.npu_fused_causal_conv1d_v2(x, weight, states)
     """
-
-
-def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`npu_causal_conv1d` under the name and with the arguments of the package causal-conv1d.
-
-    Args:
-        x: [B, D, S]; views of [B, S, D] are taken as they are, others are copied.
-        weight: [D, W].
-        bias: [D].
-        seq_idx: None; sequences that are packed go to npu_causal_conv1d(query_start_loc=...).
-        initial_states: [B, D, W - 1].
-        return_final_states: return the pair (out, final states).
-        final_states_out: [B, D, W - 1] to write the final states to; it takes no part in a
-            gradient.
-        activation: None, "silu" or "swish".
-
-    Returns:
-        out [B, D, S], a view of [B, S, D]; with `return_final_states` also the states.
-
-    >>> import torch, custom
-    >>> custom.causal_conv1d_fn(torch.randn(2, 16, 9), torch.randn(16, 4), activation="silu").shape
-    torch.Size([2, 16, 9])
-    """
-    if seq_idx is not None:
-        raise NotSupported(
-            "causal_conv1d_fn: `seq_idx` is given, expected None. Pack the sequences and pass "
-            "their prefix sums to npu_causal_conv1d(query_start_loc=...)."
-        )
-    out, final = npu_causal_conv1d(
-        _tokens_first(x),
-        weight.t(),
-        bias,
-        initial_states=None if initial_states is None else initial_states.mT,
-        activation=activation,
-    )
-    if not return_final_states:
-        return out.mT
-    if final_states_out is None:
-        return out.mT, final.mT
-    with torch.no_grad():  # a buffer has no history, and may be used again
-        final_states_out.copy_(final.mT)
-    return out.mT, final.mT if final.requires_grad else final_states_out
-
-
-def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    *,
-    pad_slot_id: int = -1,
-) -> Tensor:
-    """`npu_causal_conv1d_update` under the name and with the arguments of causal-conv1d; those for
-    speculative decoding that vLLM and sglang add are the op's.
-
-    A state of more than W - 1 columns: causal-conv1d reads the last ones, and so does this. vLLM
-    and sglang read the first ones, as this does with `num_accepted_tokens` of ones.
-
-    Args:
-        x: [B, D] or [B, D, S].
-        conv_state: [slots, D, L], any strides; updated in place.
-        weight: [D, W].
-        bias: [D].
-        activation: None, "silu" or "swish".
-        cache_seqlens: None; states in a ring are not taken.
-        conv_state_indices: [B], the slot of each sequence.
-        num_accepted_tokens: [B], see npu_causal_conv1d_update; the eighth, as in sglang.
-        pad_slot_id: a slot that stands for none.
-
-    Returns:
-        out like `x`.
-
-    >>> import torch, custom
-    >>> state = torch.zeros(2, 16, 3)
-    >>> custom.causal_conv1d_update(torch.randn(2, 16), state, torch.randn(16, 4)).shape
-    torch.Size([2, 16])
-    """
-    if cache_seqlens is not None:
-        raise NotSupported(
-            "causal_conv1d_update: `cache_seqlens` is given, expected None: states in a ring are "
-            "not taken. Keep the newest column last, as without it."
-        )
-    out = npu_causal_conv1d_update(
-        x[:, None] if x.ndim == 2 else _tokens_first(x),
-        conv_state.mT,
-        weight.t(),
-        bias,
-        activation,
-        conv_state_indices=conv_state_indices,
-        num_accepted_tokens=num_accepted_tokens,
-        pad_slot_id=pad_slot_id,
-    )
-    return out[:, 0] if x.ndim == 2 else out.mT
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    """[B, S, D] of [B, D, S], its channels side by side."""
-    turned = x.mT
-    return turned if x.stride(1) == 1 else turned.contiguous()

@@ -213,8 +213,6 @@ def test_under_the_package_s_name(device, backend):
     assert states is state and torch.equal(state, x[..., 2:4])
     second = custom.causal_conv1d_fn(x[..., 4:], weight, bias, initial_states=state)
     assert torch.equal(torch.cat([first, second], -1), whole)
-    with pytest.raises(custom.NotSupported, match="`seq_idx` is given"):
-        custom.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(2, 11))
 
 
 @pytest.mark.parametrize(

@@ -347,11 +347,14 @@ def test_gradients_are_refused():
         model(**inputs)
 
 
+@pytest.mark.parametrize(
+    "packed", [dict(cu_seq_lens_q=torch.tensor([0, 3, 8])), dict(seq_idx=torch.zeros(1, 8).int())]
+)
 @linear_models
-def test_packed_sequences_are_refused(make):
+def test_packed_sequences_are_refused(make, packed):
     layer = linear_layers(make())[0]
-    with pytest.raises(custom.NotSupported, match="cu_seq_lens_q"), use(), torch.inference_mode():
-        layer(torch.randn(1, 8, 64), cu_seq_lens_q=torch.tensor([0, 3, 8]))
+    with pytest.raises(custom.NotSupported, match=rf"\({next(iter(packed))}\)"), use():
+        layer(torch.randn(1, 8, 64), **packed)
 
 
 def test_a_layer_that_shares_a_selection_asks_for_it():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import convolution
+from .. import causal_conv1d
 from ..delta_rule import (
     npu_chunk_gated_delta_rule,
     npu_chunk_kda,
@@ -156,7 +156,7 @@ def causal_conv1d_fn(
     **kwargs: Any,
 ) -> Tensor:
     """Output [B, channels, S] of hidden_states [B, channels, S] and weight [channels, W]."""
-    out = convolution.causal_conv1d_fn(
+    out = causal_conv1d.causal_conv1d_fn(
         hidden_states, weight, bias, kwargs.get("seq_idx"), activation=activation
     )
     assert isinstance(out, Tensor)
@@ -172,10 +172,12 @@ def causal_conv1d_update(
 ) -> Tensor:
     """The same behind conv_state [B, channels, columns], which is updated in place."""
     if conv_state.device.type != "npu" or conv_state.stride(1) == 1:
-        return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+        return causal_conv1d.causal_conv1d_update(
+            hidden_states, conv_state, weight, bias, activation
+        )
     # the NPU's kernel takes channels side by side
     state = conv_state.mT.contiguous().mT
-    out = convolution.causal_conv1d_update(hidden_states, state, weight, bias, activation)
+    out = causal_conv1d.causal_conv1d_update(hidden_states, state, weight, bias, activation)
     conv_state.copy_(state)
     return out
 

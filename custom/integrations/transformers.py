@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..convolution import causal_conv1d_fn, npu_causal_conv1d_update
+from ..causal_conv1d import causal_conv1d_fn
+from ..convolution import npu_causal_conv1d_update
 from ..delta_rule import (
     npu_chunk_kda,
     npu_fused_sigmoid_gating_delta_rule_update,
@@ -273,11 +274,12 @@ class _Past:
 
 
 def _without_padding(hidden_states: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-    if options.get("cu_seq_lens_q") is not None:
-        raise NotSupported(
-            "custom.integrations.transformers: `cu_seq_lens_q` is given, expected None: packed "
-            "sequences would mix in the convolution. Pad them, and pass `attention_mask`."
-        )
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        if options.get(name) is not None:
+            raise NotSupported(
+                f"custom.integrations.transformers: `{name}` is given, expected None: packed "
+                "sequences would mix in the convolution. Pad them, and pass `attention_mask`."
+            )
     x: Tensor = _qwen3_next.apply_mask_to_padding_states(hidden_states, mask)
     return x
 
