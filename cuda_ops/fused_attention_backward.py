@@ -54,13 +54,14 @@ from .hopper import fused_attention_backward as hopper
 )  # fmt: skip
 def _statistics_kernel(
     o, grad_o, lse, grad_lse, lse2, delta, sums, turns, plan, tiles, n_q, heads, padded,
-    o_batch, o_head, o_row, g_batch, g_head, g_row, l_batch, l_head, l_row,
-    gl_batch, gl_head, gl_row,
+    o_strides, g_strides, l_batch, l_head, l_row, gl_batch, gl_head, gl_row,
     V: tl.constexpr, V_PAD: tl.constexpr, SUMS: tl.constexpr, TURNS: tl.constexpr,
     GRAD_LSE: tl.constexpr, VARLEN: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """delta, and lse in base 2 with +inf for a row that saw nothing (so that its P is 0), of whole
     blocks of BM queries.  Clears SUMS numbers a row where grad_q will be summed, and the turns."""
+    o_batch, o_head, o_row = o_strides
+    g_batch, g_head, g_row = g_strides
     program = tl.program_id(0)
     outer = program // tiles
     batch, first, rows, _, _, tile, sequence = locate(
@@ -471,7 +472,7 @@ def statistics(
     v_size = o.shape[-1]
     launches.kernel(_statistics_kernel, tiles * batch * heads)(
         o, grad_o, lse, grad_lse, lse2, delta, zeros, turns, listed, tiles, n_q, heads, padded,
-        *strides(o), *strides(grad_o), *row_strides(lse),
+        strides(o), strides(grad_o), *row_strides(lse),
         *row_strides(lse if grad_lse is None else grad_lse),
         V=v_size, V_PAD=padded_size(v_size), SUMS=sums, TURNS=in_turn,
         GRAD_LSE=grad_lse is not None, VARLEN=sizes.varlen, BM=64, num_warps=8,

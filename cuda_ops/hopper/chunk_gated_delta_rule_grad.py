@@ -18,6 +18,8 @@ head of the keys, loads the states under its products and gives the rest.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -54,6 +56,68 @@ _STAGES = 3
 _INPUT_STAGES = 2
 
 
+class Walk(NamedTuple):
+    """Of a walk in shared memory: tiles that arrive, those that leave, barriers."""
+
+    q: Any
+    k: Any
+    v: Any
+    t: Any
+    p: Any
+    grown: Any
+    left: Any
+    rates: Any
+    to_state: Any
+    to_x: Any
+    full: Any
+    empty: Any
+
+
+class WalkConstants(NamedTuple):
+    NV: int
+    DK: int
+    DV: int
+    GROUP: int
+    SEQUENCES: int
+    VARLEN: bool
+    STAGES: int
+    FINAL: bool
+    INITIAL: bool
+
+
+class Inputs(NamedTuple):
+    """Of the last kernel in shared memory: a head's queries and keys, what passes by, a pair of
+    squares, and barriers of the three."""
+
+    q: Any
+    k: Any
+    o: Any
+    n: Any
+    r: Any
+    z: Any
+    m: Any
+    states: Any
+    grads: Any
+    ready: Any
+    full: Any
+    empty: Any
+    pair_full: Any
+    pair_empty: Any
+
+
+class InputConstants(NamedTuple):
+    N: int
+    NV: int
+    DK: int
+    DV: int
+    GROUP: int
+    SEQUENCES: int
+    VARLEN: bool
+    STAGES: int
+    BETA: bool
+    GATE: bool
+
+
 @gluon.jit
 def _put(state, to_state, state_desc, row, x, to_x, x_desc, where):
     """A state before its chunk, and the N or R of the chunk before it, from x^T."""
@@ -69,44 +133,44 @@ def _put(state, to_state, state_desc, row, x, to_x, x_desc, where):
 
 @gluon.jit
 def _over_states(
-    k, v, t, grown, left, rates, to_state, to_x, full, empty, state_desc, n_desc, fades, initial,
-    whole_at, start, length, first_chunk, hv, block,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    INITIAL: gl.constexpr,
+    shared, state_desc, n_desc, fades, initial, whole_at, start, length, first_chunk, hv, block,
+    C: gl.constexpr,
 ):  # fmt: skip
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    k, v, t = shared.k, shared.v, shared.t
+    full, empty = shared.full, shared.empty
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DK, 16])
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
     dtype: gl.constexpr = k.dtype
     zero = gl.zeros([64, 64], gl.float32, layout=M)
-    if INITIAL:
+    if C.INITIAL:
         state = gl.load(initial + whole_at).to(gl.float32)
     else:
-        state = gl.zeros([64, DK], gl.float32, layout=MS)
+        state = gl.zeros([64, C.DK], gl.float32, layout=MS)
     chunks = (length + 63) // 64
-    fades += (first_chunk.to(gl.int64) * NV + hv) * 64 + 63
+    fades += (first_chunk.to(gl.int64) * C.NV + hv) * 64 + 63
     n_half = zero.to(dtype)
     for c in range(chunks):
-        stage = c % STAGES
+        stage = c % C.STAGES
         half = state.to(dtype)
-        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        mbarrier.wait(full.index(stage), (c // C.STAGES) & 1)
         seen_flight = warpgroup_mma(
             gl.convert_layout(half, A), k.index(stage).permute((1, 0)), zero, use_acc=False,
             is_async=True,
         )  # fmt: skip
         fade = gl.load(fades)
-        fades += NV * 64
-        rate = rates.index(stage).load(COLUMNS)
-        growth = grown.index(stage).load(COLUMNS) * rate
-        rest = left.index(stage).load(COLUMNS)
+        fades += C.NV * 64
+        rate = shared.rates.index(stage).load(COLUMNS)
+        growth = shared.grown.index(stage).load(COLUMNS) * rate
+        rest = shared.left.index(stage).load(COLUMNS)
         value = v.index(stage).permute((1, 0)).load(M).to(gl.float32) * rate[None, :]
         # rows behind the sequence are not written
         before = gl.where(c > 0, c * 64 - 64, chunks * 64)
         where = columns_at(hv, start, length, before, block)
-        row = ((first_chunk + c) * NV + hv) * DV + block * 64
-        _put(half, to_state, state_desc, row, n_half, to_x, n_desc, where)
+        row = ((first_chunk + c) * C.NV + hv) * C.DV + block * 64
+        _put(half, shared.to_state, state_desc, row, n_half, shared.to_x, n_desc, where)
         # the state as well: ptxas would scale it, and wait for the product, before it is stored
         seen, state = warpgroup_mma_wait(0, deps=[seen_flight, state])
         x = value - seen * growth[None, :]
@@ -123,62 +187,62 @@ def _over_states(
         where = columns_at(hv, start, length, chunks * 64 - 64, block)
         tma.store_wait(0)
         barrier()
-        to_x.permute((1, 0)).store(n_half)
+        shared.to_x.permute((1, 0)).store(n_half)
         fence_async_shared()
         barrier()
-        tma_store(n_desc, where, reinterpret(to_x, dtype, n_desc.block_shape, n_desc.layout))
+        tma_store(n_desc, where, reinterpret(shared.to_x, dtype, n_desc.block_shape, n_desc.layout))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _over_gradients(
-    q, k, o, t, p, grown, left, rates, to_state, to_x, full, empty, state_desc, r_desc, fades,
-    d_final, d_initial, whole_at, start, length, first_chunk, hv, block, scale,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    FINAL: gl.constexpr, INITIAL: gl.constexpr,
+    shared, state_desc, r_desc, fades, d_final, d_initial, whole_at, start, length, first_chunk, hv,
+    block, scale, C: gl.constexpr,
 ):  # fmt: skip
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    q, k, o, t, p = shared.q, shared.k, shared.v, shared.t, shared.p
+    full, empty = shared.full, shared.empty
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DK, 16])
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
     dtype: gl.constexpr = k.dtype
     zero = gl.zeros([64, 64], gl.float32, layout=M)
-    if FINAL:
+    if C.FINAL:
         grad = gl.load(d_final + whole_at).to(gl.float32)
     else:
-        grad = gl.zeros([64, DK], gl.float32, layout=MS)
+        grad = gl.zeros([64, C.DK], gl.float32, layout=MS)
     chunks = (length + 63) // 64
-    fades += ((first_chunk + chunks).to(gl.int64) * NV + hv) * 64 + 63
+    fades += ((first_chunk + chunks).to(gl.int64) * C.NV + hv) * 64 + 63
     r_half = zero.to(dtype)
     for step in range(chunks):
-        stage = step % STAGES
+        stage = step % C.STAGES
         c = chunks - 1 - step
         half = grad.to(dtype)
-        mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+        mbarrier.wait(full.index(stage), (step // C.STAGES) & 1)
         e_flight = warpgroup_mma(
             gl.convert_layout(half, A), k.index(stage).permute((1, 0)), zero, use_acc=False,
             is_async=True,
         )  # fmt: skip
         d_out = o.index(stage).permute((1, 0))
         p_flight = warpgroup_mma(d_out, p.index(stage), zero, use_acc=False, is_async=True)
-        fades -= NV * 64
+        fades -= C.NV * 64
         fade = gl.load(fades)
-        growth = grown.index(stage).load(COLUMNS)
+        growth = shared.grown.index(stage).load(COLUMNS)
         faded = d_out.load(M).to(gl.float32) * (growth * scale)[None, :]
         faded = gl.convert_layout(faded.to(dtype), AS)
         # rows behind the sequence are not written
         where = columns_at(hv, start, length, c * 64 + 64, block)
-        row = ((first_chunk + c) * NV + hv) * DV + block * 64
-        _put(half, to_state, state_desc, row, r_half, to_x, r_desc, where)
+        row = ((first_chunk + c) * C.NV + hv) * C.DV + block * 64
+        _put(half, shared.to_state, state_desc, row, r_half, shared.to_x, r_desc, where)
         q_flight = warpgroup_mma(faded, q.index(stage), grad * fade, is_async=True)
-        rest = left.index(stage).load(COLUMNS)
+        rest = shared.left.index(stage).load(COLUMNS)
         x = warpgroup_mma_wait(2, deps=[e_flight]) * rest[None, :]
         x += warpgroup_mma_wait(1, deps=[p_flight])
         x_half = gl.convert_layout(x.to(dtype), A)
         r_flight = warpgroup_mma(x_half, t.index(stage), x, is_async=True)
         grad = warpgroup_mma_wait(1, deps=[q_flight])
-        by = -growth * rates.index(stage).load(COLUMNS)
+        by = -growth * shared.rates.index(stage).load(COLUMNS)
         r = warpgroup_mma_wait(0, deps=[r_flight])
         r_left = gl.convert_layout((r * by[None, :]).to(dtype), AS)
         g_flight = warpgroup_mma(r_left, k.index(stage), grad, is_async=True)
@@ -188,64 +252,62 @@ def _over_gradients(
     if chunks > 0:
         tma.store_wait(0)
         barrier()
-        to_x.permute((1, 0)).store(r_half)
+        shared.to_x.permute((1, 0)).store(r_half)
         fence_async_shared()
         barrier()
         where = columns_at(hv, start, length, 0, block)
-        tma_store(r_desc, where, reinterpret(to_x, dtype, r_desc.block_shape, r_desc.layout))
-    if INITIAL:
+        tma_store(r_desc, where, reinterpret(shared.to_x, dtype, r_desc.block_shape, r_desc.layout))
+    if C.INITIAL:
         gl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _consumer(
-    q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty, n_desc, r_desc, states_desc,
-    grads_desc, fades, initial, d_final, d_initial, start, length, first_chunk, sequence, hv,
-    block, back, scale,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    FINAL: gl.constexpr, INITIAL: gl.constexpr,
+    shared, n_desc, r_desc, states_desc, grads_desc, fades, initial, d_final, d_initial, start,
+    length, first_chunk, sequence, hv, block, back, scale, C: gl.constexpr,
 ):  # fmt: skip
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DK, 16])
     cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
-    ck = gl.arange(0, DK, layout=gl.SliceLayout(0, MS))
-    whole_at = (sequence.to(gl.int64) * NV + hv) * (DV * DK) + cv[:, None] * DK + ck[None, :]
+    ck = gl.arange(0, C.DK, layout=gl.SliceLayout(0, MS))
+    whole_at = (sequence.to(gl.int64) * C.NV + hv) * (C.DV * C.DK)
+    whole_at = whole_at + cv[:, None] * C.DK + ck[None, :]
     if back == 0:
         _over_states(
-            k, v, t, grown, left, rates, to_state, to_x, full, empty, states_desc, n_desc, fades,
-            initial, whole_at, start, length, first_chunk, hv, block, NV, DK, DV, STAGES, INITIAL,
+            shared, states_desc, n_desc, fades, initial, whole_at, start, length, first_chunk, hv,
+            block, C,
         )  # fmt: skip
     else:
         _over_gradients(
-            q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty, grads_desc, r_desc,
-            fades, d_final, d_initial, whole_at, start, length, first_chunk, hv, block, scale,
-            NV, DK, DV, STAGES, FINAL, INITIAL,
+            shared, grads_desc, r_desc, fades, d_final, d_initial, whole_at, start, length,
+            first_chunk, hv, block, scale, C,
         )  # fmt: skip
 
 
 @gluon.jit
 def _producer(
-    q, k, v, t, p, grown, left, rates, full, empty, q_desc, k_desc, v_desc, o_desc, t_desc, p_desc,
-    grown_desc, left_desc, rates_desc, start, length, first_chunk, hv, block, back,
-    NV: gl.constexpr, DK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    shared, q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, grown_desc, left_desc, rates_desc,
+    start, length, first_chunk, hv, block, back, C: gl.constexpr,
 ):  # fmt: skip
+    q, k, v, t, p = shared.q, shared.k, shared.v, shared.t, shared.p
+    full, empty = shared.full, shared.empty
     dtype: gl.constexpr = k.dtype
     chunks = (length + 63) // 64
     for step in range(chunks):
         c = gl.where(back == 0, step, chunks - 1 - step)
-        stage = step % STAGES
+        stage = step % C.STAGES
         ready = full.index(stage)
-        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-        where = at(0, hv // GROUP, start, length, c * 64, True)
+        mbarrier.wait(empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
+        where = at(0, hv // C.GROUP, start, length, c * 64, True)
         of_value = columns_at(hv, start, length, c * 64, block)
-        tile = ((first_chunk + c) * NV + hv) * 64
+        tile = ((first_chunk + c) * C.NV + hv) * 64
         into = reinterpret(v.index(stage), dtype, v_desc.block_shape, v_desc.layout)
-        BOTH: gl.constexpr = 64 * DK * 2 + 2 * 64 * 64 * 2 + 3 * 64 * 4
+        BOTH: gl.constexpr = 64 * C.DK * 2 + 2 * 64 * 64 * 2 + 3 * 64 * 4
         if back == 0:
             mbarrier.expect(ready, BOTH)
             tma_load(v_desc, of_value, ready, into)
         else:
-            mbarrier.expect(ready, BOTH + 64 * DK * 2 + 64 * 64 * 2)
+            mbarrier.expect(ready, BOTH + 64 * C.DK * 2 + 64 * 64 * 2)
             tma_load(o_desc, of_value, ready, into)
             tma_load(p_desc, [tile, 0], ready, p.index(stage))
             tma_load(
@@ -256,9 +318,9 @@ def _producer(
             k_desc, where, ready,
             reinterpret(k.index(stage), dtype, k_desc.block_shape, k_desc.layout),
         )  # fmt: skip
-        tma_load(grown_desc, [tile], ready, grown.index(stage))
-        tma_load(left_desc, [tile], ready, left.index(stage))
-        tma_load(rates_desc, [tile], ready, rates.index(stage))
+        tma_load(grown_desc, [tile], ready, shared.grown.index(stage))
+        tma_load(left_desc, [tile], ready, shared.left.index(stage))
+        tma_load(rates_desc, [tile], ready, shared.rates.index(stage))
         tma_load(t_desc, [tile, 0], ready, t.index(stage))
 
 
@@ -267,36 +329,35 @@ def _walks(
     q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, grown_desc, left_desc, rates_desc, n_desc,
     r_desc, states_desc, grads_desc, fades, lengths, initial, d_final, d_initial, T, sequences,
     scale,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
-    SEQUENCES: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr, FINAL: gl.constexpr,
-    INITIAL: gl.constexpr, num_warps: gl.constexpr,
+    C: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """N and the states of a sequence, or R and their gradients, for 64 columns of one head."""
-    BLOCKS: gl.constexpr = DV // 64
+    STAGES: gl.constexpr = C.STAGES
+    BLOCKS: gl.constexpr = C.DV // 64
     dtype: gl.constexpr = k_desc.dtype
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.DK], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)
     # the longer walk first
     back = 1 - program % 2
     block = program // 2 % BLOCKS
-    hv = program // (2 * BLOCKS) % NV
-    sequence = program // (2 * BLOCKS * NV)
+    hv = program // (2 * BLOCKS) % C.NV
+    sequence = program // (2 * BLOCKS * C.NV)
     start = 0
     length = T
     first_chunk = program * 0
-    if VARLEN:
-        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
+    if C.VARLEN:
+        s, each = lengths_of(lengths, T, sequences, C.SEQUENCES)
         start, length = tokens_of(s, each, s < sequence, sequence, T)
         # before a sequence with tokens; before another it may wrap, and is not used
         first_chunk = gl.sum(gl.where(s < sequence, (each + 63) // 64, 0), 0)
-    q = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
+    q = gl.allocate_shared_memory(dtype, [STAGES, 64, C.DK], WIDE)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 64, C.DK], WIDE)
     v = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
     t = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
     p = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
-    to_state = gl.allocate_shared_memory(dtype, [64, DK], states_desc.layout)
+    to_state = gl.allocate_shared_memory(dtype, [64, C.DK], states_desc.layout)
     to_x = gl.allocate_shared_memory(dtype, [64, 64], TILE)
     grown = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
     left = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)
@@ -308,17 +369,16 @@ def _walks(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     barrier()
+    shared = Walk(q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty)
     gl.warp_specialize(
         [
             (_consumer, (
-                q, k, v, t, p, grown, left, rates, to_state, to_x, full, empty, n_desc, r_desc,
-                states_desc, grads_desc, fades, initial, d_final, d_initial, start, length,
-                first_chunk, sequence, hv, block, back, scale, NV, DK, DV, STAGES, FINAL, INITIAL,
+                shared, n_desc, r_desc, states_desc, grads_desc, fades, initial, d_final, d_initial,
+                start, length, first_chunk, sequence, hv, block, back, scale, C,
             )),
             (_producer, (
-                q, k, v, t, p, grown, left, rates, full, empty, q_desc, k_desc, v_desc, o_desc,
-                t_desc, p_desc, grown_desc, left_desc, rates_desc, start, length, first_chunk, hv,
-                block, back, NV, DK, GROUP, STAGES,
+                shared, q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, grown_desc, left_desc,
+                rates_desc, start, length, first_chunk, hv, block, back, C,
             )),
         ],
         [1],
@@ -460,34 +520,34 @@ def _pairs(
 
 @gluon.jit
 def _inputs_consumer(
-    q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty, beta, grown,
-    left, d_rate, d_total, d_query, d_key, d_beta, d_g, start, first, length, chunk, h, scale,
-    b_row,
-    N: gl.constexpr, NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, BETA: gl.constexpr, GATE: gl.constexpr,
+    shared, beta, grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, start, first, length,
+    chunk, h, scale, b_row, C: gl.constexpr,
 ):  # fmt: skip
+    q, k, o, n, r, z, m = shared.q, shared.k, shared.o, shared.n, shared.r, shared.z, shared.m
+    states, grads, full, empty = shared.states, shared.grads, shared.full, shared.empty
+    DK: gl.constexpr = C.DK
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, DK // 64], [16, 64, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, M)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [DK // 16, 1], [1, 0])
     TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [DK // 16], [0])
-    BLOCKS: gl.constexpr = DV // 64
+    BLOCKS: gl.constexpr = C.DV // 64
     zero = gl.zeros([64, DK], gl.float32, layout=M)
     i = gl.arange(0, 64, layout=ROWS)
     there = first + i < length
     token = (start + first + i).to(gl.int64)
     dq = zero
     dk = zero
-    mbarrier.wait(ready, 0)
-    for one in range(GROUP):
-        hv = h * GROUP + one
+    mbarrier.wait(shared.ready, 0)
+    for one in range(C.GROUP):
+        hv = h * C.GROUP + one
         by_o = zero
         by_n = zero
         by_r = zero
         whole = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, WIDE))
         for block in range(BLOCKS):
             step = one * BLOCKS + block
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            stage = step % C.STAGES
+            mbarrier.wait(full.index(stage), (step // C.STAGES) & 1)
             by_o = warpgroup_mma(o.index(stage), states.index(stage), by_o, is_async=True)
             by_r = warpgroup_mma(r.index(stage), states.index(stage), by_r, is_async=True)
             by_n = warpgroup_mma(n.index(stage), grads.index(stage), by_n, is_async=True)
@@ -496,11 +556,11 @@ def _inputs_consumer(
             whole += gl.sum(state * grad, 1)
             by_o, by_r, by_n = warpgroup_mma_wait(0, deps=[by_o, by_r, by_n])
             mbarrier.arrive(empty.index(stage))
-        tile = (chunk * NV + hv).to(gl.int64) * 64
+        tile = (chunk * C.NV + hv).to(gl.int64) * 64
         growth = gl.load(grown + tile + i)
         rest = gl.load(left + tile + i)
         fade = gl.load(grown + tile + 63)
-        if BETA:
+        if C.BETA:
             rate = gl.load(beta + token * b_row + hv, mask=there, other=0.0).to(gl.float32)
         else:
             rate = gl.where(there, 1.0, 0.0)
@@ -514,52 +574,53 @@ def _inputs_consumer(
         end = gl.sum(of_rest, 0) + fade * gl.sum(whole, 0)
         of_total += gl.where(first + i == gl.minimum(first + 64, length) - 1, end, 0.0)
         listed = first + gl.arange(0, 64, layout=TOKENS)
-        row = (start + listed).to(gl.int64) * NV + hv
+        row = (start + listed).to(gl.int64) * C.NV + hv
         on = listed < length
-        if BETA:
+        if C.BETA:
             found = gl.load(d_rate + row, on, 0.0) - gl.convert_layout(of_rate, TOKENS)
             gl.store(d_beta + row, found.to(d_beta.dtype.element_ty), on)
-        if GATE:
+        if C.GATE:
             found = gl.load(d_total + row, on, 0.0) + gl.convert_layout(of_total, TOKENS)
             later = gl.associative_scan(found, 0, add, reverse=True)
             gl.store(d_g + row, later.to(d_g.dtype.element_ty), on)
         dq += by_o
         dk += by_n - by_r * rate[:, None]
-        mbarrier.wait(pair_full, one & 1)
+        mbarrier.wait(shared.pair_full, one & 1)
         dq = warpgroup_mma(z, k, dq, is_async=True)
         dk = warpgroup_mma(z.permute((1, 0)), q, dk, is_async=True)
         dk = warpgroup_mma(m, k, dk, is_async=True)
         dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
-        mbarrier.arrive(pair_empty)
-    at_row = (token * N + h)[:, None] * DK + gl.arange(0, DK, layout=gl.SliceLayout(0, M))[None, :]
+        mbarrier.arrive(shared.pair_empty)
+    at_row = (token * C.N + h)[:, None] * DK
+    at_row += gl.arange(0, DK, layout=gl.SliceLayout(0, M))[None, :]
     gl.store(d_query + at_row, dq.to(d_query.dtype.element_ty), there[:, None])
     gl.store(d_key + at_row, dk.to(d_key.dtype.element_ty), there[:, None])
 
 
 @gluon.jit
 def _inputs_producer(
-    q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty, q_desc, k_desc,
-    o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc, start, first, length, chunk, h,
-    NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    shared, q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc, start,
+    first, length, chunk, h, C: gl.constexpr,
 ):  # fmt: skip
-    BLOCKS: gl.constexpr = DV // 64
+    q, k, o, n, r, z, m = shared.q, shared.k, shared.o, shared.n, shared.r, shared.z, shared.m
+    states, grads, full, empty = shared.states, shared.grads, shared.full, shared.empty
+    BLOCKS: gl.constexpr = C.DV // 64
     dtype: gl.constexpr = k.dtype
-    mbarrier.expect(ready, 64 * DK * 4)
+    mbarrier.expect(shared.ready, 64 * C.DK * 4)
     where = at(0, h, start, length, first, True)
-    tma_load(k_desc, where, ready, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
-    tma_load(q_desc, where, ready, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
-    for one in range(GROUP):
-        hv = h * GROUP + one
-        tile = chunk * NV + hv
+    tma_load(k_desc, where, shared.ready, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
+    tma_load(q_desc, where, shared.ready, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+    for one in range(C.GROUP):
+        hv = h * C.GROUP + one
+        tile = chunk * C.NV + hv
         for block in range(BLOCKS):
             step = one * BLOCKS + block
-            stage = step % STAGES
+            stage = step % C.STAGES
             bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(bar, 64 * DK * 4 + 3 * 64 * 64 * 2)
+            mbarrier.wait(empty.index(stage), ((step // C.STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, 64 * C.DK * 4 + 3 * 64 * 64 * 2)
             of_value = columns_at(hv, start, length, first, block)
-            of_state = [tile * DV + block * 64, 0]
+            of_state = [tile * C.DV + block * 64, 0]
             tma_load(states_desc, of_state, bar, states.index(stage))
             tma_load(
                 o_desc, of_value, bar,
@@ -574,34 +635,33 @@ def _inputs_producer(
                 n_desc, of_value, bar,
                 reinterpret(n.index(stage), dtype, n_desc.block_shape, n_desc.layout),
             )  # fmt: skip
-        mbarrier.wait(pair_empty, (one & 1) ^ 1)
-        mbarrier.expect(pair_full, 2 * 64 * 64 * 2)
-        tma_load(z_desc, [tile * 64, 0], pair_full, z)
-        tma_load(m_desc, [tile * 64, 0], pair_full, m)
+        mbarrier.wait(shared.pair_empty, (one & 1) ^ 1)
+        mbarrier.expect(shared.pair_full, 2 * 64 * 64 * 2)
+        tma_load(z_desc, [tile * 64, 0], shared.pair_full, z)
+        tma_load(m_desc, [tile * 64, 0], shared.pair_full, m)
 
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
 def _inputs(
     q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc, beta, lengths,
     grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, T, sequences, scale, b_row,
-    N: gl.constexpr, NV: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr,
-    SEQUENCES: gl.constexpr, STAGES: gl.constexpr, VARLEN: gl.constexpr, BETA: gl.constexpr,
-    GATE: gl.constexpr, num_warps: gl.constexpr,
+    C: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dbeta and dg of a chunk and a head of the keys."""
-    GROUP: gl.constexpr = NV // N
+    DK: gl.constexpr = C.DK
+    STAGES: gl.constexpr = C.STAGES
     dtype: gl.constexpr = k_desc.dtype
     WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)
-    h = program % N
-    chunk = program // N
+    h = program % C.N
+    chunk = program // C.N
     start = 0
     first = chunk * 64
     length = T
-    if VARLEN:
-        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
+    if C.VARLEN:
+        s, each = lengths_of(lengths, T, sequences, C.SEQUENCES)
         ends = gl.associative_scan((each + 63) // 64, 0, add_lengths)
         before = ends <= chunk
         first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
@@ -629,17 +689,18 @@ def _inputs(
             mbarrier.init(empty.index(i), count=1)
         fence_async_shared()
         barrier()
+        shared = Inputs(
+            q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty
+        )
         gl.warp_specialize(
             [
                 (_inputs_consumer, (
-                    q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty,
-                    beta, grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, start, first,
-                    length, chunk, h, scale, b_row, N, NV, DK, DV, GROUP, STAGES, BETA, GATE,
+                    shared, beta, grown, left, d_rate, d_total, d_query, d_key, d_beta, d_g, start,
+                    first, length, chunk, h, scale, b_row, C,
                 )),
                 (_inputs_producer, (
-                    q, k, o, n, r, z, m, states, grads, ready, full, empty, pair_full, pair_empty,
-                    q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc, grads_desc,
-                    start, first, length, chunk, h, NV, DK, DV, GROUP, STAGES,
+                    shared, q_desc, k_desc, o_desc, n_desc, r_desc, z_desc, m_desc, states_desc,
+                    grads_desc, start, first, length, chunk, h, C,
                 )),
             ],
             [1],
@@ -652,16 +713,16 @@ def _inputs(
         j = gl.arange(0, DK, layout=gl.SliceLayout(0, ROWS))
         token = (start + first + i).to(gl.int64)
         on = start + first + i < T
-        at_row = (token * N + h)[:, None] * DK + j[None, :]
+        at_row = (token * C.N + h)[:, None] * DK + j[None, :]
         nothing = gl.zeros([64, DK], dtype, layout=ROWS)
         gl.store(d_query + at_row, nothing, on[:, None])
         gl.store(d_key + at_row, nothing, on[:, None])
         none = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, ROWS))
-        for one in range(GROUP):
-            row = token * NV + h * GROUP + one
-            if BETA:
+        for one in range(C.GROUP):
+            row = token * C.NV + h * C.GROUP + one
+            if C.BETA:
                 gl.store(d_beta + row, none.to(d_beta.dtype.element_ty), on)
-            if GATE:
+            if C.GATE:
                 gl.store(d_g + row, none.to(d_g.dtype.element_ty), on)
 
 
@@ -716,23 +777,27 @@ def launch(
     found = [describe(x, CHUNK, CHUNK, True) for x in (n, r)]
     squares = [describe_matrix(x, rows, CHUNK, [CHUNK, CHUNK]) for x in (t, p)]
     both = [describe_matrix(x, states.shape[0], DK, [CHUNK, DK]) for x in (states, grads)]
-    sizes = dict(NV=NV, DK=DK, DV=DV, SEQUENCES=padded, VARLEN=varlen)
+    sizes = dict(NV=NV, DK=DK, DV=DV, GROUP=NV // N, SEQUENCES=padded, VARLEN=varlen)
     b_row = 0 if beta is None else beta.stride(0)
     launches.kernel(_walks, 2 * sequences * NV * (DV // CHUNK))(
         *qk, *values, *squares, *(describe_row(x, CHUNK) for x in (grown, left, rates)), *found,
         *both, grown, lengths, initial, d_final, d_initial, T, sequences, scale,
-        GROUP=NV // N, STAGES=_STAGES, FINAL=d_final is not None, INITIAL=initial is not None,
-        num_warps=4, **sizes,
+        C=WalkConstants(
+            STAGES=_STAGES, FINAL=d_final is not None, INITIAL=initial is not None, **sizes
+        ),
+        num_warps=4,
     )  # fmt: skip
     # T and P are used up: M + M^T and Z lie in their place
     launches.kernel(_pairs, chunks, NV)(
         *qk, *values, *found, *reversed(squares), beta, g, lengths, d_value, d_rate, d_total, T,
-        sequences, scale, b_row, 0 if g is None else g.stride(0), GROUP=NV // N,
+        sequences, scale, b_row, 0 if g is None else g.stride(0),
         BETA=beta is not None, GATE=g is not None, num_warps=4, **sizes,
     )  # fmt: skip
     launches.kernel(_inputs, chunks * N)(
         *qk, values[1], *found, *reversed(squares), *both, beta, lengths, grown, left, d_rate,
-        d_total, d_query, d_key, d_beta, d_g, T, sequences, scale, b_row, N=N,
-        STAGES=_INPUT_STAGES, BETA=beta is not None, GATE=g is not None, num_warps=DK // 16,
-        **sizes,
+        d_total, d_query, d_key, d_beta, d_g, T, sequences, scale, b_row,
+        C=InputConstants(
+            N=N, STAGES=_INPUT_STAGES, BETA=beta is not None, GATE=g is not None, **sizes
+        ),
+        num_warps=DK // 16,
     )  # fmt: skip
