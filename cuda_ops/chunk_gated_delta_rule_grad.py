@@ -31,7 +31,7 @@ sum depends on the order of programs: equal runs give equal gradients.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -442,13 +442,16 @@ def walk_tile(size: int) -> int:
     return 64 if size <= 128 else 32
 
 
-def unsupported(**arguments: Any) -> str | None:
-    if gpu.has_tensor_memory(arguments["query"].device) and _BREAKS_ON_SM_100:
+unsupported = chunk_gated_delta_rule.unsupported
+
+
+def unsupported_on(device: torch.device) -> str | None:
+    if gpu.has_tensor_memory(device) and _BREAKS_ON_SM_100:
         return (
             f"triton {triton.__version__} cannot compile this gradient for Blackwell data center "
             "GPUs (sm_100); pip install 'triton>=3.8'"
         )
-    return chunk_gated_delta_rule.unsupported(**arguments)
+    return None
 
 
 def backward(

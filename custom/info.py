@@ -81,14 +81,15 @@ def _apart() -> str | None:
 
 
 def _runs(spec: Spec, backend: backends.Backend) -> str:
-    """`yes`, or the reason against, for tensors that lie on the backend's own device."""
+    """`yes`, or the reason against, for tensors that lie on the backend's own devices."""
     present = {backends.CUDA: _cuda, backends.NPU: _npu}.get(backend)
     if present is not None and (found := present()).startswith("none"):
         return f"no {backend.device} device{found.removeprefix('none')}"
-    reason = backends.cannot_run(backend, torch.device(backend.device))
-    if reason is None and backends.launcher(backend, spec) is None:
-        reason = "no kernel yet"
-    return reason or "yes"
+    devices = [torch.device(backend.device)]
+    if backend is backends.CUDA:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    reasons = (backends.reason_against_all(backend, spec, device) for device in devices)
+    return next(filter(None, reasons), "yes")
 
 
 def _has_kernel(spec: Spec, backend: backends.Backend) -> str:
@@ -119,7 +120,7 @@ def report() -> Iterator[str]:
     yield ""
     width = max(len(spec.name) for spec in SPECS)
     yield f"  {'op':<{width}}  {'cpu':<8}{'cuda':<8}{'npu':<8}"
-    reasons: dict[str, str] = {}
+    reasons: dict[tuple[backends.Backend, str], list[str]] = {}
     for spec in SPECS:
         cells = []
         for backend in backends.BACKENDS:
@@ -133,12 +134,13 @@ def report() -> Iterator[str]:
             )
             cells.append(f"{short:<8}")
             if short == "no":
-                reasons[backend.name] = answer
+                reasons.setdefault((backend, answer), []).append(spec.name)
         yield f"  {spec.name:<{width}}  {''.join(cells)}"
     yield ""
     yield "  yes: runs here; no: a kernel exists, but not for this machine; -: no kernel yet"
-    for name, reason in reasons.items():
-        yield f"  {name}: {reason}"
+    for (backend, reason), ops in reasons.items():
+        kernels = [spec.name for spec in SPECS if _has_kernel(spec, backend) == "kernel"]
+        yield f"  {', '.join([backend.name, *(ops if ops != kernels else [])])}: {reason}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

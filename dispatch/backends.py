@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -117,28 +118,40 @@ def launcher(backend: Backend, spec: Spec) -> tuple[Callable[..., Any], Callable
     `unsupported(**arguments)` is the module's own word on what it cannot do: a reason, or None."""
     if not has_kernel(backend, spec):
         return None
-    module = importlib.import_module(f"{backend.package}.{spec.file}")
+    module = _module(backend, spec)
     function = getattr(module, spec.function)
     if backend is NPU:
         function = importlib.import_module(f"{_ROOT}.npu_ops.tune").retrying(spec.name, function)
     return function, getattr(module, "unsupported", _nothing)
 
 
-def _nothing(**_: Any) -> None:
+def _module(backend: Backend, spec: Spec) -> ModuleType:
+    return importlib.import_module(f"{backend.package}.{spec.file}")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
     return None
+
+
+def reason_against_all(backend: Backend, spec: Spec, device: torch.device) -> str | None:
+    """Why `backend` runs no call of the op on tensors of `device`, or None."""
+    reason = cannot_run(backend, device)
+    if reason is not None:
+        return reason
+    if launcher(backend, spec) is None:
+        return "has no kernel for this op yet"
+    against: str | None = getattr(_module(backend, spec), "unsupported_on", _nothing)(device)
+    return against
 
 
 def reason_against(
     backend: Backend, spec: Spec, device: torch.device, arguments: Mapping[str, Any]
 ) -> str | None:
     """Why `backend` cannot run this very call, or None."""
-    reason = cannot_run(backend, device)
-    if reason is not None:
-        return reason
+    against = reason_against_all(backend, spec, device)
     found = launcher(backend, spec)
-    if found is None:
-        return "has no kernel for this op yet"
-    against: str | None = found[1](**arguments)
+    if against is None and found is not None:
+        against = found[1](**arguments)
     if against is None and backend is NPU:
         against = nz.unreadable(arguments)
     return against

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from custom.dispatch import backends, log
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch import backends, log, register
+from custom.dispatch.specs import BY_NAME, SPECS
+
+from custom import info
 
 pytest.importorskip("triton")
 
@@ -18,11 +20,13 @@ from custom.cuda_ops import chunk_gated_delta_rule_grad, sparse_flash_attention
 from custom.cuda_ops.common import gluon_names, gpu
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .portability.gpus import GPUS
 from .support.compile_for_hopper import stand_in
 from .support.samples import sample
 from .support.stages import launched
 
 CPU = torch.device("cpu")
+GRADIENT = "npu_chunk_gated_delta_rule_grad"
 
 
 @pytest.fixture
@@ -57,13 +61,33 @@ def test_gluon_is_for_hopper_alone(capability, monkeypatch):
     assert gpu.described(CPU).startswith(f"sm_{capability[0]}{capability[1]}, ")
 
 
-def test_what_triton_cannot_compile_for_sm_100_is_refused(monkeypatch):
-    arguments = sample("npu_chunk_gated_delta_rule_grad", CPU, torch.bfloat16)
-    monkeypatch.setattr(chunk_gated_delta_rule_grad, "_BREAKS_ON_SM_100", True)
-    for capability in ((9, 0), (10, 0), (12, 0)):
-        monkeypatch.setattr(gpu, "capability", lambda device, c=capability: c)
-        against = chunk_gated_delta_rule_grad.unsupported(**arguments)
-        assert (against is not None and "triton>=3.8" in against) == (capability == (10, 0))
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_info_says_what_is_refused_on_a_gpu(capability, breaks, monkeypatch):
+    """For every op the cell of the report is what a small call would get."""
+    cuda = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, get_device_name=lambda index: "X"
+    )
+    monkeypatch.setattr(info.torch, "cuda", cuda)
+    monkeypatch.setattr(gpu, "capability", lambda device: capability)
+    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    small = GPUS[10 * capability[0] + capability[1]].shared_memory
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: small)
+    monkeypatch.setattr(chunk_gated_delta_rule_grad, "_BREAKS_ON_SM_100", breaks)
+    lines = list(info.report())
+    rows = (line.split() for line in lines if line.startswith("  npu_"))
+    said = {op: cuda for op, _, cuda, _ in rows}
+    refused = {}
+    for spec in SPECS:
+        arguments = sample(spec.name, CPU, torch.bfloat16)
+        arguments = register.bind(register.overload(spec)._schema, (), arguments)
+        device = torch.device("cuda", 0)
+        refused[spec.name] = backends.reason_against(backends.CUDA, spec, device, arguments)
+    assert said == {op: "no" if reason else "yes" for op, reason in refused.items()}
+    wanted = {GRADIENT} if breaks and capability == (10, 0) else set()
+    assert {op for op, reason in refused.items() if reason} == wanted
+    named = [line for line in lines if line.startswith(f"  cuda, {GRADIENT}: triton ")]
+    assert len(named) == len(wanted) and all("pip install 'triton>=3.8'" in x for x in named)
 
 
 @pytest.mark.skipif(gpu.INTERPRETED, reason="the interpreter compiles nothing")

@@ -163,10 +163,10 @@ def gather(recorder: Recorder, wanted: list[str]) -> list[dict[str, Any]]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             arguments = bind(overload(spec)._schema, (), make(torch.device("cuda:0"), 0))
             spec.check(**arguments)
-            function, unsupported = backends.launcher(backends.CUDA, spec)
-            row["refused"] = unsupported(**arguments)
+            device = backends.device_of(arguments)
+            row["refused"] = backends.reason_against(backends.CUDA, spec, device, arguments)
             if row["refused"] is None:
-                function(**arguments)
+                backends.launcher(backends.CUDA, spec)[0](**arguments)
         row["launches"] = list(dict.fromkeys(recorder.launches))
     return found
 
