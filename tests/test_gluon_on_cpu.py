@@ -35,7 +35,7 @@ from custom.cuda_ops import (
     quantised_prolog,
     sparse_flash_attention,
 )
-from custom.cuda_ops.common import attention_tiles, handover, lengths, rows, selection
+from custom.cuda_ops.common import attention_tiles, gluon_names, handover, lengths, rows, selection
 from custom.cuda_ops.common.topk import EVERY
 from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
 from custom.dispatch.reference import fused_attention as reference
@@ -322,8 +322,13 @@ def test_query_heads(tokens, prologs, monkeypatch):
         near(query_rope.squeeze(1), turned(q[..., 128:], sin, cos, interleaved))
 
 
-@pytest.mark.parametrize("tokens", [5, 20, 40, 100, 150])
-def test_fp8_query_heads(tokens, prologs, monkeypatch):
+@pytest.mark.parametrize(
+    "tokens, parts",
+    [(5, True), (20, True), (40, True), (100, True), (150, True), (40, False), (100, False)],
+)
+def test_fp8_query_heads(tokens, parts, prologs, monkeypatch):
+    """Also on a Triton that reinterprets no part of a memory."""
+    monkeypatch.setattr(gluon_names, "REINTERPRETS_PARTS", parts)
     heads, depth, rank, interleaved = 2, 1152, 256, tokens % 3 == 0
     monkeypatch.setattr(hopper.quantised_heads, "supports", lambda *_: True)
     (c, c_scale), (w, w_scale) = narrow(normal(tokens, depth)), narrow(normal(heads * 192, depth))

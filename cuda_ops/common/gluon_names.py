@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import ampere, hopper
@@ -31,6 +32,9 @@ tma_load = _named(hopper.tma, "async_load", "async_copy_global_to_shared")
 tma_store = _named(hopper.tma, "async_store", "async_copy_shared_to_global")
 _reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 _named(gl, "num_warps")  # its name never changed; since 3.6, as the list gl.warp_specialize takes
+
+# 3.8 reinterprets a memory as a whole alone, others its first part as well
+REINTERPRETS_PARTS = not triton.__version__.startswith("3.8.")
 
 
 @builtin

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..common import gpu, launches
+from ..common import gluon_names, gpu, launches
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.tiling import power_of_two
 from .absorption import put, times
@@ -239,6 +239,8 @@ def launch(
     count, _, rank = w_uk.shape
     tile = min(128, max(8, power_of_two(tokens)))
     stages = min(8, 225 * 1024 // ((3 * 64 + tile) * 128))
+    if not gluon_names.REINTERPRETS_PARTS:  # two tiles of c become one of the query
+        stages -= stages % 2
     launches.kernel(_query, count, -(-tokens // tile))(
         describe_box(c, [tokens, depth], [depth, 1], [tile, 128]), c_scale,
         describe_box(weight, [count * 192, depth], [depth, 1], [128, 128]),
