@@ -51,11 +51,12 @@ test-torchair:
 test-vllm:
 	tests/vllm/run.sh
 
-# every CUDA kernel compiled for GPUs that are not here (its own Tritons): what changed, and a sample
+# every CUDA kernel compiled for GPUs that are not here (its own Tritons): whether what is kept is of
+# today, and a sample; `make test` does so with its own Triton
 test-portability: $(VENV)/.ready
 	tests/portability/run.sh --check
 
-# the same, kept in tests/portability/results.json and docs/portability.md
+# what is not known, kept in tests/portability/results.json and docs/portability.md
 portability: $(VENV)/.ready
 	tests/portability/run.sh
 

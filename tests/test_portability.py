@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What tests/portability calls wrong, and the page it writes."""
+"""What tests/portability calls wrong, the page it writes, and whether that is of today."""
 
 from __future__ import annotations
 
-import pytest
+import re
+import subprocess
+import sys
 
-from .portability.__main__ import against, paths
-from .portability.gpus import WHOLE
+import pytest
+import torch
+import triton
+from custom.dispatch import backends
+from custom.dispatch.specs import SPECS
+
+from .portability.__main__ import ROOT, TABLE, against, paths, unknown
+from .portability.cases import cases
+from .portability.gpus import GPUS, TRITONS, WHOLE
+from .portability.pretend import bare, drawn
 from .portability.report import table
 from .portability.sass import wrong_descriptors
 
@@ -44,10 +54,68 @@ def test_another_path_with_another_triton_is_wrong():
 
 def test_the_page_says_path_and_size_and_what_is_refused():
     found = {pair: dict(cases=[case("x" if pair[0] == 90 else "y")]) for pair in WHOLE}
-    found[100, "3.6.0"] = dict(cases=[case(refused="not there")])
+    for version in ("3.6.0", "3.7.1"):
+        found[100, version] = dict(cases=[case(refused="not there")])
     page = table(found, {"x": FITS, "y": PLAIN})
-    assert "| `npu_a` | plain, 1 | plain, 1 | Hopper, 200 | refused / plain, 1 | plain, 1 |" in page
-    assert "- `npu_a` on sm_100 with 3.6.0: not there" in page
+    b200 = "refused (3.6.0, 3.7.1) / plain, 1 (3.9.0)"
+    assert f"| `npu_a` | plain, 1 | plain, 1 | Hopper, 200 | {b200} | plain, 1 |" in page
+    assert "- `npu_a` on sm_100 with Triton 3.6.0 and 3.7.1: not there" in page
+
+
+def test_every_op_with_kernels_has_a_row():
+    ours = {spec.name for spec in SPECS if backends.has_kernel(backends.CUDA, spec)}
+    assert {op for op, _, _ in cases()} == ours
+    assert set(re.findall(r"^\| `(\w+)` \|", TABLE.read_text(), re.M)) == ours
+
+
+def test_the_triton_that_make_test_installs_is_in_the_matrix():
+    found = re.search(r"^TRITON := triton==(\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert found is not None and found[1] in TRITONS
+
+
+@pytest.mark.skipif(triton.__version__ not in TRITONS, reason="this Triton is not in the matrix")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs are pretended where there is none")
+@pytest.mark.parametrize("capability", GPUS)
+def test_the_matrix_is_of_today(capability):
+    """Every launch of this Triton is known, and one of every op compiles to what is kept of it."""
+    command = [sys.executable, "-m", "tests.portability", "--check", "--jobs", "1"]
+    done = subprocess.run(
+        [*command, "--gpu", str(capability), "--triton", triton.__version__],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_not_known_is_named_with_the_command():
+    names = {"x": "a.c", "y": "a.d", "z": "a.d"}
+    assert unknown(names, dict.fromkeys(names, PLAIN)) is None
+    said = unknown(names, {"x": PLAIN})
+    assert said == "results.json is not of today's a.d: run `make portability`"
+
+
+def test_a_sample_has_launches_of_every_op_that_are_known():
+    found = [dict(op="a", launches=["u", "v", "w"]), dict(op="b", launches=["x"])]
+    assert set(drawn(found, dict.fromkeys("vwx"), 9)) == {"v", "w", "x"}
+    assert len(drawn(found, dict.fromkeys("vwx"), 1)) == 2
+
+
+TOLD = '''\
+def a(x):  # of nothing
+    """What it does,
+
+    at length."""
+
+    # why
+    if x:
+        'briefly'
+        return b(x, '# none')  # told
+    return c'''
+
+
+def test_words_about_a_kernel_are_not_what_it_compiles_to():
+    plain = "def a(x):\n    if x:\n        return b(x, '# none')\n    return c"
+    assert bare(TOLD) == bare(plain) == plain
+    assert bare(TOLD.replace("b(x", "b(-x")) != plain
 
 
 @pytest.mark.parametrize(

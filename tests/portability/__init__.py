@@ -8,5 +8,9 @@ each launch is compiled to a binary and compared with what that GPU has.  Sees w
 refuses, what does not fit, and who takes which path; wrong numbers are for the interpreter and real
 GPUs.
 
-What a launch compiles to is kept in results.json, by a hash of all that it depends on.
+What a launch compiles to is kept in results.json, by a hash of all that it depends on: the sources
+of its kernel without comments and docstrings, its constants, its options, the GPU and the Triton.
+That file is of whole runs alone, over all GPUs and Tritons: what a part of one compiles is in
+.portability/compiled.json.  So where every launch of one Triton is known, the others have seen it
+too, and `make test` has to ask no more than the one that is installed (tests/test_portability.py).
 """

@@ -16,29 +16,42 @@ from pathlib import Path
 from typing import Any
 
 from . import report
-from .gpus import GPUS, HOME, TENSOR_MEMORY, TRITONS, WHOLE
+from .gpus import GPUS, HOME, TENSOR_MEMORY, WHOLE
 
 ROOT = HOME.parent
 RESULTS = Path(__file__).parent / "results.json"
+COMPILED = HOME / "compiled.json"  # by runs over a part, or cut off
 TABLE = ROOT / "docs/portability.md"
 
 
-def one(pair: tuple[int, str], share: float, jobs: int, parts: list[str]) -> dict[str, Any]:
-    """What pretend.py found for one GPU and one Triton."""
+def one(
+    pair: tuple[int, str], known: Path, sample: int, jobs: int, parts: list[str]
+) -> dict[str, Any]:
+    """What pretend.py found for one GPU and one Triton: that of .portability, else the installed
+    one."""
     capability, version = pair
+    ours = {n: x for n, x in os.environ.items() if not n.startswith(("TRITON_", "CUSTOM_"))}
     with tempfile.TemporaryDirectory() as scratch:
         out = f"{scratch}/out.json"
         command = [sys.executable, "-m", "tests.portability.pretend"]
         subprocess.run(
-            [*command, str(capability), str(RESULTS), out, str(share), str(jobs), *parts],
+            [*command, str(capability), str(known), out, str(sample), str(jobs), *parts],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(HOME / f"triton-{version}")},
+            env=ours | {"PYTHONPATH": str(HOME / f"triton-{version}")},
             check=True,
         )
         found = json.loads(Path(out).read_text())
     if found["triton"] != version:
         raise RuntimeError(f"triton {found['triton']} ran: run.sh puts {version} into {HOME}")
     return found
+
+
+def unknown(names: dict[str, str], results: dict[str, Any]) -> str | None:
+    """What to do where results.json is of other sources; `names` are those of what is launched."""
+    others = sorted({name for key, name in names.items() if key not in results})
+    if not others:
+        return None
+    return f"{RESULTS.name} is not of today's {', '.join(others)}: run `make portability`"
 
 
 def against(case: dict[str, Any], capability: int, results: dict[str, Any]) -> list[str]:
@@ -77,12 +90,12 @@ def paths(found: report.Found, results: dict[str, Any]) -> list[str]:
     ]
 
 
-def keep(results: dict[str, Any]) -> None:
-    """Into the file of what is known, a kernel a line."""
+def keep(results: dict[str, Any], file: Path) -> None:
+    """A kernel a line."""
     lines = [f'"{key}": {json.dumps(results[key])}' for key in sorted(results)]
-    whole = RESULTS.with_suffix(".new")
+    whole = file.with_suffix(".new")
     whole.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    whole.replace(RESULTS)  # others read it meanwhile
+    whole.replace(file)  # others read it meanwhile
 
 
 def main() -> int:
@@ -91,46 +104,53 @@ def main() -> int:
         "--check", action="store_true", help="change nothing, compile a sample again"
     )
     parser.add_argument(
-        "--sample", type=float, default=0.01, help="share that --check compiles again"
+        "--sample", type=int, default=1, help="launches of an op that --check compiles again"
     )
     parser.add_argument("--gpu", type=int, nargs="*", default=list(GPUS), choices=GPUS)
-    parser.add_argument("--triton", nargs="*", default=TRITONS, help="folders of .portability")
+    parser.add_argument("--triton", nargs="*", help="folders of .portability, or the installed one")
     parser.add_argument("--only", nargs="*", default=[], help="cases with this in `op | label`")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers side by side")
     options = parser.parse_args()
     start = time.time()
-    results = json.loads(RESULTS.read_text())
-    pairs = [(capability, version) for version in options.triton for capability in options.gpu]
-    share = options.sample if options.check else 0.0
+    results, known = json.loads(RESULTS.read_text()), RESULTS
+    if not options.check:
+        if COMPILED.exists():
+            results |= json.loads(COMPILED.read_text())
+        known = COMPILED
+        keep(results, known)
+    pairs = [pair for pair in WHOLE if pair[0] in options.gpu]
+    if options.triton:
+        pairs = [(capability, version) for version in options.triton for capability in options.gpu]
+    sample = options.sample if options.check else 0
     jobs = max(1, options.jobs // len(pairs))
     found: report.Found = {}
     wrong, compiled = [], 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        answers = pool.map(lambda pair: one(pair, share, jobs, options.only), pairs)
+        answers = pool.map(lambda pair: one(pair, known, sample, jobs, options.only), pairs)
         for pair, answer in zip(pairs, answers, strict=True):
-            found[pair] = answer
+            at = f"sm_{pair[0]}, Triton {pair[1]}"
             for key, facts in answer["compiled"].items():
                 compiled += 1
                 if results.setdefault(key, facts) != facts:
-                    wrong.append(f"{pair}: {facts} now, kept as {results[key]}")
+                    wrong.append(f"{at}: {facts} now, kept as {results[key]}")
+            if other := unknown(answer["names"], results):
+                wrong.append(f"{at}: {other}")
+                continue
+            found[pair] = answer
             for case in answer["cases"]:
-                wrong += [
-                    f"sm_{pair[0]}, Triton {pair[1]}, {case['op']}, {case['label']}: {x}"
-                    for x in against(case, pair[0], results)
-                ]
+                said = against(case, pair[0], results)
+                wrong += [f"{at}, {case['op']}, {case['label']}: {x}" for x in said]
             if not options.check:  # a run that is cut off later need not compile these again
-                keep(results)
+                keep(results, known)
     wrong += paths(found, results)
-    whole = not options.only and set(pairs) >= set(WHOLE)
-    table = report.table(found, results) if whole else ""
-    if options.check and whole and (not TABLE.exists() or TABLE.read_text() != table):
-        wrong.append(f"{TABLE.name} says something else: make portability")
-    if not options.check:
-        if whole:  # nothing is kept of kernels that are no more
+    if not options.only and found.keys() >= set(WHOLE):
+        table = report.table(found, results)
+        if not options.check:
             TABLE.write_text(table)
-            used = {x for a in found.values() for c in a["cases"] for x in c["launches"]}
-            results = {key: results[key] for key in used}
-        keep(results)
+            used = {key for answer in found.values() for key in answer["names"]}
+            keep({key: results[key] for key in used}, RESULTS)
+        elif TABLE.read_text() != table:
+            wrong.append(f"{TABLE.name} says something else: run `make portability`")
     print("\n".join(wrong))
     cases, seconds = sum(len(answer["cases"]) for answer in found.values()), time.time() - start
     print(f"{cases} cases, {compiled} kernels compiled, {len(wrong)} wrong, {seconds:.0f} s")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from custom.dispatch.specs import SPECS
 
-from custom.bench import attention, delta_rule, sparse_attention
+from custom.bench import attention, delta_rule, eight_bits, sparse_attention
 from custom.bench.presets import presets
 
 Make = Callable[[torch.device, int], dict[str, Any]]
@@ -32,6 +32,14 @@ def _bf16(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def _int32(*shape: int) -> torch.Tensor:
     return _bf16(*shape, dtype=torch.int32)
+
+
+def _int8(*shape: int) -> torch.Tensor:
+    return _bf16(*shape, dtype=torch.int8)
+
+
+def _without(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: x for name, x in given.items() if name not in names}
 
 
 def _attention() -> Iterator[tuple[str, str, Make]]:
@@ -145,8 +153,31 @@ def _prologs() -> Iterator[tuple[str, str, Make]]:
             )  # fmt: skip
             return sparse_attention.indexer_prolog_case(tokens).make(at, seed) | weights
 
+        def mla_v3(at, seed, mla=mla):  # type: ignore[no-untyped-def]
+            return _without(mla(at, seed), "weight_format")
+
+        def narrow_v3(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
+            given = eight_bits.mla_prolog_case(tokens, 128, "int8", npu=True).make(at, seed)
+            return _without(given, "weight_format", "row_layout")
+
+        def narrow_indexer(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
+            return dict(
+                token_x=_bf16(tokens, 7168), q_norm=_int8(tokens, 1536),
+                q_norm_scale=_bf16(tokens, 1, dtype=FLOAT), wq_b=_int8(1536, 8192),
+                wq_b_scale=_bf16(8192, 1, dtype=FLOAT), wk=_bf16(7168, 128),
+                weights_proj=_bf16(7168, 64), ln_gamma_k=_bf16(128), ln_beta_k=_bf16(128),
+                cos_idx_rope=_bf16(tokens, 64), sin_idx_rope=_bf16(tokens, 64),
+                hadamard_q=_bf16(128, 128), hadamard_k=_bf16(128, 128),
+                idx_k_cache=_int8(256, 128, 1, 128), layernorm_epsilon_k=1e-6,
+                idx_k_scale_cache=_bf16(256, 128, 1, dtype=torch.float16),
+                idx_k_cache_index=_int32(tokens),
+            )  # fmt: skip
+
         yield "npu_mla_prolog_pto", f"{tokens} tokens, 128 heads, nd", mla
+        yield "npu_mla_prolog_v3", f"{tokens} tokens, 128 heads", mla_v3
+        yield "npu_mla_prolog_v3", f"int8, {tokens} tokens, 128 heads", narrow_v3
         yield "npu_indexer_prolog_pto", f"{tokens} tokens, nd", indexer
+        yield "npu_lightning_indexer_prolog_pto", f"{tokens} tokens", narrow_indexer
     layer = sparse_attention.layer_case(4, 1, 16, 8192)
     yield "npu_sparse_attention_pto", layer.label, layer.make
 

@@ -26,5 +26,8 @@ GPUS = {
     120: GPU("RTX 5090, RTX PRO 6000", 170, 99 * KIB),
 }
 TENSOR_MEMORY = 512  # columns, where there is any
-TRITONS = ("3.6.0", "3.9.0")
+# the one that `make test` installs is among them
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
 WHOLE = [(capability, version) for version in TRITONS for capability in GPUS]
+# where Gluon's names matter
+WHOLE.append((90, "3.8.0"))

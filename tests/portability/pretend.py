@@ -2,10 +2,10 @@
 # Copyright the npu-custom-ops authors
 """One GPU that is not here: which kernels the launchers would run on it, and what those compile to.
 
-python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SHARE JOBS [PART ...]
+python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SAMPLE JOBS [PART ...]
 
-Compiles what KNOWN has not, and a random SHARE of what it has, JOBS at a time; of all cases, or of
-those whose `op | label` contains a PART.
+Compiles what KNOWN has not; or, if SAMPLE is not 0, of what it has so many launches of every op, by
+chance.  JOBS at a time; of all cases, or of those whose `op | label` contains a PART.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
+import io
 import json
 import os
 import pkgutil
 import random
 import signal
+import subprocess
 import sys
 import tempfile
+import tokenize
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,15 +32,31 @@ from typing import Any
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.runtime import jit
 from triton.runtime.jit import JITCallable, KernelInterface
 
 from .gpus import GPUS, HOME
 from .sass import disassembled, wrong_descriptors
 
 
+def guard() -> Path:
+    """guard.cpp, compiled once."""
+    library = HOME / "guard.so"
+    if not library.exists():
+        HOME.mkdir(exist_ok=True)
+        torch_at = torch.__path__[0]
+        source = Path(__file__).with_name("guard.cpp")
+        with tempfile.TemporaryDirectory(dir=HOME) as scratch:
+            made = Path(scratch) / library.name
+            command = ["c++", "-shared", "-fPIC", "-std=c++17", f"-I{torch_at}/include", source]
+            subprocess.run([*command, f"-L{torch_at}/lib", "-lc10", "-o", made], check=True)
+            made.replace(library)
+    return library
+
+
 def pretend(capability: int) -> None:
     """From here on tensors on `cuda` have shapes but no memory, and the GPU is that one."""
-    ctypes.CDLL(str(HOME / "guard.so"))
+    ctypes.CDLL(str(guard()))
     from custom.cuda_ops.common import gpu, launches
 
     from custom.bench.case import Draw
@@ -71,6 +90,25 @@ class _Side:
         return contextlib.nullcontext()
 
 
+def bare(source: str) -> str:
+    """Without comments, docstrings and empty lines."""
+    lines, begins = source.splitlines(), True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        (row, at), (last, _) = token.start, token.end
+        if token.type == tokenize.COMMENT or (begins and token.type == tokenize.STRING):
+            lines[row - 1 : last] = [lines[row - 1][:at], *[""] * (last - row)]
+        elif token.type != tokenize.NL:
+            begins = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+class Dependencies(jit.DependenciesFinder):
+    """What Triton hashes of a kernel, of its bare source."""
+
+    def __init__(self, name, globals, nonlocals, src):
+        super().__init__(name, globals, nonlocals, bare(src))
+
+
 class Recorder:
     """What would be launched: the keys in `launches`; `of` has the name of each and how to compile
     it."""
@@ -81,6 +119,7 @@ class Recorder:
         self.compile = triton.compiler.compile
         triton.compiler.compile = self._compiled
         KernelInterface.__getitem__ = lambda kernel, grid: self._launcher(kernel)
+        jit.DependenciesFinder = Dependencies
         # a kernel that only moved within its file is the same
         import custom.cuda_ops
 
@@ -171,26 +210,35 @@ def gather(recorder: Recorder, wanted: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def drawn(found: list[dict[str, Any]], known: dict[str, Any], count: int) -> list[str]:
+    """Of the known launches of every op so many, by chance."""
+    of: dict[str, set[str]] = {}
+    for case in found:
+        of.setdefault(case["op"], set()).update(known.keys() & case["launches"])
+    every = (random.sample(sorted(keys), min(count, len(keys))) for keys in of.values())
+    return list(dict.fromkeys(key for keys in every for key in keys))
+
+
 def main() -> None:
-    capability, share = int(sys.argv[1]), float(sys.argv[4])
+    capability, sample = int(sys.argv[1]), int(sys.argv[4])
     known, out = json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
     torch.set_num_threads(1)
     pretend(capability)
     recorder = Recorder()
     found = gather(recorder, sys.argv[6:])
-    kept = sorted(known.keys() & recorder.of)
-    again = random.sample(kept, round(share * len(kept)))
+    wanted = drawn(found, known, sample) if sample else list(recorder.of.keys() - known)
     compiled = {}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TRITON_CACHE_DIR"] = scratch
-        wanted = [*(recorder.of.keys() - known), *again]
         # each in a process of its own; the threads only wait for them
         with ThreadPoolExecutor(int(sys.argv[5])) as pool:
             found_of = pool.map(lambda key: in_child(recorder.of[key][1]), wanted)
             for key, what in zip(wanted, found_of, strict=True):
                 compiled[key] = dict(kernel=recorder.of[key][0]) | what
                 print(f"  sm_{capability}, {triton.__version__}: {compiled[key]}", flush=True)
-    out.write_text(json.dumps(dict(triton=triton.__version__, cases=found, compiled=compiled)))
+    names = {key: name for key, (name, _) in recorder.of.items()}
+    answer = dict(triton=triton.__version__, cases=found, names=names, compiled=compiled)
+    out.write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

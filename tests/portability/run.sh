@@ -6,17 +6,14 @@ cd "$(dirname "$0")/../.."
 home=$PWD/.portability
 python=$PWD/.venv/bin/python
 mkdir -p "$home"
-# each version in a folder of its own
-for version in $("$python" -c "from tests.portability.gpus import TRITONS; print(*TRITONS)"); do
+# each version in a folder of its own, but the one that is installed
+wanted="import triton; from tests.portability.gpus import WHOLE
+print(*{version for _, version in WHOLE} - {triton.__version__})"
+for version in $("$python" -c "$wanted"); do
   [ -e "$home/triton-$version/ready" ] && continue
   rm -rf "$home/triton-$version"
   "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
     --target "$home/triton-$version" "triton==$version"
   touch "$home/triton-$version/ready"
 done
-if [ ! -e "$home/guard.so" ]; then
-  torch=$("$python" -c "import torch; print(torch.__path__[0])")
-  c++ -shared -fPIC -std=c++17 -I"$torch/include" tests/portability/guard.cpp -L"$torch/lib" -lc10 \
-    -o "$home/guard.so"
-fi
 OMP_NUM_THREADS=1 exec nice "$python" -m tests.portability "$@"
