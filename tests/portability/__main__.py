@@ -25,7 +25,7 @@ TABLE = ROOT / "docs/portability.md"
 
 
 def one(
-    pair: tuple[int, str], known: Path, sample: int, jobs: int, parts: list[str]
+    pair: tuple[int, str], known: Path, sample: str, jobs: int, parts: list[str]
 ) -> dict[str, Any]:
     """What pretend.py found for one GPU and one Triton: that of .portability, else the installed
     one."""
@@ -35,7 +35,7 @@ def one(
         out = f"{scratch}/out.json"
         command = [sys.executable, "-m", "tests.portability.pretend"]
         subprocess.run(
-            [*command, str(capability), str(known), out, str(sample), str(jobs), *parts],
+            [*command, str(capability), str(known), out, sample, str(jobs), *parts],
             cwd=ROOT,
             env=ours | {"PYTHONPATH": str(HOME / f"triton-{version}")},
             check=True,
@@ -121,7 +121,7 @@ def main() -> int:
     pairs = [pair for pair in WHOLE if pair[0] in options.gpu]
     if options.triton:
         pairs = [(capability, version) for version in options.triton for capability in options.gpu]
-    sample = options.sample if options.check else 0
+    sample = str(options.sample) if options.check else "new"
     jobs = max(1, options.jobs // len(pairs))
     found: report.Found = {}
     wrong, compiled = [], 0

@@ -4,7 +4,7 @@
 
 python -m tests.portability.pretend CAPABILITY KNOWN.json OUT.json SAMPLE JOBS [PART ...]
 
-Compiles what KNOWN has not; or, if SAMPLE is not 0, of what it has so many launches of every op, by
+SAMPLE `new` compiles what KNOWN has not, a number so many launches of every op that it has, by
 chance.  JOBS at a time; of all cases, or of those whose `op | label` contains a PART.
 """
 
@@ -220,13 +220,14 @@ def drawn(found: list[dict[str, Any]], known: dict[str, Any], count: int) -> lis
 
 
 def main() -> None:
-    capability, sample = int(sys.argv[1]), int(sys.argv[4])
+    capability, sample = int(sys.argv[1]), sys.argv[4]
     known, out = json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
     torch.set_num_threads(1)
     pretend(capability)
     recorder = Recorder()
     found = gather(recorder, sys.argv[6:])
-    wanted = drawn(found, known, sample) if sample else list(recorder.of.keys() - known)
+    unknown = list(recorder.of.keys() - known)
+    wanted = unknown if sample == "new" else drawn(found, known, int(sample))
     compiled = {}
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TRITON_CACHE_DIR"] = scratch
