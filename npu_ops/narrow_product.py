@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory, nz
-from . import cores, entry, tiling, tune
+from . import cores, entry, product, tiling, tune
 from .cores import turn
 
 _MOST = 3  # weights of a launch
@@ -212,7 +212,7 @@ def _by_panels(
     absent = _MOST - len(weights)
     nz_sums[(min(works, cores.cube()),)](
         x, *weights, *absent * [None], out, *sizes, *absent * [0], rows, depth, out.shape[0],
-        out.stride(1), out.stride(0), **_whole(config, rows, depth),
+        out.stride(1), out.stride(0), **product.whole_tiles(config, rows, depth),
         WHOLE_N=all(size % (32 * config.tiles["PANELS"]) == 0 for size in sizes),
         **config.keywords,
     )  # fmt: skip
@@ -220,27 +220,20 @@ def _by_panels(
 
 def _by_rows(x: Tensor, w: Tensor, out: Tensor) -> None:
     (rows, depth), columns = x.shape, out.shape[1]
-    config = tune.choose("narrow_product.nd_sums", _covering("narrow_product.nd_sums", rows))
+    config = product.by_height("narrow_product.nd_sums", rows)
     tiles = -(-rows // config.tiles["ROWS"]) * -(-columns // config.tiles["COLUMNS"])
     nd_sums[(min(tiles, cores.cube()),)](
-        x, w, out, rows, columns, depth, out.stride(0), **_whole(config, rows, depth),
+        x, w, out, rows, columns, depth, out.stride(0), **product.whole_tiles(config, rows, depth),
         WHOLE_N=columns % config.tiles["COLUMNS"] == 0, TURNED=not w.is_contiguous(),
         **config.keywords,
     )  # fmt: skip
-
-
-def _covering(kernel: str, rows: int) -> list[tune.Config]:
-    """First those of the least rows that cover M."""
-    found = tune.TABLE[kernel]
-    most = max(config.tiles["ROWS"] for config in found)
-    return tune.ranked(found, "ROWS", min(rows, most))
 
 
 def _cut(x: Tensor, sizes: Sequence[int], most: int) -> tuple[tune.Config, int]:
     """The tiles and the number of parts of the depth, at most so many, with which a core of 24
     reads the least: from the shapes alone, like all that decides about a sum."""
     rows, depth = x.shape
-    found = _covering("narrow_product.nz_sums", rows)
+    found = product.covering("narrow_product.nz_sums", rows)
 
     def parts(config: tune.Config) -> list[int]:
         step = config.tiles["DEPTH"]
@@ -265,10 +258,3 @@ def _cut(x: Tensor, sizes: Sequence[int], most: int) -> tuple[tune.Config, int]:
 def _tile_count(rows: int, sizes: Sequence[int], config: tune.Config) -> int:
     across = sum(-(-size // (32 * config.tiles["PANELS"])) for size in sizes)
     return -(-rows // config.tiles["ROWS"]) * across
-
-
-def _whole(config: tune.Config, rows: int, depth: int) -> dict[str, bool]:
-    return {
-        "WHOLE_M": rows % config.tiles["ROWS"] == 0,
-        "WHOLE_K": depth % config.tiles["DEPTH"] == 0,
-    }

@@ -254,7 +254,7 @@ def _launch(
     nz_products[(min(works, cores.cube()),)](
         x, **given, rows=rows, depth=depth, parts=parts, out_part=out_part,
         WHOLE_N=all(out.shape[1] % wide == 0 for _, out in pairs),
-        **_whole(config, rows, depth), **config.keywords,
+        **whole_tiles(config, rows, depth), **config.keywords,
     )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def of_heads(x: Tensor, w: Tensor, out: Tensor, config: tune.Config) -> dict[str
         x_head=x.stride(1),
         out_row=out.stride(0),
         WHOLE_N=columns % config.tiles["COLUMNS"] == 0,
-        **_whole(config, rows, depth),
+        **whole_tiles(config, rows, depth),
     )
 
 
@@ -292,10 +292,10 @@ def head_tile_count(x: Tensor, w: Tensor, config: tune.Config) -> int:
 
 def by_height(kernel: str, rows: int) -> tune.Config:
     """The tiles of the least rows that cover M."""
-    return tune.choose(kernel, _by_rows(kernel, rows))
+    return tune.choose(kernel, covering(kernel, rows))
 
 
-def _by_rows(kernel: str, rows: int) -> list[tune.Config]:
+def covering(kernel: str, rows: int) -> list[tune.Config]:
     """First those of the least rows that cover M."""
     found = tune.TABLE[kernel]
     most = max(config.tiles["ROWS"] for config in found)
@@ -305,7 +305,7 @@ def _by_rows(kernel: str, rows: int) -> list[tune.Config]:
 def _cut(x: Tensor, columns: Sequence[int], most: int) -> tuple[tune.Config, int]:
     """The tiles and the number of parts, at most so many, that read the least on a core."""
     rows, depth = x.shape
-    by_rows = _by_rows("product.nz_products", rows)
+    by_rows = covering("product.nz_products", rows)
     least = by_rows[0].tiles["ROWS"]
 
     def parts(config: tune.Config) -> list[int]:
@@ -335,7 +335,7 @@ def _tile_count(rows: int, columns: Sequence[int], config: tune.Config) -> int:
     return -(-rows // config.tiles["ROWS"]) * sum(-(-each // wide) for each in columns)
 
 
-def _whole(config: tune.Config, rows: int, depth: int) -> dict[str, bool]:
+def whole_tiles(config: tune.Config, rows: int, depth: int) -> dict[str, bool]:
     return {
         "WHOLE_M": rows % config.tiles["ROWS"] == 0,
         "WHOLE_K": depth % config.tiles["DEPTH"] == 0,

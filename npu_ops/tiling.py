@@ -52,8 +52,6 @@ MACHINES = {
     )
 }
 A3 = MACHINES["Ascend910_9392"]
-# of UB, as far as a tile may be planned: builds of the compiler differ by a sixth
-PLANNED_UB = 160 * KIB
 # bytes of what one kernel lays out for the next, densely by token; more tokens go in several rounds
 WORKSPACE = 512 * 2**20
 
