@@ -5,6 +5,7 @@ W_uk, and the vector cores beside it turn the rotary dims of one query or two.""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,38 +13,46 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
-from . import cores, entry, product, rows
+from . import cores, entry, product
 from .product import head_tiles
 from .rows import rotated
 
 
 @entry.jit(
     do_not_specialize=[
-        "rows", "heads", "columns", "depth", "x_row", "x_head", "out_row", "heads0", "x_row0",
-        "x_head0", "row0", "head0", "heads1", "x_row1", "x_head1", "row1", "head1",
+        "rows", "heads", "columns", "depth", "x_row", "x_head", "out_row", "index_heads",
+        "index_row", "index_head",
     ]
 )  # fmt: skip
 def absorb(
-    x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-    sin, cos, x0, out0, heads0, x_row0, x_head0, row0, head0,
-    x1, out1, heads1, x_row1, x_head1, row1, head1,
+    x, w, out, rows, heads, columns, depth, x_row, x_head, out_row, sin, cos, out_rope,
+    index, index_heads, index_row, index_head,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED0: tl.constexpr, INTERLEAVED1: tl.constexpr, WHOLE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INDEX_INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
+    """The rotary dims of a head of x lie behind its `depth`; `index` is turned in place."""
     head_tiles(
         x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
         WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
     first = rotated(
-        x0, sin, cos, out0, 0, rows, heads0, x_row0, x_head0, row0, head0,
-        ROTARY, INTERLEAVED0, WHOLE, HEAD_TILE,
+        x + depth, sin, cos, out_rope, 0, rows, heads, x_row, x_head, heads * ROTARY, ROTARY,
+        ROTARY, INTERLEAVED, WHOLE, HEAD_TILE,
     )  # fmt: skip
-    if x1 is not None:
+    if index is not None:
         rotated(
-            x1, sin, cos, out1, first, rows, heads1, x_row1, x_head1, row1, head1,
-            ROTARY, INTERLEAVED1, WHOLE, HEAD_TILE,
+            index, sin, cos, index, first, rows, index_heads, index_row, index_head, index_row,
+            index_head, ROTARY, INDEX_INTERLEAVED, WHOLE, HEAD_TILE,
         )  # fmt: skip
+
+
+@dataclass
+class Index:
+    """Heads [M, Ni, ..] of an indexer's query, whose first Dr dims are turned in place."""
+
+    query: Tensor
+    interleaved: bool
 
 
 def room(
@@ -56,17 +65,25 @@ def room(
 
 
 def queries(
-    x: Tensor, w: Tensor, out: Tensor, sin: Tensor, cos: Tensor, *turned: rows.Heads
-) -> None:
-    """out [M, heads, R] = x [M, heads, K] @ w [heads, K, R], and the rotations."""
-    config = product.by_height("absorption.absorb", x.shape[0])
-    works = max(product.head_tile_count(x, w, config), x.shape[0] * len(turned))
-    given: dict[str, Any] = {}
-    for i in range(2):
-        each = rows.of_heads(turned[i] if i < len(turned) else None)
-        given |= {f"{name}{i}": value for name, value in each.items()}
+    x: Tensor, w: Tensor, out: Tensor, out_rope: Tensor, sin: Tensor, cos: Tensor,
+    interleaved: bool, index: Index | None = None,
+) -> None:  # fmt: skip
+    """Of x [M, heads, K + Dr] the products out [M, heads, R] with w [heads, K, R], and the
+    rotations out_rope [M, heads, Dr]."""
+    rows, heads, _ = x.shape
+    plain = x[..., : w.shape[1]]
+    config = product.by_height("absorption.absorb", rows)
+    turned = [heads] if index is None else [heads, index.query.shape[1]]
+    works = max(product.head_tile_count(plain, w, config), rows * len(turned))
+    given: dict[str, Any] = dict.fromkeys(("index_heads", "index_row", "index_head"), 0)
+    given |= dict(index=None, INDEX_INTERLEAVED=False)
+    if index is not None:
+        given = dict(
+            index=index.query, index_heads=index.query.shape[1], index_row=index.query.stride(0),
+            index_head=index.query.stride(1), INDEX_INTERLEAVED=index.interleaved,
+        )  # fmt: skip
     absorb[(min(works, cores.cube()),)](
-        **product.of_heads(x, w, out, config), sin=sin, cos=cos, **given, ROTARY=sin.shape[-1],
-        WHOLE=all(each.x.shape[1] % config.tiles["HEAD_TILE"] == 0 for each in turned),
-        **config.keywords,
+        **product.of_heads(plain, w, out, config), sin=sin, cos=cos, out_rope=out_rope, **given,
+        ROTARY=sin.shape[-1], INTERLEAVED=interleaved,
+        WHOLE=all(each % config.tiles["HEAD_TILE"] == 0 for each in turned), **config.keywords,
     )  # fmt: skip

@@ -85,5 +85,5 @@ def _of_16_bits(
         rows.norms(sums, rope_sin, rope_cos, cache_index, None, of_index)
         c = query_norm.view(tokens, query_norm.shape[-1])
         product.weights(c, [(weight_qb, query_index.flatten(1))], weight_format)
-        rows.rotate(rope_sin, rope_cos, rows.Heads(query_index, query_index, rope_interleaved))
+        rows.rotate(query_index, rope_sin, rope_cos, rope_interleaved)
     return query_index.view(batch, length, heads, size), weights.view(batch, length, heads)

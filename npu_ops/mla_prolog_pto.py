@@ -97,8 +97,8 @@ def _of_16_bits(
         )  # fmt: skip
         rows.norms(sums, rope_sin, rope_cos, cache_index, of_latent, None)
         product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
-        turned = rows.Heads(both[..., plain:], query_rope.flatten(0, 1), rope_interleaved)
         absorption.queries(
-            both[..., :plain], weight_uk, query.flatten(0, 1), rope_sin, rope_cos, turned
-        )
+            both, weight_uk, query.flatten(0, 1), query_rope.flatten(0, 1), rope_sin, rope_cos,
+            rope_interleaved,
+        )  # fmt: skip
     return query, query_rope, query_norm.view(batch, length, rank)

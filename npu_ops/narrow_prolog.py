@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.common import layer, memory, quantised
-from . import absorption, narrow_product, narrow_rows, product, quantise, rows, tiling
+from . import absorption, narrow_product, narrow_rows, product, quantise, tiling
 from .narrow_product import Rows, Sums
 from .narrow_rows import Rotation
 
@@ -127,8 +127,9 @@ def mla(
         else:
             both = new(tokens, heads, plain + rotary)
             product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
-            turned = rows.Heads(both[..., plain:], of_rope, rope_interleaved)
-            absorption.queries(both[..., :plain], weight_uk, of_query, rope_sin, rope_cos, turned)
+            absorption.queries(
+                both, weight_uk, of_query, of_rope, rope_sin, rope_cos, rope_interleaved
+            )
     return query, query_rope, query_norm.view(batch, length, rank), c
 
 

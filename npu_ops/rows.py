@@ -178,12 +178,12 @@ def _index_rows(
 
 @entry.jit(
     do_not_specialize=[
-        "rows", "x_row", "parts", "part", "rank", "latent_slots", "index_slots", "epsilon_cq",
+        "rows", "x_row", "parts", "rank", "latent_slots", "index_slots", "epsilon_cq",
         "epsilon_ckv", "epsilon_k",
     ]
 )  # fmt: skip
 def finish(
-    x, sin, cos, index, rows, x_row, parts, part,
+    x, sin, cos, index, rows, x_row, parts,
     gamma_cq, query_norm, rank, epsilon_cq,
     gamma_ckv, latent_cache, rotary_cache, latent_slots, epsilon_ckv,
     gamma_k, beta_k, index_cache, weights, index_slots, epsilon_k,
@@ -193,6 +193,7 @@ def finish(
 ):  # fmt: skip
     """x [parts, rows, x_row]: rank, LATENT + ROTARY and INDEX + HEADS numbers of a token; the first
     two or the last may be missing.  Each pass begins at the core where the one before it ended."""
+    part = rows.to(tl.int64) * x_row
     of_index = x
     first = 0
     if gamma_cq is not None:
@@ -257,13 +258,13 @@ def rotated(
     return (first + rows * tiles) % tl.num_programs(0)
 
 
-@entry.jit(do_not_specialize=["rows", "heads", "x_row", "x_head", "row", "head"])
+@entry.jit(do_not_specialize=["rows", "heads", "x_row", "x_head"])
 def rotate_heads(
-    sin, cos, rows, x, out, heads, x_row, x_head, row, head, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
+    x, sin, cos, rows, heads, x_row, x_head, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
     rotated(
-        x, sin, cos, out, 0, rows, heads, x_row, x_head, row, head,
+        x, sin, cos, x, 0, rows, heads, x_row, x_head, x_row, x_head,
         ROTARY, INTERLEAVED, WHOLE, HEAD_TILE,
     )  # fmt: skip
 
@@ -292,15 +293,6 @@ class Index:
     cache: Tensor
     weights: Tensor
     epsilon: float
-    interleaved: bool
-
-
-@dataclass
-class Heads:
-    """The first Dr dims of the heads of x [M, N, ..], turned, into those of out [M, N, ..]."""
-
-    x: Tensor
-    out: Tensor
     interleaved: bool
 
 
@@ -354,27 +346,16 @@ def norms(
     config = tune.at_least("rows.finish", "WIDTH", width)
     finish[(min(jobs * rows, cores.vector()),)](
         x, sin, cos, ragged.int32(index), rows=rows, x_row=x_row, parts=x.shape[0],
-        part=x.stride(0), ROTARY=sin.shape[-1], **given, **config.keywords,
+        ROTARY=sin.shape[-1], **given, **config.keywords,
     )  # fmt: skip
 
 
-def rotate(sin: Tensor, cos: Tensor, turned: Heads) -> None:
-    rows, heads = turned.x.shape[:2]
+def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> None:
+    """Turns the first Dr dims of the heads of x [M, N, ..] in place."""
+    rows, heads = x.shape[:2]
     config = tune.at_least("rows.rotate_heads", "HEAD_TILE", heads, sin.shape[-1])
     tile = config.tiles["HEAD_TILE"]
     rotate_heads[(min(rows * -(-heads // tile), cores.vector()),)](
-        sin=sin, cos=cos, rows=rows, ROTARY=sin.shape[-1], WHOLE=heads % tile == 0,
-        **of_heads(turned), **config.keywords,
-    )  # fmt: skip
-
-
-def of_heads(turned: Heads | None) -> dict[str, Any]:
-    """What a kernel takes of a tensor that it turns, or of none."""
-    if turned is None:
-        sizes = dict.fromkeys(("heads", "x_row", "x_head", "row", "head"), 0)
-        return dict(x=None, out=None, **sizes, INTERLEAVED=False)
-    x, out = turned.x, turned.out
-    return dict(
-        x=x, out=out, heads=x.shape[1], x_row=x.stride(0), x_head=x.stride(1),
-        row=out.stride(0), head=out.stride(1), INTERLEAVED=turned.interleaved,
+        x, sin, cos, rows, heads, *x.stride()[:2], ROTARY=sin.shape[-1], INTERLEAVED=interleaved,
+        WHOLE=heads % tile == 0, **config.keywords,
     )  # fmt: skip

@@ -87,9 +87,8 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             a.weight_format,
         )
         absorption.queries(
-            both[..., :plain], a.w_uk, query.flatten(0, 1), a.sin, a.cos,
-            rows.Heads(both[..., plain:], query_rope.flatten(0, 1), a.rope_interleaved),
-            rows.Heads(query_index, query_index, a.index_rope_interleaved),
+            both, a.w_uk, query.flatten(0, 1), query_rope.flatten(0, 1), a.sin, a.cos,
+            a.rope_interleaved, absorption.Index(query_index, a.index_rope_interleaved),
         )  # fmt: skip
     shape = (batch, length)
     return (

@@ -47,8 +47,8 @@ CONTROLS = (
     Control(
         "the other query's rotation",
         "sparse_attention_pto",
-        "rows.Heads(query_index, query_index, a.index_rope_interleaved)",
-        "rows.Heads(query_index, query_index, a.rope_interleaved)",
+        "absorption.Index(query_index, a.index_rope_interleaved)",
+        "absorption.Index(query_index, a.rope_interleaved)",
         "decided by scores",
     ),
     Control(
