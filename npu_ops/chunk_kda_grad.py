@@ -205,10 +205,11 @@ def walk_grads(
 
 @entry.jit(do_not_specialize=["value_heads", "o_token", "o_head"])
 def squares(
-    d_out, number, firsts, counts, new, drop, z, z_turned, m, m_turned,
+    d_out, number, firsts, counts, new, drop, of_pairs,
     value_heads, o_token, o_head, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """dO N^T and -dv N^T [chunks, HV, 64, 64], and both transposed."""
+    """dO N^T, its transpose, -dv N^T and its transpose [chunks, HV, 4, 64, 64]."""
+    SQUARE: tl.constexpr = CHUNK * CHUNK
     i = tl.arange(0, CHUNK)
     c = tl.arange(0, VALUE_TILE)
     chunks = tl.load(number)
@@ -233,11 +234,11 @@ def squares(
             of_z = tl.dot(n_tile, tl.trans(o_tile), of_z)
             m_tile = tl.dot(d_tile, tl.trans(n_tile), m_tile)
             of_m = tl.dot(n_tile, tl.trans(d_tile), of_m)
-        tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
-        tl.store(z + tile, z_tile)
-        tl.store(z_turned + tile, of_z)
-        tl.store(m + tile, m_tile)
-        tl.store(m_turned + tile, of_m)
+        to = of_pairs + place * (4 * SQUARE) + i[:, None] * CHUNK + i[None]
+        tl.store(to, z_tile)
+        tl.store(to + SQUARE, of_z)
+        tl.store(to + 2 * SQUARE, m_tile)
+        tl.store(to + 3 * SQUARE, of_m)
 
 
 @entry.jit(do_not_specialize=["value_heads", "o_token", "o_head"])
@@ -292,14 +293,15 @@ def _through_norm(of_x, there, grad, NORM: tl.constexpr):
     ]
 )  # fmt: skip
 def inputs(
-    q, k, number, firsts, counts, total, units, scaled, z, z_turned, m, m_turned,
-    of_q, of_k, of_rest, back, own, d_query, d_key, d_rates, of_total,
+    q, k, number, firsts, counts, total, units, scaled, of_pairs, of_q, of_k, of_rest, back, own,
+    d_query, d_key, d_rates, of_total,
     tokens, group, heads, scale, q_token, q_head, k_token, k_head,
     KEY: tl.constexpr, VALUE: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dq and dk, summed over the value heads of a head; dbeta [HV, tokens]; what G gets of its own
     token [chunks, HV, 64, K], without what G_last does."""
     PARTS: tl.constexpr = CHUNK // ROWS
+    SQUARE: tl.constexpr = CHUNK * CHUNK
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
     e = tl.arange(0, VALUE)
@@ -324,18 +326,19 @@ def inputs(
             left_q = tl.load(of_q + rows) * growth
             left_k = tl.load(of_k + rows) * growth
             right_k = tl.zeros((ROWS, KEY), tl.float32)
-            tile = place * (CHUNK * CHUNK) + i
+            of_place = of_pairs + place * (4 * SQUARE) + i
             for j in range(0, CHUNK):
                 g_row = tl.load(total + base + j * KEY + d)[None]
                 k_row = tl.load(units + base + j * KEY + d)[None]
                 q_row = tl.load(scaled + base + j * KEY + d)[None]
                 fading = tl.exp(tl.minimum(g_tile - g_row, 0.0)) * k_row
-                seen = tl.where(i >= j, tl.load(z_turned + tile + j * CHUNK), 0.0)
-                alike = tl.where(i > j, tl.load(m_turned + tile + j * CHUNK), 0.0)
+                pair = of_place + j * CHUNK
+                seen = tl.where(i >= j, tl.load(pair + SQUARE), 0.0)
+                alike = tl.where(i > j, tl.load(pair + 3 * SQUARE), 0.0)
                 left_q += seen[:, None] * fading
                 left_k += alike[:, None] * fading
-                seen = tl.where(i <= j, tl.load(z + tile + j * CHUNK), 0.0)
-                alike = tl.where(i < j, tl.load(m + tile + j * CHUNK), 0.0)
+                seen = tl.where(i <= j, tl.load(pair), 0.0)
+                alike = tl.where(i < j, tl.load(pair + 2 * SQUARE), 0.0)
                 fading = tl.exp(tl.minimum(g_row - g_tile, 0.0))
                 right_k += fading * (seen[:, None] * q_row + alike[:, None] * k_row)
             last = tl.load(total + base + (CHUNK - 1) * KEY + d)[None]
@@ -558,10 +561,10 @@ def backward(
         sequences, length, tokens, value_heads, *d_out.stride()[:2], **walked,
         FINAL=d_final_state is not None, **_tile("walk_grads", value_size, key_size, _PART),
     )  # fmt: skip
-    z, z_turned, m, m_turned = (space(side, side, kind=wide) for _ in range(4))
+    of_pairs = space(4, side, side, kind=wide)
     squares[(cores.cube(),)](
-        d_out, number, firsts, counts, new, drop, z, z_turned, m, m_turned, value_heads,
-        *d_out.stride()[:2], VALUE=value_size, **_tile("squares", value_size, 1),
+        d_out, number, firsts, counts, new, drop, of_pairs, value_heads, *d_out.stride()[:2],
+        VALUE=value_size, **_tile("squares", value_size, 1),
     )  # fmt: skip
     of_q, of_k, of_rest, of_total = (space(side, key_size, kind=wide) for _ in range(4))
     crosses[(cores.cube(),)](
@@ -572,10 +575,9 @@ def backward(
     if varlen is not None:
         d_rates.zero_()
     inputs[(cores.vector(),)](
-        q, k, number, firsts, counts, x.total, x.units, x.scaled, z, z_turned, m, m_turned, of_q,
-        of_k, of_rest, back, own, d_q, d_k, d_rates, of_total, tokens, group, heads,
-        scale, *q.stride()[:2], *k.stride()[:2], **sizes, NORM=norm,
-        **_only("inputs"),
+        q, k, number, firsts, counts, x.total, x.units, x.scaled, of_pairs, of_q, of_k, of_rest,
+        back, own, d_q, d_k, d_rates, of_total, tokens, group, heads, scale, *q.stride()[:2],
+        *k.stride()[:2], **sizes, NORM=norm, **_only("inputs"),
     )  # fmt: skip
     d_beta.copy_(d_rates.mT.view(d_beta.shape))
     # what `scaled` was for is done
