@@ -38,18 +38,18 @@ def value_at(of_x, of_row, position, reach, d, count, x_row, s_column):
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "length", "tokens", "slots", "pad_slot", "rows", "steps", "columns",
-        "channels", "x_batch", "x_row", "s_slot", "s_column", "i_row", "i_step", "i_column",
+        "sequences", "tokens", "slots", "pad_slot", "rows", "steps", "columns", "channels", "x_row",
+        "s_slot", "s_column", "i_row", "i_step", "i_column",
     ]
 )  # fmt: skip
 def update(
     x, pool, weight, bias, slot_of, starts, accepted, window, row_of, parents, out,
-    sequences, length, tokens, slots, pad_slot, rows, steps, columns, channels,
-    x_batch, x_row, s_slot, s_column, i_row, i_step, i_column,
-    W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, INDEXED: tl.constexpr,
-    ACCEPTED: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, STORE: tl.constexpr,
-    KEEP: tl.constexpr, TREE: tl.constexpr, CHANNEL_TILE: tl.constexpr,
+    sequences, tokens, slots, pad_slot, rows, steps, columns, channels,
+    x_row, s_slot, s_column, i_row, i_step, i_column,
+    W: tl.constexpr, L: tl.constexpr, SILU: tl.constexpr, STORE: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
 ):  # fmt: skip
+    """Sequences lie one behind the other; without `starts` they are equally long."""
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
     for work in range(tl.program_id(0), sequences * tiles, tl.num_programs(0)):
@@ -57,23 +57,21 @@ def update(
         first = work % tiles * CHANNEL_TILE
         count = tl.minimum(channels - first, CHANNEL_TILE)
         on = d < count
-        if VARLEN:
+        if starts is not None:
             start = within(starts + n, tokens)
             size = tl.maximum(within(starts + n + 1, tokens) - start, 0)
-            of_x = x + start.to(tl.int64) * x_row + first
-            of_out = out + start.to(tl.int64) * channels + first
         else:
-            start = n * 0
-            size = length
-            of_x = x + n.to(tl.int64) * x_batch + first
-            of_out = out + n.to(tl.int64) * length * channels + first
-        if INDEXED:
+            size = tokens // sequences
+            start = n * size
+        of_x = x + start.to(tl.int64) * x_row + first
+        of_out = out + start.to(tl.int64) * channels + first
+        if slot_of is not None:
             slot = tl.load(slot_of + n).to(tl.int64)
         else:
             slot = n.to(tl.int64)
         there = (slot >= 0) & (slot < slots) & (slot != pad_slot)
         of_row = pool + tl.where(there, slot, 0) * s_slot + first
-        if ACCEPTED:
+        if accepted is not None:
             # before it is cast: what does not fit 32 bits wraps
             taken = tl.minimum(tl.maximum(tl.load(accepted + n), 1), L - W + 2).to(tl.int64)
             counted = taken + (W - 2)
@@ -82,24 +80,24 @@ def update(
             counted = n.to(tl.int64) * 0 + L
             place = L - size.to(tl.int64)
         reach = tl.where(there, counted, 0)
-        if KEEP:
+        if window is not None:
             kept_row = tl.load(row_of + n).to(tl.int64)
             kept = (kept_row >= 0) & (kept_row < rows)
             of_window = window + tl.where(kept, kept_row, 0) * i_row + first
         for t in range(0, size):
             position = t.to(tl.int64)
             total = tl.zeros((CHANNEL_TILE,), tl.float32)
-            if BIAS:
+            if bias is not None:
                 total += tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
             for back in tl.static_range(0, W):
                 value = value_at(of_x, of_row, position, reach, d, count, x_row, s_column)
                 total += value * tap(weight + first, back, d, on, channels, W)
-                if KEEP and back < W - 1:
+                if window is not None and back < W - 1:
                     to = of_window + t.to(tl.int64) * i_step + (W - 2 - back) * i_column + d
                     stored = d < tl.where(kept & (t < steps), count, 0)
                     tl.store(to, value.to(window.dtype.element_ty), mask=stored)
                 earlier = position - 1
-                if TREE:
+                if parents is not None:
                     inside = (position >= 0) & (position < columns)
                     at = parents + n.to(tl.int64) * columns + tl.where(inside, position, 0)
                     parent = tl.load(at).to(tl.int64)
@@ -119,7 +117,7 @@ def update(
                 to = of_row + column.to(tl.int64) * s_column + d
                 stored = d < tl.where(moved, count, 0)
                 tl.store(to, value.to(pool.dtype.element_ty), mask=stored)
-        if VARLEN:
+        if starts is not None:
             # tokens before the first sequence, and behind the last one
             zero = tl.zeros((CHANNEL_TILE,), out.dtype.element_ty)
             for t in range(0, tl.where(n == 0, start, 0)):
@@ -179,24 +177,18 @@ def forward(
     parents = retrieve_parent_token
     if parents is not None and parents.shape[1] == 0:
         parents = parents.new_full((sequences, 1), -1)  # no kernel reads an empty tensor
-    window = conv_states[:, None] if intermediate_conv_window is None else intermediate_conv_window
-
-    def given(tensor: Tensor | None) -> Tensor:
-        """A tensor stands for one that is not there, and is not touched."""
-        return x if tensor is None else tensor
-
+    window = intermediate_conv_window
+    rows, steps = (0, 0) if window is None else window.shape[:2]
+    in_row = x.flatten(0, -2)  # a copy only where the strides of sequences and tokens do not chain
     config = _tile(sequences, channels)
     tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
     update[(min(sequences * tiles, cores.vector()),)](
-        x, conv_states, weight.contiguous(), given(bias), given(conv_state_indices),
-        given(query_start_loc), given(num_accepted_tokens), window,
-        given(intermediate_state_indices), given(parents), out,
-        sequences, x.shape[-2], x.shape[:-1].numel(), conv_states.shape[0], pad_slot_id,
-        window.shape[0], window.shape[1], parents.shape[1] if parents is not None else 0, channels,
-        0 if varlen else x.stride(0), x.stride(-2), *conv_states.stride()[:2],
-        *window.stride()[:3], W=width, L=conv_states.shape[1], VARLEN=varlen,
-        INDEXED=conv_state_indices is not None, ACCEPTED=num_accepted_tokens is not None,
-        BIAS=bias is not None, SILU=activation is not None, STORE=not disable_state_update,
-        KEEP=intermediate_conv_window is not None, TREE=parents is not None, **config.keywords,
+        in_row, conv_states, weight.contiguous(), bias, conv_state_indices, query_start_loc,
+        num_accepted_tokens, window, intermediate_state_indices, parents, out, sequences,
+        in_row.shape[0], conv_states.shape[0], pad_slot_id, rows, steps,
+        0 if parents is None else parents.shape[1], channels, in_row.stride(0),
+        *conv_states.stride()[:2], *((0, 0, 0) if window is None else window.stride()[:3]),
+        W=width, L=conv_states.shape[1], SILU=activation is not None,
+        STORE=not disable_state_update, **config.keywords,
     )  # fmt: skip
     return out
