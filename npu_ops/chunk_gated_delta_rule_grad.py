@@ -132,19 +132,19 @@ def walk_states(
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "tokens", "group", "value_heads", "scale", "state_row", "q_token", "q_head",
-        "k_token", "k_head", "o_token", "o_head", "dv_token",
+        "sequences", "tokens", "group", "value_heads", "all_heads", "scale", "q_token", "q_head",
+        "k_token", "k_head", "o_token", "o_head",
     ]
 )  # fmt: skip
 def walk_grads(
     q, k, d_out, lengths, inverse, finer, seen, sums, rates, d_final, d_initial, d_value, grads,
-    back, drop, grown,
-    sequences, tokens, group, value_heads, scale, state_row, q_token, q_head, k_token, k_head,
-    o_token, o_head, dv_token,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, FINAL: tl.constexpr,
-    INITIAL: tl.constexpr, VALUE_TILE: tl.constexpr,
+    back, steps,
+    sequences, tokens, group, value_heads, all_heads, scale, q_token, q_head, k_token, k_head,
+    o_token, o_head, KEY: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """dv; E [chunks, HV, V, K]; R, -exp(G) beta R and scale exp(G) dO [chunks, HV, 64, V]."""
+    """dv; E [chunks, HV, V, K]; R [chunks, HV, 64, V]; of what E gets of q and of k, scale exp(G)
+    dO and -exp(G) beta R [chunks, HV, 2, 64, V].  dv and the states have `all_heads`."""
+    VARLEN: tl.constexpr = lengths is not None
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -163,8 +163,8 @@ def walk_grads(
             of_k = k + (head // group).to(tl.int64) * k_head
             of_o = d_out + head.to(tl.int64) * o_head
             of_state = column[:, None] * KEY + d[None]
-            whole = n.to(tl.int64) * state_row + head.to(tl.int64) * (VALUE * KEY)
-            if FINAL:
+            whole = (n.to(tl.int64) * all_heads + head) * (VALUE * KEY)
+            if d_final is not None:
                 grad = tl.load(d_final + whole + of_state).to(tl.float32)
             else:
                 grad = tl.zeros((VALUE_TILE, KEY), tl.float32)
@@ -194,16 +194,17 @@ def walk_grads(
                 dv = r * rate[:, None]
                 less = (dv * -growth).to(k_tile.dtype)
                 more = (o_tile.to(tl.float32) * growth * scale).to(k_tile.dtype)
-                to = d_value + token * dv_token + head * VALUE + column[None]
+                to = d_value + (token * all_heads + head) * VALUE + column[None]
                 tl.store(to, dv.to(d_value.dtype.element_ty), mask=there)
                 to = place * (CHUNK * VALUE) + i[:, None] * VALUE + column[None]
                 tl.store(back + to, r.to(back.dtype.element_ty))
-                tl.store(drop + to, less)
-                tl.store(grown + to, more)
+                to = place * (2 * CHUNK * VALUE) + i[:, None] * VALUE + column[None]
+                tl.store(steps + to, more)
+                tl.store(steps + CHUNK * VALUE + to, less)
                 gain = tl.dot(tl.trans(more), q_tile)
                 gain = tl.dot(tl.trans(less), k_tile, gain)
                 grad = grad * tl.exp(last) + gain
-            if INITIAL:
+            if d_initial is not None:
                 tl.store(d_initial + whole + of_state, grad.to(d_initial.dtype.element_ty))
         turn = ((turn - value_heads * TILES) % turns + turns) % turns
         start += length
@@ -258,7 +259,7 @@ def crosses(
 
 @entry.jit(do_not_specialize=["value_heads", "v_token", "v_head"])
 def dots(
-    v, number, firsts, counts, sums, kept, back, drop, grown, q_states, k_states, k_grads,
+    v, number, firsts, counts, sums, kept, back, steps, q_states, k_states, k_grads,
     of_rate, of_total, of_rest, value_heads, v_token, v_head,
     VALUE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -270,20 +271,22 @@ def dots(
     chunks = tl.load(number)
     for work in range(tl.program_id(0), chunks * value_heads * TILES, tl.num_programs(0)):
         i = work % TILES * ROWS + j
+        place = (work // TILES).to(tl.int64)
         head = work // TILES % value_heads
         chunk = work // TILES // value_heads
         there = (i < tl.load(counts + chunk))[:, None]
         token = (tl.load(firsts + chunk) + i).to(tl.int64)[:, None]
-        row = (work // TILES).to(tl.int64) * CHUNK + i
+        row = place * CHUNK + i
         at = row[:, None] * VALUE + e[None]
+        of_step = steps + (place * (2 * CHUNK) + i)[:, None] * VALUE + e[None]
         of_v = v + head.to(tl.int64) * v_head + token * v_token + e[None]
         k_state = tl.load(k_states + at).to(tl.float32)
         x = tl.load(of_v, mask=there, other=0.0).to(tl.float32)
         x -= k_state * tl.exp(tl.load(sums + row))[:, None]
         tl.store(of_rate + row, tl.sum(tl.load(back + at).to(tl.float32) * x, 1))
         rest = tl.load(kept + at).to(tl.float32) * tl.load(k_grads + at).to(tl.float32)
-        total = tl.load(grown + at).to(tl.float32) * tl.load(q_states + at).to(tl.float32)
-        total += tl.load(drop + at).to(tl.float32) * k_state
+        total = tl.load(of_step).to(tl.float32) * tl.load(q_states + at).to(tl.float32)
+        total += tl.load(of_step + CHUNK * VALUE).to(tl.float32) * k_state
         tl.store(of_total + row, tl.sum(total - rest, 1))
         tl.store(of_rest + row, tl.sum(rest, 1))
 
@@ -343,7 +346,7 @@ def pairs(
     do_not_specialize=["group", "heads", "q_token", "q_head", "k_token", "k_head", "to_token"]
 )
 def inputs(
-    q, k, number, firsts, counts, states, grads, grown, kept, drop, z, m, d_query, d_key,
+    q, k, number, firsts, counts, states, grads, steps, kept, z, m, d_query, d_key,
     group, heads, q_token, q_head, k_token, k_head, to_token,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -369,14 +372,15 @@ def inputs(
             place = ((chunk * heads + head) * group + one).to(tl.int64)
             of_state = place * (VALUE * KEY) + e[:, None] * KEY + column
             of_value = place * (CHUNK * VALUE) + i[:, None] * VALUE + e[None]
+            of_step = steps + of_value + place * (CHUNK * VALUE)
             tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
             state = tl.load(states + of_state)
             z_tile = tl.load(z + tile)
             m_tile = tl.load(m + tile)
-            dq = tl.dot(tl.load(grown + of_value), state, dq)
+            dq = tl.dot(tl.load(of_step), state, dq)
             dq = tl.dot(z_tile, k_tile, dq)
             dk = tl.dot(tl.load(kept + of_value), tl.load(grads + of_state), dk)
-            dk = tl.dot(tl.load(drop + of_value), state, dk)
+            dk = tl.dot(tl.load(of_step + CHUNK * VALUE), state, dk)
             dk = tl.dot(tl.trans(z_tile), q_tile, dk)
             dk = tl.dot(m_tile, k_tile, dk)
             dk = tl.dot(tl.trans(m_tile), k_tile, dk)
@@ -508,9 +512,10 @@ def backward(
             space(CHUNK.value, kind=wide) for _ in range(6)
         )
         states, grads = (space(value_size, key_size) for _ in range(2))
-        new, kept, back, drop, grown, q_states, k_states, k_grads = (
-            space(CHUNK.value, value_size) for _ in range(8)
+        new, kept, back, q_states, k_states, k_grads = (
+            space(CHUNK.value, value_size) for _ in range(6)
         )
+        steps = space(2, CHUNK.value, value_size)
         of_q, of_k, of_v, of_o = (x.stride()[:2] for x in (q, k, v, o))
         products[(cores.cube(),)](
             q, k, lengths, qk, kk, sequences, tokens, some, *of_q, *of_k, KEY=key_size,
@@ -529,13 +534,10 @@ def backward(
             0 if initial is None else initial.stride(0), *of_k, *of_v, VARLEN=varlen,
             INITIAL=initial is not None, **sizes, **_tile("walk_states", value_size, key_size),
         )  # fmt: skip
-        given = final if initial is None else initial
         walk_grads[(cores.cube(),)](
-            q, k, o, lengths, inverse, finer, seen, sums, rates,
-            grads if final is None else final, d_start, dv, grads, back, drop, grown, sequences,
-            tokens, group, values, scale, 0 if given is None else given.stride(0), *of_q, *of_k,
-            *of_o, dv.stride(0), VARLEN=varlen, FINAL=final is not None,
-            INITIAL=initial is not None, **sizes,
+            q, k, o, actual_seq_lengths, inverse, finer, seen, sums, rates, final,
+            None if initial is None else d_start, dv, grads, back, steps, sequences, tokens, group,
+            values, value_heads, scale, *of_q, *of_k, *of_o, **sizes,
             **_tile("walk_grads", value_size, key_size, _PART),
         )  # fmt: skip
         crosses[(cores.cube(),)](
@@ -544,7 +546,7 @@ def backward(
             **_tile("crosses", value_size, key_size),
         )  # fmt: skip
         dots[(cores.vector(),)](
-            v, number, firsts, counts, sums, kept, back, drop, grown, q_states, k_states, k_grads,
+            v, number, firsts, counts, sums, kept, back, steps, q_states, k_states, k_grads,
             of_rate, of_total, of_rest, values, *of_v, VALUE=value_size, **_only("dots"),
         )  # fmt: skip
         # P and the triangle are used up: Z and M lie in their place
@@ -553,7 +555,7 @@ def backward(
             of_rate, of_total, of_column, group, values, scale, **sizes, **_only("pairs"),
         )  # fmt: skip
         inputs[(cores.cube(),)](
-            q, k, number, firsts, counts, states, grads, grown, kept, drop, seen, inverse, dq, dk,
+            q, k, number, firsts, counts, states, grads, steps, kept, seen, inverse, dq, dk,
             group, some, *of_q, *of_k, dq.stride(0), **sizes,
             **_tile("inputs", key_size, value_size),
         )  # fmt: skip

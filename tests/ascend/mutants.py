@@ -107,8 +107,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.backward": (
         ("gate, lengths, finer, inverse, ", _SUMMED),
         ("k, v, lengths, finer, inverse, ", _SUMMED),
-        ("k, o, lengths, finer, inverse, ", _SUMMED),
-        ("drop, q_states, grown, ", _TIMES),
+        ("actual_seq_lengths, finer, inverse, ", _SUMMED),
         ("rates, grads, states, of_rest", _TIMES),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
