@@ -163,18 +163,21 @@ def product_of(numbers, ROWS: tl.constexpr):
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "heads", "group", "tokens_q", "tokens_k", "least", "most", "window", "scale",
+        "sequences", "heads", "group", "tokens_q", "tokens_k", "below", "window", "scale",
         "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
     ]
 )  # fmt: skip
 def attend(
     q, k, v, starts_q, starts_k, numbers, out, lse,
-    sequences, heads, group, tokens_q, tokens_k, least, most, window, scale,
+    sequences, heads, group, tokens_q, tokens_k, below, window, scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    VARLEN: tl.constexpr, WHOLE: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, Q_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sequences of `least` to below `most` rows.  WHOLE: they fill a tile."""
+    """The sequences of fewer than `below` rows; without it those that fill a tile."""
+    VARLEN: tl.constexpr = starts_q is not None
+    WINDOW: tl.constexpr = window is not None
+    WHOLE: tl.constexpr = below is None
     i = tl.arange(0, Q_TILE)
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
@@ -191,7 +194,10 @@ def attend(
         shift = count_k - count_q
         tiles = (count_q + Q_TILE - 1) // Q_TILE
         if VARLEN:
-            tiles = tl.where((count_q >= least) & (count_q < most), tiles, 0)
+            if WHOLE:
+                tiles = tl.where(count_q >= Q_TILE, tiles, 0)
+            else:
+                tiles = tl.where(count_q < below, tiles, 0)
         for work in range(turn, tiles * heads, turns):
             head = work // tiles
             first = in_turn(work % tiles, head, tiles, CAUSAL) * Q_TILE
@@ -300,8 +306,7 @@ def forward(
         return out, lse
     varlen, masked = cu_seqlens_q is not None, causal or window is not None
     tokens_q, tokens_k = (x.shape[0 if varlen else 2] for x in (q, k))
-    none = torch.empty(0, dtype=torch.int32, device=q.device)
-    numbers = numbers_of(q) if masked else none
+    numbers = numbers_of(q) if masked else None
     sizes = q.shape[-1], v.shape[-1]
     listed = tune.TABLE["fused_attention.attend"]
     whole, part = (
@@ -309,18 +314,17 @@ def forward(
         for found in (listed[max(sizes) > 128 :], _fitting(listed[PARTS:], *sizes))
     )
     full = whole.tiles["Q_TILE"]
-    launches = [(True, whole, full, tokens_q + 1), (False, part, 0, full)]
+    launches = [(whole, None), (part, full)]
     if not varlen:
         launches = launches[:1] if tokens_q >= full else launches[1:]
-    for fills, tiles, least, most in launches:
+    for tiles, below in launches:
         attend[(cores.cube(),)](
-            q, k, v, none if cu_seqlens_q is None else cu_seqlens_q,
-            none if cu_seqlens_k is None else cu_seqlens_k, numbers, out, lse,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, numbers, out, lse,
             cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0],
-            heads, heads // k.shape[1], tokens_q, tokens_k, least, most,
-            min(window or 0, FARTHEST), q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+            heads, heads // k.shape[1], tokens_q, tokens_k, below,
+            None if window is None else min(window, FARTHEST),
+            q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
             *strides(q), *strides(k), *strides(v),
-            DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, WINDOW=window is not None,
-            VARLEN=varlen, WHOLE=fills, **tiles.keywords,
+            DIM=q.shape[-1], VALUE_DIM=v.shape[-1], CAUSAL=causal, **tiles.keywords,
         )  # fmt: skip
     return out, lse

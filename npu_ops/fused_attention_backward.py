@@ -85,10 +85,11 @@ def grad_keys(
     grad_o, q, k, v, delta, sums, starts_q, starts_k, grad_k, grad_v,
     sequences, heads, key_heads, tokens_q, tokens_k, window, scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    VARLEN: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
-    set_workspace_multibuffer: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, Q_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
 ):  # fmt: skip
+    VARLEN: tl.constexpr = starts_q is not None
+    WINDOW: tl.constexpr = window is not None
     i = tl.arange(0, Q_TILE)
     j = tl.arange(0, KEY_TILE)
     column = j.to(tl.float32)[None]
@@ -204,9 +205,11 @@ def grad_query(
     grad_o, q, k, v, delta, sums, starts_q, starts_k, grad_q,
     sequences, heads, key_heads, tokens_q, tokens_k, window, scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    VARLEN: tl.constexpr, Q_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAUSAL: tl.constexpr, Q_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
 ):  # fmt: skip
+    VARLEN: tl.constexpr = starts_q is not None
+    WINDOW: tl.constexpr = window is not None
     i = tl.arange(0, Q_TILE)
     j = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
@@ -239,7 +242,9 @@ def grad_query(
                 first, left, shift, count_k, window, CAUSAL, WINDOW, Q_TILE, KEY_TILE
             )
             position = shift + first + i
-            low = position - window + 1
+            low = position
+            if WINDOW:
+                low = position - window + 1
             # count_k, as a vector: a mask of keys alone keeps the vector units from sharing
             high = tl.minimum(position + count_q + count_k, count_k)
             if CAUSAL:
@@ -304,24 +309,14 @@ def backward(
         VALUE_DIM=v.shape[-1], VARLEN=varlen, GRAD_LSE=grad_lse is not None,
         **tune.only("fused_attention_backward.row_sums").keywords,
     )  # fmt: skip
-    none = torch.empty(0, dtype=torch.int32, device=q.device)
-    inputs = (
-        grad_o, q, k, v, delta, sums, none if cu_seqlens_q is None else cu_seqlens_q,
-        none if cu_seqlens_k is None else cu_seqlens_k,
-    )  # fmt: skip
+    inputs = (grad_o, q, k, v, delta, sums, cu_seqlens_q, cu_seqlens_k)
     scalars = (
         batches if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
-        heads, key_heads, tokens_q, tokens_k, min(window or 0, FARTHEST),
+        heads, key_heads, tokens_q, tokens_k, None if window is None else min(window, FARTHEST),
         q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
         *strides(q), *strides(k), *strides(v), *strides(grad_o),
     )  # fmt: skip
-    flags = {
-        "DIM": q.shape[-1],
-        "VALUE_DIM": v.shape[-1],
-        "CAUSAL": causal,
-        "WINDOW": window is not None,
-        "VARLEN": varlen,
-    }
+    flags = {"DIM": q.shape[-1], "VALUE_DIM": v.shape[-1], "CAUSAL": causal}
     grad_keys[(cores.cube(),)](
         *inputs, grad_k, grad_v, *scalars, **flags,
         **config("fused_attention_backward.grad_keys", *sizes, masked=masked).keywords,

@@ -53,7 +53,8 @@ def _products() -> Iterator[Choice]:
     """Four heads of 512 columns: sixteen tiles."""
     given = dict(x=_t(2, 4, 128), w=_t(4, 128, 512), out=_t(2, 4, 512))
     yield Choice("product", "heads", given, "nd_product", dict(programs=16))
-    given |= dict(sin=_t(2, 64), cos=_t(2, 64))
+    given |= dict(x=_t(2, 4, 192), out_rope=_t(2, 4, 64), sin=_t(2, 64), cos=_t(2, 64))
+    given |= dict(interleaved=False)
     yield Choice("absorption", "queries", given, "absorb", dict(programs=16))
 
 
@@ -113,7 +114,7 @@ def _attentions() -> Iterator[Choice]:
     # 128 rows of 128 channels fill the largest tile
     q = _t(1, 1, 128, 128)
     given = dict(q=q, k=q, v=q, causal=False, deterministic=False)
-    wanted = dict(Q_TILE=128, WHOLE=True)
+    wanted = dict(Q_TILE=128)
     yield Choice("fused_attention", "forward", given, "attend", wanted)
 
     query, key, rope = _t(1, 1, 16, 512), _t(1, 64, 1, 512), _t(1, 1, 16, 64)

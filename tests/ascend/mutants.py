@@ -135,7 +135,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("-> shift (4)", "keys that are out of a window's sight are hidden by the mask as well"),
     ),
     "fused_attention.attend": (
-        ("count_q <= most", "a sequence that fills one tile is done again, by the second launch"),
+        ("count_q <= below", "a sequence that fills one tile is done again, by the second launch"),
         ("count_k, start, window, row_max, total, (2)", _UNMASKED),
         ("start, window, count_k, row_max, total, acc, sc (2)", _UNMASKED),
         ("-> shift (2)", _UNMASKED),

@@ -230,8 +230,8 @@ CONTROLS = (
     Control(
         "a sequence of as many rows as a tile forgotten",
         KERNEL,
-        "(count_q >= least)",
-        "(count_q > least)",
+        "count_q >= Q_TILE, tiles",
+        "count_q > Q_TILE, tiles",
         "packed, as many rows as a tile, and one less",
     ),
     Control(
