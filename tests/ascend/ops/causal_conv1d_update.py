@@ -32,9 +32,11 @@ def call(
     bias: bool = True,
     activation: str | None = "silu",
     state: torch.dtype | None = None,
+    turned: bool = False,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
-    """`starts` are prefix sums (then `tokens` are those of all)."""
+    """`starts` are prefix sums (then `tokens` are those of all); `turned`: a token of each sequence
+    lies before the next of any."""
 
     def make(x: Inputs) -> Arguments:
         n = len(slots) if slots is not None else sequences
@@ -47,6 +49,8 @@ def call(
             weight=x.normal(width, channels),
             activation=activation,
         )
+        if turned:
+            arguments["x"] = x.normal(tokens, n, channels).transpose(0, 1)
         if bias:
             arguments["bias"] = x.normal(channels)
         if slots is not None:
@@ -70,6 +74,7 @@ CASES = (
     Case(OP, "decode, the slot past the last", call([3, SLOTS, 0])),
     Case(OP, "no indices, no bias, no activation", call(None, bias=False, activation=None)),
     Case(OP, "more columns than taps, 2 tokens", call([4, 1], 2, columns=5)),
+    Case(OP, "2 tokens, before the sequences", call([4, 1, 0], 2, turned=True)),
     Case(OP, "more tokens than columns", call([4, 1], 5, width=3, columns=2)),
     Case(OP, "two taps, fp16, float32 states",
          call([4, 1], width=2, columns=1, state=torch.float32), torch.float16),
@@ -96,6 +101,13 @@ CASES = (
     Case(OP, "middling", call([3, 1, 5], channels=8192), cores=(24,)),
 )  # fmt: skip
 CONTROLS = (
+    Control(
+        "a batch's sequences lie on one another",
+        KERNEL,
+        "start = n * size",
+        "start = n * 0",
+        "2 tokens, before the sequences",
+    ),
     Control(
         "the slot past the last is there",
         KERNEL,
