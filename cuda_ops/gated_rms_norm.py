@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from ..dispatch.common.gated_norm import rows_of
 from .common import launches
 from .common.convolution import sigmoid
 
@@ -64,11 +65,6 @@ def tile(group: int, most: int) -> tuple[int, int]:
     """(rows, channels) of a tile of at most `most` numbers."""
     BG = triton.next_power_of_2(group)
     return max(1, most // BG), BG
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """[..., D] as [A, H, D]; a copy only where the strides of A's dimensions do not chain."""
-    return x[None] if x.ndim == 2 else x.reshape(-1, *x.shape[-2:])
 
 
 def unsupported(x: Tensor, group_size: int | None, **_: Any) -> str | None:

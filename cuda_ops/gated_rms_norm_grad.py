@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from ..dispatch.common.gated_norm import rows_of
 from .common import gpu, launches
-from .gated_rms_norm import rows_at, rows_of, tile
+from .gated_rms_norm import rows_at, tile
 from .gated_rms_norm import unsupported as unsupported
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from ..dispatch.common.gated_norm import rows_of
 from . import cores, entry, tune
 
 _KERNEL = "gated_rms_norm.normalise"
@@ -64,11 +65,6 @@ def fitting(kernel: str, group: int) -> tune.Config | None:
     """The most rows of a group that UB holds."""
     table = [c for c in tune.TABLE[kernel] if c.tiles["ROWS"] * group <= _LARGEST[kernel]]
     return tune.choose(kernel, table, group) if table else None
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """[..., D] as [A, H, D]; a copy only where the strides of A's dimensions do not chain."""
-    return x[None] if x.ndim == 2 else x.reshape(-1, *x.shape[-2:])
 
 
 def unsupported(x: Tensor, group_size: int | None, kernel: str = _KERNEL, **_: Any) -> str | None:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch.common import memory
+from ..dispatch.common.gated_norm import rows_of
 from . import cores, entry
 from . import gated_rms_norm as norm
 
@@ -97,7 +98,7 @@ def backward(
     d_gate = memory.empty(x.shape, gate.dtype, x.device)
     if dx.numel() == 0:
         return dx, d_gate, torch.zeros_like(weight)
-    x, gate, d_out = norm.rows_of(x), norm.rows_of(gate), norm.rows_of(d_out)
+    x, gate, d_out = rows_of(x), rows_of(gate), rows_of(d_out)
     outer, heads, size = x.shape
     group = group_size or size
     config = norm.fitting(_KERNEL, group)
