@@ -122,8 +122,8 @@ CONTROLS = (
     Control(
         "the last value head alone",
         KERNEL,
-        "dq = tl.dot(tl.load(grown + of_value), state, dq)",
-        "dq = tl.dot(tl.load(grown + of_value), state)",
+        "dq = tl.dot(tl.load(of_step), state, dq)",
+        "dq = tl.dot(tl.load(of_step), state)",
         "two chunks and a part",
     ),
     Control(
