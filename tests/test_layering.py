@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from custom.dispatch.specs import SPECS
 
+from docs.functions import functions
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("custom", "dispatch", "npu_ops", "cuda_ops", "graph_mode")
 KERNELS = ("npu_ops", "cuda_ops")
@@ -260,3 +262,8 @@ def test_barriers_are_forgotten():
             made = re.findall(r"(\w+) = (?:gl\.allocate_shared_memory\(gl\.int64|ring\()", kernel)
             if made and "warp_specialize(" not in kernel and "return " not in kernel:
                 assert sorted(gone.findall(kernel)) == sorted(made), (file.name, made)
+
+
+def test_few_kernels_have_more_than_thirty_parameters():
+    wide = [each.where for each in functions() if each.jitted and each.parameters > 30]
+    assert len(wide) <= 8 and all(where.startswith("npu_ops/") for where in wide), wide
