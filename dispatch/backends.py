@@ -11,8 +11,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,21 +111,27 @@ def has_kernel(backend: Backend, spec: Spec) -> bool:
     return importlib.util.find_spec(f"{backend.package}.{spec.file}") is not None
 
 
+class Launcher(NamedTuple):
+    """What an op's module in a backend's package offers."""
+
+    function: Callable[..., Any]
+    unsupported: Callable[..., str | None]
+    """`unsupported(**arguments)`: why the module cannot run a call, or None."""
+    unsupported_on: Callable[[torch.device], str | None]
+    """Why it runs no call at all on a device, or None."""
+
+
 @cache
-def launcher(backend: Backend, spec: Spec) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """(function, unsupported) of the op's module in the backend's package; None: not written yet.
-    `unsupported(**arguments)` is the module's own word on what it cannot do: a reason, or None."""
+def launcher(backend: Backend, spec: Spec) -> Launcher | None:
+    """The op's launcher of the backend's package; None: not written yet."""
     if not has_kernel(backend, spec):
         return None
-    module = _module(backend, spec)
+    module = importlib.import_module(f"{backend.package}.{spec.file}")
     function = getattr(module, spec.function)
     if backend is NPU:
         function = importlib.import_module(f"{_ROOT}.npu_ops.tune").retrying(spec.name, function)
-    return function, getattr(module, "unsupported", _nothing)
-
-
-def _module(backend: Backend, spec: Spec) -> ModuleType:
-    return importlib.import_module(f"{backend.package}.{spec.file}")
+    refusals = (getattr(module, name, _nothing) for name in ("unsupported", "unsupported_on"))
+    return Launcher(function, *refusals)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -138,10 +143,8 @@ def reason_against_all(backend: Backend, spec: Spec, device: torch.device) -> st
     reason = cannot_run(backend, device)
     if reason is not None:
         return reason
-    if launcher(backend, spec) is None:
-        return "has no kernel for this op yet"
-    against: str | None = getattr(_module(backend, spec), "unsupported_on", _nothing)(device)
-    return against
+    found = launcher(backend, spec)
+    return "has no kernel for this op yet" if found is None else found.unsupported_on(device)
 
 
 def reason_against(
@@ -149,9 +152,11 @@ def reason_against(
 ) -> str | None:
     """Why `backend` cannot run this very call, or None."""
     against = reason_against_all(backend, spec, device)
+    if against is not None:
+        return against
     found = launcher(backend, spec)
-    if against is None and found is not None:
-        against = found[1](**arguments)
+    assert found is not None  # reason_against_all said so
+    against = found.unsupported(**arguments)
     if against is None and backend is NPU:
         against = nz.unreadable(arguments)
     return against
@@ -195,7 +200,7 @@ def runner(spec: Spec, key: str, arguments: dict[str, Any]) -> Runner:
         raise _none_can_run(spec, device, arguments)
     found = launcher(backend, spec)
     assert found is not None  # reason_against said so
-    return Runner(spec, backend, device, found[0])
+    return Runner(spec, backend, device, found.function)
 
 
 @cache

@@ -159,7 +159,7 @@ def direct(name: str, arguments: dict[str, Any]) -> Any:
     spec = BY_NAME[name]
     found = backends.launcher(backends.CUDA, spec)
     assert found is not None
-    return found[0](**register.bind(register.overload(spec)._schema, (), arguments))
+    return found.function(**register.bind(register.overload(spec)._schema, (), arguments))
 
 
 def _tensors(out: Any) -> list[Tensor]:
@@ -837,6 +837,19 @@ def test_what_triton_does_once_begins_with_the_import_of_kernels(monkeypatch):
     go_on.set()
     with ThreadPoolExecutor(1) as executor, launches.compiling(executor):
         assert said == ["key"]
+
+
+def test_calls_go_on_behind_a_kernel_that_did_not_compile(monkeypatch):
+    def compile() -> CompiledKernel:
+        raise ValueError("no such layout")
+
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", pretended_driver(90))
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(ValueError, match="no such layout"), launches.compiling(executor):
+            _async_compile.active_mode.get().submit("key", compile, lambda kernel: None)
+        with launches.compiling(executor):
+            pass
 
 
 def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch):

@@ -203,7 +203,8 @@ def test_ops_without_weights_refuse_2d_operands_too(torch_npu):
 
 def test_every_op_asks_before_it_runs_on_an_npu(torch_npu, monkeypatch):
     monkeypatch.setattr(backends, "cannot_run", lambda *_: None)
-    monkeypatch.setattr(backends, "launcher", lambda *_: (lambda **_: "ran", lambda **_: None))
+    found = backends.Launcher(lambda **_: "ran", lambda **_: None, lambda _: None)
+    monkeypatch.setattr(backends, "launcher", lambda *_: found)
     monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
     monkeypatch.setattr(backends, "made_current", lambda device: nullcontext())
     spec = BY_NAME["npu_sparse_attention_pto"]

@@ -205,7 +205,7 @@ def gather(recorder: Recorder, wanted: list[str]) -> list[dict[str, Any]]:
             device = backends.device_of(arguments)
             row["refused"] = backends.reason_against(backends.CUDA, spec, device, arguments)
             if row["refused"] is None:
-                backends.launcher(backends.CUDA, spec)[0](**arguments)
+                backends.launcher(backends.CUDA, spec).function(**arguments)
         row["launches"] = list(dict.fromkeys(recorder.launches))
     return found
 
