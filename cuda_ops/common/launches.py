@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, active_mode
 from triton.runtime.cache import triton_key
 
 from ...dispatch.common import memory
@@ -126,6 +126,7 @@ def compiling(executor: Executor) -> Iterator[None]:
             yield
     finally:
         _here.compiling = False
+        active_mode.set(None)  # Triton leaves it where a kernel did not compile
 
 
 # ast.parse, with which a compile begins, is not for two threads at a time in these
