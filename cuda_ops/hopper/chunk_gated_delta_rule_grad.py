@@ -138,7 +138,8 @@ def _over_states(
 ):  # fmt: skip
     k, v, t = shared.k, shared.v, shared.t
     full, empty = shared.full, shared.empty
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DK, 16])
+    DK: gl.constexpr = C.DK
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
@@ -148,7 +149,7 @@ def _over_states(
     if C.INITIAL:
         state = gl.load(initial + whole_at).to(gl.float32)
     else:
-        state = gl.zeros([64, C.DK], gl.float32, layout=MS)
+        state = gl.zeros([64, DK], gl.float32, layout=MS)
     chunks = (length + 63) // 64
     fades += (first_chunk.to(gl.int64) * C.NV + hv) * 64 + 63
     n_half = zero.to(dtype)
@@ -201,7 +202,8 @@ def _over_gradients(
 ):  # fmt: skip
     q, k, o, t, p = shared.q, shared.k, shared.v, shared.t, shared.p
     full, empty = shared.full, shared.empty
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DK, 16])
+    DK: gl.constexpr = C.DK
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
     M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     AS: gl.constexpr = gl.DotOperandLayout(0, MS, 2)
@@ -211,7 +213,7 @@ def _over_gradients(
     if C.FINAL:
         grad = gl.load(d_final + whole_at).to(gl.float32)
     else:
-        grad = gl.zeros([64, C.DK], gl.float32, layout=MS)
+        grad = gl.zeros([64, DK], gl.float32, layout=MS)
     chunks = (length + 63) // 64
     fades += ((first_chunk + chunks).to(gl.int64) * C.NV + hv) * 64 + 63
     r_half = zero.to(dtype)
@@ -267,11 +269,12 @@ def _consumer(
     shared, n_desc, r_desc, states_desc, grads_desc, fades, initial, d_final, d_initial, start,
     length, first_chunk, sequence, hv, block, back, scale, C: gl.constexpr,
 ):  # fmt: skip
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.DK, 16])
+    DK: gl.constexpr = C.DK
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
     cv = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
-    ck = gl.arange(0, C.DK, layout=gl.SliceLayout(0, MS))
-    whole_at = (sequence.to(gl.int64) * C.NV + hv) * (C.DV * C.DK)
-    whole_at = whole_at + cv[:, None] * C.DK + ck[None, :]
+    ck = gl.arange(0, DK, layout=gl.SliceLayout(0, MS))
+    whole_at = (sequence.to(gl.int64) * C.NV + hv) * (C.DV * DK)
+    whole_at = whole_at + cv[:, None] * DK + ck[None, :]
     if back == 0:
         _over_states(
             shared, states_desc, n_desc, fades, initial, whole_at, start, length, first_chunk, hv,
@@ -332,10 +335,11 @@ def _walks(
     C: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """N and the states of a sequence, or R and their gradients, for 64 columns of one head."""
+    DK: gl.constexpr = C.DK
     STAGES: gl.constexpr = C.STAGES
     BLOCKS: gl.constexpr = C.DV // 64
     dtype: gl.constexpr = k_desc.dtype
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.DK], dtype)
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     program = gl.program_id(0)
@@ -352,12 +356,12 @@ def _walks(
         start, length = tokens_of(s, each, s < sequence, sequence, T)
         # before a sequence with tokens; before another it may wrap, and is not used
         first_chunk = gl.sum(gl.where(s < sequence, (each + 63) // 64, 0), 0)
-    q = gl.allocate_shared_memory(dtype, [STAGES, 64, C.DK], WIDE)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 64, C.DK], WIDE)
+    q = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 64, DK], WIDE)
     v = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
     t = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
     p = gl.allocate_shared_memory(dtype, [STAGES, 64, 64], TILE)
-    to_state = gl.allocate_shared_memory(dtype, [64, C.DK], states_desc.layout)
+    to_state = gl.allocate_shared_memory(dtype, [64, DK], states_desc.layout)
     to_x = gl.allocate_shared_memory(dtype, [64, 64], TILE)
     grown = gl.allocate_shared_memory(gl.float32, [STAGES, 64], grown_desc.layout)
     left = gl.allocate_shared_memory(gl.float32, [STAGES, 64], left_desc.layout)

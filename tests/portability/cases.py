@@ -201,6 +201,18 @@ def _delta_rule() -> Iterator[tuple[str, str, Make]]:
         label = f"K{d} V{d}, {str(state).removeprefix('torch.')} state"
         yield "npu_chunk_gated_delta_rule", label, forward
         yield "npu_chunk_gated_delta_rule_grad", label, grad
+    for d in (64, 128):
+
+        def bare(at, seed, d=d):  # type: ignore[no-untyped-def]
+            given = {x: _bf16(4096, n, d) for x, n in (("query", 16), ("key", 16), ("value", 32))}
+            return given | dict(actual_seq_lengths=_bf16(4, dtype=torch.int64))
+
+        def bare_grad(at, seed, d=d, forward=bare):  # type: ignore[no-untyped-def]
+            return forward(at, seed) | dict(d_out=_bf16(4096, 32, d))
+
+        label = f"K{d} V{d}, packed, no state, no gates"
+        yield "npu_chunk_gated_delta_rule", label, bare
+        yield "npu_chunk_gated_delta_rule_grad", label, bare_grad
     for d, bound in [(64, None), (96, -5.0)]:
 
         def kda_forward(at, seed, d=d, bound=bound):  # type: ignore[no-untyped-def]
