@@ -131,7 +131,11 @@ def test_loop(device, backend, rows):
     },
     6: {
         "cuda_ops/<op>.py": '''
-"""One kernel for every shape: a program takes BLOCK numbers."""
+"""A program takes BLOCK numbers.
+
+    condition  kernels
+    any        _scale
+"""
 
 from __future__ import annotations
 
@@ -167,6 +171,81 @@ def forward(x: Tensor, weight: Tensor, scale: float) -> Tensor:
             x, weight, out, scale, out.numel(), len(weight), BLOCK=BLOCK
         )
     return out
+''',
+    },
+    7: {
+        "npu_ops/<op>.py": '''
+"""A program takes rows, one after the other, each as one vector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch.common import memory
+from . import cores, entry, tune
+
+
+@entry.jit(do_not_specialize=["rows", "size"])
+def scale_rows(x, weight, out, scale, rows, size, WIDTH: tl.constexpr):
+    d = tl.arange(0, WIDTH)
+    weights = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = row.to(tl.int64) * size
+        values = tl.load(x + at + d, mask=d < size, other=0.0).to(tl.float32)
+        values = (scale * values * weights).to(out.dtype.element_ty)
+        tl.store(out + at + d, values, mask=d < size)
+
+
+def unsupported(x: Tensor, **_: Any) -> str | None:
+    if x.dtype is torch.float64:
+        return "x is float64, the vector unit computes in float32"
+    return f"D={x.shape[-1]}, the kernel holds up to 2048" if x.shape[-1] > 2048 else None
+
+
+def forward(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    out = memory.empty(x.shape, x.dtype, x.device)
+    rows, size = x.shape[0] * x.shape[1], x.shape[2]
+    if out.numel():
+        scale_rows[(min(rows, cores.vector()),)](
+            x, weight, out, scale, rows, size,
+            **tune.at_least("toy.scale_rows", "WIDTH", size).keywords,
+        )  # fmt: skip
+    return out
+''',
+        "npu_ops/tune.py": [
+            (
+                "TABLE: dict[str, tuple[Config, ...]] = {\n",
+                '    "toy.scale_rows": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),\n',
+            )
+        ],
+        "tests/ascend/ops/<op>.py": '''
+"""npu_toy: one row and several, as wide as a tile and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..case import Arguments, Case, Inputs
+from ..controls import Control
+
+OP = "npu_toy"
+
+
+def call(rows: int, size: int) -> Callable[[Inputs], Arguments]:
+    return lambda x: dict(x=x.normal(1, rows, size), weight=x.normal(size), scale=0.5)
+
+
+CASES = (
+    Case(OP, "as wide as a tile", call(1, 512)),
+    Case(OP, "wide", call(70, 700), torch.float16),
+)
+CONTROLS = (Control("masks forgotten", "toy", "mask=d < size)", "mask=d < WIDTH)", "wide"),)
 ''',
     },
     8: {
@@ -213,6 +292,7 @@ CONTRACTS = "test_contracts.py"
 PUBLIC = "test_contracts.py::test_public_function_equals_schema"
 OWN = "tests/test_<op>.py"
 LAYERING = "test_layering.py"
+ASCEND = "make test-ascend"
 ONNX = "test_onnx.py"
 ROWS = "test_tools.py::test_every_op_has_rows"
 PAGES = "test_tools.py::test_pages_show_the_records_and_figures"
@@ -222,6 +302,7 @@ NAMED = {
     4: [PUBLIC],
     5: [OWN],
     6: [OWN, LAYERING],
+    7: [ASCEND],
     8: [ONNX],
     9: [ROWS],
     10: [PAGES],
@@ -298,12 +379,19 @@ def test_a_step_names_its_tests():
             assert f"`{test}`" in STEPS[str(step)], f"step {step} does not name {test}"
 
 
+def put(file: Path, old: str, new: str) -> None:
+    assert file.read_text().count(old) == 1, (file, old)
+    file.write_text(file.read_text().replace(old, new))
+
+
 def test_the_steps_add_an_op(copy):
     for package in ("onnxruntime", "onnxscript", "transformers"):
         pytest.importorskip(package)
     follow(copy, 1)
     assert run(copy, REFERENCE) == {REFERENCE: {"FAILED"}}
-    follow(copy, 2, 3)
+    follow(copy, 3)
+    assert run(copy, REFERENCE) == {REFERENCE: {"FAILED"}}
+    follow(copy, 2)
     later = (PUBLIC, ONNX, ROWS, PAGES)
     before = run(copy, REFERENCE, *later)
     assert before.pop(REFERENCE) == {"PASSED"}
@@ -322,3 +410,45 @@ def test_under_the_interpreter(copy):
     follow(copy, 6)
     found = run(copy, OWN, LAYERING, **variables)
     assert found == {OWN: {"PASSED"}, LAYERING: {"PASSED"}}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "from .common import launches\n",
+            "from .common import launches\nfrom ..custom import env\n",
+        ),
+    ],
+    ids=["an import that goes up"],
+)
+def test_what_layering_refuses(copy, old, new):
+    follow(copy, 1, 6)
+    put(copy / "cuda_ops/toy.py", old, new)
+    assert "FAILED" in run(copy, LAYERING)[LAYERING]
+
+
+def test_on_the_ascend_harness(copy):
+    """Which `make test-ascend` sets up; of it the part that is the op's own."""
+    if not (ROOT / ".ascend/ready").exists():
+        pytest.skip("needs .ascend/: make test-ascend")
+    (copy / ".ascend").symlink_to(ROOT / ".ascend")
+    follow(copy, 1, 2, 7)
+
+    def harness() -> list[str]:
+        ran = subprocess.run(
+            ["bash", "tests/ascend/run.sh", "toy"], cwd=copy, capture_output=True, text=True
+        )
+        said = ran.stdout.splitlines()
+        assert said, ran.stderr[-3000:]
+        assert (said[-1] == "green") == (ran.returncode == 0), ran.stderr[-3000:]
+        return [line.removeprefix("FAIL ") for line in said if line.startswith("FAIL ")]
+
+    cases = copy / "tests/ascend/ops/toy.py"
+    put(cases, "call(70, 700)", "call(70, 512)")
+    assert harness() == [
+        "toy.scale_rows WIDTH=2048: no case reaches it",
+        "planted mistake not caught: toy: masks forgotten",
+    ]
+    put(cases, "call(70, 512)", "call(70, 700)")
+    assert harness() == []
