@@ -3,7 +3,7 @@
 """Gradients of the sparse latent attention.
 
     p = exp(s - softmax_max) / softmax_sum       dp = d_out . value       (s as in the forward op)
-    ds = scale p (dp - sum_r d_out out)          d_query = ds key
+    ds = scale p (dp - sum_r d_out out + d_softmax_sum softmax_sum)          d_query = ds key
     d_key = ds^T query (+ p^T d_out where value is None)       d_value = p^T d_out
 
 One program a query row and HEAD_TILE heads; what belongs to keys is added up as scatter.py says.
@@ -53,7 +53,7 @@ def _keys_tile(base, outer, inner, ok, o_stride, i_stride, d, D: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
 def _gradients(
     q, q_rope, key, key_rope, value, indices, d_out, out, softmax_max, softmax_sum,
-    act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
+    d_softmax_sum, act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
     scale, tokens, requests, reach, table_stride, pages, entries, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -79,6 +79,9 @@ def _gradients(
     seeing = row_sum > 0  # a row that sees no key has max -inf and sum 0
     row_max = tl.where(seeing, row_max, 0.0)
     inverse = 1.0 / tl.where(seeing, row_sum, 1.0)
+    if d_softmax_sum is not None:
+        of_sum = tl.load(d_softmax_sum + stat, mask=real, other=0.0)
+        delta -= tl.where(seeing, of_sum * row_sum, 0.0)
     dq = tl.full([C.HEAD_TILE, C.R_TILE], 0.0, tl.float32)
     if C.D > 0:
         qr_tile = _heads_tile(q_rope, row, head, qr_row, qr_head, r, C.HEADS, C.D)
@@ -166,6 +169,7 @@ def backward(
     actual_seq_kvlen: Tensor | None,
     layout: str | None,
     sparse_mode: int | None,
+    d_softmax_sum: Tensor | None,
     **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = layout or "BSND"
@@ -193,7 +197,7 @@ def backward(
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
         if query.numel():
             launches.kernel(_gradients, plan.rows * triton.cdiv(heads, tile))(
-                q, qr, key, kr, v, index, do, o, softmax_max, softmax_sum,
+                q, qr, key, kr, v, index, do, o, softmax_max, softmax_sum, d_softmax_sum,
                 d_q=d_query, d_q_rope=d_query_rope, d_key=sums[0], d_key_rope=sums[1],
                 d_value=sums[2], peaks=peaks, scale=scale_value,
                 entries=index.shape[1] * sparse_block_size,

@@ -20,8 +20,8 @@ def npu_merge_states(
 
     lse = log sum_i exp(lse_i);  out = sum_i exp(lse_i - lse) outs_i, in float32.
     A part whose lse is -inf, +inf or NaN is empty and counts nothing, whatever its `outs` hold.
-    Differentiable in every argument; the statistics of npu_sparse_flash_attention carry no
-    gradient, so that parts of sparse attention differentiate in one call, or not at all.
+    Differentiable in every argument: parts of npu_sparse_flash_attention, whose sums carry a
+    gradient, differentiate as the whole does.
 
     Formula: online softmax (Milakov and Gimelshein, 2018), over parts.
 

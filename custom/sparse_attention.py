@@ -836,8 +836,9 @@ def npu_sparse_flash_attention(
 
     Returns:
         out like `query`; softmax_max and softmax_sum float32 [B, 1, S, N] ([1, T, N] with TND),
-        without the sinks (natural: lse = max + ln(sum)); shape [0] unless `return_softmax_lse`,
-        and without a gradient: what is made of them does not differentiate the logits.
+        without the sinks (natural: lse = max + ln(sum)); shape [0] unless `return_softmax_lse`.
+        The sum carries a gradient and the maximum, its shift, none: a function of lse
+        differentiates right, one of either alone does not.
         A query that sees nothing gets out 0, max -inf, sum 0.
 
     Raises:
@@ -874,12 +875,13 @@ def npu_sparse_flash_attention_grad(
     pre_tokens: int | None = UNLIMITED,
     next_tokens: int | None = UNLIMITED,
     attention_mode: int | None = 2,
+    d_softmax_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `npu_sparse_flash_attention` in everything but the indices.
 
-    Same signature as torch_npu's op.  P = exp(z - max) / sum, dP = d_out value^T,
-    dz = P (dP - rowsum(d_out out)); the key's gradients are summed over all queries that chose it,
-    in a fixed order under torch.use_deterministic_algorithms.
+    Signature of torch_npu's op, and `d_softmax_sum`.  P = exp(z - max) / sum, dP = d_out value^T,
+    dz = P (dP - rowsum(d_out out) + d_sum sum); the key's gradients are summed over all queries
+    that chose it, in a fixed order under torch.use_deterministic_algorithms.
 
     Args:
         query: as in the forward.
@@ -901,6 +903,7 @@ def npu_sparse_flash_attention_grad(
         pre_tokens: only the default is supported.
         next_tokens: only the default is supported.
         attention_mode: 2, absorbed latent attention.
+        d_softmax_sum: gradient of `softmax_sum`, of its shape and dtype; None: zero.
 
     Returns:
         d_query, d_key, d_value, d_query_rope, d_key_rope, like their inputs. Where `value` is None

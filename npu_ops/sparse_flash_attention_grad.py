@@ -3,10 +3,11 @@
 """Gradients of the sparse latent attention; every sum has one fixed order.
 
     p = exp(z - softmax_max) / softmax_sum       dp = d_out . key      (z as in the forward op)
-    dz = scale p (dp - sum_d d_out out)          d_query = dz key
+    dz = scale p (dp - delta)                    d_query = dz key
                                                  d_key = dz^T query + p^T d_out
 
-    row_sums     vector cores    log-sum-exp of a head's row, and the sum of d_out out
+    row_sums     vector cores    log-sum-exp of a head's row, and
+                                 delta = sum_d d_out out - d_softmax_sum softmax_sum
     grad_query   cube + vector   a token's heads, over its selected keys, laid out densely by the
                                  forward op's kernels
     grad_keys    cube + vector   a tile of keys, over the tokens of its request that see it and
@@ -33,7 +34,7 @@ from .sparse_flash_attention import gather, resolved
 
 @entry.jit(do_not_specialize=["rows", "heads", "g_row", "g_head", "o_row", "o_head"])
 def row_sums(
-    d_out, out, peak, total, delta, lse, rows, heads, g_row, g_head, o_row, o_head,
+    d_out, out, peak, total, d_total, delta, lse, rows, heads, g_row, g_head, o_row, o_head,
     LATENT: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
     """A row that saw nothing gets the sum inf, so that its p is 0."""
@@ -48,9 +49,13 @@ def row_sums(
         )  # fmt: skip
         o = tl.load(out + token * o_row + h[:, None] * o_head + d[None], mask=there, other=0.0)
         at = token * heads + h
-        tl.store(delta + at, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1), mask=h < heads)
+        products = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
         m = tl.load(peak + at, mask=h < heads, other=0.0)
         s = tl.load(total + at, mask=h < heads, other=0.0)
+        if d_total is not None:
+            of_total = tl.load(d_total + at, mask=h < heads, other=0.0)
+            products -= tl.where(s > 0, of_total * s, 0.0)
+        tl.store(delta + at, products, mask=h < heads)
         sums = tl.where(s > 0, m + tl.log(tl.where(s > 0, s, 1.0)), float("inf"))
         tl.store(lse + at, sums, mask=h < heads)
 
@@ -263,6 +268,7 @@ def backward(
     pre_tokens: int | None,
     next_tokens: int | None,
     attention_mode: int | None,
+    d_softmax_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = layout or "BSND"
     plan = ragged.plan(
@@ -289,7 +295,7 @@ def backward(
         q, r, g, o = (x.flatten(0, -3) for x in (query, q_rope, d_out, out))
         delta, lse = (memory.empty((plan.rows, heads), torch.float32, device) for _ in range(2))
         row_sums[(cores.vector(),)](
-            g, o, softmax_max, softmax_sum, delta, lse, plan.rows, heads,
+            g, o, softmax_max, softmax_sum, d_softmax_sum, delta, lse, plan.rows, heads,
             *g.stride()[:2], *o.stride()[:2], LATENT=latent,
             **tune.only("sparse_flash_attention_grad.row_sums").keywords,
         )  # fmt: skip

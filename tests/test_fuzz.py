@@ -70,7 +70,7 @@ FOUND = [
     )),
     ("legal", dict(
         op="npu_sparse_flash_attention_grad", seed=102280217, dtype="bfloat16", rows=[1], keys=[8],
-        n=16, d=512, k=1, dr=64, block=1, own_value=False, sinks=False,
+        n=16, d=512, k=1, dr=64, block=1, own_value=False, sinks=False, of_sum=False,
         **RAGGED | dict(layouts=("TND", "TND"), mode=3),
     )),
 ]  # fmt: skip

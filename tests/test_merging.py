@@ -139,30 +139,34 @@ def test_an_empty_part_has_no_gradient():
 
 
 @reference_only
-def test_gradients_flow_into_parts_of_sparse_attention():
-    """Two halves of a selection, merged, are the whole selection, and the weights being held so is
-    the gradient: the statistics of sparse attention have none."""
+@pytest.mark.parametrize("by_sums", [False, True], ids=["lse", "max and sum"])
+def test_gradients_flow_into_parts_of_sparse_attention(by_sums):
+    """Two halves of a selection, merged, are the whole selection, and so are the gradients."""
     torch.manual_seed(2)
     q = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 12, 1, 8, dtype=torch.float64, requires_grad=True)
     index = torch.arange(12).expand(1, 5, 1, 12)
 
-    def attend(index: Tensor) -> tuple[Tensor, Tensor]:
-        out, top, total = custom.npu_sparse_flash_attention(
+    def attend(index: Tensor) -> tuple[Tensor, ...]:
+        out, *statistics = custom.npu_sparse_flash_attention(
             q, k, None, index, 0.3, sparse_mode=0, return_softmax_lse=True
         )
-        return out, (top + total.log()).view(out.shape[:-1])
+        top, total = (x.view(out.shape[:-1]) for x in statistics)
+        return (out, top, total) if by_sums else (out, top + total.log())
 
-    whole, _ = attend(index)
+    whole, *statistics = attend(index)
+    lse = statistics[0] + statistics[1].log() if by_sums else statistics[0]
     halves = [attend(index[..., :7]), attend(index[..., 7:])]
-    merged, _ = custom.npu_merge_states(*(torch.stack(x) for x in zip(*halves, strict=True)))
-    torch.testing.assert_close(merged, whole)
-    # with the weights held, the gradient in the values alone is the whole's
-    probe = torch.randn_like(whole)
-    (by_parts,) = torch.autograd.grad((merged * probe).sum(), halves[0][0], retain_graph=True)
-    weight = torch.exp(halves[0][1] - torch.logsumexp(torch.stack([h[1] for h in halves]), 0))
-    torch.testing.assert_close(by_parts, weight[..., None] * probe)
-    assert not halves[0][1].requires_grad
+    merged = custom.npu_merge_states(*(torch.stack(x) for x in zip(*halves, strict=True)))
+    probes = torch.randn_like(whole), torch.randn_like(lse)
+    for ours, theirs in zip(merged, (whole, lse), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(
+        torch.autograd.grad(merged, (q, k), probes),
+        torch.autograd.grad((whole, lse), (q, k), probes),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 # ------------------------------------------------------------------------------------ top-k

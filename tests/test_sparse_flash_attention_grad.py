@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import custom
 
@@ -20,9 +21,10 @@ NAMES = ("query", "key", "value", "query_rope", "key_rope")
 OPTIONS = [{}, dict(rope=False), dict(own_value=True), dict(block_size=3, count=5)]
 
 
-def by_autograd(problem: Problem, d_out, dtype, sparse_mode) -> dict[str, list[torch.Tensor]]:
-    """Gradients by request of every tensor that the problem has, evaluated in `dtype`."""
-    out: dict[str, list[torch.Tensor]] = {}
+def by_autograd(problem: Problem, d_out, d_lse, dtype, sparse_mode) -> dict[str, list[Tensor]]:
+    """Gradients by request of every tensor that the problem has, evaluated in `dtype`; `d_lse` of
+    the logarithm of the denominator, or None."""
+    out: dict[str, list[Tensor]] = {}
     for i, rows in enumerate(problem.rows):
         leaves = {
             name: getattr(problem, name)[i].to(dtype).requires_grad_()
@@ -31,7 +33,7 @@ def by_autograd(problem: Problem, d_out, dtype, sparse_mode) -> dict[str, list[t
         }
         total = sum(leaf.sum() * 0 for leaf in leaves.values())
         for j, limit in enumerate(limits(rows, problem.keys[i], sparse_mode)):
-            result, _, _ = attend(
+            result, top, lse_sum = attend(
                 leaves["query"][j],
                 leaves["query_rope"][j] if "query_rope" in leaves else None,
                 leaves["key"],
@@ -42,13 +44,15 @@ def by_autograd(problem: Problem, d_out, dtype, sparse_mode) -> dict[str, list[t
                 problem.sinks,
             )
             total = total + (result * d_out[i][j].to(dtype)).sum()
+            if d_lse is not None and (lse_sum > 0).all():
+                total = total + ((top + lse_sum.log()) * d_lse[i][j].to(dtype)).sum()
         grads = torch.autograd.grad(total, list(leaves.values()))
         for name, grad in zip(leaves, grads, strict=True):
             out.setdefault(name, []).append(grad)
     return out
 
 
-def by_formula(problem: Problem, d_out, dtype, sparse_mode) -> dict[str, list[torch.Tensor]]:
+def by_formula(problem: Problem, d_out, d_lse, dtype, sparse_mode) -> dict[str, list[Tensor]]:
     """The same gradients from the op's own formulas, one query token at a time, with `out` and the
     statistics rounded to `dtype` in between: what an evaluation in `dtype` can be asked for."""
     grads = {
@@ -72,7 +76,10 @@ def by_formula(problem: Problem, d_out, dtype, sparse_mode) -> dict[str, list[to
                 z = z + rope @ x["key_rope"][at].T
             p = torch.exp(z * SCALE - top[:, None]) / total[:, None]
             grad = d_out[i][j].to(dtype)
-            dz = p * (grad @ value[at].T - (grad * out).sum(-1, keepdim=True)) * SCALE
+            delta = (grad * out).sum(-1, keepdim=True)
+            if d_lse is not None:
+                delta = delta - d_lse[i][j].to(dtype)[:, None]
+            dz = p * (grad @ value[at].T - delta) * SCALE
             grads["query"][i][j] = dz @ x["key"][at]
             if rope is not None:
                 grads["query_rope"][i][j] = dz @ x["key_rope"][at]
@@ -83,17 +90,23 @@ def by_formula(problem: Problem, d_out, dtype, sparse_mode) -> dict[str, list[to
     return grads
 
 
+@pytest.mark.parametrize("of_lse", [False, True], ids=["out", "out and lse"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("sparse_mode", [3, 0])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_formula(device, backend, dtype, layout, sparse_mode, options):
+def test_formula(device, backend, dtype, layout, sparse_mode, options, of_lse):
     skip_unless_taken(dtype, device, backend)
     problem = Problem(*zip(*RAGGED, strict=True), **options).rounded_to(dtype)
     packed = Packed((layout, layout), problem.rows, problem.keys, device)
     d_out = [torch.randn_like(x).to(dtype).double() for x in problem.query]
+    d_lse = [torch.randn(x.shape[:-1]).double() for x in problem.query] if of_lse else None
     arguments = problem.arguments(packed, dtype) | dict(sparse_mode=sparse_mode)
     out, softmax_max, softmax_sum = run(FORWARD, backend, **arguments, return_softmax_lse=True)
+    d_sum = None
+    if d_lse is not None:
+        # a row that sees nothing gets an infinite one, as log(0) gives it, which counts nothing
+        d_sum = packed.rows(d_lse).to(softmax_sum).view_as(softmax_sum) / softmax_sum
     outs = run(
         OP,
         backend,
@@ -109,9 +122,10 @@ def test_formula(device, backend, dtype, layout, sparse_mode, options):
         actual_seq_kvlen=packed.lengths_key,
         layout=layout,
         sparse_mode=sparse_mode,
+        d_softmax_sum=d_sum,
     )
-    plain = by_formula(problem, d_out, dtype, sparse_mode)
-    exact = by_autograd(problem, d_out, torch.float64, sparse_mode)
+    plain = by_formula(problem, d_out, d_lse, dtype, sparse_mode)
+    exact = by_autograd(problem, d_out, d_lse, torch.float64, sparse_mode)
     for name, got in zip(NAMES, outs, strict=True):
         if name not in exact:
             assert list(got.shape) == [0]
@@ -130,25 +144,31 @@ def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, spars
     assert_lengths_end_with_the_tensors(OP, backend, device, names, layouts, layout, sparse_mode)
 
 
-@pytest.mark.parametrize("return_softmax_lse", [True, False])
+@pytest.mark.parametrize("of", ["out", "lse", "both", None])
 @pytest.mark.parametrize(
     "options", [dict(sinks=True), dict(sinks=True, own_value=True), {}], ids=str
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradcheck_through_the_op(layout, options, return_softmax_lse):
+def test_gradcheck_through_the_op(layout, options, of):
     problem = Problem((2, 0, 3), (9, 4, 2), count=4, **options)
     packed = Packed((layout, layout), problem.rows, problem.keys, torch.device("cpu"))
     arguments = problem.arguments(packed, torch.float64)
     names = [name for name in (*NAMES, "sinks") if arguments[name] is not None]
     leaves = [arguments[name].nan_to_num(0)[..., :6].detach().clone() for name in names]
-    arguments |= dict(scale_value=0.3, return_softmax_lse=return_softmax_lse)
+    arguments |= dict(scale_value=0.3, return_softmax_lse=of is not None)
 
     def attention(*tensors):
-        out, softmax_max, _ = custom.npu_sparse_flash_attention(
+        out, softmax_max, softmax_sum = custom.npu_sparse_flash_attention(
             **(arguments | dict(zip(names, tensors, strict=True)))
         )
         assert not softmax_max.requires_grad
-        return out
+        assert softmax_sum.requires_grad == (of is not None)
+        if of is None:
+            return out
+        seen = softmax_sum > 0
+        top, total = softmax_max.where(seen, 0), softmax_sum.where(seen, 1)
+        lse = top + total.log()
+        return {"out": out, "lse": lse, "both": (out, lse)}[of]
 
     leaves = [leaf.requires_grad_() for leaf in leaves]
     assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)
@@ -192,17 +212,21 @@ def _sinks_by_autograd(problem, packed, d_out, dtype):
     return torch.autograd.grad(total, sinks)[0]
 
 
-def test_backward_compiles_and_opcheck_agrees():
+@pytest.mark.parametrize("of_lse", [False, True], ids=["out", "out and lse"])
+def test_backward_compiles_and_opcheck_agrees(of_lse):
     torch._dynamo.reset()
     shapes = ((2, 3, 4, 16), (2, 9, 1, 16), (2, 3, 4, 8), (2, 9, 1, 8))
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     indices = torch.randint(-1, 9, (2, 3, 1, 5), dtype=torch.int32)
 
     def loss(query, key, query_rope, key_rope):
-        out, _, _ = custom.npu_sparse_flash_attention(
-            query, key, None, indices, 0.2, query_rope=query_rope, key_rope=key_rope
-        )
-        return out.square().sum()
+        out, top, total = custom.npu_sparse_flash_attention(
+            query, key, None, indices, 0.2, query_rope=query_rope, key_rope=key_rope,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        seen = total > 0
+        lse = top.where(seen, 0) + total.where(seen, 1).log()
+        return out.square().sum() + (lse.sin().sum() if of_lse else 0)
 
     eager = torch.autograd.grad(loss(*leaves), leaves)
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -29,7 +29,10 @@ CHANGED = {
 }
 # scales may be in the weights; and what ours takes beyond theirs, behind all of theirs
 OPTIONAL = {("npu_quant_lightning_indexer", "query_dequant_scale")}
-MORE = {"npu_kv_quant_sparse_flash_attention": ["sinks", "row_layout"]}
+MORE = {
+    "npu_kv_quant_sparse_flash_attention": ["sinks", "row_layout"],
+    "npu_sparse_flash_attention_grad": ["d_softmax_sum"],
+}
 
 
 def described(schema: torch.FunctionSchema) -> list[tuple]:

@@ -6,7 +6,8 @@
     sparse_indices [.., 1, K]   out [.., N, D]   softmax_max, softmax_sum [B, 1, S, N] or [1, T, N]
 
 Index i stands for the positions i * sparse_block_size ... of its request; equal indices are
-separate slots.  A query that sees nothing gets out 0, max -inf, sum 0.
+separate slots.  A query that sees nothing gets out 0, max -inf, sum 0.  The maximum is a shift of
+the sum and carries no gradient: whatever depends on max + log(sum) differentiates right.
 """
 
 from __future__ import annotations
@@ -149,17 +150,18 @@ _LEARNED = ("query", "key", "value", "query_rope", "key_rope")
 
 def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor, Tensor]) -> None:
     _layout.refuse_paged_gradient("npu_sparse_flash_attention", x["layout_kv"])
-    out, *statistics = output
-    ctx.mark_non_differentiable(*statistics)
+    out, softmax_max, softmax_sum = output
+    returned = x["return_softmax_lse"]
+    ctx.mark_non_differentiable(softmax_max, *([] if returned else [softmax_sum]))
     ctx.set_materialize_grads(False)
-    kept = statistics if x["return_softmax_lse"] else (None, None)
+    kept = (softmax_max, softmax_sum) if returned else (None, None)
     ctx.save_for_backward(*(x[name] for name in _SAVED), out, *kept)
     ctx.options = {name: x[name] for name in ("scale_value", "sparse_block_size", "sparse_mode")}
     ctx.layout = x["layout_query"]
 
 
-def backward(ctx: Any, d_out: Tensor | None, *_: None) -> dict[str, Any]:
-    if d_out is None:
+def backward(ctx: Any, d_out: Tensor | None, _: None, d_sum: Tensor | None) -> dict[str, Any]:
+    if d_out is None and d_sum is None:
         return {}
     *saved, out, softmax_max, softmax_sum = ctx.saved_tensors
     x = dict(zip(_SAVED, saved, strict=True))
@@ -172,26 +174,39 @@ def backward(ctx: Any, d_out: Tensor | None, *_: None) -> dict[str, Any]:
             layout_kv=ctx.layout,
             return_softmax_lse=True,
         )
+    lengths = x.pop("actual_seq_lengths_query"), x.pop("actual_seq_lengths_kv")
+
+    def gradients(d_out: Tensor, top: Tensor, total: Tensor, d_sum: Tensor | None) -> list[Tensor]:
+        found = torch.ops.custom.npu_sparse_flash_attention_grad(
+            **x,
+            # an expanded gradient (of a sum, say) has no dense rows
+            d_out=d_out.contiguous(),
+            out=out,
+            softmax_max=top,
+            softmax_sum=total,
+            **ctx.options,
+            actual_seq_qlen=lengths[0],
+            actual_seq_kvlen=lengths[1],
+            layout=ctx.layout,
+            d_softmax_sum=None if d_sum is None else d_sum.contiguous(),
+        )
+        return [g for g, name in zip(found, _LEARNED, strict=True) if x[name] is not None]
+
     d = {}
-    if sinks is not None:
-        # the gradient op knows no sinks: they enter through the denominator
-        softmax_max, softmax_sum, share = _with_sinks(softmax_max, softmax_sum, sinks)
+    if sinks is None or d_out is None:
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        grads = gradients(d_out, softmax_max, softmax_sum, d_sum)
+    else:
+        # the gradient op knows no sinks: they enter through the denominator, of `out` alone
+        top, total, share = _with_sinks(softmax_max, softmax_sum, sinks)
         delta = (d_out.to(sinks.dtype) * out.to(sinks.dtype)).sum(-1)
         d["sinks"] = -(share.view(delta.shape) * delta).flatten(0, -2).sum(0)
-    lengths = x.pop("actual_seq_lengths_query"), x.pop("actual_seq_lengths_kv")
-    grads = torch.ops.custom.npu_sparse_flash_attention_grad(
-        **x,
-        # an expanded gradient (of a sum, say) has no dense rows
-        d_out=d_out.contiguous(),
-        out=out,
-        softmax_max=softmax_max,
-        softmax_sum=softmax_sum,
-        **ctx.options,
-        actual_seq_qlen=lengths[0],
-        actual_seq_kvlen=lengths[1],
-        layout=ctx.layout,
-    )
-    return d | {n: g for n, g in zip(_LEARNED, grads, strict=True) if x[n] is not None}
+        grads = gradients(d_out, top, total, None)
+        if d_sum is not None:
+            more = gradients(torch.zeros_like(out), softmax_max, softmax_sum, d_sum)
+            grads = [a + b for a, b in zip(grads, more, strict=True)]
+    learned = [name for name in _LEARNED if x[name] is not None]
+    return d | dict(zip(learned, grads, strict=True))
 
 
 def _with_sinks(

@@ -3,7 +3,7 @@
 """Arguments and outputs of npu_sparse_flash_attention_grad; shapes as in sparse_flash_attention.py.
 
 Where `value` is None its gradient is in d_key, and d_value has shape [0]; likewise d_query_rope and
-d_key_rope where there is no rotary part.
+d_key_rope where there is no rotary part.  torch_npu's op has no d_softmax_sum, like softmax_sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SCHEMA = (
     " Tensor softmax_sum, float scale_value, SymInt sparse_block_size,"
     " Tensor? query_rope=None, Tensor? key_rope=None, Tensor? actual_seq_qlen=None,"
     ' Tensor? actual_seq_kvlen=None, str? layout="BSND", SymInt? sparse_mode=3,'
-    f" SymInt? pre_tokens={UNLIMITED}, SymInt? next_tokens={UNLIMITED}, SymInt? attention_mode=2)"
+    f" SymInt? pre_tokens={UNLIMITED}, SymInt? next_tokens={UNLIMITED}, SymInt? attention_mode=2,"
+    " Tensor? d_softmax_sum=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 GE = "SparseFlashAttentionGrad"
@@ -52,6 +53,7 @@ def check(
     pre_tokens: int | None,
     next_tokens: int | None,
     attention_mode: int | None,
+    d_softmax_sum: Tensor | None,
 ) -> None:
     c = Checker("npu_sparse_flash_attention_grad")
     layout, rows, keys = _layout.layout(c, layout)
@@ -62,6 +64,7 @@ def check(
         out=out,
         softmax_max=softmax_max,
         softmax_sum=softmax_sum,
+        d_softmax_sum=d_softmax_sum,
         actual_seq_qlen=actual_seq_qlen,
         actual_seq_kvlen=actual_seq_kvlen,
     )
@@ -70,10 +73,12 @@ def check(
     c.shape("out", out, f"{rows} N D")
     c.dense_rows(d_out=d_out, out=out)
     outer = " ".join(rows.split()[:-1])
-    for name, tensor in (("softmax_max", softmax_max), ("softmax_sum", softmax_sum)):
-        c.dtype(name, tensor, statistics(query))
-        c.shape(name, tensor, f"{outer} 1 {rows.split()[-1]} N")
-    c.contiguous(softmax_max=softmax_max, softmax_sum=softmax_sum)
+    every = dict(softmax_max=softmax_max, softmax_sum=softmax_sum, d_softmax_sum=d_softmax_sum)
+    for name, tensor in every.items():
+        if tensor is not None:
+            c.dtype(name, tensor, statistics(query))
+            c.shape(name, tensor, f"{outer} 1 {rows.split()[-1]} N")
+    c.contiguous(**every)
     _layout.lengths(
         c,
         layout,

@@ -2,7 +2,7 @@
 # Copyright the npu-custom-ops authors
 """Gradients of the sparse latent attention, a block of query tokens at a time.
 
-P = exp(z - max) / sum    dz = P (d_out value^T - rowsum(d_out out)) scale
+P = exp(z - max) / sum    dz = P (d_out value^T - rowsum(d_out out) + d_sum sum) scale
 d_query = dz key          d_key = dz^T query, d_value = P^T d_out, added up over the queries
 """
 
@@ -36,6 +36,7 @@ def backward(
     pre_tokens: int | None,
     next_tokens: int | None,
     attention_mode: int | None,
+    d_softmax_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = layout or "BSND"
     keys = layouts.keys_of(key, layout, actual_seq_kvlen, None)
@@ -47,6 +48,8 @@ def backward(
     q, do = q.flatten(0, -3), d_out.flatten(0, -3)
     delta = (do.to(wide) * out.flatten(0, -3).to(wide)).sum(-1, keepdim=True)
     top, total = softmax_max.view(-1, heads, 1), softmax_sum.view(-1, heads, 1)
+    if d_softmax_sum is not None:
+        delta = delta - torch.where(total > 0, d_softmax_sum.view(-1, heads, 1) * total, 0)
     # a row that sees nothing: exp(-inf - 0) / 1
     shift, total = top.masked_fill(top == -torch.inf, 0), total.masked_fill(total == 0, 1)
 

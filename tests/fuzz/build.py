@@ -207,6 +207,8 @@ def _sparse_flash_attention(case: Case, dtype: torch.dtype) -> tuple[Arguments, 
     given["actual_seq_kvlen"] = given.pop("actual_seq_lengths_kv")
     kind = accumulator(dtype)
     given |= dict(out=out.to(dtype), softmax_max=top.to(kind), softmax_sum=total.to(kind))
+    if case["of_sum"]:
+        given["d_softmax_sum"] = torch.randn(total.shape, dtype=torch.float64).to(kind)
     return given | dict(d_out=p.arguments["d_out"], layout=p.layout_query), p.garbage
 
 

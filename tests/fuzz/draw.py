@@ -57,6 +57,7 @@ def _attention(r: Random, backward: bool) -> Case:
         block=r.choice([1, 1, 1, 4]),
         own_value=r.random() < 0.3,
         sinks=not backward and r.random() < 0.3,
+        of_sum=backward and r.random() < 0.5,
     )
 
 

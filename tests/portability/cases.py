@@ -97,7 +97,13 @@ def _gradients() -> Iterator[tuple[str, str, Make]]:
             )  # fmt: skip
             return _rows(4096, n, r, dr, **index, **statistics(4096))
 
+        def both(at, seed, attend=attend, statistics=statistics):  # type: ignore[no-untyped-def]
+            return attend(at, seed) | dict(d_softmax_sum=statistics(4096)["softmax_sum"])
+
         yield "npu_sparse_flash_attention_grad", f"H{n} {r} + {dr}, 4096 x 8192", attend
+        if n == 64:
+            label = f"H{n} {r} + {dr}, 4096 x 8192, of both outputs"
+            yield "npu_sparse_flash_attention_grad", label, both
         yield "npu_sparse_lightning_indexer_grad_kl_loss", f"H{n} {r} + {dr}, 4096 x 8192", loss
 
 

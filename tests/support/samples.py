@@ -206,6 +206,7 @@ def _sparse_flash_attention_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
         softmax_max=softmax_max,
         softmax_sum=softmax_sum,
         sparse_block_size=1,
+        d_softmax_sum=torch.ones_like(softmax_sum),
     )
 
 

@@ -30,9 +30,10 @@ def call(
     sparse_mode: int = 3,
     block: int = 1,
     loud: int | None = None,
+    of_sum: bool = False,
 ) -> Callable[[Inputs], Arguments]:
     """`queries` and `keys` are the leading sizes: [B, S] or [T].  Nobody selects the key `loud`,
-    whose logits overflow."""
+    whose logits overflow.  `of_sum`: the sum has a gradient as well."""
 
     def make(x: Inputs) -> Arguments:
         indices = selected(x, queries, max(keys[-1] // block, 1), count)
@@ -75,6 +76,7 @@ def call(
                 softmax_sum=memory.guarded(total),
                 layout=layout,
             )
+            | (dict(d_softmax_sum=x.normal(*total.shape, dtype=total.dtype)) if of_sum else {})
         )
 
     return make
@@ -130,12 +132,17 @@ CASES = (
     ),
     Case(OP, "blocks of 4", call((1, 3), (1, 90), 16, 12, 128, 64, block=4)),
     Case(OP, "a loud key that nobody selects", call((1, 3), (1, 40), 8, 30, 64, 16, loud=7)),
+    Case(OP, "of the sum as well", call((1, 5), (1, 40), 24, 30, of_sum=True)),
     Case(OP, "two tokens a round", in_rounds(2 * 4 * 8192, call((1, 8), (1, 140), 16, 60, 64, 16))),
 )
 CONTROLS = (
     Control("the sum of d_out out forgotten", KERNEL,
             "dz = (p * (dp - of_delta[None]) * scale).to(k0.dtype)",
             "dz = (p * dp * scale).to(k0.dtype)", "16 heads"),
+    Control("the sum's gradient forgotten", KERNEL,
+            "products -= tl.where(s > 0, of_total * s, 0.0)", "pass", "of the sum as well"),
+    Control("the sum's gradient of a row that sees nothing", KERNEL,
+            "tl.where(s > 0, of_total * s, 0.0)", "of_total / s", "of the sum as well"),
     Control("the values' part forgotten", KERNEL, "acc1 = tl.dot(tl.trans(p), g1, acc1)", "pass",
             "16 heads"),
     Control("a key that comes twice counts once", KERNEL, ", 0.0) * times", ", 0.0)",
