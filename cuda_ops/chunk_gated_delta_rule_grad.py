@@ -21,12 +21,15 @@ divided, and no exponent is above 0 where g is not.
 
 The first kernel makes T - I and P of all chunks.  The second walks, half of its programs forward
 over S and half backward over E, neither of which needs the other; it keeps both for every chunk, in
-the dtype of the query: 2 (T / 64 + sequences) Nv Dk Dv numbers.  The others run over chunks.  No
-sum depends on the order of programs: equal runs give equal gradients.
+the dtype of the query: 2 (T / 64 + sequences) Nv Dk Dv numbers.  The others run over chunks: Z and
+M, gradients of q, k and v, those of beta and g.  No sum depends on the order of programs: equal
+runs give equal gradients.
 
     condition                                                  kernels
     as of the forward, and d_out in aligned rows               hopper/chunk_gated_delta_rule_grad.py
-    else                                                       those here
+    else                                                       _triangles_kernel, _walks_kernel,
+                                                               _pairs_kernel, _inputs_kernel; with
+                                                               beta or g _gates_kernel
 """
 
 from __future__ import annotations

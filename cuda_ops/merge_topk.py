@@ -2,9 +2,8 @@
 # Copyright the npu-custom-ops authors
 """The K best of all parts' candidates, exactly: ties go to the lower position.
 
-In the first kernel a program holds all candidates of a row: it searches the K-th score, and among
-those equal to it the last position, by counting, as topk.py does.  The second sorts the K by
-position.
+In _choose a program holds all candidates of a row: it searches the K-th score, and among those
+equal to it the last position, by counting, as topk.py does.  _sort sorts the K by position.
 """
 
 from __future__ import annotations

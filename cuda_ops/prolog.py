@@ -2,17 +2,19 @@
 # Copyright the npu-custom-ops authors
 """What both prologs are made of, no op itself: norms and scatters, then absorption and rotation.
 
-    token_stage   sums of the x products -> RMSNorm, LayerNorm, rotated keys, cache rows, weights
+    _token_stage  sums of the x products -> RMSNorm, LayerNorm, rotated keys, cache rows, weights
     query_stage   c_q products -> absorbed latent query, rotated query heads
     index_stage   c_q products -> rotated index heads
 
-    condition                                                    query_heads
-    Hopper, 96 heads to one a processor, up to 256 tokens, NZ    hopper/query_heads.py
-    Hopper, over 32 tokens, the product in one run    product, hopper/query_stage.py, _rotation
-    else                                                         product, _query_stage
-    condition                                                    index_heads
-    Hopper, NZ, a program for half of the processors             hopper/nz_matmul.py, which rotates
-    else                                                         product, _rotation
+    condition                                                  query_heads
+    Hopper, 96 heads to one a processor, to 256 tokens, NZ     hopper/query_heads.py
+    Hopper, over 32 tokens, the product in one run             product, hopper/query_stage.py,
+                                                               _rotation
+    else                                                       product, _query_stage
+
+    condition                                                  index_heads
+    Hopper, NZ, a program for half of the processors           hopper/nz_matmul.py, which rotates
+    else                                                       product, _rotation
 
 Rounding to the working dtype happens where the reference rounds: after each product, after each
 norm, after each rotation; the index key is rounded after its LayerNorm only.  rotate(u) with

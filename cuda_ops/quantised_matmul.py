@@ -11,11 +11,13 @@ Element (k, n) of a weight lies at (n // 32) * panel + n % 32 * column + k * row
     row-major     [K, N]            panel 32     column 1   row N
     transposed    [N, K], a checkpoint's own     panel 32 K   column K   row 1
 
-condition                                            products
-fp8, transposed, Hopper, k in 16s                    hopper/quantised_matmul.py
-fp8, transposed, a GPU that converts fp8             of e4m3, each block's sum then in float32
-fp8 otherwise                                        of float16, which has every e4m3
-int8                                                 of int8
+    condition                                            products
+    fp8, transposed, Hopper, k in 16s                    hopper/quantised_matmul.py
+    fp8, transposed, a GPU that converts fp8             _product of e4m3, a block's sum in float32
+    other fp8                                            _product of float16, which has every e4m3
+    else (int8)                                          _product of int8
+
+_activations quantises what the weights are multiplied with.
 
 As in nz_matmul.py K is cut into runs, which the next kernel adds up.
 """

@@ -11,8 +11,10 @@
 
     condition                                                   query_heads
     Hopper, 96 heads to one a processor, up to 256 tokens,      hopper/quantised_heads.py
-    e4m3 as a checkpoint has it
+      e4m3 as a checkpoint has it
     else                                                        product, prolog.query_stage
+
+_latent_tokens is latent_tokens, _index is index_side but for queries of floats.
 
 Sums are float32 [RUNS, T, N], views of what a product gave.  Rounding is where prolog.py rounds,
 and quantisation is behind it: caches have the bytes of their writers.

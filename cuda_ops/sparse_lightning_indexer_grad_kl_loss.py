@@ -6,7 +6,7 @@
     score[j] = sum_n weights[n] relu(query_index[n] . key_index[j])
     d = softmax(score) - target / sum target     loss = KL(target / sum target || softmax(score))
 
-The first kernel gathers each row's keys once, for the target and the scores; the second turns a
+_scores_kernel gathers each row's keys once, for the target and the scores; _loss_kernel turns a
 row into its loss and d; lightning_indexer_grad.py takes d down to the indexer's inputs.
 """
 

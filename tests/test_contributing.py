@@ -131,11 +131,7 @@ def test_loop(device, backend, rows):
     },
     6: {
         "cuda_ops/<op>.py": '''
-"""A program takes BLOCK numbers.
-
-    condition  kernels
-    any        _scale
-"""
+"""A program of _scale takes BLOCK numbers."""
 
 from __future__ import annotations
 
@@ -419,8 +415,12 @@ def test_under_the_interpreter(copy):
             "from .common import launches\n",
             "from .common import launches\nfrom ..custom import env\n",
         ),
+        (
+            "    return out\n",
+            "    launches.kernel(_scale, 1)()\n    launches.kernel(_other, 1)()\n    return out\n",
+        ),
     ],
-    ids=["an import that goes up"],
+    ids=["an import that goes up", "a kernel that is not named"],
 )
 def test_what_layering_refuses(copy, old, new):
     follow(copy, 1, 6)
