@@ -8,6 +8,9 @@ A program takes BT tokens and BD channels.  Where they are of one sequence, it l
 row, and the W - 1 rows before them, which may be history: all loads are under way before the first
 product, and a row is multiplied with every tap out of registers.  Else it goes token by token.  The
 floor is x once and out once.  Some programs in front copy the final states.
+
+    condition    kernels
+    any          _convolve
 """
 
 from __future__ import annotations

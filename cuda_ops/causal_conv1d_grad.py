@@ -5,11 +5,15 @@
     total[t] = bias + sum_j w_j x[t - j]     e[t] = d_out[t] act'(total[t])
     dx[t] = sum_j w_j e[t + j]     dw_j = sum_t e[t] x[t - j]     db = sum_t e[t]
 
-A program of _backward takes some blocks of BT tokens x BD channels.  Where a block is of one
-sequence, its rows, and the W - 1 before and behind them, are loaded ahead of the first product, and
-e is made once for every token of theirs; else it goes token by token.  It keeps its own sums for
-the weights and the bias; torch adds up those of all programs, in the same order every time.
-_to_history makes the gradient of the history.
+A program takes some blocks of BT tokens x BD channels.  Where a block is of one sequence, its rows,
+and the W - 1 before and behind them, are loaded ahead of the first product, and e is made once for
+every token of theirs; else it goes token by token.  It keeps its own sums for the weights and the
+bias; torch adds up those of all programs, in the same order every time.  _to_history has the
+gradient of the history.
+
+    condition            kernels
+    no initial_states    _backward
+    else                 _backward then _to_history
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@
 A program takes BD channels of a sequence, all of its tokens.  Every number has a position: that of
 a token from 0 on, or a negative one, which the row of the pool holds in column reach + position.
 All loads of the row precede its stores.  The floor is x, out, and the row twice.
+
+    condition    kernels
+    any          _update
 """
 
 from __future__ import annotations

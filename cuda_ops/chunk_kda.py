@@ -16,8 +16,11 @@ b, lies between them, and exp(G_i - G_j) = exp(G_i - R) exp(R - G_j): no exponen
 and P are six products, one for every bit, of which each gives the pairs that are its: the lower
 four of blocks of 16 tokens, the upper two of [64, K].
 
-_chunks_kernel makes all that does not know S of every chunk; _states_kernel walks over the chunks
-of a sequence with some columns of one head's state in registers.  Kimi Linear (2025), section 3.
+_chunks_kernel makes all that does not know S; _states_kernel walks over the chunks of a sequence
+with some columns of one head's state in registers.  Kimi Linear (2025), section 3.
+
+    condition    kernels
+    any          _chunks_kernel then _states_kernel
 """
 
 from __future__ import annotations

@@ -21,11 +21,18 @@ one R.  dg is the sum, from a token to its
 chunk's end, of what G gets: q dq + k (dk of the first line less dk of the second), and of what
 G_last gets.  Nothing is divided, and no exponent is above 0 where g is not.
 
-The chunks' kernel is the op's own.  _walks_kernel has half of its programs go forward over S and
-half backward over E, and keeps both for every chunk in the dtype of q: 2 (T / 64 + sequences) HV
-K V numbers.  _inputs_kernel runs over chunks, _norms_kernel takes the gradients through the L2
-norm where it is inside, _sums_kernel adds up those of A_log and dt_bias where the gate is.  No sum
-depends on the order of programs: equal runs give equal gradients.
+The walks are one launch, half of its programs forward over S and half backward over E, and keep
+both for every chunk in the dtype of q: 2 (T / 64 + sequences) HV K V numbers.  No sum depends on
+the order of programs: equal runs give equal gradients.
+
+    condition                               kernels
+    norm in kernel, and A_log or dt_bias    chunk_kda.py then _walks_kernel then _inputs_kernel
+                                            then _norms_kernel then _sums_kernel
+    norm in kernel                          chunk_kda.py then _walks_kernel then _inputs_kernel
+                                            then _norms_kernel
+    A_log or dt_bias                        chunk_kda.py then _walks_kernel then _inputs_kernel
+                                            then _sums_kernel
+    else                                    chunk_kda.py then _walks_kernel then _inputs_kernel
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The causal convolution behind a pool of states: the kernel of npu_causal_conv1d on histories that
-another one cuts out of the pool, which pushes the pool's rows on as well.
+"""The causal convolution behind a pool of states, on histories that _push cuts out of it, which
+pushes the pool's rows on as well.
 
-A program of it takes BD channels of a sequence; all its loads of the pool precede its stores.  A
+A program of _push takes BD channels of a sequence; all its loads of the pool precede its stores.  A
 position is that of a token from 0 on, or a negative one, which a row of the pool holds in column
 reach + position.  The floor is x, out, and the rows twice.
+
+    condition    kernels
+    any          _push then causal_conv1d.py
 """
 
 from __future__ import annotations

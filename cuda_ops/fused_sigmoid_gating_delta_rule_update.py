@@ -13,6 +13,9 @@ A program owns all K rows of some columns of one head's state, keeps them in reg
 tokens of its sequence, and reads and writes the pool once.  Both sums over K, k^T S and q^T S, are
 taken before the update: q^T S' = (decay q)^T S + (q k) u, so that one round of shuffles is waited
 for and not two.
+
+    condition    kernels
+    any          _delta_rule_kernel
 """
 
 from __future__ import annotations

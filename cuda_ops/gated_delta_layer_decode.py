@@ -2,10 +2,12 @@
 # Copyright the npu-custom-ops authors
 """The decode step of a gated-delta layer in two launches.
 
-The first convolves and pushes the states of the convolution on; the second, which loads its states
-meanwhile where launches may be chained, is the gated delta rule.  The last of a head's programs to
-arrive norms and gates the head's rows, as the norm needs all columns.  The floor is the states of
-the rule, read and written: everything else is a few per cent of them.
+Where launches may be chained, the second loads its states during the first.  The last of a head's
+programs to arrive norms and gates the head's rows, as the norm needs all columns.  The floor is the
+states of the rule, read and written: everything else is a few per cent of them.
+
+    condition    kernels
+    any          causal_conv1d_update.py then fused_sigmoid_gating_delta_rule_update.py
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@
     out = x r w act(g),  r = (mean x^2 + epsilon)^(-1/2);  or the norm of x act(g), times w
 
 A program takes BR rows of a group.  The floor is x, the gate and out, once each.
+
+    condition    kernels
+    any          _normalise
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@
 
 A program takes some blocks of BR rows of a group and keeps its own sums for the weight; torch adds
 up those of all programs, in the same order every time.
+
+    condition    kernels
+    any          _backward
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The Hadamard transform of rows of 128, in float32; the sums are those of every backend."""
+"""The Hadamard transform of rows of 128, in float32; the sums are those of every backend.
+
+A program takes 16 rows.
+
+    condition    kernels
+    any          _hadamard
+"""
 
 from __future__ import annotations
 

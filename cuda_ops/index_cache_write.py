@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Index keys [T, 128], quantised, to their slots in values [pages, P, 1, 128] and scales."""
+"""Index keys [T, 128], quantised, to their slots in values [pages, P, 1, 128] and scales.
+
+A program takes 8 rows; one whose slot does not exist is not written.
+
+    condition    kernels
+    any          _write
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Which of a row's positions lie on this rank, packed to the front: a row a program."""
+"""Which of a row's positions lie on this rank, packed to the front.
+
+A program takes a row.
+
+    condition    kernels
+    any          _localize
+"""
 
 from __future__ import annotations
 

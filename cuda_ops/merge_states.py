@@ -5,6 +5,9 @@
     out = sum_i exp(lse_i - lse) outs_i     lse = log sum_i exp(lse_i)     over the parts that count
 
 outs [P, M, D], lses [P, M] of any stride: what a collective brought is read where it lies.
+
+    condition    kernels
+    any          _merge
 """
 
 from __future__ import annotations

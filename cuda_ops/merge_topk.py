@@ -2,8 +2,11 @@
 # Copyright the npu-custom-ops authors
 """The K best of all parts' candidates, exactly: ties go to the lower position.
 
-In _choose a program holds all candidates of a row: it searches the K-th score, and among those
+A program of _choose holds all candidates of a row: it searches the K-th score, and among those
 equal to it the last position, by counting, as topk.py does.  _sort sorts the K by position.
+
+    condition    kernels
+    any          _choose then _sort
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""A few tokens of the gated delta rule, with a slot for each token's state: the kernel of
-npu_fused_sigmoid_gating_delta_rule_update, which stores after every token.
+"""A few tokens of the gated delta rule, with a slot for each token's state: the kernel stores after
+every token.
 
 The floor is the state once in, and once out for each token.
+
+    condition    kernels
+    any          fused_sigmoid_gating_delta_rule_update.py
 """
 
 from __future__ import annotations
