@@ -210,14 +210,14 @@ def test_optional_packages_are_imported_lazily(path):
             assert not {(n or "").partition(".")[0] for n in names} & LAZY, f"{path}: {names}"
 
 
+def _is_jitted(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and "jit" in map(_last_name, node.decorator_list)
+
+
 def kernels(path: Path) -> set[str]:
     """Names of jitted functions that a module of cuda_ops has."""
     tree = ast.parse(path.read_text())
-    own = {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and "jit" in map(_last_name, node.decorator_list)
-    }
+    own = {node.name for node in tree.body if _is_jitted(node)}
     for node in (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level):
         there = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
         if there.with_suffix(".py").is_file() and "cuda_ops" in there.parts:
@@ -238,6 +238,135 @@ def test_kernels_are_launched_in_one_place(path):
             assert ast.unparse(node.value) not in here, f"line {node.lineno}: launches.kernel(...)"
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda":
             assert node.attr not in streams, f"line {node.lineno}: launches.Side"
+
+
+def launched(tree: ast.Module) -> set[str]:
+    """Jitted functions of a module that its other code names, and modules of hopper/ it imports."""
+    names = {
+        node.id
+        for part in tree.body
+        if not _is_jitted(part)
+        for node in ast.walk(part)
+        if isinstance(node, ast.Name)
+    }
+    found = {part.name for part in tree.body if _is_jitted(part)} & names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            package, _, module = (node.module or "").partition(".")
+            if package == "hopper":
+                modules = [module] if module else [alias.name for alias in node.names]
+                found |= {f"hopper/{each}.py" for each in modules}
+    return found
+
+
+def tables(docstring: str) -> list[list[tuple[str, list[str]]]]:
+    """The tables condition -> kernels of a launcher: of every row the condition and the names.
+
+    A row is four spaces, the condition, two spaces or more, and the kernels, in their column: names
+    with commas, or `then` where one runs after another.  It goes on in lines with one of the two.
+    """
+    found: list[list[tuple[str, list[str]]]] = []
+    column = 0  # of the kernels; 0 outside of a table
+    for line in docstring.splitlines():
+        if header := re.fullmatch(r"    condition {2,}kernels", line):
+            column = header.end() - len("kernels")
+            found.append([])
+        elif not line.strip():
+            column = 0
+        elif column:
+            condition, names = line[4:column], line[column:]
+            assert line.startswith("    ") and len(line) <= 100, line
+            assert not names or (names[0] != " " and condition.endswith("  ")), f"column: {line}"
+            here = [name.strip() for name in re.split(r",|\bthen\b", names) if name.strip()]
+            if names and condition[0] != " ":
+                found[-1].append((condition.strip(), here))
+            else:  # the row goes on
+                assert found[-1], f"no row to go on: {line}"
+                above, before = found[-1].pop()
+                found[-1].append((f"{above} {condition.strip()}".strip(), before + here))
+    return found
+
+
+def faults(source: str) -> list[str]:
+    """What is wrong with the tables of a launcher."""
+    tree = ast.parse(source)
+    read = tables(ast.get_docstring(tree, clean=False) or "")
+    if not read:
+        return ["no table"]
+    own = {part.name for part in tree.body if _is_jitted(part)}
+    wrong, named = [], set()
+    for rows in read:
+        if not rows or rows[-1][0] not in (("any", "always") if len(rows) == 1 else ("else",)):
+            wrong.append("the last condition is none")
+        for _, names in rows:
+            named |= set(names)
+    for name in sorted(named):
+        is_file = re.fullmatch(r"((hopper|common)/)?\w+\.py", name)
+        if name not in own and not (is_file and (ROOT / "cuda_ops" / name).is_file()):
+            wrong.append(f"{name} does not exist")
+    return wrong + [f"{name} is left out" for name in sorted(launched(tree) - named)]
+
+
+def _launchers() -> list[Path]:
+    """Modules of every op, and others that launch kernels for them."""
+    ops = {spec.file for spec in SPECS}
+    modules = sorted((ROOT / "cuda_ops").glob("*.py"))
+    return [x for x in modules if x.stem in ops or launched(ast.parse(x.read_text()))]
+
+
+@pytest.mark.parametrize("path", _launchers(), ids=_named)
+def test_a_launcher_says_which_kernel_when(path):
+    """The table condition -> kernels, of calls that have something to do (CONTRIBUTING.md)."""
+    assert faults(path.read_text()) == []
+
+
+LAUNCHER = '''"""An op.
+
+    condition          kernels
+    Hopper, rows in    hopper/topk.py
+      whole 64
+    few rows           _first then
+                       _second
+    else               _second, topk.py
+"""
+from .hopper import topk as hopper
+
+@triton.jit
+def _helper(x): ...
+
+@triton.jit
+def _first(x): _helper(x)
+
+@triton.jit(do_not_specialize=["x"])
+def _second(x): ...
+
+def forward(x):
+    launches.kernel(_first if x else _second, 1)(x)
+'''
+
+
+@pytest.mark.parametrize(
+    "right, wrong, said",
+    [
+        ("An op", "The op", []),
+        ("kernels\n", "\n", ["no table"]),
+        ("    else ", "    rest ", ["the last condition is none"]),
+        ("_first then\n", "_frist then\n", ["_first is left out", "_frist does not exist"]),
+        ("_first then\n", "_second\n", ["_first is left out"]),
+        ("_second, topk.py", "_second, topk", ["topk does not exist"]),
+        ("_second, topk.py", "_second in parts", ["_second in parts does not exist"]),
+        ("import topk as", "import topk, rows as", ["hopper/rows.py is left out"]),
+        ("hopper/topk.py", "topk.py", ["hopper/topk.py is left out"]),
+    ],
+)
+def test_a_wrong_table_is_found(right, wrong, said):
+    assert LAUNCHER.count(right) == 1
+    assert sorted(faults(LAUNCHER.replace(right, wrong))) == said
+
+
+def test_kernels_stand_in_their_column():
+    with pytest.raises(AssertionError, match=r"column:     few rows +_first then"):
+        faults(LAUNCHER.replace("few rows  ", "few rows "))
 
 
 def test_no_test_imports_a_test():
