@@ -131,7 +131,11 @@ def test_loop(device, backend, rows):
     },
     6: {
         "cuda_ops/<op>.py": '''
-"""A program of _scale takes BLOCK numbers."""
+"""A program takes BLOCK numbers.
+
+    condition    kernels
+    any          _scale
+"""
 
 from __future__ import annotations
 
