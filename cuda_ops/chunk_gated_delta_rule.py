@@ -13,9 +13,9 @@ The first kernel makes U, W, P of all chunks at once; the second walks over the 
 sequence with some columns of one head's state in registers.  Gated DeltaNet (Yang et al., 2024),
 section 3.3.
 
-    condition                                                  kernels
-    Hopper, Dk 64 or 128, Dv in whole 64, aligned rows         hopper/chunk_gated_delta_rule.py
-    else                                                       _chunks_kernel, _states_kernel
+    condition                                             kernels
+    Hopper, Dk 64 or 128, Dv in whole 64, aligned rows    hopper/chunk_gated_delta_rule.py
+    else                                                  _chunks_kernel then _states_kernel
 """
 
 from __future__ import annotations

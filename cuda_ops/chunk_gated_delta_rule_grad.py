@@ -25,11 +25,13 @@ the dtype of the query: 2 (T / 64 + sequences) Nv Dk Dv numbers.  The others run
 M, gradients of q, k and v, those of beta and g.  No sum depends on the order of programs: equal
 runs give equal gradients.
 
-    condition                                                  kernels
-    as of the forward, and d_out in aligned rows               hopper/chunk_gated_delta_rule_grad.py
-    else                                                       _triangles_kernel, _walks_kernel,
-                                                               _pairs_kernel, _inputs_kernel; with
-                                                               beta or g _gates_kernel
+    condition                                       kernels
+    as of the forward, and d_out in aligned rows    hopper/chunk_gated_delta_rule_grad.py
+    no beta, no g                                   _triangles_kernel then _walks_kernel then
+                                                    _pairs_kernel then _inputs_kernel
+    else                                            _triangles_kernel then _walks_kernel then
+                                                    _pairs_kernel then _inputs_kernel then
+                                                    _gates_kernel
 """
 
 from __future__ import annotations

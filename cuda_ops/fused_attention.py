@@ -7,14 +7,15 @@
 
 A program holds a tile of queries and walks over the keys they see, in exp2 with log2(e) folded
 into the scale; only tiles that some query sees in part are masked.  With few queries the heads of a
-group share a tile.
+group share a tile; with few programs each takes a part of the keys, which _merge_kernel merges.
 
-    condition                                                        kernel
-    keys >= 2048, programs of 128 queries fill half of the chip      _forward_kernel on parts of the
-                                                                     keys, then _merge_kernel
-    Hopper, over 64 queries, heads above 16, a positive scale,       hopper/fused_attention.py
-      one dtype, rows that TMA can describe
-    else                                                             _forward_kernel
+    condition                                         kernels
+    over 2047 keys, programs of 128 queries for at    _forward_kernel then _merge_kernel
+      most half of the chip
+    Hopper, over 64 queries, heads above 16, a        hopper/fused_attention.py
+      positive scale, one dtype, rows that TMA can
+      describe
+    else                                              _forward_kernel
 """
 
 from __future__ import annotations

@@ -9,11 +9,14 @@ The plain path is deterministic: one kernel owns a tile of keys and walks over t
 heads of the group) that see it, another owns a tile of queries and walks over its keys; no sum is
 shared.
 
-    condition                                                    kernels, behind _statistics_kernel
-    Hopper, over 64 queries, rows that TMA can describe          hopper/fused_attention_backward.py
-    the same, to be deterministic, heads over 128,               it for keys, then _queries_kernel
-    or over 128 with values over 128
-    else                                                         _keys_kernel, then _queries_kernel
+    condition                                       kernels
+    Hopper, over 64 queries, rows that TMA can      _statistics_kernel then
+      describe; heads to 128 to be deterministic    hopper/fused_attention_backward.py
+    the same, deterministic, heads above 128        _statistics_kernel then
+                                                    hopper/fused_attention_backward.py then
+                                                    _queries_kernel
+    else                                            _statistics_kernel then _keys_kernel then
+                                                    _queries_kernel
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@
 A program owns a row: it gathers the selected keys once a pass, for all heads.  The first pass
 takes each head's log-sum-exp, with heads as the rows of the product so that the sum over keys stays
 within a warp; the second takes the sum over heads, with keys as its rows for the same reason.  A
-given `softmax_lse` saves the first.  A second kernel normalises a row and takes its loss.
+given `softmax_lse` saves the first.  _loss_kernel normalises a row and takes its loss.
 
-    condition                                              kernels, before _loss_kernel
-    Hopper, 65 to 128 heads, D above 256, aligned rows     _slots_kernel, hopper/indexer_loss.py
-    else                                                   _target_kernel
+    condition                                        kernels
+    Hopper, 65 to 128 heads, D above 256, aligned    _slots_kernel then hopper/indexer_loss.py then
+      rows                                           _loss_kernel
+    else                                             _target_kernel then _loss_kernel
 """
 
 from __future__ import annotations

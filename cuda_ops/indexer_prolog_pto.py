@@ -5,7 +5,11 @@
     query_index = RoPE(rnd(c W_qb))   key = RoPE(rnd(LayerNorm(x W_k)))   weights = rnd(x W_proj)
 
 RoPE turns the first D columns of a head and rounds them; the others pass.  x W_k stays in float32
-until its LayerNorm.  Weights or a cache of 8 bits: quantised_prolog.py.
+until its LayerNorm.
+
+    condition                       kernels
+    weights or a cache of 8 bits    quantised_prolog.py
+    else                            nz_matmul.py then prolog.py
 """
 
 from __future__ import annotations

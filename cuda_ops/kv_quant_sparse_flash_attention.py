@@ -4,6 +4,9 @@
 of values and scales, on their way to the product, what they stand for.
 
 Tiles and order are those of the bf16 op, so that scales which are powers of two give its bits.
+
+    condition    kernels
+    any          sparse_flash_attention.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 """Latents [T, 512], quantised by tiles of 128, and rotary keys [T, 64] to rows of 656 bytes.
 
 A tile is a row of the kernel; it takes a quarter of its token's rotary keys along.
+
+    condition    kernels
+    any          _write
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ query [B, S, N, D], key [B, S2, 1, D] (or TND, or pages), weights [B, S, N].  Th
 and lie in a [rows, keys] buffer of bounded size, a chunk of rows at a time; topk.py selects.
 Keys are the rows of the product, heads its columns: the sum over heads stays within a thread.
 
-    condition                                                           scores
-    Hopper, up to 128 heads of 64 or 128, pages of whole 64, aligned    hopper/lightning_indexer.py
-    else                                                                _scores
+    condition                                         kernels
+    Hopper, up to 128 heads of 64 or 128, pages of    hopper/lightning_indexer.py then topk.py
+      whole 64, aligned
+    else                                              _scores then topk.py
 """
 
 from __future__ import annotations

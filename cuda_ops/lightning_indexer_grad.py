@@ -6,6 +6,9 @@
     ds[n, j] = dy[j] weights[n] [s > 0]       d_query = ds key       d_key = ds^T query
 
 One program a query row and tile of heads; d_key is added up as scatter.py says.
+
+    condition    kernels
+    any          _gradients
 """
 
 from __future__ import annotations

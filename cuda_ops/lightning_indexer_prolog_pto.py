@@ -2,6 +2,9 @@
 # Copyright the npu-custom-ops authors
 """The int8 prolog of the indexer: npu_indexer_prolog_pto gives queries and keys in the working
 dtype, torch multiplies them by the transform, the writers quantise them.
+
+    condition    kernels
+    any          indexer_prolog_pto.py then index_cache_write.py then quantize_index_query.py
 """
 
 from __future__ import annotations

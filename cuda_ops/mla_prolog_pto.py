@@ -10,8 +10,11 @@ Three launches, each beginning while the one before it ends: x products, norms a
 program a head from c to its outputs.  Few heads or more than 256 tokens take four: c product,
 absorption and rotation.
 
-Weights or a cache of 8 bits: quantised_prolog.py.  x is quantised in a launch of its own, c with
-its norm.
+With weights of 8 bits x is quantised in a launch of its own, c with its norm.
+
+    condition                       kernels
+    weights or a cache of 8 bits    quantised_prolog.py
+    else                            nz_matmul.py then prolog.py
 """
 
 from __future__ import annotations

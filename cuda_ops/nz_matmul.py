@@ -9,9 +9,9 @@ A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or 
 Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
 the next kernel to add in order (deterministic, and no launch of its own).
 
-    condition                              kernel
-    Hopper, all weights NZ and aligned     hopper/nz_matmul.py
-    else                                   _product
+    condition                             kernels
+    Hopper, all weights NZ and aligned    hopper/nz_matmul.py
+    else                                  _product
 """
 
 from __future__ import annotations

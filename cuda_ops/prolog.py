@@ -2,19 +2,29 @@
 # Copyright the npu-custom-ops authors
 """What both prologs are made of, no op itself: norms and scatters, then absorption and rotation.
 
-    _token_stage  sums of the x products -> RMSNorm, LayerNorm, rotated keys, cache rows, weights
+    token_stage   sums of the x products -> RMSNorm, LayerNorm, rotated keys, cache rows, weights
     query_stage   c_q products -> absorbed latent query, rotated query heads
     index_stage   c_q products -> rotated index heads
 
-    condition                                                  query_heads
-    Hopper, 96 heads to one a processor, to 256 tokens, NZ     hopper/query_heads.py
-    Hopper, over 32 tokens, the product in one run             product, hopper/query_stage.py,
-                                                               _rotation
-    else                                                       product, _query_stage
+`query_heads`:
 
-    condition                                                  index_heads
-    Hopper, NZ, a program for half of the processors           hopper/nz_matmul.py, which rotates
-    else                                                       product, _rotation
+    condition                                              kernels
+    Hopper, 96 heads to one a processor, up to 256         hopper/query_heads.py
+      tokens, NZ
+    Hopper, over 32 tokens, the product in one run         nz_matmul.py then hopper/query_stage.py
+                                                           then _rotation
+    else                                                   nz_matmul.py then _query_stage
+
+`index_heads`, where the first kernel rotates as well:
+
+    condition                                              kernels
+    Hopper, NZ, programs for half of the processors        hopper/nz_matmul.py
+    else                                                   nz_matmul.py then _rotation
+
+`token_stage`:
+
+    condition    kernels
+    any          _token_stage
 
 Rounding to the working dtype happens where the reference rounds: after each product, after each
 norm, after each rotation; the index key is rounded after its LayerNorm only.  rotate(u) with

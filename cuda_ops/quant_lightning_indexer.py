@@ -4,6 +4,9 @@
 
 e4m3   as float16, sums in float32; by integer arithmetic on GPUs that have no conversion
 int8   integer products
+
+    condition    kernels
+    any          lightning_indexer.py then topk.py
 """
 
 from __future__ import annotations

@@ -11,13 +11,17 @@ Element (k, n) of a weight lies at (n // 32) * panel + n % 32 * column + k * row
     row-major     [K, N]            panel 32     column 1   row N
     transposed    [N, K], a checkpoint's own     panel 32 K   column K   row 1
 
-    condition                                            products
-    fp8, transposed, Hopper, k in 16s                    hopper/quantised_matmul.py
-    fp8, transposed, a GPU that converts fp8             _product of e4m3, a block's sum in float32
-    other fp8                                            _product of float16, which has every e4m3
-    else (int8)                                          _product of int8
+Products of fp8 with transposed weights are of e4m3 where the GPU converts it, a block's sum in
+float32; else of float16, which has every e4m3.  Those of int8 are of int8.  `product`:
 
-_activations quantises what the weights are multiplied with.
+    condition                            kernels
+    fp8, transposed, Hopper, k in 16s    hopper/quantised_matmul.py
+    else                                 _product
+
+`activations`, which quantises x:
+
+    condition    kernels
+    any          _activations
 
 As in nz_matmul.py K is cut into runs, which the next kernel adds up.
 """

@@ -9,12 +9,21 @@
     index_side       sums, c -> index keys of either kind, head weights; rotated index heads,
                      quantised with their scales in the weights
 
-    condition                                                   query_heads
-    Hopper, 96 heads to one a processor, up to 256 tokens,      hopper/quantised_heads.py
-      e4m3 as a checkpoint has it
-    else                                                        product, prolog.query_stage
+`query_heads`:
 
-_latent_tokens is latent_tokens, _index is index_side but for queries of floats.
+    condition                                         kernels
+    Hopper, 96 heads to one a processor, up to 256    hopper/quantised_heads.py
+      tokens, e4m3 as a checkpoint has it
+    weights of 8 bits                                 quantised_matmul.py then prolog.py
+    else                                              prolog.py
+
+`latent_tokens`, and `index_side`, whose queries of floats are prolog.py's:
+
+    condition    kernels
+    any          _latent_tokens
+
+    condition    kernels
+    any          _index
 
 Sums are float32 [RUNS, T, N], views of what a product gave.  Rounding is where prolog.py rounds,
 and quantisation is behind it: caches have the bytes of their writers.

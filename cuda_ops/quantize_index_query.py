@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Index queries [.., N, 128], quantised, with their scales or the weights times these."""
+"""Index queries [.., N, 128], quantised, with their scales or the weights times these.
+
+A program takes 16 heads.
+
+    condition    kernels
+    any          _quantise
+"""
 
 from __future__ import annotations
 

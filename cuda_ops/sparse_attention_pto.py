@@ -10,6 +10,14 @@
 The queries of the attention are made while the top-k runs, which leaves the memory idle; a captured
 graph keeps the two branches.  The longer one stays in the stream of the scores, where its launch
 overlaps their end.  Every cache row is written before any cache is read.
+
+    condition                    kernels
+    rows of latents in 8 bits    quantised_prolog.py then quant_lightning_indexer.py,
+                                 lightning_indexer.py then kv_quant_sparse_flash_attention.py
+    other 8 bits                 quantised_prolog.py then quant_lightning_indexer.py,
+                                 lightning_indexer.py then sparse_flash_attention.py
+    else                         nz_matmul.py then prolog.py then lightning_indexer.py then
+                                 sparse_flash_attention.py
 """
 
 from __future__ import annotations

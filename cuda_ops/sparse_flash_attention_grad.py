@@ -7,6 +7,9 @@
     d_key = ds^T query (+ p^T d_out where value is None)       d_value = p^T d_out
 
 One program a query row and HEAD_TILE heads; what belongs to keys is added up as scatter.py says.
+
+    condition    kernels
+    any          _gradients
 """
 
 from __future__ import annotations

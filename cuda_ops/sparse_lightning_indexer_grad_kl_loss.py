@@ -8,6 +8,9 @@
 
 _scores_kernel gathers each row's keys once, for the target and the scores; _loss_kernel turns a
 row into its loss and d; lightning_indexer_grad.py takes d down to the indexer's inputs.
+
+    condition    kernels
+    any          _scores_kernel then _loss_kernel then lightning_indexer_grad.py
 """
 
 from __future__ import annotations

@@ -4,15 +4,17 @@
 
 Exact, ties to the lower position, in ascending order.
 
-Two kernels.  The first takes a sample of the row (every EVERY-th score, or 4096 of them), of it a
-threshold that some 1.4 K scores should reach, and collects those in order, a chunk of the row a
-program.  The second, a program a row, finds the exact K-th score among them and stores the winners
-in order.  Where the sample misled (fewer than K scores reach the threshold) or too many do (rows of
-many equal scores), it searches the whole row: slower, as exact.  A score of -inf is absent.
+Two kernels, in hopper/topk.py as here.  The first takes a sample of the row (every EVERY-th score,
+or 4096 of them), of it a threshold that some 1.4 K scores should reach, and collects those in
+order, a chunk of the row a program.  The second, a program a row, finds the exact K-th score among
+them and stores the winners in order.  Where the sample misled (fewer than K scores reach the
+threshold) or too many do (rows of many equal scores), it searches the whole row: slower, as exact.
+A score of -inf is absent.
 
-    condition    kernels
-    Hopper       hopper/topk.py: the same two steps
-    else         _collect where rows are longer than MOST, _topk
+    condition                  kernels
+    Hopper                     hopper/topk.py
+    rows of up to two tiles    _topk
+    else                       _collect then _topk
 """
 
 from __future__ import annotations

@@ -308,10 +308,13 @@ def faults(source: str) -> list[str]:
 
 
 def _launchers() -> list[Path]:
-    """Modules of every op, and others that launch kernels for them."""
-    ops = {spec.file for spec in SPECS}
-    modules = sorted((ROOT / "cuda_ops").glob("*.py"))
-    return [x for x in modules if x.stem in ops or launched(ast.parse(x.read_text()))]
+    """Modules that launch kernels, or have such a table; others hand on to one of these."""
+
+    def asked(path: Path) -> bool:
+        tree = ast.parse(path.read_text())
+        return bool(launched(tree) or tables(ast.get_docstring(tree, clean=False) or ""))
+
+    return [path for path in sorted((ROOT / "cuda_ops").glob("*.py")) if asked(path)]
 
 
 @pytest.mark.parametrize("path", _launchers(), ids=_named)
@@ -396,49 +399,3 @@ def test_barriers_are_forgotten():
 def test_few_kernels_have_more_than_thirty_parameters():
     wide = [each.where for each in functions() if each.jitted and each.parameters > 30]
     assert len(wide) <= 8 and all(where.startswith("npu_ops/") for where in wide), wide
-
-
-def docstring_against(text: str, source: str) -> list[str]:
-    """What the docstring of a launcher lacks: the names of its kernels where it launches several,
-    and, where some are in hopper/, a table condition -> kernel that ends with else; what a table
-    names exists."""
-    tree = ast.parse(source)
-    own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    launched = set(re.findall(r"launches\.kernel\(\s*(_\w+)", source))
-    elsewhere = {
-        f"hopper/{alias.name}.py"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "hopper"
-        for alias in node.names
-    }
-    tables = re.findall(r"^    condition  +.*\n((?:    .*\n)*)", text, re.M)
-    said = set(re.findall(r"\w+/\w+\.py|\b_\w+\b", "".join(tables)))
-    files = {name for name in said if "/" in name and (ROOT / "cuda_ops" / name).is_file()}
-    wanted = (launched if len(launched) > 1 or elsewhere else set()) - set(
-        re.findall(r"\b_\w+\b", text)
-    )
-    return [
-        *(f"does not say {name}" for name in sorted(wanted | elsewhere - said)),
-        *(f"{name} does not exist" for name in sorted(said - own - files)),
-        *("a table has no else" for rows in tables if not re.search("^    else ", rows, re.M)),
-    ]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "cuda_ops").glob("*.py")), ids=_named)
-def test_a_launcher_says_which_kernel_runs_when(path):
-    source = path.read_text()
-    assert docstring_against(ast.get_docstring(ast.parse(source), clean=False) or "", source) == []
-
-
-def test_a_launcher_that_says_it_wrong_is_found():
-    source = "from .hopper import topk as hopper\ndef _one(): launches.kernel(_one, 1)\n"
-    table = "    condition  kernels\n    Hopper     hopper/topk.py\n    else       _one\n"
-    assert docstring_against(table, source) == []
-    for old, new, said in (
-        (table, "", "does not say _one"),
-        ("Hopper     hopper/topk.py", "Hopper     _one", "does not say hopper/topk.py"),
-        ("topk.py", "top.py", "hopper/top.py does not exist"),
-        ("_one", "_two", "_two does not exist"),
-        ("else", "more", "a table has no else"),
-    ):
-        assert said in docstring_against(table.replace(old, new), source), said
