@@ -52,9 +52,10 @@ def row_parallel_indexer(
 
     All ranks have all arguments; indices alone travel. The rows are cut into 2 * size chunks of
     which a rank takes one from the front and one from the back: causal rows cost as many keys as
-    they see. Arguments as the op's; the same bits. No backward.
+    they see. Arguments as the op's; the same bits. Indices have no gradient: what requires one may
+    come as it is.
     """
-    refuse_gradients("row_parallel_indexer", query=query, key=key, weights=weights)
+    query, key, weights = query.detach(), key.detach(), weights.detach()
     at, rank, size = ranks(group)
     packed = layout_query == "TND"
     total = query.shape[0 if packed else 1]

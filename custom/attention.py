@@ -78,11 +78,14 @@ def attention(
     """`npu_fused_attention` under the name and order of the Triton tutorial.
 
     Args:
-        q, k, v: [B, N, S, D].
+        q: [B, N, S, D].
+        k: [B, Nkv, S2, D].
+        v: [B, Nkv, S2, Dv].
         causal: as in `npu_fused_attention`.
         sm_scale: factor of the logits.
-        BM, BN: rows and columns of a tile. A hint: the kernels choose their own tiles, and the
-            result is the same for every value.
+        BM: rows of a tile. A hint: the kernels choose their own tiles, and the result is the same
+            for every value.
+        BN: columns of a tile, likewise a hint.
 
     Returns:
         o [B, N, S, D].

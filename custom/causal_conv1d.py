@@ -59,6 +59,11 @@ def causal_conv1d_fn(
     Returns:
         out like `x`, channels side by side; with `return_final_states` also the states.
 
+    Raises:
+        ValueError: a shape, stride or option does not fit, or two arguments exclude each other; no
+            state has been written.
+        TypeError: a type or dtype does not fit.
+
     >>> import torch, custom
     >>> custom.causal_conv1d_fn(torch.randn(2, 16, 9), torch.randn(16, 4), activation="silu").shape
     torch.Size([2, 16, 9])
@@ -163,6 +168,12 @@ def causal_conv1d_update(
 
     Returns:
         out like `x`.
+
+    Raises:
+        ValueError: a shape, stride or option does not fit, or two arguments exclude each other; no
+            state has been written.
+        TypeError: a type or dtype does not fit.
+        RuntimeError: an argument requires grad, while grad mode is on.
 
     >>> import torch, custom
     >>> state = torch.zeros(2, 16, 3)

@@ -208,4 +208,17 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         ValueError: a shape, layout, device or option does not fit.
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> query, key = torch.randn(1, 2, 4, 32), torch.randn(1, 9, 1, 32)
+    >>> q, k, w = torch.randn(1, 2, 4, 16), torch.randn(1, 9, 1, 16), torch.rand(1, 2, 4)
+    >>> index, _ = custom.npu_lightning_indexer(q, k, w, sparse_count=4)
+    >>> _, top, total = custom.npu_sparse_flash_attention(
+    ...     query, key, None, index, 32**-0.5, return_softmax_lse=True
+    ... )
+    >>> d_q, d_k, d_w, loss = custom.npu_sparse_lightning_indexer_grad_kl_loss(
+    ...     query, key, q, k, w, index, top, total, 32**-0.5
+    ... )
+    >>> d_q.shape, d_k.shape, d_w.shape, loss.shape
+    (torch.Size([1, 2, 4, 16]), torch.Size([1, 9, 1, 16]), torch.Size([1, 2, 4]), torch.Size([1]))
     """

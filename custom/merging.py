@@ -55,6 +55,8 @@ def npu_merge_topk(values: Tensor, positions: Tensor, k: int) -> tuple[Tensor, T
     Higher values first, equal ones by the lower position, whatever part it came from. Exact if each
     part hands over its own best `k`, or all it has.
 
+    Formula: the selection of `npu_lightning_indexer`, from parts.
+
     Args:
         values: [P, .., C] scores; NaN counts as the lowest.
         positions: [P, .., C] int32 or int64, positions in the whole, none twice; negative: absent.
@@ -84,6 +86,8 @@ def npu_localize_indices(
     Position p lies on rank (p // interleave) % size, as its row
     p // (interleave * size) * interleave + p % interleave. A row is no position: what comes after
     must not be causal (sparse_mode 0), since the selection was.
+
+    Formula: the layout of vLLM's decode context parallelism (its cp_kv_cache_interleave_size).
 
     Args:
         indices: [.., K] int32 or int64 positions; negative: absent.
@@ -134,6 +138,13 @@ def shard_positions(lengths: Tensor, rank: int, size: int, interleave: int = 1) 
         size: number of shards.
         interleave: positions that lie together.
 
+    Returns:
+        Like `lengths`, contiguous or not as it is.
+
+    Raises:
+        ValueError: `rank`, `size` or `interleave` does not fit.
+        TypeError: a type or dtype does not fit.
+
     >>> import torch, custom
     >>> custom.shard_positions(torch.tensor([0, 1, 5, 8]), rank=1, size=2, interleave=2)
     tensor([0, 0, 2, 4])
@@ -167,6 +178,10 @@ def shard_slots(
     Returns:
         [B, S] slots, dtype of `block_table`; -1 where another rank keeps the token, the position is
         negative or has no page.
+
+    Raises:
+        ValueError: a shape, device, `page_size`, `rank`, `size` or `interleave` does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> table = torch.tensor([[3, 1]])
@@ -208,6 +223,10 @@ def npu_attention_update(
 
     Returns:
         out [M, D], and the merged lse [M]; shape [0] with update_type 0.
+
+    Raises:
+        ValueError: a shape, device, the number of parts or `update_type` does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> lse, out = [torch.zeros(4)] * 2, [torch.ones(4, 8)] * 2
@@ -263,6 +282,10 @@ def npu_ring_attention_update(
 
     Returns:
         The merged output, maximum and sum, shaped as they came.
+
+    Raises:
+        ValueError: a shape, device or layout does not fit.
+        TypeError: a type or dtype does not fit.
 
     >>> import torch, custom
     >>> out, top, total = torch.ones(4, 2, 16), torch.zeros(4, 2, 8), torch.ones(4, 2, 8)

@@ -203,6 +203,8 @@ def npu_sparse_attention_indices_pto(
     For models whose other layers attend to the same positions (`npu_sparse_attention_shared_pto`):
     all but one of every few layers of GLM-5.2, or the draft tokens of multi-token prediction.
 
+    Formula: as `npu_sparse_attention_pto`.
+
     Args:
         sparse_count: positions attended to by a query, at most: the last size of `sparse_indices`.
 
@@ -399,6 +401,21 @@ def npu_mla_prolog_pto(
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> H, Rq, N, Dn, R, Dr, P = 64, 32, 2, 16, 32, 16, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> nz = lambda *shape: custom.to_nz(new(*shape))
+    >>> kv_cache, kr_cache = torch.zeros(4, P, 1, R), torch.zeros(4, P, 1, Dr)
+    >>> query, query_rope, query_norm = custom.npu_mla_prolog_pto(
+    ...     new(1, 1, H), nz(H, Rq), nz(Rq, N * (Dn + Dr)), new(N, Dn, R), nz(H, R + Dr),
+    ...     torch.ones(Rq), torch.ones(R), new(1, 1, Dr), new(1, 1, Dr), kv_cache, kr_cache,
+    ...     torch.tensor([[37]]),
+    ... )
+    >>> query.shape, query_rope.shape, query_norm.shape
+    (torch.Size([1, 1, 2, 32]), torch.Size([1, 1, 2, 16]), torch.Size([1, 1, 32]))
+    >>> kv_cache.flatten(0, 2).any(-1).nonzero()  # the slot that was written
+    tensor([[37]])
     """
 
 
@@ -479,6 +496,17 @@ def npu_mla_prolog_v3(
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> H, Rq, N, Dn, R, Dr, P = 64, 32, 2, 16, 32, 16, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> query, _, _, query_norm, _ = custom.npu_mla_prolog_v3(
+    ...     new(3, H), new(H, Rq), new(Rq, N * (Dn + Dr)), new(N, Dn, R), new(H, R + Dr),
+    ...     torch.ones(Rq), torch.ones(R), new(3, Dr), new(3, Dr), new(4, P, 1, R),
+    ...     new(4, P, 1, Dr), cache_index=torch.tensor([5, 6, 7]), query_norm_flag=True,
+    ... )
+    >>> query.shape, query_norm.shape
+    (torch.Size([3, 2, 32]), torch.Size([3, 32]))
     """
 
 
@@ -562,6 +590,20 @@ def npu_indexer_prolog_pto(
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> H, Rq, Dr, Ni, Di, P = 64, 32, 16, 16, 32, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> nz = lambda *shape: custom.to_nz(new(*shape))
+    >>> index_k_cache = torch.zeros(4, P, 1, Di)
+    >>> query_index, weights = custom.npu_indexer_prolog_pto(
+    ...     new(1, 1, H), new(1, 1, Rq), nz(Rq, Ni * Di), nz(H, Di), nz(H, Ni), torch.ones(Di),
+    ...     torch.zeros(Di), new(1, 1, Dr), new(1, 1, Dr), index_k_cache, torch.tensor([[37]]),
+    ... )
+    >>> query_index.shape, weights.shape
+    (torch.Size([1, 1, 16, 32]), torch.Size([1, 1, 16]))
+    >>> index_k_cache.flatten(0, 2).any(-1).nonzero()  # the slot that was written
+    tensor([[37]])
     """
 
 
@@ -624,6 +666,19 @@ def npu_lightning_indexer_prolog_pto(
         ValueError: a shape, stride, device or option does not fit; no cache has been written.
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
+
+    >>> import torch, custom
+    >>> H, Rq, Dr, N, D, P = 64, 32, 16, 16, 128, 16
+    >>> new = lambda *shape: torch.randn(*shape) / 8
+    >>> eight = lambda *shape: torch.randint(-127, 128, shape, dtype=torch.int8)
+    >>> query, query_scale, weights = custom.npu_lightning_indexer_prolog_pto(
+    ...     new(3, H), eight(3, Rq), torch.rand(3, 1), custom.to_nz(eight(Rq, N * D)),
+    ...     torch.rand(N * D, 1), new(H, D), new(H, N), torch.ones(D), torch.zeros(D),
+    ...     new(3, Dr), new(3, Dr), None, None, eight(4, P, 1, D), torch.rand(4, P, 1),
+    ...     torch.tensor([5, 6, 7]), 1e-6,
+    ... )
+    >>> query.dtype, query.shape, query_scale.shape, weights.shape
+    (torch.int8, torch.Size([3, 16, 128]), torch.Size([3, 16, 1]), torch.Size([3, 16]))
     """
 
 
@@ -755,6 +810,8 @@ def npu_lightning_indexer_grad(
     Same signature as torch_npu's op.  With s = query . key over the selected positions:
     d_weights = sum dy relu(s), d_query = sum dy weights [s > 0] key, d_key the transposed sum.
 
+    Formula: the derivative of `npu_lightning_indexer`'s.
+
     Args:
         query: [B, S, N, D] or [T, N, D].
         key: [B, S2, 1, D] or [T2, 1, D].
@@ -775,6 +832,8 @@ def npu_lightning_indexer_grad(
         ValueError: a shape, layout, device or option does not fit.
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
+
+    Example: see `npu_lightning_indexer`, whose backward it is.
     """
 
 
@@ -883,6 +942,8 @@ def npu_sparse_flash_attention_grad(
     dz = P (dP - rowsum(d_out out) + d_sum sum); the key's gradients are summed over all queries
     that chose it, in a fixed order under torch.use_deterministic_algorithms.
 
+    Formula: the backward of FlashAttention-2 (Dao, 2023), over the selected positions.
+
     Args:
         query: as in the forward.
         key: as in the forward, not paged.
@@ -913,4 +974,6 @@ def npu_sparse_flash_attention_grad(
         ValueError: a shape, layout, device or option does not fit.
         TypeError: a type or dtype does not fit.
         RuntimeError: an argument requires grad, while grad mode is on.
+
+    Example: see `npu_sparse_flash_attention`, whose backward it is.
     """

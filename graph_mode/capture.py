@@ -218,6 +218,11 @@ def warmup(calls: Mapping[str, Sequence[Mapping[str, Any]]], device: str | torch
             (shape, dtype). Made tensors hold random numbers, or zeros if they are integers.
         device: where the ops will run.
 
+    Raises:
+        ValueError: a name is no op, the device is none of a backend, or a shape does not fit; no
+            kernel has been compiled.
+        TypeError: a set lacks an argument or has one that the op has not, or a dtype does not fit.
+
     >>> import torch, custom
     >>> q = ((1, 2, 5, 16), torch.float32)
     >>> custom.warmup({"npu_fused_attention": [dict(q=q, k=q, v=q)]}, "cpu")

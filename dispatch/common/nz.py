@@ -45,7 +45,16 @@ def columns(dtype: torch.dtype) -> int:
 def to_nz(w: Tensor, *, flat: bool = False) -> Tensor:
     """[..., K, N] to FRACTAL_NZ [..., N/C0, K/16, 16, C0], contiguous, zero-padded to whole tiles.
 
-    With `flat` the same bytes come under the shape of `w`, which needs whole tiles.
+    Args:
+        w: [..., K, N], any dtype and strides.
+        flat: give the same bytes under the shape of `w`, which needs whole tiles.
+
+    Returns:
+        [..., N/C0, K/16, 16, C0] with C0 = 32 bytes of columns, or the shape of `w` with `flat`.
+
+    Raises:
+        ValueError: `w` has one dimension or none; `flat`, and its tiles are not whole.
+        TypeError: `w` is no tensor.
 
     >>> import torch, custom
     >>> custom.to_nz(torch.zeros(32, 40, dtype=torch.bfloat16)).shape
@@ -74,8 +83,16 @@ def to_nz(w: Tensor, *, flat: bool = False) -> Tensor:
 def from_nz(z: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """The row-major [..., K, N] behind FRACTAL_NZ `z`, contiguous.
 
-    `z` is [..., N/C0, K/16, 16, C0], or 2-D as `to_nz(w, flat=True)` made it.  `shape` (K, N) cuts
-    the padding off.
+    Args:
+        z: [..., N/C0, K/16, 16, C0], or 2-D as `to_nz(w, flat=True)` made it.
+        shape: (K, N), which cuts the padding off; None: whole tiles.
+
+    Returns:
+        [..., K, N], dtype of `z`.
+
+    Raises:
+        ValueError: `z` is not in whole tiles, or `shape` lies in another number of them.
+        TypeError: `z` is no tensor.
 
     >>> import torch, custom
     >>> w = torch.arange(12.0).view(3, 4)
