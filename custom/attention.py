@@ -79,8 +79,8 @@ def attention(
 
     Args:
         q: [B, N, S, D].
-        k: [B, Nkv, S2, D].
-        v: [B, Nkv, S2, Dv].
+        k: [B, Nk, S2, D].
+        v: [B, Nk, S2, Dv].
         causal: as in `npu_fused_attention`.
         sm_scale: factor of the logits.
         BM: rows of a tile. A hint: the kernels choose their own tiles, and the result is the same
@@ -88,7 +88,7 @@ def attention(
         BN: columns of a tile, likewise a hint.
 
     Returns:
-        o [B, N, S, D].
+        o [B, N, S, Dv].
 
     Raises:
         ValueError: a shape or value does not fit.

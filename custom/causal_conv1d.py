@@ -63,6 +63,7 @@ def causal_conv1d_fn(
         ValueError: a shape, stride or option does not fit, or two arguments exclude each other; no
             state has been written.
         TypeError: a type or dtype does not fit.
+        RuntimeError: with `conv_states` an argument requires grad, while grad mode is on.
 
     >>> import torch, custom
     >>> custom.causal_conv1d_fn(torch.randn(2, 16, 9), torch.randn(16, 4), activation="silu").shape

@@ -214,6 +214,8 @@ def npu_fused_causal_conv1d_v2(
 ) -> None:
     """`npu_fused_causal_conv1d`, whose output takes the place of `x`.
 
+    Formula: as `npu_fused_causal_conv1d`.
+
     Args:
         x: [T, D] with `query_start_loc`, or [N, S, D]; updated in place.
 

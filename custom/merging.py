@@ -87,7 +87,7 @@ def npu_localize_indices(
     p // (interleave * size) * interleave + p % interleave. A row is no position: what comes after
     must not be causal (sparse_mode 0), since the selection was.
 
-    Formula: the layout of vLLM's decode context parallelism (its cp_kv_cache_interleave_size).
+    Formula: positions dealt out in turn, as vLLM's decode context parallelism deals them.
 
     Args:
         indices: [.., K] int32 or int64 positions; negative: absent.
@@ -139,7 +139,7 @@ def shard_positions(lengths: Tensor, rank: int, size: int, interleave: int = 1) 
         interleave: positions that lie together.
 
     Returns:
-        Like `lengths`, contiguous or not as it is.
+        Of each length the positions on `rank`; shape and dtype of `lengths`.
 
     Raises:
         ValueError: `rank`, `size` or `interleave` does not fit.
