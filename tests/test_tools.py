@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import csv
 import doctest
-import importlib
+import inspect
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 from custom.dispatch import backends
-from custom.dispatch.specs import SPECS
+from custom.dispatch.errors import BackendUnavailable
+from custom.dispatch.specs import BY_NAME, SPECS
 
 import custom
 from custom.bench import __main__ as bench
@@ -33,25 +35,67 @@ ROOT = Path(__file__).parent.parent
 BENCHED = [spec.name for spec in SPECS if presets(spec.name, "cpu")]
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "custom.sparse_attention",
-        "custom.attention",
-        "custom.indexer_loss",
-        "custom.delta_rule",
-        "custom.convolution",
-        "custom.causal_conv1d",
-        "custom.gated_norm",
-        "custom.graph_mode.capture",
-        "custom.dispatch.common.nz",
-    ],
-)
+def modules_with_examples():
+    """Below the folders that are installed as parts of `custom`; only `>>>` makes one of them."""
+    for folder in ("custom", "dispatch", "npu_ops", "cuda_ops", "graph_mode"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if re.search(r"^ *>>> ", path.read_text(), re.M):
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                below = () if folder == "custom" else ("custom",)
+                yield ".".join([*below, *parts]).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("module", [*modules_with_examples()])
 def test_docstring_examples(module):
     flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    # some integrations need what is not installed everywhere
+    there = pytest.importorskip(module, exc_type=BackendUnavailable)
+    torch.manual_seed(0)
     with torch.enable_grad():
-        result = doctest.testmod(importlib.import_module(module), optionflags=flags)
+        result = doctest.testmod(there, optionflags=flags)
     assert result.attempted and not result.failed
+
+
+def lacking(name, there):
+    """What a public function's docstring does not say."""
+    doc = inspect.getdoc(there) or ""
+    if not re.match(r"\S.*[.:]", doc.split("\n\n")[0].replace("\n", " ")):
+        yield "a sentence"
+    if isinstance(there, type) and issubclass(there, BaseException):
+        return  # raised by us alone
+    sections = dict(re.findall(r"^(Args|Returns|Raises):\n((?: {4}.*(?:\n|$))+)", doc, re.M))
+    signature = inspect.signature(there)
+    entries = re.findall(r"^ {4}(\w+): \S", sections.get("Args", ""), re.M)
+    for each in signature.parameters:
+        if each not in entries:
+            yield f"Args: {each}"
+    gives = not isinstance(there, type) and signature.return_annotation not in (None, "None")
+    if gives and "Returns" not in sections:
+        yield "Returns"
+    if "Raises" not in sections:
+        yield "Raises"
+    if name in BY_NAME and not re.search("^Formula: ", doc, re.M):
+        yield "Formula"
+    shown = re.search(r"^Example: see `(\w+)`", doc, re.M) if name.endswith("_grad") else None
+    if ">>> " not in (getattr(custom, shown[1]).__doc__ if shown else doc):
+        yield "an example"
+
+
+@pytest.mark.parametrize("name", [n for n in custom.__all__ if callable(getattr(custom, n))])
+def test_a_public_docstring_says_everything(name):
+    assert not [*lacking(name, getattr(custom, name))]
+
+
+def test_what_a_docstring_lacks_is_found():
+    def npu_toy(x: int, y: int = 0) -> int:
+        return x + y
+
+    args, raises = "Args:\n    x: a number.", "Raises:\n    ValueError: never."
+    npu_toy.__doc__ = f"One line.\n\n{args}\n\n{raises}"
+    assert [*lacking("npu_toy", npu_toy)] == ["Args: y", "Returns", "an example"]
+    npu_toy.__doc__ += "\n\nReturns:\n    The sum.\n\nExample: see `npu_merge_topk`."
+    assert [*lacking("npu_toy", npu_toy)] == ["Args: y", "an example"], "only for a gradient"
+    assert [*lacking("npu_toy_grad", npu_toy)] == ["Args: y"]
 
 
 def test_info_lists_every_op_and_variable():
