@@ -18,7 +18,19 @@ from ._collectives import Group, ranks, refuse_gradients
 
 def delta_rule_heads(key_heads: int, value_heads: int, *, group: Group) -> tuple[slice, slice]:
     """(key heads, value heads) of this rank: value heads in equal parts, and the key heads that
-    they use. Convolution channels, gates and states follow the heads they belong to."""
+    they use. Convolution channels, gates and states follow the heads they belong to.
+
+    Args:
+        key_heads: of the whole layer; the ranks divide them, or are a multiple of them.
+        value_heads: of the whole layer; the ranks divide them.
+        group: ProcessGroup or 1-D DeviceMesh.
+
+    Returns:
+        Two slices of heads.
+
+    Raises:
+        ValueError: the heads cannot be dealt out to so many ranks.
+    """
     _, rank, size = ranks(group)
     if value_heads % size or (key_heads % size and size % key_heads):
         raise ValueError(
@@ -47,8 +59,24 @@ def context_parallel_delta_rule(
     A part maps the state it begins with, S, to S M + L. Both come out of one call of the op on
     values [v, 0] from states [0, I], which needs Dv + Dk within its 256; one all_gather brings all
     ranks' (L, M), and the op runs again from the state that the ranks before leave.
-    Arguments as the op's, of this rank's tokens; `initial_state`, the same on all ranks, is that
-    before the first. Returns this rank's out and, on all ranks, the final state. No backward.
+    No backward.
+
+    Args:
+        query: [T, N, Dk], this rank's tokens.
+        key: [T, N, Dk].
+        value: [T, Nv, Dv].
+        group: ProcessGroup or 1-D DeviceMesh.
+        beta: [T, Nv].
+        initial_state: [B, Nv, Dv, Dk] before the first rank's tokens, the same on all ranks.
+        actual_seq_lengths: [B], lengths of this rank's parts.
+        scale: as in the op.
+        g: [T, Nv] as in the op.
+
+    Returns:
+        out [T, Nv, Dv] of this rank's tokens and, on all ranks, the final state [B, Nv, Dv, Dk].
+
+    Raises:
+        RuntimeError: an argument requires grad, while grad mode is on.
     """
     refuse_gradients(
         "context_parallel_delta_rule", query=query, key=key, value=value, beta=beta,
@@ -74,7 +102,25 @@ def context_parallel_kda(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`npu_chunk_kda` likewise, with states [N, HV, V, K] (state_layout "vk")."""
+    """`npu_chunk_kda` likewise, with states [B or sequences, Nv, Dv, Dk] (state_layout "vk").
+
+    Args:
+        q: [B, S, N, Dk], this rank's tokens.
+        k: [B, S, N, Dk].
+        v: [B, S, Nv, Dv].
+        g: [B, S, Nv, Dk] as in the op.
+        beta: [B, S, Nv].
+        group: ProcessGroup or 1-D DeviceMesh.
+        initial_state: before the first rank's tokens, the same on all ranks.
+        cu_seqlens: prefix sums of this rank's parts, with B = 1.
+        options: the op's others, but `state_layout`.
+
+    Returns:
+        out [B, S, Nv, Dv] of this rank's tokens and, on all ranks, the final states.
+
+    Raises:
+        RuntimeError: an argument requires grad, while grad mode is on.
+    """
     refuse_gradients(
         "context_parallel_kda", q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
         **options,

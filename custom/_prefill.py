@@ -23,7 +23,19 @@ _CACHES = ("kv", "kr", "index", "index_scale")
 
 
 def zigzag(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's rows of `dim`: of 2 * size equal chunks one from the front, one from the back."""
+    """This rank's rows of `dim`: of 2 * size equal chunks one from the front, one from the back.
+
+    Args:
+        x: the whole, the same on all ranks.
+        dim: a dimension whose size 2 * size divides.
+        group: ProcessGroup or 1-D DeviceMesh.
+
+    Returns:
+        A new tensor, `dim` of which is cut by the number of ranks.
+
+    Raises:
+        ValueError: `dim` cannot be cut so.
+    """
     _, rank, size = ranks(group)
     if x.shape[dim] % (2 * size):
         raise ValueError(
@@ -52,8 +64,26 @@ def row_parallel_indexer(
 
     All ranks have all arguments; indices alone travel. The rows are cut into 2 * size chunks of
     which a rank takes one from the front and one from the back: causal rows cost as many keys as
-    they see. Arguments as the op's; the same bits. Indices have no gradient: what requires one may
-    come as it is.
+    they see. No backward.
+
+    Args:
+        query: [B, S, N, D] or [T, N, D]; as all arguments, the same on all ranks.
+        key: [B, S2, 1, D], [T2, 1, D] or [pages, P, 1, D].
+        weights: [B, S, N] or [T, N].
+        group: ProcessGroup or 1-D DeviceMesh.
+        actual_seq_lengths_query: as in the op.
+        actual_seq_lengths_key: as in the op.
+        block_table: as in the op.
+        layout_query: "BSND" or "TND".
+        layout_key: "BSND", "TND" or "PA_BSND".
+        sparse_count: K, positions selected for a query.
+        sparse_mode: 3 or 0.
+
+    Returns:
+        sparse_indices of all rows on all ranks, the same bits as the op's.
+
+    Raises:
+        RuntimeError: an argument requires grad, while grad mode is on.
     """
     query, key, weights = query.detach(), key.detach(), weights.detach()
     at, rank, size = ranks(group)

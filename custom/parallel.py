@@ -47,7 +47,12 @@ __all__ = [
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, as a new tensor."""
+    """The sum over the ranks, as a new tensor.
+
+    Args:
+        x: of the same shape and dtype on all ranks.
+        group: ProcessGroup or 1-D DeviceMesh.
+    """
     return _collectives.all_reduce(x, ranks(group)[0])
 
 
@@ -57,6 +62,11 @@ def same_selection(indices: Tensor, *, group: Group, broadcast: bool = False) ->
     A replicated indexer selects the same everywhere if its inputs are equal in every bit. Compares
     a hash of 64 bits a row, by one small collective and a wait for the device (an error names the
     ranks that differ); or, with `broadcast`, gives rank 0's to all.
+
+    Args:
+        indices: [.., K] int32 or int64.
+        group: ProcessGroup or 1-D DeviceMesh.
+        broadcast: take rank 0's.
     """
     at, _, _ = ranks(group)
     if broadcast:
@@ -74,7 +84,13 @@ def same_selection(indices: Tensor, *, group: Group, broadcast: bool = False) ->
 
 
 def shard(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's equal part of `dim`, contiguous: heads of a weight, channels of a convolution."""
+    """This rank's equal part of `dim`, contiguous: heads of a weight, channels of a convolution.
+
+    Args:
+        x: the whole, the same on all ranks.
+        dim: a dimension whose size the number of ranks divides.
+        group: ProcessGroup or 1-D DeviceMesh.
+    """
     _, rank, size = ranks(group)
     if x.shape[dim] % size:
         raise ValueError(
@@ -92,6 +108,11 @@ def shard_layer(
     `w_uq_qr` (columns) and `w_uk` are cut; all else, the indexer and the caches among it, is the
     same on every rank. The value up-projection and the columns of the output projection are cut
     likewise by the caller (`shard`), whose `all_reduce` behind them is the layer's only one.
+
+    Args:
+        layer: the op's arguments by name, with all heads.
+        group: ProcessGroup or 1-D DeviceMesh.
+        weight_format: how a 2-D `w_uq_qr` is read, "nz" or "nd".
     """
     w = layer["w_uq_qr"]
     if w.ndim == 2 and weight_format == "nz":
@@ -121,9 +142,14 @@ def tensor_parallel_attention(
 ) -> Tensor:
     """`npu_sparse_attention_pto` on this rank's heads (`shard_layer`): [B, S, N / size, R].
 
-    No collective, unless the selection is to be compared before it is used (`check_equal`, see
-    `same_selection`), or rank 0's to be taken by all (`broadcast`). `options` are the op's; with a
-    selection that is compared, those for 8 bits are refused.
+    No collective without `check_equal` or `broadcast`.
+
+    Args:
+        layer: the op's arguments by name, with this rank's heads.
+        group: ProcessGroup or 1-D DeviceMesh.
+        check_equal: compare the ranks' selections before they are used (`same_selection`).
+        broadcast: take rank 0's selection on all.
+        options: the op's; with one of the two above, those for 8 bits are refused.
     """
     if not (check_equal or broadcast):
         return sparse.npu_sparse_attention_pto(**layer, **options)
@@ -201,10 +227,19 @@ def context_parallel_attention(
     broadcast: bool = False,
     **options: Any,
 ) -> Tensor:
-    """`npu_sparse_attention_pto` of a decode step, by `context_parallel_decode`.
+    """`npu_sparse_attention_pto` of a decode step, by `context_parallel_decode`: its output.
 
-    `layer` has this rank's heads (`shard_layer`), its shard of the latents' caches, their
-    `block_table` and their `cache_index` (`shard_slots`); the index keys have their own two.
+    Args:
+        layer: the op's arguments by name, with this rank's heads (`shard_layer`), its shard of the
+            latents' caches, their `block_table` and their `cache_index` (`shard_slots`).
+        group: ProcessGroup or 1-D DeviceMesh.
+        index_block_table: [B, max_pages] of the index keys.
+        index_cache_index: [B, S] flat slots of the new index keys.
+        interleave: as in `context_parallel_decode`, as the next three.
+        replicate_index: every rank has all index keys.
+        check_equal: compare the ranks' selections before they are used.
+        broadcast: take rank 0's selection on all.
+        options: the op's; those for 8 bits are refused.
     """
     x = _in_stages("context_parallel_attention", {**layer, **options})
     query, query_rope, query_norm = _latent_prolog(x)

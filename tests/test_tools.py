@@ -21,6 +21,7 @@ from custom.dispatch.errors import BackendUnavailable
 from custom.dispatch.specs import BY_NAME, SPECS
 
 import custom
+from custom import parallel
 from custom.bench import __main__ as bench
 from custom.bench import host
 from custom.bench.presets import presets
@@ -84,6 +85,13 @@ def lacking(name, there):
 @pytest.mark.parametrize("name", [n for n in custom.__all__ if callable(getattr(custom, n))])
 def test_a_public_docstring_says_everything(name):
     assert not [*lacking(name, getattr(custom, name))]
+
+
+@pytest.mark.parametrize("name", parallel.__all__)
+def test_a_docstring_of_parallel_names_every_argument(name):
+    """What it gives is in its first sentence, an example in docs/parallel.md."""
+    lacks = lacking(name, getattr(parallel, name))
+    assert not [each for each in lacks if each.startswith(("a sentence", "Args"))]
 
 
 def test_what_a_docstring_lacks_is_found():
