@@ -97,6 +97,9 @@ def register() -> None:
 
     It keeps what a rule gave by a call's tensors and whole numbers; here strings and flags decide
     about placements too, so that they are made part of what calls are told apart by.
+
+    Raises:
+        NotSupported: this PyTorch keeps its rules elsewhere.
     """
     try:
         from torch.distributed.tensor import DTensor

@@ -57,6 +57,9 @@ def export(
     Every argument and buffer that the model writes (a cache, a pool of states) is an input of the
     file and comes back as the output `NAME_out`, behind the model's own outputs.
 
+    Returns:
+        The program that was written, as torch.onnx.export gives it.
+
     Raises:
         NotSupported: an op has no ONNX form, or not for one of its arguments.
         BackendUnavailable: onnx or onnxscript is not installed.

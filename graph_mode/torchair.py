@@ -595,6 +595,9 @@ def register() -> None:
     From torch_npu 2.13 on, with a CANN that has the package `ge`, GE would call an op that has no
     converter back in Python, on a stream of its own.  triton-ascend cannot launch there (507011:
     it passes arguments from the host), so that such an op is refused by name here as well.
+
+    Raises:
+        BackendUnavailable: torchair is not installed.
     """
     need("torchair", "custom.graph_mode.torchair", "torch_npu")
     from torchair import register_fx_node_ge_converter

@@ -94,6 +94,21 @@ def test_a_docstring_of_parallel_names_every_argument(name):
     assert not [each for each in lacks if each.startswith(("a sentence", "Args"))]
 
 
+def functions_of_the_pages():
+    """What the documents call by its whole name."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    called = re.compile(r"\b(custom(?:\.[a-z]\w*){2,})\(")
+    return sorted({name for page in pages for name in called.findall(page.read_text())})
+
+
+@pytest.mark.parametrize("name", functions_of_the_pages())
+def test_a_function_of_the_pages_says_what_it_takes_and_gives(name):
+    module, _, function = name.rpartition(".")
+    there = pytest.importorskip(module, exc_type=BackendUnavailable)
+    lacks = [*lacking(name, getattr(there, function))]
+    assert not [each for each in lacks if each not in ("Raises", "an example")]
+
+
 def test_what_a_docstring_lacks_is_found():
     def npu_toy(x: int, y: int = 0) -> int:
         return x + y

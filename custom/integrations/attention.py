@@ -104,6 +104,9 @@ def register() -> str:
 
     For DeepSeek-V3.2, GLM-5, A.X-K2 and HY-V4; a second call changes nothing.
 
+    Returns:
+        "custom_sparse".
+
     >>> from custom.integrations.transformers import register
     >>> register()
     'custom_sparse'

@@ -84,6 +84,13 @@ def verification(cache: Any) -> Iterator[Verification]:
     Args:
         cache: the model's, behind a prompt.  All its requests keep as many tokens.
 
+    Returns:
+        A context manager that gives the `Verification`, whose `keep` is called once.
+
+    Raises:
+        RuntimeError: it is in force already.
+        NotSupported: the cache is empty.
+
     >>> from custom.integrations.drafts import verification
     """
     global _current

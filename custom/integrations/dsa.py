@@ -123,6 +123,12 @@ def sparse_attention_weights(
             projections must have no bias.
         weight_format: "nz" makes 4-D FRACTAL_NZ weights, "nd" row-major [K, N] ones.
 
+    Returns:
+        `SparseAttentionWeights`, whose `arguments` the op takes.
+
+    Raises:
+        NotSupported: the layer has no indexer, or is none that the op computes.
+
     All have the dtype of `q_a_proj`, also the index head weights, which Transformers may keep in
     float32: a positive factor and a rounding are all that this changes in the scores. Projections
     of 8 bits are taken as they are, with their scales among the options: float8_e4m3fn weights with
@@ -170,7 +176,15 @@ def shared_attention_weights(
 ) -> SharedAttentionWeights:
     """The weights of `npu_sparse_attention_shared_pto`, from a layer with or without an indexer.
 
-    Arguments as for `sparse_attention_weights`.
+    Args:
+        module: as in `sparse_attention_weights`; its indexer is not looked for.
+        weight_format: as in `sparse_attention_weights`.
+
+    Returns:
+        `SharedAttentionWeights`, whose `arguments` the op takes.
+
+    Raises:
+        NotSupported: the layer is none that the op computes.
     """
     return _shared(*_supported(module), weight_format)
 
@@ -361,12 +375,26 @@ def _of_8_bits(argument: str, mode: int, prefix: str, scales: dict[str, Tensor])
 
 
 def cache_widths(config: Any) -> tuple[int, int, int]:
-    """(R, Dr, Di) of a model's configuration, for `PagedCaches`."""
+    """(R, Dr, Di) of a model's configuration, for `PagedCaches`.
+
+    Args:
+        config: Transformers', of a DeepSeek-V3.2 or GLM-5 model.
+
+    Returns:
+        The widths of a latent, a rotary key and an index key.
+    """
     return config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim
 
 
 def layer_widths(config: Any) -> list[tuple[int, int, int]]:
-    """The same by layer: a layer that shares its selection keeps no index keys."""
+    """`cache_widths` by layer: a layer that shares its selection keeps no index keys.
+
+    Args:
+        config: as in `cache_widths`.
+
+    Returns:
+        (R, Dr, Di) of each layer, Di 0 where it keeps none.
+    """
     latent, rope, index = cache_widths(config)
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     return [(latent, rope, index if kind == "full" else 0) for kind in kinds]

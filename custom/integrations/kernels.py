@@ -309,6 +309,12 @@ class _Repository:
 def kernel_mapping(devices: Sequence[str] = ("cuda", "npu")) -> dict[str, dict[str, Any]]:
     """For `kernels.use_kernel_mapping` and `kernels.register_kernel_mapping`.
 
+    Args:
+        devices: kinds of devices whose models take our functions.
+
+    Returns:
+        A mapping from a function's name to what `kernels` loads for each device.
+
     >>> from custom.integrations.kernels import kernel_mapping
     >>> sorted(kernel_mapping())[:2]
     ['causal_conv1d_fn', 'causal_conv1d_update']

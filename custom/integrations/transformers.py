@@ -442,6 +442,12 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
         weight_format: "nz" or "nd", of the converted weights.
         page_size: positions a page, a multiple of 16.
 
+    Returns:
+        A context manager.
+
+    Raises:
+        RuntimeError: it is in force already.
+
     >>> from custom.integrations.transformers import use
     >>> with use():
     ...     pass  # model.generate(**tokenizer(texts, padding=True, return_tensors="pt"))
