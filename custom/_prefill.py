@@ -64,7 +64,7 @@ def row_parallel_indexer(
 
     All ranks have all arguments; indices alone travel. The rows are cut into 2 * size chunks of
     which a rank takes one from the front and one from the back: causal rows cost as many keys as
-    they see. No backward.
+    they see. Indices have no gradient: what requires one may come as it is.
 
     Args:
         query: [B, S, N, D] or [T, N, D]; as all arguments, the same on all ranks.
@@ -83,7 +83,8 @@ def row_parallel_indexer(
         sparse_indices of all rows on all ranks, the same bits as the op's.
 
     Raises:
-        RuntimeError: an argument requires grad, while grad mode is on.
+        ValueError: as the op.
+        TypeError: as the op.
     """
     query, key, weights = query.detach(), key.detach(), weights.detach()
     at, rank, size = ranks(group)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 

@@ -90,6 +90,8 @@ from ._op import op
 def npu_toy(x: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
     """Every row of `x` times `weight` and `scale`.
 
+    Formula: scale x weight.
+
     Args:
         x: [B, S, D], any floating dtype.
         weight: [D], dtype of `x`.
@@ -101,6 +103,10 @@ def npu_toy(x: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
     Raises:
         ValueError: a shape, stride or device does not fit.
         TypeError: a dtype does not fit.
+
+    >>> import torch, custom
+    >>> custom.npu_toy(torch.ones(1, 1, 2), torch.ones(2), scale=3.0).tolist()
+    [[[3.0, 3.0]]]
     """
 ''',
         "custom/__init__.py": [
@@ -290,6 +296,7 @@ PRESETS = {"npu_toy": lambda small: [_case(8, 64) if small else _case(8192, 8192
 REFERENCE = "test_contracts.py::test_every_op_has_a_reference_and_a_sample"
 CONTRACTS = "test_contracts.py"
 PUBLIC = "test_contracts.py::test_public_function_equals_schema"
+DOCSTRING = "test_tools.py::test_a_public_docstring_says_everything"
 OWN = "tests/test_<op>.py"
 LAYERING = "test_layering.py"
 ASCEND = "make test-ascend"
@@ -299,7 +306,7 @@ PAGES = "test_tools.py::test_pages_show_the_records_and_figures"
 NAMED = {
     1: [REFERENCE],
     3: [CONTRACTS],
-    4: [PUBLIC],
+    4: [PUBLIC, DOCSTRING],
     5: [OWN],
     6: [OWN, LAYERING],
     7: [ASCEND],
@@ -398,7 +405,7 @@ def test_the_steps_add_an_op(copy):
     assert all("FAILED" in outcomes for outcomes in before.values()), before
     follow(copy, 4, 5, 8, 9, 10)
     subprocess.run([sys.executable, "-m", "docs.tables"], cwd=copy, check=True)
-    every = (CONTRACTS, OWN, *later)
+    every = (CONTRACTS, OWN, DOCSTRING, *later)
     assert run(copy, *every) == {test: {"PASSED"} for test in every}
 
 
