@@ -944,8 +944,6 @@ def npu_sparse_flash_attention_grad(
 
     Formula: the backward of FlashAttention-2 (Dao, 2023), over the selected positions.
 
-    Formula: the backward of FlashAttention-2 (Dao, 2023), over the selected positions.
-
     Args:
         query: as in the forward.
         key: as in the forward, not paged.
