@@ -233,8 +233,8 @@ WIDE = {
     "chunks": ("npu_chunk_gated_delta_rule", delta_rule),
 }
 CONTIGUOUS = {
-    "softmax_max", "softmax_sum", "lse", "initial_state", "d_final_state", "initial_state_source",
-    "states",
+    "softmax_max", "softmax_sum", "d_softmax_sum", "lse", "initial_state", "d_final_state",
+    "initial_state_source", "states",
 }  # fmt: skip
 
 
