@@ -109,6 +109,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("k, v, lengths, finer, inverse, ", _SUMMED),
         ("actual_seq_lengths, finer, inverse, ", _SUMMED),
         ("rates, grads, states, of_rest", _TIMES),
+        ("-> space(2, value_size, CHUNK.value)", _NUMBERS),
         ("-> space(value_size, CHUNK.value)", _NUMBERS),
         ("-> space(key_size, value_size)", _NUMBERS),
     ),
