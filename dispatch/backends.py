@@ -97,6 +97,11 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
             f"triton {version} is installed, this backend needs 3.5 or later, which comes with "
             "torch 2.9: pip install -U torch"
         )
+    if backend is CUDA:
+        reason: str | None = importlib.import_module(f"{CUDA.package}.common.gpu").cannot_run(
+            device
+        )
+        return reason
     return None
 
 

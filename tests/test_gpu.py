@@ -12,13 +12,16 @@ import torch
 from custom.dispatch import backends, log, register
 from custom.dispatch.specs import BY_NAME, SPECS
 
+import custom
 from custom import info
 
 pytest.importorskip("triton")
 
+import triton
 from custom.cuda_ops import chunk_gated_delta_rule_grad, sparse_flash_attention
 from custom.cuda_ops.common import gluon_names, gpu
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.backends.nvidia.driver import CudaDriver
 
 from .portability.gpus import GPUS
 from .support.compile_for_hopper import stand_in
@@ -145,8 +148,44 @@ def test_the_other_triton_is_one_sentence_with_its_remedy(backend, wrong, right,
 @pytest.mark.parametrize("version", ["3.4.0", "3.5.0", "3.5.1+git0", "3.10.0", "2.3.1", "4.0"])
 def test_a_triton_that_is_too_old_is_one_sentence(version, monkeypatch):
     monkeypatch.setattr(backends, "installed", lambda name: version if name == "triton" else None)
+    monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
     reason = backends.cannot_run(backends.CUDA, torch.device("cuda", 0))
     if version in ("3.4.0", "2.3.1"):
         assert reason is not None and f"triton {version} is installed" in reason
     else:
         assert reason is None
+
+
+@pytest.mark.skipif(gpu.INTERPRETED, reason="the interpreter needs no GPU")
+@pytest.mark.parametrize(
+    "capability, hip, said",
+    [
+        ((7, 5), None, "cuda:0 is an sm_75, this backend needs sm_80 (Ampere) or later"),
+        # of an MI210, and of an H100
+        ((9, 0), "7.1.0", "this torch is for AMD GPUs (ROCm 7.1.0)"),
+        ((8, 0), None, None),
+        ((9, 0), None, None),
+        ((12, 1), None, None),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_the_kernels_are_not_for_is_one_sentence(capability, hip, said, monkeypatch):
+    monkeypatch.setattr(gpu, "capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    device = torch.device("cuda", 0)
+    for spec in SPECS:
+        reason = backends.reason_against_all(backends.CUDA, spec, device)
+        assert reason is None if said is None else reason.startswith(said)
+    assert said is None or "set CUSTOM_BACKEND=reference" in info._chosen_by(0)
+
+
+@pytest.mark.skipif(gpu.INTERPRETED, reason="the interpreter runs on the CPU")
+@pytest.mark.parametrize("driver", [None, object.__new__(CudaDriver)], ids=["no GPU", "a GPU"])
+def test_cpu_tensors_for_the_gpu_are_one_sentence(driver, monkeypatch):
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(custom.config, "backend", "cuda")
+    q = torch.ones(1, 4, 2, 64, dtype=torch.float16)
+    with pytest.raises(
+        custom.NotSupported, match=r"cuda +inputs are on cpu, where .* move them to"
+    ):
+        custom.npu_fused_attention(q, q, q)

@@ -13,10 +13,43 @@ from functools import cache
 
 import torch
 import triton
+from triton.backends.driver import DriverBase
 
 from ...dispatch import log
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_OLDEST = (8, 0)  # what Triton supports, and what the tiles are cut for
+
+
+def cannot_run(device: torch.device) -> str | None:
+    """Why no kernel of this package runs on tensors of `device`, or None."""
+    if INTERPRETED:
+        return None
+    if device.type != "cuda":
+        if _pretended():
+            return None
+        return (
+            f"inputs are on {device}, where these kernels run under Triton's interpreter alone; "
+            "move them to cuda, or set TRITON_INTERPRET=1 before Python starts"
+        )
+    if torch.version.hip is not None:
+        return (
+            f"this torch is for AMD GPUs (ROCm {torch.version.hip}), this backend needs an NVIDIA "
+            "GPU; set CUSTOM_BACKEND=reference"
+        )
+    major, minor = capability(device)
+    if (major, minor) < _OLDEST:
+        return (
+            f"{device} is an sm_{major}{minor}, this backend needs sm_80 (Ampere) or later; use "
+            "such a GPU, or set CUSTOM_BACKEND=reference"
+        )
+    return None
+
+
+def _pretended() -> bool:
+    """A stand-in for Triton's driver (tests)."""
+    driver = getattr(triton.runtime.driver, "_active", None)
+    return driver is not None and not isinstance(driver, DriverBase)
 
 
 @cache

@@ -29,6 +29,12 @@ Triton and its `ptxas`; it fits the shared memory of that GPU; and wgmma is used
 | 3.5 | plain kernels on every GPU, on Hopper with one line that says so |
 | 3.6 to 3.9 | Hopper kernels on sm_90, plain kernels elsewhere |
 
+| GPU | |
+|---|---|
+| older than sm_80 (V100, T4), and AMD's | refused, in one sentence |
+| not in the table below (sm_86: A10, RTX 3090) | plain kernels, in tiles of its own limits |
+| older than sm_89 | a float8 `v` of attention is refused, in one sentence |
+
 Each cell: which kernels run (Hopper: at least one of those for sm_90), and the most KiB of shared
 memory that one of them takes, by Triton where that differs.  Compiled with {versions}, and on sm_90
 with {more}.
