@@ -4,10 +4,10 @@
 
     out[t] = act(bias + sum_j weight[W - 1 - j] x[t - j])      x [B, S, D] or [T, D]   weight [W, D]
 
-A program takes BT tokens and BD channels.  Where they are of one sequence, it loads them row by
-row, and the W - 1 rows before them, which may be history: all loads are under way before the first
-product, and a row is multiplied with every tap out of registers.  Else it goes token by token.  The
-floor is x once and out once.  Some programs in front copy the final states.
+A program takes BLOCK_T tokens and BLOCK_D channels.  Where they are of one sequence, it loads them
+row by row, and the W - 1 rows before them, which may be history: all loads are under way before the
+first product, and a row is multiplied with every tap out of registers.  Else it goes token by
+token.  The floor is x once and out once.  Some programs in front copy the final states.
 
     condition    kernels
     any          _convolve
@@ -68,11 +68,11 @@ def _convolve(
     x, weight, bias, history, starts, computed, out, final, tokens, length, sequences, finishing,
     channels, x_batch, x_row, w_tap, w_channel, h_sequence, h_column, h_channel,
     W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr, RESIDUAL: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(channels, BD)
+    tiles = tl.cdiv(channels, BLOCK_D)
     program = tl.program_id(0)
-    d = program % tiles * BD + tl.arange(0, BD)
+    d = program % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     on = d >= 0 if WHOLE else d < channels
     if program < finishing:
         if final is not None:
@@ -81,13 +81,13 @@ def _convolve(
                 x_batch, x_row, h_sequence, h_column, h_channel, W, VARLEN,
             )  # fmt: skip
     else:
-        first = (program - finishing) // tiles * BT
+        first = (program - finishing) // tiles * BLOCK_T
         taps = taps_of(weight, d, on, w_tap, w_channel, W)
-        start = tl.zeros([BD], tl.float32)
+        start = tl.zeros([BLOCK_D], tl.float32)
         if bias is not None:
             start += tl.load(bias + d, mask=on, other=0.0).to(tl.float32)
         n, position, size, there = standing(starts, first, tokens, length, sequences, VARLEN)
-        if there & (position + BT <= size):
+        if there & (position + BLOCK_T <= size):
             place = position.to(tl.int64)
             of_x = x + row_at(n, n * 0, first - position, x_batch, x_row, VARLEN)
             row, live = before(x, history, n, there, h_sequence)
@@ -98,10 +98,10 @@ def _convolve(
                     value_at(of_x, row, at, W - 1, d, on, live, x_row, h_column, h_channel),
                 )  # fmt: skip
             at = of_x + place * x_row + d
-            for t in tl.static_range(BT):
+            for t in tl.static_range(BLOCK_T):
                 rows += (tl.load(at + tl.cast(t, tl.int64) * x_row, mask=on, other=0.0),)
             to = out + first.to(tl.int64) * channels + d
-            for t in tl.static_range(BT):
+            for t in tl.static_range(BLOCK_T):
                 total = start
                 for back in tl.static_range(W):
                     total += rows[t + W - 1 - back].to(tl.float32) * taps[back]
@@ -110,10 +110,10 @@ def _convolve(
                 at = to + tl.cast(t, tl.int64) * channels
                 tl.store(at, total.to(out.dtype.element_ty), mask=on)
         else:
-            for t in range(first, tl.minimum(first + BT, tokens)):
+            for t in range(first, tl.minimum(first + BLOCK_T, tokens)):
                 token = tl.cast(t, tl.int32)
                 n, position, _, there = standing(starts, token, tokens, length, sequences, VARLEN)
-                total = tl.zeros([BD], tl.float32)
+                total = tl.zeros([BLOCK_D], tl.float32)
                 if there:
                     place = position.to(tl.int64)
                     of_x = x + row_at(n, n * 0, token - position, x_batch, x_row, VARLEN)
@@ -138,11 +138,11 @@ def tile(tokens: int, channels: int, device: torch.device) -> tuple[int, int]:
     H200, 2026-11, 8192 channels of bfloat16, microseconds at 16384 / 65536 tokens: 16 x 512 134 /
     520, 16 x 256 (a warp) 138 / 534, 16 x 1024 141; a copy of x 127 / 776.
     """
-    BT, BD = 16, min(512, max(16, triton.next_power_of_2(channels)))
+    BLOCK_T, BLOCK_D = 16, min(512, max(16, triton.next_power_of_2(channels)))
     enough = 4 * gpu.processors(device)
-    while BT > 1 and triton.cdiv(tokens, BT) * triton.cdiv(channels, BD) < enough:
-        BT //= 4
-    return BT, BD
+    while BLOCK_T > 1 and triton.cdiv(tokens, BLOCK_T) * triton.cdiv(channels, BLOCK_D) < enough:
+        BLOCK_T //= 4
+    return BLOCK_T, BLOCK_D
 
 
 def unsupported(x: Tensor, **_: Any) -> str | None:
@@ -170,17 +170,18 @@ def launch(
     sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
     tokens = x.shape[:-1].numel()
     out = memory.empty(x.shape, x.dtype, x.device)
-    BT, BD = tile(tokens, channels, x.device)
-    tiles = triton.cdiv(channels, BD)
+    BLOCK_T, BLOCK_D = tile(tokens, channels, x.device)
+    tiles = triton.cdiv(channels, BLOCK_D)
     finishing = 0 if final is None else sequences * tiles
-    programs = finishing + triton.cdiv(tokens, BT) * tiles
+    programs = finishing + triton.cdiv(tokens, BLOCK_T) * tiles
     if programs > 0:
         launches.kernel(_convolve, programs)(
             x, weight, bias, history, query_start_loc, computed, out, final, tokens, x.shape[-2],
             sequences, finishing, channels, 0 if varlen else x.stride(0), x.stride(-2),
             *weight.stride(), *((0, 0, 0) if history is None else history.stride()),
-            W=weight.shape[0], VARLEN=varlen, SILU=silu, RESIDUAL=residual, BT=BT, BD=BD,
-            WHOLE=channels % BD == 0, num_warps=max(1, min(4, BD // 128)),
+            W=weight.shape[0], VARLEN=varlen, SILU=silu, RESIDUAL=residual, BLOCK_T=BLOCK_T,
+            BLOCK_D=BLOCK_D, WHOLE=channels % BLOCK_D == 0, num_warps=max(1, min(4,
+            BLOCK_D // 128)),
         )  # fmt: skip
     return out
 

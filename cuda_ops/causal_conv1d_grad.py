@@ -5,11 +5,11 @@
     total[t] = bias + sum_j w_j x[t - j]     e[t] = d_out[t] act'(total[t])
     dx[t] = sum_j w_j e[t + j]     dw_j = sum_t e[t] x[t - j]     db = sum_t e[t]
 
-A program takes some blocks of BT tokens x BD channels.  Where a block is of one sequence, its rows,
-and the W - 1 before and behind them, are loaded ahead of the first product, and e is made once for
-every token of theirs; else it goes token by token.  It keeps its own sums for the weights and the
-bias; torch adds up those of all programs, in the same order every time.  _to_history has the
-gradient of the history.
+A program takes some blocks of BLOCK_T tokens x BLOCK_D channels.  Where a block is of one
+sequence, its rows, and the W - 1 before and behind them, are loaded ahead of the first product, and
+e is made once for every token of theirs; else it goes token by token.  It keeps its own sums for
+the weights and the bias; torch adds up those of all programs, in the same order every time.
+_to_history has the gradient of the history.
 
     condition            kernels
     no initial_states    _backward
@@ -44,7 +44,8 @@ def _number(
     x, history, sequence, position, size, token, there, d, on_d,
     x_batch, x_row, h_sequence, h_column, h_channel, W: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """The tile [BT, BD] at positions [BT], float32: tokens, what came before them, or zeros."""
+    """The tile [BLOCK_T, BLOCK_D] at positions [BLOCK_T], float32: tokens, what came before them,
+    or zeros."""
     now = there & (position >= 0) & (position < size)
     at = row_at(sequence, position, token, x_batch, x_row, VARLEN)
     tile = tl.load(x + at[:, None] + d[None], mask=now[:, None] & on_d[None], other=0.0)
@@ -76,50 +77,50 @@ def _backward(
     x, weight, bias, history, starts, d_out, d_final, dx, sums,
     tokens, length, sequences, channels, strides,
     W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     (
         x_batch, x_row, g_batch, g_row, w_tap, w_channel, h_sequence, h_column, h_channel,
         f_sequence, f_column, f_channel,
     ) = strides  # fmt: skip
     program = tl.program_id(0)
-    tiles = tl.cdiv(channels, BD)
-    d = program % tiles * BD + tl.arange(0, BD)
+    tiles = tl.cdiv(channels, BLOCK_D)
+    d = program % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     on = d >= 0 if WHOLE else d < channels
-    first = program // tiles * (BT * BLOCKS)
+    first = program // tiles * (BLOCK_T * BLOCKS)
     taps = taps_of(weight, d, on, w_tap, w_channel, W)
-    start = tl.zeros([BD], tl.float32)
+    start = tl.zeros([BLOCK_D], tl.float32)
     if bias is not None:
         start += tl.load(bias + d, mask=on, other=0.0).to(tl.float32)
     # the sums of W taps, of the bias
-    total_1 = tl.zeros([BD], tl.float32)
-    total_2 = tl.zeros([BD], tl.float32)
-    total_3 = tl.zeros([BD], tl.float32)
-    total_4 = tl.zeros([BD], tl.float32)
-    total_b = tl.zeros([BD], tl.float32)
+    total_1 = tl.zeros([BLOCK_D], tl.float32)
+    total_2 = tl.zeros([BLOCK_D], tl.float32)
+    total_3 = tl.zeros([BLOCK_D], tl.float32)
+    total_4 = tl.zeros([BLOCK_D], tl.float32)
+    total_b = tl.zeros([BLOCK_D], tl.float32)
     for block in range(BLOCKS):
-        begin = first + block * BT
+        begin = first + block * BLOCK_T
         n, position, size, there = standing(starts, begin, tokens, length, sequences, VARLEN)
         place = position.to(tl.int64)
         of_x = x + row_at(n, n * 0, begin - position, x_batch, x_row, VARLEN)
         of_g = d_out + row_at(n, n * 0, begin - position, g_batch, g_row, VARLEN)
         row, live = before(x, history, n, there, h_sequence)
-        if there & (position + BT <= size):
-            # the W - 1 tokens before, BT, W - 1 behind, of which there may be fewer
+        if there & (position + BLOCK_T <= size):
+            # the W - 1 tokens before, BLOCK_T, W - 1 behind, of which there may be fewer
             xs = ()
             for back in tl.static_range(W - 1):
                 at = place + (back - (W - 1))
                 xs += (value_at(of_x, row, at, W - 1, d, on, live, x_row, h_column, h_channel),)
             gs = ()
-            for t in tl.static_range(BT + W - 1):
+            for t in tl.static_range(BLOCK_T + W - 1):
                 at = place + t
-                own = on if t < BT else on & (at < size)
-                if SILU or t < BT:
+                own = on if t < BLOCK_T else on & (at < size)
+                if SILU or t < BLOCK_T:
                     xs += (tl.load(of_x + at * x_row + d, mask=own, other=0.0),)
                 gs += (tl.load(of_g + at * g_row + d, mask=own, other=0.0),)
             to = dx + begin.to(tl.int64) * channels + d
             es = ()
-            for t in tl.static_range(BT + W - 1):
+            for t in tl.static_range(BLOCK_T + W - 1):
                 e = gs[t].to(tl.float32)
                 if SILU:
                     total = start
@@ -127,7 +128,7 @@ def _backward(
                         total += xs[t + W - 1 - j].to(tl.float32) * taps[j]
                     e = _through(e, total, SILU)
                 es += (e,)
-                if t < BT:
+                if t < BLOCK_T:
                     total_b += e
                     total_1 += e * xs[t + W - 1].to(tl.float32)
                     total_2 += e * xs[t + W - 2].to(tl.float32)
@@ -146,12 +147,12 @@ def _backward(
                     at = to + tl.cast(t - W + 1, tl.int64) * channels
                     tl.store(at, back.to(dx.dtype.element_ty), mask=on)
         else:
-            for t in range(begin, tl.minimum(begin + BT, tokens)):
+            for t in range(begin, tl.minimum(begin + BLOCK_T, tokens)):
                 token = tl.cast(t, tl.int32)
                 n, position, size, there = standing(
                     starts, token, tokens, length, sequences, VARLEN
                 )
-                sum_x = tl.zeros([BD], tl.float32)
+                sum_x = tl.zeros([BLOCK_D], tl.float32)
                 if there:
                     place = position.to(tl.int64)
                     of_x = x + row_at(n, n * 0, token - position, x_batch, x_row, VARLEN)
@@ -204,16 +205,16 @@ def _backward(
 def _to_history(
     x, weight, bias, history, starts, d_out, d_final, d_history,
     tokens, length, channels, strides,
-    W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr,
+    W: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a sequence's history, by its first W - 1 tokens."""
     (
         x_batch, x_row, g_batch, g_row, w_tap, w_channel, h_sequence, h_column, h_channel,
         f_sequence, f_column, f_channel,
     ) = strides  # fmt: skip
-    tiles = tl.cdiv(channels, BD)
+    tiles = tl.cdiv(channels, BLOCK_D)
     n = tl.program_id(0) // tiles
-    d = tl.program_id(0) % tiles * BD + tl.arange(0, BD)
+    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     on_d = d < channels
     if VARLEN:
         first = within(starts + n, True, tokens)
@@ -222,7 +223,7 @@ def _to_history(
         first = n * length
         size = length
     taps = taps_of(weight, d, on_d, w_tap, w_channel, W)
-    start = tl.zeros([BD], tl.float32)
+    start = tl.zeros([BLOCK_D], tl.float32)
     if bias is not None:
         start += tl.load(bias + d, mask=on_d, other=0.0).to(tl.float32)
     sequence = n + tl.zeros([1], tl.int32)
@@ -247,7 +248,7 @@ def _to_history(
             total += xs[W - 1 + position - j] * taps[j][None]
         es += (_through(grad, total, SILU),)
     for column in tl.static_range(W - 1):
-        back = tl.zeros([1, BD], tl.float32)
+        back = tl.zeros([1, BLOCK_D], tl.float32)
         for position in tl.static_range(column + 1):
             back += es[position] * taps[position + W - 1 - column][None]
         if d_final is not None:
@@ -268,10 +269,10 @@ def tile(tokens: int, channels: int, device: torch.device) -> tuple[int, int, in
     H200, 2026-11, 8192 channels of bfloat16, microseconds with the sums at 4096 / 16384 tokens:
     8 x 512 88 / 305, 16 x 512 92 / 315, 16 x 256 89 / 321.
     """
-    BT, BD = 8, min(512, max(16, triton.next_power_of_2(channels)))
-    blocks = triton.cdiv(tokens, BT) * triton.cdiv(channels, BD)
+    BLOCK_T, BLOCK_D = 8, min(512, max(16, triton.next_power_of_2(channels)))
+    blocks = triton.cdiv(tokens, BLOCK_T) * triton.cdiv(channels, BLOCK_D)
     most = blocks // (4 * gpu.processors(device))
-    return BT, BD, 1 << min(6, max(0, most.bit_length() - 1))
+    return BLOCK_T, BLOCK_D, 1 << min(6, max(0, most.bit_length() - 1))
 
 
 def backward(
@@ -289,8 +290,8 @@ def backward(
     sequences = query_start_loc.shape[0] - 1 if varlen else x.shape[0]
     tokens, length = x.shape[:-1].numel(), x.shape[-2]
     dx = memory.empty(x.shape, x.dtype, x.device)
-    BT, BD, blocks = tile(tokens, channels, x.device)
-    chunks = triton.cdiv(tokens, BT * blocks)
+    BLOCK_T, BLOCK_D, blocks = tile(tokens, channels, x.device)
+    chunks = triton.cdiv(tokens, BLOCK_T * blocks)
     sums = memory.empty([chunks, width + 1, channels], torch.float32, x.device)
     strides = (
         0 if varlen else x.stride(0), x.stride(-2), 0 if varlen else d_out.stride(0),
@@ -301,10 +302,10 @@ def backward(
     flags = dict(W=width, VARLEN=varlen, SILU=activation is not None)
     given = (x, weight, bias, initial_states, query_start_loc, d_out, d_final_states)
     if dx.numel() > 0:
-        launches.kernel(_backward, chunks * triton.cdiv(channels, BD))(
+        launches.kernel(_backward, chunks * triton.cdiv(channels, BLOCK_D))(
             *given, dx, sums, tokens, length, sequences, channels, strides,
-            **flags, BT=BT, BD=BD, BLOCKS=blocks, WHOLE=channels % BD == 0,
-            num_warps=max(1, min(4, BD // 128)),
+            **flags, BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D, BLOCKS=blocks, WHOLE=channels % BLOCK_D == 0,
+            num_warps=max(1, min(4, BLOCK_D // 128)),
         )  # fmt: skip
     whole = sums.sum(0)
     d_bias = memory.empty([0], x.dtype, x.device)
@@ -314,8 +315,8 @@ def backward(
     if initial_states is not None:
         d_states = memory.empty(initial_states.shape, initial_states.dtype, x.device)
         if d_states.numel() > 0:
-            BD = min(512, max(16, triton.next_power_of_2(channels)))
-            launches.kernel(_to_history, sequences * triton.cdiv(channels, BD))(
-                *given, d_states, tokens, length, channels, strides, **flags, BD=BD
+            BLOCK_D = min(512, max(16, triton.next_power_of_2(channels)))
+            launches.kernel(_to_history, sequences * triton.cdiv(channels, BLOCK_D))(
+                *given, d_states, tokens, length, channels, strides, **flags, BLOCK_D=BLOCK_D
             )
     return dx, whole[:width].to(weight.dtype), d_bias, d_states

@@ -4,9 +4,9 @@
 
     x [B, S, D] or [T, D]   conv_states [slots, L, D]   weight [W, D]
 
-A program takes BD channels of a sequence, all of its tokens.  Every number has a position: that of
-a token from 0 on, or a negative one, which the row of the pool holds in column reach + position.
-All loads of the row precede its stores.  The floor is x, out, and the row twice.
+A program takes BLOCK_D channels of a sequence, all of its tokens.  Every number has a position:
+that of a token from 0 on, or a negative one, which the row of the pool holds in column reach +
+position.  All loads of the row precede its stores.  The floor is x, out, and the row twice.
 
     condition    kernels
     any          _update
@@ -48,7 +48,7 @@ def _update(
     x, pool, weight, bias, indices, starts, accepted, window, window_rows, parents, zeroed, out,
     length, tokens, sequences, slots, pad_slot, rows, steps, columns, channels, strides,
     W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, SILU: tl.constexpr,
-    STORE: tl.constexpr, BD: tl.constexpr, ZEROS: tl.constexpr, CHAINED: tl.constexpr,
+    STORE: tl.constexpr, BLOCK_D: tl.constexpr, ZEROS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     (
         x_batch, x_row, w_tap, w_channel, s_slot, s_column, s_channel,
@@ -56,9 +56,9 @@ def _update(
     ) = strides  # fmt: skip
     if CHAINED:
         gdc_launch_dependents()
-    tiles = tl.cdiv(channels, BD)
+    tiles = tl.cdiv(channels, BLOCK_D)
     n = tl.program_id(0) // tiles
-    d = tl.program_id(0) % tiles * BD + tl.arange(0, BD)
+    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     on = d < channels
     n_wide = n.to(tl.int64)
     if zeroed is not None:
@@ -95,7 +95,7 @@ def _update(
         parents += n_wide * columns
 
     taps = taps_of(weight, d, on, w_tap, w_channel, W)
-    start = tl.zeros([BD], tl.float32)
+    start = tl.zeros([BLOCK_D], tl.float32)
     if bias is not None:
         start += tl.load(bias + d, mask=on, other=0.0).to(tl.float32)
     for t in range(size):
@@ -131,7 +131,7 @@ def _update(
             tl.store(to, new[column].to(pool.dtype.element_ty), mask=on & stored)
     if VARLEN:
         # tokens before the first sequence, and behind the last one
-        nothing = tl.zeros([BD], out.dtype.element_ty)
+        nothing = tl.zeros([BLOCK_D], out.dtype.element_ty)
         before = tl.where(n == 0, -first, 0)
         for t in range(before, 0):
             tl.store(out + tl.cast(t, tl.int64) * channels + d, nothing, mask=on)
@@ -182,8 +182,8 @@ def launch(
     if out.numel() == 0 or sequences == 0:
         return out.zero_()
     window, parents = intermediate_conv_window, retrieve_parent_token
-    BD = tile(sequences, channels, x.device)
-    launches.kernel(_update, sequences * triton.cdiv(channels, BD))(
+    BLOCK_D = tile(sequences, channels, x.device)
+    launches.kernel(_update, sequences * triton.cdiv(channels, BLOCK_D))(
         x, conv_states, weight, bias, conv_state_indices, query_start_loc, num_accepted_tokens,
         window, intermediate_state_indices, parents, zeroed, out,
         x.shape[-2], x.shape[:-1].numel(), sequences, conv_states.shape[0], pad_slot_id,
@@ -194,10 +194,10 @@ def launch(
             *((0, 0, 0, 0) if window is None else window.stride()),
         ),
         W=width, L=conv_states.shape[1], VARLEN=varlen, SILU=activation is not None,
-        STORE=not disable_state_update, BD=BD,
+        STORE=not disable_state_update, BLOCK_D=BLOCK_D,
         ZEROS=0 if zeroed is None else zeroed.shape[1],
         CHAINED=zeroed is not None and gpu.has_chained_launch(x.device),
-        num_warps=max(1, min(4, BD // 64)),
+        num_warps=max(1, min(4, BLOCK_D // 64)),
     )  # fmt: skip
     return out
 

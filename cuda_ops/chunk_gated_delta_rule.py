@@ -103,10 +103,10 @@ def _states_kernel(
     query, key, u, w, p, sums, lengths, initial, final, out, T, sequences, scale,
     q_row, q_head, k_row, k_head,
     N: tl.constexpr, NV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DK_PAD: tl.constexpr, BV: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
+    DK_PAD: tl.constexpr, BLOCK_V: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
     VARLEN: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (DV + BV - 1) // BV
+    BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
     block = program % BLOCKS
     h, hv = heads_of((program // BLOCKS) % NV, NV // N)
@@ -120,15 +120,15 @@ def _states_kernel(
         start = program.to(tl.int64) * 0
         length = T
     ck = tl.arange(0, DK_PAD)
-    cv = block * BV + tl.arange(0, BV)
+    cv = block * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, CHUNK)
-    # state [Dk, BV]; in memory [Dv, Dk]
+    # state [Dk, BLOCK_V]; in memory [Dv, Dk]
     state_at = (sequence.to(tl.int64) * NV + hv) * DV * DK + cv[None, :] * DK + ck[:, None]
     state_on = (cv < DV)[None, :] & (ck < DK)[:, None]
     if INITIAL:
         state = tl.load(initial + state_at, mask=state_on, other=0.0).to(tl.float32)
     else:
-        state = tl.zeros([DK_PAD, BV], tl.float32)
+        state = tl.zeros([DK_PAD, BLOCK_V], tl.float32)
     query += start * q_row + h * q_head
     key += start * k_row + h * k_head
     row0 = start * NV + hv
@@ -144,7 +144,9 @@ def _states_kernel(
         q_tile = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
         k_tile = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
         p_tile = chunk_rows(p, first, length, NV * CHUNK, i, CHUNK, CHUNK)
-        u_tile = chunk_rows(u, first, length, NV * DV, cv, DV if BLOCKS * BV != DV else BV, BV)
+        u_tile = chunk_rows(
+            u, first, length, NV * DV, cv, DV if BLOCKS * BLOCK_V != DV else BLOCK_V, BLOCK_V
+        )
         total = tl.load(sums + (first + i).to(tl.int64) * NV, mask=there, other=0.0)
         last = tl.load(sums + tl.minimum(first + CHUNK, length).to(tl.int64) * NV - NV)
         half = state.to(element)
@@ -164,7 +166,7 @@ def _states_kernel(
             for first in range(length, (T - start).to(tl.int32), CHUNK):
                 on = (first + i < T - start)[:, None] & (cv < DV)[None, :]
                 out_at = out + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
-                tl.store(out_at, tl.zeros([CHUNK, BV], tl.float32), mask=on)
+                tl.store(out_at, tl.zeros([CHUNK, BLOCK_V], tl.float32), mask=on)
 
 
 _WIDE = 107 * 1024  # bytes of shared memory that a Dk above 128 takes
@@ -248,7 +250,7 @@ def _plain(
     sums = memory.empty((T, NV), torch.float32, device)
     DK_PAD = max(16, triton.next_power_of_2(DK))
     padded = max(16, triton.next_power_of_2(sequences))
-    BV, stages = walk_tiling(DK_PAD, device)
+    BLOCK_V, stages = walk_tiling(DK_PAD, device)
     # every sequence may end in a part of a chunk
     chunks = triton.cdiv(T, CHUNK.value) + (0 if actual_seq_lengths is None else sequences)
     if T > 0:
@@ -263,9 +265,9 @@ def _plain(
             BETA=beta is not None, GATE=g is not None,
             PRECISION="tf32" if half is torch.bfloat16 else "tf32x3", num_warps=2,
         )  # fmt: skip
-    launches.kernel(_states_kernel, sequences * NV * triton.cdiv(DV, BV))(
+    launches.kernel(_states_kernel, sequences * NV * triton.cdiv(DV, BLOCK_V))(
         query, key, u, w, p, sums, actual_seq_lengths, initial_state, final, out,
         T, sequences, scale, *query.stride()[:2], *key.stride()[:2],
-        N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, BV=BV, SEQUENCES=padded, STAGES=stages,
+        N=N, NV=NV, DK=DK, DV=DV, DK_PAD=DK_PAD, BLOCK_V=BLOCK_V, SEQUENCES=padded, STAGES=stages,
         VARLEN=actual_seq_lengths is not None, INITIAL=initial_state is not None, num_warps=4,
     )  # fmt: skip

@@ -53,7 +53,7 @@ from .hopper import chunk_gated_delta_rule_grad as hopper
 _BREAKS_ON_SM_100 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 # columns of the values and the keys in a tile of the chunks' kernels
-_VALUE_TILE, _KEY_TILE = 64, 64
+_BLOCK_V, _BLOCK_K = 64, 64
 
 
 @triton.jit
@@ -175,16 +175,16 @@ def _put_columns(base, first, length, row, columns, x, SIZE: tl.constexpr):
 def _walks_kernel(
     query, key, value, d_out, beta, t, p, grown, left, lengths, initial, d_final,
     n, r, states, grads, d_initial, T, sequences, scale, strides,
-    DK_PAD: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr,
+    DK_PAD: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr,
     FINAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """N and the states of a sequence, or R and their gradients, for some columns of one head.
 
-    The state is held transposed, [BV, Dk]: the left operand of every product then comes from
+    The state is held transposed, [BLOCK_V, Dk]: the left operand of every product then comes from
     registers."""
     q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row = strides
-    BLOCKS: tl.constexpr = (C.DV + BV - 1) // BV
-    WHOLE: tl.constexpr = C.DV if BLOCKS * BV != C.DV else BV
+    BLOCKS: tl.constexpr = (C.DV + BLOCK_V - 1) // BLOCK_V
+    WHOLE: tl.constexpr = C.DV if BLOCKS * BLOCK_V != C.DV else BLOCK_V
     program = tl.program_id(0)
     back = program % 2
     block = program // 2 % BLOCKS
@@ -204,7 +204,7 @@ def _walks_kernel(
         first_chunk = program * 0
     chunks = (length + CHUNK - 1) // CHUNK
     ck = tl.arange(0, DK_PAD)
-    cv = block * BV + tl.arange(0, BV)
+    cv = block * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, CHUNK)
     inner = cv[:, None] * C.DK + ck[None, :]
     on = (cv < C.DV)[:, None] & (ck < C.DK)[None, :]
@@ -220,14 +220,14 @@ def _walks_kernel(
         if INITIAL:
             state = tl.load(initial + whole_at, mask=on, other=0.0).to(tl.float32)
         else:
-            state = tl.zeros([BV, DK_PAD], tl.float32)
+            state = tl.zeros([BLOCK_V, DK_PAD], tl.float32)
         for c in tl.range(0, chunks, num_stages=STAGES):
             first = c * CHUNK
             number = (first_chunk + c).to(tl.int64) * C.NV + hv
             tile = number * CHUNK
             k_tile = chunk_rows(key, first, length, k_row, ck, C.DK, DK_PAD)
             t_tile = tl.load(t + (tile + i)[:, None] * CHUNK + i[None, :])
-            v_tile = _columns(value, first, length, v_row, cv, WHOLE, BV)
+            v_tile = _columns(value, first, length, v_row, cv, WHOLE, BLOCK_V)
             growth = tl.load(grown + tile + i)
             rest = tl.load(left + tile + i)
             fade = tl.load(grown + tile + CHUNK - 1)
@@ -243,7 +243,7 @@ def _walks_kernel(
         if FINAL:
             grad = tl.load(d_final + whole_at, mask=on, other=0.0).to(tl.float32)
         else:
-            grad = tl.zeros([BV, DK_PAD], tl.float32)
+            grad = tl.zeros([BLOCK_V, DK_PAD], tl.float32)
         for step in tl.range(0, chunks, num_stages=STAGES):
             c = chunks - 1 - step
             first = c * CHUNK
@@ -254,7 +254,7 @@ def _walks_kernel(
             square = (tile + i)[:, None] * CHUNK + i[None, :]
             t_tile = tl.load(t + square)
             p_tile = tl.load(p + square)
-            o_tile = _columns(d_out, first, length, o_row, cv, WHOLE, BV)
+            o_tile = _columns(d_out, first, length, o_row, cv, WHOLE, BLOCK_V)
             growth = tl.load(grown + tile + i)
             rest = tl.load(left + tile + i)
             fade = tl.load(grown + tile + CHUNK - 1)
@@ -274,7 +274,7 @@ def _walks_kernel(
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _pairs_kernel(
     query, key, value, d_out, beta, g, lengths, n, r, z, m, d_value, d_rate, d_total, T, sequences,
-    scale, strides, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    scale, strides, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dv, Z and M + M^T of a chunk and a value head; what pairs of its tokens give G and beta."""
     q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, b_row, g_row = strides
@@ -295,15 +295,15 @@ def _pairs_kernel(
         on_n = tl.zeros([CHUNK, CHUNK], tl.float32)
         on_r = tl.zeros([CHUNK, CHUNK], tl.float32)
         by_value = tl.zeros([CHUNK], tl.float32)
-        for cv0 in range(0, C.DV, BV):
-            cv = cv0 + tl.arange(0, BV)
-            EDGE: tl.constexpr = BV if C.DV % BV == 0 else C.DV
-            o_tile = chunk_rows(d_out, first, inside, o_row, cv, EDGE, BV)
-            n_tile = chunk_rows(n + row0, first, inside, C.NV * C.DV, cv, EDGE, BV)
-            r_tile = chunk_rows(r + row0, first, inside, C.NV * C.DV, cv, EDGE, BV)
+        for cv0 in range(0, C.DV, BLOCK_V):
+            cv = cv0 + tl.arange(0, BLOCK_V)
+            EDGE: tl.constexpr = BLOCK_V if C.DV % BLOCK_V == 0 else C.DV
+            o_tile = chunk_rows(d_out, first, inside, o_row, cv, EDGE, BLOCK_V)
+            n_tile = chunk_rows(n + row0, first, inside, C.NV * C.DV, cv, EDGE, BLOCK_V)
+            r_tile = chunk_rows(r + row0, first, inside, C.NV * C.DV, cv, EDGE, BLOCK_V)
             on_n = tl.dot(o_tile, n_tile.T, on_n)
             on_r = tl.dot(r_tile, n_tile.T, on_r)
-            v_tile = chunk_rows(value, first, inside, v_row, cv, EDGE, BV)
+            v_tile = chunk_rows(value, first, inside, v_row, cv, EDGE, BLOCK_V)
             wide = r_tile.to(tl.float32)
             by_value += tl.sum(wide * v_tile.to(tl.float32), 1)
             at = d_value + row0 + (first + i).to(tl.int64)[:, None] * (C.NV * C.DV) + cv[None, :]
@@ -311,11 +311,11 @@ def _pairs_kernel(
             tl.store(at, (wide * rate[:, None]).to(d_value.dtype.element_ty), mask=on)
         qk = tl.zeros([CHUNK, CHUNK], tl.float32)
         kk = tl.zeros([CHUNK, CHUNK], tl.float32)
-        for ck0 in range(0, C.DK, BK):
-            ck = ck0 + tl.arange(0, BK)
-            EDGE: tl.constexpr = BK if C.DK % BK == 0 else C.DK
-            k_tile = chunk_rows(key, first, inside, k_row, ck, EDGE, BK)
-            q_tile = chunk_rows(query, first, inside, q_row, ck, EDGE, BK)
+        for ck0 in range(0, C.DK, BLOCK_K):
+            ck = ck0 + tl.arange(0, BLOCK_K)
+            EDGE: tl.constexpr = BLOCK_K if C.DK % BLOCK_K == 0 else C.DK
+            k_tile = chunk_rows(key, first, inside, k_row, ck, EDGE, BLOCK_K)
+            q_tile = chunk_rows(query, first, inside, q_row, ck, EDGE, BLOCK_K)
             kk = tl.dot(k_tile, k_tile.T, kk)
             qk = tl.dot(q_tile, k_tile.T, qk)
         _total, fading = _grown(g + hv, token, g_row, there, C.GATE)
@@ -337,12 +337,12 @@ def _pairs_kernel(
 def _inputs_kernel(
     query, key, d_out, beta, lengths, n, r, z, m, grown, left, states, grads, d_query, d_key,
     rate_parts, total_parts, T, sequences, scale, strides,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Some columns of dq and dk of a chunk and a head; what they give G and beta."""
     q_row, q_head, k_row, k_head, o_row, o_head, b_row = strides
     GROUP: tl.constexpr = C.NV // C.N
-    BLOCKS: tl.constexpr = (C.DK + BK - 1) // BK
+    BLOCKS: tl.constexpr = (C.DK + BLOCK_K - 1) // BLOCK_K
     program = tl.program_id(0)
     block = program % BLOCKS
     head = program // BLOCKS % C.N
@@ -353,13 +353,17 @@ def _inputs_kernel(
         i = tl.arange(0, CHUNK)
         there = first + i < inside
         token = start + first + i
-        ck = block * BK + tl.arange(0, BK)
-        EDGE: tl.constexpr = BK if C.DK % BK == 0 else C.DK
-        q_tile = chunk_rows(query + start * q_row + h * q_head, first, inside, q_row, ck, EDGE, BK)
-        k_tile = chunk_rows(key + start * k_row + h * k_head, first, inside, k_row, ck, EDGE, BK)
+        ck = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        EDGE: tl.constexpr = BLOCK_K if C.DK % BLOCK_K == 0 else C.DK
+        q_tile = chunk_rows(
+            query + start * q_row + h * q_head, first, inside, q_row, ck, EDGE, BLOCK_K
+        )
+        k_tile = chunk_rows(
+            key + start * k_row + h * k_head, first, inside, k_row, ck, EDGE, BLOCK_K
+        )
         d_out += start * o_row
-        dq = tl.zeros([CHUNK, BK], tl.float32)
-        dk = tl.zeros([CHUNK, BK], tl.float32)
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
         for one in range(0, GROUP):
             hv = head * GROUP + one
             row0 = (start * C.NV + hv) * C.DV
@@ -369,22 +373,22 @@ def _inputs_kernel(
             rest = tl.load(left + tile + i, mask=there, other=0.0)
             fade = tl.load(grown + tile + CHUNK - 1, mask=first < inside, other=0.0)
             rate = _rate(beta + hv, token, b_row, there, C.BETA)
-            by_o = tl.zeros([CHUNK, BK], tl.float32)
-            by_n = tl.zeros([CHUNK, BK], tl.float32)
-            by_r = tl.zeros([CHUNK, BK], tl.float32)
-            whole = tl.zeros([BV], tl.float32)
-            for cv0 in range(0, C.DV, BV):
-                cv = cv0 + tl.arange(0, BV)
-                EDGE_V: tl.constexpr = BV if C.DV % BV == 0 else C.DV
+            by_o = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            by_n = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            by_r = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            whole = tl.zeros([BLOCK_V], tl.float32)
+            for cv0 in range(0, C.DV, BLOCK_V):
+                cv = cv0 + tl.arange(0, BLOCK_V)
+                EDGE_V: tl.constexpr = BLOCK_V if C.DV % BLOCK_V == 0 else C.DV
                 at = number * (C.DV * C.DK) + cv[:, None] * C.DK + ck[None, :]
                 on = (cv < C.DV)[:, None] & (ck < C.DK)[None, :] & (first < inside)
                 state = tl.load(states + at, mask=on, other=0.0)
                 grad = tl.load(grads + at, mask=on, other=0.0)
                 o_tile = chunk_rows(
-                    d_out + hv.to(tl.int64) * o_head, first, inside, o_row, cv, EDGE_V, BV
+                    d_out + hv.to(tl.int64) * o_head, first, inside, o_row, cv, EDGE_V, BLOCK_V
                 )
-                n_tile = chunk_rows(n + row0, first, inside, C.NV * C.DV, cv, EDGE_V, BV)
-                r_tile = chunk_rows(r + row0, first, inside, C.NV * C.DV, cv, EDGE_V, BV)
+                n_tile = chunk_rows(n + row0, first, inside, C.NV * C.DV, cv, EDGE_V, BLOCK_V)
+                r_tile = chunk_rows(r + row0, first, inside, C.NV * C.DV, cv, EDGE_V, BLOCK_V)
                 by_o = tl.dot(o_tile, state, by_o)
                 by_r = tl.dot(r_tile, state, by_r)
                 by_n = tl.dot(n_tile, grad, by_n)
@@ -528,9 +532,9 @@ def _plain(
     states, state_grads = (memory.empty((chunks, NV, DV, DK), half, device) for _ in range(2))
     DK_PAD = max(16, triton.next_power_of_2(DK))
     DV_PAD = max(16, triton.next_power_of_2(DV))
-    BK, BV = min(_KEY_TILE, DK_PAD), min(_VALUE_TILE, DV_PAD)
+    BLOCK_K, BLOCK_V = min(_BLOCK_K, DK_PAD), min(_BLOCK_V, DV_PAD)
     walked = min(walk_tile(DK_PAD), DV_PAD)
-    blocks = triton.cdiv(DK, BK)
+    blocks = triton.cdiv(DK, BLOCK_K)
     d_rate, d_total = (memory.empty((T, NV), wide, device) for _ in range(2))
     rate_parts, total_parts = (memory.empty((blocks, T, NV), wide, device) for _ in range(2))
     q_by, k_by, v_by, o_by = (x.stride()[:2] for x in (query, key, value, d_out))
@@ -557,7 +561,7 @@ def _plain(
     launches.kernel(_walks_kernel, 2 * sequences * NV * triton.cdiv(DV, walked))(
         query, key, value, d_out, rate, t, p, grown, left, actual_seq_lengths, initial_state,
         d_final_state, n, r, states, state_grads, d_initial, T, sequences, scale,
-        (*q_by, *k_by, *v_by, *o_by, b_row), DK_PAD=DK_PAD, BV=walked, STAGES=2,
+        (*q_by, *k_by, *v_by, *o_by, b_row), DK_PAD=DK_PAD, BLOCK_V=walked, STAGES=2,
         INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=constants,
         num_warps=4,
     )  # fmt: skip
@@ -565,13 +569,14 @@ def _plain(
         # T and P are used up: Z and M lie in their place
         launches.kernel(_pairs_kernel, chunks, NV)(
             query, key, value, d_out, rate, gate, actual_seq_lengths, n, r, p, t, d_value, d_rate,
-            d_total, T, sequences, scale, (*q_by, *k_by, *v_by, *o_by, b_row, g_row), BK=BK, BV=BV,
-            C=constants, num_warps=4, num_stages=2,
+            d_total, T, sequences, scale, (*q_by, *k_by, *v_by, *o_by, b_row, g_row),
+            BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, C=constants, num_warps=4, num_stages=2,
         )  # fmt: skip
         launches.kernel(_inputs_kernel, chunks * N * blocks)(
             query, key, d_out, rate, actual_seq_lengths, n, r, p, t, grown, left, states,
             state_grads, d_query, d_key, rate_parts, total_parts, T, sequences, scale,
-            (*q_by, *k_by, *o_by, b_row), BK=BK, BV=BV, C=constants, num_warps=4, num_stages=2,
+            (*q_by, *k_by, *o_by, b_row), BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, C=constants,
+            num_warps=4, num_stages=2,
         )  # fmt: skip
         if beta is not None or g is not None:
             heads = min(32, triton.next_power_of_2(NV))

@@ -58,7 +58,7 @@ from .common.kda import (
 )
 
 LARGEST_K, LARGEST_V = 128, 256
-_KEY_TILE = 16  # channels of the keys that a chunk's kernel holds at a time
+_BLOCK_K = 16  # channels of the keys that a chunk's kernel holds at a time
 # Channels, padded.  In a product of [64, 64] and [64, 16] ptxas 12.8, that of Triton 3.5 to 3.7,
 # adds the step of a wgmma descriptor to another register than its base: the result is wrong or the
 # kernel leaves its memory.  ptxas 12.9 is right; tests/portability/sass.py finds it.
@@ -119,7 +119,7 @@ def _solved(lower, TWO: tl.constexpr):
 def _chunks_kernel(
     q, k, v, g, beta, A_log, dt_bias, bounds, qs, ks, p, fades, u, w, out, T, sequences, scale,
     lower_bound, strides,
-    BK: tl.constexpr, BACKWARD: tl.constexpr, TWO: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BACKWARD: tl.constexpr, TWO: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head: scale exp(G) q, exp(G_last - G) k, P and exp(G_last); U and W, or for
     the gradient -A T and exp(G) k.
@@ -144,7 +144,7 @@ def _chunks_kernel(
         g += batch * g_batch + start * g_row + hv * g_head
         v += batch * v_batch + start * v_row + hv * v_head
         beta += batch * b_batch + start * b_row + hv
-        EDGE: tl.constexpr = BK if C.K == C.K_PAD else C.K
+        EDGE: tl.constexpr = BLOCK_K if C.K == C.K_PAD else C.K
         tile = program.to(tl.int64) * CHUNK
         speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
         # rows behind the last token are those of the last one, of which nothing is used: their
@@ -162,15 +162,15 @@ def _chunks_kernel(
         to, by = block[:, None], block[None, :]
         odd = (block % 2 == 1)[:, None, None]
         late = (block >= 2)[:, None, None]
-        for k0 in range(0, C.K_PAD, BK):
-            ck = k0 + tl.arange(0, BK)
-            x = gate_input(g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BK, C.BIAS)
+        for k0 in range(0, C.K_PAD, BLOCK_K):
+            ck = k0 + tl.arange(0, BLOCK_K)
+            x = gate_input(g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BLOCK_K, C.BIAS)
             step = binary(log_decay(x, speed, lower_bound, C.GATE), there)
             high, low = split(step)
-            high = tl.reshape(high, [BLOCKS, SUB, BK])
-            low = tl.reshape(low, [BLOCKS, SUB, BK])
-            q_tile = tl.reshape(rows_at(q, q_at, ck, EDGE, BK), [BLOCKS, SUB, BK])
-            k_tile = tl.reshape(rows_at(k, k_at, ck, EDGE, BK), [BLOCKS, SUB, BK])
+            high = tl.reshape(high, [BLOCKS, SUB, BLOCK_K])
+            low = tl.reshape(low, [BLOCKS, SUB, BLOCK_K])
+            q_tile = tl.reshape(rows_at(q, q_at, ck, EDGE, BLOCK_K), [BLOCKS, SUB, BLOCK_K])
+            k_tile = tl.reshape(rows_at(k, k_at, ck, EDGE, BLOCK_K), [BLOCKS, SUB, BLOCK_K])
             for bit in tl.static_range(0, 4):
                 fading = power(sums(until_between(1 << bit, SUB), high, low)).to(element)
                 x_tile = q_tile * fading
@@ -182,7 +182,7 @@ def _chunks_kernel(
             # from a block's begin to a token, and from there to its end
             up = sums(r[None, :] <= r[:, None], high, low)
             down = sums(r[None, :] > r[:, None], high, low)
-            total = tl.sum(tl.where((r == SUB - 1)[None, :, None], up, 0.0), 1)  # [4, BK]
+            total = tl.sum(tl.where((r == SUB - 1)[None, :, None], up, 0.0), 1)  # [4, BLOCK_K]
             tl.store(fades + program.to(tl.int64) * C.K_PAD + ck, power(tl.sum(total, 0)))
             before = power_of_blocks(total, by < to)
             behind = power_of_blocks(total, by > to)
@@ -196,20 +196,20 @@ def _chunks_kernel(
             k_wide = k_tile.to(tl.float32) * tl.reshape(k_unit, [BLOCKS, SUB])[:, :, None]
             grown = up * before[:, None, :]
             left = k_wide * down * behind[:, None, :]
-            tl.store(qs + rows, tl.reshape((q_wide * grown).to(element), [CHUNK, BK]))
-            tl.store(w + rows, tl.reshape((k_wide * grown).to(element), [CHUNK, BK]))
-            tl.store(ks + rows, tl.reshape(left.to(element), [CHUNK, BK]))
+            tl.store(qs + rows, tl.reshape((q_wide * grown).to(element), [CHUNK, BLOCK_K]))
+            tl.store(w + rows, tl.reshape((k_wide * grown).to(element), [CHUNK, BLOCK_K]))
+            tl.store(ks + rows, tl.reshape(left.to(element), [CHUNK, BLOCK_K]))
             up = up.to(element)
             down = down.to(element)
             fading = tl.where(odd, up, down)
-            x_tile = tl.reshape(q_tile * fading, [CHUNK, BK])
-            y_tile = tl.reshape(k_tile * fading, [CHUNK, BK])
+            x_tile = tl.reshape(q_tile * fading, [CHUNK, BLOCK_K])
+            y_tile = tl.reshape(k_tile * fading, [CHUNK, BLOCK_K])
             on = pairs_of_bit(16, CHUNK)
             seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
             alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
             fading = tl.where(late, up, down) * outside.to(element)[:, None, :]
-            x_tile = tl.reshape(q_tile * fading, [CHUNK, BK])
-            y_tile = tl.reshape(k_tile * fading, [CHUNK, BK])
+            x_tile = tl.reshape(q_tile * fading, [CHUNK, BLOCK_K])
+            y_tile = tl.reshape(k_tile * fading, [CHUNK, BLOCK_K])
             on = pairs_of_bit(32, CHUNK)
             seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
             alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
@@ -247,17 +247,17 @@ def _chunks_kernel(
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _states_kernel(
     qs, ks, p, fades, u, w, bounds, initial, final, out, T, sequences, k_step, v_step,
-    BV: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr, C: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Outputs and the final state of a sequence, for some columns of one head."""
-    BLOCKS: tl.constexpr = (C.V + BV - 1) // BV
+    BLOCKS: tl.constexpr = (C.V + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0)
     block = program % BLOCKS
     head = program // BLOCKS % C.HV
     n = program // (BLOCKS * C.HV)
     batch, start, length, chunk = walked(bounds, n, T, sequences, C.PIECES, C.VARLEN)
     ck = tl.arange(0, C.K_PAD)
-    cv = block * BV + tl.arange(0, BV)
+    cv = block * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, CHUNK)
     state_at = (
         (n.to(tl.int64) * C.HV + head) * (C.K * C.V) + ck[:, None] * k_step + cv[None, :] * v_step
@@ -266,7 +266,7 @@ def _states_kernel(
     if INITIAL:
         state = tl.load(initial + state_at, mask=state_on, other=0.0).to(tl.float32)
     else:
-        state = tl.full([C.K_PAD, BV], 0.0, tl.float32)
+        state = tl.full([C.K_PAD, BLOCK_V], 0.0, tl.float32)
     element = qs.dtype.element_ty
     out += ((batch * T + start) * C.HV + head) * C.V
     wide = i[:, None] * C.K_PAD + ck[None, :]
@@ -369,7 +369,8 @@ def chunks(
             0.0 if lower_bound is None else lower_bound,
             (*(s for x in (q, k, v, g) for s in x.stride()[:3]), *beta.stride()[:2]),
             # what is as wide as a tile is not masked
-            BK=_KEY_TILE if K > _KEY_TILE else K_PAD, BACKWARD=backward, TWO=half is torch.float16,
+            BLOCK_K=_BLOCK_K if K > _BLOCK_K else K_PAD, BACKWARD=backward,
+            TWO=half is torch.float16,
             # of two warps no product is wgmma: with 32 channels ptxas 12.8 breaks their descriptors
             C=made.constants, num_warps=4 if K_PAD >= 64 else 2, num_stages=1,
         )  # fmt: skip
@@ -422,10 +423,10 @@ def forward(
         q, k, v, g, beta, K**-0.5 if scale is None else scale, cu_seqlens, use_qk_l2norm_in_kernel,
         A_log, dt_bias, lower_bound, use_gate_in_kernel, out,
     )  # fmt: skip
-    BV, stages = walk_tiling(x.constants.V_PAD, gpu.shared_memory(v.device))
-    launches.kernel(_states_kernel, sequences * HV * triton.cdiv(V, BV))(
+    BLOCK_V, stages = walk_tiling(x.constants.V_PAD, gpu.shared_memory(v.device))
+    launches.kernel(_states_kernel, sequences * HV * triton.cdiv(V, BLOCK_V))(
         x.qs, x.ks, x.p, x.fades, x.u, x.w, cu_seqlens, initial_state, final, out, T, sequences,
-        *steps(state_layout, K, V), BV=BV, STAGES=stages, INITIAL=initial_state is not None,
-        C=x.constants, num_warps=4,
+        *steps(state_layout, K, V), BLOCK_V=BLOCK_V, STAGES=stages,
+        INITIAL=initial_state is not None, C=x.constants, num_warps=4,
     )  # fmt: skip
     return out, final

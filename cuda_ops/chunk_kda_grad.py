@@ -63,7 +63,7 @@ from .common.kda import (
 __all__ = ["backward", "unsupported"]
 
 # columns of the values and the keys in a tile of the chunks' kernel
-_VALUE_TILE, _KEY_TILE = 64, 64
+_BLOCK_V, _BLOCK_K = 64, 64
 _TOKENS = 16  # rows in a tile of the norms' kernel
 # how far, to base 2, a factor of both signs may be from 1: other factors stand beside it in the
 # dtype of q, whose products must neither overflow nor lose bits
@@ -74,15 +74,15 @@ _REACH = {torch.bfloat16: 60.0, torch.float16: 4.0}
 def _walks_kernel(
     v, d_out, beta, qs, ks, p, fades, t, kg, bounds, initial, d_final, n, r, states, grads,
     d_initial, T, sequences, strides,
-    BV: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    BLOCK_V: tl.constexpr, STAGES: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """n and the states of a sequence, or R and their gradients, for some columns of one head.
 
-    The state is held transposed, [BV, K]: the left operand of every product then comes from
+    The state is held transposed, [BLOCK_V, K]: the left operand of every product then comes from
     registers."""
     v_batch, v_row, v_head, o_batch, o_row, o_head, b_batch, b_row, k_step, v_step = strides
-    BLOCKS: tl.constexpr = C.V_PAD // BV
+    BLOCKS: tl.constexpr = C.V_PAD // BLOCK_V
     program = tl.program_id(0)
     back = program % 2
     block = program // 2 % BLOCKS
@@ -92,7 +92,7 @@ def _walks_kernel(
     batch, start, length, chunk = walked(bounds, sequence, T, sequences, C.PIECES, C.VARLEN)
     count = (length + CHUNK - 1) // CHUNK
     ck = tl.arange(0, C.K_PAD)
-    cv = block * BV + tl.arange(0, BV)
+    cv = block * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, CHUNK)
     on = (cv < C.V)[:, None] & (ck < C.K)[None, :]
     whole_at = (sequence.to(tl.int64) * C.HV + hv) * (C.K * C.V)
@@ -108,7 +108,7 @@ def _walks_kernel(
         if INITIAL:
             state = tl.load(initial + whole_at, mask=on, other=0.0).to(tl.float32)
         else:
-            state = tl.full([BV, C.K_PAD], 0.0, tl.float32)
+            state = tl.full([BLOCK_V, C.K_PAD], 0.0, tl.float32)
         for c in tl.range(0, count, num_stages=STAGES):
             token = (i + c * CHUNK).to(tl.int64)
             there = token < length
@@ -131,7 +131,7 @@ def _walks_kernel(
         if FINAL:
             grad = tl.load(d_final + whole_at, mask=on, other=0.0).to(tl.float32)
         else:
-            grad = tl.full([BV, C.K_PAD], 0.0, tl.float32)
+            grad = tl.full([BLOCK_V, C.K_PAD], 0.0, tl.float32)
         for step in tl.range(0, count, num_stages=STAGES):
             c = count - 1 - step
             token = (i + c * CHUNK).to(tl.int64)
@@ -197,7 +197,7 @@ def _of_pairs(q_wide, k_wide, z, m, pairs, rising, falling, element: tl.constexp
 def _inputs_kernel(
     q, k, g, beta, d_out, A_log, dt_bias, bounds, n, r, states, grads, d_q, d_k, d_v, d_g, d_beta,
     A_parts, bias_parts, T, sequences, scale, lower_bound, strides,
-    BK: tl.constexpr, BV: tl.constexpr, REACH: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, REACH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and a head some columns of dq, dk (of the rows as the norm leaves them) and dg,
     and what they give A_log and dt_bias; with the first columns dv and dbeta."""
@@ -206,9 +206,9 @@ def _inputs_kernel(
         o_batch, o_row, o_head, b_batch, b_row,
     ) = strides  # fmt: skip
     GROUP: tl.constexpr = C.HV // C.H
-    BLOCKS: tl.constexpr = C.K_PAD // BK
-    EDGE: tl.constexpr = BK if C.K == C.K_PAD else C.K
-    V_EDGE: tl.constexpr = BV if C.V == C.V_PAD else C.V
+    BLOCKS: tl.constexpr = C.K_PAD // BLOCK_K
+    EDGE: tl.constexpr = BLOCK_K if C.K == C.K_PAD else C.K
+    V_EDGE: tl.constexpr = BLOCK_V if C.V == C.V_PAD else C.V
     program = tl.program_id(0)
     block = program % BLOCKS
     head = program // BLOCKS % C.H
@@ -217,7 +217,7 @@ def _inputs_kernel(
     batch, start, first, length, live = place(bounds, chunk, T, sequences, C.PIECES, C.VARLEN)
     i = tl.arange(0, CHUNK)
     there = first + i < length
-    ck = block * BK + tl.arange(0, BK)
+    ck = block * BLOCK_K + tl.arange(0, BLOCK_K)
     token = batch * T + start + first + i
     on = there[:, None] & (ck < C.K)[None, :]
     to_g = (token * C.HV + h * GROUP)[:, None] * C.K + ck[None, :]
@@ -227,29 +227,33 @@ def _inputs_kernel(
         k += batch * k_batch + start * k_row + h * k_head
         q_unit = unit_norm(q, first, length, q_row, C.K, C.K_PAD, C.NORM)
         k_unit = unit_norm(k, first, length, k_row, C.K, C.K_PAD, C.NORM)
-        q_wide = chunk_rows(q, first, length, q_row, ck, EDGE, BK).to(tl.float32) * q_unit[:, None]
-        k_wide = chunk_rows(k, first, length, k_row, ck, EDGE, BK).to(tl.float32) * k_unit[:, None]
+        q_wide = (
+            chunk_rows(q, first, length, q_row, ck, EDGE, BLOCK_K).to(tl.float32) * q_unit[:, None]
+        )
+        k_wide = (
+            chunk_rows(k, first, length, k_row, ck, EDGE, BLOCK_K).to(tl.float32) * k_unit[:, None]
+        )
         element = n.dtype.element_ty
-        dq = tl.zeros([CHUNK, BK], tl.float32)
-        dk = tl.zeros([CHUNK, BK], tl.float32)
+        dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
         for one in range(0, GROUP):
             hv = h * GROUP + one
             number = chunk.to(tl.int64) * C.HV + hv
             of_beta = beta + batch * b_batch + (start + first + i) * b_row + hv
             rate = tl.load(of_beta, mask=there, other=0.0).to(tl.float32)
             of_out = d_out + batch * o_batch + start * o_row + hv * o_head
-            left_q = tl.zeros([CHUNK, BK], tl.float32)
-            left_k = tl.zeros([CHUNK, BK], tl.float32)
-            right_k = tl.zeros([CHUNK, BK], tl.float32)
+            left_q = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            left_k = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+            right_k = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             z = tl.zeros([CHUNK, CHUNK], tl.float32)
             m = tl.zeros([CHUNK, CHUNK], tl.float32)
-            whole = tl.zeros([BK], tl.float32)
-            for cv0 in range(0, C.V_PAD, BV):
-                cv = cv0 + tl.arange(0, BV)
+            whole = tl.zeros([BLOCK_K], tl.float32)
+            for cv0 in range(0, C.V_PAD, BLOCK_V):
+                cv = cv0 + tl.arange(0, BLOCK_V)
                 inner = number * (C.V_PAD * C.K_PAD) + cv[:, None] * C.K_PAD + ck[None, :]
                 state = tl.load(states + inner)
                 grad = tl.load(grads + inner)
-                o_tile = chunk_rows(of_out, first, length, o_row, cv, V_EDGE, BV)
+                o_tile = chunk_rows(of_out, first, length, o_row, cv, V_EDGE, BLOCK_V)
                 at = (number * CHUNK + i)[:, None] * C.V_PAD + cv[None, :]
                 n_tile = tl.load(n + at)
                 r_tile = tl.load(r + at)
@@ -272,7 +276,7 @@ def _inputs_kernel(
             m *= -rate[:, None] * rate[None, :]
             of_g = g + batch * g_batch + start * g_row + hv * g_head
             speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
-            x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BK, C.BIAS)
+            x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BLOCK_K, C.BIAS)
             total = tl.cumsum(binary(log_decay(x, speed, lower_bound, C.GATE), there), 0)
             last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
             growth = tl.exp2(total)
@@ -325,7 +329,7 @@ def _inputs_kernel(
         tl.store(d_k + to, dk.to(d_k.dtype.element_ty), mask=on)
     elif C.VARLEN:
         # tokens of no sequence, or no tokens at all
-        nothing = tl.zeros([CHUNK, BK], tl.float32)
+        nothing = tl.zeros([CHUNK, BLOCK_K], tl.float32)
         to = (token * C.H + h)[:, None] * C.K + ck[None, :]
         tl.store(d_q + to, nothing.to(d_q.dtype.element_ty), mask=on)
         tl.store(d_k + to, nothing.to(d_k.dtype.element_ty), mask=on)
@@ -334,16 +338,16 @@ def _inputs_kernel(
             tl.store(d_g + to_g + one * C.K, nothing.to(d_g.dtype.element_ty), mask=on)
             part = (chunk.to(tl.int64) * C.HV + hv) * C.K_PAD + ck
             if C.A:
-                tl.store(A_parts + part, tl.zeros([BK], tl.float32))
+                tl.store(A_parts + part, tl.zeros([BLOCK_K], tl.float32))
             if C.BIAS:
-                tl.store(bias_parts + part, tl.zeros([BK], tl.float32))
+                tl.store(bias_parts + part, tl.zeros([BLOCK_K], tl.float32))
             if block == 0:
                 none = tl.zeros([CHUNK], d_beta.dtype.element_ty)
                 tl.store(d_beta + token * C.HV + hv, none, mask=there)
-                for cv0 in range(0, C.V_PAD, BV):
-                    cv = cv0 + tl.arange(0, BV)
+                for cv0 in range(0, C.V_PAD, BLOCK_V):
+                    cv = cv0 + tl.arange(0, BLOCK_V)
                     of_v = d_v + (to_v + one * C.V)[:, None] + cv[None, :]
-                    empty = tl.zeros([CHUNK, BV], d_v.dtype.element_ty)
+                    empty = tl.zeros([CHUNK, BLOCK_V], d_v.dtype.element_ty)
                     tl.store(of_v, empty, mask=there[:, None] & (cv < C.V)[None, :])
 
 
@@ -448,10 +452,10 @@ def backward(
     )  # fmt: skip
     programs, side = x.count * HV, CHUNK.value
     K_PAD, V_PAD = x.constants.K_PAD, x.constants.V_PAD
-    BK = min(_KEY_TILE, K_PAD)
+    BLOCK_K = min(_BLOCK_K, K_PAD)
     # no wider over the values than over the keys: in tiles of 32 by 64 ptxas 12.8 takes a wrong
     # register for a wgmma descriptor (see chunk_kda)
-    BV = min(_VALUE_TILE, V_PAD, BK)
+    BLOCK_V = min(_BLOCK_V, V_PAD, BLOCK_K)
     n, r = (memory.empty((programs, side, V_PAD), half, device) for _ in range(2))
     states, state_grads = (memory.empty((programs, V_PAD, K_PAD), half, device) for _ in range(2))
     A, bias = A_log is not None, dt_bias is not None
@@ -459,20 +463,20 @@ def backward(
         memory.empty((programs if used else 0, K_PAD), wide, device) for used in (A, bias)
     )
     o_by, b_by = d_out.stride()[:3], beta.stride()[:2]
-    launches.kernel(_walks_kernel, 2 * sequences * HV * (V_PAD // BV))(
+    launches.kernel(_walks_kernel, 2 * sequences * HV * (V_PAD // BLOCK_V))(
         v, d_out, beta, x.qs, x.ks, x.p, x.fades, x.u, x.w, cu_seqlens, initial_state,
         d_final_state, n, r, states, state_grads, d_initial, T, sequences,
-        (*v.stride()[:3], *o_by, *b_by, *steps(state_layout, K, V)), BV=BV, STAGES=2,
+        (*v.stride()[:3], *o_by, *b_by, *steps(state_layout, K, V)), BLOCK_V=BLOCK_V, STAGES=2,
         INITIAL=initial_state is not None, FINAL=d_final_state is not None, C=x.constants,
         num_warps=4,
     )  # fmt: skip
     if programs > 0:
-        launches.kernel(_inputs_kernel, x.count * H * (K_PAD // BK))(
+        launches.kernel(_inputs_kernel, x.count * H * (K_PAD // BLOCK_K))(
             q, k, g, beta, d_out, A_log, dt_bias, cu_seqlens, n, r, states, state_grads,
             d_q, d_k, d_v, d_g, d_beta, A_parts, bias_parts, T, sequences, scale,
             0.0 if lower_bound is None else lower_bound,
-            (*q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *o_by, *b_by), BK=BK, BV=BV,
-            REACH=_REACH[half], C=x.constants, num_warps=8, num_stages=1,
+            (*q.stride()[:3], *k.stride()[:3], *g.stride()[:3], *o_by, *b_by), BLOCK_K=BLOCK_K,
+            BLOCK_V=BLOCK_V, REACH=_REACH[half], C=x.constants, num_warps=8, num_stages=1,
         )  # fmt: skip
         if norm:
             launches.kernel(_norms_kernel, triton.cdiv(B * T * H, _TOKENS))(

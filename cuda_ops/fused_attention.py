@@ -61,8 +61,8 @@ class Constants(NamedTuple):
     VARLEN: bool
     SPLIT: bool
     NEGATIVE: bool
-    BM: int
-    BN: int
+    BLOCK_M: int
+    BLOCK_N: int
     STAGES: int
     FAR: bool
 
@@ -75,10 +75,10 @@ def _over_keys(
     """Adds keys [low, high) to (acc, row_max, row_sum); row_max and row_sum in base 2."""
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
-    n = tl.arange(0, C.BN)
-    k_offset = steps(C.BN, C.FAR)[None, :] * k_row + d[:, None]  # [D, BN]
-    v_offset = steps(C.BN, C.FAR)[:, None] * v_row + e[None, :]  # [BN, V]
-    for start in tl.range(low, high, C.BN, num_stages=C.STAGES):
+    n = tl.arange(0, C.BLOCK_N)
+    k_offset = steps(C.BLOCK_N, C.FAR)[None, :] * k_row + d[:, None]  # [D, BLOCK_N]
+    v_offset = steps(C.BLOCK_N, C.FAR)[:, None] * v_row + e[None, :]  # [BLOCK_N, V]
+    for start in tl.range(low, high, C.BLOCK_N, num_stages=C.STAGES):
         column = start + n
         k_at = k + tl.cast(start, tl.int64) * k_row + k_offset
         v_at = v + tl.cast(start, tl.int64) * v_row + v_offset
@@ -122,8 +122,9 @@ def _forward_kernel(
     q, k, v, o, lse, plan, scale_log2, window, tiles, n_q, n_k, heads, parts,
     strides, lse_batch, lse_head, lse_row, part_o, part_lse, C: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BM rows; PACK heads of a group share it, row r = query r // PACK, head r % PACK.
-    With SPLIT the program takes one of `parts` of the keys and leaves (o, lse in base 2) there."""
+    """One tile of BLOCK_M rows; PACK heads of a group share it, row r = query r // PACK, head r %
+    PACK.  With SPLIT the program takes one of `parts` of the keys and leaves (o, lse in base 2)
+    there."""
     (
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
         o_batch, o_head, o_row,
@@ -137,9 +138,9 @@ def _forward_kernel(
     batch, first_q, n_q, first_k, n_k, tile, _ = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_k, C.VARLEN
     )
-    if tile * C.BM >= n_q * C.PACK:
+    if tile * C.BLOCK_M >= n_q * C.PACK:
         return
-    row = tile * C.BM + tl.arange(0, C.BM)
+    row = tile * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     query = row // C.PACK
     keep_row = query < n_q
     q_head_index = head * C.PACK + row % C.PACK
@@ -151,29 +152,31 @@ def _forward_kernel(
     where_q = batch * q_batch + (first_q + query) * q_row + q_head_index.to(tl.int64) * q_head
     q_tile = tl.load(
         q + where_q[:, None] + d[None, :], keep_row[:, None] & (d < C.D)[None, :], 0.0
-    )  # [BM, D]
+    )  # [BLOCK_M, D]
     if C.NEGATIVE:
         q_tile = -q_tile
     k += batch * k_batch + kv_head.to(tl.int64) * k_head + first_k * k_row
     v += batch * v_batch + kv_head.to(tl.int64) * v_head + first_k * v_row
 
-    first = tile * C.BM // C.PACK + (n_k - n_q)
-    last = tl.minimum((tile * C.BM + C.BM - 1) // C.PACK, n_q - 1) + (n_k - n_q)
+    first = tile * C.BLOCK_M // C.PACK + (n_k - n_q)
+    last = tl.minimum((tile * C.BLOCK_M + C.BLOCK_M - 1) // C.PACK, n_q - 1) + (n_k - n_q)
     low, high, full_low, full_high = keys_of(first, last, n_k, window, C.CAUSAL, C.WINDOW)
-    low = low // C.BN * C.BN
+    low = low // C.BLOCK_N * C.BLOCK_N
     if C.SPLIT:
-        each = (tl.maximum(high - low, 0) + parts * C.BN - 1) // (parts * C.BN) * C.BN
+        each = (
+            (tl.maximum(high - low, 0) + parts * C.BLOCK_N - 1) // (parts * C.BLOCK_N) * C.BLOCK_N
+        )
         low = low + part * each
         high = tl.minimum(high, low + each)
-    # the tiles of BN in between need no mask
+    # the tiles of BLOCK_N in between need no mask
     full_low = tl.minimum(
-        tl.maximum((full_low + C.BN - 1) // C.BN * C.BN, low), tl.maximum(high, low)
+        tl.maximum((full_low + C.BLOCK_N - 1) // C.BLOCK_N * C.BLOCK_N, low), tl.maximum(high, low)
     )
-    full_high = tl.maximum(tl.minimum(full_high, high) // C.BN * C.BN, full_low)
+    full_high = tl.maximum(tl.minimum(full_high, high) // C.BLOCK_N * C.BLOCK_N, full_low)
 
-    acc = tl.full([C.BM, C.V_PAD], 0.0, tl.float32)
-    row_max = tl.full([C.BM], float("-inf"), tl.float32)
-    row_sum = tl.full([C.BM], 0.0, tl.float32)
+    acc = tl.full([C.BLOCK_M, C.V_PAD], 0.0, tl.float32)
+    row_max = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.full([C.BLOCK_M], 0.0, tl.float32)
     if C.WINDOW:
         acc, row_max, row_sum = _over_keys(
             acc, row_max, row_sum, q_tile, k, v, k_row, v_row, low, full_low, n_k, position,
@@ -233,8 +236,8 @@ def _merge_kernel(
 class Tiling:
     """How the plain kernel cuts one call."""
 
-    queries: int  # rows of a tile, BM
-    keys: int  # BN
+    queries: int  # rows of a tile, BLOCK_M
+    keys: int  # BLOCK_N
     warps: int
     stages: int
     pack: int  # heads of a group that share a tile
@@ -337,7 +340,8 @@ def _plain(
         C=Constants(
             D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, PACK=t.pack,
             CAUSAL=causal, WINDOW=window is not None, VARLEN=sizes.varlen, SPLIT=split,
-            NEGATIVE=scale < 0, BM=t.queries, BN=t.keys, STAGES=t.stages, FAR=is_far(k, v),
+            NEGATIVE=scale < 0, BLOCK_M=t.queries, BLOCK_N=t.keys, STAGES=t.stages, FAR=is_far(k,
+            v),
         ),
         num_warps=t.warps,
     )  # fmt: skip

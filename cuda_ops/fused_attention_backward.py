@@ -59,10 +59,11 @@ def _statistics_kernel(
     o, grad_o, lse, grad_lse, lse2, delta, sums, turns, plan, tiles, n_q, heads, padded,
     o_strides, g_strides, l_batch, l_head, l_row, gl_batch, gl_head, gl_row,
     V: tl.constexpr, V_PAD: tl.constexpr, SUMS: tl.constexpr, TURNS: tl.constexpr,
-    GRAD_LSE: tl.constexpr, VARLEN: tl.constexpr, BM: tl.constexpr,
+    GRAD_LSE: tl.constexpr, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta, and lse in base 2 with +inf for a row that saw nothing (so that its P is 0), of whole
-    blocks of BM queries.  Clears SUMS numbers a row where grad_q will be summed, and the turns."""
+    blocks of BLOCK_M queries.  Clears SUMS numbers a row where grad_q will be summed, and the
+    turns."""
     o_batch, o_head, o_row = o_strides
     g_batch, g_head, g_row = g_strides
     program = tl.program_id(0)
@@ -70,11 +71,11 @@ def _statistics_kernel(
     batch, first, rows, _, _, tile, sequence = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_q, VARLEN
     )
-    if tile * BM >= rows:
+    if tile * BLOCK_M >= rows:
         return
     head = (outer % heads).to(tl.int64)
-    m = tl.arange(0, BM)
-    row = tile * BM + m
+    m = tl.arange(0, BLOCK_M)
+    row = tile * BLOCK_M + m
     keep = row < rows
     e = tl.arange(0, V_PAD)
     both = keep[:, None] & (e < V)[None, :]
@@ -95,10 +96,10 @@ def _statistics_kernel(
     if SUMS:
         for at_column in tl.static_range(0, SUMS, 64):
             d = at_column + tl.arange(0, 64)
-            tl.store(sums + out[:, None] * SUMS + d[None, :], tl.zeros([BM, 64], tl.float32))
+            tl.store(sums + out[:, None] * SUMS + d[None, :], tl.zeros([BLOCK_M, 64], tl.float32))
     if TURNS:
         place = (batch * heads + head) * padded + padded_first(first, sequence)
-        tl.store(turns + place // BM + tile, 0)
+        tl.store(turns + place // BLOCK_M + tile, 0)
 
 
 class Constants(NamedTuple):
@@ -113,8 +114,8 @@ class Constants(NamedTuple):
     WINDOW: bool
     VARLEN: bool
     FAR: bool
-    BM: int
-    BN: int
+    BLOCK_M: int
+    BLOCK_N: int
     STAGES: int
 
 
@@ -133,9 +134,9 @@ def _over_queries(
     """Adds what queries [low, high) of one head give to the keys of a tile."""
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
-    m = tl.arange(0, C.BM)
-    step = steps(C.BM, C.FAR)
-    for start in tl.range(low, high, C.BM, num_stages=C.STAGES):
+    m = tl.arange(0, C.BLOCK_M)
+    step = steps(C.BLOCK_M, C.FAR)
+    for start in tl.range(low, high, C.BLOCK_M, num_stages=C.STAGES):
         query = start + m
         q_at = q + tl.cast(start, tl.int64) * q_row + (step * q_row)[:, None] + d[None, :]
         g_at = grad_o + tl.cast(start, tl.int64) * g_row + (step * g_row)[:, None] + e[None, :]
@@ -156,7 +157,7 @@ def _over_queries(
                 g_tile = tl.load(g_at, (e < C.V)[None, :], 0.0)
             row_lse = tl.load(lse2 + query)
             row_delta = tl.load(delta + query)
-        score = tl.dot(k_tile, tl.trans(q_tile))  # [BN, BM]
+        score = tl.dot(k_tile, tl.trans(q_tile))  # [BLOCK_N, BLOCK_M]
         grad_p = tl.dot(v_tile, tl.trans(g_tile))
         p = tl.exp2(score * scale_log2 - row_lse[None, :])
         if MASKED:
@@ -175,7 +176,7 @@ def _keys_kernel(
     q, k, v, grad_o, lse2, delta, grad_k, grad_v, plan, scale, window, tiles, n_q, n_k, heads,
     padded, strides, C: tl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v of a tile of BN keys of one key head (`heads` are key heads here)."""
+    """grad_k and grad_v of a tile of BLOCK_N keys of one key head (`heads` are key heads here)."""
     (
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
         g_batch, g_head, g_row, gk_batch, gk_head, gk_row, gv_batch, gv_head, gv_row,
@@ -186,9 +187,9 @@ def _keys_kernel(
     batch, first_k, n_k, first_q, n_q, tile, sequence = locate(
         plan, tiles - 1 - program % tiles, tiles, outer // heads, n_k, n_q, C.VARLEN
     )
-    if tile * C.BN >= n_k:
+    if tile * C.BLOCK_N >= n_k:
         return
-    column = tile * C.BN + tl.arange(0, C.BN)
+    column = tile * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
     keep = column < n_k
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
@@ -198,20 +199,22 @@ def _keys_kernel(
     v_tile = tl.load(v + at[:, None] + e[None, :], keep[:, None] & (e < C.V)[None, :], 0.0)
 
     shift = n_k - n_q
-    last = tl.minimum(tile * C.BN + C.BN, n_k) - 1
+    last = tl.minimum(tile * C.BLOCK_N + C.BLOCK_N, n_k) - 1
     low, high, full_low, full_high = queries_of(
-        tile * C.BN, last, n_q, shift, window, C.CAUSAL, C.WINDOW
+        tile * C.BLOCK_N, last, n_q, shift, window, C.CAUSAL, C.WINDOW
     )
-    low = low // C.BM * C.BM
+    low = low // C.BLOCK_M * C.BLOCK_M
     high = tl.maximum(high, low)
-    if tile * C.BN + C.BN > n_k:
+    if tile * C.BLOCK_N + C.BLOCK_N > n_k:
         full_low = high  # the last tile is not whole: all of it is masked
-    full_low = tl.minimum(tl.maximum((full_low + C.BM - 1) // C.BM * C.BM, low), high)
-    full_high = tl.maximum(tl.minimum(full_high, high) // C.BM * C.BM, full_low)
+    full_low = tl.minimum(
+        tl.maximum((full_low + C.BLOCK_M - 1) // C.BLOCK_M * C.BLOCK_M, low), high
+    )
+    full_high = tl.maximum(tl.minimum(full_high, high) // C.BLOCK_M * C.BLOCK_M, full_low)
     scale_log2 = scale * 1.4426950408889634
 
-    acc_k = tl.full([C.BN, C.D_PAD], 0.0, tl.float32)
-    acc_v = tl.full([C.BN, C.V_PAD], 0.0, tl.float32)
+    acc_k = tl.full([C.BLOCK_N, C.D_PAD], 0.0, tl.float32)
+    acc_v = tl.full([C.BLOCK_N, C.V_PAD], 0.0, tl.float32)
     for member in range(C.GROUP):
         head = (kv_head * C.GROUP + member).to(tl.int64)
         q_at = q + batch * q_batch + head * q_head + first_q * q_row
@@ -253,9 +256,9 @@ def _over_keys(
     """Adds what keys [low, high) give to the queries of a tile."""
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
-    n = tl.arange(0, C.BN)
-    step = steps(C.BN, C.FAR)
-    for start in tl.range(low, high, C.BN, num_stages=C.STAGES):
+    n = tl.arange(0, C.BLOCK_N)
+    step = steps(C.BLOCK_N, C.FAR)
+    for start in tl.range(low, high, C.BLOCK_N, num_stages=C.STAGES):
         column = start + n
         k_at = k + tl.cast(start, tl.int64) * k_row + (step * k_row)[:, None] + d[None, :]
         v_at = v + tl.cast(start, tl.int64) * v_row + (step * v_row)[:, None] + e[None, :]
@@ -287,7 +290,7 @@ def _queries_kernel(
     q, k, v, grad_o, lse2, delta, grad_q, plan, scale, window, tiles, n_q, n_k, heads,
     padded, strides, C: tl.constexpr,
 ):  # fmt: skip
-    """grad_q of a tile of BM queries of one head."""
+    """grad_q of a tile of BLOCK_M queries of one head."""
     (
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
         g_batch, g_head, g_row, gq_batch, gq_head, gq_row,
@@ -298,9 +301,9 @@ def _queries_kernel(
     batch, first_q, n_q, first_k, n_k, tile, sequence = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_k, C.VARLEN
     )
-    if tile * C.BM >= n_q:
+    if tile * C.BLOCK_M >= n_q:
         return
-    query = tile * C.BM + tl.arange(0, C.BM)
+    query = tile * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
     keep = query < n_q
     d = tl.arange(0, C.D_PAD)
     e = tl.arange(0, C.V_PAD)
@@ -316,17 +319,19 @@ def _queries_kernel(
 
     shift = n_k - n_q
     position = query + shift
-    last = tl.minimum(tile * C.BM + C.BM, n_q) - 1 + shift
+    last = tl.minimum(tile * C.BLOCK_M + C.BLOCK_M, n_q) - 1 + shift
     low, high, full_low, full_high = keys_of(
-        tile * C.BM + shift, last, n_k, window, C.CAUSAL, C.WINDOW
+        tile * C.BLOCK_M + shift, last, n_k, window, C.CAUSAL, C.WINDOW
     )
-    low = low // C.BN * C.BN
+    low = low // C.BLOCK_N * C.BLOCK_N
     high = tl.maximum(high, low)
-    full_low = tl.minimum(tl.maximum((full_low + C.BN - 1) // C.BN * C.BN, low), high)
-    full_high = tl.maximum(tl.minimum(full_high, high) // C.BN * C.BN, full_low)
+    full_low = tl.minimum(
+        tl.maximum((full_low + C.BLOCK_N - 1) // C.BLOCK_N * C.BLOCK_N, low), high
+    )
+    full_high = tl.maximum(tl.minimum(full_high, high) // C.BLOCK_N * C.BLOCK_N, full_low)
     scale_log2 = scale * 1.4426950408889634
 
-    acc = tl.full([C.BM, C.D_PAD], 0.0, tl.float32)
+    acc = tl.full([C.BLOCK_M, C.D_PAD], 0.0, tl.float32)
     if C.WINDOW:
         acc = _over_keys(
             acc, q_tile, g_tile, row_lse, row_delta, k, v, k_row, v_row, low, full_low, n_k,
@@ -421,7 +426,7 @@ def backward(
         Constants(
             D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, CAUSAL=causal,
             WINDOW=window is not None, VARLEN=sizes.varlen, FAR=is_far(q, k, v, grad_o),
-            BM=tile.queries, BN=tile.keys, STAGES=tile.stages,
+            BLOCK_M=tile.queries, BLOCK_N=tile.keys, STAGES=tile.stages,
         )
         for tile in (over_queries, over_keys)
     )  # fmt: skip
@@ -478,6 +483,6 @@ def statistics(
         strides(o), strides(grad_o), *row_strides(lse),
         *row_strides(lse if grad_lse is None else grad_lse),
         V=v_size, V_PAD=padded_size(v_size), SUMS=sums, TURNS=in_turn,
-        GRAD_LSE=grad_lse is not None, VARLEN=sizes.varlen, BM=64, num_warps=8,
+        GRAD_LSE=grad_lse is not None, VARLEN=sizes.varlen, BLOCK_M=64, num_warps=8,
     )  # fmt: skip
     return lse2, delta, zeros, turns

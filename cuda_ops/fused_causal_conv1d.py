@@ -3,9 +3,9 @@
 """The causal convolution behind a pool of states, on histories that _push cuts out of it, which
 pushes the pool's rows on as well.
 
-A program of _push takes BD channels of a sequence; all its loads of the pool precede its stores.  A
-position is that of a token from 0 on, or a negative one, which a row of the pool holds in column
-reach + position.  The floor is x, out, and the rows twice.
+A program of _push takes BLOCK_D channels of a sequence; all its loads of the pool precede its
+stores.  A position is that of a token from 0 on, or a negative one, which a row of the pool holds
+in column reach + position.  The floor is x, out, and the rows twice.
 
     condition    kernels
     any          _push then causal_conv1d.py
@@ -70,11 +70,11 @@ def _push(
     x, pool, lines, starts, accepted, computed, first_block, last_block, read_block, history,
     length, tokens, slots, pad_slot, blocks, block_size, channels,
     x_batch, x_row, s_slot, s_column, s_channel,
-    W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, BD: tl.constexpr,
+    W: tl.constexpr, L: tl.constexpr, VARLEN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(channels, BD)
+    tiles = tl.cdiv(channels, BLOCK_D)
     n = tl.program_id(0) // tiles
-    d = tl.program_id(0) % tiles * BD + tl.arange(0, BD)
+    d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     on = d < channels
     if VARLEN:
         first = within(starts + n, True, tokens)
@@ -161,8 +161,8 @@ def forward(
     sequences = x.shape[0] if starts is None else starts.shape[0] - 1
     history = memory.empty([sequences, width - 1, channels], conv_states.dtype, x.device)
     if history.numel() > 0:
-        BD = min(256, max(16, triton.next_power_of_2(channels)))
-        launches.kernel(_push, sequences * triton.cdiv(channels, BD))(
+        BLOCK_D = min(256, max(16, triton.next_power_of_2(channels)))
+        launches.kernel(_push, sequences * triton.cdiv(channels, BLOCK_D))(
             x, conv_states, cache_indices, starts, num_accepted_tokens, num_computed_tokens,
             block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx,
             history, x.shape[-2], x.shape[:-1].numel(), conv_states.shape[0],
@@ -171,8 +171,8 @@ def forward(
             1 if cache_indices is None or cache_indices.ndim == 1 else cache_indices.shape[1],
             128 if block_size is None else block_size, channels,
             0 if starts is not None else x.stride(0), x.stride(-2), *conv_states.stride(),
-            W=width, L=conv_states.shape[1], VARLEN=starts is not None, BD=BD,
-            num_warps=max(1, min(4, BD // 64)),
+            W=width, L=conv_states.shape[1], VARLEN=starts is not None, BLOCK_D=BLOCK_D,
+            num_warps=max(1, min(4, BLOCK_D // 64)),
         )  # fmt: skip
     return causal_conv1d.launch(
         x, weight, bias, history, starts, activation in ("silu", "swish"), None,

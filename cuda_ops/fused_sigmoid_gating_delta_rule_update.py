@@ -67,7 +67,7 @@ def _add_three(a, b, c, x, y, z):
 
 @triton.jit
 def _total(x, VK: tl.constexpr):
-    """The sum of a vector over K, [BK / KI, KI] for [V, K] and [BK] for [K, V]."""
+    """The sum of a vector over K, [BLOCK_K / KI, KI] for [V, K] and [BLOCK_K] for [K, V]."""
     if VK:
         total = tl.sum(tl.sum(x, 1), 0)
     else:
@@ -89,7 +89,8 @@ def _products(q, k, VK: tl.constexpr):
 
 @triton.jit
 def _over_k(tile, other, VK: tl.constexpr, TOGETHER: tl.constexpr):
-    """The sums over K [BV] of two tiles, [BV, BK / KI, KI] or [BK, BV], likewise."""
+    """The sums over K [BLOCK_V] of two tiles, [BLOCK_V, BLOCK_K / KI, KI] or [BLOCK_K, BLOCK_V],
+    likewise."""
     if VK:
         a = tl.sum(tl.sum(tile, 1), 1)
         b = tl.sum(tl.sum(other, 1), 1)
@@ -113,7 +114,7 @@ def _beside(k_side, VK: tl.constexpr):
 
 @triton.jit
 def _along(v_side, VK: tl.constexpr):
-    """A vector [BV], to be multiplied with a tile."""
+    """A vector [BLOCK_V], to be multiplied with a tile."""
     if VK:
         wide = v_side[:, None, None]
     else:
@@ -123,7 +124,7 @@ def _along(v_side, VK: tl.constexpr):
 
 @triton.jit
 def _load_token(q, k, a, b, there, k_at, K: tl.constexpr, KDA: tl.constexpr):
-    """A token's q, k [BK], a, b as they are stored; zeros where `there` is false."""
+    """A token's q, k [BLOCK_K], a, b as they are stored; zeros where `there` is false."""
     k_on = there & (k_at < K)
     q_tile = tl.load(q + k_at, mask=k_on, other=0.0)
     k_tile = tl.load(k + k_at, mask=k_on, other=0.0)
@@ -171,7 +172,7 @@ def _step(
     stored, q_wide, k_wide, scale, unit, qk, v_tile, decay, beta, zero,
     VK: tl.constexpr, KDA: tl.constexpr, TOGETHER: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
-    """(state after the token, its output [BV])."""
+    """(state after the token, its output [BLOCK_V])."""
     # the norms are taken out of the sums, and so is one decay for all channels: two vectors less
     # in registers, and numbers to multiply with instead
     state = _wide(stored, 0) if TWICE else stored
@@ -228,15 +229,16 @@ def _parent(parents, t, columns):
 @triton.jit
 def _state_tile(
     column, k_at, there,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, VK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    VK: tl.constexpr,
 ):  # fmt: skip
-    """(columns [BV], offsets of the tile in a head's state, its mask)."""
-    v_at = column * BV + tl.arange(0, BV)
+    """(columns [BLOCK_V], offsets of the tile in a head's state, its mask)."""
+    v_at = column * BLOCK_V + tl.arange(0, BLOCK_V)
     if VK:
         tile_at = _along(v_at, VK) * K + _beside(k_at, VK)
     else:
         tile_at = _beside(k_at, VK) * V + _along(v_at, VK)
-    if (BK == K) & (V % BV == 0):
+    if (BLOCK_K == K) & (V % BLOCK_V == 0):
         # one predicate for all: masks and addresses would cost registers
         tile_on = there
     else:
@@ -251,16 +253,17 @@ def _load_state(at, on, TWICE: tl.constexpr):
 
 
 class Constants(NamedTuple):
-    """KI channels of a key's BK lie side by side in a program of TILES tiles of BV columns; ONE: a
-    token a sequence; TWICE: the state is widened where it is used; ALL is V's next power of two."""
+    """KI channels of a key's BLOCK_K lie side by side in a program of TILES tiles of BLOCK_V
+    columns; ONE: a token a sequence; TWICE: the state is widened where it is used; ALL is V's next
+    power of two."""
 
     H: int
     HV: int
     K: int
     V: int
-    BK: int
+    BLOCK_K: int
     KI: int
-    BV: int
+    BLOCK_V: int
     TILES: int
     VK: bool
     KDA: bool
@@ -291,7 +294,7 @@ def _delta_rule_kernel(
         slot_stride, cache_stride, step_stride,
     ) = strides  # fmt: skip
     TILES: tl.constexpr = C.TILES
-    NV: tl.constexpr = (C.V + C.BV * TILES - 1) // (C.BV * TILES)
+    NV: tl.constexpr = (C.V + C.BLOCK_V * TILES - 1) // (C.BLOCK_V * TILES)
     program = tl.program_id(0)
     column = (program % NV) * TILES
     head = (program // NV) % C.HV
@@ -302,9 +305,9 @@ def _delta_rule_kernel(
     if C.VK:
         # as [.., 128 bytes], unless a row is as well whole: 8 threads hold it, and not 32, and its
         # sums take 3 rounds of shuffles instead of 5
-        k_at = tl.arange(0, C.BK // C.KI)[:, None] * C.KI + tl.arange(0, C.KI)[None, :]
+        k_at = tl.arange(0, C.BLOCK_K // C.KI)[:, None] * C.KI + tl.arange(0, C.KI)[None, :]
     else:
-        k_at = tl.arange(0, C.BK)
+        k_at = tl.arange(0, C.BLOCK_K)
     n_wide = n.to(tl.int64)
 
     if C.GIVEN:
@@ -335,7 +338,7 @@ def _delta_rule_kernel(
     here = length > 0
     states = pool + hv * (C.K * C.V)
     pool = states + slot * slot_stride
-    v_at, tile_at, tile_on = _state_tile(column, k_at, live, C.K, C.V, C.BK, C.BV, C.VK)
+    v_at, tile_at, tile_on = _state_tile(column, k_at, live, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK)
     state = _load_state(pool + tile_at, tile_on, C.TWICE)
     if C.CHAINED:
         # q, k and v are what the kernel before makes
@@ -372,11 +375,13 @@ def _delta_rule_kernel(
         v_tile = tl.load(v + v_at, mask=here & (v_at < C.V), other=0.0)
         if tile + 1 < TILES:
             v_at_2, tile_at_2, tile_on_2 = _state_tile(
-                column + tile + 1, k_at, live, C.K, C.V, C.BK, C.BV, C.VK
+                column + tile + 1, k_at, live, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
             )
             state_2 = _load_state(pool + tile_at_2, tile_on_2, C.TWICE)
         if C.CACHE:
-            _, _, cache_on = _state_tile(column + tile, k_at, kept, C.K, C.V, C.BK, C.BV, C.VK)
+            _, _, cache_on = _state_tile(
+                column + tile, k_at, kept, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
+            )
         if C.ONE:
             state, o = _step(
                 state, q_wide, k_wide, q_scale, unit, qk, v_tile, decay, beta, zero, C.VK, C.KDA,
@@ -443,7 +448,9 @@ def _delta_rule_kernel(
                 if C.GIVEN:
                     slot = tl.load(indices + t).to(tl.int64)
                     there = (slot >= 0) & (slot < slots)
-                    _, _, on = _state_tile(column + tile, k_at, there, C.K, C.V, C.BK, C.BV, C.VK)
+                    _, _, on = _state_tile(
+                        column + tile, k_at, there, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
+                    )
                     to = states + slot * slot_stride + tile_at
                     tl.store(to, state.to(states.dtype.element_ty), mask=on)
                 q_tile, k_tile, v_tile, a_tile, b_tile = q_next, k_next, v_next, a_next, b_next
@@ -455,7 +462,7 @@ def _delta_rule_kernel(
             tl.store(pool + tile_at, state.to(pool.dtype.element_ty), mask=tile_on & here)
         if C.VARLEN:
             # tokens before the first sequence, and behind the last one
-            nothing = tl.full([C.BV], 0.0, out.dtype.element_ty)
+            nothing = tl.full([C.BLOCK_V], 0.0, out.dtype.element_ty)
             before = tl.where(n == 0, -first, 0).to(tl.int32)
             for t in range(before, 0):
                 tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < C.V)
@@ -476,11 +483,11 @@ def _delta_rule_kernel(
 @triton.jit
 def _norm_the_rows(
     rows, z, norm_weight, normed, length, row, z_row, epsilon,
-    V: tl.constexpr, BV: tl.constexpr, SILU: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """By the last of a head's programs, which sees the columns of all: their stores come before
     the count that it reads."""
-    d = tl.arange(0, BV)
+    d = tl.arange(0, BLOCK_V)
     w = tl.load(norm_weight + d, mask=d < V, other=0.0).to(tl.float32)
     for _ in range(length):
         x = tl.load(rows + d, mask=d < V, other=0.0, cache_modifier=".cg").to(tl.float32)
@@ -516,11 +523,11 @@ class Epilogue:
 
 
 def tiles(
-    state_layout: str, half: bool, V: int, BK: int, heads: int, tokens: int
+    state_layout: str, half: bool, V: int, BLOCK_K: int, heads: int, tokens: int
 ) -> tuple[int, int, int, int | None]:
-    """(columns of a tile, tiles, warps, registers) of a program, for `heads` states of BK rows and
-    `tokens` a sequence.  What counts is the bytes in flight: 128 KB a multiprocessor in the best
-    tiles, and whole lines of 256 bytes for [K, V].
+    """(columns of a tile, tiles, warps, registers) of a program, for `heads` states of BLOCK_K rows
+    and `tokens` a sequence.  What counts is the bytes in flight: 128 KB a multiprocessor in the
+    best tiles, and whole lines of 256 bytes for [K, V].
 
     H200, 2026-11, H 16, HV 32, K = V = 128, slots in order, microseconds at 1 / 32 / 128 / 512
     sequences: float32 [V, K] 2.8 / 35.9 / 133.7 / 520, [K, V] 2.9 / 37.5 / 136.6 / 529.6 (an
@@ -532,18 +539,18 @@ def tiles(
     registers = None
     if state_layout == "vk":
         if few:
-            BV, count, warps = 4, 1, 1
+            BLOCK_V, count, warps = 4, 1, 1
         elif tokens > 1:
-            BV, count, warps, registers = 16, 1, 1, 128 if BK <= 128 else None
+            BLOCK_V, count, warps, registers = 16, 1, 1, 128 if BLOCK_K <= 128 else None
         else:
-            BV, count, warps = 16, 2 if half else 1, 1
+            BLOCK_V, count, warps = 16, 2 if half else 1, 1
     elif few or tokens > 1:
-        BV, count, warps, registers = 16, 1, 1, 128
+        BLOCK_V, count, warps, registers = 16, 1, 1, 128
     else:
-        BV, count, warps = 64, 1, 2 if half else 4
-    BV = min(max(1, BV * 128 // BK), triton.next_power_of_2(V))
+        BLOCK_V, count, warps = 64, 1, 2 if half else 4
+    BLOCK_V = min(max(1, BLOCK_V * 128 // BLOCK_K), triton.next_power_of_2(V))
     # a tile beyond V would be the next head's
-    return BV, count if V % (BV * count) == 0 else 1, warps, registers
+    return BLOCK_V, count if V % (BLOCK_V * count) == 0 else 1, warps, registers
 
 
 def unsupported(k: Tensor, v: Tensor, **_: Any) -> str | None:
@@ -597,13 +604,13 @@ def launch(
     a = a.view(B, T, HV, K) if is_kda else a.view(B, T, HV)
     b = b.view(B, T, HV)
     pool, cache, parents = initial_state_source, intermediate_states, retrieve_parent_token
-    BK = max(16, triton.next_power_of_2(K))
+    BLOCK_K = max(16, triton.next_power_of_2(K))
     tokens = T if cu_seqlens is None else triton.cdiv(T, N)
     one = T == 1 and cu_seqlens is None and given is None
     half = pool.element_size() == 2
-    BV, count, warps, registers = tiles(state_layout, half, V, BK, N * HV, tokens)
+    BLOCK_V, count, warps, registers = tiles(state_layout, half, V, BLOCK_K, N * HV, tokens)
     # bytes of a row that lie side by side in a group of lanes: the whole row of a lone token
-    KI = BK if tokens == 1 and not half else min(BK, 128 // pool.element_size())
+    KI = BLOCK_K if tokens == 1 and not half else min(BLOCK_K, 128 // pool.element_size())
     behind: tuple[Tensor | None, ...] = (None,) * 4
     z_strides, epsilon = (0, 0, 0), 0.0
     chained = epilogue is not None and gpu.has_chained_launch(q.device)
@@ -611,7 +618,7 @@ def launch(
         e = epilogue
         behind = (e.z, e.norm_weight, e.arrived, e.normed)
         z_strides, epsilon = e.z.stride()[:3], e.epsilon
-    launches.kernel(_delta_rule_kernel, N * HV * triton.cdiv(V, BV * count))(
+    launches.kernel(_delta_rule_kernel, N * HV * triton.cdiv(V, BLOCK_V * count))(
         A_log, a, dt_bias, q, k, v, b, pool, initial_state_indices, cu_seqlens, accepted,
         cache, intermediate_state_indices, parents, out, *behind,
         T, N, pool.shape[0],
@@ -627,10 +634,11 @@ def launch(
             *z_strides, pool.stride(0), *((0, 0) if cache is None else cache.stride()[:2]),
         ),
         C=Constants(
-            H=H, HV=HV, K=K, V=V, BK=BK, KI=KI, BV=BV, TILES=count, VK=state_layout == "vk",
-            KDA=is_kda, NORM=use_qk_l2norm_in_kernel, BOUNDED=lower_bound is not None, ONE=one,
-            VARLEN=cu_seqlens is not None, UPDATE=not disable_state_update and given is None,
-            CACHE=cache is not None, TREE=parents is not None,
+            H=H, HV=HV, K=K, V=V, BLOCK_K=BLOCK_K, KI=KI, BLOCK_V=BLOCK_V, TILES=count,
+            VK=state_layout == "vk", KDA=is_kda, NORM=use_qk_l2norm_in_kernel,
+            BOUNDED=lower_bound is not None, ONE=one, VARLEN=cu_seqlens is not None,
+            UPDATE=not disable_state_update and given is None, CACHE=cache is not None,
+            TREE=parents is not None,
             TWICE=one and state_layout == "kv" and half and not INTERPRETED,
             ALL=triton.next_power_of_2(V), SILU=epilogue is None or epilogue.silu,
             CHAINED=chained, GIVEN=given is not None,

@@ -4,7 +4,7 @@
 
     out = x r w act(g),  r = (mean x^2 + epsilon)^(-1/2);  or the norm of x act(g), times w
 
-A program takes BR rows of a group.  The floor is x, the gate and out, once each.
+A program takes BLOCK_R rows of a group.  The floor is x, the gate and out, once each.
 
     condition    kernels
     any          _normalise
@@ -42,12 +42,12 @@ def rows_at(row, heads, outer_stride, head_stride):
 def _normalise(
     x, gate, weight, out, rows, heads, epsilon, x_outer, x_head, g_outer, g_head,
     D: tl.constexpr, GROUP: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr,
-    BR: tl.constexpr, BG: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = D // GROUP
     first = tl.program_id(0) % GROUPS * GROUP
-    row = tl.program_id(0) // GROUPS * BR + tl.arange(0, BR)
-    d = tl.arange(0, BG)
+    row = tl.program_id(0) // GROUPS * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.arange(0, BLOCK_G)
     on = (row < rows)[:, None] & (d < GROUP)[None]
     d = first + d
     x_at = rows_at(row, heads, x_outer, x_head)[:, None] + d[None]
@@ -66,8 +66,8 @@ def _normalise(
 
 def tile(group: int, most: int) -> tuple[int, int]:
     """(rows, channels) of a tile of at most `most` numbers."""
-    BG = triton.next_power_of_2(group)
-    return max(1, most // BG), BG
+    BLOCK_G = triton.next_power_of_2(group)
+    return max(1, most // BLOCK_G), BLOCK_G
 
 
 def unsupported(x: Tensor, group_size: int | None, **_: Any) -> str | None:
@@ -96,10 +96,10 @@ def forward(
     x, gate = rows_of(x), rows_of(gate)
     rows, heads, size = x.shape[0] * x.shape[1], x.shape[1], x.shape[2]
     group = group_size or size
-    BR, BG = tile(group, 2048)
-    launches.kernel(_normalise, triton.cdiv(rows, BR) * (size // group))(
+    BLOCK_R, BLOCK_G = tile(group, 2048)
+    launches.kernel(_normalise, triton.cdiv(rows, BLOCK_R) * (size // group))(
         x, gate, weight, out, rows, heads, epsilon, *x.stride()[:2], *gate.stride()[:2],
         D=size, GROUP=group, BEFORE=norm_before_gate, SILU=activation != "sigmoid",
-        BR=BR, BG=BG, num_warps=4 if BG <= 4096 else 16,
+        BLOCK_R=BLOCK_R, BLOCK_G=BLOCK_G, num_warps=4 if BLOCK_G <= 4096 else 16,
     )  # fmt: skip
     return out

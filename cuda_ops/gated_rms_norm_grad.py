@@ -4,8 +4,8 @@
 
     n = u r,  r = (mean u^2 + epsilon)^(-1/2)      du = r (dn - n mean(dn n))
 
-A program takes some blocks of BR rows of a group and keeps its own sums for the weight; torch adds
-up those of all programs, in the same order every time.
+A program takes some blocks of BLOCK_R rows of a group and keeps its own sums for the weight; torch
+adds up those of all programs, in the same order every time.
 
     condition    kernels
     any          _backward
@@ -30,17 +30,17 @@ def _backward(
     x, gate, weight, d_out, dx, d_gate, sums, rows, heads, epsilon, blocks,
     x_outer, x_head, g_outer, g_head, o_outer, o_head,
     D: tl.constexpr, GROUP: tl.constexpr, BEFORE: tl.constexpr, SILU: tl.constexpr,
-    BR: tl.constexpr, BG: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     GROUPS: tl.constexpr = D // GROUP
     first = tl.program_id(0) % GROUPS * GROUP
     chunk = tl.program_id(0) // GROUPS
-    d = first + tl.arange(0, BG)
+    d = first + tl.arange(0, BLOCK_G)
     on_d = d < first + GROUP
     w = tl.load(weight + d, mask=on_d, other=0.0).to(tl.float32)[None]
-    total = tl.zeros([BR, BG], tl.float32)
+    total = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
     for block in range(blocks):
-        row = (chunk * blocks + block) * BR + tl.arange(0, BR)
+        row = (chunk * blocks + block) * BLOCK_R + tl.arange(0, BLOCK_R)
         on = (row < rows)[:, None] & on_d[None]
         x_at = rows_at(row, heads, x_outer, x_head)[:, None] + d[None]
         g_at = rows_at(row, heads, g_outer, g_head)[:, None] + d[None]
@@ -89,18 +89,18 @@ def backward(
     x, gate, d_out = rows_of(x), rows_of(gate), rows_of(d_out)
     rows, heads, size = x.shape[0] * x.shape[1], x.shape[1], x.shape[2]
     group = group_size or max(1, size)
-    BR, BG = tile(group, 2048)
+    BLOCK_R, BLOCK_G = tile(group, 2048)
     groups = size // group
     # four programs a multiprocessor, if there is as much to do
-    most = triton.cdiv(rows, BR) * groups // (4 * gpu.processors(x.device))
+    most = triton.cdiv(rows, BLOCK_R) * groups // (4 * gpu.processors(x.device))
     blocks = 1 << min(6, max(0, most.bit_length() - 1))
-    chunks = triton.cdiv(rows, BR * blocks)
+    chunks = triton.cdiv(rows, BLOCK_R * blocks)
     sums = memory.empty([chunks, size], torch.float32, x.device)
     if dx.numel() > 0:
         launches.kernel(_backward, chunks * groups)(
             x, gate, weight, d_out, dx, d_gate, sums, rows, heads, epsilon, blocks,
             *x.stride()[:2], *gate.stride()[:2], *d_out.stride()[:2],
             D=size, GROUP=group, BEFORE=norm_before_gate, SILU=activation != "sigmoid",
-            BR=BR, BG=BG, num_warps=4 if BG <= 2048 else 16,
+            BLOCK_R=BLOCK_R, BLOCK_G=BLOCK_G, num_warps=4 if BLOCK_G <= 2048 else 16,
         )  # fmt: skip
     return dx, d_gate, sums.sum(0).to(weight.dtype)

@@ -31,16 +31,16 @@ from .hopper import lightning_indexer as hopper
 
 LEAST_SCORE = tl.constexpr(-3.4028234663852886e38)
 CHUNK_BYTES = 2**28  # of scores at a time: 1024 rows of 64K keys
-KEY_TILE = 64
+BLOCK_N = 64
 
 
 class Constants(NamedTuple):
     HEADS: int
     D: int
     ROWS: int
-    H_TILE: int
-    D_TILE: int
-    KEY_TILE: int
+    BLOCK_H: int
+    BLOCK_D: int
+    BLOCK_N: int
     ONE_PAGE: bool
     STAGES: int
     EVERY: int
@@ -51,9 +51,9 @@ class Constants(NamedTuple):
 @triton.jit
 def _key_tile(
     key, pos, ok, request, start, of, key_o, key_i, d,
-    D: tl.constexpr, D_TILE: tl.constexpr, LAYOUT: tl.constexpr, ONE_PAGE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """([keys, D_TILE], ok): the keys at pos.  ONE_PAGE: they lie on one page, asked for once."""
+    """([keys, BLOCK_D], ok): the keys at pos.  ONE_PAGE: they lie on one page, asked for once."""
     if ONE_PAGE:
         first = tl.min(pos, 0)
         entry = of.table + request.to(tl.int64) * of.table_stride + first // LAYOUT.PAGE
@@ -65,7 +65,7 @@ def _key_tile(
     else:
         outer, inner, ok = rows.place(pos, ok, request, start, of, LAYOUT)
         at = key + (outer * key_o + inner * key_i)[:, None] + d[None, :]
-    if D == D_TILE:
+    if D == BLOCK_D:
         tile = tl.load(at, mask=ok[:, None], other=0.0)
     else:
         tile = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
@@ -97,10 +97,10 @@ def _scores(
     row = first_row + program // chunks * C.ROWS
     end = tl.minimum(row + C.ROWS, first_row + count)
     member = row.to(tl.int64) + tl.arange(0, C.ROWS)
-    column = tl.arange(0, C.ROWS * C.H_TILE)
-    owner = row.to(tl.int64) + column // C.H_TILE
-    h = (column % C.H_TILE).to(tl.int64)
-    d = tl.arange(0, C.D_TILE)
+    column = tl.arange(0, C.ROWS * C.BLOCK_H)
+    owner = row.to(tl.int64) + column // C.BLOCK_H
+    h = (column % C.BLOCK_H).to(tl.int64)
+    d = tl.arange(0, C.BLOCK_D)
     real = (owner < end) & (h < C.HEADS)
     q_tile = tl.load(
         query + (owner * q_row + h * q_head)[:, None] + d[None, :],
@@ -127,16 +127,16 @@ def _scores(
         if lo == 0:
             tl.store(lengths + member - first_row, seen, mask=here)
         hi = tl.minimum(lo + per_chunk, tl.max(seen, 0))
-        for n in tl.range(lo, hi, C.KEY_TILE, num_stages=C.STAGES):
-            pos = n + tl.arange(0, C.KEY_TILE)
+        for n in tl.range(lo, hi, C.BLOCK_N, num_stages=C.STAGES):
+            pos = n + tl.arange(0, C.BLOCK_N)
             k_tile, ok = _key_tile(
-                key, pos, pos < hi, request, start, of, key_o, key_i, d, C.D, C.D_TILE, LAYOUT,
+                key, pos, pos < hi, request, start, of, key_o, key_i, d, C.D, C.BLOCK_D, LAYOUT,
                 C.ONE_PAGE,
             )  # fmt: skip
             k_tile = quantise.multiplied(k_tile, C.KIND)
             s = tl.dot(k_tile, q_tile.T, input_precision="ieee").to(tl.float32)
             s = tl.maximum(s, 0.0) * weight[None, :]
-            score = tl.sum(tl.reshape(s, [C.KEY_TILE, C.ROWS, C.H_TILE]), 2)
+            score = tl.sum(tl.reshape(s, [C.BLOCK_N, C.ROWS, C.BLOCK_H]), 2)
             if C.KIND != quantise.PLAIN:
                 scale, _ = _key_tile(
                     key_scale, pos, pos < hi, request, start, of, ks_o, ks_i, tl.arange(0, 1), 1, 1,
@@ -157,7 +157,7 @@ def _scores(
 def shape(
     together: int, heads: int, dim: int, device: torch.device
 ) -> tuple[int, int, int, int] | None:
-    """(ROWS, H_TILE, D_TILE, STAGES) for up to `together` rows that share the keys that pass by,
+    """(ROWS, BLOCK_H, BLOCK_D, STAGES) for up to `together` rows that share the keys that pass by,
     the first that fits into this GPU; the product has 256 columns at most."""
     h_tile, d_tile = (max(16, triton.next_power_of_2(size)) for size in (heads, dim))
     most = min(4, 256 // h_tile, triton.next_power_of_2(together))
@@ -165,7 +165,7 @@ def shape(
         for stages in (3, 2):
             # a tile of keys for each stage but one, unless the product reads it from there too
             held = stages if gpu.reads_shared(device) else stages - 1
-            needed = 2 * d_tile * (shared * h_tile + held * KEY_TILE) + 1024 * shared
+            needed = 2 * d_tile * (shared * h_tile + held * BLOCK_N) + 1024 * shared
             if shared <= most and needed <= gpu.shared_memory(device):
                 return shared, h_tile, d_tile, stages
     return None
@@ -256,7 +256,7 @@ def scaled_scores(
     shared, h_tile, d_tile, stages = found
     if kind == quantise.INT8.value:
         d_tile = max(32, d_tile)  # the least depth of a product of bytes
-    score_row = triton.cdiv(reach, topk.TILE) * topk.TILE
+    score_row = triton.cdiv(reach, topk.BLOCK) * topk.BLOCK
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
     score = memory.empty((chunk_rows, score_row), torch.float32, device)
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
@@ -274,13 +274,13 @@ def scaled_scores(
     # as many programs as keep all processors busy twice over, where there are keys enough
     items = triton.cdiv(plan.rows, shared) * reach
     share = triton.next_power_of_2(triton.cdiv(items, 2 * gpu.processors(device)))
-    per_chunk = 128 if alone else max(KEY_TILE, min(2048 if shared == 1 else 4096, share))
+    per_chunk = 128 if alone else max(BLOCK_N, min(2048 if shared == 1 else 4096, share))
     chunks = triton.cdiv(reach, per_chunk)
     flat_indices = indices.view(plan.rows, sparse_count)
     flat_values = values.view(plan.rows, sparse_count) if wanted else values
-    one_page = layout_key == "PA_BSND" and plan.layout.PAGE % KEY_TILE == 0
+    one_page = layout_key == "PA_BSND" and plan.layout.PAGE % BLOCK_N == 0
     constants = Constants(
-        HEADS=heads, D=dim, ROWS=shared, H_TILE=h_tile, D_TILE=d_tile, KEY_TILE=KEY_TILE,
+        HEADS=heads, D=dim, ROWS=shared, BLOCK_H=h_tile, BLOCK_D=d_tile, BLOCK_N=BLOCK_N,
         ONE_PAGE=one_page, STAGES=1 if alone else stages, EVERY=topk.EVERY, KIND=kind,
         QUERY_SCALE=query_scale is not None,
     )  # fmt: skip

@@ -30,23 +30,23 @@ from .common.selection import selected
 def _gradients(
     query, key, weights, dy, indices, act_q, act_k, table, d_query, d_weights, d_key, peak,
     tokens, requests, reach, table_stride, pages, entries, strides,
-    HEADS: tl.constexpr, D: tl.constexpr, LAYOUT: tl.constexpr, H_TILE: tl.constexpr,
-    D_TILE: tl.constexpr, KEY_TILE: tl.constexpr, MODE: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o = strides
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
-    head_tiles: tl.constexpr = (HEADS + H_TILE - 1) // H_TILE
+    head_tiles: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // head_tiles).to(tl.int64)
     request, start, seen = rows.locate(row, of, LAYOUT)
-    h = (tl.program_id(0) % head_tiles * H_TILE + tl.arange(0, H_TILE)).to(tl.int64)
-    d = tl.arange(0, D_TILE)
+    h = (tl.program_id(0) % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
     real = (h < HEADS)[:, None] & (d < D)[None, :]
     q_tile = tl.load(query + row * q_row + h[:, None] * q_head + d[None, :], mask=real, other=0.0)
     weight = tl.load(weights + row * w_row + h, mask=h < HEADS, other=0.0).to(tl.float32)
-    dq = tl.zeros([H_TILE, D_TILE], tl.float32)
-    dw = tl.zeros([H_TILE], tl.float32)
-    for n in tl.range(0, tl.where(seen > 0, entries, 0), KEY_TILE):
-        entry = n + tl.arange(0, KEY_TILE)
+    dq = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    dw = tl.zeros([BLOCK_H], tl.float32)
+    for n in tl.range(0, tl.where(seen > 0, entries, 0), BLOCK_N):
+        entry = n + tl.arange(0, BLOCK_N)
         outer, inner, ok = selected(
             entry, entries, indices + row * index_row, seen, request, start, of, 1, LAYOUT
         )
@@ -114,7 +114,7 @@ def backward(
                     index.stride(0), 0 if layout == "TND" else key.shape[1],
                 ),
                 LAYOUT=plan.layout, HEADS=heads, D=dim,
-                H_TILE=h_tile, D_TILE=d_tile, KEY_TILE=32, MODE=mode, num_warps=4,
+                BLOCK_H=h_tile, BLOCK_D=d_tile, BLOCK_N=32, MODE=mode, num_warps=4,
             )  # fmt: skip
 
     scatter.run(launch, [d_key])

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..dispatch.common import memory
 from .common import launches
 
-TILE = 2048  # numbers of each part that a program holds
+BLOCK = 2048  # numbers of each part that a program holds
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def forward(outs: Tensor, lses: Tensor, sums: Tensor | None) -> tuple[Tensor, Te
     flat_lses = lses.reshape(parts, rows)
     flat_sums = flat_lses if sums is None else sums.reshape(parts, rows)
     D_PAD = max(16, triton.next_power_of_2(D))
-    ROWS = max(1, TILE // D_PAD)
+    ROWS = max(1, BLOCK // D_PAD)
     launches.kernel(_merge, triton.cdiv(rows, ROWS))(
         flat, flat_lses, flat_sums, out, lse, parts, rows, *flat.stride()[:2],
         *flat_lses.stride(), *flat_sums.stride(), D=D, D_PAD=D_PAD, ROWS=ROWS,

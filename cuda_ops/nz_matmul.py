@@ -35,19 +35,19 @@ def _product(
     x, w0, w1, w2, w3, out, tokens,
     K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     N3: tl.constexpr, NZ0: tl.constexpr, NZ1: tl.constexpr, NZ2: tl.constexpr, NZ3: tl.constexpr,
-    C0: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr,
+    C0: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
     FIRST: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    B0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
-    B1: tl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
-    B2: tl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
-    BLOCKS: tl.constexpr = B2 + (N3 + COLUMNS - 1) // COLUMNS
+    B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    B2: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = B2 + (N3 + BLOCK_N - 1) // BLOCK_N
     TOTAL: tl.constexpr = N0 + N1 + N2 + N3
     program = tl.program_id(0)
     run = tl.program_id(1)
     first = program // (GROUP * BLOCKS) * GROUP
-    height = tl.minimum(tl.cdiv(tokens, TOKENS) - first, GROUP)
+    height = tl.minimum(tl.cdiv(tokens, BLOCK_T) - first, GROUP)
     token_block = first + program % (GROUP * BLOCKS) % height
     block = program % (GROUP * BLOCKS) // height
 
@@ -80,11 +80,11 @@ def _product(
         panel = tl.where(at3, K * C0 if NZ3 else C0, panel)
         row = tl.where(at3, C0 if NZ3 else N3, row)
 
-    column = (block - begin) * COLUMNS
+    column = (block - begin) * BLOCK_N
     lo = run * RUN
-    j = tl.arange(0, COLUMNS)
-    kk = tl.arange(0, K_TILE)
-    t = token_block * TOKENS + tl.arange(0, TOKENS)
+    j = tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    t = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
     w += (column // C0).to(tl.int64) * panel + lo.to(tl.int64) * row
 
     if CHAINED:
@@ -92,11 +92,11 @@ def _product(
 
     RAGGED_K: tl.constexpr = K % RUN != 0
     RAGGED_N: tl.constexpr = (
-        N0 % COLUMNS != 0 or N1 % COLUMNS != 0 or N2 % COLUMNS != 0 or N3 % COLUMNS != 0
+        N0 % BLOCK_N != 0 or N1 % BLOCK_N != 0 or N2 % BLOCK_N != 0 or N3 % BLOCK_N != 0
     )
     x_base = x + lo
     if SWAP:
-        acc = tl.zeros([COLUMNS, TOKENS], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         w_at = ((j // C0) * panel + j % C0)[:, None] + kk[None, :] * row
         x_at = t[None, :].to(tl.int64) * K + kk[:, None]
         n_ok = (j < size - column)[:, None]
@@ -104,14 +104,14 @@ def _product(
         k_w = kk[None, :]
         k_x = kk[:, None]
     else:
-        acc = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
         w_at = ((j // C0) * panel + j % C0)[None, :] + kk[:, None] * row
         x_at = t[:, None].to(tl.int64) * K + kk[None, :]
         n_ok = (j < size - column)[None, :]
         t_ok = (t < tokens)[:, None]
         k_w = kk[:, None]
         k_x = kk[None, :]
-    for k in tl.range(0, RUN, K_TILE, num_stages=STAGES):
+    for k in tl.range(0, RUN, BLOCK_K, num_stages=STAGES):
         w_ptr = w + tl.cast(k, tl.int64) * row + w_at
         if RAGGED_K:
             x_tile = tl.load(x_base + k + x_at, mask=t_ok & (k_x < K - lo - k), other=0.0)
@@ -168,7 +168,7 @@ def product(
         x, *kept, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
         NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=nz.columns(x.dtype),
-        TOKENS=cut.tokens, COLUMNS=cut.columns, K_TILE=cut.k, STAGES=cut.stages, SWAP=cut.swap,
+        BLOCK_T=cut.tokens, BLOCK_N=cut.columns, BLOCK_K=cut.k, STAGES=cut.stages, SWAP=cut.swap,
         GROUP=cut.group, CHAINED=chained, FIRST=first, LATE=late, num_warps=cut.warps,
         launch_pdl=chained and not forked,
     )  # fmt: skip

@@ -49,7 +49,7 @@ from .hopper import query_heads as hopper_heads
 from .hopper import query_stage as hopper_stage
 from .nz_matmul import product
 
-HEAD_TILE = 32  # heads that one program rotates
+BLOCK_H = 32  # heads that one program rotates
 
 
 @triton.jit
@@ -266,22 +266,22 @@ def _token_stage(
 def _absorb(
     q, w_uk, out, program, tokens, q_stride, run_stride,
     HEADS: tl.constexpr, DN: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, SWAP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """out[t, h, :] = q_nope[t, h, :] w_uk[h]: one program a head, block of columns, of tokens."""
     dtype: tl.constexpr = out.dtype.element_ty
-    PARTS: tl.constexpr = (R + COLUMNS - 1) // COLUMNS
+    PARTS: tl.constexpr = (R + BLOCK_N - 1) // BLOCK_N
     head = program // PARTS % HEADS
-    n = program % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-    t = program // (PARTS * HEADS) * TOKENS + tl.arange(0, TOKENS)
+    n = program % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = program // (PARTS * HEADS) * BLOCK_T + tl.arange(0, BLOCK_T)
     t_ok = t < tokens
     n_ok = n < R
-    kk = tl.arange(0, K_TILE)
+    kk = tl.arange(0, BLOCK_K)
     w = w_uk + head.to(tl.int64) * (DN * R)
     q_row = q + t.to(tl.int64) * q_stride + head * (DN + D)
-    acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.float32)
-    for k in tl.static_range(0, DN, K_TILE):
+    acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.float32)
+    for k in tl.static_range(0, DN, BLOCK_K):
         ok = kk < DN - k
         if SWAP:
             w_tile = tl.load(
@@ -318,15 +318,15 @@ def _absorb(
 def _rotate_heads(
     q, out, sin, cos, program, q_stride, run_stride,
     HEADS: tl.constexpr, HEAD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
-    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_TILE: tl.constexpr,
+    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[t, h, :WIDTH] = columns SKIP.. of head h (HEAD columns a head), the first D rotated; one
     program a token and a block of heads."""
     dtype: tl.constexpr = out.dtype.element_ty
     HALF: tl.constexpr = D // 2
-    BLOCKS: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
+    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     t = (program // BLOCKS).to(tl.int64)
-    head = program % BLOCKS * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    head = program % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     present = head < HEADS
     i = tl.arange(0, triton.next_power_of_2(HALF))
     ok = present[:, None] & (i < HALF)[None, :]
@@ -356,8 +356,8 @@ def _rotate_heads(
 def _query_stage(
     q, w_uk, sin, cos, query, query_rope, tokens, absorbers,
     HEADS: tl.constexpr, DN: tl.constexpr, R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr,
-    SWAP: tl.constexpr, HEAD_TILE: tl.constexpr, CHAINED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr, BLOCK_H: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, absorbers) absorb, the rest rotate.  q [RUNS, T, HEADS (DN + D)]."""
     TOTAL: tl.constexpr = HEADS * (DN + D)
@@ -367,15 +367,15 @@ def _query_stage(
         gdc_launch_dependents()
     if program < absorbers:
         _absorb(
-            q, w_uk, query, program, tokens, TOTAL, run_stride, HEADS, DN, D, R, RUNS, TOKENS,
-            COLUMNS, K_TILE, SWAP, CHAINED,
+            q, w_uk, query, program, tokens, TOTAL, run_stride, HEADS, DN, D, R, RUNS, BLOCK_T,
+            BLOCK_N, BLOCK_K, SWAP, CHAINED,
         )  # fmt: skip
     else:
         if CHAINED:
             gdc_wait()
         _rotate_heads(
             q, query_rope, sin, cos, program - absorbers, TOTAL, run_stride, HEADS, DN + D, DN, D,
-            D, RUNS, INTERLEAVED, HEAD_TILE,
+            D, RUNS, INTERLEAVED, BLOCK_H,
         )  # fmt: skip
 
 
@@ -383,7 +383,7 @@ def _query_stage(
 def _rotation(
     q, sin, cos, out, tokens,
     HEADS: tl.constexpr, HEAD: tl.constexpr, SKIP: tl.constexpr, WIDTH: tl.constexpr,
-    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_TILE: tl.constexpr,
+    D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
     CHAINED: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Heads of q [RUNS, T, HEADS HEAD], without their first SKIP columns."""
@@ -394,7 +394,7 @@ def _rotation(
     _rotate_heads(
         q, out, sin, cos, tl.program_id(0), HEADS * HEAD,
         tl.cast(tokens, tl.int64) * (HEADS * HEAD), HEADS, HEAD, SKIP, WIDTH, D, RUNS, INTERLEAVED,
-        HEAD_TILE,
+        BLOCK_H,
     )  # fmt: skip
     if CHAINED and LATE:
         gdc_wait()
@@ -534,11 +534,11 @@ def query_stage(
     tiling = absorb_tiling(tokens)
     columns = min(tiling.columns, power_of_two(max(rank, 16)))
     absorbers = heads * cdiv(rank, columns) * cdiv(tokens, tiling.tokens)
-    launches.kernel(_query_stage, absorbers + tokens * cdiv(heads, HEAD_TILE))(
+    launches.kernel(_query_stage, absorbers + tokens * cdiv(heads, BLOCK_H))(
         q, w_uk, sin, cos, query, query_rope, tokens, absorbers,
         HEADS=heads, DN=plain, R=rank, D=sin.shape[-1], RUNS=runs, INTERLEAVED=interleaved,
-        TOKENS=tiling.tokens, COLUMNS=columns, K_TILE=min(tiling.k, power_of_two(max(plain, 16))),
-        SWAP=tiling.swap, HEAD_TILE=HEAD_TILE, CHAINED=chained, num_warps=tiling.warps,
+        BLOCK_T=tiling.tokens, BLOCK_N=columns, BLOCK_K=min(tiling.k, power_of_two(max(plain, 16))),
+        SWAP=tiling.swap, BLOCK_H=BLOCK_H, CHAINED=chained, num_warps=tiling.warps,
         launch_pdl=chained,
     )  # fmt: skip
 
@@ -559,9 +559,9 @@ def _rotate(
     runs, tokens, _ = q.shape
     heads, width = out.shape[-2:]
     chained = gpu.has_chained_launch(q.device)
-    launches.kernel(_rotation, tokens * cdiv(heads, HEAD_TILE))(
+    launches.kernel(_rotation, tokens * cdiv(heads, BLOCK_H))(
         q, sin, cos, out, tokens,
         HEADS=heads, HEAD=skip + width, SKIP=skip, WIDTH=width, D=sin.shape[-1], RUNS=runs,
-        INTERLEAVED=interleaved, HEAD_TILE=HEAD_TILE, CHAINED=chained, LATE=late,
+        INTERLEAVED=interleaved, BLOCK_H=BLOCK_H, CHAINED=chained, LATE=late,
         launch_pdl=chained,
     )  # fmt: skip

@@ -175,19 +175,19 @@ def _tile(at, ok, KIND: tl.constexpr, HALF: tl.constexpr):
 def _product(
     x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
     K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
-    FORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
+    FORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
     CHAINED: tl.constexpr, FIRST: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    B0: tl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
-    B1: tl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
-    BLOCKS: tl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
+    B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
     TOTAL: tl.constexpr = N0 + N1 + N2
     KB: tl.constexpr = (K + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     run = tl.program_id(1)
     first = program // (GROUP * BLOCKS) * GROUP
-    height = tl.minimum(tl.cdiv(tokens, TOKENS) - first, GROUP)
+    height = tl.minimum(tl.cdiv(tokens, BLOCK_T) - first, GROUP)
     token_block = first + program % (GROUP * BLOCKS) % height
     block = program % (GROUP * BLOCKS) // height
 
@@ -208,11 +208,11 @@ def _product(
         begin = tl.where(at2, B1, begin)
         base = tl.where(at2, N0 + N1, base)
 
-    column = (block - begin) * COLUMNS
+    column = (block - begin) * BLOCK_N
     lo = run * RUN
-    j = tl.arange(0, COLUMNS)
+    j = tl.arange(0, BLOCK_N)
     kk = tl.arange(0, BLOCK)
-    t = token_block * TOKENS + tl.arange(0, TOKENS)
+    t = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
     t_ok = t < tokens
     n_ok = j < size - column
     if FORM == TRANSPOSED:
@@ -237,9 +237,9 @@ def _product(
         handover.begin(FIRST, LATE)
     RAGGED_K: tl.constexpr = K % RUN != 0
     if KIND == quantise.INT8:
-        acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.int32)
+        acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.int32)
     else:
-        acc = tl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.float32)
     for b in tl.range(0, RUN // BLOCK, num_stages=STAGES):
         k_ok = kk < (K - lo - b * BLOCK if RAGGED_K else BLOCK)
         x_now = x + b * BLOCK
@@ -334,7 +334,7 @@ def product(
     launches.kernel(_product, blocks, runs)(
         values, x.scale, *read, *scales, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], FORM=form, KIND=kind,
-        HALF=kind != quantise.INT8.value and not direct, TOKENS=cut.tokens, COLUMNS=cut.columns,
+        HALF=kind != quantise.INT8.value and not direct, BLOCK_T=cut.tokens, BLOCK_N=cut.columns,
         STAGES=cut.stages, SWAP=cut.swap, GROUP=cut.group, CHAINED=chained, FIRST=first,
         LATE=late, num_warps=cut.warps, launch_pdl=chained and not forked,
     )  # fmt: skip

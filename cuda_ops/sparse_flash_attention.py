@@ -59,11 +59,11 @@ class Constants(NamedTuple):
     EVEN: bool
     SHARED: bool
     SPLITS: int
-    HEAD_TILE: int
-    KEY_TILE: int
+    BLOCK_H: int
+    BLOCK_N: int
     LEFT: int
     RIGHT: int
-    D_TILE: int
+    BLOCK_D: int
     PLACE: int
     STAGES: int
     BRANCH: bool
@@ -141,7 +141,7 @@ def _attend(
         key_scale_o, key_scale_i, value_scale_o, value_scale_i, index_stride, slot_stride,
     ) = strides  # fmt: skip
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
-    HEAD_TILES: tl.constexpr = (C.HEADS + C.HEAD_TILE - 1) // C.HEAD_TILE
+    HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     program = tl.program_id(0)
     split = program // HEAD_TILES % C.SPLITS
     row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
@@ -158,12 +158,12 @@ def _attend(
         slot = slot_of(outer, inner, ok, reach, LAYOUT)
         tl.store(slots + entry, slot, mask=entry < lo + per_split)
     tl.debug_barrier()
-    head = (program % HEAD_TILES * C.HEAD_TILE + tl.arange(0, C.HEAD_TILE)).to(tl.int64)
+    head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
     real = head < C.HEADS
     # the R columns come in one tile, or in two (the second from column LEFT on)
     d = tl.arange(0, C.LEFT)
     e = C.LEFT + tl.arange(0, C.RIGHT if C.RIGHT > 0 else 16)
-    r = tl.arange(0, C.D_TILE)
+    r = tl.arange(0, C.BLOCK_D)
     q_rows = row * q_row + (head * q_head)[:, None]
     q_tile = tl.load(q + q_rows + d[None, :], mask=real[:, None] & (d < C.R)[None, :], other=0.0)
     if C.RIGHT > 0:
@@ -173,13 +173,13 @@ def _attend(
     if C.D > 0:
         at = q_rope + row * qr_row + (head * qr_head)[:, None] + r[None, :]
         qr_tile = tl.load(at, mask=real[:, None] & (r < C.D)[None, :], other=0.0)
-    row_max = tl.full([C.HEAD_TILE], LOWEST, tl.float32)
-    row_sum = tl.full([C.HEAD_TILE], 0.0, tl.float32)
-    acc = tl.full([C.HEAD_TILE, C.LEFT], 0.0, tl.float32)
+    row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
+    row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
+    acc = tl.full([C.BLOCK_H, C.LEFT], 0.0, tl.float32)
     if C.RIGHT > 0:
-        acc2 = tl.full([C.HEAD_TILE, C.RIGHT], 0.0, tl.float32)
-    for n in tl.range(lo, hi, C.KEY_TILE, num_stages=C.STAGES):
-        slot = tl.load(slots + n + tl.arange(0, C.KEY_TILE))
+        acc2 = tl.full([C.BLOCK_H, C.RIGHT], 0.0, tl.float32)
+    for n in tl.range(lo, hi, C.BLOCK_N, num_stages=C.STAGES):
+        slot = tl.load(slots + n + tl.arange(0, C.BLOCK_N))
         if C.KIND == quantise.PLAIN:
             k_tile = _load(key, slot, d, key_o, key_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT)
         else:
@@ -192,8 +192,10 @@ def _attend(
                 key, slot, e, key_o, key_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT + C.RIGHT
             )
         if C.D > 0:
-            kr_tile = _load(key_rope, slot, r, rope_o, rope_i, reach, C.EVEN, LAYOUT, C.D, C.D_TILE)
-        p = tl.broadcast_to(row_max[:, None], [C.HEAD_TILE, C.KEY_TILE]).to(k_tile.dtype)
+            kr_tile = _load(
+                key_rope, slot, r, rope_o, rope_i, reach, C.EVEN, LAYOUT, C.D, C.BLOCK_D
+            )
+        p = tl.broadcast_to(row_max[:, None], [C.BLOCK_H, C.BLOCK_N]).to(k_tile.dtype)
         alpha = row_max
         # in a branch the product for the scores is not seen to feed the next one, for which each of
         # two warpgroups would compute all of it: 128 heads, 128 rows 255 us instead of 294
@@ -469,8 +471,8 @@ def _plain(
         C=Constants(
             HEADS=heads, R=rank, D=call.rope, SPAN=call.span, KIND=kind,
             HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0, EVEN=even,
-            SHARED=not apart, SPLITS=tile.splits, HEAD_TILE=tile.heads, KEY_TILE=tile.keys,
-            LEFT=tile.left, RIGHT=tile.right, D_TILE=max(16, triton.next_power_of_2(call.rope)),
+            SHARED=not apart, SPLITS=tile.splits, BLOCK_H=tile.heads, BLOCK_N=tile.keys,
+            LEFT=tile.left, RIGHT=tile.right, BLOCK_D=max(16, triton.next_power_of_2(call.rope)),
             PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
             STAGES=tile.stages, BRANCH=tile.heads == 64 and gpu.reads_shared(device),
             CHAINED=is_chained(device, tile.splits),

@@ -6,7 +6,7 @@
     ds = scale p (dp - sum_r d_out out + d_softmax_sum softmax_sum)          d_query = ds key
     d_key = ds^T query (+ p^T d_out where value is None)       d_value = p^T d_out
 
-One program a query row and HEAD_TILE heads; what belongs to keys is added up as scatter.py says.
+One program a query row and BLOCK_H heads; what belongs to keys is added up as scatter.py says.
 
     condition    kernels
     any          _gradients
@@ -34,10 +34,10 @@ class Constants(NamedTuple):
     D: int
     SPAN: int
     SHARED: bool
-    HEAD_TILE: int
-    KEY_TILE: int
-    R_TILE: int
-    D_TILE: int
+    BLOCK_H: int
+    BLOCK_N: int
+    BLOCK_R: int
+    BLOCK_D: int
     MODE: int
 
 
@@ -65,13 +65,13 @@ def _gradients(
         key_o, key_i, rope_o, rope_i, value_o, value_i, index_row, out_o,
     ) = strides  # fmt: skip
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
-    HEAD_TILES: tl.constexpr = (C.HEADS + C.HEAD_TILE - 1) // C.HEAD_TILE
+    HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     request, start, seen = rows.locate(row, of, LAYOUT)
-    head = (tl.program_id(0) % HEAD_TILES * C.HEAD_TILE + tl.arange(0, C.HEAD_TILE)).to(tl.int64)
+    head = (tl.program_id(0) % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
     real = head < C.HEADS
-    d = tl.arange(0, C.R_TILE)
-    r = tl.arange(0, C.D_TILE)
+    d = tl.arange(0, C.BLOCK_R)
+    r = tl.arange(0, C.BLOCK_D)
     q_tile = _heads_tile(q, row, head, q_row, q_head, d, C.HEADS, C.R)
     do_tile = _heads_tile(d_out, row, head, do_row, do_head, d, C.HEADS, C.R)
     o_tile = _heads_tile(out, row, head, o_row, o_head, d, C.HEADS, C.R)
@@ -85,13 +85,13 @@ def _gradients(
     if d_softmax_sum is not None:
         of_sum = tl.load(d_softmax_sum + stat, mask=real, other=0.0)
         delta -= tl.where(seeing, of_sum * row_sum, 0.0)
-    dq = tl.full([C.HEAD_TILE, C.R_TILE], 0.0, tl.float32)
+    dq = tl.full([C.BLOCK_H, C.BLOCK_R], 0.0, tl.float32)
     if C.D > 0:
         qr_tile = _heads_tile(q_rope, row, head, qr_row, qr_head, r, C.HEADS, C.D)
-        dqr = tl.full([C.HEAD_TILE, C.D_TILE], 0.0, tl.float32)
-    for n in tl.range(0, tl.where(seen > 0, entries, 0), C.KEY_TILE):
+        dqr = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
+    for n in tl.range(0, tl.where(seen > 0, entries, 0), C.BLOCK_N):
         outer, inner, ok = selected(
-            n + tl.arange(0, C.KEY_TILE), entries, indices + row * index_row, seen, request, start,
+            n + tl.arange(0, C.BLOCK_N), entries, indices + row * index_row, seen, request, start,
             of, C.SPAN, LAYOUT,
         )  # fmt: skip
         k_tile = _keys_tile(key, outer, inner, ok, key_o, key_i, d, C.R)
@@ -213,8 +213,8 @@ def backward(
                 LAYOUT=plan.layout,
                 C=Constants(
                     HEADS=heads, R=rank, D=rope, SPAN=sparse_block_size, SHARED=value is None,
-                    HEAD_TILE=tile, KEY_TILE=tile, R_TILE=max(16, triton.next_power_of_2(rank)),
-                    D_TILE=max(16, triton.next_power_of_2(rope)), MODE=mode,
+                    BLOCK_H=tile, BLOCK_N=tile, BLOCK_R=max(16, triton.next_power_of_2(rank)),
+                    BLOCK_D=max(16, triton.next_power_of_2(rope)), MODE=mode,
                 ),
                 num_warps=8,
             )  # fmt: skip

@@ -58,7 +58,7 @@ class Constants(NamedTuple):
     PI: int
     HEADS: int
     INDEX_HEADS: int
-    KEY_TILE: int
+    BLOCK_N: int
     HAS_SINK: bool
     STAGES: int
 
@@ -111,8 +111,8 @@ def _scores_kernel(
         lse = peak * LOG2_E + tl.log2(total)
         # heads that are not there, and those that saw nothing, add nothing
         lse = tl.where(is_head & (lse > float("-inf")), lse, float("inf"))
-        for at in tl.range(0, end, C.KEY_TILE, num_stages=C.STAGES):
-            entry = at + tl.arange(0, C.KEY_TILE)
+        for at in tl.range(0, end, C.BLOCK_N, num_stages=C.STAGES):
+            entry = at + tl.arange(0, C.BLOCK_N)
             outer, inner, ok = selected(
                 entry, entries, indices + row * index_row, seen, request, start, of, 1, LAYOUT
             )
@@ -138,9 +138,9 @@ def _scores_kernel(
                 # absent slots are told apart by their score in the second kernel
                 tl.store(score + to, tl.where(ok, found, float("-inf")), mask=on)
     # a row that sees nothing
-    for at in range(end, entries, C.KEY_TILE):
-        entry = at + tl.arange(0, C.KEY_TILE)
-        absent = tl.full([C.KEY_TILE], float("-inf"), tl.float32)
+    for at in range(end, entries, C.BLOCK_N):
+        entry = at + tl.arange(0, C.BLOCK_N)
+        absent = tl.full([C.BLOCK_N], float("-inf"), tl.float32)
         tl.store(score + row * entries + entry, absent, mask=entry < entries)
 
 
@@ -251,7 +251,7 @@ def forward(
             C=Constants(
                 N=N, D0=D0, D1=D1, DR=DR, NI=NI, DI=DI,
                 P0=padded(D0), P1=padded(D1), PR=padded(DR), PI=padded(DI),
-                HEADS=tile.heads, INDEX_HEADS=padded(NI), KEY_TILE=tile.keys,
+                HEADS=tile.heads, INDEX_HEADS=padded(NI), BLOCK_N=tile.keys,
                 HAS_SINK=sinks is not None, STAGES=tile.stages,
             ),
             num_warps=tile.warps,

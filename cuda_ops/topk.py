@@ -27,12 +27,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..dispatch.common import memory
 from .common import gpu, launches
-from .common.topk import EVERY, TILE
+from .common.topk import BLOCK, EVERY
 from .hopper import topk as hopper
 
-__all__ = ["EVERY", "MOST", "TILE", "topk"]
+__all__ = ["BLOCK", "EVERY", "MOST", "topk"]
 
-MOST = 2 * TILE  # the largest K, and the longest row that is selected from directly
+MOST = 2 * BLOCK  # the largest K, and the longest row that is selected from directly
 MINUS_INF = tl.constexpr(-2139095041)  # ordered(-inf); the lowest that is there is one above
 
 
@@ -153,9 +153,9 @@ def _raw(scores, i, lane, end, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _threshold_of_row(scores, length, k, SIZE: tl.constexpr):
+def _threshold_of_row(scores, length, k, BLOCK: tl.constexpr):
     """threshold without slack, over a whole row in memory."""
-    lane = tl.arange(0, SIZE)
+    lane = tl.arange(0, BLOCK)
     lo = length * 0 + (MINUS_INF + 1)
     hi = length * 0 + 2147483647
     above = length
@@ -163,9 +163,9 @@ def _threshold_of_row(scores, length, k, SIZE: tl.constexpr):
     thirds = below < 0
     while (_span(lo, hi) > 1) & (above > k):
         d1, d2 = _cuts(lo, hi, k, above, below, below * 0, thirds)
-        n1 = tl.zeros([SIZE], tl.int32)
-        n2 = tl.zeros([SIZE], tl.int32)
-        for i in tl.range(0, length, SIZE):
+        n1 = tl.zeros([BLOCK], tl.int32)
+        n2 = tl.zeros([BLOCK], tl.int32)
+        for i in tl.range(0, length, BLOCK):
             key = ordered(_raw(scores, i, lane, length, False))
             n1 += (key >= d1).to(tl.int32)
             n2 += (key >= d2).to(tl.int32)
@@ -177,13 +177,13 @@ def _threshold_of_row(scores, length, k, SIZE: tl.constexpr):
 
 @triton.jit
 def ranks(x):
-    """Inclusive sums of [SIZE], by rows of 16: a plain scan exchanges eight times as much between
+    """Inclusive sums of [BLOCK], by rows of 16: a plain scan exchanges eight times as much between
     warps."""
-    SIZE: tl.constexpr = x.shape[0]
-    in_rows = tl.reshape(x, [SIZE // 16, 16])
+    BLOCK: tl.constexpr = x.shape[0]
+    in_rows = tl.reshape(x, [BLOCK // 16, 16])
     totals = tl.sum(in_rows, 1)
     before = tl.cumsum(totals, 0) - totals
-    return tl.reshape(tl.cumsum(in_rows, 1) + before[:, None], [SIZE])
+    return tl.reshape(tl.cumsum(in_rows, 1) + before[:, None], [BLOCK])
 
 
 @triton.jit
@@ -194,13 +194,13 @@ def _store(indices, values, to, pos, key, take, VALUES: tl.constexpr):
 
 
 @triton.jit
-def _pad(indices, values, found, k, SIZE: tl.constexpr, VALUES: tl.constexpr):
+def _pad(indices, values, found, k, BLOCK: tl.constexpr, VALUES: tl.constexpr):
     """-1, and 0 for a value, past the entries found."""
-    j = tl.arange(0, SIZE)
+    j = tl.arange(0, BLOCK)
     if found < k:
         tl.store(indices + j, -1, mask=(j >= found) & (j < k))
         if VALUES:
-            tl.store(values + j, tl.zeros([SIZE], tl.float32), mask=(j >= found) & (j < k))
+            tl.store(values + j, tl.zeros([BLOCK], tl.float32), mask=(j >= found) & (j < k))
 
 
 @triton.jit
@@ -219,17 +219,17 @@ def _select(key, pos, k, indices, values, TAIL: tl.constexpr, VALUES: tl.constex
 
 
 @triton.jit
-def _select_row(scores, length, k, indices, values, SIZE: tl.constexpr, VALUES: tl.constexpr):
+def _select_row(scores, length, k, indices, values, BLOCK: tl.constexpr, VALUES: tl.constexpr):
     """_select over a whole row in memory."""
-    lane = tl.arange(0, SIZE)
-    least = _threshold_of_row(scores, length, k, SIZE)
-    above = tl.zeros([SIZE], tl.int32)
-    for i in tl.range(0, length, SIZE):
+    lane = tl.arange(0, BLOCK)
+    least = _threshold_of_row(scores, length, k, BLOCK)
+    above = tl.zeros([BLOCK], tl.int32)
+    for i in tl.range(0, length, BLOCK):
         above += (ordered(_raw(scores, i, lane, length, False)) > least).to(tl.int32)
     need = k - tl.sum(above, 0)
     taken = 0
     ties = 0
-    for i in tl.range(0, length, SIZE):
+    for i in tl.range(0, length, BLOCK):
         key = ordered(_raw(scores, i, lane, length, False))
         tie = ((key == least) & (key > MINUS_INF)).to(tl.int32)
         take = (key > least) | ((tie > 0) & (ranks(tie) + ties <= need))
@@ -258,7 +258,7 @@ def _bound(x, there, length, k):
 def _collect(
     scores, sample, lengths, candidates, counts, k, stride, sample_stride,
     CHUNKS: tl.constexpr, ROOM: tl.constexpr, SAMPLE: tl.constexpr, EACH: tl.constexpr,
-    SIZE: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """What may win of one chunk of a row, ascending: the score in the high half, the position in
     the low one; and how many they are."""
@@ -268,11 +268,11 @@ def _collect(
         gdc_launch_dependents()
         gdc_wait()
     length = tl.load(lengths + row)
-    part = (length + CHUNKS * SIZE - 1) // (CHUNKS * SIZE) * SIZE
+    part = (length + CHUNKS * BLOCK - 1) // (CHUNKS * BLOCK) * BLOCK
     lo = chunk * part
     hi = tl.minimum(lo + part, length)
     found = 0
-    if (length > 2 * SIZE) & (lo < hi):  # shorter rows are selected from directly
+    if (length > 2 * BLOCK) & (lo < hi):  # shorter rows are selected from directly
         drawn = tl.arange(0, SAMPLE)
         there = length // EACH
         step = tl.maximum((there + SAMPLE - 1) // SAMPLE, 1)
@@ -281,13 +281,13 @@ def _collect(
         some = tl.load(sample + drawn * step, mask=drawn < there, other=float("-inf"))
         scores += row * stride
         candidates += (row * CHUNKS + chunk) * ROOM
-        lane = tl.arange(0, SIZE)
+        lane = tl.arange(0, BLOCK)
         ahead = _raw(scores, lo, lane, hi, WHOLE)
         least = _bound(some, there, length, k)
-        for i in tl.range(lo, hi, SIZE):
+        for i in tl.range(lo, hi, BLOCK):
             x = tl.where(i + lane < hi, ahead, float("-inf"))
-            if i + SIZE < hi:
-                ahead = _raw(scores, i + SIZE, lane, hi, WHOLE)
+            if i + BLOCK < hi:
+                ahead = _raw(scores, i + BLOCK, lane, hi, WHOLE)
             take = x >= least
             rank = ranks(take.to(tl.int32))
             to = rank + found - 1
@@ -307,10 +307,10 @@ def _apart(both, there):
 @triton.jit
 def _select_packed(
     candidates, counts, total, k, indices, values, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
-    SIZE: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """_select of a row's candidates, up to SIZE, brought together chunk after chunk."""
-    lane = tl.arange(0, SIZE)
+    """_select of a row's candidates, up to BLOCK, brought together chunk after chunk."""
+    lane = tl.arange(0, BLOCK)
     at = lane
     before = 0
     for chunk in tl.static_range(CHUNKS):
@@ -321,27 +321,27 @@ def _select_packed(
 
 
 @triton.jit
-def _select_all(scores, length, k, indices, values, SIZE: tl.constexpr, VALUES: tl.constexpr):
-    """_select of a row of up to SIZE scores."""
-    lane = tl.arange(0, SIZE)
+def _select_all(scores, length, k, indices, values, BLOCK: tl.constexpr, VALUES: tl.constexpr):
+    """_select of a row of up to BLOCK scores."""
+    lane = tl.arange(0, BLOCK)
     key = ordered(_raw(scores, 0, lane, length, False))
     return _select(key, lane, k, indices, values, False, VALUES)
 
 
 @triton.jit
-def _select_short(scores, length, k, indices, values, SIZE: tl.constexpr, VALUES: tl.constexpr):
-    """_select of a row of up to 2 * SIZE scores."""
-    if length <= SIZE:
-        found = _select_all(scores, length, k, indices, values, SIZE, VALUES)
+def _select_short(scores, length, k, indices, values, BLOCK: tl.constexpr, VALUES: tl.constexpr):
+    """_select of a row of up to 2 * BLOCK scores."""
+    if length <= BLOCK:
+        found = _select_all(scores, length, k, indices, values, BLOCK, VALUES)
     else:
-        found = _select_all(scores, length, k, indices, values, 2 * SIZE, VALUES)
+        found = _select_all(scores, length, k, indices, values, 2 * BLOCK, VALUES)
     return found
 
 
 @triton.jit(do_not_specialize=["k"])
 def _topk(
     scores, lengths, candidates, counts, indices, values, k, stride,
-    CHUNKS: tl.constexpr, ROOM: tl.constexpr, SIZE: tl.constexpr, LONG: tl.constexpr,
+    CHUNKS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
     VALUES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The winners of a row.  LONG: _collect ran."""
@@ -355,28 +355,28 @@ def _topk(
     if LONG:
         candidates += row * CHUNKS * ROOM
         counts += row * CHUNKS
-        EACH: tl.constexpr = SIZE // CHUNKS
+        EACH: tl.constexpr = BLOCK // CHUNKS
         each = tl.load(counts + tl.arange(0, CHUNKS))
         # asked for before it is known whether they are there: 9 us for a row instead of 15
-        lane = tl.arange(0, SIZE)
+        lane = tl.arange(0, BLOCK)
         both = tl.load(candidates + lane // EACH * ROOM + lane % EACH)
         there = lane % EACH < tl.load(counts + lane // EACH)
         total = tl.sum(each, 0)
         most = tl.max(each, 0)
-        if length <= 2 * SIZE:
-            found = _select_short(scores, length, k, indices, values, SIZE, VALUES)
+        if length <= 2 * BLOCK:
+            found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
         elif (total >= k) & (most <= EACH):
             key, pos = _apart(both, there)
             found = _select(key, pos, k, indices, values, True, VALUES)
-        elif (total >= k) & (most <= ROOM) & (total <= 2 * SIZE):
+        elif (total >= k) & (most <= ROOM) & (total <= 2 * BLOCK):
             found = _select_packed(
-                candidates, counts, total, k, indices, values, CHUNKS, ROOM, 2 * SIZE, VALUES
+                candidates, counts, total, k, indices, values, CHUNKS, ROOM, 2 * BLOCK, VALUES
             )
         else:
-            found = _select_row(scores, length, k, indices, values, SIZE, VALUES)
+            found = _select_row(scores, length, k, indices, values, BLOCK, VALUES)
     else:
-        found = _select_short(scores, length, k, indices, values, SIZE, VALUES)
-    _pad(indices, values, found, k, 2 * SIZE, VALUES)
+        found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
+    _pad(indices, values, found, k, 2 * BLOCK, VALUES)
 
 
 def topk(
@@ -396,23 +396,23 @@ def topk(
     # enough programs for every SM, and for their neighbours to hide each other's waits
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 4 if rows <= 512 else 1
     # one chunk may hold all that matters: high scores come together
-    room = 2 * TILE if chunks == 1 else TILE
+    room = 2 * BLOCK if chunks == 1 else BLOCK
     candidates = memory.empty((rows, chunks, room), torch.int64, device)
     counts = memory.empty((rows, chunks), torch.int32, device)
-    long = width > 2 * TILE
+    long = width > 2 * BLOCK
     chained = long and gpu.has_chained_launch(device)
     together = {"launch_pdl": True} if chained else {}
     if long:
         of, each = (scores, 1) if sample is None else (sample, EVERY)
-        most = TILE if width <= 2**18 else 4 * TILE  # of a sample
+        most = BLOCK if width <= 2**18 else 4 * BLOCK  # of a sample
         launches.kernel(_collect, rows, chunks)(
             scores, of, lengths, candidates, counts, k, scores.stride(0), of.stride(0),
             CHUNKS=chunks, ROOM=room, SAMPLE=min(most, triton.next_power_of_2(width // each)),
-            EACH=each, SIZE=TILE, WHOLE=width % TILE == 0 and scores.stride(0) % TILE == 0,
+            EACH=each, BLOCK=BLOCK, WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0,
             CHAINED=chained, num_warps=8 if rows <= 16 else 4, **together,
         )  # fmt: skip
     launches.kernel(_topk, rows)(
         scores, lengths, candidates, counts, indices, values, k, scores.stride(0), CHUNKS=chunks,
-        ROOM=room, SIZE=TILE, LONG=long, VALUES=values.numel() > 0, CHAINED=chained, num_warps=8,
+        ROOM=room, BLOCK=BLOCK, LONG=long, VALUES=values.numel() > 0, CHAINED=chained, num_warps=8,
         **together,
     )  # fmt: skip

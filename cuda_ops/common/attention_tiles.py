@@ -36,7 +36,7 @@ PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
 @triton.jit(do_not_specialize=["batch", "rows", "other_rows", "listed"])
 def _plan_kernel(
     lengths, other_lengths, plan, batch, rows, other_rows, listed,
-    TILE: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr, BATCH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b lists the tiles of sequence b; program `batch` those of what lies behind the last
@@ -48,14 +48,14 @@ def _plan_kernel(
     size = tl.where(each <= batch, tl.where(each < batch, end, rows) - first, 0)
     # where sums fall, sequences overlap and have more tiles than there are places: there are none
     none = tl.min(size, 0) < 0
-    tiles = tl.where(none, 0, (size * PACK + TILE - 1) // TILE)
+    tiles = tl.where(none, 0, (size * PACK + BLOCK_M - 1) // BLOCK_M)
     base = tl.sum(tl.where(each < sequence, tiles, 0), 0)
     real = sequence < batch
     begin = within(lengths + sequence, True, rows)
     length = tl.where(real, within(lengths + sequence + 1, real, rows), rows) - begin
     begin = tl.where(none, 0, begin)
     length = tl.where(none, tl.where(real, 0, rows), length)
-    count = (length * PACK + TILE - 1) // TILE
+    count = (length * PACK + BLOCK_M - 1) // BLOCK_M
     other = within(other_lengths + sequence, real, other_rows)
     other_end = within(other_lengths + sequence + 1, real, other_rows)
     other_length = tl.maximum(other_end - other, 0)
@@ -104,7 +104,7 @@ def plan(
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
     launches.kernel(_plan_kernel, batch + 1)(
         lengths, other_lengths, found, batch, rows, other_rows, listed,
-        TILE=tile, PACK=pack, DOWN=down, BATCH=triton.next_power_of_2(batch + 1), BLOCK=128,
+        BLOCK_M=tile, PACK=pack, DOWN=down, BATCH=triton.next_power_of_2(batch + 1), BLOCK=128,
     )  # fmt: skip
     return found
 

@@ -18,8 +18,8 @@ SIMULATED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def sequence_of(starts, token, sequences, most):
-    """The last sequence that begins at or before each token [BT], or `sequences` behind the last:
-    by halves, as the prefix sums rise."""
+    """The last sequence that begins at or before each token [BLOCK_T], or `sequences` behind the
+    last: by halves, as the prefix sums rise."""
     low = token * 0
     high = low + sequences
     left = sequences
@@ -35,7 +35,7 @@ def sequence_of(starts, token, sequences, most):
 
 @triton.jit
 def standing(starts, token, tokens, length, sequences, VARLEN: tl.constexpr):
-    """(sequence, position in it, length of it, whether there is one) of each token [BT]."""
+    """(sequence, position in it, length of it, whether there is one) of each token [BLOCK_T]."""
     on = token < tokens
     if VARLEN:
         sequence = sequence_of(starts, token, sequences, tokens)
@@ -75,8 +75,8 @@ def before(x, history, n, there, h_sequence):
 
 @triton.jit
 def value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
-    """What stands at a position [BD], as float32: a token's number, or that of a `live` row of a
-    pool, of which the first `reach` columns count; zeros before everything."""
+    """What stands at a position [BLOCK_D], as float32: a token's number, or that of a `live` row of
+    a pool, of which the first `reach` columns count; zeros before everything."""
     now = tl.load(x + position * x_row + d, mask=on & (position >= 0), other=0.0)
     past = on & live & (position < 0) & (position >= -reach)
     before = tl.load(
@@ -87,7 +87,7 @@ def value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
 
 @triton.jit
 def taps_of(weight, d, on, tap_stride, channel_stride, W: tl.constexpr):
-    """The taps [BD], float32: first the token's own, then that of the one before it."""
+    """The taps [BLOCK_D], float32: first the token's own, then that of the one before it."""
     found = ()
     weight += d.to(tl.int64) * channel_stride
     for back in tl.static_range(W):

@@ -141,10 +141,10 @@ def log_decay(x, rate, lower_bound, GATE: tl.constexpr):
 @triton.jit
 def gate_input(
     g, dt_bias, hv, first, length, g_row, columns, K: tl.constexpr, EDGE: tl.constexpr,
-    BK: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """What the gate takes [64, BK]."""
-    x = chunk_rows(g, first, length, g_row, columns, EDGE, BK).to(tl.float32)
+    """What the gate takes [64, BLOCK_K]."""
+    x = chunk_rows(g, first, length, g_row, columns, EDGE, BLOCK_K).to(tl.float32)
     if BIAS:
         bias = tl.load(dt_bias + hv * K + columns, mask=columns < K, other=0.0)
         x += bias.to(tl.float32)[None, :]

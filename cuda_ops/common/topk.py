@@ -4,5 +4,5 @@
 
 from __future__ import annotations
 
-TILE = 4096  # scores a program handles at once
+BLOCK = 4096  # scores a program handles at once
 EVERY = 16  # a sample that comes with the scores has every 16th of them

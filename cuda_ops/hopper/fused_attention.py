@@ -62,13 +62,13 @@ class Shared(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """NC consumers of 64 queries, QUEUE tiles of queries, KS and VS blocks of BN keys and values;
-    queries and keys lie in pieces of W columns."""
+    """NC consumers of 64 queries, QUEUE tiles of queries, KS and VS blocks of BLOCK_N keys and
+    values; queries and keys lie in pieces of W columns."""
 
     D: int
     V: int
     W: int
-    BN: int
+    BLOCK_N: int
     NC: int
     QUEUE: int
     KS: int
@@ -112,19 +112,21 @@ def _round_of(step, programs):
 
 
 @gluon.jit
-def _blocks_of(begin, rows, other_rows, window, BM: gl.constexpr, C: gl.constexpr):
-    """Blocks of keys that BM rows from `begin` on see: [low, top), of which [full_low, full_high)
-    are seen whole by all of them."""
+def _blocks_of(begin, rows, other_rows, window, BLOCK_M: gl.constexpr, C: gl.constexpr):
+    """Blocks of keys that BLOCK_M rows from `begin` on see: [low, top), of which [full_low,
+    full_high) are seen whole by all of them."""
     shift = other_rows - rows
     first = begin + shift
-    last = gl.minimum(begin + BM, rows) - 1 + shift
+    last = gl.minimum(begin + BLOCK_M, rows) - 1 + shift
     low, high, full_low, full_high = _keys_of(first, last, other_rows, window, C.CAUSAL, C.WINDOW)
-    low = gl.maximum(low, 0) // C.BN
+    low = gl.maximum(low, 0) // C.BLOCK_N
     if C.FIXED:
         full_high -= 1  # down to the block of its last key every row has seen a key
-    top = gl.maximum((high + C.BN - 1) // C.BN, low + 1)  # at least one, wholly masked if need be
-    full_high = gl.minimum(gl.maximum(full_high, 0) // C.BN, top - 1)
-    full_low = gl.maximum((full_low + C.BN - 1) // C.BN, low)
+    top = gl.maximum(
+        (high + C.BLOCK_N - 1) // C.BLOCK_N, low + 1
+    )  # at least one, wholly masked if need be
+    full_high = gl.minimum(gl.maximum(full_high, 0) // C.BLOCK_N, top - 1)
+    full_low = gl.maximum((full_low + C.BLOCK_N - 1) // C.BLOCK_N, low)
     full_high = gl.maximum(full_high, low)
     full_low = gl.minimum(full_low, full_high)
     return low, top, full_low, full_high
@@ -146,12 +148,12 @@ def _turn(BARRIER: gl.constexpr, ARRIVE: gl.constexpr):
 @gluon.jit
 def _softmax(s, row_max, row_sum, row, begin, shift, columns, window, scale_log2,
              MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """(p of even columns, of odd ones, row_max, row_sum, alpha) after scores s [64, BN] of the keys
-    from `begin` on; row_max is unscaled, row_sum in parts."""
+    """(p of even columns, of odd ones, row_max, row_sum, alpha) after scores s [64, BLOCK_N] of the
+    keys from `begin` on; row_max is unscaled, row_sum in parts."""
     MS: gl.constexpr = s.type.layout
     if MASKED:
         # counted from the first key of the block
-        column = gl.arange(0, C.BN, layout=gl.SliceLayout(0, MS))[None, :]
+        column = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, MS))[None, :]
         position = row + (shift - begin)
         end = columns - begin
         if C.CAUSAL:
@@ -200,7 +202,7 @@ def _pairs(even, odd, HALF: gl.constexpr):
 
 @gluon.jit
 def _operand(pairs, HALF: gl.constexpr, MO: gl.constexpr):
-    """Pairs [64, BN / 2] as the left side of a product; costs no instruction."""
+    """Pairs [64, BLOCK_N / 2] as the left side of a product; costs no instruction."""
     even = (pairs & 65535).to(gl.int16).to(HALF, bitcast=True)
     odd = (pairs >> 16).to(gl.int16).to(HALF, bitcast=True)
     p = gl.reshape(gl.join(even, odd), [pairs.shape[0], 2 * pairs.shape[1]])
@@ -240,7 +242,8 @@ def _step(s_zero, acc, p, row_max, row_sum, row, place, shared, count, block, sh
         even, odd, row_sum = _fixed_softmax(s, row_max, row_sum, scale_log2)
     else:
         even, odd, row_max, row_sum, alpha = _softmax(
-            s, row_max, row_sum, row, block * C.BN, shift, columns, window, scale_log2, MASKED, C
+            s, row_max, row_sum, row, block * C.BLOCK_N, shift, columns, window, scale_log2,
+            MASKED, C
         )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[o_flight])
     mbarrier.arrive(shared.v_empty.index(v_stage))
@@ -298,14 +301,14 @@ def _forward_consumer(
     (
         _q, _k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, verdict
     ) = shared  # fmt: skip
-    BM: gl.constexpr = 64 * C.NC
+    BLOCK_M: gl.constexpr = 64 * C.NC
     OWN_O: gl.constexpr = C.D + C.V < 512  # else o takes the place of q
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     MO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.V, 16])
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
-    s_zero = gl.full([64, C.BN], 0.0, gl.float32, layout=MS)
+    s_zero = gl.full([64, C.BLOCK_N], 0.0, gl.float32, layout=MS)
     count = 0
     turn = 0
     if WG == C.NC - 1:
@@ -319,10 +322,10 @@ def _forward_consumer(
         columns = _posted(posted, slot, 4)
         tile = _posted(posted, slot, 5)
         again = _posted(posted, slot, 6)
-        low, last, _low, _high = _blocks_of(tile * BM, rows, columns, window, BM, C)
+        low, last, _low, _high = _blocks_of(tile * BLOCK_M, rows, columns, window, BLOCK_M, C)
         # of these blocks, from the last to the first, what the rows of this consumer see
         _begin, top, full_low, full_high = _blocks_of(
-            tile * BM + WG * 64, rows, columns, window, 64, C
+            tile * BLOCK_M + WG * 64, rows, columns, window, 64, C
         )
         top = gl.minimum(gl.maximum(top, low + 1), last)
         full_high = gl.minimum(gl.maximum(full_high, low), top - 1)
@@ -340,7 +343,7 @@ def _forward_consumer(
             mbarrier.wait(v_full.index(v_stage), (count // C.VS) & 1)
             mbarrier.arrive(v_empty.index(v_stage))
             count += 1
-        row = tile * BM + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
+        row = tile * BLOCK_M + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
         shift = columns - rows
         place = slot * C.NC + WG
         mbarrier.wait(q_full.index(place), (turn // C.QUEUE) & 1)
@@ -352,7 +355,8 @@ def _forward_consumer(
         row_max = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
         row_sum = gl.zeros([64, 4], gl.float32, layout=SUMS)
         even, odd, row_max, row_sum, _alpha = _softmax(
-            s, row_max, row_sum, row, (top - 1) * C.BN, shift, columns, window, scale_log2, True, C
+            s, row_max, row_sum, row, (top - 1) * C.BLOCK_N, shift, columns, window, scale_log2,
+            True, C
         )  # fmt: skip
         p = _pairs(even, odd, v.dtype)
         acc = gl.full([64, C.V], 0.0, gl.float32, layout=MO)
@@ -409,7 +413,7 @@ def _forward_consumer(
         if stored:
             tma_store(
                 o_desc,
-                at(batch, head, first_q, rows, tile * BM + WG * 64, C.VARLEN),
+                at(batch, head, first_q, rows, tile * BLOCK_M + WG * 64, C.VARLEN),
                 reinterpret(o_at, v.dtype, o_desc.block_shape, o_desc.layout),
             )
         natural = gl.where(
@@ -437,7 +441,7 @@ def _forward_producer(
         q, k, v, _o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, verdict
     ) = shared  # fmt: skip
     NC: gl.constexpr = C.NC
-    BM: gl.constexpr = 64 * NC
+    BLOCK_M: gl.constexpr = 64 * NC
     PIECES: gl.constexpr = C.D // C.W
     programs = gl.num_programs(0)
     if C.VARLEN:
@@ -473,8 +477,8 @@ def _forward_producer(
         batch, head, first_q, rows, first_k, columns, tile = _tile_of(
             gl.minimum(now, total - 1), plan, tiles, outers, heads, section, n_q, n_k, C.VARLEN
         )
-        if (tile * BM < rows) & (now < total):
-            low, top, _, _ = _blocks_of(tile * BM, rows, columns, window, BM, C)
+        if (tile * BLOCK_M < rows) & (now < total):
+            low, top, _, _ = _blocks_of(tile * BLOCK_M, rows, columns, window, BLOCK_M, C)
             kv_head = head // C.GROUP
             slot = turn % C.QUEUE
             _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile, again, now)
@@ -484,7 +488,7 @@ def _forward_producer(
                 for i in gl.static_range(PIECES):
                     tma_load(
                         q_desc,
-                        at(batch, head, first_q, rows, tile * BM + wg * 64, C.VARLEN, i * C.W),
+                        at(batch, head, first_q, rows, tile * BLOCK_M + wg * 64, C.VARLEN, i * C.W),
                         q_full.index(place),
                         reinterpret(q.index(place * PIECES + i), q.dtype, q_desc.block_shape,
                                     q_desc.layout),
@@ -495,11 +499,12 @@ def _forward_producer(
                 if back < top - low:
                     stage = count % C.KS
                     mbarrier.wait(k_empty.index(stage), ((count // C.KS) & 1) ^ 1)
-                    mbarrier.expect(k_full.index(stage), C.BN * C.D * 2)
+                    mbarrier.expect(k_full.index(stage), C.BLOCK_N * C.D * 2)
                     for i in gl.static_range(PIECES):
                         tma_load(
                             k_desc,
-                            at(batch, kv_head, first_k, columns, (top - 1 - back) * C.BN, C.VARLEN,
+                            at(batch, kv_head, first_k, columns, (top - 1 - back) * C.BLOCK_N,
+                            C.VARLEN,
                                i * C.W),
                             k_full.index(stage),
                             reinterpret(k.index(stage * PIECES + i), k.dtype, k_desc.block_shape,
@@ -508,10 +513,10 @@ def _forward_producer(
                 if back > 0:
                     stage = (count - 1) % C.VS
                     mbarrier.wait(v_empty.index(stage), (((count - 1) // C.VS) & 1) ^ 1)
-                    mbarrier.expect(v_full.index(stage), C.BN * C.V * 2)
+                    mbarrier.expect(v_full.index(stage), C.BLOCK_N * C.V * 2)
                     tma_load(
                         v_desc,
-                        at(batch, kv_head, first_k, columns, (top - back) * C.BN, C.VARLEN),
+                        at(batch, kv_head, first_k, columns, (top - back) * C.BLOCK_N, C.VARLEN),
                         v_full.index(stage),
                         reinterpret(v.index(stage), v.dtype, v_desc.block_shape, v_desc.layout),
                     )  # fmt: skip
@@ -541,8 +546,8 @@ def _forward_hopper(
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, C.V], dtype)
     PIECES: gl.constexpr = C.D // C.W
     q = gl.allocate_shared_memory(dtype, [QUEUE * NC * PIECES, 64, C.W], W_SHARED)
-    k = gl.allocate_shared_memory(dtype, [KS * PIECES, C.BN, C.W], W_SHARED)
-    v = gl.allocate_shared_memory(dtype, [VS, C.BN, C.V], V_SHARED)
+    k = gl.allocate_shared_memory(dtype, [KS * PIECES, C.BLOCK_N, C.W], W_SHARED)
+    v = gl.allocate_shared_memory(dtype, [VS, C.BLOCK_N, C.V], V_SHARED)
     if C.D + C.V < 512:
         o = gl.allocate_shared_memory(dtype, [NC, 64, C.V], V_SHARED)
     else:
@@ -683,12 +688,12 @@ def _config(size: int, v_size: int, rows: int) -> dict[str, Any]:
     two consumers 67; 256 heads of 1024 tokens 116 and 102.  The queries of the next tile travel
     while this one is under way: 512 heads of 128 and 512 tokens 92 to 94 us, else 100."""
     if max(size, v_size) == 64:
-        return dict(NC=2 if rows <= 1024 else 3, BN=128, KS=3, VS=3, QUEUE=2)
+        return dict(NC=2 if rows <= 1024 else 3, BLOCK_N=128, KS=3, VS=3, QUEUE=2)
     if max(size, v_size) == 128:
-        return dict(NC=2, BN=128, KS=2, VS=2, QUEUE=2)
+        return dict(NC=2, BLOCK_N=128, KS=2, VS=2, QUEUE=2)
     if size == 192 and v_size <= 128:
-        return dict(NC=2, BN=64, KS=3, VS=3, QUEUE=1)
-    return dict(NC=2, BN=64, KS=2, VS=2, QUEUE=1)
+        return dict(NC=2, BLOCK_N=64, KS=3, VS=3, QUEUE=1)
+    return dict(NC=2, BLOCK_N=64, KS=2, VS=2, QUEUE=1)
 
 
 def supports(
@@ -720,7 +725,7 @@ def launch(
         size = 192
     width = 64 if size == 192 else size
     config = _config(size, v_size, sizes.rows)
-    keys, rows = config["BN"], 64 * config["NC"]
+    keys, rows = config["BLOCK_N"], 64 * config["NC"]
     listed, counter, outers = None, None, sizes.outer * sizes.heads
     tiles = triton.cdiv(sizes.n_q, rows)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:

@@ -94,8 +94,8 @@ class Shared(NamedTuple):
 class Constants(NamedTuple):
     """SIZE and V_SIZE are the columns of D and V that are multiplied."""
 
-    BM: int
-    BN: int
+    BLOCK_M: int
+    BLOCK_N: int
     D: int
     V: int
     SIZE: int
@@ -133,36 +133,38 @@ def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, C: gl.conste
 def _blocks_of(tile, keys, rows, window, C: gl.constexpr):
     """Blocks of queries that see a tile of keys: [low, top), of which [full_low, full_high) see
     all of it."""
-    last = gl.minimum(tile * C.BN + C.BN, keys) - 1
+    last = gl.minimum(tile * C.BLOCK_N + C.BLOCK_N, keys) - 1
     low, high, full_low, full_high = _queries_of(
-        tile * C.BN, last, rows, keys - rows, window, C.CAUSAL, C.WINDOW
+        tile * C.BLOCK_N, last, rows, keys - rows, window, C.CAUSAL, C.WINDOW
     )
-    low = gl.maximum(low, 0) // C.BM
-    top = gl.maximum((high + C.BM - 1) // C.BM, low)
+    low = gl.maximum(low, 0) // C.BLOCK_M
+    top = gl.maximum((high + C.BLOCK_M - 1) // C.BLOCK_M, low)
     # the last tile is not whole: all of it is masked
     full_low = gl.where(
-        tile * C.BN + C.BN > keys, top, (gl.maximum(full_low, 0) + C.BM - 1) // C.BM
+        tile * C.BLOCK_N + C.BLOCK_N > keys,
+        top,
+        (gl.maximum(full_low, 0) + C.BLOCK_M - 1) // C.BLOCK_M,
     )
     full_low = gl.minimum(gl.maximum(full_low, low), top)
     # rows past the end have lse = +inf: only a window needs masks at the end
-    full_high = gl.minimum(gl.maximum(gl.maximum(full_high, 0) // C.BM, full_low), top)
+    full_high = gl.minimum(gl.maximum(gl.maximum(full_high, 0) // C.BLOCK_M, full_low), top)
     if not C.WINDOW:
         full_high = top
     return low, top, full_low, full_high
 
 
 @gluon.jit
-def _add(sums, part, BM: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
-    """Adds [BM, D] in memory, to rows of WIDTH, 16 bytes a thread: row 16 a + 8 b + c, column
+def _add(sums, part, BLOCK_M: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    """Adds [BLOCK_M, D] in memory, to rows of WIDTH, 16 bytes a thread: row 16 a + 8 b + c, column
     2 d + e goes to place (a, d // 4, c, d % 4, b, e), as the registers of a product come.  Measured
     as above: 4096 tokens 1357 us (8 bytes a thread 1379; without any addition, for comparison,
     1239)."""
-    part = gl.permute(gl.reshape(part, [BM // 16, 2, 8, D // 2, 2]), (0, 2, 3, 1, 4))
+    part = gl.permute(gl.reshape(part, [BLOCK_M // 16, 2, 8, D // 2, 2]), (0, 2, 3, 1, 4))
     even, odd = gl.split(part)
     even_low, even_high = gl.split(even)
     odd_low, odd_high = gl.split(odd)
     L: gl.constexpr = even_low.type.layout
-    a = gl.arange(0, BM // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    a = gl.arange(0, BLOCK_M // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     c = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     d = gl.arange(0, D // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     at = (sums + (a * (16 * WIDTH) + d // 4 * 128 + c * 16 + d % 4 * 4)).to(gl.int64)
@@ -215,13 +217,13 @@ def _added(turn):
 @gluon.jit
 def _wait_for_turn(turn, block, tile, rows, keys, window, C: gl.constexpr):
     """Until the tiles of later keys that the block sees have added to it."""
-    position = block * C.BM + C.BM - 1 + keys - rows
+    position = block * C.BLOCK_M + C.BLOCK_M - 1 + keys - rows
     last = keys - 1
     if C.CAUSAL:
         last = gl.minimum(last, position)
     elif C.WINDOW:
         last = gl.minimum(last, position + window - 1)
-    before = last // C.BN - tile
+    before = last // C.BLOCK_N - tile
     added = _added(turn)
     while added != before:
         added = _added(turn)
@@ -238,18 +240,18 @@ def _adder(
     )
     PIECES: gl.constexpr = shared.part.shape[0]
     ROWS: gl.constexpr = shared.part.shape[1]
-    if C.ADDER and tile * C.BN < keys:
+    if C.ADDER and tile * C.BLOCK_N < keys:
         low, top, _, _ = _blocks_of(tile, keys, rows, window, C)
         place = _padded_first(first_q, sequence)
         count = 0
         for member in range(C.GROUP):
             head = (batch * heads + kv_head) * C.GROUP + member
             for block in range(low, top):
-                block_at = (head * padded + place) // C.BM + block
+                block_at = (head * padded + place) // C.BLOCK_M + block
                 mbarrier.wait(shared.part_full, count & 1)
                 if C.IN_TURN:
                     _wait_for_turn(turns + block_at, block, tile, rows, keys, window, C)
-                row = block_at * (C.BM * C.SIZE // 256)
+                row = block_at * (C.BLOCK_M * C.SIZE // 256)
                 for i in gl.static_range(PIECES):
                     _add_bulk(sums, [row + i * ROWS, 0], shared.part.index(i))
                 if C.SIZE == 192:
@@ -289,10 +291,10 @@ def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile
     p = gl.exp2(s * scale_log2 - row_lse[None, :])
     if MASKED:
         # counted from the first key of the tile; a row past the end has p = 0 by its lse
-        column = gl.arange(0, C.BN, layout=gl.SliceLayout(1, MS))[:, None]
-        position = gl.arange(0, C.BM, layout=gl.SliceLayout(0, MS))
-        position = position + (block * C.BM + keys - rows - tile * C.BN)
-        end = keys - tile * C.BN
+        column = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(1, MS))[:, None]
+        position = gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, MS))
+        position = position + (block * C.BLOCK_M + keys - rows - tile * C.BLOCK_N)
+        end = keys - tile * C.BLOCK_N
         if C.CAUSAL:
             keep = column < gl.minimum(position + 1, end)[None, :]
         elif C.WINDOW:
@@ -326,7 +328,7 @@ def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile
         barrier()
         _add_bulk(sums, [grad_q + block * 32, 0], shared.part.index(0))
     else:
-        _add(grad_q + block.to(gl.int64) * (C.BM * C.D), part_q, C.BM, C.D, C.D)
+        _add(grad_q + block.to(gl.int64) * (C.BLOCK_M * C.D), part_q, C.BLOCK_M, C.D, C.D)
     if CARRY:
         acc_k = k_flight
     else:
@@ -341,24 +343,24 @@ def _consumer(
     n_k, padded, C: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     k, v = shared.k, shared.v
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C.BM, 16])
+    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C.BLOCK_M, 16])
     MK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C.D, 16])
-    SPLIT: gl.constexpr = num_warps * 16 // C.BM if num_warps * 16 > C.BM else 1
+    SPLIT: gl.constexpr = num_warps * 16 // C.BLOCK_M if num_warps * 16 > C.BLOCK_M else 1
     MQ: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [num_warps // SPLIT, SPLIT], [16, C.D // SPLIT, 16]
     )
     CARRY: gl.constexpr = C.D <= 64
-    zero_s = gl.full([C.BN, C.BM], 0.0, gl.float32, layout=MS)
-    zero_q = gl.full([C.BM, C.D], 0.0, gl.float32, layout=MQ)
+    zero_s = gl.full([C.BLOCK_N, C.BLOCK_M], 0.0, gl.float32, layout=MS)
+    zero_q = gl.full([C.BLOCK_M, C.D], 0.0, gl.float32, layout=MQ)
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
         plan, tiles, outers, heads, section, n_k, n_q, C
     )
-    if tile * C.BN < keys:
+    if tile * C.BLOCK_N < keys:
         low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, C)
-        acc_k = gl.full([C.BN, C.D], 0.0, gl.float32, layout=MK)
+        acc_k = gl.full([C.BLOCK_N, C.D], 0.0, gl.float32, layout=MK)
         if CARRY:
             acc_k = warpgroup_mma_init(acc_k)
-        acc_v = gl.full([C.BN, C.D], 0.0, gl.float32, layout=MK)
+        acc_v = gl.full([C.BLOCK_N, C.D], 0.0, gl.float32, layout=MK)
         scale_log2 = scale * 1.4426950408889634
         place = _padded_first(first_q, sequence)
         mbarrier.wait(shared.kv_full, 0)
@@ -395,7 +397,7 @@ def _consumer(
         v.store(acc_v.to(v.dtype))
         fence_async_shared()
         barrier()
-        where = at(batch, kv_head, first_k, keys, tile * C.BN, C.VARLEN)
+        where = at(batch, kv_head, first_k, keys, tile * C.BLOCK_N, C.VARLEN)
         tma_store(gk_desc, where, reinterpret(k, k.dtype, gk_desc.block_shape, gk_desc.layout))
         tma_store(gv_desc, where, reinterpret(v, v.dtype, gv_desc.block_shape, gv_desc.layout))
         tma.store_wait(0)
@@ -598,10 +600,10 @@ def _producer(
     batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
         plan, tiles, outers, heads, section, n_k, n_q, C
     )
-    if tile * C.BN < keys:
+    if tile * C.BLOCK_N < keys:
         low, top, _, _ = _blocks_of(tile, keys, rows, window, C)
-        where = at(batch, kv_head, first_k, keys, tile * C.BN, C.VARLEN)
-        mbarrier.expect(kv_full, C.BN * (C.D + C.V) * 2)
+        where = at(batch, kv_head, first_k, keys, tile * C.BLOCK_N, C.VARLEN)
+        mbarrier.expect(kv_full, C.BLOCK_N * (C.D + C.V) * 2)
         tma_load(k_desc, where, kv_full, reinterpret(k, k.dtype, k_desc.block_shape, k_desc.layout))
         tma_load(v_desc, where, kv_full, reinterpret(v, v.dtype, v_desc.block_shape, v_desc.layout))
         place = _padded_first(first_q, sequence)
@@ -610,21 +612,23 @@ def _producer(
             head = kv_head * C.GROUP + member
             row = (batch * heads * C.GROUP + head) * padded + place
             for block in range(low, top):
-                where = at(batch, head, first_q, rows, block * C.BM, C.VARLEN)
+                where = at(batch, head, first_q, rows, block * C.BLOCK_M, C.VARLEN)
                 stage = count % C.STAGES
                 phase = ((count // C.STAGES) & 1) ^ 1
                 mbarrier.wait(empty.index(stage), phase)
-                mbarrier.expect(full.index(stage), C.BM * (C.D + C.V) * 2 + C.BM * 8)
+                mbarrier.expect(full.index(stage), C.BLOCK_M * (C.D + C.V) * 2 + C.BLOCK_M * 8)
                 tma_load(
                     q_desc, where, full.index(stage),
                     reinterpret(q.index(stage), q.dtype, q_desc.block_shape, q_desc.layout),
                 )  # fmt: skip
-                tma_load(lse_desc, [row + block * C.BM], full.index(stage), lse.index(stage))
+                tma_load(lse_desc, [row + block * C.BLOCK_M], full.index(stage), lse.index(stage))
                 tma_load(
                     g_desc, where, full.index(stage),
                     reinterpret(g.index(stage), g.dtype, g_desc.block_shape, g_desc.layout),
                 )  # fmt: skip
-                tma_load(delta_desc, [row + block * C.BM], full.index(stage), delta.index(stage))
+                tma_load(
+                    delta_desc, [row + block * C.BLOCK_M], full.index(stage), delta.index(stage)
+                )
                 count += 1
 
 
@@ -640,24 +644,24 @@ def _backward_hopper(
 ):  # fmt: skip
     """Two consumer warpgroups in step with each other, a producer, and an adder, which may have
     nothing to do; `heads` are key heads."""
-    BM: gl.constexpr = C.BM
-    BN: gl.constexpr = C.BN
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    BLOCK_N: gl.constexpr = C.BLOCK_N
     D: gl.constexpr = C.D
     V: gl.constexpr = C.V
     STAGES: gl.constexpr = C.STAGES
     dtype: gl.constexpr = q_desc.dtype
     WIDE: gl.constexpr = D > 128 or V > 128
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, V], dtype)
-    S_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BM], dtype)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, V], dtype)
+    S_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(dtype, [STAGES, BM, D], SHARED)
-    g = gl.allocate_shared_memory(dtype, [STAGES, BM, V], V_SHARED)
-    k = gl.allocate_shared_memory(dtype, [BN, D], SHARED)
-    v = gl.allocate_shared_memory(dtype, [BN, V], V_SHARED)
-    ds = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
-    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BM], lse_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], SHARED)
+    g = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, V], V_SHARED)
+    k = gl.allocate_shared_memory(dtype, [BLOCK_N, D], SHARED)
+    v = gl.allocate_shared_memory(dtype, [BLOCK_N, V], V_SHARED)
+    ds = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], S_SHARED)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -675,7 +679,7 @@ def _backward_hopper(
     part = ds
     more = ds
     if WIDE:
-        ps = gl.allocate_shared_memory(dtype, [BN, BM], S_SHARED)
+        ps = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], S_SHARED)
     if C.ADDER and C.SIZE == 192:
         part = gl.allocate_shared_memory(gl.float32, [2, 16, 256], sums.layout)
         more = gl.allocate_shared_memory(gl.float32, [16, 256], sums.layout)
@@ -727,7 +731,7 @@ def _backward_hopper(
 @triton.jit(do_not_specialize=["tiles", "n_q", "heads", "padded", "scale"])
 def _round_kernel(
     sums, grad_q, plan, scale, tiles, n_q, heads, padded, gq_batch, gq_head, gq_row,
-    D: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, VARLEN: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """grad_q of a tile of 64 queries, from its sums in tiles of 16 x 8; of 192 columns the last 64
     lie behind the others."""
@@ -736,12 +740,12 @@ def _round_kernel(
     batch, first_q, rows, _, _, tile, sequence = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_q, VARLEN
     )
-    if tile * BM >= rows:
+    if tile * BLOCK_M >= rows:
         return
     head = (outer % heads).to(tl.int64)
-    r = tl.arange(0, BM)
+    r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, 256 if WIDTH == 192 else WIDTH)
-    place = padded_first(first_q, sequence) + tile * BM
+    place = padded_first(first_q, sequence) + tile * BLOCK_M
     place = ((batch * heads + head) * padded + place) * WIDTH
     place += (r % 8 * 16 + r // 8 % 2 * 2)[:, None] + (d // 8 * 128 + d % 8 // 2 * 4 + d % 2)[
         None, :
@@ -753,7 +757,7 @@ def _round_kernel(
     else:
         place += (r // 16 * (16 * WIDTH))[:, None]
         total = tl.load(sums + place) * scale
-    row = tile * BM + r
+    row = tile * BLOCK_M + r
     out = batch * gq_batch + head * gq_head + (first_q + row) * gq_row
     tl.store(
         grad_q + out[:, None] + d[None, :], total.to(grad_q.dtype.element_ty),
@@ -851,7 +855,7 @@ def launch(
         sums, turns, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section,
         n_q, n_k, padded,
         C=Constants(
-            BM=block, BN=keys, D=size, V=v_size, SIZE=widths.counted,
+            BLOCK_M=block, BLOCK_N=keys, D=size, V=v_size, SIZE=widths.counted,
             V_SIZE=widths.v_counted, STAGES=stages, GROUP=sizes.group, CAUSAL=causal,
             WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
             ADDER=adder, IN_TURN=turns is not None,
@@ -866,5 +870,5 @@ def launch(
         tiles = listed.shape[0]
     launches.kernel(_round_kernel, tiles * sizes.outer * heads)(
         sums, grads[0], listed, scale, tiles, n_q, heads, padded, *strides(grads[0]),
-        D=q.shape[-1], WIDTH=widths.counted, BM=block, VARLEN=varlen, num_warps=4,
+        D=q.shape[-1], WIDTH=widths.counted, BLOCK_M=block, VARLEN=varlen, num_warps=4,
     )  # fmt: skip

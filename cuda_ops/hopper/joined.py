@@ -24,14 +24,14 @@ def ring(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def place(tokens, TOKENS: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
+def place(tokens, BLOCK_T: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
     """(first token, block of columns, run of k): GROUP blocks of tokens share each block of weights
     in L2."""
     program = gl.program_id(0)
     run = gl.program_id(1)
     first = program // (GROUP * BLOCKS) * GROUP
-    height = gl.minimum((tokens + TOKENS - 1) // TOKENS - first, GROUP)
-    token = (first + program % (GROUP * BLOCKS) % height) * TOKENS
+    height = gl.minimum((tokens + BLOCK_T - 1) // BLOCK_T - first, GROUP)
+    token = (first + program % (GROUP * BLOCKS) % height) * BLOCK_T
     return token, program % (GROUP * BLOCKS) // height, run
 
 

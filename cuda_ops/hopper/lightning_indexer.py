@@ -205,15 +205,15 @@ def _scores(
     among the rows."""
     of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
     D: gl.constexpr = key.block_shape[2]
-    COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
-    H_TILE: gl.constexpr = COLUMNS // C.ROWS
+    BLOCK_N: gl.constexpr = q.block_shape[0] * q.block_shape[1]
+    BLOCK_H: gl.constexpr = BLOCK_N // C.ROWS
     STAGES: gl.constexpr = C.STAGES
     SIZE: gl.constexpr = 1 if C.E4M3 else 2
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // SIZE])
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 // SIZE])
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
-    q_tile = gl.allocate_shared_memory(key.dtype, [COLUMNS, D], tile)
+    q_tile = gl.allocate_shared_memory(key.dtype, [BLOCK_N, D], tile)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
     for each in gl.static_range(STAGES):
@@ -227,16 +227,16 @@ def _scores(
     end = gl.minimum(row + C.ROWS, first_row + count)
     gdc_launch_dependents()
     gdc_wait()
-    mbarrier.expect(q_full.index(0), COLUMNS * D * SIZE)
+    mbarrier.expect(q_full.index(0), BLOCK_N * D * SIZE)
     tma_load(q, [row, 0, 0], q_full.index(0), reinterpret(q_tile, q.dtype, q.block_shape, q.layout))
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
-    h = column % H_TILE
-    owner = (row + column // H_TILE).to(gl.int64)
+    column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, M))
+    h = column % BLOCK_H
+    owner = (row + column // BLOCK_H).to(gl.int64)
     score_row, sample_row, w_row, qs_row, qs_head, ks_o, ks_i = strides
     to = Scores(scores, sample, first_row, score_row, sample_row)
     by = Factors(weights, query_scale, key_scale, w_row, qs_row, qs_head, ks_o, ks_i)
     weight = _weights_of(by, owner, h, end, C)
-    zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
+    zero = gl.zeros([KEYS_AT_ONCE, BLOCK_N], gl.float32, layout=M)
     own = row
     done = 0
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -333,18 +333,18 @@ def _multiply(
 ):  # fmt: skip
     """Warpgroup GROUP of two takes every other tile."""
     STAGES: gl.constexpr = k_tiles.shape[0]
-    COLUMNS: gl.constexpr = q_tiles.shape[1]
+    BLOCK_N: gl.constexpr = q_tiles.shape[1]
     R: gl.constexpr = C.ROWS // 2
-    H_TILE: gl.constexpr = COLUMNS // R
+    BLOCK_H: gl.constexpr = BLOCK_N // R
     SIZE: gl.constexpr = 1 if C.E4M3 else 2
-    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // SIZE])
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 // SIZE])
     gdc_wait()
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, M))
-    h = column % H_TILE
-    owner = (row + column // H_TILE).to(gl.int64)
+    column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, M))
+    h = column % BLOCK_H
+    owner = (row + column // BLOCK_H).to(gl.int64)
     weight0 = _weights_of(by, owner, h, end, C)
     weight1 = _weights_of(by, owner + R, h, end, C)
-    zero = gl.zeros([KEYS_AT_ONCE, COLUMNS], gl.float32, layout=M)
+    zero = gl.zeros([KEYS_AT_ONCE, BLOCK_N], gl.float32, layout=M)
     own = row
     q0 = q_tiles.index(0).permute([1, 0])
     q1 = q_tiles.index(1).permute([1, 0])
@@ -410,8 +410,8 @@ def _scores_shared(
     D: gl.constexpr = key.block_shape[2]
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
-    COLUMNS: gl.constexpr = q.block_shape[0] * q.block_shape[1]
-    q_tiles = gl.allocate_shared_memory(key.dtype, [2, COLUMNS, D], tile)
+    BLOCK_N: gl.constexpr = q.block_shape[0] * q.block_shape[1]
+    q_tiles = gl.allocate_shared_memory(key.dtype, [2, BLOCK_N, D], tile)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)

@@ -33,12 +33,12 @@ from .tma import DTYPES, aligned, describe_matrix, describe_nz, forget
 
 @gluon.jit
 def _fetch(
-    w, block, FIRST: gl.constexpr, END: gl.constexpr, COLUMNS: gl.constexpr, k, bar, tile, wanted
+    w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, k, bar, tile, wanted
 ):  # fmt: skip
     """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
     if END > FIRST:
         mine = (block >= FIRST) & (block < END) & wanted
-        panel = (block - FIRST) * (COLUMNS // 16)
+        panel = (block - FIRST) * (BLOCK_N // 16)
         tma_load(w, [panel, k, 0], bar, tile, pred=mine)
 
 
@@ -47,16 +47,17 @@ def _store(
     acc, out, tokens, token, block, run,
     N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, N3: gl.constexpr,
     B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
-    COLUMNS: gl.constexpr, TOKENS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
 ):  # fmt: skip
-    """out[run, t, column] = acc [COLUMNS, TOKENS]: the block's own columns, of tokens there are."""
-    COLUMN_THREADS: gl.constexpr = min(32, COLUMNS // 4)
+    """out[run, t, column] = acc [BLOCK_N, BLOCK_T]: the block's own columns, of tokens there
+    are."""
+    COLUMN_THREADS: gl.constexpr = min(32, BLOCK_N // 4)
     along: gl.constexpr = gl.BlockedLayout(
         [4, 1], [COLUMN_THREADS, 32 // COLUMN_THREADS], [1, gl.num_warps()], [0, 1]
     )
     base, begin, size = own(block, N0, N1, N2, N3, B0, B1, B2)
-    n = (block - begin) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, along))
-    t = token + gl.arange(0, TOKENS, gl.SliceLayout(0, along))
+    n = (block - begin) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, along))
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, along))
     at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2 + N3) + base
     result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
     gl.store(
@@ -68,44 +69,44 @@ def _store(
 def _product(
     x, w0, w1, w2, w3, out, sin, cos, tokens, ahead,
     RUN: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
-    N3: gl.constexpr, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, K_TILE: gl.constexpr,
+    N3: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
     HEAD: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    B0: gl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
-    B1: gl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
-    B2: gl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
-    B3: gl.constexpr = B2 + (N3 + COLUMNS - 1) // COLUMNS
-    BYTES: gl.constexpr = (COLUMNS + TOKENS) * K_TILE * 2
-    CHUNKS: gl.constexpr = RUN // K_TILE  # past the end of K, a copy fills in zeros
-    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS // 16, K_TILE, 16], w0.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, K_TILE], x.layout)
+    B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
+    B3: gl.constexpr = B2 + (N3 + BLOCK_N - 1) // BLOCK_N
+    BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * BLOCK_K * 2
+    CHUNKS: gl.constexpr = RUN // BLOCK_K  # past the end of K, a copy fills in zeros
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N // 16, BLOCK_K, 16], w0.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
     full = ring(STAGES)
-    token, block, run = place(tokens, TOKENS, B3, GROUP)
+    token, block, run = place(tokens, BLOCK_T, B3, GROUP)
     lo = run * RUN
 
     # the first `ahead` weights, as far as they fit; then x, once it is there
     for i in range(ahead):
-        k = lo + i * K_TILE
+        k = lo + i * BLOCK_K
         bar = full.index(i)
         mbarrier.expect(bar, BYTES)
-        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tiles.index(i), True)
-        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(i), True)
-        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(i), True)
-        _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(i), True)
+        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tiles.index(i), True)
+        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(i), True)
+        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(i), True)
+        _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(i), True)
     handover.begin(FIRST, LATE)
     for i in range(ahead):
-        tma_load(x, [token, lo + i * K_TILE], full.index(i), x_tiles.index(i))
+        tma_load(x, [token, lo + i * BLOCK_K], full.index(i), x_tiles.index(i))
 
     columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
     summed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TOKENS, 16]
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_T, 16]
     )
-    acc = gl.zeros([COLUMNS, TOKENS], gl.float32, summed)
+    acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, summed)
     for i in range(CHUNKS):
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        w_tile = reinterpret(w_tiles.index(stage), x.dtype, [COLUMNS, K_TILE], columns_first)
+        w_tile = reinterpret(w_tiles.index(stage), x.dtype, [BLOCK_N, BLOCK_K], columns_first)
         acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute([1, 0]), acc, is_async=True)
         # the product before is done in every warp, its tiles are free
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
@@ -113,21 +114,21 @@ def _product(
         later = i + STAGES - 1
         wanted = (i > 0) & (later < CHUNKS)
         free = later % STAGES
-        k = lo + later * K_TILE
+        k = lo + later * BLOCK_K
         bar = full.index(free)
         mbarrier.expect(bar, BYTES, pred=wanted)
-        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tiles.index(free), wanted)
-        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tiles.index(free), wanted)
-        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tiles.index(free), wanted)
-        _fetch(w3, block, B2, B3, COLUMNS, k, bar, w_tiles.index(free), wanted)
+        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tiles.index(free), wanted)
+        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(free), wanted)
+        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(free), wanted)
+        _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(free), wanted)
         tma_load(x, [token, k], bar, x_tiles.index(free), pred=wanted)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
     if HEAD > 0:
         # 64 columns at a time, through shared memory; the first ones of a head are rotated
-        PARTS: gl.constexpr = COLUMNS // 64
-        whole: gl.constexpr = [STAGES * K_TILE // COLUMNS, TOKENS, COLUMNS]
-        parts: gl.constexpr = [STAGES * K_TILE // 64, TOKENS, 64]
+        PARTS: gl.constexpr = BLOCK_N // 64
+        whole: gl.constexpr = [STAGES * BLOCK_K // BLOCK_N, BLOCK_T, BLOCK_N]
+        parts: gl.constexpr = [STAGES * BLOCK_K // 64, BLOCK_T, 64]
         barrier()  # the last product is done in every warp, not only in this one
         result = reinterpret(x_tiles, x.dtype, whole, x.layout).index(0)
         result.permute([1, 0]).store(acc.to(out.dtype.element_ty))
@@ -137,11 +138,11 @@ def _product(
             number = block * PARTS + part
             at = out + number * 64
             if number % (HEAD // 64) == 0:
-                rotate(tile, at, N0, sin, cos, token, tokens, TOKENS, INTERLEAVED)
+                rotate(tile, at, N0, sin, cos, token, tokens, BLOCK_T, INTERLEAVED)
             else:
-                pass_on(tile, at, N0, token, tokens, TOKENS)
+                pass_on(tile, at, N0, token, tokens, BLOCK_T)
     else:
-        _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, COLUMNS, TOKENS)
+        _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, BLOCK_N, BLOCK_T)
     forget(full)
     if LATE:
         gdc_wait()
@@ -171,7 +172,7 @@ def launch(
         out, sin, cos,
         tokens, min(chunks, tiling.stages),
         RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
-        TOKENS=tiling.tokens, COLUMNS=tiling.columns, K_TILE=tiling.k,
+        BLOCK_T=tiling.tokens, BLOCK_N=tiling.columns, BLOCK_K=tiling.k,
         STAGES=min(max(chunks, 2), tiling.stages), GROUP=tiling.group, FIRST=first, LATE=late,
         HEAD=head, INTERLEAVED=interleaved,
         num_warps=tiling.warps, launch_pdl=not forked,

@@ -118,7 +118,7 @@ def _absorbed(q, w_wide, full, step, w_uk, nothing, SWAP: gl.constexpr):
 
 @gluon.jit
 def _place(c_tiles, dtype: gl.constexpr, i: gl.constexpr, halves: gl.constexpr):
-    """The i-th tile of c behind the first two, as [TOKENS, 64] of outputs."""
+    """The i-th tile of c behind the first two, as [BLOCK_T, 64] of outputs."""
     return reinterpret(c_tiles.index(2 + i), dtype, [c_tiles.shape[1], 64], halves)
 
 
@@ -130,15 +130,15 @@ def _query(
 ):  # fmt: skip
     """A head from c to its outputs; SWAP: sums are transposed, [columns, tokens]."""
     dtype: gl.constexpr = w_uk.dtype
-    TOKENS: gl.constexpr = c.block_shape[0]
+    BLOCK_T: gl.constexpr = c.block_shape[0]
     LAST: gl.constexpr = R // 64
     WIDE: gl.constexpr = (HEADS * 192 + 127) // 128
-    BYTES: gl.constexpr = (192 + TOKENS) * 128
+    BYTES: gl.constexpr = (192 + BLOCK_T) * 128
     head = gl.program_id(0)
-    token = gl.program_id(1) * TOKENS
+    token = gl.program_id(1) * BLOCK_T
     w_wide = gl.allocate_shared_memory(c.dtype, [STAGES, 128, 128], wide.layout)
     w_slim = gl.allocate_shared_memory(c.dtype, [STAGES, 64, 128], slim.layout)
-    c_tiles = gl.allocate_shared_memory(c.dtype, [STAGES, TOKENS, 128], c.layout)
+    c_tiles = gl.allocate_shared_memory(c.dtype, [STAGES, BLOCK_T, 128], c.layout)
     full = ring(STAGES)
     for each in gl.static_range(STAGES):
         _ask(wide, slim, w_wide, w_slim, full, each, head, BYTES)
@@ -149,15 +149,15 @@ def _query(
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
-        instr_shape=[16, TOKENS if SWAP else 128, 32],
+        instr_shape=[16, BLOCK_T if SWAP else 128, 32],
     )  # fmt: skip
     narrow: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
-        instr_shape=[16, TOKENS if SWAP else 64, 32],
+        instr_shape=[16, BLOCK_T if SWAP else 64, 32],
     )  # fmt: skip
-    plain = gl.zeros([128, TOKENS] if SWAP else [TOKENS, 128], gl.float32, summed)
-    turned = gl.zeros([64, TOKENS] if SWAP else [TOKENS, 64], gl.float32, narrow)
-    t = token + gl.arange(0, TOKENS, gl.SliceLayout(0 if SWAP else 1, summed))
+    plain = gl.zeros([128, BLOCK_T] if SWAP else [BLOCK_T, 128], gl.float32, summed)
+    turned = gl.zeros([64, BLOCK_T] if SWAP else [BLOCK_T, 64], gl.float32, narrow)
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0 if SWAP else 1, summed))
     n = gl.arange(0, 128, gl.SliceLayout(1 if SWAP else 0, summed))
     by, x, y, z = _scales(c_scale, w_scale, t, tokens, head, 0, CHUNKS, WIDE)
     for i in range(CHUNKS - STAGES):
@@ -179,7 +179,7 @@ def _query(
 
     # no tile of c is needed any more: they hold the head's rounded query, and then its outputs
     halves: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q = reinterpret(c_tiles, dtype, [STAGES // 2, TOKENS, 128], halves).index(0)
+    q = reinterpret(c_tiles, dtype, [STAGES // 2, BLOCK_T, 128], halves).index(0)
     free: gl.constexpr = STAGES - 2
     last_place = _place(c_tiles, dtype, free - 1, halves)
     put(plain, q, SWAP)
@@ -187,13 +187,14 @@ def _query(
     fence_async_shared()
     barrier()
     rotate(
-        last_place, query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS, INTERLEAVED
+        last_place, query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, BLOCK_T,
+        INTERLEAVED
     )  # fmt: skip
     absorbed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
-        instr_shape=[16, TOKENS if SWAP else 64, 16],
+        instr_shape=[16, BLOCK_T if SWAP else 64, 16],
     )  # fmt: skip
-    nothing = gl.zeros([64, TOKENS] if SWAP else [TOKENS, 64], gl.float32, absorbed)
+    nothing = gl.zeros([64, BLOCK_T] if SWAP else [BLOCK_T, 64], gl.float32, absorbed)
     out = _absorbed(q, w_wide, full, CHUNKS, w_uk, nothing, SWAP)
     for last in gl.static_range(LAST):
         step = CHUNKS + last

@@ -33,22 +33,22 @@ SWAPPED = 32  # tokens of one transposed product
 
 @gluon.jit
 def _fetch(
-    w, block, FIRST: gl.constexpr, END: gl.constexpr, COLUMNS: gl.constexpr, k, bar, tile, wanted
+    w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, k, bar, tile, wanted
 ):  # fmt: skip
     """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
     if END > FIRST:
         mine = (block >= FIRST) & (block < END) & wanted
-        tma_load(w, [(block - FIRST) * COLUMNS, k], bar, tile, pred=mine)
+        tma_load(w, [(block - FIRST) * BLOCK_N, k], bar, tile, pred=mine)
 
 
 @gluon.jit
 def _scale(
-    scale, block, here, FIRST: gl.constexpr, END: gl.constexpr, COLUMNS: gl.constexpr,
+    scale, block, here, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr,
     KB: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
     """Of block `here` of k, or zero where the weight is another one, or k has ended."""
     mine = (block >= FIRST) & (block < END) & (here < KB)
-    column = (block - FIRST) * COLUMNS // 128
+    column = (block - FIRST) * BLOCK_N // 128
     return gl.load(scale + here * ((SIZE + 127) // 128) + column, mask=mine, other=0.0)
 
 
@@ -56,14 +56,14 @@ def _scale(
 def _scales(
     x_scale, s0, s1, s2, t, tokens, block, here, KB: gl.constexpr, N0: gl.constexpr,
     N1: gl.constexpr, N2: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Of each token, times that of the weights."""
-    by = _scale(s0, block, here, 0, B0, COLUMNS, KB, N0)
+    by = _scale(s0, block, here, 0, B0, BLOCK_N, KB, N0)
     if N1 > 0:
-        by += _scale(s1, block, here, B0, B1, COLUMNS, KB, N1)
+        by += _scale(s1, block, here, B0, B1, BLOCK_N, KB, N1)
     if N2 > 0:
-        by += _scale(s2, block, here, B1, B2, COLUMNS, KB, N2)
+        by += _scale(s2, block, here, B1, B2, BLOCK_N, KB, N2)
     at = x_scale + t.to(gl.int64) * KB + here
     return gl.load(at, mask=(t < tokens) & (here < KB), other=0.0) * by
 
@@ -71,16 +71,17 @@ def _scales(
 @gluon.jit
 def _store(
     acc, out, tokens, token, block, run, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
-    B0: gl.constexpr, B1: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr,
+    B0: gl.constexpr, B1: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
 ):  # fmt: skip
-    """out[run, t, column] = acc [TOKENS, COLUMNS]: the block's own columns, of tokens there are."""
-    LANES: gl.constexpr = COLUMNS // 4
+    """out[run, t, column] = acc [BLOCK_T, BLOCK_N]: the block's own columns, of tokens there
+    are."""
+    LANES: gl.constexpr = BLOCK_N // 4
     along: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
     )
     base, begin, size = own(block, N0, N1, N2, 0, B0, B1, B1)
-    n = (block - begin) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, along))[None, :]
-    t = token + gl.arange(0, TOKENS, gl.SliceLayout(1, along))[:, None]
+    n = (block - begin) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, along))[None, :]
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(1, along))[:, None]
     at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2) + base
     result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
     gl.store(out + at + n, result, mask=(n < size) & (t < tokens))
@@ -90,38 +91,38 @@ def _store(
 def _product(
     x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
     KB: gl.constexpr, CHUNKS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
-    TOKENS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SWAP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    B0: gl.constexpr = (N0 + COLUMNS - 1) // COLUMNS
-    B1: gl.constexpr = B0 + (N1 + COLUMNS - 1) // COLUMNS
-    B2: gl.constexpr = B1 + (N2 + COLUMNS - 1) // COLUMNS
-    BYTES: gl.constexpr = (COLUMNS + TOKENS) * 128
-    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, 128], w0.layout)
-    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, 128], x.layout)
+    B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
+    BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * 128
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, 128], w0.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, 128], x.layout)
     full = ring(STAGES)
-    token, block, run = place(tokens, TOKENS, B2, GROUP)
+    token, block, run = place(tokens, BLOCK_T, B2, GROUP)
     lo = run * CHUNKS
 
     for i in gl.static_range(STAGES):
         bar = full.index(i)
         mbarrier.expect(bar, BYTES)
-        _fetch(w0, block, 0, B0, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
-        _fetch(w1, block, B0, B1, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
-        _fetch(w2, block, B1, B2, COLUMNS, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w0, block, 0, B0, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w1, block, B0, B1, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w2, block, B1, B2, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
     handover.begin(FIRST, LATE)
     for i in gl.static_range(STAGES):
         tma_load(x, [token, (lo + i) * 128], full.index(i), x_tiles.index(i))
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
-        instr_shape=[16, TOKENS if SWAP else COLUMNS, 32],
+        instr_shape=[16, BLOCK_T if SWAP else BLOCK_N, 32],
     )  # fmt: skip
-    zero = gl.zeros([COLUMNS, TOKENS] if SWAP else [TOKENS, COLUMNS], gl.float32, summed)
-    t = token + gl.arange(0, TOKENS, gl.SliceLayout(0 if SWAP else 1, summed))
+    zero = gl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], gl.float32, summed)
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0 if SWAP else 1, summed))
     acc = zero
     by = _scales(
-        x_scale, s0, s1, s2, t, tokens, block, lo, KB, N0, N1, N2, B0, B1, B2, COLUMNS
+        x_scale, s0, s1, s2, t, tokens, block, lo, KB, N0, N1, N2, B0, B1, B2, BLOCK_N
     )  # fmt: skip
     for i in range(CHUNKS):
         stage = i % STAGES
@@ -133,7 +134,7 @@ def _product(
         else:
             part = warpgroup_mma(x_tile, w_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
         ahead = _scales(
-            x_scale, s0, s1, s2, t, tokens, block, lo + i + 1, KB, N0, N1, N2, B0, B1, B2, COLUMNS
+            x_scale, s0, s1, s2, t, tokens, block, lo + i + 1, KB, N0, N1, N2, B0, B1, B2, BLOCK_N
         )  # fmt: skip
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         barrier()  # done in every warp: the tiles are free
@@ -142,9 +143,9 @@ def _product(
         k = (lo + later) * 128
         bar = full.index(stage)
         mbarrier.expect(bar, BYTES, pred=wanted)
-        _fetch(w0, block, 0, B0, COLUMNS, k, bar, w_tile, wanted)
-        _fetch(w1, block, B0, B1, COLUMNS, k, bar, w_tile, wanted)
-        _fetch(w2, block, B1, B2, COLUMNS, k, bar, w_tile, wanted)
+        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tile, wanted)
+        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tile, wanted)
+        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tile, wanted)
         tma_load(x, [token, k], bar, x_tile, pred=wanted)
         if SWAP:
             acc += part * by[None, :]
@@ -154,7 +155,7 @@ def _product(
 
     if SWAP:
         acc = acc.permute([1, 0])
-    _store(acc, out, tokens, token, block, run, N0, N1, N2, B0, B1, COLUMNS, TOKENS)
+    _store(acc, out, tokens, token, block, run, N0, N1, N2, B0, B1, BLOCK_N, BLOCK_T)
     forget(full)
     if LATE:
         gdc_wait()
@@ -181,6 +182,6 @@ def launch(
         ),
         *scales, out, tokens,
         KB=cdiv(depth, 128), CHUNKS=chunks, N0=sizes[0], N1=sizes[1], N2=sizes[2],
-        TOKENS=cut.tokens, COLUMNS=cut.columns, STAGES=min(chunks, cut.stages), GROUP=cut.group,
+        BLOCK_T=cut.tokens, BLOCK_N=cut.columns, STAGES=min(chunks, cut.stages), GROUP=cut.group,
         SWAP=cut.swap, FIRST=first, LATE=late, num_warps=cut.warps, launch_pdl=not forked,
     )  # fmt: skip

@@ -31,12 +31,12 @@ from .tma import DTYPES, aligned, describe_matrix, describe_nz, forget
 def _ask(w, c, w_tiles, c_tiles, full, step, wanted, head, token):
     """Three blocks of w_uq_qr and one of c, for step `step`, into its place in the ring."""
     STAGES: gl.constexpr = c_tiles.shape[0]
-    TOKENS: gl.constexpr = c_tiles.shape[1]
-    K_TILE: gl.constexpr = c_tiles.shape[2]
+    BLOCK_T: gl.constexpr = c_tiles.shape[1]
+    BLOCK_K: gl.constexpr = c_tiles.shape[2]
     stage = step % STAGES
     bar = full.index(stage)
-    k = step * K_TILE
-    mbarrier.expect(bar, (3 * 64 + TOKENS) * K_TILE * 2, pred=wanted)
+    k = step * BLOCK_K
+    mbarrier.expect(bar, (3 * 64 + BLOCK_T) * BLOCK_K * 2, pred=wanted)
     for i in gl.static_range(3):
         panel = (head * 3 + i) * 4
         tma_load(w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=wanted)
@@ -50,15 +50,15 @@ def _ask_last(
     """Two blocks of w_uk, for step `step` of the LAST ones: twice 64 columns, or the upper and the
     lower half of 64 columns."""
     STAGES: gl.constexpr = c_tiles.shape[0]
-    K_TILE: gl.constexpr = c_tiles.shape[2]
+    BLOCK_K: gl.constexpr = c_tiles.shape[2]
     stage = step % STAGES
     bar = full.index(stage)
     wanted = step < CHUNKS + LAST
-    mbarrier.expect(bar, 2 * 64 * K_TILE * 2, pred=wanted)
+    mbarrier.expect(bar, 2 * 64 * BLOCK_K * 2, pred=wanted)
     for i in gl.static_range(2):
-        tile = reinterpret(w_tiles.index(stage * 3 + i), w_uk.dtype, [K_TILE, 64], w_uk.layout)
-        row = head * 128 + (i * 64 if K_TILE == 64 else 0)
-        column = (step - CHUNKS) * K_TILE + (0 if K_TILE == 64 else i * 64)
+        tile = reinterpret(w_tiles.index(stage * 3 + i), w_uk.dtype, [BLOCK_K, 64], w_uk.layout)
+        row = head * 128 + (i * 64 if BLOCK_K == 64 else 0)
+        column = (step - CHUNKS) * BLOCK_K + (0 if BLOCK_K == 64 else i * 64)
         tma_load(w_uk, [row, column], bar, tile, pred=wanted)
 
 
@@ -67,16 +67,16 @@ def _step(w_tiles, c_tiles, full, i, a, b, turned):
     """The three products of step i; when it returns, those of the step before are done in every
     warp, and its tiles are free."""
     STAGES: gl.constexpr = c_tiles.shape[0]
-    K_TILE: gl.constexpr = c_tiles.shape[2]
+    BLOCK_K: gl.constexpr = c_tiles.shape[2]
     columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
     stage = i % STAGES
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     c_tile = c_tiles.index(stage).permute([1, 0])
-    w_tile = reinterpret(w_tiles.index(stage * 3), c_tiles.dtype, [64, K_TILE], columns_first)
+    w_tile = reinterpret(w_tiles.index(stage * 3), c_tiles.dtype, [64, BLOCK_K], columns_first)
     a = warpgroup_mma(w_tile, c_tile, a, is_async=True)
-    w_tile = reinterpret(w_tiles.index(stage * 3 + 1), c_tiles.dtype, [64, K_TILE], columns_first)
+    w_tile = reinterpret(w_tiles.index(stage * 3 + 1), c_tiles.dtype, [64, BLOCK_K], columns_first)
     b = warpgroup_mma(w_tile, c_tile, b, is_async=True)
-    w_tile = reinterpret(w_tiles.index(stage * 3 + 2), c_tiles.dtype, [64, K_TILE], columns_first)
+    w_tile = reinterpret(w_tiles.index(stage * 3 + 2), c_tiles.dtype, [64, BLOCK_K], columns_first)
     turned = warpgroup_mma(w_tile, c_tile, turned, is_async=True)
     a, b, turned = warpgroup_mma_wait(num_outstanding=3, deps=(a, b, turned))
     barrier()
@@ -85,7 +85,7 @@ def _step(w_tiles, c_tiles, full, i, a, b, turned):
 
 @gluon.jit
 def _place(c_tiles, i: gl.constexpr):
-    """The i-th [TOKENS, 64] of the tiles of c."""
+    """The i-th [BLOCK_T, 64] of the tiles of c."""
     HALVES: gl.constexpr = c_tiles.shape[2] // 64
     shape: gl.constexpr = [HALVES, c_tiles.shape[1], 64]
     tile = reinterpret(c_tiles.index(i // HALVES), c_tiles.dtype, shape, c_tiles.layout)
@@ -102,32 +102,34 @@ def _query(
     Transposed, [columns, tokens], but for the absorption of many tokens.  Eight warps halve the
     tokens, not the columns."""
     dtype: gl.constexpr = c.dtype
-    TOKENS: gl.constexpr = c.block_shape[0]
-    K_TILE: gl.constexpr = c.block_shape[1]
-    LAST: gl.constexpr = R // K_TILE
-    SWAP: gl.constexpr = TOKENS < 64
+    BLOCK_T: gl.constexpr = c.block_shape[0]
+    BLOCK_K: gl.constexpr = c.block_shape[1]
+    LAST: gl.constexpr = R // BLOCK_K
+    SWAP: gl.constexpr = BLOCK_T < 64
     head = gl.program_id(0)
-    token = gl.program_id(1) * TOKENS
-    w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, K_TILE, 16], w.layout)
-    c_tiles = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, K_TILE], c.layout)
+    token = gl.program_id(1) * BLOCK_T
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, BLOCK_K, 16], w.layout)
+    c_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_T, BLOCK_K], c.layout)
     full = ring(STAGES)
     for each in gl.static_range(STAGES):
-        mbarrier.expect(full.index(each), (3 * 64 + TOKENS) * K_TILE * 2)
+        mbarrier.expect(full.index(each), (3 * 64 + BLOCK_T) * BLOCK_K * 2)
         for part in gl.static_range(3):
             panel = (head * 3 + part) * 4
-            tma_load(w, [panel, each * K_TILE, 0], full.index(each), w_tiles.index(each * 3 + part))
+            tma_load(
+                w, [panel, each * BLOCK_K, 0], full.index(each), w_tiles.index(each * 3 + part)
+            )
     gdc_launch_dependents()
     gdc_wait()
     for each in gl.static_range(STAGES):
-        tma_load(c, [token, each * K_TILE], full.index(each), c_tiles.index(each))
+        tma_load(c, [token, each * BLOCK_K], full.index(each), c_tiles.index(each))
 
     GROUPS: gl.constexpr = gl.num_warps() // 4
     summed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, TOKENS // GROUPS, 16]
+        version=[3, 0], warps_per_cta=[4, GROUPS], instr_shape=[16, BLOCK_T // GROUPS, 16]
     )
-    a = gl.zeros([64, TOKENS], gl.float32, summed)
-    b = gl.zeros([64, TOKENS], gl.float32, summed)
-    turned = gl.zeros([64, TOKENS], gl.float32, summed)
+    a = gl.zeros([64, BLOCK_T], gl.float32, summed)
+    b = gl.zeros([64, BLOCK_T], gl.float32, summed)
+    turned = gl.zeros([64, BLOCK_T], gl.float32, summed)
     for i in range(CHUNKS - STAGES + 1):
         a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned)
         _ask(w, c, w_tiles, c_tiles, full, i + STAGES - 1, i > 0, head, token)
@@ -145,21 +147,21 @@ def _query(
     fence_async_shared()
     barrier()
     rotate(
-        _place(c_tiles, 2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, TOKENS,
+        _place(c_tiles, 2), query_rope + head * 64, HEADS * 64, sin, cos, token, tokens, BLOCK_T,
         INTERLEAVED,
     )  # fmt: skip
-    shape: gl.constexpr = [64, TOKENS] if SWAP else [TOKENS, 64]
+    shape: gl.constexpr = [64, BLOCK_T] if SWAP else [BLOCK_T, 64]
     absorbed: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4 * GROUPS, 1], instr_shape=[16, TOKENS if SWAP else 64, 16]
+        version=[3, 0], warps_per_cta=[4 * GROUPS, 1], instr_shape=[16, BLOCK_T if SWAP else 64, 16]
     )
     for last in range(LAST):
         step = CHUNKS + last
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        one = reinterpret(w_tiles.index(stage * 3), dtype, [K_TILE, 64], w_uk.layout)
-        two = reinterpret(w_tiles.index(stage * 3 + 1), dtype, [K_TILE, 64], w_uk.layout)
-        column = head * R + last * K_TILE
-        if K_TILE == 64:
+        one = reinterpret(w_tiles.index(stage * 3), dtype, [BLOCK_K, 64], w_uk.layout)
+        two = reinterpret(w_tiles.index(stage * 3 + 1), dtype, [BLOCK_K, 64], w_uk.layout)
+        column = head * R + last * BLOCK_K
+        if BLOCK_K == 64:
             out = times(c_tiles.index(0), one, gl.zeros(shape, gl.float32, absorbed), SWAP)
             out = times(c_tiles.index(1), two, out, SWAP)
             out = warpgroup_mma_wait(num_outstanding=0, deps=(out,))

@@ -26,7 +26,7 @@ from ..common.gluon_names import barrier, tma_load, tma_store
 from ..common.tiling import cdiv
 from .tma import DTYPES, aligned, describe_matrix, forget
 
-COLUMNS = 64
+BLOCK_N = 64
 
 
 @gluon.jit(do_not_specialize=["tokens", "programs"])
@@ -35,15 +35,15 @@ def _absorb(
     DN: gl.constexpr, D: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_blocks.dtype
-    TOKENS: gl.constexpr = q_blocks.block_shape[0]
+    BLOCK_T: gl.constexpr = q_blocks.block_shape[0]
     WIDE: gl.constexpr = w_blocks.block_shape[1]
     PARTS: gl.constexpr = R // WIDE
     head = gl.program_id(0)
     first = gl.program_id(1)
-    count = ((tokens + TOKENS - 1) // TOKENS - first + programs - 1) // programs
+    count = ((tokens + BLOCK_T - 1) // BLOCK_T - first + programs - 1) // programs
     w_tiles = gl.allocate_shared_memory(dtype, [PARTS, DN, WIDE], w_blocks.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, DN], q_blocks.layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [2, TOKENS, WIDE], out_blocks.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_T, DN], q_blocks.layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_T, WIDE], out_blocks.layout)
     w_full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for part in gl.static_range(PARTS):
@@ -58,21 +58,21 @@ def _absorb(
         tma_load(w_blocks, [head * DN, part * WIDE], bar, w_tiles.index(part))
     gdc_wait()
     gdc_launch_dependents()
-    mbarrier.expect(full.index(0), TOKENS * DN * 2)
-    tma_load(q_blocks, [first * TOKENS, head * (DN + D)], full.index(0), q_tiles.index(0))
+    mbarrier.expect(full.index(0), BLOCK_T * DN * 2)
+    tma_load(q_blocks, [first * BLOCK_T, head * (DN + D)], full.index(0), q_tiles.index(0))
 
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDE, 16]
     )
-    zero = gl.zeros([TOKENS, WIDE], gl.float32, summed)
+    zero = gl.zeros([BLOCK_T, WIDE], gl.float32, summed)
     for i in range(count):
-        token = (first + i * programs) * TOKENS
+        token = (first + i * programs) * BLOCK_T
         stage = i % 2
         # the block before the last one is done in every warp
         wanted = i + 1 < count
         bar = full.index(1 - stage)
-        mbarrier.expect(bar, TOKENS * DN * 2, pred=wanted)
-        later = token + programs * TOKENS
+        mbarrier.expect(bar, BLOCK_T * DN * 2, pred=wanted)
+        later = token + programs * BLOCK_T
         tma_load(q_blocks, [later, head * (DN + D)], bar, q_tiles.index(1 - stage), pred=wanted)
         mbarrier.wait(full.index(stage), (i // 2) & 1)
         q_tile = q_tiles.index(stage)
@@ -109,7 +109,7 @@ def supports(q: Tensor, w_uk: Tensor) -> bool:
         and tokens > 32
         and q.dtype in DTYPES
         and plain in (64, 128)
-        and rank % COLUMNS == 0
+        and rank % BLOCK_N == 0
         and rank <= 512
         and total % 8 == 0
         and aligned(q, w_uk)
@@ -124,8 +124,8 @@ def launch(q: Tensor, w_uk: Tensor, query: Tensor, rotary: int) -> None:
     programs = max(1, min(cdiv(tokens, tile), gpu.processors(q.device) // heads))
     launches.kernel(_absorb, heads, programs)(
         describe_matrix(q, tokens, total, [tile, plain]),
-        describe_matrix(w_uk, heads * plain, rank, [plain, COLUMNS]),
-        describe_matrix(query, tokens, heads * rank, [tile, COLUMNS]),
+        describe_matrix(w_uk, heads * plain, rank, [plain, BLOCK_N]),
+        describe_matrix(query, tokens, heads * rank, [tile, BLOCK_N]),
         tokens, programs,
         DN=plain, D=rotary, R=rank, num_warps=tile // 16, launch_pdl=True,
     )  # fmt: skip

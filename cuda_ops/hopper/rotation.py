@@ -24,14 +24,14 @@ def _pairs(tokens, interleaved, warps):
 
 @gluon.jit
 def rotate(
-    tile, out, stride, sin, cos, token, tokens, TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr
+    tile, out, stride, sin, cos, token, tokens, BLOCK_T: gl.constexpr, INTERLEAVED: gl.constexpr
 ):  # fmt: skip
-    """out[t * stride :] = the 64 columns of shared tile [TOKENS, 64], rotated."""
+    """out[t * stride :] = the 64 columns of shared tile [BLOCK_T, 64], rotated."""
     dtype: gl.constexpr = out.dtype.element_ty
-    ROWS: gl.constexpr = min(TOKENS, 32)  # at a time, for the registers
+    ROWS: gl.constexpr = min(BLOCK_T, 32)  # at a time, for the registers
     flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, 32, gl.SliceLayout(0, flat))[None, :]
-    for row in gl.static_range(0, TOKENS, ROWS):
+    for row in gl.static_range(0, BLOCK_T, ROWS):
         both = tile.slice(row, ROWS).load(_pairs(ROWS, INTERLEAVED, gl.num_warps()))
         if INTERLEAVED:
             left, right = gl.split(both.reshape([ROWS, 32, 2]))
@@ -53,12 +53,12 @@ def rotate(
 
 
 @gluon.jit
-def pass_on(tile, out, stride, token, tokens, TOKENS: gl.constexpr):
-    """out[t * stride :] = the 64 columns of shared tile [TOKENS, 64], as they are."""
-    ROWS: gl.constexpr = min(TOKENS, 32)
+def pass_on(tile, out, stride, token, tokens, BLOCK_T: gl.constexpr):
+    """out[t * stride :] = the 64 columns of shared tile [BLOCK_T, 64], as they are."""
+    ROWS: gl.constexpr = min(BLOCK_T, 32)
     flat: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
-    for row in gl.static_range(0, TOKENS, ROWS):
+    for row in gl.static_range(0, BLOCK_T, ROWS):
         t = (token + row + gl.arange(0, ROWS, gl.SliceLayout(1, flat)))[:, None]
         ok = (t < tokens) & (i >= 0)
         gl.store(out + t.to(gl.int64) * stride + i, tile.slice(row, ROWS).load(flat), mask=ok)

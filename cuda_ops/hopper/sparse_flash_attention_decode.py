@@ -52,7 +52,7 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
 def _attend(
     q, q_rope, key, key_rope, indices, act_q, act_k, table, part, part_max, part_sum, scale_log2,
     entries, tokens, requests, reach, table_stride, pages, strides, HEADS: gl.constexpr,
-    SPLITS: gl.constexpr, SPAN: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr,
+    SPLITS: gl.constexpr, SPAN: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """part [rows, HEADS, SPLITS, 512], not divided by the sum; part_max, part_sum likewise."""
@@ -70,15 +70,15 @@ def _attend(
     split = program // TILES % SPLITS
     row = (program // (TILES * SPLITS)).to(gl.int64)
     # the longest chain first: index, page, key
-    entry = split * TILE + gl.arange(0, TILE, layout=LINE)
+    entry = split * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
     index = gl.load(indices + row * index_stride + entry // SPAN, mask=entry < entries, other=-1)
     request, start, seen = locate(row, of, LAYOUT, LINE)
     queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
     query_ropes = gl.allocate_shared_memory(dtype, [16, 64], SWIZZLED)
-    left = gl.allocate_shared_memory(dtype, [TILE, 256], SWIZZLED)
-    right = gl.allocate_shared_memory(dtype, [TILE, 256], SWIZZLED)
-    ropes = gl.allocate_shared_memory(dtype, [TILE, 64], SWIZZLED)
-    places = gl.allocate_shared_memory(gl.int32, [TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    ropes = gl.allocate_shared_memory(dtype, [BLOCK_N, 64], SWIZZLED)
+    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
     d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
     at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
@@ -103,9 +103,9 @@ def _attend(
     s = mma_v2(
         query_ropes.load(gl.DotOperandLayout(0, S, 2)),
         ropes.permute((1, 0)).load(gl.DotOperandLayout(1, S, 2)),
-        gl.zeros([16, TILE], gl.float32, layout=S),
+        gl.zeros([16, BLOCK_N], gl.float32, layout=S),
     )
-    s, s2 = _half(s, gl.zeros([16, TILE], gl.float32, layout=S), queries, left, 0, S)
+    s, s2 = _half(s, gl.zeros([16, BLOCK_N], gl.float32, layout=S), queries, left, 0, S)
     async_copy.wait_group(0)
     s, s2 = _half(s, s2, queries, right, 256, S)
     there = (places.load(gl.SliceLayout(0, S)) >= 0)[None, :]
@@ -196,7 +196,7 @@ def launch(call: Attention) -> None:
         call.q, call.qr, call.key, call.kr, call.index, part=part, part_max=part_max,
         part_sum=part_sum, scale_log2=call.scale_log2, entries=call.entries,
         strides=strides(call), HEADS=heads, SPLITS=splits, SPAN=call.span,
-        **call.plan.arguments, LAYOUT=call.plan.layout, TILE=tile, WARPS=warps, num_warps=warps,
+        **call.plan.arguments, LAYOUT=call.plan.layout, BLOCK_N=tile, WARPS=warps, num_warps=warps,
     )  # fmt: skip
     # a thread takes up to 16 parts of 4 columns
     down = min(4, max(1, splits // 16))

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...dispatch.common import memory
 from ..common import gpu, launches
-from ..common.topk import EVERY, TILE
+from ..common.topk import BLOCK, EVERY
 
 MINUS_INF = gl.constexpr(-2139095041)  # ordered(-inf); the lowest that is there is one above
 
@@ -48,10 +48,10 @@ def _float(key):
 
 
 @gluon.jit
-def _lanes(SIZE: gl.constexpr):
-    """0 .. SIZE - 1, as a tile."""
-    L: gl.constexpr = _tiled(SIZE, gl.num_warps())
-    row = gl.arange(0, SIZE // 128, layout=gl.SliceLayout(1, L))
+def _lanes(BLOCK: gl.constexpr):
+    """0 .. BLOCK - 1, as a tile."""
+    L: gl.constexpr = _tiled(BLOCK, gl.num_warps())
+    row = gl.arange(0, BLOCK // 128, layout=gl.SliceLayout(1, L))
     return row[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, L))[None, :]
 
 
@@ -88,9 +88,9 @@ def _survey(key):
 @gluon.jit
 def _ranks(x):
     """(inclusive sums of a tile, row after row, their total)."""
-    SIZE: gl.constexpr = x.numel
+    BLOCK: gl.constexpr = x.numel
     W: gl.constexpr = gl.num_warps()
-    R: gl.constexpr = SIZE // 128
+    R: gl.constexpr = BLOCK // 128
     pairs: gl.constexpr = gl.BlockedLayout([R // W, R // 32], [1, 32], [W, 1], [1, 0])
     totals = gl.sum(x, 1)
     all_ = gl.convert_layout(totals, gl.SliceLayout(0, pairs))
@@ -183,9 +183,9 @@ def _raw(scores, i, lane, end, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def _threshold_of_row(scores, length, k, SIZE: gl.constexpr):
+def _threshold_of_row(scores, length, k, BLOCK: gl.constexpr):
     """_threshold without slack, over a whole row in memory."""
-    lane = _lanes(SIZE)
+    lane = _lanes(BLOCK)
     lo = length * 0 + (MINUS_INF + 1)
     hi = length * 0 + 2147483647
     above = length
@@ -194,7 +194,7 @@ def _threshold_of_row(scores, length, k, SIZE: gl.constexpr):
         d1, d2 = _cuts(lo, hi, k, above, below, below * 0, below < 0)
         n1 = lane * 0
         n2 = lane * 0
-        for i in range(0, length, SIZE):
+        for i in range(0, length, BLOCK):
             key = _ordered(_raw(scores, i, lane, length, False))
             n1 += (key >= d1).to(gl.int32)
             n2 += (key >= d2).to(gl.int32)
@@ -230,17 +230,17 @@ def _select(key, pos, k, indices, values, tail, VALUES: gl.constexpr):
 
 
 @gluon.jit
-def _select_row(scores, length, k, indices, values, SIZE: gl.constexpr, VALUES: gl.constexpr):
+def _select_row(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES: gl.constexpr):
     """_select over a whole row in memory."""
-    lane = _lanes(SIZE)
-    least = _threshold_of_row(scores, length, k, SIZE)
+    lane = _lanes(BLOCK)
+    least = _threshold_of_row(scores, length, k, BLOCK)
     above = lane * 0
-    for i in range(0, length, SIZE):
+    for i in range(0, length, BLOCK):
         above += (_ordered(_raw(scores, i, lane, length, False)) > least).to(gl.int32)
     need = k - _count(above)
     taken = 0
     before = 0
-    for i in range(0, length, SIZE):
+    for i in range(0, length, BLOCK):
         key = _ordered(_raw(scores, i, lane, length, False))
         tie = ((key == least) & (key > MINUS_INF)).to(gl.int32)
         rank, ties = _ranks(tie)
@@ -284,7 +284,7 @@ def _bound(x, there, length, k):
 def _collect(
     scores, sample, lengths, candidates, counts, k, stride, sample_stride,
     CHUNKS: gl.constexpr, ROOM: gl.constexpr, SAMPLE: gl.constexpr, EACH: gl.constexpr,
-    SPARSE: gl.constexpr, SIZE: gl.constexpr, WHOLE: gl.constexpr,
+    SPARSE: gl.constexpr, BLOCK: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """What may win of one chunk of a row, ascending: the score in the high half, the position in
     the low one; and how many they are."""
@@ -294,20 +294,20 @@ def _collect(
     gdc_wait()
     length = gl.load(lengths + row)
     drawn, there = _sampled(sample + row * sample_stride, length, EACH, SAMPLE, SPARSE)
-    part = (length + CHUNKS * SIZE - 1) // (CHUNKS * SIZE) * SIZE
+    part = (length + CHUNKS * BLOCK - 1) // (CHUNKS * BLOCK) * BLOCK
     lo = chunk * part
     hi = gl.minimum(lo + part, length)
     found = 0
-    if (length > 2 * SIZE) & (lo < hi):  # shorter rows are selected from directly
+    if (length > 2 * BLOCK) & (lo < hi):  # shorter rows are selected from directly
         scores += row * stride
         candidates += (row * CHUNKS + chunk) * ROOM
-        lane = _lanes(SIZE)
+        lane = _lanes(BLOCK)
         ahead = _raw(scores, lo, lane, hi, WHOLE)
         least = _bound(drawn, there, length, k)
-        for i in range(lo, hi, SIZE):
+        for i in range(lo, hi, BLOCK):
             x = ahead
-            if i + SIZE < hi:
-                ahead = _raw(scores, i + SIZE, lane, hi, WHOLE)
+            if i + BLOCK < hi:
+                ahead = _raw(scores, i + BLOCK, lane, hi, WHOLE)
             elif WHOLE:
                 x = gl.where(i + lane < hi, x, float("-inf"))
             take = x >= least
@@ -327,22 +327,22 @@ def _apart(both, there):
 
 
 @gluon.jit
-def _dealt(candidates, counts, CHUNKS: gl.constexpr, ROOM: gl.constexpr, SIZE: gl.constexpr):
-    """A row's candidates, if each chunk has SIZE / CHUNKS at most: nothing need move."""
-    L: gl.constexpr = _tiled(SIZE, gl.num_warps())
-    EACH: gl.constexpr = SIZE // CHUNKS
-    chunk = gl.arange(0, SIZE // 128, layout=gl.SliceLayout(1, L)) * 128 // EACH
-    slot = _lanes(SIZE) % EACH
+def _dealt(candidates, counts, CHUNKS: gl.constexpr, ROOM: gl.constexpr, BLOCK: gl.constexpr):
+    """A row's candidates, if each chunk has BLOCK / CHUNKS at most: nothing need move."""
+    L: gl.constexpr = _tiled(BLOCK, gl.num_warps())
+    EACH: gl.constexpr = BLOCK // CHUNKS
+    chunk = gl.arange(0, BLOCK // 128, layout=gl.SliceLayout(1, L)) * 128 // EACH
+    slot = _lanes(BLOCK) % EACH
     both = gl.load(candidates + (chunk * ROOM)[:, None] + slot)
     return both, slot < gl.load(counts + chunk)[:, None]
 
 
 @gluon.jit
 def _packed(
-    candidates, counts, total, CHUNKS: gl.constexpr, ROOM: gl.constexpr, SIZE: gl.constexpr
+    candidates, counts, total, CHUNKS: gl.constexpr, ROOM: gl.constexpr, BLOCK: gl.constexpr
 ):
-    """(key, position) of a row's candidates, up to SIZE, brought together chunk after chunk."""
-    lane = _lanes(SIZE)
+    """(key, position) of a row's candidates, up to BLOCK, brought together chunk after chunk."""
+    lane = _lanes(BLOCK)
     at = lane
     before = 0
     for chunk in gl.static_range(CHUNKS):
@@ -352,27 +352,27 @@ def _packed(
 
 
 @gluon.jit
-def _select_all(scores, length, k, indices, values, SIZE: gl.constexpr, VALUES: gl.constexpr):
-    """_select of a row of up to SIZE scores."""
-    lane = _lanes(SIZE)
+def _select_all(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES: gl.constexpr):
+    """_select of a row of up to BLOCK scores."""
+    lane = _lanes(BLOCK)
     key = _ordered(_raw(scores, 0, lane, length, False))
     return _select(key, lane, k, indices, values, False, VALUES)
 
 
 @gluon.jit
-def _select_short(scores, length, k, indices, values, SIZE: gl.constexpr, VALUES: gl.constexpr):
-    """_select of a row of up to 2 * SIZE scores."""
-    if length <= SIZE:
-        found = _select_all(scores, length, k, indices, values, SIZE, VALUES)
+def _select_short(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES: gl.constexpr):
+    """_select of a row of up to 2 * BLOCK scores."""
+    if length <= BLOCK:
+        found = _select_all(scores, length, k, indices, values, BLOCK, VALUES)
     else:
-        found = _select_all(scores, length, k, indices, values, 2 * SIZE, VALUES)
+        found = _select_all(scores, length, k, indices, values, 2 * BLOCK, VALUES)
     return found
 
 
 @gluon.jit(do_not_specialize=["k"])
 def _topk(
     scores, lengths, candidates, counts, indices, values, k, stride,
-    CHUNKS: gl.constexpr, ROOM: gl.constexpr, SIZE: gl.constexpr, LONG: gl.constexpr,
+    CHUNKS: gl.constexpr, ROOM: gl.constexpr, BLOCK: gl.constexpr, LONG: gl.constexpr,
     VALUES: gl.constexpr,
 ):  # fmt: skip
     """The winners of a row.  LONG: _collect ran."""
@@ -389,31 +389,31 @@ def _topk(
         every: gl.constexpr = gl.BlockedLayout([CHUNKS], [32], [gl.num_warps()], [0])
         each = gl.load(counts + gl.arange(0, CHUNKS, layout=every))
         # asked for before it is known whether they are there
-        both, there = _dealt(candidates, counts, CHUNKS, ROOM, SIZE)
+        both, there = _dealt(candidates, counts, CHUNKS, ROOM, BLOCK)
         total = gl.sum(each, 0)
         most = gl.max(each, 0)
         # a selection is much code, which compiles for a second: one of each size, of any keys
-        short = length <= 2 * SIZE
-        if (length <= SIZE) | ((~short) & (total >= k) & (most <= SIZE // CHUNKS)):
+        short = length <= 2 * BLOCK
+        if (length <= BLOCK) | ((~short) & (total >= k) & (most <= BLOCK // CHUNKS)):
             if short:
-                pos = _lanes(SIZE)
+                pos = _lanes(BLOCK)
                 key = _ordered(_raw(scores, 0, pos, length, False))
             else:
                 key, pos = _apart(both, there)
             found = _select(key, pos, k, indices, values, ~short, VALUES)
-        elif short | ((total >= k) & (most <= ROOM) & (total <= 2 * SIZE)):
+        elif short | ((total >= k) & (most <= ROOM) & (total <= 2 * BLOCK)):
             if short:
-                pos = _lanes(2 * SIZE)
+                pos = _lanes(2 * BLOCK)
                 key = _ordered(_raw(scores, 0, pos, length, False))
             else:
-                key, pos = _packed(candidates, counts, total, CHUNKS, ROOM, 2 * SIZE)
+                key, pos = _packed(candidates, counts, total, CHUNKS, ROOM, 2 * BLOCK)
             found = _select(key, pos, k, indices, values, ~short, VALUES)
         else:
-            found = _select_row(scores, length, k, indices, values, SIZE, VALUES)
+            found = _select_row(scores, length, k, indices, values, BLOCK, VALUES)
     else:
-        found = _select_short(scores, length, k, indices, values, SIZE, VALUES)
+        found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
     if found < k:  # -1, and 0 for a value, past the entries found
-        lane = _lanes(2 * SIZE)
+        lane = _lanes(2 * BLOCK)
         past = (lane >= found) & (lane < k)
         gl.store(indices + lane, -1, mask=past)
         if VALUES:
@@ -434,20 +434,21 @@ def launch(
     # chunks 29.7.  4 warps instead of 8: 15.0 for 32 rows alone, but the indexer lost 3 us by them
     chunks = 16 if rows <= 16 else 8 if rows <= 64 else 2 if rows <= 512 else 1
     # one chunk may hold all that matters: high scores come together
-    room = 2 * TILE if chunks == 1 else TILE
+    room = 2 * BLOCK if chunks == 1 else BLOCK
     candidates = memory.empty((rows, chunks, room), torch.int64, device)
     counts = memory.empty((rows, chunks), torch.int32, device)
-    long = width > 2 * TILE
+    long = width > 2 * BLOCK
     if long:
         of, each = (scores, 1) if sample is None else (sample, EVERY)
-        most = TILE if width <= 2**18 else 4 * TILE  # of a sample
+        most = BLOCK if width <= 2**18 else 4 * BLOCK  # of a sample
         launches.kernel(_collect, rows, chunks)(
             scores, of, lengths, candidates, counts, k, scores.stride(0), of.stride(0),
             CHUNKS=chunks, ROOM=room, SAMPLE=min(most, triton.next_power_of_2(width // each)),
-            EACH=each, SPARSE=width // each > most or width // each % most > 0, SIZE=TILE,
-            WHOLE=width % TILE == 0 and scores.stride(0) % TILE == 0, num_warps=8, launch_pdl=True,
+            EACH=each, SPARSE=width // each > most or width // each % most > 0, BLOCK=BLOCK,
+            WHOLE=width % BLOCK == 0 and scores.stride(0) % BLOCK == 0, num_warps=8,
+            launch_pdl=True,
         )  # fmt: skip
     launches.kernel(_topk, rows)(
         scores, lengths, candidates, counts, indices, values, k, scores.stride(0), CHUNKS=chunks,
-        ROOM=room, SIZE=TILE, LONG=long, VALUES=values.numel() > 0, num_warps=8, launch_pdl=True,
+        ROOM=room, BLOCK=BLOCK, LONG=long, VALUES=values.numel() > 0, num_warps=8, launch_pdl=True,
     )  # fmt: skip
