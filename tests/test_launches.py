@@ -854,7 +854,7 @@ def test_calls_go_on_behind_a_kernel_that_did_not_compile(monkeypatch):
 
 def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch):
     """Its launcher, compiled C, is made and its code loaded by the thread that compiled it, for the
-    GPU of the call: a thread begins with the first one."""
+    GPU of the call (a thread begins with the first one), once the launcher has given all."""
     here = threading.local()
     made: list[tuple[str, int]] = []
 
@@ -869,9 +869,16 @@ def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch):
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     compiled = Compiled()
-    with ThreadPoolExecutor(1, "compiler") as executor:
-        assert launches._Readying(executor).submit(lambda: compiled).result() is compiled
-    assert made == [("compiler_0", 3)]
+    with ThreadPoolExecutor(2, "compiler") as executor:
+        readying = launches._Readying(executor)
+        future = readying.submit(lambda: compiled)
+        executor.submit(lambda: None).result(60)
+        early = made.copy()
+        readying.all_given.set()
+        assert future.result(60) is compiled
+    assert not early
+    ((thread, device),) = made
+    assert thread.startswith("compiler_") and device == 3
 
 
 def test_first_calls_import_nothing_slow():

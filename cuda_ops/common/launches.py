@@ -93,16 +93,21 @@ _begun = _begin()
 
 class _Readying:
     """Of an executor what Triton asks for; a kernel that it compiled can be launched at once: its
-    launcher is C, which Triton has compiled at the first launch, and its code is on the GPU."""
+    launcher is C, which Triton has compiled at the first launch, and its code is on the GPU.
+
+    Nothing is compiled before `all_given`: the first kernels' compilers would hold Python's lock
+    against the launcher, which has the longest one still to give."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self.all_given = threading.Event()
 
     def submit(self, compiled: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
 
         def readied() -> CompiledKernel:
+            self.all_given.wait()
             kernel = compiled()
             driver.set_current_device(device)  # each thread has its own
             kernel.run  # noqa: B018
@@ -121,9 +126,13 @@ def compiling(executor: Executor) -> Iterator[None]:
     for thread in _begun:
         thread.join()
     _here.compiling = True
+    readying = _Readying(executor)
     try:
-        with AsyncCompileMode(_Readying(executor)), _WritesNothing():
-            yield
+        with AsyncCompileMode(readying), _WritesNothing():
+            try:
+                yield
+            finally:
+                readying.all_given.set()
     finally:
         _here.compiling = False
         active_mode.set(None)  # Triton leaves it where a kernel did not compile
