@@ -8,7 +8,7 @@ corners="3.10:2.8.0 3.13:2.15.0"
 quick="tests/test_contracts.py tests/test_nz.py tests/test_lightning_indexer.py
   tests/test_fused_attention.py tests/test_indexer_loss.py tests/test_sparse_attention_pto.py
   tests/test_compile.py tests/test_layering.py"
-needed="pytest pytest-xdist hypothesis numpy<2.4 tqdm setuptools>=77,<82"
+needed="pytest pytest-timeout pytest-xdist hypothesis numpy<2.4 tqdm setuptools>=77,<82"
 
 source tests/environments.sh
 
@@ -21,5 +21,5 @@ for corner in $corners; do
   fi
   [ -e "$folder/ready" ] || set_up "$python" "$torch" "$folder" $needed
   echo "corner Python $version, torch $torch:"
-  OMP_NUM_THREADS=1 "$folder/bin/python" -m pytest --quiet --quick -p no:cacheprovider -n auto $quick
+  OMP_NUM_THREADS=1 "$folder/bin/python" -m pytest --quiet --quick --timeout 900 --timeout-method thread -p no:cacheprovider -n auto $quick
 done

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import subprocess
+from multiprocessing.synchronize import Barrier
 
 import pytest
 import torch
@@ -213,19 +214,24 @@ def test_the_folder_follows_xdg(monkeypatch, tmp_path):
     assert len(list((tmp_path / "xdg/npu-custom-ops/refused").rglob("*.json"))) == 1
 
 
-def _learn(number: int) -> None:
-    refusals.known.cache_clear()
+def _learn(number: int, cache_dir: str, ready: Barrier) -> None:
+    config.cache_dir = cache_dir
+    ready.wait()
     for each in range(40):
         refusals.add(f"kernel TILE={each} for ({number % 2},)", "UB overflow", True)
 
 
 def test_processes_at_once_lose_nothing(tmp_path):
-    context = multiprocessing.get_context("fork")
-    several = [context.Process(target=_learn, args=(number,)) for number in range(4)]
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(4, timeout=120)
+    several = [
+        context.Process(target=_learn, args=(number, config.cache_dir, ready), daemon=True)
+        for number in range(4)
+    ]
     for process in several:
         process.start()
     for process in several:
-        process.join()
+        process.join(240)
         assert process.exitcode == 0
     assert len(refusals.known()) == 80 == len(entries(tmp_path))
     assert not list((tmp_path / "cache").rglob("*.new"))
