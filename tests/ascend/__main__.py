@@ -123,7 +123,7 @@ def compile_all(
             print(f"{sum(map(len, answers.values()))} of {len(pairs)} compiled", flush=True)
         entry = store.entry(compiled)
         before = kept.compiled.setdefault(key, {}).get(build)
-        if (key, build) in again and not store.agree(before, entry):
+        if (key, build) in again and not store.agree(before, entry, build):
             failures.append(
                 f"{distinct[key].kernel} with {build}: kept as {before}, now {entry}: run --cold"
             )
