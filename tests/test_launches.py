@@ -43,7 +43,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import _async_compile
+from triton.runtime import _async_compile, build
 from triton.runtime.jit import KernelInterface
 
 from custom.bench import attention, case, convolution, delta_rule, indexer_loss, sparse_attention
@@ -879,6 +879,41 @@ def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch):
     assert not early
     ((thread, device),) = made
     assert thread.startswith("compiler_") and device == 3
+
+
+_LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *none) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_NOARGS, ""}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{
+  PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods
+}};
+PyMODINIT_FUNC PyInit___triton_launcher(void) {{ return PyModule_Create(&module); }}
+"""
+
+
+def test_threads_that_load_launchers_get_their_own(monkeypatch, tmp_path):
+    """As Triton 3.6 makes them: modules of one name, loaded again for every kernel that has the
+    same arguments."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)
+    launches._load_apart()
+
+    def launcher(number: int) -> Callable[[], int]:
+        source = _LAUNCHER.format(number=number)
+        return build.compile_module_from_src(source, "__triton_launcher").launch
+
+    def others(number: int) -> int:
+        return sum(launcher(number)() != number for _ in range(5000))
+
+    assert [launcher(number)() for number in range(4)] == [*range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert not any(threads.map(others, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_first_calls_import_nothing_slow():

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import build
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
 from triton.runtime.cache import triton_key
 
@@ -89,6 +91,25 @@ def _begin() -> list[threading.Thread]:
 
 
 _begun = _begin()
+
+
+def _load_apart() -> None:
+    """Triton up to 3.6 loads the launcher of every kernel as a module of one name.  A file that was
+    loaded before gives the module object that bears the name, filled anew: of two threads that load
+    launchers one got the other's.  So one loads at a time, and has a module of its own."""
+    load, alone = build._load_module_from_path, threading.Lock()
+
+    def loaded(name: str, path: str) -> ModuleType:
+        module = ModuleType(name)
+        with alone:
+            module.__dict__.update(vars(load(name, path)))
+        return module
+
+    build._load_module_from_path = loaded
+
+
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):  # later ones have one launcher
+    _load_apart()
 
 
 class _Readying:
