@@ -35,8 +35,8 @@ def _output(
     if SILU:
         total = total * sigmoid(total)
     if computed is not None:
-        seen = position + tl.load(computed + n)
-        total = tl.where(seen < W - 1, 0.0, total)
+        history_len = position + tl.load(computed + n)
+        total = tl.where(history_len < W - 1, 0.0, total)
     if RESIDUAL:
         total += now
     return total
@@ -44,7 +44,7 @@ def _output(
 
 @triton.jit
 def _final_states(
-    x, history, starts, final, n, d, on, tokens, length, channels, x_batch, x_row,
+    x, history, starts, final, n, d, mask, tokens, length, channels, x_batch, x_row,
     h_sequence, h_column, h_channel, W: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
@@ -58,9 +58,9 @@ def _final_states(
     row, live = before(x, history, n, n >= 0, h_sequence)
     for column in tl.static_range(W - 1):
         position = size.to(tl.int64) + (column - (W - 1))
-        value = value_at(of_x, row, position, W - 1, d, on, live, x_row, h_column, h_channel)
+        value = value_at(of_x, row, position, W - 1, d, mask, live, x_row, h_column, h_channel)
         to = final + (n.to(tl.int64) * (W - 1) + column) * channels + d
-        tl.store(to, value.to(final.dtype.element_ty), mask=on)
+        tl.store(to, value.to(final.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "sequences", "finishing"])
@@ -73,33 +73,33 @@ def _convolve(
     tiles = tl.cdiv(channels, BLOCK_D)
     program = tl.program_id(0)
     d = program % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    on = d >= 0 if WHOLE else d < channels
+    mask = d >= 0 if WHOLE else d < channels
     if program < finishing:
         if final is not None:
             _final_states(
-                x, history, starts, final, program // tiles, d, on, tokens, length, channels,
+                x, history, starts, final, program // tiles, d, mask, tokens, length, channels,
                 x_batch, x_row, h_sequence, h_column, h_channel, W, VARLEN,
             )  # fmt: skip
     else:
         first = (program - finishing) // tiles * BLOCK_T
-        taps = taps_of(weight, d, on, w_tap, w_channel, W)
+        taps = taps_of(weight, d, mask, w_tap, w_channel, W)
         start = tl.zeros([BLOCK_D], tl.float32)
         if bias is not None:
-            start += tl.load(bias + d, mask=on, other=0.0).to(tl.float32)
-        n, position, size, there = standing(starts, first, tokens, length, sequences, VARLEN)
-        if there & (position + BLOCK_T <= size):
+            start += tl.load(bias + d, mask=mask, other=0.0).to(tl.float32)
+        n, position, size, valid = standing(starts, first, tokens, length, sequences, VARLEN)
+        if valid & (position + BLOCK_T <= size):
             place = position.to(tl.int64)
             of_x = x + row_at(n, n * 0, first - position, x_batch, x_row, VARLEN)
-            row, live = before(x, history, n, there, h_sequence)
+            row, live = before(x, history, n, valid, h_sequence)
             rows = ()
             for back in tl.static_range(W - 1):
                 at = place + (back - (W - 1))
                 rows += (
-                    value_at(of_x, row, at, W - 1, d, on, live, x_row, h_column, h_channel),
+                    value_at(of_x, row, at, W - 1, d, mask, live, x_row, h_column, h_channel),
                 )  # fmt: skip
             at = of_x + place * x_row + d
             for t in tl.static_range(BLOCK_T):
-                rows += (tl.load(at + tl.cast(t, tl.int64) * x_row, mask=on, other=0.0),)
+                rows += (tl.load(at + tl.cast(t, tl.int64) * x_row, mask=mask, other=0.0),)
             to = out + first.to(tl.int64) * channels + d
             for t in tl.static_range(BLOCK_T):
                 total = start
@@ -108,28 +108,29 @@ def _convolve(
                 now = rows[t + W - 1].to(tl.float32)
                 total = _output(total, now, computed, n, position + t, W, SILU, RESIDUAL)
                 at = to + tl.cast(t, tl.int64) * channels
-                tl.store(at, total.to(out.dtype.element_ty), mask=on)
+                tl.store(at, total.to(out.dtype.element_ty), mask=mask)
         else:
             for t in range(first, tl.minimum(first + BLOCK_T, tokens)):
                 token = tl.cast(t, tl.int32)
-                n, position, _, there = standing(starts, token, tokens, length, sequences, VARLEN)
+                n, position, _, valid = standing(starts, token, tokens, length, sequences, VARLEN)
                 total = tl.zeros([BLOCK_D], tl.float32)
-                if there:
+                if valid:
                     place = position.to(tl.int64)
                     of_x = x + row_at(n, n * 0, token - position, x_batch, x_row, VARLEN)
-                    row, live = before(x, history, n, there, h_sequence)
+                    row, live = before(x, history, n, valid, h_sequence)
                     total = start
                     now = total
                     for back in tl.static_range(W):
                         value = value_at(
-                            of_x, row, place - back, W - 1, d, on, live, x_row, h_column, h_channel
-                        )
+                            of_x, row, place - back, W - 1, d, mask, live, x_row, h_column,
+                            h_channel,
+                        )  # fmt: skip
                         total += value * taps[back]
                         if back == 0:
                             now = value
                     total = _output(total, now, computed, n, position, W, SILU, RESIDUAL)
                 to = out + tl.cast(t, tl.int64) * channels + d
-                tl.store(to, total.to(out.dtype.element_ty), mask=on)
+                tl.store(to, total.to(out.dtype.element_ty), mask=mask)
 
 
 def tile(tokens: int, channels: int, device: torch.device) -> tuple[int, int]:

@@ -41,17 +41,17 @@ def _through(grad, total, SILU: tl.constexpr):
 
 @triton.jit
 def _number(
-    x, history, sequence, position, size, token, there, d, on_d,
+    x, history, sequence, position, size, token, valid, d, on_d,
     x_batch, x_row, h_sequence, h_column, h_channel, W: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """The tile [BLOCK_T, BLOCK_D] at positions [BLOCK_T], float32: tokens, what came before them,
     or zeros."""
-    now = there & (position >= 0) & (position < size)
+    now = valid & (position >= 0) & (position < size)
     at = row_at(sequence, position, token, x_batch, x_row, VARLEN)
     tile = tl.load(x + at[:, None] + d[None], mask=now[:, None] & on_d[None], other=0.0)
     tile = tile.to(tl.float32)
     if history is not None:
-        past = there & (position < 0) & (position > -W)
+        past = valid & (position < 0) & (position > -W)
         column = (W - 1 + position).to(tl.int64)
         at = sequence.to(tl.int64) * h_sequence + column * h_column
         before = tl.load(
@@ -62,11 +62,11 @@ def _number(
 
 
 @triton.jit
-def _of_final(d_final, back, n, column, d, on, f_sequence, f_column, f_channel):
+def _of_final(d_final, back, n, column, d, mask, f_sequence, f_column, f_channel):
     """With the gradient of the final states, of which a token may be a column."""
     if d_final is not None:
         at = d_final + n.to(tl.int64) * f_sequence + column.to(tl.int64) * f_column
-        back += tl.load(at + d.to(tl.int64) * f_channel, mask=on & (column >= 0), other=0.0).to(
+        back += tl.load(at + d.to(tl.int64) * f_channel, mask=mask & (column >= 0), other=0.0).to(
             tl.float32
         )
     return back
@@ -86,12 +86,12 @@ def _backward(
     program = tl.program_id(0)
     tiles = tl.cdiv(channels, BLOCK_D)
     d = program % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    on = d >= 0 if WHOLE else d < channels
+    mask = d >= 0 if WHOLE else d < channels
     first = program // tiles * (BLOCK_T * BLOCKS)
-    taps = taps_of(weight, d, on, w_tap, w_channel, W)
+    taps = taps_of(weight, d, mask, w_tap, w_channel, W)
     start = tl.zeros([BLOCK_D], tl.float32)
     if bias is not None:
-        start += tl.load(bias + d, mask=on, other=0.0).to(tl.float32)
+        start += tl.load(bias + d, mask=mask, other=0.0).to(tl.float32)
     # the sums of W taps, of the bias
     total_1 = tl.zeros([BLOCK_D], tl.float32)
     total_2 = tl.zeros([BLOCK_D], tl.float32)
@@ -100,21 +100,21 @@ def _backward(
     total_b = tl.zeros([BLOCK_D], tl.float32)
     for block in range(BLOCKS):
         begin = first + block * BLOCK_T
-        n, position, size, there = standing(starts, begin, tokens, length, sequences, VARLEN)
+        n, position, size, valid = standing(starts, begin, tokens, length, sequences, VARLEN)
         place = position.to(tl.int64)
         of_x = x + row_at(n, n * 0, begin - position, x_batch, x_row, VARLEN)
         of_g = d_out + row_at(n, n * 0, begin - position, g_batch, g_row, VARLEN)
-        row, live = before(x, history, n, there, h_sequence)
-        if there & (position + BLOCK_T <= size):
+        row, live = before(x, history, n, valid, h_sequence)
+        if valid & (position + BLOCK_T <= size):
             # the W - 1 tokens before, BLOCK_T, W - 1 behind, of which there may be fewer
             xs = ()
             for back in tl.static_range(W - 1):
                 at = place + (back - (W - 1))
-                xs += (value_at(of_x, row, at, W - 1, d, on, live, x_row, h_column, h_channel),)
+                xs += (value_at(of_x, row, at, W - 1, d, mask, live, x_row, h_column, h_channel),)
             gs = ()
             for t in tl.static_range(BLOCK_T + W - 1):
                 at = place + t
-                own = on if t < BLOCK_T else on & (at < size)
+                own = mask if t < BLOCK_T else mask & (at < size)
                 if SILU or t < BLOCK_T:
                     xs += (tl.load(of_x + at * x_row + d, mask=own, other=0.0),)
                 gs += (tl.load(of_g + at * g_row + d, mask=own, other=0.0),)
@@ -142,26 +142,26 @@ def _backward(
                         back += es[t - W + 1 + j] * taps[j]
                     column = W - 1 - size + position + (t - W + 1)
                     back = _of_final(
-                        d_final, back, n, column, d, on, f_sequence, f_column, f_channel
+                        d_final, back, n, column, d, mask, f_sequence, f_column, f_channel
                     )
                     at = to + tl.cast(t - W + 1, tl.int64) * channels
-                    tl.store(at, back.to(dx.dtype.element_ty), mask=on)
+                    tl.store(at, back.to(dx.dtype.element_ty), mask=mask)
         else:
             for t in range(begin, tl.minimum(begin + BLOCK_T, tokens)):
                 token = tl.cast(t, tl.int32)
-                n, position, size, there = standing(
+                n, position, size, valid = standing(
                     starts, token, tokens, length, sequences, VARLEN
                 )
                 sum_x = tl.zeros([BLOCK_D], tl.float32)
-                if there:
+                if valid:
                     place = position.to(tl.int64)
                     of_x = x + row_at(n, n * 0, token - position, x_batch, x_row, VARLEN)
                     of_g = d_out + row_at(n, n * 0, token - position, g_batch, g_row, VARLEN)
-                    row, live = before(x, history, n, there, h_sequence)
+                    row, live = before(x, history, n, valid, h_sequence)
                     xs = ()
                     for ahead in tl.static_range(1 - W, W if SILU else 1):
                         at = place + ahead
-                        own = on & (at < size)
+                        own = mask & (at < size)
                         xs += (
                             value_at(
                                 of_x, row, at, W - 1, d, own, live, x_row, h_column, h_channel
@@ -169,7 +169,7 @@ def _backward(
                         )
                     for ahead in tl.static_range(W):
                         at = place + ahead
-                        e = tl.load(of_g + at * g_row + d, mask=on & (at < size), other=0.0)
+                        e = tl.load(of_g + at * g_row + d, mask=mask & (at < size), other=0.0)
                         e = e.to(tl.float32)
                         if SILU:
                             total = start
@@ -187,18 +187,18 @@ def _backward(
                                 total_4 += e * xs[W - 4]
                     column = W - 1 - size + position
                     sum_x = _of_final(
-                        d_final, sum_x, n, column, d, on, f_sequence, f_column, f_channel
+                        d_final, sum_x, n, column, d, mask, f_sequence, f_column, f_channel
                     )
                 to = dx + tl.cast(t, tl.int64) * channels + d
-                tl.store(to, sum_x.to(dx.dtype.element_ty), mask=on)
+                tl.store(to, sum_x.to(dx.dtype.element_ty), mask=mask)
     to = sums + (program // tiles).to(tl.int64) * (W + 1) * channels + d
-    tl.store(to + (W - 1) * channels, total_1, mask=on)
-    tl.store(to + (W - 2) * channels, total_2, mask=on)
+    tl.store(to + (W - 1) * channels, total_1, mask=mask)
+    tl.store(to + (W - 2) * channels, total_2, mask=mask)
     if W > 2:
-        tl.store(to + (W - 3) * channels, total_3, mask=on)
+        tl.store(to + (W - 3) * channels, total_3, mask=mask)
     if W > 3:
-        tl.store(to, total_4, mask=on)
-    tl.store(to + W * channels, total_b, mask=on)
+        tl.store(to, total_4, mask=mask)
+    tl.store(to + W * channels, total_b, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])

@@ -59,12 +59,12 @@ def _update(
     tiles = tl.cdiv(channels, BLOCK_D)
     n = tl.program_id(0) // tiles
     d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    on = d < channels
+    mask = d < channels
     n_wide = n.to(tl.int64)
     if zeroed is not None:
         i = tl.arange(0, triton.next_power_of_2(ZEROS))
-        here = (i < ZEROS) & (tl.program_id(0) % tiles == 0)
-        tl.store(zeroed + n_wide * ZEROS + i, tl.zeros_like(i), mask=here)
+        zero_mask = (i < ZEROS) & (tl.program_id(0) % tiles == 0)
+        tl.store(zeroed + n_wide * ZEROS + i, tl.zeros_like(i), mask=zero_mask)
     if VARLEN:
         first = within(starts + n, True, tokens)
         size = tl.maximum(within(starts + n + 1, True, tokens) - first, 0)
@@ -94,32 +94,32 @@ def _update(
     if parents is not None:
         parents += n_wide * columns
 
-    taps = taps_of(weight, d, on, w_tap, w_channel, W)
+    taps = taps_of(weight, d, mask, w_tap, w_channel, W)
     start = tl.zeros([BLOCK_D], tl.float32)
     if bias is not None:
-        start += tl.load(bias + d, mask=on, other=0.0).to(tl.float32)
+        start += tl.load(bias + d, mask=mask, other=0.0).to(tl.float32)
     for t in range(size):
         token = tl.cast(t, tl.int64)
         position = token
         total = start
         for back in tl.static_range(W):
-            value = value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel)
+            value = value_at(x, row, position, reach, d, mask, live, x_row, s_column, s_channel)
             total += value * taps[back]
             if window is not None and back < W - 1:
                 to = window + token * i_step + tl.cast(W - 2 - back, tl.int64) * i_column
                 to += d.to(tl.int64) * i_channel
-                tl.store(to, value.to(window.dtype.element_ty), mask=on & kept & (t < steps))
+                tl.store(to, value.to(window.dtype.element_ty), mask=mask & kept & (t < steps))
             position = _before(parents, position, columns)
         if SILU:
             total = total * sigmoid(total)
         to = out + token * channels + d
-        tl.store(to, total.to(out.dtype.element_ty), mask=on)
+        tl.store(to, total.to(out.dtype.element_ty), mask=mask)
     if STORE:
         new = ()
         for column in tl.static_range(L):
             new += (
                 value_at(
-                    x, row, column - place, reach, d, on, live, x_row, s_column, s_channel
+                    x, row, column - place, reach, d, mask, live, x_row, s_column, s_channel
                 ),
             )  # fmt: skip
         # a thread may store what another one loads
@@ -128,16 +128,16 @@ def _update(
             position = column - place
             stored = live & (size > 0) & (position >= -reach) & (position < size)
             to = row + tl.cast(column, tl.int64) * s_column + d.to(tl.int64) * s_channel
-            tl.store(to, new[column].to(pool.dtype.element_ty), mask=on & stored)
+            tl.store(to, new[column].to(pool.dtype.element_ty), mask=mask & stored)
     if VARLEN:
         # tokens before the first sequence, and behind the last one
         nothing = tl.zeros([BLOCK_D], out.dtype.element_ty)
         before = tl.where(n == 0, -first, 0)
         for t in range(before, 0):
-            tl.store(out + tl.cast(t, tl.int64) * channels + d, nothing, mask=on)
+            tl.store(out + tl.cast(t, tl.int64) * channels + d, nothing, mask=mask)
         behind = tl.where(n == sequences - 1, tokens - first, size)
         for t in range(size, behind):
-            tl.store(out + tl.cast(t, tl.int64) * channels + d, nothing, mask=on)
+            tl.store(out + tl.cast(t, tl.int64) * channels + d, nothing, mask=mask)
 
 
 def tile(sequences: int, channels: int, device: torch.device) -> int:

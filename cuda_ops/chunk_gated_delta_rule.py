@@ -59,7 +59,7 @@ def _chunks_kernel(
         start, first, length = chunk.to(tl.int64) * 0, chunk * CHUNK, T
     if first < length:
         i = tl.arange(0, CHUNK)
-        there = first + i < length
+        valid = first + i < length
         token = start + first + i
         ck = tl.arange(0, DK_PAD)
         cv = tl.arange(0, DV_PAD)
@@ -67,35 +67,35 @@ def _chunks_kernel(
         query += start * q_row + h * q_head
         value += start * v_row + hv * v_head
         if GATE:
-            gate = tl.load(g + token * g_row + hv, mask=there, other=0.0).to(tl.float32)
+            gate = tl.load(g + token * g_row + hv, mask=valid, other=0.0).to(tl.float32)
             total = tl.cumsum(gate, 0)
         else:
             total = tl.zeros([CHUNK], tl.float32)
         if BETA:
-            rate = tl.load(beta + token * b_row + hv, mask=there, other=0.0).to(tl.float32)
+            rate = tl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(tl.float32)
         else:
-            rate = tl.where(there, 1.0, 0.0)
-        seen = i[:, None] >= i[None, :]
-        fading = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+            rate = tl.where(valid, 1.0, 0.0)
+        causal = i[:, None] >= i[None, :]
+        fading = tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0))
         row = token * NV + hv
-        on = there[:, None]
+        mask = valid[:, None]
         element = u.dtype.element_ty
-        tl.store(sums + row, total, mask=there)
+        tl.store(sums + row, total, mask=valid)
         # each operand is loaded where it is used, the keys twice: held, they would spill
         k = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
         q = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
-        attention = tl.where(seen, tl.dot(q, k.T) * fading * scale, 0.0)
-        tl.store(p + row[:, None] * CHUNK + i[None, :], attention.to(element), on)
+        attention = tl.where(causal, tl.dot(q, k.T) * fading * scale, 0.0)
+        tl.store(p + row[:, None] * CHUNK + i[None, :], attention.to(element), mask)
         lower = tl.dot(k, k.T) * fading * rate[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
         inverse = unit_inverse(lower, PRECISION)
         v = chunk_rows(value, first, length, v_row, cv, DV, DV_PAD)
         u_tile = tl.dot((inverse * rate[None, :]).to(element), v)
-        tl.store(u + row[:, None] * DV + cv[None, :], u_tile.to(element), on & (cv < DV)[None, :])
+        tl.store(u + row[:, None] * DV + cv[None, :], u_tile.to(element), mask & (cv < DV)[None, :])
         tl.debug_barrier()
         k = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
         w_tile = tl.dot((inverse * (rate * tl.exp(total))[None, :]).to(element), k)
-        tl.store(w + row[:, None] * DK + ck[None, :], w_tile.to(element), on & (ck < DK)[None, :])
+        tl.store(w + row[:, None] * DK + ck[None, :], w_tile.to(element), mask & (ck < DK)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -124,9 +124,9 @@ def _states_kernel(
     i = tl.arange(0, CHUNK)
     # state [Dk, BLOCK_V]; in memory [Dv, Dk]
     state_at = (sequence.to(tl.int64) * NV + hv) * DV * DK + cv[None, :] * DK + ck[:, None]
-    state_on = (cv < DV)[None, :] & (ck < DK)[:, None]
+    state_mask = (cv < DV)[None, :] & (ck < DK)[:, None]
     if INITIAL:
-        state = tl.load(initial + state_at, mask=state_on, other=0.0).to(tl.float32)
+        state = tl.load(initial + state_at, mask=state_mask, other=0.0).to(tl.float32)
     else:
         state = tl.zeros([DK_PAD, BLOCK_V], tl.float32)
     query += start * q_row + h * q_head
@@ -139,7 +139,7 @@ def _states_kernel(
     out += row0 * DV
     element = u.dtype.element_ty
     for first in tl.range(0, length, CHUNK, num_stages=STAGES):
-        there = first + i < length
+        valid = first + i < length
         w_tile = chunk_rows(w, first, length, NV * DK, ck, DK, DK_PAD)
         q_tile = chunk_rows(query, first, length, q_row, ck, DK, DK_PAD)
         k_tile = chunk_rows(key, first, length, k_row, ck, DK, DK_PAD)
@@ -147,26 +147,26 @@ def _states_kernel(
         u_tile = chunk_rows(
             u, first, length, NV * DV, cv, DV if BLOCKS * BLOCK_V != DV else BLOCK_V, BLOCK_V
         )
-        total = tl.load(sums + (first + i).to(tl.int64) * NV, mask=there, other=0.0)
+        total = tl.load(sums + (first + i).to(tl.int64) * NV, mask=valid, other=0.0)
         last = tl.load(sums + tl.minimum(first + CHUNK, length).to(tl.int64) * NV - NV)
         half = state.to(element)
         new = u_tile.to(tl.float32) - tl.dot(w_tile, half)
         o = tl.dot(q_tile, half) * (tl.exp(total) * scale)[:, None]
         o = tl.dot(p_tile, new.to(element), o)
-        on = there[:, None] & (cv < DV)[None, :]
+        mask = valid[:, None] & (cv < DV)[None, :]
         out_at = out + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
-        tl.store(out_at, o.to(out.dtype.element_ty), mask=on)
-        fading = tl.where(there, tl.exp(last - total), 0.0)
+        tl.store(out_at, o.to(out.dtype.element_ty), mask=mask)
+        fading = tl.where(valid, tl.exp(last - total), 0.0)
         state = state * tl.exp(last)
         state = tl.dot(k_tile.T, (new * fading[:, None]).to(element), state)
-    tl.store(final + state_at, state.to(final.dtype.element_ty), mask=state_on)
+    tl.store(final + state_at, state.to(final.dtype.element_ty), mask=state_mask)
     if VARLEN:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
         # tokens behind the last sequence
         if sequence == sequences - 1:
             for first in range(length, (T - start).to(tl.int32), CHUNK):
-                on = (first + i < T - start)[:, None] & (cv < DV)[None, :]
+                mask = (first + i < T - start)[:, None] & (cv < DV)[None, :]
                 out_at = out + (first + i).to(tl.int64)[:, None] * (NV * DV) + cv[None, :]
-                tl.store(out_at, tl.zeros([CHUNK, BLOCK_V], tl.float32), mask=on)
+                tl.store(out_at, tl.zeros([CHUNK, BLOCK_V], tl.float32), mask=mask)
 
 
 _WIDE = 107 * 1024  # bytes of shared memory that a Dk above 128 takes

@@ -79,29 +79,29 @@ def _place(lengths, chunk, T, sequences, SEQUENCES: tl.constexpr, VARLEN: tl.con
 
 
 @triton.jit
-def _vector(base, token, row, there):
+def _vector(base, token, row, valid):
     """Of 64 tokens, in float32; 0 where there is none."""
-    return tl.load(base + token * row, mask=there, other=0.0).to(tl.float32)
+    return tl.load(base + token * row, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _grown(g, token, g_row, there, GATE: tl.constexpr):
+def _grown(g, token, g_row, valid, GATE: tl.constexpr):
     """(running sum [64] of the decay's logarithm, D [64, 64] with ones above the diagonal)."""
     if GATE:
-        total = tl.cumsum(_vector(g, token, g_row, there), 0)
+        total = tl.cumsum(_vector(g, token, g_row, valid), 0)
     else:
         total = tl.zeros([CHUNK], tl.float32)
     i = tl.arange(0, CHUNK)
-    seen = i[:, None] >= i[None, :]
-    return total, tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+    causal = i[:, None] >= i[None, :]
+    return total, tl.exp(tl.where(causal, total[:, None] - total[None, :], 0.0))
 
 
 @triton.jit
-def _rate(beta, token, b_row, there, BETA: tl.constexpr):
+def _rate(beta, token, b_row, valid, BETA: tl.constexpr):
     if BETA:
-        return _vector(beta, token, b_row, there)
+        return _vector(beta, token, b_row, valid)
     else:
-        return tl.where(there, 1.0, 0.0)
+        return tl.where(valid, 1.0, 0.0)
 
 
 class Constants(NamedTuple):
@@ -129,22 +129,22 @@ def _triangles_kernel(
     start, first, _length, inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < inside:
         i = tl.arange(0, CHUNK)
-        there = first + i < inside
+        valid = first + i < inside
         token = start + first + i
         ck = tl.arange(0, DK_PAD)
         key += start * k_row + h * k_head
         query += start * q_row + h * q_head
         tile = (chunk.to(tl.int64) * C.NV + hv) * CHUNK
         at = (tile + i)[:, None] * CHUNK + i[None, :]
-        total, fading = _grown(g + hv, token, g_row, there, C.GATE)
-        rate = _rate(beta + hv, token, b_row, there, C.BETA)
+        total, fading = _grown(g + hv, token, g_row, valid, C.GATE)
+        rate = _rate(beta + hv, token, b_row, valid, C.BETA)
         last = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0)
         tl.store(grown + tile + i, tl.exp(total))
         tl.store(left + tile + i, tl.exp(last - total))
         k = chunk_rows(key, first, inside, k_row, ck, C.DK, DK_PAD)
         q = chunk_rows(query, first, inside, q_row, ck, C.DK, DK_PAD)
-        seen = i[:, None] >= i[None, :]
-        attention = tl.where(seen, tl.dot(q, k.T) * fading * scale, 0.0)
+        causal = i[:, None] >= i[None, :]
+        attention = tl.where(causal, tl.dot(q, k.T) * fading * scale, 0.0)
         tl.store(p + at, attention.to(p.dtype.element_ty))
         lower = tl.dot(k, k.T) * fading * rate[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
@@ -157,10 +157,10 @@ def _triangles_kernel(
 def _columns(base, first, length, row, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
     """[PAD, 64]: `_rows`, transposed."""
     i = first + tl.arange(0, CHUNK)
-    on = (i < length)[None, :]
+    mask = (i < length)[None, :]
     if SIZE != PAD:
-        on = on & (columns < SIZE)[:, None]
-    return tl.load(base + i.to(tl.int64)[None, :] * row + columns[:, None], mask=on, other=0.0)
+        mask = mask & (columns < SIZE)[:, None]
+    return tl.load(base + i.to(tl.int64)[None, :] * row + columns[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def _walks_kernel(
     cv = block * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, CHUNK)
     inner = cv[:, None] * C.DK + ck[None, :]
-    on = (cv < C.DV)[:, None] & (ck < C.DK)[None, :]
+    mask = (cv < C.DV)[:, None] & (ck < C.DK)[None, :]
     whole_at = (sequence.to(tl.int64) * C.NV + hv) * (C.DV * C.DK) + inner
     query += start * q_row + h * q_head
     key += start * k_row + h * k_head
@@ -218,7 +218,7 @@ def _walks_kernel(
     element = t.dtype.element_ty
     if back == 0:
         if INITIAL:
-            state = tl.load(initial + whole_at, mask=on, other=0.0).to(tl.float32)
+            state = tl.load(initial + whole_at, mask=mask, other=0.0).to(tl.float32)
         else:
             state = tl.zeros([BLOCK_V, DK_PAD], tl.float32)
         for c in tl.range(0, chunks, num_stages=STAGES):
@@ -233,15 +233,15 @@ def _walks_kernel(
             fade = tl.load(grown + tile + CHUNK - 1)
             rate = _rate(beta, (first + i).to(tl.int64), b_row, first + i < length, C.BETA)
             half = state.to(element)
-            tl.store(states + number * (C.DV * C.DK) + inner, half, mask=on)
-            seen = tl.dot(half, k_tile.T)
-            x = (v_tile.to(tl.float32) - seen * growth[None, :]) * rate[None, :]
+            tl.store(states + number * (C.DV * C.DK) + inner, half, mask=mask)
+            kv_mem = tl.dot(half, k_tile.T)
+            x = (v_tile.to(tl.float32) - kv_mem * growth[None, :]) * rate[None, :]
             new = tl.dot(x.to(element), t_tile.T, x)
             _put_columns(n + row0, first, length, C.NV * C.DV, cv, new.to(element), C.DV)
             state = tl.dot((new * rest[None, :]).to(element), k_tile, state * fade)
     else:
         if FINAL:
-            grad = tl.load(d_final + whole_at, mask=on, other=0.0).to(tl.float32)
+            grad = tl.load(d_final + whole_at, mask=mask, other=0.0).to(tl.float32)
         else:
             grad = tl.zeros([BLOCK_V, DK_PAD], tl.float32)
         for step in tl.range(0, chunks, num_stages=STAGES):
@@ -260,7 +260,7 @@ def _walks_kernel(
             fade = tl.load(grown + tile + CHUNK - 1)
             rate = _rate(beta, (first + i).to(tl.int64), b_row, first + i < length, C.BETA)
             half = grad.to(element)
-            tl.store(grads + number * (C.DV * C.DK) + inner, half, mask=on)
+            tl.store(grads + number * (C.DV * C.DK) + inner, half, mask=mask)
             dn = tl.dot(o_tile, p_tile) + tl.dot(half, k_tile.T) * rest[None, :]
             rr = tl.dot(dn.to(element), t_tile, dn)
             _put_columns(r + row0, first, length, C.NV * C.DV, cv, rr.to(element), C.DV)
@@ -268,7 +268,7 @@ def _walks_kernel(
             grad = tl.dot(scaled, q_tile, grad * fade)
             grad = tl.dot((rr * (-rate * growth)[None, :]).to(element), k_tile, grad)
         if INITIAL:
-            tl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty), mask=on)
+            tl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -283,7 +283,7 @@ def _pairs_kernel(
     start, first, length, inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < length:
         i = tl.arange(0, CHUNK)
-        there = first + i < inside
+        valid = first + i < inside
         token = start + first + i
         key += start * k_row + h * k_head
         query += start * q_row + h * q_head
@@ -291,7 +291,7 @@ def _pairs_kernel(
         d_out += start * o_row + hv * o_head
         row0 = (start * C.NV + hv) * C.DV
         element = z.dtype.element_ty
-        rate = _rate(beta + hv, token, b_row, there, C.BETA)
+        rate = _rate(beta + hv, token, b_row, valid, C.BETA)
         on_n = tl.zeros([CHUNK, CHUNK], tl.float32)
         on_r = tl.zeros([CHUNK, CHUNK], tl.float32)
         by_value = tl.zeros([CHUNK], tl.float32)
@@ -307,8 +307,8 @@ def _pairs_kernel(
             wide = r_tile.to(tl.float32)
             by_value += tl.sum(wide * v_tile.to(tl.float32), 1)
             at = d_value + row0 + (first + i).to(tl.int64)[:, None] * (C.NV * C.DV) + cv[None, :]
-            on = (first + i < length)[:, None] & (cv < C.DV)[None, :]
-            tl.store(at, (wide * rate[:, None]).to(d_value.dtype.element_ty), mask=on)
+            mask = (first + i < length)[:, None] & (cv < C.DV)[None, :]
+            tl.store(at, (wide * rate[:, None]).to(d_value.dtype.element_ty), mask=mask)
         qk = tl.zeros([CHUNK, CHUNK], tl.float32)
         kk = tl.zeros([CHUNK, CHUNK], tl.float32)
         for ck0 in range(0, C.DK, BLOCK_K):
@@ -318,7 +318,7 @@ def _pairs_kernel(
             q_tile = chunk_rows(query, first, inside, q_row, ck, EDGE, BLOCK_K)
             kk = tl.dot(k_tile, k_tile.T, kk)
             qk = tl.dot(q_tile, k_tile.T, qk)
-        _total, fading = _grown(g + hv, token, g_row, there, C.GATE)
+        _total, fading = _grown(g + hv, token, g_row, valid, C.GATE)
         z_tile = tl.where(i[:, None] >= i[None, :], on_n * fading * scale, 0.0)
         m_tile = tl.where(i[:, None] > i[None, :], -on_r * fading, 0.0)
         of_rate = by_value + tl.sum(m_tile * kk, 1)
@@ -351,7 +351,7 @@ def _inputs_kernel(
     start, first, length, inside = _place(lengths, chunk, T, sequences, C.SEQUENCES, C.VARLEN)
     if first < length:
         i = tl.arange(0, CHUNK)
-        there = first + i < inside
+        valid = first + i < inside
         token = start + first + i
         ck = block * BLOCK_K + tl.arange(0, BLOCK_K)
         EDGE: tl.constexpr = BLOCK_K if C.DK % BLOCK_K == 0 else C.DK
@@ -369,10 +369,10 @@ def _inputs_kernel(
             row0 = (start * C.NV + hv) * C.DV
             number = chunk.to(tl.int64) * C.NV + hv
             tile = number * CHUNK
-            growth = tl.load(grown + tile + i, mask=there, other=0.0)
-            rest = tl.load(left + tile + i, mask=there, other=0.0)
+            growth = tl.load(grown + tile + i, mask=valid, other=0.0)
+            rest = tl.load(left + tile + i, mask=valid, other=0.0)
             fade = tl.load(grown + tile + CHUNK - 1, mask=first < inside, other=0.0)
-            rate = _rate(beta + hv, token, b_row, there, C.BETA)
+            rate = _rate(beta + hv, token, b_row, valid, C.BETA)
             by_o = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             by_n = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             by_r = tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -381,9 +381,9 @@ def _inputs_kernel(
                 cv = cv0 + tl.arange(0, BLOCK_V)
                 EDGE_V: tl.constexpr = BLOCK_V if C.DV % BLOCK_V == 0 else C.DV
                 at = number * (C.DV * C.DK) + cv[:, None] * C.DK + ck[None, :]
-                on = (cv < C.DV)[:, None] & (ck < C.DK)[None, :] & (first < inside)
-                state = tl.load(states + at, mask=on, other=0.0)
-                grad = tl.load(grads + at, mask=on, other=0.0)
+                mask = (cv < C.DV)[:, None] & (ck < C.DK)[None, :] & (first < inside)
+                state = tl.load(states + at, mask=mask, other=0.0)
+                grad = tl.load(grads + at, mask=mask, other=0.0)
                 o_tile = chunk_rows(
                     d_out + hv.to(tl.int64) * o_head, first, inside, o_row, cv, EDGE_V, BLOCK_V
                 )
@@ -407,16 +407,16 @@ def _inputs_kernel(
             dq += by_o
             dk += by_n - by_r * rate[:, None]
             square = (tile + i)[:, None] * CHUNK + i[None, :]
-            on = (first < inside) & (i >= 0)[:, None] & (i >= 0)[None, :]
-            z_tile = tl.load(z + square, mask=on, other=0.0)
-            m_tile = tl.load(m + square, mask=on, other=0.0)
+            mask = (first < inside) & (i >= 0)[:, None] & (i >= 0)[None, :]
+            z_tile = tl.load(z + square, mask=mask, other=0.0)
+            m_tile = tl.load(m + square, mask=mask, other=0.0)
             dq = tl.dot(z_tile, k_tile, dq)
             dk = tl.dot(z_tile.T, q_tile, dk)
             dk = tl.dot(m_tile, k_tile, dk)
         at = (token * C.N + h)[:, None] * C.DK + ck[None, :]
-        on = (first + i < length)[:, None] & (ck < C.DK)[None, :]
-        tl.store(d_query + at, dq.to(d_query.dtype.element_ty), mask=on)
-        tl.store(d_key + at, dk.to(d_key.dtype.element_ty), mask=on)
+        mask = (first + i < length)[:, None] & (ck < C.DK)[None, :]
+        tl.store(d_query + at, dq.to(d_query.dtype.element_ty), mask=mask)
+        tl.store(d_key + at, dk.to(d_key.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -431,18 +431,18 @@ def _gates_kernel(
     if first < length:
         i = tl.arange(0, CHUNK)
         at = (start + first + i)[:, None] * C.NV + hv[None, :]
-        on = (first + i < length)[:, None] & (hv < C.NV)[None, :]
+        mask = (first + i < length)[:, None] & (hv < C.NV)[None, :]
         if C.BETA:
-            of_rate = tl.load(d_rate + at, mask=on, other=0.0)
+            of_rate = tl.load(d_rate + at, mask=mask, other=0.0)
             for block in range(0, BLOCKS):
-                of_rate += tl.load(rate_parts + block * T.to(tl.int64) * C.NV + at, on, 0.0)
-            tl.store(d_beta + at, of_rate.to(d_beta.dtype.element_ty), mask=on)
+                of_rate += tl.load(rate_parts + block * T.to(tl.int64) * C.NV + at, mask, 0.0)
+            tl.store(d_beta + at, of_rate.to(d_beta.dtype.element_ty), mask=mask)
         if C.GATE:
-            total = tl.load(d_total + at, mask=on, other=0.0)
+            total = tl.load(d_total + at, mask=mask, other=0.0)
             for block in range(0, BLOCKS):
-                total += tl.load(total_parts + block * T.to(tl.int64) * C.NV + at, on, 0.0)
+                total += tl.load(total_parts + block * T.to(tl.int64) * C.NV + at, mask, 0.0)
             later = tl.cumsum(total, 0, reverse=True)
-            tl.store(d_g + at, later.to(d_g.dtype.element_ty), mask=on)
+            tl.store(d_g + at, later.to(d_g.dtype.element_ty), mask=mask)
 
 
 def walk_tile(size: int) -> int:

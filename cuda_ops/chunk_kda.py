@@ -135,7 +135,7 @@ def _chunks_kernel(
     h, hv = heads_of(program % C.HV, C.HV // C.H)
     batch, start, first, length, live = place(bounds, chunk, T, sequences, C.PIECES, C.VARLEN)
     i = tl.arange(0, CHUNK)
-    there = first + i < length
+    valid = first + i < length
     cv = tl.arange(0, C.V_PAD)
     element = qs.dtype.element_ty
     if live & (first < length):
@@ -153,7 +153,7 @@ def _chunks_kernel(
         q_at, k_at = row * q_row, row * k_row
         q_unit, k_unit, own = norms(q, k, q_at, k_at, C.K, C.K_PAD, C.NORM)
         # of tokens of different blocks, and of the same one
-        seen = tl.zeros([CHUNK, CHUNK], tl.float32)
+        attention = tl.zeros([CHUNK, CHUNK], tl.float32)
         alike = tl.zeros([CHUNK, CHUNK], tl.float32)
         seen_near = tl.zeros([BLOCKS, SUB, SUB], tl.float32)
         alike_near = tl.zeros([BLOCKS, SUB, SUB], tl.float32)
@@ -165,7 +165,7 @@ def _chunks_kernel(
         for k0 in range(0, C.K_PAD, BLOCK_K):
             ck = k0 + tl.arange(0, BLOCK_K)
             x = gate_input(g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BLOCK_K, C.BIAS)
-            step = binary(log_decay(x, speed, lower_bound, C.GATE), there)
+            step = binary(log_decay(x, speed, lower_bound, C.GATE), valid)
             high, low = split(step)
             high = tl.reshape(high, [BLOCKS, SUB, BLOCK_K])
             low = tl.reshape(low, [BLOCKS, SUB, BLOCK_K])
@@ -175,10 +175,10 @@ def _chunks_kernel(
                 fading = power(sums(until_between(1 << bit, SUB), high, low)).to(element)
                 x_tile = q_tile * fading
                 y_tile = k_tile * fading
-                on = pairs_of_bit(1 << bit, SUB)[None, :, :]
+                mask = pairs_of_bit(1 << bit, SUB)[None, :, :]
                 turned = tl.permute(y_tile, (0, 2, 1))
-                seen_near += tl.where(on, tl.dot(x_tile, turned), 0.0)
-                alike_near += tl.where(on, tl.dot(y_tile, turned), 0.0)
+                seen_near += tl.where(mask, tl.dot(x_tile, turned), 0.0)
+                alike_near += tl.where(mask, tl.dot(y_tile, turned), 0.0)
             # from a block's begin to a token, and from there to its end
             up = sums(r[None, :] <= r[:, None], high, low)
             down = sums(r[None, :] > r[:, None], high, low)
@@ -204,24 +204,24 @@ def _chunks_kernel(
             fading = tl.where(odd, up, down)
             x_tile = tl.reshape(q_tile * fading, [CHUNK, BLOCK_K])
             y_tile = tl.reshape(k_tile * fading, [CHUNK, BLOCK_K])
-            on = pairs_of_bit(16, CHUNK)
-            seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
-            alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
+            mask = pairs_of_bit(16, CHUNK)
+            attention += tl.where(mask, tl.dot(x_tile, y_tile.T), 0.0)
+            alike += tl.where(mask, tl.dot(y_tile, y_tile.T), 0.0)
             fading = tl.where(late, up, down) * outside.to(element)[:, None, :]
             x_tile = tl.reshape(q_tile * fading, [CHUNK, BLOCK_K])
             y_tile = tl.reshape(k_tile * fading, [CHUNK, BLOCK_K])
-            on = pairs_of_bit(32, CHUNK)
-            seen += tl.where(on, tl.dot(x_tile, y_tile.T), 0.0)
-            alike += tl.where(on, tl.dot(y_tile, y_tile.T), 0.0)
-        seen += on_diagonal(seen_near)
+            mask = pairs_of_bit(32, CHUNK)
+            attention += tl.where(mask, tl.dot(x_tile, y_tile.T), 0.0)
+            alike += tl.where(mask, tl.dot(y_tile, y_tile.T), 0.0)
+        attention += on_diagonal(seen_near)
         # a token and itself
-        seen += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
-        seen *= (q_unit * scale)[:, None] * k_unit[None, :]
+        attention += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
+        attention *= (q_unit * scale)[:, None] * k_unit[None, :]
         square = (tile + i)[:, None] * CHUNK + i[None, :]
-        tl.store(p + square, seen.to(element))
+        tl.store(p + square, attention.to(element))
         alike += on_diagonal(alike_near)
         alike *= k_unit[:, None] * k_unit[None, :]
-        rate = tl.load(beta + (first + i).to(tl.int64) * b_row, mask=there, other=0.0)
+        rate = tl.load(beta + (first + i).to(tl.int64) * b_row, mask=valid, other=0.0)
         rate = rate.to(tl.float32)
         inverse = _solved(alike * rate[:, None], TWO)
         if BACKWARD:
@@ -241,7 +241,7 @@ def _chunks_kernel(
         token = start + first + i
         to = out + (token * C.HV + hv)[:, None] * C.V + cv[None, :]
         nothing = tl.full([CHUNK, C.V_PAD], 0.0, out.dtype.element_ty)
-        tl.store(to, nothing, mask=there[:, None] & (cv < C.V)[None, :])
+        tl.store(to, nothing, mask=valid[:, None] & (cv < C.V)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -262,9 +262,9 @@ def _states_kernel(
     state_at = (
         (n.to(tl.int64) * C.HV + head) * (C.K * C.V) + ck[:, None] * k_step + cv[None, :] * v_step
     )
-    state_on = (ck < C.K)[:, None] & (cv < C.V)[None, :]
+    state_mask = (ck < C.K)[:, None] & (cv < C.V)[None, :]
     if INITIAL:
-        state = tl.load(initial + state_at, mask=state_on, other=0.0).to(tl.float32)
+        state = tl.load(initial + state_at, mask=state_mask, other=0.0).to(tl.float32)
     else:
         state = tl.full([C.K_PAD, BLOCK_V], 0.0, tl.float32)
     element = qs.dtype.element_ty
@@ -283,12 +283,12 @@ def _states_kernel(
         new = (u_tile.to(tl.float32) - tl.dot(w_tile, half)).to(element)
         o = tl.dot(p_tile, new, tl.dot(q_tile, half))
         at = i + c * CHUNK
-        on = (at < length)[:, None] & (cv < C.V)[None, :]
+        mask = (at < length)[:, None] & (cv < C.V)[None, :]
         tl.store(
-            out + at.to(tl.int64)[:, None] * (C.HV * C.V) + cv[None, :], o.to(element), mask=on
+            out + at.to(tl.int64)[:, None] * (C.HV * C.V) + cv[None, :], o.to(element), mask=mask
         )
         state = tl.dot(k_tile.T, new, state * fade[:, None])
-    tl.store(final + state_at, state.to(final.dtype.element_ty), mask=state_on)
+    tl.store(final + state_at, state.to(final.dtype.element_ty), mask=state_mask)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _walks_kernel(
     ck = tl.arange(0, C.K_PAD)
     cv = block * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, CHUNK)
-    on = (cv < C.V)[:, None] & (ck < C.K)[None, :]
+    mask = (cv < C.V)[:, None] & (ck < C.K)[None, :]
     whole_at = (sequence.to(tl.int64) * C.HV + hv) * (C.K * C.V)
     whole_at += cv[:, None] * v_step + ck[None, :] * k_step
     inner = cv[:, None] * C.K_PAD + ck[None, :]
@@ -106,19 +106,19 @@ def _walks_kernel(
     element = qs.dtype.element_ty
     if back == 0:
         if INITIAL:
-            state = tl.load(initial + whole_at, mask=on, other=0.0).to(tl.float32)
+            state = tl.load(initial + whole_at, mask=mask, other=0.0).to(tl.float32)
         else:
             state = tl.full([BLOCK_V, C.K_PAD], 0.0, tl.float32)
         for c in tl.range(0, count, num_stages=STAGES):
             token = (i + c * CHUNK).to(tl.int64)
-            there = token < length
+            valid = token < length
             number = (chunk + c).to(tl.int64) * C.HV + hv
             k_tile = tl.load(kg + number * (CHUNK * C.K_PAD) + wide)
             l_tile = tl.load(ks + number * (CHUNK * C.K_PAD) + wide)
             t_tile = tl.load(t + number * (CHUNK * CHUNK) + square)
-            v_on = there[None, :] & (cv < C.V)[:, None]
-            v_tile = tl.load(v + token[None, :] * v_row + cv[:, None], mask=v_on, other=0.0)
-            rate = tl.load(beta + token * b_row, mask=there, other=0.0).to(tl.float32)
+            v_mask = valid[None, :] & (cv < C.V)[:, None]
+            v_tile = tl.load(v + token[None, :] * v_row + cv[:, None], mask=v_mask, other=0.0)
+            rate = tl.load(beta + token * b_row, mask=valid, other=0.0).to(tl.float32)
             fade = tl.load(fades + number * C.K_PAD + ck)
             half = state.to(element)
             tl.store(states + number * (C.V_PAD * C.K_PAD) + inner, half)
@@ -129,22 +129,22 @@ def _walks_kernel(
             state = tl.dot((new * rate[None, :]).to(element), l_tile, state * fade[None, :])
     else:
         if FINAL:
-            grad = tl.load(d_final + whole_at, mask=on, other=0.0).to(tl.float32)
+            grad = tl.load(d_final + whole_at, mask=mask, other=0.0).to(tl.float32)
         else:
             grad = tl.full([BLOCK_V, C.K_PAD], 0.0, tl.float32)
         for step in tl.range(0, count, num_stages=STAGES):
             c = count - 1 - step
             token = (i + c * CHUNK).to(tl.int64)
-            there = token < length
+            valid = token < length
             number = (chunk + c).to(tl.int64) * C.HV + hv
             q_tile = tl.load(qs + number * (CHUNK * C.K_PAD) + wide)
             k_tile = tl.load(kg + number * (CHUNK * C.K_PAD) + wide)
             l_tile = tl.load(ks + number * (CHUNK * C.K_PAD) + wide)
             t_tile = tl.load(t + number * (CHUNK * CHUNK) + square)
             p_tile = tl.load(p + number * (CHUNK * CHUNK) + square)
-            o_on = there[None, :] & (cv < C.V)[:, None]
-            o_tile = tl.load(d_out + token[None, :] * o_row + cv[:, None], mask=o_on, other=0.0)
-            rate = tl.load(beta + token * b_row, mask=there, other=0.0).to(tl.float32)
+            o_mask = valid[None, :] & (cv < C.V)[:, None]
+            o_tile = tl.load(d_out + token[None, :] * o_row + cv[:, None], mask=o_mask, other=0.0)
+            rate = tl.load(beta + token * b_row, mask=valid, other=0.0).to(tl.float32)
             fade = tl.load(fades + number * C.K_PAD + ck)
             half = grad.to(element)
             tl.store(grads + number * (C.V_PAD * C.K_PAD) + inner, half)
@@ -155,7 +155,7 @@ def _walks_kernel(
             grad = tl.dot(o_tile, q_tile, grad * fade[None, :])
             grad = tl.dot((rr * -rate[None, :]).to(element), k_tile, grad)
         if INITIAL:
-            tl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty), mask=on)
+            tl.store(d_initial + whole_at, grad.to(d_initial.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -216,10 +216,10 @@ def _inputs_kernel(
     chunk = program // (BLOCKS * C.H)
     batch, start, first, length, live = place(bounds, chunk, T, sequences, C.PIECES, C.VARLEN)
     i = tl.arange(0, CHUNK)
-    there = first + i < length
+    valid = first + i < length
     ck = block * BLOCK_K + tl.arange(0, BLOCK_K)
     token = batch * T + start + first + i
-    on = there[:, None] & (ck < C.K)[None, :]
+    mask = valid[:, None] & (ck < C.K)[None, :]
     to_g = (token * C.HV + h * GROUP)[:, None] * C.K + ck[None, :]
     to_v = (token * C.HV + h * GROUP) * C.V
     if live & (first < length):
@@ -240,7 +240,7 @@ def _inputs_kernel(
             hv = h * GROUP + one
             number = chunk.to(tl.int64) * C.HV + hv
             of_beta = beta + batch * b_batch + (start + first + i) * b_row + hv
-            rate = tl.load(of_beta, mask=there, other=0.0).to(tl.float32)
+            rate = tl.load(of_beta, mask=valid, other=0.0).to(tl.float32)
             of_out = d_out + batch * o_batch + start * o_row + hv * o_head
             left_q = tl.zeros([CHUNK, BLOCK_K], tl.float32)
             left_k = tl.zeros([CHUNK, BLOCK_K], tl.float32)
@@ -266,18 +266,18 @@ def _inputs_kernel(
                 if block == 0:
                     of_v = d_v + (to_v + one * C.V)[:, None] + cv[None, :]
                     dv = (r_tile.to(tl.float32) * rate[:, None]).to(d_v.dtype.element_ty)
-                    tl.store(of_v, dv, mask=there[:, None] & (cv < C.V)[None, :])
+                    tl.store(of_v, dv, mask=valid[:, None] & (cv < C.V)[None, :])
             same = i[:, None] == i[None, :]
             if block == 0:
                 of_rate = tl.sum(tl.where(same, m, 0.0), 1)
                 of_rate = of_rate.to(d_beta.dtype.element_ty)
-                tl.store(d_beta + token * C.HV + hv, of_rate, mask=there)
+                tl.store(d_beta + token * C.HV + hv, of_rate, mask=valid)
             z *= rate[None, :] * scale
             m *= -rate[:, None] * rate[None, :]
             of_g = g + batch * g_batch + start * g_row + hv * g_head
             speed = tl.exp(tl.load(A_log + hv).to(tl.float32)) if C.A else 1.0
             x = gate_input(of_g, dt_bias, hv, first, length, g_row, ck, C.K, EDGE, BLOCK_K, C.BIAS)
-            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, C.GATE), there), 0)
+            total = tl.cumsum(binary(log_decay(x, speed, lower_bound, C.GATE), valid), 0)
             last = tl.sum(tl.where((i == CHUNK - 1)[:, None], total, 0.0), 0)
             growth = tl.exp2(total)
             left_q *= growth * scale
@@ -319,23 +319,23 @@ def _inputs_kernel(
             slope, by_A = _of_gate(x, speed, lower_bound, C.GATE)
             part = number * C.K_PAD + ck
             if C.A:
-                tl.store(A_parts + part, tl.sum(tl.where(there[:, None], dg * by_A, 0.0), 0))
+                tl.store(A_parts + part, tl.sum(tl.where(valid[:, None], dg * by_A, 0.0), 0))
             dg *= slope
             if C.BIAS:
-                tl.store(bias_parts + part, tl.sum(tl.where(there[:, None], dg, 0.0), 0))
-            tl.store(d_g + to_g + one * C.K, dg.to(d_g.dtype.element_ty), mask=on)
+                tl.store(bias_parts + part, tl.sum(tl.where(valid[:, None], dg, 0.0), 0))
+            tl.store(d_g + to_g + one * C.K, dg.to(d_g.dtype.element_ty), mask=mask)
         to = (token * C.H + h)[:, None] * C.K + ck[None, :]
-        tl.store(d_q + to, dq.to(d_q.dtype.element_ty), mask=on)
-        tl.store(d_k + to, dk.to(d_k.dtype.element_ty), mask=on)
+        tl.store(d_q + to, dq.to(d_q.dtype.element_ty), mask=mask)
+        tl.store(d_k + to, dk.to(d_k.dtype.element_ty), mask=mask)
     elif C.VARLEN:
         # tokens of no sequence, or no tokens at all
         nothing = tl.zeros([CHUNK, BLOCK_K], tl.float32)
         to = (token * C.H + h)[:, None] * C.K + ck[None, :]
-        tl.store(d_q + to, nothing.to(d_q.dtype.element_ty), mask=on)
-        tl.store(d_k + to, nothing.to(d_k.dtype.element_ty), mask=on)
+        tl.store(d_q + to, nothing.to(d_q.dtype.element_ty), mask=mask)
+        tl.store(d_k + to, nothing.to(d_k.dtype.element_ty), mask=mask)
         for one in range(0, GROUP):
             hv = h * GROUP + one
-            tl.store(d_g + to_g + one * C.K, nothing.to(d_g.dtype.element_ty), mask=on)
+            tl.store(d_g + to_g + one * C.K, nothing.to(d_g.dtype.element_ty), mask=mask)
             part = (chunk.to(tl.int64) * C.HV + hv) * C.K_PAD + ck
             if C.A:
                 tl.store(A_parts + part, tl.zeros([BLOCK_K], tl.float32))
@@ -343,29 +343,29 @@ def _inputs_kernel(
                 tl.store(bias_parts + part, tl.zeros([BLOCK_K], tl.float32))
             if block == 0:
                 none = tl.zeros([CHUNK], d_beta.dtype.element_ty)
-                tl.store(d_beta + token * C.HV + hv, none, mask=there)
+                tl.store(d_beta + token * C.HV + hv, none, mask=valid)
                 for cv0 in range(0, C.V_PAD, BLOCK_V):
                     cv = cv0 + tl.arange(0, BLOCK_V)
                     of_v = d_v + (to_v + one * C.V)[:, None] + cv[None, :]
                     empty = tl.zeros([CHUNK, BLOCK_V], d_v.dtype.element_ty)
-                    tl.store(of_v, empty, mask=there[:, None] & (cv < C.V)[None, :])
+                    tl.store(of_v, empty, mask=valid[:, None] & (cv < C.V)[None, :])
 
 
 @triton.jit
-def _of_norm(x, grad, at, there, row, K: tl.constexpr, K_PAD: tl.constexpr):
+def _of_norm(x, grad, at, valid, row, K: tl.constexpr, K_PAD: tl.constexpr):
     """In place the gradient of rows of x from that of the rows of length 1; at [rows]: where they
     begin in `grad`, row: in x."""
     c = tl.arange(0, K_PAD)
-    on = there[:, None] & (c < K)[None, :]
+    mask = valid[:, None] & (c < K)[None, :]
     to = grad + at[:, None] + c[None, :]
-    tile = tl.load(to, mask=on, other=0.0).to(tl.float32)
+    tile = tl.load(to, mask=mask, other=0.0).to(tl.float32)
     # nothing stays nothing: a token of no sequence may hold anything
-    some = on & (tl.max((tile != 0).to(tl.int32), 1) > 0)[:, None]
+    some = mask & (tl.max((tile != 0).to(tl.int32), 1) > 0)[:, None]
     x_tile = tl.load(x + row[:, None] + c[None, :], mask=some, other=0.0).to(tl.float32)
     unit = 1.0 / tl.sqrt(tl.sum(x_tile * x_tile, 1) + 1e-6)
     x_tile *= unit[:, None]
     tile = (tile - x_tile * tl.sum(x_tile * tile, 1)[:, None]) * unit[:, None]
-    tl.store(to, tile.to(grad.dtype.element_ty), mask=on)
+    tl.store(to, tile.to(grad.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -375,13 +375,13 @@ def _norms_kernel(
 ):  # fmt: skip
     """dq and dk of some tokens and a head, through the norm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
+    valid = row < rows
     h = row % H
     token = row // H
     batch = token // T
     token -= batch * T
-    _of_norm(q, d_q, row * K, there, batch * q_batch + token * q_row + h * q_head, K, K_PAD)
-    _of_norm(k, d_k, row * K, there, batch * k_batch + token * k_row + h * k_head, K, K_PAD)
+    _of_norm(q, d_q, row * K, valid, batch * q_batch + token * q_row + h * q_head, K, K_PAD)
+    _of_norm(k, d_k, row * K, valid, batch * k_batch + token * k_row + h * k_head, K, K_PAD)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -397,11 +397,11 @@ def _sums_kernel(
     of_bias = tl.zeros([CHUNK, K_PAD], tl.float32)
     for first in range(0, count, CHUNK):
         at = ((first + i).to(tl.int64) * HV + hv)[:, None] * K_PAD + c[None, :]
-        on = (first + i < count)[:, None] & (c < K)[None, :]
+        mask = (first + i < count)[:, None] & (c < K)[None, :]
         if A:
-            of_A += tl.load(A_parts + at, mask=on, other=0.0)
+            of_A += tl.load(A_parts + at, mask=mask, other=0.0)
         if BIAS:
-            of_bias += tl.load(bias_parts + at, mask=on, other=0.0)
+            of_bias += tl.load(bias_parts + at, mask=mask, other=0.0)
     if A:
         tl.store(d_A + hv, tl.sum(tl.sum(of_A, 0), 0).to(d_A.dtype.element_ty))
     if BIAS:

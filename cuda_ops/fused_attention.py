@@ -7,10 +7,10 @@
 
 A program holds a tile of queries and walks over the keys they see, in exp2 with log2(e) folded
 into the scale; only tiles that some query sees in part are masked.  With few queries the heads of a
-group share a tile; with few programs each takes a part of the keys, which _merge_kernel merges.
+group share a tile; with few programs each takes a part of the keys, which _combine_kernel combines.
 
     condition                                         kernels
-    over 2047 keys, programs of 128 queries for at    _forward_kernel then _merge_kernel
+    over 2047 keys, programs of 128 queries for at    _forward_kernel then _combine_kernel
       most half of the chip
     Hopper, over 64 queries, heads above 16, a        hopper/fused_attention.py
       positive scale, one dtype, rows that TMA can
@@ -30,7 +30,6 @@ import triton.language as tl
 from ..dispatch.common import memory
 from .common import gpu, launches, rows
 from .common.attention_tiles import (
-    LOG2_E,
     Sizes,
     is_far,
     keys_of,
@@ -42,9 +41,8 @@ from .common.attention_tiles import (
     strides,
     visible,
 )
+from .common.log2 import LN2, LOG2E
 from .hopper import fused_attention as hopper
-
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 class Constants(NamedTuple):
@@ -114,24 +112,24 @@ def _over_keys(
 
 @triton.jit(
     do_not_specialize=[
-        "scale_log2", "window", "tiles", "n_q", "n_k", "heads", "parts",
+        "scale_log2", "window", "tiles", "n_q", "n_k", "heads", "splits",
         "lse_batch", "lse_head", "lse_row",
     ]
 )  # fmt: skip
 def _forward_kernel(
-    q, k, v, o, lse, plan, scale_log2, window, tiles, n_q, n_k, heads, parts,
-    strides, lse_batch, lse_head, lse_row, part_o, part_lse, C: tl.constexpr,
+    q, k, v, o, lse, plan, scale_log2, window, tiles, n_q, n_k, heads, splits,
+    strides, lse_batch, lse_head, lse_row, partial_o, partial_lse, C: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M rows; PACK heads of a group share it, row r = query r // PACK, head r %
-    PACK.  With SPLIT the program takes one of `parts` of the keys and leaves (o, lse in base 2)
+    PACK.  With SPLIT the program takes one of `splits` of the keys and leaves (o, lse in base 2)
     there."""
     (
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
         o_batch, o_head, o_row,
     ) = strides  # fmt: skip
     program = tl.program_id(0)
-    part = program % parts
-    program = program // parts
+    split_index = program % splits
+    program = program // splits
     # a tile's neighbours are tiles of the same head: they find its keys in L2
     outer = program // tiles
     head = outer % heads
@@ -164,9 +162,9 @@ def _forward_kernel(
     low = low // C.BLOCK_N * C.BLOCK_N
     if C.SPLIT:
         each = (
-            (tl.maximum(high - low, 0) + parts * C.BLOCK_N - 1) // (parts * C.BLOCK_N) * C.BLOCK_N
+            (tl.maximum(high - low, 0) + splits * C.BLOCK_N - 1) // (splits * C.BLOCK_N) * C.BLOCK_N
         )
-        low = low + part * each
+        low = low + split_index * each
         high = tl.minimum(high, low + each)
     # the tiles of BLOCK_N in between need no mask
     full_low = tl.minimum(
@@ -191,45 +189,45 @@ def _forward_kernel(
         scale_log2, window, True, C,
     )  # fmt: skip
 
-    seen = row_sum > 0
-    acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
-    row_lse = tl.where(seen, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), float("-inf"))
+    valid = row_sum > 0
+    acc = acc / tl.where(valid, row_sum, 1.0)[:, None]
+    row_lse = tl.where(valid, row_max + tl.log2(tl.where(valid, row_sum, 1.0)), float("-inf"))
     where_lse = batch * lse_batch + (first_q + query) * lse_row
     where_lse += q_head_index.to(tl.int64) * lse_head
     keep = keep_row[:, None] & (e < C.V)[None, :]
     if C.SPLIT:
         # lse is contiguous: its offsets number the rows of the parts, too
-        where_part = where_lse * parts + part
-        tl.store(part_o + where_part[:, None] * C.V + e[None, :], acc, keep)
-        tl.store(part_lse + where_part, row_lse, keep_row)
+        where_partial = where_lse * splits + split_index
+        tl.store(partial_o + where_partial[:, None] * C.V + e[None, :], acc, keep)
+        tl.store(partial_lse + where_partial, row_lse, keep_row)
     else:
         where_o = batch * o_batch + (first_q + query) * o_row
         where_o += q_head_index.to(tl.int64) * o_head
         tl.store(o + where_o[:, None] + e[None, :], acc.to(o.dtype.element_ty), keep)
-        tl.store(lse + where_lse, row_lse * LN_2, keep_row)
+        tl.store(lse + where_lse, row_lse * LN2, keep_row)
 
 
-@triton.jit(do_not_specialize=["parts"])
-def _merge_kernel(
-    part_o, part_lse, o, lse, parts,
-    V: tl.constexpr, V_PAD: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["splits"])
+def _combine_kernel(
+    partial_o, partial_lse, o, lse, splits,
+    V: tl.constexpr, V_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One row: o = sum of 2^(lse_p - max) o_p over the parts, normalised."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, V_PAD)
-    part = tl.arange(0, PARTS)
-    each = tl.load(part_lse + row * parts + part, part < parts, float("-inf"))
+    split_index = tl.arange(0, SPLITS)
+    each = tl.load(partial_lse + row * splits + split_index, split_index < splits, float("-inf"))
     top = tl.max(each, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(each - top)
     total = tl.sum(weight, 0)
-    at = part_o + (row * parts + part)[:, None] * V + e[None, :]
-    acc = tl.load(at, (part < parts)[:, None] & (e < V)[None, :], 0.0)
-    seen = total > 0
-    total = tl.where(seen, total, 1.0)
+    at = partial_o + (row * splits + split_index)[:, None] * V + e[None, :]
+    acc = tl.load(at, (split_index < splits)[:, None] & (e < V)[None, :], 0.0)
+    valid = total > 0
+    total = tl.where(valid, total, 1.0)
     merged = tl.sum(acc * weight[:, None], 0) / total
     tl.store(o + row * V + e, merged.to(o.dtype.element_ty), e < V)
-    tl.store(lse + row, tl.where(seen, (top + tl.log2(total)) * LN_2, float("-inf")))
+    tl.store(lse + row, tl.where(valid, (top + tl.log2(total)) * LN2, float("-inf")))
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,7 @@ class Tiling:
     warps: int
     stages: int
     pack: int  # heads of a group that share a tile
-    parts: int  # programs among which the keys of a tile are split
+    splits: int  # programs among which the keys of a tile are split
 
 
 def tiling(sizes: Sizes, size: int, processors: int, shared: int) -> Tiling:
@@ -252,17 +250,17 @@ def tiling(sizes: Sizes, size: int, processors: int, shared: int) -> Tiling:
         block, stages = (64, 3) if size <= 128 else (32, 2)
         programs = max(1, sizes.batch * sizes.key_heads)
         # three waves of programs, and at least four blocks of keys for each
-        parts = max(1, min(3 * processors // programs, sizes.keys // (4 * block), 128))
-        return Tiling(tile, block, 4, stages, sizes.group, parts)
+        splits = max(1, min(3 * processors // programs, sizes.keys // (4 * block), 128))
+        return Tiling(tile, block, 4, stages, sizes.group, splits)
     tile = 128 if sizes.rows > 64 else 64
     block, warps, stages = (64, 4, 3) if size <= 64 else (64, 8, 3) if size <= 128 else (32, 8, 2)
     if size > 128 and shared < 104 * 1024:  # what 128 queries take
         tile, warps = 64, 4
-    parts = 1
+    splits = 1
     if sizes.is_narrow(processors):
         programs = max(1, sizes.batch * sizes.heads * triton.cdiv(sizes.rows, tile))
-        parts = max(1, min(2 * processors // programs, sizes.keys // (8 * block), 32))
-    return Tiling(tile, block, warps, stages, 1, parts)
+        splits = max(1, min(2 * processors // programs, sizes.keys // (8 * block), 32))
+    return Tiling(tile, block, warps, stages, 1, splits)
 
 
 def unsupported(q: torch.Tensor, v: torch.Tensor, **_: Any) -> str | None:
@@ -329,15 +327,17 @@ def _plain(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_k, sizes.n_q, sizes.n_k, t.queries, t.pack)
         tiles = listed.shape[0]
-    split = t.parts > 1
-    part_o = memory.empty((lse.numel(), t.parts, v_size), torch.float32, q.device) if split else o
-    part_lse = memory.empty((lse.numel(), t.parts), torch.float32, q.device) if split else lse
+    split = t.splits > 1
+    partial_o = (
+        memory.empty((lse.numel(), t.splits, v_size), torch.float32, q.device) if split else o
+    )
+    partial_lse = memory.empty((lse.numel(), t.splits), torch.float32, q.device) if split else lse
     heads = sizes.heads // t.pack
-    launches.kernel(_forward_kernel, t.parts * tiles * sizes.outer * heads)(
-        q, k, v, o, lse, listed, abs(scale) * LOG2_E, min(window or 0, 2**30), tiles,
-        sizes.n_q, sizes.n_k, heads, t.parts,
-        (*strides(q), *strides(k), *strides(v), *strides(o)), *row_strides(lse), part_o, part_lse,
-        C=Constants(
+    launches.kernel(_forward_kernel, t.splits * tiles * sizes.outer * heads)(
+        q, k, v, o, lse, listed, abs(scale) * LOG2E.value, min(window or 0, 2**30), tiles,
+        sizes.n_q, sizes.n_k, heads, t.splits,
+        (*strides(q), *strides(k), *strides(v), *strides(o)), *row_strides(lse), partial_o,
+        partial_lse, C=Constants(
             D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, PACK=t.pack,
             CAUSAL=causal, WINDOW=window is not None, VARLEN=sizes.varlen, SPLIT=split,
             NEGATIVE=scale < 0, BLOCK_M=t.queries, BLOCK_N=t.keys, STAGES=t.stages, FAR=is_far(k,
@@ -346,7 +346,7 @@ def _plain(
         num_warps=t.warps,
     )  # fmt: skip
     if split:
-        launches.kernel(_merge_kernel, lse.numel())(
-            part_o, part_lse, o, lse, t.parts,
-            V=v_size, V_PAD=v_padded, PARTS=triton.next_power_of_2(t.parts), num_warps=4,
+        launches.kernel(_combine_kernel, lse.numel())(
+            partial_o, partial_lse, o, lse, t.splits,
+            V=v_size, V_PAD=v_padded, SPLITS=triton.next_power_of_2(t.splits), num_warps=4,
         )  # fmt: skip

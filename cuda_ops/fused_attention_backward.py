@@ -46,6 +46,7 @@ from .common.attention_tiles import (
     strides,
     visible,
 )
+from .common.log2 import LOG2E
 from .hopper import fused_attention_backward as hopper
 
 
@@ -56,7 +57,7 @@ from .hopper import fused_attention_backward as hopper
     ]
 )  # fmt: skip
 def _statistics_kernel(
-    o, grad_o, lse, grad_lse, lse2, delta, sums, turns, plan, tiles, n_q, heads, padded,
+    o, grad_o, lse, grad_lse, lse2, delta, sums, semaphores, plan, tiles, n_q, heads, padded,
     o_strides, g_strides, l_batch, l_head, l_row, gl_batch, gl_head, gl_row,
     V: tl.constexpr, V_PAD: tl.constexpr, SUMS: tl.constexpr, TURNS: tl.constexpr,
     GRAD_LSE: tl.constexpr, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -89,7 +90,7 @@ def _statistics_kernel(
         total -= tl.load(grad_lse + at, keep, 0.0)
     at = batch * l_batch + head * l_head + (first + row) * l_row
     value = tl.load(lse + at, keep, float("-inf"))
-    value = tl.where(value == float("-inf"), float("inf"), value * 1.4426950408889634)
+    value = tl.where(value == float("-inf"), float("inf"), value * LOG2E)
     out = (batch * heads + head) * padded + padded_first(first, sequence) + row
     tl.store(lse2 + out, value)
     tl.store(delta + out, total)
@@ -99,7 +100,7 @@ def _statistics_kernel(
             tl.store(sums + out[:, None] * SUMS + d[None, :], tl.zeros([BLOCK_M, 64], tl.float32))
     if TURNS:
         place = (batch * heads + head) * padded + padded_first(first, sequence)
-        tl.store(turns + place // BLOCK_M + tile, 0)
+        tl.store(semaphores + place // BLOCK_M + tile, 0)
 
 
 class Constants(NamedTuple):
@@ -211,7 +212,7 @@ def _keys_kernel(
         tl.maximum((full_low + C.BLOCK_M - 1) // C.BLOCK_M * C.BLOCK_M, low), high
     )
     full_high = tl.maximum(tl.minimum(full_high, high) // C.BLOCK_M * C.BLOCK_M, full_low)
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
 
     acc_k = tl.full([C.BLOCK_N, C.D_PAD], 0.0, tl.float32)
     acc_v = tl.full([C.BLOCK_N, C.V_PAD], 0.0, tl.float32)
@@ -329,7 +330,7 @@ def _queries_kernel(
         tl.maximum((full_low + C.BLOCK_N - 1) // C.BLOCK_N * C.BLOCK_N, low), high
     )
     full_high = tl.maximum(tl.minimum(full_high, high) // C.BLOCK_N * C.BLOCK_N, full_low)
-    scale_log2 = scale * 1.4426950408889634
+    scale_log2 = scale * LOG2E
 
     acc = tl.full([C.BLOCK_M, C.D_PAD], 0.0, tl.float32)
     if C.WINDOW:
@@ -407,14 +408,14 @@ def backward(
     widths = hopper.Widths.of(q, v)
     # additions in turn were seen right on an H200 with heads of up to 128
     adds = on_hopper and not (deterministic and widths.wide)
-    lse2, delta, sums, turns = statistics(
+    lse2, delta, sums, semaphores = statistics(
         grad_o, o, lse, grad_lse, sizes, cu_seqlens_q,
         widths.counted if adds else 0, adds and deterministic,
     )  # fmt: skip
     if on_hopper:
         hopper.launch(
-            grad_o, q, k, v, lse2, delta, sums, turns, grads, sizes, causal, scale, cu_seqlens_q,
-            cu_seqlens_k, window,
+            grad_o, q, k, v, lse2, delta, sums, semaphores, grads, sizes, causal, scale,
+            cu_seqlens_q, cu_seqlens_k, window,
         )  # fmt: skip
         if adds:
             return grads[0], grads[1], grads[2]
@@ -472,17 +473,19 @@ def statistics(
     padded = padded_rows(n_q, cu_seqlens_q)
     lse2, delta = memory.empty((2, batch, heads, padded), torch.float32, lse.device)
     zeros = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
-    turns = memory.empty((batch, heads, padded // 64), torch.int32, lse.device) if in_turn else None
+    semaphores = (
+        memory.empty((batch, heads, padded // 64), torch.int32, lse.device) if in_turn else None
+    )
     listed, tiles = None, triton.cdiv(n_q, 64)
     if cu_seqlens_q is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, 64)
         tiles = listed.shape[0]
     v_size = o.shape[-1]
     launches.kernel(_statistics_kernel, tiles * batch * heads)(
-        o, grad_o, lse, grad_lse, lse2, delta, zeros, turns, listed, tiles, n_q, heads, padded,
+        o, grad_o, lse, grad_lse, lse2, delta, zeros, semaphores, listed, tiles, n_q, heads, padded,
         strides(o), strides(grad_o), *row_strides(lse),
         *row_strides(lse if grad_lse is None else grad_lse),
         V=v_size, V_PAD=padded_size(v_size), SUMS=sums, TURNS=in_turn,
         GRAD_LSE=grad_lse is not None, VARLEN=sizes.varlen, BLOCK_M=64, num_warps=8,
     )  # fmt: skip
-    return lse2, delta, zeros, turns
+    return lse2, delta, zeros, semaphores

@@ -27,12 +27,12 @@ from .common.lengths import within
 
 
 @triton.jit
-def _slot(lines, n, block, blocks, slots, pad_slot, there):
+def _slot(lines, n, block, blocks, slots, pad_slot, valid):
     """(the slot of a block of a sequence, whether there is one)."""
     slot = tl.cast(n, tl.int64)
-    inside = there
+    inside = valid
     if lines is not None:
-        inside = there & (block >= 0) & (block < blocks)
+        inside = valid & (block >= 0) & (block < blocks)
         slot = tl.load(lines + slot * blocks + block, mask=inside, other=-1).to(tl.int64)
     live = inside & (slot >= 0) & (slot < slots) & (slot != pad_slot)
     return slot, live
@@ -40,14 +40,14 @@ def _slot(lines, n, block, blocks, slots, pad_slot, there):
 
 @triton.jit
 def _columns(
-    x, row, live, reach, size, d, on, x_row, s_column, s_channel,
+    x, row, live, reach, size, d, mask, x_row, s_column, s_channel,
     FIRST: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """What columns FIRST to L - 1 of a row hold after `size` tokens."""
     new = ()
     for column in tl.static_range(FIRST, L):
         position = tl.cast(size - L + column, tl.int64)
-        new += (value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel),)
+        new += (value_at(x, row, position, reach, d, mask, live, x_row, s_column, s_channel),)
     # a thread may store what another one loads
     tl.debug_barrier()
     return new
@@ -55,13 +55,13 @@ def _columns(
 
 @triton.jit
 def _store(
-    new, pool, slot, there, reach, size, d, on, s_slot, s_column, s_channel,
+    new, pool, slot, valid, reach, size, d, mask, s_slot, s_column, s_channel,
     FIRST: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     for column in tl.static_range(FIRST, L):
         to = pool + slot * s_slot + tl.cast(column, tl.int64) * s_column
         to += d.to(tl.int64) * s_channel
-        stored = on & there & (tl.cast(size - L + column, tl.int64) >= -reach)
+        stored = mask & valid & (tl.cast(size - L + column, tl.int64) >= -reach)
         tl.store(to, new[column - FIRST].to(pool.dtype.element_ty), mask=stored)
 
 
@@ -75,7 +75,7 @@ def _push(
     tiles = tl.cdiv(channels, BLOCK_D)
     n = tl.program_id(0) // tiles
     d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
-    on = d < channels
+    mask = d < channels
     if VARLEN:
         first = within(starts + n, True, tokens)
         size = tl.maximum(within(starts + n + 1, True, tokens) - first, 0)
@@ -92,26 +92,26 @@ def _push(
         block = tl.load(first_block + n).to(tl.int64)
         write = tl.load(last_block + n).to(tl.int64)
         read = tl.load(read_block + n).to(tl.int64)
-    slot, there = _slot(lines, n, read, blocks, slots, pad_slot, n >= 0)
-    row = pool + tl.where(there, slot, 0) * s_slot
+    slot, valid = _slot(lines, n, read, blocks, slots, pad_slot, n >= 0)
+    row = pool + tl.where(valid, slot, 0) * s_slot
     # columns that count
     reach = tl.full((), L, tl.int64)
     if accepted is not None:
         taken = tl.load(accepted + n).to(tl.int64)
         reach = tl.minimum(tl.maximum(taken, 1), L - W + 2) + (W - 2)
-    live = there
+    live = valid
     done = tl.cast(n * 0, tl.int64)
     if computed is not None:
         done = tl.load(computed + n).to(tl.int64)
-        live = there & (done != 0)
+        live = valid & (done != 0)
         reach = tl.where(done == 0, W - 1, reach)
     for column in tl.static_range(W - 1):
         position = tl.full((), column - (W - 1), tl.int64)
-        value = value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel)
+        value = value_at(x, row, position, reach, d, mask, live, x_row, s_column, s_channel)
         to = history + (n.to(tl.int64) * (W - 1) + column) * channels + d
-        tl.store(to, value.to(history.dtype.element_ty), mask=on)
+        tl.store(to, value.to(history.dtype.element_ty), mask=mask)
     # before the first block's row, which may be the one that is read, has another state
-    last = _columns(x, row, live, reach, size, d, on, x_row, s_column, s_channel, 0, L)
+    last = _columns(x, row, live, reach, size, d, mask, x_row, s_column, s_channel, 0, L)
     if first_block is not None:
         KEPT: tl.constexpr = L - (W - 1)
         # tokens behind the last end of a block
@@ -120,15 +120,16 @@ def _push(
         for at in range(tl.minimum(blocks, write - block)):
             boundary = end - (write - block - at - 1) * block_size
             ends = some & (boundary >= 0)
-            slot, there = _slot(lines, n, block + at, blocks, slots, pad_slot, ends)
+            slot, valid = _slot(lines, n, block + at, blocks, slots, pad_slot, ends)
             new = _columns(
-                x, row, live, reach, boundary, d, on, x_row, s_column, s_channel, KEPT, L
+                x, row, live, reach, boundary, d, mask, x_row, s_column, s_channel, KEPT, L
             )
             _store(
-                new, pool, slot, there, reach, boundary, d, on, s_slot, s_column, s_channel, KEPT, L
-            )
-    slot, there = _slot(lines, n, write, blocks, slots, pad_slot, some)
-    _store(last, pool, slot, there, reach, size, d, on, s_slot, s_column, s_channel, 0, L)
+                new, pool, slot, valid, reach, boundary, d, mask, s_slot, s_column, s_channel, KEPT,
+                L,
+            )  # fmt: skip
+    slot, valid = _slot(lines, n, write, blocks, slots, pad_slot, some)
+    _store(last, pool, slot, valid, reach, size, d, mask, s_slot, s_column, s_channel, 0, L)
 
 
 def unsupported(x: Tensor, conv_states: Tensor, **_: Any) -> str | None:

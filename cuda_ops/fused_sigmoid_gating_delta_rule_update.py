@@ -4,7 +4,7 @@
 
     decay = exp(-exp(A_log) softplus(x)), or exp(lower_bound sigmoid(exp(A_log) x)), x = a + dt_bias
     beta = sigmoid(b)
-    seen = (decay k)^T S     u = beta (v - seen)     S' = decay S + k u^T     o = q^T S'
+    kv_mem = (decay k)^T S   u = beta (v - kv_mem)   S' = decay S + k u^T     o = q^T S'
 
     q, k [B, T, H, K]   v [B, T, HV, V]   a, b [B, T, HV] (KDA: a [B, T, HV, K])
     state [slots, HV, K, V] ("kv") or [slots, HV, V, K] ("vk")
@@ -123,16 +123,16 @@ def _along(v_side, VK: tl.constexpr):
 
 
 @triton.jit
-def _load_token(q, k, a, b, there, k_at, K: tl.constexpr, KDA: tl.constexpr):
-    """A token's q, k [BLOCK_K], a, b as they are stored; zeros where `there` is false."""
-    k_on = there & (k_at < K)
-    q_tile = tl.load(q + k_at, mask=k_on, other=0.0)
-    k_tile = tl.load(k + k_at, mask=k_on, other=0.0)
+def _load_token(q, k, a, b, valid, k_at, K: tl.constexpr, KDA: tl.constexpr):
+    """A token's q, k [BLOCK_K], a, b as they are stored; zeros where `valid` is false."""
+    k_mask = valid & (k_at < K)
+    q_tile = tl.load(q + k_at, mask=k_mask, other=0.0)
+    k_tile = tl.load(k + k_at, mask=k_mask, other=0.0)
     if KDA:
-        a_tile = tl.load(a + k_at, mask=k_on, other=0.0)
+        a_tile = tl.load(a + k_at, mask=k_mask, other=0.0)
     else:
-        a_tile = tl.load(a, mask=there, other=0.0)
-    return q_tile, k_tile, a_tile, tl.load(b, mask=there, other=0.0)
+        a_tile = tl.load(a, mask=valid, other=0.0)
+    return q_tile, k_tile, a_tile, tl.load(b, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -184,11 +184,11 @@ def _step(
         k_faded = k_wide
         q_faded = q_wide
         faded = decay
-    seen, read = _over_k(state * _beside(k_faded, VK), state * _beside(q_faded, VK), VK, TOGETHER)
+    kv_mem, read = _over_k(state * _beside(k_faded, VK), state * _beside(q_faded, VK), VK, TOGETHER)
     if TWICE:
         state = _wide(stored, zero)
     state = state * (_beside(decay, VK) if KDA else decay)
-    update = (v_tile.to(tl.float32) - seen * (unit * faded)) * (beta * unit)
+    update = (v_tile.to(tl.float32) - kv_mem * (unit * faded)) * (beta * unit)
     state += _beside(k_wide, VK) * _along(update, VK)
     if not TOGETHER:
         qk = _total(q_wide * k_wide, VK)
@@ -228,7 +228,7 @@ def _parent(parents, t, columns):
 
 @triton.jit
 def _state_tile(
-    column, k_at, there,
+    column, k_at, valid,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     VK: tl.constexpr,
 ):  # fmt: skip
@@ -240,15 +240,15 @@ def _state_tile(
         tile_at = _beside(k_at, VK) * V + _along(v_at, VK)
     if (BLOCK_K == K) & (V % BLOCK_V == 0):
         # one predicate for all: masks and addresses would cost registers
-        tile_on = there
+        tile_mask = valid
     else:
-        tile_on = (_beside(k_at, VK) < K) & (_along(v_at, VK) < V) & there
-    return v_at, tile_at, tile_on
+        tile_mask = (_beside(k_at, VK) < K) & (_along(v_at, VK) < V) & valid
+    return v_at, tile_at, tile_mask
 
 
 @triton.jit
-def _load_state(at, on, TWICE: tl.constexpr):
-    state = tl.load(at, mask=on, other=0.0)
+def _load_state(at, mask, TWICE: tl.constexpr):
+    state = tl.load(at, mask=mask, other=0.0)
     return state if TWICE else _wide(state, 0)
 
 
@@ -335,11 +335,11 @@ def _delta_rule_kernel(
     out += ((n_batch * T + first) * C.HV + hv) * C.V
     out_row = C.HV * C.V
     live = (slot >= 0) & (slot < slots)
-    here = length > 0
+    any_token = length > 0
     states = pool + hv * (C.K * C.V)
     pool = states + slot * slot_stride
-    v_at, tile_at, tile_on = _state_tile(column, k_at, live, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK)
-    state = _load_state(pool + tile_at, tile_on, C.TWICE)
+    v_at, tile_at, tile_mask = _state_tile(column, k_at, live, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK)
+    state = _load_state(pool + tile_at, tile_mask, C.TWICE)
     if C.CHAINED:
         # q, k and v are what the kernel before makes
         gdc_wait()
@@ -365,21 +365,21 @@ def _delta_rule_kernel(
         parents += n_wide * columns
 
     # the first token's values, which every tile needs, are in flight together with the state
-    q_first, k_first, a_first, b_first = _load_token(q, k, a, b, here, k_at, C.K, C.KDA)
+    q_first, k_first, a_first, b_first = _load_token(q, k, a, b, any_token, k_at, C.K, C.KDA)
     if C.ONE:
         q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
             q_first, k_first, a_first, b_first, rate, bias, scale, softplus_beta,
             softplus_threshold, lower_bound, C.NORM, C.BOUNDED, C.GIVEN, C.VK, TOGETHER,
         )  # fmt: skip
     for tile in tl.static_range(TILES):
-        v_tile = tl.load(v + v_at, mask=here & (v_at < C.V), other=0.0)
+        v_tile = tl.load(v + v_at, mask=any_token & (v_at < C.V), other=0.0)
         if tile + 1 < TILES:
             v_at_2, tile_at_2, tile_on_2 = _state_tile(
                 column + tile + 1, k_at, live, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
             )
             state_2 = _load_state(pool + tile_at_2, tile_on_2, C.TWICE)
         if C.CACHE:
-            _, _, cache_on = _state_tile(
+            _, _, cache_mask = _state_tile(
                 column + tile, k_at, kept, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
             )
         if C.ONE:
@@ -389,8 +389,8 @@ def _delta_rule_kernel(
             )  # fmt: skip
             tl.store(out + v_at, o.to(out.dtype.element_ty), mask=v_at < C.V)
             if C.CACHE:
-                on = cache_on & (steps > 0)
-                tl.store(cache + tile_at, state.to(cache.dtype.element_ty), mask=on)
+                mask = cache_mask & (steps > 0)
+                tl.store(cache + tile_at, state.to(cache.dtype.element_ty), mask=mask)
         else:
             q_tile, k_tile, a_tile, b_tile = q_first, k_first, a_first, b_first
             # walked, not multiplied with the token, which would take 64 bits
@@ -410,7 +410,7 @@ def _delta_rule_kernel(
                     # the chain goes on in registers; a branch is walked again from its root,
                     # which needs no stored states and rounds zero
                     if (t > 0) & (_parent(parents, t, columns) != t - 1):
-                        state = _load_state(pool + tile_at, tile_on, False)
+                        state = _load_state(pool + tile_at, tile_mask, False)
                         for earlier in range(t):
                             at = t
                             while at > earlier:
@@ -419,7 +419,7 @@ def _delta_rule_kernel(
                                 past = tl.cast(earlier, tl.int64)
                                 q_past, k_past, a_past, b_past = _load_token(
                                     q + past * q_row, k + past * k_row, a + past * a_row,
-                                    b + past * b_row, here, k_at, C.K, C.KDA,
+                                    b + past * b_row, any_token, k_at, C.K, C.KDA,
                                 )  # fmt: skip
                                 v_past = tl.load(v + past * v_row + v_at, v_at < C.V, 0.0)
                                 q_wide, k_wide, q_scale, unit, qk, decay, beta = _gates(
@@ -442,24 +442,24 @@ def _delta_rule_kernel(
                 tl.store(out_to + v_at, o.to(out.dtype.element_ty), mask=v_at < C.V)
                 out_to += out_row
                 if C.CACHE:
-                    on = cache_on & (t < steps)
-                    tl.store(cache_to + tile_at, state.to(cache.dtype.element_ty), mask=on)
+                    mask = cache_mask & (t < steps)
+                    tl.store(cache_to + tile_at, state.to(cache.dtype.element_ty), mask=mask)
                     cache_to += step_stride
                 if C.GIVEN:
                     slot = tl.load(indices + t).to(tl.int64)
-                    there = (slot >= 0) & (slot < slots)
-                    _, _, on = _state_tile(
-                        column + tile, k_at, there, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
+                    valid = (slot >= 0) & (slot < slots)
+                    _, _, mask = _state_tile(
+                        column + tile, k_at, valid, C.K, C.V, C.BLOCK_K, C.BLOCK_V, C.VK
                     )
                     to = states + slot * slot_stride + tile_at
-                    tl.store(to, state.to(states.dtype.element_ty), mask=on)
+                    tl.store(to, state.to(states.dtype.element_ty), mask=mask)
                 q_tile, k_tile, v_tile, a_tile, b_tile = q_next, k_next, v_next, a_next, b_next
         if z is not None and tile == TILES - 1:
             # in front of the state's stores, which the count would wait for
             tl.debug_barrier()
             others = tl.atomic_add(arrived + n_wide * C.HV + hv, 1)
         if C.UPDATE:
-            tl.store(pool + tile_at, state.to(pool.dtype.element_ty), mask=tile_on & here)
+            tl.store(pool + tile_at, state.to(pool.dtype.element_ty), mask=tile_mask & any_token)
         if C.VARLEN:
             # tokens before the first sequence, and behind the last one
             nothing = tl.full([C.BLOCK_V], 0.0, out.dtype.element_ty)
@@ -470,7 +470,7 @@ def _delta_rule_kernel(
             for t in range(length, behind):
                 tl.store(out + tl.cast(t, tl.int64) * out_row + v_at, nothing, mask=v_at < C.V)
         if tile + 1 < TILES:
-            v_at, tile_at, tile_on, state = v_at_2, tile_at_2, tile_on_2, state_2
+            v_at, tile_at, tile_mask, state = v_at_2, tile_at_2, tile_on_2, state_2
     if z is not None:
         z += n_batch * z_batch + hv * z_head
         normed += (n_wide * T * C.HV + hv) * C.V

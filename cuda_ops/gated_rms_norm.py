@@ -48,12 +48,12 @@ def _normalise(
     first = tl.program_id(0) % GROUPS * GROUP
     row = tl.program_id(0) // GROUPS * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_G)
-    on = (row < rows)[:, None] & (d < GROUP)[None]
+    mask = (row < rows)[:, None] & (d < GROUP)[None]
     d = first + d
     x_at = rows_at(row, heads, x_outer, x_head)[:, None] + d[None]
     g_at = rows_at(row, heads, g_outer, g_head)[:, None] + d[None]
-    x_tile = tl.load(x + x_at, mask=on, other=0.0).to(tl.float32)
-    opened = opening(tl.load(gate + g_at, mask=on, other=0.0).to(tl.float32), SILU)
+    x_tile = tl.load(x + x_at, mask=mask, other=0.0).to(tl.float32)
+    opened = opening(tl.load(gate + g_at, mask=mask, other=0.0).to(tl.float32), SILU)
     w = tl.load(weight + d, mask=d < first + GROUP, other=0.0).to(tl.float32)
     u = x_tile if BEFORE else x_tile * opened
     scale = 1.0 / tl.sqrt(tl.sum(u * u, 1) / GROUP + epsilon)
@@ -61,7 +61,7 @@ def _normalise(
     if BEFORE:
         normed = normed * opened
     to = out + row.to(tl.int64)[:, None] * D + d[None]
-    tl.store(to, normed.to(out.dtype.element_ty), mask=on)
+    tl.store(to, normed.to(out.dtype.element_ty), mask=mask)
 
 
 def tile(group: int, most: int) -> tuple[int, int]:

@@ -41,13 +41,13 @@ def _backward(
     total = tl.zeros([BLOCK_R, BLOCK_G], tl.float32)
     for block in range(blocks):
         row = (chunk * blocks + block) * BLOCK_R + tl.arange(0, BLOCK_R)
-        on = (row < rows)[:, None] & on_d[None]
+        mask = (row < rows)[:, None] & on_d[None]
         x_at = rows_at(row, heads, x_outer, x_head)[:, None] + d[None]
         g_at = rows_at(row, heads, g_outer, g_head)[:, None] + d[None]
         o_at = rows_at(row, heads, o_outer, o_head)[:, None] + d[None]
-        x_tile = tl.load(x + x_at, mask=on, other=0.0).to(tl.float32)
-        z = tl.load(gate + g_at, mask=on, other=0.0).to(tl.float32)
-        grad = tl.load(d_out + o_at, mask=on, other=0.0).to(tl.float32)
+        x_tile = tl.load(x + x_at, mask=mask, other=0.0).to(tl.float32)
+        z = tl.load(gate + g_at, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(d_out + o_at, mask=mask, other=0.0).to(tl.float32)
         share = 1.0 / (1.0 + tl.exp(-z))
         if SILU:
             opened = z * share
@@ -69,8 +69,8 @@ def _backward(
             z_grad = du * x_tile * slope
             total += grad * n
         to = row.to(tl.int64)[:, None] * D + d[None]
-        tl.store(dx + to, x_grad.to(dx.dtype.element_ty), mask=on)
-        tl.store(d_gate + to, z_grad.to(d_gate.dtype.element_ty), mask=on)
+        tl.store(dx + to, x_grad.to(dx.dtype.element_ty), mask=mask)
+        tl.store(d_gate + to, z_grad.to(d_gate.dtype.element_ty), mask=mask)
     tl.store(sums + chunk.to(tl.int64) * D + d, tl.sum(total, 0), mask=on_d)
 
 

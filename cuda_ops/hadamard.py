@@ -26,11 +26,11 @@ ROWS = 16  # that a program takes
 def _hadamard(x, out, rows, scale, x_row, ROWS: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, SIZE)
-    there = (row < rows)[:, None]
-    tile = tl.load(x + row[:, None] * x_row + d[None, :], mask=there, other=0.0)
+    valid = (row < rows)[:, None]
+    tile = tl.load(x + row[:, None] * x_row + d[None, :], mask=valid, other=0.0)
     tile = quantise.hadamard(tile.to(tl.float32), scale)
     to = out + row[:, None] * SIZE + d[None, :]
-    tl.store(to, tile.to(out.dtype.element_ty), mask=there)
+    tl.store(to, tile.to(out.dtype.element_ty), mask=valid)
 
 
 def unsupported(x: Tensor, **_: Any) -> str | None:

@@ -30,17 +30,17 @@ def _write(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, SIZE)
     slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int64)
-    there = (slot >= 0) & (slot < total)
-    x = tl.load(k + row[:, None] * k_row + d[None, :], mask=there[:, None], other=0.0)
+    valid = (slot >= 0) & (slot < total)
+    x = tl.load(k + row[:, None] * k_row + d[None, :], mask=valid[:, None], other=0.0)
     x = quantise.rotated(x.to(tl.float32), HADAMARD, BF16)
     x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
-    slot = tl.where(there, slot, 0)
+    slot = tl.where(valid, slot, 0)
     outer = slot // page
     inner = slot % page
     to = values + (outer * values_page + inner * SIZE)[:, None] + d[None, :]
-    tl.store(to, x, mask=there[:, None])
+    tl.store(to, x, mask=valid[:, None])
     scale = quantise.stored(scale, scales.dtype.element_ty)
-    tl.store(scales + outer * scales_page + inner, scale, mask=there)
+    tl.store(scales + outer * scales_page + inner, scale, mask=valid)
 
 
 def unsupported(k: Tensor, **_: Any) -> str | None:

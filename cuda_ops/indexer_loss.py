@@ -31,9 +31,9 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from .common import gpu, launches, rows
+from .common.log2 import LOG2E
 from .common.loss import (
     LARGEST_D,
-    LOG2_E,
     Tiles,
     normalised,
     padded,
@@ -47,12 +47,12 @@ from .hopper import indexer_loss as hopper
 
 
 @triton.jit
-def _part(base, at, row, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Rows `at` of [*, row] and their first SIZE columns, padded to PAD; zeros if not `there`."""
+def _part(base, at, row, valid, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """Rows `at` of [*, row] and their first SIZE columns, padded to PAD; zeros if not `valid`."""
     if SIZE == PAD:
-        return tl.load(base + at[:, None] * row + columns[None, :], there[:, None], 0.0)
-    on = there[:, None] & (columns < SIZE)[None, :]
-    return tl.load(base + at[:, None] * row + columns[None, :], on, 0.0)
+        return tl.load(base + at[:, None] * row + columns[None, :], valid[:, None], 0.0)
+    mask = valid[:, None] & (columns < SIZE)[None, :]
+    return tl.load(base + at[:, None] * row + columns[None, :], mask, 0.0)
 
 
 @triton.jit
@@ -104,20 +104,20 @@ def _target_kernel(
             given = tl.load(
                 lse + batch * l_batch + head_wide * l_head + row_wide * l_row, is_head, 0.0
             )
-            row_lse = given.to(tl.float32) * LOG2_E
+            row_lse = given.to(tl.float32) * LOG2E
         else:
             row_max = tl.full([HEADS], float("-inf"), tl.float32)
             row_sum = tl.zeros([HEADS], tl.float32)
             for start in tl.range(0, last, KEYS, num_stages=STAGES):
                 slot = start + tl.arange(0, KEYS)
-                index, there = valid_slots(indices, slot, K, position, key_length)
+                index, valid = valid_slots(indices, slot, K, position, key_length)
                 at = index.to(tl.int64)
-                z = tl.dot(q0, _part(key, at, k_row, there, c0, D0, P0).T)
+                z = tl.dot(q0, _part(key, at, k_row, valid, c0, D0, P0).T)
                 if D1 > 0:
-                    z = tl.dot(q1, _part(key + D0, at, k_row, there, c1, D1, P1).T, z)
+                    z = tl.dot(q1, _part(key + D0, at, k_row, valid, c1, D1, P1).T, z)
                 if DR > 0:
-                    z = tl.dot(qr, _part(key_rope, at, kr_row, there, cr, DR, PR).T, z)
-                z = tl.where(there[None, :], z * scale_log2, float("-inf"))
+                    z = tl.dot(qr, _part(key_rope, at, kr_row, valid, cr, DR, PR).T, z)
+                z = tl.where(valid[None, :], z * scale_log2, float("-inf"))
                 new_max = tl.maximum(row_max, tl.max(z, 1))
                 safe = tl.where(new_max == float("-inf"), 0.0, new_max)
                 row_sum = row_sum * tl.exp2(row_max - safe)
@@ -130,20 +130,20 @@ def _target_kernel(
 
         for start in tl.range(0, last, KEYS, num_stages=STAGES):
             slot = start + tl.arange(0, KEYS)
-            index, there = valid_slots(indices, slot, K, position, key_length)
+            index, valid = valid_slots(indices, slot, K, position, key_length)
             at = index.to(tl.int64)
-            k0 = _part(key, at, k_row, there, c0, D0, P0)
+            k0 = _part(key, at, k_row, valid, c0, D0, P0)
             z = tl.dot(k0, q0.T)
             if D1 > 0:
-                z = tl.dot(_part(key + D0, at, k_row, there, c1, D1, P1), q1.T, z)
+                z = tl.dot(_part(key + D0, at, k_row, valid, c1, D1, P1), q1.T, z)
             if DR > 0:
-                z = tl.dot(_part(key_rope, at, kr_row, there, cr, DR, PR), qr.T, z)
+                z = tl.dot(_part(key_rope, at, kr_row, valid, cr, DR, PR), qr.T, z)
             mass = tl.sum(tl.exp2(z * scale_log2 - row_lse[None, :]), 1)
-            mass = tl.where(there, mass, 0.0)
-            on = slot < last
+            mass = tl.where(valid, mass, 0.0)
+            mask = slot < last
             if N > HEADS and first > 0:
-                mass += tl.load(target + slot, mask=on, other=0.0)
-            tl.store(target + slot, mass, mask=on)
+                mass += tl.load(target + slot, mask=mask, other=0.0)
+            tl.store(target + slot, mass, mask=mask)
 
 
 @triton.jit
@@ -269,7 +269,7 @@ def forward(
         assert tile is not None
         launches.kernel(_target_kernel, S, B)(
             query, key, query_rope, key_rope, indices, softmax_lse, target,
-            scaling * LOG2_E.value, chunk_offset, S, key_length, K,
+            scaling * LOG2E.value, chunk_offset, S, key_length, K,
             (
                 *query.stride()[:3], *key.stride()[:2],
                 *((0, 0, 0) if query_rope is None else query_rope.stride()[:3]),

@@ -65,7 +65,7 @@ def forward(
             **of_8_bits,
         )  # fmt: skip
     weights = memory.empty((requests, steps, heads), token_x.dtype, device)
-    part = product(
+    partial = product(
         token_x.view(tokens, hidden),
         [(weight_k, size), (weight_proj, heads)],
         weight_format,
@@ -75,7 +75,7 @@ def forward(
     index = prolog.Index(
         ln_gamma_k, ln_beta_k, index_k_cache, weights, ln_epsilon, rope_interleaved
     )
-    prolog.token_stage(part, rope_sin, rope_cos, cache_index, None, index)
+    prolog.token_stage(partial, rope_sin, rope_cos, cache_index, None, index)
     query_index = prolog.index_heads(
         query_norm.view(tokens, ranks), weight_qb, weight_format, size, rope_sin, rope_cos,
         (requests, steps), rope_interleaved, late=True,

@@ -36,21 +36,21 @@ def _write(
     d = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     r = tile[:, None] * (ROTARY // OF_ROW) + tl.arange(0, ROTARY // OF_ROW)[None, :]
     slot = tl.load(slots + token, mask=at < tiles, other=-1).to(tl.int64)
-    there = (slot >= 0) & (slot < total)
-    slot = tl.where(there, slot, 0)
+    valid = (slot >= 0) & (slot < total)
+    slot = tl.where(valid, slot, 0)
     outer = slot // page
     inner = slot % page
-    x = tl.load(ckv + token[:, None] * ckv_row + d, mask=there[:, None], other=0.0)
+    x = tl.load(ckv + token[:, None] * ckv_row + d, mask=valid[:, None], other=0.0)
     fits = 1.0
     if ALPHA:
         fits = tl.load(alpha)
     x, scale = quantise.of_floats(x.to(tl.float32), fits, KIND, UE8M0)
     to = values + (outer * values_page + inner * values_row)[:, None] + d
-    tl.store(to, x, mask=there[:, None])
-    tl.store(scales + outer * scales_page + inner * scales_row + tile, scale, mask=there)
-    turned = tl.load(k_rope + token[:, None] * rope_row + r, mask=there[:, None], other=0)
+    tl.store(to, x, mask=valid[:, None])
+    tl.store(scales + outer * scales_page + inner * scales_row + tile, scale, mask=valid)
+    turned = tl.load(k_rope + token[:, None] * rope_row + r, mask=valid[:, None], other=0)
     to = rope + (outer * rope_page + inner * rope_slot)[:, None] + r
-    tl.store(to, turned, mask=there[:, None])
+    tl.store(to, turned, mask=valid[:, None])
 
 
 def unsupported(ckv: Tensor, **_: Any) -> str | None:

@@ -50,33 +50,33 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _key_tile(
-    key, pos, ok, request, start, of, key_o, key_i, d,
+    key, pos, valid, request, start, of, key_o, key_i, d,
     D: tl.constexpr, BLOCK_D: tl.constexpr, LAYOUT: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """([keys, BLOCK_D], ok): the keys at pos.  ONE_PAGE: they lie on one page, asked for once."""
+    """([keys, BLOCK_D], valid): the keys at pos.  ONE_PAGE: they lie on one page, read once."""
     if ONE_PAGE:
         first = tl.min(pos, 0)
         entry = of.table + request.to(tl.int64) * of.table_stride + first // LAYOUT.PAGE
         outer = tl.load(entry).to(tl.int64)
-        there = (outer >= 0) & (outer < of.pages)
-        ok = ok & there
+        named = (outer >= 0) & (outer < of.pages)
+        valid = valid & named
         base = key + outer * key_o + (first % LAYOUT.PAGE).to(tl.int64) * key_i
         at = base + (pos - first).to(tl.int64)[:, None] * key_i + d[None, :]
     else:
-        outer, inner, ok = rows.place(pos, ok, request, start, of, LAYOUT)
+        outer, inner, valid = rows.physical_slot(pos, valid, request, start, of, LAYOUT)
         at = key + (outer * key_o + inner * key_i)[:, None] + d[None, :]
     if D == BLOCK_D:
-        tile = tl.load(at, mask=ok[:, None], other=0.0)
+        tile = tl.load(at, mask=valid[:, None], other=0.0)
     else:
-        tile = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
-    return tile, ok
+        tile = tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    return tile, valid
 
 
 @triton.jit(
     do_not_specialize=[
         "tokens",
         "requests",
-        "reach",
+        "max_kv_len",
         "count",
         "chunks",
         "per_chunk",
@@ -85,13 +85,16 @@ def _key_tile(
     ]
 )
 def _scores(
-    query, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
+    query, key, weights, query_scale, key_scale, seqlens_q, seqlens_k, table, scores, sample,
+    lengths,
+    tokens, requests, max_kv_len, table_stride, pages, first_row, count, chunks, per_chunk, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, which pass by: once for each request among the rows."""
     q_row, q_head, w_row, key_o, key_i, qs_row, qs_head, ks_o, ks_i, score_row, sample_row = strides
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
     program = tl.program_id(0)
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * C.ROWS
@@ -101,15 +104,15 @@ def _scores(
     owner = row.to(tl.int64) + column // C.BLOCK_H
     h = (column % C.BLOCK_H).to(tl.int64)
     d = tl.arange(0, C.BLOCK_D)
-    real = (owner < end) & (h < C.HEADS)
+    mask = (owner < end) & (h < C.HEADS)
     q_tile = tl.load(
         query + (owner * q_row + h * q_head)[:, None] + d[None, :],
-        mask=real[:, None] & (d < C.D)[None, :], other=0.0,
+        mask=mask[:, None] & (d < C.D)[None, :], other=0.0,
     )  # fmt: skip
     q_tile = quantise.multiplied(q_tile, C.KIND)
-    weight = tl.load(weights + owner * w_row + h, mask=real, other=0.0).to(tl.float32)
+    weight = tl.load(weights + owner * w_row + h, mask=mask, other=0.0).to(tl.float32)
     if C.QUERY_SCALE:
-        weight *= tl.load(query_scale + owner * qs_row + h * qs_head, mask=real, other=0.0).to(
+        weight *= tl.load(query_scale + owner * qs_row + h * qs_head, mask=mask, other=0.0).to(
             tl.float32
         )
     while row < end:
@@ -121,15 +124,15 @@ def _scores(
             # one row at least, or prefix sums that fall would have no end
             stop = tl.where(request < requests, tl.maximum(first + asked, row + 1), end)
         stop = tl.minimum(stop, end)
-        here = (member >= row) & (member < stop)
-        seen = rows.sees((member - first).to(tl.int32), asked, keys, LAYOUT.CAUSAL)
-        seen = tl.where(here, seen, 0)
+        in_program = (member >= row) & (member < stop)
+        kv_len = rows.sees((member - first).to(tl.int32), asked, keys, LAYOUT.CAUSAL)
+        kv_len = tl.where(in_program, kv_len, 0)
         if lo == 0:
-            tl.store(lengths + member - first_row, seen, mask=here)
-        hi = tl.minimum(lo + per_chunk, tl.max(seen, 0))
+            tl.store(lengths + member - first_row, kv_len, mask=in_program)
+        hi = tl.minimum(lo + per_chunk, tl.max(kv_len, 0))
         for n in tl.range(lo, hi, C.BLOCK_N, num_stages=C.STAGES):
             pos = n + tl.arange(0, C.BLOCK_N)
-            k_tile, ok = _key_tile(
+            k_tile, valid = _key_tile(
                 key, pos, pos < hi, request, start, of, key_o, key_i, d, C.D, C.BLOCK_D, LAYOUT,
                 C.ONE_PAGE,
             )  # fmt: skip
@@ -145,11 +148,11 @@ def _scores(
                 score *= scale.to(tl.float32)
             # a NaN comes last, and only what is absent is -inf
             score = tl.where(score > LEAST_SCORE, score, LEAST_SCORE)
-            score = tl.where(ok[:, None], score, float("-inf"))
+            score = tl.where(valid[:, None], score, float("-inf"))
             at = scores + ((member - first_row) * score_row)[None, :] + pos[:, None]
-            tl.store(at, score, mask=pos[:, None] < seen[None, :])
+            tl.store(at, score, mask=pos[:, None] < kv_len[None, :])
             at = sample + ((member - first_row) * sample_row)[None, :] + (pos // C.EVERY)[:, None]
-            drawn = (pos % C.EVERY == 0)[:, None] & (pos[:, None] < seen[None, :])
+            drawn = (pos % C.EVERY == 0)[:, None] & (pos[:, None] < kv_len[None, :])
             tl.store(at, score, mask=drawn)
         row = stop
 
@@ -249,14 +252,14 @@ def scaled_scores(
     heads, dim = query.shape[-2:]
     q = query.reshape(plan.rows, heads, dim)
     w = weights.reshape(plan.rows, heads)
-    reach = max(plan.reach, 1)
+    max_kv_len = max(plan.max_kv_len, 1)
     per_request = triton.cdiv(plan.rows, max(plan.arguments["requests"], 1))
     found = shape(per_request, heads, dim, device)
     assert found is not None
     shared, h_tile, d_tile, stages = found
     if kind == quantise.INT8.value:
         d_tile = max(32, d_tile)  # the least depth of a product of bytes
-    score_row = triton.cdiv(reach, topk.BLOCK) * topk.BLOCK
+    score_row = triton.cdiv(max_kv_len, topk.BLOCK) * topk.BLOCK
     chunk_rows = max(shared, min(plan.rows, CHUNK_BYTES // (4 * score_row) // shared * shared))
     score = memory.empty((chunk_rows, score_row), torch.float32, device)
     sample = memory.empty((chunk_rows, score_row // topk.EVERY), torch.float32, device)
@@ -270,12 +273,12 @@ def scaled_scores(
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
-    alone = shared == 1 and plan.rows * triton.cdiv(reach, 128) <= 16 * gpu.processors(device)
+    alone = shared == 1 and plan.rows * triton.cdiv(max_kv_len, 128) <= 16 * gpu.processors(device)
     # as many programs as keep all processors busy twice over, where there are keys enough
-    items = triton.cdiv(plan.rows, shared) * reach
+    items = triton.cdiv(plan.rows, shared) * max_kv_len
     share = triton.next_power_of_2(triton.cdiv(items, 2 * gpu.processors(device)))
     per_chunk = 128 if alone else max(BLOCK_N, min(2048 if shared == 1 else 4096, share))
-    chunks = triton.cdiv(reach, per_chunk)
+    chunks = triton.cdiv(max_kv_len, per_chunk)
     flat_indices = indices.view(plan.rows, sparse_count)
     flat_values = values.view(plan.rows, sparse_count) if wanted else values
     one_page = layout_key == "PA_BSND" and plan.layout.PAGE % BLOCK_N == 0

@@ -26,35 +26,39 @@ from .common import launches, rows, scatter
 from .common.selection import selected
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
+)
 def _gradients(
-    query, key, weights, dy, indices, act_q, act_k, table, d_query, d_weights, d_key, peak,
-    tokens, requests, reach, table_stride, pages, entries, strides,
+    query, key, weights, dy, indices, seqlens_q, seqlens_k, table, d_query, d_weights, d_key, peak,
+    tokens, requests, max_kv_len, table_stride, pages, entries, strides,
     HEADS: tl.constexpr, D: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o = strides
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
     head_tiles: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // head_tiles).to(tl.int64)
-    request, start, seen = rows.locate(row, of, LAYOUT)
+    request, start, kv_len = rows.locate(row, of, LAYOUT)
     h = (tl.program_id(0) % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
-    real = (h < HEADS)[:, None] & (d < D)[None, :]
-    q_tile = tl.load(query + row * q_row + h[:, None] * q_head + d[None, :], mask=real, other=0.0)
+    mask = (h < HEADS)[:, None] & (d < D)[None, :]
+    q_tile = tl.load(query + row * q_row + h[:, None] * q_head + d[None, :], mask=mask, other=0.0)
     weight = tl.load(weights + row * w_row + h, mask=h < HEADS, other=0.0).to(tl.float32)
     dq = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     dw = tl.zeros([BLOCK_H], tl.float32)
-    for n in tl.range(0, tl.where(seen > 0, entries, 0), BLOCK_N):
+    for n in tl.range(0, tl.where(kv_len > 0, entries, 0), BLOCK_N):
         entry = n + tl.arange(0, BLOCK_N)
-        outer, inner, ok = selected(
-            entry, entries, indices + row * index_row, seen, request, start, of, 1, LAYOUT
+        outer, inner, valid = selected(
+            entry, entries, indices + row * index_row, kv_len, request, start, of, 1, LAYOUT
         )
-        wide = ok[:, None] & (d < D)[None, :]
+        wide = valid[:, None] & (d < D)[None, :]
         k_tile = tl.load(
             key + (outer * key_o + inner * key_i)[:, None] + d[None, :], mask=wide, other=0.0
         )
-        grad = tl.load(dy + row * dy_row + entry, mask=ok, other=0.0).to(tl.float32)
+        grad = tl.load(dy + row * dy_row + entry, mask=valid, other=0.0).to(tl.float32)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         dw += tl.sum(tl.maximum(s, 0.0) * grad[None, :], 1)
         ds = tl.where(s > 0, grad[None, :] * weight[:, None], 0.0).to(k_tile.dtype)
@@ -64,7 +68,7 @@ def _gradients(
         scatter.add(d_key, peak, at, dk, wide, MODE)
     tl.store(
         d_query + (row * HEADS + h[:, None]) * D + d[None, :], dq.to(d_query.dtype.element_ty),
-        mask=real,
+        mask=mask,
     )  # fmt: skip
     to = d_weights + row * HEADS + h
     tl.store(to, dw.to(d_weights.dtype.element_ty), mask=h < HEADS)

@@ -28,14 +28,14 @@ def _localize(indices, local, count, rank, size, interleave, K, i_row, K_PAD: tl
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, K_PAD)
     index = tl.load(indices + row * i_row + j, mask=j < K, other=-1)
-    there = (index >= 0) & (index <= 2147483647)
-    index = tl.where(there, index, 0).to(tl.int32)
+    valid = (index >= 0) & (index <= 2147483647)
+    index = tl.where(valid, index, 0).to(tl.int32)
     stripe = index // interleave
-    here = there & (stripe % size == rank)
-    slot = tl.cumsum(here.to(tl.int32), 0) - 1
-    found = tl.sum(here.to(tl.int32), 0)
+    on_rank = valid & (stripe % size == rank)
+    slot = tl.cumsum(on_rank.to(tl.int32), 0) - 1
+    found = tl.sum(on_rank.to(tl.int32), 0)
     to = local + row * K
-    tl.store(to + slot, stripe // size * interleave + index % interleave, mask=here)
+    tl.store(to + slot, stripe // size * interleave + index % interleave, mask=on_rank)
     tl.store(to + j, tl.full([K_PAD], -1, tl.int32), mask=(j >= found) & (j < K))
     tl.store(count + row, found)
 

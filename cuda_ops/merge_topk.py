@@ -36,13 +36,13 @@ def _choose(
     """chosen [M, K_PAD]: position << 32 + the score's bits of the K best, in any order."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, PAD)
-    there = c < candidates
+    valid = c < candidates
     part = (c // C).to(tl.int64)
-    value = tl.load(values + part * v_part + row * v_row + c % C, mask=there, other=0.0)
+    value = tl.load(values + part * v_part + row * v_row + c % C, mask=valid, other=0.0)
     value = value.to(tl.float32)
-    position = tl.load(positions + part * p_part + row * p_row + c % C, mask=there, other=-1)
+    position = tl.load(positions + part * p_part + row * p_row + c % C, mask=valid, other=-1)
     position = position.to(tl.int64)
-    present = there & (position >= 0) & (position <= LAST)
+    present = valid & (position >= 0) & (position <= LAST)
     # a NaN comes last
     key = tl.where(present, ordered(tl.where(value > LEAST_SCORE, value, LEAST_SCORE)), MINUS_INF)
     lowest, highest, found = survey(key)
@@ -70,10 +70,10 @@ def _sort(chosen, positions, values, k, K_PAD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, K_PAD)
     x = tl.sort(tl.load(chosen + row * K_PAD + j))
-    there = x != NOTHING
+    valid = x != NOTHING
     value = x.to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(positions + row * k + j, tl.where(there, (x >> 32).to(tl.int32), -1), mask=j < k)
-    value = tl.where(there, value, 0.0).to(values.dtype.element_ty)
+    tl.store(positions + row * k + j, tl.where(valid, (x >> 32).to(tl.int32), -1), mask=j < k)
+    value = tl.where(valid, value, 0.0).to(values.dtype.element_ty)
     tl.store(values + row * k + j, value, mask=j < k)
 
 

@@ -78,7 +78,7 @@ def with_rows(
             kv_cache_quant_mode, **of_8_bits,
         )  # fmt: skip
     query_norm = memory.empty((requests, steps, ranks), dtype, device)
-    part = product(
+    partial = product(
         token_x.view(tokens, hidden),
         [(weight_dq, ranks), (weight_dkv_kr, rank + rotary)],
         weight_format,
@@ -89,7 +89,7 @@ def with_rows(
         rmsnorm_gamma_cq, rmsnorm_gamma_ckv, kv_cache, kr_cache, query_norm,
         rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved,
     )  # fmt: skip
-    prolog.token_stage(part, rope_sin, rope_cos, cache_index, latent, None)
+    prolog.token_stage(partial, rope_sin, rope_cos, cache_index, latent, None)
     query, query_rope = prolog.query_heads(
         query_norm.view(tokens, ranks), weight_uq_qr, weight_format, weight_uk, rope_sin, rope_cos,
         (requests, steps), rope_interleaved,

@@ -155,21 +155,24 @@ def product(
     chained = gpu.has_chained_launch(x.device)
     by_tma = hopper.supports(x, kept, formats)
     chosen = tiling.hopper if by_tma else tiling.plain
-    cut = chosen(tokens, given, depth, gpu.processors(x.device))
-    run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
+    config = chosen(tokens, given, depth, gpu.processors(x.device))
+    run = cdiv(cdiv(depth, config.runs), config.k) * config.k
     runs = cdiv(depth, run)
     dtype = torch.float32 if keep_float or runs > 1 else x.dtype
     out = memory.empty((runs, tokens, sum(sizes)), dtype, x.device)
-    blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
+    blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
     if by_tma:
-        hopper.launch(x, kept, sizes, out, run, blocks, cut, first=first, late=late, forked=forked)
+        hopper.launch(
+            x, kept, sizes, out, run, blocks, config, first=first, late=late, forked=forked
+        )
         return out
     launches.kernel(_product, blocks, runs)(
         x, *kept, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
         NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=nz.columns(x.dtype),
-        BLOCK_T=cut.tokens, BLOCK_N=cut.columns, BLOCK_K=cut.k, STAGES=cut.stages, SWAP=cut.swap,
-        GROUP=cut.group, CHAINED=chained, FIRST=first, LATE=late, num_warps=cut.warps,
+        BLOCK_T=config.tokens, BLOCK_N=config.columns, BLOCK_K=config.k, STAGES=config.stages,
+        SWAP=config.swap,
+        GROUP=config.group, CHAINED=chained, FIRST=first, LATE=late, num_warps=config.warps,
         launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

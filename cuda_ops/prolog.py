@@ -67,10 +67,10 @@ def rotation_source(d, D: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def angle(cos, sin, d, ok):
+def angle(cos, sin, d, mask):
     """(cosines, sines) of columns d of a token."""
-    c = tl.load(cos + d, mask=ok, other=0.0).to(tl.float32)
-    return c, tl.load(sin + d, mask=ok, other=0.0).to(tl.float32)
+    c = tl.load(cos + d, mask=mask, other=0.0).to(tl.float32)
+    return c, tl.load(sin + d, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -80,18 +80,18 @@ def turned(own, partner, d, c, s, D: tl.constexpr):
 
 
 @triton.jit
-def rotated(own, partner, d, cos, sin, at, ok, D: tl.constexpr):
+def rotated(own, partner, d, cos, sin, at, mask, D: tl.constexpr):
     """The same; `at` is where the token's cos and sin begin."""
-    c, s = angle(cos + at, sin + at, d, ok)
+    c, s = angle(cos + at, sin + at, d, mask)
     return turned(own, partner, d, c, s, D)
 
 
 @triton.jit
-def run_sum(part, stride, ok, RUNS: tl.constexpr):
+def run_sum(partial, stride, mask, RUNS: tl.constexpr):
     """The runs of one product, added in order."""
-    acc = tl.load(part, mask=ok, other=0.0).to(tl.float32)
+    acc = tl.load(partial, mask=mask, other=0.0).to(tl.float32)
     for run in tl.static_range(1, RUNS):
-        acc += tl.load(part + run * stride, mask=ok, other=0.0)
+        acc += tl.load(partial + run * stride, mask=mask, other=0.0)
     return acc
 
 
@@ -104,43 +104,43 @@ def weights_of(gamma, N: tl.constexpr):
 
 
 @triton.jit
-def rms_normed(part, stride, g, eps, N: tl.constexpr, RUNS: tl.constexpr, dtype: tl.constexpr):
+def rms_normed(partial, stride, g, eps, N: tl.constexpr, RUNS: tl.constexpr, dtype: tl.constexpr):
     """(columns, in range, RMSNorm of the rounded sums in the working dtype)."""
     j = tl.arange(0, triton.next_power_of_2(N))
-    ok = j < N
-    u = run_sum(part + j, stride, ok, RUNS).to(dtype).to(tl.float32)
+    mask = j < N
+    u = run_sum(partial + j, stride, mask, RUNS).to(dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(u * u, 0) / N + eps)
-    return j, ok, (u * scale * g).to(dtype)
+    return j, mask, (u * scale * g).to(dtype)
 
 
 @triton.jit
 def _store_query_norm(
-    part, stride, gamma, out, eps, N: tl.constexpr, RUNS: tl.constexpr, CHAINED: tl.constexpr
+    partial, stride, gamma, out, eps, N: tl.constexpr, RUNS: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
     g = weights_of(gamma, N)
     if CHAINED:
         gdc_wait()
-    j, ok, normed = rms_normed(part, stride, g, eps, N, RUNS, out.dtype.element_ty)
-    tl.store(out + j, normed, mask=ok)
+    j, mask, normed = rms_normed(partial, stride, g, eps, N, RUNS, out.dtype.element_ty)
+    tl.store(out + j, normed, mask=mask)
 
 
 @triton.jit
 def rotary_key(
-    part, stride, c, s, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    partial, stride, c, s, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """(columns, in range, the rotated key of a token)"""
     d = tl.arange(0, triton.next_power_of_2(D))
-    ok = d < D
+    mask = d < D
     own, partner = rotation_source(d, D, INTERLEAVED)
-    u = run_sum(part + own, stride, ok, RUNS).to(dtype).to(tl.float32)
-    v = run_sum(part + partner, stride, ok, RUNS).to(dtype).to(tl.float32)
-    return d, ok, turned(u, v, d, c, s, D).to(dtype)
+    u = run_sum(partial + own, stride, mask, RUNS).to(dtype).to(tl.float32)
+    v = run_sum(partial + partner, stride, mask, RUNS).to(dtype).to(tl.float32)
+    return d, mask, turned(u, v, d, c, s, D).to(dtype)
 
 
 @triton.jit
 def latent_and_key(
-    part, stride, gamma, cos, sin, eps, R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
+    partial, stride, gamma, cos, sin, eps, R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr,
     INTERLEAVED: tl.constexpr, dtype: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """(columns, in range, latent; columns, in range, rotated key) of a token"""
@@ -149,80 +149,80 @@ def latent_and_key(
     c, s = angle(cos, sin, d, d < D)
     if CHAINED:
         gdc_wait()
-    d, d_ok, key = rotary_key(part + R, stride, c, s, D, RUNS, INTERLEAVED, dtype)
-    j, ok, normed = rms_normed(part, stride, g, eps, R, RUNS, dtype)
-    return j, ok, normed, d, d_ok, key
+    d, d_mask, key = rotary_key(partial + R, stride, c, s, D, RUNS, INTERLEAVED, dtype)
+    j, mask, normed = rms_normed(partial, stride, g, eps, R, RUNS, dtype)
+    return j, mask, normed, d, d_mask, key
 
 
 @triton.jit
 def store_latent(
-    part, stride, gamma, cos, sin, kv_row, kr_row, eps, present,
+    partial, stride, gamma, cos, sin, kv_row, kr_row, eps, present,
     R: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The latent and the rotated key of a token, into their cache rows."""
-    j, ok, normed, d, d_ok, key = latent_and_key(
-        part, stride, gamma, cos, sin, eps, R, D, RUNS, INTERLEAVED, kv_row.dtype.element_ty,
+    j, mask, normed, d, d_mask, key = latent_and_key(
+        partial, stride, gamma, cos, sin, eps, R, D, RUNS, INTERLEAVED, kv_row.dtype.element_ty,
         CHAINED,
     )  # fmt: skip
-    tl.store(kv_row + j, normed, mask=ok & present)
-    tl.store(kr_row + d, key, mask=d_ok & present)
+    tl.store(kv_row + j, normed, mask=mask & present)
+    tl.store(kr_row + d, key, mask=d_mask & present)
 
 
 @triton.jit
 def index_key(
-    part, stride, gamma, beta, cos, sin, eps, DI: tl.constexpr, D: tl.constexpr,
+    partial, stride, gamma, beta, cos, sin, eps, DI: tl.constexpr, D: tl.constexpr,
     RUNS: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """(columns, in range, key): LayerNorm of the float32 sums, rounded; the first D columns
     rotated."""
     j = tl.arange(0, triton.next_power_of_2(DI))
-    ok = j < DI
+    mask = j < DI
     own, partner = rotation_source(j, D, INTERLEAVED)
     own = tl.where(j < D, own, j)
     partner = tl.where(j < D, partner, j)
-    g = tl.load(gamma + own, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(beta + own, mask=ok, other=0.0).to(tl.float32)
-    g_v = tl.load(gamma + partner, mask=ok, other=0.0).to(tl.float32)
-    b_v = tl.load(beta + partner, mask=ok, other=0.0).to(tl.float32)
+    g = tl.load(gamma + own, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(beta + own, mask=mask, other=0.0).to(tl.float32)
+    g_v = tl.load(gamma + partner, mask=mask, other=0.0).to(tl.float32)
+    b_v = tl.load(beta + partner, mask=mask, other=0.0).to(tl.float32)
     c, s = angle(cos, sin, j, j < D)
     if CHAINED:
         gdc_wait()
-    u = run_sum(part + own, stride, ok, RUNS)
-    v = run_sum(part + partner, stride, ok, RUNS)
+    u = run_sum(partial + own, stride, mask, RUNS)
+    v = run_sum(partial + partner, stride, mask, RUNS)
     mean = tl.sum(u, 0) / DI
-    off = tl.where(ok, u - mean, 0.0)
+    off = tl.where(mask, u - mean, 0.0)
     scale = tl.rsqrt(tl.sum(off * off, 0) / DI + eps)
     u = (off * scale * g + b).to(dtype)
     v = ((v - mean) * scale * g_v + b_v).to(dtype)
     key = turned(u.to(tl.float32), v.to(tl.float32), j, c, s, D).to(dtype)
-    return j, ok, tl.where(j < D, key, u)
+    return j, mask, tl.where(j < D, key, u)
 
 
 @triton.jit
 def _store_index_key(
-    part, stride, gamma, beta, cos, sin, k_row, eps, present,
+    partial, stride, gamma, beta, cos, sin, k_row, eps, present,
     DI: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr, INTERLEAVED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Into the cache row."""
-    j, ok, key = index_key(
-        part, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, k_row.dtype.element_ty,
-        CHAINED,
+    j, mask, key = index_key(
+        partial, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED,
+        k_row.dtype.element_ty, CHAINED,
     )  # fmt: skip
-    tl.store(k_row + j, key, mask=ok & present)
+    tl.store(k_row + j, key, mask=mask & present)
 
 
 @triton.jit
-def store_weights(part, stride, out, N: tl.constexpr, RUNS: tl.constexpr):
+def store_weights(partial, stride, out, N: tl.constexpr, RUNS: tl.constexpr):
     j = tl.arange(0, triton.next_power_of_2(N))
-    ok = j < N
-    tl.store(out + j, run_sum(part + j, stride, ok, RUNS).to(out.dtype.element_ty), mask=ok)
+    mask = j < N
+    tl.store(out + j, run_sum(partial + j, stride, mask, RUNS).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots", "eps_cq", "eps_ckv", "eps_k"])
 def _token_stage(
-    part, gamma_cq, gamma_ckv, gamma_k, beta_k, sin, cos, cache_index,
+    partial, gamma_cq, gamma_ckv, gamma_k, beta_k, sin, cos, cache_index,
     kv_cache, kr_cache, index_k_cache, query_norm, weights,
     tokens, slots, eps_cq, eps_ckv, eps_k,
     Q: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DI: tl.constexpr, NI: tl.constexpr,
@@ -238,7 +238,7 @@ def _token_stage(
     if CHAINED:
         gdc_launch_dependents()
     stride = tl.cast(tokens, tl.int64) * TOTAL
-    part += token * TOTAL
+    partial += token * TOTAL
     slot = tl.load(cache_index + token).to(tl.int64)
     present = (slot >= 0) & (slot < slots)
     slot = tl.where(present, slot, 0)
@@ -247,19 +247,19 @@ def _token_stage(
     if MLA:
         if role == 0:
             _store_query_norm(
-                part, stride, gamma_cq, query_norm + token * Q, eps_cq, Q, RUNS, CHAINED
+                partial, stride, gamma_cq, query_norm + token * Q, eps_cq, Q, RUNS, CHAINED
             )
         if role == 1:
             store_latent(
-                part + Q, stride, gamma_ckv, cos, sin, kv_cache + slot * R, kr_cache + slot * D,
+                partial + Q, stride, gamma_ckv, cos, sin, kv_cache + slot * R, kr_cache + slot * D,
                 eps_ckv, present, R, D, RUNS, INTERLEAVED, CHAINED,
             )  # fmt: skip
     if INDEX and role == 2:
         _store_index_key(
-            part + LATENT, stride, gamma_k, beta_k, cos, sin, index_k_cache + slot * DI,
+            partial + LATENT, stride, gamma_k, beta_k, cos, sin, index_k_cache + slot * DI,
             eps_k, present, DI, D, RUNS, INDEX_INTERLEAVED, CHAINED,
         )  # fmt: skip
-        store_weights(part + LATENT + DI, stride, weights + token * NI, NI, RUNS)
+        store_weights(partial + LATENT + DI, stride, weights + token * NI, NI, RUNS)
 
 
 @triton.jit
@@ -275,43 +275,53 @@ def _absorb(
     head = program // PARTS % HEADS
     n = program % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
     t = program // (PARTS * HEADS) * BLOCK_T + tl.arange(0, BLOCK_T)
-    t_ok = t < tokens
-    n_ok = n < R
+    t_mask = t < tokens
+    n_mask = n < R
     kk = tl.arange(0, BLOCK_K)
     w = w_uk + head.to(tl.int64) * (DN * R)
     q_row = q + t.to(tl.int64) * q_stride + head * (DN + D)
     acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.float32)
     for k in tl.static_range(0, DN, BLOCK_K):
-        ok = kk < DN - k
+        mask = kk < DN - k
         if SWAP:
             w_tile = tl.load(
-                w + (k + kk)[None, :] * R + n[:, None], mask=ok[None, :] & n_ok[:, None], other=0.0
+                w + (k + kk)[None, :] * R + n[:, None],
+                mask=mask[None, :] & n_mask[:, None],
+                other=0.0,
             )
         else:
             w_tile = tl.load(
-                w + (k + kk)[:, None] * R + n[None, :], mask=ok[:, None] & n_ok[None, :], other=0.0
+                w + (k + kk)[:, None] * R + n[None, :],
+                mask=mask[:, None] & n_mask[None, :],
+                other=0.0,
             )
         if CHAINED and k == 0:
             # the weight is no earlier kernel's output: its load runs while they finish
             gdc_wait()
         if SWAP:
             q_tile = run_sum(
-                q_row[None, :] + (k + kk)[:, None], run_stride, ok[:, None] & t_ok[None, :], RUNS
+                q_row[None, :] + (k + kk)[:, None],
+                run_stride,
+                mask[:, None] & t_mask[None, :],
+                RUNS,
             ).to(dtype)
             acc = tl.dot(w_tile, q_tile, acc, input_precision="ieee")
         else:
             q_tile = run_sum(
-                q_row[:, None] + (k + kk)[None, :], run_stride, t_ok[:, None] & ok[None, :], RUNS
+                q_row[:, None] + (k + kk)[None, :],
+                run_stride,
+                t_mask[:, None] & mask[None, :],
+                RUNS,
             ).to(dtype)
             acc = tl.dot(q_tile, w_tile, acc, input_precision="ieee")
     out_row = (t.to(tl.int64) * HEADS + head) * R
     if SWAP:
         at = out + out_row[None, :] + n[:, None]
-        ok = n_ok[:, None] & t_ok[None, :]
+        mask = n_mask[:, None] & t_mask[None, :]
     else:
         at = out + out_row[:, None] + n[None, :]
-        ok = t_ok[:, None] & n_ok[None, :]
-    tl.store(at, acc.to(dtype), mask=ok)
+        mask = t_mask[:, None] & n_mask[None, :]
+    tl.store(at, acc.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -329,27 +339,27 @@ def _rotate_heads(
     head = program % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     present = head < HEADS
     i = tl.arange(0, triton.next_power_of_2(HALF))
-    ok = present[:, None] & (i < HALF)[None, :]
+    mask = present[:, None] & (i < HALF)[None, :]
     q_row = q + t * q_stride + head * HEAD + SKIP
     out_row = out + t * (HEADS * WIDTH) + head * WIDTH
     if INTERLEAVED:
         side = tl.arange(0, 2)
         at = q_row[:, None, None] + (2 * i[:, None] + side[None, :])[None, :, :]
-        u = run_sum(at, run_stride, ok[:, :, None] & (side >= 0)[None, None, :], RUNS)
+        u = run_sum(at, run_stride, mask[:, :, None] & (side >= 0)[None, None, :], RUNS)
         left, right = tl.split(u.to(dtype).to(tl.float32))
     else:
         at = q_row[:, None] + i[None, :]
-        left = run_sum(at, run_stride, ok, RUNS).to(dtype).to(tl.float32)
-        right = run_sum(at + HALF, run_stride, ok, RUNS).to(dtype).to(tl.float32)
-    low = rotated(left, right, i[None, :], cos, sin, t * D, ok, D)
-    high = rotated(right, left, i[None, :] + HALF, cos, sin, t * D, ok, D)
-    tl.store(out_row[:, None] + i[None, :], low.to(dtype), mask=ok)
-    tl.store(out_row[:, None] + i[None, :] + HALF, high.to(dtype), mask=ok)
+        left = run_sum(at, run_stride, mask, RUNS).to(dtype).to(tl.float32)
+        right = run_sum(at + HALF, run_stride, mask, RUNS).to(dtype).to(tl.float32)
+    low = rotated(left, right, i[None, :], cos, sin, t * D, mask, D)
+    high = rotated(right, left, i[None, :] + HALF, cos, sin, t * D, mask, D)
+    tl.store(out_row[:, None] + i[None, :], low.to(dtype), mask=mask)
+    tl.store(out_row[:, None] + i[None, :] + HALF, high.to(dtype), mask=mask)
     if WIDTH > D:
         j = D + tl.arange(0, triton.next_power_of_2(WIDTH - D))
-        ok = present[:, None] & (j < WIDTH)[None, :]
-        u = run_sum(q_row[:, None] + j[None, :], run_stride, ok, RUNS)
-        tl.store(out_row[:, None] + j[None, :], u.to(dtype), mask=ok)
+        mask = present[:, None] & (j < WIDTH)[None, :]
+        u = run_sum(q_row[:, None] + j[None, :], run_stride, mask, RUNS)
+        tl.store(out_row[:, None] + j[None, :], u.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "absorbers"])
@@ -443,15 +453,15 @@ class Index:
 
 
 def token_stage(
-    part: Tensor, sin: Tensor, cos: Tensor, cache_index: Tensor, latent: Latent | None,
+    partial: Tensor, sin: Tensor, cos: Tensor, cache_index: Tensor, latent: Latent | None,
     index: Index | None,
 ) -> None:  # fmt: skip
     """part [RUNS, T, Q + R + D + DI + NI]: norms, rotations, scatters; head weights."""
-    runs, tokens, _ = part.shape
+    runs, tokens, _ = partial.shape
     cache = latent.kv_cache if latent else index.k_cache
-    chained = gpu.has_chained_launch(part.device)
+    chained = gpu.has_chained_launch(partial.device)
     launches.kernel(_token_stage, tokens, (2 if latent else 0) + (1 if index else 0))(
-        part,
+        partial,
         latent and latent.gamma_cq, latent and latent.gamma_ckv,
         index and index.gamma, index and index.beta,
         sin, cos, cache_index,
@@ -505,13 +515,17 @@ def index_heads(
     tokens, depth = c.shape
     heads = weight.numel() // (depth * size)
     query_index = memory.empty((*shape, heads, size), c.dtype, c.device)
-    cut = tiling.whole_depth(tokens, [heads * size], depth, gpu.processors(c.device))
+    config = tiling.whole_depth(tokens, [heads * size], depth, gpu.processors(c.device))
     rotates = size % 64 == 0 and sin.shape[-1] == 64
-    if cut and rotates and hopper_product.supports(c, [weight], [nz.is_nz(weight, weight_format)]):
+    if (
+        config
+        and rotates
+        and hopper_product.supports(c, [weight], [nz.is_nz(weight, weight_format)])
+    ):
         hopper_product.launch(
             c, [weight] * 4, [heads * size, 0, 0, 0], query_index.view(1, tokens, heads * size),
-            cut.k * cdiv(depth, cut.k), heads * size // cut.columns * cdiv(tokens, cut.tokens), cut,
-            late=late, head=size, sin=sin, cos=cos, interleaved=interleaved,
+            config.k * cdiv(depth, config.k), heads * size // config.columns * cdiv(tokens,
+            config.tokens), config, late=late, head=size, sin=sin, cos=cos, interleaved=interleaved,
         )  # fmt: skip
     else:
         q = product(c, [(weight, heads * size)], weight_format)

@@ -91,14 +91,14 @@ def _narrowed(
     OF_TOKEN: tl.constexpr = (K + SIZE - 1) // SIZE
     tile = part * TILES + tl.arange(0, TILES)
     k = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    ok = k < K
+    mask = k < K
     if CHAINED:
         gdc_wait()
-    u = tl.load(x + token * K + k, mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(x + token * K + k, mask=mask, other=0.0).to(tl.float32)
     if SMOOTH:
-        u *= tl.load(smooth + k, mask=ok, other=0.0)
+        u *= tl.load(smooth + k, mask=mask, other=0.0)
     u, scale = quantise.of_floats(u, 1.0, KIND, UE8M0)
-    tl.store(values + token * K + k, u, mask=ok)
+    tl.store(values + token * K + k, u, mask=mask)
     tl.store(scales + token * OF_TOKEN + tile, scale, mask=tile < OF_TOKEN)
 
 
@@ -160,12 +160,12 @@ def activations(
 
 
 @triton.jit
-def _tile(at, ok, KIND: tl.constexpr, HALF: tl.constexpr):
+def _tile(at, mask, KIND: tl.constexpr, HALF: tl.constexpr):
     """Values as their product takes them."""
     if KIND == quantise.FP8:
-        tile = tl.load(at, mask=ok, other=0)
+        tile = tl.load(at, mask=mask, other=0)
     else:
-        tile = tl.load(at, mask=ok, other=0.0 if KIND == quantise.NATIVE_FP8 else 0)
+        tile = tl.load(at, mask=mask, other=0.0 if KIND == quantise.NATIVE_FP8 else 0)
     if HALF:
         tile = quantise.to_float16(tile, KIND)
     return tile
@@ -213,8 +213,8 @@ def _product(
     j = tl.arange(0, BLOCK_N)
     kk = tl.arange(0, BLOCK)
     t = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
-    t_ok = t < tokens
-    n_ok = j < size - column
+    t_mask = t < tokens
+    n_mask = j < size - column
     if FORM == TRANSPOSED:
         w += column.to(tl.int64) * K + lo
         n_at = j * K
@@ -246,17 +246,17 @@ def _product(
         w_now = w + tl.cast(b, tl.int64) * step
         if SWAP:
             x_tile = _tile(
-                x_now + x_at[None, :] + kk[:, None], t_ok[None, :] & k_ok[:, None], KIND, HALF
+                x_now + x_at[None, :] + kk[:, None], t_mask[None, :] & k_ok[:, None], KIND, HALF
             )
             w_tile = _tile(
-                w_now + n_at[:, None] + k_at[None, :], n_ok[:, None] & k_ok[None, :], KIND, HALF
+                w_now + n_at[:, None] + k_at[None, :], n_mask[:, None] & k_ok[None, :], KIND, HALF
             )
         else:
             x_tile = _tile(
-                x_now + x_at[:, None] + kk[None, :], t_ok[:, None] & k_ok[None, :], KIND, HALF
+                x_now + x_at[:, None] + kk[None, :], t_mask[:, None] & k_ok[None, :], KIND, HALF
             )
             w_tile = _tile(
-                w_now + n_at[None, :] + k_at[:, None], n_ok[None, :] & k_ok[:, None], KIND, HALF
+                w_now + n_at[None, :] + k_at[:, None], n_mask[None, :] & k_ok[:, None], KIND, HALF
             )
         if KIND == quantise.INT8:
             if SWAP:
@@ -264,19 +264,21 @@ def _product(
             else:
                 acc = tl.dot(x_tile, w_tile, acc, out_dtype=tl.int32)
         else:
-            here = lo // BLOCK + b
+            k_block = lo // BLOCK + b
             # past the last block there is nothing to add
-            by = tl.load(x_scale + t.to(tl.int64) * KB + here, mask=t_ok & (here < KB), other=0.0)
-            of_block = s + here * tl.cdiv(size, BLOCK) + column // BLOCK
-            by *= tl.load(of_block, mask=here < KB, other=0.0)
+            by = tl.load(
+                x_scale + t.to(tl.int64) * KB + k_block, mask=t_mask & (k_block < KB), other=0.0
+            )
+            of_block = s + k_block * tl.cdiv(size, BLOCK) + column // BLOCK
+            by *= tl.load(of_block, mask=k_block < KB, other=0.0)
             if SWAP:
                 acc += tl.dot(w_tile, x_tile) * by[None, :]
             else:
                 acc += tl.dot(x_tile, w_tile) * by[:, None]
 
     if KIND == quantise.INT8:
-        by_t = tl.load(x_scale + t, mask=t_ok, other=0.0)
-        by_n = tl.load(s + column + j, mask=n_ok, other=0.0)
+        by_t = tl.load(x_scale + t, mask=t_mask, other=0.0)
+        by_n = tl.load(s + column + j, mask=n_mask, other=0.0)
         if SWAP:
             acc = acc.to(tl.float32) * by_t[None, :] * by_n[:, None]
         else:
@@ -285,11 +287,11 @@ def _product(
     t_row = (run.to(tl.int64) * tokens + t) * TOTAL
     if SWAP:
         at = out + t_row[None, :] + n[:, None]
-        ok = n_ok[:, None] & t_ok[None, :]
+        mask = n_mask[:, None] & t_mask[None, :]
     else:
         at = out + t_row[:, None] + n[None, :]
-        ok = t_ok[:, None] & n_ok[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=ok)
+        mask = t_mask[:, None] & n_mask[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
     if CHAINED and LATE:
         gdc_wait()
 
@@ -318,24 +320,25 @@ def product(
     direct = is_direct(weights[0].values, form)
     by_tma = direct and hopper.supports(values, read)
     chosen = tiling.eight_bits if by_tma else tiling.narrow
-    cut = chosen(tokens, given, depth, gpu.processors(device))
-    run = cdiv(cdiv(depth, cut.runs), cut.k) * cut.k
+    config = chosen(tokens, given, depth, gpu.processors(device))
+    run = cdiv(cdiv(depth, config.runs), config.k) * config.k
     runs = cdiv(depth, run)
     out_dtype = torch.float32 if keep_float or runs > 1 else dtype
     out = memory.empty((runs, tokens, sum(sizes)), out_dtype, device)
-    blocks = sum(cdiv(size, cut.columns) for size in sizes) * cdiv(tokens, cut.tokens)
+    blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
     scales = [weight.scale for weight in kept]
     if by_tma:
         hopper.launch(
-            values, x.scale, read, scales, sizes, out, run // cut.k, blocks, cut, first=first,
+            values, x.scale, read, scales, sizes, out, run // config.k, blocks, config, first=first,
             late=late, forked=forked,
         )  # fmt: skip
         return out
     launches.kernel(_product, blocks, runs)(
         values, x.scale, *read, *scales, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], FORM=form, KIND=kind,
-        HALF=kind != quantise.INT8.value and not direct, BLOCK_T=cut.tokens, BLOCK_N=cut.columns,
-        STAGES=cut.stages, SWAP=cut.swap, GROUP=cut.group, CHAINED=chained, FIRST=first,
-        LATE=late, num_warps=cut.warps, launch_pdl=chained and not forked,
+        HALF=kind != quantise.INT8.value and not direct, BLOCK_T=config.tokens,
+        BLOCK_N=config.columns,
+        STAGES=config.stages, SWAP=config.swap, GROUP=config.group, CHAINED=chained, FIRST=first,
+        LATE=late, num_warps=config.warps, launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

@@ -101,18 +101,18 @@ def first_products(
 
 @triton.jit
 def _store_tiles(
-    normed, to, scales, J: tl.constexpr, SIZE: tl.constexpr, ok, alpha,
+    normed, to, scales, J: tl.constexpr, SIZE: tl.constexpr, mask, alpha,
     KIND: tl.constexpr, UE8M0: tl.constexpr,
 ):  # fmt: skip
     """Numbers [J] of a token as tiles of SIZE, and the tiles' scales."""
-    SPAN: tl.constexpr = triton.next_power_of_2(J)
-    WIDE: tl.constexpr = SIZE if SIZE < SPAN else SPAN
-    TILES: tl.constexpr = SPAN // WIDE
+    J_PAD: tl.constexpr = triton.next_power_of_2(J)
+    WIDE: tl.constexpr = SIZE if SIZE < J_PAD else J_PAD
+    TILES: tl.constexpr = J_PAD // WIDE
     values, scale = quantise.of_floats(tl.reshape(normed, [TILES, WIDE]), alpha, KIND, UE8M0)
-    j = tl.arange(0, SPAN)
-    tl.store(to + j, tl.reshape(values, [SPAN]), mask=(j < J) & ok)
+    j = tl.arange(0, J_PAD)
+    tl.store(to + j, tl.reshape(values, [J_PAD]), mask=(j < J) & mask)
     tile = tl.arange(0, TILES)
-    tl.store(scales + tile, scale, mask=(tile < (J + SIZE - 1) // SIZE) & ok)
+    tl.store(scales + tile, scale, mask=(tile < (J + SIZE - 1) // SIZE) & mask)
 
 
 @triton.jit
@@ -129,11 +129,11 @@ def _store_norm(
         by = weights_of(smooth, Q)
     if CHAINED:
         gdc_wait()
-    j, ok, normed = rms_normed(down, stride, g, eps, Q, RUNS, dtype)
-    tl.store(query_norm + j, normed, mask=ok)
+    j, mask, normed = rms_normed(down, stride, g, eps, Q, RUNS, dtype)
+    tl.store(query_norm + j, normed, mask=mask)
     if KIND != quantise.PLAIN:
         # of numbers that are none a tile keeps zeros
-        u = tl.where(ok, normed.to(tl.float32), 0.0) * by
+        u = tl.where(mask, normed.to(tl.float32), 0.0) * by
         _store_tiles(u, c, c_scales, Q, TILE, True, 1.0, KIND, UE8M0)
 
 
@@ -149,14 +149,14 @@ def _store_row(
     fits = 1.0
     if ALPHA:
         fits = tl.load(alpha)
-    j, ok, normed, d, d_ok, key = latent_and_key(
+    j, mask, normed, d, d_mask, key = latent_and_key(
         latent, stride, gamma, cos, sin, eps, R, D, RUNS, INTERLEAVED, dtype, CHAINED
     )
     if KIND == quantise.PLAIN:
-        tl.store(kv_row + j, normed, mask=ok & present)
+        tl.store(kv_row + j, normed, mask=mask & present)
     else:
         _store_tiles(normed.to(tl.float32), kv_row, scales, R, 128, present, fits, KIND, UE8M0)
-    tl.store(rope_row + d, key.to(rope_row.dtype.element_ty), mask=d_ok & present)
+    tl.store(rope_row + d, key.to(rope_row.dtype.element_ty), mask=d_mask & present)
 
 
 class LatentConstants(NamedTuple):
@@ -299,11 +299,11 @@ def _store_key(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The index key of a token, into its cache row."""
-    j, ok, u = index_key(
+    j, mask, u = index_key(
         key, stride, gamma, beta, cos, sin, eps, DI, D, RUNS, INTERLEAVED, dtype, CHAINED
     )
     if KIND == quantise.PLAIN:
-        tl.store(to + j, u, mask=ok & present)
+        tl.store(to + j, u, mask=mask & present)
     else:
         row = quantise.rotated(tl.reshape(u.to(tl.float32), [1, DI]), HADAMARD, BF16)
         values, scale = quantise.of_floats(row, 1.0, KIND, UE8M0)
@@ -323,8 +323,8 @@ def _store_queries(
 ):  # fmt: skip
     """HEADS index heads of a token: rotated, rounded, quantised; the scales go into the weights."""
     head = first + tl.arange(0, HEADS)
-    there = head < NI
-    ok = there[:, None]
+    valid = head < NI
+    mask = valid[:, None]
     j = tl.arange(0, DI)
     own, partner = rotation_source(j, D, INTERLEAVED)
     own = tl.where(j < D, own, j)
@@ -333,16 +333,16 @@ def _store_queries(
     if CHAINED:
         gdc_wait()
     row = q + head[:, None] * DI
-    u = run_sum(row + own[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
-    v = run_sum(row + partner[None, :], stride, ok & (own >= 0)[None, :], RUNS).to(dtype)
-    weight = run_sum(proj + head, proj_stride, there, PROJ_RUNS).to(dtype).to(tl.float32)
+    u = run_sum(row + own[None, :], stride, mask & (own >= 0)[None, :], RUNS).to(dtype)
+    v = run_sum(row + partner[None, :], stride, mask & (own >= 0)[None, :], RUNS).to(dtype)
+    weight = run_sum(proj + head, proj_stride, valid, PROJ_RUNS).to(dtype).to(tl.float32)
     u = u.to(tl.float32)
     x = turned(u, v.to(tl.float32), j[None, :], c[None, :], s[None, :], D)
     x = tl.where((j < D)[None, :], x.to(dtype).to(tl.float32), u)
     x = quantise.rotated(x, HADAMARD, BF16)
     x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
-    tl.store(values + head[:, None] * DI + j[None, :], x, mask=ok & (j >= 0)[None, :])
-    tl.store(folded + head, weight * scale, mask=there)
+    tl.store(values + head[:, None] * DI + j[None, :], x, mask=mask & (j >= 0)[None, :])
+    tl.store(folded + head, weight * scale, mask=valid)
 
 
 class IndexConstants(NamedTuple):

@@ -33,16 +33,16 @@ def _quantise(
     token = row // heads
     head = row % heads
     d = tl.arange(0, SIZE)
-    there = row < rows
+    valid = row < rows
     of = (token * q_row + head * q_head)[:, None] + d[None, :]
-    x = tl.load(q + of, mask=there[:, None], other=0.0)
+    x = tl.load(q + of, mask=valid[:, None], other=0.0)
     x = quantise.rotated(x.to(tl.float32), HADAMARD, BF16)
     x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
-    tl.store(values + row[:, None] * SIZE + d[None, :], x, mask=there[:, None])
+    tl.store(values + row[:, None] * SIZE + d[None, :], x, mask=valid[:, None])
     if FOLD:
-        weight = tl.load(weights + token * w_row + head, mask=there, other=0.0)
+        weight = tl.load(weights + token * w_row + head, mask=valid, other=0.0)
         scale = weight.to(tl.float32) * scale
-    tl.store(scales + row, scale, mask=there)
+    tl.store(scales + row, scale, mask=valid)
 
 
 def unsupported(q: Tensor, weights: Tensor, **_: Any) -> str | None:

@@ -76,7 +76,7 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
 
     query_norm = memory.empty((tokens, ranks), dtype, device)
     weights = memory.empty((requests, steps, a.index_heads), dtype, device)
-    part = product(
+    projected = product(
         a.x.view(tokens, hidden),
         [
             (a.w_dq, ranks),
@@ -89,7 +89,7 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
         first=True,
     )
     prolog.token_stage(
-        part, a.sin, a.cos, a.cache_index,
+        projected, a.sin, a.cos, a.cache_index,
         prolog.Latent(
             a.gamma_cq, a.gamma_ckv, a.kv_cache, a.kr_cache, query_norm, a.rms_norm_eps,
             a.rms_norm_eps, a.rope_interleaved,

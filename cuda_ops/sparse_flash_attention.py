@@ -38,7 +38,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..dispatch.common import memory
 from .common import gpu, launches, quantise, rows
 from .common.combine import Parts, combine, is_chained
-from .common.selection import LOG2E, Attention, selected, slot_of
+from .common.log2 import LN2, LOG2E
+from .common.selection import Attention, selected, slot_of
 from .hopper import kv_quant_sparse_flash_attention as of_8_bits
 from .hopper import sparse_flash_attention as hopper
 from .hopper import sparse_flash_attention_decode as decode
@@ -52,11 +53,11 @@ class Constants(NamedTuple):
     HEADS: int
     R: int
     D: int
-    SPAN: int
+    SPARSE_BLOCK: int
     KIND: int
     HAS_SINK: bool
     STATS: bool
-    EVEN: bool
+    UNIFORM_STRIDE: bool
     SHARED: bool
     SPLITS: int
     BLOCK_H: int
@@ -71,34 +72,34 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def _row(slot, o_stride, i_stride, reach, EVEN: tl.constexpr, LAYOUT: tl.constexpr):
+def _row(slot, o_stride, i_stride, max_kv_len, UNIFORM_STRIDE: tl.constexpr, LAYOUT: tl.constexpr):
     """Where the slots' rows begin in a key tensor."""
-    if EVEN:
+    if UNIFORM_STRIDE:
         row = slot.to(tl.int64) * i_stride
     else:
-        size = LAYOUT.PAGE if LAYOUT.KEYS == rows.PAGED else reach
+        size = LAYOUT.PAGE if LAYOUT.KEYS == rows.PAGED else max_kv_len
         row = (slot // size).to(tl.int64) * o_stride + (slot % size).to(tl.int64) * i_stride
     return row
 
 
 @triton.jit
 def _scaled(
-    base, scales, slot, o_stride, i_stride, scale_o, scale_i, reach, dtype: tl.constexpr,
+    base, scales, slot, o_stride, i_stride, scale_o, scale_i, max_kv_len, dtype: tl.constexpr,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """[keys, R] that values of 8 bits stand for, 128 of them to a scale: the product in float32,
     rounded once."""
     tile = tl.arange(0, C.R // 128)
-    there = slot >= 0
-    row = _row(slot, o_stride, i_stride, reach, C.EVEN, LAYOUT)
+    valid = slot >= 0
+    row = _row(slot, o_stride, i_stride, max_kv_len, C.UNIFORM_STRIDE, LAYOUT)
     at = base + row[:, None, None] + (tile * 128)[None, :, None]
-    x = tl.load(at + tl.arange(0, 128)[None, None, :], mask=there[:, None, None], other=0.0)
-    row = _row(slot, scale_o, scale_i, reach, C.EVEN, LAYOUT)
-    scale = tl.load(scales + row[:, None] + tile[None, :], mask=there[:, None], other=0.0)
+    x = tl.load(at + tl.arange(0, 128)[None, None, :], mask=valid[:, None, None], other=0.0)
+    row = _row(slot, scale_o, scale_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT)
+    scale = tl.load(scales + row[:, None] + tile[None, :], mask=valid[:, None], other=0.0)
     # in a branch the product (of mma.sync; wgmma does not ask) does not see that these were 8 bits,
     # for which it takes the numbers of a row in another order: not the bits of the op on floats
     out = tl.full([slot.shape[0], C.R], 0.0, dtype)
-    if C.BRANCH or reach > 0:
+    if C.BRANCH or max_kv_len > 0:
         wide = quantise.to_float16(x, C.KIND).to(tl.float32) * scale[:, :, None]
         out = tl.reshape(wide.to(dtype), [slot.shape[0], C.R])
     return out
@@ -106,11 +107,11 @@ def _scaled(
 
 @triton.jit
 def _load(
-    base, slot, d, o_stride, i_stride, reach, EVEN: tl.constexpr, LAYOUT: tl.constexpr,
-    D: tl.constexpr, END: tl.constexpr,
+    base, slot, d, o_stride, i_stride, max_kv_len, UNIFORM_STRIDE: tl.constexpr,
+    LAYOUT: tl.constexpr, D: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """[keys, columns d] of a key tensor; D is where its columns end, END where d does."""
-    row = _row(slot, o_stride, i_stride, reach, EVEN, LAYOUT)
+    row = _row(slot, o_stride, i_stride, max_kv_len, UNIFORM_STRIDE, LAYOUT)
     at = base + row[:, None] + d[None, :]
     if D >= END:
         tile = tl.load(at, mask=(slot >= 0)[:, None], other=0.0)
@@ -123,7 +124,7 @@ def _load(
     do_not_specialize=[
         "tokens",
         "requests",
-        "reach",
+        "max_kv_len",
         "entries",
         "per_split",
         "table_stride",
@@ -131,21 +132,23 @@ def _load(
     ]
 )
 def _attend(
-    q, q_rope, key, key_rope, value, key_scale, value_scale, indices, slots, act_q, act_k, table,
-    sinks, out, part, part_max, part_sum, softmax_max, softmax_sum,
-    scale_log2, tokens, requests, reach, table_stride, pages, entries, per_split, strides,
+    q, q_rope, key, key_rope, value, key_scale, value_scale, indices, slots, seqlens_q, seqlens_k,
+    table, sinks, out, partial, partial_max, partial_sum, softmax_max, softmax_sum,
+    scale_log2, tokens, requests, max_kv_len, table_stride, pages, entries, per_split, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     (
         q_row, q_head, qr_row, qr_head, key_o, key_i, rope_o, rope_i, value_o, value_i,
         key_scale_o, key_scale_i, value_scale_o, value_scale_i, index_stride, slot_stride,
     ) = strides  # fmt: skip
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     program = tl.program_id(0)
     split = program // HEAD_TILES % C.SPLITS
     row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
-    request, start, seen = rows.locate(row, of, LAYOUT)
+    request, start, kv_len = rows.locate(row, of, LAYOUT)
     # where the keys lie is found first, so that the loop over keys reads one number before each;
     # programs of other heads of the row write the same numbers
     index_row = indices + row * index_stride
@@ -154,25 +157,29 @@ def _attend(
     hi = tl.minimum(lo + per_split, entries)
     for n in tl.range(lo, hi, C.PLACE, num_stages=1):
         entry = n + tl.arange(0, C.PLACE)
-        outer, inner, ok = selected(entry, hi, index_row, seen, request, start, of, C.SPAN, LAYOUT)
-        slot = slot_of(outer, inner, ok, reach, LAYOUT)
+        outer, inner, valid = selected(
+            entry, hi, index_row, kv_len, request, start, of, C.SPARSE_BLOCK, LAYOUT
+        )
+        slot = slot_of(outer, inner, valid, max_kv_len, LAYOUT)
         tl.store(slots + entry, slot, mask=entry < lo + per_split)
     tl.debug_barrier()
     head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
-    real = head < C.HEADS
+    head_mask = head < C.HEADS
     # the R columns come in one tile, or in two (the second from column LEFT on)
     d = tl.arange(0, C.LEFT)
     e = C.LEFT + tl.arange(0, C.RIGHT if C.RIGHT > 0 else 16)
     r = tl.arange(0, C.BLOCK_D)
     q_rows = row * q_row + (head * q_head)[:, None]
-    q_tile = tl.load(q + q_rows + d[None, :], mask=real[:, None] & (d < C.R)[None, :], other=0.0)
+    q_tile = tl.load(
+        q + q_rows + d[None, :], mask=head_mask[:, None] & (d < C.R)[None, :], other=0.0
+    )
     if C.RIGHT > 0:
         q_tile2 = tl.load(
-            q + q_rows + e[None, :], mask=real[:, None] & (e < C.R)[None, :], other=0.0
+            q + q_rows + e[None, :], mask=head_mask[:, None] & (e < C.R)[None, :], other=0.0
         )
     if C.D > 0:
         at = q_rope + row * qr_row + (head * qr_head)[:, None] + r[None, :]
-        qr_tile = tl.load(at, mask=real[:, None] & (r < C.D)[None, :], other=0.0)
+        qr_tile = tl.load(at, mask=head_mask[:, None] & (r < C.D)[None, :], other=0.0)
     row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
     row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
     acc = tl.full([C.BLOCK_H, C.LEFT], 0.0, tl.float32)
@@ -181,20 +188,24 @@ def _attend(
     for n in tl.range(lo, hi, C.BLOCK_N, num_stages=C.STAGES):
         slot = tl.load(slots + n + tl.arange(0, C.BLOCK_N))
         if C.KIND == quantise.PLAIN:
-            k_tile = _load(key, slot, d, key_o, key_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT)
+            k_tile = _load(
+                key, slot, d, key_o, key_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT, C.R, C.LEFT
+            )
         else:
             k_tile = _scaled(
-                key, key_scale, slot, key_o, key_i, key_scale_o, key_scale_i, reach, q_tile.dtype,
-                LAYOUT, C,
+                key, key_scale, slot, key_o, key_i, key_scale_o, key_scale_i, max_kv_len,
+                q_tile.dtype, LAYOUT, C,
             )  # fmt: skip
         if C.RIGHT > 0:
             k_tile2 = _load(
-                key, slot, e, key_o, key_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT + C.RIGHT
-            )
+                key, slot, e, key_o, key_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT, C.R,
+                C.LEFT + C.RIGHT,
+            )  # fmt: skip
         if C.D > 0:
             kr_tile = _load(
-                key_rope, slot, r, rope_o, rope_i, reach, C.EVEN, LAYOUT, C.D, C.BLOCK_D
-            )
+                key_rope, slot, r, rope_o, rope_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT, C.D,
+                C.BLOCK_D,
+            )  # fmt: skip
         p = tl.broadcast_to(row_max[:, None], [C.BLOCK_H, C.BLOCK_N]).to(k_tile.dtype)
         alpha = row_max
         # in a branch the product for the scores is not seen to feed the next one, for which each of
@@ -219,15 +230,19 @@ def _attend(
             p = weight.to(k_tile.dtype)
         if not C.SHARED:
             if C.KIND == quantise.PLAIN:
-                k_tile = _load(value, slot, d, value_o, value_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT)
+                k_tile = _load(
+                    value, slot, d, value_o, value_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT, C.R,
+                    C.LEFT,
+                )  # fmt: skip
             else:
                 k_tile = _scaled(
                     value, value_scale, slot, value_o, value_i, value_scale_o, value_scale_i,
-                    reach, q_tile.dtype, LAYOUT, C,
+                    max_kv_len, q_tile.dtype, LAYOUT, C,
                 )  # fmt: skip
             if C.RIGHT > 0:
                 k_tile2 = _load(
-                    value, slot, e, value_o, value_i, reach, C.EVEN, LAYOUT, C.R, C.LEFT + C.RIGHT
+                    value, slot, e, value_o, value_i, max_kv_len, C.UNIFORM_STRIDE, LAYOUT,
+                    C.R, C.LEFT + C.RIGHT,
                 )  # fmt: skip
         acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
         if C.RIGHT > 0:
@@ -237,26 +252,26 @@ def _attend(
     if C.SPLITS == 1:
         total = row_sum
         if C.HAS_SINK:
-            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
-            total += tl.exp2(sink * 1.4426950408889634 - row_max)
+            sink = tl.load(sinks + head, mask=head_mask, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * LOG2E - row_max)
         inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, total, 1.0), 0.0)
         to = out + (row * C.HEADS + head)[:, None] * C.R
         if C.STATS:
             stat = row * C.HEADS + head
-            top = tl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
-            tl.store(softmax_max + stat, top, mask=real)
-            tl.store(softmax_sum + stat, row_sum, mask=real)
+            top = tl.where(row_sum > 0, row_max * LN2, float("-inf"))
+            tl.store(softmax_max + stat, top, mask=head_mask)
+            tl.store(softmax_sum + stat, row_sum, mask=head_mask)
     else:
         inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
         piece = (row * C.SPLITS + split) * C.HEADS + head
-        to = part + piece[:, None] * C.R
-        tl.store(part_max + piece, row_max, mask=real)
-        tl.store(part_sum + piece, row_sum, mask=real)
+        to = partial + piece[:, None] * C.R
+        tl.store(partial_max + piece, row_max, mask=head_mask)
+        tl.store(partial_sum + piece, row_sum, mask=head_mask)
     o = (acc * inverse[:, None]).to(to.dtype.element_ty)
-    tl.store(to + d[None, :], o, mask=real[:, None] & (d < C.R)[None, :])
+    tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.R)[None, :])
     if C.RIGHT > 0:
         o = (acc2 * inverse[:, None]).to(to.dtype.element_ty)
-        tl.store(to + e[None, :], o, mask=real[:, None] & (e < C.R)[None, :])
+        tl.store(to + e[None, :], o, mask=head_mask[:, None] & (e < C.R)[None, :])
 
 
 @dataclass(frozen=True)
@@ -425,11 +440,11 @@ def attend(
     index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
     call = Attention(
         q, qr, key, kr, index, sinks, out, softmax_max, softmax_sum, plan,
-        index.shape[1] * sparse_block_size, sparse_block_size, scale_value * LOG2E,
+        index.shape[1] * sparse_block_size, sparse_block_size, scale_value * LOG2E.value,
         0 if query_rope is None else query_rope.shape[-1],
     )  # fmt: skip
-    even = all(_even(each, layout_kv) for each in (key, kr, value))
-    together = even and not _apart(key, value)
+    uniform = all(_uniform_stride(each, layout_kv) for each in (key, kr, value))
+    together = uniform and not _apart(key, value)
     if together and key_scale is None and decode.supports(call):
         decode.launch(call)
     elif together and key_scale is None and hopper.supports(call):
@@ -438,19 +453,14 @@ def attend(
         of_8_bits.launch(call, key_scale, kind)
     else:
         scales = (key, value) if key_scale is None else (key_scale, value_scale)
-        _plain(call, value, layout_kv, even, kind, *scales)
+        _plain(call, value, layout_kv, uniform, kind, *scales)
     return out, softmax_max, softmax_sum
 
 
 def _plain(
-    call: Attention,
-    value: Tensor,
-    layout_kv: str,
-    even: bool,
-    kind: int,
-    key_scale: Tensor,
+    call: Attention, value: Tensor, layout_kv: str, uniform: bool, kind: int, key_scale: Tensor,
     value_scale: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """`kind` says whether keys and values are floats; then their scales are not read."""
     (count, heads, rank), device, entries = call.q.shape, call.q.device, call.entries
     apart = _apart(call.key, value)
@@ -463,14 +473,16 @@ def _plain(
     launches.kernel(_attend, count * tile.splits * triton.cdiv(heads, tile.heads))(
         call.q, call.qr, call.key, call.kr, value, key_scale, value_scale, call.index, slots,
         sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
-        part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
+        partial=parts.out, partial_max=parts.max, partial_sum=parts.sum,
+        softmax_max=call.softmax_max,
         softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=entries,
         per_split=per_split, **call.plan.arguments,
         strides=(*call.query_strides, *of_keys, call.index.stride(0), slots.stride(0)),
         LAYOUT=call.plan.layout,
         C=Constants(
-            HEADS=heads, R=rank, D=call.rope, SPAN=call.span, KIND=kind,
-            HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0, EVEN=even,
+            HEADS=heads, R=rank, D=call.rope, SPARSE_BLOCK=call.span, KIND=kind,
+            HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0,
+            UNIFORM_STRIDE=uniform,
             SHARED=not apart, SPLITS=tile.splits, BLOCK_H=tile.heads, BLOCK_N=tile.keys,
             LEFT=tile.left, RIGHT=tile.right, BLOCK_D=max(16, triton.next_power_of_2(call.rope)),
             PLACE=min(1024, triton.next_power_of_2(max(per_split, tile.keys))),
@@ -483,7 +495,7 @@ def _plain(
         combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)
 
 
-def _even(key: Tensor, layout: str) -> bool:
+def _uniform_stride(key: Tensor, layout: str) -> bool:
     """Whether all keys are the same distance apart, also across pages or requests."""
     outer, inner = rows.strides(layout, key)
     return layout == "TND" or outer == inner * key.shape[1]

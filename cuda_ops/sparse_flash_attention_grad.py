@@ -32,7 +32,7 @@ class Constants(NamedTuple):
     HEADS: int
     R: int
     D: int
-    SPAN: int
+    SPARSE_BLOCK: int
     SHARED: bool
     BLOCK_H: int
     BLOCK_N: int
@@ -48,28 +48,32 @@ def _heads_tile(base, row, head, r_stride, h_stride, d, HEADS: tl.constexpr, D: 
 
 
 @triton.jit
-def _keys_tile(base, outer, inner, ok, o_stride, i_stride, d, D: tl.constexpr):
+def _keys_tile(base, outer, inner, valid, o_stride, i_stride, d, D: tl.constexpr):
     at = base + (outer * o_stride + inner * i_stride)[:, None] + d[None, :]
-    return tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    return tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
+)
 def _gradients(
     q, q_rope, key, key_rope, value, indices, d_out, out, softmax_max, softmax_sum,
-    d_softmax_sum, act_q, act_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
-    scale, tokens, requests, reach, table_stride, pages, entries, strides,
+    d_softmax_sum, seqlens_q, seqlens_k, table, d_q, d_q_rope, d_key, d_key_rope, d_value, peaks,
+    scale, tokens, requests, max_kv_len, table_stride, pages, entries, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     (
         q_row, q_head, qr_row, qr_head, do_row, do_head, o_row, o_head,
         key_o, key_i, rope_o, rope_i, value_o, value_i, index_row, out_o,
     ) = strides  # fmt: skip
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
     HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
     row = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
-    request, start, seen = rows.locate(row, of, LAYOUT)
+    request, start, kv_len = rows.locate(row, of, LAYOUT)
     head = (tl.program_id(0) % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
-    real = head < C.HEADS
+    head_mask = head < C.HEADS
     d = tl.arange(0, C.BLOCK_R)
     r = tl.arange(0, C.BLOCK_D)
     q_tile = _heads_tile(q, row, head, q_row, q_head, d, C.HEADS, C.R)
@@ -77,40 +81,40 @@ def _gradients(
     o_tile = _heads_tile(out, row, head, o_row, o_head, d, C.HEADS, C.R)
     delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     stat = row * C.HEADS + head
-    row_max = tl.load(softmax_max + stat, mask=real, other=0.0)
-    row_sum = tl.load(softmax_sum + stat, mask=real, other=1.0)
+    row_max = tl.load(softmax_max + stat, mask=head_mask, other=0.0)
+    row_sum = tl.load(softmax_sum + stat, mask=head_mask, other=1.0)
     seeing = row_sum > 0  # a row that sees no key has max -inf and sum 0
     row_max = tl.where(seeing, row_max, 0.0)
     inverse = 1.0 / tl.where(seeing, row_sum, 1.0)
     if d_softmax_sum is not None:
-        of_sum = tl.load(d_softmax_sum + stat, mask=real, other=0.0)
+        of_sum = tl.load(d_softmax_sum + stat, mask=head_mask, other=0.0)
         delta -= tl.where(seeing, of_sum * row_sum, 0.0)
     dq = tl.full([C.BLOCK_H, C.BLOCK_R], 0.0, tl.float32)
     if C.D > 0:
         qr_tile = _heads_tile(q_rope, row, head, qr_row, qr_head, r, C.HEADS, C.D)
         dqr = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
-    for n in tl.range(0, tl.where(seen > 0, entries, 0), C.BLOCK_N):
-        outer, inner, ok = selected(
-            n + tl.arange(0, C.BLOCK_N), entries, indices + row * index_row, seen, request, start,
-            of, C.SPAN, LAYOUT,
+    for n in tl.range(0, tl.where(kv_len > 0, entries, 0), C.BLOCK_N):
+        outer, inner, valid = selected(
+            n + tl.arange(0, C.BLOCK_N), entries, indices + row * index_row, kv_len, request, start,
+            of, C.SPARSE_BLOCK, LAYOUT,
         )  # fmt: skip
-        k_tile = _keys_tile(key, outer, inner, ok, key_o, key_i, d, C.R)
+        k_tile = _keys_tile(key, outer, inner, valid, key_o, key_i, d, C.R)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         if C.D > 0:
-            kr_tile = _keys_tile(key_rope, outer, inner, ok, rope_o, rope_i, r, C.D)
+            kr_tile = _keys_tile(key_rope, outer, inner, valid, rope_o, rope_i, r, C.D)
             s = tl.dot(qr_tile, kr_tile.T, s, input_precision="ieee")
         p = tl.exp(s * scale - row_max[:, None]) * inverse[:, None]
-        p = tl.where(ok[None, :] & real[:, None], p, 0.0)
+        p = tl.where(valid[None, :] & head_mask[:, None], p, 0.0)
         if C.SHARED:
             dp = tl.dot(do_tile, k_tile.T, input_precision="ieee")
         else:
-            v_tile = _keys_tile(value, outer, inner, ok, value_o, value_i, d, C.R)
+            v_tile = _keys_tile(value, outer, inner, valid, value_o, value_i, d, C.R)
             dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
         ds = (scale * p * (dp - delta[:, None])).to(k_tile.dtype)
         dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
         dk = tl.dot(ds.T, q_tile, input_precision="ieee")
         slot = (outer * out_o + inner)[:, None]
-        wide = ok[:, None] & (d < C.R)[None, :]
+        wide = valid[:, None] & (d < C.R)[None, :]
         p = p.to(k_tile.dtype)
         if C.SHARED:
             dk = tl.dot(p.T, do_tile, dk, input_precision="ieee")
@@ -121,13 +125,13 @@ def _gradients(
         if C.D > 0:
             dqr = tl.dot(ds, kr_tile, dqr, input_precision="ieee")
             dkr = tl.dot(ds.T, qr_tile, input_precision="ieee")
-            wide = ok[:, None] & (r < C.D)[None, :]
+            wide = valid[:, None] & (r < C.D)[None, :]
             scatter.add(d_key_rope, peaks + 1, slot * C.D + r[None, :], dkr, wide, C.MODE)
     to = d_q + stat[:, None] * C.R + d[None, :]
-    tl.store(to, dq.to(d_q.dtype.element_ty), mask=real[:, None] & (d < C.R)[None, :])
+    tl.store(to, dq.to(d_q.dtype.element_ty), mask=head_mask[:, None] & (d < C.R)[None, :])
     if C.D > 0:
         to = d_q_rope + stat[:, None] * C.D + r[None, :]
-        tl.store(to, dqr.to(d_q.dtype.element_ty), mask=real[:, None] & (r < C.D)[None, :])
+        tl.store(to, dqr.to(d_q.dtype.element_ty), mask=head_mask[:, None] & (r < C.D)[None, :])
 
 
 def shared_bytes(tile: int, rank: int, rope: int) -> int:
@@ -212,7 +216,8 @@ def backward(
                 ),
                 LAYOUT=plan.layout,
                 C=Constants(
-                    HEADS=heads, R=rank, D=rope, SPAN=sparse_block_size, SHARED=value is None,
+                    HEADS=heads, R=rank, D=rope, SPARSE_BLOCK=sparse_block_size,
+                    SHARED=value is None,
                     BLOCK_H=tile, BLOCK_N=tile, BLOCK_R=max(16, triton.next_power_of_2(rank)),
                     BLOCK_D=max(16, triton.next_power_of_2(rope)), MODE=mode,
                 ),

@@ -26,9 +26,9 @@ from torch import Tensor
 from ..dispatch.common import memory
 from . import lightning_indexer_grad
 from .common import gpu, launches, rows
+from .common.log2 import LOG2E
 from .common.loss import (
     LARGEST_D,
-    LOG2_E,
     Tiles,
     normalised,
     padded,
@@ -64,28 +64,32 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def _part(base, at, there, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """[rows, PAD]: SIZE columns of the rows that start at `at`; zeros if not `there`."""
-    on = there[:, None]
+def _part(base, at, valid, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """[rows, PAD]: SIZE columns of the rows that start at `at`; zeros if not `valid`."""
+    mask = valid[:, None]
     if SIZE != PAD:
-        on = on & (columns < SIZE)[None, :]
-    return tl.load(base + at[:, None] + columns[None, :], mask=on, other=0.0)
+        mask = mask & (columns < SIZE)[None, :]
+    return tl.load(base + at[:, None] + columns[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "reach", "entries", "table_stride", "pages"])
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
+)
 def _scores_kernel(
     query, key, query_rope, key_rope, query_index, key_index, weights, indices,
-    peaks, totals, sinks, target, score, act_q, act_k, table,
-    scale_log2, tokens, requests, reach, table_stride, pages, entries, strides,
+    peaks, totals, sinks, target, score, seqlens_q, seqlens_k, table,
+    scale_log2, tokens, requests, max_kv_len, table_stride, pages, entries, strides,
     LAYOUT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     (
         q_row, q_head, qr_row, qr_head, qi_row, qi_head, w_row, index_row,
         key_o, key_i, kr_o, kr_i, ki_o, ki_i,
     ) = strides  # fmt: skip
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
     row = tl.program_id(0).to(tl.int64)
-    request, start, seen = rows.locate(row, of, LAYOUT)
+    request, start, kv_len = rows.locate(row, of, LAYOUT)
     c0 = tl.arange(0, C.P0)
     c1 = tl.arange(0, C.P1)
     cr = tl.arange(0, C.PR)
@@ -94,7 +98,7 @@ def _scores_kernel(
     is_index = n < C.NI
     qi = _part(query_index + row * qi_row, n * qi_head, is_index, ci, C.DI, C.PI)
     weight = tl.load(weights + row * w_row + n, mask=is_index, other=0.0).to(tl.float32)
-    end = tl.where(seen > 0, entries, 0)
+    end = tl.where(kv_len > 0, entries, 0)
     for first in range(0, C.N, C.HEADS):
         h = (first + tl.arange(0, C.HEADS)).to(tl.int64)
         is_head = h < C.N
@@ -108,35 +112,35 @@ def _scores_kernel(
         if C.HAS_SINK:
             sink = tl.load(sinks + h, mask=is_head, other=0.0).to(tl.float32)
             total += tl.exp(sink - peak)
-        lse = peak * LOG2_E + tl.log2(total)
+        lse = peak * LOG2E + tl.log2(total)
         # heads that are not there, and those that saw nothing, add nothing
         lse = tl.where(is_head & (lse > float("-inf")), lse, float("inf"))
         for at in tl.range(0, end, C.BLOCK_N, num_stages=C.STAGES):
             entry = at + tl.arange(0, C.BLOCK_N)
-            outer, inner, ok = selected(
-                entry, entries, indices + row * index_row, seen, request, start, of, 1, LAYOUT
+            outer, inner, valid = selected(
+                entry, entries, indices + row * index_row, kv_len, request, start, of, 1, LAYOUT
             )
             k_at = outer * key_o + inner * key_i
-            z = tl.dot(_part(key, k_at, ok, c0, C.D0, C.P0), q0.T)
+            z = tl.dot(_part(key, k_at, valid, c0, C.D0, C.P0), q0.T)
             if C.D1 > 0:
-                z = tl.dot(_part(key + C.D0, k_at, ok, c1, C.D1, C.P1), q1.T, z)
+                z = tl.dot(_part(key + C.D0, k_at, valid, c1, C.D1, C.P1), q1.T, z)
             if C.DR > 0:
-                kr = _part(key_rope, outer * kr_o + inner * kr_i, ok, cr, C.DR, C.PR)
+                kr = _part(key_rope, outer * kr_o + inner * kr_i, valid, cr, C.DR, C.PR)
                 z = tl.dot(kr, qr.T, z)
             mass = tl.sum(tl.exp2(z * scale_log2 - lse[None, :]), 1)
-            mass = tl.where(ok, mass, 0.0)
+            mass = tl.where(valid, mass, 0.0)
             to = row * entries + entry
-            on = entry < entries
+            mask = entry < entries
             if C.N > C.HEADS:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
                 if first > 0:
-                    mass += tl.load(target + to, mask=on, other=0.0)
-            tl.store(target + to, mass, mask=on)
+                    mass += tl.load(target + to, mask=mask, other=0.0)
+            tl.store(target + to, mass, mask=mask)
             if first == 0:
-                ki = _part(key_index, outer * ki_o + inner * ki_i, ok, ci, C.DI, C.PI)
+                ki = _part(key_index, outer * ki_o + inner * ki_i, valid, ci, C.DI, C.PI)
                 s = tl.maximum(tl.dot(ki, qi.T), 0.0)
                 found = tl.sum(s * weight[None, :], 1)
                 # absent slots are told apart by their score in the second kernel
-                tl.store(score + to, tl.where(ok, found, float("-inf")), mask=on)
+                tl.store(score + to, tl.where(valid, found, float("-inf")), mask=mask)
     # a row that sees nothing
     for at in range(end, entries, C.BLOCK_N):
         entry = at + tl.arange(0, C.BLOCK_N)
@@ -215,11 +219,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layout, device = layout or "BSND", query.device
     mode = 3 if sparse_mode is None else sparse_mode
-    act_q, act_k = (
+    seqlens_q, seqlens_k = (
         None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
         for x in (actual_seq_qlen, actual_seq_klen)
     )
-    plan = rows.plan(query, key, act_q, act_k, None, layout, layout, mode)
+    plan = rows.plan(query, key, seqlens_q, seqlens_k, None, layout, layout, mode)
     (N, D), (NI, DI) = query.shape[-2:], query_index.shape[-2:]
     entries = sparse_indices.shape[-1]
     target = memory.empty((plan.rows, entries), torch.float32, device)
@@ -240,7 +244,7 @@ def forward(
         launches.kernel(_scores_kernel, plan.rows)(
             q, key, qr, key_rope, qi, key_index, w, index,
             softmax_max, softmax_sum, sinks, target, score,
-            scale_log2=scale_value * LOG2_E.value, entries=entries,
+            scale_log2=scale_value * LOG2E.value, entries=entries,
             strides=(
                 *q.stride()[:2], *((0, 0) if qr is None else qr.stride()[:2]), *qi.stride()[:2],
                 w.stride(0), index.stride(0), *rows.strides(layout, key),
@@ -260,6 +264,6 @@ def forward(
             target, score, loss, entries, EPS, ENTRIES=padded(entries), num_warps=4
         )
     grads = lightning_indexer_grad.backward(
-        query_index, key_index, score, sparse_indices, weights, act_q, act_k, layout, mode
+        query_index, key_index, score, sparse_indices, weights, seqlens_q, seqlens_k, layout, mode
     )
     return *grads, loss.sum().reshape(1)

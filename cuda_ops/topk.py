@@ -136,9 +136,9 @@ def threshold(key, k, slack, lowest, highest, above, TAIL: tl.constexpr):
 @triton.jit
 def survey(key):
     """(lowest that is there, highest, how many are there)."""
-    there = key > MINUS_INF
-    low = tl.min(tl.where(there, key, 0x7FFFFFFF), 0)
-    return low, tl.max(key, 0), tl.sum(there.to(tl.int32), 0)
+    valid = key > MINUS_INF
+    low = tl.min(tl.where(valid, key, 0x7FFFFFFF), 0)
+    return low, tl.max(key, 0), tl.sum(valid.to(tl.int32), 0)
 
 
 @triton.jit
@@ -241,11 +241,11 @@ def _select_row(scores, length, k, indices, values, BLOCK: tl.constexpr, VALUES:
 
 
 @triton.jit
-def _bound(x, there, length, k):
+def _bound(x, drawn, length, k):
     """A score that some 1.4 k of the row should reach."""
     key = ordered(x)
     # of the sample, as many as of the row, and four standard deviations more
-    wanted = k.to(tl.float32) * there.to(tl.float32) / length.to(tl.float32)
+    wanted = k.to(tl.float32) * drawn.to(tl.float32) / length.to(tl.float32)
     wanted = (wanted + 4.0 * tl.sqrt(wanted)).to(tl.int32) + 4
     least = wanted * 0 + (MINUS_INF + 1)
     lowest, highest, all_ = survey(key)
@@ -274,16 +274,16 @@ def _collect(
     found = 0
     if (length > 2 * BLOCK) & (lo < hi):  # shorter rows are selected from directly
         drawn = tl.arange(0, SAMPLE)
-        there = length // EACH
-        step = tl.maximum((there + SAMPLE - 1) // SAMPLE, 1)
-        there = there // step
+        valid = length // EACH
+        step = tl.maximum((valid + SAMPLE - 1) // SAMPLE, 1)
+        valid = valid // step
         sample += row * sample_stride
-        some = tl.load(sample + drawn * step, mask=drawn < there, other=float("-inf"))
+        some = tl.load(sample + drawn * step, mask=drawn < valid, other=float("-inf"))
         scores += row * stride
         candidates += (row * CHUNKS + chunk) * ROOM
         lane = tl.arange(0, BLOCK)
         ahead = _raw(scores, lo, lane, hi, WHOLE)
-        least = _bound(some, there, length, k)
+        least = _bound(some, valid, length, k)
         for i in tl.range(lo, hi, BLOCK):
             x = tl.where(i + lane < hi, ahead, float("-inf"))
             if i + BLOCK < hi:
@@ -298,10 +298,10 @@ def _collect(
 
 
 @triton.jit
-def _apart(both, there):
+def _apart(both, valid):
     """(key, position) of candidates; -inf where there is none."""
     score = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return tl.where(there, ordered(score), MINUS_INF), both.to(tl.int32)
+    return tl.where(valid, ordered(score), MINUS_INF), both.to(tl.int32)
 
 
 @triton.jit
@@ -360,13 +360,13 @@ def _topk(
         # asked for before it is known whether they are there: 9 us for a row instead of 15
         lane = tl.arange(0, BLOCK)
         both = tl.load(candidates + lane // EACH * ROOM + lane % EACH)
-        there = lane % EACH < tl.load(counts + lane // EACH)
+        valid = lane % EACH < tl.load(counts + lane // EACH)
         total = tl.sum(each, 0)
         most = tl.max(each, 0)
         if length <= 2 * BLOCK:
             found = _select_short(scores, length, k, indices, values, BLOCK, VALUES)
         elif (total >= k) & (most <= EACH):
-            key, pos = _apart(both, there)
+            key, pos = _apart(both, valid)
             found = _select(key, pos, k, indices, values, True, VALUES)
         elif (total >= k) & (most <= ROOM) & (total <= 2 * BLOCK):
             found = _select_packed(

@@ -28,7 +28,6 @@ from ...dispatch.common import memory
 from . import launches
 from .lengths import within
 
-LOG2_E = 1.4426950408889634
 MOST_ROWS = 128  # of a block of a plain kernel
 PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
 
@@ -50,14 +49,14 @@ def _plan_kernel(
     none = tl.min(size, 0) < 0
     tiles = tl.where(none, 0, (size * PACK + BLOCK_M - 1) // BLOCK_M)
     base = tl.sum(tl.where(each < sequence, tiles, 0), 0)
-    real = sequence < batch
+    valid = sequence < batch
     begin = within(lengths + sequence, True, rows)
-    length = tl.where(real, within(lengths + sequence + 1, real, rows), rows) - begin
+    length = tl.where(valid, within(lengths + sequence + 1, valid, rows), rows) - begin
     begin = tl.where(none, 0, begin)
-    length = tl.where(none, tl.where(real, 0, rows), length)
+    length = tl.where(none, tl.where(valid, 0, rows), length)
     count = (length * PACK + BLOCK_M - 1) // BLOCK_M
-    other = within(other_lengths + sequence, real, other_rows)
-    other_end = within(other_lengths + sequence + 1, real, other_rows)
+    other = within(other_lengths + sequence, valid, other_rows)
+    other_end = within(other_lengths + sequence + 1, valid, other_rows)
     other_length = tl.maximum(other_end - other, 0)
     row = tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.int32)

@@ -49,10 +49,10 @@ def unit_inverse(lower, PRECISION: tl.constexpr):
 def chunk_rows(base, first, length, row, columns, SIZE: tl.constexpr, PAD: tl.constexpr):
     """[64, PAD] rows from `first` on; zeros behind `length` and SIZE."""
     i = first + tl.arange(0, CHUNK)
-    on = (i < length)[:, None]
+    mask = (i < length)[:, None]
     if SIZE != PAD:
-        on = on & (columns < SIZE)[None, :]
-    return tl.load(base + i.to(tl.int64)[:, None] * row + columns[None, :], mask=on, other=0.0)
+        mask = mask & (columns < SIZE)[None, :]
+    return tl.load(base + i.to(tl.int64)[:, None] * row + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

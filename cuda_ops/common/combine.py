@@ -14,11 +14,12 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...dispatch.common import memory
 from . import gpu, launches
+from .log2 import LN2, LOG2E
 
 
 @triton.jit
 def _combine(
-    part, part_max, part_sum, sinks, out, softmax_max, softmax_sum,
+    partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum,
     HEADS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     HAS_SINK: tl.constexpr, STATS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -31,22 +32,22 @@ def _combine(
     piece = (row * SPLITS + split) * HEADS + head
     if CHAINED:
         gdc_wait()
-    top = tl.load(part_max + piece)
-    weight = tl.load(part_sum + piece)
-    o = tl.load(part + piece[:, None] * R + d[None, :], mask=(d < R)[None, :], other=0.0)
+    top = tl.load(partial_max + piece)
+    weight = tl.load(partial_sum + piece)
+    o = tl.load(partial + piece[:, None] * R + d[None, :], mask=(d < R)[None, :], other=0.0)
     row_max = tl.max(top, 0)
     weight = weight * tl.exp2(top - row_max)
     row_sum = tl.sum(weight, 0)
     total = row_sum
     if HAS_SINK:
-        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - row_max)
+        total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2E - row_max)
     o = tl.sum(o.to(tl.float32) * weight[:, None], 0)
-    there = row_sum != 0  # a NaN is there, and stays one
-    o = tl.where(there, o / tl.where(there, total, 1.0), 0.0)
+    valid = row_sum != 0  # a NaN is there, and stays one
+    o = tl.where(valid, o / tl.where(valid, total, 1.0), 0.0)
     tl.store(out + program * R + d, o.to(out.dtype.element_ty), mask=d < R)
     if STATS:
         first = tl.program_id(1) == 0
-        row_max = tl.where(there, row_max * 0.6931471805599453, float("-inf"))
+        row_max = tl.where(valid, row_max * LN2, float("-inf"))
         tl.store(softmax_max + program, row_max, mask=first)
         tl.store(softmax_sum + program, row_sum, mask=first)
 

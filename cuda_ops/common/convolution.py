@@ -36,19 +36,19 @@ def sequence_of(starts, token, sequences, most):
 @triton.jit
 def standing(starts, token, tokens, length, sequences, VARLEN: tl.constexpr):
     """(sequence, position in it, length of it, whether there is one) of each token [BLOCK_T]."""
-    on = token < tokens
+    valid = token < tokens
     if VARLEN:
         sequence = sequence_of(starts, token, sequences, tokens)
-        on = on & (sequence < sequences)
-        start = within(starts + sequence, on, tokens)
-        size = within(starts + sequence + 1, on, tokens) - start
+        valid = valid & (sequence < sequences)
+        start = within(starts + sequence, valid, tokens)
+        size = within(starts + sequence + 1, valid, tokens) - start
         position = token - start
-        on = on & (position >= 0)
+        valid = valid & (position >= 0)
     else:
         sequence = token // length
         position = token - sequence * length
         size = token * 0 + length
-    return sequence, position, size, on
+    return sequence, position, size, valid
 
 
 @triton.jit
@@ -62,23 +62,23 @@ def row_at(sequence, position, token, batch_stride, row_stride, VARLEN: tl.const
 
 
 @triton.jit
-def before(x, history, n, there, h_sequence):
+def before(x, history, n, valid, h_sequence):
     """(the history of a sequence, whether there is any)."""
     if history is not None:
         row = history + n.to(tl.int64) * h_sequence
-        live = there
+        live = valid
     else:
         row = x
-        live = there & (n < 0)
+        live = valid & (n < 0)
     return row, live
 
 
 @triton.jit
-def value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
+def value_at(x, row, position, reach, d, mask, live, x_row, s_column, s_channel):
     """What stands at a position [BLOCK_D], as float32: a token's number, or that of a `live` row of
     a pool, of which the first `reach` columns count; zeros before everything."""
-    now = tl.load(x + position * x_row + d, mask=on & (position >= 0), other=0.0)
-    past = on & live & (position < 0) & (position >= -reach)
+    now = tl.load(x + position * x_row + d, mask=mask & (position >= 0), other=0.0)
+    past = mask & live & (position < 0) & (position >= -reach)
     before = tl.load(
         row + (reach + position) * s_column + d.to(tl.int64) * s_channel, mask=past, other=0.0
     )
@@ -86,13 +86,13 @@ def value_at(x, row, position, reach, d, on, live, x_row, s_column, s_channel):
 
 
 @triton.jit
-def taps_of(weight, d, on, tap_stride, channel_stride, W: tl.constexpr):
+def taps_of(weight, d, mask, tap_stride, channel_stride, W: tl.constexpr):
     """The taps [BLOCK_D], float32: first the token's own, then that of the one before it."""
     found = ()
     weight += d.to(tl.int64) * channel_stride
     for back in tl.static_range(W):
         at = weight + tl.cast(W - 1 - back, tl.int64) * tap_stride
-        found += (tl.load(at, mask=on, other=0.0).to(tl.float32),)
+        found += (tl.load(at, mask=mask, other=0.0).to(tl.float32),)
     return found
 
 

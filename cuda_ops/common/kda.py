@@ -10,10 +10,10 @@ import triton.language as tl
 from .chunks import CHUNK, SUB, chunk_rows
 from .gpu import INTERPRETED
 from .lengths import within
+from .log2 import LN2, LOG2E
 
 # exp() of it is 0 in float32, and 64 of them add up without losing what is small
 _LEAST: tl.constexpr = tl.constexpr(-100.0)
-_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _SIMULATED = tl.constexpr(INTERPRETED)
 BLOCKS: tl.constexpr = tl.constexpr(CHUNK.value // SUB.value)
 # what `g` is
@@ -108,10 +108,10 @@ def _log2(x):
 @triton.jit
 def _softplus(x):
     """log(1 + exp(x)), of which 17 bits are right."""
-    y = power(tl.minimum(x, 20.0) * _LOG2E)
+    y = power(tl.minimum(x, 20.0) * LOG2E)
     # where 1 + y rounds, the first terms of a series
     small = y * (1.0 - y * (0.5 - y * (0.33333333 - y * 0.25)))
-    log1p = tl.where(y < 0.03125, small, _log2(1.0 + y) * 0.6931471805599453)
+    log1p = tl.where(y < 0.03125, small, _log2(1.0 + y) * LN2)
     return tl.where(x <= 20.0, log1p, x)
 
 
@@ -133,7 +133,7 @@ def log_decay(x, rate, lower_bound, GATE: tl.constexpr):
     if GATE == SOFTPLUS:
         return -rate * _softplus(x)
     elif GATE == BOUNDED:
-        return lower_bound * _inverse(1.0 + power(-rate * x * _LOG2E))
+        return lower_bound * _inverse(1.0 + power(-rate * x * LOG2E))
     else:
         return x
 
@@ -152,10 +152,10 @@ def gate_input(
 
 
 @triton.jit
-def binary(x, there):
+def binary(x, valid):
     """The logarithm to base 2, not below that of what is 0 in float32; 0 where there is no token.
     A NaN remains one."""
-    return tl.where(there[:, None], tl.where(x < _LEAST, _LEAST, x) * _LOG2E, 0.0)
+    return tl.where(valid[:, None], tl.where(x < _LEAST, _LEAST, x) * LOG2E, 0.0)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def within(lengths, there, most):
-    """What `lengths` point to, from 0 to `most`, as int32; 0 where not `there`."""
+def within(lengths, valid, most):
+    """What `lengths` point to, from 0 to `most`, as int32; 0 where not `valid`."""
     # before it is cast: what does not fit 32 bits wraps
-    return tl.minimum(tl.maximum(tl.load(lengths, mask=there, other=0), 0), most).to(tl.int32)
+    return tl.minimum(tl.maximum(tl.load(lengths, mask=valid, other=0), 0), most).to(tl.int32)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from .log2 import LOG2E
+
 LARGEST_D = 576
 
 
@@ -26,7 +27,7 @@ def softmax_of_scores(score, counts):
     """Softmax over the slots that count, 0 elsewhere."""
     score = tl.where(counts, score.to(tl.float32), float("-inf"))
     peak = tl.max(score, 0)
-    weight = tl.exp2((score - tl.where(peak == float("-inf"), 0.0, peak)) * LOG2_E)
+    weight = tl.exp2((score - tl.where(peak == float("-inf"), 0.0, peak)) * LOG2E)
     total = tl.sum(weight, 0)
     return weight / tl.where(total == 0.0, 1.0, total)
 

@@ -24,14 +24,14 @@ MOST = 2**30  # that 32 bits number of anything, with room for a tile past its e
 
 class Requests(NamedTuple):
     """The requests of a call, as kernels hand them on: their lengths (or prefix sums), the pages of
-    their keys, how many rows and requests there are, and what `reach` a request has at most."""
+    their keys, how many rows and requests there are, and the most keys of a request."""
 
-    act_q: Any
-    act_k: Any
+    seqlens_q: Any
+    seqlens_k: Any
     table: Any
     tokens: Any
     requests: Any
-    reach: Any
+    max_kv_len: Any
     table_stride: Any
     pages: Any
 
@@ -67,7 +67,7 @@ def request_of(row, of, LAYOUT: tl.constexpr):
     """(request, its first row) of a query row; past the last one the number of requests."""
     if LAYOUT.Q_TND:
         r = tl.arange(0, LAYOUT.REQUESTS)
-        ends = within(tl.load(of.act_q + r, mask=r < of.requests, other=0), of.tokens)
+        ends = within(tl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
         before = (r < of.requests) & (ends <= row)
         request = tl.sum(before.to(tl.int32), 0)
         first = tl.max(tl.where(before, ends, 0), 0)
@@ -81,10 +81,12 @@ def request_of(row, of, LAYOUT: tl.constexpr):
 def rows_of(request, first, of, LAYOUT: tl.constexpr):
     """How many query rows the request has; fewer than 0 where prefix sums fall."""
     if LAYOUT.Q_TND:
-        end = within(tl.load(of.act_q + request, mask=request < of.requests, other=0), of.tokens)
+        end = within(
+            tl.load(of.seqlens_q + request, mask=request < of.requests, other=0), of.tokens
+        )
         count = tl.where(request < of.requests, end - first, 0)
     elif LAYOUT.HAS_Q:
-        count = within(tl.load(of.act_q + request), of.tokens)
+        count = within(tl.load(of.seqlens_q + request), of.tokens)
     else:
         count = of.tokens
     return count
@@ -94,32 +96,32 @@ def rows_of(request, first, of, LAYOUT: tl.constexpr):
 def keys_of(request, of, LAYOUT: tl.constexpr):
     """(first key, number of keys) of a request."""
     inside = request < of.requests
-    at = of.act_k + request
+    at = of.seqlens_k + request
     if LAYOUT.KEYS == TND:
-        first = within(tl.load(at - 1, mask=inside & (request > 0), other=0), of.reach)
-        end = within(tl.load(at, mask=inside, other=0), of.reach)
+        first = within(tl.load(at - 1, mask=inside & (request > 0), other=0), of.max_kv_len)
+        end = within(tl.load(at, mask=inside, other=0), of.max_kv_len)
         count = tl.maximum(end - first, 0)
     else:
         first = request * 0
         if LAYOUT.HAS_K:
-            count = within(tl.load(at, mask=inside, other=0), of.reach)
+            count = within(tl.load(at, mask=inside, other=0), of.max_kv_len)
         else:
-            count = tl.where(inside, of.reach, 0)
+            count = tl.where(inside, of.max_kv_len, 0)
     return first, count
 
 
 @triton.jit
 def sees(j, rows, keys, CAUSAL: tl.constexpr):
     """How many of the request's keys its j-th row sees, of `rows`: the last row sees them all."""
-    seen = keys
+    kv_len = keys
     if CAUSAL:
-        seen = tl.minimum(tl.maximum(keys - (rows - 1 - j), 0), keys)
-    return tl.where(j < rows, seen, 0)
+        kv_len = tl.minimum(tl.maximum(keys - (rows - 1 - j), 0), keys)
+    return tl.where(j < rows, kv_len, 0)
 
 
 @triton.jit
 def locate(row, of, LAYOUT: tl.constexpr):
-    """(request, first key, keys seen) of a query row."""
+    """(request, first key, kv_len: how many keys it sees) of a query row."""
     request, first = request_of(row, of, LAYOUT)
     rows = rows_of(request, first, of, LAYOUT)
     start, keys = keys_of(request, of, LAYOUT)
@@ -127,13 +129,13 @@ def locate(row, of, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def place(pos, ok, request, start, of, LAYOUT: tl.constexpr):
-    """(outer, inner, ok): logical positions as the key tensor's first two indices, int64.
+def physical_slot(pos, valid, request, start, of, LAYOUT: tl.constexpr):
+    """(outer, inner, valid): logical positions as the key tensor's first two indices, int64.
     A page that the table does not name (negative, or past the cache) is absent."""
     if LAYOUT.KEYS == PAGED:
         entry = of.table + request.to(tl.int64) * of.table_stride + pos // LAYOUT.PAGE
-        outer = tl.load(entry, mask=ok, other=-1).to(tl.int64)
-        ok = ok & (outer >= 0) & (outer < of.pages)
+        outer = tl.load(entry, mask=valid, other=-1).to(tl.int64)
+        valid = valid & (outer >= 0) & (outer < of.pages)
         inner = (pos % LAYOUT.PAGE).to(tl.int64)
     elif LAYOUT.KEYS == TND:
         outer = (pos * 0).to(tl.int64)
@@ -141,7 +143,7 @@ def place(pos, ok, request, start, of, LAYOUT: tl.constexpr):
     else:
         outer = (pos * 0).to(tl.int64) + request
         inner = pos.to(tl.int64)
-    return outer, inner, ok
+    return outer, inner, valid
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Plan:
     """What follows from shapes; `arguments` are what `Requests` is made of, by name."""
 
     rows: int
-    reach: int
+    max_kv_len: int
     arguments: dict[str, Any]
     layout: Layout
 
@@ -157,19 +159,19 @@ class Plan:
 def plan(
     query: Tensor,
     key: Tensor,
-    act_q: Tensor | None,
-    act_k: Tensor | None,
+    seqlens_q: Tensor | None,
+    seqlens_k: Tensor | None,
     table: Tensor | None,
     layout_q: str,
     layout_k: str,
     sparse_mode: int | None,
 ) -> Plan:
-    """`reach` is the most keys that one request can have; `tokens` are those of each request, or of
-    all of them (TND)."""
+    """`max_kv_len` is the most keys that one request can have; `tokens` are those of each request,
+    or of all of them (TND)."""
     q_tnd = layout_q == "TND"
     if q_tnd:
-        assert act_q is not None
-        requests, tokens, rows = act_q.shape[0], query.shape[0], query.shape[0]
+        assert seqlens_q is not None
+        requests, tokens, rows = seqlens_q.shape[0], query.shape[0], query.shape[0]
     else:
         requests, tokens = query.shape[:2]
         rows = requests * tokens
@@ -177,16 +179,16 @@ def plan(
     if layout_k == "PA_BSND":
         assert table is not None
         pages, page = key.shape[:2]
-        reach = table.shape[1] * page
+        max_kv_len = table.shape[1] * page
     else:
-        reach = key.shape[0] if layout_k == "TND" else key.shape[1]
+        max_kv_len = key.shape[0] if layout_k == "TND" else key.shape[1]
     arguments = {
-        "act_q": query if act_q is None else act_q,
-        "act_k": key if act_k is None else act_k,
+        "seqlens_q": query if seqlens_q is None else seqlens_q,
+        "seqlens_k": key if seqlens_k is None else seqlens_k,
         "table": key if table is None else table,
         "tokens": tokens,
         "requests": requests,
-        "reach": reach,
+        "max_kv_len": max_kv_len,
         "table_stride": 0 if table is None else table.stride(0),
         "pages": pages,
     }
@@ -195,11 +197,11 @@ def plan(
         Q_TND=q_tnd,
         KEYS=LAYOUTS[layout_k],
         CAUSAL=sparse_mode == 3,
-        HAS_Q=act_q is not None,
-        HAS_K=act_k is not None,
+        HAS_Q=seqlens_q is not None,
+        HAS_K=seqlens_k is not None,
         REQUESTS=triton.next_power_of_2(max(requests, 1)) if q_tnd else 1,
     )
-    return Plan(rows, reach, arguments, layout)
+    return Plan(rows, max_kv_len, arguments, layout)
 
 
 def too_many(count: int, what: str) -> str | None:
@@ -210,11 +212,11 @@ def too_many(count: int, what: str) -> str | None:
 def too_many_positions(key: Tensor, table: Tensor | None, entries: int = 0) -> str | None:
     """The same of the positions of a request, all rows of its key tensor, and the `entries` of a
     query's selection."""
-    reach = key.shape[-3] * (1 if table is None else table.shape[1])
-    return too_many(max(reach, key.shape[:-2].numel(), entries), "positions")
+    max_kv_len = key.shape[-3] * (1 if table is None else table.shape[1])
+    return too_many(max(max_kv_len, key.shape[:-2].numel(), entries), "positions")
 
 
 def strides(layout_k: str, *keys: Tensor) -> tuple[int, ...]:
-    """(outer, inner) strides of each key tensor, to go with `place`."""
+    """(outer, inner) strides of each key tensor, to go with `physical_slot`."""
     steps = ((0, x.stride(0)) if layout_k == "TND" else x.stride()[:2] for x in keys)
     return tuple(step for pair in steps for step in pair)

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from . import rows
 
-LOG2E = 1.4426950408889634
-
 
 @dataclass(frozen=True)
 class Attention:
@@ -43,25 +41,28 @@ class Attention:
 
 
 @triton.jit
-def placed(index, entry, seen, request, start, of, SPAN: tl.constexpr, LAYOUT: tl.constexpr):
-    """(outer, inner, ok) of entries; the index of each names SPAN consecutive positions."""
-    ok = (index >= 0) & (index < (seen + SPAN - 1) // SPAN)
-    pos = tl.where(ok, index, 0).to(tl.int32) * SPAN + entry % SPAN
-    ok = ok & (pos < seen)
-    return rows.place(pos, ok, request, start, of, LAYOUT)
+def physical_slots(
+    index, entry, kv_len, request, start, of, SPARSE_BLOCK: tl.constexpr, LAYOUT: tl.constexpr
+):
+    """(outer, inner, valid) of entries; the index of each names SPARSE_BLOCK positions in a row."""
+    valid = (index >= 0) & (index < (kv_len + SPARSE_BLOCK - 1) // SPARSE_BLOCK)
+    pos = tl.where(valid, index, 0).to(tl.int32) * SPARSE_BLOCK + entry % SPARSE_BLOCK
+    valid = valid & (pos < kv_len)
+    return rows.physical_slot(pos, valid, request, start, of, LAYOUT)
 
 
 @triton.jit
 def selected(
-    entry, end, index_row, seen, request, start, of, SPAN: tl.constexpr, LAYOUT: tl.constexpr
-):
-    """(outer, inner, ok) of the entries of a row of indices that are below `end`."""
-    index = tl.load(index_row + entry // SPAN, mask=entry < end, other=-1)
-    return placed(index, entry, seen, request, start, of, SPAN, LAYOUT)
+    entry, end, index_row, kv_len, request, start, of, SPARSE_BLOCK: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """(outer, inner, valid) of the entries of a row of indices that are below `end`."""
+    index = tl.load(index_row + entry // SPARSE_BLOCK, mask=entry < end, other=-1)
+    return physical_slots(index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT)
 
 
 @triton.jit
-def slot_of(outer, inner, ok, reach, LAYOUT: tl.constexpr):
-    """One int32 for both indices of `placed`, -1 where absent."""
-    size = LAYOUT.PAGE if LAYOUT.KEYS == rows.PAGED else reach
-    return tl.where(ok, outer * size + inner, -1).to(tl.int32)
+def slot_of(outer, inner, valid, max_kv_len, LAYOUT: tl.constexpr):
+    """One int32 for both indices of `physical_slots`, -1 where absent."""
+    size = LAYOUT.PAGE if LAYOUT.KEYS == rows.PAGED else max_kv_len
+    return tl.where(valid, outer * size + inner, -1).to(tl.int32)

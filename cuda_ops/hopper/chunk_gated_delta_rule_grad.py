@@ -157,7 +157,7 @@ def _over_states(
         stage = c % C.STAGES
         half = state.to(dtype)
         mbarrier.wait(full.index(stage), (c // C.STAGES) & 1)
-        seen_flight = warpgroup_mma(
+        kv_mem_flight = warpgroup_mma(
             gl.convert_layout(half, A), k.index(stage).permute((1, 0)), zero, use_acc=False,
             is_async=True,
         )  # fmt: skip
@@ -173,8 +173,8 @@ def _over_states(
         row = ((first_chunk + c) * C.NV + hv) * C.DV + block * 64
         _put(half, shared.to_state, state_desc, row, n_half, shared.to_x, n_desc, where)
         # the state as well: ptxas would scale it, and wait for the product, before it is stored
-        seen, state = warpgroup_mma_wait(0, deps=[seen_flight, state])
-        x = value - seen * growth[None, :]
+        kv_mem, state = warpgroup_mma_wait(0, deps=[kv_mem_flight, state])
+        x = value - kv_mem * growth[None, :]
         x_half = gl.convert_layout(x.to(dtype), A)
         n_flight = warpgroup_mma(x_half, t.index(stage).permute((1, 0)), x, is_async=True)
         state = state * fade
@@ -458,16 +458,16 @@ def _pairs(
             )  # fmt: skip
         tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
         tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
-        there = first + i < length
+        valid = first + i < length
         token = (start + first + i).to(gl.int64)
-        on = first + of_value < length
+        mask = first + of_value < length
         rows = gl.arange(0, 64, layout=ROWS)
         columns = gl.arange(0, 64, layout=COLUMNS)
-        total, _last = decay_of(g, token * g_row + hv, there, GATE)
+        total, _last = decay_of(g, token * g_row + hv, valid, GATE)
         if BETA:
-            rate = gl.load(beta + token * b_row + hv, mask=there, other=0.0).to(gl.float32)
+            rate = gl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(gl.float32)
         else:
-            rate = gl.where(there, 1.0, 0.0)
+            rate = gl.where(valid, 1.0, 0.0)
         of_row = gl.convert_layout(rate, LIST)[:, None]
         zero = gl.zeros([64, 64], gl.float32, layout=PAIRS)
         on_n = zero
@@ -484,10 +484,10 @@ def _pairs(
             wide = r.index(block).load(VALUES).to(gl.float32)
             by_value += gl.sum(wide * v.index(block).load(VALUES).to(gl.float32), 1)
             to = d_value + row[:, None] * DV + block * 64 + j[None, :]
-            gl.store(to, (wide * of_row).to(dtype), on[:, None])
-        seen, fading = fading_of(total, rows, columns)
+            gl.store(to, (wide * of_row).to(dtype), mask[:, None])
+        causal, fading = fading_of(total, rows, columns)
         on_n, on_r, kk, qk = warpgroup_mma_wait(0, deps=[on_n, on_r, kk, qk])
-        z = gl.where(seen, on_n * fading * scale, 0.0)
+        z = gl.where(causal, on_n * fading * scale, 0.0)
         m = gl.where(rows[:, None] > columns[None, :], -on_r * fading, 0.0)
         of_rate = gl.convert_layout(by_value, TOKENS) + gl.convert_layout(gl.sum(m * kk, 1), TOKENS)
         m *= gl.convert_layout(rate, ROWS)[:, None]
@@ -510,16 +510,16 @@ def _pairs(
         tma_store(z_desc, [tile, 0], z_tile)
         tma_store(m_desc, [tile, 0], m_tile)
         place = token * NV + hv
-        gl.store(d_rate + place, of_rate, there)
-        gl.store(d_total + place, of_total, there)
+        gl.store(d_rate + place, of_rate, valid)
+        gl.store(d_total + place, of_total, valid)
         forget(bars)
         tma.store_wait(0)
     else:
         # tokens behind the last sequence
-        on = start + first + of_value < T
+        mask = start + first + of_value < T
         for block in gl.static_range(BLOCKS):
             to = d_value + row[:, None] * DV + block * 64 + j[None, :]
-            gl.store(to, gl.zeros([64, 64], dtype, layout=VALUES), on[:, None])
+            gl.store(to, gl.zeros([64, 64], dtype, layout=VALUES), mask[:, None])
 
 
 @gluon.jit
@@ -537,7 +537,7 @@ def _inputs_consumer(
     BLOCKS: gl.constexpr = C.DV // 64
     zero = gl.zeros([64, DK], gl.float32, layout=M)
     i = gl.arange(0, 64, layout=ROWS)
-    there = first + i < length
+    valid = first + i < length
     token = (start + first + i).to(gl.int64)
     dq = zero
     dk = zero
@@ -565,9 +565,9 @@ def _inputs_consumer(
         rest = gl.load(left + tile + i)
         fade = gl.load(grown + tile + 63)
         if C.BETA:
-            rate = gl.load(beta + token * b_row + hv, mask=there, other=0.0).to(gl.float32)
+            rate = gl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(gl.float32)
         else:
-            rate = gl.where(there, 1.0, 0.0)
+            rate = gl.where(valid, 1.0, 0.0)
         by_o *= (growth * scale)[:, None]
         by_r *= growth[:, None]
         by_n *= rest[:, None]
@@ -579,14 +579,14 @@ def _inputs_consumer(
         of_total += gl.where(first + i == gl.minimum(first + 64, length) - 1, end, 0.0)
         listed = first + gl.arange(0, 64, layout=TOKENS)
         row = (start + listed).to(gl.int64) * C.NV + hv
-        on = listed < length
+        mask = listed < length
         if C.BETA:
-            found = gl.load(d_rate + row, on, 0.0) - gl.convert_layout(of_rate, TOKENS)
-            gl.store(d_beta + row, found.to(d_beta.dtype.element_ty), on)
+            found = gl.load(d_rate + row, mask, 0.0) - gl.convert_layout(of_rate, TOKENS)
+            gl.store(d_beta + row, found.to(d_beta.dtype.element_ty), mask)
         if C.GATE:
-            found = gl.load(d_total + row, on, 0.0) + gl.convert_layout(of_total, TOKENS)
+            found = gl.load(d_total + row, mask, 0.0) + gl.convert_layout(of_total, TOKENS)
             later = gl.associative_scan(found, 0, add, reverse=True)
-            gl.store(d_g + row, later.to(d_g.dtype.element_ty), on)
+            gl.store(d_g + row, later.to(d_g.dtype.element_ty), mask)
         dq += by_o
         dk += by_n - by_r * rate[:, None]
         mbarrier.wait(shared.pair_full, one & 1)
@@ -597,8 +597,8 @@ def _inputs_consumer(
         mbarrier.arrive(shared.pair_empty)
     at_row = (token * C.N + h)[:, None] * DK
     at_row += gl.arange(0, DK, layout=gl.SliceLayout(0, M))[None, :]
-    gl.store(d_query + at_row, dq.to(d_query.dtype.element_ty), there[:, None])
-    gl.store(d_key + at_row, dk.to(d_key.dtype.element_ty), there[:, None])
+    gl.store(d_query + at_row, dq.to(d_query.dtype.element_ty), valid[:, None])
+    gl.store(d_key + at_row, dk.to(d_key.dtype.element_ty), valid[:, None])
 
 
 @gluon.jit
@@ -716,18 +716,18 @@ def _inputs(
         i = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
         j = gl.arange(0, DK, layout=gl.SliceLayout(0, ROWS))
         token = (start + first + i).to(gl.int64)
-        on = start + first + i < T
+        mask = start + first + i < T
         at_row = (token * C.N + h)[:, None] * DK + j[None, :]
         nothing = gl.zeros([64, DK], dtype, layout=ROWS)
-        gl.store(d_query + at_row, nothing, on[:, None])
-        gl.store(d_key + at_row, nothing, on[:, None])
+        gl.store(d_query + at_row, nothing, mask[:, None])
+        gl.store(d_key + at_row, nothing, mask[:, None])
         none = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, ROWS))
         for one in range(C.GROUP):
             row = token * C.NV + h * C.GROUP + one
             if C.BETA:
-                gl.store(d_beta + row, none.to(d_beta.dtype.element_ty), on)
+                gl.store(d_beta + row, none.to(d_beta.dtype.element_ty), mask)
             if C.GATE:
-                gl.store(d_g + row, none.to(d_g.dtype.element_ty), on)
+                gl.store(d_g + row, none.to(d_g.dtype.element_ty), mask)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, d_out: Tensor, sequences: int) -> bool:

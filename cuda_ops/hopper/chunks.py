@@ -146,12 +146,12 @@ def _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zer
 
 
 @gluon.jit
-def decay_of(g, at, there, GATE: gl.constexpr):
+def decay_of(g, at, valid, GATE: gl.constexpr):
     """(running sum [64] of the decay's logarithm, all of it)."""
     if GATE:
-        gate = gl.load(g + at, mask=there, other=0.0).to(gl.float32)
+        gate = gl.load(g + at, mask=valid, other=0.0).to(gl.float32)
     else:
-        LIST: gl.constexpr = there.type.layout
+        LIST: gl.constexpr = valid.type.layout
         gate = gl.zeros([64], gl.float32, layout=LIST)
     return gl.associative_scan(gate, 0, add), gl.sum(gate, 0)
 
@@ -159,10 +159,10 @@ def decay_of(g, at, there, GATE: gl.constexpr):
 @gluon.jit
 def fading_of(total, rows, columns):
     """(row i sees column j, what is left of column j by then)."""
-    seen = rows[:, None] >= columns[None, :]
+    causal = rows[:, None] >= columns[None, :]
     of_row = gl.convert_layout(total, rows.type.layout)[:, None]
     of_column = gl.convert_layout(total, columns.type.layout)[None, :]
-    return seen, gl.exp(gl.where(seen, of_row - of_column, 0.0))
+    return causal, gl.exp(gl.where(causal, of_row - of_column, 0.0))
 
 
 @gluon.jit(do_not_specialize=["T", "sequences", "scale"])
@@ -212,7 +212,7 @@ def _prepare(
         rows = gl.arange(0, 64, layout=ROWS)
         columns = gl.arange(0, 64, layout=COLUMNS)
         i = gl.arange(0, 64, layout=TOKENS)
-        there = first + i < length
+        valid = first + i < length
         token = (start + first + i).to(gl.int64)
         zero = gl.zeros([64, 64], gl.float32, layout=M)
         mbarrier.wait(full, 0)
@@ -230,11 +230,11 @@ def _prepare(
             dt_high = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
             b_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
         place = (chunk * NV + hv) * 64
-        total, last = decay_of(g, token * g_row + hv, there, GATE)
+        total, last = decay_of(g, token * g_row + hv, valid, GATE)
         gl.store(grown + place.to(gl.int64) + i, gl.exp(total))
         gl.store(left + place.to(gl.int64) + i, gl.exp(last - total))
-        seen, fading = fading_of(total, rows, columns)
-        attention = gl.where(seen, qk * fading * scale, 0.0)
+        causal, fading = fading_of(total, rows, columns)
+        attention = gl.where(causal, qk * fading * scale, 0.0)
         tma.store_wait(0)
         barrier()
         tile.store(attention.to(dtype))
@@ -242,11 +242,11 @@ def _prepare(
         barrier()
         tma_store(p_desc, [place, 0], tile)
         # made again: nothing but k k^T is held while P is written
-        total, _last = decay_of(g, token * g_row + hv, there, GATE)
+        total, _last = decay_of(g, token * g_row + hv, valid, GATE)
         if BETA:
-            rate = gl.load(beta + token * b_row + hv, mask=there, other=0.0).to(gl.float32)
+            rate = gl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(gl.float32)
         else:
-            rate = gl.where(there, 1.0, 0.0)
+            rate = gl.where(valid, 1.0, 0.0)
         _seen, fading = fading_of(total, rows, columns)
         lower = kk * fading * gl.convert_layout(rate, ROWS)[:, None]
         lower = gl.where(rows[:, None] > columns[None, :], lower, 0.0)

@@ -32,8 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common import gpu, launches
-from ..common.attention_tiles import LOG2_E, Sizes, keys_of, plan, row_strides, width_of
+from ..common.attention_tiles import Sizes, keys_of, plan, row_strides, width_of
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ..common.log2 import LN2, LOG2E
 from .tma import at, describable, describe
 
 _keys_of = gluon.jit(keys_of.fn)
@@ -133,7 +134,7 @@ def _blocks_of(begin, rows, other_rows, window, BLOCK_M: gl.constexpr, C: gl.con
 
 
 @gluon.jit
-def _turn(BARRIER: gl.constexpr, ARRIVE: gl.constexpr):
+def _ping_pong(BARRIER: gl.constexpr, ARRIVE: gl.constexpr):
     """Named barrier of two consumers, 256 threads: wait for one's turn, or give it to the next."""
     if ARRIVE:
         gl.inline_asm_elementwise(
@@ -230,12 +231,12 @@ def _step(s_zero, acc, p, row_max, row_sum, row, place, shared, count, block, sh
     p_at = _operand(p, shared.v.dtype, MO)
     k_stage = count % C.KS
     mbarrier.wait(shared.k_full.index(k_stage), (count // C.KS) & 1)
-    _turn(8 + WG, False)
+    _ping_pong(8 + WG, False)
     s_flight = _scores(s_zero, shared, place, k_stage, C)
     v_stage = (count - 1) % C.VS
     mbarrier.wait(shared.v_full.index(v_stage), ((count - 1) // C.VS) & 1)
     o_flight = warpgroup_mma(p_at, shared.v.index(v_stage), acc, is_async=True)
-    _turn(8 + (WG + 1) % C.NC, True)
+    _ping_pong(8 + (WG + 1) % C.NC, True)
     s = warpgroup_mma_wait(1, deps=[s_flight])
     mbarrier.arrive(shared.k_empty.index(k_stage))
     if C.FIXED and not MASKED:
@@ -286,11 +287,11 @@ def _posted(posted, slot, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _next_rows(posted, full, turn, QUEUE: gl.constexpr):
+def _next_rows(posted, full, tile_count, QUEUE: gl.constexpr):
     """Rows of the sequence of the tile to come."""
-    mbarrier.wait(full.index(turn % QUEUE), (turn // QUEUE) & 1)
+    mbarrier.wait(full.index(tile_count % QUEUE), (tile_count // QUEUE) & 1)
     barrier()  # racecheck believes the wait only where its warps meet after it
-    return _posted(posted, turn % QUEUE, 3)
+    return _posted(posted, tile_count % QUEUE, 3)
 
 
 @gluon.jit
@@ -310,12 +311,12 @@ def _forward_consumer(
     )
     s_zero = gl.full([64, C.BLOCK_N], 0.0, gl.float32, layout=MS)
     count = 0
-    turn = 0
+    tile_count = 0
     if WG == C.NC - 1:
-        _turn(8, True)
+        _ping_pong(8, True)
     rows = _next_rows(posted, post_full, 0, C.QUEUE)
     while rows > 0:
-        slot = turn % C.QUEUE
+        slot = tile_count % C.QUEUE
         batch = _posted(posted, slot, 0)
         head = _posted(posted, slot, 1)
         first_q = _posted(posted, slot, 2)
@@ -336,8 +337,8 @@ def _forward_consumer(
         for _block in range(0, last - top):  # seen by later rows alone
             k_stage = count % C.KS
             mbarrier.wait(k_full.index(k_stage), (count // C.KS) & 1)
-            _turn(8 + WG, False)
-            _turn(8 + (WG + 1) % C.NC, True)
+            _ping_pong(8 + WG, False)
+            _ping_pong(8 + (WG + 1) % C.NC, True)
             mbarrier.arrive(k_empty.index(k_stage))
             v_stage = count % C.VS
             mbarrier.wait(v_full.index(v_stage), (count // C.VS) & 1)
@@ -346,7 +347,7 @@ def _forward_consumer(
         row = tile * BLOCK_M + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MS))
         shift = columns - rows
         place = slot * C.NC + WG
-        mbarrier.wait(q_full.index(place), (turn // C.QUEUE) & 1)
+        mbarrier.wait(q_full.index(place), (tile_count // C.QUEUE) & 1)
         k_stage = count % C.KS
         mbarrier.wait(k_full.index(k_stage), (count // C.KS) & 1)
         s_flight = _scores(s_zero, shared, place, k_stage, C)
@@ -399,8 +400,8 @@ def _forward_consumer(
         mbarrier.arrive(v_empty.index(v_stage))
 
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, MS))
-        seen = row_sum > 0
-        inverse = 1.0 / gl.where(seen, row_sum, 1.0)
+        valid = row_sum > 0
+        inverse = 1.0 / gl.where(valid, row_sum, 1.0)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, MO))[:, None]
         if OWN_O:
             # it was read by the store of the tile before
@@ -417,8 +418,8 @@ def _forward_consumer(
                 reinterpret(o_at, v.dtype, o_desc.block_shape, o_desc.layout),
             )
         natural = gl.where(
-            seen,
-            (row_max * scale_log2 + gl.log2(gl.where(seen, row_sum, 1.0))) * 0.6931471805599453,
+            valid,
+            (row_max * scale_log2 + gl.log2(gl.where(valid, row_sum, 1.0))) * LN2,
             float("-inf"),
         )
         lse_at = lse + batch.to(gl.int64) * lse_batch + head.to(gl.int64) * lse_head
@@ -427,8 +428,8 @@ def _forward_consumer(
         if not OWN_O:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(place))
-        turn += 1
-        rows = _next_rows(posted, post_full, turn, C.QUEUE)
+        tile_count += 1
+        rows = _next_rows(posted, post_full, tile_count, C.QUEUE)
     tma.store_wait(0)
 
 
@@ -448,14 +449,14 @@ def _forward_producer(
         tiles = gl.load(counter + 1)
         total = tiles * outers
     count = 0
-    turn = 0
+    tile_count = 0
     judged = 0
     step = 0
     number = gl.program_id(0)
-    while (number < total) | (judged < turn):
+    while (number < total) | (judged < tile_count):
         now = number
         again = 0  # a bit for each consumer whose sums failed
-        if (turn - judged == C.QUEUE) | (number >= total):
+        if (tile_count - judged == C.QUEUE) | (number >= total):
             # the oldest tile gives its place to the next, or comes again
             slot = judged % C.QUEUE
             for wg in gl.static_range(NC):
@@ -480,7 +481,7 @@ def _forward_producer(
         if (tile * BLOCK_M < rows) & (now < total):
             low, top, _, _ = _blocks_of(tile * BLOCK_M, rows, columns, window, BLOCK_M, C)
             kv_head = head // C.GROUP
-            slot = turn % C.QUEUE
+            slot = tile_count % C.QUEUE
             _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile, again, now)
             for wg in gl.static_range(NC):
                 place = slot * NC + wg
@@ -493,7 +494,7 @@ def _forward_producer(
                         reinterpret(q.index(place * PIECES + i), q.dtype, q_desc.block_shape,
                                     q_desc.layout),
                     )  # fmt: skip
-            turn += 1
+            tile_count += 1
             for back in range(0, top - low + 1):
                 # the keys of a block travel ahead of the values of the block before
                 if back < top - low:
@@ -523,7 +524,7 @@ def _forward_producer(
                 count += 1
             count -= 1
         number = following
-    _post(posted, post_full, turn % C.QUEUE, 0, 0, 0, 0, 0, 0, 0, 0)
+    _post(posted, post_full, tile_count % C.QUEUE, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit(
@@ -653,11 +654,11 @@ def _most(costs: list[int], outers: int, section: int, programs: int) -> float:
 
 @cache
 def _section(
-    rows: int, n_q: int, n_k: int, seen: int | None, outers: int, group: int, wanted: int,
+    rows: int, n_q: int, n_k: int, kv_len: int | None, outers: int, group: int, wanted: int,
     programs: int,
 ) -> int:  # fmt: skip
     """How many heads take turns, `wanted` groups or so: where the tiles of a section are about as
-    many as the programs, the same programs would take the longest of every section.  `seen`: keys
+    many as the programs, the same programs would take the longest of every section.  `kv_len`: keys
     that a causal row sees at most; None: tiles cost the same, or are not dealt out.
 
     Causal, 4096 tokens, H 16, heads of 256, H200, 2026-11: B 4 795 us (as wanted 1181, tiles taken
@@ -665,10 +666,10 @@ def _section(
     387 us (by a counter 398)."""
     wanted = min(wanted, triton.cdiv(outers, group))
     tiles = triton.cdiv(n_q, rows)
-    if seen is None or not programs < tiles * outers < 256 * programs:
+    if kv_len is None or not programs < tiles * outers < 256 * programs:
         return min(outers, wanted * group)
     begins = range(n_k - n_q + rows, n_k + rows, rows)
-    costs = [rows + max(0, min(end, n_k, seen + rows)) for end in begins]
+    costs = [rows + max(0, min(end, n_k, kv_len + rows)) for end in begins]
     found: list[tuple[float, int]] = []
     sizes = {wanted, *range((wanted + 1) // 2, 2 * wanted + 1, max(1, wanted // 8))}
     for size in sorted(sizes, key=lambda x: abs(x - wanted)):
@@ -735,14 +736,14 @@ def launch(
     total = tiles * outers
     programs = min(total, gpu.processors(q.device))
     wanted = max(1, _SHARE // (sizes.keys * (size + v_size) * 2))
-    seen = (window or sizes.n_k) if causal and listed is None else None
+    kv_len = (window or sizes.n_k) if causal and listed is None else None
     section = _section(
-        rows, sizes.n_q, sizes.n_k, seen, outers, sizes.group, wanted, programs
+        rows, sizes.n_q, sizes.n_k, kv_len, outers, sizes.group, wanted, programs
     )  # fmt: skip
     launches.kernel(_forward_hopper, programs)(
         describe(q, 64, width, varlen), describe(k, keys, width, varlen),
         describe(v, keys, v_size, varlen), describe(o, 64, v_size, varlen),
-        lse, listed, counter, scale * LOG2_E, min(window or 0, 2**30), tiles,
+        lse, listed, counter, scale * LOG2E.value, min(window or 0, 2**30), tiles,
         outers, sizes.heads, section, sizes.n_q, sizes.n_k, total, *row_strides(lse),
         C=Constants(
             D=size, V=v_size, W=width, GROUP=sizes.group, CAUSAL=causal, WINDOW=window is not None,

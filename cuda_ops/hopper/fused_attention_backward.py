@@ -54,6 +54,7 @@ from ..common.attention_tiles import (
     width_of,
 )
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ..common.log2 import LOG2E
 from . import fused_attention
 from .tma import at, describe, describe_row
 
@@ -207,15 +208,15 @@ def _hand_over(shared, part, more, count, C: gl.constexpr):
 
 
 @gluon.jit
-def _added(turn):
+def _added(semaphore):
     """How many tiles of keys have added; what they wrote is there to be added to."""
     return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [turn], gl.int32, False, 1
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [semaphore], gl.int32, False, 1
     )
 
 
 @gluon.jit
-def _wait_for_turn(turn, block, tile, rows, keys, window, C: gl.constexpr):
+def _wait_for_turn(semaphore, block, tile, rows, keys, window, C: gl.constexpr):
     """Until the tiles of later keys that the block sees have added to it."""
     position = block * C.BLOCK_M + C.BLOCK_M - 1 + keys - rows
     last = keys - 1
@@ -224,14 +225,14 @@ def _wait_for_turn(turn, block, tile, rows, keys, window, C: gl.constexpr):
     elif C.WINDOW:
         last = gl.minimum(last, position + window - 1)
     before = last // C.BLOCK_N - tile
-    added = _added(turn)
+    added = _added(semaphore)
     while added != before:
-        added = _added(turn)
+        added = _added(semaphore)
 
 
 @gluon.jit
 def _adder(
-    shared, sums, turns, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
+    shared, sums, semaphores, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
     C: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds to grad_q."""
@@ -250,7 +251,7 @@ def _adder(
                 block_at = (head * padded + place) // C.BLOCK_M + block
                 mbarrier.wait(shared.part_full, count & 1)
                 if C.IN_TURN:
-                    _wait_for_turn(turns + block_at, block, tile, rows, keys, window, C)
+                    _wait_for_turn(semaphores + block_at, block, tile, rows, keys, window, C)
                 row = block_at * (C.BLOCK_M * C.SIZE // 256)
                 for i in gl.static_range(PIECES):
                     _add_bulk(sums, [row + i * ROWS, 0], shared.part.index(i))
@@ -263,7 +264,7 @@ def _adder(
                     gl.inline_asm_elementwise(
                         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
                     )
-                    gl.atomic_add(turns + block_at, 1, sem="release", scope="gpu")
+                    gl.atomic_add(semaphores + block_at, 1, sem="release", scope="gpu")
                 count += 1
 
 
@@ -361,7 +362,7 @@ def _consumer(
         if CARRY:
             acc_k = warpgroup_mma_init(acc_k)
         acc_v = gl.full([C.BLOCK_N, C.D], 0.0, gl.float32, layout=MK)
-        scale_log2 = scale * 1.4426950408889634
+        scale_log2 = scale * LOG2E
         place = _padded_first(first_q, sequence)
         mbarrier.wait(shared.kv_full, 0)
         count = 0
@@ -546,7 +547,7 @@ def _wide_consumer(
             more_k = warpgroup_mma_init(_zeros(64))
         if V_SIZE == 192:
             more_v = warpgroup_mma_init(_zeros(64))
-        scale_log2 = scale * 1.4426950408889634
+        scale_log2 = scale * LOG2E
         place = _padded_first(first_q, sequence)
         mbarrier.wait(shared.kv_full, 0)
         count = 0
@@ -638,7 +639,8 @@ def _producer(
     ]
 )  # fmt: skip
 def _backward_hopper(
-    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q, turns,
+    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q,
+    semaphores,
     plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded, C: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -700,7 +702,7 @@ def _backward_hopper(
                     tiles, outers, heads, section, n_q, n_k, padded, C,
                 )),
                 (_adder, (
-                    shared, sums, turns, plan, window, tiles, outers, heads, section, n_q, n_k,
+                    shared, sums, semaphores, plan, window, tiles, outers, heads, section, n_q, n_k,
                     padded, C,
                 )),
             ],
@@ -719,7 +721,7 @@ def _backward_hopper(
                     tiles, outers, heads, section, n_q, n_k, padded, C,
                 )),
                 (_adder, (
-                    shared, sums, turns, plan, window, tiles, outers, heads, section, n_q, n_k,
+                    shared, sums, semaphores, plan, window, tiles, outers, heads, section, n_q, n_k,
                     padded, C,
                 )),
             ],
@@ -821,7 +823,7 @@ def launch(
     lse2: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor | None,
-    turns: torch.Tensor | None,
+    semaphores: torch.Tensor | None,
     grads: tuple[torch.Tensor, ...],
     sizes: Sizes,
     causal: bool,
@@ -830,20 +832,20 @@ def launch(
     cu_seqlens_k: torch.Tensor | None,
     window: int | None,
 ) -> None:
-    """Writes the three `grads`; without `sums`, all but that of q.  With `turns`, one zero a block
-    of queries, additions are in turn."""
+    """Writes the three `grads`; without `sums`, all but that of q.  With `semaphores`, one zero a
+    block of queries, additions are in turn."""
     varlen, padded = sizes.varlen, lse2.shape[-1]
     widths = Widths.of(q, v)
     size, v_size, wide = widths.size, widths.v_size, widths.wide
     # Causal, B 4, H 16, 4096 tokens, H200, 2026-11: heads of 192 and 128 2515 us, added to by
     # threads 2820
-    adder = turns is not None or (sums is not None and widths.fit_adder)
+    adder = semaphores is not None or (sums is not None and widths.fit_adder)
     block, keys, stages = 64, 64 if wide else 128, _STAGES
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
     listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
     section = min(outers, max(1, _SHARE // (sizes.rows * size * 8)))
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=turns is not None)
+        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=semaphores is not None)
         tiles = listed.shape[0]
     launches.kernel(_backward_hopper, tiles * outers)(
         describe(q, block, size, varlen), describe(grad_o, block, v_size, varlen),
@@ -852,13 +854,13 @@ def launch(
         describe_row(lse2, block), describe_row(delta, block),
         _describe_sums(sums, 16 if wide else size // 4)
         if sums is not None and (adder or (size == 128 and not wide)) else None,
-        sums, turns, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section,
+        sums, semaphores, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section,
         n_q, n_k, padded,
         C=Constants(
             BLOCK_M=block, BLOCK_N=keys, D=size, V=v_size, SIZE=widths.counted,
             V_SIZE=widths.v_counted, STAGES=stages, GROUP=sizes.group, CAUSAL=causal,
             WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
-            ADDER=adder, IN_TURN=turns is not None,
+            ADDER=adder, IN_TURN=semaphores is not None,
         ),
         num_warps=8,
     )  # fmt: skip

@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common import gpu, launches
 from ..common.gluon_names import barrier, cp_async
+from ..common.log2 import LOG2E
 from ..common.loss import LARGEST_D
 
 LOWEST = gl.constexpr(-1e30)
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -49,7 +49,7 @@ def _gather(
     for _ in range(PASSES):
         slot = gl.load(slots + row, mask=row < end, other=-1)
         for n in range(0, end, 64):
-            there = (slot >= 0)[:, None]
+            valid = (slot >= 0)[:, None]
             at = gl.maximum(slot, 0).to(gl.int64)
             key_at = (key + at * key_stride)[:, None] + d[None, :]
             rope_at = (key_rope + at * rope_stride)[:, None] + d[None, :]
@@ -58,9 +58,9 @@ def _gather(
             for c in gl.static_range(PIECES):
                 mbarrier.wait(bars.index(PIECES + c), phase)
                 if c < ROPE_FROM:
-                    cp_async(ring.index(c), key_at + c * 64, mask=there)
+                    cp_async(ring.index(c), key_at + c * 64, mask=valid)
                 else:
-                    cp_async(ring.index(c), rope_at + (c - ROPE_FROM) * 64, mask=there)
+                    cp_async(ring.index(c), rope_at + (c - ROPE_FROM) * 64, mask=valid)
                 async_copy.mbarrier_arrive(bars.index(c), increment_count=False)
             phase = phase ^ 1
     async_copy.wait_group(0)
@@ -110,15 +110,15 @@ def _consume(
     phase = 0
     if HAS_LSE:
         of_head = lse + head.to(gl.int64) * lse_head
-        row_lse = gl.load(of_head, mask=head < N, other=0.0).to(gl.float32) * LOG2_E
+        row_lse = gl.load(of_head, mask=head < N, other=0.0).to(gl.float32) * LOG2E
     else:
         row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         for n in range(0, end, 64):
             slot = gl.load(slots + n + column, mask=n + column < end, other=-1)
             s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, S)
-            there = gl.convert_layout(slot, gl.SliceLayout(0, S)) >= 0
-            s = gl.where(there[None, :], s * scale_log2, float("-inf"))
+            valid = gl.convert_layout(slot, gl.SliceLayout(0, S)) >= 0
+            s = gl.where(valid[None, :], s * scale_log2, float("-inf"))
             new_max = gl.maximum(row_max, gl.max(s, 1))
             row_sum = row_sum * gl.exp2(row_max - new_max) + gl.sum(
                 gl.exp2(s - new_max[:, None]), 1
@@ -167,14 +167,14 @@ def _targets(
     query_rope += batch * qr_batch + row * qr_row
     for group in gl.static_range(2):
         head = (group * 64 + h).to(gl.int64)
-        real = (head < N)[:, None]
+        mask = (head < N)[:, None]
         at = (query + head * q_head)[:, None] + d[None, :]
         rope_at = (query_rope + head * qr_head)[:, None] + d[None, :]
         for c in gl.static_range(PIECES):
             if c < ROPE_FROM:
-                cp_async(q.index(group * PIECES + c), at + c * 64, mask=real)
+                cp_async(q.index(group * PIECES + c), at + c * 64, mask=mask)
             else:
-                cp_async(q.index(group * PIECES + c), rope_at + (c - ROPE_FROM) * 64, mask=real)
+                cp_async(q.index(group * PIECES + c), rope_at + (c - ROPE_FROM) * 64, mask=mask)
     async_copy.mbarrier_arrive(bars.index(2 * PIECES), increment_count=False)
     end = gl.load(ends + batch * S + row)
     slots += (batch * S + row) * K
@@ -252,7 +252,7 @@ def launch(
     launches.kernel(_targets, B * S)(
         query, q_rope, key, k_rope, slots, ends,
         target if softmax_lse is None else softmax_lse, target,
-        scaling * LOG2_E.value, S, slots.shape[2],
+        scaling * LOG2E.value, S, slots.shape[2],
         *query.stride()[:3], *q_rope.stride()[:3], *key.stride()[:2], *k_rope.stride()[:2],
         *((0, 0, 0) if softmax_lse is None else softmax_lse.stride()),
         N=N, PIECES=(D + DR) // 64, ROPE_FROM=D // 64, HAS_LSE=softmax_lse is not None,

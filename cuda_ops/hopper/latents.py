@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import gpu, launches
 from ..common.combine import Parts, combine
 from ..common.gluon_names import barrier
+from ..common.log2 import LN2, LOG2E
 from ..common.selection import Attention
 from .tma import aligned
 
@@ -107,9 +108,9 @@ class Tiles(NamedTuple):
 
 class Output(NamedTuple):
     out: Any
-    part: Any
-    part_max: Any
-    part_sum: Any
+    partial: Any
+    partial_max: Any
+    partial_sum: Any
     softmax_max: Any
     softmax_sum: Any
     sinks: Any
@@ -118,7 +119,7 @@ class Output(NamedTuple):
 class Constants(NamedTuple):
     HEADS: int
     SPLITS: int
-    SPAN: int
+    SPARSE_BLOCK: int
     HAS_SINK: bool
     STATS: bool
 
@@ -197,13 +198,13 @@ def _weigh(s, reference, scale_log2, tiles, tile, last, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _totals(row_sum, row_max, tiles, turn, TILE: gl.constexpr):
+def _totals(row_sum, row_max, tiles, query_phase, TILE: gl.constexpr):
     """Sums and maxima over the tiles of both consumers."""
     exchange, bars = tiles.exchange, tiles.bars
     exchange.index(2 + TILE).store(row_sum)
     exchange.index(4 + TILE).store(row_max)
     arrive(bars, SUMMED + TILE)
-    mbarrier.wait(bars.index(SUMMED + 1 - TILE), turn)
+    mbarrier.wait(bars.index(SUMMED + 1 - TILE), query_phase)
     barrier()  # racecheck believes the wait only where its warps meet after it
     row_sum += exchange.index(3 - TILE).load(gl.SliceLayout(1, S))
     return row_sum, gl.maximum(row_max, exchange.index(5 - TILE).load(gl.SliceLayout(1, S)))
@@ -214,23 +215,23 @@ def _finish(
     acc, total, reference, row_max, to, row, split, head, C: gl.constexpr, COLUMN: gl.constexpr
 ):
     h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    there = total > 0
-    below = gl.where(there, total, 1.0)
+    valid = total > 0
+    below = gl.where(valid, total, 1.0)
     row_sum = total * gl.exp2(reference - row_max)
     if C.SPLITS == 1:
         if C.STATS and COLUMN == 0:
-            top = gl.where(there, row_max * 0.6931471805599453, float("-inf"))
+            top = gl.where(valid, row_max * LN2, float("-inf"))
             gl.store(to.softmax_max + row * C.HEADS + h, top, mask=h < C.HEADS)
             gl.store(to.softmax_sum + row * C.HEADS + h, row_sum, mask=h < C.HEADS)
         if C.HAS_SINK:
             sink = gl.load(to.sinks + h, mask=h < C.HEADS, other=0.0)
-            below += gl.exp2(sink * 1.4426950408889634 - reference)
+            below += gl.exp2(sink * LOG2E - reference)
     else:
         piece = (row * C.SPLITS + split) * C.HEADS
         if COLUMN == 0:
-            gl.store(to.part_max + piece + h, row_max, mask=h < C.HEADS)
-            gl.store(to.part_sum + piece + h, row_sum, mask=h < C.HEADS)
-    inverse = gl.where(there, 1.0 / below, 0.0)
+            gl.store(to.partial_max + piece + h, row_max, mask=h < C.HEADS)
+            gl.store(to.partial_sum + piece + h, row_sum, mask=h < C.HEADS)
+    inverse = gl.where(valid, 1.0 / below, 0.0)
     o = acc * gl.convert_layout(inverse, gl.SliceLayout(1, WIDE))[:, None]
     if C.SPLITS == 1:
         o = gl.convert_layout(o.to(to.out.dtype.element_ty), TURNED)
@@ -241,23 +242,23 @@ def _finish(
     else:
         d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, WIDE))
         wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-        at = to.part + (piece + wide) * 512
+        at = to.partial + (piece + wide) * 512
         gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
 
 
 @gluon.jit
-def even(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
+def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
     left, rope, exchange, bars = tiles.left, tiles.rope, tiles.exchange, tiles.bars
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     steps = per_split // 128
     t = 0
-    turn = 0
+    query_phase = 0
     for each in range(gl.program_id(0), items, gl.num_programs(0)):
         reference = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
-        mbarrier.wait(bars.index(QUERY), turn)
+        mbarrier.wait(bars.index(QUERY), query_phase)
         for step in range(steps):
             # zero, but not to the compiler: 80 descriptors made ahead of the loop would spill
             zero = step >> 30
@@ -280,25 +281,25 @@ def even(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[running])
             arrive(bars, LEFT_FREE + 1)
             t += 1
-        total, row_max = _totals(row_sum, row_max, tiles, turn, 0)
-        turn = turn ^ 1
+        total, row_max = _totals(row_sum, row_max, tiles, query_phase, 0)
+        query_phase = query_phase ^ 1
         row, split, head = item(each, C.HEADS, C.SPLITS)
         _finish(acc, total, reference, row_max, to, row, split, head, C, 0)
 
 
 @gluon.jit
-def odd(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
+def consumer1(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
     right, rope, exchange, bars = tiles.right, tiles.rope, tiles.exchange, tiles.bars
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     steps = per_split // 128
     t = 0
-    turn = 0
+    query_phase = 0
     for each in range(gl.program_id(0), items, gl.num_programs(0)):
         reference = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
-        mbarrier.wait(bars.index(QUERY), turn)
+        mbarrier.wait(bars.index(QUERY), query_phase)
         for step in range(steps):
             zero = step >> 30
             phase = t & 1
@@ -320,8 +321,8 @@ def odd(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[running])
             arrive(bars, RIGHT_FREE + 1)
             t += 1
-        total, row_max = _totals(row_sum, row_max, tiles, turn, 1)
-        turn = turn ^ 1
+        total, row_max = _totals(row_sum, row_max, tiles, query_phase, 1)
+        query_phase = query_phase ^ 1
         row, split, head = item(each, C.HEADS, C.SPLITS)
         _finish(acc, total, reference, row_max, to, row, split, head, C, 256)
 
@@ -363,12 +364,13 @@ def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> 
     launches.kernel(kernel, min(items, gpu.processors(call.q.device)))(
         call.q, call.qr, call.key, call.kr, call.index,
         sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
-        part=parts.out, part_max=parts.max, part_sum=parts.sum, softmax_max=call.softmax_max,
+        partial=parts.out, partial_max=parts.max, partial_sum=parts.sum,
+        softmax_max=call.softmax_max,
         softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=call.entries,
         per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
         **call.plan.arguments, strides=strides, items=items, LAYOUT=call.plan.layout,
         C=Constants(
-            HEADS=heads, SPLITS=splits, SPAN=call.span, HAS_SINK=call.sinks is not None,
+            HEADS=heads, SPLITS=splits, SPARSE_BLOCK=call.span, HAS_SINK=call.sinks is not None,
             STATS=call.softmax_max.numel() > 0,
         ),
         num_warps=4, **more,

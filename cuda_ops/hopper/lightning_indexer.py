@@ -94,7 +94,7 @@ def _outer_of(base, request, of, LAYOUT: gl.constexpr):
     pos = base + gl.arange(0, 32, layout=tile) * KEYS_AT_ONCE
     if LAYOUT.KEYS == PAGED:
         entry = of.table + request.to(gl.int64) * of.table_stride + pos // LAYOUT.PAGE
-        outer = gl.load(entry, mask=(pos < of.reach) & (request < of.requests), other=-1)
+        outer = gl.load(entry, mask=(pos < of.max_kv_len) & (request < of.requests), other=-1)
         return gl.where((outer >= 0) & (outer < of.pages), outer, -1).to(gl.int32)
     elif LAYOUT.KEYS == BSND:
         return pos * 0 + request
@@ -120,11 +120,11 @@ def _inner_of(n, start, LAYOUT: gl.constexpr):
 @gluon.jit
 def _weights_of(by, owner, h, end, C: gl.constexpr):
     """Of rows `owner` and heads h, their queries' scales included."""
-    real = (owner < end) & (h < C.HEADS)
-    weight = gl.load(by.weights + owner * by.w_row + h, mask=real, other=0.0).to(gl.float32)
+    mask = (owner < end) & (h < C.HEADS)
+    weight = gl.load(by.weights + owner * by.w_row + h, mask=mask, other=0.0).to(gl.float32)
     if C.QUERY_SCALE:
         at = by.query_scale + owner * by.qs_row + h * by.qs_head
-        weight *= gl.load(at, mask=real, other=0.0).to(gl.float32)
+        weight *= gl.load(at, mask=mask, other=0.0).to(gl.float32)
     return weight
 
 
@@ -143,7 +143,7 @@ def _scales_of(by, outer, n, hi, start, LAYOUT: gl.constexpr, E4M3: gl.constexpr
 
 @gluon.jit
 def _finish(
-    s, weight, scale, to, member, row, stop, first, asked, keys, n, there, R: gl.constexpr,
+    s, weight, scale, to, member, row, stop, first, asked, keys, n, valid, R: gl.constexpr,
     CAUSAL: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum products [64, columns] over the heads, store the scores of rows member, member + 1 .."""
@@ -154,16 +154,16 @@ def _finish(
         score *= gl.convert_layout(scale, gl.SliceLayout(1, L))[:, None]
     pos = n + gl.arange(0, KEYS_AT_ONCE, layout=gl.SliceLayout(1, L))
     member += gl.arange(0, R, layout=gl.SliceLayout(0, L))
-    seen = rows.sees(member - first, asked, keys, CAUSAL)
-    seen = gl.where((member >= row) & (member < stop), seen, 0)
+    kv_len = rows.sees(member - first, asked, keys, CAUSAL)
+    kv_len = gl.where((member >= row) & (member < stop), kv_len, 0)
     # a NaN comes last, and only what is absent is -inf
     score = gl.where(score > LEAST_SCORE, score, LEAST_SCORE)
-    score = gl.where(there, score, float("-inf"))
-    ok = pos[:, None] < seen[None, :]
+    score = gl.where(valid, score, float("-inf"))
+    mask = pos[:, None] < kv_len[None, :]
     at = (member - to.first_row).to(gl.int64)
-    gl.store(to.scores + (at * to.score_row)[None, :] + pos[:, None], score, mask=ok)
+    gl.store(to.scores + (at * to.score_row)[None, :] + pos[:, None], score, mask=mask)
     at = to.sample + (at * to.sample_row)[None, :] + (pos // C.EVERY)[:, None]
-    gl.store(at, score, mask=ok & (pos % C.EVERY == 0)[:, None])
+    gl.store(at, score, mask=mask & (pos % C.EVERY == 0)[:, None])
 
 
 @gluon.jit
@@ -188,7 +188,7 @@ def _ask(
     do_not_specialize=[
         "tokens",
         "requests",
-        "reach",
+        "max_kv_len",
         "count",
         "chunks",
         "per_chunk",
@@ -197,13 +197,15 @@ def _ask(
     ]
 )
 def _scores(
-    q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
+    q, key, weights, query_scale, key_scale, seqlens_q, seqlens_k, table, scores, sample, lengths,
+    tokens, requests, max_kv_len, table_stride, pages, first_row, count, chunks, per_chunk, strides,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """ROWS rows against `per_chunk` keys, 32 tiles at most, which pass by: once for each request
     among the rows."""
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
     D: gl.constexpr = key.block_shape[2]
     BLOCK_N: gl.constexpr = q.block_shape[0] * q.block_shape[1]
     BLOCK_H: gl.constexpr = BLOCK_N // C.ROWS
@@ -251,9 +253,9 @@ def _scores(
         if lo == 0:
             lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
             member = row + gl.arange(0, 32, layout=lane)
-            real = member < stop
+            mask = member < stop
             at = lengths + member - first_row
-            gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=real)
+            gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=mask)
         scale = _scales_of(
             by, _pick(outers, 0), lo, hi, start, LAYOUT, C.E4M3, gl.SliceLayout(1, M)
         )
@@ -264,7 +266,7 @@ def _scores(
             s = warpgroup_mma(
                 k_tiles.index(stage), q_tile.permute([1, 0]), zero, use_acc=False, is_async=True
             )
-            there = _pick(outers, i) >= 0
+            valid = _pick(outers, i) >= 0
             ahead = _scales_of(
                 by, _pick(outers, i + 1), lo + (i + 1) * KEYS_AT_ONCE, hi, start, LAYOUT, C.E4M3,
                 gl.SliceLayout(1, M),
@@ -274,7 +276,7 @@ def _scores(
             _ask(key, k_tiles, full, outers, i + STAGES, stage, i + STAGES < tiles, lo,
                  start, LAYOUT, C.E4M3)  # fmt: skip
             _finish(s, weight, scale, to, own, row, stop, first, asked, keys,
-                    lo + i * KEYS_AT_ONCE, there, C.ROWS, LAYOUT.CAUSAL, C)  # fmt: skip
+                    lo + i * KEYS_AT_ONCE, valid, C.ROWS, LAYOUT.CAUSAL, C)  # fmt: skip
             scale = ahead
         done += tiles
         row = stop
@@ -305,9 +307,9 @@ def _load(
         asked, keys, start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
         if lo == 0:
             member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            real = member < stop
+            mask = member < stop
             at = lengths + member - first_row
-            gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=real)
+            gl.store(at, rows.sees(member - first, asked, keys, LAYOUT.CAUSAL), mask=mask)
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
             outers = _outer_of(base, request, of, LAYOUT)
             for i in range(0, gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)):
@@ -365,7 +367,7 @@ def _multiply(
             for i in range(mine, tiles, 2):
                 stage = (count + i) % STAGES
                 n = base + i * KEYS_AT_ONCE
-                there = _pick(outers, i) >= 0
+                valid = _pick(outers, i) >= 0
                 ahead = _scales_of(
                     by, _pick(outers, i + 2), n + 2 * KEYS_AT_ONCE, hi, start, LAYOUT, C.E4M3,
                     gl.SliceLayout(1, M),
@@ -375,12 +377,12 @@ def _multiply(
                 s0 = warpgroup_mma(k_tile, q0, zero, use_acc=False, is_async=True)
                 s1 = warpgroup_mma(k_tile, q1, zero, use_acc=False, is_async=True)
                 s0 = warpgroup_mma_wait(1, deps=[s0])
-                _finish(s0, weight0, scale, to, own, row, stop, first, asked, keys, n, there, R,
+                _finish(s0, weight0, scale, to, own, row, stop, first, asked, keys, n, valid, R,
                         LAYOUT.CAUSAL, C)  # fmt: skip
                 s1 = warpgroup_mma_wait(0, deps=[s1])
                 barrier()
                 mbarrier.arrive(empty.index(stage))
-                _finish(s1, weight1, scale, to, own + R, row, stop, first, asked, keys, n, there, R,
+                _finish(s1, weight1, scale, to, own + R, row, stop, first, asked, keys, n, valid, R,
                         LAYOUT.CAUSAL, C)  # fmt: skip
                 scale = ahead
             count += tiles
@@ -391,7 +393,7 @@ def _multiply(
     do_not_specialize=[
         "tokens",
         "requests",
-        "reach",
+        "max_kv_len",
         "count",
         "chunks",
         "per_chunk",
@@ -400,13 +402,15 @@ def _multiply(
     ]
 )
 def _scores_shared(
-    q, key, weights, query_scale, key_scale, act_q, act_k, table, scores, sample, lengths,
-    tokens, requests, reach, table_stride, pages, first_row, count, chunks, per_chunk, strides,
+    q, key, weights, query_scale, key_scale, seqlens_q, seqlens_k, table, scores, sample, lengths,
+    tokens, requests, max_kv_len, table_stride, pages, first_row, count, chunks, per_chunk, strides,
     LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """_scores of more rows, twice as many as q has in a block, and of any number of keys."""
     STAGES: gl.constexpr = C.STAGES
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
     D: gl.constexpr = key.block_shape[2]
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_AT_ONCE, D], key.dtype)
     k_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, KEYS_AT_ONCE, D], tile)
@@ -464,7 +468,7 @@ def supports(q: Tensor, key: Tensor, layout_key: str) -> bool:
     )
 
 
-def _cut(groups: int, reach: int, columns: int, processors: int) -> tuple[int, int]:
+def _config(groups: int, max_kv_len: int, columns: int, processors: int) -> tuple[int, int]:
     """(tiles in the ring, keys a program).  Few keys a program as long as all programs run at once,
     four on a multiprocessor with 64 columns, two with 128.  One H200, 2026-11, 64 heads x 128, 64K
     keys, microseconds of the scores alone: of 4 rows 19.4 with 512 keys, 20.1 with 1024; of 32 and
@@ -473,9 +477,9 @@ def _cut(groups: int, reach: int, columns: int, processors: int) -> tuple[int, i
     if columns > 128:
         return 8, 4096
     if columns > 64:
-        return (4, 256) if groups * triton.cdiv(reach, 256) <= 2 * processors else (2, 1024)
+        return (4, 256) if groups * triton.cdiv(max_kv_len, 256) <= 2 * processors else (2, 1024)
     for keys in (128, 256, 512):
-        if groups * triton.cdiv(reach, keys) <= 4 * processors:
+        if groups * triton.cdiv(max_kv_len, keys) <= 4 * processors:
             return 2, keys
     return 2, 1024
 
@@ -494,9 +498,9 @@ def launch(
     tall, wide = (1, key.shape[0]) if layout_key == "TND" else key.shape[:2]
     groups = triton.cdiv(count, shared)
     parts = 2 if columns > 128 else 1
-    reach = max(plan.reach, 1)
-    stages, per_chunk = _cut(groups, reach, columns, gpu.processors(q.device))
-    chunks = triton.cdiv(reach, per_chunk)
+    max_kv_len = max(plan.max_kv_len, 1)
+    stages, per_chunk = _config(groups, max_kv_len, columns, gpu.processors(q.device))
+    chunks = triton.cdiv(max_kv_len, per_chunk)
     qs = weights if query_scale is None else query_scale
     ks = key if key_scale is None else key_scale.unsqueeze(-1)
     launches.kernel(_scores_shared if parts == 2 else _scores, groups * chunks)(

@@ -113,15 +113,15 @@ def _product(
         barrier()
         later = i + STAGES - 1
         wanted = (i > 0) & (later < CHUNKS)
-        free = later % STAGES
+        next_stage = later % STAGES
         k = lo + later * BLOCK_K
-        bar = full.index(free)
+        bar = full.index(next_stage)
         mbarrier.expect(bar, BYTES, pred=wanted)
-        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tiles.index(free), wanted)
-        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(free), wanted)
-        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(free), wanted)
-        _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(free), wanted)
-        tma_load(x, [token, k], bar, x_tiles.index(free), pred=wanted)
+        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        tma_load(x, [token, k], bar, x_tiles.index(next_stage), pred=wanted)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
     if HEAD > 0:

@@ -58,12 +58,12 @@ def _scales(
     c_scale, w_scale, t, tokens, head, step, CHUNKS: gl.constexpr, WIDE: gl.constexpr
 ):  # fmt: skip
     """(of the tokens, of each 64 columns)"""
-    there = step < CHUNKS
-    by = gl.load(c_scale + t.to(gl.int64) * CHUNKS + step, mask=(t < tokens) & there, other=0.0)
+    valid = step < CHUNKS
+    by = gl.load(c_scale + t.to(gl.int64) * CHUNKS + step, mask=(t < tokens) & valid, other=0.0)
     row = w_scale + step * WIDE
-    x = gl.load(row + head * 3 // 2, mask=there, other=0.0)
-    y = gl.load(row + (head * 3 + 1) // 2, mask=there, other=0.0)
-    z = gl.load(row + (head * 3 + 2) // 2, mask=there, other=0.0)
+    x = gl.load(row + head * 3 // 2, mask=valid, other=0.0)
+    y = gl.load(row + (head * 3 + 1) // 2, mask=valid, other=0.0)
+    z = gl.load(row + (head * 3 + 2) // 2, mask=valid, other=0.0)
     return by, x, y, z
 
 

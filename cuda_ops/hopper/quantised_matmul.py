@@ -43,29 +43,29 @@ def _fetch(
 
 @gluon.jit
 def _scale(
-    scale, block, here, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr,
+    scale, block, k_block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr,
     KB: gl.constexpr, SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Of block `here` of k, or zero where the weight is another one, or k has ended."""
-    mine = (block >= FIRST) & (block < END) & (here < KB)
+    """Of block `k_block` of k, or zero where the weight is another one, or k has ended."""
+    mine = (block >= FIRST) & (block < END) & (k_block < KB)
     column = (block - FIRST) * BLOCK_N // 128
-    return gl.load(scale + here * ((SIZE + 127) // 128) + column, mask=mine, other=0.0)
+    return gl.load(scale + k_block * ((SIZE + 127) // 128) + column, mask=mine, other=0.0)
 
 
 @gluon.jit
 def _scales(
-    x_scale, s0, s1, s2, t, tokens, block, here, KB: gl.constexpr, N0: gl.constexpr,
+    x_scale, s0, s1, s2, t, tokens, block, k_block, KB: gl.constexpr, N0: gl.constexpr,
     N1: gl.constexpr, N2: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Of each token, times that of the weights."""
-    by = _scale(s0, block, here, 0, B0, BLOCK_N, KB, N0)
+    by = _scale(s0, block, k_block, 0, B0, BLOCK_N, KB, N0)
     if N1 > 0:
-        by += _scale(s1, block, here, B0, B1, BLOCK_N, KB, N1)
+        by += _scale(s1, block, k_block, B0, B1, BLOCK_N, KB, N1)
     if N2 > 0:
-        by += _scale(s2, block, here, B1, B2, BLOCK_N, KB, N2)
-    at = x_scale + t.to(gl.int64) * KB + here
-    return gl.load(at, mask=(t < tokens) & (here < KB), other=0.0) * by
+        by += _scale(s2, block, k_block, B1, B2, BLOCK_N, KB, N2)
+    at = x_scale + t.to(gl.int64) * KB + k_block
+    return gl.load(at, mask=(t < tokens) & (k_block < KB), other=0.0) * by
 
 
 @gluon.jit
@@ -168,20 +168,21 @@ def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 def launch(
     x: Tensor, x_scale: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor | None],
-    sizes: Sequence[int], out: Tensor, chunks: int, grid: int, cut: Tiling, *, first: bool,
+    sizes: Sequence[int], out: Tensor, chunks: int, grid: int, config: Tiling, *, first: bool,
     late: bool, forked: bool,
 ) -> None:  # fmt: skip
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights, `chunks` blocks of k a run; size
     0: there is no such weight."""
     tokens, depth = x.shape
     launches.kernel(_product, grid, out.shape[0])(
-        describe_box(x, [tokens, depth], [depth, 1], [cut.tokens, 128]), x_scale,
+        describe_box(x, [tokens, depth], [depth, 1], [config.tokens, 128]), x_scale,
         *(
-            describe_box(weight, [max(size, 1), depth], [depth, 1], [cut.columns, 128])
+            describe_box(weight, [max(size, 1), depth], [depth, 1], [config.columns, 128])
             for weight, size in zip(weights, sizes, strict=True)
         ),
         *scales, out, tokens,
         KB=cdiv(depth, 128), CHUNKS=chunks, N0=sizes[0], N1=sizes[1], N2=sizes[2],
-        BLOCK_T=cut.tokens, BLOCK_N=cut.columns, STAGES=min(chunks, cut.stages), GROUP=cut.group,
-        SWAP=cut.swap, FIRST=first, LATE=late, num_warps=cut.warps, launch_pdl=not forked,
+        BLOCK_T=config.tokens, BLOCK_N=config.columns, STAGES=min(chunks, config.stages),
+        GROUP=config.group,
+        SWAP=config.swap, FIRST=first, LATE=late, num_warps=config.warps, launch_pdl=not forked,
     )  # fmt: skip

@@ -40,16 +40,16 @@ def rotate(
         left = gl.convert_layout(left, flat).to(gl.float32)
         right = gl.convert_layout(right, flat).to(gl.float32)
         t = (token + row + gl.arange(0, ROWS, gl.SliceLayout(1, flat)))[:, None]
-        ok = (t < tokens) & (i >= 0)
+        mask = (t < tokens) & (i >= 0)
         t = t.to(gl.int64)
         angle = t * 64 + i
-        low = left * gl.load(cos + angle, mask=ok, other=0.0).to(gl.float32)
-        low -= right * gl.load(sin + angle, mask=ok, other=0.0).to(gl.float32)
-        high = right * gl.load(cos + angle + 32, mask=ok, other=0.0).to(gl.float32)
-        high += left * gl.load(sin + angle + 32, mask=ok, other=0.0).to(gl.float32)
+        low = left * gl.load(cos + angle, mask=mask, other=0.0).to(gl.float32)
+        low -= right * gl.load(sin + angle, mask=mask, other=0.0).to(gl.float32)
+        high = right * gl.load(cos + angle + 32, mask=mask, other=0.0).to(gl.float32)
+        high += left * gl.load(sin + angle + 32, mask=mask, other=0.0).to(gl.float32)
         at = out + t * stride + i
-        gl.store(at, low.to(dtype), mask=ok)
-        gl.store(at + 32, high.to(dtype), mask=ok)
+        gl.store(at, low.to(dtype), mask=mask)
+        gl.store(at + 32, high.to(dtype), mask=mask)
 
 
 @gluon.jit
@@ -60,5 +60,5 @@ def pass_on(tile, out, stride, token, tokens, BLOCK_T: gl.constexpr):
     i = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
     for row in gl.static_range(0, BLOCK_T, ROWS):
         t = (token + row + gl.arange(0, ROWS, gl.SliceLayout(1, flat)))[:, None]
-        ok = (t < tokens) & (i >= 0)
-        gl.store(out + t.to(gl.int64) * stride + i, tile.slice(row, ROWS).load(flat), mask=ok)
+        mask = (t < tokens) & (i >= 0)
+        gl.store(out + t.to(gl.int64) * stride + i, tile.slice(row, ROWS).load(flat), mask=mask)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common import rows
-from ..common.selection import placed, slot_of
+from ..common.selection import physical_slots, slot_of
 
 
 @gluon.jit
@@ -16,7 +16,7 @@ def request_of(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
     """`rows.request_of`; requests lie in registers as LINE says."""
     if LAYOUT.Q_TND:
         r = gl.arange(0, LAYOUT.REQUESTS, layout=LINE)
-        ends = rows.within(gl.load(of.act_q + r, mask=r < of.requests, other=0), of.tokens)
+        ends = rows.within(gl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
         before = (r < of.requests) & (ends <= row)
         request = gl.sum(before.to(gl.int32), 0)
         first = gl.max(gl.where(before, ends, 0), 0)
@@ -36,7 +36,11 @@ def locate(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
 
 
 @gluon.jit
-def slots(index, entry, seen, request, start, of, SPAN: gl.constexpr, LAYOUT: gl.constexpr):
+def slots(
+    index, entry, kv_len, request, start, of, SPARSE_BLOCK: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Entries as rows of a key tensor whose rows are evenly spaced, negative where absent."""
-    outer, inner, ok = placed(index, entry, seen, request, start, of, SPAN, LAYOUT)
-    return slot_of(outer, inner, ok, of.reach, LAYOUT)
+    outer, inner, valid = physical_slots(
+        index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT
+    )
+    return slot_of(outer, inner, valid, of.max_kv_len, LAYOUT)

@@ -28,10 +28,10 @@ from .latents import (
     Output,
     Tiles,
     arrive,
-    even,
+    consumer0,
+    consumer1,
     fits,
     item,
-    odd,
     run,
     strides,
 )
@@ -60,32 +60,34 @@ def _producer(
     this = gl.program_id(0)
     row, split, head = item(this, C.HEADS, C.SPLITS)
     lo = split * per_split
-    request, start, seen = locate(row, of, LAYOUT, LINE)
+    request, start, kv_len = locate(row, of, LAYOUT, LINE)
     entry = lo + column
     hi = gl.minimum(lo + per_split, entries)
-    index = gl.load(indices + row * index_stride + entry // C.SPAN, mask=entry < hi, other=-1)
-    slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
+    index = gl.load(
+        indices + row * index_stride + entry // C.SPARSE_BLOCK, mask=entry < hi, other=-1
+    )
+    slot = slots(index, entry, kv_len, request, start, of, C.SPARSE_BLOCK, LAYOUT)
     places.index(0).store(slot)
     arrive(bars, PLACED)
     line = gl.arange(0, 64, layout=ROW)
     d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
     r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     step = 0
-    free = 1
-    turn = 1
+    phase = 1
+    query_phase = 1
     total = (items - this + programs - 1) // programs * steps
     for t in range(total):
         if step == 0:
             # the queries of an item come as soon as both consumers have no more scores to make
-            mbarrier.wait(bars.index(QUERY_FREE), turn)
-            turn = turn ^ 1
+            mbarrier.wait(bars.index(QUERY_FREE), query_phase)
+            query_phase = query_phase ^ 1
             h = (head + line).to(gl.int64)
-            real = (h < C.HEADS)[:, None]
+            mask = (h < C.HEADS)[:, None]
             at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
-            cp_async(q_left.index(0), at, mask=real)
-            cp_async(q_right.index(0), at + 256, mask=real)
+            cp_async(q_left.index(0), at, mask=mask)
+            cp_async(q_right.index(0), at + 256, mask=mask)
             at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
-            cp_async(qr.index(0), at, mask=real)
+            cp_async(qr.index(0), at, mask=mask)
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
@@ -94,32 +96,34 @@ def _producer(
             this = gl.minimum(this + programs, items - 1)
             row, split, head = item(this, C.HEADS, C.SPLITS)
             lo = split * per_split
-            request, start, seen = locate(row, of, LAYOUT, LINE)
+            request, start, kv_len = locate(row, of, LAYOUT, LINE)
             hi = gl.minimum(lo + per_split, entries)
         entry = lo + step * 128 + column
-        index = gl.load(indices + row * index_stride + entry // C.SPAN, mask=entry < hi, other=-1)
+        index = gl.load(
+            indices + row * index_stride + entry // C.SPARSE_BLOCK, mask=entry < hi, other=-1
+        )
         now = places.index(t & 1)
         slot0 = now.slice(0, 64).load(ROW)
-        mbarrier.wait(bars.index(LEFT_FREE), free)
+        mbarrier.wait(bars.index(LEFT_FREE), phase)
         _half(key, slot0, key_stride, left.index(0), 0)
         async_copy.mbarrier_arrive(bars.index(LEFT), increment_count=False)
-        mbarrier.wait(bars.index(RIGHT_FREE), free)  # the odd consumer has read the weights too
+        mbarrier.wait(bars.index(RIGHT_FREE), phase)  # the odd consumer has read the weights too
         _half(key_rope, slot0, rope_stride, rope.index(0), 0)
         _half(key, slot0, key_stride, right.index(0), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT), increment_count=False)
         slot1 = now.slice(64, 64).load(ROW)
-        mbarrier.wait(bars.index(LEFT_FREE + 1), free)
+        mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
         _half(key_rope, slot1, rope_stride, rope.index(1), 0)
         _half(key, slot1, key_stride, left.index(1), 0)
         async_copy.mbarrier_arrive(bars.index(LEFT + 1), increment_count=False)
-        mbarrier.wait(bars.index(RIGHT_FREE + 1), free)
+        mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
         _half(key, slot1, key_stride, right.index(1), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
         # the places of the step before are free, since both consumers let go of its tiles
-        slot = slots(index, entry, seen, request, start, of, C.SPAN, LAYOUT)
+        slot = slots(index, entry, kv_len, request, start, of, C.SPARSE_BLOCK, LAYOUT)
         places.index((t + 1) & 1).store(slot)
         arrive(bars, PLACED + ((t + 1) & 1))
-        free = free ^ 1
+        phase = phase ^ 1
     async_copy.wait_group(0)
 
 
@@ -129,19 +133,22 @@ def _producer(
         "per_split",
         "tokens",
         "requests",
-        "reach",
+        "max_kv_len",
         "items",
         "table_stride",
         "pages",
     ]
 )
 def _attend(
-    q, q_rope, key, key_rope, indices, act_q, act_k, table, sinks, out, part, part_max, part_sum,
-    softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, reach,
+    q, q_rope, key, key_rope, indices, seqlens_q, seqlens_k, table, sinks, out, partial,
+    partial_max, partial_sum,
+    softmax_max, softmax_sum, scale_log2, entries, per_split, tokens, requests, max_kv_len,
     table_stride, pages, strides, items, LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
-    to = Output(out, part, part_max, part_sum, softmax_max, softmax_sum, sinks)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
+    to = Output(out, partial, partial_max, partial_sum, softmax_max, softmax_sum, sinks)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = key.dtype.element_ty
@@ -164,8 +171,8 @@ def _attend(
     tiles = Tiles(q_left, q_right, qr, left, right, rope, exchange, places, bars)
     gl.warp_specialize(
         [
-            (even, (tiles, per_split, items, scale_log2, to, C)),
-            (odd, (tiles, per_split, items, scale_log2, to, C)),
+            (consumer0, (tiles, per_split, items, scale_log2, to, C)),
+            (consumer1, (tiles, per_split, items, scale_log2, to, C)),
             (_producer, (
                 q, q_rope, key, key_rope, indices, of, entries, per_split, strides, items, tiles,
                 LAYOUT, C,

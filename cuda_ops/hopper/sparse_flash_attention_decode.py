@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...dispatch.common import memory
 from ..common import launches, rows
 from ..common.gluon_names import cp_async, mma_v2
+from ..common.log2 import LN2, LOG2E
 from ..common.selection import Attention
 from . import sparse_flash_attention
 from .latents import strides
@@ -48,16 +49,21 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
     return s, s2
 
 
-@gluon.jit(do_not_specialize=["entries", "tokens", "requests", "reach", "table_stride", "pages"])
+@gluon.jit(
+    do_not_specialize=["entries", "tokens", "requests", "max_kv_len", "table_stride", "pages"]
+)
 def _attend(
-    q, q_rope, key, key_rope, indices, act_q, act_k, table, part, part_max, part_sum, scale_log2,
-    entries, tokens, requests, reach, table_stride, pages, strides, HEADS: gl.constexpr,
-    SPLITS: gl.constexpr, SPAN: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    q, q_rope, key, key_rope, indices, seqlens_q, seqlens_k, table, partial, partial_max,
+    partial_sum, scale_log2,
+    entries, tokens, requests, max_kv_len, table_stride, pages, strides, HEADS: gl.constexpr,
+    SPLITS: gl.constexpr, SPARSE_BLOCK: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """part [rows, HEADS, SPLITS, 512], not divided by the sum; part_max, part_sum likewise."""
     q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
-    of = rows.Requests(act_q, act_k, table, tokens, requests, reach, table_stride, pages)
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
@@ -71,8 +77,10 @@ def _attend(
     row = (program // (TILES * SPLITS)).to(gl.int64)
     # the longest chain first: index, page, key
     entry = split * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
-    index = gl.load(indices + row * index_stride + entry // SPAN, mask=entry < entries, other=-1)
-    request, start, seen = locate(row, of, LAYOUT, LINE)
+    index = gl.load(
+        indices + row * index_stride + entry // SPARSE_BLOCK, mask=entry < entries, other=-1
+    )
+    request, start, kv_len = locate(row, of, LAYOUT, LINE)
     queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
     query_ropes = gl.allocate_shared_memory(dtype, [16, 64], SWIZZLED)
     left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
@@ -87,17 +95,17 @@ def _attend(
     r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
     at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
     cp_async(query_ropes, at, mask=(h < HEADS)[:, None])
-    places.store(slots(index, entry, seen, request, start, of, SPAN, LAYOUT))
+    places.store(slots(index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT))
     slot = places.load(gl.SliceLayout(1, GATHER))
-    there = (slot >= 0)[:, None]
+    valid = (slot >= 0)[:, None]
     slot = gl.maximum(slot, 0).to(gl.int64)
     at = (key_rope + slot * rope_stride)[:, None] + r[None, :]
-    cp_async(ropes, at, mask=there)
+    cp_async(ropes, at, mask=valid)
     d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
     at = (key + slot * key_stride)[:, None] + d[None, :]
-    cp_async(left, at, mask=there)
+    cp_async(left, at, mask=valid)
     async_copy.commit_group()
-    cp_async(right, at + 256, mask=there)
+    cp_async(right, at + 256, mask=valid)
     async_copy.commit_group()
     async_copy.wait_group(1)
     s = mma_v2(
@@ -108,17 +116,17 @@ def _attend(
     s, s2 = _half(s, gl.zeros([16, BLOCK_N], gl.float32, layout=S), queries, left, 0, S)
     async_copy.wait_group(0)
     s, s2 = _half(s, s2, queries, right, 256, S)
-    there = (places.load(gl.SliceLayout(0, S)) >= 0)[None, :]
-    s = gl.where(there, (s + s2) * scale_log2, float("-inf"))
+    valid = (places.load(gl.SliceLayout(0, S)) >= 0)[None, :]
+    s = gl.where(valid, (s + s2) * scale_log2, float("-inf"))
     row_max = gl.maximum(gl.max(s, 1), LOWEST)
     p = gl.exp2(s - row_max[:, None])
     weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, S, 2))
     gdc_launch_dependents()
     h = gl.arange(0, 16, layout=gl.SliceLayout(1, S))
-    real = head + h < HEADS
+    mask = head + h < HEADS
     piece = (row * HEADS + head) * SPLITS + split + h * SPLITS
-    gl.store(part_max + piece, row_max, mask=real)
-    at = (part + piece * 512)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, S))[None, :]
+    gl.store(partial_max + piece, row_max, mask=mask)
+    at = (partial + piece * 512)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, S))[None, :]
     for c in gl.static_range(8):
         half = left if c < 4 else right
         o = mma_v2(
@@ -126,13 +134,13 @@ def _attend(
             half.slice(64 * (c % 4), 64, dim=1).load(gl.DotOperandLayout(1, S, 2)),
             gl.zeros([16, 64], gl.float32, layout=S),
         )
-        gl.store(at + 64 * c, o, mask=real[:, None])
-    gl.store(part_sum + piece, gl.sum(p, 1), mask=real)
+        gl.store(at + 64 * c, o, mask=mask[:, None])
+    gl.store(partial_sum + piece, gl.sum(p, 1), mask=mask)
 
 
 @gluon.jit
 def _combine(
-    part, part_max, part_sum, sinks, out, softmax_max, softmax_sum,
+    partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum,
     HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr, STATS: gl.constexpr,
     DOWN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -146,22 +154,22 @@ def _combine(
     d = gl.program_id(1) * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     piece = program * SPLITS + split
     gdc_wait()
-    top = gl.load(part_max + piece)
-    weight = gl.load(part_sum + piece)
-    o = gl.load(part + (piece * 512)[:, None] + d[None, :])
+    top = gl.load(partial_max + piece)
+    weight = gl.load(partial_sum + piece)
+    o = gl.load(partial + (piece * 512)[:, None] + d[None, :])
     row_max = gl.max(top, 0)
     scale = gl.exp2(top - row_max)
     row_sum = gl.sum(weight * scale, 0)
     total = row_sum
     if HAS_SINK:
         sink = gl.load(sinks + program % HEADS).to(gl.float32)
-        total += gl.exp2(sink * 1.4426950408889634 - row_max)
+        total += gl.exp2(sink * LOG2E - row_max)
     o = gl.sum(o * scale[:, None], 0)
     o = gl.where(row_sum > 0, o / gl.where(row_sum > 0, total, 1.0), 0.0)
     gl.store(out + program * 512 + d, o.to(out.dtype.element_ty))
     if STATS:
         first = gl.program_id(1) == 0
-        row_max = gl.where(row_sum > 0, row_max * 0.6931471805599453, float("-inf"))
+        row_max = gl.where(row_sum > 0, row_max * LN2, float("-inf"))
         gl.store(softmax_max + program, row_max, mask=first)
         gl.store(softmax_sum + program, row_sum, mask=first)
 
@@ -188,20 +196,20 @@ def launch(call: Attention) -> None:
     count, heads, rank = call.q.shape
     tile = _tile(count, heads, call.entries)
     splits = triton.next_power_of_2(triton.cdiv(call.entries, tile))
-    part = memory.empty((count * heads * splits, rank), float32, call.q.device)
-    part_max = memory.empty((count * heads * splits,), float32, call.q.device)
-    part_sum = memory.empty((count * heads * splits,), float32, call.q.device)
+    partial = memory.empty((count * heads * splits, rank), float32, call.q.device)
+    partial_max = memory.empty((count * heads * splits,), float32, call.q.device)
+    partial_sum = memory.empty((count * heads * splits,), float32, call.q.device)
     warps = 8 if tile == 128 else 4
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
-        call.q, call.qr, call.key, call.kr, call.index, part=part, part_max=part_max,
-        part_sum=part_sum, scale_log2=call.scale_log2, entries=call.entries,
-        strides=strides(call), HEADS=heads, SPLITS=splits, SPAN=call.span,
+        call.q, call.qr, call.key, call.kr, call.index, partial=partial, partial_max=partial_max,
+        partial_sum=partial_sum, scale_log2=call.scale_log2, entries=call.entries,
+        strides=strides(call), HEADS=heads, SPLITS=splits, SPARSE_BLOCK=call.span,
         **call.plan.arguments, LAYOUT=call.plan.layout, BLOCK_N=tile, WARPS=warps, num_warps=warps,
     )  # fmt: skip
     # a thread takes up to 16 parts of 4 columns
     down = min(4, max(1, splits // 16))
     launches.kernel(_combine, count * heads, down)(
-        part, part_max, part_sum, call.softmax_max if call.sinks is None else call.sinks,
+        partial, partial_max, partial_sum, call.softmax_max if call.sinks is None else call.sinks,
         call.out, call.softmax_max, call.softmax_sum, HEADS=heads, SPLITS=splits,
         HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0, DOWN=down, WARPS=4,
         num_warps=4, launch_pdl=True,

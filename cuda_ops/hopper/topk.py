@@ -75,9 +75,9 @@ def _survey(key):
     W: gl.constexpr = gl.num_warps()
     every: gl.constexpr = gl.BlockedLayout([W, 2, 2], [32, 1, 1], [W, 1, 1], [2, 1, 0])
     mine = _of_warps(key)
-    there = mine > MINUS_INF
-    low = gl.min(gl.where(there, mine, 0x7FFFFFFF), 1)
-    number = gl.sum(there.to(gl.int32), 1)
+    valid = mine > MINUS_INF
+    low = gl.min(gl.where(valid, mine, 0x7FFFFFFF), 1)
+    number = gl.sum(valid.to(gl.int32), 1)
     all_ = gl.join(gl.join(low, gl.max(mine, 1)), gl.join(number, number))
     left, right = gl.split(gl.convert_layout(all_, every))
     low, high = gl.split(left)
@@ -256,22 +256,22 @@ def _select_row(scores, length, k, indices, values, BLOCK: gl.constexpr, VALUES:
 def _sampled(sample, length, EACH: gl.constexpr, SAMPLE: gl.constexpr, SPARSE: gl.constexpr):
     """(a row's sample, how many it has): every EACH-th score or, where SPARSE, fewer."""
     lane = _lanes(SAMPLE)
-    there = length // EACH
+    valid = length // EACH
     if SPARSE:
-        step = gl.maximum((there + SAMPLE - 1) // SAMPLE, 1)
-        there = there // step
-        x = gl.load(sample + lane * step, mask=lane < there, other=float("-inf"))
+        step = gl.maximum((valid + SAMPLE - 1) // SAMPLE, 1)
+        valid = valid // step
+        x = gl.load(sample + lane * step, mask=lane < valid, other=float("-inf"))
     else:  # asked for before the length is known
-        x = gl.where(lane < there, gl.load(sample + lane), float("-inf"))
-    return x, there
+        x = gl.where(lane < valid, gl.load(sample + lane), float("-inf"))
+    return x, valid
 
 
 @gluon.jit
-def _bound(x, there, length, k):
+def _bound(x, drawn, length, k):
     """A score that some 1.4 k of the row should reach."""
     key = _ordered(x)
     # of the sample, as many as of the row, and four standard deviations more
-    wanted = k.to(gl.float32) * there.to(gl.float32) / length.to(gl.float32)
+    wanted = k.to(gl.float32) * drawn.to(gl.float32) / length.to(gl.float32)
     wanted = (wanted + 4.0 * gl.sqrt(wanted)).to(gl.int32) + 4
     least = wanted * 0 + (MINUS_INF + 1)
     lowest, highest, all_ = _survey(key)
@@ -293,7 +293,7 @@ def _collect(
     gdc_launch_dependents()
     gdc_wait()
     length = gl.load(lengths + row)
-    drawn, there = _sampled(sample + row * sample_stride, length, EACH, SAMPLE, SPARSE)
+    drawn, valid = _sampled(sample + row * sample_stride, length, EACH, SAMPLE, SPARSE)
     part = (length + CHUNKS * BLOCK - 1) // (CHUNKS * BLOCK) * BLOCK
     lo = chunk * part
     hi = gl.minimum(lo + part, length)
@@ -303,7 +303,7 @@ def _collect(
         candidates += (row * CHUNKS + chunk) * ROOM
         lane = _lanes(BLOCK)
         ahead = _raw(scores, lo, lane, hi, WHOLE)
-        least = _bound(drawn, there, length, k)
+        least = _bound(drawn, valid, length, k)
         for i in range(lo, hi, BLOCK):
             x = ahead
             if i + BLOCK < hi:
@@ -320,10 +320,10 @@ def _collect(
 
 
 @gluon.jit
-def _apart(both, there):
+def _apart(both, valid):
     """(key, position) of candidates; -inf where there is none."""
     score = (both >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-    return gl.where(there, _ordered(score), MINUS_INF), both.to(gl.int32)
+    return gl.where(valid, _ordered(score), MINUS_INF), both.to(gl.int32)
 
 
 @gluon.jit
@@ -389,7 +389,7 @@ def _topk(
         every: gl.constexpr = gl.BlockedLayout([CHUNKS], [32], [gl.num_warps()], [0])
         each = gl.load(counts + gl.arange(0, CHUNKS, layout=every))
         # asked for before it is known whether they are there
-        both, there = _dealt(candidates, counts, CHUNKS, ROOM, BLOCK)
+        both, valid = _dealt(candidates, counts, CHUNKS, ROOM, BLOCK)
         total = gl.sum(each, 0)
         most = gl.max(each, 0)
         # a selection is much code, which compiles for a second: one of each size, of any keys
@@ -399,7 +399,7 @@ def _topk(
                 pos = _lanes(BLOCK)
                 key = _ordered(_raw(scores, 0, pos, length, False))
             else:
-                key, pos = _apart(both, there)
+                key, pos = _apart(both, valid)
             found = _select(key, pos, k, indices, values, ~short, VALUES)
         elif short | ((total >= k) & (most <= ROOM) & (total <= 2 * BLOCK)):
             if short:

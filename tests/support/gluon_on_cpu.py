@@ -326,6 +326,12 @@ def _finished(num_outstanding, deps):
     return deps[0] if len(deps) == 1 else deps
 
 
+class _Constant(float):
+    """Of launchers, which ask for its value, and of kernels, which do not."""
+
+    value = property(float)
+
+
 class Kernel:
     """kernel[grid](arguments) runs every program; kernel(arguments) is a call in one."""
 
@@ -396,4 +402,5 @@ def stand_in(monkeypatch, *modules):
             if isinstance(x, triton.runtime.JITFunction) or name in instead:
                 monkeypatch.setattr(module, name, instead.get(name) or Kernel(x, gl))
             elif isinstance(x, triton.language.constexpr):
-                monkeypatch.setattr(module, name, x.value)
+                constant = _Constant(x.value) if isinstance(x.value, float) else x.value
+                monkeypatch.setattr(module, name, constant)
