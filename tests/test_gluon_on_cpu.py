@@ -362,7 +362,7 @@ def again(monkeypatch):
 
     # what they say in PTX
     instead = dict(
-        _post=posted, _turn=lambda *_: None, _meet=lambda: None,
+        _post=posted, _ping_pong=lambda *_: None, _meet=lambda: None,
         _pairs=lambda even, odd, dtype: torch.stack((even, odd), -1).flatten(-2).to(dtype),
         _operand=lambda pairs, *_: pairs,
     )  # fmt: skip
