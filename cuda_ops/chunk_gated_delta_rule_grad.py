@@ -456,9 +456,10 @@ unsupported = chunk_gated_delta_rule.unsupported
 
 def unsupported_on(device: torch.device) -> str | None:
     if gpu.has_tensor_memory(device) and _BREAKS_ON_SM_100:
+        major, minor = gpu.capability(device)
         return (
             f"triton {triton.__version__} cannot compile this gradient for Blackwell data center "
-            "GPUs (sm_100); pip install 'triton>=3.8'"
+            f"GPUs (sm_{major}{minor}); pip install 'triton>=3.8'"
         )
     return None
 

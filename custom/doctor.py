@@ -77,6 +77,12 @@ def clashes(have: Have) -> Iterator[Finding]:
             f"triton {triton} is older than 3.5, which torch 2.9 brings.",
             'pip install -U "torch>=2.9"',
         )
+    if triton and not ascend and versions.release(triton) > (3, 9):
+        yield Finding(
+            f"triton {triton} is newer than 3.9, the newest that the CUDA kernels were compiled "
+            "with.",
+            'pip install "triton>=3.5,<3.10"',
+        )
     if triton and numpy and versions.release(numpy) >= (2, 4):
         yield Finding(
             f"numpy {numpy}: Triton's interpreter, which tests run kernels with, multiplies wrongly"

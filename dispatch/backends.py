@@ -25,6 +25,7 @@ from .versions import release
 
 _ROOT = __package__.rpartition(".")[0]
 _OLDEST_TRITON = (3, 5)  # of CUDA: what the kernels import is not all in 3.4
+_NEWEST_TRITON = (3, 9)  # that every CUDA kernel was compiled with
 
 _AS_IT_IS = nullcontext()
 
@@ -96,6 +97,12 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
         return (
             f"triton {version} is installed, this backend needs 3.5 or later, which comes with "
             "torch 2.9: pip install -U torch"
+        )
+    if backend is CUDA and version and release(version) > _NEWEST_TRITON:
+        log.once(
+            ("triton",),
+            f"triton {version} is newer than 3.9, the newest that the CUDA kernels were compiled "
+            "with; pip install 'triton>=3.5,<3.10' if one does not compile",
         )
     if backend is CUDA:
         reason: str | None = importlib.import_module(f"{CUDA.package}.common.gpu").cannot_run(

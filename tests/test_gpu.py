@@ -146,7 +146,9 @@ def test_the_other_triton_is_one_sentence_with_its_remedy(backend, wrong, right,
 
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.5.0", "3.5.1+git0", "3.10.0", "2.3.1", "4.0"])
-def test_a_triton_that_is_too_old_is_one_sentence(version, monkeypatch):
+def test_a_triton_that_is_too_old_or_too_new_is_one_sentence(version, monkeypatch):
+    said = []
+    monkeypatch.setattr(backends.log, "once", lambda key, message: said.append(message))
     monkeypatch.setattr(backends, "installed", lambda name: version if name == "triton" else None)
     monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
     reason = backends.cannot_run(backends.CUDA, torch.device("cuda", 0))
@@ -154,6 +156,8 @@ def test_a_triton_that_is_too_old_is_one_sentence(version, monkeypatch):
         assert reason is not None and f"triton {version} is installed" in reason
     else:
         assert reason is None
+    too_new = version in ("3.10.0", "4.0")
+    assert ["newer than 3.9" in message for message in said] == [True] * too_new
 
 
 @pytest.mark.skipif(gpu.INTERPRETED, reason="the interpreter needs no GPU")

@@ -160,6 +160,7 @@ def test_the_doctor_finds_nothing_where_nothing_clashes(have):
         (ASCEND, {"CANN": "8.0.0"}, "CANN 8.0.0 is here", "set_env.sh of a CANN 8.5.0"),
         (ASCEND, {"triton-ascend": "9.9", "CANN": None}, "never tried", "triton-ascend==3.2.0"),
         (SOUND, {"triton": "3.4.0"}, "older than 3.5", 'pip install -U "torch>=2.9"'),
+        (SOUND, {"triton": "3.10.1"}, "newer than 3.9", 'pip install "triton>=3.5,<3.10"'),
         (SOUND, {"numpy": "2.5.2"}, "from numpy 2.4 on", 'pip install "numpy<2.4"'),
         (SOUND, {"transformers": "4.57.1"}, "5.17 and later", '"transformers>=5.17,<6"'),
     ],

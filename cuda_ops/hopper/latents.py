@@ -333,12 +333,14 @@ def strides(call: Attention) -> tuple[int, ...]:
     return (*call.query_strides, *keys, call.index.stride(0))
 
 
-def _splits(count: int, heads: int, entries: int) -> int:
-    """Until every SM of an H200 has its program, while the parts stay small: 128 heads and 4 rows
+def _splits(count: int, heads: int, entries: int, processors: int) -> int:
+    """Until every multiprocessor has its program, while the parts stay small: 128 heads and 4 rows
     took 18 us in 8 splits and 24 in 16 (H200, 2026-11)."""
     items, splits = count * triton.cdiv(heads, 64), 1
     small = count * heads
-    while items * splits * 2 <= 132 and splits * 256 <= entries and small * splits**2 < 2**15:
+    while (
+        items * splits * 2 <= processors and splits * 256 <= entries and small * splits**2 < 2**15
+    ):
         splits *= 2
     return splits
 
@@ -358,10 +360,11 @@ def fits(call: Attention) -> bool:
 def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> None:
     """`kernel` with what every one of these kernels takes, and `more`; then the parts together."""
     count, heads, rank = call.q.shape
-    splits = _splits(count, heads, call.entries)
+    processors = gpu.processors(call.q.device)
+    splits = _splits(count, heads, call.entries, processors)
     parts = Parts.of(splits, count * heads, rank, call.softmax_max)
     items = count * splits * triton.cdiv(heads, 64)
-    launches.kernel(kernel, min(items, gpu.processors(call.q.device)))(
+    launches.kernel(kernel, min(items, processors))(
         call.q, call.qr, call.key, call.kr, call.index,
         sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
         partial=parts.out, partial_max=parts.max, partial_sum=parts.sum,
