@@ -20,7 +20,7 @@ serve: $(VENV)/.ready
 	$(BIN)/python examples/serve.py
 
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -n auto --timeout 900 --timeout-method thread tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -n auto --timeout 900 tests
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -21,5 +21,5 @@ for corner in $corners; do
   fi
   [ -e "$folder/ready" ] || set_up "$python" "$torch" "$folder" $needed
   echo "corner Python $version, torch $torch:"
-  OMP_NUM_THREADS=1 "$folder/bin/python" -m pytest --quiet --quick --timeout 900 --timeout-method thread -p no:cacheprovider -n auto $quick
+  OMP_NUM_THREADS=1 "$folder/bin/python" -m pytest --quiet --quick --timeout 900 -p no:cacheprovider -n auto $quick
 done
