@@ -32,6 +32,7 @@ PACKAGES = (
     "onnxscript",
     "onnxruntime",
 )
+_NOT_ON = "not on "
 
 
 def _or_error(find: Callable[..., str | None], *arguments: Any) -> str:
@@ -81,19 +82,30 @@ def _apart() -> str | None:
 
 
 def _runs(spec: Spec, backend: backends.Backend) -> str:
-    """`yes`, or the reason against, for tensors that lie on the backend's own devices."""
+    """`yes`, or the reason against, for tensors that lie on the backend's own devices; where only
+    some of them refuse, which do."""
     present = {backends.CUDA: _cuda, backends.NPU: _npu}.get(backend)
     if present is not None and (found := present()).startswith("none"):
         return f"no {backend.device} device{found.removeprefix('none')}"
     devices = [torch.device(backend.device)]
     if backend is backends.CUDA:
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    reasons = (backends.reason_against_all(backend, spec, device) for device in devices)
-    return next(filter(None, reasons), "yes")
+    reasons = {
+        str(device): backends.reason_against_all(backend, spec, device) for device in devices
+    }
+    refused = {device: reason for device, reason in reasons.items() if reason is not None}
+    if not refused:
+        return "yes"
+    reason = next(iter(refused.values()))
+    return reason if len(refused) == len(devices) else f"{_NOT_ON}{', '.join(refused)}: {reason}"
 
 
-def _has_kernel(spec: Spec, backend: backends.Backend) -> str:
-    return "kernel" if backends.has_kernel(backend, spec) else "-"
+def _cell(answer: str, has_kernel: bool) -> str:
+    if answer == "yes":
+        return "yes"
+    if answer.startswith(_NOT_ON):
+        return "some"
+    return "no" if has_kernel else "-"
 
 
 def report() -> Iterator[str]:
@@ -125,21 +137,17 @@ def report() -> Iterator[str]:
         cells = []
         for backend in backends.BACKENDS:
             answer = _or_error(_runs, spec, backend)
-            short = (
-                "yes"
-                if answer == "yes"
-                else "no"
-                if _has_kernel(spec, backend) == "kernel"
-                else "-"
-            )
+            short = _cell(answer, backends.has_kernel(backend, spec))
             cells.append(f"{short:<8}")
-            if short == "no":
+            if short in ("no", "some"):
                 reasons.setdefault((backend, answer), []).append(spec.name)
         yield f"  {spec.name:<{width}}  {''.join(cells)}"
     yield ""
     yield "  yes: runs here; no: a kernel exists, but not for this machine; -: no kernel yet"
+    if any(answer.startswith(_NOT_ON) for _, answer in reasons):
+        yield "  some: runs on some of the devices"
     for (backend, reason), ops in reasons.items():
-        kernels = [spec.name for spec in SPECS if _has_kernel(spec, backend) == "kernel"]
+        kernels = [spec.name for spec in SPECS if backends.has_kernel(backend, spec)]
         yield f"  {', '.join([backend.name, *(ops if ops != kernels else [])])}: {reason}"
 
 

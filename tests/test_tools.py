@@ -143,6 +143,22 @@ def test_info_says_what_a_gpu_runs(monkeypatch):
     assert "NVIDIA X" in text and "Error" not in text
 
 
+def test_info_names_the_gpu_that_refuses(monkeypatch):
+    from custom.cuda_ops.common import gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
+    monkeypatch.setattr(gpu, "capability", lambda device: [(8, 0), (7, 5)][device.index or 0])
+    monkeypatch.setattr(gpu, "processors", lambda device: 108)
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: 163 * 1024)
+    lines = [*report()]
+    cells = {line.split()[0]: line.split()[2] for line in lines if line.startswith("  npu_")}
+    assert set(cells.values()) == {"some"}
+    assert "  some: runs on some of the devices" in lines
+    assert any(x.startswith("  cuda: not on cuda:1: cuda:1 is an sm_75, ") for x in lines)
+
+
 def test_info_works_when_a_kernel_module_is_broken(monkeypatch):
     def broken(*_):
         raise RuntimeError("half of this environment is missing")
