@@ -279,15 +279,11 @@ def _check_sets(name: str, sets: Any) -> None:
                 )
 
 
-# ast.parse, with which a compile begins, is not for two threads at a time in these
-_ALONE = (3, 11) <= sys.version_info < (3, 11, 8)
-
-
 class _Compilers(ThreadPoolExecutor):
     """A thread for every core, and a progress bar of what they are given."""
 
     def __init__(self) -> None:
-        super().__init__(1 if _ALONE else os.cpu_count())
+        super().__init__(os.cpu_count())
         self._given = self._done = 0
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -112,6 +112,11 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):  # later ones ha
     _load_apart()
 
 
+# ast.parse, with which a compile begins, is not for two threads at a time in these
+_ALONE = (3, 11) <= sys.version_info < (3, 11, 8)
+_compiles = threading.Lock()
+
+
 class _Readying:
     """Of an executor what Triton asks for; a kernel that it compiled can be launched at once: its
     launcher is C, which Triton has compiled at the first launch, and its code is on the GPU.
@@ -129,7 +134,8 @@ class _Readying:
 
         def readied() -> CompiledKernel:
             self.all_given.wait()
-            kernel = compiled()
+            with _compiles if _ALONE else nullcontext():
+                kernel = compiled()
             driver.set_current_device(device)  # each thread has its own
             kernel.run  # noqa: B018
             return kernel
@@ -159,8 +165,6 @@ def compiling(executor: Executor) -> Iterator[None]:
         active_mode.set(None)  # Triton leaves it where a kernel did not compile
 
 
-# ast.parse, with which a compile begins, is not for two threads at a time in these
-_ALONE = (3, 11) <= sys.version_info < (3, 11, 8)
 # other shapes may need other kernels: none is asked any more after so many in a row needed none
 _SETTLED = 4
 _needed_none: dict[Callable[..., Any], int] = {}
