@@ -72,12 +72,12 @@ def clashes(have: Have) -> Iterator[Finding]:
             if other
             else f"source the set_env.sh of a CANN {row.cann}",
         )
-    if triton and not ascend and versions.release(triton) < (3, 5):
+    if triton and not ascend and versions.release(triton) < versions.OLDEST_TRITON:
         yield Finding(
             f"triton {triton} is older than 3.5, which torch 2.9 brings.",
             'pip install -U "torch>=2.9"',
         )
-    if triton and not ascend and versions.release(triton) > (3, 9):
+    if triton and not ascend and versions.release(triton) > versions.NEWEST_TRITON:
         yield Finding(
             f"triton {triton} is newer than 3.9, the newest that the CUDA kernels were compiled "
             "with.",

@@ -20,12 +20,10 @@ from .common import nz
 from .env import config
 from .errors import BackendUnavailable, NotSupported
 from .spec import Spec
+from .versions import NEWEST_TRITON, OLDEST_TRITON, release
 from .versions import installed as installed
-from .versions import release
 
 _ROOT = __package__.rpartition(".")[0]
-_OLDEST_TRITON = (3, 5)  # of CUDA: what the kernels import is not all in 3.4
-_NEWEST_TRITON = (3, 9)  # that every CUDA kernel was compiled with
 
 _AS_IT_IS = nullcontext()
 
@@ -93,12 +91,12 @@ def cannot_run(backend: Backend, device: torch.device) -> str | None:
             "triton-ascend, then pip install triton"
         )
     version = installed("triton")
-    if backend is CUDA and version and release(version) < _OLDEST_TRITON:
+    if backend is CUDA and version and release(version) < OLDEST_TRITON:
         return (
             f"triton {version} is installed, this backend needs 3.5 or later, which comes with "
             "torch 2.9: pip install -U torch"
         )
-    if backend is CUDA and version and release(version) > _NEWEST_TRITON:
+    if backend is CUDA and version and release(version) > NEWEST_TRITON:
         log.once(
             ("triton",),
             f"triton {version} is newer than 3.9, the newest that the CUDA kernels were compiled "

@@ -34,6 +34,8 @@ NAMES = {
     "torch_npu": "torch_npu",
     "compiler": "bishengir-compile of",
 }
+# of CUDA: what the kernels import is not all in 3.4; 3.9 is the newest that all were compiled with
+OLDEST_TRITON, NEWEST_TRITON = (3, 5), (3, 9)
 # the first row is what `pip install ".[npu]"` takes: PyPI has no other triton-ascend
 TABLE = (
     Together("3.2.0", "8.5.0", "2.9.0", "2.9.0", "2026-01-16"),
