@@ -17,9 +17,8 @@ as V.
 The tiles take turns: while one is scored and weighed the other one's probabilities are multiplied,
 and its successor is on its way.  Both products of a tile come before the next scores, so that both
 halves are free early: to multiply the odd tile's after the next even scores took 9 % longer in
-prefill and 20 % in decode (H200, 2026-11).  Outputs are scaled only where a maximum grew by much:
-prefill 2.9 % faster.  Probabilities travel between the two consumers in the place of the tile's
-rotary part, which nothing reads once the scores are there.
+prefill and 20 % in decode (H200, 2026-11).  Probabilities travel between the two consumers in the
+place of the tile's rotary part, which nothing reads once the scores are there.
 """
 
 from __future__ import annotations
@@ -67,28 +66,6 @@ TURNED = gl.constexpr(
 )
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
-
-
-# Exponents are taken from a reference below the maximum so far by at most LAG, in powers of two:
-# outputs are then seldom scaled.  1 where x > y in a row of the warp, of which a thread has two:
-LAG = gl.constexpr(8.0)
-ABOVE = gl.constexpr("""{
-    .reg .pred mine, any;
-    setp.gt.f32 mine, $2, $4;
-    setp.gt.or.f32 mine, $3, $5, mine;
-    vote.sync.any.pred any, mine, 0xffffffff;
-    selp.s32 $0, 1, 0, any;
-    mov.s32 $1, $0;
-}""")
-# a thread's 128 numbers of the outputs times a factor each, where the last operand is not 0
-SCALE = gl.constexpr(
-    "{ .reg .pred still;\n setp.eq.s32 still, $384, 0;\n @still bra.uni done;\n"
-    + "".join(f" mul.f32 ${i}, ${i}, ${256 + i};\n" for i in range(128))
-    + " done: }"
-)
-IN_PLACE = gl.constexpr(
-    ",".join(["=f"] * 128 + [str(i) for i in range(128)] + ["f"] * 128 + ["r"] * 128)
-)
 
 
 class Tiles(NamedTuple):
@@ -161,36 +138,21 @@ def _scores(tiles, t, tile, zero, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _above(x, y):
-    return gl.inline_asm_elementwise(ABOVE, "=r,=r,f,f,f,f", [x, y], gl.int32, True, 2)
-
-
-@gluon.jit
-def _refer(s, reference, row_max, scale_log2):
-    """(reference, whether the warp's moved, maxima), with the scores of one more tile."""
-    tile_max = gl.max(s, 1) * scale_log2
-    highest = gl.maximum(reference, tile_max)
-    moved = _above(highest, reference + LAG)
-    return gl.where(moved > 0, highest, reference), moved, gl.maximum(row_max, tile_max)
-
-
-@gluon.jit
-def _scaled(acc, row_sum, old, new, moved):
-    """From the reference `old` to `new`, which is another one only where the warp's moved."""
+def _scaled(acc, row_sum, old, new):
+    """From the maxima `old` to `new`."""
     factor = gl.exp2(old - new)
-    wide = gl.convert_layout(factor, gl.SliceLayout(1, WIDE))[:, None]
-    moved = gl.convert_layout(moved, gl.SliceLayout(1, WIDE))[:, None]
-    acc = gl.inline_asm_elementwise(SCALE, IN_PLACE, [acc, wide, moved], gl.float32, True, 128)
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, WIDE))[:, None]
     return acc, row_sum * factor
 
 
 @gluon.jit
-def _weigh(s, reference, scale_log2, tiles, tile, last, TILE: gl.constexpr):
-    """Probabilities, also left for the other consumer, with their reference."""
+def _weigh(s, row_max, scale_log2, tiles, tile, last, TILE: gl.constexpr):
+    """Probabilities, also left for the other consumer, with the maxima that they are relative to.
+    The heaviest is 1 and stays 1 when it is rounded."""
     rope, bars = tiles.rope, tiles.bars
-    p = gl.exp2(s * scale_log2 - reference[:, None])
+    p = gl.exp2(s * scale_log2 - row_max[:, None])
     rope.index(tile).store(p.to(rope.dtype))
-    tiles.exchange.index(TILE).store(reference)
+    tiles.exchange.index(TILE).store(row_max)
     fence_async_shared()
     arrive(bars, WEIGHED + TILE)
     mbarrier.arrive(bars.index(QUERY_FREE), count=1, pred=last)
@@ -198,26 +160,21 @@ def _weigh(s, reference, scale_log2, tiles, tile, last, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _totals(row_sum, row_max, tiles, query_phase, TILE: gl.constexpr):
-    """Sums and maxima over the tiles of both consumers."""
+def _total(row_sum, tiles, query_phase, TILE: gl.constexpr):
+    """Sums over the tiles of both consumers."""
     exchange, bars = tiles.exchange, tiles.bars
     exchange.index(2 + TILE).store(row_sum)
-    exchange.index(4 + TILE).store(row_max)
     arrive(bars, SUMMED + TILE)
     mbarrier.wait(bars.index(SUMMED + 1 - TILE), query_phase)
     barrier()  # racecheck believes the wait only where its warps meet after it
-    row_sum += exchange.index(3 - TILE).load(gl.SliceLayout(1, S))
-    return row_sum, gl.maximum(row_max, exchange.index(5 - TILE).load(gl.SliceLayout(1, S)))
+    return row_sum + exchange.index(3 - TILE).load(gl.SliceLayout(1, S))
 
 
 @gluon.jit
-def _finish(
-    acc, total, reference, row_max, to, row, split, head, C: gl.constexpr, COLUMN: gl.constexpr
-):
+def _finish(acc, row_sum, row_max, to, row, split, head, C: gl.constexpr, COLUMN: gl.constexpr):
     h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    valid = total > 0
-    below = gl.where(valid, total, 1.0)
-    row_sum = total * gl.exp2(reference - row_max)
+    valid = row_sum > 0
+    below = gl.where(valid, row_sum, 1.0)
     if C.SPLITS == 1:
         if C.STATS and COLUMN == 0:
             top = gl.where(valid, row_max * LN2, float("-inf"))
@@ -225,7 +182,7 @@ def _finish(
             gl.store(to.softmax_sum + row * C.HEADS + h, row_sum, mask=h < C.HEADS)
         if C.HAS_SINK:
             sink = gl.load(to.sinks + h, mask=h < C.HEADS, other=0.0)
-            below += gl.exp2(sink * LOG2E - reference)
+            below += gl.exp2(sink * LOG2E - row_max)
     else:
         piece = (row * C.SPLITS + split) * C.HEADS
         if COLUMN == 0:
@@ -254,7 +211,6 @@ def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
     t = 0
     query_phase = 0
     for each in range(gl.program_id(0), items, gl.num_programs(0)):
-        reference = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
@@ -264,8 +220,8 @@ def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
             zero = step >> 30
             phase = t & 1
             s = _scores(tiles, t, zero, zero, 0)
-            mine, moved, row_max = _refer(s, reference, row_max, scale_log2)
-            acc, row_sum = _scaled(acc, row_sum, reference, mine, moved)
+            mine = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
+            acc, row_sum = _scaled(acc, row_sum, row_max, mine)
             p = _weigh(s, mine, scale_log2, tiles, zero, step == steps - 1, 0)
             row_sum += gl.sum(p, 1)
             weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
@@ -275,16 +231,16 @@ def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
             mbarrier.wait(bars.index(WEIGHED + 1), phase)
             mbarrier.wait(bars.index(LEFT + 1), phase)
             fence_async_shared()
-            reference = exchange.index(1).load(ROW)
-            acc, row_sum = _scaled(acc, row_sum, mine, reference, _above(reference, mine))
+            row_max = exchange.index(1).load(ROW)
+            acc, row_sum = _scaled(acc, row_sum, mine, row_max)
             running = warpgroup_mma(rope.index(1 + zero), left.index(1 + zero), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[running])
             arrive(bars, LEFT_FREE + 1)
             t += 1
-        total, row_max = _totals(row_sum, row_max, tiles, query_phase, 0)
+        row_sum = _total(row_sum, tiles, query_phase, 0)
         query_phase = query_phase ^ 1
         row, split, head = item(each, C.HEADS, C.SPLITS)
-        _finish(acc, total, reference, row_max, to, row, split, head, C, 0)
+        _finish(acc, row_sum, row_max, to, row, split, head, C, 0)
 
 
 @gluon.jit
@@ -295,7 +251,6 @@ def consumer1(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
     t = 0
     query_phase = 0
     for each in range(gl.program_id(0), items, gl.num_programs(0)):
-        reference = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
@@ -308,23 +263,23 @@ def consumer1(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
             mbarrier.wait(bars.index(RIGHT), phase)
             fence_async_shared()
             other = exchange.index(0).load(ROW)
-            acc, row_sum = _scaled(acc, row_sum, reference, other, _above(other, reference))
+            acc, row_sum = _scaled(acc, row_sum, row_max, other)
             running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
-            reference, moved, row_max = _refer(s, other, row_max, scale_log2)
-            p = _weigh(s, reference, scale_log2, tiles, 1 + zero, step == steps - 1, 1)
+            row_max = gl.maximum(other, gl.max(s, 1) * scale_log2)
+            p = _weigh(s, row_max, scale_log2, tiles, 1 + zero, step == steps - 1, 1)
             weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
             acc = warpgroup_mma_wait(0, deps=[running])
             arrive(bars, RIGHT_FREE)
-            acc, row_sum = _scaled(acc, row_sum, other, reference, moved)
+            acc, row_sum = _scaled(acc, row_sum, other, row_max)
             row_sum += gl.sum(p, 1)
             running = warpgroup_mma(weights, right.index(1 + zero), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[running])
             arrive(bars, RIGHT_FREE + 1)
             t += 1
-        total, row_max = _totals(row_sum, row_max, tiles, query_phase, 1)
+        row_sum = _total(row_sum, tiles, query_phase, 1)
         query_phase = query_phase ^ 1
         row, split, head = item(each, C.HEADS, C.SPLITS)
-        _finish(acc, total, reference, row_max, to, row, split, head, C, 256)
+        _finish(acc, row_sum, row_max, to, row, split, head, C, 256)
 
 
 def strides(call: Attention) -> tuple[int, ...]:

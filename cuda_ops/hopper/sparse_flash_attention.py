@@ -158,7 +158,7 @@ def _attend(
     left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
     right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
     rope = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
-    exchange = gl.allocate_shared_memory(gl.float32, [6, 64], FLAT)
+    exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
     places = gl.allocate_shared_memory(gl.int32, [2, 128], FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(LEFT_FREE):
