@@ -275,7 +275,7 @@ def test_long_rows_match_the_reference(case, dtype):
 @pytest.mark.parametrize("ends", [None, (300, 1001, 1001, 1500)], ids=["dense", "packed"])
 @pytest.mark.parametrize("size, v_size", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_scores_that_grow_far_beyond_those_before(size, v_size, ends):
-    """And a row that is no number: whole blocks are not compared, the tile comes once more."""
+    """And a row that is no number."""
     case = Case(2, 4, 2, 1500, 1500, size, v_size, ends_q=ends, ends_k=ends)
     made, options = case.tensors(torch.bfloat16), case.options()
     made["q"] += 2

@@ -7,11 +7,6 @@ Packed: (2^31, 2^31, H, 2^30, D), whose strides wrap around 2^64 such that the h
 check ends at the sequence: row n of a sequence of length L that begins at f has the coordinates
 (2^30, f + L, head, 2^30 - L + n, 0), and n >= L is out of bounds.  A tile then never shows a row of
 the next sequence, and never writes one.
-
-Numbers as wide as bfloat16 need no largest score to begin with: 2^(score - m) is right for any m of
-about the size.  So where a consumer has seen a key of every row, m stays what it is, and over the
-whole blocks that follow nothing is compared and nothing rescaled.  If a row's sum ends above 2^64,
-or is no number, its tile comes once more, and every block of it by itself.
 """
 
 from __future__ import annotations
@@ -39,10 +34,6 @@ from .tma import at, describable, describe
 
 _keys_of = gluon.jit(keys_of.fn)
 
-# sums of powers of two against a fixed largest score, up to which they and their products with
-# values are far from what float32 holds
-MOST: gl.constexpr = gl.constexpr(2.0**64)
-
 
 class Shared(NamedTuple):
     """Tiles in shared memory, what the producer posts of them, and barriers."""
@@ -59,7 +50,6 @@ class Shared(NamedTuple):
     v_full: Any
     v_empty: Any
     post_full: Any
-    verdict: Any
 
 
 class Constants(NamedTuple):
@@ -78,7 +68,6 @@ class Constants(NamedTuple):
     CAUSAL: bool
     WINDOW: bool
     VARLEN: bool
-    FIXED: bool
     REGISTERS: int
 
 
@@ -121,8 +110,6 @@ def _blocks_of(begin, rows, other_rows, window, BLOCK_M: gl.constexpr, C: gl.con
     last = gl.minimum(begin + BLOCK_M, rows) - 1 + shift
     low, high, full_low, full_high = _keys_of(first, last, other_rows, window, C.CAUSAL, C.WINDOW)
     low = gl.maximum(low, 0) // C.BLOCK_N
-    if C.FIXED:
-        full_high -= 1  # down to the block of its last key every row has seen a key
     top = gl.maximum(
         (high + C.BLOCK_N - 1) // C.BLOCK_N, low + 1
     )  # at least one, wholly masked if need be
@@ -182,15 +169,6 @@ def _softmax(s, row_max, row_sum, row, begin, shift, columns, window, scale_log2
 
 
 @gluon.jit
-def _fixed_softmax(s, row_max, row_sum, scale_log2):
-    """The same where row_max stays as it is."""
-    p = gl.exp2(s * scale_log2 - (row_max * scale_log2)[:, None])
-    even, odd = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
-    sums = gl.sum(gl.reshape(even + odd, [p.shape[0], p.shape[1] // 8, 4]), 1)
-    return even, odd, row_sum + gl.convert_layout(sums, row_sum.type.layout)
-
-
-@gluon.jit
 def _pairs(even, odd, HALF: gl.constexpr):
     """Neighbours rounded into one register.  A loop that carries halves by themselves takes them
     apart and packs them again at every turn (causal, heads of 64, B 4, H 16, 4096 tokens, H200,
@@ -239,17 +217,12 @@ def _step(s_zero, acc, p, row_max, row_sum, row, place, shared, count, block, sh
     _ping_pong(8 + (WG + 1) % C.NC, True)
     s = warpgroup_mma_wait(1, deps=[s_flight])
     mbarrier.arrive(shared.k_empty.index(k_stage))
-    if C.FIXED and not MASKED:
-        even, odd, row_sum = _fixed_softmax(s, row_max, row_sum, scale_log2)
-    else:
-        even, odd, row_max, row_sum, alpha = _softmax(
-            s, row_max, row_sum, row, block * C.BLOCK_N, shift, columns, window, scale_log2,
-            MASKED, C
-        )  # fmt: skip
+    even, odd, row_max, row_sum, alpha = _softmax(
+        s, row_max, row_sum, row, block * C.BLOCK_N, shift, columns, window, scale_log2, MASKED, C
+    )
     acc = warpgroup_mma_wait(0, deps=[o_flight])
     mbarrier.arrive(shared.v_empty.index(v_stage))
-    if not C.FIXED or MASKED:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, MO))[:, None]
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, MO))[:, None]
     p = _pairs(even, odd, shared.v.dtype)
     return acc, p, row_max, row_sum
 
@@ -263,27 +236,22 @@ def _meet():
 
 
 @gluon.jit
-def _post(posted, full, slot, batch, head, first, rows, columns, tile, again, number):
+def _post(posted, full, slot, batch, head, first, rows, columns, tile):
     """Tells the consumers of a tile, in the place that its queries have in the queue: nobody reads
     there any more, since they have given back the queries.  No rows: there are no more tiles."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    values = (batch, head, first, rows, columns, tile, again, number)
+    values = (batch, head, first, rows, columns, tile)
     _meet()
-    for i in gl.static_range(8):
-        posted.index(slot * 8 + i).store(gl.full([1], values[i], gl.int32, layout=one))
+    for i in gl.static_range(6):
+        posted.index(slot * 6 + i).store(gl.full([1], values[i], gl.int32, layout=one))
     _meet()
     mbarrier.arrive(full.index(slot))
 
 
 @gluon.jit
-def _word(words, place):
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(words.index(place).load(ONE), 0)
-
-
-@gluon.jit
 def _posted(posted, slot, WHICH: gl.constexpr):
-    return _word(posted, slot * 8 + WHICH)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(posted.index(slot * 6 + WHICH).load(ONE), 0)
 
 
 @gluon.jit
@@ -300,7 +268,7 @@ def _forward_consumer(
     C: gl.constexpr,
 ):  # fmt: skip
     (
-        _q, _k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, verdict
+        _q, _k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full
     ) = shared  # fmt: skip
     BLOCK_M: gl.constexpr = 64 * C.NC
     OWN_O: gl.constexpr = C.D + C.V < 512  # else o takes the place of q
@@ -322,7 +290,6 @@ def _forward_consumer(
         first_q = _posted(posted, slot, 2)
         columns = _posted(posted, slot, 4)
         tile = _posted(posted, slot, 5)
-        again = _posted(posted, slot, 6)
         low, last, _low, _high = _blocks_of(tile * BLOCK_M, rows, columns, window, BLOCK_M, C)
         # of these blocks, from the last to the first, what the rows of this consumer see
         _begin, top, full_low, full_high = _blocks_of(
@@ -331,9 +298,6 @@ def _forward_consumer(
         top = gl.minimum(gl.maximum(top, low + 1), last)
         full_high = gl.minimum(gl.maximum(full_high, low), top - 1)
         full_low = gl.minimum(gl.maximum(full_low, low), full_high)
-        if C.FIXED:
-            full_high = gl.where(again != 0, low, full_high)
-            full_low = gl.where(again != 0, low, full_low)
         for _block in range(0, last - top):  # seen by later rows alone
             k_stage = count % C.KS
             mbarrier.wait(k_full.index(k_stage), (count // C.KS) & 1)
@@ -374,7 +338,6 @@ def _forward_consumer(
                 full_high - 1 - back, shift, columns, window, scale_log2, WG, False, C,
             )  # fmt: skip
             count += 1
-        most_sum = row_sum
         if C.WINDOW:
             for back in range(0, full_low - low):
                 acc, p, row_max, row_sum = _step(
@@ -385,15 +348,6 @@ def _forward_consumer(
         v_stage = (count - 1) % C.VS
         mbarrier.wait(v_full.index(v_stage), ((count - 1) // C.VS) & 1)
         o_flight = warpgroup_mma(_operand(p, v.dtype, MO), v.index(v_stage), acc, is_async=True)
-        stored = True
-        if C.FIXED:
-            failed = gl.max(gl.where(gl.sum(most_sum, 1) <= MOST, 0, 1), 0)
-            failed = gl.where(again != 0, 0, failed)
-            ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            verdict.index(place).store(gl.full([1], failed, gl.int32, layout=ONE))
-            barrier()
-            # of a tile that comes again, what failed before
-            stored = gl.where(again != 0, (again >> WG) & 1, 1 - failed) == 1
         if OWN_O:
             mbarrier.arrive(q_empty.index(place))
         acc = warpgroup_mma_wait(0, deps=[o_flight])
@@ -411,12 +365,11 @@ def _forward_consumer(
         o_at.store(acc.to(v.dtype))
         fence_async_shared()
         barrier()
-        if stored:
-            tma_store(
-                o_desc,
-                at(batch, head, first_q, rows, tile * BLOCK_M + WG * 64, C.VARLEN),
-                reinterpret(o_at, v.dtype, o_desc.block_shape, o_desc.layout),
-            )
+        tma_store(
+            o_desc,
+            at(batch, head, first_q, rows, tile * BLOCK_M + WG * 64, C.VARLEN),
+            reinterpret(o_at, v.dtype, o_desc.block_shape, o_desc.layout),
+        )
         natural = gl.where(
             valid,
             (row_max * scale_log2 + gl.log2(gl.where(valid, row_sum, 1.0))) * LN2,
@@ -424,7 +377,7 @@ def _forward_consumer(
         )
         lse_at = lse + batch.to(gl.int64) * lse_batch + head.to(gl.int64) * lse_head
         lse_at += (first_q + row).to(gl.int64) * lse_row
-        gl.store(lse_at, natural, (row < rows) & stored)
+        gl.store(lse_at, natural, row < rows)
         if not OWN_O:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(place))
@@ -439,7 +392,7 @@ def _forward_producer(
     n_k, total, C: gl.constexpr,
 ):  # fmt: skip
     (
-        q, k, v, _o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, verdict
+        q, k, v, _o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full
     ) = shared  # fmt: skip
     NC: gl.constexpr = C.NC
     BLOCK_M: gl.constexpr = 64 * NC
@@ -450,39 +403,26 @@ def _forward_producer(
         total = tiles * outers
     count = 0
     tile_count = 0
-    judged = 0
     step = 0
     number = gl.program_id(0)
-    while (number < total) | (judged < tile_count):
-        now = number
-        again = 0  # a bit for each consumer whose sums failed
-        if (tile_count - judged == C.QUEUE) | (number >= total):
-            # the oldest tile gives its place to the next, or comes again
-            slot = judged % C.QUEUE
-            for wg in gl.static_range(NC):
-                mbarrier.wait(q_empty.index(slot * NC + wg), (judged // C.QUEUE) & 1)
-            if C.FIXED:
-                _meet()
-                for wg in gl.static_range(NC):
-                    again += _word(verdict, slot * NC + wg) << wg
-                now = gl.where(again != 0, _posted(posted, slot, 7), now)
-            judged += 1
-        following = number
-        if (again == 0) & (number < total):
-            # the number after this one travels ahead of everything else of this one
-            step += 1
-            if C.VARLEN:
-                following = programs + gl.atomic_add(counter, 1)
-            else:
-                following = _round_of(step, programs)
+    while number < total:
+        # the number after this one travels ahead of everything else of this one
+        step += 1
+        if C.VARLEN:
+            following = programs + gl.atomic_add(counter, 1)
+        else:
+            following = _round_of(step, programs)
         batch, head, first_q, rows, first_k, columns, tile = _tile_of(
-            gl.minimum(now, total - 1), plan, tiles, outers, heads, section, n_q, n_k, C.VARLEN
+            number, plan, tiles, outers, heads, section, n_q, n_k, C.VARLEN
         )
-        if (tile * BLOCK_M < rows) & (now < total):
+        if tile * BLOCK_M < rows:
             low, top, _, _ = _blocks_of(tile * BLOCK_M, rows, columns, window, BLOCK_M, C)
             kv_head = head // C.GROUP
             slot = tile_count % C.QUEUE
-            _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile, again, now)
+            # the oldest tile gives its place to this one
+            for wg in gl.static_range(NC):
+                mbarrier.wait(q_empty.index(slot * NC + wg), (tile_count // C.QUEUE & 1) ^ 1)
+            _post(posted, post_full, slot, batch, head, first_q, rows, columns, tile)
             for wg in gl.static_range(NC):
                 place = slot * NC + wg
                 mbarrier.expect(q_full.index(place), 64 * C.D * 2)
@@ -524,7 +464,10 @@ def _forward_producer(
                 count += 1
             count -= 1
         number = following
-    _post(posted, post_full, tile_count % C.QUEUE, 0, 0, 0, 0, 0, 0, 0, 0)
+    slot = tile_count % C.QUEUE
+    for wg in gl.static_range(NC):
+        mbarrier.wait(q_empty.index(slot * NC + wg), (tile_count // C.QUEUE & 1) ^ 1)
+    _post(posted, post_full, slot, 0, 0, 0, 0, 0, 0)
 
 
 @gluon.jit(
@@ -561,9 +504,8 @@ def _forward_hopper(
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], BAR)
     v_empty = gl.allocate_shared_memory(gl.int64, [VS, 1], BAR)
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    posted = gl.allocate_shared_memory(gl.int32, [QUEUE * 8, 1], WORDS)
+    posted = gl.allocate_shared_memory(gl.int32, [QUEUE * 6, 1], WORDS)
     post_full = gl.allocate_shared_memory(gl.int64, [QUEUE, 1], BAR)
-    verdict = gl.allocate_shared_memory(gl.int32, [QUEUE * NC, 1], WORDS)
     for i in gl.static_range(QUEUE):
         mbarrier.init(post_full.index(i), count=1)
     for i in gl.static_range(QUEUE * NC):
@@ -578,7 +520,7 @@ def _forward_hopper(
     fence_async_shared()
     barrier()
     shared = Shared(
-        q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full, verdict
+        q, k, v, o, posted, q_full, q_empty, k_full, k_empty, v_full, v_empty, post_full
     )
     if NC == 2:
         gl.warp_specialize(
@@ -681,9 +623,9 @@ def _section(
 
 
 def _config(size: int, v_size: int, rows: int) -> dict[str, Any]:
-    """Causal, 64 heads of 4096 tokens, H200, 2026-11: heads of 64 268 us (without turns 310, two
-    consumers 279), of 128 405 us (445; queries held in registers 427), of 192 and 128 510 us
-    (blocks of 128 keys 532), of 256 1121 us.
+    """Causal, 64 heads of 4096 tokens, H100, 2026-11-26: heads of 64 310 us (two consumers 329,
+    blocks of 64 keys 343), of 192 and 128 578 us (blocks of 64 keys 624, with two stages of values
+    and one of keys 609).
 
     Tiles of 192 rows are too coarse for short sequences: 512 heads of 64 and 512 tokens 82 us, with
     two consumers 67; 256 heads of 1024 tokens 116 and 102.  The queries of the next tile travel
@@ -693,7 +635,7 @@ def _config(size: int, v_size: int, rows: int) -> dict[str, Any]:
     if max(size, v_size) == 128:
         return dict(NC=2, BLOCK_N=128, KS=2, VS=2, QUEUE=2)
     if size == 192 and v_size <= 128:
-        return dict(NC=2, BLOCK_N=64, KS=3, VS=3, QUEUE=1)
+        return dict(NC=2, BLOCK_N=128, KS=2, VS=1, QUEUE=1)
     return dict(NC=2, BLOCK_N=64, KS=2, VS=2, QUEUE=1)
 
 
@@ -747,8 +689,7 @@ def launch(
         outers, sizes.heads, section, sizes.n_q, sizes.n_k, total, *row_strides(lse),
         C=Constants(
             D=size, V=v_size, W=width, GROUP=sizes.group, CAUSAL=causal, WINDOW=window is not None,
-            VARLEN=varlen, FIXED=q.dtype is torch.bfloat16,
-            REGISTERS=240 if config["NC"] == 2 else 160, **config,
+            VARLEN=varlen, REGISTERS=240 if config["NC"] == 2 else 160, **config,
         ),
         num_warps=4,
     )  # fmt: skip
