@@ -116,7 +116,7 @@ def _of_8_bits(
     )  # fmt: skip
     x, c = token_x.view(-1, hidden), Rows(query_norm.view(-1, ranks), dequant_scale_q_norm)
     rows: dict[torch.dtype, Rows] = {}
-    kind = quantised.kind_of(weight_qb.dtype)
+    kind, made = quantised.kind_of(weight_qb.dtype), []
     if kind is not None:
         of_x = [(x, None)] if weight_k.dtype is weight_qb.dtype else []
         of_c = [(c.values, smooth_scales_cq)] if c.scale is None else []
@@ -127,7 +127,9 @@ def _of_8_bits(
             c = made[-1]
     weight = Weight(weight_qb, heads * size, dequant_scale_w_qb)
     # the largest weight first: what x is multiplied by comes beside it
-    q = quantised_prolog.index_product(c, weight, weight_format, of, first=True)
+    q = quantised_prolog.index_product(
+        c, weight, weight_format, of, first=not made, second=bool(made)
+    )
     key, proj = quantised_prolog.first_products(
         x, rows,
         [Weight(weight_k, size, dequant_scale_w_k), Weight(weight_proj, heads, None)],

@@ -88,7 +88,8 @@ def _product(
     w += (column // C0).to(tl.int64) * panel + lo.to(tl.int64) * row
 
     if CHAINED:
-        handover.begin(FIRST, LATE)
+        handover.begin(FIRST)
+        handover.follow(FIRST, LATE)
 
     RAGGED_K: tl.constexpr = K % RUN != 0
     RAGGED_N: tl.constexpr = (

@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from ..dispatch.common import memory, nz, quantised
 from .common import gpu, handover, launches, quantise, tiling
@@ -85,15 +85,12 @@ def none(dtype: torch.dtype, x: Tensor) -> Rows:
 def _narrowed(
     x, smooth, values, scales, token, part, K: tl.constexpr, SIZE: tl.constexpr,
     TILES: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, SMOOTH: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of a token."""
     OF_TOKEN: tl.constexpr = (K + SIZE - 1) // SIZE
     tile = part * TILES + tl.arange(0, TILES)
     k = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     mask = k < K
-    if CHAINED:
-        gdc_wait()
     u = tl.load(x + token * K + k, mask=mask, other=0.0).to(tl.float32)
     if SMOOTH:
         u *= tl.load(smooth + k, mask=mask, other=0.0)
@@ -113,16 +110,15 @@ def _activations(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if CHAINED:
-        gdc_launch_dependents()
+        handover.begin(True)
     if part < X_PARTS:
         _narrowed(
-            x, x_smooth, x_values, x_scales, token, part, X, X_SIZE, X_TILES, KIND, UE8M0, X_SMOOTH,
-            CHAINED,
+            x, x_smooth, x_values, x_scales, token, part, X, X_SIZE, X_TILES, KIND, UE8M0, X_SMOOTH
         )  # fmt: skip
     elif Y > 0:
         _narrowed(
             y, y_smooth, y_values, y_scales, token, part - X_PARTS, Y, Y_SIZE, Y_TILES, KIND, UE8M0,
-            Y_SMOOTH, CHAINED,
+            Y_SMOOTH,
         )  # fmt: skip
 
 
@@ -130,7 +126,7 @@ def activations(
     given: Sequence[tuple[Tensor, Tensor | None]], kind: str, scale_format: str
 ) -> list[Rows]:
     """Up to two (floats [T, K], their smooth scales or None), quantised in one launch.  Where an op
-    starts here, its `first` kernel is the next one, whose weights come meanwhile."""
+    starts here, the next kernel is its `second`."""
     if not given:
         return []
     tokens, device = given[0][0].shape[0], given[0][0].device
@@ -177,7 +173,7 @@ def _product(
     K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     FORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
-    CHAINED: tl.constexpr, FIRST: tl.constexpr, LATE: tl.constexpr,
+    CHAINED: tl.constexpr, FIRST: tl.constexpr, LATE: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
@@ -234,7 +230,8 @@ def _product(
     x += lo
 
     if CHAINED:
-        handover.begin(FIRST, LATE)
+        handover.begin(FIRST)
+        handover.follow(FIRST, LATE, SECOND)
     RAGGED_K: tl.constexpr = K % RUN != 0
     if KIND == quantise.INT8:
         acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.int32)
@@ -305,10 +302,11 @@ def is_direct(weight: Tensor, form: int) -> bool:
 
 def product(
     x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *, keep_float: bool = False,
-    first: bool = False, late: bool = False, forked: bool = False,
+    first: bool = False, late: bool = False, second: bool = False, forked: bool = False,
 ) -> Tensor:  # fmt: skip
     """x times the weights joined, all of one kind and form: [runs, T, sum of N], float32 if runs >
-    1 or `keep_float`, else `dtype`; `first`, `late` and `forked` as in nz_matmul.py."""
+    1 or `keep_float`, else `dtype`; `first`, `late` and `forked` as in nz_matmul.py.  `second`:
+    behind the op's first kernel, whose outputs the late ones behind this one read as well."""
     tokens, depth = x.values.shape
     given = [weight.size for weight in weights]
     sizes = given + [0] * (MOST - len(weights))
@@ -330,7 +328,7 @@ def product(
     if by_tma:
         hopper.launch(
             values, x.scale, read, scales, sizes, out, run // config.k, blocks, config, first=first,
-            late=late, forked=forked,
+            late=late, second=second, forked=forked,
         )  # fmt: skip
         return out
     launches.kernel(_product, blocks, runs)(
@@ -339,6 +337,6 @@ def product(
         HALF=kind != quantise.INT8.value and not direct, BLOCK_T=config.tokens,
         BLOCK_N=config.columns,
         STAGES=config.stages, SWAP=config.swap, GROUP=config.group, CHAINED=chained, FIRST=first,
-        LATE=late, num_warps=config.warps, launch_pdl=chained and not forked,
+        LATE=late, SECOND=second, num_warps=config.warps, launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

@@ -83,19 +83,22 @@ def first_products(
             made[id(weight)] = columns
 
     rows = dict(rows)
+    first, second = not late, False
     for kind, _ in groups:
         if kind not in rows:
             name = quantised.kind_of(kind)
             assert name is not None  # the check said so
             [rows[kind]] = quantised_matmul.activations([(x, None)], name, scale_format)
-    order = dict(first=not late, late=late)
+            first, second = False, not late
     for (kind, form), group in groups.items():
-        part = quantised_matmul.product(rows[kind], group, form, dtype, keep_float=True, **order)
+        part = quantised_matmul.product(
+            rows[kind], group, form, dtype, keep_float=True, first=first, late=late, second=second
+        )
         cut(part, group)
-        order = dict(first=False, late=True)
+        first, second, late = False, False, True
     if plain:
         given = [(weight.values, weight.size) for weight in plain]
-        cut(product(x, given, weight_format, keep_float=True, **order), plain)
+        cut(product(x, given, weight_format, keep_float=True, first=first, late=late), plain)
     return [made[id(weight)] for weight in weights]
 
 
@@ -455,12 +458,15 @@ def _index_stage(
 
 
 def index_product(
-    c: Rows, weight: Weight, weight_format: str, of: Index, *, first: bool = False
-) -> Tensor | None:
+    c: Rows, weight: Weight, weight_format: str, of: Index, *, first: bool = False,
+    second: bool = False,
+) -> Tensor | None:  # fmt: skip
     """c W_qb [RUNS, T, NI DI]; None where both are floats, and index_side makes the queries."""
     if weight.scale is not None:
         form = weight.form(weight_format)
-        return quantised_matmul.product(c, [weight], form, of.gamma.dtype, first=first)
+        return quantised_matmul.product(
+            c, [weight], form, of.gamma.dtype, first=first, second=second
+        )
     if of.scales is not None:
         return product(c.values, [(weight.values, weight.size)], weight_format, first=first)
     return None

@@ -6,7 +6,8 @@ A block of an NZ weight is [columns / 16, K, 16]; copied with the 32-byte swizzl
 shared memory are a [columns, K] operand whose columns are the contiguous side, so nothing is ever
 rearranged.  The product is computed transposed, [columns, tokens], with the tokens as the short
 side.  A program asks for as many weight tiles as its shared memory holds before it waits for the
-kernel that writes x: that hides the end of that kernel, and the start of this one.
+kernel that writes x: that hides the end of that kernel, and the start of this one.  Where an op
+starts here it waits first (common/handover.py).
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def _product(
     token, block, run = place(tokens, BLOCK_T, B3, GROUP)
     lo = run * RUN
 
+    handover.begin(FIRST)
     # the first `ahead` weights, as far as they fit; then x, once it is there
     for i in range(ahead):
         k = lo + i * BLOCK_K
@@ -94,7 +96,7 @@ def _product(
         _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(i), True)
         _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(i), True)
         _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(i), True)
-    handover.begin(FIRST, LATE)
+    handover.follow(FIRST, LATE)
     for i in range(ahead):
         tma_load(x, [token, lo + i * BLOCK_K], full.index(i), x_tiles.index(i))
 

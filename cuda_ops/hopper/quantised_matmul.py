@@ -92,7 +92,7 @@ def _product(
     x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
     KB: gl.constexpr, CHUNKS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
     BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SWAP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
+    SWAP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
@@ -104,13 +104,14 @@ def _product(
     token, block, run = place(tokens, BLOCK_T, B2, GROUP)
     lo = run * CHUNKS
 
+    handover.begin(FIRST)
     for i in gl.static_range(STAGES):
         bar = full.index(i)
         mbarrier.expect(bar, BYTES)
         _fetch(w0, block, 0, B0, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w1, block, B0, B1, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
         _fetch(w2, block, B1, B2, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
-    handover.begin(FIRST, LATE)
+    handover.follow(FIRST, LATE, SECOND)
     for i in gl.static_range(STAGES):
         tma_load(x, [token, (lo + i) * 128], full.index(i), x_tiles.index(i))
 
@@ -169,7 +170,7 @@ def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
 def launch(
     x: Tensor, x_scale: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor | None],
     sizes: Sequence[int], out: Tensor, chunks: int, grid: int, config: Tiling, *, first: bool,
-    late: bool, forked: bool,
+    late: bool, second: bool, forked: bool,
 ) -> None:  # fmt: skip
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights, `chunks` blocks of k a run; size
     0: there is no such weight."""
@@ -184,5 +185,6 @@ def launch(
         KB=cdiv(depth, 128), CHUNKS=chunks, N0=sizes[0], N1=sizes[1], N2=sizes[2],
         BLOCK_T=config.tokens, BLOCK_N=config.columns, STAGES=min(chunks, config.stages),
         GROUP=config.group,
-        SWAP=config.swap, FIRST=first, LATE=late, num_warps=config.warps, launch_pdl=not forked,
+        SWAP=config.swap, FIRST=first, LATE=late, SECOND=second, num_warps=config.warps,
+        launch_pdl=not forked,
     )  # fmt: skip
