@@ -488,21 +488,29 @@ def is_one_launch(c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, s
     return whole and hopper_heads.supports(c, weight, w_uk, sin.shape[-1])
 
 
+def query_room(w_uk: Tensor, sin: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Memory for what query_heads gives."""
+    heads, _plain, rank = w_uk.shape
+    widths = rank, sin.shape[-1]
+    query, rope = (memory.empty((*shape, heads, n), w_uk.dtype, w_uk.device) for n in widths)
+    return query, rope
+
+
 def query_heads(
     c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor, cos: Tensor,
-    shape: tuple[int, int], interleaved: bool, *, forked: bool = False,
+    shape: tuple[int, int], interleaved: bool, *, into: tuple[Tensor, Tensor] | None = None,
+    forked: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """c [T, K] -> query [*shape, N, R], query_rope [*shape, N, D]; `forked` as for product."""
-    heads, plain, rank = w_uk.shape
-    rotary = sin.shape[-1]
-    query = memory.empty((*shape, heads, rank), c.dtype, c.device)
-    query_rope = memory.empty((*shape, heads, rotary), c.dtype, c.device)
+    query, query_rope = into or query_room(w_uk, sin, shape)
     if is_one_launch(c, weight, weight_format, w_uk, sin):
         hopper_heads.launch(
             c, weight, w_uk, sin, cos, query, query_rope, interleaved, forked=forked
         )  # fmt: skip
     else:
-        q = product(c, [(weight, heads * (plain + rotary))], weight_format, forked=forked)
+        heads, plain, _rank = w_uk.shape
+        size = heads * (plain + sin.shape[-1])
+        q = product(c, [(weight, size)], weight_format, forked=forked)
         query_stage(q, sin, cos, w_uk, query, query_rope, interleaved)
     return query, query_rope
 

@@ -508,17 +508,16 @@ def is_one_launch(c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin
 
 def query_heads(
     c: Rows, weight: Weight, weight_format: str, w_uk: Tensor, sin: Tensor, cos: Tensor,
-    shape: tuple[int, int], interleaved: bool, *, forked: bool = False,
+    shape: tuple[int, int], interleaved: bool, *, into: tuple[Tensor, Tensor] | None = None,
+    forked: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As prolog.query_heads, from c as the weight wants it."""
     if weight.scale is None:
         return prolog.query_heads(
             c.values, weight.values, weight_format, w_uk, sin, cos, shape, interleaved,
-            forked=forked,
+            into=into, forked=forked,
         )  # fmt: skip
-    heads, _plain, rank = w_uk.shape
-    query = memory.empty((*shape, heads, rank), w_uk.dtype, w_uk.device)
-    query_rope = memory.empty((*shape, heads, sin.shape[-1]), w_uk.dtype, w_uk.device)
+    query, query_rope = into or prolog.query_room(w_uk, sin, shape)
     if is_one_launch(c, weight, weight_format, w_uk, sin):
         assert c.scale is not None  # as the weight has one
         hopper_heads.launch(

@@ -106,7 +106,10 @@ def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     scored = lightning_indexer.scores(**a.of_indexer(query_index, weights))
     of_heads = (query_norm, a.w_uq_qr, a.weight_format, a.w_uk, a.sin)
-    absorbed = partial(prolog.query_heads, *of_heads, a.cos, (requests, steps), a.rope_interleaved)
+    absorbed = partial(
+        prolog.query_heads, *of_heads, a.cos, (requests, steps), a.rope_interleaved,
+        into=prolog.query_room(a.w_uk, a.sin, (requests, steps)),
+    )  # fmt: skip
     # of more than 128 tokens the queries' programs would leave those of the top-k no registers
     first = tokens <= 128 and prolog.is_one_launch(*of_heads)
     (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
@@ -124,17 +127,15 @@ def _side_by_side(
     if not a.x.is_cuda:
         indices, _ = lightning_indexer.select(scored)
         return absorbed(), indices
-    side = launches.Side(a.x.device)
-    side.fork()
-    if first:
-        queries = absorbed()
-        with side.stream():
+    with launches.Side(a.x.device) as side:
+        if first:
+            queries = absorbed()
+            with side.stream():
+                indices, _ = lightning_indexer.select(scored)
+        else:
             indices, _ = lightning_indexer.select(scored)
-    else:
-        indices, _ = lightning_indexer.select(scored)
-        with side.stream():
-            queries = absorbed(forked=True)
-    side.join()
+            with side.stream():
+                queries = absorbed(forked=True)
     return queries, indices
 
 
@@ -182,7 +183,10 @@ def _of_8_bits(a: layer.Whole) -> tuple[Tensor, Tensor]:
         scored = lightning_indexer.scores(**scoring)
     w_uq_qr = Weight(a.w_uq_qr, heads * (plain + rotary), a.dequant_scale_w_uq_qr)
     of_heads = (c, w_uq_qr, a.weight_format, a.w_uk, a.sin)
-    absorbed = partial(quantised_prolog.query_heads, *of_heads, a.cos, shape, a.rope_interleaved)
+    absorbed = partial(
+        quantised_prolog.query_heads, *of_heads, a.cos, shape, a.rope_interleaved,
+        into=prolog.query_room(a.w_uk, a.sin, shape),
+    )  # fmt: skip
     first = requests * steps <= 128 and quantised_prolog.is_one_launch(*of_heads)
     (query, query_rope), indices = _side_by_side(a, absorbed, scored, first)
     if not a.in_rows:

@@ -213,8 +213,9 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
 
 
-def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
-    """The streams of the time of the call, and what is launched on which."""
+@pytest.fixture
+def streams(monkeypatch):
+    """(what is done on which stream, the current one)"""
     noted: list[str] = []
     current = ["here"]
 
@@ -232,25 +233,42 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
     here = SimpleNamespace(get_current_stream=lambda device: current[0])
     monkeypatch.setattr(triton.runtime.driver, "_active", here)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(current[0]))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("there"))
+    monkeypatch.setattr(launches, "_new_stream", lambda device: Stream("there"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(
         torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream.name)
     )
     launches._streams.cache_clear()
+    yield noted, current
+    launches._streams.cache_clear()
 
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda tensor, **_: noted.append(f"{tensor.item()} on {current[0]}")
+
+class Noting:
+    """A kernel that notes its number and its stream; a negative one it refuses."""
+
+    def __init__(self, noted: list[str], current: list[str]) -> None:
+        self.noted, self.current = noted, current
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launched(tensor: Tensor, **_: Any) -> None:
+            if tensor.item() < 0:
+                raise ValueError("negative")
+            self.noted.append(f"{tensor.item()} on {self.current[0]}")
+
+        return launched
+
+
+def test_a_plan_forks_the_stream_where_its_launcher_does(streams):
+    """The streams of the time of the call, and what is launched on which."""
+    noted, current = streams
+    kernel = Noting(*streams)
 
     def launcher(x: Tensor) -> Tensor:
-        side = launches.Side(x.device)
         out = memory.empty((1,), x.dtype, x.device)
-        side.fork()
-        with side.stream():
-            launches.kernel(Kernel(), 1)(x)
-        launches.kernel(Kernel(), 1)(x)
-        side.join()
+        with launches.Side(x.device) as side:
+            with side.stream():
+                launches.kernel(kernel, 1)(x)
+            launches.kernel(kernel, 1)(x)
         return out
 
     _, plan = launches.record(launcher, lambda args, kwargs: dict(x=args[0]), (torch.ones(1),), {})
@@ -263,7 +281,140 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(monkeypatch):
         "there waits for elsewhere", "2.0 on there", "2.0 on elsewhere", "elsewhere waits for there"
     ]  # fmt: skip
     assert current == ["elsewhere"]
-    launches._streams.cache_clear()
+
+
+def test_a_call_that_fails_beside_the_stream_comes_back_to_it(streams):
+    """Else memory of the stream would be others' while its kernels still run."""
+    noted, current = streams
+    kernel = Noting(*streams)
+
+    def launcher(x: Tensor, y: Tensor) -> None:
+        with launches.Side(x.device) as side, side.stream():
+            launches.kernel(kernel, 1)(x)
+            launches.kernel(kernel, 1)(y)
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(x=args[0], y=args[1])
+
+    good, bad = torch.ones(1), -torch.ones(1)
+    _, plan = launches.record(launcher, bind, (good, good.clone()), {})
+    assert plan is not None
+    for call in (launcher, lambda x, y: plan([x, y])):
+        noted.clear()
+        with pytest.raises(ValueError, match="negative"):
+            call(good, bad)
+        assert noted == ["there waits for here", "1.0 on there", "here waits for there"]
+        assert current == ["here"]
+
+
+def test_a_plan_allocates_ahead_of_its_second_stream(streams, monkeypatch):
+    """Memory belongs to the stream of the call, also what its launcher allocates inside."""
+    noted, current = streams
+    kernel = Noting(*streams)
+
+    def empty(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        noted.append(f"memory of {current[0]}")
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def launcher(x: Tensor) -> Tensor:
+        with launches.Side(x.device) as side, side.stream():
+            launches.kernel(kernel, 1)(x)
+            return memory.empty((1,), x.dtype, x.device)
+
+    monkeypatch.setattr(memory, "empty", empty)
+    _, plan = launches.record(launcher, lambda args, kwargs: dict(x=args[0]), (torch.ones(1),), {})
+    assert plan is not None
+    noted.clear()
+    plan([torch.ones(1)])
+    assert noted == [
+        "memory of here", "there waits for here", "1.0 on there", "here waits for there"
+    ]  # fmt: skip
+
+
+class Driver:
+    """CUDA's, which gives every stream another address."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.called: list[str] = []
+        self.fails = fails
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*args: Any) -> int:
+            self.called.append(name)
+            if name == "cuStreamCreate":
+                args[0]._obj.value = 64 * len(self.called)
+            return 2 if name == self.fails else 0
+
+        return call
+
+
+@pytest.mark.parametrize("fails", ["", "cuStreamCreate"])
+def test_a_second_stream_is_none_of_those_that_torch_hands_out(fails, monkeypatch):
+    driver = Driver(fails)
+    external = lambda address, device: SimpleNamespace(address=address)  # noqa: E731
+    monkeypatch.setattr(launches.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    device = torch.device("cuda", 1)
+    if fails:
+        with pytest.raises(RuntimeError, match="cuStreamCreate of CUDA's driver failed with 2"):
+            launches._new_stream(device)
+    else:
+        assert launches._new_stream(device).address != launches._new_stream(device).address
+    assert driver.called[-1] == "cuCtxPopCurrent_v2"  # the caller's context is current again
+    assert driver.called.count("cuThreadExchangeStreamCaptureMode") % 2 == 0
+
+
+def test_a_user_s_stream_is_no_op_s_second_one(device):
+    if device.type != "cuda":
+        pytest.skip("streams of a GPU")
+    which = sparse_attention.layer_case(2, 1, 128, 4096)
+    arguments = which.make(device, 0)
+    wanted = [x.clone() for x in _tensors(which.call(arguments))]
+    here = torch.cuda.current_stream(device)
+    there = launches._streams(device, here.cuda_stream).there
+    mine = [torch.cuda.Stream(device) for _ in range(64)]
+    assert there.cuda_stream not in {stream.cuda_stream for stream in mine}
+    for stream in (here, *mine[:2]):
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # a first call, a recorded one, a plan
+                out = _tensors(which.call(arguments))
+                segments = torch.cuda.memory_snapshot()
+                for x in out:
+                    [at] = [
+                        segment["stream"] for segment in segments
+                        if 0 <= x.data_ptr() - segment["address"] < segment["total_size"]
+                    ]  # fmt: skip
+                    assert at == stream.cuda_stream
+            stream.synchronize()
+            assert all(map(torch.equal, out, wanted))
+
+
+def test_a_captured_stream_is_not_disturbed_by_calls_elsewhere(device):
+    """The second stream is made while another one is captured, too."""
+    if device.type != "cuda":
+        pytest.skip("streams of a GPU")
+    which = sparse_attention.layer_case(2, 1, 128, 4096)
+    arguments = which.make(device, 0)
+    wanted = [x.clone() for x in _tensors(which.call(arguments))]
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(4, device=device)
+    given: list[list[Tensor]] = []
+
+    def elsewhere() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            given.append([each.clone() for each in _tensors(which.call(arguments))])
+
+    mine = torch.cuda.Stream(device)
+    with torch.cuda.graph(graph, stream=mine, capture_error_mode="thread_local"):
+        x += 1
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        out = _tensors(which.call(arguments))
+        x += 1
+    graph.replay()
+    torch.cuda.synchronize(device)
+    assert x.tolist() == [2.0] * 4
+    assert given and all(map(torch.equal, given[0], wanted)) and all(map(torch.equal, out, wanted))
 
 
 class Launched:
@@ -407,7 +558,7 @@ def test_memory_is_used_again_where_no_launch_may_still_read_it(overlapping, mon
 
 def test_each_stream_forks_into_one_of_its_own(monkeypatch):
     """What one user's stream still reads would be another's new memory, or part of its graph."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(launches, "_new_stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
     launches._streams.cache_clear()

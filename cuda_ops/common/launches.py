@@ -15,6 +15,7 @@ tests) is called with tensors again.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -202,36 +203,66 @@ class _Streams(NamedTuple):
     joined: torch.cuda.Event
 
 
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """One that nobody else has: torch's own are 32, which it hands out in turn."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context, stream, mode = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+
+    def call(name: str, *args: Any) -> None:
+        if error := getattr(cuda, name)(*args):
+            raise RuntimeError(f"{name} of CUDA's driver failed with {error}")
+
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device.index)
+    call("cuCtxPushCurrent_v2", context)
+    # also while a stream is captured
+    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        call("cuCtxPopCurrent_v2", ctypes.byref(context))
+    return torch.cuda.ExternalStream(stream.value, device)
+
+
+_RELAXED, _NON_BLOCKING = 2, 1  # CU_STREAM_CAPTURE_MODE_RELAXED, CU_STREAM_NON_BLOCKING
+
+
 @cache
 def _streams(device: torch.device, here: int) -> _Streams:
     """A second stream and two events for each stream, by its address: memory of a stream is used
     again without asking what other streams still read of it, and a captured stream takes the one
     that it forks into with it.  Who waits for an event has what it was last recorded for: another
     thread's is later in the same stream."""
-    there = torch.cuda.Stream(device)
     current = torch.cuda.current_stream(device)
-    return _Streams(current, there, torch.cuda.Event(), torch.cuda.Event())
+    return _Streams(current, _new_stream(device), torch.cuda.Event(), torch.cuda.Event())
 
 
 class Side:
-    """A second stream, that leaves the current one at `fork` and comes back at `join`; inside
-    `stream()` it is the current one.  An op has one."""
+    """`with Side(device) as side`: a second stream leaves the current one, and comes back at the
+    end, also of a launcher or plan that fails; inside `side.stream()` it is the current one.  An op
+    has one.  What lives on behind it is allocated ahead of it."""
 
     def __init__(self, device: torch.device) -> None:
         here = triton.runtime.driver.active.get_current_stream(device.index)
         self._here, self._there, self._forked, self._joined = _streams(device, here)
-        self._inside = False
+        self._inside = self._apart = False
         _note(lambda run: setattr(run, "side", Side(device)))
 
-    def fork(self) -> None:
+    def __enter__(self) -> Side:
         self._forked.record(self._here)
         self._there.wait_event(self._forked)
-        _note(lambda run: run.side.fork())
+        self._apart = True
+        _note(lambda run: run.side.__enter__())
+        return self
 
-    def join(self) -> None:
-        self._joined.record(self._there)
-        self._here.wait_event(self._joined)
-        _note(lambda run: run.side.join())
+    def __exit__(self, *_: object) -> None:
+        """Also where it has come back already: a plan that failed may be inside."""
+        self.leave()
+        if self._apart:
+            self._apart = False
+            self._joined.record(self._there)
+            self._here.wait_event(self._joined)
+            _note(lambda run: run.side.__exit__())
 
     def enter(self) -> None:
         torch.cuda.set_stream(self._there)
@@ -239,7 +270,6 @@ class Side:
         _note(lambda run: run.side.enter())
 
     def leave(self) -> None:
-        """Also where it is left already: a plan that failed may be inside."""
         if self._inside:
             self._inside = False
             torch.cuda.set_stream(self._here)
@@ -494,7 +524,7 @@ class Plan:
                 step(run)
         finally:
             if run.side is not None:
-                run.side.leave()
+                run.side.__exit__()
         if self._outputs is None:
             return None
         outputs = [run.tensors[x] if isinstance(x, int) else run.at(x) for x in self._outputs]
@@ -575,6 +605,8 @@ def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
         if not recorder.overlapping:  # else a launch may still use what a later one would get
             ended = {each.slot for each in inner if last.get(each.slot) == number} - set(moved)
             steps += map(_Dropped, sorted(ended))
+    if recorder.overlapping:  # of the stream of the call, which may fork later
+        steps.sort(key=lambda step: not isinstance(step, _Made))
     return Plan(steps, whole_slot + 1, None if out is None else outputs, single)
 
 
