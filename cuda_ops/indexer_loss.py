@@ -69,8 +69,8 @@ def _target_kernel(
         i_batch, i_row, l_batch, l_head, l_row,
     ) = strides  # fmt: skip
     # late rows see most keys: they start first
-    row = S - 1 - tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    row = S - 1 - tl.program_id(0) % S
+    batch = (tl.program_id(0) // S).to(tl.int64)
     row_wide = row.to(tl.int64)
     query += batch * q_batch + row_wide * q_row
     key += batch * k_batch
@@ -151,8 +151,8 @@ def _slots_kernel(
     indices, slots, ends, chunk_offset, S, key_length, K, i_batch, i_row, K_PAD: tl.constexpr
 ):
     """Indices as int32, -1 where they do not count, and the end of those that do."""
-    row = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) % S
+    batch = (tl.program_id(0) // S).to(tl.int64)
     slot = tl.arange(0, K_PAD)
     from_row = indices + batch * i_batch + row.to(tl.int64) * i_row
     index, counts = valid_slots(from_row, slot, K, chunk_offset + row, key_length)
@@ -166,8 +166,8 @@ def _loss_kernel(
     index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,
     s_batch, s_row, i_batch, i_row, K_PAD: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) % S
+    batch = (tl.program_id(0) // S).to(tl.int64)
     row_wide = row.to(tl.int64)
     slot = tl.arange(0, K_PAD)
     _, counts = valid_slots(
@@ -230,7 +230,7 @@ def _on_hopper(
     B, S, K = indices.shape
     slots = memory.empty((B, S, K), torch.int32, query.device)
     ends = memory.empty((B, S), torch.int32, query.device)
-    launches.kernel(_slots_kernel, S, B)(
+    launches.kernel(_slots_kernel, B * S)(
         indices, slots, ends, chunk_offset, S, key.shape[1], K, *indices.stride()[:2],
         K_PAD=padded(K), num_warps=4,
     )  # fmt: skip
@@ -267,7 +267,7 @@ def forward(
     else:
         tile = tiles(N, pieces(D, DR), softmax_lse is not None, query.device)
         assert tile is not None
-        launches.kernel(_target_kernel, S, B)(
+        launches.kernel(_target_kernel, B * S)(
             query, key, query_rope, key_rope, indices, softmax_lse, target,
             scaling * LOG2E.value, chunk_offset, S, key_length, K,
             (
@@ -281,7 +281,7 @@ def forward(
             K_PAD=padded(K), HEADS=tile.heads, KEYS=tile.keys, STAGES=tile.stages,
             HAS_LSE=softmax_lse is not None, num_warps=tile.warps,
         )  # fmt: skip
-    launches.kernel(_loss_kernel, S, B)(
+    launches.kernel(_loss_kernel, B * S)(
         index_score, indices, target, loss, chunk_offset, S, key_length, K, eps,
         *index_score.stride()[:2], *indices.stride()[:2], K_PAD=padded(K), num_warps=4,
     )  # fmt: skip

@@ -23,7 +23,7 @@ import torch
 from custom.dispatch import backends, log, memo, register
 from custom.dispatch.common import memory
 from custom.dispatch.common.modes import Mode
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.specs import BY_NAME, SPECS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -775,6 +775,54 @@ def test_another_batch_compiles_for_other_tiles_alone(shape, most, variants, mon
     assert variants and sum(map(len, variants.values())) <= most
     for kernel, keys in variants.items():
         assert len(keys) == len(set(keys.values())), kernel
+
+
+@pytest.fixture
+def grids(pretended, monkeypatch) -> dict[str, tuple[int, ...]]:
+    """The largest grid of every kernel that is launched."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        before = found.get(kernel.__name__, grid)
+        found[kernel.__name__] = tuple(map(max, before, grid))
+        return lambda *args, **named: None
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", launch)
+    return found
+
+
+OPS = [spec.name for spec in SPECS if backends.has_kernel(backends.CUDA, spec)]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_requests_and_tokens_are_counted_in_a_grid_s_first_dimension(name, grids):
+    """The others end at 65535."""
+    found = []
+    for size in (1, 2):
+        grids.clear()
+        arguments = samples.sample(name, torch.device("cpu"), torch.bfloat16, B=size)
+        direct(name, arguments)
+        found.append(dict(grids))
+    few, many = found
+    assert few
+    for kernel in few.keys() & many.keys():
+        pairs = zip(few[kernel][1:], many[kernel][1:], strict=True)
+        assert all(after <= before for before, after in pairs), kernel
+
+
+@pytest.mark.parametrize("name", ["npu_indexer_loss", "npu_indexer_loss_backward"])
+def test_more_requests_than_a_grid_s_second_dimension_has(name, grids):
+    B, S, K = 65536, 1, 4
+    index_score = torch.empty(B, S, K, dtype=torch.bfloat16)
+    arguments = dict(index_score=index_score, indices=torch.zeros(B, S, K, dtype=torch.int32))
+    if name == "npu_indexer_loss":
+        query = torch.empty(B, 1, S, 16, dtype=torch.bfloat16)
+        arguments |= dict(query=query, key=query[:, 0], scaling=1.0, chunk_offset=0)
+    else:
+        arguments |= dict(grad_loss=torch.empty(B, S), target=torch.empty(B, S, K), key_length=1)
+        arguments |= dict(chunk_offset=0)
+    direct(name, arguments)
+    assert grids and all(grid == (B * S,) for grid in grids.values())
 
 
 def decode(**changed: Any) -> dict[str, Any]:
