@@ -240,15 +240,18 @@ class Again:
         self._runner, self._bind = runner, bind
         self._counted = runner.spec.name, runner.backend.name
         self._record = recorder(runner.backend)
-        self._plan: Callable[[list[torch.Tensor]], Any] | None = None
+        self._plan: Any = None  # launches.Plan
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
         log.calls[self._counted] += 1
         with made_current(self._runner.device):
-            if self._plan is not None:
-                return self._plan(tensors)
+            plan = self._plan
+            if plan is not None:
+                if plan.holds():
+                    return plan(tensors)
+                self._plan, self._record = None, recorder(self._runner.backend)
             record, self._record = self._record, None
             if record is None:
                 return self._runner.function(**self._bind(args, kwargs))

@@ -35,8 +35,11 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
 import triton
-from custom.cuda_ops.common import gpu, launches
+import triton.language as tl
+from custom.cuda_ops import merge_states
+from custom.cuda_ops.common import gpu, launches, private_triton
 from custom.cuda_ops.common.direct import Direct
+from custom.cuda_ops.common.private_triton import Launcher
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
@@ -478,7 +481,7 @@ def encoded(monkeypatch) -> list[int]:
 def test_c_is_handed_what_triton_hands_it(encoded):
     """And descriptors that point where they did are not encoded again."""
     which = Launched()
-    launch = Direct(which.kernel, (3, 2, 1), 0)
+    launch = Direct(Launcher(which.kernel), (3, 2, 1), 0)
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     rows, numbers = launch.encoded(which.rows(x)), launch.encoded(which.numbers(y))
     for other in (x, torch.empty_like(x), x):
@@ -493,7 +496,7 @@ def test_c_is_handed_what_triton_hands_it(encoded):
 
 def test_hooks_see_every_launch(encoded, monkeypatch):
     which = Launched()
-    launch = Direct(which.kernel, (3, 2, 1), 0)
+    launch = Direct(Launcher(which.kernel), (3, 2, 1), 0)
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     rows, numbers = launch.encoded(which.rows(x)), launch.encoded(which.numbers(y))
     hooks = [lambda about: None for _ in range(2)]
@@ -510,7 +513,7 @@ def test_scratch_memory_is_another_for_each_launch(encoded, monkeypatch):
     numbers = iter(range(10))
     allocator = SimpleNamespace(get=lambda: lambda *_: f"scratch {next(numbers)}")
     monkeypatch.setattr(nvidia._allocation, "_allocator", allocator)
-    launch = Direct(which.kernel, (3, 2, 1), 0)
+    launch = Direct(Launcher(which.kernel), (3, 2, 1), 0)
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     values = launch.encoded(which.rows(x))(0), launch.encoded(which.numbers(y))(0)
     for _ in range(2):
@@ -1028,7 +1031,7 @@ def test_what_triton_does_once_begins_with_the_import_of_kernels(monkeypatch):
 
     monkeypatch.setattr(gpu, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(launches, "triton_key", key)
+    monkeypatch.setattr(private_triton, "_triton_key", key)
     monkeypatch.setattr(triton.runtime.driver, "_active", pretended_driver(90))
     begun = launches._begin()
     assert begun and not said
@@ -1049,6 +1052,223 @@ def test_calls_go_on_behind_a_kernel_that_did_not_compile(monkeypatch):
             _async_compile.active_mode.get().submit("key", compile, lambda kernel: None)
         with launches.compiling(executor):
             pass
+
+
+@triton.jit
+def _increment(x):
+    tl.store(x, tl.load(x) + 1)
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[Exception | None]:
+    """What each compile of _increment ends in, one after the other."""
+    ends: list[Exception | None] = []
+
+    def compile(*_: Any, **__: Any) -> SimpleNamespace:
+        end = ends.pop(0)
+        if end is not None:
+            raise end
+        return SimpleNamespace(run=None)
+
+    driver = pretended_driver(90)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(launches, "_ALONE", False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *args, **named: None)
+    _increment.device_caches.clear()
+    assert _increment.device_caches[driver.get_current_device()]
+    monkeypatch.setattr(_increment, "compile", compile)
+    return ends
+
+
+def test_a_compile_that_failed_is_tried_again(compiled):
+    """A full disk is no longer full; Triton keeps the error with the kernel."""
+
+    def launcher(x: Tensor) -> None:
+        launches.kernel(_increment, 1)(x)
+
+    compiled += [OSError("no space left"), ValueError("ptxas was killed"), None]
+    for error in (OSError, ValueError):
+        with pytest.raises(error):
+            launches.run(launcher, dict(x=torch.zeros(1)))
+    for _ in range(2):
+        launches.run(launcher, dict(x=torch.zeros(1)))
+    assert not compiled
+
+
+def test_of_two_compiles_that_failed_both_are_tried_again(compiled):
+    """Also the one that fails when the other's error is out already."""
+
+    def launcher() -> None:
+        for dtype in (torch.float32, torch.float16):
+            launches.kernel(_increment, 1)(torch.zeros(1, dtype=dtype))
+
+    compiled += [OSError("no space left"), OSError("no space left"), None, None]
+    with pytest.raises(OSError, match="no space"):
+        launches.run(launcher, {})
+    launches.run(launcher, {})
+    assert not compiled
+
+
+def test_who_compiles_side_by_side_around_an_op_goes_on(compiled):
+    with ThreadPoolExecutor(1) as executor, _async_compile.AsyncCompileMode(executor) as theirs:
+        with launches.compiling(executor):
+            assert _async_compile.active_mode.get() is not theirs
+        assert _async_compile.active_mode.get() is theirs
+
+
+def merge(seed: int = 1) -> dict[str, Any]:
+    return samples.sample("npu_merge_states", torch.device("cpu"), torch.float32, seed)
+
+
+@pytest.mark.parametrize("pretended", [(9, 0)], ids=["sm90"], indirect=True)
+@pytest.mark.parametrize("setting", ["debug", "add_stages_inspection_hook", "pre_run_hooks"])
+def test_a_plan_ends_with_the_settings_it_was_made_under(setting, pretended, monkeypatch):
+    """Triton compiles for them, or calls somebody at each launch."""
+    recorded: list[bool] = []
+    record = launches.record
+
+    def noting(*args: Any) -> Any:
+        recorded.append(True)
+        return record(*args)
+
+    monkeypatch.setattr(launches, "record", noting)
+    backends.recorder.cache_clear()
+    register.forget()
+    call = register.overload(BY_NAME["npu_merge_states"])
+    for _ in range(3):
+        call(**merge())
+    assert len(recorded) == 1
+    if setting == "pre_run_hooks":
+        monkeypatch.setattr(merge_states._merge, setting, hooks := [])
+        register.forget()
+        for _ in range(3):
+            call(**merge())
+        assert len(recorded) == 2
+        recorded.pop()
+        hooks.append(lambda *args, **named: None)
+    else:
+        monkeypatch.setattr(knobs.runtime, setting, lambda: ("key", "hash"))
+    pretended.take()
+    for _ in range(3):
+        call(**merge())
+    assert len(recorded) == 2
+    assert len(pretended.take()[0]) == 3
+    monkeypatch.undo()
+    backends.recorder.cache_clear()
+    register.forget()
+
+
+class _Other(nvidia.CudaLauncher):
+    """Triton's launcher, as one to come may be."""
+
+    def __init__(self, run: Any, change: Callable[[list[Any]], list[Any]]) -> None:
+        self.of, self.change = run, change
+        vars(self).update(vars(run))
+
+    def __call__(self, *args: Any) -> None:
+        *before, values = args[:9], list(args[9:])
+        vars(self.of)["launch"] = self.launch
+        self.of(*before[0], *self.change(values) if values else values)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda values: values, True),
+        (lambda values: values[::-1], False),
+        (lambda values: [*values, None], False),
+        (lambda values: [float(x) if type(x) is int else x for x in values], False),
+    ],
+    ids=["the same", "turned", "one more", "floats"],
+)
+def test_what_c_would_not_be_handed_is_not_handed_to_it(change, same, encoded):
+    which = Launched()
+    which.kernel.run = _Other(which.kernel.run, change)
+    x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
+    launcher = Launcher(which.kernel)
+    launch = Direct(launcher, (3, 2, 1), 0)
+    rows, numbers = which.rows(x), which.numbers(y)
+    values = [
+        x.data_ptr(), *launch.encoded(rows)(x.data_ptr()), 5,
+        *launch.encoded(numbers)(y.data_ptr()),
+    ]  # fmt: skip
+    assert private_triton.agrees(launcher, (3, 2, 1), [x, rows, 5, numbers], values) == same
+    assert not which.handed
+
+
+@pytest.mark.parametrize("pretended", [(9, 0)], ids=["sm90"], indirect=True)
+@pytest.mark.parametrize("name", ["_KNOWN", "CompiledKernel", "_encode"])
+@pytest.mark.parametrize("op", ["npu_merge_states", "npu_mla_prolog_pto"])
+def test_a_triton_that_nobody_tried_launches_in_its_public_way(op, name, pretended, monkeypatch):
+    """Plans of kernels with descriptors there are none then."""
+    arguments = samples.sample(op, torch.device("cpu"), torch.bfloat16)
+    register.forget()
+    direct(op, arguments)
+    wanted = [(each, grid) for each, grid, _ in pretended.take()[0]]
+    monkeypatch.setattr(private_triton, name, None)
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(launches, "Direct", None)
+    for _ in range(3):
+        register.overload(BY_NAME[op])(**arguments)
+        assert [(each, grid) for each, grid, _ in pretended.take()[0]] == wanted
+    register.forget()
+
+
+def test_no_op_fails_to_import_where_a_private_name_has_moved():
+    """And one runs, with its kernel compiled and launched in Triton's public way."""
+    subprocess.run([sys.executable, "-c", _MOVED], check=True, timeout=300)
+
+
+_MOVED = """
+import importlib, sys
+from types import SimpleNamespace
+import torch, triton, custom
+import triton.experimental.gluon.language._core, triton.runtime._async_compile
+import triton.backends.nvidia.driver, triton.compiler, triton.runtime.build
+from triton.runtime.jit import KernelInterface
+from tests.support.compile_for_hopper import driver
+
+MOVED = {
+    "triton.compiler": ["CompiledKernel"],
+    "triton.runtime._async_compile": ["AsyncCompileMode", "active_mode"],
+    "triton.runtime.cache": ["triton_key"],
+    "triton.runtime.build": ["_load_module_from_path"],
+    "triton.backends.nvidia.driver": ["make_tensordesc_arg"],
+    "triton.backends.driver": ["DriverBase"],
+    "triton.experimental.gluon.language._core": ["builtin"],
+    "triton._C.libtriton": ["ir"],
+}
+triton.runtime.driver._active = driver(90)
+torch.cuda.is_current_stream_capturing = lambda: False
+launched = []
+KernelInterface.__getitem__ = lambda kernel, grid: lambda *a, **n: launched.append(kernel)
+ours = [name for name in sys.modules if name.startswith("custom.cuda_ops")]
+assert not ours
+for module, names in MOVED.items():
+    for name in names:
+        there = sys.modules[module]
+        kept = getattr(there, name)
+        delattr(there, name)
+        try:
+            if name in ("builtin", "ir"):
+                importlib.import_module("custom.cuda_ops.fused_attention_backward")
+            found = importlib.import_module("custom.cuda_ops.merge_states")
+            launches = importlib.import_module("custom.cuda_ops.common.launches")
+            # what is asked for ahead is not compiled: the kernel says so
+            triton.runtime.jit.JITFunction.warmup = lambda self, *a, **n: None
+            launches._ALONE = False
+            given = dict(outs=torch.ones(2, 3, 4, 16), lses=torch.ones(2, 3, 4), sums=None)
+            launches.run(found.forward, given)
+            assert launched.pop().__name__ == "_merge"
+            gpu = importlib.import_module("custom.cuda_ops.common.gpu")
+            gpu.capability = lambda device: (9, 0)
+            assert gpu.is_hopper(torch.device("cpu")) == (name not in ("builtin", "ir"))
+        finally:
+            setattr(there, name, kept)
+        for each in [x for x in sys.modules if x.startswith("custom.cuda_ops")]:
+            del sys.modules[each]
+"""
 
 
 def test_what_is_compiled_ahead_can_be_launched_at_once(monkeypatch):
@@ -1096,7 +1316,7 @@ def test_threads_that_load_launchers_get_their_own(monkeypatch, tmp_path):
     same arguments."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "_load_module_from_path", build._load_module_from_path)
-    launches._load_apart()
+    private_triton.load_apart(lambda: True)
 
     def launcher(number: int) -> Callable[[], int]:
         source = _LAUNCHER.format(number=number)
@@ -1113,6 +1333,17 @@ def test_threads_that_load_launchers_get_their_own(monkeypatch, tmp_path):
             assert not any(threads.map(others, range(4)))
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_launchers_of_others_are_loaded_as_triton_does(monkeypatch):
+    shared = SimpleNamespace(launch="launch")
+    monkeypatch.setattr(private_triton, "_load", lambda name, path: shared)
+    monkeypatch.setattr(build, "_load_module_from_path", None)
+    private_triton.load_apart(lambda: False)
+    assert build._load_module_from_path("name", "path") is shared
+    private_triton.load_apart(lambda: True)
+    own = build._load_module_from_path("name", "path")
+    assert own is not shared and own.launch == "launch"
 
 
 def test_first_calls_import_nothing_slow():

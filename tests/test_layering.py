@@ -30,7 +30,13 @@ ALLOWED = {
         "dispatch.versions",
         "npu_ops",
     ),
-    "cuda_ops": ("dispatch.common", "dispatch.errors", "dispatch.log", "cuda_ops"),
+    "cuda_ops": (
+        "dispatch.common",
+        "dispatch.errors",
+        "dispatch.log",
+        "dispatch.versions",
+        "cuda_ops",
+    ),
 }
 # what may be imported at module level, so that `import custom` needs torch alone
 LAZY = {

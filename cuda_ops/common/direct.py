@@ -13,20 +13,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from inspect import getclosurevars, isfunction, signature
 from itertools import repeat
 from typing import Any
 from weakref import WeakValueDictionary
 
 import triton
 from triton import knobs
-from triton.backends.nvidia.driver import make_tensordesc_arg
-from triton.compiler import CompiledKernel
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .private_triton import Launcher, encode
 
 _PLACES = 8192  # for which descriptors stay encoded: weights, memory used again; 5 MB
-# since 3.8 it gets the launch's other arguments as well
-_REST = (None,) * (len(signature(make_tensordesc_arg).parameters) - 2)
 
 Encoded = Callable[[int], list[Any]]
 
@@ -44,13 +40,13 @@ class _Pointer:
 class _Kind:
     """What descriptors share that differ in where they point: one object in a process."""
 
-    def __init__(self, of_none: TensorDescriptor, meta: Any, encodes: bool) -> None:
+    def __init__(self, of_none: Any, meta: Any, encodes: bool) -> None:
         self._of_none, self._meta, self._encodes = of_none, meta, encodes
 
     def at(self, pointer: int) -> list[Any]:
         there = copy.copy(self._of_none)
         there.base = _Pointer(pointer)
-        return make_tensordesc_arg(there, self._meta, *_REST) if self._encodes else [there]
+        return encode(there, self._meta) if self._encodes else [there]
 
 
 _kinds: WeakValueDictionary[tuple[str, str, bool], _Kind] = WeakValueDictionary()
@@ -61,34 +57,15 @@ class Direct:
     """Of one kernel and grid.  Called with the kernel's values: pointers as numbers, and of each
     descriptor what `encoded` gives."""
 
-    def __init__(self, kernel: CompiledKernel, grid: tuple[int, int, int], device: int) -> None:
-        self._kernel, self._grid = kernel, grid
+    def __init__(self, launcher: Launcher, grid: tuple[int, int, int], device: int) -> None:
+        self._encodes, self._grid = launcher.encodes, grid
+        self._kernel, self._run, self._in_c = launcher.kernel, launcher.run, launcher.in_c
+        if self._in_c is not None:
+            self._between, self._listed = launcher.between, launcher.listed
         self._stream = partial(triton.runtime.driver.active.get_current_stream, device)
-        self._run = copy.copy(kernel.run)
-        self._in_c: Callable[..., Any] | None = None
-        launch = getattr(self._run, "launch", None)
-        self._encodes = isfunction(launch)
-        if launch is not None:
-            if self._encodes:
-                launch = getclosurevars(launch).nonlocals["launcher"]
-            if not (self._run.global_scratch_size or self._run.profile_scratch_size):
-                self._in_c = launch
-                self._between, self._listed = self._handed()
-            self._run.launch = launch
-        metas = kernel.metadata.tensordesc_meta if self._encodes else None
-        self._metas = iter(metas or repeat(None))
+        self._metas = iter(launcher.metas or repeat(None))
 
-    def _handed(self) -> tuple[list[Any], bool]:
-        """(what Triton hands to the function in C between the stream and the values, whether it has
-        these in a list of their own, as since 3.7)"""
-        handed: list[Any] = []
-        self._run.launch = lambda *args: handed.extend(args)
-        kernel = self._kernel
-        self._run(*self._grid, 0, kernel.function, kernel.packed_metadata, None, None, None)
-        listed = handed[-1] == ()
-        return handed[4:-1] if listed else handed[4:], listed
-
-    def encoded(self, descriptor: TensorDescriptor) -> Encoded:
+    def encoded(self, descriptor: Any) -> Encoded:
         """The kernel's next descriptor as values, by where it points; the first tells that."""
         of_none, meta = copy.copy(descriptor), next(self._metas)
         of_none.base = None  # the tensor itself is not kept

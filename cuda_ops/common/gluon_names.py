@@ -12,10 +12,11 @@ from typing import Any
 
 import triton
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
-LACKING: list[str] = []
+from .private_triton import GLUON_LACKS, builtin
+
+LACKING: list[str] = [*GLUON_LACKS]
 
 
 def _named(module: Any, *names: str) -> Any:

@@ -13,9 +13,9 @@ from functools import cache
 
 import torch
 import triton
-from triton.backends.driver import DriverBase
 
 from ...dispatch import log
+from . import private_triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _OLDEST = (8, 0)  # what Triton supports, and what the tiles are cut for
@@ -26,7 +26,7 @@ def cannot_run(device: torch.device) -> str | None:
     if INTERPRETED:
         return None
     if device.type != "cuda":
-        if _pretended():
+        if private_triton.pretends():
             return None
         return (
             f"inputs are on {device}, where these kernels run under Triton's interpreter alone; "
@@ -44,12 +44,6 @@ def cannot_run(device: torch.device) -> str | None:
             "such a GPU, or set CUSTOM_BACKEND=reference"
         )
     return None
-
-
-def _pretended() -> bool:
-    """A stand-in for Triton's driver (tests)."""
-    driver = getattr(triton.runtime.driver, "_active", None)
-    return driver is not None and not isinstance(driver, DriverBase)
 
 
 @cache

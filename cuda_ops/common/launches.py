@@ -25,7 +25,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +32,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
-from triton.compiler import CompiledKernel
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import build
-from triton.runtime._async_compile import AsyncCompileMode, active_mode
-from triton.runtime.cache import triton_key
 
 from ...dispatch.common import memory
 from ...dispatch.common.modes import Mode
-from . import gpu
+from . import gpu, private_triton
 from .direct import Direct, Encoded
 
 Bind = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
@@ -64,11 +58,16 @@ def kernel(kernel: Any, *grid: int) -> Callable[..., Any]:
     `compiling`."""
     recorder = getattr(_here, "recorder", None)
     if getattr(_here, "compiling", False):
-        launch = partial(kernel.warmup, grid=grid)
+        launch = partial(_asked_for, kernel, grid=grid)
     else:
         launch = kernel[grid] if recorder is None else partial(recorder.launch, kernel, grid)
     # multiply and add round once: the default up to 3.9, which warns where a launch does not say so
     return partial(launch, enable_fp_fusion=True)
+
+
+def _asked_for(kernel: Any, *args: Any, **named: Any) -> Any:
+    _here.asked = kernel
+    return kernel.warmup(*args, **named)
 
 
 class _WritesNothing(Mode):
@@ -79,12 +78,11 @@ class _WritesNothing(Mode):
 
 
 def _begin() -> list[threading.Thread]:
-    """What Triton does once in a process, in tenths of a second each: a hash of itself, which is in
-    the key of every kernel, and its driver, which is C.  Begun while an op's kernels are imported.
-    """
+    """What Triton does once in a process, in tenths of a second each, is begun while an op's
+    kernels are imported."""
     if gpu.INTERPRETED or not torch.cuda.is_initialized():
         return []
-    parts = triton_key, lambda: triton.runtime.driver.active
+    parts = private_triton.once_a_process()
     threads = [threading.Thread(target=part, daemon=True) for part in parts]
     for thread in threads:
         thread.start()
@@ -94,23 +92,18 @@ def _begin() -> list[threading.Thread]:
 _begun = _begin()
 
 
-def _load_apart() -> None:
-    """Triton up to 3.6 loads the launcher of every kernel as a module of one name.  A file that was
-    loaded before gives the module object that bears the name, filled anew: of two threads that load
-    launchers one got the other's.  So one loads at a time, and has a module of its own."""
-    load, alone = build._load_module_from_path, threading.Lock()
-
-    def loaded(name: str, path: str) -> ModuleType:
-        module = ModuleType(name)
-        with alone:
-            module.__dict__.update(vars(load(name, path)))
-        return module
-
-    build._load_module_from_path = loaded
+@contextmanager
+def _our_own() -> Iterator[None]:
+    """This thread compiles and loads kernels of this package."""
+    before, _here.ours = getattr(_here, "ours", False), True
+    try:
+        yield
+    finally:
+        _here.ours = before
 
 
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):  # later ones have one launcher
-    _load_apart()
+if private_triton.LOADS_APART:
+    private_triton.load_apart(lambda: getattr(_here, "ours", False))
 
 
 # ast.parse, with which a compile begins, is not for two threads at a time in these
@@ -129,19 +122,23 @@ class _Readying:
         self._executor = executor
         self.all_given = threading.Event()
 
-    def submit(self, compiled: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
+    def submit(self, compiled: Callable[[], Any]) -> Future[Any]:
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
 
-        def readied() -> CompiledKernel:
+        def readied() -> Any:
             self.all_given.wait()
-            with _compiles if _ALONE else nullcontext():
-                kernel = compiled()
-            driver.set_current_device(device)  # each thread has its own
-            kernel.run  # noqa: B018
+            with _our_own():
+                with _compiles if _ALONE else nullcontext():
+                    kernel = compiled()
+                driver.set_current_device(device)  # each thread has its own
+                kernel.run  # noqa: B018
             return kernel
 
-        return self._executor.submit(readied)
+        future = self._executor.submit(readied)
+        asked = getattr(_here, "asked", None)
+        future.add_done_callback(partial(private_triton.forget_failed, asked))
+        return future
 
 
 @contextmanager
@@ -156,14 +153,13 @@ def compiling(executor: Executor) -> Iterator[None]:
     _here.compiling = True
     readying = _Readying(executor)
     try:
-        with AsyncCompileMode(readying), _WritesNothing():
+        with private_triton.compiled_by(readying), _WritesNothing():
             try:
                 yield
             finally:
                 readying.all_given.set()
     finally:
         _here.compiling = False
-        active_mode.set(None)  # Triton leaves it where a kernel did not compile
 
 
 # other shapes may need other kernels: none is asked any more after so many in a row needed none
@@ -193,7 +189,8 @@ def run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with _Compilers() as executor, compiling(executor):
             function(**arguments)
         _needed_none[function] = 0 if executor.given else calls + 1
-    return function(**arguments)
+    with _our_own():
+        return function(**arguments)
 
 
 class _Streams(NamedTuple):
@@ -396,6 +393,7 @@ class _Recorder(Mode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.steps: list[Step] = []
+        self.hooks: list[list[Any]] = []  # those of Triton's, of each kernel
         # one of another stream, or one that starts before the one ahead of it has ended
         self.overlapping = False
         self._device = tensors[0].device
@@ -471,23 +469,25 @@ class _Recorder(Mode):
         args: tuple[Any, ...],
         named: dict[str, Any],
     ) -> Step:
-        if not isinstance(compiled, CompiledKernel):
-            if not all(isinstance(x, Tensor) or _is_constant(x) for x in (*args, *named.values())):
-                raise _NoPlan
-            return _Called(kernel[grid], *self._placed((args, named)))
+        launcher = private_triton.launcher_of(compiled)
+        if launcher is None or private_triton.is_seen(kernel):
+            return self._publicly(kernel, grid, args, named)
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
-        launch = Direct(compiled, (*grid, 1, 1)[:3], self._device.index or 0)
+        size = (*grid, 1, 1)[:3]
+        launch = Direct(launcher, size, self._device.index or 0)
         step = _Launched(launch, [], [], [], [])
+        by_triton: list[Any] = []
         for param in kernel.params:
             value = given.get(param.name, param.default)
+            by_triton.append(value)
             index, values = len(step.values), [value]
             if param.is_constexpr:
                 pass
             elif isinstance(value, Tensor):
                 place = self.place(value, of_one_dtype=False)
                 step.pointers.append((index, place.slot, place.offset))
-                values = [None]
-            elif isinstance(value, TensorDescriptor):
+                values = [value.data_ptr()]
+            elif hasattr(value, "block_shape"):
                 place = self.place(value.base, of_one_dtype=False)
                 step.described.append((index, place.slot, place.offset))
                 step.encoded.append(launch.encoded(value))
@@ -495,7 +495,17 @@ class _Recorder(Mode):
             elif not _is_constant(value):
                 raise _NoPlan
             step.values += values
+        if not private_triton.agrees(launcher, size, by_triton, step.values):
+            return self._publicly(kernel, grid, args, named)
+        self.hooks.append(private_triton.run_hooks(kernel))
         return step
+
+    def _publicly(
+        self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Step:
+        if not all(isinstance(x, Tensor) or _is_constant(x) for x in (*args, *named.values())):
+            raise _NoPlan
+        return _Called(kernel[grid], *self._placed((args, named)))
 
 
 def _is_constant(value: Any) -> bool:
@@ -514,8 +524,20 @@ class Plan:
     """The steps of a launcher, for the tensors of another call.  `outputs` is None where it only
     writes what it gets."""
 
-    def __init__(self, steps: list[Step], slots: int, outputs: Any, single: bool) -> None:
+    def __init__(
+        self, steps: list[Step], slots: int, outputs: Any, single: bool, hooks: list[list[Any]]
+    ) -> None:
         self._steps, self._slots, self._outputs, self._single = steps, slots, outputs, single
+        self._hooks, self._at_launch = hooks, private_triton.runtime_settings()
+        self._at_compile = private_triton.compile_settings()
+
+    def holds(self) -> bool:
+        """Whether Triton would still launch the same kernels, and call nobody before that."""
+        return (
+            private_triton.runtime_settings() == self._at_launch
+            and private_triton.compile_settings() == self._at_compile
+            and not any(self._hooks)
+        )
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         run = _Run(tensors, self._slots)
@@ -543,7 +565,7 @@ def record(
     recorder = _Recorder(tensors)
     _here.recorder = recorder
     try:
-        with recorder:
+        with recorder, _our_own():
             out = function(**bind(args, kwargs))
     finally:
         _here.recorder = None
@@ -607,7 +629,7 @@ def _plan(recorder: _Recorder, given: int, out: Any) -> Plan:
             steps += map(_Dropped, sorted(ended))
     if recorder.overlapping:  # of the stream of the call, which may fork later
         steps.sort(key=lambda step: not isinstance(step, _Made))
-    return Plan(steps, whole_slot + 1, None if out is None else outputs, single)
+    return Plan(steps, whole_slot + 1, None if out is None else outputs, single, recorder.hooks)
 
 
 def _used(step: Step) -> Iterator[int]:

@@ -29,10 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -55,6 +53,7 @@ from ..common.attention_tiles import (
 )
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
 from ..common.log2 import LOG2E
+from ..common.private_triton import builtin, ir
 from . import fused_attention
 from .tma import at, describe, describe_row
 
