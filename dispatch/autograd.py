@@ -15,28 +15,29 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from .common.private_torch import (
+    below_autograd,
+    has_tangents,
+    in_torch_func,
+    next_kernel,
+    want_gradient,
+)
 from .errors import NotSupported
 from .keys import caches, written
 from .spec import Spec
 
 Kernel = Callable[..., Any]
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.ADInplaceOrView)
-
 
 def _wants_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _any_wants_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)
 
 
 def _refuse_tangents(
     spec: Spec, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """No op has a formula of forward mode, and without one a tangent is lost in silence."""
-    if forward_ad._current_level < 0:
+    if not has_tangents():
         return
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
@@ -44,25 +45,6 @@ def _refuse_tangents(
                 f"{spec.name}: `{name}` has a tangent of forward mode (jvp, jacfwd, dual numbers), "
                 "expected a plain tensor. Take the gradient backwards, or detach() it."
             )
-
-
-def _below(
-    op: Kernel, kernels: Mapping[str, Kernel]
-) -> Callable[[torch._C.DispatchKeySet], Kernel]:
-    """What the dispatcher would call next for a set of keys: one of `kernels` itself, where its key
-    is the next one, and so no mode or wrapper of tensors is between; else the op again, which
-    reads all arguments anew."""
-    known: dict[int, Kernel] = {}
-
-    def below(keys: torch._C.DispatchKeySet) -> Kernel:
-        number = keys.raw_repr()
-        found = known.get(number)
-        if found is None:
-            found = kernels.get((keys & _BELOW).highestPriorityTypeId().name, op)
-            known[number] = found
-        return found
-
-    return below
 
 
 def differentiable(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel]) -> Kernel:
@@ -78,7 +60,7 @@ def differentiable(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, 
     def forward(ctx: Any, *values: Any) -> Any:
         given = dict(zip(keywords, values[positional:], strict=True))
         # no view is tracked there: an output that a backend cuts out of a wider buffer is no view
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with below_autograd():
             out = op(*values[:positional], **given)
         save(ctx, dict(zip(names, values, strict=True)), out)
         return out
@@ -90,19 +72,19 @@ def differentiable(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, 
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     recorded: Any = type(spec.name, (torch.autograd.Function,), members)
-    below = _below(op, kernels)
+    below = next_kernel(op, kernels)
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_tangents(spec, names, args, kwargs)
-        if _any_wants_gradient(args, kwargs):
-            if torch._C._are_functorch_transforms_active():
+        if want_gradient(args, kwargs):
+            if in_torch_func():
                 raise NotSupported(
                     f"{spec.name}: the gradient is taken by torch.func (grad, vjp, jacrev), "
                     "expected autograd. Use torch.autograd.grad() or .backward()."
                 )
             values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             return recorded.apply(*values.values())
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with below_autograd():
             return below(keys)(*args, **kwargs)
 
     return kernel
@@ -113,21 +95,21 @@ def refusing(spec: Spec, op: torch._ops.OpOverload, kernels: Mapping[str, Kernel
     counts what it wrote as written."""
     names = [argument.name for argument in op._schema.arguments]
     places = written(op)
-    below = _below(op, kernels)
+    below = next_kernel(op, kernels)
     remedy = "Call it under torch.no_grad() (or torch.inference_mode())."
     if spec.name.endswith(("_grad", "_backward")):
         remedy = f"There are no second derivatives: leave create_graph=True out. {remedy}"
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_tangents(spec, names, args, kwargs)
-        if _any_wants_gradient(args, kwargs):
+        if want_gradient(args, kwargs):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             name = next(name for name in names if _wants_gradient(given.get(name)))
             raise RuntimeError(
                 f"{spec.name}: `{name}` requires grad, and this op has no backward. {remedy}"
             )
         # counted once, below: PyTorch would refuse a tensor of inference mode that it has written
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with below_autograd():
             out = below(keys)(*args, **kwargs)
         if places:
             # kernels write behind PyTorch's back: a backward that saved a cache has to know

@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 
+from .common.private_torch import without_autocast
 from .spec import Spec
 
 Places = Sequence[tuple[int, str]]  # of arguments: where they stand, and their names
 
 AUTOCAST = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU)
-for _key in AUTOCAST[1:]:
-    _AUTOCAST = _AUTOCAST | DispatchKeySet(getattr(DispatchKey, _key))
 
 
 def written(op: torch._ops.OpOverload) -> list[tuple[int, str]]:
@@ -40,7 +37,7 @@ def as_given(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Under autocast: an op computes in the dtypes it is given, and so does what it calls."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with without_autocast():
             return op(*args, **kwargs)
 
     return kernel

@@ -24,6 +24,8 @@ from .private_triton import Launcher, encode
 
 _PLACES = 8192  # for which descriptors stay encoded: weights, memory used again; 5 MB
 
+_runtime = knobs.runtime
+
 Encoded = Callable[[int], list[Any]]
 
 
@@ -76,7 +78,7 @@ class Direct:
 
     def __call__(self, values: Sequence[Any]) -> None:
         stream = self._stream()
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             about = self._kernel.launch_metadata(self._grid, stream, *values)
         elif self._in_c is None:

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...dispatch.common import memory
 from ...dispatch.common.modes import Mode
+from ...dispatch.common.private_torch import storage_of
 from . import gpu, private_triton
 from .direct import Direct, Encoded
 
@@ -410,13 +411,13 @@ class _Recorder(Mode):
         return len(self._starts)
 
     def _slot(self, tensor: Tensor) -> int:
-        self._slots[_storage(tensor)] = self.slots
+        self._slots[storage_of(tensor)] = self.slots
         self._starts.append(tensor.data_ptr())
         self._dtypes.append(tensor.dtype)
         return self.slots - 1
 
     def place(self, tensor: Tensor, *, of_one_dtype: bool = True) -> _Place:
-        slot = self._slots.get(_storage(tensor))
+        slot = self._slots.get(storage_of(tensor))
         if slot is None or (of_one_dtype and self._dtypes[slot] != tensor.dtype):
             raise _NoPlan
         offset = tensor.data_ptr() - self._starts[slot]
@@ -515,11 +516,6 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANTS)
 
 
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.data_ptr()
-
-
 class Plan:
     """The steps of a launcher, for the tensors of another call.  `outputs` is None where it only
     writes what it gets."""
@@ -558,7 +554,7 @@ def record(
 ) -> tuple[Any, Plan | None]:
     """(what `function` gives for these arguments, how to do the same for others like them)."""
     tensors = _tensors(args, kwargs)
-    if len({_storage(tensor) for tensor in tensors}) < len(tensors):
+    if len({storage_of(tensor) for tensor in tensors}) < len(tensors):
         # of two that share their memory, a part of it would not tell which one it is of
         args, kwargs = tree_map_only(Tensor, _of_its_own, (args, kwargs))
         tensors = _tensors(args, kwargs)
