@@ -1139,6 +1139,8 @@ def test_a_plan_ends_with_the_settings_it_was_made_under(setting, pretended, mon
     for _ in range(3):
         call(**merge())
     assert len(recorded) == 1
+    if not hasattr(knobs.runtime, setting) and setting != "pre_run_hooks":
+        pytest.skip(f"this Triton has no {setting}")
     if setting == "pre_run_hooks":
         monkeypatch.setattr(merge_states._merge, setting, hooks := [])
         register.forget()
@@ -1184,7 +1186,16 @@ class _Other(nvidia.CudaLauncher):
 )
 def test_what_c_would_not_be_handed_is_not_handed_to_it(change, same, encoded):
     which = Launched()
+    which.kernel.run.launch = partial(which.handed.append)  # of no descriptors, as of C
     which.kernel.run = _Other(which.kernel.run, change)
+    launcher, x = Launcher(which.kernel), torch.empty(8)
+    given, values = [x, 5, "constant"], [x.data_ptr(), 5, "constant"]
+    assert private_triton.agrees(launcher, (3, 2, 1), given, values) == same
+    assert not which.handed
+
+
+def test_descriptors_are_handed_to_c_as_triton_hands_them(encoded):
+    which = Launched()
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     launcher = Launcher(which.kernel)
     launch = Direct(launcher, (3, 2, 1), 0)
@@ -1193,7 +1204,9 @@ def test_what_c_would_not_be_handed_is_not_handed_to_it(change, same, encoded):
         x.data_ptr(), *launch.encoded(rows)(x.data_ptr()), 5,
         *launch.encoded(numbers)(y.data_ptr()),
     ]  # fmt: skip
-    assert private_triton.agrees(launcher, (3, 2, 1), [x, rows, 5, numbers], values) == same
+    given = [x, rows, 5, numbers]
+    assert private_triton.agrees(launcher, (3, 2, 1), given, values)
+    assert not private_triton.agrees(launcher, (3, 2, 1), given, values[::-1])
     assert not which.handed
 
 
@@ -1213,6 +1226,18 @@ def test_a_triton_that_nobody_tried_launches_in_its_public_way(op, name, pretend
         register.overload(BY_NAME[op])(**arguments)
         assert [(each, grid) for each, grid, _ in pretended.take()[0]] == wanted
     register.forget()
+
+
+def test_on_a_gpu_launches_go_straight_to_c(device, monkeypatch):
+    """Nothing has moved in this Triton: no line says that launches take its public way."""
+    if device.type != "cuda":
+        pytest.skip("launches of a GPU")
+    monkeypatch.setattr(log, "_said", set())
+    which = sparse_attention.layer_case(2, 1, 128, 4096)
+    arguments = which.make(device, 0)
+    for _ in range(3):
+        which.call(arguments)
+    assert not [said for said in log._said if said[0] == "triton"]
 
 
 def test_no_op_fails_to_import_where_a_private_name_has_moved():
