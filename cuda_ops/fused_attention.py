@@ -41,12 +41,13 @@ from .common.attention_tiles import (
     strides,
     visible,
 )
-from .common.log2 import LN2, LOG2E
+from .common.log2 import LEAST, LN2, LOG2E
 from .hopper import fused_attention as hopper
 
 
 class Constants(NamedTuple):
-    """Of the kernel; D_PAD and V_PAD are the head sizes' next powers of two."""
+    """Of the kernel; D_PAD and V_PAD are the head sizes' next powers of two, SIGN is the scale's:
+    with 0 the queries count as 0."""
 
     D: int
     V: int
@@ -58,7 +59,7 @@ class Constants(NamedTuple):
     WINDOW: bool
     VARLEN: bool
     SPLIT: bool
-    NEGATIVE: bool
+    SIGN: int
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
@@ -151,8 +152,10 @@ def _forward_kernel(
     q_tile = tl.load(
         q + where_q[:, None] + d[None, :], keep_row[:, None] & (d < C.D)[None, :], 0.0
     )  # [BLOCK_M, D]
-    if C.NEGATIVE:
+    if C.SIGN < 0:
         q_tile = -q_tile
+    elif C.SIGN == 0:
+        q_tile = q_tile * 0
     k += batch * k_batch + kv_head.to(tl.int64) * k_head + first_k * k_row
     v += batch * v_batch + kv_head.to(tl.int64) * v_head + first_k * v_row
 
@@ -333,14 +336,16 @@ def _plain(
     )
     partial_lse = memory.empty((lse.numel(), t.splits), torch.float32, q.device) if split else lse
     heads = sizes.heads // t.pack
+    scale_log2 = abs(scale) * LOG2E.value
+    sign = 0 if scale_log2 < LEAST else 1 if scale > 0 else -1
     launches.kernel(_forward_kernel, t.splits * tiles * sizes.outer * heads)(
-        q, k, v, o, lse, listed, abs(scale) * LOG2E.value, min(window or 0, 2**30), tiles,
+        q, k, v, o, lse, listed, scale_log2 if sign else 1.0, min(window or 0, 2**30), tiles,
         sizes.n_q, sizes.n_k, heads, t.splits,
         (*strides(q), *strides(k), *strides(v), *strides(o)), *row_strides(lse), partial_o,
         partial_lse, C=Constants(
             D=size, V=v_size, D_PAD=padded, V_PAD=v_padded, GROUP=sizes.group, PACK=t.pack,
             CAUSAL=causal, WINDOW=window is not None, VARLEN=sizes.varlen, SPLIT=split,
-            NEGATIVE=scale < 0, BLOCK_M=t.queries, BLOCK_N=t.keys, STAGES=t.stages, FAR=is_far(k,
+            SIGN=sign, BLOCK_M=t.queries, BLOCK_N=t.keys, STAGES=t.stages, FAR=is_far(k,
             v),
         ),
         num_warps=t.warps,

@@ -147,6 +147,8 @@ CASES = [
     Case(1, 1, 1, 40, 41, 256, 256, causal=False, scale=0.1),
     Case(1, 4, 1, 1, 700, 32, 32),
     Case(1, 4, 2, 3, 700, 32, 64, window=100, scale=-0.3),
+    Case(1, 2, 1, 70, 90, 32, 32, scale=0.0),
+    Case(1, 4, 1, 1, 700, 32, 32, causal=False, scale=0.0),
     Case(1, 2, 1, 5, 0, 16, 16),
     Case(0, 2, 1, 5, 7, 16, 16),
     Case(1, 4, 2, 190, 190, 32, 32, ends_q=ENDS_Q, ends_k=ENDS_K),

@@ -270,6 +270,23 @@ def test_same_bits_when_deterministic(device, backend):
         assert all(torch.equal(x, y) for x, y in zip(run, runs[0], strict=True))
 
 
+@pytest.mark.parametrize("N", [8, 70])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_scale_of_zero_is_the_mean_of_what_is_seen(causal, N, device, backend):
+    case = Case(B=1, H=2, Hk=1, Nq=N, Nk=N, D=32, Dv=16, causal=causal)
+    leaves = [x.to(device).requires_grad_() for x in case.inputs(torch.float16)]
+    o, lse = custom.npu_fused_attention(*leaves, causal, 0.0, return_lse=True)
+    grads = torch.autograd.grad(o.sum(), leaves)
+    seen = case.visible().double()
+    weights = seen / seen.sum(1, keepdim=True)
+    want = weights @ leaves[2].detach().cpu().double()
+    torch.testing.assert_close(o.cpu().double(), want.expand(o.shape), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.cpu().double(), seen.sum(1).log().expand(lse.shape))
+    assert all((x == 0).all() for x in grads[:2])
+    of_v = 2 * weights.sum(0)[:, None].expand(N, 16)
+    torch.testing.assert_close(grads[2][0, 0].cpu().double(), of_v, rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize("kind", [torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
 def test_float8_values(kind, device, backend):
     if backend == "npu" or (backend == "cuda" and device.type == "cpu"):

@@ -9,3 +9,5 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# of a scale times LOG2E: what is below counts as 0 in float32, and minus infinity times 0 is none
+LEAST = 2.0**-126

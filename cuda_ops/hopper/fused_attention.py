@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import gpu, launches
 from ..common.attention_tiles import Sizes, keys_of, plan, row_strides, width_of
 from ..common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ..common.log2 import LN2, LOG2E
+from ..common.log2 import LEAST, LN2, LOG2E
 from .tma import at, describable, describe
 
 _keys_of = gluon.jit(keys_of.fn)
@@ -643,7 +643,9 @@ def supports(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *more: torch.Tensor
 ) -> bool:
     """Heads up to 256, one dtype, and tensors that TMA can describe, `more` among them."""
-    if not gpu.is_hopper(q.device) or max(q.shape[-1], v.shape[-1]) > 256 or scale <= 0:
+    if not gpu.is_hopper(q.device) or max(q.shape[-1], v.shape[-1]) > 256:
+        return False
+    if scale * LOG2E.value < LEAST:
         return False
     if v.dtype != q.dtype or 0 in (k.numel(), v.numel()):
         return False

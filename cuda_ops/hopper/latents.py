@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common import gpu, launches
 from ..common.combine import Parts, combine
 from ..common.gluon_names import barrier
-from ..common.log2 import LN2, LOG2E
+from ..common.log2 import LEAST, LN2, LOG2E
 from ..common.selection import Attention
 from .tma import aligned
 
@@ -306,7 +306,7 @@ def fits(call: Attention) -> bool:
     return (
         gpu.is_hopper(call.q.device)
         and call.entries > 0
-        and call.scale_log2 > 0
+        and call.scale_log2 >= LEAST
         and (call.q.shape[-1], call.rope) == (512, 64)
         and aligned(call.q, call.qr, call.key, call.kr)
     )
