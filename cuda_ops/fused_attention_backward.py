@@ -57,7 +57,7 @@ from .hopper import fused_attention_backward as hopper
     ]
 )  # fmt: skip
 def _statistics_kernel(
-    o, grad_o, lse, grad_lse, lse2, delta, sums, semaphores, plan, tiles, n_q, heads, padded,
+    o, grad_o, lse, grad_lse, lse2, delta, sums, turns, plan, tiles, n_q, heads, padded,
     o_strides, g_strides, l_batch, l_head, l_row, gl_batch, gl_head, gl_row,
     V: tl.constexpr, V_PAD: tl.constexpr, SUMS: tl.constexpr, TURNS: tl.constexpr,
     GRAD_LSE: tl.constexpr, VARLEN: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -69,7 +69,9 @@ def _statistics_kernel(
     g_batch, g_head, g_row = g_strides
     program = tl.program_id(0)
     outer = program // tiles
-    batch, first, rows, _, _, tile, sequence = locate(
+    if TURNS:
+        tl.store(turns, 0, program == 0)
+    batch, first, rows, _, _, tile, piece = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_q, VARLEN
     )
     if tile * BLOCK_M >= rows:
@@ -91,7 +93,7 @@ def _statistics_kernel(
     at = batch * l_batch + head * l_head + (first + row) * l_row
     value = tl.load(lse + at, keep, float("-inf"))
     value = tl.where(value == float("-inf"), float("inf"), value * LOG2E)
-    out = (batch * heads + head) * padded + padded_first(first, sequence) + row
+    out = (batch * heads + head) * padded + padded_first(first, piece) + row
     tl.store(lse2 + out, value)
     tl.store(delta + out, total)
     if SUMS:
@@ -99,8 +101,8 @@ def _statistics_kernel(
             d = at_column + tl.arange(0, 64)
             tl.store(sums + out[:, None] * SUMS + d[None, :], tl.zeros([BLOCK_M, 64], tl.float32))
     if TURNS:
-        place = (batch * heads + head) * padded + padded_first(first, sequence)
-        tl.store(semaphores + place // BLOCK_M + tile, 0)
+        place = (batch * heads + head) * padded + padded_first(first, piece)
+        tl.store(turns + 1 + place // BLOCK_M + tile, 0)
 
 
 class Constants(NamedTuple):
@@ -185,7 +187,7 @@ def _keys_kernel(
     program = tl.program_id(0)
     outer = program // tiles
     kv_head = outer % heads
-    batch, first_k, n_k, first_q, n_q, tile, sequence = locate(
+    batch, first_k, n_k, first_q, n_q, tile, piece = locate(
         plan, tiles - 1 - program % tiles, tiles, outer // heads, n_k, n_q, C.VARLEN
     )
     if tile * C.BLOCK_N >= n_k:
@@ -220,7 +222,7 @@ def _keys_kernel(
         head = (kv_head * C.GROUP + member).to(tl.int64)
         q_at = q + batch * q_batch + head * q_head + first_q * q_row
         g_at = grad_o + batch * g_batch + head * g_head + first_q * g_row
-        stat = (batch * heads * C.GROUP + head) * padded + padded_first(first_q, sequence)
+        stat = (batch * heads * C.GROUP + head) * padded + padded_first(first_q, piece)
         acc_k, acc_v = _over_queries(
             acc_k, acc_v, k_tile, v_tile, q_at, g_at, lse2 + stat, delta + stat, q_row, g_row,
             low, full_low, n_q, shift, column, n_k, scale_log2, window,
@@ -299,7 +301,7 @@ def _queries_kernel(
     program = tl.program_id(0)
     outer = program // tiles
     head = (outer % heads).to(tl.int64)
-    batch, first_q, n_q, first_k, n_k, tile, sequence = locate(
+    batch, first_q, n_q, first_k, n_k, tile, piece = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_k, C.VARLEN
     )
     if tile * C.BLOCK_M >= n_q:
@@ -312,7 +314,7 @@ def _queries_kernel(
     q_tile = tl.load(q + at[:, None] + d[None, :], keep[:, None] & (d < C.D)[None, :], 0.0)
     at = batch * g_batch + head * g_head + (first_q + query) * g_row
     g_tile = tl.load(grad_o + at[:, None] + e[None, :], keep[:, None] & (e < C.V)[None, :], 0.0)
-    stat = (batch * heads + head) * padded + padded_first(first_q, sequence) + query
+    stat = (batch * heads + head) * padded + padded_first(first_q, piece) + query
     row_lse = tl.load(lse2 + stat, keep, float("inf"))
     row_delta = tl.load(delta + stat, keep, 0.0)
     k += batch * k_batch + head // C.GROUP * k_head + first_k * k_row
@@ -408,13 +410,13 @@ def backward(
     widths = hopper.Widths.of(q, v)
     # additions in turn were seen right on an H200 with heads of up to 128
     adds = on_hopper and not (deterministic and widths.wide)
-    lse2, delta, sums, semaphores = statistics(
+    lse2, delta, sums, turns = statistics(
         grad_o, o, lse, grad_lse, sizes, cu_seqlens_q,
         widths.counted if adds else 0, adds and deterministic,
     )  # fmt: skip
     if on_hopper:
         hopper.launch(
-            grad_o, q, k, v, lse2, delta, sums, semaphores, grads, sizes, causal, scale,
+            grad_o, q, k, v, lse2, delta, sums, turns, grads, sizes, causal, scale,
             cu_seqlens_q, cu_seqlens_k, window,
         )  # fmt: skip
         if adds:
@@ -467,25 +469,24 @@ def statistics(
     sums: int,
     in_turn: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(lse in base 2, delta) [B, H, padded rows], zeros [B, H, padded rows, sums] or None, and a
-    zero a block of 64 rows or None.  B is 1 for packed sequences."""
+    """(lse in base 2, delta) [B, H, padded rows], zeros [B, H, padded rows, sums] or None, and None
+    or zeros: one, then one a block of 64 rows.  B is 1 for packed sequences."""
     n_q, heads, batch = sizes.n_q, sizes.heads, sizes.outer
     padded = padded_rows(n_q, cu_seqlens_q)
     lse2, delta = memory.empty((2, batch, heads, padded), torch.float32, lse.device)
     zeros = memory.empty((batch, heads, padded, sums), torch.float32, lse.device) if sums else None
-    semaphores = (
-        memory.empty((batch, heads, padded // 64), torch.int32, lse.device) if in_turn else None
-    )
+    blocks = batch * heads * padded // 64
+    turns = memory.empty((1 + blocks,), torch.int32, lse.device) if in_turn else None
     listed, tiles = None, triton.cdiv(n_q, 64)
     if cu_seqlens_q is not None:
         listed = plan(cu_seqlens_q, cu_seqlens_q, n_q, n_q, 64)
         tiles = listed.shape[0]
     v_size = o.shape[-1]
     launches.kernel(_statistics_kernel, tiles * batch * heads)(
-        o, grad_o, lse, grad_lse, lse2, delta, zeros, semaphores, listed, tiles, n_q, heads, padded,
+        o, grad_o, lse, grad_lse, lse2, delta, zeros, turns, listed, tiles, n_q, heads, padded,
         strides(o), strides(grad_o), *row_strides(lse),
         *row_strides(lse if grad_lse is None else grad_lse),
         V=v_size, V_PAD=padded_size(v_size), SUMS=sums, TURNS=in_turn,
         GRAD_LSE=grad_lse is not None, VARLEN=sizes.varlen, BLOCK_M=64, num_warps=8,
     )  # fmt: skip
-    return lse2, delta, zeros, semaphores
+    return lse2, delta, zeros, turns

@@ -36,7 +36,8 @@ def npu_fused_attention(
             forward on CUDA only.
         causal: query i sees key j iff j <= i + S2 - S (aligned at the last key).
         sm_scale: factor of the logits; None is D ** -0.5.
-        cu_seqlens_q: [B + 1] int32 prefix sums of the query lengths, on the device.
+        cu_seqlens_q: [B + 1] int32 prefix sums of the query lengths, on the device; tokens outside
+            of them see nothing, and are not seen.
         cu_seqlens_k: [B + 1] int32 likewise; given together.
         window: query i sees key j only if |i + S2 - S - j| < window; None: no window.
         deterministic: the backward gives the same bits every time;

@@ -5,8 +5,8 @@
     number    one vector core   the numbers of the rows of a tile, for the masks
     attend    cube + vector     a tile of rows; its keys without a mask, then those that need one
 
-Sequences are the batch, or lie in one row behind prefix sums; what lies behind the last one is a
-sequence without keys.  The cores take the tiles of all sequences in turn.
+Sequences are the batch, or lie in one row behind prefix sums; what lies before the first and behind
+the last one are pieces without keys.  The cores take the tiles of all pieces in turn.
 
 A sequence that fills a tile is stored without masks: its last tile ends with it, and overlaps the
 one before, in rows whose sums go over the same tiles of keys.  Packed sequences that are shorter
@@ -38,23 +38,34 @@ FARTHEST = 2**30  # as far as a window reaches: positions are 32 bits wide
 
 
 @triton.jit
-def sequence_of(n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN: tl.constexpr):
-    """(batch, first query row, their number, first key row, their number) of sequence n."""
+def _after(n, end, bounds, sequences, tokens):
+    """Where piece n ends, which begins at `end`."""
+    bound = tl.maximum(within(bounds + tl.minimum(n, sequences), tokens), end)
+    return tl.where(n > sequences, tokens, bound)
+
+
+@triton.jit
+def piece_of(
+    n, end_q, end_k, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN: tl.constexpr
+):
+    """(batch, first query row, their number, first key row, their number, whether its rows see its
+    keys) of piece n.  Packed, the first piece is what lies before the first sequence, the last one
+    what lies behind the last; a sequence begins where all before it have ended, at the ends of
+    piece n - 1."""
+    batch = n
+    start_q = n * 0
+    start_k = n * 0
+    count_q = tokens_q
+    count_k = tokens_k
+    live = n >= 0
     if VARLEN:
         batch = n * 0
-        start_q = within(starts_q + n, tokens_q)
-        start_k = within(starts_k + n, tokens_k)
-        after = tl.minimum(n + 1, sequences)
-        end = within(starts_q + after, tokens_q)
-        count_q = tl.where(n < sequences, end, tokens_q) - start_q
-        count_k = within(starts_k + after, tokens_k) - start_k
-    else:
-        batch = n
-        start_q = n * 0
-        start_k = n * 0
-        count_q = tokens_q
-        count_k = tokens_k
-    return batch.to(tl.int64), start_q, count_q, start_k, count_k
+        start_q = end_q
+        start_k = end_k
+        count_q = _after(n, end_q, starts_q, sequences, tokens_q) - end_q
+        count_k = _after(n, end_k, starts_k, sequences, tokens_k) - end_k
+        live = (n > 0) & (n <= sequences)
+    return batch.to(tl.int64), start_q, count_q, start_k, count_k, live
 
 
 @triton.jit
@@ -187,10 +198,16 @@ def attend(
         numbered = product_of(numbers, Q_TILE)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
-    for n in range(0, sequences + VARLEN):
-        batch, start_q, count_q, start_k, count_k = sequence_of(
-            n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
+    end_q = 0
+    end_k = 0
+    for n in range(0, sequences + 2 * VARLEN):
+        batch, start_q, count_q, start_k, count_k, live = piece_of(
+            n, end_q, end_k, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
         )
+        end_q = start_q + count_q
+        end_k = start_k + count_k
+        if VARLEN:
+            count_k = tl.where(live, count_k, 0)
         shift = count_k - count_q
         tiles = (count_q + Q_TILE - 1) // Q_TILE
         if VARLEN:

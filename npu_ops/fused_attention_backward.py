@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, fused_attention, tune
-from .fused_attention import FARTHEST, config, in_turn, keys_of, sequence_of, strides
+from .fused_attention import FARTHEST, config, in_turn, keys_of, piece_of, strides
 
 unsupported = fused_attention.unsupported
 
@@ -98,14 +98,16 @@ def grad_keys(
     group = heads // key_heads
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
-    for n in range(0, sequences + VARLEN):
-        batch, start_q, count_q, start_k, count_k = sequence_of(
-            n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
+    end_q = 0
+    end_k = 0
+    for n in range(0, sequences + 2 * VARLEN):
+        batch, start_q, count_q, start_k, count_k, live = piece_of(
+            n, end_q, end_k, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
         )
+        end_q = start_q + count_q
+        end_k = start_k + count_k
         if VARLEN:
-            # behind the last sequence: keys that no row sees
-            count_q = tl.where(n < sequences, count_q, 0)
-            count_k = tl.where(n < sequences, count_k, tokens_k - start_k)
+            count_q = tl.where(live, count_q, 0)
         shift = count_k - count_q
         tiles = (count_k + KEY_TILE - 1) // KEY_TILE
         for work in range(turn, tiles * key_heads, turns):
@@ -216,10 +218,16 @@ def grad_query(
     e = tl.arange(0, VALUE_DIM)
     turn = tl.program_id(0)
     turns = tl.num_programs(0)
-    for n in range(0, sequences + VARLEN):
-        batch, start_q, count_q, start_k, count_k = sequence_of(
-            n, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
+    end_q = 0
+    end_k = 0
+    for n in range(0, sequences + 2 * VARLEN):
+        batch, start_q, count_q, start_k, count_k, live = piece_of(
+            n, end_q, end_k, starts_q, starts_k, sequences, tokens_q, tokens_k, VARLEN
         )
+        end_q = start_q + count_q
+        end_k = start_k + count_k
+        if VARLEN:
+            count_k = tl.where(live, count_k, 0)
         shift = count_k - count_q
         tiles = (count_q + Q_TILE - 1) // Q_TILE
         for work in range(turn, tiles * heads, turns):

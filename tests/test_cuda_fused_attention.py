@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -325,6 +325,55 @@ def test_any_packing(data):
     check(Case(1, 2, 1, n_q, n_k, size, size, ends_q=ends_q, ends_k=ends_k), torch.bfloat16)
 
 
+# by tens: late ones, and such as fall on one side, on the other, on both, below 0 or past the end
+SUMS = [
+    ((3, 9, 19), (4, 9, 19)),
+    ((0, 19, 0, 19), (0, 6, 12, 19)),
+    ((0, 10, 2, 10, 17), (0, 5, 10, 15, 19)),
+    ((0, 5, 10, 15, 19), (0, 10, 2, 10, 17)),
+    ((-7, 12, 8, -1, 30), (8, 3, 16, -20, 19)),
+    ((15, 10, 5), (0, 7, 19)),
+]
+# the plain kernels are deterministic as they are
+KINDS = [(64, False), (64, True), (128, True), (192, True)] if ON_GPU else [(32, False)]
+
+
+@kernels
+@pytest.mark.skipif(ON_GPU and "ALONE" not in os.environ, reason="what hangs has its own process")
+@pytest.mark.parametrize("size, deterministic", KINDS)
+@pytest.mark.parametrize("sums", SUMS, ids=str)
+def test_any_prefix_sums(sums, size, deterministic, monkeypatch):
+    """A token is of one sequence or of none; every kernel has the same opinion of that."""
+    unit = 100 if ON_GPU else 10
+    tokens = 19 * unit + 3
+    case = Case(1, 2, 1, tokens, tokens, size, min(size, 128), deterministic=deterministic)
+    packed = replace(case, ends_q=(), ends_k=())
+    made, options = packed.tensors(torch.float16), packed.options()
+    for name, values in zip(("cu_seqlens_q", "cu_seqlens_k"), sums, strict=True):
+        options[name] = torch.tensor(values, dtype=torch.int32, device=DEVICE) * unit
+    got = launch(made, options)
+    assert_right(got, made, options)
+    if deterministic:
+        again = launch(made, options)
+        assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
+
+
+@gpu
+def test_any_prefix_sums_end():
+    """Kernels that wait for each other for ever take the GPU from the process."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    ran = subprocess.run(
+        [*command, f"tests/{Path(__file__).name}", "-k", "test_any_prefix_sums and not end"],
+        cwd=Path(__file__).parent.parent,
+        env=dict(os.environ, ALONE="1"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert f"{len(KINDS) * len(SUMS)} passed" in ran.stdout, ran.stdout[-2000:]
+
+
 @kernels
 @pytest.mark.parametrize("size", [32, pytest.param(128, marks=gpu)])
 def test_neighbours_do_not_leak(size, path):
@@ -340,11 +389,13 @@ def test_neighbours_do_not_leak(size, path):
 
 
 @gpu
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
-def test_same_bits_when_deterministic(size, path):
-    case = Case(2, 4, 2, 1000, 1000, size, 128 if size == 192 else size)
+def test_same_bits_when_deterministic(size, causal, path):
+    """Of 16 and 32 tiles of keys; where all of them see all queries, they come at once."""
+    case = Case(2, 4, 2, 2000, 2000, size, 128 if size == 192 else size, causal)
     made, options = case.tensors(torch.bfloat16), case.options()
-    runs = [launch(made, options | dict(deterministic=True)) for _ in range(3)]
+    runs = [launch(made, options | dict(deterministic=True)) for _ in range(5)]
     torch.use_deterministic_algorithms(True)
     try:
         runs.append(launch(made, options))

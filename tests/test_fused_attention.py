@@ -189,8 +189,18 @@ def test_prefix_sums_beyond_the_tensors_end_with_them(kind, beyond, device, back
         torch.testing.assert_close(x, exact, rtol=2e-3, atol=2e-3)
 
 
-def test_prefix_sums_that_fall_write_nothing_outside(device, backend, monkeypatch):
-    """Each sequence by itself would lie inside, but all have more tiles than there are places."""
+LATE = [
+    ((30, 90, 190), (0, 50, 190)),
+    ((0, 96, 0, 96), (0, 32, 64, 96)),
+    ((0, 32, 64, 96), (0, 96, 0, 96)),
+    ((0, 100, 20, 100, 170), (-9, 50, 100, 20, 150)),
+    ((170, 20, -(2**31)), (20, 170, 2**31 - 1)),
+]
+
+
+@pytest.mark.parametrize("sums", LATE, ids=str)
+def test_prefix_sums_that_begin_late_or_fall(sums, device, backend, monkeypatch):
+    """A sequence begins where all before it have ended; nothing is written outside."""
     fences, empty = [], memory.empty
 
     def fenced(shape, dtype, device):
@@ -202,11 +212,43 @@ def test_prefix_sums_that_fall_write_nothing_outside(device, backend, monkeypatc
         return whole[wide : wide + count].view(shape)
 
     monkeypatch.setattr(memory, "empty", fenced)
-    for sums in ((0, 700, 0, 700, 0, 700), (0, *[700, 0] * 10, 700)):
-        got = packed(700, sums, torch.int32, device)
-        assert fences or backend == "reference"
-        assert all((x == 7).all() for x in fences)
-        assert all(torch.isfinite(x).all() for x in (got[0], *got[2:]))
+    T, H, Hk = 190, 4, 2
+    q, k, v = torch.randn(T, H, 32).half(), torch.randn(T, Hk, 32).half(), torch.randn(T, Hk, 16)
+    leaves = [x.half().to(device).requires_grad_() for x in (q, k, v)]
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in sums)
+    o, lse = custom.npu_fused_attention(
+        *leaves, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True
+    )
+    grad_o = torch.randn(o.shape).half().to(device)
+    grads = torch.autograd.grad(o, leaves, grad_o)
+    assert fences or backend == "reference"
+    assert all((x == 7).all() for x in fences)
+
+    want_o, want_lse = torch.zeros_like(o), torch.full_like(lse, -math.inf)
+    want = [torch.zeros_like(x) for x in leaves]
+    ends = [0, 0]
+    for n in range(len(sums[0])):
+        pieces = []
+        for side, bounds in enumerate(sums):
+            end = max(ends[side], min(bounds[n], T))
+            pieces.append(slice(ends[side], end))
+            ends[side] = end
+        if n == 0:
+            continue  # before the first sequence
+        rows, keys = pieces
+        parts = [
+            x[s].detach().transpose(0, 1)[None].requires_grad_()
+            for x, s in zip(leaves, (rows, keys, keys), strict=True)
+        ]
+        one, of_one = custom.npu_fused_attention(*parts, causal=True, return_lse=True)
+        want_o[rows], want_lse[rows] = one[0].transpose(0, 1), of_one[0].transpose(0, 1)
+        given = torch.autograd.grad(one, parts, grad_o[rows].transpose(0, 1)[None])
+        for to, x, s in zip(want, given, (rows, keys, keys), strict=True):
+            to[s] = x[0].transpose(0, 1)
+    torch.testing.assert_close(o, want_o, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+    for got, exact in zip(grads, want, strict=True):
+        torch.testing.assert_close(got, exact, rtol=4e-3, atol=4e-3)
 
 
 def test_cuda_refuses_more_rows_than_32_bits_number():
@@ -257,12 +299,16 @@ def test_halves_merge_by_their_lse(device, backend):
         torch.testing.assert_close(x, y, rtol=1e-2, atol=4e-3)
 
 
-def test_same_bits_when_deterministic(device, backend):
-    case = Case(B=1, H=4, Hk=1, Nq=130, Nk=130, D=32, Dv=32, causal=True)
+@pytest.mark.parametrize("causal", [True, False])
+def test_same_bits_when_deterministic(causal, device, backend):
+    """Of nine tiles of keys: two addends of a gradient are the same in any order."""
+    N = 1100 if device.type != "cpu" or backend == "reference" else 260
+    case = Case(B=1, H=4, Hk=1, Nq=N, Nk=N, D=32, Dv=32, causal=causal)
     leaves = [x.to(device).requires_grad_() for x in case.inputs(torch.float16)]
+    grad_o = torch.randn(1, 4, N, 32).half().to(device)
     runs = [
         torch.autograd.grad(
-            custom.npu_fused_attention(*leaves, causal=True, deterministic=True).sum(), leaves
+            custom.npu_fused_attention(*leaves, causal=causal, deterministic=True), leaves, grad_o
         )
         for _ in range(3)
     ]

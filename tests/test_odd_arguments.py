@@ -469,9 +469,9 @@ def test_debug_finds_states_written_twice():
 
 
 @pytest.mark.usefixtures("debug")
-@pytest.mark.parametrize("prefix", [[1, 5], [0, 3, 2], [0, 8]])
+@pytest.mark.parametrize("prefix", [[-1, 5], [0, 3, 2], [0, 8]])
 def test_debug_looks_at_prefix_sums(prefix):
-    q, right = torch.zeros(7, 2, 16), torch.tensor([0, 7])
+    q, right = torch.zeros(7, 2, 16), torch.tensor([1, 7])
     sums = torch.tensor(prefix, dtype=torch.int32)
     for cut in (dict(cu_seqlens_q=sums), dict(cu_seqlens_k=sums)):
         other = torch.zeros_like(sums)

@@ -5,12 +5,13 @@ a row sees.
 
 Sequences of equal length are [B, H, N, D]; packed ones are [T, H, D] with prefix sums on the
 device.  For the packed ones a small kernel lists the tiles, so that no length is read by the host:
-`T // tile + B + 1` tiles are enough for any prefix sums, and those left over say "no rows".  The
-tokens behind the last sequence are listed as a sequence that has nothing on the other side.  Sums
-beyond the tokens end with them; if they fall anywhere, all tokens lie behind the last sequence.
+`T // tile + B + 2` tiles are enough for any prefix sums, and those left over say "no rows".  The
+tokens before the first sequence and behind the last one are pieces that have nothing on the other
+side.  Sums end with the tokens, and a sequence begins where all before it have ended: of sums that
+fall, too, a token is of one piece, the same in every list.
 
     row of the list    first row, rows (of the tiled side), first, rows (of the other side), tile,
-                       sequence; in the last row, which is no tile: 0, and the number of tiles
+                       piece; in the last row, which is no tile: 0, and the number of tiles
 
 Query i stands at position i + N_k - N_q; key j is visible when j < N_k, and j <= position if
 causal, and |position - j| < window if there is a window.
@@ -26,7 +27,7 @@ import triton.language as tl
 
 from ...dispatch.common import memory
 from . import launches
-from .lengths import within
+from .lengths import pieces, within
 
 MOST_ROWS = 128  # of a block of a plain kernel
 PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
@@ -35,29 +36,22 @@ PLAN_ROW = 8  # int32 a listed tile: 32 bytes, one memory sector
 @triton.jit(do_not_specialize=["batch", "rows", "other_rows", "listed"])
 def _plan_kernel(
     lengths, other_lengths, plan, batch, rows, other_rows, listed,
-    BLOCK_M: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr, BATCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program b lists the tiles of sequence b; program `batch` those of what lies behind the last
-    sequence, and blanks the rest of the list."""
-    sequence = tl.program_id(0)
-    each = tl.arange(0, BATCH)
-    first = within(lengths + each, each <= batch, rows)
-    end = within(lengths + each + 1, each < batch, rows)
-    size = tl.where(each <= batch, tl.where(each < batch, end, rows) - first, 0)
-    # where sums fall, sequences overlap and have more tiles than there are places: there are none
-    none = tl.min(size, 0) < 0
-    tiles = tl.where(none, 0, (size * PACK + BLOCK_M - 1) // BLOCK_M)
-    base = tl.sum(tl.where(each < sequence, tiles, 0), 0)
-    valid = sequence < batch
-    begin = within(lengths + sequence, True, rows)
-    length = tl.where(valid, within(lengths + sequence + 1, valid, rows), rows) - begin
-    begin = tl.where(none, 0, begin)
-    length = tl.where(none, tl.where(valid, 0, rows), length)
+    """Program p lists the tiles of piece p; the last one blanks the rest of the list."""
+    piece = tl.program_id(0)
+    each, first, end = pieces(lengths, rows, batch, PIECES)
+    tiles = ((end - first) * PACK + BLOCK_M - 1) // BLOCK_M
+    base = tl.sum(tl.where(each < piece, tiles, 0), 0)
+    begin = tl.sum(tl.where(each == piece, first, 0), 0)
+    length = tl.sum(tl.where(each == piece, end - first, 0), 0)
     count = (length * PACK + BLOCK_M - 1) // BLOCK_M
-    other = within(other_lengths + sequence, valid, other_rows)
-    other_end = within(other_lengths + sequence + 1, valid, other_rows)
-    other_length = tl.maximum(other_end - other, 0)
+    bound = within(other_lengths + each, each <= batch, other_rows)
+    other = tl.max(tl.where(each < piece, bound, 0), 0)
+    other_end = tl.max(tl.where(each <= piece, bound, 0), 0)
+    valid = (piece > 0) & (piece <= batch)
+    other_length = tl.where(valid, other_end - other, 0)
     row = tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.int32)
     for at in range(0, count, BLOCK):
@@ -71,8 +65,8 @@ def _plan_kernel(
         tl.store(out + 2, zero + other, keep)
         tl.store(out + 3, zero + other_length, keep)
         tl.store(out + 4, tile, keep)
-        tl.store(out + 5, zero + sequence, keep)
-    if sequence == batch:
+        tl.store(out + 5, zero + piece, keep)
+    if piece == batch + 1:
         for at in range(base + count, listed, BLOCK):
             out = plan + (at + row).to(tl.int64) * 8
             keep = at + row < listed
@@ -99,19 +93,19 @@ def plan(
     The longest of a causal sequence come first: its last queries (down), or its first keys.
     Of its last row, which is no tile, 6 is a counter at zero, and 7 the number of tiles."""
     batch = lengths.shape[0] - 1
-    listed = rows * pack // tile + batch + 2
+    listed = rows * pack // tile + batch + 3
     found = memory.empty((listed, PLAN_ROW), torch.int32, lengths.device)
-    launches.kernel(_plan_kernel, batch + 1)(
+    launches.kernel(_plan_kernel, batch + 2)(
         lengths, other_lengths, found, batch, rows, other_rows, listed,
-        BLOCK_M=tile, PACK=pack, DOWN=down, BATCH=triton.next_power_of_2(batch + 1), BLOCK=128,
+        BLOCK_M=tile, PACK=pack, DOWN=down, PIECES=triton.next_power_of_2(batch + 2), BLOCK=128,
     )  # fmt: skip
     return found
 
 
 @triton.jit
 def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
-    """(batch, first row, rows, first other row, other rows, tile, sequence) of tile `tile` of batch
-    `outer`; `sequence` counts only packed ones."""
+    """(batch, first row, rows, first other row, other rows, tile, piece) of tile `tile` of batch
+    `outer`; `piece` counts only packed ones."""
     if VARLEN:
         row = plan + tile.to(tl.int64) * 8
         batch = outer * 0
@@ -120,7 +114,7 @@ def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
         other = tl.load(row + 2)
         other_count = tl.load(row + 3)
         at = tl.load(row + 4)
-        sequence = tl.load(row + 5)
+        piece = tl.load(row + 5)
     else:
         batch = outer
         first = outer * 0
@@ -128,19 +122,19 @@ def locate(plan, tile, tiles, outer, rows, other_rows, VARLEN: tl.constexpr):
         other = outer * 0
         other_count = other_rows
         at = tiles - 1 - tile  # longest first, as in the list
-        sequence = outer * 0
+        piece = outer * 0
     first = first.to(tl.int64)
-    return batch.to(tl.int64), first, count, other.to(tl.int64), other_count, at, sequence
+    return batch.to(tl.int64), first, count, other.to(tl.int64), other_count, at, piece
 
 
 @triton.jit
-def padded_first(first, sequence):
-    """Where a sequence begins in what holds whole blocks of 64 queries of each."""
-    return (first + sequence * 64) // 64 * 64
+def padded_first(first, piece):
+    """Where a piece begins in what holds whole blocks of 64 queries of each."""
+    return (first + piece * 64) // 64 * 64
 
 
 def padded_rows(n_q: int, cu_seqlens_q: torch.Tensor | None) -> int:
-    """Rows that `padded_first` needs; the tokens behind the last sequence count as one more."""
+    """Rows that `padded_first` needs."""
     extra = 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] * 64
     return triton.cdiv(n_q + extra, 64) * 64
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .chunks import CHUNK, SUB, chunk_rows
 from .gpu import INTERPRETED
-from .lengths import within
+from .lengths import pieces
 from .log2 import LN2, LOG2E
 
 # exp() of it is 0 in float32, and 64 of them add up without losing what is small
@@ -21,29 +21,11 @@ GIVEN, SOFTPLUS, BOUNDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _later(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _pieces(bounds, T, sequences, PIECES: tl.constexpr):
-    """By piece [PIECES]: its number, first token and end.  Piece n + 1 is sequence n; the first and
-    the last are the tokens of none, before and behind.  A sequence begins where all before it
-    have ended."""
-    s = tl.arange(0, PIECES)
-    begin = within(bounds + s - 1, (s > 0) & (s <= sequences + 1), T)
-    end = within(bounds + s, s <= sequences, T)
-    begin = tl.associative_scan(begin, 0, _later)
-    end = tl.associative_scan(end, 0, _later)
-    return s, tl.where(s > sequences + 1, T, begin), tl.where(s > sequences, T, end)
-
-
-@triton.jit
 def place(bounds, chunk, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
     """(batch, first token of the piece, first token of the chunk in it, the piece's length,
     whether it is a sequence) of a chunk."""
     if VARLEN:
-        s, begin, end = _pieces(bounds, T, sequences, PIECES)
+        s, begin, end = pieces(bounds, T, sequences, PIECES)
         ends = tl.cumsum((end - begin + CHUNK - 1) // CHUNK, 0)
         before = ends <= chunk
         first = (chunk - tl.max(tl.where(before, ends, 0), 0)) * CHUNK
@@ -66,7 +48,7 @@ def place(bounds, chunk, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexp
 def walked(bounds, n, T, sequences, PIECES: tl.constexpr, VARLEN: tl.constexpr):
     """(batch, first token, length, first chunk) of a sequence."""
     if VARLEN:
-        s, begin, end = _pieces(bounds, T, sequences, PIECES)
+        s, begin, end = pieces(bounds, T, sequences, PIECES)
         mine = s == n + 1
         start = tl.sum(tl.where(mine, begin, 0), 0)
         length = tl.sum(tl.where(mine, end - begin, 0), 0)

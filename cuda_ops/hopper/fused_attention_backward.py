@@ -7,10 +7,10 @@ that see it; grad_q goes by fp32 additions in memory to a buffer that a last ker
 rounds.
 
 To be deterministic, tiles of keys add to a block of queries in turn, the last keys first: of a
-causal call those come to it first.  A program waits for programs of lower numbers alone, which
-begin before it, so the lowest that has not ended never waits.  An `_adder`, a warp of its own, does
-so, that the products need not wait.  Of heads wider than 128 a deterministic call makes grad_k and
-grad_v here, and grad_q by the plain kernel.
+causal call those come to it first.  A program takes the next number as it begins, and waits for
+lower numbers alone: the lowest that has not ended never waits, in whatever order programs begin.
+An `_adder`, a warp of its own, does so, that the products need not wait.  Of heads wider than 128
+a deterministic call makes grad_k and grad_v here, and grad_q by the plain kernel.
 
 Heads wider than 128 leave no registers for that: tiles of 64 keys, of whose products each of two
 groups of warps makes half of the columns, so that the probabilities go through shared memory.  Of
@@ -111,9 +111,9 @@ class Constants(NamedTuple):
 
 
 @gluon.jit
-def _tile_of(plan, tiles, outers, heads, section, rows, other_rows, C: gl.constexpr):
-    """(batch, key head, first key, keys, first query, queries, tile, sequence) of a program."""
-    number = gl.program_id(0)
+def _tile_of(ticket, plan, tiles, outers, heads, section, rows, other_rows, C: gl.constexpr):
+    """(batch, key head, first key, keys, first query, queries, tile, piece) of a program."""
+    number = ticket if C.IN_TURN else gl.program_id(0)
     group = number // (section * tiles)
     inside = number % (section * tiles)
     count = gl.minimum(section, outers - group * section)
@@ -207,15 +207,15 @@ def _hand_over(shared, part, more, count, C: gl.constexpr):
 
 
 @gluon.jit
-def _added(semaphore):
+def _added(turn):
     """How many tiles of keys have added; what they wrote is there to be added to."""
     return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [semaphore], gl.int32, False, 1
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [turn], gl.int32, False, 1
     )
 
 
 @gluon.jit
-def _wait_for_turn(semaphore, block, tile, rows, keys, window, C: gl.constexpr):
+def _wait_for_turn(turn, block, tile, rows, keys, window, C: gl.constexpr):
     """Until the tiles of later keys that the block sees have added to it."""
     position = block * C.BLOCK_M + C.BLOCK_M - 1 + keys - rows
     last = keys - 1
@@ -224,25 +224,25 @@ def _wait_for_turn(semaphore, block, tile, rows, keys, window, C: gl.constexpr):
     elif C.WINDOW:
         last = gl.minimum(last, position + window - 1)
     before = last // C.BLOCK_N - tile
-    added = _added(semaphore)
+    added = _added(turn)
     while added != before:
-        added = _added(semaphore)
+        added = _added(turn)
 
 
 @gluon.jit
 def _adder(
-    shared, sums, semaphores, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
+    shared, sums, ticket, turns, plan, window, tiles, outers, heads, section, n_q, n_k, padded,
     C: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds to grad_q."""
-    batch, kv_head, _, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, C
+    batch, kv_head, _, keys, first_q, rows, tile, piece = _tile_of(
+        ticket, plan, tiles, outers, heads, section, n_k, n_q, C
     )
     PIECES: gl.constexpr = shared.part.shape[0]
     ROWS: gl.constexpr = shared.part.shape[1]
     if C.ADDER and tile * C.BLOCK_N < keys:
         low, top, _, _ = _blocks_of(tile, keys, rows, window, C)
-        place = _padded_first(first_q, sequence)
+        place = _padded_first(first_q, piece)
         count = 0
         for member in range(C.GROUP):
             head = (batch * heads + kv_head) * C.GROUP + member
@@ -250,7 +250,7 @@ def _adder(
                 block_at = (head * padded + place) // C.BLOCK_M + block
                 mbarrier.wait(shared.part_full, count & 1)
                 if C.IN_TURN:
-                    _wait_for_turn(semaphores + block_at, block, tile, rows, keys, window, C)
+                    _wait_for_turn(turns + 1 + block_at, block, tile, rows, keys, window, C)
                 row = block_at * (C.BLOCK_M * C.SIZE // 256)
                 for i in gl.static_range(PIECES):
                     _add_bulk(sums, [row + i * ROWS, 0], shared.part.index(i))
@@ -263,7 +263,7 @@ def _adder(
                     gl.inline_asm_elementwise(
                         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1
                     )
-                    gl.atomic_add(semaphores + block_at, 1, sem="release", scope="gpu")
+                    gl.atomic_add(turns + 1 + block_at, 1, sem="release", scope="gpu")
                 count += 1
 
 
@@ -339,8 +339,8 @@ def _step(acc_k, acc_v, zero_s, zero_q, shared, sums, count, grad_q, block, tile
 
 @gluon.jit
 def _consumer(
-    shared, gk_desc, gv_desc, sums, grad_q, plan, scale, window, tiles, outers, heads, section, n_q,
-    n_k, padded, C: gl.constexpr, num_warps: gl.constexpr,
+    shared, gk_desc, gv_desc, sums, grad_q, ticket, plan, scale, window, tiles, outers, heads,
+    section, n_q, n_k, padded, C: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     k, v = shared.k, shared.v
     MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, C.BLOCK_M, 16])
@@ -352,8 +352,8 @@ def _consumer(
     CARRY: gl.constexpr = C.D <= 64
     zero_s = gl.full([C.BLOCK_N, C.BLOCK_M], 0.0, gl.float32, layout=MS)
     zero_q = gl.full([C.BLOCK_M, C.D], 0.0, gl.float32, layout=MQ)
-    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, C
+    batch, kv_head, first_k, keys, first_q, rows, tile, piece = _tile_of(
+        ticket, plan, tiles, outers, heads, section, n_k, n_q, C
     )
     if tile * C.BLOCK_N < keys:
         low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, C)
@@ -362,7 +362,7 @@ def _consumer(
             acc_k = warpgroup_mma_init(acc_k)
         acc_v = gl.full([C.BLOCK_N, C.D], 0.0, gl.float32, layout=MK)
         scale_log2 = scale * LOG2E
-        place = _padded_first(first_q, sequence)
+        place = _padded_first(first_q, piece)
         mbarrier.wait(shared.kv_full, 0)
         count = 0
         for member in range(C.GROUP):
@@ -522,8 +522,8 @@ def _give(tile, acc, more, scale, SIZE: gl.constexpr):
 
 @gluon.jit
 def _wide_consumer(
-    shared, gk_desc, gv_desc, grad_q, plan, scale, window, tiles, outers, heads, section, n_q, n_k,
-    padded, C: gl.constexpr,
+    shared, gk_desc, gv_desc, grad_q, ticket, plan, scale, window, tiles, outers, heads, section,
+    n_q, n_k, padded, C: gl.constexpr,
 ):  # fmt: skip
     k, v = shared.k, shared.v
     SIZE: gl.constexpr = C.SIZE
@@ -533,8 +533,8 @@ def _wide_consumer(
     zero_s = _zeros(64)
     zero_q = _zeros(FIRST)
     zero_more = _zeros(64)
-    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, C
+    batch, kv_head, first_k, keys, first_q, rows, tile, piece = _tile_of(
+        ticket, plan, tiles, outers, heads, section, n_k, n_q, C
     )
     if tile * 64 < keys:
         low, top, full_low, full_high = _blocks_of(tile, keys, rows, window, C)
@@ -547,7 +547,7 @@ def _wide_consumer(
         if V_SIZE == 192:
             more_v = warpgroup_mma_init(_zeros(64))
         scale_log2 = scale * LOG2E
-        place = _padded_first(first_q, sequence)
+        place = _padded_first(first_q, piece)
         mbarrier.wait(shared.kv_full, 0)
         count = 0
         for member in range(C.GROUP):
@@ -592,13 +592,13 @@ def _wide_consumer(
 
 @gluon.jit
 def _producer(
-    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window, tiles, outers,
-    heads, section, n_q, n_k, padded, C: gl.constexpr,
+    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, ticket, plan, window, tiles,
+    outers, heads, section, n_q, n_k, padded, C: gl.constexpr,
 ):  # fmt: skip
     q, g, k, v, lse, delta = shared.q, shared.g, shared.k, shared.v, shared.lse, shared.delta
     full, empty, kv_full = shared.full, shared.empty, shared.kv_full
-    batch, kv_head, first_k, keys, first_q, rows, tile, sequence = _tile_of(
-        plan, tiles, outers, heads, section, n_k, n_q, C
+    batch, kv_head, first_k, keys, first_q, rows, tile, piece = _tile_of(
+        ticket, plan, tiles, outers, heads, section, n_k, n_q, C
     )
     if tile * C.BLOCK_N < keys:
         low, top, _, _ = _blocks_of(tile, keys, rows, window, C)
@@ -606,7 +606,7 @@ def _producer(
         mbarrier.expect(kv_full, C.BLOCK_N * (C.D + C.V) * 2)
         tma_load(k_desc, where, kv_full, reinterpret(k, k.dtype, k_desc.block_shape, k_desc.layout))
         tma_load(v_desc, where, kv_full, reinterpret(v, v.dtype, v_desc.block_shape, v_desc.layout))
-        place = _padded_first(first_q, sequence)
+        place = _padded_first(first_q, piece)
         count = 0
         for member in range(C.GROUP):
             head = kv_head * C.GROUP + member
@@ -638,8 +638,7 @@ def _producer(
     ]
 )  # fmt: skip
 def _backward_hopper(
-    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q,
-    semaphores,
+    q_desc, g_desc, k_desc, v_desc, gk_desc, gv_desc, lse_desc, delta_desc, sums, grad_q, turns,
     plan, scale, window, tiles, outers, heads, section, n_q, n_k, padded, C: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -652,6 +651,9 @@ def _backward_hopper(
     STAGES: gl.constexpr = C.STAGES
     dtype: gl.constexpr = q_desc.dtype
     WIDE: gl.constexpr = D > 128 or V > 128
+    ticket = 0
+    if C.IN_TURN:
+        ticket = gl.atomic_add(turns, 1, sem="relaxed")
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
     V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, V], dtype)
     S_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
@@ -693,16 +695,16 @@ def _backward_hopper(
         gl.warp_specialize(
             [
                 (_wide_consumer, (
-                    shared, gk_desc, gv_desc, grad_q, plan, scale, window, tiles, outers, heads,
-                    section, n_q, n_k, padded, C,
+                    shared, gk_desc, gv_desc, grad_q, ticket, plan, scale, window, tiles, outers,
+                    heads, section, n_q, n_k, padded, C,
                 )),
                 (_producer, (
-                    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window,
-                    tiles, outers, heads, section, n_q, n_k, padded, C,
+                    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, ticket, plan,
+                    window, tiles, outers, heads, section, n_q, n_k, padded, C,
                 )),
                 (_adder, (
-                    shared, sums, semaphores, plan, window, tiles, outers, heads, section, n_q, n_k,
-                    padded, C,
+                    shared, sums, ticket, turns, plan, window, tiles, outers, heads, section, n_q,
+                    n_k, padded, C,
                 )),
             ],
             [1, 1],
@@ -712,16 +714,16 @@ def _backward_hopper(
         gl.warp_specialize(
             [
                 (_consumer, (
-                    shared, gk_desc, gv_desc, sums, grad_q, plan, scale, window, tiles, outers,
-                    heads, section, n_q, n_k, padded, C, num_warps,
+                    shared, gk_desc, gv_desc, sums, grad_q, ticket, plan, scale, window, tiles,
+                    outers, heads, section, n_q, n_k, padded, C, num_warps,
                 )),
                 (_producer, (
-                    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, plan, window,
-                    tiles, outers, heads, section, n_q, n_k, padded, C,
+                    shared, q_desc, g_desc, k_desc, v_desc, lse_desc, delta_desc, ticket, plan,
+                    window, tiles, outers, heads, section, n_q, n_k, padded, C,
                 )),
                 (_adder, (
-                    shared, sums, semaphores, plan, window, tiles, outers, heads, section, n_q, n_k,
-                    padded, C,
+                    shared, sums, ticket, turns, plan, window, tiles, outers, heads, section, n_q,
+                    n_k, padded, C,
                 )),
             ],
             [1, 1],
@@ -738,7 +740,7 @@ def _round_kernel(
     lie behind the others."""
     program = tl.program_id(0)
     outer = program // tiles
-    batch, first_q, rows, _, _, tile, sequence = locate(
+    batch, first_q, rows, _, _, tile, piece = locate(
         plan, program % tiles, tiles, outer // heads, n_q, n_q, VARLEN
     )
     if tile * BLOCK_M >= rows:
@@ -746,7 +748,7 @@ def _round_kernel(
     head = (outer % heads).to(tl.int64)
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, 256 if WIDTH == 192 else WIDTH)
-    place = padded_first(first_q, sequence) + tile * BLOCK_M
+    place = padded_first(first_q, piece) + tile * BLOCK_M
     place = ((batch * heads + head) * padded + place) * WIDTH
     place += (r % 8 * 16 + r // 8 % 2 * 2)[:, None] + (d // 8 * 128 + d % 8 // 2 * 4 + d % 2)[
         None, :
@@ -822,7 +824,7 @@ def launch(
     lse2: torch.Tensor,
     delta: torch.Tensor,
     sums: torch.Tensor | None,
-    semaphores: torch.Tensor | None,
+    turns: torch.Tensor | None,
     grads: tuple[torch.Tensor, ...],
     sizes: Sizes,
     causal: bool,
@@ -831,20 +833,20 @@ def launch(
     cu_seqlens_k: torch.Tensor | None,
     window: int | None,
 ) -> None:
-    """Writes the three `grads`; without `sums`, all but that of q.  With `semaphores`, one zero a
-    block of queries, additions are in turn."""
+    """Writes the three `grads`; without `sums`, all but that of q.  With `turns`, zeros, additions
+    are in turn: the first counts programs, the others additions to blocks of queries."""
     varlen, padded = sizes.varlen, lse2.shape[-1]
     widths = Widths.of(q, v)
     size, v_size, wide = widths.size, widths.v_size, widths.wide
     # Causal, B 4, H 16, 4096 tokens, H200, 2026-11: heads of 192 and 128 2515 us, added to by
     # threads 2820
-    adder = semaphores is not None or (sums is not None and widths.fit_adder)
+    adder = turns is not None or (sums is not None and widths.fit_adder)
     block, keys, stages = 64, 64 if wide else 128, _STAGES
     n_q, n_k, heads, key_heads = sizes.n_q, sizes.n_k, sizes.heads, sizes.key_heads
     listed, tiles, outers = None, triton.cdiv(n_k, keys), sizes.outer * key_heads
     section = min(outers, max(1, _SHARE // (sizes.rows * size * 8)))
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=semaphores is not None)
+        listed = plan(cu_seqlens_k, cu_seqlens_q, n_k, n_q, keys, down=turns is not None)
         tiles = listed.shape[0]
     launches.kernel(_backward_hopper, tiles * outers)(
         describe(q, block, size, varlen), describe(grad_o, block, v_size, varlen),
@@ -853,13 +855,13 @@ def launch(
         describe_row(lse2, block), describe_row(delta, block),
         _describe_sums(sums, 16 if wide else size // 4)
         if sums is not None and (adder or (size == 128 and not wide)) else None,
-        sums, semaphores, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section,
+        sums, turns, listed, scale, min(window or 0, 2**30), tiles, outers, key_heads, section,
         n_q, n_k, padded,
         C=Constants(
             BLOCK_M=block, BLOCK_N=keys, D=size, V=v_size, SIZE=widths.counted,
             V_SIZE=widths.v_counted, STAGES=stages, GROUP=sizes.group, CAUSAL=causal,
             WINDOW=window is not None, VARLEN=varlen, GRAD_Q=sums is not None,
-            ADDER=adder, IN_TURN=semaphores is not None,
+            ADDER=adder, IN_TURN=turns is not None,
         ),
         num_warps=8,
     )  # fmt: skip

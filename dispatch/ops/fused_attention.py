@@ -7,7 +7,7 @@
 
 Row i of a sequence stands at position i + Nk - Nq.  It sees key j iff j <= position (causal) and
 |position - j| < window.  A row that sees nothing gives o = 0 and lse = -inf; so do the tokens
-behind the last sequence of a varlen call.
+before the first sequence of a varlen call, and behind the last.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def check_inputs(
 def _check_prefix_sums(c: Checker, name: str, cu_seqlens: Tensor, tokens: int) -> None:
     values = cu_seqlens.tolist()
     c.require(
-        values[0] == 0 and values[-1] <= tokens and all(a <= b for a, b in pairwise(values)),
+        values[0] >= 0 and values[-1] <= tokens and all(a <= b for a, b in pairwise(values)),
         f"`{name}` is {values}, expected prefix sums that never fall, from 0 to at most {tokens}.",
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def forward(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         _sequence(q, k, v, o, lse, options)
         return o, lse
-    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k, q, k):
         _sequence(
             heads_first(q[rows]),
             heads_first(k[keys]),
@@ -69,11 +70,17 @@ class Options:
         return Options(causal, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, window)
 
 
-def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """The tokens of each sequence: (those of q, those of k)."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for i in range(len(starts_q) - 1):
-        yield slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
+def sequences(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor, k: Tensor
+) -> Iterator[tuple[slice, slice]]:
+    """The tokens of each sequence: (those of q, those of k).  It begins where all before it have
+    ended, and ends with the tokens."""
+    bounds = (
+        sums.long().clamp(0, len(x)).cummax(0).values.tolist()
+        for sums, x in ((cu_seqlens_q, q), (cu_seqlens_k, k))
+    )
+    for rows, keys in zip(*map(pairwise, bounds), strict=True):
+        yield slice(*rows), slice(*keys)
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def backward(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         _sequence(grad_o, q, k, v, lse, delta, grads, options)
         return grads[0], grads[1], grads[2]
-    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+    for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k, q, k):
         _sequence(
             heads_first(grad_o[rows]),
             heads_first(q[rows]),

@@ -66,6 +66,9 @@ def packed(
     return make
 
 
+RISING, FALLING = [5, 60, 140, 150, 200, 270], [0, 130, 70, 150, -3, 270]
+
+
 def token_major(x: Inputs) -> Arguments:
     """[B, N, H, D] seen as [B, H, N, D]."""
     drawn = dense(150, 140, causal=True)(x)
@@ -137,6 +140,13 @@ CASES = (
         "packed, beyond 32 bits",
         packed([0, 70, 150], [0, 70, 170], 150, kind=torch.int64, beyond=2**32 - 40),
     ),
+    Case(
+        OP,
+        "packed, tokens before the first sequence",
+        packed([140, 270, 280], [9, 150, 170], 300, causal=True),
+    ),
+    Case(OP, "packed, sums of rows that fall", packed(FALLING, RISING, 280, causal=True)),
+    Case(OP, "packed, sums of keys that fall", packed(RISING, FALLING, 280, causal=True)),
     Case(
         OP,
         "packed, head size 128, window 40",
@@ -245,9 +255,23 @@ CONTROLS = (
     Control(
         "tokens behind the last sequence left alone",
         KERNEL,
+        "sequences + 2 * VARLEN",
         "sequences + VARLEN",
-        "sequences",
         "packed",
+    ),
+    Control(
+        "tokens before the first sequence see keys",
+        KERNEL,
+        "live = (n > 0) & (n <= sequences)",
+        "live = n <= sequences",
+        "packed, tokens before the first sequence",
+    ),
+    Control(
+        "a sequence begins where the one before it ends",
+        KERNEL,
+        "tokens), end)",
+        "tokens), 0)",
+        "packed, sums of rows that fall",
     ),
     Control(
         "prefix sums beyond the tensors",

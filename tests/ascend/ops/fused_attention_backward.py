@@ -14,8 +14,8 @@ from ..case import Arguments, Case, Inputs, reference
 from ..conditions import with_
 from ..controls import Control
 from ..toolchain import BUILDS
+from .fused_attention import FALLING, RISING, dense, packed, token_major
 from .fused_attention import OP as FORWARD
-from .fused_attention import dense, packed, token_major
 
 KERNEL = "fused_attention_backward"
 OP = f"npu_{KERNEL}"
@@ -39,7 +39,7 @@ def _by_rows(arguments: Arguments) -> torch.Tensor:
     return memory.guarded(arguments["grad_o"].transpose(1, 2)).transpose(1, 2)
 
 
-def _finite_behind(arguments: Arguments) -> torch.Tensor:
+def _finite_outside(arguments: Arguments) -> torch.Tensor:
     """Rows of no sequence as if they had seen keys."""
     lse = arguments["lse"]
     return lse.copy_(lse.clamp(min=-5.0))
@@ -76,8 +76,8 @@ CASES = (
     Case(OP, "packed", after(packed([0, 130, 131, 131, 180], [0, 150, 150, 160, 300], 200), True)),
     Case(
         OP,
-        "packed, anything behind the last",
-        with_(after(packed([0, 30, 50], [0, 40, 60], 70)), lse=_finite_behind),
+        "packed, anything outside of the sequences",
+        with_(after(packed([9, 30, 50], [7, 40, 60], 70)), lse=_finite_outside),
     ),
     Case(
         OP,
@@ -94,6 +94,13 @@ CASES = (
         "packed, beyond 32 bits",
         after(packed([0, 70, 150], [0, 70, 170], 150, kind=torch.int64, beyond=2**32 - 40)),
     ),
+    Case(
+        OP,
+        "packed, tokens before the first sequence",
+        after(packed([140, 270, 280], [9, 150, 170], 300, causal=True)),
+    ),
+    Case(OP, "packed, sums of rows that fall", after(packed(FALLING, RISING, 280, causal=True))),
+    Case(OP, "packed, sums of keys that fall", after(packed(RISING, FALLING, 280, causal=True))),
     Case(
         OP,
         "packed, head size 128, window 40",
@@ -164,10 +171,17 @@ CONTROLS = (
         build=BUILDS[1],
     ),
     Control(
-        "keys behind the last sequence left alone",
+        "keys of no sequence seen by rows of none",
         KERNEL,
-        "tl.where(n < sequences, count_k, tokens_k - start_k)",
-        "count_k",
+        "count_q = tl.where(live, count_q, 0)",
+        "count_q = tl.maximum(count_q, 0)",
+        "packed, anything outside of the sequences",
+    ),
+    Control(
+        "keys behind the last sequence left alone",
+        "fused_attention",
+        "tl.where(n > sequences, tokens, bound)",
+        "bound",
         "packed",
     ),
 )
