@@ -6,8 +6,12 @@ test_cuda_sparse.py and test_cuda_prolog.py run the same kernels on a GPU."""
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 import torch
+from custom.dispatch.common import memory
 
 from .support.kernels import INTERPRETED
 from .support.stages import (
@@ -27,6 +31,7 @@ if INTERPRETED:
 
 from custom.cuda_ops import (
     fused_attention,
+    fused_attention_backward,
     hopper,
     lightning_indexer,  # noqa: F401  (brings hopper's)
     nz_matmul,
@@ -39,11 +44,12 @@ from custom.cuda_ops.common import attention_tiles, gluon_names, handover, lengt
 from custom.cuda_ops.common.topk import EVERY
 from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
 from custom.dispatch.reference import fused_attention as reference
+from custom.dispatch.reference import fused_attention_backward as reference_backward
 
 import custom
 from custom import to_nz
 
-from .support.gluon_on_cpu import stand_in
+from .support.gluon_on_cpu import At, Program, stand_in
 from .support.quantised_indexer import Problem
 from .support.ragged import ends_within
 from .support.samples import apart
@@ -205,13 +211,13 @@ def test_indexer_of_e4m3(paged, heads, indexed):
 @pytest.mark.parametrize("heads", [9, 64], ids=["alone", "shared"])
 @pytest.mark.parametrize("rows", [[4, 2, 9], [9, 3, 4], [-(2**31), 2**31 - 1, 5]], ids=str)
 def test_prefix_sums_that_fall(rows, heads, indexed):
-    """They mean nothing, but the kernels end, and read no key that is not there."""
+    """A row is of the request whose number is how many sums it has passed; the kernels end."""
     packed = dict(query="TND", keys="TND", rows=rows, lengths=[20, -(2**31), 60])
     _, every = arguments(torch.bfloat16, N=heads, R=64, B=3, S=3, S2=100, K=30, **packed)
     with ends_within(120):
-        indices, values = launched("lightning_indexer", **every)
+        got = launched("lightning_indexer", **every)
     assert len(indexed) == 1
-    assert ((indices >= -1) & (indices < 300)).all() and values.isfinite().all()
+    assert_top(every, *got)
 
 
 def normal(*shape, std=1.0):
@@ -412,6 +418,84 @@ def test_attention(sizes, options, grown, dtype, again):
         assert_near(name, one, other, ERROR[dtype] if name == "o" else 1e-5)
     assert bool(again) == (grown and dtype is torch.bfloat16), again
     assert len(set(again)) == len(again)
+
+
+def gradients(monkeypatch, at, lazy, size, options):
+    """(the gradients, the sums that become that of q) of four tiles of keys, added up in turn; of
+    programs that run at once the first adds last, if it is `lazy` and need not wait."""
+    module, summed = hopper.fused_attention_backward, []
+    plain, empty = fused_attention_backward, memory.empty
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
+    stand_in(monkeypatch, attention_tiles, lengths, hopper.tma, module, plain, at=at)
+
+    def add(sums, place, part):
+        time.sleep(lazy * (at.once - Program.now.get().number % at.once))
+        rows = sums.base.view(-1, 256)
+        rows[int(place[0]) :][: len(part.at)].add_(part.load())
+
+    end = time.monotonic() + 20
+
+    def added(turn):
+        storage, where, _ = turn.memory(None)
+        assert time.monotonic() < end, "waits forever"
+        time.sleep(1e-4)
+        return storage[where]
+
+    # what they say in PTX
+    module.gl.inline_asm_elementwise = lambda *_: None
+    for name, function in dict(_add_bulk=add, _added=added, warpgroup_mma_init=lambda x: x).items():
+        monkeypatch.setattr(module, name, function)
+
+    def kept(shape, dtype, device):
+        made = empty(shape, dtype, device)
+        summed.extend([made] if len(shape) == 4 and shape[-1] == size else [])
+        return made
+
+    monkeypatch.setattr(memory, "empty", kept)
+    torch.manual_seed(0)
+    n_q, n_k, ends = options.pop("sizes")
+    shapes = [(n, heads, size) for n, heads in ((n_q, 2), (n_k, 1), (n_k, 1), (n_q, 2))]
+    if ends is None:
+        shapes = [(1, heads, n, size) for n, heads, size in shapes]
+    q, k, v, grad_o = (torch.randn(shape).bfloat16() for shape in shapes)
+    named = dict(sm_scale=None, cu_seqlens_q=None, cu_seqlens_k=None, deterministic=True, **options)
+    if ends is not None:
+        for side, sums in zip("qk", ends, strict=True):
+            named[f"cu_seqlens_{side}"] = torch.tensor(sums, dtype=torch.int32)
+    o, lse = reference.forward(q, k, v, **named)
+    given = dict(grad_o=grad_o, q=q, k=k, v=v, o=o, lse=lse, grad_lse=None, **named)
+    grads = plain.backward(**given)
+    wide = {n: x.double() if "cu_" not in n and torch.is_tensor(x) else x for n, x in given.items()}
+    for name, got, want in zip("qkv", grads, reference_backward.backward(**wide), strict=True):
+        assert_near(f"grad of {name}", got, want, 1e-2)
+    (sums,) = (x for x in summed if x.dtype is torch.float32)
+    return [*grads, sums.nan_to_num(7)]  # there are rows of nothing
+
+
+IN_TURN = {
+    "all keys": dict(causal=False, window=None, sizes=(130, 500, None)),
+    "causal": dict(causal=True, window=None, sizes=(300, 400, None)),
+    "falling sums": dict(
+        causal=False, window=None, sizes=(300, 500, ((7, 200, 40, 260), (0, 400, 420, 300)))
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("options", IN_TURN)
+def test_gradients_are_added_in_turn(options, size, monkeypatch):
+    """Whatever order programs begin in, and however many run at once: neither other bits nor a wait
+    that nothing ends."""
+
+    def run(at, lazy):
+        with monkeypatch.context() as patch:
+            return gradients(patch, at, lazy, size, dict(IN_TURN[options]))
+
+    want = run(At(), 0)
+    turned = At(order=lambda places: [*places][::-1])
+    at_once = At(once=3, order=lambda places: random.Random(0).sample(x := [*places], len(x)))
+    for at, lazy in ((turned, 0), (at_once, 5e-3)):
+        assert all(torch.equal(x, y) for x, y in zip(run(at, lazy), want, strict=True))
 
 
 # rows of a tile, tokens, heads, heads of a group, and groups of a section that L2 would hold

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Stands in for Gluon's language: kernels run on CPU tensors, a program at a time.
+"""Stands in for Gluon's language: kernels run on CPU tensors, a program at a time, or as many as
+`At` says.
 
 Blind to layouts of registers and missing barriers; sees wrong numbers, addresses outside of a
 tensor, two stores to one address, shared memory read before it was written or its copy waited for,
@@ -9,6 +10,7 @@ or written before what leaves it was.
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import math
 import threading
@@ -217,9 +219,9 @@ class Barriers:
                 self.of[bar.data_ptr()].announced += size
             self.arrive(bar)
 
-    def arrive(self, bar, count=1):
+    def arrive(self, bar, count=1, pred=True):
         with self.changed:
-            self.of[bar.data_ptr()].arrived += count
+            self.of[bar.data_ptr()].arrived += count if pred else 0
             self.changed.notify_all()
 
     def tma_load(self, block, at, bar, tile, pred=True):
@@ -276,7 +278,7 @@ class Barriers:
 
         self.threads, self.failed = len(parts), False
         with ThreadPoolExecutor(self.threads) as pool:
-            for done in [pool.submit(run, *part) for part in parts]:
+            for done in [pool.submit(_here().run, run, *part) for part in parts]:
                 done.result()
         self.threads = 0
 
@@ -296,7 +298,40 @@ def _part(block, at):
     return block.base.as_strided(sizes, steps, block.base.storage_offset() + first)
 
 
-def _atomic_add(pointer, value):
+_here = contextvars.copy_context
+
+
+class Program:
+    """What a program has of its own, wherever its parts run; the `number`-th to begin."""
+
+    now = contextvars.ContextVar("program")
+
+    def __init__(self, number, place):
+        self.number, self.place = number, place
+        self.copies, self.barriers = Copies(), Barriers()
+
+
+class Own:
+    """Copies or barriers of the program that asks."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __getattr__(self, name):
+        if name == "MBarrierLayout":
+            return Barriers.MBarrierLayout
+        return lambda *x, **named: getattr(getattr(Program.now.get(), self.kind), name)(*x, **named)
+
+
+@dataclass
+class At:
+    """How many programs run at a time, and in which order they begin."""
+
+    once: int = 1
+    order: object = list
+
+
+def _atomic_add(pointer, value, sem=None, scope=None):
     memory, at, _ = pointer.memory(None)
     with _ATOMIC:
         before = memory[at].clone()
@@ -314,8 +349,11 @@ def _described(base, shape, strides, block_shape, layout):
     )  # fmt: skip
 
 
-def _scan(x, axis, plus, reverse=False):
-    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+def _scan(x, axis, combine, reverse=False):
+    parts = [*(x.flip(axis) if reverse else x).unbind(axis)]
+    for i in range(1, len(parts)):
+        parts[i] = combine(parts[i - 1], parts[i])
+    return torch.stack(parts[::-1] if reverse else parts, axis)
 
 
 def _wgmma(a, b, acc, use_acc=True, is_async=False):
@@ -351,23 +389,30 @@ class Kernel:
                 else Pointer.of(named[n])
                 for n in constant
             }  # fmt: skip
-            for place in itertools.product(*map(range, grid)):
-                self.language.program_id = [_block(i).int() for i in place].__getitem__
-                self.language.num_programs = grid.__getitem__
-                self.language.barriers.of.clear()
+            self.language.num_programs = grid.__getitem__
+
+            def run(number, place):
+                program = Program(number, [_block(i).int() for i in place])
+                Program.now.set(program)
                 self(**values)
-                assert self.language.copies.groups == [[]], "copies on their way"
-                assert self.language.barriers.all_done(), "copies on their way"
+                assert program.copies.groups == [[]], "copies on their way"
+                assert program.barriers.all_done(), "copies on their way"
+
+            places = self.language.at.order(itertools.product(*map(range, grid)))
+            with ThreadPoolExecutor(self.language.at.once) as pool:
+                begun = [pool.submit(_here().run, run, *each) for each in enumerate(places)]
+                for done in begun:
+                    done.result()
 
         return launch
 
 
-def stand_in(monkeypatch, *modules):
+def stand_in(monkeypatch, *modules, at=None):
     """The kernels of these modules, and what of theirs they call, run here."""
     gl = SimpleNamespace(
-        copies=Copies(), barriers=Barriers(), float8e4nv=torch.float8_e4m3fn, int32=torch.int32,
-        int64=torch.int64, uint32=torch.uint32, float32=torch.float32, bfloat16=torch.bfloat16,
-        load=_load, store=_store,
+        copies=Own("copies"), barriers=Own("barriers"), at=at or At(), load=_load, store=_store,
+        float8e4nv=torch.float8_e4m3fn, int32=torch.int32, int64=torch.int64, uint32=torch.uint32,
+        float32=torch.float32, bfloat16=torch.bfloat16,
         constexpr=lambda x: x, static_range=range, num_warps=lambda: 8,
         reshape=torch.reshape, permute=torch.permute, min=torch.amin, exp=torch.exp,
         join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1), log=torch.log,
@@ -382,6 +427,7 @@ def stand_in(monkeypatch, *modules):
         maximum=lambda a, b: torch.maximum(_block(a), _block(b)),
         max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
     )  # fmt: skip
+    gl.program_id = lambda axis: Program.now.get().place[axis]
     gl.warp_specialize = gl.barriers.warp_specialize
     gl.NVMMASharedLayout = Stripes
     registers = ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "DistributedLinear")
