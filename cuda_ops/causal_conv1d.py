@@ -25,7 +25,7 @@ from torch import Tensor
 from ..dispatch.common import memory
 from .common import gpu, launches
 from .common.convolution import before, row_at, sigmoid, standing, taps_of, value_at
-from .common.lengths import within
+from .common.lengths import span_of
 
 
 @triton.jit
@@ -49,8 +49,7 @@ def _final_states(
 ):  # fmt: skip
     """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
     if VARLEN:
-        start = within(starts + n, True, tokens)
-        size = tl.maximum(within(starts + n + 1, True, tokens) - start, 0)
+        start, size = span_of(starts, n, tokens)
     else:
         start = n * 0
         size = length

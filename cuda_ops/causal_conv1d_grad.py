@@ -27,7 +27,7 @@ from ..dispatch.common import memory
 from .causal_conv1d import unsupported as unsupported
 from .common import gpu, launches
 from .common.convolution import before, row_at, sigmoid, standing, taps_of, value_at
-from .common.lengths import within
+from .common.lengths import span_of
 
 
 @triton.jit
@@ -217,8 +217,7 @@ def _to_history(
     d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     on_d = d < channels
     if VARLEN:
-        first = within(starts + n, True, tokens)
-        size = tl.maximum(within(starts + n + 1, True, tokens) - first, 0)
+        first, size = span_of(starts, n, tokens)
     else:
         first = n * length
         size = length

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..dispatch.common import memory
 from .common import gpu, launches
 from .common.convolution import sigmoid, taps_of, value_at
-from .common.lengths import within
+from .common.lengths import span_of
 
 
 @triton.jit
@@ -66,8 +66,7 @@ def _update(
         zero_mask = (i < ZEROS) & (tl.program_id(0) % tiles == 0)
         tl.store(zeroed + n_wide * ZEROS + i, tl.zeros_like(i), mask=zero_mask)
     if VARLEN:
-        first = within(starts + n, True, tokens)
-        size = tl.maximum(within(starts + n + 1, True, tokens) - first, 0)
+        first, size = span_of(starts, n, tokens)
         x += first.to(tl.int64) * x_row
         out += first.to(tl.int64) * channels
     else:

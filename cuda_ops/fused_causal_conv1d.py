@@ -23,7 +23,7 @@ from ..dispatch.common import memory
 from . import causal_conv1d
 from .common import launches
 from .common.convolution import value_at
-from .common.lengths import within
+from .common.lengths import span_of
 
 
 @triton.jit
@@ -77,8 +77,7 @@ def _push(
     d = tl.program_id(0) % tiles * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < channels
     if VARLEN:
-        first = within(starts + n, True, tokens)
-        size = tl.maximum(within(starts + n + 1, True, tokens) - first, 0)
+        first, size = span_of(starts, n, tokens)
         x += first.to(tl.int64) * x_row
     else:
         first = n * 0

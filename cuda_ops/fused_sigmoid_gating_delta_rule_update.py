@@ -33,7 +33,7 @@ from ..dispatch.common import memory
 from .common import gpu, launches
 from .common.chunks import softplus
 from .common.gpu import INTERPRETED
-from .common.lengths import within
+from .common.lengths import span_of, within
 from .gated_rms_norm import opening
 
 LARGEST_K = 256
@@ -318,8 +318,7 @@ def _delta_rule_kernel(
         n_batch = n_wide * 0
     elif C.VARLEN:
         slot = tl.load(indices + n).to(tl.int64)
-        first = within(cu_seqlens + n, True, T)
-        length = tl.maximum(within(cu_seqlens + n + 1, True, T) - first, 0)
+        first, length = span_of(cu_seqlens, n, T)
         first = first.to(tl.int64)
         n_batch = n_wide * 0
     else:

@@ -20,21 +20,18 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, tune
-from .lengths import within
+from .lengths import latest, left
 
 
 @triton.jit
-def part_of(starts, n, part, parts, length, tokens, VARLEN: tl.constexpr):
-    """(first token, tokens) of a sequence, (begin, stop) of a part of it."""
+def part_of(starts, n, start, part, parts, length, tokens, VARLEN: tl.constexpr):
+    """(tokens of the sequence that begins at `start`, begin, stop of a part of it)."""
+    size = length
     if VARLEN:
-        start = within(starts + n, tokens)
-        size = tl.maximum(within(starts + n + 1, tokens) - start, 0)
-    else:
-        start = n * 0
-        size = length
+        size = left(starts, n, start, tokens)
     step = (size + parts - 1) // parts
     begin = tl.minimum(part * step, size)
-    return start, size, begin, tl.minimum(begin + step, size)
+    return size, begin, tl.minimum(begin + step, size)
 
 
 @triton.jit
@@ -79,13 +76,18 @@ def convolve(
 ):  # fmt: skip
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    start = 0
+    seen = 0
     for work in range(tl.program_id(0), sequences * parts * tiles, tl.num_programs(0)):
         n = work // (parts * tiles)
         part = work // tiles % parts
         first = work % tiles * CHANNEL_TILE
         count = tl.minimum(channels - first, CHANNEL_TILE)
         on = d < count
-        start, size, begin, stop = part_of(starts, n, part, parts, length, tokens, VARLEN)
+        if VARLEN:
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+        size, begin, stop = part_of(starts, n, start, part, parts, length, tokens, VARLEN)
         of_x = x + start.to(tl.int64) * x_row + first
         of_out = out + start.to(tl.int64) * channels + first
         if not VARLEN:
@@ -105,7 +107,7 @@ def convolve(
         if BIAS:
             b = tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
         if COMPUTED:
-            seen = tl.load(computed + n)
+            done = tl.load(computed + n)
         for t in range(begin, stop):
             now = tl.load(of_x + t.to(tl.int64) * x_row + d, mask=on, other=0.0).to(tl.float32)
             total = now * w_0 + x_1 * w_1
@@ -122,7 +124,7 @@ def convolve(
             if SILU:
                 total = total * sigmoid(total)
             if COMPUTED:
-                total = tl.where(d < tl.where(t + seen < W - 1, 0, count), total, 0.0)
+                total = tl.where(d < tl.where(t + done < W - 1, 0, count), total, 0.0)
             if RESIDUAL:
                 total += now
             to = of_out + t.to(tl.int64) * channels + d
@@ -151,11 +153,17 @@ def finish(
     """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    start = 0
+    seen = 0
     for work in range(tl.program_id(0), sequences * tiles, tl.num_programs(0)):
         n = work // tiles
         first = work % tiles * CHANNEL_TILE
         count = tl.minimum(channels - first, CHANNEL_TILE)
-        start, size, _, _ = part_of(starts, n, 0, 1, length, tokens, VARLEN)
+        size = length
+        if VARLEN:
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+            size = left(starts, n, start, tokens)
         of_x = x + start.to(tl.int64) * x_row + first
         if not VARLEN:
             of_x += n.to(tl.int64) * x_batch

@@ -21,6 +21,7 @@ from ..dispatch.common import memory
 from . import cores, entry, tune
 from .causal_conv1d import dense, part_of, parts_of, row, sigmoid, tap
 from .causal_conv1d import unsupported as unsupported
+from .lengths import latest
 
 _KERNEL = "causal_conv1d_grad.walk"
 
@@ -63,13 +64,18 @@ def walk(
 ):  # fmt: skip
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    start = 0
+    seen = 0
     for work in range(tl.program_id(0), sequences * parts * tiles, tl.num_programs(0)):
         n = work // (parts * tiles)
         part = work // tiles % parts
         first = work % tiles * CHANNEL_TILE
         count = tl.minimum(channels - first, CHANNEL_TILE)
         on = d < count
-        start, size, begin, stop = part_of(starts, n, part, parts, length, tokens, VARLEN)
+        if VARLEN:
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+        size, begin, stop = part_of(starts, n, start, part, parts, length, tokens, VARLEN)
         of_x = x + start.to(tl.int64) * x_row + first
         of_g = d_out + start.to(tl.int64) * g_row + first
         of_dx = dx + start.to(tl.int64) * channels + first

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..dispatch.common import memory
 from . import cores, entry, tune
 from .causal_conv1d import sigmoid, tap
-from .lengths import within
+from .lengths import latest, left
 
 _KERNEL = "causal_conv1d_update.update"
 
@@ -52,14 +52,17 @@ def update(
     """Sequences lie one behind the other; without `starts` they are equally long."""
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    start = 0
+    seen = 0
     for work in range(tl.program_id(0), sequences * tiles, tl.num_programs(0)):
         n = work // tiles
         first = work % tiles * CHANNEL_TILE
         count = tl.minimum(channels - first, CHANNEL_TILE)
         on = d < count
         if starts is not None:
-            start = within(starts + n, tokens)
-            size = tl.maximum(within(starts + n + 1, tokens) - start, 0)
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+            size = left(starts, n, start, tokens)
         else:
             size = tokens // sequences
             start = n * size

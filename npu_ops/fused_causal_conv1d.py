@@ -22,7 +22,7 @@ from torch import Tensor
 from ..dispatch.common import memory
 from . import causal_conv1d, cores, entry, tune
 from .causal_conv1d_update import value_at
-from .lengths import within
+from .lengths import latest, left
 
 
 @triton.jit
@@ -36,18 +36,6 @@ def _slot(lines, n, block, blocks, slots, pad_slot, INDEXED: tl.constexpr):
         slot = n.to(tl.int64)
     there = inside & (slot >= 0) & (slot < slots) & (slot != pad_slot)
     return tl.where(there, slot, 0), there
-
-
-@triton.jit
-def _span(starts, n, length, tokens, VARLEN: tl.constexpr):
-    """(first token, tokens) of a sequence."""
-    if VARLEN:
-        start = within(starts + n, tokens)
-        size = tl.maximum(within(starts + n + 1, tokens) - start, 0)
-    else:
-        start = n * 0
-        size = length
-    return start, size
 
 
 @entry.jit(
@@ -65,11 +53,17 @@ def push(
 ):  # fmt: skip
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    start = 0
+    seen = 0
     for work in range(tl.program_id(0), sequences * tiles, tl.num_programs(0)):
         n = work // tiles
         first = work % tiles * CHANNEL_TILE
         count = tl.minimum(channels - first, CHANNEL_TILE)
-        start, size = _span(starts, n, length, tokens, VARLEN)
+        size = length
+        if VARLEN:
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+            size = left(starts, n, start, tokens)
         of_x = x + start.to(tl.int64) * x_row + first
         if not VARLEN:
             of_x += n.to(tl.int64) * x_batch
@@ -122,12 +116,18 @@ def fill(
 ):  # fmt: skip
     d = tl.arange(0, CHANNEL_TILE)
     tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    start = 0
+    seen = 0
     for work in range(tl.program_id(0), sequences * blocks * tiles, tl.num_programs(0)):
         n = work // (blocks * tiles)
         chunk = work // tiles % blocks
         first = work % tiles * CHANNEL_TILE
         count = tl.minimum(channels - first, CHANNEL_TILE)
-        start, size = _span(starts, n, length, tokens, VARLEN)
+        size = length
+        if VARLEN:
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+            size = left(starts, n, start, tokens)
         of_x = x + start.to(tl.int64) * x_row + first
         if not VARLEN:
             of_x += n.to(tl.int64) * x_batch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..dispatch.common import memory
 from . import cores, entry, tune
-from .lengths import within
+from .lengths import latest, left
 
 _STATE = 8192  # elements of a part of the state; UB holds it and four of what is made of it
 _STEPS = 63  # of a tree: a way through it is a mask of bits
@@ -114,6 +114,8 @@ def update(
     d = tl.arange(0, KEY)
     c = tl.arange(0, VALUE_TILE)
     one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
+    start = 0
+    seen = 0
     for work in range(tl.program_id(0), sequences * (VALUE_HEADS * TILES), tl.num_programs(0)):
         n = work // (VALUE_HEADS * TILES)
         head = work // TILES % VALUE_HEADS
@@ -121,11 +123,11 @@ def update(
         key_head = head // (VALUE_HEADS // HEADS)
         if VARLEN:
             batch = n * 0
-            start = within(starts + n, tokens)
-            end = within(starts + n + 1, tokens)
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+            end = start + left(starts, n, start, tokens)
         else:
             batch = n
-            start = n * 0
             end = length
         batch = batch.to(tl.int64)
         if GIVEN:
@@ -225,21 +227,12 @@ def update(
         if VARLEN:
             # tokens of no sequence: behind all of them, and before the first one
             zero = tl.zeros((VALUE_TILE,), out.dtype.element_ty)
-            behind = tl.where(n == sequences - 1, end, tokens)
-            for i in range(0, tl.where(behind < tokens, sequences, 0)):
-                behind = tl.maximum(behind, within(starts + i, tokens))
-            for t in range(behind, tokens):
+            for t in range(tl.where(n == sequences - 1, end, tokens), tokens):
                 token = t.to(tl.int64) * VALUE_HEADS + head
                 tl.store(out + token * VALUE + first + c, zero)
             for t in range(0, tl.where(n == 0, start, 0)):
-                # another sequence has it only where the sums fall
-                taken = t * 0
-                for i in range(0, sequences):
-                    begun = within(starts + i, tokens) <= t
-                    taken = tl.where(begun & (t < within(starts + i + 1, tokens)), 1, taken)
-                if taken == 0:
-                    token = t.to(tl.int64) * VALUE_HEADS + head
-                    tl.store(out + token * VALUE + first + c, zero)
+                token = t.to(tl.int64) * VALUE_HEADS + head
+                tl.store(out + token * VALUE + first + c, zero)
 
 
 def _tile(key_size: int, value_size: int) -> tune.Config | None:

@@ -177,6 +177,10 @@ def test_equal_runs_give_equal_gradients(device, backend):
         ((-9, 4, 2**31 - 1), (0, 4, 12)),
         ((0, 2**32 + 5, 2**62), (0, 12, 12)),
         ((-(2**40), 3, 2**32 + 7), (0, 3, 12)),
+        # and begin where all before them have ended
+        ((0, 10, 7), (0, 10, 10)),
+        ((0, 7, -3), (0, 7, 7)),
+        ((9, 3, 11), (9, 9, 11)),
     ],
 )
 def test_sums_beyond_the_tokens_end_with_them(odd, meant, device, backend):
@@ -186,8 +190,13 @@ def test_sums_beyond_the_tokens_end_with_them(odd, meant, device, backend):
     results = []
     for sums in (meant, odd):
         x["query_start_loc"] = torch.tensor(sums, device=device)
-        grads = torch.ops.custom.npu_causal_conv1d_grad(d_out=d_out, **x)
+        grads = torch.ops.custom.npu_causal_conv1d_grad(
+            d_out=d_out, d_final_states=torch.ones_like(x["initial_states"]), **x
+        )
         results.append([*custom.npu_causal_conv1d(**x), *grads])
+        # the gradient of a token of no sequence
+        of_none = (results[-1][0] == 0).all(-1)
+        assert (grads[0][of_none] == 0).all()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -31,6 +31,7 @@ CASES = [
     Step(slots=(3, -1, 0, 1), S=9, starts=(1, 3, 4, 4, 7)),
     Step(S=7, L=5, starts=(0, 3, 4, 6), accepted=(2, 1, 1), rows=(3, -1, 0), turned=True),
     Step(S=5, starts=(-2, 1, 4, 2**31 - 1), rows=(0, 7, 1), steps=2),
+    Step(S=9, starts=(2, 7, 4, 8), slots=(3, 1, 0)),
     Step(slots=(3, 2), S=6, rows=(1, 7), steps=6,
          parents=((-1, 0, 0, 1, 2, 1), (-1, -1, 1, 2**32, 3, 9))),
     Step(slots=(3, -1), S=7, W=3, L=4, starts=(0, 4, 7), accepted=(2, 1), rows=(2, 0),
@@ -55,7 +56,7 @@ def by_lists(x: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         size = x["x"].shape[1]
         spans = [(n * size, n * size + size) for n in range(x["x"].shape[0])]
     else:
-        sums = x["query_start_loc"].clamp(0, len(flat)).tolist()
+        sums = x["query_start_loc"].clamp(0, len(flat)).cummax(0).values.tolist()
         spans = list(pairwise(sums))
     for n, (first, last) in enumerate(spans):
         slot = n if x["conv_state_indices"] is None else int(x["conv_state_indices"][n])

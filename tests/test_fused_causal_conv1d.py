@@ -31,6 +31,7 @@ CASES = [
     Pooled(lengths=(2, 1, 5), L=5, accepted=(1, 3, 2), computed=(0, 8, 0), W=4),
     Pooled(lengths=(4, 2), slots=(3, 1), sums=(1, 3, 4), computed=(4, 4)),
     Pooled(lengths=(4, 0, 2), sums=(-1, 3, 3, 2**31 - 1), accepted=(1, 1, 1)),
+    Pooled(lengths=(4, 2, 3), sums=(1, 6, 4, 8)),
     Pooled(lengths=(1, 4, 3), computed=(0, 1, 2), W=4, L=4,
          options=(("conv_mode", "pangu"), ("residual_connection", 1))),
     Pooled(options=(("residual_connection", 1), ("activation", "silu"), ("run_mode", 1))),
@@ -62,7 +63,7 @@ def by_formulas(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
         size = x["x"].shape[1]
         spans = [(n * size, n * size + size) for n in range(x["x"].shape[0])]
     else:
-        spans = list(pairwise(x["query_start_loc"].clamp(0, len(flat)).tolist()))
+        spans = list(pairwise(x["query_start_loc"].clamp(0, len(flat)).cummax(0).values.tolist()))
     B, lines = x.get("block_size", 128), x["cache_indices"]
     for n, (begin, end) in enumerate(spans):
 

@@ -218,6 +218,7 @@ def same(case: Step, device: Any, backend: str, **changed: tuple[Any, Any]) -> N
         ((-(2**31), 2**33, 2**33 + 4), (0, 6, 6)),
         ((0, 2**31 - 1, 2**31 - 1), (0, 6, 6)),
         ((0, 5, 3), (0, 5, 5)),
+        ((3, 1, 5), (3, 3, 5)),
     ],
 )
 @pytest.mark.parametrize("layout", ["kv", "vk"])

@@ -11,37 +11,19 @@ import triton
 import triton.language as tl
 
 from .gpu import INTERPRETED
-from .lengths import within
+from .lengths import sequence_of, span_of
 
 SIMULATED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def sequence_of(starts, token, sequences, most):
-    """The last sequence that begins at or before each token [BLOCK_T], or `sequences` behind the
-    last: by halves, as the prefix sums rise."""
-    low = token * 0
-    high = low + sequences
-    left = sequences
-    while left > 0:
-        middle = (low + high) // 2
-        open = low < high
-        begun = within(starts + 1 + middle, open, most) <= token
-        low = tl.where(open & begun, middle + 1, low)
-        high = tl.where(open & (begun == 0), middle, high)
-        left = left // 2
-    return low
-
-
-@triton.jit
 def standing(starts, token, tokens, length, sequences, VARLEN: tl.constexpr):
-    """(sequence, position in it, length of it, whether there is one) of each token [BLOCK_T]."""
+    """(sequence, position in it, length of it, whether there is one) of a token."""
     valid = token < tokens
     if VARLEN:
         sequence = sequence_of(starts, token, sequences, tokens)
         valid = valid & (sequence < sequences)
-        start = within(starts + sequence, valid, tokens)
-        size = within(starts + sequence + 1, valid, tokens) - start
+        start, size = span_of(starts, tl.minimum(sequence, sequences - 1), tokens)
         position = token - start
         valid = valid & (position >= 0)
     else:

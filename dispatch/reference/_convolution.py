@@ -33,9 +33,10 @@ class Tokens:
             position = torch.arange(size, device=x.device).expand(batch, size).reshape(-1)
             start = number * size
             return cls(sequence, position, position >= 0, start, torch.full_like(start, size))
-        sums = query_start_loc.long().clamp(0, x.shape[0])
+        # a sequence begins where all before it have ended
+        sums = query_start_loc.long().clamp(0, x.shape[0]).cummax(0).values
         token = torch.arange(x.shape[0], device=x.device)
-        start, length = sums[:-1], sums.diff().clamp(min=0)
+        start, length = sums[:-1], sums.diff()
         # the last one that begins at or before the token
         sequence = (sums[1:, None] <= token).sum(0)
         first = torch.cat([start, sums[-1:]])[sequence]

@@ -61,7 +61,8 @@ def forward(
         starts = torch.arange(batch, device=q.device) * length
         lengths = torch.full_like(starts, length)
     else:
-        inside = cu_seqlens.long().clamp(0, rows)
+        # a sequence begins where all before it have ended
+        inside = cu_seqlens.long().clamp(0, rows).cummax(0).values
         starts, lengths = inside[:-1], inside.diff()
     pool = initial_state_source if state_layout == "kv" else initial_state_source.mT
     cache = intermediate_states

@@ -58,6 +58,7 @@ class Known:
 
 _SUMS = "the sums of a row come out of UB one by one; the row itself moves in bulk"
 _CHUNK = "one number a chunk of 64 tokens, whose tiles move in bulk"
+_STARTS = "prefix sums, each once a core, beside whole rows"
 _SCALAR = {
     "indexer_loss.row_loss": _SUMS,
     "indexer_loss_backward.row_grad": _SUMS,
@@ -78,7 +79,11 @@ _SCALAR = {
     "indexer_loss.gather": "two indices a copy of two rows",
     "gated_rms_norm.normalise": _SUMS,
     "gated_rms_norm_grad.through": _SUMS,
-    "causal_conv1d.finish": "a sequence's prefix sums, beside whole rows",
+    "causal_conv1d.convolve": _STARTS,
+    "causal_conv1d.finish": _STARTS,
+    "causal_conv1d_grad.walk": _STARTS,
+    "fused_causal_conv1d.push": _STARTS,
+    "fused_causal_conv1d.fill": _STARTS,
     "causal_conv1d_update.update": "a sequence's slot and row, a token's parent, beside whole rows",
     "fused_sigmoid_gating_delta_rule_update.update": "a head's gates, about 16 numbers a token",
     "chunk_gated_delta_rule.walk": _CHUNK,

@@ -70,6 +70,7 @@ CASES = (
     Case(OP, "short sequences, wide", call([1, 2, 3], 1100, behind=1), cores=(24,)),
     Case(OP, "tokens of none, wide", call([1, 2], 1100, before=2, behind=1), cores=(24,)),
     Case(OP, "sums beyond the tokens", beyond),
+    Case(OP, "sums that fall", call([7, -3, 6, -2, 5], behind=2)),
 )  # fmt: skip
 CONTROLS = (
     Control(
@@ -99,6 +100,13 @@ CONTROLS = (
         "of_history = history + n.to(tl.int64) * h_sequence + first\n        of_weight",
         "of_history = history + first\n        of_weight",
         "packed",
+    ),
+    Control(
+        "a sequence begins at its own sum",
+        "lengths",
+        "tl.maximum(start, within(bounds + i, most))",
+        "within(bounds + i, most)",
+        "sums that fall",
     ),
     Control(
         "the tail left alone",

@@ -83,6 +83,7 @@ CASES = (
     Case(OP, "accepted tokens out of range", call([3, 0], 2, columns=4, accepted=[-7, 99])),
     Case(OP, "packed", call([3, -1, 0, 1], 9, starts=[1, 3, 4, 4, 7])),
     Case(OP, "packed, 200 channels", call([3], 5, 200, starts=[1, 3])),
+    Case(OP, "packed, sums that fall", call([3, 0, 1], 9, starts=[2, 7, 4, 8])),
     Case(OP, "packed, accepted tokens, windows kept",
          call([3, 2, 0], 7, columns=5, starts=[0, 3, 4, 6], accepted=[2, 1, 1], keep=[3, -1, 0])),
     Case(OP, "packed, beyond the tokens",

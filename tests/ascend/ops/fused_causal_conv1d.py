@@ -91,6 +91,7 @@ CASES = (
          call([2, 1, 5], [3, 7, 0], width=4, columns=6, accepted=[2, 3, 2], computed=[0, 8, 0])),
     Case(OP, "beyond the tokens", call([4, 0, 2], [3, 7, 0], starts=[-1, 3, 3, 2**31 - 1])),
     Case(OP, "tokens of no sequence", call([4, 2], [3, 1], starts=[1, 3, 4])),
+    Case(OP, "sums that fall", call([4, 2, 3], [3, 1, 0], starts=[1, 6, 4, 8])),
     Case(OP, "pangu, x added",
          call([1, 4, 3], [3, 7, 0], width=4, computed=[0, 1, 2], conv_mode="pangu",
               residual_connection=1)),
@@ -202,8 +203,8 @@ CONTROLS = (
     Control(
         "pangu's zeros end one early",
         "causal_conv1d",
-        "t + seen < W - 1",
-        "t + seen < W - 2",
+        "t + done < W - 1",
+        "t + done < W - 2",
         "pangu, x added",
     ),
     Control(

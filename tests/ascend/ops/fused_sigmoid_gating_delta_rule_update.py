@@ -136,7 +136,6 @@ CASES = (
         call([-(2**31), 0, 2**31 - 1], 5, starts=[-2, 1, 4, 2**31 - 1]),
     ),
     Case(OP, "varlen, tokens before the first sequence", call([3, 1], 6, starts=[2, 3, 5])),
-    # the tokens behind the last sum and before the first one are another sequence's, in part
     Case(OP, "varlen, the last sum falls", call([3, 1], 6, starts=[0, 5, 3])),
     Case(OP, "varlen, sums fall and rise", call([3, 1, 0], 9, starts=[0, 7, 3, 3])),
     Case(OP, "varlen, the first sum falls", call([3, 1], 7, starts=[5, 2, 4], layout="vk")),
@@ -299,8 +298,8 @@ CONTROLS = (
     Control(
         "the tail of a packed row left alone",
         KERNEL,
-        "for t in range(behind, tokens)",
-        "for t in range(tokens, tokens)",
+        "tl.where(n == sequences - 1, end, tokens)",
+        "tl.where(n == sequences - 1, tokens, tokens)",
         "varlen",
     ),
     Control(
@@ -311,25 +310,11 @@ CONTROLS = (
         "varlen, tokens before the first sequence",
     ),
     Control(
-        "the tail begins in an earlier sequence",
-        KERNEL,
-        "behind = tl.maximum(behind, within(starts + i, tokens))",
-        "behind = tl.maximum(behind, end)",
-        "varlen, the last sum falls",
-    ),
-    Control(
-        "the tail begins behind the last two sums",
-        KERNEL,
-        "behind = tl.maximum(behind, within(starts + i, tokens))",
-        "behind = tl.maximum(behind, start)",
+        "a sequence begins at its own sum",
+        "lengths",
+        "tl.maximum(start, within(bounds + i, most))",
+        "within(bounds + i, most)",
         "varlen, sums fall and rise",
-    ),
-    Control(
-        "zeros over another sequence",
-        KERNEL,
-        "if taken == 0",
-        "if taken >= 0",
-        "varlen, the first sum falls",
     ),
     Control(
         "a part of the state that does not fit",
