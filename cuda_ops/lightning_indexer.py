@@ -116,14 +116,10 @@ def _scores(
             tl.float32
         )
     while row < end:
-        request, first = rows.request_of(row, of, LAYOUT)
+        request, first, stop = rows.request_of(row, of, LAYOUT)
+        stop = tl.minimum(stop, end)
         asked = rows.rows_of(request, first, of, LAYOUT)
         start, keys = rows.keys_of(request, of, LAYOUT)
-        stop = first + tokens
-        if LAYOUT.Q_TND:
-            # one row at least, or prefix sums that fall would have no end
-            stop = tl.where(request < requests, tl.maximum(first + asked, row + 1), end)
-        stop = tl.minimum(stop, end)
         in_program = (member >= row) & (member < stop)
         kv_len = rows.sees((member - first).to(tl.int32), asked, keys, LAYOUT.CAUSAL)
         kv_len = tl.where(in_program, kv_len, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from custom.dispatch.common import layout
 from torch import Tensor
 
 import custom
@@ -25,6 +26,7 @@ from .support.ragged import (
     run,
 )
 from .support.samples import apart, sample
+from .support.stages import assert_top
 
 OP = "npu_lightning_indexer"
 # (query tokens, keys) of each request
@@ -377,8 +379,8 @@ def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, spars
     ids=str,
 )
 def test_prefix_sums_that_fall_read_nothing_outside(device, backend, queries, keys):
-    """They mean nothing, and CUSTOM_DEBUG refuses them; but the call ends, and what comes back
-    are keys that there are."""
+    """They mean nothing, and CUSTOM_DEBUG refuses them; but the call ends, and a token is of the
+    request whose number is how many sums it has passed."""
     arguments = sample(OP, device, torch.float16, B=1, S=9)
     arguments = {n: x[0] if isinstance(x, Tensor) else x for n, x in arguments.items()}
     # what lies in front of the keys and behind them is NaN
@@ -387,19 +389,31 @@ def test_prefix_sums_that_fall_read_nothing_outside(device, backend, queries, ke
         arguments["key"], (0, 0, 0, 0, T2, T2), value=torch.nan
     )[T2 : 2 * T2]
     for sparse_mode in (3, 0):
+        every = arguments | dict(
+            actual_seq_lengths_query=ints(queries, device),
+            actual_seq_lengths_key=ints(keys, device),
+            layout_query="TND",
+            layout_key="TND",
+            sparse_mode=sparse_mode,
+        )
         with ends_within(120):
-            indices, values = run(
-                OP,
-                backend,
-                **arguments,
-                actual_seq_lengths_query=ints(queries, device),
-                actual_seq_lengths_key=ints(keys, device),
-                layout_query="TND",
-                layout_key="TND",
-                sparse_mode=sparse_mode,
-            )
-            indices, values = indices.cpu(), values.cpu()
-        assert ((indices >= -1) & (indices < T2)).all() and values.isfinite().all()
+            indices, values = run(OP, backend, **every)
+        assert_top(every, indices, values)
+
+
+@pytest.mark.parametrize("sums", [(4, 2, 6), (9, 3, 1), (-5, 7, 2), (2, 4, 6)], ids=str)
+def test_rows_of_sums_in_any_order(sums):
+    """What a token sees, by counting."""
+    query, key = torch.zeros(6, 1, 1), torch.zeros(9, 1, 1)
+    keys = layout.keys_of(key, "TND", torch.tensor([3, 8, 9]), None)
+    rows = layout.rows_of(query, "TND", torch.tensor(sums), keys, 3)
+    ends, lengths = [min(max(end, 0), 6) for end in sums], [3, 5, 1]
+    for token in range(6):
+        request, want = sum(end <= token for end in ends), 0
+        if request < 3 and token < ends[request]:
+            assert rows.request[token] == request
+            want = max(0, lengths[request] - (ends[request] - 1 - token))
+        assert rows.limit[token] == want
 
 
 @pytest.mark.large

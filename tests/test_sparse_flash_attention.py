@@ -17,6 +17,7 @@ from .support.ragged import (
     LAYOUTS,
     Packed,
     assert_lengths_end_with_the_tensors,
+    assert_sums_may_fall,
     ints,
     run,
 )
@@ -206,6 +207,14 @@ def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, spars
         ("layout_query", "layout_kv"),
     )
     assert_lengths_end_with_the_tensors(OP, backend, device, names, layouts, layout, sparse_mode)
+
+
+def test_sums_may_fall(device, backend):
+    names, layouts = (
+        ("actual_seq_lengths_query", "actual_seq_lengths_kv"),
+        ["layout_query", "layout_kv"],
+    )
+    assert_sums_may_fall(OP, backend, device, names, layouts)
 
 
 def test_prefill_in_blocks_equals_one_block(monkeypatch):

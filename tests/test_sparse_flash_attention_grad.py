@@ -11,7 +11,13 @@ from torch import Tensor
 import custom
 
 from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
-from .support.ragged import Packed, assert_lengths_end_with_the_tensors, limits, run
+from .support.ragged import (
+    Packed,
+    assert_lengths_end_with_the_tensors,
+    assert_sums_may_fall,
+    limits,
+    run,
+)
 from .support.selected import DR, RAGGED, SCALE, D, Problem, attend, chosen
 
 OP = "npu_sparse_flash_attention_grad"
@@ -149,6 +155,11 @@ def test_formula(device, backend, dtype, layout, sparse_mode, options, of_lse):
 def test_lengths_beyond_the_tensors_end_with_them(device, backend, layout, sparse_mode):
     names, layouts = ("actual_seq_qlen", "actual_seq_kvlen"), ["layout"]
     assert_lengths_end_with_the_tensors(OP, backend, device, names, layouts, layout, sparse_mode)
+
+
+def test_sums_may_fall(device, backend):
+    names, layouts = ("actual_seq_qlen", "actual_seq_kvlen"), ["layout"]
+    assert_sums_may_fall(OP, backend, device, names, layouts)
 
 
 @pytest.mark.parametrize("of", ["out", "lse", "both", None])

@@ -64,17 +64,20 @@ def within(length, most):
 
 @triton.jit
 def request_of(row, of, LAYOUT: tl.constexpr):
-    """(request, its first row) of a query row; past the last one the number of requests."""
+    """(request, its first row, where its rows end) of a query row; past the last one the number of
+    requests.  Of prefix sums in any order: how many it has passed, the last of them, the next."""
     if LAYOUT.Q_TND:
         r = tl.arange(0, LAYOUT.REQUESTS)
         ends = within(tl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
         before = (r < of.requests) & (ends <= row)
         request = tl.sum(before.to(tl.int32), 0)
         first = tl.max(tl.where(before, ends, 0), 0)
+        stop = tl.min(tl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
     else:
         request = (row // of.tokens).to(tl.int32)
         first = request * of.tokens
-    return request, first
+        stop = first + of.tokens
+    return request, first, stop
 
 
 @triton.jit
@@ -122,7 +125,7 @@ def sees(j, rows, keys, CAUSAL: tl.constexpr):
 @triton.jit
 def locate(row, of, LAYOUT: tl.constexpr):
     """(request, first key, kv_len: how many keys it sees) of a query row."""
-    request, first = request_of(row, of, LAYOUT)
+    request, first, _ = request_of(row, of, LAYOUT)
     rows = rows_of(request, first, of, LAYOUT)
     start, keys = keys_of(request, of, LAYOUT)
     return request, start, sees((row - first).to(tl.int32), rows, keys, LAYOUT.CAUSAL)

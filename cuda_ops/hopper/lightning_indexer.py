@@ -71,19 +71,14 @@ class Constants(NamedTuple):
 
 
 @gluon.jit
-def _part(row, end, request, first, of, lo, per_chunk, LAYOUT: gl.constexpr):
-    """Of rows row .. end those of `request`, row .. stop: (how many rows and keys the request has,
-    its first key, stop, where this program's keys end that any of them sees)."""
+def _part(row, stop, request, first, of, lo, per_chunk, LAYOUT: gl.constexpr):
+    """Of rows row .. stop of a request: (how many rows and keys the request has, its first key,
+    where this program's keys end that any of them sees)."""
     asked = rows.rows_of(request, first, of, LAYOUT)
     start, keys = rows.keys_of(request, of, LAYOUT)
-    stop = first + of.tokens
-    if LAYOUT.Q_TND:
-        # one row at least, or prefix sums that fall would have no end
-        stop = gl.where(request < of.requests, gl.maximum(first + asked, row + 1), end)
-    stop = gl.minimum(stop, end)
     last = gl.minimum(stop, first + asked) - 1
     most = gl.where(last >= row, rows.sees(last - first, asked, keys, LAYOUT.CAUSAL), 0)
-    return asked, keys, start, stop, gl.minimum(lo + per_chunk, most)
+    return asked, keys, start, gl.minimum(lo + per_chunk, most)
 
 
 @gluon.jit
@@ -243,9 +238,10 @@ def _scores(
     done = 0
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = request_of(row, of, LAYOUT, LINE)
+        request, first, stop = request_of(row, of, LAYOUT, LINE)
+        stop = gl.minimum(stop, end)
         outers = _outer_of(lo, request, of, LAYOUT)
-        asked, keys, start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
+        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT)
         tiles = gl.maximum(hi - lo + KEYS_AT_ONCE - 1, 0) // KEYS_AT_ONCE
         for each in gl.static_range(STAGES):
             _ask(key, k_tiles, full, outers, each, (done + each) % STAGES, each < tiles, lo,
@@ -303,8 +299,9 @@ def _load(
     count = 0
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = request_of(row, of, LAYOUT, LINE)
-        asked, keys, start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
+        request, first, stop = request_of(row, of, LAYOUT, LINE)
+        stop = gl.minimum(stop, end)
+        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT)
         if lo == 0:
             member = row + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
             mask = member < stop
@@ -354,8 +351,9 @@ def _multiply(
     count = 0
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     while row < end:
-        request, first = request_of(row, of, LAYOUT, LINE)
-        asked, keys, start, stop, hi = _part(row, end, request, first, of, lo, per_chunk, LAYOUT)
+        request, first, stop = request_of(row, of, LAYOUT, LINE)
+        stop = gl.minimum(stop, end)
+        asked, keys, start, hi = _part(row, stop, request, first, of, lo, per_chunk, LAYOUT)
         for base in range(lo, hi, 32 * KEYS_AT_ONCE):
             outers = _outer_of(base, request, of, LAYOUT)
             tiles = gl.minimum((hi - base + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE, 32)

@@ -20,16 +20,18 @@ def request_of(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
         before = (r < of.requests) & (ends <= row)
         request = gl.sum(before.to(gl.int32), 0)
         first = gl.max(gl.where(before, ends, 0), 0)
+        stop = gl.min(gl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
     else:
         request = (row // of.tokens).to(gl.int32)
         first = request * of.tokens
-    return request, first
+        stop = first + of.tokens
+    return request, first, stop
 
 
 @gluon.jit
 def locate(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
     """`rows.locate`."""
-    request, first = request_of(row, of, LAYOUT, LINE)
+    request, first, _ = request_of(row, of, LAYOUT, LINE)
     count = rows.rows_of(request, first, of, LAYOUT)
     start, keys = rows.keys_of(request, of, LAYOUT)
     return request, start, rows.sees((row - first).to(gl.int32), count, keys, LAYOUT.CAUSAL)

@@ -86,7 +86,8 @@ def rows_of(
         assert lengths is not None  # the check said so
         token = torch.arange(query.shape[0], device=query.device)
         ends = lengths.long().clamp(0, query.shape[0])
-        request = torch.searchsorted(ends, token, right=True)
+        # how many sums it has passed, in whatever order they are
+        request = torch.searchsorted(ends.sort().values, token, right=True)
         padding = request >= requests
         request = request.clamp(max=max(requests - 1, 0))
         start = starts(ends)

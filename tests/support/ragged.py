@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from custom.dispatch import log
 from torch import Tensor
 
 from .samples import sample
+from .stages import assert_near, exact
 
 LAYOUTS = [("BSND", "BSND"), ("TND", "TND"), ("BSND", "PA_BSND"), ("TND", "PA_BSND")]
 PAGE = 16
@@ -184,3 +186,38 @@ def assert_lengths_end_with_the_tensors(
             wanted[str(within)] = outputs(within, dtype)
         got, want = outputs(beyond, dtype), wanted[str(within)]
         torch.testing.assert_close(got, want, msg=lambda text, at=(beyond, dtype): f"{at}: {text}")
+
+
+# of queries, of keys: such as mean nothing, and CUSTOM_DEBUG refuses them
+FALLING = [
+    ([4, 2, 6], [5, 9, 14]),
+    ([9, 3, 1], [7, 3, 12]),
+    ([2, 4, 6], [9, -4, 3]),
+    ([-(2**31), 2**31 - 1, 3], [2**31 - 1, 5, 2**31 - 1]),
+]
+
+
+def assert_sums_may_fall(
+    op: str,
+    backend: str,
+    device: torch.device,
+    names: tuple[str, str],
+    layouts: Sequence[str],
+    check: Callable[..., None] | None = None,
+) -> None:
+    """A token is of the request whose number is how many sums it has passed, on every backend; it
+    sees nothing where that request has ended.  `check` compares, from the arguments on."""
+    arguments = sample(op, device, torch.float16, B=1, S=6)
+    arguments = {n: x[0] if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    arguments |= dict.fromkeys(layouts, "TND")
+    for lengths, sparse_mode in product(FALLING, (0, 3)):
+        given = {n: ints(x, device) for n, x in zip(names, lengths, strict=True)}
+        every = arguments | given | dict(sparse_mode=sparse_mode)
+        with ends_within(120):
+            got = run(op, backend, **every)
+        if check is not None:
+            check(every, *got)
+            continue
+        want = exact(op.removeprefix("npu_"), **every)
+        for i, (x, y) in enumerate(zip(got, want, strict=True)):
+            assert_near(f"result {i} of {lengths}", x, y, 4e-3)
