@@ -48,7 +48,7 @@ def overload(spec: Spec) -> torch._ops.OpOverload:
 
 def _refuse_duplicate(spec: Spec) -> None:
     qualified = f"{NAMESPACE}::{spec.name}"
-    if qualified in torch._C._dispatch_get_all_op_names():
+    if hasattr(getattr(torch.ops, NAMESPACE), spec.name):
         dump = torch._C._dispatch_dump(qualified).splitlines()
         owner = next(
             (x.partition(":")[2] for x in dump if x.startswith("debug")), "unknown"

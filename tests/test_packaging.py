@@ -92,6 +92,18 @@ sys.modules |= dict.fromkeys(["triton", "torch_npu", "onnx", "onnxscript", "tran
     assert "torch.Size([1, 2, 1, 4])" in run(sys.executable, code, tmp_path)
 
 
+def test_importing_lists_all_ops_at_most_once():
+    """There are thousands, and listing them takes as long as importing many modules."""
+    code = """
+import torch
+list_all, listed = torch._C._dispatch_get_all_op_names, []
+torch._C._dispatch_get_all_op_names = lambda: listed.append(1) or list_all()
+import custom
+print(len(listed))
+"""
+    assert int(run(sys.executable, code, ROOT)) <= 1
+
+
 def test_bare_clone_works_from_its_root(tmp_path):
     for folder in ("custom", "dispatch", "npu_ops", "cuda_ops", "graph_mode"):
         (tmp_path / folder).symlink_to(ROOT / folder)
