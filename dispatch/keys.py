@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,21 +44,39 @@ def as_given(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
-def resolved(spec: Spec, op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Of an op that writes arguments: PyTorch's own fallback runs it on copies, and then fails."""
+@dataclass(frozen=True)
+class Unread:
+    """A kind of tensor whose memory does not hold its numbers: PyTorch's own fallback runs an op
+    that writes arguments on copies, and then fails."""
+
+    key: str
+    sentence: str
+    found: Callable[[torch.Tensor], bool]
+    resolve: str
+
+    def resolved(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and self.found(value):
+            return getattr(value, self.resolve)()
+        return value
+
+
+UNREAD = (
+    Unread("Negative", "a negated view (is_neg())", torch.Tensor.is_neg, "resolve_neg"),
+    Unread("ZeroTensor", "PyTorch's ZeroTensor", torch.Tensor._is_zerotensor, "clone"),
+)
+
+
+def resolved(spec: Spec, op: torch._ops.OpOverload, kind: Unread) -> Callable[..., Any]:
+    """Of an op that writes arguments."""
     places = written(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         for name, cache in caches(places, args, kwargs):
-            if cache.is_neg():
+            if kind.found(cache):
                 raise ValueError(
-                    f"{spec.name}: `{name}` is a negated view (is_neg()), expected a tensor that "
-                    f"holds its own numbers. Pass {name}.resolve_neg() and use what it returns."
+                    f"{spec.name}: `{name}` is {kind.sentence}, expected a tensor that holds its "
+                    f"own numbers. Pass {name}.{kind.resolve}() and use what it returns."
                 )
-        return op(*map(_resolved, args), **{n: _resolved(v) for n, v in kwargs.items()})
+        return op(*map(kind.resolved, args), **{n: kind.resolved(v) for n, v in kwargs.items()})
 
     return kernel
-
-
-def _resolved(value: Any) -> Any:
-    return value.resolve_neg() if isinstance(value, torch.Tensor) else value

@@ -3,16 +3,16 @@
 """What was found out about a call holds for every call like it: check, backend, launcher.
 
 Two calls are alike if they agree in all that these read: shapes, strides, dtypes, devices, whether
-pointers are aligned and equal, where tensors that are written share an allocation, formats of an
-NPU, numbers and strings, and the settings.  Never in a tensor's values: where CUSTOM_DEBUG has them
-checked, no call is like another.
+pointers are aligned and equal, how tensors lie in each other's memory (of an op that writes),
+formats of an NPU, numbers and strings, and the settings.  Never in a tensor's values: where
+CUSTOM_DEBUG has them checked, no call is like another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from torch.nn import Parameter
 
 from .common import nz
 from .env import config
-from .keys import Places, caches
-from .overlap import beside
+from .overlap import interleaved, span
 
 MOST = 1024  # kinds of calls that an op remembers
 _NUMBERS = (int, float, bool, str, type(None))
@@ -33,30 +32,56 @@ Again = Callable[[tuple[Any, ...], dict[str, Any], list[Tensor]], Any]
 class Memo:
     """What to do with a call like an earlier one, of one op under one dispatch key."""
 
-    def __init__(self) -> None:
-        self._known: dict[Key, Again] = {}
+    def __init__(self, writes: bool = False) -> None:
+        self._writes = writes
+        self._known: dict[Key, _Kind] = {}
         self._lock = Lock()
 
-    def find(self, key: Key) -> Again | None:
-        return self._known.get(key)
+    def find(self, alike: Alike) -> Again | None:
+        kind = self._known.get(alike.key)
+        return kind and kind.again.get(kind.laid(alike.pointers))
 
-    def keep(self, key: Key, again: Again) -> None:
+    def keep(self, alike: Alike, again: Again) -> None:
         """The oldest goes where there are too many."""
         with self._lock:
-            if len(self._known) >= MOST:
-                del self._known[next(iter(self._known))]
-            self._known[key] = again
+            kind = self._known.get(alike.key)
+            if kind is None:
+                spans = [span(x) for x in alike.tensors] if self._writes else None
+                kind = _Kind(spans, {})
+                _put(self._known, alike.key, kind)
+            _put(kind.again, kind.laid(alike.pointers), again)
 
     def clear(self) -> None:
         with self._lock:
             self._known.clear()
 
 
-def likeness(
-    args: tuple[Any, ...], kwargs: dict[str, Any], writes: Places = ()
-) -> tuple[Key, list[Tensor]] | None:
-    """(what alike calls share, the tensors in order); None where no call is like another.  `writes`
-    are the places of what the op writes."""
+class _Kind(NamedTuple):
+    spans: list[int] | None
+    """Bytes from the first of each tensor to its last, of an op that writes."""
+    again: dict[Key, Again]
+    """By how the tensors lie in each other's memory."""
+
+    def laid(self, starts: list[int]) -> Key:
+        return () if self.spans is None else interleaved(starts, self.spans)
+
+
+def _put(known: dict[Key, Any], key: Key, value: Any) -> None:
+    if len(known) >= MOST:
+        del known[next(iter(known))]
+    known[key] = value
+
+
+class Alike(NamedTuple):
+    """What alike calls share, and the tensors of this one in order."""
+
+    key: Key
+    tensors: list[Tensor]
+    pointers: list[int]
+
+
+def likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Alike | None:
+    """None where no call is like another."""
     if config.debug or config.log:
         return None
     key: list[Any] = [config.backend, torch.are_deterministic_algorithms_enabled(), *kwargs]
@@ -66,6 +91,8 @@ def likeness(
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             pointer = value.data_ptr()
+            if not pointer and value.numel():
+                return None  # there is no memory: the check refuses it
             tensors.append(value)
             pointers.append(pointer)
             key += (value.shape, value.stride(), value.dtype, value.device, pointer & 15)
@@ -79,6 +106,4 @@ def likeness(
         key.append(tuple(map(pointers.index, pointers)))
     if tensors and (config.backend == "npu" or tensors[0].device.type == "npu"):
         key += map(nz.npu_format, tensors)
-    if len(writes) > 1:
-        key.append(beside([x for _, x in caches(writes, args, kwargs)]))
-    return tuple(key), tensors
+    return Alike(tuple(key), tensors, pointers)

@@ -1,44 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Tensors that one call writes are apart in memory: views of one pool may be, or not."""
+"""What one call writes is apart in memory from all else that it gets: views of one pool may be, or
+not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
+from operator import add, le
+from typing import Any
 
 from torch import Tensor
 
 Dims = list[tuple[int, int]]  # (bytes from one to the next, how many), the farthest apart first
 
 
-def beside(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Where those that share an allocation lie in it, as far as it matters to each other."""
-    pools = [x.untyped_storage().data_ptr() for x in tensors]
-    if len({*pools}) == len(pools):
-        return None
-    first = [tensors[pools.index(pool)].data_ptr() for pool in pools]
-    return tuple(x.data_ptr() - at for x, at in zip(tensors, first, strict=True))
+def span(tensor: Tensor) -> int:
+    """Bytes from the first of a tensor to its last."""
+    return _span(_dims(tensor)) if tensor.numel() else 0
 
 
-def refuse(op: str, written: Mapping[str, Tensor]) -> None:
-    for (one, a), (other, b) in combinations(written.items(), 2):
-        if overlap(a, b):
+def interleaved(starts: Sequence[int], spans: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """For memory that starts and spans so, each with the number of the piece that it lies within
+    reach of, and how far behind its start; nothing where all are apart."""
+    ends = sorted(map(add, starts, spans))
+    if all(map(le, ends, sorted(starts)[1:])):
+        return ()
+    found, first, end = [(0, 0)] * len(spans), 0, 0
+    for start, size, number in sorted(zip(starts, spans, range(len(spans)), strict=True)):
+        if start >= end:
+            first = number
+        found[number] = first, start - starts[first]
+        end = max(end, start + size)
+    return tuple(found)
+
+
+def refuse(op: str, written: Sequence[str], arguments: Mapping[str, Any]) -> None:
+    """Where what is written shares memory with any other argument."""
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    caches = [name for name in written if name in tensors]
+    others = [name for name in tensors if name not in caches]
+    for one, other in combinations(caches, 2):
+        if overlap(tensors[one], tensors[other]):
             raise ValueError(
                 f"{op}: `{one}` and `{other}` overlap in memory, expected tensors that are apart, "
                 "as both are written. Give each memory of its own."
             )
+    for one, other in product(others, caches):
+        if overlap(tensors[one], tensors[other]):
+            raise ValueError(
+                f"{op}: `{one}` and `{other}` overlap in memory, expected tensors that are apart, "
+                f"as `{other}` is written. Pass {one}.clone()."
+            )
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether any byte is of both; no number of either lies on another one of the same."""
-    if not a.numel() or not b.numel() or _pool(a) != _pool(b):
+    """Whether any byte is of both."""
+    if not a.numel() or not b.numel() or a.device != b.device:
         return False
     return _meet(b.data_ptr() - a.data_ptr(), _dims(a), _dims(b))
-
-
-def _pool(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _dims(tensor: Tensor) -> Dims:
@@ -46,7 +66,7 @@ def _dims(tensor: Tensor) -> Dims:
     strides = (stride * tensor.itemsize for stride in tensor.stride())
     dims: Dims = [(1, tensor.itemsize)]
     for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
-        if size > 1:
+        if size > 1 and stride:  # one number again and again is one number
             inner, count = dims[0]
             if stride == inner * count:
                 dims[0] = inner, count * size

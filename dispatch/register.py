@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from functools import cache
 from typing import Any
@@ -79,6 +79,15 @@ def _checked(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     return arguments
 
 
+def _refuse_freed(spec: Spec, arguments: Mapping[str, Any]) -> None:
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor) and x.numel() and not x.untyped_storage().nbytes():
+            raise ValueError(
+                f"{spec.name}: the memory of `{name}` was freed (its storage has 0 bytes, as FSDP "
+                f"leaves it), expected {list(x.shape)} numbers. Gather it before the call."
+            )
+
+
 @cache
 def _required_tensors(spec: Spec) -> tuple[str, ...]:
     arguments = overload(spec)._schema.arguments
@@ -86,24 +95,25 @@ def _required_tensors(spec: Spec) -> tuple[str, ...]:
 
 
 def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
-    memo = Memo()
-    _memos.append(memo)
     writes = keys.written(overload(spec))
+    memo = Memo(bool(writes))
+    _memos.append(memo)
 
     def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return _bound(_defaults(spec), args, kwargs)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        alike = likeness(args, kwargs, writes)
-        again = alike and memo.find(alike[0])
+        alike = likeness(args, kwargs)
+        again = alike and memo.find(alike)
         if alike and again:
-            return again(args, kwargs, alike[1])
+            return again(args, kwargs, alike.tensors)
+        _refuse_freed(spec, bound(args, kwargs))
         arguments = _checked(spec, args, kwargs)
-        overlap.refuse(spec.name, dict(keys.caches(writes, args, kwargs)))
+        overlap.refuse(spec.name, [name for _, name in writes], arguments)
         runner = backends.runner(spec, key, arguments)
         out = runner.run(arguments)
         if alike:
-            memo.keep(alike[0], backends.Again(runner, bound))
+            memo.keep(alike, backends.Again(runner, bound))
         return out
 
     return kernel
@@ -154,7 +164,8 @@ def _register(spec: Spec) -> None:
     for key in keys.AUTOCAST:
         _library.impl(spec.name, keys.as_given(op), key)
     if op._schema.is_mutable:
-        _library.impl(spec.name, keys.resolved(spec, op), "Negative")
+        for kind in keys.UNREAD:
+            _library.impl(spec.name, keys.resolved(spec, op, kind), kind.key)
 
 
 def register_all() -> None:

@@ -948,7 +948,7 @@ def test_pointers_that_are_aligned_or_equal_make_another_call_of_it():
     def key(*args: Any) -> memo.Key:
         found = memo.likeness(args, {})
         assert found is not None
-        return found[0]
+        return found.key
 
     x, y = torch.zeros(64), torch.zeros(64)
     assert key(x[:8], y[:8]) == key(y[:8], x[16:24])
@@ -965,11 +965,20 @@ def test_what_is_not_plain_is_like_nothing(value):
 
 def test_kinds_of_calls_are_bounded():
     kept = memo.Memo()
-    for number in range(memo.MOST + 5):
-        kept.keep((number,), lambda *_: None)
-    assert kept.find((4,)) is None and kept.find((5,)) is not None
+    kinds = [memo.Alike((number,), [], []) for number in range(memo.MOST + 5)]
+    for each in kinds:
+        kept.keep(each, lambda *_: None)
+    assert kept.find(kinds[4]) is None and kept.find(kinds[5]) is not None
     kept.clear()
-    assert kept.find((5,)) is None
+    assert kept.find(kinds[5]) is None
+
+
+def test_ways_in_which_tensors_lie_in_each_other_are_bounded():
+    kept, pool = memo.Memo(writes=True), torch.zeros(memo.MOST + 10, dtype=torch.uint8)
+    laid = [memo.Alike((), [pool, pool[at:]], [0, at]) for at in range(memo.MOST + 5)]
+    for each in laid:
+        kept.keep(each, lambda *_: None)
+    assert kept.find(laid[4]) is None and kept.find(laid[5]) is not None
 
 
 def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):

@@ -294,6 +294,40 @@ def test_caches_that_share_memory_are_refused(spec):
         assert all(torch.equal(together[n], kept[n]) for n in kept)
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if mutated(s)], ids=lambda s: s.name)
+def test_an_input_in_the_memory_of_a_cache_is_refused(spec):
+    """Also behind calls that are alike but for where their tensors lie, on both sides."""
+    op, good = overload(spec), of(spec.name)
+    caches = [n for n in mutated(spec) if good.get(n) is not None]
+    inputs = [n for n, x in tensors(good).items() if n not in caches and x.ndim and x.numel()]
+    for cache, name in itertools.product(caches, inputs):
+        for first, second in ((cache, name), (name, cache)):
+            pair = [good[first].contiguous(), good[second].contiguous()]
+            behind = -(-pair[0].nbytes // 16) * 16
+            apart = dict(zip((first, second), laid(pair, behind), strict=True))
+            op(**copy.deepcopy(good) | apart)
+            met = dict(zip((first, second), laid(pair, behind - 16), strict=True))
+            kept = {n: x.view(torch.uint8).clone() for n, x in met.items()}
+            with pytest.raises(ValueError, match=f"^{spec.name}: `{name}` and `{cache}` overlap"):
+                op(**copy.deepcopy(good) | met)
+            assert all(torch.equal(met[n].view(torch.uint8), x) for n, x in kept.items())
+
+
+@pytest.mark.parametrize("checked", [False, True], ids=["", "debug"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_memory_that_was_freed_is_refused(spec, checked, monkeypatch):
+    """As FSDP frees a shard's, behind calls that are alike."""
+    monkeypatch.setattr(custom.config, "debug", checked)
+    good = of(spec.name)
+    overload(spec)(**copy.deepcopy(good))
+    for name, x in tensors(good).items():
+        if x.numel():
+            freed = x.clone()
+            freed.untyped_storage().resize_(0)
+            error = refused(spec, overload(spec), good, name, freed)
+            assert f"the memory of `{name}` was freed" in str(error)
+
+
 def test_caches_whose_pages_take_turns():
     """A row of states and a row of the convolution's in each slot of one pool."""
     op = "npu_gated_delta_layer_decode"
@@ -312,7 +346,7 @@ def test_caches_whose_pages_take_turns():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_overlap_is_that_of_the_bytes(seed):
-    """Against sets of bytes; dimensions in any order, gaps, three sizes of numbers."""
+    """Against sets of bytes; dimensions in any order, gaps, three sizes of numbers, some twice."""
     random, pool = Random(seed), torch.zeros(2**16, dtype=torch.uint8)
 
     def view() -> Tensor:
@@ -321,9 +355,10 @@ def test_overlap_is_that_of_the_bytes(seed):
         for _ in range(random.randint(0, 4)):
             size = random.choice([1, 2, 3, 4])
             stride = max(least, random.choice([least, least + 1, 2 * least, 8, 12, 24]))
+            stride = random.choice([stride] * 6 + [0, 1])
             shape.append(size)
             strides.append(stride)
-            least = stride * size if size > 1 else least
+            least = max(least, stride * size) if size > 1 else least
         order = random.sample(range(len(shape)), len(shape))
         at = random.randint(0, 60)
         return items.as_strided([shape[i] for i in order], [strides[i] for i in order], at)

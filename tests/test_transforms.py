@@ -133,6 +133,25 @@ def test_negated_views(spec):
 
 
 @ops(WRITING)
+def test_tensors_of_zeros_without_memory(spec):
+    """As autograd makes them: read as zeros, and refused where a cache is wanted."""
+    good = sample(spec.name, CPU, torch.float32)
+    for name, value in tensors(good).items():
+        zeros = torch._efficientzerotensor(value.shape, dtype=value.dtype)
+        arguments = copy.deepcopy(good) | {name: zeros}
+        if name not in mutated(spec):
+            wanted = everything(spec, overload(spec), good | {name: torch.zeros_like(value)})
+            out = overload(spec)(**arguments)
+            caches = [arguments[n] for n in mutated(spec) if n in arguments]
+            assert_same([*outputs(out), *caches], wanted)
+            continue
+        with pytest.raises(ValueError, match=rf"^{spec.name}: `{name}` is PyTorch's ZeroTensor"):
+            overload(spec)(**arguments)
+        for cache in {*written(spec, good)} - {name}:
+            assert torch.equal(arguments[cache], good[cache])
+
+
+@ops(WRITING)
 def test_a_backward_knows_that_its_cache_was_written(spec, device):
     """Autograd refuses what it saved and was written since, by whichever backend."""
     arguments = sample(spec.name, device, torch.float16)
