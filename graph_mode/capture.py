@@ -12,29 +12,44 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import combinations, count
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..dispatch.backends import BACKENDS, made_current
 from ..dispatch.common.modes import Mode
 from ..dispatch.errors import NotSupported
 from ..dispatch.keys import caches, written
+from ..dispatch.overlap import interleaved, overlap, span
 from ..dispatch.register import compile_kernels, overload
 from ..dispatch.sentences import call
 from ..dispatch.specs import BY_NAME
 
+# of batch normalisation, whose schemas do not say that it writes them
+_UNDECLARED = ("running_mean", "running_var")
+
+
+def _places(func: Any) -> list[tuple[int, str]]:
+    """The arguments that an operator writes."""
+    arguments = enumerate(func._schema.arguments)
+    return written(func) + [(i, a.name) for i, a in arguments if a.name in _UNDECLARED]
+
 
 class _KeepWritten(Mode):
-    """Keeps a copy of each of `tensors` before it is first written."""
+    """Keeps a copy of each of `tensors` before any of its bytes is first written, by whichever view
+    or alias of it."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self._ours = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-        self._kept: dict[int, Tensor] = {}
+        ours = {(x.data_ptr(), x.shape, x.stride(), x.dtype): x for x in tensors if x.numel()}
+        self._ours = [(x, *_reach(x)) for x in ours.values()]
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(
         self,
@@ -44,49 +59,120 @@ class _KeepWritten(Mode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        for _, value in caches(written(func), args, kwargs):
-            self._before(value)
+        for _, value in caches(_places(func), args, kwargs):
+            for tensor in _tensors(value):
+                self._before(*_reach(tensor))
         return func(*args, **kwargs)
 
-    def _before(self, value: Any) -> None:
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, Tensor):
-                pointer = tensor.untyped_storage().data_ptr()
-                if pointer in self._ours and pointer not in self._kept:
-                    self._kept[pointer] = self._ours[pointer].clone()
+    def _before(self, written_from: int, written_to: int) -> None:
+        others = []
+        for tensor, start, end in self._ours:
+            if start < written_to and written_from < end:
+                whole = _each_byte_once(tensor)
+                self._kept.append((whole, whole.clone()))
+            else:
+                others.append((tensor, start, end))
+        self._ours = others
 
     def restore(self) -> None:
-        for pointer, kept in self._kept.items():
-            self._ours[pointer].copy_(kept)
+        with torch.inference_mode():  # parameters, and tensors of that mode
+            for tensor, kept in self._kept:
+                tensor.copy_(kept)
+
+
+def _reach(tensor: Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + span(tensor)
+
+
+def _each_byte_once(tensor: Tensor) -> Tensor:
+    """A tensor that can be written: itself, or all from its first number to its last where some of
+    them share memory (expanded ones)."""
+    least = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < least:
+            reach = span(tensor) // tensor.itemsize
+            return tensor.as_strided((reach,), (1,), tensor.storage_offset())
+        least += stride * (size - 1)
+    return tensor
 
 
 class Captured:
     """A captured function.  Call it with new tensors of the same shapes (they are copied into the
     buffers that were captured) or with the captured tensors themselves, changed in place.  The
-    outputs are buffers too: the next call overwrites them."""
+    outputs are buffers too: the next call overwrites them.
+
+    Tensors that overlapped in memory when they were captured, or were one, share a buffer: others
+    come in their place if these overlap as they did."""
 
     def __init__(self, graph: Any, inputs: Sequence[Any], outputs: Any) -> None:
         self._graph, self._inputs, self.outputs = graph, inputs, outputs
+        buffers = _tensors(inputs)
+        self._spans = {id(buffer): span(buffer) for buffer in buffers}
+        numbers = [number for number, value in enumerate(inputs) for _ in _tensors(value)]
+        numbered = zip(count(), numbers, buffers)
+        self._overlapping = [
+            ((i, of_a), (j, of_b))
+            for (i, of_a, a), (j, of_b, b) in combinations(numbered, 2)
+            if overlap(a, b)
+        ]
 
     def __call__(self, *args: Any) -> Any:
         if len(args) != len(self._inputs):
             raise ValueError(
                 f"capture: {len(args)} arguments came, expected the {len(self._inputs)} captured."
             )
-        changed = [
+        pairs = [
             pair
             for number, (buffer, value) in enumerate(zip(self._inputs, args, strict=True))
-            if buffer is not value
+            if buffer is not value or self._overlapping
             for pair in _pairs(number, buffer, value)
         ]
-        for buffer, value in changed:
+        for (i, of_a), (j, of_b) in self._overlapping:
+            if not _overlap_alike(pairs[i], pairs[j]):
+                raise ValueError(
+                    f"capture: arguments {of_a} and {of_b} overlapped in memory when they were "
+                    "captured, expected tensors that overlap in the same way. Capture again with "
+                    "tensors that are apart."
+                )
+        changed = [pair for pair in pairs if not _same_memory(*pair)]
+        for buffer, value in self._apart(changed):
             buffer.copy_(value)
         self._graph.replay()
         return self.outputs
 
+    def _apart(self, changed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Values that lie where a buffer is filled are copied before any is."""
+        starts, spans = [], []
+        for buffer, value in changed:
+            reach = self._spans[id(buffer)]
+            spans += (reach, reach if value.stride() == buffer.stride() else span(value))
+            starts += (buffer.data_ptr(), value.data_ptr())
+        if not interleaved(starts, spans):
+            return changed
+        return [
+            (buffer, value.clone() if any(overlap(each, value) for each, _ in changed) else value)
+            for buffer, value in changed
+        ]
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Of two of one shape and dtype."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+
+
+def _overlap_alike(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    """Whether two values meet where their buffers do."""
+    (a, x), (b, y) = one, other
+    if a.shape == b.shape and a.dtype == b.dtype and _same_memory(a, b):
+        return _same_memory(x, y)
+    ahead = b.data_ptr() - a.data_ptr()
+    alike = (x.stride(), y.stride()) == (a.stride(), b.stride())
+    return alike and y.data_ptr() - x.data_ptr() == ahead
+
 
 def _pairs(number: int, captured: Any, came: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """(buffer, new value) of the tensors in one argument, which may be a list, a dict and so on."""
+    """(buffer, value) of the tensors in one argument, which may be a list, a dict and so on."""
     buffers, structure = tree_flatten(captured)
     values, other = tree_flatten(came)
     if structure != other:
@@ -97,7 +183,7 @@ def _pairs(number: int, captured: Any, came: Any) -> Iterator[tuple[Tensor, Tens
         )
     for buffer, value in zip(buffers, values, strict=True):
         if not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
-            if isinstance(buffer, Tensor) or isinstance(value, Tensor) or buffer != value:
+            if type(buffer) is not type(value) or buffer != value:
                 raise ValueError(
                     f"capture: argument {number} is {value!r}, {buffer!r} was captured. Only "
                     "tensors may change. Capture again for another value."
@@ -108,7 +194,7 @@ def _pairs(number: int, captured: Any, came: Any) -> Iterator[tuple[Tensor, Tens
                 f"expected {list(buffer.shape)} and {buffer.dtype} as captured. Capture again "
                 "for another shape; lengths may change inside their tensors."
             )
-        elif buffer is not value:
+        else:
             yield buffer, value
 
 
@@ -126,13 +212,15 @@ def capture(fn: Callable[..., Any], *args: Any, warmup: int = 2) -> Captured:
     """Record `fn(*args)` into a device graph that replays with no work on the host.
 
     The tensors in `args` become the graph's input buffers.  What `fn` writes in them, or in its own
-    buffers if it is a module, while it is warmed up is undone: a cache or a recurrent state holds
-    what it held before.
+    buffers and parameters if it is a module or a method of one, while it is warmed up is undone: a
+    cache or a recurrent state holds what it held before.  Other threads may use the device
+    meanwhile; of captures one runs at a time.
 
     Args:
         fn: any function of tensors on one CUDA or NPU device.
         args: its arguments.
-        warmup: calls before the capture; the first compiles and tunes the kernels.
+        warmup: calls before the capture, 2 at least: the first compiles and tunes the kernels,
+            the others find out what waits for the device.
 
     Returns:
         A `Captured`: call it like `fn`.
@@ -163,50 +251,133 @@ def _recorded(
 ) -> tuple[Any, Any]:
     """(graph, its outputs), recorded on the current device."""
     device = getattr(torch, kind)
-    held = fn.buffers() if isinstance(fn, torch.nn.Module) else ()
+    owner = getattr(fn, "__self__", fn)
+    held = (*owner.buffers(), *owner.parameters()) if isinstance(owner, torch.nn.Module) else ()
     keep = _KeepWritten([*tensors, *held])
-    side = device.Stream()
-    side.wait_stream(device.current_stream())
+    here, side = device.current_stream(), device.Stream()
+    side.wait_stream(here)
     try:
         try:
             with device.stream(side), keep:
-                for number in range(max(1, warmup)):
+                for number in range(max(2, warmup)):
                     # the first call may compile, which synchronises; a later one must not
                     with _no_synchronisation(kind) if number else nullcontext():
                         fn(*args)
         finally:
             # after an error too: what was written there comes before what is put back here
-            device.current_stream().wait_stream(side)
+            here.wait_stream(side)
         graph = device.CUDAGraph() if kind == "cuda" else device.NPUGraph()
-        with _no_synchronisation(kind), device.graph(graph):
+        # an NPU's take no mode; torch leaves its stream the current one where a capture fails
+        mode = dict(capture_error_mode="thread_local") if kind == "cuda" else {}
+        with _ONE_AT_A_TIME, _in_words(), device.stream(here), device.graph(graph, **mode):
             outputs = fn(*args)
     finally:
         keep.restore()
     return graph, outputs
 
 
-class _no_synchronisation(AbstractContextManager[None]):
-    """Turns a wait for the device into an error that says what to do."""
+_ONE_AT_A_TIME = RLock()  # a capture begins by a wait for the device, which would end another one
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Turns an error about a wait for the device into one that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        # "synchroniz": below; "captur": the device's own
+        if not re.search("synchroniz|captur", str(error)):
+            raise
+        raise RuntimeError(
+            "capture: the function waits for the device, which a graph cannot hold. Keep "
+            "lengths, tables and indices in device tensors: no .item(), .cpu(), .tolist(), "
+            "no branch on a tensor, no boolean mask as an index, no synchronize()."
+        ) from error
+
+
+@contextmanager
+def _no_synchronisation(kind: str) -> Iterator[None]:
+    """Refuses what makes this thread wait for a device of this kind, before it does.  Torch's own
+    debug mode would do so in all threads."""
+    with _in_words(), _Waits(kind), _Builds(kind):
+        yield
+
+
+_ATEN = torch.ops.aten
+_COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
+_INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _Waits(Mode):
+    """Refuses operators that read values or sizes back, or copy to or from the host and wait."""
 
     def __init__(self, kind: str) -> None:
-        self._cuda = kind == "cuda"
-        self._mode = 0
+        super().__init__()
+        self._kind = kind
 
-    def __enter__(self) -> None:
-        if self._cuda:
-            self._mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        devices = {x.device.type for x in _tensors((args, kwargs))}
+        if self._waits(func, args, kwargs, devices):
+            raise RuntimeError(f"{func} synchronizes")
+        return func(*args, **kwargs)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._cuda:
-            torch.cuda.set_sync_debug_mode(self._mode)
-        # "synchronizing": torch's own check; "captur": the device's, for what torch does not check
-        if isinstance(error, RuntimeError) and re.search("synchroniz|captur", str(error)):
-            raise RuntimeError(
-                "capture: the function waits for the device, which a graph cannot hold. Keep "
-                "lengths, tables and indices in device tensors: no .item(), .cpu(), .tolist(), "
-                "no branch on a tensor, no boolean mask as an index, no synchronize()."
-            ) from error
+    def _waits(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], devices: set[str]
+    ) -> bool:
+        if func in _COPIES:
+            if kwargs.get("device") is not None:
+                devices = devices | {torch.device(kwargs["device"]).type}
+            blocking = not (kwargs.get("non_blocking") or args[2:3] == (True,))
+            return blocking and self._kind in devices and len(devices) > 1
+        if self._kind not in devices:
+            return False
+        if func._schema.name in _INDEXED:
+            indices = _tensors(args[1])
+            masks = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+            return masks or any(x.device.type != self._kind for x in indices)
+        if func._schema.name == "aten::repeat_interleave":
+            return kwargs.get("output_size") is None
+        return func is _ATEN._linalg_check_errors.default or not _VALUES.isdisjoint(func.tags)
+
+
+class _Builds(TorchFunctionMode):
+    """Refuses what modes of operators do not see: numbers of the host as a tensor, and its text."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._kind in self._waiting(func, args, kwargs):
+            raise RuntimeError(f"{func} synchronizes")
+        return func(*args, **kwargs)
+
+    def _waiting(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+        """The kinds of the devices that are waited for."""
+        if func is Tensor.__repr__:
+            return {args[0].device.type}
+        if func is Tensor.new_tensor:
+            return {torch.device(kwargs.get("device") or args[0].device).type}
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and args:
+            came = args[0].device if isinstance(args[0], Tensor) else torch.device("cpu")
+            given = args[0].device if isinstance(args[0], Tensor) else torch.get_default_device()
+            return {torch.device(kwargs.get("device") or given).type} - {came.type}
+        return set()
 
 
 def warmup(calls: Mapping[str, Sequence[Mapping[str, Any]]], device: str | torch.device) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ..dispatch.env import config
 from .capture import Captured, capture, kind_of
 
 _STEP = 8  # tokens of a decode step, drafts among them
@@ -19,10 +20,12 @@ _STEP = 8  # tokens of a decode step, drafts among them
 class Replayed:
     """`fn(state, *inputs)`, captured where its shapes come for the second time, then replayed.
 
-    The first call of a shape runs as it is, which compiles the kernels. A graph copies the inputs
-    into its buffers and launches everything at once; the outputs are buffers of it, which the next
-    call with these shapes overwrites. It keeps the memory of its workspaces as long as it lives:
-    a prompt, more than 8 tokens in dimension 1 of the first input, is not captured.
+    Dtypes, devices, the order of strides, numbers, which inputs are one tensor, autocast and the
+    settings of torch and `custom.config` make a shape another one. The first call of a shape runs
+    as it is, which compiles the kernels. A graph copies the inputs into its buffers and launches
+    everything at once; the outputs are buffers of it, which the next call with these shapes
+    overwrites. It keeps the memory of its workspaces as long as it lives: a prompt, more than 8
+    tokens in dimension 1 of the first input, is not captured.
 
     `state` is what `fn` reads and writes where it lies, weights and caches: with other objects than
     before all graphs are dropped. What `fn` writes there must be the same when it is called again,
@@ -60,14 +63,53 @@ class Replayed:
             self._state = state
             self._graphs.clear()
         leaves, structure = tree_flatten(inputs)
-        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-        key = (shapes, structure)
+        key = (*_settings(inputs[0].device.type), structure, _same(leaves), *map(_like, leaves))
         if key not in self._graphs:
             self._graphs[key] = None
             return self._fn(state, *inputs)
         graph = self._graphs[key]
         if graph is None:
-            buffers = tree_map_only(Tensor, torch.clone, inputs)
+            kept: dict[Any, Tensor] = {}  # one buffer for what is one tensor
+            buffers = tree_map_only(Tensor, lambda x: _buffer(x, kept), inputs)
             graph = capture(lambda *now: self._fn(state, *now), *buffers)
             self._graphs[key] = graph
         return graph(*inputs)
+
+
+def _settings(device: str) -> tuple[Any, ...]:
+    """What decides, beside the arguments, which kernels a call runs."""
+    return (
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        config.backend,
+        config.debug,
+        config.log,
+    )
+
+
+def _like(leaf: Any) -> Any:
+    """What graphs for one input agree in; numbers that are equal may be of two types."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf
+    dense = None if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
+    return leaf.shape, leaf.dtype, leaf.device, dense
+
+
+def _memory(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
+def _same(leaves: list[Any]) -> tuple[int, ...]:
+    """Which of the tensors are one: to each the number of the first that it is."""
+    memories = [_memory(x) for x in leaves if isinstance(x, Tensor)]
+    return tuple(map(memories.index, memories)) if len({*memories}) < len(memories) else ()
+
+
+def _buffer(x: Tensor, kept: dict[Any, Tensor]) -> Tensor:
+    memory = _memory(x)
+    if memory not in kept:
+        kept[memory] = x.clone()
+    return kept[memory]

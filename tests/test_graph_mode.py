@@ -9,6 +9,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +21,7 @@ import torch
 from custom.dispatch.register import compile_kernels, overload
 from custom.dispatch.specs import BY_NAME, SPECS
 from custom.graph_mode import capture, warmup
-from custom.graph_mode.capture import _Compilers
+from custom.graph_mode.capture import Captured, _Compilers, _KeepWritten, _no_synchronisation
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -26,6 +29,7 @@ import custom
 
 from .support.calls import CPU, every_spec, everything, mutated, other, tensors
 from .support.decode_step import DecodeStep, steps
+from .support.npu_graph import stand_in
 from .support.samples import sample
 
 
@@ -85,6 +89,194 @@ def test_capture_refuses_a_function_that_waits(what, warmup, device):
         capture(waits, x, warmup=warmup)
     assert x.tolist() == [1, 1]  # what it wrote is undone
     assert capture(torch.neg, x)(x).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("what", ["item", "branch", "mask", "print", "set", "where", "inverse"])
+def test_a_warm_up_refuses_what_waits(what):
+    """Before it does; on a CPU, whose tensors stand for a device's."""
+    waits = WAITING | {
+        "set": lambda x: x.__setitem__(x > 0, 2.0),
+        "where": torch.nonzero,
+        "inverse": lambda x: torch.linalg.inv(x.diag()),
+    }
+    said = pytest.raises(RuntimeError, match="capture: the function waits for the device")
+    with said, _no_synchronisation("cpu"):
+        waits[what](torch.ones(2))
+
+
+@pytest.mark.parametrize("what", ["to", "copy_", "tensor", "new_tensor", "default", "index"])
+def test_a_warm_up_refuses_copies_from_the_host(what):
+    """The meta device stands for one of which the host is apart."""
+    device, x, there = torch.device("meta"), torch.ones(2), torch.ones(2, device="meta")
+
+    def default():
+        with device:
+            torch.tensor([1.0])
+
+    copies = {
+        "to": lambda: x.to(device),
+        "copy_": lambda: there.copy_(x),
+        "tensor": lambda: torch.tensor([1.0], device=device),
+        "new_tensor": lambda: there.new_tensor([1.0]),
+        "default": default,
+        "index": lambda: there[torch.tensor([1])],
+    }
+    said = pytest.raises(RuntimeError, match="capture: the function waits for the device")
+    with said, _no_synchronisation("meta"):
+        copies[what]()
+
+
+def test_a_warm_up_takes_what_does_not_wait():
+    x, there = torch.ones(2), torch.ones(2, device="meta")
+    with _no_synchronisation("meta"):
+        there.copy_(x, non_blocking=True)
+        x.to("meta", non_blocking=True)
+        x[x > x.sum().item()] = torch.tensor(1.0)
+        str(x)
+        torch.as_tensor(there)
+        there[torch.ones(1, dtype=torch.long, device="meta")] *= 2
+        torch.repeat_interleave(there, there.long(), output_size=2)
+
+
+def test_other_threads_may_wait_during_a_capture(monkeypatch):
+    """The debug mode of torch would be that of the process; two captures at once left it on."""
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", None)
+    nested = (_no_synchronisation("cpu"), _no_synchronisation("cpu"))
+    with ThreadPoolExecutor(1) as another, nested[0], nested[1]:
+        assert another.submit(torch.ones(2).tolist).result() == [1, 1]
+        assert another.submit(lambda: torch.ones(2).sum().item()).result() == 2
+
+
+def test_other_threads_wait_while_captures_run(device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    stop, begun = threading.Event(), threading.Barrier(3)
+
+    def serve():
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            x = torch.ones(4, device=device)
+            begun.wait(60)
+            while not stop.is_set():
+                assert x.sum().item() == 4
+
+    def record():
+        begun.wait(60)
+        for _ in range(3):
+            x = torch.ones(4, device=device)
+            assert capture(lambda x: (time.sleep(0.02), x * 2)[1], x)(x).tolist() == [2] * 4
+
+    with ThreadPoolExecutor(3) as pool:
+        server, *recorders = [pool.submit(each) for each in (serve, record, record)]
+        try:
+            for each in recorders:
+                each.result(timeout=120)
+        finally:
+            stop.set()
+        server.result(timeout=120)
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def pooled(kind: str) -> list[Tensor]:
+    """Tensors in one allocation of zeros, as caches are cut."""
+    pool = torch.zeros(4, 8)
+    return {
+        "rows": lambda: [pool[0], pool[1]],
+        "turns": lambda: [pool[:, :4], pool[:, 4:]],
+        "overlapping": lambda: [pool[:3], pool[1:]],
+        "twice": lambda: [pool, pool],
+        "expanded": lambda: [pool[0], pool[0, :1].expand(8)],
+        "alias": lambda: [pool, torch.from_dlpack(pool[1:])],
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["rows", "turns", "overlapping", "twice", "expanded", "alias"])
+def test_every_cache_of_a_pool_is_as_it_was_before_the_warm_up(kind):
+    first, second = pooled(kind)
+    keep = _KeepWritten([first, second])
+    with keep:
+        first.add_(1)
+        if kind != "expanded":
+            second.add_(1)
+        first[:1].zero_()
+    assert first.any()
+    keep.restore()
+    assert not first.any() and not second.any()
+
+
+def test_only_what_is_written_is_kept():
+    first, second = pooled("rows")
+    keep = _KeepWritten([first, second])
+    with keep:
+        first.add_(1)
+    assert [tensor is first for tensor, _ in keep._kept] == [True]
+
+
+class _Norm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale *= 2
+        return self.norm(x) * self.scale
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_what_a_module_holds_is_as_it_was_before_the_warm_up(method, monkeypatch):
+    stand_in(monkeypatch)
+    module = _Norm()
+    before = copy.deepcopy(module.state_dict())
+    x = torch.arange(4.0).view(2, 2)
+    captured = capture(module.forward if method else module, x)
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    captured(x)
+    assert module.scale.item() == 2 and module.norm.num_batches_tracked == 1
+
+
+def buffers_of(f, *inputs):
+    """A capture's stand-in on a CPU: what replays computes from the buffers."""
+    out = torch.zeros_like(f(*inputs))
+    return Captured(SimpleNamespace(replay=lambda: out.copy_(f(*inputs))), inputs, out)
+
+
+def test_one_tensor_captured_twice_is_not_two():
+    x, a, b = (torch.full((2,), value) for value in (0.0, 1.0, 2.0))
+    captured = buffers_of(lambda p, q: 10 * p + q, x, x)
+    for wrong in ((a, b), (x, b), (b, x), (a, a.clone())):
+        with pytest.raises(ValueError, match="capture: arguments 0 and 1 overlapped in memory"):
+            captured(*wrong)
+    assert not x.any()
+    assert captured(b, b).tolist() == [22, 22] and captured(x, x).tolist() == [22, 22]
+    assert captured(a, a[:]).tolist() == [11, 11]
+
+
+def test_overlapping_buffers_take_what_overlaps_alike():
+    x, a = torch.zeros(4), torch.arange(4.0)
+    captured = buffers_of(lambda p, q: 10 * p[0] + q, [x[:3]], x[1:])
+    assert captured([a[:3]], a[1:]).tolist() == [1, 12, 23]
+    for wrong in ((a[1:], a[:3]), (a[:3], a[1:].clone()), (x[:3], a[1:]), (a[:3], x[1:])):
+        with pytest.raises(ValueError, match="capture: arguments 0 and 1 overlapped in memory"):
+            captured([wrong[0]], wrong[1])
+    assert x.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("alias", [lambda x: x, torch.from_dlpack], ids=["view", "alias"])
+def test_values_that_lie_in_buffers_are_read_before_these_are_filled(alias):
+    pool = torch.tensor([1.0, 2.0, 3.0])
+    x, y = pool[:1], pool[1:2]
+    captured = buffers_of(lambda p, q: 10 * p + q, x, y)
+    assert captured(alias(y), alias(x)).tolist() == [21]
+    assert pool.tolist() == [2, 1, 3]
+    assert captured(pool[1:2], alias(pool[2:])).tolist() == [13]
+
+
+def test_numbers_of_another_type_are_another_value():
+    captured = buffers_of(lambda x, k: x * k, torch.ones(2, dtype=torch.int64), 1)
+    for other_type in (True, 1.0):
+        with pytest.raises(ValueError, match="Only tensors may change"):
+            captured(torch.ones(2, dtype=torch.int64), other_type)
 
 
 class _OnNpu(Tensor):
@@ -150,6 +342,17 @@ def test_capture_refuses_synchronize(device):
         timeout=200,
     )
     assert "capture: the function waits for the device" in done.stdout, done.stderr[-2000:]
+
+
+def test_two_caches_of_one_pool_on_a_device(device):
+    if device.type == "cpu":
+        pytest.skip("a CPU has no graphs")
+    pool = torch.zeros(2, 64, device=device)
+    x, y = torch.ones(2, 64, device=device)
+    captured = capture(lambda a, b, x, y: (a.add_(x), b.add_(y)), *pool, x, y)
+    assert not pool.any()
+    captured(*pool, 2 * x, 3 * y)
+    assert pool.mean(1).tolist() == [2, 3]
 
 
 def test_capture_refuses_a_cpu():

@@ -6,12 +6,15 @@ values, and nothing but copies into its buffers beside it."""
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from custom.graph_mode import Replayed
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import custom
 
 from .support.npu_graph import Graph, stand_in
 
@@ -80,6 +83,77 @@ def test_another_shape_and_other_state_are_captured_anew(graphs):
         for size in (2, 2, 5, 5, 2):
             assert torch.equal(step((state,), torch.ones(size)), state.expand(size))
     assert [graph.replays for graph in graphs.captured] == [2, 1, 2, 1]
+
+
+def _autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@contextmanager
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def _set(name, value):
+    before = getattr(custom.config, name)
+    setattr(custom.config, name, value)
+    try:
+        yield
+    finally:
+        setattr(custom.config, name, before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _autocast,
+        _deterministic,
+        torch.inference_mode,
+        lambda: _set("backend", "reference"),
+        lambda: _set("debug", True),
+    ],
+    ids=["autocast", "deterministic", "inference", "backend", "debug"],
+)
+def test_other_settings_are_captured_anew(graphs, other):
+    step, x = Replayed(lambda state, x: x @ x.t()), torch.rand(3, 3)
+    for setting in (nullcontext, other, nullcontext, other, nullcontext, other):
+        with setting():
+            plain, got = x @ x.t(), step((), x)
+        assert got.dtype == plain.dtype and torch.equal(got, plain)
+    assert [graph.replays for graph in graphs.captured] == [2, 2]
+
+
+def test_other_inputs_are_captured_anew(graphs):
+    """Of other strides, one tensor for two, numbers of another type: each pair thrice."""
+
+    def called(first, second):
+        step, before = Replayed(lambda state, *inputs: function(*inputs)), len(graphs.captured)
+        for inputs in (first, second) * 3:
+            plain, got = function(*inputs), step((), *inputs)
+            assert got.dtype == plain.dtype and torch.equal(got, plain)
+            assert got.stride() == plain.stride()
+        return [graph.replays for graph in graphs.captured[before:]]
+
+    a, b = torch.rand(2, 3), torch.rand(2, 3)
+    function = torch.relu
+    assert called((a,), (torch.rand(3, 2).t(),)) == [2, 2]
+    function = lambda x, y: x - 2 * y  # noqa: E731
+    assert called((a, a), (a, b)) == [2, 2]
+    assert called((a.int(), 1), (a.int(), 1.0)) == [2, 2]
+    # rows of a wider tensor have buffers of their own: one graph serves them
+    assert called((torch.rand(2, 5)[:, :3], a), (torch.rand(2, 7)[:, :3], a)) == [5]
+
+
+def test_two_names_of_one_tensor_stay_one(graphs):
+    """Kernels look whether a value is the key."""
+    step, x = Replayed(lambda state, k, v: k + v if k is v else k * 0), torch.ones(2)
+    for _ in range(3):
+        assert step((), x, x).tolist() == [2, 2]
 
 
 def test_a_host_read_is_refused(graphs):
