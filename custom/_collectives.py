@@ -52,8 +52,11 @@ def _named(name: str, call: Callable[[], Tensor], group: dist.ProcessGroup) -> T
     try:
         return call()
     except RuntimeError as error:
-        said = str(error).splitlines()[0]
-        raise RuntimeError(
+        # what is out of memory, or not implemented, says so itself
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        said = (str(error).splitlines() or ["nothing"])[0]
+        raise type(error)(
             f"custom.parallel: {name} failed on rank {dist.get_rank(group)} of "
             f"{dist.get_world_size(group)}: another rank ended, hangs, or came with other shapes. "
             f"Its {dist.get_backend(group)} says: {said}"

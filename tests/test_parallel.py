@@ -21,6 +21,7 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
 
+from custom import _collectives
 from custom.bench import parallel as bench
 from docs import cards
 
@@ -242,3 +243,29 @@ def test_other_numbers_of_cards(tmp_path, monkeypatch):
     assert "TP pays in time up to" in text
     cards.draw()
     assert (tmp_path / "parallel.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("closed by peer\nat 1"),
+            "another rank ended.*Its gloo says: closed by peer$",
+        ),
+        (RuntimeError(""), "another rank ended.*Its gloo says: nothing$"),
+        (dist.DistBackendError("NCCL error"), "another rank ended.*Its gloo says: NCCL error$"),
+        (torch.OutOfMemoryError("Tried to allocate 20 GiB"), "^Tried to allocate 20 GiB$"),
+        (NotImplementedError("no such kernel"), "^no such kernel$"),
+    ],
+)
+def test_an_error_of_a_collective_keeps_its_type(error, said, monkeypatch):
+    """Another rank is to blame for what the group says, not for what is out of memory here."""
+    for name, value in dict(get_rank=0, get_world_size=2, get_backend="gloo").items():
+        monkeypatch.setattr(dist, name, lambda group, value=value: value)
+
+    def call():
+        raise error
+
+    with pytest.raises(type(error), match=said) as caught:
+        _collectives._named("all_gather", call, None)
+    assert type(caught.value) is type(error)
