@@ -245,7 +245,7 @@ class Again:
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        log.calls[self._counted] += 1
+        log.count(self._counted)
         with made_current(self._runner.device):
             plan = self._plan
             if plan is not None:

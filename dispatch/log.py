@@ -7,12 +7,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from threading import Lock
 from typing import Any
 
 import torch
 
 from .env import config
 
+_lock = Lock()
 # (op, backend) -> calls; tests and examples read it to learn which backend ran
 calls: Counter[tuple[str, str]] = Counter()
 _said: set[tuple[str, ...]] = set()
@@ -29,14 +31,22 @@ def describe(arguments: Mapping[str, Any]) -> str:
     )
 
 
+def count(called: tuple[str, str]) -> None:
+    """(op, backend) once more."""
+    with _lock:
+        calls[called] += 1
+
+
 def ran(op: str, backend: str, reason: str, arguments: Mapping[str, Any]) -> None:
-    calls[op, backend] += 1
+    count((op, backend))
     if config.log == "dispatch":
         once((op, backend, reason), f"{op} -> {backend} ({reason})  {describe(arguments)}")
 
 
 def once(key: tuple[str, ...], message: str) -> None:
     """Print `message` the first time `key` is seen."""
-    if key not in _said:
+    with _lock:
+        if key in _said:
+            return
         _said.add(key)
-        print(f"custom: {message}", file=sys.stderr)
+    print(f"custom: {message}", file=sys.stderr)

@@ -16,8 +16,8 @@ import os
 import re
 import subprocess
 import tempfile
-from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from ..dispatch import log, versions
 from ..dispatch.env import config
@@ -84,9 +84,28 @@ def _folder() -> Path | None:
     return root / hashlib.sha256(both.encode()).hexdigest()[:16]
 
 
-@cache
+_known: set[str] = set()
+_looked_in: set[str] = set()
+_looking = Lock()
+
+
 def known() -> set[str]:
-    """Every refusal that is remembered, and those of this process."""
+    """Every refusal that is remembered where `config.cache_dir` is, and those of this process."""
+    if config.cache_dir not in _looked_in:
+        with _looking:  # who comes second waits for what the first one finds
+            _known.update(_remembered())
+            _looked_in.add(config.cache_dir)
+    return _known
+
+
+def forget() -> None:
+    """As a new process (tests)."""
+    with _looking:
+        _known.clear()
+        _looked_in.clear()
+
+
+def _remembered() -> set[str]:
     try:
         root = _root()
         # mostly there is none, and no compiler is asked for its version

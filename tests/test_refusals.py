@@ -17,6 +17,8 @@ from custom.dispatch.errors import NotSupported
 from custom.dispatch.specs import BY_NAME
 from custom.npu_ops import refusals, tune
 
+from .support.threads import at_once
+
 KERNEL = "stand_in.walk"
 CONFIGS = tuple(tune.Config({"TILE": size}) for size in (16, 32, 64))
 OVERFLOW = (
@@ -35,9 +37,9 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setitem(tune.TABLE, KERNEL, CONFIGS)
     monkeypatch.setattr(config, "cache_dir", str(tmp_path / "cache"))
     monkeypatch.setattr(log, "_said", set())
-    refusals.known.cache_clear()
+    refusals.forget()
     yield
-    refusals.known.cache_clear()
+    refusals.forget()
 
 
 def triton_error(text: str, code: int = 1, tool: str = "/cann/bin/bishengir-compile") -> Exception:
@@ -98,14 +100,14 @@ def test_another_shape_has_its_own_memory():
 
 def test_another_process_remembers(tmp_path):
     call(Launcher(lambda tile: tile < 32))
-    refusals.known.cache_clear()  # as a new process
+    refusals.forget()  # as a new process
     launcher = Launcher(lambda tile: tile < 32)
     assert call(launcher) == 16 and launcher.compiled == [16]
 
 
 def test_another_compiler_is_asked_again(tmp_path):
     call(Launcher(lambda tile: tile < 32))
-    refusals.known.cache_clear()
+    refusals.forget()
     versions._build.cache_clear()
     (tmp_path / "bin/bishengir-compile").write_text("#!/bin/sh\necho 'bishengir-compile 10.0'\n")
     launcher = Launcher(lambda tile: True)
@@ -184,7 +186,7 @@ def test_a_corrupt_entry_is_ignored(text, tmp_path):
     (entry,) = entries(tmp_path)
     assert json.loads(entry.read_text())["refused"] == "stand_in.walk TILE=32 for (8,)"
     entry.write_text(text)
-    refusals.known.cache_clear()
+    refusals.forget()
     launcher = Launcher(lambda tile: tile == 64)
     assert call(launcher) == 64 and launcher.compiled == [32, 64]
     assert json.loads(entry.read_text())["said"] == "UB overflow, 205 KiB of 192"
@@ -192,7 +194,7 @@ def test_a_corrupt_entry_is_ignored(text, tmp_path):
 
 def test_what_another_user_left_is_ignored(monkeypatch, tmp_path):
     call(Launcher(lambda tile: tile == 64))
-    refusals.known.cache_clear()
+    refusals.forget()
     monkeypatch.setattr("os.getuid", lambda: 12345)
     assert refusals.known() == set()
 
@@ -212,6 +214,24 @@ def test_the_folder_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     call(Launcher(lambda tile: tile == 64))
     assert len(list((tmp_path / "xdg/npu-custom-ops/refused").rglob("*.json"))) == 1
+
+
+def test_a_folder_that_is_set_later_is_read(monkeypatch, tmp_path):
+    call(Launcher(lambda tile: tile < 32))
+    learned = set(refusals.known())
+    refusals.forget()
+    monkeypatch.setattr(config, "cache_dir", str(tmp_path / "another"))
+    assert refusals.known() == set()
+    monkeypatch.setattr(config, "cache_dir", str(tmp_path / "cache"))
+    assert refusals.known() == learned and len(learned) == 2
+
+
+def test_threads_at_once_lose_no_refusal():
+    """The first look at the folder among them."""
+    for turn in range(20):
+        refusals.forget()
+        at_once(8, lambda number, turn=turn: refusals.add(f"{turn} {number}", "overflow", False))
+        assert len(refusals.known()) == 8
 
 
 def _learn(number: int, cache_dir: str, ready: Barrier) -> None:

@@ -72,7 +72,7 @@ def examine(build: str) -> str:
         assert len(lines) == 2, lines
         assert all(refusals.compiler() in line and "UB overflow" in line for line in lines), lines
         assert _norm() == "", "said twice"
-        refusals.known.cache_clear()
+        refusals.forget()
         assert len(refusals.known()) == 2, "another process does not know"
         assert tune.at_least(KERNEL, "WIDTH", 1024).tiles == shipped[0].tiles
         tune.TABLE[KERNEL] = TOO_WIDE
