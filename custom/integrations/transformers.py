@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -424,6 +425,7 @@ _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
     (modeling_kimi_linear.KimiLinearDeltaAttention, _kimi_delta_forward),
 )
 _in_use = False
+_entering = Lock()
 
 
 @contextmanager
@@ -453,14 +455,16 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
     ...     pass  # model.generate(**tokenizer(texts, padding=True, return_tensors="pt"))
     """
     global _in_use
-    if _in_use:
-        raise RuntimeError(
-            "custom.integrations.transformers.use() is in force already; leave that context first."
-        )
     attention = _attention_forward(weight_format, page_size)
     forwards = [*((each, attention) for each in CONVENTIONS), *_LINEAR]
+    with _entering:
+        if _in_use:
+            raise RuntimeError(
+                "custom.integrations.transformers.use() is in force already; leave that context "
+                "first."
+            )
+        _in_use = True
     originals = [(each, each.forward) for each, _ in forwards]
-    _in_use = True
     try:
         for each, ours in forwards:
             each.forward = ours
