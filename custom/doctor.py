@@ -25,13 +25,15 @@ class Finding:
 
 
 def here() -> dict[str, str | None]:
-    """The versions that can clash; None: absent."""
+    """The versions that can clash, and why torch_npu does not import; None: absent."""
     names = ("torch", "torch_npu", "triton", "triton-ascend", "numpy", "transformers")
+    cann = broken = None
     try:
         cann = versions.cann()
-    except Exception:  # a torch_npu that does not import is found by its number
-        cann = None
-    return {name: versions.installed(name) for name in names} | {"CANN": cann}
+    except versions.BROKEN as error:
+        broken = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    found = {name: versions.installed(name) for name in names}
+    return found | {"CANN": cann, "torch_npu does not import": broken}
 
 
 def clashes(have: Have) -> Iterator[Finding]:
@@ -47,6 +49,11 @@ def clashes(have: Have) -> Iterator[Finding]:
         )
     if torch and versions.release(torch) < (2, 7):
         yield Finding(f"torch {torch} is older than 2.7.", 'pip install -U "torch>=2.7"')
+    if broken := have.get("torch_npu does not import"):
+        yield Finding(
+            f"torch_npu {npu} does not import: {broken.removesuffix('.')}.",
+            "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
+        )
     if torch and npu and versions.release(torch, 3) != versions.release(npu, 3):
         wanted = ".".join(npu.split(".")[:3])
         yield Finding(

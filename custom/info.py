@@ -39,7 +39,7 @@ def _or_error(find: Callable[..., str | None], *arguments: Any) -> str:
     """The answer, or what went wrong: a report must not stop at the first broken part."""
     try:
         return find(*arguments) or "-"
-    except Exception as error:
+    except (*versions.BROKEN, ValueError) as error:  # ValueError: of a variable's value
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 

@@ -35,7 +35,7 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
         refused = _in_one_sentence(str(error))
         if refused is None:
             raise
-        raise refused from None
+        raise refused from error
 
 
 def _in_one_sentence(message: str) -> Exception | None:

@@ -44,6 +44,10 @@ TABLE = (
 )
 
 
+# what a package raises that is broken, or built for another version of what it needs
+BROKEN = (ImportError, OSError, RuntimeError, AttributeError, subprocess.SubprocessError)
+
+
 def release(version: str, numbers: int = 2) -> tuple[int, ...]:
     """(2, 9) of `2.9.0.post2+cpu`, `2.9.0rc1` and `2.9.0a0+git1a2b`."""
     found = re.match(r"\d+(?:\.\d+)*", version)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import traceback
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from custom.dispatch import errors
+from custom.dispatch import errors, sentences
 from custom.dispatch.overlap import overlap
 from custom.dispatch.register import overload
 from custom.dispatch.specs import BY_NAME, SPECS, Spec
@@ -537,6 +538,16 @@ class Graph:
 
     def replay(self) -> None:
         self.replays += 1
+
+
+def test_a_sentence_keeps_where_an_op_inside_an_op_failed():
+    def inner(x: Any) -> Any:
+        return torch.ops.custom.npu_merge_states(x, x)
+
+    with pytest.raises(TypeError, match=r"^npu_merge_states: `outs` is of type str") as caught:
+        sentences.call(inner, "no tensor")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "in inner" in shown and shown.rstrip().endswith("torch.as_tensor().")
 
 
 def test_a_captured_call_refuses_before_it_copies():

@@ -120,13 +120,26 @@ def test_it_is_registered_if_it_is_turned_on(stubs):
     assert hooked == [(wrapper, sglang.delta_backend, hooks.HookType.BEFORE)]
 
 
-def test_another_version_ends_the_process(stubs):
+def test_another_version_ends_the_process(stubs, capsys):
     """SGLang would log an Exception and serve the model without us."""
     stubs.setattr(config, "sglang", True)
     stubs.setattr(sglang, "version", lambda name: "0.5.24")
     message = "CUSTOM_SGLANG=1 was tried with SGLang >=0.5.23,<0.5.24, and 0.5.24 is installed; "
     with pytest.raises(SystemExit, match=message):
         sglang.register()
+    assert not capsys.readouterr().err
+
+
+def test_what_else_ends_the_process_says_where(stubs, capsys):
+    stubs.setattr(config, "sglang", True)
+
+    def moved(name):
+        raise AttributeError("it has moved")
+
+    stubs.setattr(sglang, "version", moved)
+    with pytest.raises(SystemExit, match="AttributeError: it has moved"):
+        sglang.register()
+    assert "in moved" in capsys.readouterr().err
 
 
 MODES = {

@@ -186,6 +186,20 @@ def test_the_doctor_answers_for_this_machine(monkeypatch, capsys):
     # PyPI's package does not say which build it is
     assert here["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
     assert here["CANN"] is None
+    (found,) = doctor.clashes(ASCEND | {"CANN": None} | {n: x for n, x in here.items() if " " in n})
+    said = "does not import: ImportError: libhccl.so: cannot open shared object file."
+    assert found.sentence.endswith(said) and "set_env.sh" in found.command
+
+
+@pytest.mark.parametrize("ours", [TypeError, KeyError])
+def test_a_mistake_of_ours_is_not_an_answer(ours, monkeypatch):
+    def wrong():
+        raise ours("a test's")
+
+    monkeypatch.setattr(versions, "cann", wrong)
+    for report in (doctor.here, lambda: [*info.report()]):
+        with pytest.raises(ours, match="a test's"):
+            report()
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ tried.
 
 from __future__ import annotations
 
+import traceback
 from importlib.metadata import version
 from typing import Any
 
 from ...dispatch.env import config
-from ...dispatch.errors import need
+from ...dispatch.errors import BackendUnavailable, need
 from ..engines import check_version, in_words
 from .versions import SGLANG, SWITCH
 
@@ -61,4 +62,6 @@ def register() -> None:
         )
     except Exception as error:
         # what a plug-in raises SGLang logs, and goes on without the plug-in
+        if not isinstance(error, BackendUnavailable):
+            traceback.print_exc()  # the sentence alone would hide where
         raise SystemExit(f"{type(error).__name__}: {error}") from error
