@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from custom.dispatch import register
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
 
 from .support.accuracy import skip_unless_taken
 from .support.calls import assert_same, every_spec, everything, other
 from .support.samples import sample
+from .support.threads import at_once
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,12 +37,47 @@ def dtype_of(device):
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
+def arguments_of_two(spec, device):
+    """Of two calls that share a plan."""
+    dtype = dtype_of(device)
+    return [sample(spec.name, device, dtype), other(spec, device, dtype)]
+
+
+def each_alone(spec, calls):
+    with torch.no_grad():
+        return [everything(spec, overload(spec), each) for each in calls]
+
+
 def two_calls(spec, device):
     """Arguments of two calls that share a plan, and what each gives alone."""
-    dtype = dtype_of(device)
-    calls = [sample(spec.name, device, dtype), other(spec, device, dtype)]
-    with torch.no_grad():
-        return calls, [everything(spec, overload(spec), each) for each in calls]
+    calls = arguments_of_two(spec, device)
+    return calls, each_alone(spec, calls)
+
+
+@every_spec
+def test_first_calls_race(spec, device, backend):
+    """Nothing is remembered or, where this is the first test, compiled: each thread checks,
+    compiles and records for all; then plans.  In streams of their own, where there are any."""
+    skip_unless_taken(dtype_of(device), device, backend)
+    calls, results = arguments_of_two(spec, device), {}
+
+    def first(number):
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.no_grad(), torch.cuda.stream(stream):
+            given = calls[number % 2]
+            results[number] = [everything(spec, overload(spec), given) for _ in range(3)]
+            if stream is not None:
+                stream.synchronize()
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    register.forget()
+    at_once(4, first)
+    register.forget()
+    alone = each_alone(spec, calls)
+    for number, every in results.items():
+        for result in every:
+            assert_same(result, alone[number % 2])
 
 
 @every_spec
