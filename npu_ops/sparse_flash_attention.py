@@ -459,7 +459,7 @@ def unsupported(
     overflow = tiling.weigh_overflow(16, 64, latent, rotary)
     if overflow:
         return overflow
-    if value is not None and value.data_ptr() != key.data_ptr():
+    if value is not None and (value.data_ptr(), value.stride()) != (key.data_ptr(), key.stride()):
         return "`value` is another tensor than `key`; the kernel attends to the latent itself"
     reach = block_table.shape[1] * key.shape[1] if block_table is not None else key.shape[-3]
     if max(reach, sparse_indices.shape[-1] * sparse_block_size) > ragged.LONGEST:

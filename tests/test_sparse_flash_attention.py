@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -286,3 +289,26 @@ def test_gradients_need_keys_that_are_not_paged():
         custom.npu_sparse_flash_attention(**arguments)
     with torch.no_grad():
         custom.npu_sparse_flash_attention(**arguments)
+
+
+def test_a_value_that_begins_as_the_key_does_is_another_one_with_other_strides(monkeypatch):
+    """To the NPU's kernel, over a stand-in for what Triton lacks of triton-ascend's names."""
+    pytest.importorskip("triton")
+    npu_ops = importlib.import_module("custom.npu_ops")
+    names = SimpleNamespace(extract_slice=None, insert_slice=None, sort=None)
+    monkeypatch.setitem(sys.modules, "custom.npu_ops.front_end", names)
+    monkeypatch.setattr(npu_ops, "front_end", names, raising=False)
+    before = {*sys.modules}
+    try:
+        launcher = importlib.import_module("custom.npu_ops.sparse_flash_attention")
+    finally:
+        for name in {*sys.modules} - before:  # what was imported over the stand-in
+            del sys.modules[name]
+    unsupported = launcher.unsupported
+    pool = torch.zeros(8, 4, 1, 64, dtype=torch.float16)
+    given = dict(query=pool.new_zeros(1, 1, 16, 64), query_rope=None, key_rope=None)
+    given |= dict(sparse_block_size=1, block_table=ints([[0]], "cpu"))
+    given |= dict(sparse_indices=ints([0], "cpu").view(1, 1, 1, 1))
+    assert unsupported(key=pool[:2], value=pool[:2], **given) is None
+    for value in (pool[::2][:2], pool[1:3]):
+        assert "another tensor than `key`" in unsupported(key=pool[:2], value=value, **given)
