@@ -23,6 +23,8 @@ from .env import config
 from .overlap import interleaved, span
 
 MOST = 1024  # kinds of calls that an op remembers
+# where memory was freed, a pointer is the offset in it: no more than memory has bytes
+_FREED = 2**40
 _NUMBERS = (int, float, bool, str, type(None))
 
 Key = tuple[Any, ...]
@@ -39,7 +41,7 @@ class Memo:
 
     def find(self, alike: Alike) -> Again | None:
         kind = self._known.get(alike.key)
-        return kind and kind.again.get(kind.laid(alike.pointers))
+        return None if kind is None else kind.again.get(kind.laid(alike.pointers))
 
     def keep(self, alike: Alike, again: Again) -> None:
         """The oldest goes where there are too many."""
@@ -91,8 +93,8 @@ def likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Alike | None:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             pointer = value.data_ptr()
-            if not pointer and value.numel():
-                return None  # there is no memory: the check refuses it
+            if pointer < _FREED and value.numel() and not value.untyped_storage().nbytes():
+                return None  # the check refuses it
             tensors.append(value)
             pointers.append(pointer)
             key += (value.shape, value.stride(), value.dtype, value.device, pointer & 15)

@@ -143,7 +143,8 @@ class Captured:
 
     def _apart(self, changed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Values that lie where a buffer is filled are copied before any is."""
-        starts, spans = [], []
+        starts: list[int] = []
+        spans: list[int] = []
         for buffer, value in changed:
             reach = self._spans[id(buffer)]
             spans += (reach, reach if value.stride() == buffer.stride() else span(value))

@@ -28,8 +28,8 @@ class Replayed:
     tokens in dimension 1 of the first input, is not captured.
 
     `state` is what `fn` reads and writes where it lies, weights and caches: with other objects than
-    before all graphs are dropped. What `fn` writes there must be the same when it is called again,
-    as for a capture it is.
+    before, or tensors of other memory, all graphs are dropped. What `fn` writes there must be the
+    same when it is called again, as for a capture it is.
 
     Args:
         fn: a function of tensors that reads nothing back from the device.
@@ -45,6 +45,7 @@ class Replayed:
     def __init__(self, fn: Callable[..., Any], devices: tuple[str, ...] = ("npu",)) -> None:
         self._fn, self._devices = fn, devices
         self._state: tuple[Any, ...] = ()
+        self._lies: list[int] = []
         self._graphs: dict[Any, Captured | None] = {}
 
     def __call__(self, state: tuple[Any, ...], *inputs: Any) -> Any:
@@ -57,10 +58,10 @@ class Replayed:
             or getattr(torch, kind).is_current_stream_capturing()
         ):
             return self._fn(state, *inputs)
-        if len(state) != len(self._state) or any(
-            a is not b for a, b in zip(state, self._state, strict=True)
-        ):
-            self._state = state
+        # a tensor may have been given other memory (`.data = `, set_)
+        lies = [x.data_ptr() for x in state if isinstance(x, Tensor)]
+        if lies != self._lies or [*map(id, state)] != [*map(id, self._state)]:
+            self._state, self._lies = state, lies
             self._graphs.clear()
         leaves, structure = tree_flatten(inputs)
         key = (*_settings(inputs[0].device.type), structure, _same(leaves), *map(_like, leaves))

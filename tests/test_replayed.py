@@ -85,6 +85,15 @@ def test_another_shape_and_other_state_are_captured_anew(graphs):
     assert [graph.replays for graph in graphs.captured] == [2, 1, 2, 1]
 
 
+def test_state_that_is_given_other_memory_is_captured_anew(graphs):
+    step, state, x = Replayed(lambda state, x: x * state[0]), torch.ones(1), torch.ones(2)
+    for value in (1.0, 1.0, 3.0, 3.0, 3.0):
+        if value != state.item():
+            state.data = torch.full((1,), value)
+        assert step((state,), x).tolist() == [value] * 2
+    assert [graph.replays for graph in graphs.captured] == [1, 2]
+
+
 def _autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
