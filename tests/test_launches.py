@@ -901,6 +901,18 @@ def test_what_is_between_a_call_and_its_backend_comes_first():
         assert torch.equal(given, expected)
 
 
+def test_pools_are_cut_in_one_way_again_and_again(checked):
+    """Rows of states beside other rows, in pools of which each is elsewhere: one call of them all."""
+    arguments, lies = decode(), []
+    states = arguments["initial_state_source"]
+    for _ in range(4):
+        pool = torch.zeros(len(states), 2, *states.shape[1:])
+        lies.append(pool)
+        q = pool[0, 1].flatten()[: arguments["q"].numel()].view_as(arguments["q"])
+        call(arguments | dict(initial_state_source=pool[:, 0].copy_(states), q=q))
+    assert len({pool.data_ptr() for pool in lies}) == 4 and len(checked) == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [
