@@ -194,18 +194,21 @@ def forward(
     sizes += (-1 if pad_slot_id is None else pad_slot_id, blocks)
     strides = (0 if starts is not None else x.stride(0), x.stride(-2), *conv_states.stride()[:2])
     flags = dict(W=width, L=conv_states.shape[1], VARLEN=starts is not None)
-    config = tune.at_least("fused_causal_conv1d.push", "CHANNEL_TILE", channels)
-    tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
     by_block = block_idx_first_scheduled_token is not None
-    push[(min(sequences * tiles, cores.vector()),)](
-        x, conv_states, given(cache_indices), given(starts), given(num_accepted_tokens),
-        given(num_computed_tokens), given(block_idx_last_scheduled_token),
-        given(initial_state_idx), history, *sizes, channels, *strides, **flags,
-        INDEXED=cache_indices is not None, BLOCKS=by_block,
-        ACCEPTED=num_accepted_tokens is not None, COMPUTED=num_computed_tokens is not None,
-        **config.keywords,
-    )  # fmt: skip
-    if by_block:
+
+    def pushed() -> None:
+        config = tune.at_least("fused_causal_conv1d.push", "CHANNEL_TILE", channels)
+        tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
+        push[(min(sequences * tiles, cores.vector()),)](
+            x, conv_states, given(cache_indices), given(starts), given(num_accepted_tokens),
+            given(num_computed_tokens), given(block_idx_last_scheduled_token),
+            given(initial_state_idx), history, *sizes, channels, *strides, **flags,
+            INDEXED=cache_indices is not None, BLOCKS=by_block,
+            ACCEPTED=num_accepted_tokens is not None, COMPUTED=num_computed_tokens is not None,
+            **config.keywords,
+        )  # fmt: skip
+
+    def filled() -> None:
         config = tune.at_least("fused_causal_conv1d.fill", "CHANNEL_TILE", channels)
         tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
         fill[(min(sequences * blocks * tiles, cores.vector()),)](
@@ -214,7 +217,15 @@ def forward(
             *sizes, 128 if block_size is None else block_size, channels, *strides, **flags,
             **config.keywords,
         )  # fmt: skip
-    return causal_conv1d.outputs(
-        x, weight, bias, history, starts, activation in ("silu", "swish"),
-        num_computed_tokens if conv_mode == "pangu" else None, bool(residual_connection),
-    )  # fmt: skip
+
+    def convolved() -> Tensor:
+        return causal_conv1d.outputs(
+            x, weight, bias, history, starts, activation in ("silu", "swish"),
+            num_computed_tokens if conv_mode == "pangu" else None, bool(residual_connection),
+        )  # fmt: skip
+
+    tune.stage(pushed)
+    if by_block:
+        tune.stage(filled)
+    out: Tensor = tune.stage(convolved)
+    return out

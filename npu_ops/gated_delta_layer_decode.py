@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """The decode step of a gated-delta layer: the kernels of its three stages, one after the other.
 
-Each stage has its own turn with the compiler: what it has refused is not launched, and a stage
-before it is not run again, which would push the states of the convolution on twice.
+Each begins anew by itself where the compiler refuses a tile: a stage before it is not run again,
+which would push the states of the convolution on twice.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ from . import fused_sigmoid_gating_delta_rule_update as rule
 from . import gated_rms_norm as norm
 from . import tune
 
-_OP = "npu_gated_delta_layer_decode"
-_convolve = tune.retrying(_OP, convolution.forward)
-_recur = tune.retrying(_OP, rule.forward)
-_normalise = tune.retrying(_OP, norm.forward)
-
 
 def unsupported(**x: Any) -> str | None:
     # of the shapes alone: what is convolved is like what comes
@@ -34,7 +29,7 @@ def unsupported(**x: Any) -> str | None:
 
 
 def forward(**x: Any) -> Tensor:
-    mixed = _convolve(**gated_delta.convolution(x))
-    out = _recur(**gated_delta.delta_rule(x, mixed))
-    normed: Tensor = _normalise(**gated_delta.norm(x, out))
+    mixed = tune.stage(convolution.forward, **gated_delta.convolution(x))
+    out = tune.stage(rule.forward, **gated_delta.delta_rule(x, mixed))
+    normed: Tensor = tune.stage(norm.forward, **gated_delta.norm(x, out))
     return normed

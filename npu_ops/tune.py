@@ -9,7 +9,7 @@ one that covers its size, or ranks some of the table itself.
 Chosen by what compiles inside the memories with double buffering; none was timed on a device.
 
 The compiler is the machine's, and another build may refuse a configuration.  The launcher then
-begins anew, and its choice falls on the next one: see `retrying`.
+begins anew, or the stage of it does, and its choice falls on the next one: see `retrying`.
 """
 
 from __future__ import annotations
@@ -250,6 +250,7 @@ class _Call:
 
     refused: dict[str, str] = field(default_factory=dict)
     launching: Config | None = None
+    stages: int = 0  # that have run
 
 
 _call: ContextVar[_Call | None] = ContextVar("call", default=None)
@@ -306,8 +307,9 @@ def at_least(kernel: str, name: str, size: int, *shape: Any) -> Config:
 def retrying(op: str, launcher: Callable[..., Any]) -> Callable[..., Any]:
     """`launcher`, begun anew where the compiler refuses the tiles of a kernel.
 
-    What it has written until then it writes again, the same; and kernels compile in the first call,
-    which precedes every capture of a graph.
+    What it has written until then it writes again, the same; where a kernel reads what it writes
+    for good, the launcher is made of stages, see `stage`.  Kernels compile in the first call, which
+    precedes every capture of a graph.
     """
 
     @wraps(launcher)
@@ -315,21 +317,41 @@ def retrying(op: str, launcher: Callable[..., Any]) -> Callable[..., Any]:
         call = _Call()
         token = _call.set(call)
         try:
-            while True:
-                call.launching = None
-                try:
-                    return launcher(**arguments)
-                except _Exhausted as exhausted:
-                    raise _none_fits(op, str(exhausted), call, arguments) from None
-                except Exception as error:
-                    refused, tiles = refusals.said(error), call.launching
-                    if refused is None or tiles is None:
-                        raise
-                    _refuse(call, tiles, *refused)
+            return _until_it_compiles(call, launcher, (), arguments)
+        except _Exhausted as exhausted:
+            raise _none_fits(op, str(exhausted), call, arguments) from None
         finally:
             _call.reset(token)
 
     return run
+
+
+def stage(part: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Run a part of a launcher, which is begun anew by itself.  Once it has run, nothing that it is
+    a part of begins anew: a launcher whose kernel pushes a state on launches in stages alone."""
+    call = _call.get()
+    if call is None:
+        return part(*arguments, **named)
+    out = _until_it_compiles(call, part, arguments, named)
+    call.stages += 1
+    return out
+
+
+def _until_it_compiles(
+    call: _Call, part: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]
+) -> Any:
+    before = call.stages
+    while True:
+        call.launching = None
+        try:
+            return part(*arguments, **named)
+        except _Exhausted:
+            raise
+        except Exception as error:
+            tiles, refused = call.launching, refusals.said(error)
+            if refused is None or tiles is None or call.stages != before:
+                raise
+            _refuse(call, tiles, *refused)
 
 
 def _refuse(call: _Call, config: Config, why: str, always: bool) -> None:
@@ -351,4 +373,5 @@ def _none_fits(op: str, kernel: str, call: _Call, arguments: Mapping[str, Any]) 
         f"{op}: {refusals.compiler()} refuses every tile configuration of {kernel} ({each}) for "
         f"{log.describe(arguments)}. Install the CANN that belongs to this triton-ascend "
         "(python -m custom.info), or set CUSTOM_BACKEND=reference."
+        + (" What the call writes has changed already." if call.stages else "")
     )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import subprocess
@@ -11,12 +12,13 @@ from multiprocessing.synchronize import Barrier
 
 import pytest
 import torch
-from custom.dispatch import backends, log, versions
+from custom.dispatch import backends, log, register, versions
 from custom.dispatch.env import config
 from custom.dispatch.errors import NotSupported
 from custom.dispatch.specs import BY_NAME
 from custom.npu_ops import refusals, tune
 
+from .support.samples import sample
 from .support.threads import at_once
 
 KERNEL = "stand_in.walk"
@@ -174,6 +176,91 @@ def test_a_crash_of_the_compiler_is_forgotten_with_the_process(tmp_path):
     assert call(launcher) == 64 and launcher.compiled == [32, 64]
     assert call(launcher) == 64 and launcher.compiled == [32, 64, 64]
     assert not (tmp_path / "cache").exists()
+
+
+class Pushed:
+    """A launcher whose first kernel pushes a state on; of the second TILE=32 does not compile."""
+
+    def __init__(self) -> None:
+        self.state, self.walk = 0, Launcher(lambda tile: tile != 32)
+
+    def push(self) -> None:
+        self.state += 1
+
+    def __call__(self, x: torch.Tensor) -> int:
+        tune.stage(self.push)
+        return tune.stage(self.walk, x)
+
+
+def test_a_stage_that_has_run_does_not_run_again():
+    launcher = Pushed()
+    assert call(launcher) == 64 and launcher.walk.compiled == [32, 64]
+    assert launcher.state == 1
+
+
+def test_what_is_launched_outside_of_stages_does_not_begin_anew_behind_one():
+    launcher = Pushed()
+    with pytest.raises(RuntimeError) as raised:
+        call(lambda x: (tune.stage(launcher.push), launcher.walk(x)))
+    assert raised.value is launcher.walk.error and launcher.state == 1
+
+
+def test_where_a_stage_has_no_tiles_left_it_is_said_that_something_was_written():
+    launcher = Pushed()
+    launcher.walk.fits = lambda tile: False
+    with pytest.raises(NotSupported, match=r"stand_in\.walk .* What the call writes has changed"):
+        call(launcher)
+    assert launcher.state == 1
+
+
+class Kernel:
+    """Stands for a kernel that is launched: notes it, or is refused."""
+
+    def __init__(self, name: str, launched: list[str], refused: list[str]) -> None:
+        self.name, self.launched, self.refused = name, launched, refused
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *_, **__) -> None:
+        if self.refused == [self.name]:
+            self.refused.clear()
+            raise triton_error(OVERFLOW)
+        self.launched.append(self.name)
+
+
+PUSHING = {
+    "npu_fused_causal_conv1d": ["fused_causal_conv1d.push", "causal_conv1d.convolve"],
+    "npu_fused_causal_conv1d_v2": ["fused_causal_conv1d.push", "causal_conv1d.convolve"],
+    "npu_gated_delta_layer_decode": [
+        "causal_conv1d_update.update",
+        "fused_sigmoid_gating_delta_rule_update.update",
+        "gated_rms_norm.normalise",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "at"), [(op, at) for op in PUSHING for at in range(len(PUSHING[op]))]
+)
+def test_no_kernel_of_what_pushes_a_state_on_runs_twice(op, at, monkeypatch):
+    """tests/ascend/anew.py compares the bits of every op that the kernels themselves compute."""
+    pytest.importorskip("triton")
+    found = backends.launcher(backends.NPU, BY_NAME[op])
+    launched, refused = [], []
+    for name in PUSHING[op]:
+        file, _, function = name.partition(".")
+        module = importlib.import_module(f"custom.npu_ops.{file}")
+        monkeypatch.setattr(module, function, Kernel(name, launched, refused))
+        two = [{"again": number} for number in range(2)]
+        tiles = dict.fromkeys(tune.TABLE[name][0].tiles, 8)
+        monkeypatch.setitem(tune.TABLE, name, tuple(tune.Config(tiles, each) for each in two))
+    monkeypatch.setattr(importlib.import_module("custom.npu_ops.cores"), "vector", lambda: 2)
+    arguments = sample(op, torch.device("cpu"), torch.float32)
+    full = register.bind(register.overload(BY_NAME[op])._schema, (), arguments)
+    refused.append(PUSHING[op][at])
+    found.function(**full)
+    assert not refused and launched == PUSHING[op]
 
 
 def entries(tmp_path):
