@@ -251,6 +251,7 @@ class _Call:
     refused: dict[str, str] = field(default_factory=dict)
     launching: Config | None = None
     stages: int = 0  # that have run
+    crashed: set[str] = field(default_factory=set)  # what triton-ascend's adapter died of
 
 
 _call: ContextVar[_Call | None] = ContextVar("call", default=None)
@@ -349,9 +350,18 @@ def _until_it_compiles(
             raise
         except Exception as error:
             tiles, refused = call.launching, refusals.said(error)
-            if refused is None or tiles is None or call.stages != before:
+            if tiles is None or call.stages != before:
                 raise
-            _refuse(call, tiles, *refused)
+            if refused is not None:
+                _refuse(call, tiles, *refused)
+            elif refusals.crashed(error) and tiles.title not in call.crashed:
+                call.crashed.add(tiles.title)
+                log.once(
+                    ("crashed", tiles.title),
+                    f"triton-ascend's adapter crashed over {tiles.title}; it is run once more.",
+                )
+            else:
+                raise
 
 
 def _refuse(call: _Call, config: Config, why: str, always: bool) -> None:

@@ -181,8 +181,8 @@ def test_a_crash_of_the_compiler_is_forgotten_with_the_process(tmp_path):
 class Pushed:
     """A launcher whose first kernel pushes a state on; of the second TILE=32 does not compile."""
 
-    def __init__(self) -> None:
-        self.state, self.walk = 0, Launcher(lambda tile: tile != 32)
+    def __init__(self, error: Exception | None = None) -> None:
+        self.state, self.walk = 0, Launcher(lambda tile: tile != 32, error)
 
     def push(self) -> None:
         self.state += 1
@@ -211,6 +211,28 @@ def test_where_a_stage_has_no_tiles_left_it_is_said_that_something_was_written()
     with pytest.raises(NotSupported, match=r"stand_in\.walk .* What the call writes has changed"):
         call(launcher)
     assert launcher.state == 1
+
+
+def adapter_error(code: int) -> Exception:
+    return triton_error("", code, "/wheel/triton/backends/ascend/triton-adapter-opt")
+
+
+def test_an_adapter_that_crashes_is_run_once_more(capsys):
+    """triton-ascend's own front end ends by a signal at random; nothing is remembered of it."""
+    launcher = Pushed(adapter_error(-11))
+    fails = iter([True])
+    launcher.walk.fits = lambda tile: not next(fails, False)
+    assert call(launcher) == 32 and launcher.walk.compiled == [32, 32]
+    assert launcher.state == 1 and not refusals.known()
+    said = "adapter crashed over stand_in.walk TILE=32 for (8,); it is run once more"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_an_adapter_that_crashes_twice_is_an_error():
+    launcher = Launcher(lambda tile: False, adapter_error(-11))
+    with pytest.raises(RuntimeError) as raised:
+        call(launcher)
+    assert raised.value is launcher.error and launcher.compiled == [32, 32]
 
 
 class Kernel:
