@@ -9,6 +9,8 @@ For every tile configuration in `npu_ops/tune.py`, through the op's own launcher
     run        the lowered form, on the CPU: bf16, tails, absent slots, several core counts, NaN in
                every allocation, forbidden pages around every tensor; against the reference, in
                bounds derived from float64
+    refuse     each launch of a call once, before it runs: no bit may change of the outputs, or of
+               what the op writes (anew.py)
     compile    with the real Ascend compiler for Atlas A3, in every public build of it (on a machine
                the compiler is the one of its CANN): memory plan (UB, L1, L0C) and final HIVM
     lint       the TTIR and the final HIVM, for what neither of the two shows; what is found must be
@@ -21,7 +23,8 @@ fails the run, and so does a launch that the table does not list.
 
 Every kernel is lowered anew in every run.  The rest is kept in results.json: the findings of a case
 under a hash of the lowered text of every kernel that the call launched, of the case, the launcher,
-the reference, the harness and the tools; those of a compile under a hash of the lowered text, the
-options, the compiler and what reads its output.  Whatever differs is run again, `--cold` runs
-everything, and `--check` runs a sample of what is kept and compares the findings.
+the reference, the harness and the tools; those of its refusals under that and what begins a
+launcher anew; those of a compile under a hash of the lowered text, the options, the compiler and
+what reads its output.  Whatever differs is run again, `--cold` runs everything, and `--check` runs
+a sample of what is kept and compares the findings.
 """

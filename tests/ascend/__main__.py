@@ -14,7 +14,7 @@ from types import ModuleType
 
 from custom.npu_ops import tune
 
-from . import controls, isolated, known, limits, models, mutants, ops, report, retry, store
+from . import anew, controls, isolated, known, limits, models, mutants, ops, report, retry, store
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
@@ -165,6 +165,14 @@ def main() -> int:
         outcomes, failures = lower_cases(cases, chosen.jobs)
     else:
         outcomes, failures = run_cases(cases, kept, sample, chosen.cold, chosen.jobs)
+        failures += anew.run(
+            [case for case, _ in cases],
+            outcomes,
+            kept.refused,
+            2 * chosen.check,
+            chosen.cold,
+            chosen.jobs,
+        )
     kept.write()  # a case that passed is kept, whatever else fails
     distinct: dict[str, Launch] = {}
     for outcome in outcomes.values():
@@ -217,6 +225,8 @@ def main() -> int:
         report.write(rows, planted, outcomes, versions())
         kept.cases = {title: kept.cases[title] for title in outcomes}
         kept.compiled = {key: kept.compiled[key] for key in distinct}
+        asked = anew.chosen([case for case, _ in cases], outcomes)
+        kept.refused = {title: kept.refused[title] for title in asked}
         kept.write()
     for failure in failures:
         print(f"FAIL {failure}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import isolated, known
+from . import anew, isolated, known
 from .case import Case
 from .compiler import compile_for_npu
 from .examine import examine, lower
@@ -25,8 +25,8 @@ from .toolchain import NEWEST, ROOT
 @dataclass(frozen=True)
 class Control:
     """In `npu_ops/<file>.py`, `old` (found exactly once) becomes `new`; `case` must then fail:
-    by its values or its process (stage "run"), or in the compiler or the lints ("compile") with
-    this build."""
+    by its values or its process (stage "run"), by another result where a launch is refused
+    ("refuse"), or in the compiler or the lints ("compile") with this build."""
 
     title: str
     file: str
@@ -55,8 +55,9 @@ def plant(control: Control) -> None:
 def plant_text(file: str, text: str) -> None:
     """`text` in the place of `npu_ops/<file>.py`, in this process."""
     name = f"custom.npu_ops.{file}"
-    # what was imported before would not meet it
-    for each in [x for x in sys.modules if x.startswith("custom.npu_ops.")]:
+    # what was imported before would not meet it; of what knows the call under way there is one
+    kept = ("custom.npu_ops.tune", "custom.npu_ops.refusals")
+    for each in [x for x in sys.modules if x.startswith("custom.npu_ops.") and x not in kept]:
         del sys.modules[each]
     folder = tempfile.mkdtemp()
     # not before the process ends: the JIT reads the sources of its functions when it lowers them
@@ -76,6 +77,9 @@ def _attempt(control: Control, case: Case, file: str) -> tuple[bool, str]:
     if control.stage == "run":
         outcome = examine(case, file, None)
         return outcome.share > 1, outcome.findings[0]
+    if control.stage == "refuse":
+        wrong = anew.examine(case)
+        return bool(wrong), (wrong or ["the same bits whatever was refused"])[0]
     for launch in lower(case):
         compiled = compile_for_npu(launch.linalg, launch.options, control.build)
         found = [*compiled.found, *unbounded_indirect_loads(launch.ttir)]

@@ -3,6 +3,7 @@
 """results.json: what was found, under hashes of all that decided it.
 
 cases       title -> [key, share of the bound, seconds]
+refused     title -> key of a case whose launches were refused once each: see anew.py
 compilers   build -> hash of the compiler and of what reads its output
 compiled    lowered text and options -> one entry a build, in the order of `compilers`: the KiB of
             [UB, L1, L0C], then the findings as "kind: text"; or the compiler's error; or null
@@ -27,10 +28,13 @@ Entry = list[Any] | str | None
 class Store:
     cases: dict[str, list[Any]] = field(default_factory=dict)
     compiled: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def write(self) -> None:
         lines = ["{", ' "cases": {']
         lines.append(",\n".join(_line(*item) for item in sorted(self.cases.items())))
+        lines += [" },", ' "refused": {']
+        lines.append(",\n".join(_line(*item) for item in sorted(self.refused.items())))
         lines += [" },", f' "compilers": {json.dumps(stamps())},', ' "compiled": {']
         rows = {key: [of.get(build) for build in BUILDS] for key, of in self.compiled.items()}
         lines.append(",\n".join(_line(*item) for item in sorted(rows.items())))
@@ -62,7 +66,7 @@ def read() -> Store:
         }
         for key, entries in text["compiled"].items()
     }
-    return Store(text["cases"], compiled)
+    return Store(text["cases"], compiled, text["refused"])
 
 
 def entry(compiled: Compiled) -> Entry:

@@ -201,6 +201,15 @@ CONTROLS = (
         "the first block has the state",
     ),
     Control(
+        "the pool is pushed on anew",
+        KERNEL,
+        "    tune.stage(pushed)\n    if by_block:\n        tune.stage(filled)\n"
+        "    out: Tensor = tune.stage(convolved)",
+        "    pushed()\n    if by_block:\n        filled()\n    out = convolved()",
+        "blocks",
+        stage="refuse",
+    ),
+    Control(
         "pangu's zeros end one early",
         "causal_conv1d",
         "t + done < W - 1",
