@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Linear attention under the names that Transformers gives to kernels.
+"""Linear attention under the names that Transformers gives to kernels, with fla's arguments.
 
 Qwen3-Next, Qwen3.5, Qwen4 and OLMo-Hybrid call `causal_conv1d_fn` and `chunk_gated_delta_rule` for
 a prompt, `causal_conv1d_update` and `fused_recurrent_gated_delta_rule` for a token; Kimi-Linear,
@@ -9,23 +9,70 @@ the package `kernels` (0.16), which Transformers uses for this:
 
     with kernels.use_kernel_mapping(kernel_mapping(), inherit_mapping=False):
         transformers.integrations.hub_kernels.kernelize(model)
+
+Behind `beta` all goes by name: fla's sixth argument is `scale`, Transformers' is `chunk_size`.
+Every argument of fla's acts, or is refused by its name, but for hints to fla's own kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import causal_conv1d
-from ..delta_rule import (
-    npu_chunk_gated_delta_rule,
-    npu_chunk_kda,
-    npu_fused_sigmoid_gating_delta_rule_update,
+from ..delta_rule import npu_chunk_gated_delta_rule, npu_chunk_kda, npu_recurrent_gated_delta_rule
+from ..dispatch.errors import NotSupported
+
+# how fla's kernels get there faster: ours gives the same without
+HINTS = frozenset(
+    "chunk_size chunk_indices chunk_offsets cu_seqlens_cpu disable_recompute safe_gate "
+    "max_num_seqs min_graph_utilization".split()
 )
+# what Transformers hands to every layer, and linear attention does not read
+UNREAD = frozenset(
+    "use_cache num_items_in_batch output_hidden_states output_attentions output_router_logits "
+    "cu_seq_lens_k max_length_q max_length_k".split()
+)
+_CAPTURE = "custom.graph_mode.capture makes a graph of the call. Leave it out."
+# of fla and Transformers, what ours does not compute, and what to do
+REFUSED = {
+    "head_first": "Pass tensors [B, S, N, D].",
+    "transpose_state_layout": "Its name is state_v_first.",
+    "gv": "A decay by channel of the values is not computed: pass g, or gk.",
+    "cp_context": "Gather the sequence: context parallelism is not computed.",
+    "return_intermediate_states": "The states between chunks are not kept. Leave it out.",
+    "use_graph": _CAPTURE,
+    **{
+        f"graph_{name}": _CAPTURE
+        for name in ("mode", "t_max", "n_max", "nt_max", "actual_tokens", "actual_sequences")
+    },
+    "graph_actual_nt": _CAPTURE,
+    "is_causal": "The rule and its convolution are causal.",
+    "position_ids": "Packed sequences are given as cu_seqlens. Leave it out.",
+    "seq_idx": "The rule takes packed sequences as cu_seqlens: pass cu_seq_lens_q as well.",
+}
+
+
+def _rest(function: Callable[..., Any], others: Mapping[str, Any]) -> None:
+    """Refuse, by name, what would change the result, and what is no argument at all."""
+    name = function.__name__
+    for other, value in others.items():
+        if other in HINTS or other in UNREAD:
+            continue
+        if other in REFUSED:
+            if value is None or value is (other == "is_causal"):
+                continue
+            came = "given" if isinstance(value, Tensor) else repr(value)
+            raise NotSupported(f"{name}: `{other}` is {came}. {REFUSED[other]}")
+        known = [each for each in signature(function).parameters if each != "others"]
+        nearest = get_close_matches(other, [*known, *REFUSED, *HINTS], 1, 0)[0]
+        raise TypeError(f"{name}: `{other}` is no argument of it. The nearest is `{nearest}`.")
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -34,118 +81,317 @@ def normalised(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+def decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
     """The logarithm of the decay, in float32; A_log and dt_bias as `a`, or spread over it."""
-    return -A_log.float().exp() * nn.functional.softplus(a.float() + dt_bias)
+    a = a.float() if dt_bias is None else a.float() + dt_bias
+    return -A_log.float().exp() * nn.functional.softplus(a)
+
+
+def _rate(
+    name: str, beta: Tensor | None, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
+) -> Tensor | None:
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            f"{name}: `allow_neg_eigval` is True and `use_beta_sigmoid_in_kernel` False, expected "
+            "both: it doubles the sigmoid of `beta`. Pass the rate itself, up to 2, without it."
+        )
+    if beta is None or not use_beta_sigmoid_in_kernel:
+        return beta
+    return beta.sigmoid() * (2 if allow_neg_eigval else 1)
+
+
+def _gate(
+    name: str,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None = None,
+) -> None:
+    """Refuse a gate of which only a part is given."""
+    given = dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+    for each, value in given.items():
+        if value is not None and not use_gate_in_kernel:
+            raise ValueError(
+                f"{name}: `{each}` is given and `use_gate_in_kernel` is False, expected True: `g` "
+                f"would be taken as it is. Leave `{each}` out, or let it act."
+            )
+    if use_gate_in_kernel and A_log is None and lower_bound is None:
+        raise ValueError(
+            f"{name}: `A_log` is None and `use_gate_in_kernel` is True, expected [Nv]. Pass the "
+            "logarithm of each head's decay."
+        )
+
+
+def _sequences(name: str, q: Tensor, cu_seqlens: Tensor | None, packed: Tensor | None) -> Any:
+    """`cu_seqlens`, under either of its names."""
+    if cu_seqlens is None:
+        cu_seqlens = packed
+    if cu_seqlens is not None and q.shape[0] != 1:
+        raise ValueError(
+            f"{name}: `q` has {q.shape[0]} rows and `cu_seqlens` is given, expected one row, in "
+            "which all sequences follow one another. Flatten them."
+        )
+    return cu_seqlens
 
 
 def chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     g: Tensor,
     beta: Tensor,
-    chunk_size: int = 64,
+    *,
+    scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output [B, S, Nv, Dv] and final state [B, Nv, Dk, Dv] of query and key [B, S, Nk, Dk].
+    """Output [B, S, Nv, Dv] of q and k [B, S, N, Dk], and the final state [B, Nv, Dk, Dv].
 
-    `chunk_size` is the kernel's own; with `cu_seqlens` [N + 1] B is 1, and there are N states.
+    With `cu_seqlens` [sequences + 1], which Transformers calls `cu_seq_lens_q`, B is 1, and there
+    is a state for each sequence; with `state_v_first` states are [B, Nv, Dv, Dk].
     """
-    requests, tokens = query.shape[:2]
-    lengths = torch.full((requests,), tokens, device=query.device)
-    if kwargs.get("cu_seqlens") is not None:
-        lengths = kwargs["cu_seqlens"].diff()
+    name = "chunk_gated_delta_rule"
+    cu_seqlens = _sequences(name, q, cu_seqlens, cu_seq_lens_q)
+    _rest(chunk_gated_delta_rule, _but_packed(others, cu_seqlens))
+    _gate(name, use_gate_in_kernel, A_log, dt_bias)
+    rate = _rate(name, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_gate_in_kernel and A_log is not None:
+        g = decay(g, A_log, dt_bias)
+    requests, tokens = q.shape[:2]
     if use_qk_l2norm_in_kernel:
-        query, key = normalised(query), normalised(key)
-    # ours takes all tokens in a row, and states [B, Nv, Dv, Dk]; a model's convolution leaves its
-    # channels strided
+        q, k = normalised(q), normalised(k)
+    if initial_state is not None and not state_v_first:
+        initial_state = initial_state.mT
+    if cu_seqlens is None:
+        lengths = torch.full((requests,), tokens, device=q.device)
+    else:
+        lengths = _lengths(cu_seqlens, tokens)
+        if initial_state is not None:
+            initial_state = nn.functional.pad(initial_state, (0, 0) * 3 + (1, 1))
+    # ours takes all tokens in a row; a model's convolution leaves its channels strided
     out, state = npu_chunk_gated_delta_rule(
-        query.flatten(0, 1).contiguous(),
-        key.flatten(0, 1).contiguous(),
-        value.flatten(0, 1).contiguous(),
-        beta=beta.flatten(0, 1),
-        initial_state=None if initial_state is None else initial_state.mT.contiguous(),
+        q.flatten(0, 1).contiguous(),
+        k.flatten(0, 1).contiguous(),
+        v.flatten(0, 1).contiguous(),
+        beta=None if rate is None else rate.flatten(0, 1),
+        initial_state=None if initial_state is None else initial_state.contiguous(),
         actual_seq_lengths=lengths,
-        g=g.flatten(0, 1),
+        scale=scale,
+        g=None if g is None else g.flatten(0, 1),
     )
     out = out.unflatten(0, (requests, tokens))
-    return out, state.mT.contiguous() if output_final_state else None
+    if not output_final_state:
+        return out, None
+    if cu_seqlens is not None:
+        state = state[1:-1]
+    return out, state if state_v_first else state.mT.contiguous()
+
+
+def _lengths(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Of the sequences, and of what lies ahead of the first and behind the last."""
+    first, last = cu_seqlens.new_zeros(1), cu_seqlens.new_full((1,), tokens)
+    return cu_seqlens.diff(prepend=first, append=last)
+
+
+def _but_packed(others: Mapping[str, Any], cu_seqlens: Tensor | None) -> Mapping[str, Any]:
+    """`seq_idx` says what `cu_seqlens` says, where both are given."""
+    if cu_seqlens is None or "seq_idx" not in others:
+        return others
+    return {name: value for name, value in others.items() if name != "seq_idx"}
 
 
 def chunk_kda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     g: Tensor,
     beta: Tensor,
-    chunk_size: int = 64,
+    *,
+    scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The same with a decay by channel, g [B, S, Nv, Dk]."""
+    cu_seqlens = _sequences("chunk_kda", q, cu_seqlens, cu_seq_lens_q)
+    _rest(chunk_kda, _but_packed(others, cu_seqlens))
+    _gate("chunk_kda", use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    rate = _rate("chunk_kda", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     out, state = npu_chunk_kda(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
         g.contiguous(),
-        beta,
+        rate,
+        scale=scale,
         initial_state=None if initial_state is None else initial_state.contiguous(),
-        cu_seqlens=kwargs.get("cu_seqlens"),
+        cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        state_layout="vk" if state_v_first else "kv",
     )
     return out, state if output_final_state else None
+
+
+def _recurrent(
+    function: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Token by token; `initial_state` is left as it is."""
+    (requests, tokens), (heads, size) = q.shape[:2], v.shape[2:]
+    sequences = requests if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = [sequences, heads, *((size, q.shape[-1]) if state_v_first else (q.shape[-1], size))]
+    if initial_state is None:
+        initial_state = v.new_zeros(states, dtype=torch.float32)
+    elif list(initial_state.shape) != states:
+        raise ValueError(
+            f"{function.__name__}: `initial_state` has shape {list(initial_state.shape)}, expected "
+            f"{states}. Pass the state of each sequence."
+        )
+    state = initial_state if state_v_first else initial_state.mT
+    state = state.clone(memory_format=torch.contiguous_format)
+    # a state of each sequence, in which its tokens follow one another
+    if cu_seqlens is None:
+        slots = torch.arange(sequences, device=q.device)
+        lengths, slots = torch.full_like(slots, tokens), slots.repeat_interleave(tokens)
+    else:  # tokens of no sequence have no slot
+        lengths, token = _lengths(cu_seqlens, tokens), torch.arange(tokens, device=q.device)
+        slots = torch.bucketize(token, cu_seqlens.long(), right=True) - 1
+        slots = slots.where(slots < sequences, -1)
+    dtype = v.dtype
+    if use_qk_l2norm_in_kernel:  # in float32, as inside a kernel
+        q, k, v = normalised(q.float()), normalised(k.float()), v.float()
+    gates = {
+        name: None if gate is None else gate.flatten(0, 1).contiguous()
+        for name, gate in dict(beta=beta, g=g, gk=gk).items()
+    }
+    out = npu_recurrent_gated_delta_rule(
+        q.flatten(0, 1).contiguous(),
+        k.flatten(0, 1).contiguous(),
+        v.flatten(0, 1).contiguous(),
+        state,
+        scale=scale,
+        actual_seq_lengths=lengths,
+        ssm_state_indices=slots,
+        **gates,
+    )
+    out = out.unflatten(0, (requests, tokens)).to(dtype)
+    if not output_final_state:
+        return out, None
+    return out, state if state_v_first else state.mT.contiguous()
 
 
 def fused_recurrent_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    gk: Tensor | None = None,
+    scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same, token by token, g [B, S, Nv] or by channel [B, S, Nv, Dk]; `initial_state` is left
-    as it is."""
-    heads, size = value.shape[2:]
-    cu_seqlens = kwargs.get("cu_seqlens")
-    sequences = query.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if initial_state is None:
-        state = value.new_zeros(sequences, heads, query.shape[-1], size, dtype=torch.float32)
-    else:
-        state = initial_state.clone()
-    # the op makes its gates of a and b; of these it makes g and beta: above the threshold softplus
-    # is the identity, and g is never positive
-    nothing = value.new_zeros(heads, *g.shape[3:], dtype=torch.float32)
-    out = npu_fused_sigmoid_gating_delta_rule_update(
-        value.new_zeros(heads, dtype=torch.float32),
-        -g,
-        nothing,
-        1.0,
-        -1.0,
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        beta.float().logit(),
-        state,
-        torch.arange(sequences, device=value.device),
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        is_kda=g.ndim == 4,
-    )
-    return out, state if output_final_state else None
+    """The same as `chunk_gated_delta_rule`, token by token; `beta` is any rate, up to 2 and beyond,
+    and `initial_state` is left as it is.  `gk` [B, S, Nv, Dk] decays by channel, beside `g`."""
+    name = "fused_recurrent_gated_delta_rule"
+    cu_seqlens = _sequences(name, q, cu_seqlens, cu_seq_lens_q)
+    _rest(fused_recurrent_gated_delta_rule, _but_packed(others, cu_seqlens))
+    _gate(name, use_gate_in_kernel, A_log, dt_bias)
+    rate = _rate(name, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if g is not None and use_gate_in_kernel and A_log is not None:
+        g = decay(g, A_log, dt_bias)
+    return _recurrent(
+        fused_recurrent_gated_delta_rule, q, k, v, g, gk, rate, scale, initial_state,
+        output_final_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
+    )  # fmt: skip
 
 
-# a decay by channel is seen by its shape
-fused_recurrent_kda = fused_recurrent_gated_delta_rule
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The same as `chunk_kda`, token by token; `initial_state` is left as it is."""
+    name = "fused_recurrent_kda"
+    cu_seqlens = _sequences(name, q, cu_seqlens, cu_seq_lens_q)
+    _rest(fused_recurrent_kda, _but_packed(others, cu_seqlens))
+    _gate(name, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    rate = _rate(name, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if use_gate_in_kernel:
+        bias = None if dt_bias is None else dt_bias.reshape(g.shape[2:])
+        slope = None if A_log is None else A_log.reshape(-1, 1)
+        if lower_bound is None and slope is not None:
+            g = decay(g, slope, bias)
+        elif lower_bound is not None:
+            g = g.float() if bias is None else g.float() + bias
+            g = lower_bound * (g if slope is None else slope.float().exp() * g).sigmoid()
+    return _recurrent(
+        fused_recurrent_kda, q, k, v, None, g, rate, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
+    )  # fmt: skip
 
 
 def causal_conv1d_fn(
@@ -153,11 +399,21 @@ def causal_conv1d_fn(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **kwargs: Any,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
 ) -> Tensor:
-    """Output [B, channels, S] of hidden_states [B, channels, S] and weight [channels, W]."""
+    """Output [B, channels, S] of hidden_states [B, channels, S] and weight [channels, W]; `seq_idx`
+    [B, S] is the sequence of each token."""
+    _rest(causal_conv1d_fn, others)
+    if cu_seq_lens_q is not None and seq_idx is None:
+        raise NotSupported(
+            "causal_conv1d_fn: `cu_seq_lens_q` is given and `seq_idx` is None: packed sequences "
+            "would mix. Pass `seq_idx` [B, S] as well, the sequence of each token."
+        )
     out = causal_conv1d.causal_conv1d_fn(
-        hidden_states, weight, bias, kwargs.get("seq_idx"), activation=activation
+        hidden_states, weight, bias, seq_idx, activation=activation
     )
     assert isinstance(out, Tensor)
     return out
@@ -227,8 +483,9 @@ class _Chunk(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return chunk_gated_delta_rule(
-            query, key, value, g, beta, chunk_size, initial_state, output_final_state,
-            use_qk_l2norm_in_kernel, **kwargs,
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
         )  # fmt: skip
 
 
@@ -248,8 +505,9 @@ class _Recurrent(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return fused_recurrent_gated_delta_rule(
-            query, key, value, g, beta, initial_state, output_final_state,
-            use_qk_l2norm_in_kernel, **kwargs,
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
         )  # fmt: skip
 
 
@@ -270,8 +528,9 @@ class _ChunkKda(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return chunk_kda(
-            query, key, value, g, beta, chunk_size, initial_state, output_final_state,
-            use_qk_l2norm_in_kernel, **kwargs,
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
         )  # fmt: skip
 
 
@@ -291,8 +550,9 @@ class _RecurrentKda(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         return fused_recurrent_kda(
-            query, key, value, g, beta, initial_state, output_final_state,
-            use_qk_l2norm_in_kernel, **kwargs,
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs,
         )  # fmt: skip
 
 

@@ -91,6 +91,12 @@ def qwen3_5_moe():
     return made("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **LINEAR, **EXPERTS)
 
 
+def olmo_hybrid():
+    """Its rates reach 2, and its values are wider than its keys."""
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    return made("OlmoHybridForCausalLM", "OlmoHybridConfig", **LINEAR, layer_types=kinds)
+
+
 def kimi_linear(**changes):
     """Three layers of KDA, which forget slowly, and one of latent attention."""
     model = made(
