@@ -6,6 +6,7 @@ whole models through the package `kernels`."""
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ def test_packed_sequences_with_tokens_around_them(name, device, backend):
     got = getattr(ours, name)(
         **given, initial_state=state, output_final_state=True, cu_seqlens=sums
     )
-    for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(ends)):
         part = {n: x[:, a:b] for n, x in given.items()}
         close((got[0][:, a:b], got[1][i : i + 1]), exactly(**part, initial_state=state[i : i + 1]))
 
@@ -243,7 +244,7 @@ def test_a_decay_by_channel_beside_that_of_a_head():
     [
         (dict(scal=0.5), TypeError, "`scal` is no argument of it. The nearest is `scale`"),
         (dict(query=None), TypeError, "`query` is no argument of it. The nearest is `"),
-        (dict(head_first=True), custom.NotSupported, r"`head_first` is True. Pass .*\[B, S, N, D\]"),
+        (dict(head_first=True), custom.NotSupported, r"`head_first` is True. Pass .*\[B, S"),
         (dict(gv=torch.ones(1)), custom.NotSupported, "`gv` is given. A decay by channel of"),
         (dict(graph_mode="auto"), custom.NotSupported, "`graph_mode` is 'auto'. .*capture"),
         (dict(is_causal=False), custom.NotSupported, "`is_causal` is False. .* causal"),
