@@ -95,6 +95,11 @@ def test_other_sizes(device, backend, sizes):
         (dict(weight_qb=torch.zeros(32, 500)), ValueError, r"`weight_qb` has .* Ni\*Di=512"),
         (dict(weight_k=torch.zeros(4, 5, 16, 8)), ValueError, "`weight_k` has .* Di/8=4, H/16=4"),
         (dict(weight_proj=torch.zeros(64, 24)), ValueError, "NZ with|Ni"),
+        (
+            dict(weight_qb=torch.zeros(16, 2, 16, 8), weight_proj=torch.zeros(1, 4, 16, 8)),
+            ValueError,
+            r"`weight_proj` is NZ with Ni=4, .* row-major with weight_format=\"nd\"",
+        ),
         (dict(ln_beta_k=torch.zeros(16)), ValueError, "`ln_beta_k` has shape .* Di=32"),
         (dict(query_norm=torch.zeros(2, 3, 32)), ValueError, "`query_norm` has shape .* S=2"),
         (dict(query_norm=torch.zeros(2, 2, 32).half()), TypeError, "`query_norm` has dtype"),

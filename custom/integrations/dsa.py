@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dispatch.common import quantised
-from ..dispatch.common.nz import to_nz
+from ..dispatch.common import nz, quantised
 from ..dispatch.errors import NotSupported, need
 
 need("transformers.models.glm_moe_dsa", __name__, '"transformers>=5.17,<6"')
@@ -121,7 +120,8 @@ def sparse_attention_weights(
     Args:
         module: a `DeepseekV32Attention` or `GlmMoeDsaAttention` that has an indexer; its
             projections must have no bias.
-        weight_format: "nz" makes 4-D FRACTAL_NZ weights, "nd" row-major [K, N] ones.
+        weight_format: "nz" makes 4-D FRACTAL_NZ weights where whole tiles hold them, "nd" row-major
+            [K, N] ones.
 
     Returns:
         `SparseAttentionWeights`, whose `arguments` the op takes.
@@ -164,7 +164,7 @@ def sparse_attention_weights(
         },
         idx_qb=weights["idx_qb"],
         idx_k=weights["idx_k"],
-        idx_proj=to_nz(proj) if weight_format == "nz" else proj.contiguous(),
+        idx_proj=_laid(proj, weight_format).contiguous(),
         idx_gamma_k=m.indexer.k_norm.weight.detach(),
         idx_beta_k=m.indexer.k_norm.bias.detach(),
     )
@@ -319,11 +319,18 @@ def _projections(
             weight = weight.to(_dtype(m))
         else:
             scales[name] = scale.t().contiguous()
-        if weight_format == "nz":
-            weight = to_nz(weight)
+        weight = _laid(weight, weight_format)
         # of 8 bits the checkpoint's own bytes are read
         weights[name] = weight.contiguous() if scale is None else weight
     return weights, scales, mode
+
+
+def _laid(weight: Tensor, weight_format: str) -> Tensor:
+    """A weight [K, N] in NZ, if that is wanted and NZ's tiles hold it as it is: a few index heads
+    they would pad."""
+    tile = nz.ROWS, max(nz.ROWS, nz.columns(weight.dtype))
+    whole = all(size % each == 0 for size, each in zip(weight.shape, tile, strict=True))
+    return nz.to_nz(weight) if weight_format == "nz" and whole else weight
 
 
 def _dtype(m: Any) -> torch.dtype:
@@ -362,7 +369,7 @@ def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedA
             softmax_scale=m.scaling,  # with YaRN's factor, where the checkpoint has one
             rms_norm_eps=m.q_a_layernorm.variance_epsilon,
             rope_interleaved=conventions["rope_interleaved"],
-            weight_format=weight_format,
+            weight_format="nd",  # NZ ones say so by their shape
             **_of_8_bits("weight_quant_mode", mode, "dequant_scale_w_", scales),
         ),
     )

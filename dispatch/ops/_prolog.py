@@ -58,7 +58,10 @@ def weights(c: Checker, table: Table, weight_format: str) -> None:
         rows, columns = shape.split()
         if weight.ndim == 4:
             c0 = nz.columns(weight.dtype)
-            sizes = {f"{columns}/{c0}": c.sizes[columns] // c0, f"{rows}/16": c.sizes[rows] // 16}
+            sizes = {
+                f"{columns}/{c0}": -(-c.sizes[columns] // c0),
+                f"{rows}/16": -(-c.sizes[rows] // 16),
+            }
             c.shape(name, weight, f"{columns}/{c0} {rows}/16 16 {c0}", **sizes)
         else:
             c.shape(name, weight, shape)

@@ -87,7 +87,7 @@ def check(
         | dict(smooth_scales_cq=smooth_scales_cq, index_k_scale_cache=index_k_scale_cache),
         {*own, *(["index_k_cache"] if in_bytes else [])},
     )
-    index_sizes(c, "weight_proj", weight_proj)
+    index_sizes(c, "weight_proj", weight_proj, weight_qb)
     _weights.weights(c, weight_quant_mode, weights, narrow, scales, weight_format)
     c.contiguous(query_norm=query_norm)
     of_query = narrow.get("weight_qb")
@@ -99,11 +99,18 @@ def check(
     _prolog.distinct_slots(c, cache_index)
 
 
-def index_sizes(c: Checker, name: str, weight_proj: Tensor) -> None:
-    """The index heads, which the columns of `weight_proj` count, and all their dims."""
+def index_sizes(c: Checker, name: str, weight_proj: Tensor, weight_qb: Tensor) -> None:
+    """The index heads, which the columns of `weight_proj` count, and all their dims, which are
+    those of `weight_qb`."""
     if weight_proj.ndim not in (2, 4):
         c.shape(name, weight_proj, "H Ni")
     c.sizes["Ni"] = _prolog.columns_of(weight_proj)
+    if weight_proj.ndim == 4 and weight_qb.ndim in (2, 4) and c.sizes["Di"] > 0:
+        dims = _prolog.columns_of(weight_qb)
+        heads = dims // c.sizes["Di"]
+        whole = heads * c.sizes["Di"] == dims
+        if whole and 0 <= c.sizes["Ni"] - heads < weight_proj.shape[3]:
+            c.sizes["Ni"] = heads  # NZ pads a few to a tile
     c.sizes["Ni*Di"] = c.sizes["Ni"] * c.sizes["Di"]
     c.require(
         c.sizes["Dr"] <= c.sizes["Di"],

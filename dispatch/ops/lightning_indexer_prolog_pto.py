@@ -73,7 +73,7 @@ def check(
         dict(q_norm_scale=q_norm_scale, wq_b_scale=wq_b_scale, idx_k_scale_cache=idx_k_scale_cache),
         {"wq_b", "q_norm", "idx_k_cache"},
     )
-    index_sizes(c, "weights_proj", weights_proj)
+    index_sizes(c, "weights_proj", weights_proj, wq_b)
     _weights.weights(c, 1, weights, narrow, {}, "nd")
     c.dtype("q_norm", q_norm, torch.int8)
     c.dtype("idx_k_cache", idx_k_cache, torch.int8)
