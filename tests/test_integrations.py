@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,142 @@ def test_sparse_attention_without_a_cache(name):
         with use():
             got = model(**inputs, use_cache=False).logits[there]
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+PADDINGS = {  # of three requests of 15 columns
+    "right": [[1] * 15, [1] * 9 + [0] * 6, [1] + [0] * 14],
+    "inside": [[1] * 15, [1] * 4 + [0] * 5 + [1] * 6, [0] * 2 + [1] * 5 + [0] * 8],
+    "one is empty": [[1] * 15, [0] * 15, [1] * 9 + [0] * 6],
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", SPARSE)
+@torch.inference_mode()
+def test_padding_that_is_not_on_the_left(name, padding, attention):
+    """Without a cache, and as prompts of which some end early: two more steps go on from them, of
+    several tokens and of one, with padding in them too."""
+    model = SPARSE[name][0](attn_implementation=attention)
+    mask = torch.tensor(PADDINGS[padding])
+    more = torch.tensor([[1, 1, 1], [0, 1, 0], [1, 0, 1]])
+    whole = torch.cat([mask, more, torch.ones(3, 1, dtype=torch.long)], 1)
+    ids, position = torch.randint(1, 128, whole.shape), (whole.cumsum(-1) - 1).clamp(min=0)
+
+    def steps():
+        yield model(
+            ids[:, :15], attention_mask=mask, position_ids=position[:, :15], use_cache=False
+        ).logits
+        cache = None
+        for a, b in ((0, 15), (15, 18), (18, 19)):
+            out = model(
+                ids[:, a:b], attention_mask=whole[:, :b], position_ids=position[:, a:b],
+                past_key_values=cache, use_cache=True,
+            )  # fmt: skip
+            cache = out.past_key_values
+            yield out.logits
+
+    expected = list(steps())
+    with use(page_size=16):
+        got = list(steps())
+    there = [whole[:, a:b].bool() for a, b in ((0, 15), (0, 15), (15, 18), (18, 19))]
+    for ours, theirs, tokens in zip(got, expected, there, strict=True):
+        torch.testing.assert_close(ours[tokens], theirs[tokens], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", SPARSE)
+@torch.inference_mode()
+def test_documents_packed_in_a_row(name, attention):
+    """By position_ids alone, and by a mask under which they take turns."""
+    model, ids = SPARSE[name][0](attn_implementation=attention), torch.randint(1, 128, (2, 20))
+    ends = [[0, 1, 9, 20], [0, 7, 13, 20]]
+    position = torch.stack(
+        [torch.cat([torch.arange(b - a) for a, b in pairwise(e)]) for e in ends]
+    )
+    packed = dict(position_ids=position, use_cache=False)
+    mine = torch.arange(20) % 3
+    turns = (mine[:, None] == mine) & torch.ones(20, 20, dtype=torch.bool).tril()
+    if attention == "eager":
+        turns = torch.zeros(20, 20).masked_fill(~turns, -torch.inf)
+    taking_turns = dict(attention_mask=turns.expand(2, 1, -1, -1), use_cache=False)
+    expected = [model(ids, **each).logits for each in (packed, taking_turns)]
+    with use(page_size=16):
+        got = [model(ids, **each).logits for each in (packed, taking_turns)]
+        part = model(ids[1:, 7:13], use_cache=False).logits
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[0][1:, 7:13], part, rtol=1e-5, atol=1e-5)
+
+
+def square(change):
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].clone()
+    change(mask[0, 0])
+    return dict(attention_mask=mask, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        (square(lambda m: m[5:, 2:4].fill_(False)), "hides other keys. Choose attn_impl"),
+        (square(lambda m: m[:2, :4].fill_(True)), "hides other keys"),  # a prefix, both ways
+        (square(lambda m: m.copy_(m & ~m.tril(-3))), "hides other keys"),  # a window
+        (square(lambda m: m[4, 4].fill_(False)), "hides other keys"),  # not itself, but others do
+        (dict(attention_mask=torch.full((1, 1, 9, 9), -0.5).tril()), "adds a bias to scores"),
+        (
+            square(lambda m: m[4:, :4].fill_(False)) | dict(use_cache=True),
+            "without a cache, and `past_key_values` is given. Pass use_cache=False",
+        ),
+        (dict(output_attentions=True), "`output_attentions` is True. Leave it out"),
+    ],
+)
+@torch.inference_mode()
+def test_other_masks_and_outputs_are_refused(inputs, message):
+    model = deepseek()
+    with use(), pytest.raises(custom.NotSupported, match=message) as info:
+        model(torch.randint(1, 128, (1, 9)), **inputs)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "mask, came", [(None, "a NoneType"), (torch.ones(1, 4), r"a tensor \[1, 4\]"), ({}, "a dict")]
+)
+@torch.inference_mode()
+def test_a_mask_that_says_not_what_each_token_sees_is_refused(mask, came):
+    model, x = deepseek(), torch.randn(1, 4, 64)
+    turned = model.model.rotary_emb(x, torch.arange(4)[None])
+    message = rf"reads a mask \[1, 1, 4, 4\], and `attention_mask` of this layer is {came}"
+    with use(), pytest.raises(custom.NotSupported, match=message):
+        model.model.layers[0].self_attn(x, position_embeddings=turned, attention_mask=mask)
+
+
+def test_dropout_is_refused():
+    model = deepseek(attention_dropout=0.1)
+    with torch.no_grad(), use():
+        model(torch.ones(1, 4, dtype=torch.long))
+        with pytest.raises(custom.NotSupported, match=r"attention_dropout=0.1. Call model.eval"):
+            model.train()(torch.ones(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("make", [deepseek, glm])
+@torch.inference_mode()
+def test_a_few_index_heads(make, heads):
+    """NZ would pad them to a tile of 8: they stay row-major."""
+    inputs = ragged((15, 4))
+    there = inputs["attention_mask"].bool()
+    model = make(index_n_heads=heads, index_topk=15)
+    expected = model(**inputs).logits[there]
+    with use():
+        got = model(**inputs).logits[there]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    # few heads often have the same score, 0: which of those keys is selected is nobody's mistake
+    model, each = make(index_n_heads=heads), []
+    for weight_format in ("nz", "nd"):
+        w = sparse_attention_weights(model.model.layers[0].self_attn, weight_format)
+        assert w.idx_proj.ndim == 2 and w.idx_qb.ndim == (4 if weight_format == "nz" else 2)
+        with use(weight_format=weight_format):
+            each.append(model(**inputs).logits[there])
+    torch.testing.assert_close(*each, rtol=1e-6, atol=1e-6)
 
 
 QWEN = dict(

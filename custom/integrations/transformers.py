@@ -35,6 +35,7 @@ from ..sparse_attention import (
 )
 from . import kernels
 from .drafts import Rule, recorded
+from .masks import WHERE, OncePerForward, Texts, texts
 from .paged import LayerCaches, PagedCaches, token_positions
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
@@ -81,8 +82,8 @@ _new_layer: Any = DynamicIndexedLayer
 class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """A layer of a Transformers cache, kept in our pages.
 
-    `tokens` counts positions with their padding, as Transformers does; the requests' own lengths
-    come from the mask.
+    `tokens` counts positions with their padding, as Transformers does; which of them have a token,
+    `valid` [B, tokens or more], comes from the masks.
     """
 
     is_croppable = True
@@ -90,6 +91,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, caches: PagedCaches, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.caches, self.index, self.tokens = caches, index, 0
+        self.valid: Tensor | None = None
         # where there are graphs a decode step's attention is one, from its second call on
         self.attend = Replayed(_attended)
 
@@ -153,11 +155,11 @@ def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) ->
     return paged[index]
 
 
-def _lengths(attention_mask: Tensor, requests: int) -> Tensor:
-    """Length [B] of every request: what its last token sees, in a mask [B, 1, S, S2]."""
-    last = attention_mask[:, 0, -1]
-    seen = last if last.dtype is torch.bool else last == 0
-    return seen.sum(-1, dtype=torch.int32).expand(requests).contiguous()
+def _texts(mask: Any, requests: int, tokens: int, valid: Tensor | None, cached: int) -> Texts:
+    return texts(mask, requests, tokens, None if valid is None else valid[:, :cached])
+
+
+_read_mask = OncePerForward(_texts)
 
 
 def _is_shared(config: Any, index: int) -> bool:
@@ -172,11 +174,12 @@ def _attended(
     cos: Tensor,
     sin: Tensor,
     lengths: Tensor,
+    there: Tensor,
     indices: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """(what the attention adds, the positions that it attends to where a layer hands them on)"""
     module, w, caches, pools, block_table = state
-    slots = caches.slots(token_positions(lengths, x.shape[1]), block_table)
+    slots = caches.slots(token_positions(lengths, x.shape[1]), block_table).where(there, -1)
     arguments: Any = (
         x.contiguous(),
         w.dq,
@@ -216,6 +219,19 @@ def _attended(
     return module.o_proj(w.values(latent)), indices
 
 
+def _refuse_what_differs(self: Any, options: dict[str, Any]) -> None:
+    """What the model's own attention would do, and ours does not."""
+    if self.training and self.attention_dropout:
+        raise NotSupported(
+            f"{WHERE} is for inference, and {type(self).__name__} is in training mode with "
+            f"attention_dropout={self.attention_dropout}. Call model.eval()."
+        )
+    if options.get("output_attentions"):
+        raise NotSupported(
+            f"{WHERE} keeps no attention weights, and `output_attentions` is True. Leave it out."
+        )
+
+
 def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
     """The forward of a sparse attention; GLM-5's hands its selection on, as a third result."""
     converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
@@ -224,24 +240,41 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
         self: Any,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor,
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
         prev_topk_indices: Tensor | None = None,
-        **_: Any,
+        **options: Any,
     ) -> tuple[Tensor, None] | tuple[Tensor, None, Tensor | None]:
         requests, tokens, _hidden = hidden_states.shape
+        _refuse_what_differs(self, options)
         w = converted.get(self)
         if w is None or (w.uk.dtype, w.uk.device) != (hidden_states.dtype, hidden_states.device):
             convert = shared_attention_weights if self.indexer is None else sparse_attention_weights
             w = converted[self] = convert(self, weight_format)
-        layer = _paged_layer(past_key_values, self, hidden_states, page_size)
-        pools = layer.append(tokens)
+        layer, cached, valid = None, 0, None
+        if past_key_values is not None:
+            layer = _paged_layer(past_key_values, self, hidden_states, page_size)
+            cached, valid = layer.tokens, layer.valid
+        found = _read_mask(self.layer_idx, attention_mask, requests, tokens, valid, cached)
         cos, sin = (each.expand(requests, -1, -1).contiguous() for each in position_embeddings)
-        lengths = _lengths(attention_mask, requests)
+        x, cos, sin = (found.gathered(each) for each in (hidden_states, cos, sin))
+        if layer is None:
+            layer = _paged_layer(None, self, x, page_size)
+        elif found.documents:
+            raise NotSupported(
+                f"{WHERE} serves documents packed in a row without a cache, and `past_key_values` "
+                "is given. Pass use_cache=False."
+            )
+        pools = layer.append(tokens)
+        layer.valid = found.valid
+        chosen = None if prev_topk_indices is None else found.gathered(prev_topk_indices)
         state = (self, w, layer.caches, pools, layer.caches.block_table)
-        out, indices = layer.attend(state, hidden_states, cos, sin, lengths, prev_topk_indices)
-        return (out, None, indices) if hasattr(self, "skip_topk") else (out, None)
+        out, indices = layer.attend(state, x, cos, sin, found.lengths, found.there, chosen)
+        out = found.scattered(out, tokens)
+        if not hasattr(self, "skip_topk"):
+            return out, None
+        return out, None, None if indices is None else found.scattered(indices, tokens)
 
     return forward
 
