@@ -158,9 +158,7 @@ def test_documents_packed_in_a_row(name, attention):
     """By position_ids alone, and by a mask under which they take turns."""
     model, ids = SPARSE[name][0](attn_implementation=attention), torch.randint(1, 128, (2, 20))
     ends = [[0, 1, 9, 20], [0, 7, 13, 20]]
-    position = torch.stack(
-        [torch.cat([torch.arange(b - a) for a, b in pairwise(e)]) for e in ends]
-    )
+    position = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(e)]) for e in ends])
     packed = dict(position_ids=position, use_cache=False)
     mine = torch.arange(20) % 3
     turns = (mine[:, None] == mine) & torch.ones(20, 20, dtype=torch.bool).tril()
@@ -484,14 +482,95 @@ def test_gradients_are_refused():
         model(**inputs)
 
 
-@pytest.mark.parametrize(
-    "packed", [dict(cu_seq_lens_q=torch.tensor([0, 3, 8])), dict(seq_idx=torch.zeros(1, 8).int())]
-)
+def alone(model, ids, ends, **options):
+    """Of each document of a row by itself."""
+    parts = [model(ids[:, a:b], use_cache=False).logits for a, b in pairwise(ends)]
+    return torch.cat(parts, 1)
+
+
+PACKED = {
+    "position_ids": lambda ends: dict(
+        position_ids=torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]
+    ),
+    "cu_seq_lens": lambda ends: dict(
+        PACKED["position_ids"](ends),
+        cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32),
+        cu_seq_lens_k=torch.tensor(ends, dtype=torch.int32),
+        max_length_q=ends[-1],
+        max_length_k=ends[-1],
+    ),
+    "seq_idx": lambda ends: dict(
+        PACKED["position_ids"](ends),
+        seq_idx=torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(pairwise(ends))])[
+            None
+        ].int(),
+    ),
+}
+
+
+@pytest.mark.parametrize("packing", PACKED)
 @linear_models
-def test_packed_sequences_are_refused(make, packed):
-    layer = linear_layers(make())[0]
-    with pytest.raises(custom.NotSupported, match=f"`{next(iter(packed))}` is given"), use():
-        layer(torch.randn(1, 8, 64), **packed)
+@torch.no_grad()
+def test_linear_attention_keeps_documents_apart(make, packing):
+    """Neither the convolution nor the state goes on from a document to the next."""
+    model, ids, ends = make(), torch.randint(1, 128, (1, 90)), [0, 2, 3, 70, 90]
+    packed = PACKED[packing](ends)
+    with use():
+        wanted = alone(model, ids, ends)
+        got = model(ids, use_cache=False, **packed).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_mask_of_ones_does_not_join_documents():
+    model, ids = qwen3_next(layer_types=["linear_attention"] * 4), torch.randint(1, 128, (1, 9))
+    packed = PACKED["position_ids"]([0, 4, 9]) | dict(attention_mask=torch.ones(1, 9).long())
+    with use():
+        got = model(ids, use_cache=False, **packed).logits
+        torch.testing.assert_close(got, alone(model, ids, [0, 4, 9]), rtol=1e-5, atol=1e-5)
+
+
+@linear_models
+def test_rows_of_documents_have_the_gradients_of_each_alone(make):
+    """Two rows, one of which has a single document; gradients recomputed by checkpoints too."""
+    model, ids = make(), torch.randint(1, 128, (2, 30))
+    position = torch.stack([torch.arange(30), torch.cat([torch.arange(11), torch.arange(19)])])
+    weights = torch.randn(2, 30, 128)
+
+    def gradients(logits):
+        model.zero_grad()
+        (logits * weights).sum().backward()
+        return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+    parts = (slice(0, 1), slice(0, 30)), (slice(1, 2), slice(0, 11)), (slice(1, 2), slice(11, 30))
+    one, *two = [model(ids[part], use_cache=False).logits for part in parts]
+    wanted = gradients(torch.cat([one, torch.cat(two, 1)]))
+    with use():
+        for recomputed in (False, True):
+            if recomputed:
+                model.train().gradient_checkpointing_enable()
+            got = gradients(model(ids, position_ids=position, use_cache=False).logits)
+            for name, grad in wanted.items():
+                error = (got[name] - grad).norm()
+                assert error <= 1e-4 * grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "seq_idx", "position_ids"])
+@linear_models
+def test_documents_with_a_cache_or_in_several_rows_are_refused(make, name):
+    model, ids = make(), torch.randint(1, 128, (1, 8))
+    layer = linear_layers(model)[0]
+    ends = dict(
+        cu_seq_lens_q=torch.tensor([0, 3, 8]),
+        seq_idx=torch.tensor([[0] * 3 + [1] * 5]),
+        position_ids=torch.tensor([[*range(3), *range(5)]]),
+    )
+    with use():
+        with pytest.raises(custom.NotSupported, match=f"`{name}` has several beside one. Pass"):
+            model(ids, use_cache=True, **{name: ends[name]})
+        if name == "cu_seq_lens_q":
+            with pytest.raises(ValueError, match="there are 2 rows, expected one"):
+                layer(torch.randn(2, 8, 64), **{name: ends[name]})
 
 
 def test_a_layer_that_shares_a_selection_asks_for_it():

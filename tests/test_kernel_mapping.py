@@ -100,8 +100,7 @@ def test_one_request_whose_channels_are_strided(name):
         n: x[:1] if isinstance(x, torch.Tensor) else x for n, x in arguments(name, 7, True).items()
     }
     strided = given | {
-        n: given[n].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-        for n in ("q", "k", "v")
+        n: given[n].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for n in ("q", "k", "v")
     }
     assert strided["q"].stride(-1) != 1
     for wanted, got in zip(

@@ -30,15 +30,15 @@ from ..delta_rule import npu_chunk_gated_delta_rule, npu_chunk_kda, npu_recurren
 from ..dispatch.errors import NotSupported
 
 # how fla's kernels get there faster: ours gives the same without
-HINTS = frozenset(
-    ("chunk_size", "chunk_indices", "chunk_offsets", "cu_seqlens_cpu", "disable_recompute")
-    + ("safe_gate", "max_num_seqs", "min_graph_utilization")
-)
+HINTS = {
+    *("chunk_size", "chunk_indices", "chunk_offsets", "cu_seqlens_cpu", "disable_recompute"),
+    *("safe_gate", "max_num_seqs", "min_graph_utilization"),
+}
 # what Transformers hands to every layer, and linear attention does not read
-UNREAD = frozenset(
-    ("use_cache", "num_items_in_batch", "output_hidden_states", "output_attentions")
-    + ("output_router_logits", "cu_seq_lens_k", "max_length_q", "max_length_k")
-)
+UNREAD = {
+    *("use_cache", "num_items_in_batch", "output_hidden_states", "output_attentions"),
+    *("output_router_logits", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
 _CAPTURE = "custom.graph_mode.capture makes a graph of the call. Leave it out."
 # of fla and Transformers, what ours does not compute, and what to do
 REFUSED = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,6 +46,7 @@ from transformers.cache_utils import (  # noqa: E402
     CacheLayerMixin,
     DynamicIndexedLayer,
 )
+from transformers.masking_utils import find_packed_sequence_indices  # noqa: E402
 from transformers.models.kimi_linear import modeling_kimi_linear  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
@@ -307,39 +309,104 @@ class _Past:
         return self.is_there and x.shape[1] == 1 and not self.layer.record_past
 
 
-def _without_padding(hidden_states: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-    for name in ("cu_seq_lens_q", "seq_idx"):
-        if options.get(name) is not None:
-            raise NotSupported(
-                f"custom.integrations.transformers: `{name}` is given, expected None: packed "
-                "sequences would mix in the convolution. Pad them, and pass `attention_mask`."
-            )
+def _without_padding(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
     x: Tensor = _qwen3_next.apply_mask_to_padding_states(hidden_states, mask)
     return x
 
 
-def _convolved(self: Any, past: _Past, mixed: Tensor) -> Tensor:
+def _packed(position_ids: Tensor) -> Tensor | None:
+    """Prefix sums of the documents in all rows of position_ids [B, S], if a row has several."""
+    number = find_packed_sequence_indices(position_ids)
+    return None if number is None else _begins(number)
+
+
+def _begins(number: Tensor) -> Tensor:
+    """Prefix sums of runs of the same number, none across the end of a row [B, S]."""
+    begins = torch.ones_like(number, dtype=torch.bool)
+    begins[:, 1:] = number[:, 1:] != number[:, :-1]
+    return nn.functional.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=number.numel())
+
+
+_read_positions = OncePerForward(_packed)
+
+
+def _documents(past: _Past, x: Tensor, options: dict[str, Any]) -> Tensor | None:
+    """Prefix sums over all rows of x [B, S, ..] if documents are packed there: by `cu_seq_lens_q`,
+    `seq_idx`, or else the `position_ids` that the layer of the model was given."""
+    given = {name: options.get(name) for name in ("cu_seq_lens_q", "seq_idx", "documents")}
+    if all(value is None for value in given.values()):
+        return None
+    if past.cache is not None:
+        name = next(name for name, value in given.items() if value is not None)
+        name = name.replace("documents", "position_ids")
+        raise NotSupported(
+            f"{WHERE} serves documents packed in a row without a cache, and `{name}` has several "
+            "beside one. Pass use_cache=False."
+        )
+    ends, number, documents = given.values()
+    if ends is not None:
+        if x.shape[0] != 1:
+            raise ValueError(
+                f"{WHERE}: `cu_seq_lens_q` is given and there are {x.shape[0]} rows, expected one, "
+                "in which all documents follow one another. Flatten them."
+            )
+        return ends
+    return documents if number is None else _begins(number)
+
+
+def _with_documents(layer: Any) -> Callable[..., Tensor]:
+    """The forward of a model's layer, which tells its linear attention of documents: positions that
+    begin anew, as Transformers reads them for the other layers."""
+    forward = layer.forward
+
+    @wraps(forward)
+    def told(self: Any, *args: Any, **options: Any) -> Tensor:
+        position_ids = options.get("position_ids")
+        if (
+            self.block_type == "linear_attention"
+            and options.get("attention_mask") is None
+            and position_ids is not None
+            and position_ids.shape[-1] > 1
+        ):
+            mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
+            options["documents"] = _read_positions(mixer.layer_idx, position_ids)
+        out: Tensor = forward(self, *args, **options)
+        return out
+
+    return told
+
+
+def _convolved(self: Any, past: _Past, mixed: Tensor, documents: Tensor | None) -> Tensor:
     """[B, S, channels], behind what the cache has, which keeps the last columns itself."""
-    tokens, whole = mixed.shape[1], mixed.mT
+    (requests, tokens), whole = mixed.shape[:2], mixed.mT
     if past.cache is not None:
         whole = past.cache.update_conv_state(
             whole, past.index, conv_kernel_size=self.conv_kernel_size
         )
         if whole.device.type == "npu":  # its kernel of a decode step takes channels side by side
             past.layer.conv_states[0] = past.columns.contiguous().mT
+    if documents is not None:
+        whole = mixed.flatten(0, 1).mT
     kernel, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-    out = causal_conv1d_fn(whole, kernel, bias, activation=self.activation)
+    out = causal_conv1d_fn(
+        whole, kernel, bias, query_start_loc=documents, activation=self.activation
+    )
     assert isinstance(out, Tensor)
-    return out.mT[:, -tokens:]
+    return out.mT[:, -tokens:] if documents is None else out.mT.unflatten(0, (requests, tokens))
 
 
-def _recurred(rule: Rule, past: _Past, *arguments: Tensor, **options: Any) -> Tensor:
+def _recurred(
+    rule: Rule, past: _Past, documents: Tensor | None, *arguments: Tensor, **options: Any
+) -> Tensor:
     """`rule` from the states of the cache on, which takes the last ones."""
-    before = past.states if past.is_there else None
+    before, rows = past.states if past.is_there else None, arguments[0].shape[:2]
+    if documents is not None:
+        arguments = tuple(each.flatten(0, 1)[None] for each in arguments)
+        options["cu_seqlens"] = documents
     out, state = rule(*arguments, initial_state=before, use_qk_l2norm_in_kernel=True, **options)
     if past.cache is not None and state is not None:
         past.cache.update_recurrent_state(state, past.index)
-    return out
+    return out if documents is None else out[0].unflatten(0, rows)
 
 
 _chunk_gated_delta_rule = recorded(kernels.chunk_gated_delta_rule)
@@ -366,7 +433,8 @@ def _gated_delta_forward(
 
     A decode step is one call, and updates the cache's own tensors in place.
     """
-    x, past = _without_padding(hidden_states, attention_mask, kwargs), _Past(self, cache_params)
+    x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache_params)
+    documents = _documents(past, x, kwargs)
     mixed, z, b, a = _projected(self, x)
     if past.steps(x):
         out = npu_gated_delta_layer_decode(
@@ -385,11 +453,12 @@ def _gated_delta_forward(
             epsilon=self.norm.variance_epsilon,
         )
     else:
-        mixed = _convolved(self, past, mixed)
+        mixed = _convolved(self, past, mixed, documents)
         q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         out = _recurred(
             _chunk_gated_delta_rule,
             past,
+            documents,
             q.unflatten(-1, (-1, self.head_k_dim)),
             k.unflatten(-1, (-1, self.head_k_dim)),
             v.unflatten(-1, (-1, self.head_v_dim)),
@@ -411,7 +480,8 @@ def _kimi_delta_forward(
 ) -> Tensor:
     """`KimiLinearDeltaAttention.forward`: its projections, all between them ours, the gate of the
     decay inside the rule."""
-    x, past = _without_padding(hidden_states, attention_mask, kwargs), _Past(self, cache_params)
+    x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache_params)
+    documents = _documents(past, x, kwargs)
     heads, forget = (-1, self.head_dim), self.forget_gate
     mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
     a = forget.f_b_proj(forget.f_a_proj(x)).unflatten(-1, heads)
@@ -439,10 +509,10 @@ def _kimi_delta_forward(
             is_kda=True,
         )
     else:
-        mixed = _convolved(self, past, mixed)
+        mixed = _convolved(self, past, mixed, documents)
         q, k, v = (each.unflatten(-1, heads) for each in mixed.chunk(3, -1))
         gate = dict(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias)
-        out = _recurred(_chunk_kda, past, q, k, v, a, b.sigmoid(), **gate)
+        out = _recurred(_chunk_kda, past, documents, q, k, v, a, b.sigmoid(), **gate)
     z, norm = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, heads), self.o_norm
     out = npu_gated_rms_norm(out, z, norm.weight, norm.variance_epsilon, activation="sigmoid")
     projected: Tensor = self.o_proj(out.flatten(2))
@@ -456,6 +526,15 @@ _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
     (modeling_qwen3_5.Qwen3_5GatedDeltaNet, _gated_delta_forward),
     (modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet, _gated_delta_forward),
     (modeling_kimi_linear.KimiLinearDeltaAttention, _kimi_delta_forward),
+    *(
+        (layer, _with_documents(layer))
+        for layer in (
+            modeling_qwen3_next.Qwen3NextDecoderLayer,
+            modeling_qwen3_5.Qwen3_5DecoderLayer,
+            modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer,
+            modeling_kimi_linear.KimiLinearDecoderLayer,
+        )
+    ),
 )
 _in_use = False
 _entering = Lock()
@@ -466,8 +545,11 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
     """Run DeepSeek-V3.2's and GLM-5's attention, and the linear attention of Qwen3-Next, Qwen3.5
     and Kimi-Linear, by our ops inside the context.
 
-    Every such model of the process is concerned; on exit their own code is back. Batches are padded
-    on the left, as `generate` wants them. The sparse attention is for inference: its cache becomes
+    Every such model of the process is concerned; on exit their own code is back. Padding may be on
+    either side of a text or inside; linear attention with a cache wants it on the left, as the
+    models' own does. Without a cache a row may hold several documents, whose `position_ids` begin
+    anew: they are kept apart. Any other mask is refused by the sparse attention, and is not read by
+    the linear one. The sparse attention is for inference: its cache becomes
     paged at the first forward pass (a new cache for every context), and its weights are converted
     once per context: do not change them inside. On an NPU the attention of a decode step is one
     graph a layer, from its second call on. Linear attention keeps the model's cache, and has
