@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from custom.dispatch import log
@@ -12,12 +15,32 @@ from custom.dispatch import log
 DEVICES = ["auto", "cpu", "cuda", "npu"]
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value}, expected {least} or more")
+        return value
+
+    return number
+
+
+def in_a_folder(text: str) -> Path:
+    """The type of an option: a file that can be written when all is done."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
+
+
 def choose_device(name: str) -> str:
     """auto: npu, else cuda, else cpu."""
-    chosen = name
-    if name == "auto":
-        npu = hasattr(torch, "npu") and torch.npu.is_available()
-        chosen = "npu" if npu else "cuda" if torch.cuda.is_available() else "cpu"
+    npu = hasattr(torch, "npu") and torch.npu.is_available()
+    here = {"npu": npu, "cuda": torch.cuda.is_available(), "cpu": True}
+    chosen = next(each for each in here if here[each]) if name == "auto" else name
+    if not here[chosen]:
+        sys.exit(f"--device {chosen}: none is here; python -m custom.info says why")
     print(f"device: {chosen}" + (" (found by --device auto)" if name == "auto" else ""))
     return chosen
 

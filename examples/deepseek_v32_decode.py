@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 from _agreement import EIGHT_BITS, check
-from _device import DEVICES, choose_device, print_backends
+from _device import DEVICES, at_least, choose_device, print_backends
 from _text import make_prompts, make_tokenizer
 from custom.graph_mode import Replayed
 from tqdm import tqdm
@@ -366,7 +366,7 @@ def main():
     parser.add_argument("--weight-format", choices=["nz", "nd"], default="nz")
     parser.add_argument("--weights", choices=list(EIGHT_BITS), default="bf16")
     parser.add_argument("--caches", choices=list(EIGHT_BITS), default="bf16")
-    parser.add_argument("--batch", type=int, default=24, help="requests")
+    parser.add_argument("--batch", type=at_least(1), default=24, help="requests")
     parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
     parser.add_argument("--new-tokens", type=int, default=24)
     options = parser.parse_args()

@@ -18,7 +18,7 @@ import sys
 import torch
 import torch.distributed as dist
 from _agreement import check
-from _device import print_backends
+from _device import at_least, print_backends
 
 import custom
 from custom import parallel
@@ -175,7 +175,7 @@ def decode(decoder, prompts, lengths, tokens):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
-    parser.add_argument("--new-tokens", type=int, default=12)
+    parser.add_argument("--new-tokens", type=at_least(1), default=12)
     options = parser.parse_args()
     if not dist.is_torchelastic_launched():
         sys.exit(

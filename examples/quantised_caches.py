@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from _device import DEVICES, choose_device
+from _device import DEVICES, choose_device, in_a_folder
 from torch import nn
 from torch.nn import functional as F
 
@@ -218,7 +218,9 @@ def plot(path, found, title):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw recall and drift there")
+    parser.add_argument(
+        "--plot", type=in_a_folder, metavar="FILE", help="draw recall and drift there"
+    )
     options = parser.parse_args()
     device = choose_device(options.device)
     model = trained(device)

@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 from _agreement import check
-from _device import DEVICES, choose_device, print_backends
+from _device import DEVICES, at_least, choose_device, print_backends
 from _text import make_prompts, make_tokenizer
 from transformers import (
     KimiLinearConfig,
@@ -191,11 +191,15 @@ def main():
         default="auto",
         help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere",
     )
-    parser.add_argument("--batch", type=int, default=8, help="requests")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="requests")
     parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
-    parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--drafts", type=int, default=3, help="tokens a step beyond one; 0: none")
+    parser.add_argument("--new-tokens", type=at_least(1), default=24)
+    parser.add_argument(
+        "--drafts", type=at_least(0), default=3, help="tokens a step beyond one; 0: none"
+    )
     options = parser.parse_args()
+    if options.context < options.new_tokens + 3:
+        parser.error("--context starts at --new-tokens + 3")
 
     logging.set_verbosity_error()  # Transformers praises its own dependencies
     device = choose_device(options.device)

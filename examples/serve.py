@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-from _device import DEVICES, choose_device, print_backends
+from _device import DEVICES, at_least, choose_device, print_backends
 from _glm5 import DraftHead, make_model
 from _text import make_tokenizer, read_prompts
 from tqdm import tqdm
@@ -51,6 +51,12 @@ class Engine:
 
     def __init__(self, model, head, *, rows=8, pages=64, reach=16, size=16, chunk=32, drafts=2):
         """`size` of a page; `reach`: pages of a request at most; `chunk`: prompt tokens at once."""
+        sizes = dict(rows=rows, pages=pages, reach=reach, size=size, chunk=chunk, drafts=drafts)
+        for name, value in sizes.items():
+            least = dict(drafts=0, size=16).get(name, 1)
+            if not isinstance(value, int) or value < least or (name == "size" and value % 16):
+                more = "a multiple of 16" if name == "size" else f"{least} or more"
+                raise ValueError(f"Engine: `{name}` is {value!r}, expected {more}.")
         self.model, self.head, self.chunk, self.drafts = model, head, chunk, drafts
         self.layers = [*model.model.layers, head.layer]
         self.weights = [
@@ -207,22 +213,34 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompts", nargs="?", help="a file with a prompt a line, or - for stdin")
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--rows", type=int, default=8, help="requests that run at the same time")
-    parser.add_argument("--pages", type=int, default=64, help="pages of 16 positions, for all")
-    parser.add_argument("--chunk", type=int, default=32, help="tokens of a prompt at once")
-    parser.add_argument("--drafts", type=int, default=2, help="drafted tokens a step")
-    parser.add_argument("--new-tokens", type=int, default=32)
+    one = at_least(1)
+    parser.add_argument("--rows", type=one, default=8, help="requests that run at the same time")
+    parser.add_argument("--pages", type=one, default=64, help="pages of 16 positions, for all")
+    parser.add_argument("--chunk", type=one, default=32, help="tokens of a prompt at once")
+    parser.add_argument("--drafts", type=at_least(0), default=2, help="drafted tokens a step")
+    parser.add_argument("--new-tokens", type=one, default=32)
     options = parser.parse_args()
     device = choose_device(options.device)
     tokenizer = make_tokenizer()
-    prompts = read_prompts(options.prompts)
+    try:
+        prompts = read_prompts(options.prompts)
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{options.prompts}: {getattr(error, 'strerror', None) or 'is no text'}")
+    if not prompts:
+        parser.error(f"{options.prompts}: there is no prompt in it")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = make_model(len(tokenizer)).to(device, dtype)
     head = DraftHead(model).to(device, dtype)
     sizes = {name: getattr(options, name) for name in ("rows", "pages", "chunk", "drafts")}
     with torch.inference_mode():
         engine = Engine(model, head, **sizes)
-        requests = [engine.submit(tokenizer(p)["input_ids"], options.new_tokens) for p in prompts]
+        requests = []
+        for number, prompt in enumerate(prompts):
+            try:
+                ids = tokenizer(prompt)["input_ids"]
+                requests.append(engine.submit(ids, options.new_tokens))
+            except ValueError as error:
+                parser.error(f"prompt {number}: {error}")
         shown = [0] * len(requests)
         begin, total = time.perf_counter(), len(prompts) * options.new_tokens
         with tqdm(total=total, unit="token") as bar:

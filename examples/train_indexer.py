@@ -7,10 +7,9 @@ layer learns through sparse attention.  Its recall of the attention's true top k
 """
 
 import argparse
-from pathlib import Path
 
 import torch
-from _device import DEVICES, choose_device
+from _device import DEVICES, choose_device, in_a_folder
 from torch import nn
 
 import custom
@@ -148,7 +147,9 @@ def plot(path, losses, recalls, title):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw loss and recall there")
+    parser.add_argument(
+        "--plot", type=in_a_folder, metavar="FILE", help="draw loss and recall there"
+    )
     options = parser.parse_args()
     name = choose_device(options.device)
     losses, recalls = train(name, torch.float32 if name == "cpu" else torch.bfloat16)

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +158,64 @@ def test_a_request_that_can_never_run_is_refused(serve, model, head):
         with pytest.raises(ValueError, match="at most 62 together"):
             engine.submit(prompt, new)
     assert engine.submit([1] * 50, 12) and engine.busy
+
+
+@pytest.mark.parametrize(
+    "sizes, wanted",
+    [
+        (dict(rows=0), "`rows` is 0, expected 1 or more"),
+        (dict(pages=0), "`pages` is 0, expected 1 or more"),
+        (dict(reach=-1), "`reach` is -1, expected 1 or more"),
+        (dict(size=8), "`size` is 8, expected a multiple of 16"),
+        (dict(size=0), "`size` is 0, expected a multiple of 16"),
+        (dict(chunk=0), "`chunk` is 0, expected 1 or more"),
+        (dict(chunk=1.5), "`chunk` is 1.5, expected 1 or more"),
+        (dict(drafts=-1), "`drafts` is -1, expected 0 or more"),
+    ],
+)
+def test_sizes_that_would_never_end_are_refused(serve, model, head, sizes, wanted):
+    with pytest.raises(ValueError, match=f"^Engine: {wanted}.$"):
+        serve.Engine(model, head, **sizes)
+
+
+OPTIONS = [
+    ("serve", ["--rows", "0"], "--rows: 0, expected 1 or more"),
+    ("serve", ["--pages", "-3"], "--pages: -3, expected 1 or more"),
+    ("serve", ["--chunk", "0"], "--chunk: 0, expected 1 or more"),
+    ("serve", ["--drafts", "-1"], "--drafts: -1, expected 0 or more"),
+    ("serve", ["--new-tokens", "0"], "--new-tokens: 0, expected 1 or more"),
+    ("serve", ["no such file"], "no such file: No such file or directory"),
+    ("serve", [str(EXAMPLES)], f"{EXAMPLES}: Is a directory"),
+    ("serve", ["/dev/null"], "/dev/null: there is no prompt in it"),
+    ("serve", ["--new-tokens", "5000"], "prompt 0: a prompt of .* at most .* together"),
+    ("deepseek_v32_decode", ["--batch", "0"], "--batch: 0, expected 1 or more"),
+    ("deepseek_v32_decode", ["--new-tokens", "1"], "--new-tokens starts at 2"),
+    ("qwen3_next_generate", ["--drafts", "-1"], "--drafts: -1, expected 0 or more"),
+    ("qwen3_next_generate", ["--batch", "none"], "--batch: invalid number value: 'none'"),
+    ("qwen3_next_generate", ["--context", "26"], "--context starts at --new-tokens . 3"),
+    ("train_indexer", ["--plot", "no/such/folder.png"], "there is no folder no/such"),
+    ("quantised_caches", ["--plot", "no/such/folder.png"], "there is no folder no/such"),
+    ("parallel_decode", ["--new-tokens", "0"], "--new-tokens: 0, expected 1 or more"),
+]
+
+
+@pytest.mark.parametrize("script, options, wanted", OPTIONS)
+def test_options_that_are_refused(script, options, wanted, monkeypatch, capsys):
+    """In one sentence, before anything is computed."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(script).main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and re.search(f"error: .*{wanted}", said), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_device_that_is_not_here_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit, match="--device cuda: none is here;"):
+        importlib.import_module("_device").choose_device("cuda")
 
 
 @pytest.mark.parametrize("source", ["file", "stdin"])

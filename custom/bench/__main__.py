@@ -176,6 +176,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--shape is {options.shape!r}, expected sizes such as b=32,n=128")
     if options.against and not options.against.exists():
         parser.error(f"--against: there is no file {options.against}")
+    for name in ("csv", "plot"):
+        path = getattr(options, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name}: there is no folder {path.parent}")
     if options.plot:
         need("matplotlib", "--plot", "matplotlib")
     return options

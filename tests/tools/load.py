@@ -365,6 +365,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=180_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps}, expected 1 or more")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: none is here")
     small = options.device == "cpu"
     device = torch.device(options.device)
     torch.manual_seed(0)

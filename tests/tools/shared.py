@@ -77,6 +77,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=60)
     options = parser.parse_args(arguments)
+    if options.processes < 1:
+        parser.error(f"--processes is {options.processes}, expected 1 or more")
+    if unknown := [name for name in options.ops if name not in BY_NAME]:
+        parser.error(f"{unknown[0]} is no op; python -m custom.info lists them")
     names = options.ops or list(BY_NAME)
     spawned = multiprocessing.get_context("spawn")
     calls, wrong = Counter[str](), Counter[str]()
