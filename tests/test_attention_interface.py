@@ -138,3 +138,35 @@ def test_a_model_that_selects_nothing_is_refused_by_name():
     model = switched(qwen3_5())
     with pytest.raises(custom.NotSupported, match=r'Qwen3_5Attention is none of them.*"sdpa"'):
         greedy(model, ragged())
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(softcap=30.0), "does not compute `softcap`, which is given"),
+        (dict(sliding_window=4), "does not compute `sliding_window`"),
+        (dict(output_attentions=True), "does not compute `output_attentions`"),
+        (dict(attention_mask=torch.zeros(1, 1, 9, 9)), r"`attention_mask` is torch.float32 \[1, 1"),
+        (
+            dict(attention_mask=torch.ones(1, 4, 9, 9, dtype=torch.bool)),
+            r"is torch.bool \[1, 4, 9, 9\]. Pass True where a key is seen, the same for all heads",
+        ),
+    ],
+)
+@torch.inference_mode()
+def test_what_it_does_not_compute_is_refused(given, message):
+    model, ids = switched(deepseek()), torch.randint(1, 128, (1, 9))
+    with pytest.raises(custom.NotSupported, match=message):
+        model(ids, **given)
+
+
+@torch.inference_mode()
+def test_padding_on_the_right_and_documents():
+    model, ids = deepseek(), torch.randint(1, 128, (2, 15))
+    ours = switched(model)
+    mask = torch.tensor([[1] * 15, [1] * 9 + [0] * 6])
+    position = torch.tensor([[*range(9), *range(6)]] * 2)
+    for packed in (dict(attention_mask=mask), dict(position_ids=position)):
+        got, wanted = (each(ids, use_cache=False, **packed).logits for each in (ours, model))
+        there = mask.bool() if "attention_mask" in packed else slice(None)
+        torch.testing.assert_close(got[there], wanted[there], rtol=1e-5, atol=1e-5)

@@ -573,6 +573,15 @@ def test_documents_with_a_cache_or_in_several_rows_are_refused(make, name):
                 layer(torch.randn(2, 8, 64), **{name: ends[name]})
 
 
+@torch.no_grad()
+def test_another_activation_is_refused():
+    """Also where the model's own code has made the cache."""
+    model, ids = qwen3_next(hidden_act="gelu"), torch.randint(1, 128, (1, 4))
+    cache = model(ids, use_cache=True).past_key_values
+    with use(), pytest.raises(custom.NotSupported, match='has "gelu"'):
+        model(ids[:, :1], past_key_values=cache)
+
+
 def test_a_layer_that_shares_a_selection_asks_for_it():
     model = glm(**SHARING)
     at = next(i for i, each in enumerate(model.model.layers) if each.self_attn.indexer is None)

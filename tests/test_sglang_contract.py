@@ -405,6 +405,17 @@ def test_a_decode_step_is_the_rule_on_the_pool(rule):
     assert torch.equal(pool[untouched], before[untouched])
 
 
+def test_an_argument_that_is_not_read_is_refused(rule):
+    rest = dict(A_log=None, dt_bias=None, scale=1.0, num_v_heads=1, head_v_dim=1)
+    pool = dict(ssm_states=None, cache_indices=None)
+    with pytest.raises(NotSupported, match="rule without `lower_bound`, and this engine"):
+        rule.packed_decode(None, None, None, **pool, **rest, lower_bound=-5.0, replayssm_d=None)
+    with pytest.raises(NotSupported, match="rule without `boundary_state`, and this engine"):
+        rule.extend(
+            *[None] * 5, **pool, query_start_loc=None, boundary_state=torch.zeros(1), layer_id=0
+        )
+
+
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_a_prefill_leaves_its_states_and_those_that_are_kept(rule, inplace, padding):

@@ -21,7 +21,7 @@ from custom.dispatch.errors import BackendUnavailable, NotSupported
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from custom.integrations import vllm
-from custom.integrations.engines import check_version
+from custom.integrations.engines import check_version, refuse_unread
 from custom.integrations.vllm import modes
 
 from .support.typed import ROOT, STUBS, checker, moved
@@ -87,6 +87,24 @@ def test_our_layer_takes_their_arguments(version):
     assert "prefix" in names and "skip_topk" in names and ours.kwarg
     required = [len(each.args) - len(each.defaults) for each in (ours, theirs)]
     assert required[0] == required[1]
+
+
+def test_an_option_that_is_not_read_is_refused():
+    """All of vLLM's options behind those are hints, but one."""
+    stub = STUBS / f"vllm-{VERSIONS[-1]}" / "vllm" / "model_executor" / "layers" / "mla.py"
+    theirs = [each.arg for each in arguments(stub, "MultiHeadLatentAttentionWrapper").args]
+    source = ast.parse((PLUGIN / "mla.py").read_text())
+    (hints,) = [
+        ast.literal_eval(node.value)
+        for node in source.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HINTS"
+    ]
+    more = theirs[theirs.index("skip_topk") + 1 :]
+    assert {*more} - {*hints} == {"non_causal_multi_token_decode"}
+    refuse_unread(modes.SWITCH, "attention", dict.fromkeys(more, False), hints)
+    refuse_unread(modes.SWITCH, "attention", dict.fromkeys(hints, True), hints)
+    with pytest.raises(NotSupported, match="attention without `non_causal_multi_token_decode`"):
+        refuse_unread(modes.SWITCH, "attention", dict.fromkeys(more, True), hints)
 
 
 def ops_of_vllm() -> list[ast.Call]:

@@ -37,6 +37,12 @@ from transformers.models.hy_v4.modeling_hy_v4 import HYV4Attention  # noqa: E402
 from .dsa import up_projections  # noqa: E402
 
 NAME = "custom_sparse"
+# what Transformers hands to every attention, and the mask or the cache says
+UNREAD = {
+    *("use_cache", "num_items_in_batch", "output_hidden_states", "output_router_logits"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+    *("position_ids", "is_causal"),
+}
 # their rotation, gates and sinks are their own code, or come as arguments
 LATENT: tuple[Any, ...] = (AXK2Attention, DeepseekV32Attention, GlmMoeDsaAttention, HYV4Attention)
 
@@ -51,7 +57,7 @@ def sparse_attention(
     dropout: float = 0.0,
     indices: Tensor | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """query [B, N, S, Dn + Dr], key [B, 1, T, R + Dr], indices [B, S, K] -> [B, S, N, Dv].
 
@@ -70,6 +76,18 @@ def sparse_attention(
             f'attn_implementation="{NAME}" needs a mask and no dropout; {type(module).__name__} '
             f"passes dropout={dropout}, attention_mask={attention_mask}."
         )
+    if attention_mask.dtype is not torch.bool or attention_mask.shape[1] != 1:
+        raise NotSupported(
+            f'attn_implementation="{NAME}" reads a mask [B, 1, S, T] of bool, and `attention_mask` '
+            f"is {attention_mask.dtype} {list(attention_mask.shape)}. Pass True where a key is "
+            "seen, the same for all heads."
+        )
+    for name, came in others.items():
+        if name not in UNREAD and came is not None and came is not False:
+            raise NotSupported(
+                f'attn_implementation="{NAME}" does not compute `{name}`, which is given. Leave it '
+                'out, or choose "sdpa".'
+            )
     uk, uv = up_projections(m)
     plain, rope = query.transpose(1, 2).split([m.qk_nope_head_dim, m.qk_rope_head_dim], -1)
     latent, key_rope = key.transpose(1, 2).split([m.kv_lora_rank, m.qk_rope_head_dim], -1)

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from ..dispatch.errors import BackendUnavailable, NotSupported
 
@@ -36,3 +37,11 @@ def refuse(switch: str, model: str, asked: Mapping[str, bool]) -> None:
                 f"{switch}=1 serves {model} without {mode}, and this engine asks for it; turn "
                 f"it off, or unset {switch}."
             )
+
+
+def refuse_unread(
+    switch: str, model: str, arguments: Mapping[str, Any], hints: Collection[str] = ()
+) -> None:
+    """Refuse an argument that an engine passes and ours does not read; `hints` change no result."""
+    given = {name: x for name, x in arguments.items() if x is not None and x is not False}
+    refuse(switch, model, {f"`{name}`": name not in hints for name in given})

@@ -88,14 +88,14 @@ def decay(a: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
 
 
 def _rate(
-    name: str, beta: Tensor | None, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
-) -> Tensor | None:
+    name: str, beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool
+) -> Tensor:
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             f"{name}: `allow_neg_eigval` is True and `use_beta_sigmoid_in_kernel` False, expected "
             "both: it doubles the sigmoid of `beta`. Pass the rate itself, up to 2, without it."
         )
-    if beta is None or not use_beta_sigmoid_in_kernel:
+    if not use_beta_sigmoid_in_kernel:
         return beta
     return beta.sigmoid() * (2 if allow_neg_eigval else 1)
 
@@ -183,11 +183,11 @@ def chunk_gated_delta_rule(
         q.flatten(0, 1).contiguous(),
         k.flatten(0, 1).contiguous(),
         v.flatten(0, 1).contiguous(),
-        beta=None if rate is None else rate.flatten(0, 1),
+        beta=rate.flatten(0, 1),
         initial_state=None if initial_state is None else initial_state.contiguous(),
         actual_seq_lengths=lengths,
         scale=scale,
-        g=None if g is None else g.flatten(0, 1),
+        g=g.flatten(0, 1),
     )
     out = out.unflatten(0, (requests, tokens))
     if not output_final_state:
@@ -263,7 +263,7 @@ def _recurrent(
     v: Tensor,
     g: Tensor | None,
     gk: Tensor | None,
-    beta: Tensor | None,
+    beta: Tensor,
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -343,6 +343,8 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens = _sequences(name, q, cu_seqlens, cu_seq_lens_q)
     _rest(fused_recurrent_gated_delta_rule, _but_packed(others, cu_seqlens))
     _gate(name, use_gate_in_kernel, A_log, dt_bias)
+    if beta is None:
+        beta = v.new_ones(v.shape[:-1])
     rate = _rate(name, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if g is not None and use_gate_in_kernel and A_log is not None:
         g = decay(g, A_log, dt_bias)

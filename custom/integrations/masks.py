@@ -44,7 +44,8 @@ class Texts:
         rows = self.valid.shape[0] * tokens
         flat = x.new_zeros(rows + 1, *x.shape[2:])
         flat[self.source.where(self.there, rows)] = x
-        return flat[:rows].unflatten(0, (-1, tokens))
+        out: Tensor = flat[:rows].unflatten(0, (-1, tokens))
+        return out
 
 
 def texts(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Texts:
@@ -129,7 +130,7 @@ class OncePerForward:
         self._read = read
         self._last: tuple[Any, ...] = (lambda: None, (), -1, None)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, layer: int, x: Any, *others: Any) -> Any:
         """A layer that comes again, or an earlier one, is of another pass."""
         known, given, last, out = self._last

@@ -343,6 +343,9 @@ def _documents(past: _Past, x: Tensor, options: dict[str, Any]) -> Tensor | None
             f"{WHERE} serves documents packed in a row without a cache, and `{name}` has several "
             "beside one. Pass use_cache=False."
         )
+    ends: Tensor | None
+    number: Tensor | None
+    documents: Tensor | None
     ends, number, documents = given.values()
     if ends is not None:
         if x.shape[0] != 1:
@@ -435,6 +438,11 @@ def _gated_delta_forward(
     """
     x, past = _without_padding(hidden_states, attention_mask), _Past(self, cache_params)
     documents = _documents(past, x, kwargs)
+    if self.activation not in ("silu", "swish"):
+        raise NotSupported(
+            f'{WHERE} convolves with silu, and {type(self).__name__} has "{self.activation}" '
+            "(config.hidden_act). Run this model outside of it."
+        )
     mixed, z, b, a = _projected(self, x)
     if past.steps(x):
         out = npu_gated_delta_layer_decode(

@@ -21,12 +21,18 @@ from torch import Tensor
 from typing_extensions import override  # of torch
 
 from ...delta_rule import npu_chunk_gated_delta_rule, npu_fused_sigmoid_gating_delta_rule_update
+from ..engines import refuse_unread
 from ..kernels import normalised
 from .modes import check_modes
+from .versions import SWITCH
 
 if TYPE_CHECKING:  # as what its configuration is published
     from sglang.srt.arg_groups.fields.exec_ import ExecMamba
     from sglang.srt.arg_groups.fields.memory import Memory
+
+RULE = "the gated delta rule"
+# of a prefill's arguments those that say what others say too
+HINTS = ("layer_id", "seq_lens_cpu", "extend_seq_lens_cpu")
 
 
 def check(runner: Any) -> None:
@@ -38,7 +44,7 @@ def check(runner: Any) -> None:
         "pages that have states and keys": memory.enable_page_major_kv_layout
         or memory.enable_unified_memory,
     }
-    check_modes("the gated delta rule", runner, more)
+    check_modes(RULE, runner, more)
 
 
 class DeltaRule(TritonGDNKernel):
@@ -66,6 +72,7 @@ class DeltaRule(TritonGDNKernel):
         **kwargs: Any,
     ) -> Tensor:
         """[1, B, Nv, Dv] of one token of each request, [B, 2 Nk Dk + Nv Dv]."""
+        refuse_unread(SWITCH, RULE, kwargs)
         values = num_v_heads * head_v_dim
         keys = (mixed_qkv.shape[-1] - values) // 2
         q, k, v = mixed_qkv[:, None].split([keys, keys, values], -1)
@@ -109,6 +116,7 @@ class DeltaRule(TritonGDNKernel):
         `track_state` [n, Nv, Dv, Dk] takes those before the chunk `track_chunk_idx` [n] of each
         request: past it no token writes or decays.  The third is SGLang's states of all chunks.
         """
+        refuse_unread(SWITCH, RULE, kwargs, HINTS)
         q, k, v = (x.reshape(-1, *x.shape[-2:]).contiguous() for x in (q, k, v))
         q, k = normalised(q), normalised(k)
         slots, starts = cache_indices.long(), query_start_loc

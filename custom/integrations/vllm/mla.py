@@ -47,7 +47,7 @@ from ...quantised import (
     quantize_index_query,
 )
 from ...sparse_attention import npu_lightning_indexer, npu_sparse_flash_attention
-from ..engines import refuse
+from ..engines import refuse, refuse_unread
 from .modes import SWITCH, check_modes
 
 # ------------------------------------------------------------------------ what vLLM asks of a cache
@@ -199,6 +199,8 @@ class PackedIndexCache(IndexCache):
 
 # what vLLM calls the caches of 8 bits of its kernels for sparse attention, and the sizes they have
 EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_ds_mla")
+# of a layer's options how vLLM's own gets there faster
+HINTS = ("allow_short_prefill_indexer_scoring_skip", "fuse_qkv_rmsnorm")
 PACKED_SIZES = (quantised.LATENT, quantised.ROTARY, quantised.INDEX)
 
 
@@ -230,6 +232,7 @@ class SparseMLA(MultiHeadLatentAttentionWrapper, PagedCache):
         **others: Any,
     ) -> None:
         nn.Module.__init__(self)  # vLLM's own would build its attention
+        refuse_unread(SWITCH, "sparse attention", others, HINTS)
         m, config = mla_modules, get_current_vllm_config()
         stored = config.cache_config.cache_dtype
         self.packed = stored in EIGHT_BITS
