@@ -15,6 +15,7 @@ from custom.dispatch import log
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom
+from custom.integrations import masks
 from custom.integrations.paged import PagedCaches, token_positions
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -212,6 +213,75 @@ def test_a_mask_that_says_not_what_each_token_sees_is_refused(mask, came):
     message = rf"reads a mask \[1, 1, 4, 4\], and `attention_mask` of this layer is {came}"
     with use(), pytest.raises(custom.NotSupported, match=message):
         model.model.layers[0].self_attn(x, position_embeddings=turned, attention_mask=mask)
+
+
+@pytest.mark.parametrize("mask", ["left", "holes", "right", "bias"])
+@torch.inference_mode()
+def test_a_mask_that_a_graph_may_not_read_gives_nan_where_it_is_another(mask, monkeypatch):
+    """As while a graph is captured."""
+    monkeypatch.setattr(masks, "_may_wait", lambda x: False)
+    monkeypatch.setattr(masks, "_AT_ONCE", 10)  # and row by row
+    model, ids = deepseek(), torch.randint(1, 128, (2, 6))
+    seen = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    seen[1, ..., :2] = False
+    expected = model(ids, attention_mask=seen, use_cache=False).logits
+    if mask == "holes":
+        seen[0, :, 4:, 2] = False
+    elif mask == "right":
+        seen[0, ..., 5:] = False
+    elif mask == "bias":
+        seen = torch.zeros(2, 1, 6, 6).masked_fill(~seen, -torch.inf)
+        seen[0, 0, 3, 1] = -0.5
+    with use():
+        got = model(ids, attention_mask=seen, use_cache=False).logits
+    if mask == "left":
+        torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[1, 2:], expected[1, 2:], rtol=1e-5, atol=1e-5)
+    else:
+        assert got[0].isnan().all()
+
+
+@torch.inference_mode()
+def test_masks_in_parts_say_the_same(monkeypatch):
+    model, ids = deepseek(), torch.randint(1, 128, (1, 15))
+    packed = dict(position_ids=torch.tensor([[*range(9), *range(6)]]), use_cache=False)
+    expected = model(ids, **packed).logits
+    monkeypatch.setattr(masks, "_AT_ONCE", 40)
+    with use():
+        torch.testing.assert_close(model(ids, **packed).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@torch.inference_mode()
+def test_a_decode_step_in_a_graph(name, device):
+    """Nobody waits for the device in it."""
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    model = SPARSE[name][0](first_k_dense_replace=5).to(device, torch.bfloat16)
+    ids = torch.randint(1, 128, (2, 9), device=device)
+    with use(page_size=16):
+        eager = model(ids, use_cache=True)
+        whole = model(ids, use_cache=True).past_key_values
+        token = eager.logits[:, -1:].argmax(-1)
+        wanted = model(token, past_key_values=eager.past_key_values).logits
+        kinds = {*model.config.layer_types}
+        seen = torch.ones(2, 1, 1, 10, dtype=torch.bool, device=device)
+        step = dict(
+            attention_mask=dict.fromkeys(kinds, seen), past_key_values=whole,
+            position_ids=torch.full((2, 1), 9, device=device),
+        )  # fmt: skip
+        before = [(layer.tokens, layer.valid) for layer in whole.layers]
+        model(token, **step)  # compiles
+        for layer, (tokens, valid) in zip(whole.layers, before, strict=True):
+            layer.tokens, layer.valid = tokens, valid
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = model(token, **step).logits
+        graph.replay()
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+        seen[1, ..., 3] = False
+        graph.replay()
+        assert got.isnan().all()
 
 
 def test_dropout_is_refused():
@@ -571,6 +641,9 @@ def test_documents_with_a_cache_or_in_several_rows_are_refused(make, name):
         if name == "cu_seq_lens_q":
             with pytest.raises(ValueError, match="there are 2 rows, expected one"):
                 layer(torch.randn(2, 8, 64), **{name: ends[name]})
+        if name == "seq_idx":
+            with pytest.raises(ValueError, match=r"`seq_idx` has shape \[1, 8\], exp"):
+                layer(torch.randn(1, 9, 64), **{name: ends[name]})
 
 
 @torch.no_grad()
@@ -596,6 +669,35 @@ def test_a_layer_that_shares_a_selection_asks_for_it():
             position_embeddings=model.model.rotary_emb(x, positions),
             attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(),
         )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(page_size=24), "`page_size` is 24, expected a multiple of 16"),
+        (dict(page_size=0), "`page_size` is 0, expected a multiple of 16"),
+        (dict(requests=-1), "`requests` is -1, expected 0 or more"),
+        (dict(capacity=-1), "`capacity` is -1, expected 0 or more"),
+        (dict(kv_kind="fp4"), "`kv_kind` is 'fp4', expected one of none, fp8, int8"),
+        (dict(index_kind="bf16"), "`index_kind` is 'bf16', expected one of none"),
+    ],
+)
+def test_pages_that_are_refused(change, message):
+    with pytest.raises(ValueError, match=f"^PagedCaches: {message}"):
+        PagedCaches(1, (32, 16, 16), **dict(requests=1, capacity=16) | change)
+
+
+def test_options_of_use_are_refused_at_once():
+    for options, message in (
+        (dict(weight_format="NZ"), '`weight_format` is \'NZ\', expected "nz" or "nd"'),
+        (dict(page_size=8), "`page_size` is 8"),
+    ):
+        with pytest.raises(ValueError, match=message), use(**options):
+            pass
+    with pytest.raises(ValueError, match="`weight_format` is 'fractal'"):
+        sparse_attention_weights(deepseek().model.layers[0].self_attn, "fractal")
+    with use():
+        pass
 
 
 def test_pages():

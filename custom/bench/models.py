@@ -208,6 +208,11 @@ def _filled(cache: Any, context: int) -> Callable[[], None]:
         pages.reserve(context)
         for pool in (x for layer in pages.layers for x in layer if x is not None):
             pool.normal_()
+        requests = pages.block_table.shape[0]
+        there = torch.ones(requests, context - 1, dtype=torch.bool, device=pages.block_table.device)
+        for layer in cache.layers:
+            undo.append(partial(setattr, layer, "tokens", context - 1))
+            undo.append(partial(setattr, layer, "valid", there))
     names = ("keys", "values", "indexer_keys")
     lengths = ("cumulative_length", "indexer_cumulative_length")
     for layer in cache.layers if pages is None else []:

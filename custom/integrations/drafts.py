@@ -21,6 +21,11 @@ from ..dispatch.errors import NotSupported
 from .kernels import decay, normalised
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
+# of a chunked rule's options those that act on a step of drafts too
+_READ = {
+    *("use_qk_l2norm_in_kernel", "output_final_state"),
+    *("use_gate_in_kernel", "A_log", "dt_bias"),
+}
 
 
 class Verification:
@@ -128,6 +133,12 @@ def recorded(rule: Rule) -> Rule:
     ) -> tuple[Tensor, Tensor | None]:
         if _current is None or initial_state is None:
             return rule(query, key, value, g, beta, initial_state=initial_state, **options)
+        unread = [name for name in options if name not in _READ]
+        if unread or not options.get("use_qk_l2norm_in_kernel"):
+            raise NotSupported(
+                "verification: the recurrence normalises queries and keys, and does not take "
+                f"{unread}. Step outside of verification()."
+            )
         if options.get("use_gate_in_kernel"):  # of a decay by channel
             g = decay(g, options["A_log"][:, None], options["dt_bias"])
         return _current.recur(query, key, value, g, beta, initial_state)

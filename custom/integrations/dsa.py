@@ -351,7 +351,15 @@ def up_projections(m: Any) -> tuple[Tensor, Tensor]:
     return uk, uv
 
 
+def check_format(weight_format: str) -> None:
+    if weight_format not in ("nz", "nd"):
+        raise ValueError(
+            f'custom.integrations: `weight_format` is {weight_format!r}, expected "nz" or "nd".'
+        )
+
+
 def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
+    check_format(weight_format)
     weights, scales, mode = _projections(
         m,
         weight_format,

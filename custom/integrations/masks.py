@@ -21,9 +21,10 @@ from ..dispatch.errors import NotSupported
 WHERE = "custom.integrations.transformers.use()"
 # what masks add to a score that shall not count; less would be a bias
 _HIDDEN = -1e4
+_AT_ONCE = 1 << 26  # elements of a mask
 
 
-@dataclass(frozen=True)
+@dataclass
 class Texts:
     """N texts whose new tokens end in the last of M columns, from B rows of S tokens."""
 
@@ -32,6 +33,7 @@ class Texts:
     valid: Tensor  # [B, T], whether a column of the mask, cached or new, has a token
     source: Tensor | None = None  # [N, M] of B * S; None: the tokens lie so already
     documents: bool = False  # several in a row
+    unread: Tensor | None = None  # whether all this is so, where nobody may wait for the device
 
     def gathered(self, x: Tensor) -> Tensor:
         """[N, M, ..] of x [B, S, ..]."""
@@ -47,12 +49,27 @@ class Texts:
         out: Tensor = flat[:rows].unflatten(0, (-1, tokens))
         return out
 
+    def vouched(self, x: Tensor) -> Tensor:
+        """NaN in a pass of a graph whose mask turns out to be another; the first layer asks."""
+        right, self.unread = self.unread, None
+        return x if right is None else x.where(right, torch.nan)
+
+
+def _may_wait(x: Tensor) -> bool:
+    if x.device.type == "cpu":
+        return True
+    api: Any = getattr(torch, x.device.type)
+    if x.device.type == "cuda" and api.get_sync_debug_mode() == 2:  # an error
+        return False
+    return not api.is_current_stream_capturing()
+
 
 def texts(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Texts:
     """Of a mask [B, 1, S, T], bool or what is added to the scores.
 
     `before` [B, T - S] says which cached columns have tokens.  A token is one that sees itself;
-    what padding sees is nobody's concern.  Waits for the device.
+    what padding sees is nobody's concern.  Waits for the device, but in a graph, where padding has
+    to be on the left.
     """
     cached = 0 if before is None else before.shape[1]
     wanted = [requests, 1, tokens, cached + tokens]
@@ -64,37 +81,57 @@ def texts(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Texts
             f"{WHERE} reads a mask {wanted}, and `attention_mask` of this layer is {came}. Load "
             'the model with attn_implementation="sdpa" or "eager".'
         )
-    seen = (mask if mask.dtype is torch.bool else mask == 0)[:, 0].expand(requests, -1, -1)
-    there = seen.diagonal(cached, 1, 2)
+    step = max(1, _AT_ONCE // max(1, requests * (cached + tokens)))
+    parts = [slice(at, at + step) for at in range(0, tokens, step)]
+
+    def seen(rows: slice) -> Tensor:
+        part = mask[:, 0, rows].expand(requests, -1, -1)
+        return part if part.dtype is torch.bool else part == 0
+
+    there = mask[:, 0].diagonal(cached, 1, 2).expand(requests, -1)
+    there = there.clone() if there.dtype is torch.bool else there == 0
     valid = there if before is None else torch.cat([before, there], 1)
-    own = torch.arange(cached, cached + tokens, device=seen.device)
-    column = torch.arange(cached + tokens, device=seen.device)
-    expected = (column <= own[:, None]) & valid[:, None]
-    padding = ~there[..., None]
-    one_text = ((seen == expected) | padding).all()
+    own = torch.arange(cached, cached + tokens, device=there.device)
+    column = torch.arange(cached + tokens, device=there.device)
+
+    def expected(rows: slice) -> Tensor:
+        return (column <= own[rows, None]) & valid[:, None]
+
+    def right(found: Tensor, wanted: Tensor, rows: slice) -> Tensor:
+        return ((found == wanted) | ~there[:, rows, None]).all()
+
+    is_one = torch.stack([right(seen(rows), expected(rows), rows) for rows in parts]).all()
     at_the_end = (there[:, 1:] >= there[:, :-1]).all()
-    flags = [one_text, at_the_end]
+    biased = torch.zeros_like(is_one)
     if mask.dtype is not torch.bool:
-        flags.append((seen | (mask[:, 0] <= _HIDDEN)).all())
-    is_one, is_at_the_end, *rest = torch.stack(flags).tolist()
-    is_mask = all(rest)
-    if is_mask and is_one:
-        if is_at_the_end:
+        biased = torch.stack(
+            [((mask[:, 0, rows] != 0) & ~(mask[:, 0, rows] <= _HIDDEN)).any() for rows in parts]
+        ).any()
+    if not _may_wait(there):
+        unread = is_one & at_the_end & ~biased
+        return Texts(valid.sum(-1, dtype=torch.int32), there, valid, unread=unread)
+    one, end, bias = torch.stack([is_one, at_the_end, biased]).tolist()
+    if one and not bias:
+        if end:
             return Texts(valid.sum(-1, dtype=torch.int32), there, valid)
-        number = torch.arange(requests, device=seen.device)[:, None].expand_as(there)
+        number = torch.arange(requests, device=there.device)[:, None].expand_as(there)
         return _moved(valid, there, number, there.cumsum(-1) - 1, requests, valid.sum(-1), False)
-    first = seen.int().argmax(-1)
-    if is_mask and cached == 0:
-        same = first[:, :, None] == first[:, None]
-        if bool(((seen == expected & same) | padding).all()):
+    if not bias and cached == 0:
+        first = torch.cat([seen(rows).int().argmax(-1) for rows in parts], 1)
+        same = [
+            right(seen(rows), expected(rows) & (first[:, rows, None] == first[:, None]), rows)
+            for rows in parts
+        ]
+        if bool(torch.stack(same).all()):
             begins = there & (first == own)
             number = (begins.flatten().cumsum(0) - 1).view_as(there).gather(1, first)
             count = int(begins.sum())
             lengths = torch.bincount(number[there], minlength=count)
-            return _moved(valid, there, number, seen.sum(-1) - 1, count, lengths, True)
+            rank = torch.cat([seen(rows).sum(-1) for rows in parts], 1) - 1
+            return _moved(valid, there, number, rank, count, lengths, True)
     raise NotSupported(
         f"{WHERE} serves padding and, without a cache, documents packed in a row; `attention_mask` "
-        f"{wanted} {'hides other keys' if is_mask else 'adds a bias to scores'}. Choose "
+        f"{wanted} {'adds a bias to scores' if bias else 'hides other keys'}. Choose "
         'attn_implementation="custom_sparse", which takes any mask, outside of use().'
     )
 

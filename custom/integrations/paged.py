@@ -31,6 +31,13 @@ class LayerCaches(NamedTuple):
         )
 
 
+def check_page(page_size: int) -> None:
+    if page_size < 16 or page_size % 16:
+        raise ValueError(
+            f"PagedCaches: `page_size` is {page_size}, expected a multiple of 16, from 16 on."
+        )
+
+
 def token_positions(lengths: Tensor, tokens: int) -> Tensor:
     """Positions [B, S] of the last `tokens` tokens of requests with `lengths` [B].
 
@@ -75,6 +82,14 @@ class PagedCaches:
         kv_kind: str = "none",
         index_kind: str = "none",
     ) -> None:
+        check_page(page_size)
+        for name, value in dict(requests=requests, capacity=capacity).items():
+            if value < 0:
+                raise ValueError(f"PagedCaches: `{name}` is {value}, expected 0 or more.")
+        for name, kind in dict(kv_kind=kv_kind, index_kind=index_kind).items():
+            if kind not in ("none", *quantised.VALUES):
+                known = ", ".join(("none", *quantised.VALUES))
+                raise ValueError(f"PagedCaches: `{name}` is {kind!r}, expected one of {known}.")
         self.page_size = page_size
         self.kinds = dict(kv_kind=kv_kind, index_kind=index_kind)
         self._random = torch.Generator().manual_seed(seed)

@@ -37,7 +37,7 @@ from ..sparse_attention import (
 from . import kernels
 from .drafts import Rule, recorded
 from .masks import WHERE, OncePerForward, Texts, texts
-from .paged import LayerCaches, PagedCaches, token_positions
+from .paged import LayerCaches, PagedCaches, check_page, token_positions
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
 
@@ -58,6 +58,7 @@ from .dsa import (  # noqa: E402
     SharedAttentionWeights,
     SparseAttentionWeights,
     cache_widths,
+    check_format,
     layer_widths,
     shared_attention_weights,
     sparse_attention_weights,
@@ -236,6 +237,8 @@ def _refuse_what_differs(self: Any, options: dict[str, Any]) -> None:
 
 def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
     """The forward of a sparse attention; GLM-5's hands its selection on, as a third result."""
+    check_format(weight_format)
+    check_page(page_size)
     converted: WeakKeyDictionary[nn.Module, SharedAttentionWeights] = WeakKeyDictionary()
 
     def forward(
@@ -273,7 +276,7 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
         chosen = None if prev_topk_indices is None else found.gathered(prev_topk_indices)
         state = (self, w, layer.caches, pools, layer.caches.block_table)
         out, indices = layer.attend(state, x, cos, sin, found.lengths, found.there, chosen)
-        out = found.scattered(out, tokens)
+        out = found.vouched(found.scattered(out, tokens))
         if not hasattr(self, "skip_topk"):
             return out, None
         return out, None, None if indices is None else found.scattered(indices, tokens)
@@ -333,20 +336,18 @@ _read_positions = OncePerForward(_packed)
 def _documents(past: _Past, x: Tensor, options: dict[str, Any]) -> Tensor | None:
     """Prefix sums over all rows of x [B, S, ..] if documents are packed there: by `cu_seq_lens_q`,
     `seq_idx`, or else the `position_ids` that the layer of the model was given."""
-    given = {name: options.get(name) for name in ("cu_seq_lens_q", "seq_idx", "documents")}
-    if all(value is None for value in given.values()):
+    ends: Tensor | None = options.get("cu_seq_lens_q")
+    number: Tensor | None = options.get("seq_idx")
+    documents: Tensor | None = options.get("documents")
+    given = dict(cu_seq_lens_q=ends, seq_idx=number, position_ids=documents)
+    name = next((name for name, value in given.items() if value is not None), None)
+    if name is None:
         return None
     if past.cache is not None:
-        name = next(name for name, value in given.items() if value is not None)
-        name = name.replace("documents", "position_ids")
         raise NotSupported(
             f"{WHERE} serves documents packed in a row without a cache, and `{name}` has several "
             "beside one. Pass use_cache=False."
         )
-    ends: Tensor | None
-    number: Tensor | None
-    documents: Tensor | None
-    ends, number, documents = given.values()
     if ends is not None:
         if x.shape[0] != 1:
             raise ValueError(
@@ -354,7 +355,14 @@ def _documents(past: _Past, x: Tensor, options: dict[str, Any]) -> Tensor | None
                 "in which all documents follow one another. Flatten them."
             )
         return ends
-    return documents if number is None else _begins(number)
+    if number is None:
+        return documents
+    if number.shape != x.shape[:2]:
+        raise ValueError(
+            f"{WHERE}: `seq_idx` has shape {list(number.shape)}, expected {list(x.shape[:2])}. "
+            "Pass the document of each token."
+        )
+    return _begins(number)
 
 
 def _with_documents(layer: Any) -> Callable[..., Tensor]:
