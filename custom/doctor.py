@@ -7,6 +7,7 @@ python -m custom.info --doctor
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ class Finding:
 
 
 def here() -> dict[str, str | None]:
-    """The versions that can clash, and why torch_npu does not import; None: absent."""
+    """The versions that can clash, the machine, the path of CANN's compiler, and why torch_npu does
+    not import; None: absent."""
     names = ("torch", "torch_npu", "triton", "triton-ascend", "numpy", "transformers")
     cann = broken = None
     try:
@@ -33,15 +35,33 @@ def here() -> dict[str, str | None]:
     except versions.BROKEN as error:
         broken = f"{type(error).__name__}: {' '.join(str(error).split())}"
     found = {name: versions.installed(name) for name in names}
-    return found | {"CANN": cann, "torch_npu does not import": broken}
+    found |= {"CANN": cann, "torch_npu does not import": broken}
+    return found | {"machine": platform.machine(), "compiler": versions.compiler_path()}
+
+
+def _missing(have: Have, row: versions.Together) -> Finding:
+    """Of what an Ascend machine needs beside its CANN."""
+    absent = [name for name in ("torch_npu", "triton-ascend") if not have[name]]
+    sentence = f"CANN's compiler is here ({have['compiler']}), and no {' and no '.join(absent)}"
+    ascend = f"triton-ascend=={row.triton_ascend}"
+    command = f"pip install --no-deps {ascend}"
+    if "torch_npu" in absent:
+        others = (f"torch_npu=={row.torch_npu}", ascend)
+        command = versions.installing(row.torch, *others, machine=have["machine"])
+        if have["machine"] == "x86_64":
+            sentence += f": PyPI has no torch for it on x86-64, {versions.CPU_BUILDS} has"
+    if have["triton"] and not have["triton-ascend"]:
+        command = f"pip uninstall -y triton && {command}"
+    return Finding(f"{sentence}.", command)
 
 
 def clashes(have: Have) -> Iterator[Finding]:
     torch, npu, ascend = have["torch"], have["torch_npu"], have["triton-ascend"]
     triton, numpy, hf, cann = (have[x] for x in ("triton", "numpy", "transformers", "CANN"))
+    machine, compiler = have["machine"], have["compiler"]
     row = next((each for each in versions.TABLE if each.triton_ascend == ascend), None)
     if triton and ascend:
-        keep = f"triton-ascend=={ascend}" if npu else f"triton=={triton}"
+        keep = f"triton-ascend=={ascend}" if npu or compiler else f"triton=={triton}"
         yield Finding(
             f"triton {triton} and triton-ascend {ascend} share one import folder, and the one that "
             "was installed last has overwritten the other.",
@@ -54,11 +74,13 @@ def clashes(have: Have) -> Iterator[Finding]:
             f"torch_npu {npu} does not import: {broken.removesuffix('.')}.",
             "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
         )
+    if compiler and not (npu and ascend):
+        yield _missing(have, row or versions.TABLE[0])
     if torch and npu and versions.release(torch, 3) != versions.release(npu, 3):
         wanted = ".".join(npu.split(".")[:3])
         yield Finding(
             f"torch_npu {npu} is built against torch {wanted}, and torch {torch} is installed.",
-            f"pip install torch=={wanted}",
+            versions.installing(wanted, machine=machine),
         )
     if ascend and row is None:
         known = ", ".join(each.triton_ascend for each in versions.TABLE)
@@ -69,7 +91,7 @@ def clashes(have: Have) -> Iterator[Finding]:
     if ascend and row and npu and npu != row.torch_npu:
         yield Finding(
             f"triton-ascend {ascend} goes with torch_npu {row.torch_npu}, and {npu} is installed.",
-            f"pip install torch=={row.torch} torch_npu=={row.torch_npu}",
+            versions.installing(row.torch, f"torch_npu=={row.torch_npu}", machine=machine),
         )
     if ascend and row and cann and cann != row.cann:
         other = next((each for each in versions.TABLE if each.cann == cann), None)

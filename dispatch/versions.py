@@ -36,12 +36,22 @@ NAMES = {
 }
 # of CUDA: what the kernels import is not all in 3.4; 3.9 is the newest that all were compiled with
 OLDEST_TRITON, NEWEST_TRITON = (3, 5), (3, 9)
-# the first row is what `pip install ".[npu]"` takes: PyPI has no other triton-ascend
+# the first row is what `pip install ".[npu]"` takes on aarch64: PyPI has no other triton-ascend
 TABLE = (
     Together("3.2.0", "8.5.0", "2.9.0", "2.9.0", "2026-01-16"),
     Together("3.2.1", "9.0.0", "2.9.0", "2.9.0.post2", "2026-04-30"),
     Together("3.2.2", "9.1.0", "2.9.0", "2.9.0.post6", "2026-07-29"),
 )
+# torch's builds for the CPU
+CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+
+
+def installing(torch: str, *others: str, machine: str | None) -> str:
+    """The command for this torch and what goes with it.  On x86-64 torch_npu takes torch's build
+    for the CPU; PyPI has the one for CUDA alone, whose triton overwrites triton-ascend."""
+    on_x86 = machine == "x86_64"
+    named = " ".join((f"torch=={torch}{'+cpu' if on_x86 else ''}", *others))
+    return f"pip install {named}" + (f" --extra-index-url {CPU_BUILDS}" if on_x86 else "")
 
 
 # what a package raises that is broken, or built for another version of what it needs
@@ -76,8 +86,8 @@ class Build:
         return found[0] if found else None
 
 
-def _compiler_path() -> str | None:
-    """As triton-ascend finds it."""
+def compiler_path() -> str | None:
+    """The Ascend compiler as triton-ascend finds it: set_env.sh of a CANN puts it on the PATH."""
     on_path = shutil.which("bishengir-compile")
     folder = os.environ.get("TRITON_NPU_COMPILER_PATH")
     return on_path or (shutil.which("npuc", path=folder) if folder else None)
@@ -94,7 +104,7 @@ def _build(path: str) -> Build:
 
 def compiler() -> Build | None:
     """The Ascend compiler that triton-ascend calls here, or None."""
-    path = _compiler_path()
+    path = compiler_path()
     return None if path is None else _build(path)
 
 

@@ -26,14 +26,23 @@ WHOLE = {
     "torch_npu": FIRST.torch_npu,
     "compiler": FIRST.compiler,
 }
+NAMED = {
+    "torch": FIRST.torch, "torch_npu": FIRST.torch_npu, "triton-ascend": FIRST.triton_ascend,
+}  # fmt: skip
 
 
 def test_the_extra_pins_the_first_row():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    extra = setup["options.extras_require"]["npu"].split()
-    assert f"triton-ascend=={FIRST.triton_ascend}" in extra
-    assert f"torch=={FIRST.torch}" in extra and f"torch_npu=={FIRST.torch_npu}" in extra
+    extra = setup["options.extras_require"]["npu"].splitlines()
+    for name, version in NAMED.items():
+        assert f'{name}=={version}; platform_machine == "aarch64"' in extra
+
+
+def test_the_page_has_the_command_for_x86():
+    named = [f"{name}=={version}" for name, version in NAMED.items() if name != "torch"]
+    command = versions.installing(FIRST.torch, *named, machine="x86_64")
+    assert f"{command}\n" in (ROOT / "docs/ascend.md").read_text()
 
 
 def test_what_belongs_together_is_not_apart():
@@ -136,14 +145,18 @@ def test_kernels_take_them_from_here_alone():
 # -------------------------------------------------------------------------------------- the doctor
 
 SOUND = dict.fromkeys(("torch_npu", "triton-ascend", "CANN", "transformers", "numpy"))
-SOUND |= {"torch": "2.13.0+cpu", "triton": "3.7.1"}
+SOUND |= {"torch": "2.13.0+cpu", "triton": "3.7.1", "machine": "x86_64", "compiler": None}
 ASCEND = {
     "torch": FIRST.torch, "torch_npu": FIRST.torch_npu, "triton": None, "numpy": "1.26.4",
     "triton-ascend": FIRST.triton_ascend, "CANN": FIRST.cann, "transformers": "5.17.0",
+    "machine": "aarch64", "compiler": "/cann/bishengir-compile",
 }  # fmt: skip
+ON_X86 = ASCEND | {"torch": f"{FIRST.torch}+cpu", "machine": "x86_64"}
+INDEX = f" --extra-index-url {versions.CPU_BUILDS}"
+BARE = {"torch_npu": None, "triton-ascend": None, "CANN": None}
 
 
-@pytest.mark.parametrize("have", [SOUND, ASCEND], ids=["CUDA", "Ascend"])
+@pytest.mark.parametrize("have", [SOUND, ASCEND, ON_X86], ids=["CUDA", "Ascend", "x86"])
 def test_the_doctor_finds_nothing_where_nothing_clashes(have):
     assert list(doctor.clashes(have)) == []
 
@@ -156,6 +169,28 @@ def test_the_doctor_finds_nothing_where_nothing_clashes(have):
         (SOUND, {"torch": "2.6.1"}, "older than 2.7", 'pip install -U "torch>=2.7"'),
         (ASCEND, {"torch": "2.9.1+cpu"}, "torch 2.9.1", "pip install torch==2.9.0"),
         (ASCEND, {"torch_npu": "2.9.0.post6"}, "goes with torch_npu 2.9.0,", "torch_npu==2.9.0"),
+        (ON_X86, {"torch": "2.9.1"}, "torch 2.9.1", f"pip install torch==2.9.0+cpu{INDEX}"),
+        (
+            ON_X86,
+            {"torch_npu": "2.9.0.post6"},
+            "goes with torch_npu 2.9.0,",
+            f"pip install torch==2.9.0+cpu torch_npu==2.9.0{INDEX}",
+        ),
+        (
+            ASCEND,
+            BARE,
+            "(/cann/bishengir-compile), and no torch_npu and no triton-ascend.",
+            "pip install torch==2.9.0 torch_npu==2.9.0 triton-ascend==3.2.0",
+        ),
+        # what `pip install ".[npu]"` alone leaves
+        (
+            ON_X86,
+            BARE | {"torch": "2.13.0", "triton": "3.7.1"},
+            "no triton-ascend: PyPI has no torch for it on x86-64, https://download.pytorch.org",
+            "pip uninstall -y triton && pip install torch==2.9.0+cpu torch_npu==2.9.0 "
+            f"triton-ascend==3.2.0{INDEX}",
+        ),
+        (ON_X86, {"triton-ascend": None}, "no triton-ascend.", "--no-deps triton-ascend==3.2.0"),
         (ASCEND, {"CANN": "9.0.0"}, "goes with CANN 8.5.0", "triton-ascend==3.2.1"),
         (ASCEND, {"CANN": "8.0.0"}, "CANN 8.0.0 is here", "set_env.sh of a CANN 8.5.0"),
         (ASCEND, {"triton-ascend": "9.9", "CANN": None}, "never tried", "triton-ascend==3.2.0"),
