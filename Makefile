@@ -11,7 +11,7 @@ APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
 .PHONY: demo serve test lint docs test-ascend mutate-ascend test-torchair test-vllm test-portability
-.PHONY: portability test-corners dist fuzz clean
+.PHONY: portability test-corners test-extras dist fuzz clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/deepseek_v32_decode.py
@@ -64,6 +64,10 @@ portability: $(VENV)/.ready
 test-corners:
 	tests/corners.sh
 
+# every extra is found on PyPI alone, for x86-64 and for aarch64
+test-extras: $(VENV)/.ready
+	$(BIN)/python -m tests.tools.extras
+
 # wheel and sdist, installed and tried where nothing else of this repository is; a bill of materials
 dist: $(VENV)/.ready
 	tests/dist.sh
@@ -82,7 +86,7 @@ $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || $(APT) python3-dev
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "setuptools>=77,<82" wheel build $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ruff==0.17.5 mypy==2.4.1 pytest==9.2.0 transformers==5.17.0 $(TRITON) --editable ".[test,hf,onnx,bench]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ruff==0.17.5 mypy==2.4.1 pytest==9.2.0 uv==0.13.9 transformers==5.17.0 $(TRITON) --editable ".[test,hf,onnx,bench]"
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.ready
