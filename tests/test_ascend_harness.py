@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import tarfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -252,11 +253,79 @@ def test_onboard_packs_what_was_written_without_the_home_folder(monkeypatch, tmp
     assert "without compile.json" in capsys.readouterr().out
 
 
-def test_onboard_logs_a_step_that_fails_and_goes_on(monkeypatch, tmp_path):
+def log_of(folder, program: str, **options) -> tuple[bool, str]:
+    good = onboard._logged("step", onboard.sys.executable, "-c", program, **options)
+    return good, (folder / "step.txt").read_text()
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
     monkeypatch.setattr(onboard, "FOLDER", tmp_path)
-    command = "import sys; print('before'); sys.exit(3)"
-    assert not onboard._logged("step", onboard.sys.executable, "-c", command)
-    assert (tmp_path / "step.txt").read_text().startswith("before\nended with 3 after")
+    return tmp_path
+
+
+def test_onboard_logs_a_step_that_fails_and_goes_on(results):
+    good, log = log_of(results, "import sys; print('before'); sys.exit(3)")
+    assert not good and log.startswith("before\nended with 3 after")
+
+
+def test_onboard_gives_no_step_what_compile_needs(monkeypatch, results):
+    monkeypatch.setenv("CUSTOM_BACKEND", "npu")
+    monkeypatch.setenv("TRITON_ASCEND_ARCH", "Ascend910_9392")
+    program = "import os; print(*[x for x in os.environ if x.startswith(('CUSTOM_B', 'TRITON_A'))])"
+    assert log_of(results, program)[1].startswith("\nended with 0")
+    assert onboard.said(onboard.sys.executable, "-c", program) == ""
+
+
+SILENT = "print('before', flush=True); import time; time.sleep(60)"
+TALKS = "import time\nwhile True: print('on', flush=True); time.sleep(0.05)"
+# as a driver: neither Python nor a signal that can be refused gets through
+DEAF = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGABRT}}); {SILENT}"
+LEAVES = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SILENT!r}])"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [SILENT, TALKS, DEAF, f"{LEAVES}; {SILENT}"],
+    ids=["silent", "talks on", "deaf", "with a child"],
+)
+def test_onboard_ends_what_hangs_and_all_that_it_started(program, monkeypatch, results):
+    monkeypatch.setattr(onboard, "_LAST_WORDS", 1.0)
+    groups = []
+    kill = onboard.os.killpg
+    monkeypatch.setattr(onboard.os, "killpg", lambda *a: (groups.append(a[0]), kill(*a)))
+    began = time.monotonic()
+    good, log = log_of(results, program, patience=1.0)
+    assert not good and log.endswith("killed after 1 s\n") and time.monotonic() - began < 10
+    assert log.startswith("on\n" if program is TALKS else "before\n")
+    # where it stood
+    assert ('File "<string>", line' in log) is (program is not DEAF)
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() - began < 20:  # orphans are taken away by init, in its time
+            kill(groups[0], 0)
+
+
+def test_onboard_does_not_wait_for_what_a_step_left_behind(results):
+    began = time.monotonic()
+    good, log = log_of(results, LEAVES)
+    assert good and "ended with 0" in log and time.monotonic() - began < 20
+
+
+def test_onboard_stops_at_versions_that_clash_before_it_compiles(monkeypatch, results, capsys):
+    package = results / "path" / "torch_npu-2.14.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Name: torch_npu\nVersion: 2.14.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    compiled = []
+    monkeypatch.setattr(onboard, "compile_step", lambda *_: compiled.append("once") or True)
+    monkeypatch.setattr(onboard.sys, "argv", ["onboard", "compile"])
+    with pytest.raises(SystemExit, match="mend what is named above, or go on as it is with --any"):
+        onboard.main()
+    assert compiled == [] and "torch_npu 2.14.0 is built against torch" in capsys.readouterr().out
+    assert "torch_npu 2.14.0 is built against torch" in (results / "doctor.txt").read_text()
+    monkeypatch.setattr(onboard, "_logged", lambda *_, **__: False)
+    monkeypatch.setattr(onboard.sys, "argv", ["onboard", "compile", "--anyway"])
+    assert onboard.main() == 0 and compiled == ["once"]
 
 
 def test_onboard_runs_files_and_ops_that_exist():

@@ -7,22 +7,27 @@
     bench      every op's rows, by graph replay
     pack       all that was written into one archive, to send back
 
-Without a step, all four.  What they print goes to ascend-results/ as well; a step that fails is
-told and the next one runs.
+Without a step, all four.  Versions that `custom.info --doctor` finds to clash come first: nothing
+runs until they are mended, or with --anyway.  What the steps print goes to ascend-results/ as well;
+a step that fails is told and the next one runs, and so is what hangs.
 """
 
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +35,8 @@ from .toolchain import ARCH, ROOT
 
 FOLDER = ROOT / "ascend-results"
 ARCHIVE = ROOT / "ascend-results.tar.gz"
-_PATIENCE = 3600  # seconds for one file of tests, or one op's rows
+_PATIENCE = 3600.0  # seconds for one file of tests, or one op's rows
+_LAST_WORDS = 5.0  # seconds for what hangs to say where, and then to be gone
 
 # first what most depends on the machine: memories of the compiler's build, then formats of weights
 RISKY = (
@@ -72,10 +78,19 @@ def tools() -> tuple[Path, str | None]:
     return Path(found), shutil.which("hivmc")
 
 
+def environment() -> dict[str, str]:
+    """A child's: without what the step `compile` sets, which is for kernels that no device runs."""
+    own = ("CUSTOM_BACKEND", "TRITON_ASCEND_ARCH")
+    clean = {name: value for name, value in os.environ.items() if name not in own}
+    return clean | {"PYTHONFAULTHANDLER": "1"}
+
+
 def said(*command: str) -> str:
     """What a command prints, or why it does not run."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=environment()
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
     return (done.stdout + done.stderr).strip()
@@ -170,25 +185,65 @@ def _apply(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return function(*arguments)
 
 
-def _logged(name: str, *command: str) -> bool:
-    """Run a command; its output goes to the screen and to a file.  True if it ends well."""
+def _heard(running: subprocess.Popen[bytes], until: float) -> Iterator[str]:
+    """What it prints, as it comes, until it ends or the time is up."""
+    assert running.stdout is not None
+    pipe = running.stdout.fileno()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while time.monotonic() < until:
+        if select.select([pipe], [], [], 0.1)[0]:
+            piece = os.read(pipe, 1 << 16)
+            if not piece:
+                break
+            yield decoder.decode(piece)
+        elif running.poll() is not None:  # what it started and left holds the pipe
+            break
+
+
+def _logged(name: str, *command: str, patience: float = _PATIENCE) -> bool:
+    """Run a command; its output goes to the screen and to a file.  True if it ends well; when its
+    time is up, whether it talks or not, it is killed with all that it started."""
     print(f"== {' '.join(command)}", flush=True)
-    began = time.time()
-    with (FOLDER / f"{name}.txt").open("w") as log:
-        running = subprocess.Popen(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        assert running.stdout is not None
-        for line in running.stdout:
-            print(line, end="", flush=True)
-            log.write(line)
-            if time.time() - began > _PATIENCE:
-                running.kill()
-        code = running.wait()
-        last = f"ended with {code} after {time.time() - began:.0f} s"
-        log.write(last + "\n")
+    began = time.monotonic()
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), start_new_session=True, **pipes
+    )
+    with (FOLDER / f"{name}.txt").open("w", encoding="utf-8") as log:
+
+        def pass_on(until: float) -> int | None:
+            for text in _heard(running, until):
+                print(text, end="", flush=True)
+                log.write(text)
+                log.flush()
+            with suppress(subprocess.TimeoutExpired):
+                return running.wait(max(0.0, until - time.monotonic()))
+            return None
+
+        try:
+            code = pass_on(began + patience)
+            last = f"ended with {code} after {time.monotonic() - began:.0f} s"
+            if code is None:
+                running.send_signal(signal.SIGABRT)  # Python says where it stands
+                pass_on(time.monotonic() + _LAST_WORDS)
+                last = f"killed after {patience:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(_LAST_WORDS)
+        if running.returncode is None:
+            last += f", and process {running.pid} does not end: it waits in the driver"
+        log.write(f"{last}\n")
     print(f"== {name}: {last}", flush=True)
     return code == 0
+
+
+def versions(anyway: bool) -> None:
+    """Hours on versions that do not belong together tell nothing."""
+    command = [sys.executable, "-m", "custom.info", "--doctor"]
+    if not _logged("doctor", *command, patience=300) and not anyway:
+        sys.exit("onboard: mend what is named above, or go on as it is with --anyway")
 
 
 def files() -> list[str]:
@@ -239,7 +294,8 @@ def pack() -> bool:
     files = sorted(path for path in FOLDER.iterdir() if path.is_file())
     home = str(Path.home())
     for path in files:
-        path.write_text(re.sub(re.escape(home) + r"\b", "~", path.read_text()))
+        text = path.read_text(encoding="utf-8")
+        path.write_text(re.sub(re.escape(home) + r"\b", "~", text), encoding="utf-8")
     with tarfile.open(ARCHIVE, "w:gz") as archive:
         for path in files:
             archive.add(path, f"{FOLDER.name}/{path.name}")
@@ -255,12 +311,15 @@ def main() -> int:
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(steps))
     parser.add_argument("--arch", default=ARCH, help="of the NPU, as npu-smi and CANN name it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--anyway", action="store_true", help="whatever the doctor finds")
     parser.add_argument("--ops", default="", help="compile: files of ops/ alone, by comma")
     chosen = parser.parse_args()
     for step in chosen.steps:
         if step not in steps:
             parser.error(f"there is no step {step}; there are {', '.join(steps)}")
     FOLDER.mkdir(exist_ok=True)
+    if chosen.steps != ["pack"]:
+        versions(chosen.anyway)
     names = [name for name in chosen.ops.split(",") if name]
     run: dict[str, Callable[[], bool]] = {
         "compile": lambda: compile_step(chosen.arch, chosen.jobs, names),
