@@ -138,8 +138,11 @@ def _target_kernel(
                 z = tl.dot(_part(key + D0, at, k_row, valid, c1, D1, P1), q1.T, z)
             if DR > 0:
                 z = tl.dot(_part(key_rope, at, kr_row, valid, cr, DR, PR), qr.T, z)
-            mass = tl.sum(tl.exp2(z * scale_log2 - row_lse[None, :]), 1)
-            mass = tl.where(valid, mass, 0.0)
+            p = tl.exp2(z * scale_log2 - row_lse[None, :])
+            if N % HEADS != 0:
+                # the zeros of heads that are not there, times an infinite key, are NaN
+                p = tl.where(is_head[None, :], p, 0.0)
+            mass = tl.where(valid, tl.sum(p, 1), 0.0)
             mask = slot < last
             if N > HEADS and first > 0:
                 mass += tl.load(target + slot, mask=mask, other=0.0)

@@ -134,7 +134,10 @@ def _scores(
             )  # fmt: skip
             k_tile = quantise.multiplied(k_tile, C.KIND)
             s = tl.dot(k_tile, q_tile.T, input_precision="ieee").to(tl.float32)
-            s = tl.maximum(s, 0.0) * weight[None, :]
+            s = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+            if C.HEADS != C.BLOCK_H:
+                # the zeros of heads that are not there, times an infinite key, are NaN
+                s = tl.where((h < C.HEADS)[None, :], s, 0.0)
             score = tl.sum(tl.reshape(s, [C.BLOCK_N, C.ROWS, C.BLOCK_H]), 2)
             if C.KIND != quantise.PLAIN:
                 scale, _ = _key_tile(

@@ -60,8 +60,10 @@ def _gradients(
         )
         grad = tl.load(dy + row * dy_row + entry, mask=valid, other=0.0).to(tl.float32)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-        dw += tl.sum(tl.maximum(s, 0.0) * grad[None, :], 1)
-        ds = tl.where(s > 0, grad[None, :] * weight[:, None], 0.0).to(k_tile.dtype)
+        relu = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        dw += tl.sum(relu * grad[None, :], 1)
+        # a NaN counts as above 0, as in torch
+        ds = tl.where(s <= 0, 0.0, grad[None, :] * weight[:, None]).to(k_tile.dtype)
         dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
         dk = tl.dot(ds.T, q_tile, input_precision="ieee")
         at = (outer * out_o + inner)[:, None] * D + d[None, :]

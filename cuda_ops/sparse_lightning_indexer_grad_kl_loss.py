@@ -127,8 +127,11 @@ def _scores_kernel(
             if C.DR > 0:
                 kr = _part(key_rope, outer * kr_o + inner * kr_i, valid, cr, C.DR, C.PR)
                 z = tl.dot(kr, qr.T, z)
-            mass = tl.sum(tl.exp2(z * scale_log2 - lse[None, :]), 1)
-            mass = tl.where(valid, mass, 0.0)
+            p = tl.exp2(z * scale_log2 - lse[None, :])
+            if C.N % C.HEADS != 0:
+                # the zeros of heads that are not there, times an infinite key, are NaN
+                p = tl.where(is_head[None, :], p, 0.0)
+            mass = tl.where(valid, tl.sum(p, 1), 0.0)
             to = row * entries + entry
             mask = entry < entries
             if C.N > C.HEADS:  # noqa: SIM102 (a constexpr, decided before the rest is compiled)
@@ -137,8 +140,11 @@ def _scores_kernel(
             tl.store(target + to, mass, mask=mask)
             if first == 0:
                 ki = _part(key_index, outer * ki_o + inner * ki_i, valid, ci, C.DI, C.PI)
-                s = tl.maximum(tl.dot(ki, qi.T), 0.0)
-                found = tl.sum(s * weight[None, :], 1)
+                s = tl.dot(ki, qi.T)
+                s = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+                if C.NI != C.INDEX_HEADS:
+                    s = tl.where(is_index[None, :], s, 0.0)
+                found = tl.sum(s, 1)
                 # absent slots are told apart by their score in the second kernel
                 tl.store(score + to, tl.where(valid, found, float("-inf")), mask=mask)
     # a row that sees nothing

@@ -195,6 +195,21 @@ def test_indexer(case, indexed):
     assert_top(every, *got)
 
 
+@pytest.mark.parametrize("heads", [5, 16, 40, 64])
+def test_indexer_of_keys_that_are_no_numbers(heads, indexed):
+    """An infinite score comes first, NaN last; heads that are not there add nothing."""
+    _, every = arguments(torch.bfloat16, N=heads, R=64, B=1, S=5, keys="BSND", S2=90, K=87)
+    every |= dict(query=every["query"].abs(), weights=every["weights"].abs(), sparse_mode=0)
+    every["key"][0, [3, 70]] = torch.nan
+    every["key"][0, [20, 80]] = torch.inf
+    every["key"][0, 40, 0, :2] = torch.tensor([torch.inf, -torch.inf])  # their sum is NaN
+    wanted = [p for p in range(90) if p not in (3, 40, 70)]
+    for count, there in ((87, wanted), (2, [20, 80])):
+        indices, _ = launched("lightning_indexer", **every | dict(sparse_count=count))
+        assert all(row == there for row in indices.view(-1, count).tolist())
+    assert len(indexed) == 2
+
+
 @pytest.mark.parametrize("heads", [5, 64], ids=["alone", "shared"])
 @pytest.mark.parametrize("paged", [False, True])
 def test_indexer_of_e4m3(paged, heads, indexed):

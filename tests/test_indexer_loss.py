@@ -480,3 +480,25 @@ def test_errors(change, error, sentence):
     good = to(CASES[0].arguments(), torch.float32)
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):
         custom.compute_index_loss_sparse(**(good | change))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+def test_a_key_of_minus_infinity_has_no_share(lse, device, backend):
+    """Of heads that do not fill a kernel's tile: 0 * inf is NaN."""
+    case = Case(2, 3, 5, 9, 32, 9, every=True)
+    x = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
+         for n, v in case.arguments().items()}  # fmt: skip
+    x["query"], x["key"] = x["query"].abs(), x["key"].clone()
+    x["key"][:, 1] = -torch.inf
+    if lse:
+        logits = x["scaling"] * (x["query"].float() @ x["key"].float().mT[:, None])
+        seen = torch.arange(9) <= torch.arange(5)[:, None] + case.offset
+        x["softmax_lse"] = logits.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    wanted = reference.forward(eps=1e-10, **x)
+    there = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in x.items()}
+    before = log.calls[OP, backend]
+    got = getattr(torch.ops.custom, OP)(**there)
+    assert log.calls[OP, backend] == before + 1
+    for name, a, b in zip(("loss", "target"), got, wanted, strict=True):
+        assert b.isfinite().all()
+        torch.testing.assert_close(a.cpu(), b, rtol=2e-3, atol=1e-4, msg=name)

@@ -239,15 +239,26 @@ def test_lengths_and_tables_of_either_integer_type_and_strided_inputs(device, ba
     assert torch.equal(strided, dense)
 
 
-def test_a_score_that_is_no_number_comes_last():
-    """On the CPU: kernels leave the place of NaN open."""
-    key = torch.ones(1, 9, 1, 16)
+@pytest.mark.parametrize("heads", (1, 8, 16, 20))
+def test_an_infinite_score_comes_first_and_one_that_is_no_number_last(heads, device, backend):
+    """However many heads fill a kernel's tile: 0 * inf is NaN."""
+    key = torch.ones(1, 150, 1, 16, dtype=torch.float16)
     key[0, [2, 5]] = torch.nan
-    key[0, 7] = torch.inf
-    query, weights = torch.ones(1, 1, 1, 16), torch.ones(1, 1, 1)
-    for count, wanted in ((1, [7]), (3, [0, 1, 7]), (8, [0, 1, 2, 3, 4, 6, 7, 8])):
-        indices, _ = custom.npu_lightning_indexer(query, key, weights, sparse_count=count)
+    key[0, [7, 140]] = torch.inf
+    key[0, 9, 0, :2] = torch.tensor([torch.inf, -torch.inf])  # their sum is NaN
+    query, weights = (torch.ones(1, 1, heads, *last, dtype=torch.float16) for last in ((16,), ()))
+    arguments = dict(query=query, key=key, weights=weights, return_value=True)
+    arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    for count, wanted in (
+        (1, [7]),
+        (3, [0, 7, 140]),
+        (147, [p for p in range(150) if p not in (2, 5, 9)]),
+        (148, [p for p in range(150) if p not in (5, 9)]),
+    ):
+        indices, values = run(OP, backend, **arguments, sparse_count=count)
         assert indices.flatten().tolist() == wanted
+        assert values[indices == 7].tolist() == [torch.inf]
+        assert (values[indices == 2] == -torch.inf).all()  # the lowest number of float32
 
 
 def test_128k_keys_of_a_paged_cache():

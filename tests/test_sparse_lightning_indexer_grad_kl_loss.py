@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
+from custom.dispatch.reference import sparse_lightning_indexer_grad_kl_loss as reference
 from torch import Tensor
 
 import custom
@@ -250,3 +251,34 @@ def test_errors(change, error, sentence):
     good = to(with_statistics(x, CASES[0].seen(x)), torch.float32)
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):
         custom.npu_sparse_lightning_indexer_grad_kl_loss(**(good | change))
+
+
+def test_a_key_of_infinity_in_heads_that_fill_no_tile(device, backend):
+    """One that no head of the attention looks at, and one whose score is infinite where its
+    target is 0: 0 * inf is NaN."""
+    case = Case(1, 4, 6, 3, 32, 2, 32, 6, sparse_mode=0)
+    x = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
+         for n, v in case.arguments().items()}  # fmt: skip
+    x["query"], x["query_index"], x["weights"] = (
+        x[n].abs() for n in ("query", "query_index", "weights")
+    )
+    x["sparse_indices"] = torch.arange(6, dtype=torch.int32).expand(1, 4, 1, 6).clone()
+    x["key"], x["key_index"] = x["key"].clone(), x["key_index"].clone()
+    x["key"][:, 1] = -torch.inf
+    x["key_index"][:, 2] = -torch.inf  # its score is 0
+    statistics = custom.npu_sparse_flash_attention(
+        query=x["query"], key=x["key"].clamp(min=-6e4), value=None, scale_value=x["scale_value"],
+        sparse_indices=x["sparse_indices"], sparse_mode=0, return_softmax_lse=True,
+    )  # fmt: skip
+    x["softmax_max"], x["softmax_sum"] = statistics[1:]
+    absent = dict.fromkeys(("actual_seq_qlen", "actual_seq_klen", "layout"))
+    wanted = reference.forward(**absent, pre_tokens=None, next_tokens=None, **x)
+    there = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in x.items()}
+    before = log.calls[OP, backend]
+    got = getattr(torch.ops.custom, OP)(**there)
+    assert log.calls[OP, backend] == before + 1
+    assert wanted[3].isfinite() and wanted[2].isfinite().all()
+    for name, a, b in zip(("d_query", "d_key", "d_weights", "loss"), got, wanted, strict=True):
+        assert torch.equal(a.isfinite().cpu(), b.isfinite()), name
+        a, b = (y.double().cpu().nan_to_num(0, 0, 0) for y in (a, b))
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3, msg=name)

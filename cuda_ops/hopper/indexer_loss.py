@@ -132,8 +132,11 @@ def _consume(
     for n in range(0, end, 64):
         slot = gl.load(slots + n + column, mask=n + column < end, other=-1)
         s = _scores(q, ring, bars, phase, n >> 30, GROUP, PIECES, S)
-        mass = gl.sum(gl.exp2(s * scale_log2 - row_lse[:, None]), 0)
-        mass = gl.convert_layout(mass, LINE)
+        p = gl.exp2(s * scale_log2 - row_lse[:, None])
+        if GROUP * 64 + 64 > N:
+            # the zeros of heads that are not there, times an infinite key, are NaN
+            p = gl.where((head < N)[:, None], p, 0.0)
+        mass = gl.convert_layout(gl.sum(p, 0), LINE)
         gl.atomic_add(target + n + column, mass, mask=slot >= 0, sem="relaxed")
         phase = phase ^ 1
 

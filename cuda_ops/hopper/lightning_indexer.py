@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,6 +37,7 @@ from .tma import DTYPES, describable, describe_box, forget
 
 KEYS_AT_ONCE = gl.constexpr(64)
 LEAST_SCORE = gl.constexpr(-3.4028234663852886e38)
+EVERY_NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 
 class Scores(NamedTuple):
@@ -137,12 +139,21 @@ def _scales_of(by, outer, n, hi, start, LAYOUT: gl.constexpr, E4M3: gl.constexpr
 
 
 @gluon.jit
+def _head_of(s, R: gl.constexpr):
+    """Of each column of products of R rows."""
+    return gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout)) % (s.shape[1] // R)
+
+
+@gluon.jit
 def _finish(
     s, weight, scale, to, member, row, stop, first, asked, keys, n, valid, R: gl.constexpr,
     CAUSAL: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum products [64, columns] over the heads, store the scores of rows member, member + 1 .."""
-    s = gl.maximum(s, 0.0) * weight[None, :]
+    s = gl.maximum(s, 0.0, propagate_nan=EVERY_NAN) * weight[None, :]
+    if s.shape[1] // R != C.HEADS:
+        # the zeros of heads that are not there, times an infinite key, are NaN
+        s = gl.where((_head_of(s, R) < C.HEADS)[None, :], s, 0.0)
     score = gl.sum(gl.reshape(s, [KEYS_AT_ONCE, R, s.shape[1] // R]), 2)
     L: gl.constexpr = score.type.layout
     if C.E4M3:

@@ -4,8 +4,9 @@
 
     score[t, p] = sum_n weights[t, n] relu(query[t, n] . key[p])
 
-The scores, in float32, order the positions: the highest first, the lower position first on ties,
-NaN last.  The chosen ones come back in ascending order.
+The scores, in float32, order the positions: the highest first, the lower position first on ties.
+NaN and -inf count as the lowest number that there is, also as values.  The chosen ones come back in
+ascending order.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def select(
         positions = torch.arange(int(rows.limit[tokens].max()), device=query.device)[None]
         slots = keys.slots(key, tokens.new_full((1,), request), positions)[0]
         for block in tokens.split(max(1, _BLOCK // len(slots))):
-            found = score(query[block], weights[block], slots)
+            found = ranked(score(query[block], weights[block], slots))
             visible = (positions < rows.limit[block, None]) & (slots >= 0)
             picked = top(found, visible, count)
             indices.view(-1, count)[block] = picked.to(torch.int32)
@@ -121,11 +122,15 @@ def scores(query: Tensor, pages: Tensor, weights: Tensor, slots: Tensor) -> Tens
     return out
 
 
-def top(score: Tensor, visible: Tensor, count: int) -> Tensor:
-    """The `count` best visible columns of every row, ascending, then -1."""
+def ranked(score: Tensor) -> Tensor:
+    """NaN and -inf as the lowest number that there is."""
     lowest = torch.finfo(score.dtype).min
-    rank = score.nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
-    rank = rank.masked_fill(~visible, -torch.inf)
+    return score.nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
+
+
+def top(score: Tensor, visible: Tensor, count: int) -> Tensor:
+    """The `count` best visible columns of every row, ascending, then -1; no score is NaN."""
+    rank = ranked(score).masked_fill(~visible, -torch.inf)
     kept = min(count, score.shape[1])
     least = rank.topk(kept).values[:, -1:]
     above, tie = rank > least, (rank == least) & visible

@@ -424,7 +424,10 @@ def stand_in(monkeypatch, *modules, at=None):
         arange=lambda lo, hi, layout=None: _block(torch.arange(lo, hi, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: _unknown(dtype, shape).zero_(),
         minimum=lambda a, b: torch.minimum(_block(a), _block(b)),
-        maximum=lambda a, b: torch.maximum(_block(a), _block(b)),
+        # a GPU's maximum is the number beside a NaN, unless it is told otherwise
+        maximum=lambda a, b, propagate_nan=None: (torch.maximum if propagate_nan else torch.fmax)(
+            _block(a), _block(b)
+        ),
         max=torch.amax, sum=lambda x, axis: x.sum(axis, dtype=x.dtype), exp2=torch.exp2,
     )  # fmt: skip
     gl.program_id = lambda axis: Program.now.get().place[axis]
