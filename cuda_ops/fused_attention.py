@@ -192,7 +192,7 @@ def _forward_kernel(
         scale_log2, window, True, C,
     )  # fmt: skip
 
-    valid = row_sum > 0
+    valid = row_sum != 0  # a NaN is there, and stays one
     acc = acc / tl.where(valid, row_sum, 1.0)[:, None]
     row_lse = tl.where(valid, row_max + tl.log2(tl.where(valid, row_sum, 1.0)), float("-inf"))
     where_lse = batch * lse_batch + (first_q + query) * lse_row
@@ -226,7 +226,7 @@ def _combine_kernel(
     total = tl.sum(weight, 0)
     at = partial_o + (row * splits + split_index)[:, None] * V + e[None, :]
     acc = tl.load(at, (split_index < splits)[:, None] & (e < V)[None, :], 0.0)
-    valid = total > 0
+    valid = total != 0
     total = tl.where(valid, total, 1.0)
     merged = tl.sum(acc * weight[:, None], 0) / total
     tl.store(o + row * V + e, merged.to(o.dtype.element_ty), e < V)

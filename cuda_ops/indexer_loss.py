@@ -123,7 +123,7 @@ def _target_kernel(
                 row_sum = row_sum * tl.exp2(row_max - safe)
                 row_sum += tl.sum(tl.exp2(z - safe[:, None]), 1)
                 row_max = new_max
-            row_lse = tl.where(row_sum > 0, row_max + tl.log2(row_sum), 0.0)
+            row_lse = tl.where(row_sum != 0, row_max + tl.log2(row_sum), 0.0)
         # heads that are not there add nothing
         row_lse = tl.where(is_head, row_lse, float("inf"))
         row_lse = tl.where(row_lse == float("-inf"), 0.0, row_lse)

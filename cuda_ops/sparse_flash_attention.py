@@ -249,20 +249,21 @@ def _attend(
             acc2 = tl.dot(p, k_tile2, acc2 * alpha[:, None], input_precision="ieee")
     if C.CHAINED:
         gdc_launch_dependents()
+    valid = row_sum != 0  # a NaN is there, and stays one
     if C.SPLITS == 1:
         total = row_sum
         if C.HAS_SINK:
             sink = tl.load(sinks + head, mask=head_mask, other=0.0).to(tl.float32)
             total += tl.exp2(sink * LOG2E - row_max)
-        inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, total, 1.0), 0.0)
+        inverse = tl.where(valid, 1.0 / tl.where(valid, total, 1.0), 0.0)
         to = out + (row * C.HEADS + head)[:, None] * C.R
         if C.STATS:
             stat = row * C.HEADS + head
-            top = tl.where(row_sum > 0, row_max * LN2, float("-inf"))
+            top = tl.where(valid, row_max * LN2, float("-inf"))
             tl.store(softmax_max + stat, top, mask=head_mask)
             tl.store(softmax_sum + stat, row_sum, mask=head_mask)
     else:
-        inverse = tl.where(row_sum > 0, 1.0 / tl.where(row_sum > 0, row_sum, 1.0), 0.0)
+        inverse = tl.where(valid, 1.0 / tl.where(valid, row_sum, 1.0), 0.0)
         piece = (row * C.SPLITS + split) * C.HEADS + head
         to = partial + piece[:, None] * C.R
         tl.store(partial_max + piece, row_max, mask=head_mask)

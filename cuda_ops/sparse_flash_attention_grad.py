@@ -83,7 +83,7 @@ def _gradients(
     stat = row * C.HEADS + head
     row_max = tl.load(softmax_max + stat, mask=head_mask, other=0.0)
     row_sum = tl.load(softmax_sum + stat, mask=head_mask, other=1.0)
-    seeing = row_sum > 0  # a row that sees no key has max -inf and sum 0
+    seeing = row_sum != 0  # a row that sees no key has max -inf and sum 0
     row_max = tl.where(seeing, row_max, 0.0)
     inverse = 1.0 / tl.where(seeing, row_sum, 1.0)
     if d_softmax_sum is not None:

@@ -114,7 +114,7 @@ def _scores_kernel(
             total += tl.exp(sink - peak)
         lse = peak * LOG2E + tl.log2(total)
         # heads that are not there, and those that saw nothing, add nothing
-        lse = tl.where(is_head & (lse > float("-inf")), lse, float("inf"))
+        lse = tl.where(is_head & (lse != float("-inf")), lse, float("inf"))
         for at in tl.range(0, end, C.BLOCK_N, num_stages=C.STAGES):
             entry = at + tl.arange(0, C.BLOCK_N)
             outer, inner, valid = selected(
@@ -161,7 +161,7 @@ def _loss_kernel(target, score, loss, entries, eps, ENTRIES: tl.constexpr):
     slot = tl.arange(0, ENTRIES)
     at = row * entries + slot
     found = tl.load(score + at, mask=slot < entries, other=float("-inf"))
-    counts = found > float("-inf")
+    counts = found != float("-inf")
     pi = normalised(tl.load(target + at, mask=counts, other=0.0))
     r = softmax_of_scores(found, counts)
     term = (pi + eps) * (tl.log(pi + eps) - tl.log(r + eps))

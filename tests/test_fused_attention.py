@@ -482,3 +482,18 @@ def test_prefix_sums_with_gaps_are_refused():
         strided = torch.stack([value, value], -1)[:, 0]
         with pytest.raises(ValueError, match=f"npu_fused_attention: `{name}` is not contiguous"):
             custom.npu_fused_attention(q, k, v, **(sums | {name: strided}))
+
+
+@pytest.mark.parametrize("keys", [9, 700], ids=["whole", "in parts"])
+def test_a_nan_stays_one(keys, device, backend):
+    """In its row alone, and in the row's statistics: no row that sees nothing."""
+    q, k, v = (torch.randn(1, 2, n, 32).half().to(device) for n in (3, keys, keys))
+    right, right_lse = getattr(torch.ops.custom, OP)(q=q, k=k, v=v)
+    q[0, 1, 2, 5] = torch.nan
+    before = log.calls[OP, backend]
+    o, lse = getattr(torch.ops.custom, OP)(q=q, k=k, v=v)
+    assert log.calls[OP, backend] == before + 1
+    wrong = torch.zeros(1, 2, 3, dtype=torch.bool, device=device)
+    wrong[0, 1, 2] = True
+    assert o[wrong].isnan().all() and torch.equal(lse.isnan(), wrong)
+    assert torch.equal(o[~wrong], right[~wrong]) and torch.equal(lse[~wrong], right_lse[~wrong])

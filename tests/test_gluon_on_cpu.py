@@ -559,3 +559,20 @@ def test_topk(n, k, kind, monkeypatch):
     hopper.topk.launch(scores, lengths, indices, values, k, sample)
     wanted, value = best_of(scores, lengths, k)
     assert torch.equal(indices, wanted) and torch.equal(values, value)
+
+
+@pytest.mark.parametrize("case", ["one row", "three rows"])
+def test_few_rows_of_no_number(case, few):
+    """A NaN stays one, in its head alone; it is not taken for a row without keys."""
+    attention, _ = arguments(torch.bfloat16, **CASES[case])
+    every = attention | dict(return_softmax_lse=True)
+    right = launched("sparse_flash_attention", **every)
+    query = every["query"].clone()
+    query[..., 2, 7] = torch.nan
+    out, _, total = launched("sparse_flash_attention", **every | dict(query=query))
+    assert len(few) == 2
+    wrong = torch.zeros(out.shape[:-1], dtype=torch.bool)
+    wrong[..., 2] = right[2].view(wrong.shape)[..., 2] > 0
+    assert wrong.any() and out[wrong].isnan().all()
+    assert torch.equal(total.view(wrong.shape).isnan(), wrong)
+    assert torch.equal(out[~wrong], right[0][~wrong])

@@ -502,3 +502,16 @@ def test_a_key_of_minus_infinity_has_no_share(lse, device, backend):
     for name, a, b in zip(("loss", "target"), got, wanted, strict=True):
         assert b.isfinite().all()
         torch.testing.assert_close(a.cpu(), b, rtol=2e-3, atol=1e-4, msg=name)
+
+
+def test_a_key_that_is_no_number_leaves_no_target(device, backend):
+    """Its row's heads are not taken for those that see no key."""
+    case = Case(1, 3, 4, 9, 16, 5, every=True)
+    x = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
+         for n, v in case.arguments().items()}  # fmt: skip
+    x["key"][0, 1, 3] = torch.nan
+    x = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in x.items()}
+    before = log.calls[OP, backend]
+    loss, target = getattr(torch.ops.custom, OP)(**x)
+    assert log.calls[OP, backend] == before + 1
+    assert loss.isnan().all() and target.isnan().all()

@@ -18,6 +18,7 @@ from .support.ragged import (
     limits,
     run,
 )
+from .support.samples import sample
 from .support.selected import DR, RAGGED, SCALE, D, Problem, attend, chosen
 
 OP = "npu_sparse_flash_attention_grad"
@@ -286,3 +287,15 @@ def test_errors(change, error, message):
     )
     with pytest.raises(error, match=f"^{OP}: .*{message}"):
         custom.npu_sparse_flash_attention_grad(**(valid | change))
+
+
+def test_a_sum_that_is_no_number_gives_no_gradient(device, backend):
+    """Its row and head are not taken for one that sees no key."""
+    given = sample(OP, device, torch.float16)
+    total = given["softmax_sum"].clone()
+    total[0, 0, 1, 2] = torch.nan
+    d_query, *_ = run(OP, backend, **given | dict(softmax_sum=total))
+    wrong = torch.zeros(d_query.shape[:-1], dtype=torch.bool, device=device)
+    wrong[0, 1, 2] = True
+    assert torch.equal(d_query.isnan().all(-1), wrong)
+    assert torch.equal(d_query.isnan().any(-1), wrong)

@@ -17,6 +17,7 @@ import custom
 
 from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 from .support.drawn import drawn
+from .support.samples import sample
 
 OP = "npu_sparse_lightning_indexer_grad_kl_loss"
 
@@ -282,3 +283,15 @@ def test_a_key_of_infinity_in_heads_that_fill_no_tile(device, backend):
         assert torch.equal(a.isfinite().cpu(), b.isfinite()), name
         a, b = (y.double().cpu().nan_to_num(0, 0, 0) for y in (a, b))
         torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize("name", ["query", "query_index", "weights", "key_index"])
+def test_a_loss_of_no_numbers_is_none(name, device, backend):
+    """A score that is NaN is not taken for a slot that is absent."""
+    x = sample(OP, device, torch.float16)
+    x[name] = x[name].clone()
+    x[name].view(-1)[-1 if name != "key_index" else 0] = torch.nan
+    before = log.calls[OP, backend]
+    *_, loss = getattr(torch.ops.custom, OP)(**x)
+    assert log.calls[OP, backend] == before + 1
+    assert loss.isnan().all()

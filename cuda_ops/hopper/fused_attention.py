@@ -354,7 +354,7 @@ def _forward_consumer(
         mbarrier.arrive(v_empty.index(v_stage))
 
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, MS))
-        valid = row_sum > 0
+        valid = row_sum != 0  # a NaN is there, and stays one
         inverse = 1.0 / gl.where(valid, row_sum, 1.0)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, MO))[:, None]
         if OWN_O:

@@ -173,7 +173,7 @@ def _total(row_sum, tiles, query_phase, TILE: gl.constexpr):
 @gluon.jit
 def _finish(acc, row_sum, row_max, to, row, split, head, C: gl.constexpr, COLUMN: gl.constexpr):
     h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    valid = row_sum > 0
+    valid = row_sum != 0  # a NaN is there, and stays one
     below = gl.where(valid, row_sum, 1.0)
     if C.SPLITS == 1:
         if C.STATS and COLUMN == 0:

@@ -165,11 +165,12 @@ def _combine(
         sink = gl.load(sinks + program % HEADS).to(gl.float32)
         total += gl.exp2(sink * LOG2E - row_max)
     o = gl.sum(o * scale[:, None], 0)
-    o = gl.where(row_sum > 0, o / gl.where(row_sum > 0, total, 1.0), 0.0)
+    valid = row_sum != 0  # a NaN is there, and stays one
+    o = gl.where(valid, o / gl.where(valid, total, 1.0), 0.0)
     gl.store(out + program * 512 + d, o.to(out.dtype.element_ty))
     if STATS:
         first = gl.program_id(1) == 0
-        row_max = gl.where(row_sum > 0, row_max * LN2, float("-inf"))
+        row_max = gl.where(valid, row_max * LN2, float("-inf"))
         gl.store(softmax_max + program, row_max, mask=first)
         gl.store(softmax_sum + program, row_sum, mask=first)
 
