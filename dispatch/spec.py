@@ -19,7 +19,8 @@ class Spec:
     schema: PyTorch's, `SCHEMA` there.
     file: names the module in ops/, reference/, npu_ops/ and cuda_ops/.
     check: raises one clear sentence on bad arguments; runs for real and for fake tensors.
-    fake: outputs with the right shapes and dtypes, and nothing in them.
+    fake: outputs with the right shapes and dtypes, and nothing in them; contiguous, as every output
+        of every backend is, whatever the strides of the inputs.
     function: the launcher's name in reference/, npu_ops/ and cuda_ops/, `FUNCTION` there.
     ge, onnx: CANN's operator of the same meaning and the ONNX node, `GE` and `ONNX` there.
     setup_context: (ctx, the arguments by name, output) saves what `backward` needs.

@@ -15,6 +15,7 @@ from custom.dispatch.backends import made_current
 from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import custom
@@ -118,6 +119,46 @@ def test_meta_device_gives_the_same_shapes(spec):
         strict=True,
     ):
         assert (real.shape, real.dtype, meta.device.type) == (meta.shape, meta.dtype, "meta")
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 2 else x
+
+
+def _wider(x: Tensor) -> Tensor:
+    return torch.cat([x, x], -1)[..., : x.shape[-1]] if x.ndim > 1 else x
+
+
+def _expanded(x: Tensor) -> Tensor:
+    return x[:1].expand(x.shape) if x.ndim > 1 else x
+
+
+@every_spec
+def test_outputs_lie_as_the_fake_says_whatever_the_strides(spec, device, backend):
+    """Inductor asserts it.  Each tensor by itself, and all; what is refused is refused by both."""
+    good = sample(spec.name, device, torch.float16)
+    disguises = [{}]
+    for disguise in (_turned, _wider, _expanded):
+        floats = {n: x for n, x in tensors(good).items() if x.is_floating_point()}
+        every = {n: disguise(x) for n, x in floats.items()}
+        disguises += [{n: x} for n, x in every.items() if x.stride() != good[n].stride()] + [every]
+    before = custom.dispatch.log.calls[spec.name, backend]
+    for disguise in disguises:
+        given = copy.deepcopy(good) | disguise
+        with FakeTensorMode() as mode:
+            wanted = _lie(spec, tree_map_only(Tensor, mode.from_tensor, given))
+        assert _lie(spec, given) == wanted, [*disguise]
+    assert custom.dispatch.log.calls[spec.name, backend] > before
+
+
+def _lie(spec, arguments) -> list:
+    """How the outputs of a call lie in memory, all in one piece; or the sentence against it."""
+    try:
+        out = outputs(overload(spec)(**arguments))
+    except (ValueError, custom.NotSupported) as error:
+        return [str(error)]
+    assert all(x.is_contiguous() for x in out)
+    return [(x.shape, x.dtype, x.stride(), x.storage_offset()) for x in out]
 
 
 @every_spec

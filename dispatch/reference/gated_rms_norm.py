@@ -25,7 +25,7 @@ def forward(
         normed = unit(wide, epsilon, group_size) * weight.to(kind) * opened
     else:
         normed = unit(wide * opened, epsilon, group_size) * weight.to(kind)
-    return normed.to(x.dtype)
+    return normed.to(x.dtype).contiguous()
 
 
 def opening(gate: Tensor, activation: str) -> Tensor:

@@ -44,7 +44,7 @@ def backward(
         du = through_norm(wide * opened, n, d * w)
         dx, d_gate, d_weight = du * opened, du * wide * slope, d * n
     return (
-        dx.to(x.dtype),
-        d_gate.to(gate.dtype),
+        dx.to(x.dtype).contiguous(),
+        d_gate.to(gate.dtype).contiguous(),
         d_weight.flatten(0, -2).sum(0).to(weight.dtype),
     )

@@ -20,4 +20,5 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     q = _quantise.rotated(q, index_hadamard, hadamard_round)
     values, scale = _quantise.of_floats(q, kind, scale_format)
-    return values, weights.float() * scale if fold else scale
+    factors = weights.float() * scale if fold else scale
+    return values.contiguous(), factors.contiguous()

@@ -31,6 +31,8 @@ def outputs(op: str, arguments: Arguments, garbage: Garbage) -> Outputs:
     """What a call returns and what it has written; the arguments are its own."""
     out = getattr(torch.ops.custom, op)(**arguments)
     out = (out,) if isinstance(out, Tensor) else out or ()
+    for x in out:
+        assert x.is_contiguous() and x.storage_offset() == 0, f"strides {x.stride()} of an output"
     named = {f"output {number}": x for number, x in enumerate(out)}
     for name in mutated(BY_NAME[op]):
         if arguments.get(name) is not None:
