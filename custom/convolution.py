@@ -87,7 +87,8 @@ def npu_causal_conv1d_update(
         conv_state_indices: [N] int32 or int64, the slot of each sequence; negative, out of range
             or `pad_slot_id`: starts from zeros, stores nothing. None: slot n for sequence n.
         query_start_loc: [N + 1] int32 or int64 prefix sums; tokens outside of them give 0.
-        num_accepted_tokens: [N] int32 or int64, from 1 on; needs L of at least W - 2 + S.
+        num_accepted_tokens: [N] int32 or int64, from 1 to L - W + 2, what is beyond counts as the
+            nearest of these; needs L of at least W - 2 + S.
         pad_slot_id: a slot that stands for none.
         disable_state_update: leave `conv_states` as it is.
         intermediate_conv_window: [rows, steps, W - 1, D], any strides: the last W - 1 tokens after
@@ -156,7 +157,8 @@ def npu_fused_causal_conv1d(
             blocks (prefix caching): [N, blocks], a slot for each block of a sequence.
         initial_state_mode: None; torch_npu does not read it.
         bias: [D]; None: zeros.
-        num_accepted_tokens: [N], from 1 on.
+        num_accepted_tokens: [N], from 1 to L - W + 2, what is beyond counts as the nearest of
+            these.
         activation: None, "None", "silu" or "swish".
         pad_slot_id: a slot that stands for none.
         run_mode: 0 or 1; one rule is right for both.

@@ -180,7 +180,8 @@ def npu_recurrent_gated_delta_rule(
         actual_seq_lengths: [B] int32 or int64, lengths that add up to T; None: one sequence.
         ssm_state_indices: [T] int32 or int64, the slot of each token; negative or out of range: a
             sequence starts from zeros, a token's state is not stored.
-        num_accepted_tokens: [B] from 1 to a sequence's length; None: ones.
+        num_accepted_tokens: [B] from 1 to a sequence's length, what is beyond counts as the nearest
+            of these; None: ones.
         g: [T, Nv] logarithm of the decay; None: none.
         gk: [T, Nv, Dk] logarithm of the decay by channel; None: none.
 

@@ -206,6 +206,17 @@ def test_errors(change, error, sentence):
     assert torch.equal(good["conv_states"], kept)
 
 
+def test_debug_finds_a_token_that_a_row_cannot_hold(monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+    case = Step(slots=(3, 5, -1), S=3, L=5, W=4, accepted=(1, 3, 0))
+    good = case.moved(case.arguments(), torch.float32, "cpu")
+    custom.npu_causal_conv1d_update(**good)
+    for accepted in ([1, 4, 1], [0, 1, 1], [-1, 1, 1]):
+        wrong = good | dict(num_accepted_tokens=torch.tensor(accepted))
+        with pytest.raises(ValueError, match=f"{OP}: `num_accepted_tokens` is .* from 1 to 3"):
+            custom.npu_causal_conv1d_update(**wrong)
+
+
 def test_debug_finds_states_written_twice(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
     case = Step(slots=(3, 3, 0))

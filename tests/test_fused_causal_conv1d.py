@@ -194,6 +194,22 @@ def test_in_place_needs_rows_of_its_own():
         custom.npu_fused_causal_conv1d_v2(**arguments)
 
 
+def test_debug_finds_a_token_that_a_row_cannot_hold(monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+    most = GOOD["conv_states"].shape[1] - GOOD["weight"].shape[0] + 2
+    computed = torch.tensor([7, 0, 7])  # the second one reads no row
+    for wrong in (0, -1, most + 1):
+        for accepted, raises in (([1, wrong, most], False), ([wrong, 1, 1], True)):
+            arguments = GOOD | dict(
+                num_accepted_tokens=torch.tensor(accepted), num_computed_tokens=computed
+            )
+            if not raises:
+                custom.npu_fused_causal_conv1d(**arguments)
+                continue
+            with pytest.raises(ValueError, match=f"{OP}: `num_accepted_tokens` is"):
+                custom.npu_fused_causal_conv1d(**arguments)
+
+
 def test_debug_finds_states_written_twice(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
     with pytest.raises(ValueError, match="`cache_indices` names a slot twice"):

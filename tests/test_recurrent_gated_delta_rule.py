@@ -205,6 +205,18 @@ def test_errors(change, sentence):
     assert torch.equal(arguments["state"], kept)
 
 
+@pytest.mark.parametrize("accepted", [(3, 4), (0, 1), (1, -1)], ids=str)
+def test_debug_finds_a_token_that_a_sequence_does_not_have(accepted, monkeypatch):
+    monkeypatch.setattr(custom.config, "debug", True)
+    arguments = Call(lengths=(1, 3), slots=(0, 4, 5, 6), accepted=(1, 3)).arguments()
+    custom.npu_recurrent_gated_delta_rule(**arguments)
+    kept = arguments["state"].clone()
+    arguments["num_accepted_tokens"] = torch.tensor(accepted)
+    with pytest.raises(ValueError, match=rf"{OP}: `num_accepted_tokens` is \[{accepted[0]}, "):
+        custom.npu_recurrent_gated_delta_rule(**arguments)
+    assert torch.equal(arguments["state"], kept)
+
+
 def test_debug_finds_states_of_two_sequences(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
     arguments = Call(lengths=(2, 2), slots=(1, 1, 6, 1)).arguments()

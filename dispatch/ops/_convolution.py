@@ -95,5 +95,20 @@ def distinct(c: Checker, name: str, tensor: Tensor, rows: int) -> None:
         )
 
 
+def accepted(c: Checker, tensor: Tensor | None, by: Tensor | None, *none: int) -> None:
+    """One number a sequence; under CUSTOM_DEBUG=1 tokens that a row of the pool can hold.  A
+    sequence whose number in `by` is one of `none` reads no row."""
+    indices(c, "num_accepted_tokens", tensor)
+    if not config.debug or tensor is None or not is_real(tensor):
+        return
+    most = c.sizes["L"] - c.sizes["W"] + 2
+    came, reads = tensor.tolist(), by.tolist() if by is not None else None
+    c.require(
+        all(1 <= x <= most for n, x in enumerate(came) if reads is None or reads[n] not in none),
+        f"`num_accepted_tokens` is {came}, expected numbers from 1 to {most}: a row of "
+        f"`conv_states` has {c.sizes['L']} columns.",
+    )
+
+
 def enough(c: Checker, name: str, of: str, came: Any, least: Any) -> None:
     c.require(came >= least, f"`{name}` has {came} {of}, expected at least {least}.")

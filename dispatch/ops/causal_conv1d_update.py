@@ -63,7 +63,7 @@ def check(
         _convolution.enough(c, "conv_states", "slots", c.sizes["slots"], c.sizes["N"])
     elif not disable_state_update:
         _convolution.distinct(c, "conv_state_indices", conv_state_indices, c.sizes["slots"])
-    _convolution.indices(c, "num_accepted_tokens", num_accepted_tokens)
+    _convolution.accepted(c, num_accepted_tokens, conv_state_indices, -1, pad_slot_id)
     if num_accepted_tokens is not None and query_start_loc is None and not disable_state_update:
         _convolution.enough(
             c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 2 + c.sizes["S"]

@@ -95,8 +95,8 @@ def inputs(
     _convolution.inputs(c, x, weight, bias, packed, None)
     _convolution.pool(c, "conv_states", conv_states, "slots L D")
     _convolution.enough(c, "conv_states", "columns", c.sizes["L"], c.sizes["W"] - 1)
-    _convolution.indices(c, "num_accepted_tokens", num_accepted_tokens)
     _convolution.indices(c, "num_computed_tokens", num_computed_tokens)
+    _convolution.accepted(c, num_accepted_tokens, num_computed_tokens, 0)
     c.require(
         conv_mode != "pangu" or num_computed_tokens is not None,
         '`conv_mode` is "pangu" and `num_computed_tokens` is None, expected [N]. Pass them.',

@@ -89,6 +89,7 @@ def check(
     if num_accepted_tokens is not None:
         c.integer("num_accepted_tokens", num_accepted_tokens)
         c.shape("num_accepted_tokens", num_accepted_tokens, "B")
+        _check_accepted(c, num_accepted_tokens, actual_seq_lengths)
     c.dense_rows(query=query, key=key, value=value, beta=beta, g=g, gk=gk)
     c.contiguous(
         actual_seq_lengths=actual_seq_lengths,
@@ -115,6 +116,20 @@ def _check_values(c: Checker, indices: Tensor, lengths: Tensor | None) -> None:
                 f"`ssm_state_indices` has slot {slot} in two sequences: which state remains is "
                 "undefined.",
             )
+
+
+def _check_accepted(c: Checker, accepted: Tensor, lengths: Tensor | None) -> None:
+    """Under CUSTOM_DEBUG=1: tokens of the sequence itself, if it has any."""
+    if not config.debug or not is_real(accepted):
+        return
+    each = [c.sizes["T"]] if lengths is None else lengths.tolist()
+    came = accepted.tolist()
+    c.require(
+        all(1 <= x <= length for x, length in zip(came, each, strict=True) if length),
+        f"`num_accepted_tokens` is {came} and the sequences have {each} tokens, expected numbers "
+        "from 1 to the length of each: the state goes on from the slot of that token. Pad a step "
+        "that has fewer tokens than the last one accepted.",
+    )
 
 
 def fake(value: Tensor, **_: Any) -> Tensor:
