@@ -341,6 +341,30 @@ def test_no_tensor_to_transform():
         custom.hadamard(None)
 
 
+@pytest.mark.parametrize(
+    "kind, scale_format", [("fp8", "ue8m0"), ("fp8", "fp32"), ("int8", "fp32")]
+)
+def test_a_row_with_a_nan_is_one(kind, scale_format, device):
+    """Not finite numbers: a value times its scale is NaN, and no other row is touched."""
+    q = torch.randn(3, 4, 128).to(torch.float16).to(device)
+    q[1, 2, 77] = torch.nan
+    values, scale = torch.ops.custom.npu_quantize_index_query(
+        q, torch.ones(3, 4).to(q), kind=kind, fold=False, scale_format=scale_format
+    )
+    row = (values.float() * scale[..., None]).isnan().any(-1)
+    wrong = torch.zeros_like(row)
+    wrong[1, 2] = True
+    assert torch.equal(row, wrong)
+    cache = torch.zeros(1, 16, 1, 128, device=device).to(values.dtype)
+    scales = torch.zeros(1, 16, 1, device=device, dtype=torch.float16 if kind == "int8" else None)
+    custom.npu_index_cache_write(
+        q[:, 2].contiguous(), cache, scales, torch.arange(3, device=device), kind=kind,
+        **({} if kind == "int8" else dict(scale_format=scale_format)),
+    )  # fmt: skip
+    row = (cache.float() * scales[..., None]).isnan().any(-1).flatten()
+    assert row.tolist() == [False, True] + [False] * 14
+
+
 def test_debug_finds_a_slot_written_twice(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
     with pytest.raises(ValueError, match="`slots` names a slot twice"):

@@ -54,20 +54,23 @@ def rotated(x, HADAMARD: tl.constexpr, BF16: tl.constexpr):
 
 @triton.jit
 def _as_e4m3(y):
-    """The bytes of floats within +-448."""
+    """The bytes of floats within +-448, or NaN."""
     bits = y.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
     # at 2**14 floats are 2**-9 apart, as e4m3's are below 2**-6
     small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
-    return (tl.where(size < (121 << 23), small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    code = tl.where(size < (121 << 23), small, tl.where(size > 0x7F800000, 0x7F, normal))
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
 def of_floats(x, alpha, KIND: tl.constexpr, UE8M0: tl.constexpr):
     """(bytes [ROWS, SIZE], scales [ROWS]) of floats; `alpha` times the largest magnitude is what
     fits."""
-    amax = tl.max(tl.abs(x), 1) * alpha
+    # the bits of magnitudes rise with them, and a NaN's are the highest
+    bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
+    amax = bits.to(tl.float32, bitcast=True) * alpha
     if KIND == INT8:
         scale = tl.div_rn(amax, amax * 0.0 + 127.0)
         by = tl.where(scale > 0, scale, 1.0)
@@ -76,7 +79,7 @@ def of_floats(x, alpha, KIND: tl.constexpr, UE8M0: tl.constexpr):
         # at 1.5 * 2**23 floats are 1 apart
         values = ((y + 12582912.0) - 12582912.0).to(tl.int8)
     else:
-        amax = tl.maximum(amax, 1e-4)
+        amax = tl.maximum(amax, 1e-4, propagate_nan=tl.PropagateNan.ALL)
         if UE8M0:
             bits = amax.to(tl.int32, bitcast=True)
             # 448 is 1.75 * 2**8
@@ -86,7 +89,8 @@ def of_floats(x, alpha, KIND: tl.constexpr, UE8M0: tl.constexpr):
         else:
             scale = tl.div_rn(amax, amax * 0.0 + 448.0)
             y = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-        values = _as_e4m3(tl.minimum(tl.maximum(y, -448.0), 448.0))
+        y = tl.maximum(y, -448.0, propagate_nan=tl.PropagateNan.ALL)
+        values = _as_e4m3(tl.minimum(y, 448.0, propagate_nan=tl.PropagateNan.ALL))
     return values, scale
 
 
@@ -118,7 +122,7 @@ def multiplied(x, KIND: tl.constexpr):
 def stored(scale, dtype: tl.constexpr):
     """A scale as a cache keeps it: float16 ends at its largest number."""
     if dtype == tl.float16:
-        scale = tl.minimum(scale, 65504.0)
+        scale = tl.minimum(scale, 65504.0, propagate_nan=tl.PropagateNan.ALL)
     return scale.to(dtype)
 
 
