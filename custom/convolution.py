@@ -85,7 +85,8 @@ def npu_causal_conv1d_update(
         bias: [D]; None: zeros.
         activation: None, or "silu" (also called "swish").
         conv_state_indices: [N] int32 or int64, the slot of each sequence; negative, out of range
-            or `pad_slot_id`: starts from zeros, stores nothing. None: slot n for sequence n.
+            or `pad_slot_id`: starts from zeros, stores nothing. None: slot n for sequence n. No
+            slot twice: what its sequences read and leave is open.
         query_start_loc: [N + 1] int32 or int64 prefix sums; tokens outside of them give 0.
         num_accepted_tokens: [N] int32 or int64, from 1 to L - W + 2, what is beyond counts as the
             nearest of these; needs L of at least W - 2 + S.
@@ -154,7 +155,8 @@ def npu_fused_causal_conv1d(
             read where x has three dimensions.
         cache_indices: [N] int32 or int64, the slot of each sequence; negative, out of range or
             `pad_slot_id`: starts from zeros, stores nothing. None: slot n for sequence n. With
-            blocks (prefix caching): [N, blocks], a slot for each block of a sequence.
+            blocks (prefix caching): [N, blocks], a slot for each block of a sequence. No slot
+            twice: what its sequences read and leave is open.
         initial_state_mode: None; torch_npu does not read it.
         bias: [D]; None: zeros.
         num_accepted_tokens: [N], from 1 to L - W + 2, what is beyond counts as the nearest of

@@ -55,7 +55,8 @@ def npu_fused_sigmoid_gating_delta_rule_update(
         initial_state_source: [slots, Nv, Dk, Dv] ("kv") or [slots, Nv, Dv, Dk] ("vk"), float32,
             bfloat16 or float16; updated in place. The stride of a slot may exceed its size.
         initial_state_indices: [B] (or [len(cu_seqlens) - 1]) int32 or int64, the slot of each
-            sequence; negative or out of range: starts from zero, stores nothing.
+            sequence; negative or out of range: starts from zero, stores nothing. No slot twice:
+            what its sequences read and leave is open.
         scale: factor of q; None is Dk ** -0.5.
         use_qk_l2norm_in_kernel: divide q and k by sqrt(sum of squares + 1e-6) first.
         cu_seqlens: [sequences + 1] int32 or int64 prefix sums, with B = 1.
@@ -179,7 +180,8 @@ def npu_recurrent_gated_delta_rule(
         scale: factor of the query; None is Dk ** -0.5.
         actual_seq_lengths: [B] int32 or int64, lengths that add up to T; None: one sequence.
         ssm_state_indices: [T] int32 or int64, the slot of each token; negative or out of range: a
-            sequence starts from zeros, a token's state is not stored.
+            sequence starts from zeros, a token's state is not stored. No slot in two sequences:
+            what they read and leave is open.
         num_accepted_tokens: [B] from 1 to a sequence's length, what is beyond counts as the nearest
             of these; None: ones.
         g: [T, Nv] logarithm of the decay; None: none.
@@ -314,7 +316,8 @@ def npu_gated_delta_layer_decode(
         dt_bias: [Nv].
         norm_weight: [Dv].
         state_indices: [B] int32 or int64, the slot of each sequence in both pools; negative or out
-            of range: starts from zeros, stores nothing.
+            of range: starts from zeros, stores nothing. No slot twice: what its sequences read and
+            leave is open.
         conv_bias: [C]; None: zeros.
         scale: factor of the queries; None is Dk ** -0.5.
         epsilon: of the last norm.

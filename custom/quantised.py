@@ -68,7 +68,8 @@ def npu_index_cache_write(
         values: [pages, P, 1, 128] float8_e4m3fn or int8, updated in place; pages may lie apart, as
             in the packed pages of `index_cache_views`.
         scales: [pages, P, 1] float32 (fp8), float16 or float32 (int8), updated in place.
-        slots: [T] int32 or int64, page * P + offset; negative or out of range: not written.
+        slots: [T] int32 or int64, page * P + offset; negative or out of range: not written;
+            none twice.
         kind: "fp8" or "int8".
         scale_format: of fp8: "ue8m0", powers of two (DeepSeek, FlashMLA), or "fp32",
             s = max(amax, 1e-4) / 448 (vLLM and SGLang as they are configured for V3.2).
@@ -119,7 +120,8 @@ def npu_latent_cache_write(
         k_rope: [T, 64] bfloat16 or float16, after its rotation.
         rows: [pages, P, 1, 656] uint8, or the dtype of the values, updated in place; pages may lie
             apart.
-        slots: [T] int32 or int64, page * P + offset; negative or out of range: not written.
+        slots: [T] int32 or int64, page * P + offset; negative or out of range: not written;
+            none twice.
         kind: "fp8" (e4m3) or "int8".
         row_layout: "nope_scale_rope" (FlashMLA, vLLM, SGLang) or "nope_rope_scale" (torch_npu).
         scale_format: of fp8: "ue8m0", powers of two (DeepSeek, FlashMLA), or "fp32",

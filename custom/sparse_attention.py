@@ -82,7 +82,7 @@ def npu_sparse_attention_pto(
         sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
         cos: [B, S, Dr] cosines likewise.
         cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
-            written to; negative or out of range: not written.
+            written to; negative or out of range: not written; none twice: which one remains is open.
         kv_cache: [pages, P, 1, R] latent cache, updated in place.
         kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
         block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
@@ -704,7 +704,8 @@ def npu_lightning_indexer(
     score[b, s, t] = sum_n weights[b, s, n] * relu(query[b, s, n] . key[b, t]), in float32.
 
     Same signature as torch_npu's op.  The selection is the exact top-k of these scores; on ties the
-    lower position wins, so the result is deterministic.  Differentiable in query, key and weights
+    lower position wins, so the result is deterministic.  A score that is NaN or -inf counts as the
+    lowest number of float32, and is given as that.  Differentiable in query, key and weights
     through `sparse_values` where keys are not paged (see `npu_lightning_indexer_grad`).
 
     Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025), equation (1).
