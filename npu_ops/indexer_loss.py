@@ -157,7 +157,9 @@ def head_sums(
             if ROPE > 0:
                 k_rope = tl.load(dense_rope + at * ROPE + e[None])
                 z = tl.dot(q_rope, tl.trans(k_rope), z)
-            acc = tl.sum(tl.exp(z * scale - sums[:, None]), 0)
+            # the zeros of heads that are not there, times an infinite key, are NaN
+            p = tl.where(there, tl.exp(z * scale - sums[:, None]), 0.0)
+            acc = tl.sum(p, 0)
             position = tl.load(of_row + start + j, mask=j < count - start, other=-1)
             acc = tl.where(usable(position, last) > 0, acc, 0.0)
             tl.store(to + start + j, acc, mask=j < count - start)

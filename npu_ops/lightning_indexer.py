@@ -192,6 +192,9 @@ def scores(
                     )  # fmt: skip
                 z = tl.dot(q, tl.trans(k)).to(tl.float32)  # [TOKENS * HEAD_TILE, KEY_TILE]
                 z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[:, None]
+                if HEADS % HEAD_TILE != 0:
+                    # the zeros of heads that are not there, times an infinite key, are NaN
+                    z = tl.where((head + h < HEADS)[:, None], z, 0.0)
                 if TOKENS > 1:
                     score = tl.sum(z.reshape(TOKENS, HEAD_TILE, KEY_TILE), 1)
                 elif head == 0:

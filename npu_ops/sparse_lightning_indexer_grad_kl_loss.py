@@ -67,7 +67,8 @@ def targets(
                     of_r = query_rope + token * r_row + h[:, None] * r_head + e[None]
                     z = tl.dot(tl.load(of_r, mask=there, other=0.0), tl.trans(k_rope), z)
                 sums = tl.load(lse + token * heads + h, mask=h < heads, other=float("inf"))
-                acc += tl.sum(tl.exp(z * scale - sums[:, None]), 0)
+                # the zeros of heads that are not there, times an infinite key, are NaN
+                acc += tl.sum(tl.where(there, tl.exp(z * scale - sums[:, None]), 0.0), 0)
             tl.store(target + token * wide + start + j, acc)
 
 
@@ -93,8 +94,9 @@ def scores(
                 of_q = query + token * q_row + h[:, None] * q_head + d[None]
                 q = tl.load(of_q, mask=(h < heads)[:, None], other=0.0)
                 w = tl.load(weights + token * w_row + h, mask=h < heads, other=0.0)
-                s = tl.maximum(tl.dot(q, tl.trans(k)), 0.0)
-                acc += tl.sum(s * w.to(tl.float32)[:, None], 0)
+                s = tl.maximum(tl.dot(q, tl.trans(k)), 0.0, propagate_nan=tl.PropagateNan.ALL)
+                s *= w.to(tl.float32)[:, None]
+                acc += tl.sum(tl.where((h < heads)[:, None], s, 0.0), 0)
             tl.store(score + token * wide + start + j, acc)
 
 

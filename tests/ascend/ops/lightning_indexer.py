@@ -318,6 +318,10 @@ CASES = (
     ),
     Case(OP, "fewer there than wanted", paged([300, 290], 2, 16, 200, hole=-1)),
     Case(OP, "scores of infinity", with_infinity(paged([700, 3], 1, 16, 69))),
+    Case(OP, "scores of infinity, 24 heads", with_infinity(paged([700, 3], 1, 24, 69))),
+    Case(
+        OP, "scores of infinity, 4 heads of 32", with_infinity(paged([45, 5], 2, 4, 8, 16, size=32))
+    ),
     Case(OP, "a key of NaN", with_(paged([70, 3], 1, 16, 69), key=with_a_nan)),
     Case(OP, "ties alone, two tiles", with_(paged([1100], 1, 16), weights=of_no_weight)),
     Case(
@@ -347,6 +351,13 @@ CONTROLS = (
         "tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)",
         "z",
         "paged, 64 heads",
+    ),
+    Control(
+        "heads that are not there",
+        OP[4:],
+        "tl.where((head + h < HEADS)[:, None], z, 0.0)",
+        "z",
+        "scores of infinity, 4 heads",
     ),
     Control(
         "ties to the higher position",
