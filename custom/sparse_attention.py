@@ -82,7 +82,8 @@ def npu_sparse_attention_pto(
         sin: [B, S, Dr] sines at the tokens' positions (two equal halves in real models).
         cos: [B, S, Dr] cosines likewise.
         cache_index: [B, S] int32 or int64, flat slot (page * P + offset) that each token's keys are
-            written to; negative or out of range: not written; none twice: which one remains is open.
+            written to; negative or out of range: not written; none twice, or which one remains is
+            open.
         kv_cache: [pages, P, 1, R] latent cache, updated in place.
         kr_cache: [pages, P, 1, Dr] rotary key cache, updated in place.
         block_table: [B, max_pages] int32 or int64, page of every P positions; -1 where unused.
