@@ -148,7 +148,7 @@ def head_sums(
             e = tl.arange(0, ROPE)
             of_r = query_rope + batch * r_batch + i.to(tl.int64) * r_row
             q_rope = tl.load(of_r + h[:, None] * r_head + e[None], mask=there, other=0.0)
-        sums = tl.load(lse + token * lse_row + h, mask=h < heads, other=float("inf"))
+        sums = tl.load(lse + token * lse_row + h, mask=h < heads, other=0.0)
         sums = tl.where(sums > float("-inf"), sums, 0.0)
         for start in range(0, count, KEY_TILE):
             at = (row.to(tl.int64) * wide + start + j)[:, None]

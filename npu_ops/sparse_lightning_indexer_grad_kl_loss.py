@@ -66,7 +66,7 @@ def targets(
                 if ROPE > 0:
                     of_r = query_rope + token * r_row + h[:, None] * r_head + e[None]
                     z = tl.dot(tl.load(of_r, mask=there, other=0.0), tl.trans(k_rope), z)
-                sums = tl.load(lse + token * heads + h, mask=h < heads, other=float("inf"))
+                sums = tl.load(lse + token * heads + h, mask=h < heads, other=0.0)
                 # the zeros of heads that are not there, times an infinite key, are NaN
                 acc += tl.sum(tl.where(there, tl.exp(z * scale - sums[:, None]), 0.0), 0)
             tl.store(target + token * wide + start + j, acc)

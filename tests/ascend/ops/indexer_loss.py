@@ -207,8 +207,8 @@ CONTROLS = (
     Control(
         "heads behind the last one",
         KERNEL,
-        'mask=h < heads, other=float("inf")',
-        "mask=h < heads, other=0.0",
+        "tl.where(there, tl.exp(z * scale - sums[:, None]), 0.0)",
+        "tl.exp(z * scale - sums[:, None])",
         "24 heads, bf16 scores, int64",
     ),
     Control(

@@ -357,7 +357,7 @@ CONTROLS = (
         OP[4:],
         "tl.where((head + h < HEADS)[:, None], z, 0.0)",
         "z",
-        "scores of infinity, 4 heads",
+        "scores of infinity, 4 heads of 32",
     ),
     Control(
         "ties to the higher position",
