@@ -112,7 +112,8 @@ CASES = (
     ),
 )
 CONTROLS = (
-    Control("relu forgotten", KERNEL, "tl.maximum(tl.dot(q, tl.trans(k)), 0.0, propagate_nan=tl.PropagateNan.ALL)",
+    Control("relu forgotten", KERNEL,
+            "tl.maximum(tl.dot(q, tl.trans(k)), 0.0, propagate_nan=tl.PropagateNan.ALL)",
             "tl.dot(q, tl.trans(k))", "16 heads"),
     Control("the sign of the gradient", KERNEL, "r - p, 0.0)", "p - r, 0.0)", "16 heads"),
     Control("heads behind the last one", KERNEL,
