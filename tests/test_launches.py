@@ -902,7 +902,7 @@ def test_what_is_between_a_call_and_its_backend_comes_first():
 
 
 def test_pools_are_cut_in_one_way_again_and_again(checked):
-    """Rows of states beside other rows, in pools of which each is elsewhere: one call of them all."""
+    """Rows of states beside other rows, each pool elsewhere: all of them are one call."""
     arguments, lies = decode(), []
     states = arguments["initial_state_source"]
     for _ in range(4):
