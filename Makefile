@@ -36,6 +36,7 @@ docs: $(VENV)/.docs
 # every NPU kernel and tile configuration, through the real Ascend compilers (its own environment)
 test-ascend:
 	tests/ascend/run.sh --check
+	tests/ascend/run.sh --onboard compile --dry
 
 # mistakes planted in every NPU kernel and launcher: hours; SAMPLE=200 for some of them
 mutate-ascend:

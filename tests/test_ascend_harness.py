@@ -328,6 +328,32 @@ def test_onboard_stops_at_versions_that_clash_before_it_compiles(monkeypatch, re
     assert onboard.main() == 0 and compiled == ["once"]
 
 
+def test_onboard_without_a_card_goes_through_every_step(monkeypatch, results, capsys):
+    """The step `compile` is a part of `make test-ascend`, which has its tools."""
+    pytest.importorskip("transformers")
+    folder = results / "dry-ascend-results"
+    monkeypatch.setattr(onboard, "FOLDER", results / "ascend-results")
+    monkeypatch.setattr(onboard, "ARCHIVE", results / "ascend-results.tar.gz")
+    lowered = []
+
+    def compile_step(arch, jobs, names):
+        (folder / "compile.json").write_text("{}")
+        return not lowered.extend(names)
+
+    monkeypatch.setattr(onboard, "compile_step", compile_step)
+    monkeypatch.setattr(onboard.sys, "argv", ["onboard", "--dry"])
+    assert onboard.main() == 0, capsys.readouterr().out
+    assert lowered == [onboard.DRY_OP] and onboard.DRY_FILE in onboard.files()
+    said = capsys.readouterr().out
+    assert all(f"{step}: good" in said for step in ("compile", "suite", "bench", "pack"))
+    with tarfile.open(results / "dry-ascend-results.tar.gz") as packed:
+        names = {Path(name).name for name in packed.getnames()}
+    op = f"bench_npu_{onboard.DRY_OP}"
+    steps = {"doctor.txt", f"{onboard.DRY_FILE}.txt", f"{op}.txt", "example.txt"}
+    assert names == {*steps, f"{onboard.DRY_FILE}.json", f"{op}.csv", "compile.json"}
+    assert {path.name for path in results.iterdir()} == {folder.name, f"{folder.name}.tar.gz"}
+
+
 def test_onboard_runs_files_and_ops_that_exist():
     here = Path(__file__).parent
     files, measured = onboard.files(), onboard.measured()

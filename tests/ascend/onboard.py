@@ -10,6 +10,9 @@
 Without a step, all four.  Versions that `custom.info --doctor` finds to clash come first: nothing
 runs until they are mended, or with --anyway.  What the steps print goes to ascend-results/ as well;
 a step that fails is told and the next one runs, and so is what hangs.
+
+--dry: the same where there is no NPU, in a minute or two.  The CPU stands in for it, and every step
+has one op.
 """
 
 from __future__ import annotations
@@ -65,6 +68,10 @@ WANTED = (
     "npu_fused_attention",
     "npu_fused_attention_backward",
 )
+# of a dry run
+DRY_OP = "merge_states"
+DRY_FILE = "test_merging"
+DRY_EXAMPLE = ("--dtype", "float32", "--batch", "2", "--context", "26", "--new-tokens", "2")
 
 
 def tools() -> tuple[Path, str | None]:
@@ -269,23 +276,24 @@ def measured() -> list[str]:
     return list(dict.fromkeys((*WANTED, *others)))
 
 
-def suite() -> bool:
+def suite(device: str, names: list[str], *options: str) -> bool:
     """Every file runs, whatever the one before said."""
     good = []
-    for name in files():
-        record = ["--record", str(FOLDER / f"{name}.json")]
-        command = [sys.executable, "-m", "pytest", "--device", "npu", "-q", "-rfE", *record]
+    for name in names:
+        record = ["--record", str(FOLDER / f"{name}.json"), *options]
+        command = [sys.executable, "-m", "pytest", "--device", device, "-q", "-rfE", *record]
         good.append(_logged(name, *command, f"tests/{name}.py"))
     return all(good)
 
 
-def bench() -> bool:
+def bench(device: str, ops: list[str], *options: str) -> bool:
+    """Every op's rows, then the example with `options`."""
     good = []
-    for op in measured():
+    for op in ops:
         table = ["--csv", str(FOLDER / f"bench_{op}.csv")]
-        command = [sys.executable, "-m", "custom.bench", op, "--device", "npu", *table]
+        command = [sys.executable, "-m", "custom.bench", op, "--device", device, *table]
         good.append(_logged(f"bench_{op}", *command))
-    example = [sys.executable, "examples/deepseek_v32_decode.py", "--device", "npu"]
+    example = [sys.executable, "examples/deepseek_v32_decode.py", "--device", device, *options]
     return all([*good, _logged("example", *example)])
 
 
@@ -306,27 +314,37 @@ def pack() -> bool:
 
 
 def main() -> int:
+    global FOLDER, ARCHIVE
     steps = ("compile", "suite", "bench", "pack")
     parser = argparse.ArgumentParser(prog="tests.ascend.onboard", description=__doc__)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(steps))
     parser.add_argument("--arch", default=ARCH, help="of the NPU, as npu-smi and CANN name it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--anyway", action="store_true", help="whatever the doctor finds")
+    parser.add_argument("--dry", action="store_true", help="one op a step, on the CPU")
     parser.add_argument("--ops", default="", help="compile: files of ops/ alone, by comma")
     chosen = parser.parse_args()
     for step in chosen.steps:
         if step not in steps:
             parser.error(f"there is no step {step}; there are {', '.join(steps)}")
-    FOLDER.mkdir(exist_ok=True)
-    if chosen.steps != ["pack"]:
-        versions(chosen.anyway)
     names = [name for name in chosen.ops.split(",") if name]
     run: dict[str, Callable[[], bool]] = {
         "compile": lambda: compile_step(chosen.arch, chosen.jobs, names),
-        "suite": suite,
-        "bench": bench,
+        "suite": lambda: suite("npu", files()),
+        "bench": lambda: bench("npu", measured()),
         "pack": pack,
     }
+    if chosen.dry:
+        # beside what was measured
+        FOLDER, ARCHIVE = (path.with_name(f"dry-{path.name}") for path in (FOLDER, ARCHIVE))
+        run |= {
+            "compile": lambda: compile_step(chosen.arch, chosen.jobs, [DRY_OP]),
+            "suite": lambda: suite("cpu", [DRY_FILE], "--quick"),
+            "bench": lambda: bench("cpu", [f"npu_{DRY_OP}"], *DRY_EXAMPLE),
+        }
+    FOLDER.mkdir(exist_ok=True)
+    if chosen.steps != ["pack"]:
+        versions(chosen.anyway or chosen.dry)
     results = {step: run[step]() for step in steps if step in (chosen.steps or steps)}
     for step, good in results.items():
         print(f"{step}: {'good' if good else 'something failed, see above'}")

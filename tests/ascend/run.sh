@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Proves the Ascend kernels without an NPU: sets up .ascend/ (once), then runs `python -m tests.ascend`;
-# with --estimate OP, `python -m tests.ascend.estimate`.
+# with --estimate OP, `python -m tests.ascend.estimate`; with --onboard, `python -m tests.ascend.onboard`,
+# for which the newest compiler is the machine's.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 home=$PWD/.ascend
@@ -49,8 +50,15 @@ CUSTOM_CACHE_DIR=$(mktemp -d)
 export CUSTOM_CACHE_DIR
 trap 'rm -rf "$CUSTOM_CACHE_DIR"' EXIT
 main=tests.ascend
-if [ "${1:-}" = --estimate ]; then
-  main=tests.ascend.estimate
-  shift
-fi
+case "${1:-}" in
+  --estimate)
+    main=tests.ascend.estimate
+    shift
+    ;;
+  --onboard)
+    main=tests.ascend.onboard
+    PATH=$home/bishengir-${builds##* }/ascendnpuir/bin:$PATH
+    shift
+    ;;
+esac
 nice "$home/venv/bin/python" -m "$main" "$@"
