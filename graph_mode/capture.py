@@ -51,14 +51,7 @@ class _KeepWritten(Mode):
         self._ours = [(x, *_reach(x)) for x in ours.values()]
         self._kept: list[tuple[Tensor, Tensor]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         for _, value in caches(_places(func), args, kwargs):
             for tensor in _tensors(value):
                 self._before(*_reach(tensor))
@@ -317,14 +310,7 @@ class _Waits(Mode):
         super().__init__()
         self._kind = kind
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         devices = {x.device.type for x in _tensors((args, kwargs))}
         if self._waits(func, args, kwargs, devices):
             raise RuntimeError(f"{func} synchronizes")

@@ -201,14 +201,14 @@ LATE = [
 @pytest.mark.parametrize("sums", LATE, ids=str)
 def test_prefix_sums_that_begin_late_or_fall(sums, device, backend, monkeypatch):
     """A sequence begins where all before it have ended; nothing is written outside."""
-    fences, empty = [], memory.empty
+    fences = []
 
     def fenced(shape, dtype, device):
-        """Between two fences of 64 KiB."""
+        """Between two fences of 64 KiB, made as such: nothing is written while kernels compile."""
         count = math.prod(shape)
         wide = 2**16 // dtype.itemsize
-        whole = empty((count + 2 * wide,), dtype, device)
-        fences.extend(x.fill_(7) for x in (whole[:wide], whole[wide + count :]))
+        whole = torch.full((count + 2 * wide,), 7, dtype=dtype, device=device)
+        fences.extend((whole[:wide], whole[wide + count :]))
         return whole[wide : wide + count].view(shape)
 
     monkeypatch.setattr(memory, "empty", fenced)

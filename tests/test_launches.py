@@ -880,7 +880,7 @@ def test_a_mode_sees_calls_like_earlier_ones():
     seen: list[Any] = []
 
     class Seeing(Mode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def called(self, func: Any, args: Any, kwargs: Any) -> Any:
             seen.append(func)
             return func(*args, **kwargs)
 

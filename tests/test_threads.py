@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections import Counter
 
 import pytest
+import torch
 from custom.dispatch import log
+from custom.dispatch.common.modes import Mode
 
 from .support.threads import at_once
 
@@ -74,3 +78,23 @@ def test_the_models_are_replaced_once():
     for _ in range(20):
         assert sum(at_once(THREADS, work)) >= 1
         assert [each.forward for each in classes] == theirs
+
+
+def test_an_operator_that_threads_meet_first_stays_where_it_is():
+    """torch remembers its address; a thread that makes it once more lets this one go."""
+    x, seen = torch.ones(2, 2), []
+
+    class Seeing(Mode):
+        def called(self, func, args, kwargs):
+            seen.append(weakref.ref(func))
+            return func(*args, **kwargs)
+
+    with Seeing():
+        torch.geqrf(x)
+    packet = torch.ops.aten.geqrf
+    vars(packet).pop("default", None)
+    gc.collect()
+    assert seen[0]() is not None
+    with Seeing():
+        torch.geqrf(x)
+    assert seen[1]() is seen[0]()

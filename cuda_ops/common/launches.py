@@ -19,7 +19,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -72,10 +72,8 @@ def _asked_for(kernel: Any, *args: Any, **named: Any) -> Any:
 
 
 class _WritesNothing(Mode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return args[0] if func._schema.is_mutable else func(*args, **(kwargs or {}))
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[0] if func._schema.is_mutable else func(*args, **kwargs)
 
 
 def _begin() -> list[threading.Thread]:
@@ -426,12 +424,10 @@ class _Recorder(Mode):
     def _placed(self, args: Any) -> Any:
         return tree_map_only(Tensor, self.place, args)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if not self._launching and not func.is_view:
-            self._try(self._operated, func, args, kwargs or {}, out)
+            self._try(self._operated, func, args, kwargs, out)
         return out
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:

@@ -2,7 +2,16 @@
 # Copyright the npu-custom-ops authors
 """Modes that see every operator of torch."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# torch makes an operator's object when a mode first sees it, and remembers its address alone.  Two
+# threads that are there at once make two, of which one goes: held here, that one stays too.
+_held: set[Any] = set()
 
 
 class Mode(TorchDispatchMode):
@@ -15,3 +24,17 @@ class Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        _held.add(func)
+        return self.called(func, args, kwargs or {})
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operator gives."""
+        raise NotImplementedError
