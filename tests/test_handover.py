@@ -206,7 +206,8 @@ def made_late(name: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             source = memory_of(new[each])
             torch.cuda.synchronize()
             to = memory_of(given[each])
-            _write_late[(8,)](to, source, source.numel(), 300_000, BLOCK=1024)
+            with torch.cuda.device(to.device):
+                _write_late[(8,)](to, source, source.numel(), 300_000, BLOCK=1024)
             got = results(name, given)
             if not all(map(torch.equal, got, want)):
                 wrong.append(each)

@@ -275,7 +275,7 @@ def test_a_decode_step_in_a_graph(name, device):
         for layer, (tokens, valid) in zip(whole.layers, before, strict=True):
             layer.tokens, layer.valid = tokens, valid
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.device(device), torch.cuda.graph(graph):
             got = model(token, **step).logits
         graph.replay()
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
