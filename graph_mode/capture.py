@@ -300,7 +300,15 @@ def _no_synchronisation(kind: str) -> Iterator[None]:
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_SIZED = (_ATEN.repeat_interleave.Tensor, _ATEN.repeat_interleave.self_Tensor)
 _VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _fills(values: Tensor | None = None, accumulate: bool = False, **_: Any) -> bool:
+    """Whether writing by one mask is masked_fill_: a number of the host, as on CUDA x[mask] = 0."""
+    if values is None or accumulate:
+        return False
+    return values.device.type == "cpu" and values.numel() == 1
 
 
 class _Waits(Mode):
@@ -328,10 +336,15 @@ class _Waits(Mode):
             return False
         if func._schema.name in _INDEXED:
             indices = _tensors(args[1])
+            if any(x.device.type != self._kind for x in indices):
+                return True
             masks = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
-            return masks or any(x.device.type != self._kind for x in indices)
-        if func._schema.name == "aten::repeat_interleave":
+            return masks and not (len(indices) == 1 and _fills(*args[2:4], **kwargs))
+        if func in _SIZED:
             return kwargs.get("output_size") is None
+        # whole under inference mode alone; a device does not look at the values
+        if func is _ATEN.one_hot.default and args[1:] and args[1] >= 0:
+            return False
         return func is _ATEN._linalg_check_errors.default or not _VALUES.isdisjoint(func.tags)
 
 

@@ -91,11 +91,14 @@ def test_capture_refuses_a_function_that_waits(what, warmup, device):
     assert capture(torch.neg, x)(x).tolist() == [-1, -1]
 
 
-@pytest.mark.parametrize("what", ["item", "branch", "mask", "print", "set", "where", "inverse"])
+@pytest.mark.parametrize(
+    "what", ["item", "branch", "mask", "print", "set", "add", "where", "inverse"]
+)
 def test_a_warm_up_refuses_what_waits(what):
     """Before it does; on a CPU, whose tensors stand for a device's."""
     waits = WAITING | {
-        "set": lambda x: x.__setitem__(x > 0, 2.0),
+        "set": lambda x: x.__setitem__(x > 0, torch.ones(2)),
+        "add": lambda x: x.index_put_((x > 0,), torch.tensor(2.0), accumulate=True),
         "where": torch.nonzero,
         "inverse": lambda x: torch.linalg.inv(x.diag()),
     }
@@ -136,6 +139,16 @@ def test_a_warm_up_takes_what_does_not_wait():
         torch.as_tensor(there)
         there[torch.ones(1, dtype=torch.long, device="meta")] *= 2
         torch.repeat_interleave(there, there.long(), output_size=2)
+        there.index_put_((there > 0,), x[0])  # as x[mask] = 0 is on CUDA
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_warm_up_takes_what_counts_on_the_host(mode):
+    """Under inference mode the mode sees operators whole that are others' sum elsewhere."""
+    with mode(), _no_synchronisation("meta"):
+        there = torch.ones(2, 2, device="meta")
+        assert there.repeat_interleave(2, dim=1).shape == (2, 4)
+        assert torch.nn.functional.one_hot(there.long(), 3).shape == (2, 2, 3)
 
 
 def test_other_threads_may_wait_during_a_capture(monkeypatch):
