@@ -84,11 +84,17 @@ def _settings(device: str) -> tuple[Any, ...]:
         torch.get_autocast_dtype(device),
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _float32_matmuls(),
         config.backend,
         config.debug,
         config.log,
     )
+
+
+def _float32_matmuls() -> str:
+    """Torch refuses to tell it by the older name where the newer one was set."""
+    newer: str | None = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return torch.get_float32_matmul_precision() if newer is None else newer
 
 
 def _like(leaf: Any) -> Any:

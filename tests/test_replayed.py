@@ -117,16 +117,30 @@ def _set(name, value):
         setattr(custom.config, name, before)
 
 
+@contextmanager
+def _tf32():
+    matmul = torch.backends.cuda.matmul
+    before = getattr(matmul, "fp32_precision", None)
+    if before is None:
+        pytest.skip("torch up to 2.8 has no such name")
+    matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize(
     "other",
     [
+        _tf32,
         _autocast,
         _deterministic,
         torch.inference_mode,
         lambda: _set("backend", "reference"),
         lambda: _set("debug", True),
     ],
-    ids=["autocast", "deterministic", "inference", "backend", "debug"],
+    ids=["tf32", "autocast", "deterministic", "inference", "backend", "debug"],
 )
 def test_other_settings_are_captured_anew(graphs, other):
     step, x = Replayed(lambda state, x: x @ x.t()), torch.rand(3, 3)
