@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
@@ -247,6 +248,8 @@ def _recorded(
     device = getattr(torch, kind)
     owner = getattr(fn, "__self__", fn)
     held = (*owner.buffers(), *owner.parameters()) if isinstance(owner, torch.nn.Module) else ()
+    # not lazy ones, which hold nothing yet, nor sparse ones, whose numbers other tensors hold
+    held = tuple(x for x in held if not is_lazy(x) and x.layout is torch.strided)
     keep = _KeepWritten([*tensors, *held])
     here, side = device.current_stream(), device.Stream()
     side.wait_stream(here)

@@ -248,6 +248,16 @@ def test_what_a_module_holds_is_as_it_was_before_the_warm_up(method, monkeypatch
     assert module.scale.item() == 2 and module.norm.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("kind", ["lazy", "sparse"])
+def test_a_module_may_hold_parameters_without_memory(kind, monkeypatch):
+    stand_in(monkeypatch)
+    module = torch.nn.LazyLinear(3) if kind == "lazy" else torch.nn.Linear(2, 3)
+    module.rows = torch.nn.Parameter(torch.eye(2).to_sparse()) if kind == "sparse" else None
+    x = torch.ones(2, 2)
+    with torch.no_grad():
+        assert torch.equal(capture(module, x)(x), module(x))
+
+
 def buffers_of(f, *inputs):
     """A capture's stand-in on a CPU: what replays computes from the buffers."""
     out = torch.zeros_like(f(*inputs))
