@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Replayed:
     def __init__(self, fn: Callable[..., Any], devices: tuple[str, ...] = ("npu",)) -> None:
         self._fn, self._devices = fn, devices
         self._state: tuple[Any, ...] = ()
+        self._tensors: list[Tensor] = []  # of the state, and where they lie
         self._lies: list[int] = []
         self._graphs: dict[Any, Captured | None] = {}
 
@@ -59,9 +61,10 @@ class Replayed:
         ):
             return self._fn(state, *inputs)
         # a tensor may have been given other memory (`.data = `, set_)
-        lies = [x.data_ptr() for x in state if isinstance(x, Tensor)]
-        if lies != self._lies or [*map(id, state)] != [*map(id, self._state)]:
-            self._state, self._lies = state, lies
+        same = len(state) == len(self._state) and all(map(is_, state, self._state))
+        if not same or [x.data_ptr() for x in self._tensors] != self._lies:
+            self._state, self._tensors = state, [x for x in state if isinstance(x, Tensor)]
+            self._lies = [x.data_ptr() for x in self._tensors]
             self._graphs.clear()
         leaves, structure = tree_flatten(inputs)
         key = (*_settings(inputs[0].device.type), structure, _same(leaves), *map(_like, leaves))
@@ -111,7 +114,10 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
 
 def _same(leaves: list[Any]) -> tuple[int, ...]:
     """Which of the tensors are one: to each the number of the first that it is."""
-    memories = [_memory(x) for x in leaves if isinstance(x, Tensor)]
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if len({x.data_ptr() for x in tensors}) == len(tensors):
+        return ()
+    memories = [*map(_memory, tensors)]
     return tuple(map(memories.index, memories)) if len({*memories}) < len(memories) else ()
 
 
