@@ -601,6 +601,40 @@ def test_a_mask_of_ones_does_not_join_documents():
 
 
 @linear_models
+@torch.no_grad()
+def test_positions_of_one_row_are_those_of_every_row(make):
+    """Transformers takes them unexpanded."""
+    model, ids, ends = make(), torch.randint(1, 128, (2, 20)), [0, 7, 20]
+    with use():
+        wanted = alone(model, ids, ends)
+        got = model(ids, use_cache=False, **PACKED["position_ids"](ends)).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@linear_models
+@torch.no_grad()
+def test_positions_that_jump_beside_a_cache_are_of_one_text(make):
+    """The models' own code does not look for documents there."""
+    model, ids = make(), torch.randint(1, 128, (2, 9))
+    given = dict(position_ids=torch.tensor([[0, 1, 2, 3, 7, 8, 9, 20, 21]]), use_cache=True)
+    wanted = model(ids, **given).logits
+    with use():
+        torch.testing.assert_close(model(ids, **given).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+@linear_models
+@torch.no_grad()
+def test_a_forward_without_positions_is_one_graph(make):
+    model, ids = make(), torch.randint(1, 128, (2, 9))
+    wanted = model(ids, use_cache=False).logits
+    torch._dynamo.reset()
+    with use():
+        compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+        got = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@linear_models
 def test_rows_of_documents_have_the_gradients_of_each_alone(make):
     """Two rows, one of which has a single document; gradients recomputed by checkpoints too."""
     model, ids = make(), torch.randint(1, 128, (2, 30))

@@ -317,10 +317,14 @@ def _without_padding(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
     return x
 
 
-def _packed(position_ids: Tensor) -> Tensor | None:
-    """Prefix sums of the documents in all rows of position_ids [B, S], if a row has several."""
+def _packed(position_ids: Tensor, rows: int, cached: bool) -> Tensor | None:
+    """Prefix sums of the documents in all rows of position_ids [B, S], or [1, S] of all alike, if a
+    row has several.  Beside a cache positions that jump ahead are of the same, as in the models'
+    attention."""
+    if cached and not bool((position_ids.diff() < 0).any()):
+        return None
     number = find_packed_sequence_indices(position_ids)
-    return None if number is None else _begins(number)
+    return None if number is None else _begins(number.expand(rows, -1))
 
 
 def _begins(number: Tensor) -> Tensor:
@@ -372,17 +376,37 @@ def _with_documents(layer: Any) -> Callable[..., Tensor]:
 
     @wraps(forward)
     def told(self: Any, *args: Any, **options: Any) -> Tensor:
-        position_ids = options.get("position_ids")
+        position_ids, made = options.get("position_ids"), options.pop("positions_made", False)
         if (
-            self.block_type == "linear_attention"
+            not made
+            and self.block_type == "linear_attention"
             and options.get("attention_mask") is None
             and position_ids is not None
             and position_ids.shape[-1] > 1
         ):
             mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
-            options["documents"] = _read_positions(mixer.layer_idx, position_ids)
+            options["documents"] = _read_positions(
+                mixer.layer_idx,
+                position_ids,
+                (args[0] if args else options["hidden_states"]).shape[0],
+                options.get("past_key_values") is not None,
+            )
         out: Tensor = forward(self, *args, **options)
         return out
+
+    return told
+
+
+def _with_positions(model: Any) -> Callable[..., Any]:
+    """The forward of a model, which tells its layers that it makes the positions itself: nobody
+    needs to read them, nor wait for them."""
+    forward = model.forward
+
+    @wraps(forward)
+    def told(self: Any, *args: Any, **options: Any) -> Any:
+        if len(args) < 3 and options.get("position_ids") is None:
+            options["positions_made"] = True
+        return forward(self, *args, **options)
 
     return told
 
@@ -549,6 +573,15 @@ _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
             modeling_qwen3_5.Qwen3_5DecoderLayer,
             modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer,
             modeling_kimi_linear.KimiLinearDecoderLayer,
+        )
+    ),
+    *(
+        (model, _with_positions(model))
+        for model in (
+            modeling_qwen3_next.Qwen3NextModel,
+            modeling_qwen3_5.Qwen3_5TextModel,
+            modeling_qwen3_5_moe.Qwen3_5MoeTextModel,
+            modeling_kimi_linear.KimiLinearModel,
         )
     ),
 )
