@@ -266,7 +266,7 @@ def test_what_does_not_act_is_refused_by_name(name, options, error, message):
 def test_hints_and_what_transformers_hands_along_change_nothing(name):
     given = grouped(name, 1, 5)
     wanted = getattr(ours, name)(**given)[0]
-    hints = dict.fromkeys(ours.HINTS | ours.UNREAD, 64)
+    hints = dict.fromkeys(ours.HINTS | ours.UNREAD | {"video_cu_seqlens"}, 64)
     nothing = {n: n == "is_causal" or None for n in ours.REFUSED}
     assert torch.equal(getattr(ours, name)(**given, **hints, **nothing)[0], wanted)
     packed = dict(cu_seq_lens_q=torch.tensor([0, 5]), seq_idx=torch.zeros(1, 5).int())
@@ -277,15 +277,16 @@ def test_convolutions_refuse_by_name():
     x, weight = torch.randn(1, 12, 9), torch.randn(12, 4)
     for options, error, message in (
         (dict(bais=weight), TypeError, "`bais` is no argument of it. The nearest is `bias`"),
-        (dict(cu_seq_lens_q=torch.tensor([0, 9])), custom.NotSupported, ".* Pass `seq_idx`"),
+        (dict(cu_seq_lens_q=torch.tensor([0, 6])), custom.NotSupported, ".* at 6, .* 1 x 9 tok"),
     ):
         with pytest.raises(error, match=f"^causal_conv1d_fn: {message}"):
             ours.causal_conv1d_fn(x, weight, **options)
     packed = dict(seq_idx=torch.tensor([[0] * 4 + [1] * 5]), cu_seq_lens_q=torch.tensor([0, 4, 9]))
-    got = ours.causal_conv1d_fn(x, weight, **packed, max_length_q=5)
-    for part in (slice(0, 4), slice(4, 9)):
-        alone = ours.causal_conv1d_fn(x[..., part], weight)
-        torch.testing.assert_close(got[..., part], alone)
+    for given in (packed, dict(cu_seq_lens_q=packed["cu_seq_lens_q"])):
+        got = ours.causal_conv1d_fn(x, weight, **given, max_length_q=5, image_position_ids=x)
+        for part in (slice(0, 4), slice(4, 9)):
+            alone = ours.causal_conv1d_fn(x[..., part], weight)
+            torch.testing.assert_close(got[..., part], alone)
 
 
 @pytest.mark.parametrize("activation", ["silu", None])

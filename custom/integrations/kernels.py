@@ -39,6 +39,8 @@ UNREAD = {
     *("use_cache", "num_items_in_batch", "output_hidden_states", "output_attentions"),
     *("output_router_logits", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 }
+# and to the encoders of images and the like, whose layers are not these
+MODALITIES = "image_", "video_", "audio_"
 _CAPTURE = "custom.graph_mode.capture makes a graph of the call. Leave it out."
 # of fla and Transformers, what ours does not compute, and what to do
 REFUSED = {
@@ -63,7 +65,7 @@ def _rest(function: Callable[..., Any], others: Mapping[str, Any]) -> None:
     """Refuse, by name, what would change the result, and what is no argument at all."""
     name = function.__name__
     for other, value in others.items():
-        if other in HINTS or other in UNREAD:
+        if other in HINTS or other in UNREAD or other.startswith(MODALITIES):
             continue
         if other in REFUSED:
             if value is None or value is (other == "is_causal"):
@@ -407,13 +409,19 @@ def causal_conv1d_fn(
     **others: Any,
 ) -> Tensor:
     """Output [B, channels, S] of hidden_states [B, channels, S] and weight [channels, W]; `seq_idx`
-    [B, S] is the sequence of each token."""
+    [B, S] is the sequence of each token; of one row `cu_seq_lens_q` says it too."""
     _rest(causal_conv1d_fn, others)
     if cu_seq_lens_q is not None and seq_idx is None:
-        raise NotSupported(
-            "causal_conv1d_fn: `cu_seq_lens_q` is given and `seq_idx` is None: packed sequences "
-            "would mix. Pass `seq_idx` [B, S] as well, the sequence of each token."
-        )
+        rows, tokens = hidden_states.shape[0], hidden_states.shape[2]
+        end = int(cu_seq_lens_q[-1])
+        if rows != 1 or end != tokens:
+            raise NotSupported(
+                f"causal_conv1d_fn: `cu_seq_lens_q` ends at {end}, `seq_idx` is None and there are "
+                f"{rows} x {tokens} tokens. Pass one row of that many, or `seq_idx` [B, S], the "
+                "sequence of each token."
+            )
+        token = torch.arange(tokens, device=hidden_states.device)
+        seq_idx = torch.bucketize(token, cu_seq_lens_q.long(), right=True)[None]
     out = causal_conv1d.causal_conv1d_fn(
         hidden_states, weight, bias, seq_idx, activation=activation
     )
