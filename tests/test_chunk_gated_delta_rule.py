@@ -187,3 +187,17 @@ def test_errors(change, error, sentence):
     good = case.moved(case.arguments(), torch.float32, "cpu")
     with pytest.raises(error, match=f"{OP}: .*{sentence}"):
         custom.npu_chunk_gated_delta_rule(**(good | change))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value", "beta", "g"])
+def test_what_is_no_number_stays_in_its_sequence(name, bad, device, backend):
+    """Also where it is the last token of one, and the next begins in the same rows of memory."""
+    case = Sequences((37, 0, 30, 3), N=1, Nv=2, Dk=32, Dv=32)
+    x = case.moved(case.arguments(), torch.float16, device)
+    want, states = custom.npu_chunk_gated_delta_rule(**x)
+    x[name] = x[name].clone()
+    x[name][36] = x[name][67] = bad
+    got, left = custom.npu_chunk_gated_delta_rule(**x)
+    assert torch.equal(got[37:67], want[37:67]) and torch.equal(left[1:3], states[1:3])
+    assert not got[36].isfinite().all() and not got[67].isfinite().all()
