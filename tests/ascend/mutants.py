@@ -168,7 +168,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "fused_sigmoid_gating_delta_rule_update.update": (
         ("end >= start", "a sequence without a token stores the state that it loaded"),
-        ("behind <= tokens", "behind the last token there is none to leave out"),
     ),
     "indexer_loss.distributions": (("total_e >= 0", "of a row without a slot nothing is taken"),),
     "indexer_loss.log_sums": (("total >= 0", "a row without a slot has no share"),),
