@@ -11,7 +11,7 @@ APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
 .PHONY: demo serve test lint docs test-ascend mutate-ascend test-torchair test-vllm test-portability
-.PHONY: portability test-corners test-extras dist fuzz clean
+.PHONY: portability test-corners test-extras dist fuzz mutate clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/deepseek_v32_decode.py
@@ -41,6 +41,10 @@ test-ascend:
 # mistakes planted in every NPU kernel and launcher: hours; SAMPLE=200 for some of them
 mutate-ascend:
 	tests/ascend/run.sh --mutate $(if $(SAMPLE),--sample $(SAMPLE))
+
+# mistakes planted in the Python half: hours; SAMPLE=20 for some whose verdict is known, SEED for others
+mutate: $(VENV)/.ready
+	nice $(BIN)/python -m tests.mutate $(if $(SAMPLE),--sample $(SAMPLE)) --seed $(or $(SEED),0)
 
 # npugraph_ex and the conversion to Ascend IR, through the real torchair (its own environment)
 test-torchair:
@@ -78,7 +82,7 @@ fuzz: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz all --cases $(or $(CASES),500) --processes $$(nproc)
 
 clean:
-	rm -rf $(VENV) .ascend .torchair .vllm .portability .corners .dist build dist sbom site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .ascend .torchair .vllm .portability .corners .dist .mutate build dist sbom site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile
 	@# torch.compile and AOTInductor need a C++ compiler and Python's headers

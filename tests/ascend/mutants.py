@@ -33,6 +33,7 @@ from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
 
+from ..mutate.changes import difference, shifted
 from . import controls, isolated, limits, memory, sources
 from .case import Case, Inputs
 from .driver import Launch, recorder
@@ -318,17 +319,8 @@ class Mutant:
         return f"{self.file}.{self.function}: {self.kind}: {self.old} -> {self.new}{nth}"
 
 
-_SHIFTED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 Change = tuple[str, ast.expr]  # kind, what takes the place
 _ours: set[str] = set()  # modules of ours that the file at hand imports
-
-
-def _compare(node: ast.expr) -> Iterator[Change]:
-    if isinstance(node, ast.Compare):
-        for i, each in enumerate(node.ops):
-            if type(each) in _SHIFTED:
-                shifted = [*node.ops[:i], _SHIFTED[type(each)](), *node.ops[i + 1 :]]
-                yield "off by one", ast.Compare(node.left, shifted, node.comparators)
 
 
 def _dropped_part(node: ast.expr) -> Iterator[Change]:
@@ -374,7 +366,7 @@ def _dropped_mask(node: ast.expr) -> Iterator[Change]:
 
 
 _CHANGES: tuple[Callable[[ast.expr], Iterator[Change]], ...] = (
-    _compare,
+    shifted,
     _dropped_part,
     _swapped,
     _moved_epsilon,
@@ -414,25 +406,13 @@ def mutants_of(file: str, text: str) -> list[Mutant]:
                     new = f"({ast.unparse(place)}".encode() + lines_kept + b")"
                     whole = data[:low] + new + data[high:]
                     made = digest(data[first:low] + new + data[high:last])
-                    words = _difference(ast.unparse(node), ast.unparse(place))
+                    words = difference(ast.unparse(node), ast.unparse(place))
                     name = (function.name, kind, *words)
                     nth = counted.get(name, 0)
                     counted[name] = nth + 1
                     mutant = Mutant(file, *name, nth, made, whole.decode())
                     found.append(mutant)
     return found
-
-
-def _difference(old: str, new: str) -> tuple[str, str]:
-    """Without most of what both begin and end with."""
-    low = 0
-    while low < min(len(old), len(new)) and old[low] == new[low]:
-        low += 1
-    high = 0
-    while high < min(len(old), len(new)) - low and old[-1 - high] == new[-1 - high]:
-        high += 1
-    low, high = max(0, low - 25), max(0, high - 25)
-    return old[low : len(old) - high], new[low : len(new) - high]
 
 
 @cache

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""make mutate: plants, asks, and says what survives."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import marshal
+import os
+import queue
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import changes, lines
+from .changes import ROOT, Mutant, digest
+from .lines import Map, Test, World
+from .reasons import reason
+from .server import Server
+
+VERDICTS = ROOT / "tests/mutate/verdicts.json"
+_LEAST = 0.95  # of those that change anything
+_COUNT = 600
+_FEW = 6  # tests at first
+_BUDGET = 60.0  # seconds of tests, as they were traced
+_MOST = 150  # tests
+
+
+@dataclass
+class Verdict:
+    test: str  # "": it survived
+    said: str
+    made: str  # digest of the file and of the test's
+
+
+def read() -> dict[str, Verdict]:
+    if not VERDICTS.exists():
+        return {}
+    return {title: Verdict(*each) for title, each in json.loads(VERDICTS.read_text()).items()}
+
+
+def write(verdicts: dict[str, Verdict]) -> None:
+    rows = (
+        f"{json.dumps(title)}: {json.dumps([x.test, x.said, x.made])}"
+        for title, x in sorted(verdicts.items())
+    )
+    beside = VERDICTS.with_suffix(".new")
+    beside.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    beside.replace(VERDICTS)
+
+
+def chosen(found: list[Mutant], seed: int) -> list[Mutant]:
+    """In the order in which they are taken: of each kind in each file one, then the second of each.
+    The order of two does not depend on others."""
+    drawn = sorted(found, key=lambda x: digest(f"{seed} {x.title}"))
+    counted: Counter[tuple[str, str]] = Counter()
+    ranked = []
+    for mutant in drawn:
+        ranked.append((counted[mutant.file, mutant.kind], len(ranked), mutant))
+        counted[mutant.file, mutant.kind] += 1
+    return [mutant for *_, mutant in sorted(ranked, key=lambda x: x[:2])]
+
+
+def made(mutant: Mutant, test: str) -> str:
+    file = ROOT / _recorded(test).id.partition("::")[0]
+    return digest(changes.source(mutant.file).text + (file.read_text() if file.is_file() else ""))
+
+
+class Asker:
+    """Servers of all worlds, for one thread."""
+
+    def __init__(self) -> None:
+        self._servers: dict[World, Server] = {}
+
+    def __call__(self, plant: str | None, tests: list[Test]) -> tuple[str, str] | None:
+        """(test, what it said) of the first that notices; they are asked world by world."""
+        by_world: dict[World, list[Test]] = defaultdict(list)
+        for test in tests:
+            by_world[test.world].append(test)
+        for world, here in by_world.items():
+            if world not in self._servers:
+                self._servers[world] = Server(world)
+            server = self._servers[world]
+            ids = [test.id for test in here]
+            seconds = 90 + 10 * sum(test.seconds for test in here)
+            answer = server.ask(plant, ids, seconds)
+            if answer.missing:  # old ids, or the mistake's work?
+                gone = set(server.ask(None, ids, seconds).missing)
+                if not gone:
+                    return here[0].name, "it is not collected any more"
+                ids = [id for id in ids if id not in gone]
+                answer = server.ask(plant, ids, seconds) if ids else answer
+            if answer.noticed:
+                # an import that fails is noticed by whoever imports
+                by = Test(world, answer.test, 0) if "::" in answer.test else here[0]
+                return by.name, " ".join(answer.said.split())[:100]
+        return None
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+
+def _parts(tests: list[Test]) -> Iterator[list[Test]]:
+    """The few most promising, then what the budget allows."""
+    yield tests[:_FEW]
+    rest: list[Test] = []
+    left = _BUDGET - sum(test.seconds for test in tests[:_FEW])
+    for test in tests[_FEW:_MOST]:
+        left -= test.seconds
+        if left < 0:
+            break
+        rest.append(test)
+    if rest:
+        yield rest
+
+
+class Run:
+    def __init__(
+        self, chosen: list[Mutant], known: Map, verdicts: dict[str, Verdict], keep: bool = True
+    ) -> None:
+        self.keep = keep
+        self.waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
+        for mutant in chosen:
+            self.waiting.put(mutant)
+        self.known, self.verdicts, self.lock = known, verdicts, threading.Lock()
+        self.total, self.done = len(chosen), 0
+        self.noticed: Counter[tuple[str, str]] = Counter()
+        places = {mutant.title: mutant for mutant in changes.mutants()}
+        for title, verdict in verdicts.items():
+            if verdict.test and title in places:
+                self._count(places[title], verdict.test)
+        self.named = {x.test: _recorded(x.test) for x in verdicts.values() if x.test}
+
+    def _count(self, mutant: Mutant, test: str) -> None:
+        self.noticed[mutant.place, test] += 1
+        self.noticed[mutant.file, test] += 1
+
+    def tests(self, mutant: Mutant) -> list[Test]:
+        before = self.verdicts.get(mutant.title)
+        first = before.test if before else ""
+        asked = {x.name: x for x in self.known.asked(mutant)}
+        if first:
+            asked.setdefault(first, self.named[first])
+        if not self.known.tests:  # without a map: those that noticed others of the file
+            of_file = {x for (place, x) in self.noticed if place == mutant.file}
+            asked |= {x: self.named[x] for x in of_file if x in self.named}
+
+        def order(x: Test) -> tuple[bool, int, int, float]:
+            here, near = self.noticed[mutant.place, x.name], self.noticed[mutant.file, x.name]
+            return (x.name != first, -here, -near, x.seconds)
+
+        return sorted(asked.values(), key=order)
+
+    def work(self) -> None:
+        asker = Asker()
+        with tempfile.TemporaryDirectory() as folder:
+            plant = Path(folder) / "plant"
+            while True:
+                try:
+                    mutant = self.waiting.get_nowait()
+                except queue.Empty:
+                    break
+                began = time.perf_counter()
+                with self.lock:
+                    tests = self.tests(mutant)
+                target = os.path.realpath(ROOT / mutant.file)
+                code = changes.Source(mutant.file).planted(mutant)
+                plant.write_bytes(marshal.dumps((target, code)))
+                found = None
+                for part in _parts(tests):
+                    found = asker(str(plant), part)
+                    if found:
+                        break
+                test, said = found or ("", "")
+                with self.lock:
+                    self._keep(mutant, test, said, len(tests), time.perf_counter() - began)
+        asker.close()
+
+    def _keep(self, mutant: Mutant, test: str, said: str, asked: int, seconds: float) -> None:
+        self.verdicts[mutant.title] = Verdict(test, said, made(mutant, test))
+        if test:
+            self._count(mutant, test)
+            self.named[test] = _recorded(test)
+        if self.keep:
+            write(self.verdicts)
+        self.done += 1
+        by = f"by {test.rpartition('/')[2]}" if test else f"SURVIVES {asked} tests"
+        print(f"{self.done} of {self.total}, {seconds:.0f} s: {mutant.title}: {by}", flush=True)
+
+
+def _recorded(name: str) -> Test:
+    """The test of a name."""
+    world, at, id = name.partition("tests/")
+    pairs = [each.partition("=") for each in world.split()]
+    return Test(tuple((x, y) for x, _, y in pairs), at + id, 1.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
+    parser.add_argument("--sample", type=int, help="so many of those with a verdict")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=_COUNT, help="mistakes of a whole run")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--only", help="part of a title")
+    parser.add_argument("--untraced", action="store_true", help="with the map that is there")
+    options = parser.parse_args()
+    verdicts = read()
+    every = changes.mutants()
+    if options.only:
+        every = [mutant for mutant in every if options.only in mutant.title]
+    if options.sample is not None:
+        every = [x for x in every if x.title in verdicts and verdicts[x.title].test]
+        return _sample(chosen(every, options.seed)[: options.sample], verdicts, options.jobs)
+    for path in [] if options.untraced else lines.old():
+        print(f"which lines {path.name} executes: {lines.trace(path)}", flush=True)
+    known = lines.read()
+    found, unreached, asked = chosen(every, options.seed), [], []
+    for mutant in found:
+        if len(asked) == options.count:
+            break
+        (asked if known.asked(mutant) else unreached).append(mutant)
+    run = Run([x for x in asked if not _settled(x, verdicts)], known, verdicts)
+    _work(run, options.jobs)
+    return _report(asked, unreached, verdicts)
+
+
+def _settled(mutant: Mutant, verdicts: dict[str, Verdict]) -> bool:
+    """Noticed by a test that is as it was, in a file that is."""
+    before = verdicts.get(mutant.title)
+    if before is None or not before.test:
+        return before is not None and reason(mutant) is not None
+    return before.made == made(mutant, before.test)
+
+
+def _work(run: Run, jobs: int) -> None:
+    threads = [threading.Thread(target=run.work) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _report(asked: list[Mutant], unreached: list[Mutant], verdicts: dict[str, Verdict]) -> int:
+    noticed = [x for x in asked if verdicts[x.title].test]
+    explained = [x for x in asked if not verdicts[x.title].test and reason(x)]
+    wrong = [x for x in noticed if reason(x)]
+    survive = [x for x in asked if x not in explained and not verdicts[x.title].test]
+    rate = len(noticed) / max(1, len(asked) - len(explained))
+    print(
+        f"{len(asked)} mistakes: {len(noticed)} noticed, {len(explained)} change nothing, "
+        f"{len(survive)} survive: {rate:.1%}; {len(unreached)} more where no test here comes by"
+    )
+    for mutant in survive:
+        print(f"survives: {mutant.title}")
+    for mutant in wrong:
+        print(f"FAIL explained, but noticed: {mutant.title}")
+    return int(rate < _LEAST or bool(wrong))
+
+
+def _sample(asked: list[Mutant], verdicts: dict[str, Verdict], jobs: int) -> int:
+    """Were noticed: are they still?  Nothing is kept."""
+    again = dict(verdicts)
+    _work(Run(asked, Map(), again, keep=False), jobs)
+    lost = [x for x in asked if not again[x.title].test]
+    for mutant in lost:
+        print(f"FAIL {verdicts[mutant.title].test} noticed it, now none does: {mutant.title}")
+    print(f"{len(asked) - len(lost)} of {len(asked)} noticed")
+    return int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
