@@ -10,6 +10,12 @@ from .changes import Mutant
 REASONS: dict[str, tuple[tuple[str, str], ...]] = {}
 
 
+def words(mutant: Mutant) -> list[str]:
+    """Those that explain it."""
+    listed = REASONS.get(mutant.place, ())
+    return [word for word, _ in listed if word in f"{mutant.title}$"]
+
+
 def reason(mutant: Mutant) -> str | None:
-    words = REASONS.get(mutant.place, ())
-    return next((why for word, why in words if word in f"{mutant.title}$"), None)
+    found = words(mutant)
+    return dict(REASONS[mutant.place])[found[0]] if found else None

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The mistakes of `make mutate`: what is planted, under which name, and that it is there."""
+
+from __future__ import annotations
+
+import importlib
+import marshal
+import os
+import sys
+from importlib.machinery import SourceFileLoader
+
+import pytest
+
+from .mutate import changes, lines, reasons
+from .mutate.__main__ import chosen, read
+from .mutate.inside import sitecustomize
+
+TEXT = '''
+import torch
+
+SIZE = 4
+
+
+@triton.jit
+def kernel(x, y):
+    helper(x, y)
+
+
+class Pages:
+    def at(self, i, j):
+        """Of a page."""
+        c.require(i < j, f"{i + 1} is too far")
+        if i and self.known:
+            raise ValueError("known: 1 + 1")
+        self.known = True
+        return look(i, j, dtype=torch.int32, num_warps=4)
+'''
+PLACE = "dispatch/pages.py: Pages.at"
+PLANTED = {
+    "dispatch/pages.py: <module>: off by one: SIZE = 4 -> SIZE = 5",
+    f'{PLACE}: off by one: c.require(i < j, f"{{i + 1}} is t -> c.require(i <= j, f"{{i + 1}} is t',
+    f"{PLACE}: a check dropped: c.require(i < j, f'{{i + 1}} is too far') -> ",
+    f"{PLACE}: a check dropped: i and self.known -> ",
+    f"{PLACE}: a condition negated: i and self.known -> not (i and self.known)",
+    f"{PLACE}: and for or: if i and self.known: -> if i or self.known:",
+    f"{PLACE}: a statement dropped: self.known = True -> ",
+    f"{PLACE}: true for false: self.known = True -> self.known = False",
+    f"{PLACE}: swapped: look(i, j, dtype=torch.int32, num_ -> look(j, i, dtype=torch.int32, num_",
+    f"{PLACE}: another dtype: return look(i, j, dtype=torch.int32, num_warps=4) -> "
+    "return look(i, j, dtype=torch.int64, num_warps=4)",
+    f"{PLACE}: a keyword dropped: look(i, j, dtype=torch.int32, num_warps=4) -> "
+    "look(i, j, num_warps=4)",
+}
+
+
+def titles(text):
+    return {x.title for x in changes.Source("dispatch/pages.py", text).mutants}
+
+
+def test_what_is_planted():
+    """Neither in kernels nor in text; and numbers of warps change only the time."""
+    assert titles(TEXT) == PLANTED
+
+
+def test_names_outlive_changes_of_other_lines():
+    moved = TEXT.replace("class Pages", "other = len\n\n\nclass Pages")
+    assert titles(moved) == PLANTED
+    keys = [
+        [x.key for x in changes.Source("f.py", text).statements if x.function]
+        for text in (TEXT, moved)
+    ]
+    assert keys[0] == keys[1]
+
+
+def test_a_mistake_is_in_what_is_imported(tmp_path, monkeypatch):
+    path = tmp_path / "planted_module.py"
+    path.write_text("def beyond(i, n):\n    return i < n\n")
+    of_file = changes.Source(str(path))
+    (mutant,) = of_file.mutants
+    plant = tmp_path / "plant"
+    plant.write_bytes(marshal.dumps((os.path.realpath(path), of_file.planted(mutant))))
+    monkeypatch.setattr(SourceFileLoader, "get_code", SourceFileLoader.get_code)
+    monkeypatch.syspath_prepend(tmp_path)
+    sitecustomize.plant(str(plant))
+    module = importlib.import_module("planted_module")
+    monkeypatch.delitem(sys.modules, "planted_module")
+    assert module.beyond(3, 3) and not module.beyond(4, 3)
+
+
+@pytest.mark.parametrize("kind", ["off by one", "swapped", "a check dropped", "another dtype"])
+def test_every_file_compiles_with_a_mistake(kind):
+    """One of a kind: what takes a node's place fits there."""
+    first = {}
+    for mutant in changes.mutants():
+        if mutant.kind == kind:
+            first.setdefault(mutant.file.partition("/")[0], mutant)
+    for mutant in first.values():
+        assert changes.Source(mutant.file).planted(mutant)
+
+
+def test_a_draw_keeps_its_order_when_others_join():
+    every = changes.source("dispatch/check.py").mutants
+    few = every[::2]
+    assert [x for x in chosen(every, 3) if x in few and x.kind == "swapped"] == [
+        x for x in chosen(few, 3) if x.kind == "swapped"
+    ]
+
+
+def test_statements_of_a_trace_are_found(tmp_path, monkeypatch):
+    """By any of their lines; a test that starts others does not count beside them."""
+    monkeypatch.setattr(lines, "files", lambda: ("f.py",))
+    of_file = changes.Source("f.py", TEXT)
+    monkeypatch.setattr(lines, "source", lambda file: of_file)
+    check = next(x for x in of_file.statements if x.first == 15)
+    run = ["tests/test_f.py::test_a", 0.5, "passed", [15]]
+    failed = ["tests/test_f.py::test_b", 0.1, "failed", [15]]
+    around = ["tests/test_f.py::test_under_the_interpreter", 9, "passed", []]
+    told = [
+        dict(world={}, parent="", tests=[around, failed], rest=[4]),
+        dict(world={"CUSTOM_BACKEND": "cuda"}, parent=around[0], tests=[run], rest=[4, 15]),
+    ]
+    found = lines._compact(told)
+    assert found["tests"] == [[{"CUSTOM_BACKEND": "cuda"}, "tests/test_f.py::test_a", 0.5]]
+    assert found["of"]["f.py"][check.key] == [0, -1]
+    assert found["of"]["f.py"][of_file.statements[0].key] == [-1]
+
+
+def test_reasons_and_verdicts_are_of_what_is_planted():
+    every = {x.title: x for x in changes.mutants()}
+    verdicts = read()
+    used = {(x.place, word) for x in every.values() for word in reasons.words(x)}
+    listed = {(place, word) for place, words in reasons.REASONS.items() for word, _ in words}
+    assert not listed - used, "explained, but not planted"
+    caught = [t for t, x in verdicts.items() if t in every and x.test and reasons.reason(every[t])]
+    assert not caught, "explained, but noticed"
