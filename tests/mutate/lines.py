@@ -19,7 +19,7 @@ from .inside.sitecustomize import LINES
 
 HOME = ROOT / ".mutate"
 INSIDE = ROOT / "tests/mutate/inside"
-_EACH = 2  # of a function's tests, the fastest ones that execute a statement
+_EACH = 8  # of a test function's cases that execute a statement: the fastest, and others
 # they run other tests, which count by themselves; or copies of the tree
 _LEFT_OUT = ("test_under_the_interpreter", "test_contributing.py")
 # they read the tree on disk, or measure the machine
@@ -51,14 +51,13 @@ class Map:
         """The tests of its statement; of its function, where that is newer than the map; of its
         file, where it runs at import."""
         here = self.of.get(mutant.file, {})
-        names = here.get(mutant.statement.key, set())
-        if not names and mutant.function:
-            known = mutant.statement.key in here
+        own = here.get(mutant.statement.key)
+        names = set(own or ())
+        if not mutant.function or names == {"import"}:
+            names = set().union(*here.values())
+        elif own is None:
             same = (x for key, x in here.items() if key.startswith(f"{mutant.function} "))
-            names = set() if known else set().union(*same)
-        if not names and (not mutant.function or mutant.statement.key in here):
-            imported = not mutant.function or "import" in here.get(mutant.statement.key, ())
-            names = set().union(*here.values()) if imported else set()
+            names = set().union(*same)
         return [self.tests[name] for name in names if name in self.tests]
 
 
@@ -142,7 +141,7 @@ def _compact(told: list[dict[str, Any]]) -> dict[str, Any]:
         for statement in source(file).statements:
             numbers = range(i * LINES + statement.first, i * LINES + statement.last + 1)
             names = set().union(*(lines.get(x, set()) for x in numbers))
-            kept = _fastest(names, tests)
+            kept = _few(names, tests)
             used.update(kept)
             if not imported.isdisjoint(numbers):
                 kept = [*kept, "import"]
@@ -159,12 +158,16 @@ def _compact(told: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _fastest(names: set[str], tests: dict[str, Any]) -> list[str]:
-    """A few of each test function in each world."""
+def _few(names: set[str], tests: dict[str, Any]) -> list[str]:
+    """Cases of each test function in each world: half of them the fastest, half spread over all."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names, key=lambda x: (tests[x][2], x)):
         groups[name.partition("[")[0]].append(name)
-    return [name for group in groups.values() for name in group[:_EACH]]
+    kept: list[str] = []
+    for group in groups.values():
+        first, rest = group[: _EACH // 2], group[_EACH // 2 :]
+        kept += first + rest[:: max(1, -(-len(rest) // (_EACH // 2)))]
+    return kept
 
 
 def read() -> Map:
