@@ -584,7 +584,7 @@ def test_a_tensor_that_shares_its_memory_keeps_its_strides(dtype, monkeypatch):
         return from_dlpack(tensor).as_strided(tensor.shape, steps)
 
     monkeypatch.setattr(torch, "from_dlpack", older)
-    whole = torch.ones(2, 5, 3, 16).to(dtype)
+    whole = torch.ones(2, 5, 3, 17).to(dtype)  # no number of another size fits in a row
     part = whole[1:, :, 1:2]
     own = launches._of_its_own(part)
     assert (own.data_ptr(), own.dtype) == (part.data_ptr(), dtype)
@@ -612,6 +612,13 @@ def test_what_a_plan_cannot_do_again_has_none(does):
 
     out, plan = launches.record(launcher, lambda a, kwargs: dict(x=a[0]), (torch.ones(3),), {})
     assert plan is None and out.tolist() == [2, 2, 2]
+
+
+def test_a_launcher_that_gives_back_what_it_got_has_no_plan():
+    """An op's result shares no memory with what it got."""
+    given = torch.ones(3)
+    out, plan = launches.record(lambda x: x[1:], lambda a, kwargs: dict(x=a[0]), (given,), {})
+    assert plan is None and out.data_ptr() == given[1:].data_ptr()
 
 
 class Reads:
@@ -1390,6 +1397,11 @@ def test_launchers_of_others_are_loaded_as_triton_does(monkeypatch):
     private_triton.load_apart(lambda: True)
     own = build._load_module_from_path("name", "path")
     assert own is not shared and own.launch == "launch"
+
+
+def test_what_writes_nothing_gets_its_keywords():
+    with launches._WritesNothing():
+        assert torch.ones(2).sum(0, dtype=torch.float64).dtype == torch.float64
 
 
 def test_first_calls_import_nothing_slow():
