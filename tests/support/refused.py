@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Every argument of every op's sample, spoiled in each of a few ways: which check speaks.
+
+python -m tests.support.refused     write tests/records/refused.json anew
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from custom.dispatch.env import config
+from custom.dispatch.register import overload
+from custom.dispatch.specs import SPECS, Spec
+from torch import Tensor
+
+from .samples import sample
+
+RECORD = Path(__file__).parents[1] / "records/refused.json"
+CPU = torch.device("cpu")
+_WORDS = 3  # behind the op's name: the argument and what is wrong with it
+
+
+def _strided(x: Tensor) -> Tensor:
+    """No two numbers beside each other."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Its first dimension lies innermost."""
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+def _gaps(x: Tensor) -> Tensor:
+    """Rows that are dense, with another one between each two."""
+    return torch.stack([x, x], 1)[:, 0]
+
+
+def _longer(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.cat([x, x.narrow(dim, 0, 1)], dim)
+
+
+def _shorter(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.narrow(dim, 0, x.shape[dim] - 1)
+
+
+def _filled(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.full_like(x, value)
+
+
+def _ways(x: Tensor) -> dict[str, Callable[[Tensor], Any]]:
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        "absent": lambda x: None,
+        "elsewhere": lambda x: x.to("meta"),
+        "int16": lambda x: x.to(torch.int16),
+        "one dimension more": lambda x: x[None],
+        "one dimension less": lambda x: x[0],
+    }
+    if x.is_floating_point():
+        ways["float32"] = lambda x: x.to(torch.float32)
+        ways["float64"] = lambda x: x.to(torch.float64)
+        ways["bfloat16"] = lambda x: x.to(torch.bfloat16)
+    else:
+        other = torch.int64 if x.dtype is torch.int32 else torch.int32
+        ways["other integers"] = lambda x: x.to(other)
+        ways |= {f"all {n}": _filled(n) for n in (-2, -1, 0, 1, 100)}
+        ways["falling"] = lambda x: x.flip(0)
+    if x.ndim > 1:
+        ways["turned"] = _turned
+        ways["with gaps"] = _gaps
+    ways["strided"] = _strided
+    for dim in range(x.ndim):
+        ways[f"longer in {dim}"] = _longer(dim)
+        if x.shape[dim]:
+            ways[f"shorter in {dim}"] = _shorter(dim)
+    return ways
+
+
+def _near(value: int) -> set[int]:
+    """And no number that fits into no argument."""
+    return {-1, 0, 1, 2, 3, value - 1, min(value + 1, 2**63 - 1), 2**31}
+
+
+def _spoiled(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor):
+        if value.ndim and value.numel():
+            for way, spoil in _ways(value).items():
+                yield way, spoil(value)
+    elif isinstance(value, bool):
+        yield "turned round", not value
+    elif isinstance(value, int):
+        yield from ((str(n), n) for n in sorted(_near(value)))
+    elif isinstance(value, float):
+        yield from ((str(x), x) for x in (-1.0, 0.0, float("nan"), float("inf")))
+    elif isinstance(value, str):
+        yield "misspelled", "XYZ"
+
+
+def _arguments(spec: Spec, dtype: torch.dtype) -> dict[str, Any]:
+    """Of the sample, and the options that it leaves out."""
+    given = sample(spec.name, CPU, dtype)
+    schema = overload(spec)._schema
+    return {x.name: x.default_value for x in schema.arguments if x.has_default_value()} | given
+
+
+def said(spec: Spec, arguments: dict[str, Any]) -> str:
+    """How a refusal begins, without its numbers; "" where the call runs."""
+    try:
+        overload(spec)(**arguments)
+    except Exception as error:
+        text = str(error).removeprefix(f"{spec.name}: ").split("\n")[0]
+        words = re.sub(r"\d+", "0", text).split()[:_WORDS]
+        return f"{type(error).__name__}: {' '.join(words)}"
+    return ""
+
+
+Refusals = dict[str, dict[str, list[str]]]
+
+
+def refusals(spec: Spec) -> Refusals:
+    """argument -> what is said -> ways; those that are legal are left out.  With CUSTOM_DEBUG,
+    which looks at values."""
+    found: Refusals = {}
+    before = config.debug
+    config.debug = True
+    try:
+        for name, value in _arguments(spec, torch.float16).items():
+            for way, spoiled in _spoiled(value):
+                # tensors that are written get their numbers anew
+                given = _arguments(spec, torch.float16) | {name: spoiled}
+                text = said(spec, given)
+                if text:
+                    found.setdefault(name, {}).setdefault(text, []).append(way)
+    finally:
+        config.debug = before
+    return found
+
+
+def read() -> dict[str, Refusals]:
+    return json.loads(RECORD.read_text())
+
+
+if __name__ == "__main__":
+    lines = []
+    for spec in SPECS:
+        rows = [f"  {json.dumps(name)}: {json.dumps(x)}" for name, x in refusals(spec).items()]
+        lines.append(f" {json.dumps(spec.name)}: {{\n" + ",\n".join(rows) + "\n }")
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")

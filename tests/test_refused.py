@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Which check refuses which spoiled argument: those of tests/records/refused.json, no others."""
+
+from __future__ import annotations
+
+from .support import refused
+from .support.calls import every_spec
+
+
+@every_spec
+def test_each_check_speaks_where_it_did(spec):
+    """Without a check a wrong call runs, or another check speaks for it."""
+    kept, now = refused.read().get(spec.name, {}), refused.refusals(spec)
+    for name in kept.keys() | now.keys():
+        meant = f"`{name}`; if that is meant: python -m tests.support.refused"
+        assert now.get(name) == kept.get(name), meant
