@@ -24,6 +24,7 @@ _EACH = 8  # of a test function's cases that execute a statement: the fastest, a
 _LEFT_OUT = ("test_under_the_interpreter", "test_contributing.py")
 # they read the tree on disk, or measure the machine
 _FILES_LEFT_OUT = {"test_contributing", "test_documents", "test_packaging", "test_mutate"}
+_NOT_HANDED_ON = ("TRITON_INTERPRET", "CUSTOM_BACKEND", "PYTHONDONTWRITEBYTECODE")
 _PATIENCE = 3600  # seconds of a test file, some three times as long traced as not
 
 World = tuple[tuple[str, str], ...]  # variables, those of inside/sitecustomize.py
@@ -62,10 +63,11 @@ class Map:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """No pool of threads, nothing of this machine's."""
+    """No pool of threads; what is compiled is kept out of the tree."""
     paths = f"{INSIDE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-    base = {x: y for x, y in os.environ.items() if x not in ("TRITON_INTERPRET", "CUSTOM_BACKEND")}
-    return base | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | more
+    base = {name: value for name, value in os.environ.items() if name not in _NOT_HANDED_ON}
+    kept = {"PYTHONPYCACHEPREFIX": str(HOME / "compiled"), "PYTHONPATH": paths}
+    return base | {"OMP_NUM_THREADS": "1"} | kept | more
 
 
 def test_files() -> list[Path]:

@@ -7,6 +7,7 @@ As a program it reads a job a line and answers a line; `Server` is that program,
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -96,7 +97,7 @@ def _child(plant: str | None, tests: list[str], folder: Path) -> None:
         importlib.import_module("sitecustomize").plant(plant)
     import pytest
 
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:anyio"]
     status = pytest.main([*options, *tests], plugins=[_Told(tests, folder / "told")])
     sys.stdout.flush()
     os._exit(int(status))
@@ -139,6 +140,7 @@ def main() -> None:
         with suppress(ImportError):
             importlib.import_module(module)
     assert not any(name.split(".")[0] == "custom" for name in sys.modules)
+    gc.freeze()  # what is never looked at again stays shared
     for line in sys.stdin:
         answer = _attempt(*json.loads(line))
         answers.write(json.dumps(vars(answer)) + "\n")
