@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,8 +235,10 @@ def main() -> int:
     if options.sample is not None:
         every = [x for x in every if x.title in verdicts and verdicts[x.title].test]
         return _sample(chosen(every, options.seed)[: options.sample], verdicts, options.jobs)
-    for path in [] if options.untraced else lines.old():
-        print(f"which lines {path.name} executes: {lines.trace(path)}", flush=True)
+    with ThreadPoolExecutor(options.jobs) as threads:
+        old = [] if options.untraced else lines.old()
+        for path, said in zip(old, threads.map(lines.trace, old), strict=True):
+            print(f"traced {path.name}: {said}", flush=True)
     known = lines.read()
     found, unreached, asked = chosen(every, options.seed), [], []
     for mutant in found:

@@ -6,8 +6,22 @@ from __future__ import annotations
 
 from .changes import Mutant
 
+_TIME = "only how long it takes changes"
+
 # by place, words of a mutant's title ($ is its end)
-REASONS: dict[str, tuple[tuple[str, str], ...]] = {}
+REASONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "cuda_ops/chunk_gated_delta_rule_grad.py: <module>": (
+        ("(_BLOCK_V, _BLOCK_K) = 64, 64", "both are 64"),
+    ),
+    "cuda_ops/common/launches.py: <module>": (("_SETTLED = 4 -> _SETTLED = 5", _TIME),),
+    "cuda_ops/common/launches.py: Side.__init__": (
+        ("self._joined, self._forked)", "two events, each new"),
+    ),
+    "cuda_ops/common/launches.py: _begin": (
+        ("Thread(target=part)", "what these threads do ends by itself within a second"),
+    ),
+    "cuda_ops/common/launches.py: _plan": (("torch.int8,", "a piece of memory is bytes"),),
+}
 
 
 def words(mutant: Mutant) -> list[str]:

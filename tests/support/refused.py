@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Every argument of every op's sample, spoiled in each of a few ways: which check speaks.
+"""Every argument of an op, spoiled in each of a few ways: which check speaks.
 
 python -m tests.support.refused     write tests/records/refused.json anew
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -19,10 +20,13 @@ from custom.dispatch.register import overload
 from custom.dispatch.specs import SPECS, Spec
 from torch import Tensor
 
+from ..fuzz.build import build
+from ..fuzz.draw import KIND, draw
 from .samples import sample
 
 RECORD = Path(__file__).parents[1] / "records/refused.json"
 CPU = torch.device("cpu")
+_DRAWS = 6
 _WORDS = 3  # behind the op's name: the argument and what is wrong with it
 
 
@@ -101,11 +105,20 @@ def _spoiled(value: Any) -> Iterator[tuple[str, Any]]:
         yield "misspelled", "XYZ"
 
 
-def _arguments(spec: Spec, dtype: torch.dtype) -> dict[str, Any]:
-    """Of the sample, and the options that it leaves out."""
-    given = sample(spec.name, CPU, dtype)
+def _calls(spec: Spec) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """(arguments, names of those to spoil): the sample with the options that it leaves out, then
+    draws of tests/fuzz that have tensors which none ahead of them had."""
     schema = overload(spec)._schema
-    return {x.name: x.default_value for x in schema.arguments if x.has_default_value()} | given
+    options = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
+    first = options | sample(spec.name, CPU, torch.float16)
+    yield first, list(first)
+    seen = {name for name, value in first.items() if isinstance(value, Tensor)}
+    for number in range(_DRAWS if spec.name in KIND else 0):
+        drawn, _ = build(draw(spec.name, number, 0, ["float16"]), torch.float16)
+        new = [x for x, y in drawn.items() if isinstance(y, Tensor) and y.numel() and x not in seen]
+        if new:
+            seen.update(new)
+            yield options | drawn, new
 
 
 def said(spec: Spec, arguments: dict[str, Any]) -> str:
@@ -129,13 +142,13 @@ def refusals(spec: Spec) -> Refusals:
     before = config.debug
     config.debug = True
     try:
-        for name, value in _arguments(spec, torch.float16).items():
-            for way, spoiled in _spoiled(value):
-                # tensors that are written get their numbers anew
-                given = _arguments(spec, torch.float16) | {name: spoiled}
-                text = said(spec, given)
-                if text:
-                    found.setdefault(name, {}).setdefault(text, []).append(way)
+        for arguments, names in _calls(spec):
+            for name in names:
+                for way, spoiled in _spoiled(arguments[name]):
+                    # what is written begins anew
+                    text = said(spec, copy.deepcopy(arguments) | {name: spoiled})
+                    if text:
+                        found.setdefault(name, {}).setdefault(text, []).append(way)
     finally:
         config.debug = before
     return found
