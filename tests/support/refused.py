@@ -30,6 +30,50 @@ _DRAWS = 6
 _WORDS = 3  # behind the op's name: the argument and what is wrong with it
 
 
+def _paged(lengths: tuple[str, str], keys: str = "key_dequant_scale") -> dict[str, Any]:
+    """Keys and what belongs to them in pages of 16."""
+    return {
+        "layout_key" if lengths[1].endswith("key") else "layout_kv": "PA_BSND",
+        lengths[0]: torch.tensor([3, 2], dtype=torch.int32),
+        lengths[1]: torch.tensor([16, 7], dtype=torch.int32),
+        "block_table": torch.tensor([[0], [1]], dtype=torch.int32),
+    } | {name: lambda x: x[:, :16].contiguous() for name in ("key", keys)}
+
+
+_TREE = dict(
+    intermediate_states=torch.zeros(3, 2, 4, 16, 8),
+    intermediate_state_indices=torch.tensor([2, 0], dtype=torch.int32),
+    retrieve_parent_token=torch.tensor([[-1, 0], [-1, 0]], dtype=torch.int32),
+    disable_state_update=True,
+)
+_INDEXER = ("actual_seq_lengths_query", "actual_seq_lengths_key")
+_ATTENTION = ("actual_seq_lengths_query", "actual_seq_lengths_kv")
+_FILTERED = dict(bias=torch.ones(32, dtype=torch.float16))
+# what the samples leave out; a function makes it of what they have
+_MORE: dict[str, dict[str, Any]] = {
+    "npu_lightning_indexer": _paged(_INDEXER, "key"),
+    "npu_lightning_indexer_scores": _paged(_INDEXER, "key"),
+    "npu_quant_lightning_indexer": _paged(_INDEXER),
+    "npu_quant_lightning_indexer_scores": _paged(_INDEXER),
+    "npu_sparse_flash_attention": _paged(_ATTENTION, "key_rope"),
+    "npu_kv_quant_sparse_flash_attention": _paged(_ATTENTION, "value"),
+    "npu_kv_quant_sparse_flash_attention_lse": _paged(_ATTENTION, "value"),
+    "npu_fused_sigmoid_gating_delta_rule_update": _TREE,
+    "npu_gated_delta_layer_decode": _TREE
+    | dict(
+        intermediate_states=torch.zeros(3, 1, 4, 16, 8),
+        intermediate_conv_window=torch.zeros(3, 1, 3, 96, dtype=torch.float16),
+        retrieve_parent_token=torch.tensor([[-1], [-1]], dtype=torch.int32),
+    ),
+    "npu_causal_conv1d_update": dict(
+        retrieve_parent_token=torch.tensor([[-1, 0], [-1, 0]], dtype=torch.int32),
+        disable_state_update=True,
+    ),
+    "npu_fused_causal_conv1d": _FILTERED,
+    "npu_fused_causal_conv1d_v2": _FILTERED,
+}
+
+
 def _strided(x: Tensor) -> Tensor:
     """No two numbers beside each other."""
     return torch.stack([x, x], -1)[..., 0]
@@ -107,12 +151,17 @@ def _spoiled(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _calls(spec: Spec) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """(arguments, names of those to spoil): the sample with the options that it leaves out, then
-    draws of tests/fuzz that have tensors which none ahead of them had."""
+    with more tensors, and draws of tests/fuzz that have tensors which none ahead of them had."""
     schema = overload(spec)._schema
     options = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
     first = options | sample(spec.name, CPU, torch.float16)
     yield first, list(first)
     seen = {name for name, value in first.items() if isinstance(value, Tensor)}
+    more = _MORE.get(spec.name)
+    if more:
+        made = {name: x(first[name]) if callable(x) else x for name, x in more.items()}
+        seen.update(made)
+        yield first | made, list(made)
     for number in range(_DRAWS if spec.name in KIND else 0):
         drawn, _ = build(draw(spec.name, number, 0, ["float16"]), torch.float16)
         new = [x for x, y in drawn.items() if isinstance(y, Tensor) and y.numel() and x not in seen]
@@ -143,6 +192,7 @@ def refusals(spec: Spec) -> Refusals:
     config.debug = True
     try:
         for arguments, names in _calls(spec):
+            overload(spec)(**copy.deepcopy(arguments))  # legal
             for name in names:
                 for way, spoiled in _spoiled(arguments[name]):
                     # what is written begins anew
