@@ -76,6 +76,23 @@ def test_fake_agrees_in_every_dtype(spec, dtype):
 
 
 @every_spec
+def test_fake_agrees_whatever_the_flags(spec):
+    """Where the call is legal: on the shapes and dtypes of what it gives back."""
+    op, good = overload(spec), sample(spec.name, CPU, torch.float32)
+    for flag in op._schema.arguments:
+        if not isinstance(flag.default_value, bool):
+            continue
+        changed = good | {flag.name: not good.get(flag.name, flag.default_value)}
+        on_meta = tree_map_only(Tensor, lambda t: t.to("meta"), changed)
+        try:
+            real = outputs(op(**copy.deepcopy(changed)))
+        except (TypeError, ValueError):
+            continue
+        told = [[(x.shape, x.dtype) for x in given] for given in (real, outputs(op(**on_meta)))]
+        assert told[0] == told[1], flag.name
+
+
+@every_spec
 def test_compiles_fullgraph_with_dynamic_shapes(spec):
     torch._dynamo.reset()
     compiled = torch.compile(

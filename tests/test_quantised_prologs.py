@@ -326,6 +326,10 @@ def test_under_torch_npu_s_words(device, backend, mode, flag, packed):
         names = "token_x", "rope_sin", "rope_cos", "cache_index"
         theirs |= {name: theirs[name].flatten(0, 1) for name in names}
     outs = run(V3, backend, **theirs, query_norm_flag=flag)
+    on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in theirs.items()}
+    fakes = overload(BY_NAME[V3])(**on_meta, query_norm_flag=flag)
+    for got, fake in zip(outs, fakes, strict=True):
+        assert (got.shape, got.dtype) == (fake.shape, fake.dtype)
     for got, want in zip(outs[:2], (query, query_rope), strict=True):
         assert torch.equal(got, want.flatten(0, 1) if packed else want)
     assert outs[2].shape == (0,) and outs[2].dtype is torch.float32
