@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ CASES = {
     "int64": dict(index=torch.int64, lengths=[70, 33], N=17),
     "odd ranks": dict(R=48, D=8, S=1, keys="BSND"),
     "many rows": dict(S=11, B=3, rows=[11, 0, 7], lengths=[30, 96, 5]),
+    "in parts": dict(S=1, K=90, keys="BSND"),
 }
 LARGE = {
     "decode": dict(R=512, D=64, N=128, B=3, S=1, P=64, S2=4096, K=2048),
@@ -74,8 +76,14 @@ LARGE = {
     "case", CASES | ({f"large {n}": c for n, c in LARGE.items()} if ON_GPU else {})
 )
 def test_attention(case, dtype, monkeypatch):
-    if INTERPRETED:  # a GPU of so many processors splits the selections of these cases
+    parts = []
+    if INTERPRETED:  # a GPU of so many processors splits the selections of the last case
         monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 16)
+        plain = importlib.import_module("custom.cuda_ops.sparse_flash_attention")
+        of = plain.Parts.of
+        monkeypatch.setattr(
+            plain, "Parts", SimpleNamespace(of=lambda n, *rest: parts.append(n) or of(n, *rest))
+        )
     values = CASES[case] if case in CASES else LARGE[case.removeprefix("large ")]
     attention, _ = arguments(dtype, **values)
     heads = attention["query"].shape[-2]
@@ -88,6 +96,7 @@ def test_attention(case, dtype, monkeypatch):
         for name, x, same, y in zip(("out", "max", "sum"), got, again, wanted, strict=True):
             assert_near(name, x, y, ERROR[dtype])
             assert torch.equal(x, same), f"{name} differs from run to run"
+    assert not INTERPRETED or set(parts) == {2 if case == "in parts" else 1}
 
 
 @gpu
@@ -260,7 +269,7 @@ def test_under_the_interpreter(own):
     """The kernels on CPU tensors: their index arithmetic, on a machine without a GPU."""
     tests = Path(__file__).parent
     files = [__file__]
-    chosen = "attention and (paged or packed or blocks) or indexer and (packed or many)"
+    chosen = "attention and (paged or packed or blocks or parts) or indexer and (packed or many)"
     chosen += " or exact and (7000 or 20000 and random) or gradients and (packed or idle)"
     if not own:
         ops = ("lightning_indexer", "sparse_flash_attention")
