@@ -49,6 +49,10 @@ FILES = (
     "test_sparse_lightning_indexer_grad_kl_loss.py",
     "test_merging.py",
     "test_large.py",
+    "test_fused_causal_conv1d.py",
+    "test_recurrent_gated_delta_rule.py",
+    "test_mla_prolog_pto.py",
+    "test_indexer_prolog_pto.py",
 )
 
 

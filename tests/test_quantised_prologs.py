@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from custom.dispatch import backends
+from custom.dispatch.common import mla_v3
 from custom.dispatch.register import bind, overload
 from custom.dispatch.specs import BY_NAME
 from torch import Tensor
@@ -348,6 +349,17 @@ def test_under_torch_npu_s_words(device, backend, mode, flag, packed):
         outs[3].cpu().view(torch.uint8).flatten(), values.view(torch.uint8).flatten()
     )
     assert torch.equal(outs[4].cpu(), scale)
+
+
+def test_tokens_are_one_request():
+    """Kernels take [B, S, H], the reference any shape."""
+    given = Call(CPU, 0).mla()
+    batched = mla_v3.as_pto(given)
+    assert all(batched[name] is given[name] for name in ("token_x", "cache_index"))
+    names = "token_x", "rope_sin", "rope_cos", "cache_index"
+    packed = mla_v3.as_pto(given | {name: given[name].flatten(0, 1) for name in names})
+    for name in names:
+        assert packed[name].shape == (1, B * S, *given[name].shape[2:])
 
 
 @pytest.mark.parametrize(

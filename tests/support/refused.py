@@ -27,7 +27,7 @@ from .samples import sample
 RECORD = Path(__file__).parents[1] / "records/refused.json"
 CPU = torch.device("cpu")
 _DRAWS = 6
-_WORDS = 3  # behind the op's name: the argument and what is wrong with it
+_WORDS = 4  # behind the op's name: the argument and what is wrong with it
 
 
 def _paged(lengths: tuple[str, str], keys: str = "key_dequant_scale") -> dict[str, Any]:
@@ -69,6 +69,8 @@ _MORE: dict[str, dict[str, Any]] = {
         retrieve_parent_token=torch.tensor([[-1, 0], [-1, 0]], dtype=torch.int32),
         disable_state_update=True,
     ),
+    "npu_latent_cache_write": dict(k_nope_clip_alpha=torch.ones(1)),
+    "npu_recurrent_gated_delta_rule": dict(gk=torch.zeros(4, 4, 16)),
     "npu_fused_causal_conv1d": _FILTERED,
     "npu_fused_causal_conv1d_v2": _FILTERED,
 }
@@ -176,7 +178,7 @@ def said(spec: Spec, arguments: dict[str, Any]) -> str:
         overload(spec)(**arguments)
     except Exception as error:
         text = str(error).removeprefix(f"{spec.name}: ").split("\n")[0]
-        words = re.sub(r"\d+", "0", text).split()[:_WORDS]
+        words = re.sub(r"(?<![a-z\d])\d+", "0", text).split()[:_WORDS]  # float16 stays
         return f"{type(error).__name__}: {' '.join(words)}"
     return ""
 
