@@ -91,7 +91,7 @@ def _parameters(path: Path, function: ast.expr) -> list[str]:
 
 def exchanged(path: Path) -> Iterator[tuple[str, str, int]]:
     """(argument, the parameter that it is given for, line) where another one has its name."""
-    for call in ast.walk(_tree(path)):
+    for call in ast.walk(ast.parse(path.read_text())):
         if not isinstance(call, ast.Call):
             continue
         parameters = _parameters(path, call.func)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import marshal
 import os
 import queue
 import sys
@@ -188,8 +187,8 @@ class Run:
                 with self.lock:
                     tests = self.tests(mutant)
                 target = os.path.realpath(ROOT / mutant.file)
-                code = changes.Source(mutant.file).planted(mutant)
-                plant.write_bytes(marshal.dumps((target, code)))
+                text = changes.source(mutant.file).planted(mutant)
+                plant.write_text(json.dumps([target, text]))
                 found = None
                 for part in _parts(tests):
                     found = asker(str(plant), part)

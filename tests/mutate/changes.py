@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import builtins
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,10 +36,11 @@ _CHECKS = {
 }  # fmt: skip
 _ONLY_TIME = {"num_warps", "num_stages"}  # keywords of a launch
 _IN_ANY_ORDER = {"equal", "maximum", "minimum", "gcd", "lcm", "add", "mul", "logaddexp"}
-Change = tuple[str, ast.AST]  # kind, what takes the place
+Instead = tuple[str, ast.expr]  # kind, what takes the place
+Change = tuple[str, ast.AST, ast.AST]  # kind, what goes, what takes the place
 
 
-def shifted(node: ast.AST) -> Iterator[Change]:
+def shifted(node: ast.AST) -> Iterator[Instead]:
     """Each comparison of a chain, with the border on its other side."""
     if isinstance(node, ast.Compare):
         for i, each in enumerate(node.ops):
@@ -70,7 +71,7 @@ def _last(function: ast.AST) -> str:
     return ast.unparse(function).rpartition(".")[2]
 
 
-def _number(node: ast.AST) -> Iterator[Change]:
+def _number(node: ast.AST) -> Iterator[Instead]:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         yield "off by one", ast.Constant(node.value + 1)
 
@@ -85,7 +86,7 @@ def _pairs(nodes: list[Any]) -> Iterator[list[Any]]:
             yield [*nodes[:i], *pair[::-1], *nodes[i + 2 :]]
 
 
-def _swapped(node: ast.AST) -> Iterator[Change]:
+def _swapped(node: ast.AST) -> Iterator[Instead]:
     if isinstance(node, ast.Call):
         function = node.func
         if isinstance(function, ast.Name) and hasattr(builtins, function.id):
@@ -103,7 +104,7 @@ def _swapped(node: ast.AST) -> Iterator[Change]:
             yield "swapped", ast.Tuple(pair, node.ctx)
 
 
-def _dropped_keyword(node: ast.AST) -> Iterator[Change]:
+def _dropped_keyword(node: ast.AST) -> Iterator[Instead]:
     if isinstance(node, ast.Call):
         for i, each in enumerate(node.keywords):
             if each.arg and each.arg not in _ONLY_TIME:
@@ -111,24 +112,24 @@ def _dropped_keyword(node: ast.AST) -> Iterator[Change]:
                 yield "a keyword dropped", ast.Call(node.func, node.args, kept)
 
 
-def _sign(node: ast.AST) -> Iterator[Change]:
+def _sign(node: ast.AST) -> Iterator[Instead]:
     if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
         sides = (node.left, node.right)
         if not any(_text(x) or isinstance(x, ast.List | ast.Tuple | ast.Dict) for x in sides):
             yield "another sign", ast.BinOp(node.left, _SIGNS[type(node.op)](), node.right)
 
 
-def _both(node: ast.AST) -> Iterator[Change]:
+def _both(node: ast.AST) -> Iterator[Instead]:
     if isinstance(node, ast.BoolOp):
         yield "and for or", ast.BoolOp(_BOTH[type(node.op)](), node.values)
 
 
-def _truth(node: ast.AST) -> Iterator[Change]:
+def _truth(node: ast.AST) -> Iterator[Instead]:
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield "true for false", ast.Constant(not node.value)
 
 
-def _dtype(node: ast.AST) -> Iterator[Change]:
+def _dtype(node: ast.AST) -> Iterator[Instead]:
     if isinstance(node, ast.Attribute) and node.attr in _DTYPES:
         base = node.value
         if isinstance(base, ast.Name) and base.id == "torch":
@@ -142,14 +143,10 @@ def _not(test: ast.expr) -> ast.expr:
 
 
 def _negated(node: ast.AST) -> Iterator[Change]:
-    kind = "a condition negated"
-    if isinstance(node, ast.If):
-        yield kind, ast.If(_not(node.test), node.body, node.orelse)
-    elif isinstance(node, ast.IfExp):
-        yield kind, ast.IfExp(_not(node.test), node.body, node.orelse)
-    elif isinstance(node, ast.comprehension) and node.ifs:
-        ifs = [_not(node.ifs[0]), *node.ifs[1:]]
-        yield kind, ast.comprehension(node.target, node.iter, ifs, node.is_async)
+    tests = [node.test] if isinstance(node, ast.If | ast.IfExp) else []
+    tests += node.ifs[:1] if isinstance(node, ast.comprehension) else []
+    for test in tests:
+        yield "a condition negated", test, _not(test)
 
 
 def _refuses(body: list[ast.stmt]) -> bool:
@@ -164,33 +161,30 @@ def _refuses(body: list[ast.stmt]) -> bool:
 
 def _dropped_check(node: ast.AST) -> Iterator[Change]:
     if isinstance(node, ast.If) and _refuses(node.body):
-        yield "a check dropped", ast.If(ast.Constant(False), [ast.Pass()], node.orelse)
+        yield "a check dropped", node.test, ast.Constant(False)
 
 
 def _dropped_statement(node: ast.AST) -> Iterator[Change]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         check = _last(node.value.func).strip("_").partition("_")[0] in _CHECKS
         check = check or _last(node.value.func) in _CHECKS
-        yield "a check dropped" if check else "a statement dropped", ast.Pass()
+        yield "a check dropped" if check else "a statement dropped", node, ast.Pass()
     elif isinstance(node, ast.AugAssign | ast.Break | ast.Continue | ast.Delete) or (
         isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
     ):
-        yield "a statement dropped", ast.Pass()
+        yield "a statement dropped", node, ast.Pass()
 
 
-_CHANGES: tuple[Callable[[ast.AST], Iterator[Change]], ...] = (
-    shifted,
-    _number,
-    _swapped,
-    _dropped_keyword,
-    _sign,
-    _both,
-    _truth,
-    _dtype,
-    _negated,
-    _dropped_check,
-    _dropped_statement,
-)
+# another expression in the place of this one
+_INSTEAD = (shifted, _number, _swapped, _dropped_keyword, _sign, _both, _truth, _dtype)
+_OTHERS = (_negated, _dropped_check, _dropped_statement)
+
+
+def _changes(node: ast.AST) -> Iterator[Change]:
+    for change in _INSTEAD:
+        yield from ((kind, node, new) for kind, new in change(node))
+    for other in _OTHERS:
+        yield from other(node)
 
 
 @dataclass(frozen=True)
@@ -321,18 +315,6 @@ class _Places:
                 self._expression(child, at)
 
 
-class _Planted(ast.NodeTransformer):
-    def __init__(self, old: ast.AST, new: ast.AST) -> None:
-        self.old, self.new = old, new
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if node is not self.old:
-            return self.generic_visit(node)
-        if hasattr(node, "lineno"):  # where it was: kernels below stay where they are
-            ast.copy_location(self.new, node)
-        return self.new
-
-
 class Source:
     """A file of ours, and what can be planted in it."""
 
@@ -347,18 +329,15 @@ class Source:
         self._changes: list[tuple[ast.AST, ast.AST]] = []
         counted: dict[tuple[str, ...], int] = {}
         for at, node in places.found:
-            for kind, new in (x for change in _CHANGES for x in change(node)):
-                # of an `if`, without what is below it
-                head = isinstance(node, ast.If) and isinstance(new, ast.If)
-                both = (node.test, new.test) if head else (node, new)
-                told = self._around(node, *difference(*map(ast.unparse, both)))
-                if kind.endswith("dropped") and isinstance(node, ast.stmt):
-                    told = (ast.unparse(both[0])[:80], "")
+            for kind, old, new in _changes(node):
+                told = self._around(old, *difference(ast.unparse(old), ast.unparse(new)))
+                if isinstance(old, ast.stmt):
+                    told = (ast.unparse(old), "")
                 name = (at.function, kind, *map(_short, told))
                 nth = counted.get(name, 0)
                 counted[name] = nth + 1
                 self.mutants.append(Mutant(file, *name, nth, at, len(self._changes)))
-                self._changes.append((node, new))
+                self._changes.append((old, new))
 
     def _around(self, node: ast.AST, old: str, new: str) -> tuple[str, str]:
         """Few words, with some of those around them."""
@@ -377,11 +356,17 @@ class Source:
             if isinstance(node, ast.FunctionDef) and is_kernel(node)
         ]
 
-    def planted(self, mutant: Mutant) -> Any:
-        """The module's code; the tree is not used again."""
-        tree = _Planted(*self._changes[mutant.index]).visit(self._tree)
-        path = str(ROOT / self.file)
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+    def planted(self, mutant: Mutant) -> str:
+        """The text with the mistake, on as many lines: kernels below stay where they are."""
+        old, new = self._changes[mutant.index]
+        data, starts = self.text.encode(), [0]
+        for line in data.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        low = starts[old.lineno - 1] + old.col_offset
+        high = starts[old.end_lineno - 1] + old.end_col_offset
+        lines = "\n" * data.count(b"\n", low, high)
+        text = f"pass{lines}" if isinstance(new, ast.Pass) else f"({ast.unparse(new)}{lines})"
+        return (data[:low] + text.encode() + data[high:]).decode()
 
 
 @cache

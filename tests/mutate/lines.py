@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Which tests execute a statement: a trace of each test file, kept in .mutate/ until it changes."""
+"""Which tests execute a statement, or read its file: a trace of each test file, kept in .mutate/
+until the test file changes."""
 
 from __future__ import annotations
 
@@ -59,6 +60,7 @@ class Map:
         elif own is None:
             same = (x for key, x in here.items() if key.startswith(f"{mutant.function} "))
             names = set().union(*same)
+        names |= here.get("read", set())
         return [self.tests[name] for name in names if name in self.tests]
 
 
@@ -116,6 +118,7 @@ def trace(path: Path) -> str:
 def _compact(told: list[dict[str, Any]]) -> dict[str, Any]:
     tests: dict[str, Any] = {}  # name -> [world, id, seconds]
     lines: dict[int, set[str]] = defaultdict(set)
+    read: dict[int, set[str]] = defaultdict(set)
     imported: set[int] = set()
     by_id: dict[str, str] = {}
     for process in told:
@@ -129,6 +132,8 @@ def _compact(told: list[dict[str, Any]]) -> dict[str, Any]:
                 by_id[id] = test.name
             for line in seen:
                 lines[line].add(test.name)
+            for i in process.get("read", {}).get(id, ()):
+                read[i].add(test.name)
     for process in told:
         parent = by_id.get(process["parent"])
         for line in process["rest"]:
@@ -148,6 +153,8 @@ def _compact(told: list[dict[str, Any]]) -> dict[str, Any]:
             if not imported.isdisjoint(numbers):
                 kept = [*kept, "import"]
             here[statement.key] = kept
+        here["read"] = _few(read[i], tests)
+        used.update(here["read"])
         of[file] = here
     numbers = {name: n for n, name in enumerate(sorted(used))}
     numbers["import"] = -1

@@ -2,15 +2,15 @@
 # Copyright the npu-custom-ops authors
 """In every process of a run, started by Python itself: this folder is on PYTHONPATH.
 
-MUTATE_PLANT=FILE     one module of ours is another one: the file has its path and its code
-MUTATE_TRACE=FOLDER   which lines each test executes; with `-p sitecustomize` under pytest
+MUTATE_PLANT=FILE     one module of ours is another one: the file has its path and its text
+MUTATE_TRACE=FOLDER   which lines each test executes, and which files it reads; with
+                      `-p sitecustomize` under pytest
 """
 
 from __future__ import annotations
 
 import atexit
 import json
-import marshal
 import os
 import sys
 import threading
@@ -23,15 +23,19 @@ LINES = 100_000  # more than a file has: file * LINES + line is a number
 
 
 def plant(file: str) -> None:
-    """Before the module is imported; the tree stays as it is."""
-    with open(file, "rb") as read:
-        target, code = marshal.load(read)
-    usual = SourceFileLoader.get_code
+    """Before the module is imported.  Who reads its text gets the other one; the tree stays."""
+    target, text = json.loads(Path(file).read_text())
+    usual, read_text = SourceFileLoader.get_code, Path.read_text
 
     def get_code(self, name):
-        return code if os.path.realpath(self.path) == target else usual(self, name)
+        if os.path.realpath(self.path) == target:
+            return compile(text, self.path, "exec", dont_inherit=True)
+        return usual(self, name)
 
-    SourceFileLoader.get_code = get_code
+    def read(self, *args, **named):
+        return text if os.path.realpath(self) == target else read_text(self, *args, **named)
+
+    SourceFileLoader.get_code, Path.read_text = get_code, read
 
 
 class Tracer:
@@ -44,6 +48,7 @@ class Tracer:
         self.known: dict[int, tuple] = {}  # by id; the code is kept, so that no other one has it
         self.seen: set[int] = set()
         self.tests: list[list] = []
+        self.files_read: dict[str, list[int]] = {}  # by test
         self.began = self.outcome = None
 
     def call(self, frame, event, argument):
@@ -66,6 +71,17 @@ class Tracer:
 
         return line
 
+    def notes_what_is_read(self) -> None:
+        read_text = Path.read_text
+
+        def read(path, *args, **named):
+            file = self.wanted.get(os.path.realpath(path))
+            if file:
+                self.files_read.setdefault(os.environ.get("MUTATE_TEST", ""), []).append(file[0])
+            return read_text(path, *args, **named)
+
+        Path.read_text = read
+
     def start(self) -> None:
         threading.settrace(self.call)
         sys.settrace(self.call)
@@ -73,6 +89,7 @@ class Tracer:
     def write(self) -> None:
         world = {name: os.environ[name] for name in WORLD if name in os.environ}
         told = dict(world=world, parent=self.parent, tests=self.tests, rest=sorted(self.seen))
+        told["read"] = self.files_read
         path = Path(self.folder) / f"{os.getpid()}-{time.time_ns()}.json"
         path.write_text(json.dumps(told))
 
@@ -100,4 +117,5 @@ if "MUTATE_PLANT" in os.environ:
 if "MUTATE_TRACE" in os.environ:
     tracer = Tracer(os.environ["MUTATE_TRACE"])
     atexit.register(tracer.write)
+    tracer.notes_what_is_read()
     tracer.start()
