@@ -151,7 +151,7 @@ def _spoiled(value: Any) -> Iterator[tuple[str, Any]]:
         yield "misspelled", "XYZ"
 
 
-def _calls(spec: Spec) -> Iterator[tuple[dict[str, Any], list[str]]]:
+def calls(spec: Spec) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """(arguments, names of those to spoil): the sample with the options that it leaves out, then
     with more tensors, and draws of tests/fuzz that have tensors which none ahead of them had."""
     schema = overload(spec)._schema
@@ -172,14 +172,18 @@ def _calls(spec: Spec) -> Iterator[tuple[dict[str, Any], list[str]]]:
             yield options | drawn, new
 
 
+def words(text: str) -> str:
+    """How a sentence begins, without its numbers."""
+    return " ".join(re.sub(r"(?<![a-z\d])\d+", "0", text).split()[:_WORDS])  # float16 stays
+
+
 def said(spec: Spec, arguments: dict[str, Any]) -> str:
     """How a refusal begins, without its numbers; "" where the call runs."""
     try:
         overload(spec)(**arguments)
     except Exception as error:
         text = str(error).removeprefix(f"{spec.name}: ").split("\n")[0]
-        words = re.sub(r"(?<![a-z\d])\d+", "0", text).split()[:_WORDS]  # float16 stays
-        return f"{type(error).__name__}: {' '.join(words)}"
+        return f"{type(error).__name__}: {words(text)}"
     return ""
 
 
@@ -193,7 +197,7 @@ def refusals(spec: Spec) -> Refusals:
     before = config.debug
     config.debug = True
     try:
-        for arguments, names in _calls(spec):
+        for arguments, names in calls(spec):
             overload(spec)(**copy.deepcopy(arguments))  # legal
             for name in names:
                 for way, spoiled in _spoiled(arguments[name]):
