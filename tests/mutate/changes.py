@@ -34,7 +34,8 @@ _CHECKS = {
     "require", "shape", "dtype", "floating", "integer", "same_dtype", "same_device", "contiguous",
     "dense_rows", "apart", "one_of", "at_least", "count", "fail", "check", "refuse",
 }  # fmt: skip
-_ONLY_TIME = {"num_warps", "num_stages"}  # keywords of a launch
+# keywords: of a launch, which change the time alone; and a CPU is one device
+_LEFT_ALONE = {"num_warps", "num_stages", "device"}
 _IN_ANY_ORDER = {"equal", "maximum", "minimum", "gcd", "lcm", "add", "mul", "logaddexp"}
 Instead = tuple[str, ast.expr]  # kind, what takes the place
 Change = tuple[str, ast.AST, ast.AST]  # kind, what goes, what takes the place
@@ -94,7 +95,7 @@ def _swapped(node: ast.AST) -> Iterator[Instead]:
         if _last(function) not in _IN_ANY_ORDER:
             for given in _pairs(node.args):
                 yield "swapped", ast.Call(function, given, node.keywords)
-        named = [x for x in node.keywords if x.arg and x.arg not in _ONLY_TIME]
+        named = [x for x in node.keywords if x.arg and x.arg not in _LEFT_ALONE]
         rest = [x for x in node.keywords if x not in named]
         for values in _pairs([x.value for x in named]):
             given = [ast.keyword(x.arg, value) for x, value in zip(named, values, strict=True)]
@@ -107,7 +108,7 @@ def _swapped(node: ast.AST) -> Iterator[Instead]:
 def _dropped_keyword(node: ast.AST) -> Iterator[Instead]:
     if isinstance(node, ast.Call):
         for i, each in enumerate(node.keywords):
-            if each.arg and each.arg not in _ONLY_TIME:
+            if each.arg and each.arg not in _LEFT_ALONE:
                 kept = [*node.keywords[:i], *node.keywords[i + 1 :]]
                 yield "a keyword dropped", ast.Call(node.func, node.args, kept)
 
@@ -303,7 +304,7 @@ class _Places:
     def _expression(self, node: ast.AST, at: Statement) -> None:
         if isinstance(node, ast.JoinedStr):
             return
-        if isinstance(node, ast.keyword) and node.arg in _ONLY_TIME:
+        if isinstance(node, ast.keyword) and node.arg in _LEFT_ALONE:
             return
         plain = isinstance(node, ast.Compare) and isinstance(node.ops[0], _ANY_ORDER)
         self.found.append((at, node))

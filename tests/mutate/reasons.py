@@ -7,11 +7,19 @@ from __future__ import annotations
 from .changes import Mutant
 
 _TIME = "only how long it takes changes"
+_ORDER = "only which of two wrong arguments is named changes"
 
 # by place, words of a mutant's title ($ is its end)
 REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "cuda_ops/chunk_gated_delta_rule_grad.py: <module>": (
         ("(_BLOCK_V, _BLOCK_K) = 64, 64", "both are 64"),
+    ),
+    "cuda_ops/hopper/fused_attention.py: _config": (("NC=2 if rows <= 1025", _TIME),),
+    "cuda_ops/topk.py: topk": (
+        ("WHOLE=width % BLOCK == 1", "rows of scores have no gap behind them: a mask more"),
+    ),
+    "dispatch/ops/fused_sigmoid_gating_delta_rule_update.py: check": (
+        ("('dt_bias', dt_bias), ('a', a), ('b', b)", _ORDER),
     ),
     "cuda_ops/common/launches.py: <module>": (("_SETTLED = 4 -> _SETTLED = 5", _TIME),),
     "cuda_ops/common/launches.py: Side.__init__": (
