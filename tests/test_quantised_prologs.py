@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from copy import copy
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +27,7 @@ from .support import eight_bits
 from .support.accuracy import assert_close_to_float64
 from .support.calls import CPU
 from .support.golden import Golden, Layer, rms_norm, rope
-from .support.kernels import gpu
+from .support.kernels import INTERPRETED, gpu
 from .support.narrow_layer import FORMS, INDEXER, KINDS, MLA, SIZES, WEIGHTS, B, Call, P, S
 from .support.prologs import refuse
 from .support.ragged import run
@@ -582,3 +586,22 @@ def test_errors_of_the_int8_prolog(change, error, message):
     arguments = sample(W8A8C8, CPU, torch.float32) | change
     with pytest.raises(error, match=f"^{W8A8C8}: .*{message}"):
         custom.npu_lightning_indexer_prolog_pto(**arguments)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs the interpreter itself")
+def test_under_the_interpreter():
+    """The kernels on CPU tensors, on a machine without a GPU."""
+    pytest.importorskip("triton")
+    chosen = (
+        "test_mla or test_indexer or words and (2-True or 4-True) or 1-int8-fp32 or 4-fp8-False"
+    )
+    chosen += " or 0-int8--nope_rope or 2-fp8-ue8m0-nope_scale or zeros"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
+         __file__, "-k", f"({chosen}) and not bfloat16"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
