@@ -23,6 +23,11 @@ FORWARD, OP = "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule_grad"
 LEAVES = ("query", "key", "value", "beta", "initial_state", "g")
 
 
+def lengths_of(x: dict[str, Any]) -> list[int]:
+    lengths = x["actual_seq_lengths"]
+    return [len(x["value"])] if lengths is None else lengths.tolist()
+
+
 def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
     """One token after the other; the state has dtype `stored` between them."""
     query, value = x["query"], x["value"]
@@ -32,7 +37,7 @@ def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = Dk**-0.5 if x["scale"] is None else x["scale"]
     q, k = (x[name].to(wide).repeat_interleave(Nv // N, 1) for name in ("query", "key"))
     outs, states, start = [], [], 0
-    for n, length in enumerate(x["actual_seq_lengths"].tolist()):
+    for n, length in enumerate(lengths_of(x)):
         state = torch.zeros(Nv, Dv, Dk, dtype=stored)
         if x["initial_state"] is not None:
             state = x["initial_state"][n].to(stored)
@@ -55,7 +60,7 @@ def recurrence(x: dict[str, Any], stored: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def upstream(x: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Gradients of the outputs, in float64."""
-    shape = (len(x["actual_seq_lengths"]), *x["value"].shape[1:], x["key"].shape[2])
+    shape = (len(lengths_of(x)), *x["value"].shape[1:], x["key"].shape[2])
     return torch.randn(x["value"].shape).double(), torch.randn(shape).double() / 4
 
 
@@ -79,6 +84,7 @@ CASES = [
     Sequences((0, 0), N=1, Nv=2, Dk=16, Dv=16),
     Sequences((), N=1, Nv=1, Dk=64, Dv=64, behind=3),
     Sequences((), state=None),
+    Sequences((70,), N=1, Nv=2, Dk=16, Dv=16, without=("actual_seq_lengths",)),
 ]
 
 
