@@ -10,6 +10,7 @@ import os
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import SimpleNamespace
 
 from .mutate import changes, lines, reasons
 from .mutate.__main__ import chosen, read
@@ -109,30 +110,39 @@ def test_a_draw_keeps_its_order_when_others_join():
     ]
 
 
-def test_statements_of_a_trace_are_found(tmp_path, monkeypatch):
-    """By any of their lines; a test that starts others does not count beside them."""
+def test_statements_of_a_trace_are_found(monkeypatch):
+    """A test that starts others does not count beside them."""
     monkeypatch.setattr(lines, "files", lambda: ("f.py",))
     of_file = changes.Source("f.py", TEXT)
     monkeypatch.setattr(lines, "source", lambda file: of_file)
-    check = next(x for x in of_file.statements if x.first == 15)
-    run = ["tests/test_f.py::test_a", 0.5, "passed", [15]]
-    failed = ["tests/test_f.py::test_b", 0.1, "failed", [15]]
-    around = ["tests/test_f.py::test_under_the_interpreter", 9, "passed", []]
+    ran, other = 4, 5
+    run = ["tests/test_f.py::test_a", 0.5, "passed", [ran], [0]]
+    failed = ["tests/test_f.py::test_b", 0.1, "failed", [ran], []]
+    around = ["tests/test_f.py::test_under_the_interpreter", 9, "passed", [other], []]
     told = [
-        dict(world={}, parent="", tests=[around, failed], rest=[4], read={}),
-        dict(
-            world={"CUSTOM_BACKEND": "cuda"},
-            parent=around[0],
-            tests=[run],
-            rest=[4, 15],
-            read={run[0]: [0]},
-        ),
+        dict(world={}, parent="", tests=[around, failed], rest=[0]),
+        dict(world={"CUSTOM_BACKEND": "cuda"}, parent=around[0], tests=[run], rest=[0, ran]),
     ]
     found = lines._compact(told)
     assert found["tests"] == [[{"CUSTOM_BACKEND": "cuda"}, "tests/test_f.py::test_a", 0.5]]
-    assert found["of"]["f.py"][check.key] == [0, -1]
+    by_statement = [found["of"]["f.py"][x.key] for x in of_file.statements]
+    assert by_statement[0] == [-1] and by_statement[ran] == [0, -1] and by_statement[other] == []
     assert found["of"]["f.py"]["read"] == [0]
-    assert found["of"]["f.py"][of_file.statements[0].key] == [-1]
+
+
+def test_a_module_says_which_statements_ran():
+    of_file = changes.Source("f.py", TEXT)
+    told: list[int] = []
+    checker = SimpleNamespace(require=lambda *_: None)
+    triton = SimpleNamespace(jit=lambda function: function)
+    space = dict(c=checker, triton=triton, look=lambda *_, **__: 7, say=told.append)
+    exec(of_file.telling("say", 100), space)
+    pages = space["Pages"]()
+    pages.known = False
+    before = len(told)
+    assert pages.at(1, 2) == 7
+    ran = [of_file.statements[n - 100] for n in told[before:]]
+    assert [x.function for x in ran] == ["Pages.at"] * 4
 
 
 def test_reasons_and_verdicts_are_of_what_is_planted():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,8 +194,6 @@ class Statement:
     function: str  # "": it runs when the module is imported
     words: str  # digest of the statement; of its head, where there are statements below it
     nth: int  # among those of the function with the same words
-    first: int  # lines
-    last: int
 
     @property
     def key(self) -> str:
@@ -252,7 +251,7 @@ class _Places:
     """Where something can be planted, in the order of the text."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.statements: list[Statement] = []
+        self.statements: list[tuple[Statement, ast.stmt]] = []
         self.found: list[tuple[Statement, ast.AST]] = []
         self._counted: dict[tuple[str, str], int] = {}
         for node in tree.body:
@@ -278,9 +277,8 @@ class _Places:
         function = "" if imported else ".".join(names)
         nth = self._counted.get((function, words), 0)
         self._counted[function, words] = nth + 1
-        last = max((getattr(x, "end_lineno", 0) for x in heads), default=0) or node.lineno
-        at = Statement(function, words, nth, node.lineno, max(last, node.lineno))
-        self.statements.append(at)
+        at = Statement(function, words, nth)
+        self.statements.append((at, node))
         self.found.append((at, node))
         if isinstance(node, ast.FunctionDef):
             for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
@@ -316,6 +314,22 @@ class _Places:
                 self._expression(child, at)
 
 
+class _Telling(ast.NodeTransformer):
+    def __init__(self, numbers: dict[int, int], call: str, first: int) -> None:
+        self.numbers, self.name, self.first = numbers, call, first
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        if is_kernel(node):
+            return node
+        number = self.numbers.get(id(node))
+        super().generic_visit(node)
+        if number is None:
+            return node
+        name = ast.Name(self.name, ast.Load())
+        call = ast.Expr(ast.Call(name, [ast.Constant(self.first + number)], []))
+        return [ast.copy_location(call, node), node]
+
+
 class Source:
     """A file of ours, and what can be planted in it."""
 
@@ -325,7 +339,8 @@ class Source:
         self._tree = ast.parse(self.text)
         self._lines = self.text.encode().splitlines()
         places = _Places(self._tree)
-        self.statements = places.statements
+        self.statements = [at for at, _ in places.statements]
+        self._nodes = {id(node): i for i, (_, node) in enumerate(places.statements)}
         self.mutants: list[Mutant] = []
         self._changes: list[tuple[ast.AST, ast.AST]] = []
         counted: dict[tuple[str, ...], int] = {}
@@ -349,13 +364,12 @@ class Source:
         after = lines[-1][node.end_col_offset :].decode()[:16].rstrip()
         return f"{before}{old}{after}", f"{before}{new}{after}"
 
-    def kernels(self) -> list[tuple[int, int]]:
-        """Lines, decorators included."""
-        return [
-            (min(x.lineno for x in [node, *node.decorator_list]), node.end_lineno or 0)
-            for node in ast.walk(self._tree)
-            if isinstance(node, ast.FunctionDef) and is_kernel(node)
-        ]
+    def telling(self, call: str, first: int) -> CodeType:
+        """The module's code that calls `call` with a number, `first` and up, ahead of each
+        statement."""
+        tree = _Telling(self._nodes, call, first).visit(self._tree)
+        path = str(ROOT / self.file)
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def planted(self, mutant: Mutant) -> str:
         """The text with the mistake, on as many lines: kernels below stay where they are."""

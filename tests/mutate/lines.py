@@ -6,6 +6,7 @@ until the test file changes."""
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import subprocess
 import sys
@@ -15,18 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .changes import ROOT, Mutant, digest, files, source
-from .inside.sitecustomize import LINES
+from .changes import ROOT, Mutant, Source, digest, files, source
+from .inside.sitecustomize import SEEN
 
 HOME = ROOT / ".mutate"
 INSIDE = ROOT / "tests/mutate/inside"
+MOST = 100_000  # statements of a file
 _EACH = 8  # of a test function's cases that execute a statement: the fastest, and others
 # they run other tests, which count by themselves; or copies of the tree
 _LEFT_OUT = ("test_under_the_interpreter", "test_contributing.py")
 # they read the tree on disk, or measure the machine
 _FILES_LEFT_OUT = {"test_contributing", "test_documents", "test_packaging", "test_mutate"}
 _NOT_HANDED_ON = ("TRITON_INTERPRET", "CUSTOM_BACKEND", "PYTHONDONTWRITEBYTECODE")
-_PATIENCE = 3600  # seconds of a test file, some three times as long traced as not
+_PATIENCE = 3600  # seconds of a test file
 
 World = tuple[tuple[str, str], ...]  # variables, those of inside/sitecustomize.py
 
@@ -98,63 +100,63 @@ def old() -> list[Path]:
 def trace(path: Path) -> str:
     """Run a test file, and keep what executes what; what the run said last."""
     HOME.mkdir(exist_ok=True)
-    wanted = {str(ROOT / file): source(file).kernels() for file in files()}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "wanted.json").write_text(json.dumps(wanted))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wanted = {os.path.realpath(ROOT / file): i for i, file in enumerate(files())}
+        (folder / "wanted.json").write_text(json.dumps(wanted))
+        for i, file in enumerate(files()):
+            code = Source(file).telling(SEEN, i * MOST)
+            (folder / f"{i}.code").write_bytes(marshal.dumps(code))
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rN"]
         ran = subprocess.run(
             [*command, "--timeout", "900", str(path.relative_to(ROOT))],
             cwd=ROOT,
-            env=environment(MUTATE_TRACE=folder, PYTEST_ADDOPTS="-p sitecustomize"),
+            env=environment(MUTATE_TRACE=name, PYTEST_ADDOPTS="-p sitecustomize"),
             capture_output=True,
             text=True,
             timeout=_PATIENCE,
         )
-        told = [json.loads(x.read_text()) for x in Path(folder).glob("[0-9]*-*.json")]
+        told = [json.loads(x.read_text()) for x in folder.glob("[0-9]*-*.json")]
     _traced(path).write_text(json.dumps({"stamp": _stamp(path), **_compact(told)}))
     return (ran.stdout.strip().splitlines() or [ran.stderr[-300:]])[-1]
 
 
 def _compact(told: list[dict[str, Any]]) -> dict[str, Any]:
     tests: dict[str, Any] = {}  # name -> [world, id, seconds]
-    lines: dict[int, set[str]] = defaultdict(set)
-    read: dict[int, set[str]] = defaultdict(set)
+    ran: dict[int, set[str]] = defaultdict(set)  # statement -> names
+    read: dict[int, set[str]] = defaultdict(set)  # file -> names
     imported: set[int] = set()
     by_id: dict[str, str] = {}
     for process in told:
         world = tuple(sorted(process["world"].items()))
-        for id, seconds, outcome, seen in process["tests"]:
+        for id, seconds, outcome, seen, of_files in process["tests"]:
             if outcome != "passed" or any(x in id for x in _LEFT_OUT):
                 continue
             test = Test(world, id, seconds)
             tests[test.name] = [process["world"], id, seconds]
             if not process["parent"]:
                 by_id[id] = test.name
-            for line in seen:
-                lines[line].add(test.name)
-            for i in process.get("read", {}).get(id, ()):
-                read[i].add(test.name)
+            for each in seen:
+                ran[each].add(test.name)
+            for each in of_files:
+                read[each].add(test.name)
     for process in told:
         parent = by_id.get(process["parent"])
-        for line in process["rest"]:
+        for each in process["rest"]:
             if parent and not process["tests"]:  # a process that a test started
-                lines[line].add(parent)
+                ran[each].add(parent)
             else:
-                imported.add(line)
+                imported.add(each)
     of: dict[str, dict[str, list[str]]] = {}
     used: set[str] = set()
     for i, file in enumerate(files()):
-        here: dict[str, list[str]] = {}
-        for statement in source(file).statements:
-            numbers = range(i * LINES + statement.first, i * LINES + statement.last + 1)
-            names = set().union(*(lines.get(x, set()) for x in numbers))
-            kept = _few(names, tests)
-            used.update(kept)
-            if not imported.isdisjoint(numbers):
-                kept = [*kept, "import"]
-            here[statement.key] = kept
-        here["read"] = _few(read[i], tests)
+        here = {"read": _few(read[i], tests)}
         used.update(here["read"])
+        for number, statement in enumerate(source(file).statements, i * MOST):
+            here[statement.key] = _few(ran[number], tests)
+            used.update(here[statement.key])
+            if number in imported:
+                here[statement.key].append("import")
         of[file] = here
     numbers = {name: n for n, name in enumerate(sorted(used))}
     numbers["import"] = -1
