@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -193,3 +194,14 @@ def test_cpu_tensors_for_the_gpu_are_one_sentence(driver, monkeypatch):
         custom.NotSupported, match=r"cuda +inputs are on cpu, where .* move them to"
     ):
         custom.npu_fused_attention(q, q, q)
+
+
+def test_a_launcher_on_a_gpu_runs_through_launches(monkeypatch):
+    """Which compiles its kernels side by side; on a CPU it is called as it is."""
+    calls = []
+    monkeypatch.setattr(backends, "made_current", lambda device: nullcontext())
+    monkeypatch.setattr(backends, "_of_launches", lambda *_: lambda *given: calls.append(given))
+    spec, function = BY_NAME["npu_merge_topk"], lambda x: x
+    for device, out in ((torch.device("cuda", 1), None), (CPU, 5)):
+        assert backends.Runner(spec, backends.CUDA, device, function).run({"x": 5}) == out
+    assert calls == [(function, {"x": 5})]

@@ -28,7 +28,7 @@ runtime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from custom.graph_mode import onnx as ours  # noqa: E402
-from custom.graph_mode.decompositions import REASONS  # noqa: E402
+from custom.graph_mode.decompositions import DECOMPOSITIONS, REASONS  # noqa: E402
 
 CPU = torch.device("cpu")
 OPS = [spec.name for spec in SPECS if spec.onnx]
@@ -360,6 +360,18 @@ def test_an_argument_without_onnx_form_is_refused_by_name(name, tmp_path):
     op, changes = REFUSED[name]
     message = refused(op, tmp_path, **changes)
     assert message.startswith(f"{op}: `{name}` is ") and "no ONNX form" in message
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"),
+    [(dict(kv_kind="int8"), "'none'"), (dict(weight_quant_mode=2), "0"), ({}, None)],
+    ids=str,
+)
+def test_8_bits_are_refused_with_what_is_wanted(mode, wanted):
+    reason = DECOMPOSITIONS["npu_sparse_attention_pto"].unsupported(index_kind="none", **mode)
+    for name, came in mode.items():
+        assert reason == f"`{name}` is {came!r}, expected {wanted}: 8 bits have no ONNX form here."
+    assert (reason is None) == (not mode)
 
 
 def test_an_attribute_that_depends_on_a_size_is_refused(tmp_path):

@@ -78,6 +78,11 @@ def test_the_compiler_says_its_day(said, day, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.delenv("TRITON_NPU_COMPILER_PATH", raising=False)
     assert versions.compiler() is None
+    # triton-ascend looks for it there, under another name
+    compiler.rename(tmp_path / "npuc")
+    monkeypatch.setenv("TRITON_NPU_COMPILER_PATH", str(tmp_path))
+    build = versions.compiler()
+    assert build is not None and build.path == tmp_path / "npuc"
 
 
 def test_info_warns_of_versions_that_are_apart(monkeypatch):
