@@ -33,8 +33,10 @@ class Tokens:
             position = torch.arange(size, device=x.device).expand(batch, size).reshape(-1)
             start = number * size
             return cls(sequence, position, position >= 0, start, torch.full_like(start, size))
-        # a sequence begins where all before it have ended
-        sums = query_start_loc.long().clamp(0, x.shape[0]).cummax(0).values
+        # a sequence begins where all before it have ended; ONNX knows no running maximum
+        sums = query_start_loc.long().clamp(0, x.shape[0])
+        number = torch.arange(sums.shape[0], device=x.device)
+        sums = torch.where(number <= number[:, None], sums, 0).amax(1)
         token = torch.arange(x.shape[0], device=x.device)
         start, length = sums[:-1], sums.diff()
         # the last one that begins at or before the token
