@@ -8,6 +8,8 @@ d_query = dz key          d_key = dz^T query, d_value = P^T d_out, added up over
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -72,12 +74,13 @@ def backward(
 
     none = query.new_empty([0])
     dq, dk = dq.view(*query.shape[:-1], q.shape[-1]), d_key.rounded()
+    own = partial(torch.clone, memory_format=torch.contiguous_format)  # no two share memory
     return (
-        dq[..., :size].contiguous(),
-        dk[..., :size].contiguous(),
+        own(dq[..., :size]),
+        own(dk[..., :size]),
         none if value is None else d_value.rounded(),
-        none.clone() if query_rope is None else dq[..., size:].contiguous(),
-        none.clone() if key_rope is None else dk[..., size:].contiguous(),
+        none.clone() if query_rope is None else own(dq[..., size:]),
+        none.clone() if key_rope is None else own(dk[..., size:]),
     )
 
 
