@@ -7,6 +7,7 @@ from __future__ import annotations
 from .changes import Mutant
 
 _TIME = "only how long it takes changes"
+_TORCHAIR = "torchair alone calls what it puts in place (make test-torchair)"
 _ORDER = "only which of two wrong arguments is named changes"
 
 # by place, words of a mutant's title ($ is its end)
@@ -28,6 +29,7 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "cuda_ops/common/launches.py: _begin": (
         ("Thread(target=part)", "what these threads do ends by itself within a second"),
     ),
+    "graph_mode/torchair.py: register": (("_take_absent_caches() -> ", _TORCHAIR),),
     "cuda_ops/common/launches.py: _plan": (("torch.int8,", "a piece of memory is bytes"),),
 }
 
