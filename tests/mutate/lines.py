@@ -100,7 +100,8 @@ def old() -> list[Path]:
 def trace(path: Path) -> str:
     """Run a test file, and keep what executes what; what the run said last."""
     HOME.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
+    # what a test left running may still write there
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         wanted = {os.path.realpath(ROOT / file): i for i, file in enumerate(files())}
         (folder / "wanted.json").write_text(json.dumps(wanted))

@@ -49,7 +49,7 @@ class Tracer:
         self.read: list[int] = []
         self.tests: list[list] = []
         self.began, self.outcome = 0.0, ""
-        setattr(builtins, SEEN, self.seen.add)
+        setattr(builtins, SEEN, seen)
         usual, read_text = SourceFileLoader.get_code, Path.read_text
 
         def get_code(loader, name):
@@ -71,6 +71,17 @@ class Tracer:
         told = dict(world=world, parent=self.parent, tests=self.tests)
         told["rest"] = sorted(self.rest | self.seen)
         (self.folder / f"{os.getpid()}-{time.time_ns()}.json").write_text(json.dumps(told))
+
+
+def seen(number):
+    tracer.seen.add(number)
+
+
+def pytest_sessionstart(session):
+    from torch._dynamo import config
+
+    if hasattr(config, "ignore_logging_functions"):
+        config.ignore_logging_functions.add(seen)  # what is compiled is what it was
 
 
 def pytest_runtest_logstart(nodeid, location):
