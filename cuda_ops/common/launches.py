@@ -520,16 +520,11 @@ class Plan:
         self, steps: list[Step], slots: int, outputs: Any, single: bool, hooks: list[list[Any]]
     ) -> None:
         self._steps, self._slots, self._outputs, self._single = steps, slots, outputs, single
-        self._hooks, self._at_launch = hooks, private_triton.runtime_settings()
-        self._at_compile = private_triton.compile_settings()
+        self._hooks, self._settings = hooks, private_triton.settings()
 
     def holds(self) -> bool:
         """Whether Triton would still launch the same kernels, and call nobody before that."""
-        return (
-            private_triton.runtime_settings() == self._at_launch
-            and private_triton.compile_settings() == self._at_compile
-            and not any(self._hooks)
-        )
+        return private_triton.settings() == self._settings and not any(self._hooks)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         run = _Run(tensors, self._slots)

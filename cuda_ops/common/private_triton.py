@@ -123,14 +123,17 @@ def load_apart(is_ours: Callable[[], bool]) -> None:
 LOADS_APART = release(triton.__version__) < (3, 7)  # later ones have one launcher
 
 
-def _settings(of: Any, *names: str) -> Callable[[], Any]:
-    there = [name for name in names if hasattr(of, name)]
-    return partial(attrgetter(*there), of) if there else lambda: None
+def _settings(*names: tuple[str, str]) -> Callable[[], Any]:
+    there = [f"{of}.{name}" for of, name in names if hasattr(getattr(knobs, of, None), name)]
+    return partial(attrgetter(*there), knobs) if there else lambda: None
 
 
 # what Triton looks at in every launch, and compiles for
-runtime_settings = _settings(knobs.runtime, "debug", "add_stages_inspection_hook")
-compile_settings = _settings(knobs.compilation, "instrumentation_mode")
+settings = _settings(
+    ("runtime", "debug"),
+    ("runtime", "add_stages_inspection_hook"),
+    ("compilation", "instrumentation_mode"),
+)
 
 
 def is_seen(kernel: Any) -> bool:
@@ -255,4 +258,6 @@ def agrees(
 
 
 def _say(what: str) -> None:
-    log.once(("triton", what), f"triton {triton.__version__} {what}; known are 3.5 to 3.9")
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST_TRITON, NEWEST_TRITON))
+    here = triton.__version__
+    log.once(("triton", what), f"triton {here} {what}; known are {oldest} to {newest}")
