@@ -124,15 +124,23 @@ def _gate(
         )
 
 
-def _sequences(name: str, q: Tensor, cu_seqlens: Tensor | None, packed: Tensor | None) -> Any:
-    """`cu_seqlens`, under either of its names."""
+def _sequences(
+    function: Callable[..., Any],
+    q: Tensor,
+    cu_seqlens: Tensor | None,
+    packed: Tensor | None,
+    others: Mapping[str, Any],
+) -> Tensor | None:
+    """`cu_seqlens`, under either of its names; with it `seq_idx`, which says the same, may be one
+    of the other arguments."""
     if cu_seqlens is None:
         cu_seqlens = packed
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(
-            f"{name}: `q` has {q.shape[0]} rows and `cu_seqlens` is given, expected one row, in "
-            "which all sequences follow one another. Flatten them."
+            f"{function.__name__}: `q` has {q.shape[0]} rows and `cu_seqlens` is given, expected "
+            "one row, in which all sequences follow one another. Flatten them."
         )
+    _rest(function, {n: x for n, x in others.items() if cu_seqlens is None or n != "seq_idx"})
     return cu_seqlens
 
 
@@ -163,8 +171,7 @@ def chunk_gated_delta_rule(
     is a state for each sequence; with `state_v_first` states are [B, Nv, Dv, Dk].
     """
     name = "chunk_gated_delta_rule"
-    cu_seqlens = _sequences(name, q, cu_seqlens, cu_seq_lens_q)
-    _rest(chunk_gated_delta_rule, _but_packed(others, cu_seqlens))
+    cu_seqlens = _sequences(chunk_gated_delta_rule, q, cu_seqlens, cu_seq_lens_q, others)
     _gate(name, use_gate_in_kernel, A_log, dt_bias)
     rate = _rate(name, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_gate_in_kernel and A_log is not None:
@@ -205,13 +212,6 @@ def _lengths(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return cu_seqlens.diff(prepend=first, append=last)
 
 
-def _but_packed(others: Mapping[str, Any], cu_seqlens: Tensor | None) -> Mapping[str, Any]:
-    """`seq_idx` says what `cu_seqlens` says, where both are given."""
-    if cu_seqlens is None or "seq_idx" not in others:
-        return others
-    return {name: value for name, value in others.items() if name != "seq_idx"}
-
-
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -235,8 +235,7 @@ def chunk_kda(
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The same with a decay by channel, g [B, S, Nv, Dk]."""
-    cu_seqlens = _sequences("chunk_kda", q, cu_seqlens, cu_seq_lens_q)
-    _rest(chunk_kda, _but_packed(others, cu_seqlens))
+    cu_seqlens = _sequences(chunk_kda, q, cu_seqlens, cu_seq_lens_q, others)
     _gate("chunk_kda", use_gate_in_kernel, A_log, dt_bias, lower_bound)
     rate = _rate("chunk_kda", beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     out, state = npu_chunk_kda(
@@ -342,8 +341,7 @@ def fused_recurrent_gated_delta_rule(
     """The same as `chunk_gated_delta_rule`, token by token; `beta` is any rate, up to 2 and beyond,
     and `initial_state` is left as it is.  `gk` [B, S, Nv, Dk] decays by channel, beside `g`."""
     name = "fused_recurrent_gated_delta_rule"
-    cu_seqlens = _sequences(name, q, cu_seqlens, cu_seq_lens_q)
-    _rest(fused_recurrent_gated_delta_rule, _but_packed(others, cu_seqlens))
+    cu_seqlens = _sequences(fused_recurrent_gated_delta_rule, q, cu_seqlens, cu_seq_lens_q, others)
     _gate(name, use_gate_in_kernel, A_log, dt_bias)
     if beta is None:
         beta = v.new_ones(v.shape[:-1])
@@ -380,8 +378,7 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """The same as `chunk_kda`, token by token; `initial_state` is left as it is."""
     name = "fused_recurrent_kda"
-    cu_seqlens = _sequences(name, q, cu_seqlens, cu_seq_lens_q)
-    _rest(fused_recurrent_kda, _but_packed(others, cu_seqlens))
+    cu_seqlens = _sequences(fused_recurrent_kda, q, cu_seqlens, cu_seq_lens_q, others)
     _gate(name, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     rate = _rate(name, beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     if use_gate_in_kernel:

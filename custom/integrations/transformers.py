@@ -567,22 +567,14 @@ _LINEAR: tuple[tuple[Any, Callable[..., Tensor]], ...] = (
     (modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet, _gated_delta_forward),
     (modeling_kimi_linear.KimiLinearDeltaAttention, _kimi_delta_forward),
     *(
-        (layer, _with_documents(layer))
-        for layer in (
-            modeling_qwen3_next.Qwen3NextDecoderLayer,
-            modeling_qwen3_5.Qwen3_5DecoderLayer,
-            modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer,
-            modeling_kimi_linear.KimiLinearDecoderLayer,
+        told
+        for layer, model in (
+            (modeling_qwen3_next.Qwen3NextDecoderLayer, modeling_qwen3_next.Qwen3NextModel),
+            (modeling_qwen3_5.Qwen3_5DecoderLayer, modeling_qwen3_5.Qwen3_5TextModel),
+            (modeling_qwen3_5_moe.Qwen3_5MoeDecoderLayer, modeling_qwen3_5_moe.Qwen3_5MoeTextModel),
+            (modeling_kimi_linear.KimiLinearDecoderLayer, modeling_kimi_linear.KimiLinearModel),
         )
-    ),
-    *(
-        (model, _with_positions(model))
-        for model in (
-            modeling_qwen3_next.Qwen3NextModel,
-            modeling_qwen3_5.Qwen3_5TextModel,
-            modeling_qwen3_5_moe.Qwen3_5MoeTextModel,
-            modeling_kimi_linear.KimiLinearModel,
-        )
+        for told in ((layer, _with_documents(layer)), (model, _with_positions(model)))
     ),
 )
 _in_use = False
