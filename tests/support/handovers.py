@@ -45,6 +45,10 @@ class Reading:
     lets_early: bool = False
 
 
+# what evaluates an expression that only a compiler can: Triton's own calls refuse the host
+_COMPILED = (NameError, AttributeError, RuntimeError, TypeError, ValueError)
+
+
 class _Walk:
     """Of one function: what its names stand for."""
 
@@ -64,7 +68,7 @@ class _Walk:
         try:
             code = compile(ast.Expression(node), "constant", "eval")
             found = eval(code, dict(self.scope), dict(self.known))
-        except Exception:
+        except _COMPILED:
             return _UNKNOWN
         return getattr(found, "value", found)
 
@@ -147,7 +151,7 @@ class _Walk:
             return waited  # a method of a value
         try:
             called = eval(compile(ast.Expression(func), "called", "eval"), dict(self.scope))
-        except Exception:
+        except _COMPILED:
             return waited
         if not isinstance(called, JITFunction) or called.fn.__module__.startswith("triton."):
             return waited
