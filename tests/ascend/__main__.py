@@ -203,6 +203,9 @@ def main() -> int:
     if whole:
         failures += report.forgotten_kernels(distinct)
         failures += [f"{x}: nothing shows it any more" for x in known.unused()]
+        if chosen.check:
+            gone = sorted(set(kept.cases) - {case.title for case, _ in cases})
+            failures += [f"{x}: kept, but no case any more: run tests/ascend/run.sh" for x in gone]
         failures += mutants.unmatched()
         for _, broken in isolated.each(limits.broken, [()], 1):
             failures += [str(broken)] if isinstance(broken, isolated.Crash) else broken
