@@ -10,7 +10,7 @@ TRITON := triton==3.7.1
 APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
-.PHONY: demo serve test lint docs test-ascend mutate-ascend test-torchair test-vllm test-portability
+.PHONY: demo serve test lint docs figures test-ascend mutate-ascend test-torchair test-vllm test-portability
 .PHONY: portability test-corners test-extras dist fuzz mutate clean
 
 demo: $(VENV)/.ready
@@ -32,6 +32,10 @@ lint: $(VENV)/.ready
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
+
+# the plots of docs/figures/*.csv, and the pictures of docs/pictures.py
+figures: $(VENV)/.ready
+	$(BIN)/python -m docs.plots
 
 # every NPU kernel and tile configuration, through the real Ascend compilers (its own environment)
 test-ascend:

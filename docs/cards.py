@@ -3,7 +3,7 @@
 """What docs/parallel.md says of several cards: measured, and on paper for other numbers of cards.
 
 torchrun --nproc-per-node 2 -m custom.bench.parallel --csv docs/figures/parallel.csv
-python -m docs.tables [--plots]
+python -m docs.tables; make figures
 
 On paper: a step's time on one card and the share of it that m cards took off give the part that is
 dealt out, the rest is done by every card. A collective costs its latency, which grows with the
