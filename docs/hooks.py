@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Generated pages: one an op (from its spec and docstring), the list of ops, the variables."""
+"""Generated pages: one for each public name and for each gradient that autograd calls, the list of
+them, one for each public module, and the variables."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
@@ -20,30 +27,53 @@ from custom.dispatch.specs import SPECS, Spec  # noqa: E402
 from custom.dispatch.versions import NAMES, TABLE  # noqa: E402
 
 import custom  # noqa: E402
-from docs.tables import verified  # noqa: E402
+from docs import op_table  # noqa: E402
 
-# public functions whose op bears another name
-WRAPPERS = {"compute_index_loss_sparse": "npu_indexer_loss"}
-
-
-def _public(spec: Spec) -> str | None:
-    if hasattr(custom, spec.name):
-        return spec.name
-    return next((ours for ours, op in WRAPPERS.items() if op == spec.name), None)
-
-
-def _module(function: str) -> str:
-    return getattr(custom, function).__module__
+# modules with a page of their own, and what of them is public
+MODULES = {
+    "custom.parallel": "Several cards: every function of `custom.parallel`.",
+    "custom.graph_mode": "Graphs by hand: every name of `custom.graph_mode`.",
+    "custom.integrations.transformers": "Hugging Face models on these ops.",
+    "custom.integrations.kernels": "fla's and causal-conv1d's names, for the package `kernels`.",
+    "custom.integrations.paged": "A small set of paged caches, for examples and tests.",
+    "custom.integrations.drafts": "Verifying drafts with the recurrent models.",
+}
 
 
-def _page(spec: Spec) -> str:
-    function = _public(spec)
+def names() -> list[str]:
+    """Public functions and classes of `custom`."""
+    return [name for name in custom.__all__ if callable(getattr(custom, name))]
+
+
+def same_as(name: str) -> str | None:
+    """The public name that `name` is another name of."""
+    own = getattr(custom, name)
+    if own.__name__ == name:
+        return None
+    return next(n for n in names() if n != name and getattr(custom, n) is own)
+
+
+def spec_of(name: str) -> Spec | None:
+    return next((spec for spec in SPECS if op_table.public(spec) == name), None)
+
+
+def gradients() -> Iterator[tuple[Spec, Spec]]:
+    """Ops without a public function, and the op whose backward calls each."""
+    of = {spec.name: spec for spec in SPECS}
+    for spec in SPECS:
+        if op_table.public(spec) is None:
+            yield spec, of[re.sub("_(grad|backward)$", "", spec.name)]
+
+
+def sentence(there: Any) -> str:
+    """The first paragraph of a docstring, as one line."""
+    return " ".join((there.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def _schema(spec: Spec) -> list[str]:
     schema = spec.schema.replace(", ", ",\n    ").replace("(", "(\n    ", 1)
     kernels = [b.name for b in backends.BACKENDS if backends.has_kernel(b, spec)]
-    lines = [f"# {function or spec.name}", ""]
-    if function:
-        lines += [f"::: {_module(function)}.{function}", ""]
-    lines += [
+    return [
         "## Schema",
         "",
         f"`torch.ops.custom.{spec.name}`" + (", differentiable" if spec.differentiable else ""),
@@ -53,31 +83,65 @@ def _page(spec: Spec) -> str:
         "## Backends",
         "",
         f"Code: {', '.join(f'`{name}`' for name in kernels)}. "
-        "How far each was verified: see [the table](../index.md#what-runs-where).",
+        "How far each was verified: see [the table](../verified.md).",
         "",
         f"GE operator: {f'`{spec.ge}`' if spec.ge else 'none'}. "
         f"ONNX node: {f'`ai.custom.npu::{spec.onnx}`' if spec.onnx else 'none'}.",
     ]
+
+
+def _page(name: str) -> str:
+    lines, spec = [f"# {name}", ""], spec_of(name)
+    if other := same_as(name):
+        lines += [f"Another name of [{other}]({other}.md).", ""]
+    else:
+        lines += [f"::: {getattr(custom, name).__module__}.{name}", ""]
+    return "\n".join([*lines, *(_schema(spec) if spec else [])]) + "\n"
+
+
+def _gradient(spec: Spec, base: Spec) -> str:
+    public = op_table.public(base)
+    said = f"The gradient of [{public}]({public}.md). Autograd calls it; no function of ours does."
+    return "\n".join([f"# {spec.name}", "", said, "", *_schema(spec)]) + "\n"
+
+
+def _module(name: str) -> str:
+    """The public names of a module: `__all__`, or what has no underscore."""
+    there = importlib.import_module(name)
+    lines = [f"# {name}", "", sentence(there), ""]
+    for member in members(there):
+        lines += [f"## {member}", "", f"::: {getattr(there, member).__module__}.{member}", ""]
     return "\n".join(lines) + "\n"
 
 
+def members(there: ModuleType) -> list[str]:
+    own = [n for n, x in vars(there).items() if getattr(x, "__module__", "") == there.__name__]
+    return [n for n in getattr(there, "__all__", own) if not n.startswith("_")]
+
+
 def _list() -> str:
-    rows = []
-    for spec in SPECS:
-        name = _public(spec) or spec.name
-        doc = (getattr(custom, name, None) or spec).__doc__ or ""
-        first = (
-            doc.splitlines()[0] if hasattr(custom, name) else "Backward op, reached by autograd."
-        )
-        rows.append(f"| [{name}](ops/{spec.name}.md) | {first} |")
-    return "# Ops\n\n| op | what the caller gets |\n|---|---|\n" + "\n".join(rows) + "\n"
+    ops, others = [], []
+    for name in names():
+        said = f"Another name of `{other}`." if (other := same_as(name)) else None
+        row = f"| [{name}](ops/{name}.md) | {said or sentence(getattr(custom, name))} |"
+        (ops if spec_of(name) else others).append(row)
+    called = [
+        f"| [{spec.name}](ops/{spec.name}.md) | Gradient of `{op_table.public(base)}`. |"
+        for spec, base in gradients()
+    ]
+    modules = [f"| [{name}](api/{name}.md) | {said} |" for name, said in MODULES.items()]
+    parts = {"Ops": ops, "Helpers": others, "Called by autograd": called, "Modules": modules}
+    lines = ["# API", "", "[Which op for what](which_op.md) helps to choose.", ""]
+    for title, rows in parts.items():
+        lines += [f"## {title}", "", "| name | what the caller gets |", "|---|---|", *rows, ""]
+    return "\n".join(lines) + "\n"
 
 
-def _start() -> str:
-    """The README, with links that work from the site; files outside it are named, not linked."""
-    text = (ROOT / "README.md").read_text().replace("](docs/", "](")
-    outside = r"\[([^\]]+)\]\((?!https?:|#|[a-z_]+\.md\b)[^)]*\)|\[中文\]\([^)]*\)"
-    return re.sub(outside, r"\1", text)
+def _start(name: str) -> str:
+    """A README, with links that work from the site; files outside it are named, not linked."""
+    text = (ROOT / name).read_text().replace("](docs/", "](").replace("](README.md)", "](index.md)")
+    inside = r"https?:|#|index\.md|README\.zh\.md|figures/|(?:porting/)?[a-z_0-9]+\.md\b"
+    return re.sub(rf"\[([^\]]+)\]\((?!{inside})[^)]*\)", r"\1", text)
 
 
 def variables() -> str:
@@ -91,16 +155,32 @@ def versions() -> str:
     return head + "\n" + "\n".join(rows) + "\n"
 
 
+@event_priority(100)  # before mkdocstrings reads its paths
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The packages as they are installed, everything below `custom`: that is where names lie."""
+    package = Path(tempfile.mkdtemp()) / "custom"
+    package.mkdir()
+    for path in (*(ROOT / "custom").iterdir(), ROOT / "dispatch", ROOT / "graph_mode"):
+        (package / path.name).symlink_to(path)
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(package.parent)]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for spec in SPECS:
-        files.append(File.generated(config, f"ops/{spec.name}.md", content=_page(spec)))
-    files.append(File.generated(config, "ops.md", content=_list()))
-    files.append(File.generated(config, "index.md", content=_start()))
+    made = {f"ops/{name}.md": _page(name) for name in names()}
+    made |= {f"ops/{spec.name}.md": _gradient(spec, base) for spec, base in gradients()}
+    made |= {f"api/{name}.md": _module(name) for name in MODULES}
+    made |= {"ops.md": _list(), "index.md": _start("README.md")}
+    made |= {"README.zh.md": _start("README.zh.md")}
+    for path, content in made.items():
+        files.append(File.generated(config, path, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    made = {"verified": verified, "variables": variables, "versions": versions}
+    made = {"variables": variables, "versions": versions}
     for name, make in made.items():
         markdown = markdown.replace(f"{{{{ {name} }}}}", make())
-    return markdown.replace("../README.md", "index.md")  # the site's first page, by _start
+    # the site's first page, by _start; what lies outside of it is named
+    markdown = markdown.replace("../README.md", "index.md")
+    return re.sub(r"\[([^\]]+)\]\(\.\./tests/[^)]*\)", r"\1", markdown)
