@@ -7,7 +7,7 @@ pytest --device D --record tests/records/NAME.json              writes a record 
 python -m custom.bench OP --csv docs/figures/OP.csv             writes the figures of an op
 python -m custom.bench.models --csv docs/figures/models.csv     writes those of whole models
 python -m docs.tables                                           puts the tables into the pages
-python -m docs.tables --plots                                   draws the plots of the CSVs anew
+make figures                                                    draws the plots of the CSVs anew
 
 docs/figures/public.csv holds the best public kernel of each row, measured on the same kind of card,
 with its build; a peer of the row's own run that is faster takes its place.
@@ -15,21 +15,18 @@ with its build; a peer of the row's own run that is faster takes its place.
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from custom.dispatch import backends
 from custom.dispatch.specs import SPECS
 
-from custom.bench.report import Row, plot, read_public, read_rows
+from custom.bench.report import read_rows
 
-from . import cards, functions, graph_modes, numerics
+from . import cards, functions, graph_modes, numerics, op_table, plots
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records"
@@ -53,8 +50,9 @@ def _cell(found: dict[str, dict[str, Any]], name: str, op: str, backend: str) ->
 
 
 def verified() -> str:
+    """Every op and the tests of each backend that passed."""
     found, npu = graph_modes.records(RECORDS), simulated()
-    rows = ["| op | CPU | CUDA | Atlas A3 (NPU) |", "|---|---|---|---|"]
+    rows = ["| op | CPU | CUDA | Atlas A3, never on hardware |", "|---|---|---|---|"]
     for spec in SPECS:
         cells = [
             _cell(found, "cpu", spec.name, "reference"),
@@ -79,18 +77,6 @@ def _four(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _best(row: Row, public: dict[str, str] | None) -> str:
-    """The fastest that is not ours: a peer of the same run, or the best public kernel on record."""
-    ours = {"reference", "bf16"}  # the latter beside rows of 8 bits
-    times = {name: us for name, us in row.peers.items() if name not in ours}
-    if public:
-        times[public["name"]] = min(float(public["us"]), times.get(public["name"], float("inf")))
-    if not times:
-        return "-"
-    name = min(times, key=times.__getitem__)
-    return f"{_four(times[name])} ({name})"
-
-
 def _memory(peaks: dict[str, float]) -> str:
     """Peak extra memory of a call, results included, beside torch's; "-" where not measured."""
     if "ours" not in peaks:
@@ -99,38 +85,24 @@ def _memory(peaks: dict[str, float]) -> str:
     return f"**{_four(peaks['ours'])}**" + (f" ({', '.join(others)})" if others else "")
 
 
-def _measured() -> list[list[Row]]:
-    """The rows of every op that has figures."""
-    return [read_rows(path) for path in sorted(FIGURES.glob("npu_*.csv"))]
-
-
-def _drawn(rows: Sequence[Row], memory: bool) -> str:
-    with (FIGURES / "public.csv").open(newline="") as file:
-        public = {(r["op"], r["case"]): r for r in csv.DictReader(file)}
-    head = ["op", "shape", "floor", "ours", "of floor", "best public", *["peak MiB"] * memory]
-    lines = [head]
-    for row in rows:
-        line = [
-            f"`{row.op.removeprefix('npu_')}`",
-            row.case,
-            _four(row.floor_us),
-            f"**{_four(row.median_us)}**",
-            f"{row.of_floor:.0%}",
-            _best(row, public.get((row.op, row.case))),
-        ]
-        lines.append([*line, _memory(row.peaks)] if memory else line)
-    drawn = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([drawn[0], "|---" * len(head) + "|", *drawn[1:]]) + "\n"
-
-
 def speed() -> str:
     """Every row."""
-    return _drawn([row for rows in _measured() for row in rows], memory=True)
-
-
-def best() -> str:
-    """Of every op the row that is nearest to its floor."""
-    return _drawn([max(rows, key=lambda row: row.of_floor) for rows in _measured()], memory=False)
+    head = ["op", "shape", "floor", "ours", "of floor", "best public", "peak MiB"]
+    lines, known = [head, ["---"] * len(head)], plots.public()
+    for path in sorted(FIGURES.glob("npu_*.csv")):
+        for row in read_rows(path):
+            best = next(iter(plots.peers(row, known).items()), None)
+            line = [
+                f"`{row.op}`",
+                row.case,
+                _four(row.floor_us),
+                f"**{_four(row.median_us)}**",
+                f"{row.of_floor:.0%}",
+                f"{_four(best[1])} ({best[0]})" if best else "-",
+                _memory(row.peaks),
+            ]
+            lines.append(line)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def models() -> str:
@@ -148,18 +120,20 @@ def models() -> str:
 BLOCKS = {
     "verified": verified,
     "speed": speed,
-    "best": best,
     "models": models,
     **graph_modes.BLOCKS,
     **functions.BLOCKS,
     **cards.BLOCKS,
     **numerics.BLOCKS,
+    **op_table.BLOCKS,
+    **plots.BLOCKS,
 }
 # page -> the blocks it shows
 PAGES = {
-    "README.md": ("verified", "best"),
-    "README.zh.md": ("verified", "best"),
-    "docs/speed.md": ("speed",),
+    "README.md": ("ops",),
+    "README.zh.md": ("ops zh",),
+    "docs/verified.md": ("verified",),
+    "docs/speed.md": ("summary", "speed", "plots"),
     "docs/models.md": ("models",),
     "docs/graph_mode.md": tuple(graph_modes.BLOCKS),
     "docs/architecture.md": tuple(functions.BLOCKS),
@@ -178,16 +152,6 @@ def fresh(page: str) -> str:
     return text
 
 
-def draw() -> None:
-    """A plot of each op that has one."""
-    for path in sorted(FIGURES.glob("npu_*.csv")):
-        if (picture := path.with_suffix(".png")).exists():
-            plot(picture, read_rows(path), f"{path.stem}, NVIDIA H200", read_public())
-    cards.draw()
-
-
 if __name__ == "__main__":
-    if "--plots" in sys.argv:
-        draw()
     for page in PAGES:
         (ROOT / page).write_text(fresh(page))

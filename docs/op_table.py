@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The READMEs' table of ops: what each is for, its dtypes, its backends and its page.
+
+Ops of one purpose share a row.  An op that is in no row of PURPOSES gets one of its own, with the
+first sentence of its docstring.  Gradients that autograd calls have no public function and no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from custom.dispatch import backends
+from custom.dispatch.specs import SPECS, Spec
+
+import custom
+
+# public functions whose op bears another name
+PUBLIC = {
+    "npu_hadamard": "hadamard",
+    "npu_quantize_index_query": "quantize_index_query",
+    "npu_indexer_loss": "compute_index_loss_sparse",
+}
+HALF, FLOAT, EIGHT = "bf16, fp16", "bf16, fp16, fp32", "fp8, int8"
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """A row: in English, in Chinese, dtypes on a device, the page, and the public names."""
+
+    english: str
+    chinese: str
+    dtypes: str
+    page: str
+    names: tuple[str, ...]
+
+
+PURPOSES = (
+    Purpose(
+        "DSA layer in one call", "整个 DSA 层，一次调用", f"{HALF}; {EIGHT}", "which_op.md",
+        (
+            "npu_sparse_attention_pto", "npu_sparse_attention_indices_pto",
+            "npu_sparse_attention_shared_pto",
+        ),
+    ),
+    Purpose(
+        "MLA projections, norms, RoPE, cache write", "MLA 投影、归一化、RoPE、写缓存",
+        f"{HALF}; {EIGHT}", "layouts.md", ("npu_mla_prolog_pto", "npu_mla_prolog_v3"),
+    ),
+    Purpose(
+        "the same for the indexer", "索引器的同类步骤", f"{HALF}; {EIGHT}", "layouts.md",
+        ("npu_indexer_prolog_pto", "npu_lightning_indexer_prolog_pto"),
+    ),
+    Purpose(
+        "top-k keys of every query", "每个查询的 top-k 键", HALF, "which_op.md",
+        ("npu_lightning_indexer", "npu_lightning_indexer_scores", "npu_lightning_indexer_grad"),
+    ),
+    Purpose(
+        "attention over selected latents", "对选中潜向量的注意力", HALF, "which_op.md",
+        ("npu_sparse_flash_attention", "npu_sparse_flash_attention_grad"),
+    ),
+    Purpose(
+        "both on caches of 8 bits", "8 位缓存上的以上两者", EIGHT, "quantised.md",
+        (
+            "npu_quant_lightning_indexer", "npu_quant_lightning_indexer_scores",
+            "npu_kv_quant_sparse_flash_attention", "npu_kv_quant_sparse_flash_attention_lse",
+        ),
+    ),
+    Purpose(
+        "write caches of 8 bits", "写 8 位缓存", FLOAT, "quantised.md",
+        (
+            "npu_latent_cache_write", "npu_index_cache_write", "quantize_index_query", "hadamard",
+        ),
+    ),
+    Purpose(
+        "train the indexer", "训练索引器", HALF, "which_op.md",
+        ("compute_index_loss_sparse", "npu_sparse_lightning_indexer_grad_kl_loss"),
+    ),
+    Purpose(
+        "dense attention", "稠密注意力", HALF, "porting/flash_attention.md",
+        ("npu_fused_attention",),
+    ),
+    Purpose(
+        "GDN and KDA, prefill and training", "GDN 与 KDA：预填充与训练", HALF, "porting/fla.md",
+        ("npu_chunk_gated_delta_rule", "npu_chunk_kda"),
+    ),
+    Purpose(
+        "GDN and KDA, decode", "GDN 与 KDA：解码", FLOAT, "porting/fla.md",
+        (
+            "npu_fused_sigmoid_gating_delta_rule_update", "npu_recurrent_gated_delta_rule",
+            "npu_gated_delta_layer_decode",
+        ),
+    ),
+    Purpose(
+        "short convolution", "短卷积", FLOAT, "porting/causal_conv1d.md",
+        (
+            "npu_causal_conv1d", "npu_causal_conv1d_update", "npu_fused_causal_conv1d",
+            "npu_fused_causal_conv1d_v2",
+        ),
+    ),
+    Purpose("gated RMSNorm", "门控 RMSNorm", FLOAT, "porting/fla.md", ("npu_gated_rms_norm",)),
+    Purpose(
+        "merge results of several cards", "合并多卡结果", FLOAT, "parallel.md",
+        ("npu_merge_states", "npu_merge_topk", "npu_localize_indices"),
+    ),
+)  # fmt: skip
+
+
+def public(spec: Spec) -> str | None:
+    """The function of `custom` that calls the op; None: autograd calls it."""
+    name = PUBLIC.get(spec.name, spec.name)
+    return name if name in custom.__all__ else None
+
+
+def purposes() -> Iterator[Purpose]:
+    """All rows, those of ops without a purpose last."""
+    yield from PURPOSES
+    known = {name for purpose in PURPOSES for name in purpose.names}
+    for name in filter(None, map(public, SPECS)):
+        if name not in known:
+            sentence = (getattr(custom, name).__doc__ or "").split(".")[0].strip()
+            yield Purpose(sentence, sentence, "-", "which_op.md", (name,))
+
+
+def with_kernels(names: tuple[str, ...], without: str) -> str:
+    """The backends of all of them, and which op one lacks."""
+    specs = [spec for spec in SPECS if public(spec) in names]
+    found = ["CPU"]
+    for title, backend in (("CUDA", backends.CUDA), ("NPU", backends.NPU)):
+        lacking = [public(spec) for spec in specs if not backends.has_kernel(backend, spec)]
+        if len(lacking) < len(specs):
+            found.append(title + "".join(f"{without} `{name}`" for name in lacking))
+    return ", ".join(found)
+
+
+def _drawn(head: tuple[str, ...], language: str, without: str) -> str:
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for purpose in purposes():
+        names = ", ".join(f"`{name}`" for name in purpose.names)
+        page = purpose.page.removesuffix(".md").rpartition("/")[2]
+        cells = (
+            getattr(purpose, language), names, purpose.dtypes, with_kernels(purpose.names, without),
+            f"[{page}](docs/{purpose.page})",
+        )  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def english() -> str:
+    return _drawn(("for", "`custom.` ..", "dtypes", "backends", "page"), "english", " but for")
+
+
+def chinese() -> str:
+    return _drawn(("用途", "`custom.` ..", "数据类型", "后端", "文档"), "chinese", "，除")
+
+
+BLOCKS = {"ops": english, "ops zh": chinese}
