@@ -210,8 +210,8 @@ def scores(
     return_value: bool,
     **_: object,
 ) -> Scored:
-    """Of the op's arguments: everything but the last selection, so that a caller can put something
-    beside it."""
+    """Compute the scores, and launch the top-k of all chunks of rows but the last: `select()`
+    launches that one, so that a caller can run something beside it."""
     return scaled_scores(
         query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode,

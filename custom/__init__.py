@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Fused operators for sparse attention on Ascend NPUs, NVIDIA GPUs and plain CPUs.
+"""Fused operators for sparse and linear attention on NVIDIA GPUs, Ascend NPUs and CPUs.
 
 `import custom` needs torch alone.  The tensor's device chooses the backend; every op is also
 `torch.ops.custom.<name>`, for torch.compile, torch.export, torchair and ONNX.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Delta rules on several ranks: heads dealt out, or sequences, whose states are handed along."""
+"""Gated delta rule and KDA on several ranks, head parallel or context parallel."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What was found out about a call holds for every call like it: check, backend, launcher.
+"""Cache of validated calls, keyed by the metadata of their arguments.
 
-Two calls are alike if they agree in all that these read: shapes, strides, dtypes, devices, whether
-pointers are aligned and equal, how tensors lie in each other's memory (of an op that writes),
-formats of an NPU, numbers and strings, and the settings.  Never in a tensor's values: where
-CUSTOM_DEBUG has them checked, no call is like another.
+A hit skips validation and the choice of a backend and a launcher.  The key holds shapes, strides,
+dtypes, devices, whether pointers are aligned and equal, how tensors overlap (for an op that
+writes), formats of an NPU, numbers, strings, and the settings.  It holds no values of tensors: with
+CUSTOM_DEBUG, which checks values, no call is a hit.
 """
 
 from __future__ import annotations

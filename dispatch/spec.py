@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What is written down of an op, once, in its module of `ops/`: read it as the op's definition."""
+"""Spec: the static definition of an op, read from its module `dispatch/ops/<op>.py`."""
 
 from __future__ import annotations
 

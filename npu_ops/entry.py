@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Kernels that are launched: a profiler sees them by their file and name, which no other has."""
+"""Kernels that are launched, under names that a profiler can tell apart."""
 
 from __future__ import annotations
 
