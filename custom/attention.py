@@ -30,15 +30,15 @@ def npu_fused_attention(
     Formula: FlashAttention-2 (Dao, 2023), algorithms 1 and 2.
 
     Args:
-        q: [B, N, S, D]; [T, N, D] with `cu_seqlens_q`. D in 16, 32, 64, 96, 128, 192, 256.
+        q: [B, N, S, D]; [T, N, D] with `cu_seqlens_q`. D: on CUDA to 256, on an NPU 16, 32, ..
         k: [B, Nk, S2, D] or [T2, Nk, D]; Nk divides N (grouped queries).
         v: [B, Nk, S2, Dv] or [T2, Nk, Dv]; Dv may differ from D. float8_e5m2 or float8_e4m3fn:
             forward on CUDA only.
         causal: query i sees key j iff j <= i + S2 - S (aligned at the last key).
         sm_scale: factor of the logits; None is D ** -0.5.
-        cu_seqlens_q: [B + 1] int32 prefix sums of the query lengths, on the device; tokens outside
-            of them see nothing, and are not seen.
-        cu_seqlens_k: [B + 1] int32 likewise; given together.
+        cu_seqlens_q: [B + 1] int32 or int64 prefix sums of the query lengths, on the device; tokens
+            outside of them see nothing, and are not seen.
+        cu_seqlens_k: [B + 1] likewise; given together.
         window: query i sees key j only if |i + S2 - S - j| < window; None: no window.
         deterministic: the backward gives the same bits every time;
             torch.use_deterministic_algorithms asks for the same.

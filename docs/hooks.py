@@ -110,7 +110,7 @@ def _module(name: str) -> str:
     there = importlib.import_module(name)
     lines = [f"# {name}", "", sentence(there), ""]
     for member in members(there):
-        lines += [f"## {member}", "", f"::: {getattr(there, member).__module__}.{member}", ""]
+        lines += [f"::: {getattr(there, member).__module__}.{member}", ""]
     return "\n".join(lines) + "\n"
 
 

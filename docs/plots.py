@@ -171,15 +171,9 @@ def plots() -> dict[str, str]:
     return {name: picture.svg() for name, picture in found.items()}
 
 
-def listed() -> str:
-    """Every plot of a CSV."""
-    names = [name for name in plots() if name.startswith(("npu_", "over_length_"))]
-    return "\n".join(f"![{name}: peers' times over ours](figures/{name}.svg)\n" for name in names)
-
-
 def summary() -> str:
     """Of every op: how many rows have a public peer, how many are behind it, and by how much."""
-    head = ["op", "rows", "with a public peer", "slower than it", "worst", "best"]
+    head = ["op", "rows", "with a peer", "slower", "least", "most"]
     lines = [head, ["---"] * len(head)]
     for path in sorted(FIGURES.glob("npu_*.csv")):
         rows = read_rows(path)
@@ -193,7 +187,7 @@ def summary() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-BLOCKS = {"summary": summary, "plots": listed}
+BLOCKS = {"summary": summary}
 
 
 if __name__ == "__main__":

@@ -86,23 +86,28 @@ def _memory(peaks: dict[str, float]) -> str:
 
 
 def speed() -> str:
-    """Every row."""
-    head = ["op", "shape", "floor", "ours", "of floor", "best public", "peak MiB"]
-    lines, known = [head, ["---"] * len(head)], plots.public()
+    """Every row, a table for each op below its plot."""
+    drawn, known = [], plots.public()
     for path in sorted(FIGURES.glob("npu_*.csv")):
-        for row in read_rows(path):
+        rows = read_rows(path)
+        drawn += [f"### {rows[0].op}", ""]
+        if (FIGURES / f"{path.stem}.svg").exists():
+            drawn += [f"![public kernels' times over ours](figures/{path.stem}.svg)", ""]
+        head = ("shape", "floor", "ours", "of floor", "best public", "peak MiB")
+        drawn += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for row in rows:
             best = next(iter(plots.peers(row, known).items()), None)
-            line = [
-                f"`{row.op}`",
+            line = (
                 row.case,
                 _four(row.floor_us),
                 f"**{_four(row.median_us)}**",
                 f"{row.of_floor:.0%}",
                 f"{_four(best[1])} ({best[0]})" if best else "-",
                 _memory(row.peaks),
-            ]
-            lines.append(line)
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+            )
+            drawn.append(f"| {' | '.join(line)} |")
+        drawn.append("")
+    return "\n".join(drawn)
 
 
 def models() -> str:
@@ -133,7 +138,7 @@ PAGES = {
     "README.md": ("ops",),
     "README.zh.md": ("ops zh",),
     "docs/verified.md": ("verified",),
-    "docs/speed.md": ("summary", "speed", "plots"),
+    "docs/speed.md": ("summary", "speed"),
     "docs/models.md": ("models",),
     "docs/graph_mode.md": tuple(graph_modes.BLOCKS),
     "docs/architecture.md": tuple(functions.BLOCKS),

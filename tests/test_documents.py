@@ -235,7 +235,7 @@ def test_pages_of_modules_have_all_their_names(site):
     hooks, _ = site
     parallel = importlib.import_module("custom.parallel")
     page = hooks._module("custom.parallel")
-    assert all(f"\n## {name}\n" in page for name in parallel.__all__)
+    assert all(f".{name}\n" in page for name in parallel.__all__)
     assert hooks.members(importlib.import_module("custom.integrations.kernels"))[:1]
     for name in hooks.MODULES:
         assert f"(api/{name}.md)" in hooks._list()
