@@ -222,7 +222,32 @@ def dispatch() -> Picture:
     return p
 
 
+def architecture() -> Picture:
+    """Who imports whom."""
+    p = Picture(700, 360, "The packages and who imports whom")
+    p.labelled(190, 14, 240, 50, "ours", "custom/", "functions, info, bench, integrations")
+    p.labelled(16, 104, 180, 50, "ours", "dispatch/ops/", "schema, check, gradient")
+    p.labelled(222, 104, 208, 50, "ours", "dispatch/backends", "who runs the call")
+    p.labelled(504, 104, 180, 50, "ours", "graph_mode/", "capture, torchair, ONNX")
+    p.labelled(16, 206, 204, 50, "theirs", "cuda_ops/", "Triton, hopper/, common/")
+    p.labelled(248, 206, 204, 50, "theirs", "npu_ops/", "triton-ascend for Atlas A3")
+    p.labelled(480, 206, 204, 50, "theirs", "dispatch/reference/", "plain PyTorch, the oracle")
+    p.labelled(140, 300, 420, 44, "memory", "dispatch/common/", "layouts, pages, NZ, memory")
+    p.arrow((326, 64), (326, 102))
+    p.arrow((430, 39), (594, 39), (594, 102))
+    p.arrow((504, 129), (432, 129))
+    p.arrow((222, 129), (198, 129))
+    for x in (118, 350, 582):
+        p.arrow((326, 154), (326, 180), (x, 180), (x, 204), dashed=True)
+    p.text(594, 172, "dashed: at the first call", size=12, kind="soft")
+    p.arrow((118, 256), (118, 278), (250, 278), (250, 298))
+    p.arrow((350, 256), (350, 298))
+    p.arrow((582, 256), (582, 278), (450, 278), (450, 298))
+    return p
+
+
 PICTURES = {
+    "architecture": architecture,
     "dsa_layer": dsa_layer,
     "gdn_layer": gdn_layer,
     "paged_cache": paged_cache,

@@ -70,10 +70,12 @@ class Picture:
                 kind="ink" if i == 0 or i == code else "soft",
             )  # fmt: skip
 
-    def arrow(self, *points: tuple[float, float], head: bool = True) -> None:
+    def arrow(self, *points: tuple[float, float], dashed: bool = False) -> None:
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
-        end = ' marker-end="url(#head)"' if head else ""
-        self._parts.append(f'<path d="{path}" class="line" fill="none"{end}/>')
+        dash = ' stroke-dasharray="5 4"' if dashed else ""
+        self._parts.append(
+            f'<path d="{path}" class="line" fill="none"{dash} marker-end="url(#head)"/>'
+        )
 
     def rule(self, x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False) -> None:
         dash = ' stroke-dasharray="3 3"' if dashed else ""

@@ -17,7 +17,8 @@ from custom.dispatch.specs import SPECS
 
 import custom
 from custom.bench.report import Row
-from docs import op_table, plots
+from docs import op_table, pictures, plots
+from docs.svg import Picture
 
 ROOT = Path(__file__).parent.parent
 STATED = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -153,6 +154,20 @@ def test_a_figure_fits_a_column():
             long = 0.56 * int(size) * len(unescape(words))
             left = float(x) - {"start": 0, "middle": 0.5, "end": 1}[anchor] * long
             assert left >= 0 and left + long <= 704, (name, words, left, left + long)
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_words_fit_their_boxes(name, monkeypatch):
+    """Letters of a wide font: 13 pixels and bold, 12 below, and in names all as wide."""
+    seen = []
+
+    def labelled(self, x, y, w, h, kind, *lines, code=-1):
+        wide = [7.8 if i == 0 else 7.3 if i == code else 6.5 for i in range(len(lines))]
+        seen.extend((each * len(line), w, line) for each, line in zip(wide, lines, strict=True))
+
+    monkeypatch.setattr(Picture, "labelled", labelled)
+    pictures.PICTURES[name]()
+    assert not [each for each in seen if each[0] > each[1]]
 
 
 def test_a_plot_shows_losses():
