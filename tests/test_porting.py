@@ -8,6 +8,7 @@ The formulas are written out here, by loops and softmax, in float64 where that i
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import custom
+from custom.integrations import kernels
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs" / "porting").glob("*.md"))
@@ -450,3 +452,166 @@ def test_causal_conv1d_reads_the_last_columns_of_a_wider_state():
         new, wide.clone(), n["weight"], None, "silu", num_accepted_tokens=ones
     )
     close(first, convolved(new, n["weight"], None, wide[..., :3]))
+
+
+def test_fla_recurrent_forms_of_the_kernels_module():
+    n = ran("fla")
+    rows = dict(initial_state=n["initial_state"], output_final_state=True)
+    rows["use_qk_l2norm_in_kernel"] = True
+    q, k, v, beta = (n[name] for name in ("q", "k", "v", "beta"))
+    by_channel = -torch.rand(n["B"], n["T"], n["HV"], n["K"])
+    for function, g in (
+        (kernels.fused_recurrent_gated_delta_rule, n["g"]),
+        (kernels.fused_recurrent_kda, by_channel),
+        (kernels.chunk_kda, by_channel),
+    ):
+        ours, final = function(q, k, v, g, beta, **rows)
+        for b in range(n["B"]):
+            out, state = delta_rule(q[b], k[b], v[b], g[b], beta[b], n["initial_state"][b])
+            close(ours[b], out)
+            close(final[b], state)
+
+
+def test_fla_what_is_not_computed_is_refused_by_its_name():
+    n = ran("fla")
+    with pytest.raises(custom.NotSupported, match="head_first"):
+        kernels.chunk_gated_delta_rule(*(n[x] for x in ("q", "k", "v", "g", "beta")), head_first=1)
+
+
+def test_fla_raw_gates_of_a_decode_step():
+    n = ran("fla")
+    a, b, A_log, dt_bias = (torch.randn(n["HV"]) for _ in range(4))
+    pool = torch.randn(3, n["HV"], n["V"], n["K"])
+    before = pool[2].mT.clone()
+    q, k, v = (n[name][:1, :1] for name in "qkv")
+    out = custom.npu_fused_sigmoid_gating_delta_rule_update(
+        A_log, a.view(1, 1, -1), dt_bias, 1.0, 20.0, q, k, v, b.view(1, 1, -1), pool,
+        torch.tensor([2]), use_qk_l2norm_in_kernel=True, state_layout="vk",
+    )  # fmt: skip
+    g = -A_log.exp() * F.softplus(a + dt_bias)
+    wanted, state = delta_rule(q[0], k[0], v[0], g[None], b.sigmoid()[None], before)
+    close(out[0], wanted)
+    close(pool[2].mT, state)
+
+
+def test_fla_kda_with_a_bounded_gate_and_the_other_layout():
+    n = ran("fla")
+    bias = n["dt_bias"].view(n["HV"], n["K"])
+    out, state = custom.npu_chunk_kda(
+        n["q"], n["k"], n["v"], n["gate"], n["beta"], use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True, A_log=n["A_log"], dt_bias=n["dt_bias"], lower_bound=-5.0,
+        initial_state=n["initial_state"].mT.contiguous(), state_layout="vk",
+    )  # fmt: skip
+    for b in range(n["B"]):
+        g = -5.0 * (n["A_log"].exp()[:, None] * (n["gate"][b] + bias)).sigmoid()
+        wanted, final = delta_rule(
+            n["q"][b], n["k"][b], n["v"][b], g, n["beta"][b], n["initial_state"][b]
+        )
+        close(out[b], wanted)
+        close(state[b].mT, final)
+
+
+def test_deep_gemm_scales_of_the_query_go_into_the_weights():
+    n = ran("deep_gemm")
+    scale = torch.rand(n["B"], n["next_n"], n["H"]) + 0.5
+    weights = n["weights"].view(scale.shape)
+    rest = dict(
+        layout_key="PA_BSND", sparse_count=16, block_table=n["block_table"],
+        actual_seq_lengths_key=n["context_lens"],
+    )  # fmt: skip
+    call = custom.npu_quant_lightning_indexer
+    folded = call(n["q"], n["values"], weights * scale, None, n["scales"], 0, 0, **rest)
+    apart = call(n["q"], n["values"], weights, scale, n["scales"], 0, 0, **rest)
+    assert folded.tolist() == apart.tolist()
+
+
+def test_flash_mla_rows_by_positions_and_a_table():
+    n = ran("flash_mla")
+    by_slots, _ = custom.flash_mla_sparse_fp8(n["q"], n["rows"], n["indices"], 0.1)
+    table = torch.tensor([[1, 2], [1, 2]])  # the rows from slot 64 on
+    positions = torch.where(n["indices"] < 0, -1, n["indices"] - 64)
+    by_positions = custom.npu_kv_quant_sparse_flash_attention(
+        n["q"], n["rows"], n["rows"], positions[:, :, None], 0.1, 2, 2, attention_mode=2,
+        layout_kv="PA_BSND", block_table=table, actual_seq_lengths_kv=torch.tensor([100, 100]),
+        sparse_mode=0, key_dtype=torch.float8_e4m3fn, value_dtype=torch.float8_e4m3fn,
+        row_layout="nope_scale_rope",
+    )  # fmt: skip
+    assert torch.equal(by_slots, by_positions)
+
+
+def test_torch_npu_merging_of_parts():
+    q, k, v = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 10, 16), torch.randn(1, 2, 10, 16)
+    whole, lse = custom.npu_fused_attention(q, k, v, return_lse=True)
+    parts = [
+        custom.npu_fused_attention(q, k[:, :, part], v[:, :, part], return_lse=True)
+        for part in (slice(0, 4), slice(4, 10))
+    ]
+    outs, lses = ([each.flatten(0, 2) for each in both] for both in zip(*parts, strict=True))
+    merged, merged_lse = custom.npu_attention_update([x.flatten() for x in lses], outs, 1)
+    close(merged, whole.flatten(0, 2))
+    close(merged_lse, lse.flatten())
+
+
+def test_torch_npu_s_convolution_with_bias_and_activation():
+    x, taps, bias = torch.randn(1, 9, 24), torch.randn(4, 24), torch.randn(24)
+    states = torch.zeros(1, 3, 24)
+    out = custom.npu_fused_causal_conv1d(x, taps, states, bias=bias, activation="silu")
+    close(out.mT, convolved(x.mT, taps.T.contiguous(), bias, torch.zeros(1, 24, 3)))
+    close(states, x[:, -3:])
+
+
+def test_causal_conv1d_rings_slots_and_a_buffer_for_states():
+    n = ran("causal_conv1d")
+    weight, x = n["weight"], torch.randn(2, 24, 6)
+    wanted = convolved(x, weight, None, x.new_zeros(2, 24, 3))
+    ring, plain = torch.zeros(2, 24, 5), torch.zeros(3, 24, 3)
+    for t in range(6):
+        token = x[..., t : t + 1]
+        seen = torch.full((2,), t, dtype=torch.int32)
+        out = custom.causal_conv1d_update(token, ring, weight, None, "silu", cache_seqlens=seen)
+        close(out, wanted[..., t : t + 1])
+        out = custom.causal_conv1d_update(
+            token, plain, weight, None, "silu", conv_state_indices=torch.tensor([2, 0])
+        )
+        close(out, wanted[..., t : t + 1])
+    assert not plain[1].any()
+    buffer = torch.zeros(2, 24, 3)
+    custom.causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=buffer)
+    close(buffer, x[..., -3:])
+
+
+# the traps of index.md
+
+
+def test_a_row_major_weight_is_read_as_nz_unless_it_is_named():
+    x, query_norm = torch.randn(1, 1, 64), torch.randn(1, 1, 32)
+    weights = [torch.randn(32, 256), torch.randn(64, 32), torch.randn(64, 16)]
+
+    def query(weights, **options):
+        return custom.npu_indexer_prolog_pto(
+            x, query_norm, *weights, torch.ones(32), torch.zeros(32), torch.zeros(1, 1, 16),
+            torch.ones(1, 1, 16), torch.zeros(2, 16, 1, 32), torch.tensor([[3]]), **options,
+        )[0]  # fmt: skip
+
+    weights[0] = torch.randn(32, 16 * 32)
+    right = query(weights, weight_format="nd")
+    close(query([custom.to_nz(w) for w in weights]), right)
+    assert (query(weights) - right).abs().max() > 0.5
+
+
+def test_epsilons_are_as_the_pages_say():
+    defaults = {
+        name: inspect.signature(getattr(custom, name)).parameters
+        for name in ("npu_gated_rms_norm", "npu_mla_prolog_v3", "npu_mla_prolog_pto")
+    }
+    assert defaults["npu_gated_rms_norm"]["epsilon"].default == 1e-6
+    assert defaults["npu_mla_prolog_v3"]["rmsnorm_epsilon_cq"].default == 1e-5
+    assert defaults["npu_mla_prolog_pto"]["rmsnorm_epsilon_cq"].default == 1e-6
+
+
+def test_keys_that_are_not_normalised_grow_without_bound():
+    q, k, v = (torch.randn(64, 1, 16) for _ in range(3))
+    rate = torch.ones(64, 1)
+    grown, _ = custom.npu_chunk_gated_delta_rule(q, k, v, beta=rate)
+    right, _ = custom.npu_chunk_gated_delta_rule(q, F.normalize(k, dim=-1), v, beta=rate)
+    assert right.abs().max() < 1e3 and not grown.abs().max() < 1e3
