@@ -65,6 +65,7 @@ def test_an_index_shows_where_the_repository_is(wheel):
         assert f"Project-URL: {name}, https://example.org/someone/ops" in fields
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     assert "https://example.org/someone/ops/blob/v1.2.3/docs/speed.md" in links
+    assert "https://example.org/someone/ops/raw/v1.2.3/docs/figures/dsa_layer.svg" in links
     assert all(link.startswith(("https://", "#")) for link in links)
 
 
