@@ -125,6 +125,9 @@ def _list() -> str:
         said = f"Another name of `{other}`." if (other := same_as(name)) else None
         row = f"| [{name}](ops/{name}.md) | {said or sentence(getattr(custom, name))} |"
         (ops if spec_of(name) else others).append(row)
+    others.append(
+        "| [config](install.md#environment-variables) | The settings, and the variables. |"
+    )
     called = [
         f"| [{spec.name}](ops/{spec.name}.md) | Gradient of `{op_table.public(base)}`. |"
         for spec, base in gradients()

@@ -139,7 +139,12 @@ def test_the_first_snippet_of_the_readme_runs_on_this_device(device):
 @pytest.mark.parametrize("name", plots.plots())
 def test_a_figure_is_of_its_csv(name):
     path = ROOT / "docs" / "figures" / f"{name}.svg"
-    assert path.read_text() == plots.plots()[name], "run make figures"
+    assert path.exists() and path.read_text() == plots.plots()[name], "run make figures"
+
+
+def test_no_figure_is_of_nothing():
+    drawn = {path.stem for path in (ROOT / "docs" / "figures").glob("*.svg")}
+    assert drawn == {*plots.plots()}
 
 
 def test_a_figure_fits_a_column():
