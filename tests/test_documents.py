@@ -13,12 +13,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from custom.dispatch.backends import CUDA, launcher
 from custom.dispatch.specs import SPECS
 
 import custom
 from custom.bench.report import Row
 from docs import op_table, pictures, plots
 from docs.svg import Picture
+
+from .support.samples import SAMPLES, Maker
 
 ROOT = Path(__file__).parent.parent
 STATED = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -271,3 +275,20 @@ def test_the_first_page_of_the_site_is_the_readme_with_its_pictures(site):
 def test_an_example_of_a_docstring_becomes_code(site):
     _, docstrings = site
     assert docstrings.fenced("A.\n\n>>> f(1)\n2") == "A.\n\n```python\n>>> f(1)\n2\n```"
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if op_table.public(s)], ids=lambda s: s.name)
+def test_dtypes_of_the_readme_s_table_are_taken_on_cuda(spec):
+    """What the table says is not refused; on a GPU fp32 is refused by more ops than here."""
+    pytest.importorskip("triton")
+    rows = [row for row in op_table.purposes() if op_table.public(spec) in row.names]
+    (purpose,) = rows
+    named = {each for each in DTYPES if each in purpose.dtypes} or {"bf16", "fp16"}
+    for each in named if spec.name in SAMPLES and purpose in op_table.PURPOSES else ():
+        given = SAMPLES[spec.name](Maker(torch.device("cpu"), DTYPES[each]))
+        schema = getattr(torch.ops.custom, spec.name).default._schema
+        full = {x.name: given.get(x.name, x.default_value) for x in schema.arguments}
+        assert launcher(CUDA, spec).unsupported(**full) is None, each
