@@ -89,7 +89,9 @@ def bars(rows: Iterable[Row]) -> Iterator[Bar]:
                 yield Bar(row.case, row.median_us, name, us)
 
 
-def ratios(title: str, drawn: list[Bar], note: str = "") -> Picture:
+def ratios(
+    title: str, drawn: list[Bar], note: str = "", whose: str = "a public kernel's"
+) -> Picture:
     """Horizontal bars of peer / ours; longer ones than the axis end in their number."""
     wide = 16 + 6.9 * max(len(bar.case) for bar in drawn)
     left, right, line = wide + 10, 600, 23
@@ -100,7 +102,7 @@ def ratios(title: str, drawn: list[Bar], note: str = "") -> Picture:
     scale = (right - left) / most
     p.text(16, 27, title, size=14, bold=True, anchor="start")
     p.text(
-        16, 48, "a public kernel's time over ours: right of the line ours is faster", size=12,
+        16, 48, f"{whose} time over ours: right of the line ours is faster", size=12,
         anchor="start", kind="soft",
     )  # fmt: skip
     for tick in range(1, int(most) + 1):
@@ -120,6 +122,9 @@ def ratios(title: str, drawn: list[Bar], note: str = "") -> Picture:
         case = bar.case
         length = min(bar.ratio, most) * scale
         p.box(left, y + 2, length, line - 6, "good" if bar.ratio >= 1 else "bad")
+        if bar.ratio > most:  # broken: longer than it is drawn
+            for x in (0, 7):
+                p.box(left + 0.4 * scale + x, y + 2, 3, line - 6, "paper")
         number = f"{bar.ratio:.2f}x {bar.peer}"
         end, long = left + max(length, scale), 6.4 * len(number)
         if end + long > 690:
@@ -161,9 +166,26 @@ def of_csv(path: Path) -> Picture | None:
     return ratios(f"{name}, one H200", drawn, note)
 
 
+def models() -> Picture:
+    """A decode step of a whole model beside Transformers' own, which runs in a CUDA graph too."""
+    with (FIGURES / "models.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["decode_captured"]]
+    drawn = [
+        Bar(
+            f"{row['model'].partition(' (')[0]}, {row['b']} request" + "s" * (row["b"] != "1"),
+            1 / float(row["decode"]),
+            "in a graph",
+            1 / float(row["decode_captured"]),
+        )
+        for row in rows
+    ]
+    title = f"A decode step of eight layers, 32K tokens, one {rows[0]['device']}"
+    return ratios(title, drawn, whose="Transformers'")
+
+
 def plots() -> dict[str, str]:
     """Name -> SVG, of everything that docs/figures/*.csv and docs/pictures.py say."""
-    found = {"deepseek_v32": hero()}
+    found = {"deepseek_v32": hero(), "models": models()}
     for path in sorted([*FIGURES.glob("npu_*.csv"), *FIGURES.glob("over_length_*.csv")]):
         if picture := of_csv(path):
             found[path.stem] = picture
