@@ -10,7 +10,7 @@ Keys are the rows of the product, heads its columns: the sum over heads stays wi
 
     condition                                         kernels
     Hopper, up to 128 heads of 64 or 128, pages of    hopper/lightning_indexer.py then topk.py
-      whole 64, aligned
+      whole 64, aligned, cmp_ratio 1
     else                                              _scores then topk.py
 """
 
@@ -46,6 +46,7 @@ class Constants(NamedTuple):
     EVERY: int
     KIND: int
     QUERY_SCALE: bool
+    RATIO: int
 
 
 @triton.jit
@@ -95,6 +96,13 @@ def _scores(
     of = rows.Requests(
         seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
     )
+    if C.RATIO == 1:
+        source = of
+    else:  # lengths count tokens, of which a key stands for RATIO
+        source = rows.Requests(
+            seqlens_q, seqlens_k, table, tokens, requests,
+            max_kv_len * C.RATIO + (C.RATIO - 1), table_stride, pages,
+        )  # fmt: skip
     program = tl.program_id(0)
     lo = program % chunks * per_chunk
     row = first_row + program // chunks * C.ROWS
@@ -119,9 +127,11 @@ def _scores(
         request, first, stop = rows.request_of(row, of, LAYOUT)
         stop = tl.minimum(stop, end)
         asked = rows.rows_of(request, first, of, LAYOUT)
-        start, keys = rows.keys_of(request, of, LAYOUT)
+        start, keys = rows.keys_of(request, source, LAYOUT)
         in_program = (member >= row) & (member < stop)
         kv_len = rows.sees((member - first).to(tl.int32), asked, keys, LAYOUT.CAUSAL)
+        if C.RATIO != 1:
+            kv_len = kv_len // C.RATIO
         kv_len = tl.where(in_program, kv_len, 0)
         if lo == 0:
             tl.store(lengths + member - first_row, kv_len, mask=in_program)
@@ -184,7 +194,13 @@ def unsupported(**arguments: Any) -> str | None:
         return f"heads and head_dim are {(heads, dim)}, supported up to 256"
     if shape(1, heads, dim, query.device) is None:
         return gpu.too_small(query.device, N=heads, D=dim)
-    return rows.too_many_positions(arguments["key"], arguments.get("block_table"))
+    return too_many(arguments["key"], arguments.get("block_table"), arguments.get("cmp_ratio", 1))
+
+
+def too_many(key: Tensor, block_table: Tensor | None, cmp_ratio: int) -> str | None:
+    """Positions of keys, or of the tokens that they stand for; why not, or None."""
+    reach = key.shape[-3] * (1 if block_table is None else block_table.shape[1])
+    return rows.too_many_positions(key, block_table, (reach + 1) * cmp_ratio - 1)
 
 
 @dataclass(frozen=True)
@@ -208,6 +224,7 @@ def scores(
     sparse_count: int,
     sparse_mode: int,
     return_value: bool,
+    cmp_ratio: int = 1,
     **_: object,
 ) -> Scored:
     """Compute the scores, and launch the top-k of all chunks of rows but the last: `select()`
@@ -215,7 +232,7 @@ def scores(
     return scaled_scores(
         query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode,
-        query.dtype if return_value else None,
+        query.dtype if return_value else None, cmp_ratio,
     )  # fmt: skip
 
 
@@ -233,6 +250,7 @@ def scaled_scores(
     sparse_count: int,
     sparse_mode: int,
     value_dtype: torch.dtype | None,
+    cmp_ratio: int = 1,
 ) -> Scored:
     """The same, of floats, or of 8 bits with `key_scale`; values of `value_dtype`, or none."""
     device = query.device
@@ -268,7 +286,7 @@ def scaled_scores(
         *q.stride()[:2], w.stride(0), *rows.strides(layout_key, key), *qs.stride()[:2],
         *rows.strides(layout_key, ks), score_row, sample.stride(0),
     )  # fmt: skip
-    on_hopper = hopper.supports(q, key, layout_key)
+    on_hopper = hopper.supports(q, key, layout_key, cmp_ratio)
     lengths = memory.empty((chunk_rows,), torch.int32, device)
     # measured on one H200, 2026-11, 64 heads x 128, bf16, 64K keys: 128 keys a program for one
     # row, 9.4 us; 2048 for 128 rows, 567 with the top-k
@@ -284,7 +302,7 @@ def scaled_scores(
     constants = Constants(
         HEADS=heads, D=dim, ROWS=shared, BLOCK_H=h_tile, BLOCK_D=d_tile, BLOCK_N=BLOCK_N,
         ONE_PAGE=one_page, STAGES=1 if alone else stages, EVERY=topk.EVERY, KIND=kind,
-        QUERY_SCALE=query_scale is not None,
+        QUERY_SCALE=query_scale is not None, RATIO=cmp_ratio,
     )  # fmt: skip
     last = None
     for first in range(0, plan.rows, chunk_rows):

@@ -23,10 +23,12 @@ def forward(
     layout_key: str,
     sparse_count: int,
     sparse_mode: int,
+    cmp_ratio: int = 1,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     scored = scaled_scores(
         query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode, torch.float32,
+        cmp_ratio,
     )  # fmt: skip
     return select(scored)

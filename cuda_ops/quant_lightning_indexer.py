@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..dispatch.common import quantised
 from . import lightning_indexer, topk
-from .common import gpu, rows
+from .common import gpu
 
 
 def unsupported(query: Tensor, key: Tensor, sparse_count: int, **arguments: Any) -> str | None:
@@ -29,7 +29,9 @@ def unsupported(query: Tensor, key: Tensor, sparse_count: int, **arguments: Any)
         return f"heads and head_dim are {(heads, dim)}, supported up to 256"
     if lightning_indexer.shape(1, heads, dim, query.device) is None:
         return gpu.too_small(query.device, N=heads, D=dim)
-    return rows.too_many_positions(key, arguments.get("block_table"))
+    return lightning_indexer.too_many(
+        key, arguments.get("block_table"), arguments.get("cmp_ratio", 1)
+    )
 
 
 def forward(**arguments: Any) -> Tensor:
@@ -57,6 +59,7 @@ def scores(
     sparse_mode: int,
     query_dtype: int | None,
     key_dtype: int | None,
+    cmp_ratio: int = 1,
     **_: object,
 ) -> lightning_indexer.Scored:
     """What `lightning_indexer.select` selects from."""
@@ -64,4 +67,5 @@ def scores(
         quantised.typed(query, query_dtype), quantised.typed(key, key_dtype), weights,
         query_dequant_scale, key_dequant_scale, actual_seq_lengths_query, actual_seq_lengths_key,
         block_table, layout_query, layout_key, sparse_count, sparse_mode, value_dtype,
+        cmp_ratio,
     )  # fmt: skip

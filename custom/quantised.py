@@ -217,6 +217,7 @@ def npu_quant_lightning_indexer(
     next_tokens: int = UNLIMITED,
     query_dtype: int | None = None,
     key_dtype: int | None = None,
+    cmp_ratio: int = 1,
 ) -> Tensor:
     """The positions of the keys that score highest, on queries and keys of 8 bits.
 
@@ -248,6 +249,7 @@ def npu_quant_lightning_indexer(
         next_tokens: its default alone.
         query_dtype: of a uint8 `query`: torch.float8_e4m3fn or torch.int8.
         key_dtype: of a uint8 `key`, likewise.
+        cmp_ratio: tokens that a key stands for, as in `npu_lightning_indexer`.
 
     Returns:
         int32 [B, S, 1, K] or [T, 1, K], ascending positions; -1 where fewer are visible.
@@ -296,6 +298,7 @@ def npu_quant_lightning_indexer_scores(
     next_tokens: int = UNLIMITED,
     query_dtype: int | None = None,
     key_dtype: int | None = None,
+    cmp_ratio: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`npu_quant_lightning_indexer`, and the scores: what an exact merge over ranks needs.
 

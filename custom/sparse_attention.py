@@ -699,6 +699,7 @@ def npu_lightning_indexer(
     pre_tokens: int = UNLIMITED,
     next_tokens: int = UNLIMITED,
     return_value: bool = False,
+    cmp_ratio: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The `sparse_count` positions of `key` that score highest for every query.
 
@@ -725,6 +726,9 @@ def npu_lightning_indexer(
         pre_tokens: only the default is supported.
         next_tokens: only the default is supported.
         return_value: also return the scores.
+        cmp_ratio: m, tokens that a key stands for (`npu_compressor`): lengths of keys count tokens,
+            and a query that would see n of them sees the first n // m keys. Above 1 keys are
+            PA_BSND or BSND, with lengths, and pages may hold 1, 2, 4 or 8 keys.
 
     Returns:
         sparse_indices int32 [B, S, 1, K] or [T, 1, K], ascending positions, -1 where fewer exist;
@@ -757,6 +761,7 @@ def npu_lightning_indexer_scores(
     sparse_mode: int = 3,
     pre_tokens: int = UNLIMITED,
     next_tokens: int = UNLIMITED,
+    cmp_ratio: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`npu_lightning_indexer`, and the scores in float32: what an exact merge over ranks needs.
 
@@ -775,6 +780,9 @@ def npu_lightning_indexer_scores(
         sparse_mode: 3, causal, aligned at the last key; 0, all keys.
         pre_tokens: only the default is supported.
         next_tokens: only the default is supported.
+        cmp_ratio: m, tokens that a key stands for (`npu_compressor`): lengths of keys count tokens,
+            and a query that would see n of them sees the first n // m keys. Above 1 keys are
+            PA_BSND or BSND, with lengths, and pages may hold 1, 2, 4 or 8 keys.
 
     Returns:
         sparse_indices int32 [B, S, 1, K] or [T, 1, K], ascending positions, -1 where fewer exist;

@@ -233,6 +233,7 @@ TWINS: dict[str, Twin] = {
             "next_tokens",
         )
         | {"return_values": "return_value"},
+        fixed={"cmp_ratio": 1},
         outputs=("sparse_indices", "sparse_values"),
         returns=("sparse_indices", "sparse_values"),
     ),
@@ -286,6 +287,7 @@ TWINS: dict[str, Twin] = {
             "next_tokens",
         ),
         lacks=("query_dtype", "key_dtype"),
+        fixed={"cmp_ratio": 1},
         needs=("query_dequant_scale",),
         outputs=("sparse_indices",),
         returns=("sparse_indices",),

@@ -374,7 +374,11 @@ def values(
             tl.store(out + at + s + p, value.to(out.dtype.element_ty), mask=p < chosen - s)
 
 
-def unsupported(query: Tensor, key: Tensor, block_table: Tensor | None, **_: Any) -> str | None:
+def unsupported(
+    query: Tensor, key: Tensor, block_table: Tensor | None, cmp_ratio: int = 1, **_: Any
+) -> str | None:
+    if cmp_ratio != 1:
+        return f"cmp_ratio={cmp_ratio}, the kernel counts a token for each key: supported 1"
     if reason := tiling.not_multiplied(query=query):
         return reason
     size = query.shape[-1]
@@ -401,6 +405,7 @@ def forward(
     pre_tokens: int,
     next_tokens: int,
     return_value: bool,
+    cmp_ratio: int = 1,
     value_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values in the dtype of `query`, unless another is asked for."""

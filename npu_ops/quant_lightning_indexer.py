@@ -15,8 +15,15 @@ from . import lightning_indexer, ragged, tiling
 
 
 def unsupported(
-    query: Tensor, key: Tensor, block_table: Tensor | None, query_dtype: int | None, **_: Any
+    query: Tensor,
+    key: Tensor,
+    block_table: Tensor | None,
+    query_dtype: int | None,
+    cmp_ratio: int = 1,
+    **_: Any,
 ) -> str | None:
+    if cmp_ratio != 1:
+        return f"cmp_ratio={cmp_ratio}, the kernel counts a token for each key: supported 1"
     if quantised.typed(query, query_dtype).dtype is not torch.int8:
         return "fp8: the cube and vector units of A2 and A3 have int8 and no fp8"
     size = query.shape[-1]

@@ -461,12 +461,14 @@ def _scores_shared(
     )  # fmt: skip
 
 
-def supports(q: Tensor, key: Tensor, layout_key: str) -> bool:
-    """q [rows, N, D]; the heads fit in a wgmma, and a tile of keys lies on one page."""
+def supports(q: Tensor, key: Tensor, layout_key: str, cmp_ratio: int) -> bool:
+    """q [rows, N, D]; the heads fit in a wgmma, a tile of keys lies on one page, and each key is
+    a token."""
     heads, dim = q.shape[1:]
     paged = layout_key == "PA_BSND"
     return (
         gpu.is_hopper(q.device)
+        and cmp_ratio == 1
         and (q.dtype in DTYPES or q.dtype is torch.float8_e4m3fn)
         and heads <= 128
         and dim in (64, 128)

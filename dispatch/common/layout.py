@@ -9,6 +9,7 @@
 Token j of the Lq query tokens of a request with L keys sees the positions below
 `limit` = L (sparse_mode 0), or L - Lq + 1 + j (sparse_mode 3: causal, aligned at the last key).
 Padding tokens (j >= Lq, or behind the last prefix sum) see nothing: limit 0.
+Keys that each stand for m tokens (cmp_ratio): lengths count tokens, and limit // m are visible.
 Lengths beyond the tensors end with them.
 All in tensors, with no value read on the host.
 """
@@ -36,7 +37,7 @@ class Keys:
     """Where the keys of every request lie, as pages [pages, P, 1, D]."""
 
     layout: str
-    length: Tensor  # [B] int64
+    length: Tensor  # [B] int64, of source tokens
     start: Tensor  # [B] int64, first row of a request (TND)
     block_table: Tensor | None
 
@@ -66,7 +67,13 @@ def starts(prefix: Tensor) -> Tensor:
     return torch.cat([prefix.new_zeros(1), prefix])[:-1]
 
 
-def keys_of(key: Tensor, layout: str, lengths: Tensor | None, block_table: Tensor | None) -> Keys:
+def keys_of(
+    key: Tensor,
+    layout: str,
+    lengths: Tensor | None,
+    block_table: Tensor | None,
+    cmp_ratio: int = 1,
+) -> Keys:
     if lengths is None:
         length = torch.full((key.shape[0],), key.shape[1], device=key.device)
         return Keys(layout, length, torch.zeros_like(length), None)
@@ -74,12 +81,18 @@ def keys_of(key: Tensor, layout: str, lengths: Tensor | None, block_table: Tenso
         ends = lengths.long().clamp(0, key.shape[0])
         start = starts(ends)
         return Keys(layout, ends - start, start, None)
-    reach = key.shape[1] * (1 if block_table is None else block_table.shape[1])
+    entries = key.shape[1] * (1 if block_table is None else block_table.shape[1])
+    reach = entries * cmp_ratio + cmp_ratio - 1  # a window behind the last entry may be open
     return Keys(layout, lengths.long().clamp(0, reach), torch.zeros_like(lengths), block_table)
 
 
 def rows_of(
-    query: Tensor, layout: str, lengths: Tensor | None, keys: Keys, sparse_mode: int | None
+    query: Tensor,
+    layout: str,
+    lengths: Tensor | None,
+    keys: Keys,
+    sparse_mode: int | None,
+    cmp_ratio: int = 1,
 ) -> Rows:
     requests = keys.length.shape[0]
     if layout == "TND":
@@ -107,7 +120,10 @@ def rows_of(
     limit = keys.length[request]
     if sparse_mode != 0:  # None is the default, 3
         limit = limit - length[request] + 1 + j
-    return Rows(request, limit.clamp(min=0).masked_fill(padding | (j >= length[request]), 0))
+    limit = limit.clamp(min=0).masked_fill(padding | (j >= length[request]), 0)
+    if cmp_ratio > 1:
+        limit = torch.div(limit, cmp_ratio, rounding_mode="floor")
+    return Rows(request, limit)
 
 
 def lengths_of_rows(

@@ -23,6 +23,8 @@ from ..spec import UNLIMITED
 _ROWS = {"BSND": "B S", "TND": "T"}
 _KEYS = {"BSND": "B S2", "TND": "T2", "PA_BSND": "pages P"}
 
+SMALL_PAGES = (1, 2, 4, 8)  # of entries, as a page of tokens over cmp_ratio
+
 Named = tuple[str, Tensor | None]
 
 
@@ -51,8 +53,21 @@ def lengths(
     query: Named,
     key: Named,
     block_table: Tensor | None = None,
+    cmp_ratio: int = 1,
 ) -> None:
-    """`query` and `key` are (argument, tensor) of the lengths; the shapes are checked already."""
+    """`query` and `key` are (argument, tensor) of the lengths; the shapes are checked already.
+    Lengths of keys count `cmp_ratio` tokens for each."""
+    if cmp_ratio > 1:
+        c.require(
+            layout_key != "TND",
+            f"`cmp_ratio` is {cmp_ratio} and keys have layout 'TND', expected 'PA_BSND' or 'BSND': "
+            "prefix sums of tokens do not say where entries lie.",
+        )
+        c.require(
+            key[1] is not None,
+            f"`{key[0]}` is missing, and `cmp_ratio` {cmp_ratio} needs it: how many tokens the "
+            "entries stand for.",
+        )
     for (name, tensor), layout_ in ((query, layout_query), (key, layout_key)):
         if tensor is None:
             c.require(layout_ == "BSND", f"`{name}` is missing, and layout {layout_!r} needs it.")
@@ -69,7 +84,7 @@ def lengths(
         c.dense_rows(block_table=block_table)
         page = c.sizes["P"]
         c.require(
-            page % 16 == 0 and page > 0,
+            (page % 16 == 0 and page > 0) or (cmp_ratio > 1 and page in SMALL_PAGES),
             f"the page size is {page}, expected a multiple of 16 (from `key`).",
         )
     else:
@@ -80,10 +95,12 @@ def lengths(
         )
     values(c, *query, layout_query, c.sizes["S" if layout_query == "BSND" else "T"])
     if layout_key == "PA_BSND" and key[1] is not None and block_table is not None:
-        values(c, *key, "BSND", c.sizes["max_pages"] * c.sizes["P"])
-        pages(c, block_table, key[0], key[1])
+        entries = c.sizes["max_pages"] * c.sizes["P"]
+        values(c, *key, "BSND", entries * cmp_ratio + cmp_ratio - 1)
+        pages(c, block_table, key[0], key[1] // cmp_ratio)
     else:
-        values(c, *key, layout_key, c.sizes["S2" if layout_key == "BSND" else "T2"])
+        entries = c.sizes["S2" if layout_key == "BSND" else "T2"]
+        values(c, *key, layout_key, entries * cmp_ratio + cmp_ratio - 1)
 
 
 def values(c: Checker, name: str, tensor: Tensor | None, layout_: str, reach: int) -> None:

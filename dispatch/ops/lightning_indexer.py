@@ -26,7 +26,8 @@ ARGUMENTS = (
     f" SymInt sparse_count=2048, SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED},"
     f" SymInt next_tokens={UNLIMITED}"
 )
-SCHEMA = f"npu_lightning_indexer{ARGUMENTS}, bool return_value=False) -> (Tensor, Tensor)"
+RATIO = ", SymInt cmp_ratio=1"
+SCHEMA = f"npu_lightning_indexer{ARGUMENTS}, bool return_value=False{RATIO}) -> (Tensor, Tensor)"
 GE = "LightningIndexer"
 ONNX = "LightningIndexer"
 
@@ -49,9 +50,11 @@ def check_as(
     sparse_mode: int,
     pre_tokens: int,
     next_tokens: int,
+    cmp_ratio: int,
 ) -> None:
     """For both ops, which differ in what they return."""
     c = Checker(op)
+    c.count("cmp_ratio", cmp_ratio)
     rows, keys = _layout.letters(c, ("layout_query", layout_query), ("layout_key", layout_key))
     inputs(c, rows, keys, query, key, weights)
     c.same_device(
@@ -67,6 +70,7 @@ def check_as(
         ("actual_seq_lengths_query", actual_seq_lengths_query),
         ("actual_seq_lengths_key", actual_seq_lengths_key),
         block_table,
+        cmp_ratio,
     )
     _layout.options(c, sparse_mode, pre_tokens, next_tokens)
     c.count("sparse_count", sparse_count)
@@ -95,8 +99,11 @@ def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) ->
         return  # indices alone carry no gradient
     _layout.refuse_paged_gradient("npu_lightning_indexer", x["layout_key"])
     lengths = x["actual_seq_lengths_query"], x["actual_seq_lengths_key"]
+    mode = x["sparse_mode"]
+    if x["cmp_ratio"] > 1:  # nothing was chosen that is not seen: all keys may be
+        lengths, mode = (lengths[0], None), 0
     ctx.save_for_backward(x["query"], x["key"], x["weights"], output[0], *lengths)
-    ctx.options = x["layout_query"], x["sparse_mode"]
+    ctx.options = x["layout_query"], mode
 
 
 def backward(ctx: Any, _: None, grad_values: Tensor | None) -> dict[str, Any]:

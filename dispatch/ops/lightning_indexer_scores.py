@@ -14,7 +14,10 @@ from torch import Tensor
 
 from . import lightning_indexer
 
-SCHEMA = f"npu_lightning_indexer_scores{lightning_indexer.ARGUMENTS}) -> (Tensor, Tensor)"
+SCHEMA = (
+    f"npu_lightning_indexer_scores{lightning_indexer.ARGUMENTS}{lightning_indexer.RATIO})"
+    " -> (Tensor, Tensor)"
+)
 ONNX = "LightningIndexerScores"
 
 

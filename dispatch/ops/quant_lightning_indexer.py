@@ -25,7 +25,8 @@ ARGUMENTS = (
     " Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,"
     ' Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",'
     f" SymInt sparse_count=2048, SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED},"
-    f" SymInt next_tokens={UNLIMITED}, int? query_dtype=None, int? key_dtype=None)"
+    f" SymInt next_tokens={UNLIMITED}, int? query_dtype=None, int? key_dtype=None,"
+    " SymInt cmp_ratio=1)"
 )
 SCHEMA = f"npu_quant_lightning_indexer{ARGUMENTS} -> Tensor"
 GE = "QuantLightningIndexer"
@@ -58,9 +59,11 @@ def check_as(
     next_tokens: int,
     query_dtype: int | None,
     key_dtype: int | None,
+    cmp_ratio: int,
 ) -> None:
     """For both ops, which differ in what they return."""
     c = Checker(op)
+    c.count("cmp_ratio", cmp_ratio)
     rows, keys = _layout.letters(c, ("layout_query", layout_query), ("layout_key", layout_key))
     scales = dict(query_dequant_scale=query_dequant_scale, key_dequant_scale=key_dequant_scale)
     c.same_device(
@@ -95,6 +98,7 @@ def check_as(
         ("actual_seq_lengths_query", actual_seq_lengths_query),
         ("actual_seq_lengths_key", actual_seq_lengths_key),
         block_table,
+        cmp_ratio,
     )
     _layout.options(c, sparse_mode, pre_tokens, next_tokens)
     c.count("sparse_count", sparse_count)

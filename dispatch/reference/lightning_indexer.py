@@ -37,10 +37,11 @@ def forward(
     pre_tokens: int,
     next_tokens: int,
     return_value: bool,
+    cmp_ratio: int,
 ) -> tuple[Tensor, Tensor]:
     indices, values = scored(
         query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
-        layout_query, layout_key, sparse_count, sparse_mode, pre_tokens, next_tokens,
+        layout_query, layout_key, sparse_count, sparse_mode, pre_tokens, next_tokens, cmp_ratio,
     )  # fmt: skip
     return indices, values.to(query.dtype) if return_value else query.new_empty([0])
 
@@ -58,6 +59,7 @@ def scored(
     sparse_mode: int,
     pre_tokens: int,
     next_tokens: int,
+    cmp_ratio: int,
 ) -> tuple[Tensor, Tensor]:
     """(indices, scores in the accumulator's dtype)"""
 
@@ -66,7 +68,7 @@ def scored(
 
     return select(
         query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
-        layout_query, layout_key, sparse_count, sparse_mode, score,
+        layout_query, layout_key, sparse_count, sparse_mode, cmp_ratio, score,
     )  # fmt: skip
 
 
@@ -81,12 +83,13 @@ def select(
     layout_key: str,
     count: int,
     sparse_mode: int,
+    cmp_ratio: int,
     score: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """(indices, values in the accumulator's dtype) of `score(query [t, N, D], weights [t, N],
     slots [p])`."""
-    keys = layout.keys_of(key, layout_key, lengths_key, block_table)
-    rows = layout.rows_of(query, layout_query, lengths_query, keys, sparse_mode)
+    keys = layout.keys_of(key, layout_key, lengths_key, block_table, cmp_ratio)
+    rows = layout.rows_of(query, layout_query, lengths_query, keys, sparse_mode, cmp_ratio)
     shape = [*query.shape[:-2], 1, count]
     indices = torch.full(shape, -1, dtype=torch.int32, device=query.device)
     values = query.new_zeros(shape, dtype=accumulator(query))

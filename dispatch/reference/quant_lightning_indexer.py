@@ -41,6 +41,7 @@ def scored(
     next_tokens: int,
     query_dtype: int | None,
     key_dtype: int | None,
+    cmp_ratio: int,
 ) -> tuple[Tensor, Tensor]:
     """(indices, float32 scores)"""
     query, key = quantised.typed(query, query_dtype), quantised.typed(key, key_dtype)
@@ -55,5 +56,5 @@ def scored(
 
     return lightning_indexer.select(
         query.float(), key, weights, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode, score,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode, cmp_ratio, score,
     )  # fmt: skip
