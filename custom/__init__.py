@@ -22,6 +22,7 @@ _register_all()
 from ._version import __version__  # noqa: E402
 from .attention import attention, npu_fused_attention  # noqa: E402
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update  # noqa: E402
+from .compression import compressor, entry_positions, npu_compressor  # noqa: E402
 from .convolution import (  # noqa: E402
     npu_causal_conv1d,
     npu_causal_conv1d_update,
@@ -91,9 +92,11 @@ __all__ = [
     "attention",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "compressor",
     "compute_index_loss_sparse",
     "config",
     "convert_rows",
+    "entry_positions",
     "flash_mla_sparse_fp8",
     "from_nz",
     "fused_sigmoid_gating_delta_rule_update",
@@ -107,6 +110,7 @@ __all__ = [
     "npu_causal_conv1d_update",
     "npu_chunk_gated_delta_rule",
     "npu_chunk_kda",
+    "npu_compressor",
     "npu_fused_attention",
     "npu_fused_causal_conv1d",
     "npu_fused_causal_conv1d_v2",

@@ -58,6 +58,9 @@ OPS = (
     "recurrent_gated_delta_rule",
     "fused_causal_conv1d",
     "fused_causal_conv1d_v2",
+    "compressor",
+    "compressor_dense",
+    "compressor_dense_grad",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

@@ -107,12 +107,15 @@ def lightning_indexer_scores(
     layout_key: str,
     sparse_count: int,
     sparse_mode: int,
+    cmp_ratio: int = 1,
     key_scale: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     wide = accumulator(query)
-    keys = layout.keys_of(key, layout_key, actual_seq_lengths_key, block_table)
-    rows = layout.rows_of(query, layout_query, actual_seq_lengths_query, keys, sparse_mode)
+    keys = layout.keys_of(key, layout_key, actual_seq_lengths_key, block_table, cmp_ratio)
+    rows = layout.rows_of(
+        query, layout_query, actual_seq_lengths_query, keys, sparse_mode, cmp_ratio
+    )
     batch, length = query.shape[:2]
     reach = key.shape[1] if block_table is None else block_table.shape[1] * key.shape[1]
     position = torch.arange(reach, device=query.device)
@@ -606,6 +609,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
 # why an op that is not for training has none
 _NOTHING = "it returns nothing, and a node has an output of its own"
 _BYTES = "its rows are bytes, which ONNX does not read as floats"
+_STATES = "windows close where positions say, and ONNX has no form of that here"
 REASONS: dict[str, str] = {
     "npu_index_cache_write": _NOTHING,
     "npu_fused_causal_conv1d_v2": _NOTHING,
@@ -614,4 +618,6 @@ REASONS: dict[str, str] = {
     "npu_latent_cache_write": _BYTES,
     "npu_kv_quant_sparse_flash_attention": _BYTES,
     "npu_kv_quant_sparse_flash_attention_lse": _BYTES,
+    "npu_compressor": _STATES,
+    "npu_compressor_dense": _STATES,
 }

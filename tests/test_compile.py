@@ -121,6 +121,7 @@ TRAINED = {
     "npu_causal_conv1d": ("x", "weight", "bias", "initial_states"),
     "npu_gated_rms_norm": ("x", "gate", "weight"),
     "npu_chunk_kda": ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
+    "npu_compressor_dense": ("x", "wkv", "wgate", "ape", "norm_weight"),
 }
 
 

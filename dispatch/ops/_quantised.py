@@ -231,20 +231,26 @@ def of_kind(c: Checker, name: str, cache: Tensor, argument: str, kind: str) -> N
 
 
 def unpacked(
-    c: Checker, kind: str, cache: Tensor, scales: Tensor | None
+    c: Checker,
+    kind: str,
+    cache: Tensor,
+    scales: Tensor | None,
+    name: str = "index_k_cache",
+    argument: str = "index_kind",
 ) -> tuple[Tensor, Tensor | None]:
-    """(values [pages, P, 1, 128], scales) of an index cache: packed pages without `scales`."""
+    """(values [pages, P, 1, 128], scales) of an index cache, the argument `name`, whose kind is in
+    `argument`: packed pages without `scales`."""
     if scales is None and kind == "fp8":
-        c.dtype("index_k_cache", cache, torch.uint8)
+        c.dtype(name, cache, torch.uint8)
         if cache.ndim == 3:
-            c.shape("index_k_cache", cache, f"pages P {quantised.PACKED}")
+            c.shape(name, cache, f"pages P {quantised.PACKED}")
         else:
-            c.shape("index_k_cache", cache, f"pages P 1 {quantised.PACKED}")
-        whole_pages(c, index_k_cache=cache)
+            c.shape(name, cache, f"pages P 1 {quantised.PACKED}")
+        whole_pages(c, **{name: cache})
         reason = quantised.misplaced(cache, 4)
-        c.require(reason is None, f"`index_k_cache` has {reason}")
+        c.require(reason is None, f"`{name}` has {reason}")
         return quantised.index_cache_views(cache, kind)
-    of_kind(c, "index_k_cache", cache, "index_kind", kind)
-    c.shape("index_k_cache", cache, f"pages P 1 {quantised.INDEX}")
-    c.dense_rows(index_k_cache=cache)
+    of_kind(c, name, cache, argument, kind)
+    c.shape(name, cache, f"pages P 1 {quantised.INDEX}")
+    c.dense_rows(**{name: cache})
     return cache.view(quantised.VALUES[kind]), scales

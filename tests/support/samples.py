@@ -509,6 +509,41 @@ def _fused_causal_conv1d(m: Maker, B: int = 2, S: int = 7) -> Arguments:
     )
 
 
+def _compressor(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    """Windows of 2 that overlap: in the middle of a request, and from its first token on."""
+    wide = torch.float64 if m.dtype is torch.float64 else torch.float32
+    entries = -(-S // 2)
+    return dict(
+        x=m.normal(B, S, H),
+        wkv=m.normal(2 * DI, H),
+        wgate=m.normal(2 * DI, H),
+        state_cache=m.normal(6, 3, 4 * DI, dtype=wide),
+        ape=m.normal(2, 2 * DI, dtype=wide),
+        norm_weight=m.normal(DI, dtype=wide),
+        rope_sin=m.normal(B, entries, DR),
+        rope_cos=m.normal(B, entries, DR),
+        rope_head_dim=DR,
+        cmp_ratio=2,
+        state_block_table=m.ints(*[[3, 1], [5, 2]][:B]).view(B, 2),
+        seqused=m.ints(*[S, S - 1][:B]),
+        start_pos=m.ints(*[9, 0][:B]),
+        coff=2,
+        rotary_mode=2,
+        cache_mode=2,
+        cmp_cache=m.normal(8, P, 1, DI),
+        cmp_block_table=m.ints(*[[2, -1], [0, 3]][:B]).view(B, 2),
+    )
+
+
+def _compressor_dense(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    caches = ("state_cache", "state_block_table", "start_pos", "cmp_cache", "cmp_block_table")
+    return {n: x for n, x in _compressor(m, B, S).items() if n not in (*caches, "cache_mode")}
+
+
+def _compressor_dense_grad(m: Maker, B: int = 2, S: int = 5) -> Arguments:
+    return _compressor_dense(m, B, S) | dict(d_out=m.normal(B, -(-S // 2), DI))
+
+
 SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_sparse_attention_pto": _sparse_attention_pto,
     "npu_sparse_attention_indices_pto": _sparse_attention_pto,
@@ -552,6 +587,9 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_recurrent_gated_delta_rule": _recurrent_gated_delta_rule,
     "npu_fused_causal_conv1d": _fused_causal_conv1d,
     "npu_fused_causal_conv1d_v2": _fused_causal_conv1d,
+    "npu_compressor": _compressor,
+    "npu_compressor_dense": _compressor_dense,
+    "npu_compressor_dense_grad": _compressor_dense_grad,
 }
 
 
