@@ -144,17 +144,19 @@ def product(
     forked: bool = False,
 ) -> Tensor:
     """x [T, K] times the (weight, N) joined: [runs, T, sum of N], float32 if runs > 1 or
-    `keep_float`, else of x's dtype.  `first`: the op starts here, so that all its later kernels
-    may count on every earlier op having finished.  `late`: x was there when the kernel before
-    began, which is waited for at the end.  `forked`: it starts a stream, and so waits for an event
-    instead of for the kernel before it."""
+    `keep_float`, else of x's dtype.  `weight_format` "rows": weights are [N, K], as nn.Linear has
+    them, which are NZ of one column a panel.  `first`: the op starts here, so that all its later
+    kernels may count on every earlier op having finished.  `late`: x was there when the kernel
+    before began, which is waited for at the end.  `forked`: it starts a stream, and so waits for an
+    event instead of for the kernel before it."""
     tokens, depth = x.shape
     given = [size for _, size in weights]
     sizes = given + [0] * (4 - len(weights))
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
-    formats = [nz.is_nz(weight, weight_format) for weight in kept]
+    by_rows = weight_format == "rows"
+    formats = [by_rows or nz.is_nz(weight, weight_format) for weight in kept]
     chained = gpu.has_chained_launch(x.device)
-    by_tma = hopper.supports(x, kept, formats)
+    by_tma = not by_rows and hopper.supports(x, kept, formats)
     chosen = tiling.hopper if by_tma else tiling.plain
     config = chosen(tokens, given, depth, gpu.processors(x.device))
     run = cdiv(cdiv(depth, config.runs), config.k) * config.k
@@ -170,7 +172,8 @@ def product(
     launches.kernel(_product, blocks, runs)(
         x, *kept, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
-        NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3], C0=nz.columns(x.dtype),
+        NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3],
+        C0=1 if by_rows else nz.columns(x.dtype),
         BLOCK_T=config.tokens, BLOCK_N=config.columns, BLOCK_K=config.k, STAGES=config.stages,
         SWAP=config.swap,
         GROUP=config.group, CHAINED=chained, FIRST=first, LATE=late, num_warps=config.warps,

@@ -127,6 +127,8 @@ class Precision:
         if backend != "reference":
             self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
             self.state = torch.float32
+        # Triton's interpreter takes its time
+        self.lengths = LENGTHS if self.dtype is not torch.float32 else [13, 0, 6, 3]
         unit = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2**-8}
         self.unit = unit[self.dtype]
 
@@ -384,7 +386,7 @@ def test_selection_is_hugging_faces(lengths):
 @pytest.mark.parametrize("packed", [False, True], ids=["bsnd", "tnd"])
 def test_ragged_requests(of, packed, precision):
     """Prefill beside decodes, chunks longer than the ring and those that begin in a window."""
-    g, xs = random.Random(7), requests(of)
+    g, xs = random.Random(7), requests(of, precision.lengths)
     e = Engine(precision, of, len(xs), rows=max(of.ring, 1))
     drive(e, xs, lambda i: g.choice([0, 1, 2, 5, 13, 23]), packed=packed)
     e.check(xs)
@@ -392,7 +394,7 @@ def test_ragged_requests(of, packed, precision):
 
 @pytest.mark.parametrize("page", [1, 3, 8])
 def test_states_by_page(page, precision):
-    g, xs = random.Random(2), requests(CSA)
+    g, xs = random.Random(2), requests(CSA, precision.lengths)
     e = Engine(precision, CSA, len(xs), page=page, entry_page=16)
     drive(e, xs, lambda i: g.choice([1, 3, 9]))
     e.check(xs)
@@ -404,7 +406,7 @@ def test_rejected_drafts(of, page, precision):
     """Tokens taken back across a close, with the smallest ring for that."""
     xs, most = requests(of, [30, 17]), 6
     g = random.Random(1)
-    for seed in range(3):
+    for seed in range(3 if len(precision.lengths) > 4 else 1):
         e = Engine(precision, of, 2, rows=of.ring + most - 1, page=page, seed=seed)
         drive(e, xs, lambda i: g.randrange(1, 5), drafts=most, seed=seed)
         e.check(xs)
@@ -894,20 +896,24 @@ def test_8_bits_count_tokens_too(device, backend):
     assert [(row >= 0).sum().item() for row in index[0]] == [24, 24, 25, 25]
 
 
-def test_gradient_of_scores_over_entries():
-    """Against autograd through a dense softmax-free sum of the chosen scores."""
-    q, w = torch.randn(1, 6, 2, 8).double(), torch.randn(1, 6, 2).double()
-    keys = torch.randn(1, 4, 1, 8).double()
-    lengths = torch.tensor([14])
-    inputs = [x.requires_grad_() for x in (q, keys, w)]
+def test_gradient_of_scores_over_entries(precision):
+    """Against autograd through the scores of all entries."""
+    draw = [
+        torch.randn(*shape).bfloat16().double()
+        for shape in ((1, 6, 2, 16), (1, 4, 1, 16), (1, 6, 2))
+    ]
+    inputs = [precision.of(x).requires_grad_() for x in draw]
     index, value = custom.npu_lightning_indexer(
-        *inputs, sparse_count=2, cmp_ratio=3, actual_seq_lengths_key=lengths, return_value=True
-    )
+        *inputs, sparse_count=2, cmp_ratio=3, return_value=True,
+        actual_seq_lengths_key=torch.tensor([14], device=precision.device),
+    )  # fmt: skip
     got = torch.autograd.grad(value.sum(), inputs)
+    q, keys, w = exact = [x.requires_grad_() for x in draw]
     each = (torch.einsum("bsnd,btd->bsnt", q, keys[:, :, 0]).relu() * w[..., None]).sum(2)
-    chosen = each.gather(2, index[:, :, 0].long().clamp(min=0)).masked_fill(index[:, :, 0] < 0, 0)
-    for a, b in zip(got, torch.autograd.grad(chosen.sum(), inputs), strict=True):
-        torch.testing.assert_close(a, b)
+    at = index[:, :, 0].long().cpu()
+    chosen = each.gather(2, at.clamp(min=0)).masked_fill(at < 0, 0)
+    for a, b in zip(got, torch.autograd.grad(chosen.sum(), exact), strict=True):
+        assert (a.cpu().double() - b).norm() <= 4 * precision.unit * b.norm()
 
 
 # ------------------------------------------------------------------------------------- refusals

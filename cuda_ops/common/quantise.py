@@ -29,14 +29,15 @@ PLAIN, NATIVE_FP8, FP8, INT8 = (tl.constexpr(kind) for kind in range(4))
 
 
 @triton.jit
-def hadamard(x, scale):
-    """Of [ROWS, 128] floats: sums and differences of neighbours go into halves; after seven rounds
-    each number is where it belongs."""
+def hadamard(x, scale, ROUNDS: tl.constexpr = 7):
+    """Of [ROWS, 2**ROUNDS] floats: sums and differences of neighbours go into halves; after so many
+    rounds each number is where it belongs."""
     ROWS: tl.constexpr = x.shape[0]
-    for _ in tl.static_range(7):
-        low, high = tl.split(tl.reshape(x, [ROWS, 64, 2]))
+    SIZE: tl.constexpr = x.shape[1]
+    for _ in tl.static_range(ROUNDS):
+        low, high = tl.split(tl.reshape(x, [ROWS, SIZE // 2, 2]))
         both = tl.permute(tl.join(low + high, low - high), (0, 2, 1))
-        x = tl.reshape(both, [ROWS, 128])
+        x = tl.reshape(both, [ROWS, SIZE])
     return x * scale
 
 
