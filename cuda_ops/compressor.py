@@ -179,7 +179,7 @@ def members(
         kv += tl.load(state + place[:, None] + channel, mask=mask, other=0.0)
         z += tl.load(state + place[:, None] + channel + WIDTH, mask=mask, other=0.0)
         there = there | old
-    return kv, tl.where(there[:, None] & on_d, z, float("-inf")), tl.where(own, first + j, -1)
+    return kv, tl.where(there[:, None], z, float("-inf")), tl.where(own, first + j, -1)
 
 
 @triton.jit(
@@ -421,7 +421,7 @@ def ending(
 
 def angles(rope_sin: Tensor, rope_cos: Tensor) -> tuple[Tensor, Tensor, int]:
     """(sines, cosines, numbers from one row to the next)"""
-    sin, cos = (each.reshape(-1, each.shape[-1]) for each in (rope_sin, rope_cos))
+    sin, cos = (each.flatten(0, -2) for each in (rope_sin, rope_cos))
     if sin.stride(0) != cos.stride(0):
         sin, cos = sin.contiguous(), cos.contiguous()
     return sin, cos, sin.stride(0)

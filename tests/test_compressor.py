@@ -158,6 +158,13 @@ class Precision:
 
 
 @pytest.fixture
+def exact(monkeypatch) -> Precision:
+    """The reference's float64, whatever backend is under test."""
+    monkeypatch.setattr(custom.config, "backend", "reference")
+    return Precision(torch.device("cpu"), "reference")
+
+
+@pytest.fixture
 def precision(device, backend) -> Precision:
     if backend == "npu":
         pytest.skip("no NPU kernel yet: the backend refuses the op")
@@ -283,7 +290,7 @@ def requests(of: Layer, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", ["CSACompressor", "HCACompressor", "Indexer"])
 @pytest.mark.parametrize("way", ["one", "seven", "mixed", "whole", "drafts"])
-def test_entries_are_hugging_faces(name, way):
+def test_entries_are_hugging_faces(name, way, exact):
     """In float64, five ragged requests in one batch, the smallest rings, pages full of NaN."""
     hf, config = deepseek_v4.modelling(), deepseek_v4.configuration()
     module = deepseek_v4.drawn(getattr(hf, f"DeepseekV4{name}")(config))
@@ -301,7 +308,7 @@ def test_entries_are_hugging_faces(name, way):
         return tuple(x.reshape(*positions.shape, -1).contiguous() for x in (sin, cos))
 
     object.__setattr__(given, "angles", angles)
-    g, p = random.Random(3), Precision(torch.device("cpu"), "reference")
+    g = random.Random(3)
     plan = dict(
         one=lambda i: 1,
         seven=lambda i: 7,
@@ -311,7 +318,7 @@ def test_entries_are_hugging_faces(name, way):
     )[way]
     drafts = 6 if way == "drafts" else 0
     xs = [torch.randn(n, config.hidden_size, dtype=torch.float64) for n in LENGTHS]
-    e = Engine(p, given, len(xs), rows=given.ring + max(drafts - 1, 0))
+    e = Engine(exact, given, len(xs), rows=given.ring + max(drafts - 1, 0))
     drive(e, xs, plan, drafts=drafts)
     for i, x in enumerate(xs):
         wanted = of_hugging_face(module, x)
@@ -341,7 +348,7 @@ def of_hugging_face(module: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", [[33, 0, 47, 3]])
-def test_selection_is_hugging_faces(lengths):
+def test_selection_is_hugging_faces(lengths, exact):
     """`cmp_ratio`: the entry that closes at a token is visible to it."""
     hf, config = deepseek_v4.modelling(), deepseek_v4.configuration()
     module = deepseek_v4.drawn(hf.DeepseekV4Indexer(config))
@@ -750,7 +757,7 @@ def _gradients(of: Layer, p: Precision, packed: bool, out_grad: Tensor) -> list[
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bsnd", "tnd"])
 @every_kind
-def test_gradient_in_float64(of, packed):
+def test_gradient_in_float64(of, packed, exact):
     """Against finite differences."""
     if of.full:
         of = replace(of, full=False)
@@ -763,8 +770,7 @@ def test_gradient_in_float64(of, packed):
         x, more = x[None], dict(seqused=torch.tensor([8]))
         at = (torch.arange(-(-9 // of.m)) * of.m)[None]
     sin, cos = of.angles(at)
-    p = Precision(torch.device("cpu"), "reference")
-    given = p.layer(of) | dict(state_cache=None, rope_sin=sin, rope_cos=cos) | more
+    given = exact.layer(of) | dict(state_cache=None, rope_sin=sin, rope_cos=cos) | more
     names = ("wkv", "wgate", "ape", "norm_weight")
 
     def call(x: Tensor, *learned: Tensor) -> Tensor:
@@ -776,10 +782,10 @@ def test_gradient_in_float64(of, packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bsnd", "tnd"])
 @every_kind
-def test_gradient_on_every_backend(of, packed, precision):
+def test_gradient_on_every_backend(of, packed, precision, request):
     g = torch.randn(2000, dtype=torch.float64).bfloat16().double()
     got = _gradients(of, precision, packed, g)
-    wanted = _gradients(of, Precision(torch.device("cpu"), "reference"), packed, g)
+    wanted = _gradients(of, request.getfixturevalue("exact"), packed, g)
     for a, b in zip(got, wanted, strict=True):
         assert (a.cpu().double() - b).norm() <= 4 * precision.unit * b.norm() + 1e-30
 
