@@ -194,7 +194,7 @@ def unsupported(**arguments: Any) -> str | None:
         return f"heads and head_dim are {(heads, dim)}, supported up to 256"
     if shape(1, heads, dim, query.device) is None:
         return gpu.too_small(query.device, N=heads, D=dim)
-    return too_many(arguments["key"], arguments.get("block_table"), arguments.get("cmp_ratio", 1))
+    return too_many(arguments["key"], arguments.get("block_table"), arguments["cmp_ratio"])
 
 
 def too_many(key: Tensor, block_table: Tensor | None, cmp_ratio: int) -> str | None:
@@ -224,7 +224,7 @@ def scores(
     sparse_count: int,
     sparse_mode: int,
     return_value: bool,
-    cmp_ratio: int = 1,
+    cmp_ratio: int,
     **_: object,
 ) -> Scored:
     """Compute the scores, and launch the top-k of all chunks of rows but the last: `select()`
@@ -250,7 +250,7 @@ def scaled_scores(
     sparse_count: int,
     sparse_mode: int,
     value_dtype: torch.dtype | None,
-    cmp_ratio: int = 1,
+    cmp_ratio: int,
 ) -> Scored:
     """The same, of floats, or of 8 bits with `key_scale`; values of `value_dtype`, or none."""
     device = query.device

@@ -23,7 +23,7 @@ def forward(
     layout_key: str,
     sparse_count: int,
     sparse_mode: int,
-    cmp_ratio: int = 1,
+    cmp_ratio: int,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     scored = scaled_scores(

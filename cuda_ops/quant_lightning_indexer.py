@@ -29,9 +29,7 @@ def unsupported(query: Tensor, key: Tensor, sparse_count: int, **arguments: Any)
         return f"heads and head_dim are {(heads, dim)}, supported up to 256"
     if lightning_indexer.shape(1, heads, dim, query.device) is None:
         return gpu.too_small(query.device, N=heads, D=dim)
-    return lightning_indexer.too_many(
-        key, arguments.get("block_table"), arguments.get("cmp_ratio", 1)
-    )
+    return lightning_indexer.too_many(key, arguments.get("block_table"), arguments["cmp_ratio"])
 
 
 def forward(**arguments: Any) -> Tensor:
@@ -59,7 +57,7 @@ def scores(
     sparse_mode: int,
     query_dtype: int | None,
     key_dtype: int | None,
-    cmp_ratio: int = 1,
+    cmp_ratio: int,
     **_: object,
 ) -> lightning_indexer.Scored:
     """What `lightning_indexer.select` selects from."""

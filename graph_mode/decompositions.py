@@ -107,7 +107,7 @@ def lightning_indexer_scores(
     layout_key: str,
     sparse_count: int,
     sparse_mode: int,
-    cmp_ratio: int = 1,
+    cmp_ratio: int,
     key_scale: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:

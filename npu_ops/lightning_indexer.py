@@ -375,7 +375,7 @@ def values(
 
 
 def unsupported(
-    query: Tensor, key: Tensor, block_table: Tensor | None, cmp_ratio: int = 1, **_: Any
+    query: Tensor, key: Tensor, block_table: Tensor | None, cmp_ratio: int, **_: Any
 ) -> str | None:
     if cmp_ratio != 1:
         return f"cmp_ratio={cmp_ratio}, the kernel counts a token for each key: supported 1"
@@ -405,7 +405,7 @@ def forward(
     pre_tokens: int,
     next_tokens: int,
     return_value: bool,
-    cmp_ratio: int = 1,
+    cmp_ratio: int,
     value_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values in the dtype of `query`, unless another is asked for."""

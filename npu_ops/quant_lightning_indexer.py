@@ -19,7 +19,7 @@ def unsupported(
     key: Tensor,
     block_table: Tensor | None,
     query_dtype: int | None,
-    cmp_ratio: int = 1,
+    cmp_ratio: int,
     **_: Any,
 ) -> str | None:
     if cmp_ratio != 1:

@@ -298,6 +298,7 @@ class Whole(_Layer):
             layout_key="PA_BSND",
             sparse_count=self.sparse_count,
             sparse_mode=3,
+            cmp_ratio=1,
             pre_tokens=UNLIMITED,
             next_tokens=UNLIMITED,
         )
