@@ -107,25 +107,33 @@ def npu_latent_cache_write(
     scale_format: str = "ue8m0",
     k_nope_clip_alpha: Tensor | None = None,
 ) -> None:
-    """Quantise latents by tiles of 128, and write each with its rotary key to its row of 656 bytes.
+    """Quantise latents by tiles, and write each with its rotary key to its row of 8 bits.
 
     A row is 512 values, 4 float32 scales and 64 rotary keys of 16 bits, which are not quantised, in
     the order that `row_layout` says. The formula of a tile is that of `npu_index_cache_write`.
 
+    Rows of DeepSeek-V4 (row_layout "v4") are 448 values, rounded to bfloat16 first, and 64 rotary
+    channels; behind the P rows of 576 bytes of a page come their P x 8 scales, exponents of powers
+    of two (ue8m0), one for every 64 values and a zero.
+
     Formula: DeepSeek-V3.2-Exp (DeepSeek-AI, 2025); the rows of FlashMLA and of torch_npu's
-    npu_kv_quant_sparse_flash_attention. The bytes are the same on every backend.
+    npu_kv_quant_sparse_flash_attention; "v4": FlashMLA's pages of DeepSeek-V4. The bytes are the
+    same on every backend.
 
     Args:
-        ckv: [T, 512] latents, after their norm.
-        k_rope: [T, 64] bfloat16 or float16, after its rotation.
+        ckv: [T, 512] latents, after their norm; "v4": [T, 448], the channels before the rotary
+            ones.
+        k_rope: [T, 64] bfloat16 or float16, after its rotation; "v4": bfloat16.
         rows: [pages, P, 1, 656] uint8, or the dtype of the values, updated in place; pages may lie
-            apart.
+            apart. "v4": [pages, P, 1, 584] uint8, any P; engines round the stride of a page up to a
+            multiple of 576.
         slots: [T] int32 or int64, page * P + offset; negative or out of range: not written;
             none twice.
-        kind: "fp8" (e4m3) or "int8".
-        row_layout: "nope_scale_rope" (FlashMLA, vLLM, SGLang) or "nope_rope_scale" (torch_npu).
+        kind: "fp8" (e4m3) or "int8"; "v4": "fp8".
+        row_layout: "nope_scale_rope" (FlashMLA, vLLM, SGLang), "nope_rope_scale" (torch_npu) or
+            "v4" (FlashMLA, vLLM and SGLang for DeepSeek-V4).
         scale_format: of fp8: "ue8m0", powers of two (DeepSeek, FlashMLA), or "fp32",
-            s = max(amax, 1e-4) / 448 (vLLM, SGLang).
+            s = max(amax, 1e-4) / 448 (vLLM, SGLang; not "v4").
         k_nope_clip_alpha: [1] float32, times amax it is what the scale is for, and the rest is
             clipped; None is 1.
 

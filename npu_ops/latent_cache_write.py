@@ -53,7 +53,9 @@ def write(
         tl.store(rope + outer * rope_page + inner * (ROW // 2) + r, turned, mask=r < of_rope)
 
 
-def unsupported(ckv: Tensor, kind: str, **_: Any) -> str | None:
+def unsupported(ckv: Tensor, kind: str, row_layout: str, **_: Any) -> str | None:
+    if row_layout == quantised.V4:
+        return f"row_layout={row_layout!r}, supported 'nope_rope_scale' and 'nope_scale_rope'"
     return quantise.only_int8(kind) or tiling.not_multiplied(ckv=ckv)
 
 

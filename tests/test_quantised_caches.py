@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from custom.dispatch import log
+from custom.dispatch.reference import _quantise
 from torch import Tensor
 
 import custom
@@ -137,6 +138,83 @@ def test_latent_rows(row_layout, kind, scale_format, page, between, device, back
     assert log.calls["npu_latent_cache_write", backend] == before + 1
     for got, want in zip(cache.cpu(), wanted, strict=True):
         assert got.contiguous().numpy().tobytes() == bytes(want)
+
+
+@pytest.mark.parametrize("page, step", [(64, 37440), (2, 1728), (16, 9344), (1, 586)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_v4_rows(page, step, dtype, device, backend):
+    """FlashMLA's pages of DeepSeek-V4, byte by byte: rows of 448 values and 64 bfloat16, and behind
+    the last of them 8 exponents a row, the eighth a zero."""
+    x, slots = hostile(20, 7, 64, dtype=dtype), some_slots(20, 24 * page, torch.int64)
+    ckv = x.view(20, 448)
+    rope = torch.randn(20, 64).bfloat16()
+    raw = (torch.arange(24 * step) % 251).to(torch.uint8).view(24, step)
+    wanted = [bytearray(each.numpy().tobytes()) for each in raw]
+    values, scales = quantised(x.bfloat16(), "fp8", "ue8m0")
+    for i, slot in there(slots, 24 * page):
+        into, t = wanted[slot // page], slot % page
+        into[t * 576 : t * 576 + 448] = values[i].tobytes()
+        into[t * 576 + 448 : t * 576 + 576] = rope[i].view(torch.int16).numpy().tobytes()
+        exponents = [int(math.log2(each)) + 127 for each in scales[i]]
+        into[page * 576 + t * 8 : page * 576 + t * 8 + 8] = bytes([*exponents, 0])
+    cache = raw.to(device)
+    rows = cache[:, : page * 584].view(24, page, 1, 584)
+    before = log.calls["npu_latent_cache_write", backend]
+    custom.npu_latent_cache_write(
+        ckv.to(device), rope.to(device), rows, slots.to(device), kind="fp8", row_layout="v4"
+    )
+    assert log.calls["npu_latent_cache_write", backend] == before + 1
+    for got, want in zip(cache.cpu(), wanted, strict=True):
+        assert got.numpy().tobytes() == bytes(want)
+
+
+def test_v4_rows_read_back():
+    """What a tile's scale and e4m3 give is exact in bfloat16; NaN and zeros stay what they are."""
+    x = torch.randn(6, 512) * torch.exp2(torch.randint(-20, 9, (6, 1)).float())
+    x[2], x[3, 70] = 0, torch.nan
+    parts = _quantise.pack_v4_rows(x)
+    back = _quantise.unpack_v4_rows(*parts)
+    exact = _quantise.unpack_v4_rows(*parts, torch.float32)
+    assert torch.allclose(back.float(), exact, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(back[:, 448:], x[:, 448:].bfloat16())
+    assert not back[2].any()
+    assert back.isnan().nonzero()[:, 0].unique().tolist() == [3]
+    assert back.isnan()[3].view(8, 64).any(-1).tolist() == [False, True] + [False] * 6
+    kept = [0, 1, 4, 5]
+    off = (back[kept, :448].float() - x[kept, :448]).norm(dim=-1) / x[kept, :448].norm(dim=-1)
+    assert (off > 0.01).all() and (off < 0.05).all()
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (dict(kind="int8"), "`kind` is 'int8', expected 'fp8': rows of row_layout 'v4'"),
+        (dict(scale_format="fp32"), "`scale_format` is 'fp32', expected 'ue8m0': rows of row_lay"),
+        (dict(k_nope_clip_alpha=torch.ones(1)), "`k_nope_clip_alpha` is given, expected None"),
+        (dict(rows=torch.zeros(2, 16, 1, 656, dtype=torch.uint8)), "`rows` has shape"),
+        (dict(ckv=torch.zeros(1, 512)), "`ckv` has shape"),
+        (
+            dict(rows=torch.zeros(2, 585, dtype=torch.uint8)[:, :584].view(2, 1, 1, 584)),
+            "`rows` has strides .* expected multiples of 2",
+        ),
+        (
+            dict(rows=torch.zeros(2, 16, 1, 600, dtype=torch.uint8)[..., :584]),
+            "`rows` has strides .* expected pages that each lie in one piece",
+        ),
+    ],
+)
+def test_v4_rows_that_are_refused(options, sentence):
+    given = dict(
+        ckv=torch.zeros(1, 448),
+        k_rope=torch.zeros(1, 64).bfloat16(),
+        rows=torch.zeros(2, 16, 1, 584, dtype=torch.uint8),
+        slots=torch.zeros(1, dtype=torch.int32),
+        kind="fp8",
+        row_layout="v4",
+    )
+    with pytest.raises(ValueError, match=f"^npu_latent_cache_write: {sentence}"):
+        custom.npu_latent_cache_write(**given | options)
+    assert not given["rows"].any()
 
 
 @pytest.mark.parametrize("kind, scale_format", FORMATS)
@@ -380,7 +458,7 @@ def test_under_the_interpreter():
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
-         __file__, "-k", "not refused and not views"],
+         __file__, "-k", "not refused and not views and not read_back"],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
         cwd=Path(__file__).parents[1],
         capture_output=True,

@@ -42,14 +42,21 @@ def hadamard(x, scale, ROUNDS: tl.constexpr = 7):
 
 
 @triton.jit
+def bf16_rounded(x):
+    """Floats to the nearest of bfloat16, ties to even; Triton's interpreter cuts off."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    # the bits of a GPU's NaN would wrap
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
 def rotated(x, HADAMARD: tl.constexpr, BF16: tl.constexpr):
     """An index query or key before it is quantised."""
     if HADAMARD:
         x = hadamard(x, 0.08838834764831845)
-        if BF16:  # to the nearest, ties to even; Triton's interpreter cuts off
-            bits = x.to(tl.int32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-            x = bits.to(tl.float32, bitcast=True)
+        if BF16:
+            x = bf16_rounded(x)
     return x
 
 

@@ -4,10 +4,13 @@
 
     row, 656 bytes a token    nope_scale_rope   512 values | 4 fp32 scales | 64 x 16 bit    CUDA
                               nope_rope_scale   512 values | 64 x 16 bit | 4 fp32 scales    Ascend
+    page, P * 584             v4                P x (448 e4m3 | 64 bf16), then P x 8 ue8m0
+                                                scales, of 64 values each and a zero        CUDA
     index page, P * 132       P x 128 e4m3 values, then P fp32 scales                       CUDA
     index cache in two        [pages, P, 1, 128] int8 and [pages, P, 1] fp16                Ascend
 
-A value is e4m3 ("fp8") or int8; a scale is of 128 values (a tile), or of an index key.
+A value is e4m3 ("fp8") or int8; a scale is of 128 values (a tile), or of an index key.  Engines
+round the stride of a "v4" page up to a multiple of 576 bytes.
 Everything here is a view, so that no cache is ever copied; only `convert_rows` moves bytes.
 """
 
@@ -20,6 +23,11 @@ VALUES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LATENT, ROTARY, TILE, INDEX = 512, 64, 128, 128
 ROW, PACKED = 656, 132  # bytes of a latent row, and of an index key in a packed page
 NOPE_SCALE_ROPE, NOPE_ROPE_SCALE = "nope_scale_rope", "nope_rope_scale"
+# a row of DeepSeek-V4: values, rotary channels, and scales, one a tile and one of padding
+V4, V4_VALUES, V4_TILE, V4_SCALES = "v4", 448, 64, 8
+V4_WIDTH = V4_VALUES + ROTARY
+V4_DATA = V4_VALUES + 2 * ROTARY  # bytes of a row without its scales
+V4_ROW = V4_DATA + V4_SCALES
 # first bytes of (rope, scale) in a row
 _PLACES = {NOPE_SCALE_ROPE: (528, 512), NOPE_ROPE_SCALE: (512, 640)}
 # what torch_npu's key_dtype names, as torch numbers its dtypes
@@ -60,6 +68,17 @@ def row_parts(
         rows.narrow(-1, rope, 2 * ROTARY).view(rotary),
         rows.narrow(-1, scale, 4 * (LATENT // TILE)).view(torch.float32),
     )
+
+
+def v4_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(values [pages, P, 448] e4m3, rotary channels [pages, P, 64] bfloat16, scales
+    [pages, P, 8] uint8) of "v4" rows [pages, P, 1, 584], each page in one piece; views."""
+    pages, page = rows.shape[:2]
+    flat = rows.view(pages, page * V4_ROW)
+    data = flat.narrow(1, 0, page * V4_DATA).unflatten(1, (page, V4_DATA))
+    scales = flat.narrow(1, page * V4_DATA, page * V4_SCALES).unflatten(1, (page, V4_SCALES))
+    values = data.narrow(-1, 0, V4_VALUES).view(VALUES["fp8"])
+    return values, data.narrow(-1, V4_VALUES, 2 * ROTARY).view(torch.bfloat16), scales
 
 
 def row_views(rows: Tensor, row_layout: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,8 @@
     int8   s = amax / 127, value = x / s to the nearest integer, ties to even, within +-127
            zeros give s = 0 and zeros
 
+A "v4" row is rounded to bfloat16 first; its first 448 channels are fp8 ue8m0 by tiles of 64.
+
 The Hadamard transform is seven rounds of sums and differences, over neighbours first.
 """
 
@@ -50,6 +52,32 @@ def _power_of_two(amax: Tensor) -> Tensor:
     bits = amax.view(torch.int32)
     above = ((bits & 0x7FFFFF) > _MANTISSA).int()
     return ((bits >> 23) - _EXPONENT + above << 23).view(torch.float32)
+
+
+def pack_v4_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [.., 512] as (values [.., 448] e4m3, rotary channels [.., 64] bfloat16, scales [.., 8]
+    uint8): the parts of quantised.v4_parts."""
+    narrow = x.bfloat16()
+    tiles = narrow[..., : quantised.V4_VALUES].unflatten(-1, (-1, quantised.V4_TILE))
+    values, scale = of_floats(tiles, "fp8", "ue8m0")
+    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    scales = torch.nn.functional.pad(exponents, (0, 1))
+    return values.flatten(-2), narrow[..., quantised.V4_VALUES :], scales
+
+
+def unpack_v4_rows(
+    values: Tensor, rotary: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Rows [.., 512] of what `pack_v4_rows` gives; exact in bfloat16."""
+    scale = (scales[..., :-1].int() << 23).view(torch.float32)
+    wide = values.float() * scale.repeat_interleave(quantised.V4_TILE, -1)
+    return torch.cat([wide.to(dtype), rotary.to(dtype)], -1)
+
+
+def write_v4_rows(rows: Tensor, slots: Tensor, x: Tensor) -> None:
+    """`x` [T, 512] into "v4" rows [pages, P, 1, 584]; a slot that is not there is passed over."""
+    for part, new in zip(quantised.v4_parts(rows), pack_v4_rows(x), strict=True):
+        write(part, slots, new)
 
 
 def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Latents, four tiles of 128, and rotary keys into rows of 656 bytes, see _quantise.py."""
+"""Latents, in tiles, and rotary keys into rows of 656 or 584 bytes, see _quantise.py."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..common import quantised
@@ -20,6 +21,9 @@ def forward(
     scale_format: str,
     k_nope_clip_alpha: Tensor | None,
 ) -> None:
+    if row_layout == quantised.V4:
+        _quantise.write_v4_rows(rows, slots, torch.cat([ckv.bfloat16(), k_rope], -1))
+        return
     tiles = ckv.unflatten(-1, (-1, quantised.TILE))
     new, scale = _quantise.of_floats(tiles, kind, scale_format, k_nope_clip_alpha)
     parts = quantised.row_parts(rows[:, :, 0], row_layout, new.dtype, k_rope.dtype)
