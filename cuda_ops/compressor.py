@@ -29,6 +29,7 @@ from .common.tiling import power_of_two
 
 BLOCK = 128  # channels of a program that pools
 WIDE = 1024  # numbers of a program that keeps states
+V4 = tl.constexpr(4)  # beside the kinds of quantise.py: rows of 584 bytes
 MOST_REQUESTS, MOST_CHANNELS = 2**14, 2**12
 
 
@@ -247,7 +248,8 @@ def partners(d, D: tl.constexpr, E: tl.constexpr):
     ]
 )  # fmt: skip
 def _finish(
-    pooled, norm, sin, cos, angle_row, eps, out, values, scales, values_page, scales_page,
+    pooled, norm, sin, cos, angle_row, eps, out, values, scales, channels, values_page,
+    scales_page, channels_page,
     entry_table, entry_stride, entry_columns, entry_pages, entry_page,
     bounds, used, starts, tokens, requests, each, C: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -286,12 +288,29 @@ def _finish(
         there = there & (entry >= 0) & (entry < entry_pages)
         entry = tl.where(there, entry, 0)
         inner = number % entry_page
-        to = values + entry * values_page + inner * C.D + column
-        if E.KIND == quantise.PLAIN:
+        if E.KIND == V4:
+            # tiles of 64, the last of them rotary channels in bfloat16
+            tile = tl.arange(0, 8)
+            y = quantise.bf16_rounded(tl.reshape(h, [8, 64]))
+            code, by = quantise.of_floats(y, 1.0, quantise.FP8, True)
+            lane = tl.arange(0, 64)[None, :]
+            to = values + entry * values_page + inner * 576
+            tl.store(to + tile[:, None] * 64 + lane, code, mask=there & (tile < 7)[:, None])
+            exponent = tl.where(tile < 7, by.to(tl.int32, bitcast=True) >> 23, 0)
+            tl.store(
+                scales + entry * scales_page + inner * 8 + tile, exponent.to(tl.uint8),
+                mask=there & (tile < 8),
+            )  # fmt: skip
+            to = channels + entry * channels_page + inner * 288
+            to += (tile[:, None] - 7) * 64 + lane
+            tl.store(to, y.to(channels.dtype.element_ty), mask=there & (tile == 7)[:, None])
+        elif E.KIND == quantise.PLAIN:
+            to = values + entry * values_page + inner * C.D + column
             tl.store(to, h.to(values.dtype.element_ty), mask=there & (column < C.D))
         else:
             y = quantise.rotated(y, E.HADAMARD, E.BF16)
             y, by = quantise.of_floats(y, 1.0, E.KIND, True)
+            to = values + entry * values_page + inner * C.D + column
             tl.store(to, y, mask=there & (column < C.D))
             by = quantise.stored(by, scales.dtype.element_ty)
             lane = tl.arange(0, 1)
@@ -437,6 +456,7 @@ def finish(
     end: Ending,
     values: Tensor | None = None,
     scales: Tensor | None = None,
+    channels: Tensor | None = None,
     table: Tensor | None = None,
 ) -> None:
     sin, cos, angle_row = angles(rope_sin, rope_cos)
@@ -444,8 +464,8 @@ def finish(
     given = {n: made.requests[n] for n in ("bounds", "used", "starts", "tokens", "requests")}
     launches.kernel(_finish, made.rows.shape[0])(
         made.rows, norm_weight, sin, cos, angle_row, eps, out,
-        absent if values is None else values, absent if scales is None else scales,
-        0 if values is None else values.stride(0), 0 if scales is None else scales.stride(0),
+        *(absent if part is None else part for part in (values, scales, channels)),
+        *(0 if part is None else part.stride(0) for part in (values, scales, channels)),
         absent if table is None else table, 0 if table is None else table.stride(0),
         0 if table is None else table.shape[1], 0 if values is None else values.shape[0],
         1 if values is None else values.shape[1], **given, each=made.each, C=made.constants, E=end,
@@ -489,8 +509,12 @@ def forward(
         state_block_table, cache_mode == compressed.RING,
     )  # fmt: skip
     stored = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=return_cmp_kv)
-    values, scales = cmp_cache, cmp_scale_cache
-    if cmp_cache is not None and kind != "none":
+    values, scales, channels = cmp_cache, cmp_scale_cache, None
+    if cmp_cache is not None and kind == "fp8" and size == quantised.V4_WIDTH:
+        values, channels, scales = quantised.v4_parts(cmp_cache)
+        values = quantise.in_bytes(values)
+        stored |= dict(KIND=V4.value)
+    elif cmp_cache is not None and kind != "none":
         if scales is None:
             values, scales = quantised.index_cache_views(cmp_cache, kind)
         else:
@@ -501,7 +525,7 @@ def forward(
     if return_cmp_kv or end.CACHE:
         finish(
             made, norm_weight, rope_sin, rope_cos, norm_eps, out, end, values, scales,
-            cmp_block_table,
+            channels, cmp_block_table,
         )  # fmt: skip
     width = 2 * coff * size
     tokens = made.product.shape[1]

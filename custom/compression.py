@@ -84,8 +84,9 @@ def npu_compressor(
         cache_mode: 1, position p is in column p // P of the table; 2, in that column modulo their
             number, a ring of at least coff * m - 1 rows, and one more for each token that a call
             may take back.
-        cmp_cache: entries too go to their pages, in place: [pages, P, 1, D] of x's dtype; with a
-            `kind` of 8 bits (D 128) [pages, P, 1, 128], or packed pages [pages, P, 1, 132] uint8.
+        cmp_cache: entries too go to their pages, in place: [pages, P, 1, D] of x's dtype. With
+            "fp8" rows [pages, P, 1, 584] uint8 of row_layout "v4" where D is 512, packed pages
+            [pages, P, 1, 132] uint8 where it is 128; [pages, P, 1, 128] beside `cmp_scale_cache`.
         cmp_scale_cache: [pages, P, 1], beside 8 bits that are not packed: float32, or float16 with
             "int8".
         cmp_block_table: [B, max_pages] int32 or int64, pages of `cmp_cache`.

@@ -149,11 +149,15 @@ def _entries(
         c.require(scales is None, "`cmp_scale_cache` is given, expected None with kind='none'.")
         own.shape("cmp_cache", cache, "pages P 1 D")
         _quantised.whole_pages(c, cmp_cache=cache)
-    else:
+    elif kind == "fp8" and size == quantised.V4_WIDTH:
         c.require(
-            size == quantised.INDEX,
-            f"D is {size}, expected {quantised.INDEX} with kind={kind!r}.",
+            scales is None,
+            "`cmp_scale_cache` is given, expected None: rows have scales of their own.",
         )
+        _quantised.v4_rows(own, "cmp_cache", cache)
+    else:
+        wanted = f"{quantised.INDEX} or {quantised.V4_WIDTH}" if kind == "fp8" else quantised.INDEX
+        c.require(size == quantised.INDEX, f"D is {size}, expected {wanted} with kind={kind!r}.")
         cache, scales = _quantised.unpacked(own, kind, cache, scales, "cmp_cache", "kind")
         if scales is None:
             c.fail("`cmp_scale_cache` is missing, expected [pages, P, 1], a scale for each entry.")

@@ -95,19 +95,20 @@ def _store(
     hadamard_round: str,
 ) -> None:
     """Each entry into its slot; in 8 bits from what is not rounded."""
-    if kind == "none":
-        values = cache[:, :, 0]
+    slots = paged.slots(table, windows.request, windows.number[:, None], *cache.shape[:2])[:, 0]
+    size = entries.shape[-1]
+    if kind == "none" or size == quantised.V4_WIDTH:
         if hadamard:
-            entries = _quantise.hadamard(entries, entries.shape[-1] ** -0.5)
-        new = entries.to(cache.dtype)
-    else:
-        if scales is None:
-            cache, scales = quantised.index_cache_views(cache, kind)
-        values = cache.view(quantised.VALUES[kind])[:, :, 0]
-        new, scale = _quantise.of_floats(
-            _quantise.rotated(entries, hadamard, hadamard_round), kind, "ue8m0"
-        )
-    slots = paged.slots(table, windows.request, windows.number[:, None], *values.shape[:2])[:, 0]
-    _quantise.write(values, slots, new)
-    if scales is not None:
-        _quantise.write(scales, slots, _quantise.stored(scale, scales.dtype)[:, None])
+            entries = _quantise.hadamard(entries, size**-0.5)
+        if kind == "none":
+            _quantise.write(cache[:, :, 0], slots, entries.to(cache.dtype))
+        else:
+            _quantise.write_v4_rows(cache, slots, entries)
+        return
+    if scales is None:
+        cache, scales = quantised.index_cache_views(cache, kind)
+    new, scale = _quantise.of_floats(
+        _quantise.rotated(entries, hadamard, hadamard_round), kind, "ue8m0"
+    )
+    _quantise.write(cache.view(quantised.VALUES[kind])[:, :, 0], slots, new)
+    _quantise.write(scales, slots, _quantise.stored(scale, scales.dtype)[:, None])
