@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from . import (
     attention,
+    compression,
     convolution,
     delta_rule,
     eight_bits,
@@ -29,6 +30,7 @@ _PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **merging.PRESETS,
     **convolution.PRESETS,
     **sparse_gradients.PRESETS,
+    **compression.PRESETS,
 }
 
 _SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(
