@@ -67,7 +67,7 @@ def forward(
     )
 
     kept = tokens.position >= 0
-    if ring:
+    if ring and len(tokens.start):
         end = (tokens.start + tokens.count)[tokens.request]
         kept &= tokens.position >= end - state_block_table.shape[1] * page
     slots = compressed.state_slots(

@@ -391,6 +391,76 @@ def _step(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     return moved(step.arguments(), dtype, step, CPU), {}
 
 
+def _compressor(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    b, d, m, coff = len(case["lengths"]), case["d"], case["ratio"], case["coff"]
+    own, wide = getattr(torch, case["dtype"]), accumulator(dtype)
+
+    def drawn(*shape: int, rounded: bool = True, std: float = 1.0) -> Tensor:
+        x = torch.randn(*shape, dtype=torch.float64) * std
+        return x.to(own).to(dtype) if rounded else x.float().to(wide)
+
+    lengths = torch.tensor(case["lengths"], dtype=torch.int32)
+    size = max([1, *case["lengths"]]) + case["spare"]
+    bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).int()])
+    shape = [int(bounds[-1]) + case["spare"]] if case["packed"] else [b, size]
+    rows = [-(-size // m)] if not case["packed"] else []
+    rows = [b, *rows] if rows else [min(shape[0], shape[0] // m + b)]
+    angles = case["dr"] if case["full"] else case["dr"] // 2
+    given: Arguments = dict(
+        x=drawn(*shape, case["h"]),
+        wkv=drawn(coff * d, case["h"], std=case["h"] ** -0.5),
+        wgate=drawn(coff * d, case["h"], std=case["h"] ** -0.5),
+        ape=drawn(m, coff * d, rounded=False),
+        norm_weight=drawn(d, rounded=False),
+        rope_sin=drawn(*rows, angles),
+        rope_cos=drawn(*rows, angles),
+        rope_head_dim=case["dr"],
+        cmp_ratio=m,
+        coff=coff,
+        rotary_mode=2 if case["pairs"] else 1,
+        hadamard=case["hadamard"],
+    )
+    given |= dict(cu_seqlens=bounds) if case["packed"] else dict(seqused=lengths)
+    if case["op"] != "npu_compressor":
+        return given | (dict(d_out=drawn(*rows, d)) if case["op"].endswith("_grad") else {}), {}
+    page, entry_page = case["page"], case["entry_page"]
+    starts = [case["start"] + 3 * i for i in range(b)]
+    reach = max([0, *map(sum, zip(starts, case["lengths"], strict=True))])
+    columns = -(-(coff * m - 1 + case["room"] if case["ring"] else reach) // page) or 1
+    kept = -(-(reach // m + 1) // entry_page)
+
+    def table(columns: int) -> tuple[Tensor, int]:
+        pages = torch.randperm(b * columns + 2)[: b * columns].view(b, columns).int()
+        if case["holes"]:
+            pages[:, columns // 2 :: 3] = -1
+        return pages, b * columns + 2
+
+    states, count = table(columns)
+    given |= dict(
+        state_cache=drawn(count, page, 2 * coff * d, rounded=False),
+        state_block_table=states,
+        start_pos=torch.tensor(starts, dtype=torch.int32),
+        cache_mode=2 if case["ring"] else 1,
+        return_cmp_kv=case["returned"],
+    )
+    entries, count = table(kept)
+    kind = case["pages"]
+    if kind == "none":
+        cache: Arguments = dict(cmp_cache=drawn(count, entry_page, 1, d))
+    elif kind == "v4":
+        rows = torch.zeros(count, entry_page, 1, 584, dtype=torch.uint8)
+        cache = dict(cmp_cache=rows, kind="fp8")
+    elif kind == "fp8":
+        cache = dict(cmp_cache=torch.zeros(count, entry_page, 132, dtype=torch.uint8), kind=kind)
+    else:
+        cache = dict(
+            cmp_cache=torch.zeros(count, entry_page, 1, d, dtype=torch.int8),
+            cmp_scale_cache=torch.zeros(count, entry_page, 1),
+            kind=kind,
+        )
+    return given | cache | dict(cmp_block_table=entries), {}
+
+
 def _sampled(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     return sample(case["op"], CPU, dtype, case["seed"], B=case["b"], S=case["s"]), {}
 
@@ -406,6 +476,7 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "chunks": _chunks,
     "kda": _kda,
     "convolution": _convolution,
+    "compressor": _compressor,
     "sample": _sampled,
 }
 

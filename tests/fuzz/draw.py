@@ -167,6 +167,34 @@ def _step(r: Random, backward: bool) -> Case:
     )
 
 
+def _compressor(r: Random, backward: bool) -> Case:
+    """With `caches` in pages or in a ring, as far in as `start` says; some of them are absent."""
+    requests = r.choice([0, *[1, 2, 3] * 4])
+    pages = "none" if backward else r.choice(["none", "none", "fp8", "int8", "v4"])
+    size = {"none": r.choice([2, 8, 24, 64]), "v4": 512}.get(pages, 128)
+    return dict(
+        lengths=[r.choice([0, 1, 1, 2, 5, r.randint(3, 20)]) for _ in range(requests)],
+        start=r.choice([-2, 0, 0, 1, 7, r.randint(2, 40)]),
+        spare=r.randint(0, 2),
+        packed=r.random() < 0.4,
+        h=r.choice([8, 24, 40]),
+        d=size,
+        dr=r.choice([0, 2, size]) if size < 64 else r.choice([0, 64]),
+        ratio=r.choice([1, 2, 3, 4, 4, 9]),
+        coff=r.choice([1, 2]),
+        pairs=r.random() < 0.7,
+        full=r.random() < 0.3,
+        ring=r.random() < 0.5,
+        room=r.randint(0, 9),
+        page=r.choice([1, 2, 4, 5]),
+        entry_page=r.choice([1, 2, 4, 16]),
+        pages=pages,
+        returned=r.random() < 0.8,
+        hadamard=size & (size - 1) == 0 and r.random() < 0.4,
+        holes=r.random() < 0.3,
+    )
+
+
 def _sample(r: Random, backward: bool) -> Case:
     few, many = range(1, 8), r.choice([9, 17, 33, 70])
     return dict(b=r.choice([0, *[1, 2] * 6]), s=r.choice([0, *few, *few, many, many]))
@@ -194,6 +222,9 @@ KIND = {
     "npu_chunk_kda_grad": "kda",
     "npu_causal_conv1d": "convolution",
     "npu_causal_conv1d_grad": "convolution",
+    "npu_compressor": "compressor",
+    "npu_compressor_dense": "compressor",
+    "npu_compressor_dense_grad": "compressor",
 }
 _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "layer": _layer,
@@ -206,6 +237,7 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "chunks": _chunks,
     "kda": _kda,
     "convolution": _convolution,
+    "compressor": _compressor,
     "sample": _sample,
 }
 
@@ -235,6 +267,9 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
         lengths=[r.choice([1, 64, 65, 130]), r.choice([0, 3, 16])], packed=True, k=128, v=128
     ),
     "convolution": lambda r: dict(lengths=[r.choice([1, 64, 300]), r.choice([0, 3])], d=256),
+    "compressor": lambda r: dict(
+        h=256, d=512, dr=64, pages=r.choice(["none", "v4"]), ratio=r.choice([4, 128])
+    ),
 }  # fmt: skip
 
 
@@ -243,6 +278,7 @@ COMPILED = {
     *("dtype", "layouts", "mode", "block", "own_value", "sinks", "lse", "packed", "causal"),
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
+    *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
     *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 _COMPILE_MOST = ("layer", "loss", "kda")
