@@ -77,7 +77,7 @@ def _gradients(
 
 
 def unsupported(**arguments: Any) -> str | None:
-    return lightning_indexer.unsupported(**arguments, sparse_count=1)
+    return lightning_indexer.unsupported(**arguments, sparse_count=1, cmp_ratio=1)
 
 
 def backward(
