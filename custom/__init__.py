@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 _here = _Path(__file__).resolve().parent
 if not (_here / "dispatch").is_dir():
@@ -148,3 +149,17 @@ __all__ = [
     "to_nz",
     "warmup",
 ]
+
+if not _TYPE_CHECKING:  # a checker knows all names
+
+    def __getattr__(name):
+        """Modules that `import custom` leaves alone, and where names of other projects went."""
+        from importlib import import_module
+
+        if name in ("integrations", "parallel"):
+            return import_module(f".{name}", __name__)
+        if name.startswith("__"):  # Python asks for its own
+            raise AttributeError(f"module 'custom' has no attribute '{name}'")
+        from ._elsewhere import where
+
+        raise AttributeError(where(name, __all__))
