@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
+import typing as _typing
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 _here = _Path(__file__).resolve().parent
 if not (_here / "dispatch").is_dir():
@@ -150,7 +150,7 @@ __all__ = [
     "warmup",
 ]
 
-if not _TYPE_CHECKING:  # a checker knows all names
+if not _typing.TYPE_CHECKING:  # a checker knows all names
 
     def __getattr__(name):
         """Modules that `import custom` leaves alone, and where names of other projects went."""

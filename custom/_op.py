@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._keywords import refusal
 from .dispatch.sentences import call
 
 Public = TypeVar("Public", bound=Callable[..., Any])
@@ -39,11 +40,8 @@ def op(signature: Public) -> Public:
         try:
             return call(packet, *args, **kwargs)
         except (TypeError, RuntimeError):
-            # a missing or unknown argument, in Python's own words
-            try:
-                parameters.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{signature.__name__}: {error}.") from None
+            if said := refusal(signature.__name__, parameters, args, kwargs):
+                raise TypeError(said) from None
             raise
 
     return public  # type: ignore[return-value]

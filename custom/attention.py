@@ -4,12 +4,64 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
+from ._keywords import worded
 from .dispatch.sentences import call
 
 
+@overload
+def npu_fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = ...,
+    sm_scale: float | None = ...,
+    *,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    window: int | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def npu_fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = ...,
+    sm_scale: float | None = ...,
+    *,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    window: int | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def npu_fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = ...,
+    sm_scale: float | None = ...,
+    *,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    window: int | None = ...,
+    deterministic: bool = ...,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@worded
 def npu_fused_attention(
     q: Tensor,
     k: Tensor,
@@ -73,6 +125,7 @@ def npu_fused_attention(
     return (o, lse) if return_lse else o
 
 
+@worded
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_scale: float, BM: int, BN: int
 ) -> Tensor:

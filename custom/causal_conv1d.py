@@ -5,15 +5,74 @@ with those that vLLM and sglang add: channels before tokens."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from ._keywords import worded
 from .convolution import npu_causal_conv1d, npu_causal_conv1d_update, npu_fused_causal_conv1d
 from .dispatch.check import Checker
 
 
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    seq_idx: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
+    return_final_states: Literal[False] = ...,
+    final_states_out: Tensor | None = ...,
+    activation: str | None = ...,
+    *,
+    conv_states: Tensor | None = ...,
+    query_start_loc: Tensor | None = ...,
+    cache_indices: Tensor | None = ...,
+    has_initial_state: Tensor | None = ...,
+    pad_slot_id: int = ...,
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    seq_idx: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
+    *,
+    return_final_states: Literal[True],
+    final_states_out: Tensor | None = ...,
+    activation: str | None = ...,
+    conv_states: Tensor | None = ...,
+    query_start_loc: Tensor | None = ...,
+    cache_indices: Tensor | None = ...,
+    has_initial_state: Tensor | None = ...,
+    pad_slot_id: int = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    seq_idx: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
+    return_final_states: bool = ...,
+    final_states_out: Tensor | None = ...,
+    activation: str | None = ...,
+    *,
+    conv_states: Tensor | None = ...,
+    query_start_loc: Tensor | None = ...,
+    cache_indices: Tensor | None = ...,
+    has_initial_state: Tensor | None = ...,
+    pad_slot_id: int = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@worded
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -118,6 +177,7 @@ def causal_conv1d_fn(
     return out.mT, final.mT if final.requires_grad else final_states_out
 
 
+@worded
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,

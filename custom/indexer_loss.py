@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from ._keywords import worded
 from ._op import op
 from .dispatch.reference import indexer_loss as reference
 from .dispatch.sentences import call
@@ -21,6 +22,64 @@ if TYPE_CHECKING:
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
+@overload
+def compute_index_loss_sparse(
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int = ...,
+    *,
+    eps: float = ...,
+    reduction: Literal["none", "sum", "mean", "batchmean"] = ...,
+    query_rope: Tensor | None = ...,
+    key_rope: Tensor | None = ...,
+    softmax_lse: Tensor | None = ...,
+    return_target: Literal[False] = ...,
+    group: Group | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def compute_index_loss_sparse(
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int = ...,
+    *,
+    eps: float = ...,
+    reduction: Literal["none", "sum", "mean", "batchmean"] = ...,
+    query_rope: Tensor | None = ...,
+    key_rope: Tensor | None = ...,
+    softmax_lse: Tensor | None = ...,
+    return_target: Literal[True],
+    group: Group | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def compute_index_loss_sparse(
+    query: Tensor,
+    key: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    scaling: float,
+    chunk_offset: int = ...,
+    *,
+    eps: float = ...,
+    reduction: Literal["none", "sum", "mean", "batchmean"] = ...,
+    query_rope: Tensor | None = ...,
+    key_rope: Tensor | None = ...,
+    softmax_lse: Tensor | None = ...,
+    return_target: bool,
+    group: Group | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@worded
 def compute_index_loss_sparse(
     query: Tensor,
     key: Tensor,

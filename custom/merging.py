@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._keywords import worded
 from ._op import op
 from .dispatch.check import Checker
 
@@ -129,6 +130,7 @@ def _shards(name: str, rank: int, size: int, interleave: int, page_size: int = 1
     return c
 
 
+@worded
 def shard_positions(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Tensor:
     """How many of the first `lengths` positions lie on `rank`: the lengths of its shard.
 
@@ -157,6 +159,7 @@ def shard_positions(lengths: Tensor, rank: int, size: int, interleave: int = 1) 
     return torch.add((ahead % stripes).clamp(max=interleave), whole, alpha=interleave)
 
 
+@worded
 def shard_slots(
     positions: Tensor,
     block_table: Tensor,
@@ -211,6 +214,7 @@ def shard_slots(
     return torch.where(mine & (number >= 0), slot, -1).to(block_table.dtype)
 
 
+@worded
 def npu_attention_update(
     lse: list[Tensor], local_out: list[Tensor], update_type: int
 ) -> tuple[Tensor, Tensor]:
@@ -254,6 +258,7 @@ def npu_attention_update(
     return out, merged if update_type else merged.new_empty(0)
 
 
+@worded
 def npu_ring_attention_update(
     prev_attn_out: Tensor,
     prev_softmax_max: Tensor,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._keywords import worded
 from ._op import described_by, op
 from .dispatch.sentences import call
 from .dispatch.spec import UNLIMITED
@@ -16,6 +17,7 @@ from .dispatch.spec import UNLIMITED
 _ops = torch.ops.custom
 
 
+@worded
 def hadamard(x: Tensor, scale: float = 128**-0.5) -> Tensor:
     """The Hadamard transform of the last dimension, in float32, rounded to the dtype of `x`.
 
@@ -157,6 +159,7 @@ def npu_latent_cache_write(
     """
 
 
+@worded
 def quantize_index_query(
     q: Tensor,
     weights: Tensor,
@@ -499,6 +502,7 @@ def npu_kv_quant_sparse_flash_attention_lse(
     """
 
 
+@worded
 def flash_mla_sparse_fp8(
     q: Tensor,
     rows: Tensor,
