@@ -6,8 +6,9 @@ is wanted.  Sizes may be symbolic; nothing here reads a tensor's values."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,6 +22,29 @@ INTEGERS = (torch.int32, torch.int64)
 def _letters(wanted: str) -> tuple[tuple[str, int | None], ...]:
     """Every letter of a shape, with its size if it is a number."""
     return tuple((x, int(x) if x.isdigit() else None) for x in wanted.split())
+
+
+def _views(came: list[int], wanted: int) -> Iterator[tuple[str, list[int]]]:
+    """(how it is written, its shape) of views with `wanted` dimensions."""
+    count = len(came)
+    if count == wanted + 1:
+        if count > 2:
+            yield ".flatten(0, 1)", [came[0] * came[1], *came[2:]]
+        for at in (at for at in range(count) if came[at] == 1):
+            rest = came[:at] + came[at + 1 :]
+            yield f".squeeze({at})", rest
+            for view, shape in _views(rest, wanted):
+                yield f".squeeze({at}){view}", shape
+    if count == wanted - 1:
+        for at in range(wanted):
+            yield f".unsqueeze({at})", [*came[:at], 1, *came[at:]]
+    if count == wanted and count > 1:
+        yield ".t()" if count == 2 else ".mT", [*came[:-2], came[-1], came[-2]]
+        for i, j in combinations(range(count), 2):
+            if (i, j) != (count - 2, count - 1):
+                shape = [*came]
+                shape[i], shape[j] = shape[j], shape[i]
+                yield f".transpose({i}, {j})", shape
 
 
 class Checker:
@@ -51,9 +75,28 @@ class Checker:
             elif got != want:
                 fits = False
         if not fits:
-            self.fail(f"`{name}` has shape {list(came)}, expected {self._expected(wanted.split())}")
+            self.fail(
+                f"`{name}` has shape {list(came)}, expected {self._expected(wanted.split())}"
+                + self._turned(name, came, letters)
+            )
         for letter, got in new.items():
             self.sizes[letter], self._from[letter] = got, name
+
+    def _turned(
+        self, name: str, came: Sequence[Any], letters: Sequence[tuple[str, int | None]]
+    ) -> str:
+        """The view that has the shape, if there is one."""
+        if not all(type(size) is int for size in came):
+            return ""
+        known = [self.sizes.get(x) if number is None else number for x, number in letters]
+        for view, shape in _views(list(came), len(letters)):
+            agreed = [
+                got == want for got, want in zip(shape, known, strict=True) if want is not None
+            ]
+            # a new dimension of 1 may stand anywhere: others have to say where
+            if all(agreed) and (len(shape) <= len(came) or len(agreed) > 1):
+                return f" Pass {name}{view}."
+        return ""
 
     def _expected(self, letters: Sequence[str]) -> str:
         fixed = [x for x in dict.fromkeys(letters) if x in self.sizes]

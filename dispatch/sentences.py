@@ -23,6 +23,12 @@ _VMAP = re.compile(r"Batching rule not implemented for custom::(\w+)")
 _NOWHERE = re.compile(r"Could not run 'custom::(\w+)' with arguments from the '(\w+)' backend")
 _NONE = re.compile(r"There were no tensor arguments .* for schema custom::(\w+)\.")
 
+# what came, what is wanted: what to do
+_REMEDIES = {
+    ("tuple", "Tensor"): "Pass one of its tensors: [0] is the first",
+    ("bool", "str"): "Pass its name: 'silu' for an activation that is on, None for off",
+}
+
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """`op(*args, **kwargs)`.  Before any check of ours PyTorch compares the arguments' types with
@@ -49,7 +55,8 @@ def _in_one_sentence(message: str) -> Exception | None:
                 f"{name}: `{argument}` is out of PyTorch's range, expected {kind.get(came, came)}. "
                 "Pass another value."
             )
-        remedy = "Make it one with torch.as_tensor()" if wanted == "Tensor" else "Convert it"
+        usual = "Make it one with torch.as_tensor()" if wanted == "Tensor" else "Convert it"
+        remedy = _REMEDIES.get((came, wanted), usual)
         return TypeError(
             f"{name}: `{argument}` is of type {came}, expected {wanted}"
             f"{' or None' if optional else ''}. {remedy}."

@@ -21,6 +21,7 @@ from ..errors import NotSupported
 from ..spec import UNLIMITED
 
 _ROWS = {"BSND": "B S", "TND": "T"}
+_BEYOND = "Shorten what is longer, or pass the tensors (a table of more pages) that hold it."
 _KEYS = {"BSND": "B S2", "TND": "T2", "PA_BSND": "pages P"}
 
 SMALL_PAGES = (1, 2, 4, 8)  # of entries, as a page of tokens over cmp_ratio
@@ -31,6 +32,11 @@ Named = tuple[str, Tensor | None]
 def letters(c: Checker, query: tuple[str, str], key: tuple[str, str]) -> tuple[str, str]:
     """The letters in front of "N D" and "1 D"; `query` and `key` are (argument, its value)."""
     c.one_of(*query, *_ROWS)
+    c.require(
+        key[1] != "PA_BNSD",
+        f"`{key[0]}` is 'PA_BNSD', expected one of {', '.join(map(repr, _KEYS))}. Keys have one "
+        "head: pass the pages [pages, P, 1, D] (.transpose(1, 2) of them) as 'PA_BSND'.",
+    )
     c.one_of(*key, *_KEYS)
     c.require(
         key[1] in (query[1], "PA_BSND"),
@@ -68,16 +74,25 @@ def lengths(
             f"`{key[0]}` is missing, and `cmp_ratio` {cmp_ratio} needs it: how many tokens the "
             "entries stand for.",
         )
+    _leading_zero(c, layout_query, query, key)
+    _leading_zero(c, layout_key, key, query)
     for (name, tensor), layout_ in ((query, layout_query), (key, layout_key)):
         if tensor is None:
-            c.require(layout_ == "BSND", f"`{name}` is missing, and layout {layout_!r} needs it.")
+            c.require(
+                layout_ == "BSND",
+                f"`{name}` is missing, and layout {layout_!r} needs it. Pass "
+                + ("prefix sums without the leading 0." if layout_ == "TND" else "a length each."),
+            )
             continue
         c.integer(name, tensor)
         c.shape(name, tensor, "B")
         c.contiguous(**{name: tensor})
     if layout_key == "PA_BSND":
         if block_table is None:
-            c.fail("`block_table` is missing, and paged keys need it.")
+            c.fail(
+                "`block_table` is missing, and paged keys need it. Pass [B, max_pages], the page "
+                "of each block of positions."
+            )
             return
         c.integer("block_table", block_table)
         c.shape("block_table", block_table, "B max_pages")
@@ -85,7 +100,8 @@ def lengths(
         page = c.sizes["P"]
         c.require(
             (page % 16 == 0 and page > 0) or (cmp_ratio > 1 and page in SMALL_PAGES),
-            f"the page size is {page}, expected a multiple of 16 (from `key`).",
+            f"the page size is {page}, expected a multiple of 16 (from `key`). Allocate the cache "
+            "in such pages, [pages, P, 1, D].",
         )
     else:
         c.require(
@@ -103,6 +119,19 @@ def lengths(
         values(c, *key, layout_key, entries * cmp_ratio + cmp_ratio - 1)
 
 
+def _leading_zero(c: Checker, layout_: str, one: Named, other: Named) -> None:
+    """Prefix sums as FlashAttention has them, one number more than the other argument has."""
+    name, tensor = one
+    if layout_ != "TND" or tensor is None or other[1] is None or tensor.ndim != 1:
+        return
+    came, wanted = tensor.shape[0], other[1].shape[0] if other[1].ndim == 1 else None
+    c.require(
+        came - 1 != wanted,
+        f"`{name}` has {came} numbers, expected {wanted}, as `{other[0]}` has: prefix sums of "
+        f"layout 'TND' have no leading 0. Pass {name}[1:].",
+    )
+
+
 def values(c: Checker, name: str, tensor: Tensor | None, layout_: str, reach: int) -> None:
     """Under CUSTOM_DEBUG=1: lengths from 0, prefix sums that never fall, none beyond `reach`."""
     if config.debug and tensor is not None and is_real(tensor):
@@ -115,7 +144,8 @@ def in_reach(c: Checker, name: str, came: Sequence[int], layout_: str, reach: in
         rising and all(0 <= value <= reach for value in came),
         f"`{name}` is {list(came)}, expected "
         + ("prefix sums that never fall" if layout_ == "TND" else "lengths")
-        + f" from 0 to {reach}.",
+        + f" from 0 to {reach}. "
+        + ("They have no leading 0 and end with the tokens." if layout_ == "TND" else _BEYOND),
     )
 
 

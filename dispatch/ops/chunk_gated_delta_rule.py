@@ -71,7 +71,7 @@ def inputs(
     c.require(
         heads > 0 and value_heads % heads == 0,
         f"`value` has {value_heads} heads and `query` {heads}, expected a multiple of the heads "
-        "of `query`.",
+        "of `query`. Pass values whose number of heads those of `query` divide.",
     )
     for name, gate in (("beta", beta), ("g", g)):
         if gate is not None:
@@ -87,7 +87,7 @@ def inputs(
             c.require(
                 total <= c.sizes["T"] and bool((actual_seq_lengths >= 0).all()),
                 f"`actual_seq_lengths` adds up to {total}, expected lengths from 0 and at most "
-                f"T={c.sizes['T']} tokens.",
+                f"T={c.sizes['T']} tokens. Of prefix sums pass .diff().",
             )
     if initial_state is not None:
         c.floating("initial_state", initial_state)

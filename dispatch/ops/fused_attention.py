@@ -66,7 +66,8 @@ def check_inputs(
     c.same_dtype(q=q, k=k)
     c.require(
         (cu_seqlens_q is None) == (cu_seqlens_k is None),
-        "only one of `cu_seqlens_q` and `cu_seqlens_k` is given, expected both (varlen) or none.",
+        "only one of `cu_seqlens_q` and `cu_seqlens_k` is given, expected both (varlen) or none. "
+        "Where keys are cut as queries are, pass the same tensor for both.",
     )
     if cu_seqlens_q is None or cu_seqlens_k is None:
         c.shape("q", q, "B H Nq D")
@@ -86,7 +87,8 @@ def check_inputs(
     heads, key_heads = c.sizes["H"], c.sizes["Hk"]
     c.require(
         key_heads > 0 and heads % key_heads == 0,
-        f"`q` has {heads} heads and `k` {key_heads}, expected a multiple of the heads of `k`.",
+        f"`q` has {heads} heads and `k` {key_heads}, expected a multiple of the heads of `k`. Pass "
+        f"keys and values whose number of heads divides {heads}.",
     )
     c.at_least("head size of `q`", c.sizes["D"], 1)
     if window is not None:
@@ -98,7 +100,8 @@ def _check_prefix_sums(c: Checker, name: str, cu_seqlens: Tensor, tokens: int) -
     values = cu_seqlens.tolist()
     c.require(
         values[0] >= 0 and values[-1] <= tokens and all(a <= b for a, b in pairwise(values)),
-        f"`{name}` is {values}, expected prefix sums that never fall, from 0 to at most {tokens}.",
+        f"`{name}` is {values}, expected prefix sums that never fall, from 0 to at most {tokens}. "
+        "The last one is the number of tokens.",
     )
 
 

@@ -65,7 +65,7 @@ def check(
     c.require(
         heads > 0 and value_heads % heads == 0,
         f"`value` has {value_heads} heads and `query` {heads}, expected a multiple of the heads "
-        "of `query`.",
+        "of `query`. Pass values whose number of heads those of `query` divide.",
     )
     for name, gate, wanted in (("beta", beta, "T Nv"), ("g", g, "T Nv"), ("gk", gk, "T Nv Dk")):
         if gate is not None:
@@ -106,7 +106,7 @@ def _check_values(c: Checker, indices: Tensor, lengths: Tensor | None) -> None:
     c.require(
         all(x >= 0 for x in each) and sum(each) <= c.sizes["T"],
         f"`actual_seq_lengths` adds up to {sum(each)}, expected lengths from 0 and at most "
-        f"T={c.sizes['T']} tokens.",
+        f"T={c.sizes['T']} tokens. Of prefix sums pass .diff().",
     )
     owners: dict[int, int] = {}
     for n, slots in enumerate(indices[: sum(each)].split(each)):

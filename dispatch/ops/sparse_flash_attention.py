@@ -105,7 +105,8 @@ def inputs(
         c.shape("value", value, f"{keys} 1 D")
     c.require(
         (query_rope is None) == (key_rope is None),
-        "only one of `query_rope` and `key_rope` is given, expected both or none.",
+        "only one of `query_rope` and `key_rope` is given, expected both or none. Pass the other "
+        "as well, or join each with its latent.",
     )
     if query_rope is not None and key_rope is not None:
         c.shape("query_rope", query_rope, f"{rows} N Dr")
@@ -118,7 +119,7 @@ def mode(c: Checker, attention_mode: int | None) -> None:
     c.require(
         attention_mode is None or attention_mode == 2,
         f"`attention_mode` is {attention_mode}, expected 2 (absorbed latent attention), the only "
-        "one there is; torch_npu's default 0 is not valid there either.",
+        "one there is; torch_npu's default 0 is not valid there either. Leave it out.",
     )
 
 
