@@ -4,6 +4,10 @@
 
 `import custom` needs torch alone.  The tensor's device chooses the backend; every op is also
 `torch.ops.custom.<name>`, for torch.compile, torch.export, torchair and ONNX.
+
+On CPU tensors an op is its formula in plain PyTorch, which the kernels are held against: for tests,
+ports and examples on any machine, not for speed.  There the values of lengths, indices and tables
+are checked as well.
 """
 
 from __future__ import annotations

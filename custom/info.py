@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import __version__, doctor
-from .dispatch import backends, versions
+from .dispatch import backends, values, versions
 from .dispatch.env import VARIABLES
 from .dispatch.spec import Spec
 from .dispatch.specs import SPECS
@@ -129,6 +129,7 @@ def report() -> Iterator[str]:
     yield ""
     for variable in VARIABLES:
         yield f"  {variable.name}={_or_error(variable.read)}   {variable.sentence}"
+    yield f"  values of lengths, indices and tables are checked {values.where()}"
     yield ""
     width = max(len(spec.name) for spec in SPECS)
     yield f"  {'op':<{width}}  {'cpu':<8}{'cuda':<8}{'npu':<8}"

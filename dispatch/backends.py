@@ -40,6 +40,7 @@ class Backend:
     package: str
 
 
+# plain PyTorch, what the kernels are held against: for tests and ports, not for speed
 REFERENCE = Backend("reference", "CPU", "cpu", f"{_ROOT}.dispatch.reference")
 CUDA = Backend("cuda", "CUDA", "cuda", f"{_ROOT}.cuda_ops")
 NPU = Backend("npu", "PrivateUse1", "npu", f"{_ROOT}.npu_ops")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import log
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -61,6 +63,10 @@ class Checker:
     def require(self, condition: Any, sentence: str) -> None:
         if not condition:
             self.fail(sentence)
+
+    def note(self, what: str, sentence: str) -> None:
+        """Legal, and most often a mistake: said once."""
+        log.once((self.op, what), f"{self.op}: {sentence}")
 
     def shape(self, name: str, tensor: Tensor, wanted: str, **sizes: Any) -> None:
         """`wanted` is letters and numbers: "B S N D", "pages P 1 D".  A letter seen before (or

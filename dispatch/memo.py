@@ -4,8 +4,8 @@
 
 A hit skips validation and the choice of a backend and a launcher.  The key holds shapes, strides,
 dtypes, devices, whether pointers are aligned and equal, how tensors overlap (for an op that
-writes), formats of an NPU, numbers, strings, and the settings.  It holds no values of tensors: with
-CUSTOM_DEBUG, which checks values, no call is a hit.
+writes), formats of an NPU, numbers, strings, and the settings.  It holds no values of tensors:
+where they are looked at (values.py), no call is a hit.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from . import values
 from .common import nz
 from .env import config
 from .overlap import interleaved, span
@@ -84,7 +85,7 @@ class Alike(NamedTuple):
 
 def likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Alike | None:
     """None where no call is like another."""
-    if config.debug or config.log:
+    if config.log:
         return None
     key: list[Any] = [config.backend, torch.are_deterministic_algorithms_enabled(), *kwargs]
     tensors: list[Tensor] = []
@@ -95,6 +96,8 @@ def likeness(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Alike | None:
             pointer = value.data_ptr()
             if pointer < _FREED and value.numel() and not value.untyped_storage().nbytes():
                 return None  # the check refuses it
+            if not tensors and values.looked_at(value.device):
+                return None
             tensors.append(value)
             pointers.append(pointer)
             key += (value.shape, value.stride(), value.dtype, value.device, pointer & 15)

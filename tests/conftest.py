@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from custom.dispatch import backends, log, register
+from custom.dispatch import backends, log, register, values
 from custom.dispatch.common import memory
 
 import custom
@@ -96,6 +96,18 @@ def poison(monkeypatch):
     from .support.poison import poisoned  # behind register_assert_rewrite
 
     monkeypatch.setattr(memory, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def _values(monkeypatch):
+    """Backends agree on values too that mean nothing, which the CPU refuses by default."""
+    monkeypatch.setattr(values, "on_cpu", False)
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """By default, as users have it."""
+    monkeypatch.setattr(values, "on_cpu", True)
 
 
 @pytest.fixture(autouse=True)

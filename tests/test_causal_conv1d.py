@@ -249,5 +249,5 @@ def test_debug_looks_at_the_prefix_sums(monkeypatch):
     monkeypatch.setattr(custom.config, "debug", True)
     case = Whole((9,))
     good = case.moved(case.arguments(), torch.float32, "cpu")
-    with pytest.raises(ValueError, match=r"`query_start_loc` is .* to 9"):
+    with pytest.raises(ValueError, match=r"`query_start_loc` is .* to at most 9"):
         custom.npu_causal_conv1d(**(good | dict(query_start_loc=torch.tensor([0, 10]))))

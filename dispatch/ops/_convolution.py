@@ -7,14 +7,13 @@ x [B, S, D], or [T, D] cut by `query_start_loc` [N + 1]   weight [W, D], W from 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from ..check import Checker
-from ..env import config
-from ._layout import is_real
+from ..values import known
+from . import _layout
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -53,14 +52,7 @@ def prefix_sums(c: Checker, query_start_loc: Tensor) -> None:
     c.contiguous(query_start_loc=query_start_loc)
     c.at_least("query_start_loc.numel()", c.sizes["N+1"], 1)
     c.sizes["N"] = c.sizes["N+1"] - 1
-    if config.debug and is_real(query_start_loc):
-        values = query_start_loc.tolist()
-        c.require(
-            values[0] >= 0
-            and all(x <= y for x, y in pairwise(values))
-            and values[-1] <= c.sizes["T"],
-            f"`query_start_loc` is {values}, expected prefix sums of lengths, to {c.sizes['T']}.",
-        )
+    _layout.prefix_sums(c, "query_start_loc", query_start_loc, c.sizes["T"])
 
 
 def states(c: Checker, name: str, tensor: Tensor, *, columns: str = "W-1") -> None:
@@ -86,8 +78,8 @@ def indices(c: Checker, name: str, tensor: Tensor | None) -> None:
 
 
 def distinct(c: Checker, name: str, tensor: Tensor, rows: int) -> None:
-    """Under CUSTOM_DEBUG=1: no two sequences write the same row."""
-    if config.debug and is_real(tensor):
+    """Where values are known: no two sequences write the same row."""
+    if known(tensor):
         live = tensor[(tensor >= 0) & (tensor < rows)]
         c.require(
             live.unique().numel() == live.numel(),
@@ -96,10 +88,10 @@ def distinct(c: Checker, name: str, tensor: Tensor, rows: int) -> None:
 
 
 def accepted(c: Checker, tensor: Tensor | None, by: Tensor | None, *none: int) -> None:
-    """One number a sequence; under CUSTOM_DEBUG=1 tokens that a row of the pool can hold.  A
+    """One number a sequence; where values are known, tokens that a row of the pool can hold.  A
     sequence whose number in `by` is one of `none` reads no row."""
     indices(c, "num_accepted_tokens", tensor)
-    if not config.debug or tensor is None or not is_real(tensor):
+    if tensor is None or not known(tensor):
         return
     most = c.sizes["L"] - c.sizes["W"] + 2
     came, reads = tensor.tolist(), by.tolist() if by is not None else None

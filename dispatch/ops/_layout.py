@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..check import Checker
 from ..env import config
 from ..errors import NotSupported
 from ..spec import UNLIMITED
+from ..values import is_real, known
 
 _ROWS = {"BSND": "B S", "TND": "T"}
 _BEYOND = "Shorten what is longer, or pass the tensors (a table of more pages) that hold it."
@@ -133,9 +133,28 @@ def _leading_zero(c: Checker, layout_: str, one: Named, other: Named) -> None:
 
 
 def values(c: Checker, name: str, tensor: Tensor | None, layout_: str, reach: int) -> None:
-    """Under CUSTOM_DEBUG=1: lengths from 0, prefix sums that never fall, none beyond `reach`."""
-    if config.debug and tensor is not None and is_real(tensor):
+    """Where values are known: lengths from 0, prefix sums that never fall, none beyond `reach`."""
+    if tensor is not None and known(tensor):
         in_reach(c, name, tensor.tolist(), layout_, reach)
+
+
+def prefix_sums(c: Checker, name: str, tensor: Tensor, tokens: int) -> None:
+    """Where values are known: sums that never fall and end with the tokens.  `name` holds one more
+    than there are sequences."""
+    if not known(tensor):
+        return
+    came = tensor.tolist()
+    c.require(
+        came[0] >= 0 and came[-1] <= tokens and all(a <= b for a, b in pairwise(came)),
+        f"`{name}` is {came}, expected prefix sums that never fall, from 0 to at most {tokens}. "
+        "The last one is the number of tokens.",
+    )
+    if came[0] > 0:
+        c.note(
+            "sums",
+            f"`{name}` begins at {came[0]}, so that as many tokens are of no sequence. If they are "
+            "its first sequence, put a 0 in front: torch.nn.functional.pad(x, (1, 0)).",
+        )
 
 
 def in_reach(c: Checker, name: str, came: Sequence[int], layout_: str, reach: int) -> None:
@@ -162,11 +181,6 @@ def pages(c: Checker, block_table: Tensor, name: str, lengths: Tensor) -> None:
             f"`block_table` has the pages {used} for the {length} positions of request {request} "
             f"(from `{name}`), expected pages from 0 to {c.sizes['pages'] - 1}.",
         )
-
-
-def is_real(tensor: Tensor) -> bool:
-    """Neither meta nor fake: it has values."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def options(

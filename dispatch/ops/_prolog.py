@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..check import Checker
 from ..common import nz
-from ..env import config
-from ._layout import is_real
+from ..values import known
 
 Table = Mapping[str, tuple[Tensor, str]]
 
@@ -80,8 +79,8 @@ def columns_of(weight: Tensor) -> Any:
 
 
 def distinct_slots(c: Checker, cache_index: Tensor, name: str = "cache_index") -> None:
-    """Under CUSTOM_DEBUG=1: no two tokens write the same slot."""
-    if config.debug and is_real(cache_index):
+    """Where values are known: no two tokens write the same slot."""
+    if known(cache_index):
         slots = c.sizes["pages"] * c.sizes["P"]
         written = cache_index[(cache_index >= 0) & (cache_index < slots)]
         c.require(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..check import Checker
-from ..env import config
-from ._layout import is_real
+from ..values import known
+from ._delta import note_growth
 
 SCHEMA = (
     "npu_chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, *,"
@@ -82,7 +82,7 @@ def inputs(
         c.integer("actual_seq_lengths", actual_seq_lengths)
         del c.sizes["B"]
         c.shape("actual_seq_lengths", actual_seq_lengths, "B")
-        if config.debug and is_real(actual_seq_lengths):
+        if known(actual_seq_lengths):
             total = int(actual_seq_lengths.sum())
             c.require(
                 total <= c.sizes["T"] and bool((actual_seq_lengths >= 0).all()),
@@ -92,6 +92,7 @@ def inputs(
     if initial_state is not None:
         c.floating("initial_state", initial_state)
         c.shape("initial_state", initial_state, "B Nv Dv Dk")
+    note_growth(c, key, beta, g)
     c.dense_rows(query=query, key=key, value=value, beta=beta, g=g)
     c.contiguous(initial_state=initial_state, actual_seq_lengths=actual_seq_lengths)
 

@@ -10,15 +10,14 @@ N sequences: B, or those of `cu_seqlens`, where B is 1; tokens of none give 0.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..check import Checker
-from ..env import config
-from ._layout import is_real
+from . import _layout
+from ._delta import note_growth
 
 OPTIONS = (
     " float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None,"
@@ -87,6 +86,8 @@ def inputs(
     if initial_state is not None:
         c.floating("initial_state", initial_state)
         c.shape("initial_state", initial_state, STATES[state_layout])
+    if not use_qk_l2norm_in_kernel:
+        note_growth(c, k, beta, None if use_gate_in_kernel else g)
     c.dense_rows(q=q, k=k, v=v, g=g, beta=beta)
     c.contiguous(initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)
 
@@ -134,12 +135,7 @@ def _check_sequences(c: Checker, cu_seqlens: Tensor) -> None:
     c.shape("cu_seqlens", cu_seqlens, "N+1")
     c.at_least("cu_seqlens.numel()", c.sizes["N+1"], 1)
     c.sizes["N"] = c.sizes["N+1"] - 1
-    if config.debug and is_real(cu_seqlens):
-        values, most = cu_seqlens.tolist(), c.sizes["T"]
-        c.require(
-            values[0] >= 0 and values[-1] <= most and all(x <= y for x, y in pairwise(values)),
-            f"`cu_seqlens` is {values}, expected prefix sums of lengths, from 0 to {most}.",
-        )
+    _layout.prefix_sums(c, "cu_seqlens", cu_seqlens, c.sizes["T"])
 
 
 def fake(

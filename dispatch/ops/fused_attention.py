@@ -12,16 +12,15 @@ before the first sequence of a varlen call, and behind the last.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..check import Checker
-from ..env import config
 from ..errors import NotSupported
-from ._layout import is_real
+from ..values import known
+from . import _layout
 
 SCHEMA = (
     "npu_fused_attention(Tensor q, Tensor k, Tensor v, bool causal=False,"
@@ -73,6 +72,8 @@ def check_inputs(
         c.shape("q", q, "B H Nq D")
         c.shape("k", k, "B Hk Nk D")
         c.shape("v", v, "B Hk Nk Dv")
+        if known(q):
+            _note_turned(c)
     else:
         c.shape("q", q, "Tq H D")
         c.shape("k", k, "Tk Hk D")
@@ -82,8 +83,7 @@ def check_inputs(
             c.shape(name, cu_seqlens, "L")
             c.at_least(f"{name}.numel()", cu_seqlens.shape[0], 1)
             c.contiguous(**{name: cu_seqlens})
-            if config.debug and is_real(cu_seqlens):
-                _check_prefix_sums(c, name, cu_seqlens, c.sizes[f"T{name[-1]}"])
+            _layout.prefix_sums(c, name, cu_seqlens, c.sizes[f"T{name[-1]}"])
     heads, key_heads = c.sizes["H"], c.sizes["Hk"]
     c.require(
         key_heads > 0 and heads % key_heads == 0,
@@ -96,13 +96,15 @@ def check_inputs(
     c.dense_rows(q=q, k=k, v=v)
 
 
-def _check_prefix_sums(c: Checker, name: str, cu_seqlens: Tensor, tokens: int) -> None:
-    values = cu_seqlens.tolist()
-    c.require(
-        values[0] >= 0 and values[-1] <= tokens and all(a <= b for a, b in pairwise(values)),
-        f"`{name}` is {values}, expected prefix sums that never fall, from 0 to at most {tokens}. "
-        "The last one is the number of tokens.",
-    )
+def _note_turned(c: Checker) -> None:
+    """Tokens and heads may have changed places."""
+    heads, key_heads, rows, keys = (c.sizes[x] for x in ("H", "Hk", "Nq", "Nk"))
+    if heads == key_heads and heads > rows >= keys and rows > 1:
+        c.note(
+            "layout",
+            f"`q` is read as {heads} heads of {rows} tokens, [B, N, S, D]. If it is [B, S, N, D], "
+            "as FlashAttention has it, pass q, k and v .transpose(1, 2).",
+        )
 
 
 def fake(q: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,13 @@ With `is_kda` the decay has K channels: a [B, T, HV, K] or [B, T, HV * K], dt_bi
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from ..check import Checker
-from ..env import config
-from ._layout import is_real
+from ..values import known
+from . import _layout
 
 SCHEMA = (
     "npu_fused_sigmoid_gating_delta_rule_update(Tensor A_log, Tensor a, Tensor dt_bias,"
@@ -147,21 +146,14 @@ def _check_sequences(c: Checker, cu_seqlens: Tensor | None, indices: Tensor) -> 
         c.shape("cu_seqlens", cu_seqlens, "N+1")
         c.at_least("cu_seqlens.numel()", c.sizes["N+1"], 1)
         c.sizes["N"] = c.sizes["N+1"] - 1
-        if config.debug and is_real(cu_seqlens):
-            values = cu_seqlens.tolist()
-            c.require(
-                values[0] == 0
-                and all(x <= y for x, y in pairwise(values))
-                and values[-1] <= c.sizes["T"],
-                f"`cu_seqlens` is {values}, expected prefix sums of lengths, to {c.sizes['T']}.",
-            )
+        _layout.prefix_sums(c, "cu_seqlens", cu_seqlens, c.sizes["T"])
     c.integer("initial_state_indices", indices)
     c.shape("initial_state_indices", indices, "N")
 
 
 def _check_distinct(c: Checker, name: str, indices: Tensor, rows: int) -> None:
-    """Under CUSTOM_DEBUG=1: no two sequences write the same row."""
-    if config.debug and is_real(indices):
+    """Where values are known: no two sequences write the same row."""
+    if known(indices):
         live = indices[(indices >= 0) & (indices < rows)]
         c.require(
             live.unique().numel() == live.numel(),

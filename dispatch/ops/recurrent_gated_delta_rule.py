@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..check import Checker
-from ..env import config
-from ._layout import is_real
+from ..values import known
 from .fused_sigmoid_gating_delta_rule_update import pool_of_states
 
 SCHEMA = (
@@ -99,8 +98,8 @@ def check(
 
 
 def _check_values(c: Checker, indices: Tensor, lengths: Tensor | None) -> None:
-    """Under CUSTOM_DEBUG=1: lengths that fit, and no slot of two sequences."""
-    if not config.debug or not is_real(indices):
+    """Where values are known: lengths that fit, and no slot of two sequences."""
+    if not known(indices):
         return
     each = [c.sizes["T"]] if lengths is None else lengths.tolist()
     c.require(
@@ -119,8 +118,8 @@ def _check_values(c: Checker, indices: Tensor, lengths: Tensor | None) -> None:
 
 
 def _check_accepted(c: Checker, accepted: Tensor, lengths: Tensor | None) -> None:
-    """Under CUSTOM_DEBUG=1: tokens of the sequence itself, if it has any."""
-    if not config.debug or not is_real(accepted):
+    """Where values are known: tokens of the sequence itself, if it has any."""
+    if not known(accepted):
         return
     each = [c.sizes["T"]] if lengths is None else lengths.tolist()
     came = accepted.tolist()
