@@ -144,9 +144,11 @@ else:
 
 def test_a_bill_of_materials_names_what_was_built_and_needs():
     part = dict(name="npu-custom-ops", version=custom.__version__, **{"bom-ref": "ours"})
-    bill = dict(components=[part], dependencies=[dict(ref="ours", dependsOn=["torch==2.15.0"])])
+    needs = dict(ref="ours", dependsOn=["torch==2.15.0", "numpy==2.3.5"])
+    bill = dict(components=[part], dependencies=[needs])
     assert missing(bill) == []
-    assert missing(bill | dict(dependencies=[])) == ["torch, which npu-custom-ops requires"]
+    lacking = [f"{name}, which npu-custom-ops requires" for name in ("numpy", "torch")]
+    assert missing(bill | dict(dependencies=[])) == lacking
     older = dict(components=[part | dict(version="0")])
     assert missing(bill | older) == [f"npu-custom-ops {custom.__version__}"]
 

@@ -16,6 +16,8 @@ import torch
 from custom.dispatch import backends, versions
 
 from custom import doctor, info
+from custom.integrations.engines import in_words
+from custom.integrations.vllm.modes import VLLM
 
 ROOT = Path(__file__).parent.parent
 FIRST = versions.TABLE[0]
@@ -202,6 +204,48 @@ def test_the_doctor_finds_nothing_where_nothing_clashes(have):
         (SOUND, {"triton": "3.4.0"}, "older than 3.5", 'pip install -U "torch>=2.9"'),
         (SOUND, {"triton": "3.10.1"}, "newer than 3.9", 'pip install "triton>=3.5,<3.10"'),
         (SOUND, {"numpy": "2.5.2"}, "from numpy 2.4 on", 'pip install "numpy<2.4"'),
+        (
+            SOUND,
+            {"torch's triton": "3.8.0"},
+            "torch 2.13.0+cpu goes with triton 3.8.0, and 3.7.1",
+            "pip install triton==3.8.0",
+        ),
+        (
+            SOUND,
+            {"NVIDIA driver": "NVRM 580"},
+            "is a build for the CPU, and an NVIDIA driver is",
+            'pip uninstall -y torch && pip install ".[cuda]"',
+        ),
+        (
+            SOUND,
+            {"C compiler": None, "Python.h": "/usr/include"},
+            "no C compiler here, and Triton",
+            "apt-get install gcc",
+        ),
+        (
+            ASCEND,
+            {"C compiler": None, "Python.h": None},
+            "no C compiler and no Python.h here",
+            "python3-dev",
+        ),
+        (
+            SOUND,
+            {"vllm": "0.34.0"},
+            "vllm 0.34.0: CUSTOM_VLLM=1 was tried with >=0.32,<0.34.",
+            'pip install "vllm>=0.32,<0.34"',
+        ),
+        (
+            SOUND,
+            {"vllm-ascend": "0.22.1"},
+            "CUSTOM_VLLM=1 was tried with >=0.23,<0.24.",
+            'pip install "vllm-ascend>=0.23,<0.24"',
+        ),
+        (
+            SOUND,
+            {"sglang": "0.5.22"},
+            "CUSTOM_SGLANG=1 was tried with >=0.5.23,<0.5.24.",
+            'pip install "sglang>=0.5.23,<0.5.24"',
+        ),
         (SOUND, {"transformers": "4.57.1"}, "5.17 and later", '"transformers>=5.17,<6"'),
     ],
 )
@@ -209,6 +253,51 @@ def test_the_doctor_names_a_clash_and_what_mends_it(have, changes, sentence, com
     (found,) = doctor.clashes(have | changes)
     assert sentence in found.sentence and command in found.command
     assert "\n" not in found.sentence and found.sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vllm": "0.33.1", "sglang": "0.5.23", "vllm-ascend": "0.23.0.post1"},
+        {
+            "torch": "2.13.0",
+            "torch's triton": "3.7.1",
+            "torch's CUDA": "13.0",
+            "NVIDIA driver": "x",
+        },
+        {"C compiler": "/usr/bin/cc", "Python.h": "/usr/include/python3.11/Python.h"},
+        # nothing is built without Triton
+        {"triton": None, "C compiler": None, "Python.h": None},
+    ],
+)
+def test_the_doctor_leaves_alone_what_goes_together(changes):
+    assert list(doctor.clashes(SOUND | changes)) == []
+
+
+def test_the_extra_is_what_the_plug_in_was_tried_with():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["options.extras_require"]["vllm"].strip() == f"vllm{in_words(VLLM)}"
+
+
+def test_what_tests_alone_need_breaks_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "here", lambda: SOUND | {"numpy": "2.5.2"})
+    assert info.main(["--doctor"]) == 0
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("nothing clashes", "for tests alone:")
+    assert rest[0].startswith("numpy 2.5.2") and rest[1] == '    pip install "numpy<2.4"'
+    monkeypatch.setattr(doctor, "here", lambda: SOUND | {"numpy": "2.5.2", "vllm": "0.34.0"})
+    assert info.main(["--doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "nothing clashes" not in shown and shown.index("vllm 0.34") < shown.index("numpy 2.5")
+
+
+def test_the_doctor_asks_torch_for_its_triton(monkeypatch):
+    required = ["filelock", 'triton==3.8.0; platform_system == "Linux"', "triton-other==1"]
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: required)
+    assert doctor.here()["torch's triton"] == "3.8.0"
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: None)
+    assert doctor.here()["torch's triton"] is None
 
 
 def test_the_doctor_answers_for_this_machine(monkeypatch, capsys):

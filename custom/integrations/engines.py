@@ -19,10 +19,15 @@ def in_words(versions: Versions) -> str:
     return f">={first},<{below}"
 
 
+def holds(tried: Versions, here: str) -> bool:
+    """Whether a version is one of those."""
+    first, below = tried
+    return first <= tuple(map(int, re.findall(r"\d+", here)))[: len(first)] < below
+
+
 def check_version(switch: str, name: str, here: str, tried: Versions) -> None:
     """Refuse what was not tried: its hooks may have moved."""
-    first, below = tried
-    if not first <= tuple(map(int, re.findall(r"\d+", here)))[: len(first)] < below:
+    if not holds(tried, here):
         raise BackendUnavailable(
             f"{switch}=1 was tried with {name} {in_words(tried)}, and {here} is installed; "
             f"install one of these, or unset {switch}."

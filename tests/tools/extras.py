@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MACHINES = ("x86_64", "aarch64")
 PYTHON = "3.11"  # the newest that triton-ascend has wheels for
+GLIBC = {"vllm": "2_34"}  # its tilelang has no wheels for an older one
 SETUP = ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
 TOLD = ("torch", "torch-npu", "triton", "triton-ascend", "transformers", "numpy")
@@ -37,7 +38,8 @@ def found(extras: str, machine: str) -> dict[str, str] | str:
     command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet"]
     command += ["--no-config", "--default-index", "https://pypi.org/simple"]
     command += ["--only-binary", ":all:", "--no-header", "--no-annotate"]
-    command += ["--python-platform", f"{machine}-manylinux_2_28", "--python-version", PYTHON]
+    glibc = max(GLIBC.get(extra, "2_28") for extra in extras.split(","))
+    command += ["--python-platform", f"{machine}-manylinux_{glibc}", "--python-version", PYTHON]
     # another index, or constraints, of this machine
     plain = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
     text = "\n".join(required)
