@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from custom.dispatch import log
@@ -15,15 +16,26 @@ from custom.dispatch import log
 DEVICES = ["auto", "cpu", "cuda", "npu"]
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option."""
+Number = TypeVar("Number", int, float)
 
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
+
+def at_least(least: Number) -> Callable[[str], Number]:
+    """The type of an option, that of `least`."""
+
+    def number(text: str) -> Number:
+        value = type(least)(text)
+        if not value >= least:  # so that NaN is refused too
             raise argparse.ArgumentTypeError(f"{value}, expected {least} or more")
         return value
 
     return number
+
+
+def fraction(text: str) -> float:
+    """The type of an option."""
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{value}, expected more than 0, and at most 1")
+    return value
 
 
 def in_a_folder(text: str) -> Path:

@@ -2,26 +2,35 @@
 # Copyright the npu-custom-ops authors
 """Serve many requests at once with a GLM-5 model: continuous batching over paged caches.
 
-    python examples/serve.py [PROMPTS | -] [--device cuda] [--drafts 2] [--help]
+    python examples/serve.py [PROMPTS | -] [--device cuda] [--temperature 0.7 --top-p 0.9] [--help]
 
 PROMPTS holds one prompt a line ("-": standard input; left out: pieces of a text). Requests are
 admitted as soon as a row and pages are free; a long prompt goes in by chunks, between the decode
 steps of the others; drafts come from a head for multi-token prediction, and those that the model
 does not confirm are taken back by writing over their keys. The decode step has fixed shapes, and is
-a captured graph where the device has graphs. The model is small and random, so it babbles.
+a captured graph where the device has graphs. Without --model the model is small and random, so it
+babbles.
+
+An example, to be read: one process, no server. To serve, vLLM (docs/vllm.md) or SGLang
+(docs/sglang.md) with this package's plug-in.
 """
 
 import argparse
+import random
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from _device import DEVICES, at_least, choose_device, print_backends
+from _device import DEVICES, at_least, choose_device, fraction, print_backends
 from _glm5 import DraftHead, make_model
 from _text import make_tokenizer, read_prompts
+from torch import Tensor
 from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import custom
 from custom.integrations.dsa import (
@@ -38,49 +47,100 @@ class Request:
     prompt: list[int]
     new: int  # tokens to generate
     out: list[int] = field(default_factory=list)
+    source: random.Random = field(default_factory=random.Random)
     cached: int = 0  # positions whose keys are in the pages
     drafts: list[int] = field(default_factory=list)
+    draws: list[float] = field(default_factory=list)  # one a token, however often it is sampled
+    stopped: bool = False
 
     @property
-    def prefilling(self):
+    def prefilling(self) -> bool:
         return self.cached < len(self.prompt)
+
+    @property
+    def done(self) -> bool:
+        return self.stopped or len(self.out) >= self.new
+
+    def next_draws(self, count: int) -> list[float]:
+        """Of the `count` tokens behind those that are out."""
+        while len(self.draws) < len(self.out) + count:
+            self.draws.append(self.source.random())
+        return self.draws[len(self.out) : len(self.out) + count]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0: the likeliest token. top_p: of the likeliest ones that together reach it."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[int, ...] = ()  # tokens that end a request
+
+    def choose(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """The tokens [B, S] for logits [B, S, V], by the numbers [B, S] drawn from 0 to 1."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        p, order = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True)
+        p = p.where(p.cumsum(-1) - p < self.top_p, 0)  # the first is kept
+        mass = p.cumsum(-1)
+        place = (mass <= draws[..., None] * mass[..., -1:]).sum(-1, keepdim=True)
+        return order.gather(-1, place.clamp(max=order.shape[-1] - 1))[..., 0]
+
+
+GREEDY = Sampling()
+News = tuple[Request, list[int]]
 
 
 class Engine:
     """Rows of a batch, each with a request or idle, over pages that all rows share."""
 
-    def __init__(self, model, head, *, rows=8, pages=64, reach=16, size=16, chunk=32, drafts=2):
-        """`size` of a page; `reach`: pages of a request at most; `chunk`: prompt tokens at once."""
+    def __init__(
+        self, model: Any, head: Any, *, rows: int = 8, pages: int = 64, reach: int = 16,
+        size: int = 16, chunk: int = 32, drafts: int = 2, sampling: Sampling = GREEDY,
+    ) -> None:  # fmt: skip
+        """`size` of a page; `reach`: pages of a request at most; `chunk`: prompt tokens at once.
+        Without a `head` there are no drafts."""
         sizes = dict(rows=rows, pages=pages, reach=reach, size=size, chunk=chunk, drafts=drafts)
         for name, value in sizes.items():
             least = dict(drafts=0, size=16).get(name, 1)
             if not isinstance(value, int) or value < least or (name == "size" and value % 16):
                 more = "a multiple of 16" if name == "size" else f"{least} or more"
                 raise ValueError(f"Engine: `{name}` is {value!r}, expected {more}.")
+        if head is None and drafts:
+            raise ValueError(f"Engine: `drafts` is {drafts} and `head` None, expected 0.")
         self.model, self.head, self.chunk, self.drafts = model, head, chunk, drafts
-        self.layers = [*model.model.layers, head.layer]
+        self.sampling = sampling
+        self.layers = [*model.model.layers, *([] if head is None else [head.layer])]
+        config = model.config if head is None else head.config
         self.weights = [
             (shared_attention_weights if each.indexer is None else sparse_attention_weights)(each)
             for each in (layer.self_attn for layer in self.layers)
         ]
         self.caches = PagedCaches(
-            len(self.layers), layer_widths(head.config), requests=1, capacity=pages * size,
+            len(self.layers), layer_widths(config), requests=1, capacity=pages * size,
             page_size=size, dtype=model.dtype, device=model.device,
         )  # fmt: skip
-        self.rows, self.free = [None] * rows, deque(range(pages))
-        self.waiting = deque()
-        self.steps = self.confirmed = 0
+        self.rows: list[Request | None] = [None] * rows
+        self.free, self.waiting = deque(range(pages)), deque[Request]()
+        self.steps = self.confirmed = self.submitted = 0
 
-        def ints(*shape, value=0):
+        def ints(*shape: int, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=model.device)
 
         step = ints(rows, 1 + drafts), ints(rows), ints(rows, reach, value=-1)
         self.tokens, self.lengths, self.table = step
-        self.decode = self.forward
-        if model.device.type != "cpu":  # all rows are idle: nothing is written
-            self.decode = torch.no_grad()(custom.graph_mode.capture)(self.forward, *step)
+        self.draws = torch.zeros(rows, 1 + drafts, device=model.device)
+        self.decode: Callable[..., Any] = self.forward
+        experts = any(hasattr(layer.mlp, "experts") for layer in self.layers)  # a loop that waits
+        if model.device.type != "cpu" and not experts:  # all rows are idle: nothing is written
+            capture = torch.no_grad()(custom.graph_mode.capture)
+            self.decode = capture(self.forward, *step, self.draws)
 
-    def _through(self, numbers, hidden, lengths, table, indices=None):
+    def _through(
+        self, numbers: Iterable[int], hidden: Tensor, lengths: Tensor, table: Tensor,
+        indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The last S tokens [B, S, H] of requests that are `lengths` long with them, through the
         layers `numbers`. Rows at negative positions are padding."""
         positions = token_positions(lengths, hidden.shape[1])
@@ -103,14 +163,18 @@ class Engine:
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return hidden, indices
 
-    def forward(self, tokens, lengths, table, following=None):
+    def forward(
+        self, tokens: Tensor, lengths: Tensor, table: Tensor, draws: Tensor,
+        following: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """[B, 1 + S + D]: how many of the tokens behind the first are right, the token that the
         model lets follow each of the S, and the next drafts. `following` [1, S] is that of a
         prompt, where all are right; -1: what the model says."""
         inner, last = self.model.model, len(self.model.model.layers)
         hidden, chosen = self._through(range(last), inner.embed_tokens(tokens), lengths, table)
         hidden = inner.norm(hidden)
-        answers = self.model.lm_head(hidden).argmax(-1)
+        # a draft is confirmed where it is the token that is sampled: the distribution stays
+        answers = self.sampling.choose(self.model.lm_head(hidden), draws)
         right = (tokens[:, 1:] == answers[:, :-1]).int().cumprod(1).sum(1, keepdim=True)
         if following is None:
             following = answers
@@ -131,13 +195,14 @@ class Engine:
             lengths = lengths + (lengths > 0)  # idle rows stay so
         return torch.cat(out, 1)
 
-    def _pages(self, request):
+    def _pages(self, request: Request) -> int:
         # the last drafts may lie behind the last token
         positions = len(request.prompt) + request.new + self.drafts
         return -(-positions // self.caches.page_size)
 
-    def submit(self, prompt, new):
-        request = Request(list(prompt), new)
+    def submit(self, prompt: Sequence[int], new: int) -> Request:
+        seed = f"{self.sampling.seed}/{self.submitted}"  # whatever else is in the batch
+        request = Request(list(prompt), new, source=random.Random(seed))
         most = min(self.table.shape[1], self.caches.layers[0].kv.shape[0])
         if not prompt or new < 1 or self._pages(request) > most:
             raise ValueError(
@@ -145,13 +210,14 @@ class Engine:
                 f"each, and at most {most * self.caches.page_size - self.drafts} together."
             )
         self.waiting.append(request)
+        self.submitted += 1
         return request
 
     @property
-    def busy(self):
+    def busy(self) -> bool:
         return bool(self.waiting) or any(self.rows)
 
-    def step(self):
+    def step(self) -> list[News]:
         """Admit, one chunk of a prompt, one decode step of all, retire; [(request, tokens)]."""
         for row, request in enumerate(self.rows):
             if request is None and self.waiting and self._pages(self.waiting[0]) <= len(self.free):
@@ -160,13 +226,13 @@ class Engine:
                 self.table[row, : len(pages)] = torch.tensor(pages, device=self.table.device)
         news = [*self._prefill(), *self._decode()]
         for row, request in enumerate(self.rows):
-            if request is not None and len(request.out) >= request.new:
+            if request is not None and request.done:
                 self.free.extend(page for page in self.table[row].tolist() if page >= 0)
                 self.table[row] = -1
                 self.rows[row] = None
         return news
 
-    def _prefill(self):
+    def _prefill(self) -> list[News]:
         for row, request in enumerate(self.rows):
             if request is not None and request.prefilling:
                 part = request.prompt[request.cached : request.cached + self.chunk + 1]
@@ -175,92 +241,166 @@ class Engine:
                 tokens = torch.tensor([fed, [*part[1:], -1][: len(fed)]]).to(self.table.device)
                 lengths = torch.full_like(self.lengths[:1], request.cached)
                 table = self.table[row : row + 1]
-                (out,) = self.forward(tokens[:1], lengths, table, tokens[1:]).tolist()
+                draws = torch.zeros(1, len(fed))
+                if not request.prefilling:
+                    draws[0, -1] = request.next_draws(1)[0]
+                draws = draws.to(self.table.device)
+                (out,) = self.forward(tokens[:1], lengths, table, draws, tokens[1:]).tolist()
                 return [] if request.prefilling else [self._take(request, out, len(fed))]
         return []
 
-    def _decode(self):
+    def _decode(self) -> list[News]:
         each = [
             (row, request)
             for row, request in enumerate(self.rows)
-            if request is not None and not request.prefilling and len(request.out) < request.new
+            if request is not None and not request.prefilling and not request.done
         ]
         if not each:
             return []
         tokens, lengths = torch.zeros_like(self.tokens, device="cpu"), [0] * len(self.rows)
+        draws = torch.zeros_like(self.draws, device="cpu")
         for row, request in each:
             tokens[row] = torch.tensor([request.out[-1], *request.drafts])
             lengths[row] = request.cached + 1 + self.drafts
+            draws[row] = torch.tensor(request.next_draws(1 + self.drafts))
         self.tokens.copy_(tokens)
         self.lengths.copy_(torch.tensor(lengths))
-        out = self.decode(self.tokens, self.lengths, self.table).tolist()
+        self.draws.copy_(draws)
+        out = self.decode(self.tokens, self.lengths, self.table, self.draws).tolist()
         for row, request in each:
             request.cached += 1 + out[row][0]  # the keys behind are written over by the next step
             self.confirmed += out[row][0]
         self.steps += len(each)
         return [self._take(request, out[row], 1) for row, request in each]
 
-    def _take(self, request, out, fed):
+    def _take(self, request: Request, out: list[int], fed: int) -> News:
         """The tokens that are new after `out` of `forward`, behind the `fed` that were known."""
         right, *answers = out
         tokens = answers[fed - 1 : 1 + right][: request.new - len(request.out)]
+        for place, token in enumerate(tokens):
+            if token in self.sampling.stop:
+                tokens, request.stopped = tokens[: place + 1], True
+                break
         request.out += tokens
         request.drafts = out[len(out) - self.drafts :]
         return request, tokens
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("prompts", nargs="?", help="a file with a prompt a line, or - for stdin")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
-    one = at_least(1)
-    parser.add_argument("--rows", type=one, default=8, help="requests that run at the same time")
-    parser.add_argument("--pages", type=one, default=64, help="pages of 16 positions, for all")
-    parser.add_argument("--chunk", type=one, default=32, help="tokens of a prompt at once")
-    parser.add_argument("--drafts", type=at_least(0), default=2, help="drafted tokens a step")
-    parser.add_argument("--new-tokens", type=one, default=32)
-    options = parser.parse_args()
-    device = choose_device(options.device)
+def load(path: str, device: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """(model, its tokenizer, no head: Transformers leaves the one for drafts out)."""
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type not in ("glm_moe_dsa", "deepseek_v32"):
+        raise ValueError(f"a model of type {config.model_type}, expected glm_moe_dsa, deepseek_v32")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(path), None
+
+
+def small(device: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """(model, tokenizer, head for drafts) with random weights."""
     tokenizer = make_tokenizer()
+    model = make_model(len(tokenizer)).to(device, dtype)
+    return model, tokenizer, DraftHead(model).to(device, dtype)
+
+
+def stops(model: Any, tokenizer: Any, texts: list[str]) -> tuple[int, ...]:
+    """The model's own tokens that end a text, and others."""
+    own = model.generation_config.eos_token_id
+    ids = [own] if isinstance(own, int) else [*(own or ())]
+    for text in texts:
+        each = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(each) != 1:
+            raise ValueError(f"--stop: {text!r} is {len(each)} tokens, expected one")
+        ids += each
+    return tuple(ids)
+
+
+def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    one = at_least(1)
+    parser.add_argument("prompts", nargs="?", help="a file, one prompt a line; - for stdin")
+    parser.add_argument("--model", metavar="PATH", help="GLM-5, DeepSeek-V3.2; else random")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    for name, kind, default, text in (
+        ("--rows", one, 8, "requests at the same time"),
+        ("--pages", one, 64, "pages of 16 positions, for all"),
+        ("--chunk", one, 32, "tokens of a prompt at once"),
+        ("--drafts", at_least(0), None, "drafted tokens a step (2, of --model 0)"),
+        ("--new-tokens", one, 32, "tokens of a request at most"),
+        ("--temperature", at_least(0.0), 0.0, "0: the likeliest token"),
+        ("--top-p", fraction, 1.0, "of the likeliest that reach it"),
+        ("--seed", int, 0, "of the sampling"),
+    ):
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="one token, the end; repeat"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Say what came, token by token."""
+    parser = argparse.ArgumentParser(
+        usage="serve.py [OPTIONS] [PROMPTS | -]",
+        description="Continuous batching with a GLM-5 model, paged caches and drafts.",
+        epilog="An example. Engines: vLLM (docs/vllm.md), SGLang (docs/sglang.md).",
+    )
+    options = options_of(parser)
     try:
         prompts = read_prompts(options.prompts)
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"{options.prompts}: {getattr(error, 'strerror', None) or 'is no text'}")
     if not prompts:
         parser.error(f"{options.prompts}: there is no prompt in it")
+    device = choose_device(options.device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = make_model(len(tokenizer)).to(device, dtype)
-    head = DraftHead(model).to(device, dtype)
-    sizes = {name: getattr(options, name) for name in ("rows", "pages", "chunk", "drafts")}
-    with torch.inference_mode():
-        engine = Engine(model, head, **sizes)
-        requests = []
-        for number, prompt in enumerate(prompts):
-            try:
-                ids = tokenizer(prompt)["input_ids"]
-                requests.append(engine.submit(ids, options.new_tokens))
-            except ValueError as error:
-                parser.error(f"prompt {number}: {error}")
-        shown = [0] * len(requests)
-        begin, total = time.perf_counter(), len(prompts) * options.new_tokens
-        with tqdm(total=total, unit="token") as bar:
-            while engine.busy:
-                for request, tokens in engine.step():
-                    bar.update(len(tokens))
-                    number, text = requests.index(request), tokenizer.decode(request.out)
-                    more, done = text[shown[number] :], len(request.out) == request.new
-                    if (len(more) >= 40 and not text.endswith("\ufffd")) or (more and done):
-                        bar.write(f"[{number:3}] {more!r}", sys.stdout)
-                        shown[number] = len(text)
-                running = sum(each is not None for each in engine.rows)
-                waits = f"{running} running, {len(engine.waiting)} waiting"
-                bar.set_postfix_str(f"{waits}, {len(engine.free)} pages free")
-        seconds = time.perf_counter() - begin
-    print(
-        f"{len(prompts)} requests, {total} tokens in {seconds:.1f} s: {total / seconds:.0f} "
-        f"tokens/s; {engine.confirmed} of {engine.steps * options.drafts} drafts confirmed"
-    )
+    print("an example, no engine: docs/vllm.md serves by vLLM, docs/sglang.md by SGLang")
+    try:
+        if options.model is None:
+            print("random weights: what they say means nothing (--model PATH loads a model)")
+            model, tokenizer, head = small(device, dtype)
+        else:
+            model, tokenizer, head = load(options.model, device, dtype)
+        stop = stops(model, tokenizer, options.stop)
+        if options.drafts is None:
+            options.drafts = 0 if head is None else 2
+        sizes = {name: getattr(options, name) for name in ("rows", "pages", "chunk", "drafts")}
+        sampling = Sampling(options.temperature, options.top_p, options.seed, stop)
+        with torch.inference_mode():
+            engine = Engine(model, head, **sizes, sampling=sampling)
+    except (OSError, ValueError) as error:
+        parser.error(str(error).splitlines()[0])
+    requests = []
+    for number, prompt in enumerate(prompts):
+        try:
+            requests.append(engine.submit(tokenizer(prompt)["input_ids"], options.new_tokens))
+        except ValueError as error:
+            parser.error(f"prompt {number}: {error}")
+    show(engine, tokenizer, requests)
     print_backends()
+
+
+def show(engine: Engine, tokenizer: Any, requests: list[Request]) -> None:
+    """Run all, and print what is new of each."""
+    shown = [0] * len(requests)
+    begin = time.perf_counter()
+    with tqdm(total=sum(each.new for each in requests), unit="token") as bar:
+        while engine.busy:
+            with torch.inference_mode():
+                news = engine.step()
+            for request, tokens in news:
+                bar.update(len(tokens))
+                number, text = requests.index(request), tokenizer.decode(request.out)
+                more = text[shown[number] :]
+                if (len(more) >= 40 and not text.endswith("\ufffd")) or (more and request.done):
+                    bar.write(f"[{number:3}] {more!r}", sys.stdout)
+                    shown[number] = len(text)
+            running = sum(each is not None for each in engine.rows)
+            waits = f"{running} running, {len(engine.waiting)} waiting"
+            bar.set_postfix_str(f"{waits}, {len(engine.free)} pages free")
+    seconds, total = time.perf_counter() - begin, sum(len(each.out) for each in requests)
+    print(
+        f"{len(requests)} requests, {total} tokens in {seconds:.1f} s: {total / seconds:.0f} "
+        f"tokens/s; {engine.confirmed} of {engine.steps * engine.drafts} drafts confirmed"
+    )
 
 
 if __name__ == "__main__":

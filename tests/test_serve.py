@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import random
 import re
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,129 @@ def test_drafts_are_those_of_the_head_from_the_beginning(serve, model, head):
     assert compared > 8 and 0 < engine.confirmed < 3 * engine.steps
 
 
+@torch.inference_mode()
+def sampled(model, text, new, sampling, number):
+    """Token by token by the unmodified model: of the likeliest tokens that together reach top_p the
+    one in whose share of them the number falls."""
+    source = random.Random(f"{sampling.seed}/{number}")
+    out: list[int] = []
+    for _ in range(new):
+        logits = model(torch.tensor([text + out])).logits[0, -1] / sampling.temperature
+        p = sorted(((x, -token) for token, x in enumerate(logits.softmax(-1).tolist())))[::-1]
+        kept, reached = [], 0.0
+        for x, token in p:
+            if reached < sampling.top_p:
+                kept.append((x, -token))
+                reached += x
+        left = source.random() * reached
+        ends = accumulate(x for x, _ in kept)
+        token = next(token for (_, token), end in zip(kept, ends, strict=True) if left < end)
+        out.append(token)
+        if token in sampling.stop:
+            break
+    return out
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("top_p, stop", [(1.0, ()), (0.6, (5, 9, 11, 33))])
+def test_sampled_tokens_are_those_of_the_request_alone(serve, model, head, drafts, top_p, stop):
+    """Whatever is beside it, and whatever is drafted."""
+    sampling = serve.Sampling(1.5, top_p, seed=3, stop=stop)
+    texts, news = prompts()[:5], [12, 9, 14, 8, 7]
+    engine = serve.Engine(
+        model, head, rows=3, pages=20, reach=8, chunk=32, drafts=drafts, sampling=sampling
+    )
+    wanted = [
+        sampled(model, text, new, sampling, number)
+        for number, (text, new) in enumerate(zip(texts, news, strict=True))
+    ]
+    assert served(engine, texts, news) == wanted
+    assert sorted(engine.free) == list(range(20)), "those that stopped gave their pages back"
+    if stop:
+        ended = [len(out) < new for out, new in zip(wanted, news, strict=True)]
+        assert any(ended), "some stop early"
+    other = serve.Engine(
+        model, head, rows=3, pages=20, reach=8, drafts=drafts, sampling=serve.Sampling(1.5, seed=4)
+    )
+    assert served(other, texts, news) != wanted
+
+
+def test_each_token_gets_its_share_of_the_numbers(serve):
+    logits = torch.tensor([[[0.3, 2.0, -1.0, 1.0, 0.5]]]).expand(1, 4000, 5)
+    draws = (torch.arange(4000)[None] + 0.5) / 4000
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.7), (2.0, 0.01)):
+        p = (logits[0, 0] / temperature).softmax(-1)
+        order = p.argsort(descending=True).tolist()
+        count = next(n for n in range(1, 6) if p[order[:n]].sum() >= min(top_p, 0.999))
+        wanted = torch.zeros(5)
+        wanted[order[:count]] = p[order[:count]] / p[order[:count]].sum()
+        chosen = serve.Sampling(temperature, top_p).choose(logits, draws)
+        shares = torch.bincount(chosen[0], minlength=5) / 4000
+        torch.testing.assert_close(shares, wanted, rtol=0, atol=1e-3)
+    ends = serve.Sampling(1.0).choose(logits[:, :2], torch.tensor([[0.0, 1.0]]))
+    assert ends.tolist() == [[1, 2]], "the likeliest first, and none behind the last"
+
+
+def test_stops_at_a_token(serve, model, head):
+    texts, news = prompts()[:4], [12] * 4
+    plain = served(serve.Engine(model, head, rows=2, pages=20, reach=8), texts, news)
+    stop = tuple({out[at] for out, at in zip(plain, (3, 5, 11, 0), strict=True)})
+    cut = [out[: next(n for n, x in enumerate(out) if x in stop) + 1] for out in plain]
+    engine = serve.Engine(
+        model, head, rows=2, pages=20, reach=8, sampling=serve.Sampling(stop=stop)
+    )
+    assert served(engine, texts, news) == cut and cut != plain
+
+
+def test_drafts_need_a_head(serve, model):
+    with pytest.raises(ValueError, match=r"^Engine: `drafts` is 2 and `head` None, expected 0\.$"):
+        serve.Engine(model, None)
+
+
+def said(serve, monkeypatch, capsys, *options):
+    monkeypatch.setattr(sys, "argv", ["serve", *options])
+    serve.main()
+    return capsys.readouterr().out
+
+
+def test_serves_a_model_from_a_folder(serve, tmp_path, monkeypatch, capsys):
+    """The same as the one that was saved, and it ends where its own settings say so."""
+    tokenizer = serve.make_tokenizer()
+    made = serve.make_model(len(tokenizer))
+    folder, text = tmp_path / "model", tmp_path / "prompts"
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    text.write_text("It was the best of times\n")
+    options = [str(text), "--device", "cpu", "--new-tokens", "8"]
+    random_one = said(serve, monkeypatch, capsys, *options, "--drafts", "0")
+    loaded = said(serve, monkeypatch, capsys, *options, "--model", str(folder))
+    lines = [[x for x in out.splitlines() if x.startswith("[")] for out in (random_one, loaded)]
+    assert lines[0] == lines[1] != [] and "1 requests, 8 tokens" in loaded
+    assert "random weights" in random_one and "random weights" not in loaded
+    for out in (random_one, loaded):
+        assert "an example, no engine: docs/vllm.md" in out
+    ids = tokenizer("It was the best of times")["input_ids"]
+    third = made.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[0, -1].item()
+    made.generation_config.eos_token_id = third
+    made.generation_config.save_pretrained(folder)
+    ended = said(serve, monkeypatch, capsys, *options, "--model", str(folder))
+    assert re.search("1 requests, [123] tokens", ended)
+
+
+SCRIPTS = sorted(x.stem for x in EXAMPLES.glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_fits_a_terminal(script, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(script).main()
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and 3 < len(lines) <= 24 and max(map(len, lines)) <= 80
+
+
 def test_a_request_that_can_never_run_is_refused(serve, model, head):
     engine = serve.Engine(model, head, rows=2, pages=8, reach=4, drafts=2)
     for prompt, new in (([], 3), ([1], 0), ([1] * 50, 13)):
@@ -184,6 +309,11 @@ OPTIONS = [
     ("serve", ["--chunk", "0"], "--chunk: 0, expected 1 or more"),
     ("serve", ["--drafts", "-1"], "--drafts: -1, expected 0 or more"),
     ("serve", ["--new-tokens", "0"], "--new-tokens: 0, expected 1 or more"),
+    ("serve", ["--temperature", "-1"], "--temperature: -1.0, expected 0.0 or more"),
+    ("serve", ["--temperature", "nan"], "--temperature: nan, expected 0.0 or more"),
+    ("serve", ["--top-p", "0"], "--top-p: 0.0, expected more than 0, and at most 1"),
+    ("serve", ["--stop", "It was"], "--stop: 'It was' is . tokens, expected one"),
+    ("serve", ["--model", "no/such/folder"], "no/such/folder"),
     ("serve", ["no such file"], "no such file: No such file or directory"),
     ("serve", [str(EXAMPLES)], f"{EXAMPLES}: Is a directory"),
     ("serve", ["/dev/null"], "/dev/null: there is no prompt in it"),
