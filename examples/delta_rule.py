@@ -23,8 +23,8 @@ stepped = custom.npu_fused_sigmoid_gating_delta_rule_update(
 )
 
 # the same by chunks: the gates are computed outside, q and k normalised by the caller
-unit = [torch.nn.functional.normalize(t[0].float(), dim=-1).to(dtype) for t in (q, k)]
+q1, k1 = (torch.nn.functional.normalize(t[0].float(), dim=-1).to(dtype) for t in (q, k))
 decay = -A_log.exp() * torch.nn.functional.softplus(a[0].float() + dt_bias)
-chunked, state = custom.npu_chunk_gated_delta_rule(*unit, v[0], beta=b[0].sigmoid(), g=decay)
+chunked, state = custom.npu_chunk_gated_delta_rule(q1, k1, v[0], beta=b[0].sigmoid(), g=decay)
 print(f"outputs differ by at most {(chunked - stepped[0]).abs().max():.1e}")
 print(f"states differ by at most {(state[0] - pool[1]).abs().max():.1e}")

@@ -4,6 +4,7 @@
 
 import torch
 from _device import device_and_dtype
+from torch import Tensor
 
 import custom
 
@@ -14,16 +15,16 @@ pool = torch.zeros(B, H, D, D, device=device)
 slots = torch.arange(B, device=device, dtype=torch.int32)
 
 
-def step(q, k, v, a, b, pool):
+def step(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, pool: Tensor) -> Tensor:
     return custom.npu_fused_sigmoid_gating_delta_rule_update(
         A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, pool, slots, use_qk_l2norm_in_kernel=True
     )
 
 
-def token():
-    heads, gates = (B, 1, H, D), (B, 1, H)
-    shapes = heads, heads, heads, gates, gates
-    return tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+def token() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(B, 1, H, D, device=device, dtype=dtype) for _ in range(3))
+    a, b = (torch.randn(B, 1, H, device=device, dtype=dtype) for _ in range(2))
+    return q, k, v, a, b
 
 
 eager_pool, tokens = pool.clone(), [token() for _ in range(5)]

@@ -2,8 +2,11 @@
 # Copyright the npu-custom-ops authors
 """torch.compile of a decode step: CUDA graphs (reduce-overhead), or npugraph_ex on an NPU."""
 
+from typing import Any
+
 import torch
 from _device import device_and_dtype
+from torch import Tensor
 
 import custom
 
@@ -13,21 +16,21 @@ A_log, dt_bias = torch.randn(H, device=device), torch.randn(H, device=device)
 slots = torch.arange(B, device=device, dtype=torch.int32)
 
 
-def step(q, k, v, a, b, pool):
+def step(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, pool: Tensor) -> Tensor:
     return custom.npu_fused_sigmoid_gating_delta_rule_update(
         A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, pool, slots, use_qk_l2norm_in_kernel=True
     )
 
 
-def token():
-    heads, gates = (B, 1, H, D), (B, 1, H)
-    shapes = heads, heads, heads, gates, gates
-    return tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+def token() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(B, 1, H, D, device=device, dtype=dtype) for _ in range(3))
+    a, b = (torch.randn(B, 1, H, device=device, dtype=dtype) for _ in range(2))
+    return q, k, v, a, b
 
 
 pool = torch.zeros(B, H, D, D, device=device)
 torch._dynamo.mark_static_address(pool)  # a graph may write it in place
-options = {
+options: dict[str, Any] = {
     "cpu": dict(backend="aot_eager"),  # a CPU has no graphs, and nothing here to be fused
     "cuda": dict(mode="reduce-overhead"),
     "npu": dict(backend="npugraph_ex"),

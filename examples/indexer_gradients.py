@@ -24,9 +24,10 @@ d_query, d_key, d_weights, loss = custom.npu_sparse_lightning_indexer_grad_kl_lo
 print(f"loss {loss.item():.3f}, gradients {[list(g.shape) for g in (d_query, d_key, d_weights)]}")
 
 # a small step against them lowers the loss (on the same selection)
-stepped = [x - 1e-2 * g for x, g in ((query_index, d_query), (key_index, d_key))]
-*_, after = custom.npu_sparse_lightning_indexer_grad_kl_loss(
-    query, key, *stepped, weights - 1e-2 * d_weights, indices, softmax_max, softmax_sum, R**-0.5
-)
+query_index, key_index = query_index - 1e-2 * d_query, key_index - 1e-2 * d_key
+weights = weights - 1e-2 * d_weights
+after = custom.npu_sparse_lightning_indexer_grad_kl_loss(
+    query, key, query_index, key_index, weights, indices, softmax_max, softmax_sum, R**-0.5
+)[-1]
 print(f"loss after a step {after.item():.3f}")
 assert after < loss

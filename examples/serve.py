@@ -140,14 +140,14 @@ class Engine:
     def _through(
         self, numbers: Iterable[int], hidden: Tensor, lengths: Tensor, table: Tensor,
         indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The last S tokens [B, S, H] of requests that are `lengths` long with them, through the
         layers `numbers`. Rows at negative positions are padding."""
         positions = token_positions(lengths, hidden.shape[1])
         slots = self.caches.slots(positions, table)
         cos, sin = self.model.model.rotary_emb(hidden, positions.clamp(min=0))
         for number in numbers:
-            layer, w, pools = (x[number] for x in (self.layers, self.weights, self.caches.layers))
+            layer, w, pools = self.layers[number], self.weights[number], self.caches.layers[number]
             arguments = (
                 layer.input_layernorm(hidden), w.dq, w.uq_qr, w.uk, w.dkv_kr, w.gamma_cq,
                 w.gamma_ckv, sin, cos, slots, pools.kv, pools.kr, table, lengths,
@@ -158,6 +158,7 @@ class Engine:
                     pools.index_k, **w.options,
                 )  # fmt: skip
             else:  # attends to what a layer before it has selected
+                assert indices is not None
                 latent = custom.npu_sparse_attention_shared_pto(*arguments, indices, **w.options)
             hidden = hidden + layer.self_attn.o_proj(w.values(latent))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -186,6 +187,7 @@ class Engine:
             mixed = self.head(inner.embed_tokens(following), hidden)
             hidden, _ = self._through([last], mixed, lengths, table, chosen)
             if number == 0:  # the keys of all tokens are there; on from the last right one
+                assert chosen is not None  # the first layer has an indexer
                 hidden = hidden.take_along_dim(right[..., None], 1)
                 chosen = chosen.take_along_dim(right[..., None, None], 1)
                 ends = (lengths - tokens.shape[1] + 1 + right[:, 0]).to(lengths.dtype)
@@ -291,8 +293,8 @@ def load(path: str, device: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     config = AutoConfig.from_pretrained(path)
     if config.model_type not in ("glm_moe_dsa", "deepseek_v32"):
         raise ValueError(f"a model of type {config.model_type}, expected glm_moe_dsa, deepseek_v32")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(path), None
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(path), None
 
 
 def small(device: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:

@@ -19,10 +19,11 @@ def ints(values):
     return torch.tensor(values, device=device, dtype=torch.int32)
 
 
-weights = [new(H, Rq), new(Rq, N * (Dn + Dr)), new(N, Dn, R), new(H, R + Dr)]
-weights = [custom.to_nz(w) if w.dim() == 2 else w for w in weights]  # w_uk stays row-major
-norms = [torch.ones(n, device=device, dtype=dtype) for n in (Rq, R)]
-index = [custom.to_nz(w) for w in (new(Rq, Ni * Di), new(H, Di), new(H, Ni))]
+shapes = (H, Rq), (Rq, N * (Dn + Dr)), (H, R + Dr), (Rq, Ni * Di), (H, Di), (H, Ni)
+w_dq, w_uq_qr, w_dkv_kr, w_idx_qb, w_idx_k, w_idx_proj = (custom.to_nz(new(*x)) for x in shapes)
+w_uk = new(N, Dn, R)  # row-major
+gamma_cq, gamma_ckv, in_gamma_k = (torch.ones(n, device=device, dtype=dtype) for n in (Rq, R, Di))
+in_beta_k = torch.zeros(Di, device=device, dtype=dtype)
 kv, kr, index_k = (new(8, P, 1, n) for n in (R, Dr, Di))
 table, lengths = ints([[5, 2, -1], [0, 7, 3]]), ints([200, 300])  # the new tokens counted in
 positions = lengths[:, None] - S + torch.arange(S, device=device)
@@ -30,8 +31,8 @@ slots = table.gather(1, (positions // P).long()) * P + positions % P
 
 before = kv.clone()
 out = custom.npu_sparse_attention_pto(
-    new(B, S, H), *weights, *norms, new(B, S, Dr), new(B, S, Dr), slots.int(), kv, kr,
-    table, lengths, *index, *(t(Di, device=device, dtype=dtype) for t in (torch.ones, torch.zeros)),
+    new(B, S, H), w_dq, w_uq_qr, w_uk, w_dkv_kr, gamma_cq, gamma_ckv, new(B, S, Dr), new(B, S, Dr),
+    slots.int(), kv, kr, table, lengths, w_idx_qb, w_idx_k, w_idx_proj, in_gamma_k, in_beta_k,
     index_k, sparse_count=64,
 )  # fmt: skip
 print("latent output", list(out.shape), "finite:", bool(out.isfinite().all()))
