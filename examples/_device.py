@@ -48,7 +48,8 @@ def in_a_folder(text: str) -> Path:
 
 def choose_device(name: str) -> str:
     """auto: npu, else cuda, else cpu."""
-    npu = hasattr(torch, "npu") and torch.npu.is_available()
+    torch_npu = getattr(torch, "npu", None)
+    npu = torch_npu is not None and torch_npu.is_available()
     here = {"npu": npu, "cuda": torch.cuda.is_available(), "cpu": True}
     chosen = next(each for each in here if here[each]) if name == "auto" else name
     if not here[chosen]:

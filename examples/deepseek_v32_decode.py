@@ -19,6 +19,7 @@ import argparse
 import copy
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from _agreement import EIGHT_BITS, check
@@ -65,7 +66,7 @@ class Server:
             kv_kind=kind,
             index_kind=kind,
         )
-        self.selected = None
+        self.selected: Any = None  # [layers, B, positions, K], where they are recorded
         self.attend = [
             Replayed(partial(self.attention, index)) for index in range(len(self.weights))
         ]
@@ -74,7 +75,7 @@ class Server:
         """(what the attention of layer `index` adds, the selected positions where they are kept)"""
         block_table, pools = state
         w = self.weights[index]
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             x=x,
             sin=sin,
             cos=cos,
@@ -355,7 +356,7 @@ def run(model, tokenizer, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument(
         "--dtype",
@@ -383,7 +384,7 @@ def main():
         dtypes = ["float32", "bfloat16"]
     with torch.inference_mode():
         for dtype in dtypes:
-            model = make_model(len(tokenizer), topk=options.context // 4, narrow=narrow)
+            model: Any = make_model(len(tokenizer), topk=options.context // 4, narrow=narrow)
             model = model.to(device, getattr(torch, dtype))
             if options.weights != "bf16":
                 quantise_weights(model, options.weights)

@@ -14,11 +14,13 @@ key = torch.randn(B, S, D, device=device, dtype=dtype)
 indices = torch.arange(K, device=device).expand(B, S, K)  # row i uses positions up to i
 score = torch.zeros(B, S, K, device=device, requires_grad=True)
 optimizer = torch.optim.Adam([score], lr=0.1)
+losses: list[float] = []
 for step in range(50):
     loss = custom.compute_index_loss_sparse(query, key, score, indices, D**-0.5, reduction="mean")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    losses.append(loss.item())
     if step % 10 == 0:
-        print(f"step {step:2d}  loss {loss.item():.4f}")
-print(f"at the end  {loss.item():.4f}")
+        print(f"step {step:2d}  loss {losses[-1]:.4f}")
+print(f"at the end  {losses[-1]:.4f}")

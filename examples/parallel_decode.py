@@ -14,6 +14,7 @@ import argparse
 import datetime
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,11 +105,12 @@ class Alone:
 
     def whole(self, number, step, positions):
         pools = self.caches.layers[number]
-        return dict(
+        arguments: dict[str, Any] = dict(
             self.layers[number], **step, kv_cache=pools.kv, kr_cache=pools.kr,
             index_k_cache=pools.index_k, block_table=self.caches.block_table,
             cache_index=self.caches.slots(positions),
         )  # fmt: skip
+        return arguments
 
     def attend(self, number, step, positions):
         layer = self.whole(number, step, positions)
@@ -153,7 +155,9 @@ class ContextParallel(TensorParallel):
     def attend(self, number, step, positions):
         layer, own = self.whole(number, step, positions), self.shards.layers[number]
         table = self.shards.block_table
-        index = dict(index_block_table=layer["block_table"], index_cache_index=layer["cache_index"])
+        index: dict[str, Any] = dict(
+            index_block_table=layer["block_table"], index_cache_index=layer["cache_index"]
+        )
         slots = custom.shard_slots(positions, table, PAGE, self.rank, self.size)
         layer.update(kv_cache=own.kv, kr_cache=own.kr, block_table=table, cache_index=slots)
         return parallel.context_parallel_attention(
@@ -173,7 +177,7 @@ def decode(decoder, prompts, lengths, tokens):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
     parser.add_argument("--new-tokens", type=at_least(1), default=12)
     options = parser.parse_args()
@@ -188,6 +192,7 @@ def main():
         getattr(torch, options.device).set_device(device)
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
     group, size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None  # init_process_group made it
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
 
     random = torch.Generator().manual_seed(1)

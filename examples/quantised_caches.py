@@ -9,6 +9,7 @@ ones too; drift is the difference of the logits, relative to them.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from _device import DEVICES, choose_device, in_a_folder
@@ -148,7 +149,7 @@ def selection(query, key, weights, paged, kind, hadamard):
 
 
 def attention(query, latent, rope, indices, paged, kind):
-    common = dict(
+    common: dict[str, Any] = dict(
         block_table=paged["table"], actual_seq_lengths_kv=paged["lengths"], layout_kv="PA_BSND",
         attention_mode=2,
     )  # fmt: skip

@@ -23,6 +23,7 @@ pass, and what is refused is taken back from the states.
 import argparse
 import time
 from functools import partial
+from typing import Any
 
 import torch
 from _agreement import check
@@ -72,7 +73,7 @@ def make_kimi_linear(vocabulary):
 
 
 def make_qwen(vocabulary, dense=False):
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
@@ -89,7 +90,7 @@ def make_qwen(vocabulary, dense=False):
         pad_token_id=None,
     )
     # every expert is chosen: which ones a near-tie would pick is not the subject here
-    experts = dict(
+    experts: dict[str, Any] = dict(
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
         num_experts=4,
@@ -182,7 +183,7 @@ def run(model, tokenizer, options):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-next")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument(

@@ -184,6 +184,7 @@ class Engine:
             following = following.where(following >= 0, answers)
         out = [right, answers]
         for number in range(self.drafts):
+            assert self.head is not None
             mixed = self.head(inner.embed_tokens(following), hidden)
             hidden, _ = self._through([last], mixed, lengths, table, chosen)
             if number == 0:  # the keys of all tokens are there; on from the last right one
@@ -192,8 +193,9 @@ class Engine:
                 chosen = chosen.take_along_dim(right[..., None, None], 1)
                 ends = (lengths - tokens.shape[1] + 1 + right[:, 0]).to(lengths.dtype)
                 lengths = ends.where(lengths > 0, 0)
-            following = self.model.lm_head(self.head.norm(hidden)).argmax(-1)
-            out.append(following)
+            draft = self.model.lm_head(self.head.norm(hidden)).argmax(-1)
+            out.append(draft)
+            following = draft
             lengths = lengths + (lengths > 0)  # idle rows stay so
         return torch.cat(out, 1)
 
@@ -300,7 +302,8 @@ def load(path: str, device: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
 def small(device: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """(model, tokenizer, head for drafts) with random weights."""
     tokenizer = make_tokenizer()
-    model = make_model(len(tokenizer)).to(device, dtype)
+    model: Any = make_model(len(tokenizer))
+    model = model.to(device, dtype)
     return model, tokenizer, DraftHead(model).to(device, dtype)
 
 

@@ -52,10 +52,11 @@ class LinearAttention(nn.Module):
             )
             return o, (columns, state)
         # packed: B sequences of S tokens
-        unit = [normalize(t.float(), dim=-1).to(v.dtype).flatten(0, 1) for t in (q, k)]
+        q, k = (normalize(t.float(), dim=-1).to(v.dtype).flatten(0, 1) for t in (q, k))
         g = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias.float())
         o, state = custom.npu_chunk_gated_delta_rule(
-            *unit,
+            q,
+            k,
             v.flatten(0, 1),
             beta=b.sigmoid().flatten(0, 1),
             g=g.flatten(0, 1),

@@ -89,9 +89,9 @@ def distinct(c: Checker, name: str, tensor: Tensor, rows: int) -> None:
 
 def accepted(c: Checker, tensor: Tensor | None, by: Tensor | None, *none: int) -> None:
     """One number a sequence; where values are known, tokens that a row of the pool can hold.  A
-    sequence whose number in `by` is one of `none` reads no row."""
+    sequence whose number in `by` is one of `none` reads no row, and none does without tokens."""
     indices(c, "num_accepted_tokens", tensor)
-    if tensor is None or not known(tensor):
+    if tensor is None or not known(tensor) or 0 in (c.sizes.get("S"), c.sizes.get("T")):
         return
     most = c.sizes["L"] - c.sizes["W"] + 2
     came, reads = tensor.tolist(), by.tolist() if by is not None else None
