@@ -75,6 +75,12 @@ from .quantised import (  # noqa: E402
     npu_quant_lightning_indexer_scores,
     quantize_index_query,
 )
+from .shared_kv import (  # noqa: E402
+    flash_mla_v4,
+    npu_kv_quant_sparse_attn_sharedkv,
+    npu_sparse_attn_sharedkv,
+    npu_sparse_attn_sharedkv_metadata,
+)
 from .sparse_attention import (  # noqa: E402
     npu_indexer_prolog_pto,
     npu_lightning_indexer,
@@ -103,6 +109,7 @@ __all__ = [
     "convert_rows",
     "entry_positions",
     "flash_mla_sparse_fp8",
+    "flash_mla_v4",
     "from_nz",
     "fused_sigmoid_gating_delta_rule_update",
     "hadamard",
@@ -124,6 +131,7 @@ __all__ = [
     "npu_gated_rms_norm",
     "npu_index_cache_write",
     "npu_indexer_prolog_pto",
+    "npu_kv_quant_sparse_attn_sharedkv",
     "npu_kv_quant_sparse_flash_attention",
     "npu_kv_quant_sparse_flash_attention_lse",
     "npu_latent_cache_write",
@@ -143,6 +151,8 @@ __all__ = [
     "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_attention_shared_pto",
+    "npu_sparse_attn_sharedkv",
+    "npu_sparse_attn_sharedkv_metadata",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",

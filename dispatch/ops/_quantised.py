@@ -64,10 +64,9 @@ def rows(c: Checker, name: str, tensor: Tensor, row_layout: str) -> None:
     c.require(reason is None, f"`{name}` has {reason}")
 
 
-def v4_rows(c: Checker, name: str, tensor: Tensor) -> None:
-    """Rows of "v4", of any number a page; pages may lie apart."""
+def v4_pages(c: Checker, name: str, tensor: Tensor) -> None:
+    """Rows of "v4" whose shape is known; pages may lie apart."""
     c.dtype(name, tensor, torch.uint8)
-    c.shape(name, tensor, f"pages P 1 {quantised.V4_ROW}")
     whole_pages(c, **{name: tensor})
     reason = quantised.misplaced(tensor[:, :1], 2)
     c.require(reason is None, f"`{name}` has {reason}")

@@ -50,7 +50,6 @@ def check(
     if row_layout == quantised.V4:
         _only_v4(c, kind, scale_format, alpha)
         c.dtype("k_rope", k_rope, torch.bfloat16)
-        c.dtype("rows", rows, torch.uint8)
         c.shape("ckv", ckv, f"T {quantised.V4_VALUES}")
     else:
         c.dtype("k_rope", k_rope, torch.bfloat16, torch.float16)
@@ -59,7 +58,8 @@ def check(
     c.shape("k_rope", k_rope, f"T {quantised.ROTARY}")
     c.shape("slots", slots, "T")
     if row_layout == quantised.V4:
-        _quantised.v4_rows(c, "rows", rows)
+        c.shape("rows", rows, f"pages P 1 {quantised.V4_ROW}")
+        _quantised.v4_pages(c, "rows", rows)
     else:
         c.shape("rows", rows, f"pages P 1 {quantised.ROW}")
         _quantised.page_size(c)

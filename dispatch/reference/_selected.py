@@ -12,7 +12,9 @@ from torch import Tensor
 from ..common import layout, paged
 
 # gathered numbers held at a time: 64 MiB in float32
-_BLOCK = 1 << 24
+BLOCK = 1 << 24
+# keeps 0 / 0 of a row without keys and sink at 0; any other row divides by at least 1
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def slots(
@@ -31,7 +33,7 @@ def slots(
     inside = torch.arange(block_size, device=key.device)
     width = max(1, indices.shape[1] * block_size)
     seeing = torch.nonzero(rows.limit).flatten()
-    for tokens in seeing.split(max(1, _BLOCK // (width * numbers))):
+    for tokens in seeing.split(max(1, BLOCK // (width * numbers))):
         # no product of an index that is out of range, which could overflow into it
         index = indices[tokens].long().clamp(min=-1).minimum(rows.limit[tokens, None])
         position = (index[..., None] * block_size + inside).flatten(1)
@@ -50,6 +52,18 @@ def logits(query: Tensor, key: Tensor, scale: float, slot: Tensor) -> Tensor:
     """[tokens, N, slots] of queries [tokens, N, D] and gathered keys; -inf at absent slots."""
     z = query.to(key.dtype) @ key.mT * scale
     return z.masked_fill_((slot < 0)[:, None], -torch.inf)
+
+
+def attended(z: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [tokens, N, D], max, sum [tokens, N]) of `logits` and values [tokens, slots, D]."""
+    top = z.amax(-1)
+    # a row that sees nothing: exp(-inf - 0) is 0, not NaN
+    shift = top.masked_fill(top == -torch.inf, 0)
+    p = torch.exp(z - shift[..., None])
+    total = denominator = p.sum(-1)
+    if sinks is not None:
+        denominator = total + torch.exp(sinks - shift)
+    return p @ value / denominator.clamp(min=_TINY)[..., None], top, total
 
 
 class Sums:

@@ -17,9 +17,6 @@ from ..common import layout
 from . import _selected
 from ._precision import accumulator
 
-# keeps 0 / 0 of a row without keys and sink at 0; any other row divides by at least 1
-_TINY = torch.finfo(torch.float32).tiny
-
 
 def forward(
     query: Tensor,
@@ -95,12 +92,6 @@ def attend(
     for tokens, slot in _selected.slots(key, sparse_indices, block_size, rows, keys, numbers):
         k, v = gathered(slot)
         z = _selected.logits(q[tokens], k, scale, slot)
-        m = z.amax(-1)
-        # a row that sees nothing: exp(-inf - 0) is 0, not NaN
-        shift = m.masked_fill(m == -torch.inf, 0)
-        p = torch.exp(z - shift[..., None])
-        top[tokens], total[tokens] = m, (denominator := p.sum(-1))
-        if sinks is not None:
-            denominator = denominator + torch.exp(sinks - shift)
-        o[tokens] = (p @ v / denominator.clamp(min=_TINY)[..., None]).to(out.dtype)
+        seen, top[tokens], total[tokens] = _selected.attended(z, v, sinks)
+        o[tokens] = seen.to(out.dtype)
     return out, softmax_max, softmax_sum

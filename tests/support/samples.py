@@ -233,6 +233,61 @@ def _kv_quant_sparse_flash_attention(m: Maker, B: int = 2, S: int = 3) -> Argume
     )
 
 
+def _sparse_attn_sharedkv(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    wide = torch.float64 if m.dtype is torch.float64 else torch.float32
+    return dict(
+        q=m.normal(B, S, 4, R),
+        ori_kv=m.normal(B, 21, 1, R),
+        cmp_kv=m.normal(B, 6, 1, R),
+        cmp_sparse_indices=m.shuffled(B, S, 1, 4, high=6),
+        seqused_kv=m.ints(*[21, 17, 19][:B]),
+        sinks=m.normal(4, dtype=wide),
+        cmp_ratio=4,
+        ori_win_left=7,
+        layout_kv="BSND",
+        return_softmax_lse=True,
+    )
+
+
+def _sparse_attn_sharedkv_grad(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    forward = _sparse_attn_sharedkv(m, B, S)
+    out, lse = custom.npu_sparse_attn_sharedkv(**forward)
+    del forward["return_softmax_lse"]
+    return forward | dict(
+        d_out=m.normal(*out.shape), out=out, softmax_lse=lse, d_softmax_lse=torch.ones_like(lse)
+    )
+
+
+def _kv_quant_sparse_attn_sharedkv(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    rows, entries = (
+        torch.zeros(max(B, 1), step, dtype=torch.uint8, device=m.device)[:, : page * 584].view(
+            -1, page, 1, 584
+        )
+        for page, step in ((32, 19008), (8, 5184))
+    )
+    for cache in (rows, entries):
+        count = cache.shape[:2].numel()
+        custom.npu_latent_cache_write(
+            m.normal(count, 448), m.normal(count, 64, dtype=torch.bfloat16), cache,
+            torch.arange(count, device=m.device), kind="fp8", row_layout="v4",
+        )  # fmt: skip
+    table = m.ints(*range(B)).view(B, 1)
+    return dict(
+        q=m.normal(B, S, 4, 512),
+        kv_quant_mode=1,
+        ori_kv=rows,
+        cmp_kv=entries,
+        cmp_sparse_indices=m.shuffled(B, S, 1, 4, high=6),
+        ori_block_table=table,
+        cmp_block_table=table,
+        seqused_kv=m.ints(*[21, 17, 19][:B]),
+        sinks=m.normal(4, dtype=torch.float64 if m.dtype is torch.float64 else torch.float32),
+        cmp_ratio=4,
+        ori_win_left=7,
+        return_softmax_lse=True,
+    )
+
+
 def _quant_lightning_indexer(m: Maker, B: int = 2, S: int = 3) -> Arguments:
     weights = torch.float32 if m.dtype is torch.float64 else m.dtype
     q, weights, scale = custom.quantize_index_query(
@@ -555,6 +610,9 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_lightning_indexer": _lightning_indexer,
     "npu_lightning_indexer_scores": _lightning_indexer_scores,
     "npu_lightning_indexer_grad": _lightning_indexer_grad,
+    "npu_sparse_attn_sharedkv": _sparse_attn_sharedkv,
+    "npu_sparse_attn_sharedkv_grad": _sparse_attn_sharedkv_grad,
+    "npu_kv_quant_sparse_attn_sharedkv": _kv_quant_sparse_attn_sharedkv,
     "npu_sparse_flash_attention": _sparse_flash_attention,
     "npu_sparse_flash_attention_grad": _sparse_flash_attention_grad,
     "npu_kv_quant_sparse_flash_attention": _kv_quant_sparse_flash_attention,
