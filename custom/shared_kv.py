@@ -189,49 +189,26 @@ def npu_kv_quant_sparse_attn_sharedkv(
     """
 
 
-def npu_sparse_attn_sharedkv_metadata(
-    *,
-    num_heads_q: int | None = None,
-    num_heads_kv: int | None = None,
-    head_dim: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_ori_kv: Tensor | None = None,
-    cu_seqlens_cmp_kv: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_kv: Tensor | None = None,
-    batch_size: int | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None,
-    ori_topk: int | None = None,
-    cmp_topk: int | None = None,
-    topk: int | None = None,
-    cmp_ratio: int | None = None,
-    ori_mask_mode: int | None = None,
-    cmp_mask_mode: int | None = None,
-    ori_win_left: int | None = None,
-    ori_win_right: int | None = None,
-    layout_q: str | None = None,
-    layout_kv: str | None = None,
-    has_ori_kv: bool | None = None,
-    has_cmp_kv: bool | None = None,
-    device: Any = None,
-) -> Tensor:
+def npu_sparse_attn_sharedkv_metadata(*, device: Any = None, **arguments: Any) -> Tensor:
     """What CANN's callers hand to `npu_sparse_attn_sharedkv` as `metadata`, which is not read here.
 
     Args:
-        num_heads_q: not read, as all but `device` and where the tensors lie.
         device: of the result; None: that of the first tensor, else the default one.
+        arguments: any of CANN's; not read.
 
     Returns:
         int32 [1024] of zeros.
+
+    Raises:
+        TypeError: an argument has no name.
 
     >>> import custom
     >>> custom.npu_sparse_attn_sharedkv_metadata(num_heads_q=64, cmp_ratio=4).shape
     torch.Size([1024])
     """
     if device is None:
-        given = (cu_seqlens_q, cu_seqlens_ori_kv, cu_seqlens_cmp_kv, seqused_q, seqused_kv)
-        device = next((x.device for x in given if x is not None), None)
+        given = (x.device for x in arguments.values() if isinstance(x, Tensor))
+        device = next(given, None)
     return torch.zeros(1024, dtype=torch.int32, device=device)
 
 
