@@ -21,7 +21,7 @@ from .log2 import LN2, LOG2E
 def _combine(
     partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum,
     HEADS: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
-    HAS_SINK: tl.constexpr, STATS: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_SINK: tl.constexpr, STATS: tl.constexpr, LSE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """out of one row and head, WIDTH columns, from its SPLITS parts, always in the same order."""
     program = tl.program_id(0).to(tl.int64)
@@ -48,8 +48,11 @@ def _combine(
     if STATS:
         first = tl.program_id(1) == 0
         row_max = tl.where(valid, row_max * LN2, float("-inf"))
-        tl.store(softmax_max + program, row_max, mask=first)
-        tl.store(softmax_sum + program, row_sum, mask=first)
+        if LSE:
+            tl.store(softmax_max + program, row_max + tl.log(row_sum), mask=first)
+        else:
+            tl.store(softmax_max + program, row_max, mask=first)
+            tl.store(softmax_sum + program, row_sum, mask=first)
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,21 @@ def is_chained(device: torch.device, splits: int) -> bool:
 
 
 def combine(
-    parts: Parts, sinks: Tensor | None, out: Tensor, softmax_max: Tensor, softmax_sum: Tensor
+    parts: Parts,
+    sinks: Tensor | None,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor | None,
 ) -> None:
-    """out [.., heads, rank] of parts [rows, splits, heads]; the statistics where not empty."""
+    """out [.., heads, rank] of parts [rows, splits, heads]; the statistics where not empty, or
+    without `softmax_sum` their log-sum-exp for the maxima."""
     heads, rank = out.shape[-2:]
     chained = is_chained(out.device, parts.splits)
     width = min(128 if parts.splits > 8 else 512, triton.next_power_of_2(rank))
     launches.kernel(_combine, out.numel() // rank, triton.cdiv(rank, width))(
         parts.out, parts.max, parts.sum, softmax_max if sinks is None else sinks, out, softmax_max,
-        softmax_sum, HEADS=heads, R=rank, SPLITS=parts.splits, WIDTH=width,
-        HAS_SINK=sinks is not None, STATS=softmax_max.numel() > 0, CHAINED=chained, num_warps=4,
+        softmax_max if softmax_sum is None else softmax_sum, HEADS=heads, R=rank,
+        SPLITS=parts.splits, WIDTH=width, HAS_SINK=sinks is not None,
+        STATS=softmax_max.numel() > 0, LSE=softmax_sum is None, CHAINED=chained, num_warps=4,
         **({"launch_pdl": True} if chained else {}),
     )  # fmt: skip
