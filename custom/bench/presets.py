@@ -16,6 +16,7 @@ from . import (
     indexer_loss,
     merging,
     quantised,
+    shared_kv,
     sparse_attention,
     sparse_gradients,
 )
@@ -31,6 +32,7 @@ _PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **convolution.PRESETS,
     **sparse_gradients.PRESETS,
     **compression.PRESETS,
+    **shared_kv.PRESETS,
 }
 
 _SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(

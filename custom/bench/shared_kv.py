@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Rows for attention over window rows and entries at DeepSeek-V4's sizes: 64 heads (Flash) and 128
+(Pro), a window of 128; sliding, all entries of 128 tokens (HCA), 512 or 1024 entries of 4 (CSA)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch.common import quantised
+from .case import Arguments, Case, Draw, Outputs
+from .sparse_attention import BF16, first_requests
+
+D, WINDOW, P = 512, 128, 64
+FLOAT, INT = 4, 4  # bytes
+OP, GRAD, BYTES = (
+    "npu_sparse_attn_sharedkv",
+    "npu_sparse_attn_sharedkv_grad",
+    "npu_kv_quant_sparse_attn_sharedkv",
+)
+_ops = torch.ops.custom
+# source tokens of an entry, 0 for none
+RATIOS = {"sliding": 0, "CSA": 4, "HCA": 128}
+
+
+def _keys(kind: str, context: int, k: int) -> int:
+    """That a token at the end of `context` sees."""
+    m = RATIOS[kind]
+    entries = context // m if m else 0
+    return WINDOW + (min(k, entries) if kind == "CSA" else entries)
+
+
+def _entry_page(kind: str) -> int:
+    return max(1, 256 // RATIOS[kind])  # 256 source tokens a page
+
+
+def _cache(draw: Draw, pages: int, page: int, eight_bits: bool) -> Tensor:
+    if not eight_bits:
+        return draw.normal(pages, page, 1, D)
+    step = -(-page * quantised.V4_ROW // 576) * 576
+    raw = torch.empty(pages, step, dtype=torch.uint8, device=draw.device)
+    rows = raw[:, : page * quantised.V4_ROW].view(pages, page, 1, quantised.V4_ROW)
+    _ops.npu_latent_cache_write(
+        draw.normal(pages * page, quantised.V4_VALUES), draw.normal(pages * page, quantised.ROTARY),
+        rows, torch.arange(pages * page, device=draw.device), kind="fp8", row_layout="v4",
+    )  # fmt: skip
+    return rows
+
+
+def _selected(draw: Draw, kind: str, b: int, s: int, context: int, k: int) -> Tensor:
+    return draw.chosen(b * s, k, (context - s + 1) // RATIOS[kind]).view(b, s, 1, k)
+
+
+def case(kind: str, b: int, s: int, n: int, context: int, k: int, op: str = OP) -> Case:
+    """Paged caches; requests share no page."""
+    eight_bits, m = op == BYTES, RATIOS[kind]
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        # the window's pages go round
+        held = -(-(WINDOW + s) // P) + 1
+        table = draw.table(b, held)
+        columns = torch.arange(context // P, device=device) % held
+        given = dict(
+            q=draw.normal(b, s, n, D),
+            ori_kv=_cache(draw, b * held, P, eight_bits),
+            ori_block_table=table[:, columns].contiguous(),
+            seqused_kv=draw.full(b, value=context),
+            sinks=draw.normal(n, dtype=torch.float32),
+            cmp_ratio=m,
+            ori_win_left=WINDOW - 1,
+            return_softmax_lse=True,
+        )
+        if m:
+            page = _entry_page(kind)
+            pages = -(-context // m // page)
+            given |= dict(
+                cmp_kv=_cache(draw, b * pages, page, eight_bits),
+                cmp_block_table=draw.table(b, pages),
+            )
+        if kind == "CSA":
+            given["cmp_sparse_indices"] = _selected(draw, kind, b, s, context, k)
+        return given | (dict(kv_quant_mode=1) if eight_bits else {})
+
+    names = ["q", "ori_block_table", "seqused_kv"]
+    names += ["cmp_block_table"] if m else []
+    names += ["cmp_sparse_indices"] if kind == "CSA" else []
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        piece, _ = first_requests(tuple(names), 2)(arguments)
+        if s > 8:
+            by_token = {"q", "cmp_sparse_indices"} & piece.keys()
+            piece |= {name: piece[name][:, -8:] for name in by_token}
+        return piece, lambda outputs: [outputs[0][:2, -8:], outputs[1][:2, :, -8:]]
+
+    seen = _keys(kind, context, k)
+    # a row and an entry are read once by all tokens of a request
+    held = min(seen * s, WINDOW + s - 1 + (context // m if m else 0)) * b
+    row = quantised.V4_ROW if eight_bits else BF16 * D
+    chosen = b * s * k * INT if kind == "CSA" else 0
+    label = f"{kind}, {n} heads, {b} x {s} queries, {context // 1024}K tokens"
+    return Case(
+        op,
+        f"fp8, {label}" if eight_bits else label,
+        make,
+        part,
+        bytes=float(held * row + b * s * n * (2 * BF16 * D + FLOAT) + chosen),
+        flops=4.0 * b * s * n * seen * D,
+        shape=dict(b=b, s=s, n=n, context=context, m=m),
+        peers={"bf16": _on_bf16} if eight_bits else {},
+        reference=False,
+    )
+
+
+def _on_bf16(arguments: Arguments) -> Callable[[], Any]:
+    """The op on what the rows stand for."""
+    wide = {}
+    for name in ("ori_kv", "cmp_kv"):
+        if name in arguments:
+            values, rotary, scales = quantised.v4_parts(arguments[name])
+            by = (scales[..., :-1].int() << 23).view(torch.float32)
+            rows = (values.float() * by.repeat_interleave(quantised.V4_TILE, -1)).bfloat16()
+            wide[name] = torch.cat([rows, rotary], -1)[:, :, None]
+    given = {name: x for name, x in arguments.items() if name != "kv_quant_mode"}
+    return partial(_ops.npu_sparse_attn_sharedkv, **given | wide)
+
+
+def gradient_case(kind: str, s: int, n: int, k: int) -> Case:
+    """A prompt of `s` tokens with dense keys."""
+    m = RATIOS[kind]
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        draw = Draw(device, seed)
+        given = dict(
+            q=draw.normal(1, s, n, D),
+            ori_kv=draw.normal(1, s, 1, D),
+            cmp_kv=draw.normal(1, s // m, 1, D) if m else None,
+            sinks=draw.normal(n, dtype=torch.float32),
+            cmp_ratio=m,
+            ori_win_left=WINDOW - 1,
+            layout_kv="BSND",
+        )
+        if kind == "CSA":
+            given["cmp_sparse_indices"] = draw.chosen(s, k, s // m).view(1, s, 1, k)
+        out, lse = _ops.npu_sparse_attn_sharedkv(**given, return_softmax_lse=True)
+        return given | dict(d_out=draw.normal(1, s, n, D), out=out, softmax_lse=lse)
+
+    def part(arguments: Arguments) -> tuple[Arguments, Callable[[Outputs], Outputs]]:
+        """The last tokens; what is summed over all of them is of these alone."""
+        last = 16
+        arguments["d_out"][:, :-last] = 0
+        names = {"q", "d_out", "out", "cmp_sparse_indices"} & arguments.keys()
+        piece = arguments | {name: arguments[name][:, -last:].contiguous() for name in names}
+        piece["softmax_lse"] = arguments["softmax_lse"][:, :, -last:].contiguous()
+        return piece, lambda outputs: [outputs[0][:, -last:], *outputs[1:]]
+
+    far = _keys(kind, s, k) - WINDOW
+    seen = min(WINDOW, s) + (far if kind == "CSA" else far / 2)
+    rows = s + (s // m if m else 0)
+    return Case(
+        GRAD,
+        f"{kind}, {n} heads, {s} tokens",
+        make,
+        part,
+        bytes=float(BF16 * D * (4 * s * n + 2 * rows) + s * (FLOAT * n + INT * k)),
+        flops=10.0 * s * n * seen * D,
+        shape=dict(s=s, n=n, m=m),
+        reference=False,
+    )
+
+
+def _cases(small: bool, op: str = OP) -> list[Case]:
+    if small:
+        return [case(kind, 2, 2, 4, 2048, 64, op) for kind in RATIOS]
+    decode = [
+        case(kind, b, 1, n, 65536, 8 * n, op)
+        for n in (64, 128)
+        for b in (1, 32, 128)
+        for kind in RATIOS
+    ]
+    return [*decode, *(case(kind, 1, 4096, 64, 65536, 512, op) for kind in RATIOS)]
+
+
+def _gradients(small: bool) -> list[Case]:
+    if small:
+        return [gradient_case(kind, 256, 2, 16) for kind in RATIOS]
+    return [gradient_case(kind, 4096, 64, 512) for kind in RATIOS]
+
+
+PRESETS: dict[str, Callable[[bool], list[Case]]] = {
+    OP: _cases,
+    GRAD: _gradients,
+    BYTES: partial(_cases, op=BYTES),
+}
