@@ -123,6 +123,8 @@ DENSE = {
     "npu_gated_delta_layer_decode": {"norm_weight", "conv_bias"},
     "npu_index_cache_write": {"values", "scales"},
     "npu_latent_cache_write": {"rows"},
+    "npu_kv_quant_sparse_attn_sharedkv": {"ori_kv", "cmp_kv"},
+    "npu_sparse_attn_sharedkv_grad": {"softmax_lse", "d_softmax_lse"},
 }
 # of these all is contiguous
 WHOLE = ("_pto", "_prolog_v3")

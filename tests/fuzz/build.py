@@ -19,6 +19,7 @@ from ..support.delta_rule import Sequences, Step, moved
 from ..support.layer import CACHES, P, formatted, layer
 from ..support.samples import sample
 from ..support.selected import random_indices
+from ..support.shared_kv import Problem
 from .draw import KIND, Case
 
 Arguments = dict[str, Any]
@@ -210,6 +211,37 @@ def _sparse_flash_attention(case: Case, dtype: torch.dtype) -> tuple[Arguments, 
     if case["of_sum"]:
         given["d_softmax_sum"] = torch.randn(total.shape, dtype=torch.float64).to(kind)
     return given | dict(d_out=p.arguments["d_out"], layout=p.layout_query), p.garbage
+
+
+def _shared_kv(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    requests = [*zip(case["rows"], case["keys"], strict=False)]
+    if not requests:
+        return sample(case["op"], CPU, dtype, case["seed"], B=0), {}
+    problem = Problem(
+        requests, m=case["m"], count=case["k"] if case["picked"] else None, window=case["window"],
+        heads=case["n"], size=case["d"], entry_page=case["entry_page"], sinks=case["sinks"],
+        seed=case["seed"],
+    )  # fmt: skip
+    layout_q, layout_kv = case["layouts"]
+    layout_kv = "PA_ND" if layout_kv == "PA_BSND" else layout_kv
+    given = problem.arguments((layout_q, layout_kv), CPU, dtype)
+    if case["op"].endswith("_grad"):
+        wide = problem.arguments((layout_q, layout_kv), CPU, torch.float64)
+        out, lse = custom.npu_sparse_attn_sharedkv(**wide)
+        kind = accumulator(dtype)
+        del given["return_softmax_lse"]
+        given |= dict(
+            cmp_kv=given.get("cmp_kv"),
+            d_out=torch.randn(out.shape, dtype=torch.float64).to(dtype),
+            out=out.to(dtype),
+            softmax_lse=lse.to(kind),
+        )
+        if case["of_lse"]:
+            given["d_softmax_lse"] = torch.randn(lse.shape, dtype=torch.float64).to(kind)
+    garbage = {
+        n: x.isnan() for n, x in given.items() if n in ("q", "ori_kv", "cmp_kv") and x is not None
+    }
+    return given | {n: given[n].masked_fill(where, 0) for n, where in garbage.items()}, garbage
 
 
 def _kl_loss(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
@@ -469,6 +501,7 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "layer": _layer,
     "indexer": _lightning_indexer,
     "attention": _sparse_flash_attention,
+    "shared kv": _shared_kv,
     "kl loss": _kl_loss,
     "loss": _loss,
     "fused": _fused,

@@ -61,6 +61,17 @@ def _attention(r: Random, backward: bool) -> Case:
     )
 
 
+def _shared_kv(r: Random, backward: bool) -> Case:
+    return _ragged(r, backward) | dict(
+        m=r.choice([0, 1, 2, 3, 4, 16]),
+        picked=r.random() < 0.5,
+        window=r.choice([1, 2, 8, 17, 100]),
+        entry_page=r.choice([1, 2, 8, 16, 48]),
+        sinks=r.random() < 0.6,
+        of_lse=backward and r.random() < 0.5,
+    )
+
+
 def _kl_loss(r: Random, backward: bool) -> Case:
     return _ragged(r, backward) | dict(
         dr=r.choice([0, 16]), ni=r.choice([1, 4, 16]), di=r.choice([16, 32]), block=1
@@ -210,6 +221,8 @@ KIND = {
     "npu_lightning_indexer_grad": "indexer",
     "npu_sparse_flash_attention": "attention",
     "npu_sparse_flash_attention_grad": "attention",
+    "npu_sparse_attn_sharedkv": "shared kv",
+    "npu_sparse_attn_sharedkv_grad": "shared kv",
     "npu_sparse_lightning_indexer_grad_kl_loss": "kl loss",
     "npu_indexer_loss": "loss",
     "npu_indexer_loss_backward": "loss",
@@ -230,6 +243,7 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "layer": _layer,
     "indexer": _ragged,
     "attention": _attention,
+    "shared kv": _shared_kv,
     "kl loss": _kl_loss,
     "loss": _loss,
     "fused": _fused,
@@ -252,6 +266,7 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
     "attention": lambda r: dict(
         n=r.choice([8, 16, 64, 128]), d=512, dr=64, block=1, own_value=False
     ),
+    "shared kv": lambda r: dict(n=r.choice([8, 16, 64, 128]), d=512, window=128),
     "kl loss": lambda r: dict(n=r.choice([64, 128]), d=512, dr=64, ni=r.choice([32, 64]), di=128),
     "loss": lambda r: dict(n=r.choice([16, 64, 128]), d=r.choice([128, 512]), dr=64),
     "fused": lambda r: dict(
@@ -279,6 +294,7 @@ COMPILED = {
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
+    *("m", "picked", "entry_page"),
     *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 _COMPILE_MOST = ("layer", "loss", "kda")

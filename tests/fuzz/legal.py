@@ -24,7 +24,10 @@ from .draw import KIND, Case
 
 Outputs = dict[str, Tensor]
 # tables, where -1 is one way among others to say that nothing is there
-_WITH_ABSENT = ("block_table", "sparse_indices", "indices", "cache_index")
+_WITH_ABSENT = (
+    "block_table", "sparse_indices", "indices", "cache_index", "ori_block_table",
+    "cmp_block_table", "cmp_sparse_indices",
+)  # fmt: skip
 
 
 def outputs(op: str, arguments: Arguments, garbage: Garbage) -> Outputs:

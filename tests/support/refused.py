@@ -49,6 +49,17 @@ _TREE = dict(
 _INDEXER = ("actual_seq_lengths_query", "actual_seq_lengths_key")
 _ATTENTION = ("actual_seq_lengths_query", "actual_seq_lengths_kv")
 _FILTERED = dict(bias=torch.ones(32, dtype=torch.float16))
+_SHARED_TABLES = dict(
+    ori_block_table=torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+    cmp_block_table=torch.tensor([[1], [0]], dtype=torch.int32),
+    seqused_q=torch.tensor([3, 2], dtype=torch.int32),
+    seqused_kv=torch.tensor([21, 17], dtype=torch.int32),
+)
+_SHARED_LENGTHS = dict(
+    ori_sparse_indices=torch.zeros(2, 3, 1, 5, dtype=torch.int32),
+    ori_topk_length=torch.tensor([5, 2, 0, 5, 5, 1], dtype=torch.int32),
+    cmp_topk_length=torch.tensor([4, 2, 0, 4, 4, 1], dtype=torch.int32),
+)
 # what the samples leave out; a function makes it of what they have
 _MORE: dict[str, dict[str, Any]] = {
     "npu_lightning_indexer": _paged(_INDEXER, "key"),
@@ -69,6 +80,11 @@ _MORE: dict[str, dict[str, Any]] = {
         retrieve_parent_token=torch.tensor([[-1, 0], [-1, 0]], dtype=torch.int32),
         disable_state_update=True,
     ),
+    "npu_sparse_attn_sharedkv": dict(layout_kv="PA_ND")
+    | _SHARED_TABLES
+    | dict(ori_kv=lambda x: x[:1, :16].repeat(4, 1, 1, 1), cmp_kv=lambda x: x[:, :4].contiguous()),
+    "npu_sparse_attn_sharedkv_grad": dict(indices_are_slots=True) | _SHARED_LENGTHS,
+    "npu_kv_quant_sparse_attn_sharedkv": dict(indices_are_slots=True) | _SHARED_LENGTHS,
     "npu_latent_cache_write": dict(k_nope_clip_alpha=torch.ones(1)),
     "npu_recurrent_gated_delta_rule": dict(gk=torch.zeros(4, 4, 16)),
     "npu_fused_causal_conv1d": _FILTERED,
