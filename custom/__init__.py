@@ -48,6 +48,7 @@ from .dispatch.env import config  # noqa: E402
 from .dispatch.errors import BackendUnavailable, NotSupported  # noqa: E402
 from .gated_norm import npu_gated_rms_norm  # noqa: E402
 from .graph_mode import warmup  # noqa: E402
+from .hyper_connections import npu_hc_post, npu_hc_post_pre, npu_hc_pre  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     compute_index_loss_sparse,
     npu_sparse_lightning_indexer_grad_kl_loss,
@@ -81,6 +82,7 @@ from .shared_kv import (  # noqa: E402
     npu_sparse_attn_sharedkv,
     npu_sparse_attn_sharedkv_metadata,
 )
+from .shared_kv_prolog import npu_grouped_o_proj_pto, npu_sharedkv_prolog_pto  # noqa: E402
 from .sparse_attention import (  # noqa: E402
     npu_indexer_prolog_pto,
     npu_lightning_indexer,
@@ -129,6 +131,10 @@ __all__ = [
     "npu_fused_sigmoid_gating_delta_rule_update",
     "npu_gated_delta_layer_decode",
     "npu_gated_rms_norm",
+    "npu_grouped_o_proj_pto",
+    "npu_hc_post",
+    "npu_hc_post_pre",
+    "npu_hc_pre",
     "npu_index_cache_write",
     "npu_indexer_prolog_pto",
     "npu_kv_quant_sparse_attn_sharedkv",
@@ -148,6 +154,7 @@ __all__ = [
     "npu_quant_lightning_indexer_scores",
     "npu_recurrent_gated_delta_rule",
     "npu_ring_attention_update",
+    "npu_sharedkv_prolog_pto",
     "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_attention_shared_pto",

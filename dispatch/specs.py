@@ -64,6 +64,13 @@ OPS = (
     "compressor",
     "compressor_dense",
     "compressor_dense_grad",
+    "sharedkv_prolog_pto",
+    "grouped_o_proj_pto",
+    "hc_pre",
+    "hc_pre_grad",
+    "hc_post",
+    "hc_post_grad",
+    "hc_post_pre",
 )
 
 SPECS: tuple[Spec, ...] = tuple(Spec.of(import_module(f"{__package__}.ops.{op}")) for op in OPS)

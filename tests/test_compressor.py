@@ -292,7 +292,7 @@ def requests(of: Layer, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
 @pytest.mark.parametrize("way", ["one", "seven", "mixed", "whole", "drafts"])
 def test_entries_are_hugging_faces(name, way, exact):
     """In float64, five ragged requests in one batch, the smallest rings, pages full of NaN."""
-    hf, config = deepseek_v4.modelling(), deepseek_v4.configuration()
+    hf, config = deepseek_v4.float64(), deepseek_v4.config()
     module = deepseek_v4.drawn(getattr(hf, f"DeepseekV4{name}")(config))
     size = config.index_head_dim if name == "Indexer" else config.head_dim
     rotary = int(config.head_dim * 0.25)
@@ -350,7 +350,7 @@ def of_hugging_face(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("lengths", [[33, 0, 47, 3]])
 def test_selection_is_hugging_faces(lengths, exact):
     """`cmp_ratio`: the entry that closes at a token is visible to it."""
-    hf, config = deepseek_v4.modelling(), deepseek_v4.configuration()
+    hf, config = deepseek_v4.float64(), deepseek_v4.config()
     module = deepseek_v4.drawn(hf.DeepseekV4Indexer(config))
     k, heads, size = config.index_topk, config.index_n_heads, config.index_head_dim
     xs = [torch.randn(n, config.hidden_size, dtype=torch.float64) for n in lengths]

@@ -26,3 +26,16 @@ def rotate(x: Tensor, sin: Tensor, cos: Tensor, interleaved: bool) -> Tensor:
         ],
         dim=-1,
     )
+
+
+def rotate_last(x: Tensor, sin: Tensor, cos: Tensor, *, inverse: bool = False) -> Tensor:
+    """The last Dr dims of x [..., D] in float32 (or float64), neighbours as pairs, rotated where
+    they stand; `sin` and `cos` [..., Dr] broadcast over x, and pair i reads their entry 2i.
+
+    (a, b) -> (a cos - b sin, b cos + a sin); `inverse` turns the other way.
+    """
+    plain = x.shape[-1] - sin.shape[-1]
+    left, right = x[..., plain::2], x[..., plain + 1 :: 2]
+    c, s = cos[..., ::2], -sin[..., ::2] if inverse else sin[..., ::2]
+    turned = torch.stack([left * c - right * s, right * c + left * s], -1).flatten(-2)
+    return torch.cat([x[..., :plain], turned], -1)

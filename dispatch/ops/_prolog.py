@@ -27,10 +27,12 @@ def tensors(
     integers: Table,
     others: Mapping[str, Tensor | None] = MappingProxyType({}),
     narrow: Collection[str] = (),
+    paged: Collection[str] = (),
 ) -> None:
     """All on one device and contiguous, floats and weights of one dtype; all shapes but those of
     the weights.  What is named in `narrow` has a dtype and strides of its own, and so have
-    `others`, which are no more than on that device."""
+    `others`, which are no more than on that device.  Caches in `paged` have pages that may lie
+    apart."""
     given = {name: tensor for name, (tensor, _) in {**floats, **weights}.items()}
     whole = {name: tensor for name, (tensor, _) in integers.items()}
     floating = {name: tensor for name, tensor in given.items() if name not in narrow}
@@ -41,7 +43,9 @@ def tensors(
         c.integer(name, tensor)
     for name, (tensor, shape) in {**floats, **integers}.items():
         c.shape(name, tensor, shape)
-    c.contiguous(**floating, **whole)
+    c.contiguous(**{name: x for name, x in floating.items() if name not in paged}, **whole)
+    for name in paged:
+        in_pages(c, name, given[name])
     page, rotary = c.sizes["P"], c.sizes["Dr"]
     c.require(
         page % 16 == 0 and page > 0,
@@ -50,21 +54,43 @@ def tensors(
     c.require(rotary % 2 == 0, f"the rotary size Dr is {rotary}, expected an even one.")
 
 
+def in_pages(c: Checker, name: str, cache: Tensor) -> None:
+    """A cache [pages, ..] whose pages may lie apart, each in one piece."""
+    if cache.numel() and not cache[0].is_contiguous():
+        c.fail(
+            f"`{name}` is not contiguous in its pages (shape {list(cache.shape)}, strides "
+            f"{list(cache.stride())}), expected pages that each lie in one piece: only the first "
+            "dimension may be strided."
+        )
+    c.apart(name, cache, "pages", inner=cache.ndim - 1)
+
+
+def rotary(c: Checker, head: str) -> None:
+    """The rotary dims are an even number of a head's, whose size has the letter `head`."""
+    size, whole = c.sizes["Dr"], c.sizes[head]
+    c.require(
+        size % 2 == 0 and size <= whole,
+        f"the rotary size Dr is {size}, expected an even one, at most {head}={whole}.",
+    )
+
+
 def weights(c: Checker, table: Table, weight_format: str) -> None:
-    """[K, N] weights, whose sizes are known: NZ if 4-D; 2-D ones as `weight_format` says."""
+    """[K, N] weights, or [G, K, N], whose sizes are known: NZ if they have two dimensions more;
+    others as `weight_format` says."""
     c.one_of("weight_format", weight_format, "nz", "nd")
     for name, (weight, shape) in table.items():
-        rows, columns = shape.split()
-        if weight.ndim == 4:
+        *groups, rows, columns = shape.split()
+        tiled = weight.ndim == len(groups) + 4
+        if tiled:
             c0 = nz.columns(weight.dtype)
             sizes = {
                 f"{columns}/{c0}": -(-c.sizes[columns] // c0),
                 f"{rows}/16": -(-c.sizes[rows] // 16),
             }
-            c.shape(name, weight, f"{columns}/{c0} {rows}/16 16 {c0}", **sizes)
+            c.shape(name, weight, " ".join([*groups, *sizes, "16", str(c0)]), **sizes)
         else:
             c.shape(name, weight, shape)
-        if weight.ndim == 4 or weight_format == "nz":
+        if tiled or weight_format == "nz":
             for letter, tile in ((rows, 16), (columns, max(16, nz.columns(weight.dtype)))):
                 c.require(
                     c.sizes[letter] % tile == 0,

@@ -108,6 +108,73 @@ def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     return given | dict(query_norm_flag=True)
 
 
+def _sharedkv_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        token_x=m.normal(B, S, H),
+        w_dq=m.nz(H, RQ),
+        w_uq=m.nz(RQ, N * R),
+        w_kv=m.nz(H, R),
+        gamma_cq=m.normal(RQ),
+        gamma_kv=m.normal(R),
+        rope_sin=m.normal(B, S, DR),
+        rope_cos=m.normal(B, S, DR),
+        ori_kv=m.normal(8, P, 1, R),
+        ori_block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
+        act_seqs=m.ints(*[20, 45][:B]),
+        seqused=m.ints(*[S, 1][:B]),
+        w_idx_qb=m.nz(RQ, NI * DI),
+        w_idx_proj=m.nz(H, NI),
+    )
+
+
+def _grouped_o_proj_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        attn_out=m.normal(B, S, 4, R),
+        w_o_a=custom.to_nz(m.normal(2, 2 * R, 16)),
+        w_o_b=m.nz(32, H),
+        rope_sin=m.normal(B, S, DR),
+        rope_cos=m.normal(B, S, DR),
+    )
+
+
+def _wide(m: Maker) -> torch.dtype:
+    """Of parameters that are float32 beside half precision."""
+    return torch.float64 if m.dtype is torch.float64 else torch.float32
+
+
+def _hc_pre(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    shapes = dict(hc_fn=(24, 4 * H), hc_scale=(3,), hc_base=(24,), norm_weight=(H,))
+    wide = {name: m.normal(*shape, dtype=_wide(m)) for name, shape in shapes.items()}
+    return dict(x=m.normal(B, S, 4, H), **wide)
+
+
+def _hc_pre_grad(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return _hc_pre(m, B, S) | dict(
+        d_y=m.normal(B, S, H),
+        d_post=m.normal(B, S, 4, dtype=_wide(m)),
+        d_comb=m.normal(B, S, 4, 4, dtype=_wide(m)),
+    )
+
+
+def _hc_post(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return dict(
+        x=m.normal(B, S, H),
+        residual=m.normal(B, S, 4, H),
+        post=m.normal(B, S, 4, dtype=_wide(m)),
+        comb=m.normal(B, S, 4, 4, dtype=_wide(m)),
+    )
+
+
+def _hc_post_grad(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    return _hc_post(m, B, S) | dict(d_out=m.normal(B, S, 4, H))
+
+
+def _hc_post_pre(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+    gates = _hc_pre(m, B, S)
+    del gates["x"]
+    return _hc_post(m, B, S) | gates
+
+
 def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     layer = _sparse_attention_pto(m, B, S)
     return dict(
@@ -639,6 +706,13 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_causal_conv1d": _causal_conv1d,
     "npu_causal_conv1d_grad": _causal_conv1d_grad,
     "npu_causal_conv1d_update": _causal_conv1d_update,
+    "npu_sharedkv_prolog_pto": _sharedkv_prolog_pto,
+    "npu_grouped_o_proj_pto": _grouped_o_proj_pto,
+    "npu_hc_pre": _hc_pre,
+    "npu_hc_pre_grad": _hc_pre_grad,
+    "npu_hc_post": _hc_post,
+    "npu_hc_post_grad": _hc_post_grad,
+    "npu_hc_post_pre": _hc_post_pre,
     "npu_gated_rms_norm": _gated_rms_norm,
     "npu_gated_rms_norm_grad": _gated_rms_norm_grad,
     "npu_gated_delta_layer_decode": _gated_delta_layer_decode,
