@@ -232,6 +232,7 @@ def test_equals_transformers_in_float64(kind):
     query, _, index, of_heads = (
         torch.cat(each, 1) if each[0].numel() else None for each in zip(*found, strict=True)
     )
+    assert (query - theirs.query).abs().max() < 1e-12
     rows = cache[table].flatten(1, 3)[:, :21]
     assert (rows - theirs.rows).abs().max() < 1e-12
     if indexer:
