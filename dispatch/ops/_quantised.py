@@ -72,6 +72,12 @@ def v4_pages(c: Checker, name: str, tensor: Tensor) -> None:
     c.require(reason is None, f"`{name}` has {reason}")
 
 
+def v4_rows(c: Checker, name: str, tensor: Tensor) -> None:
+    """Rows of "v4", of any number a page; pages may lie apart."""
+    c.shape(name, tensor, f"pages P 1 {quantised.V4_ROW}")
+    v4_pages(c, name, tensor)
+
+
 def page_size(c: Checker) -> None:
     page = c.sizes["P"]
     c.require(

@@ -58,8 +58,7 @@ def check(
     c.shape("k_rope", k_rope, f"T {quantised.ROTARY}")
     c.shape("slots", slots, "T")
     if row_layout == quantised.V4:
-        c.shape("rows", rows, f"pages P 1 {quantised.V4_ROW}")
-        _quantised.v4_pages(c, "rows", rows)
+        _quantised.v4_rows(c, "rows", rows)
     else:
         c.shape("rows", rows, f"pages P 1 {quantised.ROW}")
         _quantised.page_size(c)
