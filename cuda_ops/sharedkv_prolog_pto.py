@@ -6,21 +6,23 @@ asks with; see dispatch/reference/sharedkv_prolog_pto.py.
 Four launches, each beginning while the one before it ends: all products of x; norms, rotation and
 the rows' places, a program a token and output; both products of c; norms and rotation of heads.
 
-    condition    kernels
-    any          nz_matmul.py then _tokens, nz_matmul.py then _heads
+    condition        kernels
+    kv_kind "fp8"    nz_matmul.py then _tokens, latent_cache_write.py, nz_matmul.py then _heads
+    else             nz_matmul.py then _tokens, nz_matmul.py then _heads
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..dispatch.common import memory
-from . import prolog
+from ..dispatch.common import memory, quantised
+from . import latent_cache_write, prolog
 from .common import gpu, launches, quantise
 from .common.last_rotation import angles, other_of, standing
 from .common.tiling import cdiv, power_of_two
@@ -32,12 +34,13 @@ TRANSFORMED = 128  # dims of an index head that is
 
 @triton.jit(do_not_specialize=["tokens", "steps", "columns", "pages", "eps"])
 def _tokens(
-    partial, gamma_cq, gamma_kv, sin, cos, table, act_seqs, seqused, ori_kv, query_norm, weights,
-    tokens, steps, columns, pages, page_step, eps,
+    partial, gamma_cq, gamma_kv, sin, cos, table, act_seqs, seqused, ori_kv, slots, query_norm,
+    weights, tokens, steps, columns, pages, page_step, eps,
     Q: tl.constexpr, D: tl.constexpr, DR: tl.constexpr, NI: tl.constexpr, PAGE: tl.constexpr,
-    RUNS: tl.constexpr, USED: tl.constexpr, CHAINED: tl.constexpr,
+    RUNS: tl.constexpr, USED: tl.constexpr, LATER: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token and a role (query norm, row, weights).  The sums lie as [Q | D | NI]."""
+    """One program: a token and a role (query norm, row, weights).  The sums lie as [Q | D | NI].
+    LATER: `ori_kv` is [T, D] in bfloat16, and where a row belongs goes to `slots`."""
     dtype: tl.constexpr = query_norm.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     role = tl.program_id(1)
@@ -69,8 +72,14 @@ def _tokens(
         v = run_sum(partial + Q + other, stride, mask, RUNS).to(dtype).to(tl.float32)
         scale = tl.rsqrt(tl.sum(u * u, 0) / D + eps)
         row = u * scale * g * c + v * scale * h * s
-        to = ori_kv + tl.where(written, page, 0) * page_step + position % PAGE * D + j
-        tl.store(to, row.to(dtype), mask=mask & written)
+        inner = position % PAGE
+        if LATER:
+            tl.store(slots + token, tl.where(written, page * PAGE + inner, -1))
+            row = quantise.bf16_rounded(row).to(tl.bfloat16)
+            tl.store(ori_kv + token * D + j, row, mask=mask)
+        else:
+            to = ori_kv + tl.where(written, page, 0) * page_step + inner * D + j
+            tl.store(to, row.to(dtype), mask=mask & written)
     if role == 2:
         j = tl.arange(0, triton.next_power_of_2(max(NI, 1)))
         mask = j < NI
@@ -205,13 +214,22 @@ def forward(
     partial = product(
         token_x.view(tokens, hidden), first, weight_format, keep_float=True, first=True
     )
+    later, rows, slots = kv_kind == "fp8", ori_kv, act_seqs
+    if later:
+        rows = memory.empty((tokens, size), torch.bfloat16, device)
+        slots = memory.empty((tokens,), torch.int64, device)
     launches.kernel(_tokens, tokens, 3 if index_heads else 2)(
         partial, gamma_cq, gamma_kv, rope_sin, rope_cos,
-        ori_block_table, act_seqs, used, ori_kv, query_norm, weights,
+        ori_block_table, act_seqs, used, rows, slots, query_norm, weights,
         tokens, steps, ori_block_table.shape[1], ori_kv.shape[0], ori_kv.stride(0), rms_norm_eps,
         Q=ranks, D=size, DR=rotary, NI=index_heads, PAGE=ori_kv.shape[1], RUNS=partial.shape[0],
-        USED=seqused is not None, CHAINED=chained, num_warps=4, launch_pdl=chained,
+        USED=seqused is not None, LATER=later, CHAINED=chained, num_warps=4, launch_pdl=chained,
     )  # fmt: skip
+    if later:
+        values = quantised.V4_VALUES
+        latent_cache_write.forward(
+            rows[:, :values], rows[:, values:], ori_kv, slots, "fp8", quantised.V4, "ue8m0", None
+        )
     q = product(query_norm.view(tokens, ranks), second, weight_format)
     BLOCK_N = max(1, 2048 // power_of_two(size))
     BLOCK_I = max(1, 2048 // power_of_two(max(index_size, 1)))

@@ -58,6 +58,7 @@ def npu_sharedkv_prolog_pto(
             read.
         rope_cos: [B, S, Dr] likewise.
         ori_kv: [pages, P, 1, D], P a multiple of 16, written in place; its pages may lie apart.
+            With kv_kind="fp8" uint8 [pages, P, 1, 584], pages of row_layout "v4".
         ori_block_table: [B, columns] int32 or int64, the page of positions p // P.
         act_seqs: [B], the tokens of each request, those of this call among them.
         seqused: [B], how many of the S tokens are there; None: all.
@@ -65,7 +66,9 @@ def npu_sharedkv_prolog_pto(
         w_idx_proj: [H, Ni].
         rms_norm_eps: of all three norms.
         weight_format: "nz" or "nd": how a 2-D weight is read.
-        kv_kind: "none": `ori_kv` has the dtype of `token_x`.
+        kv_kind: "none": `ori_kv` has the dtype of `token_x`; "fp8": rows of a D of 512 are rounded
+            to bfloat16, their first 448 numbers quantised by tiles of 64 to e4m3, as
+            `npu_latent_cache_write` does.
         index_hadamard: transform the index queries, whose Di is then a power of two, for a cache
             of transformed keys.
         hadamard_round: "bf16": to which they are rounded before the dtype of `token_x`; "fp32".

@@ -199,7 +199,7 @@ def test_v4_rows_read_back():
         ),
         (
             dict(rows=torch.zeros(2, 16, 1, 600, dtype=torch.uint8)[..., :584]),
-            "`rows` has strides .* expected pages that each lie in one piece",
+            "`rows` is not contiguous in its pages .* expected pages that each lie in one piece",
         ),
     ],
 )

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
+from custom.dispatch.common import quantised
+from custom.dispatch.reference import _quantise
 from torch import Tensor
 
 import custom
@@ -357,6 +359,51 @@ def test_index_queries_rounded_to_bf16(device, backend):
     assert error.max() > 0 and (error <= 2.0**-8 * index["fp32"].abs() + 1e-6).all()
 
 
+@pytest.mark.parametrize("dtype", [F64, torch.bfloat16], ids=str)
+def test_rows_of_8_bits_are_the_rounded_ones_quantised(dtype, device, backend):
+    """Byte by byte those of `npu_latent_cache_write`; page 2's are not there."""
+    skip_unless_taken(dtype, device, backend)
+    drawn = Drawn([14, 30], 4, dtype, D=512, N=1, columns=3, used=[4, 3])
+    drawn.given["ori_block_table"] = torch.tensor([[1, 0, -1], [3, -1, 2]]).int()
+    given = drawn.arguments(device)
+    wide = torch.zeros(4, PAGE, 1, 512, dtype=dtype, device=device)
+    outs = getattr(custom, OP)(**given, ori_kv=wide)
+    room = torch.full((4, 37440 // 4), 7, dtype=torch.uint8, device=device)  # of 64 in engines
+    packed, want = (
+        torch.as_strided(x, (4, PAGE, 1, 584), (x.stride(0), 584, 584, 1))
+        for x in (room, room.clone())
+    )
+    again = getattr(custom, OP)(**given, ori_kv=packed, kv_kind="fp8")
+    assert all(map(torch.equal, outs, again))
+    slots = [drawn.slot(i, j, 4) for i in range(2) for j in range(4)]
+    slots = torch.tensor([-1 if slot is None else slot for slot in slots], device=device)
+    rows = wide.flatten(0, 2)[slots.clamp(min=0)].bfloat16()
+    custom.npu_latent_cache_write(
+        rows[:, :448], rows[:, 448:], want, slots, kind="fp8", row_layout="v4"
+    )
+    assert torch.equal(packed, want) and (packed != 7).any()
+    assert room[:, PAGE * 584 :].eq(7).all()
+
+
+def test_rows_of_8_bits_are_near(device, backend):
+    """Within half a step of e4m3, 2 ** -4, of the numbers that the formula gives."""
+    drawn = Drawn([14, 30], 4, torch.float16, D=512, N=1, columns=3)
+    room = torch.zeros(6, PAGE, 1, 584, dtype=torch.uint8, device=device)
+    getattr(custom, OP)(**drawn.arguments(device), ori_kv=room, kv_kind="fp8")
+    values, rotary, scales = quantised.v4_parts(room.cpu())
+    rows = _quantise.unpack_v4_rows(values, rotary, scales).double().flatten(0, 1)
+    expected = drawn.expected(F64)["rows"]
+    for i in range(drawn.B):
+        for j in range(drawn.S):
+            want = expected[i, j]
+            slot = drawn.slot(i, j, 6)
+            tiles = want[:448].view(7, 64).abs().amax(1, keepdim=True).expand(7, 64).flatten()
+            off = (rows[slot] - want).abs()
+            # a scale is at most twice the largest magnitude of its tile over 448
+            assert (off[:448] <= want[:448].abs() / 15 + tiles * 2.0**-8 / 448).all()
+            assert (off[448:] <= want[448:].abs() * 2.0**-7 + 2e-3).all()
+
+
 def test_equal_calls_give_equal_bits_and_a_replay_follows_its_lengths(device):
     drawn = Drawn([14, 3], 3, torch.float16)
     given = drawn.arguments(device)
@@ -376,6 +423,17 @@ def test_equal_calls_give_equal_bits_and_a_replay_follows_its_lengths(device):
         (dict(w_idx_qb=None), ValueError, "`w_idx_qb` is missing, expected it beside"),
         (dict(weight_quant_mode=4), ValueError, "`weight_quant_mode` is 4, expected 0"),
         (dict(kv_kind="int8"), ValueError, "`kv_kind` is 'int8', expected one of"),
+        (dict(kv_kind="fp8"), TypeError, "`ori_kv` is float32, expected uint8"),
+        (
+            dict(kv_kind="fp8", ori_kv=torch.zeros(8, 16, 1, 656, dtype=torch.uint8)),
+            ValueError,
+            r"`ori_kv` has shape \[8, 16, 1, 656\]",
+        ),
+        (
+            dict(kv_kind="fp8", ori_kv=torch.zeros(8, 16, 1, 584, dtype=torch.uint8)),
+            ValueError,
+            "the head dim D is 32, expected 512 with kv_kind='fp8'",
+        ),
         (dict(hadamard_round="fp8"), ValueError, "`hadamard_round` is 'fp8'"),
         (dict(rms_norm_eps=-1.0), ValueError, "`rms_norm_eps` is -1.0"),
         (

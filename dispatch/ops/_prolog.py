@@ -16,6 +16,7 @@ from torch import Tensor
 from ..check import Checker
 from ..common import nz
 from ..values import known
+from . import _quantised
 
 Table = Mapping[str, tuple[Tensor, str]]
 
@@ -44,25 +45,13 @@ def tensors(
     for name, (tensor, shape) in {**floats, **integers}.items():
         c.shape(name, tensor, shape)
     c.contiguous(**{name: x for name, x in floating.items() if name not in paged}, **whole)
-    for name in paged:
-        in_pages(c, name, given[name])
+    _quantised.whole_pages(c, **{name: given[name] for name in paged})
     page, rotary = c.sizes["P"], c.sizes["Dr"]
     c.require(
         page % 16 == 0 and page > 0,
         f"the cache has pages of {page} slots, expected a multiple of 16.",
     )
     c.require(rotary % 2 == 0, f"the rotary size Dr is {rotary}, expected an even one.")
-
-
-def in_pages(c: Checker, name: str, cache: Tensor) -> None:
-    """A cache [pages, ..] whose pages may lie apart, each in one piece."""
-    if cache.numel() and not cache[0].is_contiguous():
-        c.fail(
-            f"`{name}` is not contiguous in its pages (shape {list(cache.shape)}, strides "
-            f"{list(cache.stride())}), expected pages that each lie in one piece: only the first "
-            "dimension may be strided."
-        )
-    c.apart(name, cache, "pages", inner=cache.ndim - 1)
 
 
 def rotary(c: Checker, head: str) -> None:

@@ -91,8 +91,9 @@ def whole_pages(c: Checker, **caches: Tensor) -> None:
     for name, cache in caches.items():
         if cache.numel() and not cache[0].is_contiguous():
             c.fail(
-                f"`{name}` has strides {list(cache.stride())}, expected pages that each lie in "
-                "one piece: only the first dimension may be strided."
+                f"`{name}` is not contiguous in its pages (strides {list(cache.stride())}), "
+                "expected pages that each lie in one piece: only the first dimension may be "
+                "strided."
             )
         c.apart(name, cache, "pages", inner=cache.ndim - 1)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..check import Checker
-from . import _layout, _prolog
+from ..common import quantised
+from . import _layout, _prolog, _quantised
 
 SCHEMA = (
     "npu_sharedkv_prolog_pto(Tensor token_x, Tensor w_dq, Tensor w_uq, Tensor w_kv,"
@@ -46,7 +48,10 @@ def check(
 ) -> None:
     c = Checker("npu_sharedkv_prolog_pto")
     plain_weights(c, weight_quant_mode)
-    c.one_of("kv_kind", kv_kind, "none")
+    c.one_of("kv_kind", kv_kind, "none", "fp8")
+    packed = kv_kind == "fp8"
+    if packed:
+        c.dtype("ori_kv", ori_kv, torch.uint8)
     c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
     index = index_group(c, w_idx_qb, w_idx_proj, index_hadamard)
     weights = dict(w_dq=(w_dq, "H Rq"), w_uq=(w_uq, "Rq N*D"), w_kv=(w_kv, "H D"))
@@ -63,12 +68,20 @@ def check(
             gamma_kv=(gamma_kv, "D"),
             rope_sin=(rope_sin, "B S Dr"),
             rope_cos=(rope_cos, "B S Dr"),
-            ori_kv=(ori_kv, "pages P 1 D"),
+            ori_kv=(ori_kv, f"pages P 1 {quantised.V4_ROW}" if packed else "pages P 1 D"),
         ),
         weights,
         lengths | dict(ori_block_table=(ori_block_table, "B max_pages")),
+        narrow={"ori_kv"} if packed else (),
         paged={"ori_kv"},
     )
+    if packed:
+        _quantised.v4_rows(c, "ori_kv", ori_kv)
+        c.require(
+            c.sizes["D"] == quantised.V4_WIDTH,
+            f"the head dim D is {c.sizes['D']}, expected {quantised.V4_WIDTH} with kv_kind='fp8': "
+            "its rows have no other.",
+        )
     _prolog.rotary(c, "D")
     c.sizes["N*D"] = heads_of(c, "w_uq", w_uq, "D") * c.sizes["D"]
     if index:

@@ -7,6 +7,8 @@ asks with; rnd rounds to the dtype of x, and what is rounded twice by a formula 
     ori_kv = rnd(RoPE(RMSNorm(rnd(x W_kv))))
     query_index[h] = rnd(RoPE(rnd(c W_idx_qb)[h]))   weights = rnd(x W_idx_proj)
 
+Rows of 8 bits are rounded to bfloat16, not to the dtype of x, and quantised (_quantise.py).
+
 RoPE turns the last Dr dims where they stand.  Token j of a request stands at act_seqs - seqused +
 j; one before position 0 or from seqused on gives zeros and writes nothing.
 
@@ -69,11 +71,14 @@ def forward(
     query = told(rope.rotate_last(query, sin[:, :, None], cos[:, :, None]))
 
     row = normed(product(token_x, w_kv)) * gamma_kv.to(wide)
-    row = rope.rotate_last(row, sin, cos).to(dtype)
+    row = rope.rotate_last(row, sin, cos).flatten(0, 1)
     request = torch.arange(tokens[0], device=token_x.device)
     slot = paged.slots(ori_block_table, request, position, *ori_kv.shape[:2])
     slot = torch.where(present, slot, -1).flatten()
-    _quantise.write(ori_kv[:, :, 0], slot, row.flatten(0, 1))
+    if kv_kind == "fp8":
+        _quantise.write_v4_rows(ori_kv, slot, row)
+    else:
+        _quantise.write(ori_kv[:, :, 0], slot, row.to(dtype))
 
     if w_idx_qb is None or w_idx_proj is None:
         return query, query_norm, token_x.new_empty([0]), token_x.new_empty([0])
