@@ -6,9 +6,9 @@ dispatch/reference/grouped_o_proj_pto.py.
 `_groups` turns the dims that carry a rotation while it loads them.  Few tokens: both products are
 cut along their depth, and `_added` adds up the runs in order.  The floor is the weights, once.
 
-    condition                              kernels
-    a product in one run                   _groups, then nz_matmul.py
-    cut along its depth                    and _added behind it
+    condition                        kernels
+    a product cut along its depth    _groups then _added, nz_matmul.py then _added
+    else                             _groups then nz_matmul.py
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def forward(
     rope_sin: Tensor,
     rope_cos: Tensor,
     weight_format: str,
-    weight_quant_mode: int,
+    **_: Any,
 ) -> Tensor:
     front, dtype = attn_out.shape[:2], attn_out.dtype
     hidden = w_o_b.shape[0] * w_o_b.shape[3] if w_o_b.ndim == 4 else w_o_b.shape[1]

@@ -32,11 +32,11 @@ def forward(
     hc_fn: Tensor,
     hc_scale: Tensor,
     hc_base: Tensor,
-    hc_mult: int,
     hc_sinkhorn_iters: int,
     norm_eps: float,
     hc_eps: float,
     norm_weight: Tensor | None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams = memory.empty(residual.shape, residual.dtype, residual.device)
     y, next_post, next_comb = outputs(residual, hc_fn)

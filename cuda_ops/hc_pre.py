@@ -183,11 +183,11 @@ def forward(
     hc_fn: Tensor,
     hc_scale: Tensor,
     hc_base: Tensor,
-    hc_mult: int,
     hc_sinkhorn_iters: int,
     norm_eps: float,
     hc_eps: float,
     norm_weight: Tensor | None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, post, comb = outputs(x, hc_fn)
     streams = x.flatten(0, -3)

@@ -222,11 +222,11 @@ def backward(
     d_y: Tensor,
     d_post: Tensor,
     d_comb: Tensor,
-    hc_mult: int,
     hc_sinkhorn_iters: int,
     norm_eps: float,
     hc_eps: float,
     norm_weight: Tensor | None,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     device, count, hidden = x.device, hc_fn.shape[0], x.shape[-1]
     streams = x.flatten(0, -3)
@@ -240,7 +240,7 @@ def backward(
     of_norm = memory.empty((programs, 0 if norm_weight is None else hidden), torch.float32, device)
     if tokens:
         partial = mix(streams, hc_fn)
-        runs, _, width = partial.shape
+        runs, width = partial.shape[0], partial.shape[2]
         products = memory.empty((tokens, width), torch.float32, device)
         kept = memory.empty((tokens, KEPT), torch.float32, device)
         noted = memory.empty((programs, 2 * hc_sinkhorn_iters, 16), torch.float32, device)

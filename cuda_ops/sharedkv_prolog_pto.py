@@ -188,7 +188,7 @@ def forward(
     kv_kind: str,
     index_hadamard: bool,
     hadamard_round: str,
-    weight_quant_mode: int,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     requests, steps, hidden = token_x.shape
     tokens, dtype, device = requests * steps, token_x.dtype, token_x.device

@@ -122,6 +122,8 @@ TRAINED = {
     "npu_gated_rms_norm": ("x", "gate", "weight"),
     "npu_chunk_kda": ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
     "npu_compressor_dense": ("x", "wkv", "wgate", "ape", "norm_weight"),
+    "npu_hc_pre": ("x", "hc_fn", "hc_scale", "hc_base", "norm_weight"),
+    "npu_hc_post": ("x", "residual", "post", "comb"),
 }
 
 

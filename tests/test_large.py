@@ -127,7 +127,7 @@ DENSE = {
     "npu_sparse_attn_sharedkv_grad": {"softmax_lse", "d_softmax_lse"},
 }
 # of these all is contiguous
-WHOLE = ("_pto", "_prolog_v3")
+WHOLE = ("_pto", "_prolog_v3", "hc_pre", "hc_post", "hc_post_pre", "hc_pre_grad", "hc_post_grad")
 STRIDED = [spec.name for spec in SPECS if not spec.name.endswith(WHOLE)]
 
 

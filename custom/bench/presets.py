@@ -13,10 +13,12 @@ from . import (
     convolution,
     delta_rule,
     eight_bits,
+    hyper_connections,
     indexer_loss,
     merging,
     quantised,
     shared_kv,
+    shared_kv_prolog,
     sparse_attention,
     sparse_gradients,
 )
@@ -33,6 +35,8 @@ _PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **sparse_gradients.PRESETS,
     **compression.PRESETS,
     **shared_kv.PRESETS,
+    **shared_kv_prolog.PRESETS,
+    **hyper_connections.PRESETS,
 }
 
 _SWEEPS: dict[str, Callable[[str, bool], list[Case]]] = dict.fromkeys(

@@ -13,6 +13,8 @@ Models: DeepSeek-V4.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def forward(
     rope_sin: Tensor,
     rope_cos: Tensor,
     weight_format: str,
-    weight_quant_mode: int,
+    **_: Any,
 ) -> Tensor:
     dtype, wide = attn_out.dtype, accumulator(attn_out)
     sin, cos = (each.to(wide)[:, :, None] for each in (rope_sin, rope_cos))

@@ -17,6 +17,8 @@ Models: DeepSeek-V4.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def forward(
     kv_kind: str,
     index_hadamard: bool,
     hadamard_round: str,
-    weight_quant_mode: int,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype, wide = token_x.dtype, accumulator(token_x)
     size, tokens = gamma_kv.shape[0], token_x.shape[:2]
