@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """DeepSeek-V4's prolog, output projection and hyper-connections on CUDA: their own tests under
-Triton's interpreter, and kernels compiled for GPUs that are not there."""
+Triton's interpreter, and kernels compiled for GPUs that are not there.  An NPU has none yet."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import custom
 
 from .support.kernels import INTERPRETED
 from .support.samples import Maker, sample
@@ -93,6 +95,21 @@ def test_kernels_of_rows_of_8_bits_and_transformed_queries_compile(capability, m
     assert [kernel.name for kernel in kernels] == [
         "_product", "_tokens", "_write_v4", "_product", "_heads",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_an_npu_says_that_it_has_no_kernel_yet(op, monkeypatch):
+    from custom.dispatch import backends
+    from custom.dispatch.register import overload
+    from custom.dispatch.specs import BY_NAME
+
+    cannot = backends.cannot_run
+    monkeypatch.setattr(
+        backends, "cannot_run", lambda b, at: None if b is backends.NPU else cannot(b, at)
+    )
+    monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
+    with pytest.raises(custom.NotSupported, match="npu +has no kernel for this op yet"):
+        overload(BY_NAME[op])(**sample(op, torch.device("cpu"), torch.float16))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")

@@ -61,18 +61,21 @@ def _case(
 
 def pre_case(tokens: int, h: int) -> Case:
     def make(draw: Draw) -> Arguments:
-        return _gates(draw, h) | dict(x=draw.normal(tokens, 4, h))
+        return dict(x=draw.normal(tokens, 4, h)) | _gates(draw, h)
 
     return _case("npu_hc_pre", make, 5, 1, tokens, h, hc_pre.forward)
 
 
 def pre_grad_case(tokens: int, h: int) -> Case:
     def make(draw: Draw) -> Arguments:
-        return _gates(draw, h) | dict(
-            x=draw.normal(tokens, 4, h),
-            d_y=draw.normal(tokens, h),
-            d_post=draw.normal(tokens, 4, dtype=torch.float32),
-            d_comb=draw.normal(tokens, 4, 4, dtype=torch.float32),
+        return (
+            dict(x=draw.normal(tokens, 4, h))
+            | _gates(draw, h)
+            | dict(
+                d_y=draw.normal(tokens, h),
+                d_post=draw.normal(tokens, 4, dtype=torch.float32),
+                d_comb=draw.normal(tokens, 4, 4, dtype=torch.float32),
+            )
         )
 
     return _case("npu_hc_pre_grad", make, 9, 3, tokens, h, hc_pre_grad.backward)

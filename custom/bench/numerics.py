@@ -80,12 +80,12 @@ def has_eight_bits(arguments: Arguments) -> bool:
 
 
 def widened(arguments: Arguments) -> Arguments:
-    """The same numbers in float64; a weight in tiles stays the matrix that it is."""
+    """The same numbers in float64; a weight in tiles stays the matrix (or matrices) that it is."""
 
     def wide(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        tiled = name.startswith(("w_", "weight_")) and x.ndim == 4
+        tiled = name.startswith(("w_", "weight_")) and x.ndim in (4, 5)
         return to_nz(from_nz(x).double()) if tiled else x.double()
 
     return {name: wide(name, x) for name, x in arguments.items()}
