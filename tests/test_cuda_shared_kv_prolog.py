@@ -108,7 +108,7 @@ def test_an_npu_says_that_it_has_no_kernel_yet(op, monkeypatch):
         backends, "cannot_run", lambda b, at: None if b is backends.NPU else cannot(b, at)
     )
     monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
-    with pytest.raises(custom.NotSupported, match="npu +has no kernel for this op yet"):
+    with pytest.raises(custom.NotSupported, match=r"npu +has no kernel for this op yet"):
         overload(BY_NAME[op])(**sample(op, torch.device("cpu"), torch.float16))
 
 
