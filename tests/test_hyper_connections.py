@@ -205,7 +205,7 @@ def test_equals_transformers_in_float64():
 
 def test_trains_as_transformers_does():
     """Every gradient of a site and of the way back, in float64."""
-    site = drawn(float64().DeepseekV4HyperConnection(config()))
+    site = drawn(float64().DeepseekV4HyperConnection(config())).requires_grad_()
     leaves = [torch.randn(*s, dtype=F64) for s in ((2, 3, 4, 40), (2, 3, 40))]
     weight = torch.randn(2, 3, 4, 40, dtype=F64)
 

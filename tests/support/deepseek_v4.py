@@ -51,9 +51,8 @@ def config(**changes: Any) -> Any:
     """A small layer of each kind; no size is a multiple of another by chance."""
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-    rope = dict(
-        rope_type="yarn", factor=16.0, original_max_position_embeddings=32, beta_fast=32, beta_slow=1
-    )
+    rope = dict(rope_type="yarn", factor=16.0, beta_fast=32, beta_slow=1)
+    rope |= dict(original_max_position_embeddings=32)
     sizes: dict[str, Any] = dict(
         vocab_size=32, hidden_size=40, num_hidden_layers=3, num_attention_heads=4, head_dim=32,
         q_lora_rank=24, partial_rotary_factor=0.25, layer_types=[SLIDING, CSA, HCA],
