@@ -270,7 +270,7 @@ def flash_mla_v4(
     def by_token(length: Tensor | None) -> Tensor | None:
         return None if length is None else length.repeat_interleave(q.shape[1])
 
-    given = dict(
+    arguments: dict[str, Any] = dict(
         ori_kv=rows,
         cmp_kv=extra_rows,
         ori_sparse_indices=slots[:, :, None],
@@ -283,7 +283,7 @@ def flash_mla_v4(
         cmp_topk_length=by_token(extra_topk_length),
     )
     if rows.dtype is torch.uint8:
-        out, lse = npu_kv_quant_sparse_attn_sharedkv(q, 1, **given)
+        out, lse = npu_kv_quant_sparse_attn_sharedkv(q, 1, **arguments)
     else:
-        out, lse = npu_sparse_attn_sharedkv(q, **given)
+        out, lse = npu_sparse_attn_sharedkv(q, **arguments)
     return out, lse[:, 0].mT
