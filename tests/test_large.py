@@ -271,3 +271,25 @@ def test_heads_far_apart(case, dim, device, backend):
     far = {n: apart(x, dim) for n, x in near.items()}
     for x, exact in zip(outputs(op, backend, arguments, **far), want, strict=True):
         torch.testing.assert_close(x, exact, rtol=4e-3, atol=4e-3)
+
+
+def test_streams_past_2_to_the_31(device, backend, room):
+    """All are read, in one piece: what the last token gives is what it gives alone."""
+    if device.type == "cpu":
+        pytest.skip("a CPU would write gigabytes")
+    h = 4096
+    tokens = 2**31 // (4 * h) + 2
+    one = sample("npu_hc_post_pre", device, DTYPE, B=1, S=1, h=h)
+    last = {name: one[name].flatten(0, 1) for name in ("x", "residual", "post", "comb")}
+    great = {}
+    for name, x in last.items():
+        great[name] = torch.zeros(tokens, *x.shape[1:], dtype=x.dtype, device=device)
+        great[name][-1:] = x
+    gates = {name: x for name, x in one.items() if name not in last}
+    streams = run("npu_hc_post", backend, **great)
+    assert torch.equal(streams[-1:], run("npu_hc_post", backend, **last))
+    del great
+    got = run("npu_hc_pre", backend, x=streams, **gates)
+    want = run("npu_hc_pre", backend, x=streams[-1:].clone(), **gates)
+    for x, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(x[-1:], exact, rtol=1e-3, atol=1e-3)
