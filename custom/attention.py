@@ -82,7 +82,8 @@ def npu_fused_attention(
     Formula: FlashAttention-2 (Dao, 2023), algorithms 1 and 2.
 
     Args:
-        q: [B, N, S, D]; [T, N, D] with `cu_seqlens_q`. D: on CUDA to 256, on an NPU 16, 32, ..
+        q: [B, N, S, D]; [T, N, D] with `cu_seqlens_q`. D to 256 on CUDA, in float16 or bfloat16; on
+            an NPU 16, 32, ..
         k: [B, Nk, S2, D] or [T2, Nk, D]; Nk divides N (grouped queries).
         v: [B, Nk, S2, Dv] or [T2, Nk, Dv]; Dv may differ from D. float8_e5m2 or float8_e4m3fn:
             forward on CUDA only.

@@ -243,6 +243,19 @@ def test_bench_checks_and_times_every_op_on_the_cpu(op, tmp_path, capsys, monkey
     assert float(rows[0]["median_us"]) > 0 and plot.stat().st_size > 1000
 
 
+def test_bench_takes_the_names_of_functions_too():
+    """And refuses others before it measures."""
+    names = {
+        "fused_attention": "npu_fused_attention",
+        "hadamard": "npu_hadamard",
+        "compute_index_loss_sparse": "npu_indexer_loss",
+        "npu_merge_states": "npu_merge_states",
+    }
+    assert {name: bench._whole_name(name) for name in names} == names
+    with pytest.raises(SystemExit):
+        bench.main(["nonsense", "--device", "cpu"])
+
+
 @pytest.mark.parametrize("op", ["npu_fused_attention", "npu_fused_attention_backward"])
 def test_bench_sweeps_over_lengths(op, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "rates", lambda device: (1e10, 1e11, "a test's"))

@@ -146,7 +146,8 @@ def run(
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m custom.bench", description=__doc__)
-    parser.add_argument("op", choices=[name for name in BY_NAME if presets(name, "cuda")])
+    known = [name for name in BY_NAME if presets(name, "cuda")]
+    parser.add_argument("op", type=_whole_name, choices=known, metavar="OP", help=", ".join(known))
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto")
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=32,n=128")
     parser.add_argument(
@@ -210,6 +211,12 @@ def _estimate(op: str, shape: str) -> int:
     return subprocess.run([str(script), "--estimate", op, "--shape", shape]).returncode
 
 
+def _whole_name(name: str) -> str:
+    """Of the op, by the name of its public function too, or without `npu_`."""
+    called = {"compute_index_loss_sparse": "npu_indexer_loss"}.get(name, name)
+    return called if called in BY_NAME else f"npu_{called}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     if options.estimate:
@@ -254,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "time: median of CUDA-graph replays, begun after the row's check, over inputs in turn"
             f" (up to 16, while they read and write less than {_ROTATED_BYTES / 1e6:.0f} MB)"
         )
-    print(f"floor: {bandwidth / 1e12:.2f} TB/s, {flops / 1e12:.1f} TFLOPS ({source})\n")
+    print(f"floor: {bandwidth / 1e12:.3g} TB/s, {flops / 1e12:.3g} TFLOPS ({source})\n")
     rows: list[Row] = []
     for number, case in enumerate(cases, 1):
         progress(f"[{number}/{len(cases)}] {case.label}")
