@@ -30,6 +30,8 @@ CHANGED = {
 # scales may be in the weights; and what ours takes beyond theirs, behind all of theirs
 OPTIONAL = {("npu_quant_lightning_indexer", "query_dequant_scale")}
 MORE = {
+    "npu_lightning_indexer": ["cmp_ratio"],
+    "npu_quant_lightning_indexer": ["cmp_ratio"],
     "npu_kv_quant_sparse_flash_attention": ["sinks", "row_layout"],
     "npu_sparse_flash_attention_grad": ["d_softmax_sum"],
 }

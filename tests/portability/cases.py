@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from custom.dispatch.specs import SPECS
 
-from custom.bench import attention, delta_rule, eight_bits, sparse_attention
+from custom.bench import attention, compression, delta_rule, eight_bits, sparse_attention
 from custom.bench.presets import presets
 
 Make = Callable[[torch.device, int], dict[str, Any]]
@@ -22,8 +22,9 @@ def cases() -> Iterator[tuple[str, str, Make]]:
     for spec in SPECS:
         for case in presets(spec.name, "cuda"):
             yield spec.name, case.label, case.make
-    for beyond in (_attention, _sparse, _gradients, _indexer, _prologs, _delta_rule):
-        yield from beyond()
+    beyond = (_attention, _sparse, _gradients, _indexer, _prologs, _delta_rule, _compressor)
+    for more in beyond:
+        yield from more()
 
 
 def _bf16(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -240,3 +241,45 @@ def _delta_rule() -> Iterator[tuple[str, str, Make]]:
         return decode.make(at, seed) | gates
 
     yield decode.op, f"{decode.label}, kda", kda
+
+
+def _compressor() -> Iterator[tuple[str, str, Make]]:
+    op, b = "npu_compressor", 32
+    wide, index = (compression.decode_case(b, d, 4) for d in (512, 128))
+    made: dict[str, tuple[Any, dict[str, Any]]] = {
+        "rows of 584 bytes": (wide, dict(kind="fp8", cmp_cache=(b, 64, 1, 584))),
+        "packed fp8 pages, transformed": (
+            index,
+            dict(kind="fp8", cmp_cache=(b, 64, 132), hadamard=True),
+        ),
+    }
+    for label, (case, more) in made.items():
+
+        def make(
+            at: torch.device, seed: int, case: Any = case, more: dict[str, Any] = more
+        ) -> dict[str, Any]:
+            cache = _bf16(*more["cmp_cache"], dtype=torch.uint8)
+            return case.make(at, seed) | more | dict(cmp_cache=cache)
+
+        yield op, label, make
+
+    def packed(at: torch.device, seed: int) -> dict[str, Any]:
+        given = wide.make(at, seed)
+        flat = ("x", "rope_sin", "rope_cos")
+        return given | {n: given[n][:, 0] for n in flat} | dict(cu_seqlens=_int32(b + 1))
+
+    yield (
+        op,
+        "packed requests, transformed",
+        lambda at, seed: packed(at, seed) | dict(hadamard=True, rotary_mode=1),
+    )
+    dense = compression.dense_case(4096, 512, 4)
+    for op, case in (
+        ("npu_compressor_dense", dense),
+        ("npu_compressor_dense_grad", compression.grad_case(4096, 512, 4)),
+    ):
+        yield (
+            op,
+            "transformed, by halves",
+            lambda at, seed, c=case: c.make(at, seed) | dict(hadamard=True, rotary_mode=1),
+        )
