@@ -536,10 +536,13 @@ def test_scale(scale, device, backend):
     check(problem, device, backend, softmax_scale=scale)
 
 
-def test_many_entries(device, backend):
-    """Enough to be split among programs."""
-    check(Problem([(1, 3000)], m=2, window=128, heads=2), device, backend)
-    check(Problem([(2, 3000)], m=2, count=700, window=128, heads=2), device, backend)
+@pytest.mark.parametrize("kind", [dict(m=2), dict(m=2, count=700), dict(m=0)], ids=str)
+def test_parts_of_many_keys(kind, device, backend, monkeypatch):
+    """Enough of them to be split among programs, some of which have none of a row's."""
+    if INTERPRETED:
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+    window = 128 if kind["m"] else 700
+    check(Problem([(1, 1500), (1, 40), (1, 0)], window=window, heads=2, **kind), device, backend)
 
 
 def test_strided_inputs(device, backend):
@@ -1043,7 +1046,10 @@ def test_under_the_interpreter():
     pytest.importorskip("triton")
     if custom.config.backend != "auto":
         pytest.skip("a backend is chosen")
-    chosen = "numbers or merge or slots or bits or PA_ND and float16 or gradients and out and TND"
+    chosen = (
+        "test_slots_of or bits and sliding and not 17 or parts and count"
+        " or float16 and CSA-TND-PA_ND or float16 and CSA-TND-both"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
          __file__, "-k", chosen],
