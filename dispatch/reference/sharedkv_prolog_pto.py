@@ -62,7 +62,8 @@ def forward(
         return x * inverse_root(x, rms_norm_eps)
 
     def heads_of(x: Tensor, size: int) -> Tensor:
-        return x.unflatten(-1, (x.shape[-1] // size, size))
+        heads: Tensor = x.unflatten(-1, (x.shape[-1] // size, size))
+        return heads
 
     def told(x: Tensor) -> Tensor:
         there = present.view(*tokens, *[1] * (x.ndim - 2))

@@ -497,6 +497,17 @@ def _sampled(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     return sample(case["op"], CPU, dtype, case["seed"], B=case["b"], S=case["s"]), {}
 
 
+def _sized(*names: str) -> Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]:
+    """The op's sample, with these sizes as well."""
+
+    def build(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+        sizes = {name: case[name] for name in names}
+        b, s = case["b"], case["s"]
+        return sample(case["op"], CPU, dtype, case["seed"], B=b, S=s, **sizes), {}
+
+    return build
+
+
 _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "layer": _layer,
     "indexer": _lightning_indexer,
@@ -510,6 +521,9 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "kda": _kda,
     "convolution": _convolution,
     "compressor": _compressor,
+    "streams": _sized("h"),
+    "shared row": _sized("n", "d", "dr", "di"),
+    "grouped": _sized("n", "d", "dr", "groups"),
     "sample": _sampled,
 }
 

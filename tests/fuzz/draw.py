@@ -211,6 +211,24 @@ def _sample(r: Random, backward: bool) -> Case:
     return dict(b=r.choice([0, *[1, 2] * 6]), s=r.choice([0, *few, *few, many, many]))
 
 
+def _streams(r: Random, backward: bool) -> Case:
+    return _sample(r, backward) | dict(h=r.choice([1, r.randint(2, 300)]))
+
+
+def _shared_row(r: Random, backward: bool) -> Case:
+    return _sample(r, backward) | dict(
+        n=r.randint(1, 20), d=r.choice([16, 48, 64]), dr=r.choice([0, 2, 8, 16]),
+        di=r.choice([16, 48]),
+    )  # fmt: skip
+
+
+def _grouped(r: Random, backward: bool) -> Case:
+    return _sample(r, backward) | dict(
+        n=r.randint(1, 8), d=r.choice([16, 48, 64]), dr=r.choice([0, 2, 16]),
+        groups=r.choice([1, 2, 5]),
+    )  # fmt: skip
+
+
 KIND = {
     "npu_sparse_attention_pto": "layer",
     "npu_sparse_attention_indices_pto": "layer",
@@ -238,6 +256,13 @@ KIND = {
     "npu_compressor": "compressor",
     "npu_compressor_dense": "compressor",
     "npu_compressor_dense_grad": "compressor",
+    "npu_hc_pre": "streams",
+    "npu_hc_pre_grad": "streams",
+    "npu_hc_post": "streams",
+    "npu_hc_post_grad": "streams",
+    "npu_hc_post_pre": "streams",
+    "npu_sharedkv_prolog_pto": "shared row",
+    "npu_grouped_o_proj_pto": "grouped",
 }
 _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "layer": _layer,
@@ -252,6 +277,9 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "kda": _kda,
     "convolution": _convolution,
     "compressor": _compressor,
+    "streams": _streams,
+    "shared row": _shared_row,
+    "grouped": _grouped,
     "sample": _sample,
 }
 
@@ -285,6 +313,9 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
     "compressor": lambda r: dict(
         h=256, d=512, dr=64, pages=r.choice(["none", "v4"]), ratio=r.choice([4, 128])
     ),
+    "streams": lambda r: dict(h=64 * r.randint(8, 64)),
+    "shared row": lambda r: dict(n=r.randint(4, 32), d=512, dr=64, di=128),
+    "grouped": lambda r: dict(n=r.randint(4, 16), d=512, dr=64, groups=r.randint(1, 4)),
 }  # fmt: skip
 
 

@@ -108,32 +108,36 @@ def _mla_prolog_v3(m: Maker, B: int = 2, S: int = 2) -> Arguments:
     return given | dict(query_norm_flag=True)
 
 
-def _sharedkv_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+def _sharedkv_prolog_pto(
+    m: Maker, B: int = 2, S: int = 2, n: int = N, d: int = R, dr: int = DR, di: int = DI
+) -> Arguments:
     return dict(
         token_x=m.normal(B, S, H),
         w_dq=m.nz(H, RQ),
-        w_uq=m.nz(RQ, N * R),
-        w_kv=m.nz(H, R),
+        w_uq=m.nz(RQ, n * d),
+        w_kv=m.nz(H, d),
         gamma_cq=m.normal(RQ),
-        gamma_kv=m.normal(R),
-        rope_sin=m.normal(B, S, DR),
-        rope_cos=m.normal(B, S, DR),
-        ori_kv=m.normal(8, P, 1, R),
+        gamma_kv=m.normal(d),
+        rope_sin=m.normal(B, S, dr),
+        rope_cos=m.normal(B, S, dr),
+        ori_kv=m.normal(8, P, 1, d),
         ori_block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
         act_seqs=m.ints(*[20, 45][:B]),
         seqused=m.ints(*[S, 1][:B]),
-        w_idx_qb=m.nz(RQ, NI * DI),
+        w_idx_qb=m.nz(RQ, NI * di),
         w_idx_proj=m.nz(H, NI),
     )
 
 
-def _grouped_o_proj_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+def _grouped_o_proj_pto(
+    m: Maker, B: int = 2, S: int = 2, n: int = 4, d: int = R, dr: int = DR, groups: int = 2
+) -> Arguments:
     return dict(
-        attn_out=m.normal(B, S, 4, R),
-        w_o_a=custom.to_nz(m.normal(2, 2 * R, 16)),
-        w_o_b=m.nz(32, H),
-        rope_sin=m.normal(B, S, DR),
-        rope_cos=m.normal(B, S, DR),
+        attn_out=m.normal(B, S, n * groups, d),
+        w_o_a=custom.to_nz(m.normal(groups, n * d, 16)),
+        w_o_b=m.nz(groups * 16, H),
+        rope_sin=m.normal(B, S, dr),
+        rope_cos=m.normal(B, S, dr),
     )
 
 
@@ -142,37 +146,37 @@ def _wide(m: Maker) -> torch.dtype:
     return torch.float64 if m.dtype is torch.float64 else torch.float32
 
 
-def _hc_pre(m: Maker, B: int = 2, S: int = 2) -> Arguments:
-    shapes = dict(hc_fn=(24, 4 * H), hc_scale=(3,), hc_base=(24,), norm_weight=(H,))
+def _hc_pre(m: Maker, B: int = 2, S: int = 2, h: int = H) -> Arguments:
+    shapes = dict(hc_fn=(24, 4 * h), hc_scale=(3,), hc_base=(24,), norm_weight=(h,))
     wide = {name: m.normal(*shape, dtype=_wide(m)) for name, shape in shapes.items()}
-    return dict(x=m.normal(B, S, 4, H), **wide)
+    return dict(x=m.normal(B, S, 4, h), **wide)
 
 
-def _hc_pre_grad(m: Maker, B: int = 2, S: int = 2) -> Arguments:
-    return _hc_pre(m, B, S) | dict(
-        d_y=m.normal(B, S, H),
+def _hc_pre_grad(m: Maker, B: int = 2, S: int = 2, h: int = H) -> Arguments:
+    return _hc_pre(m, B, S, h) | dict(
+        d_y=m.normal(B, S, h),
         d_post=m.normal(B, S, 4, dtype=_wide(m)),
         d_comb=m.normal(B, S, 4, 4, dtype=_wide(m)),
     )
 
 
-def _hc_post(m: Maker, B: int = 2, S: int = 2) -> Arguments:
+def _hc_post(m: Maker, B: int = 2, S: int = 2, h: int = H) -> Arguments:
     return dict(
-        x=m.normal(B, S, H),
-        residual=m.normal(B, S, 4, H),
+        x=m.normal(B, S, h),
+        residual=m.normal(B, S, 4, h),
         post=m.normal(B, S, 4, dtype=_wide(m)),
         comb=m.normal(B, S, 4, 4, dtype=_wide(m)),
     )
 
 
-def _hc_post_grad(m: Maker, B: int = 2, S: int = 2) -> Arguments:
-    return _hc_post(m, B, S) | dict(d_out=m.normal(B, S, 4, H))
+def _hc_post_grad(m: Maker, B: int = 2, S: int = 2, h: int = H) -> Arguments:
+    return _hc_post(m, B, S, h) | dict(d_out=m.normal(B, S, 4, h))
 
 
-def _hc_post_pre(m: Maker, B: int = 2, S: int = 2) -> Arguments:
-    gates = _hc_pre(m, B, S)
+def _hc_post_pre(m: Maker, B: int = 2, S: int = 2, h: int = H) -> Arguments:
+    gates = _hc_pre(m, B, S, h)
     del gates["x"]
-    return _hc_post(m, B, S) | gates
+    return _hc_post(m, B, S, h) | gates
 
 
 def _indexer_prolog_pto(m: Maker, B: int = 2, S: int = 2) -> Arguments:
@@ -738,5 +742,5 @@ def apart(x: Tensor, dim: int = 0) -> Tensor:
 def sample(
     name: str, device: torch.device, dtype: torch.dtype, seed: int = 1, **sizes: int
 ) -> Arguments:
-    """Valid arguments of op `name`, by keyword; `sizes` are B and S."""
+    """Valid arguments of op `name`, by keyword; `sizes` are B and S, of some ops others too."""
     return SAMPLES[name](Maker(device, dtype, seed), **sizes)
