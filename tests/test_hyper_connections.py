@@ -27,7 +27,7 @@ dtypes = pytest.mark.parametrize(
 # rows, hidden size, a head, a norm
 CASES = {
     "a site": ((2, 3), 40, False, False),
-    "a norm": ((37,), 72, False, True),
+    "a norm": ((17,), 72, False, True),
     "one token": ((1,), 200, False, False),
     "a head": ((5,), 64, True, False),
     "a head and a norm": ((2, 2), 33, True, True),
@@ -327,12 +327,12 @@ def test_gradients_of_post_equal_autograd(case, dtype, device, backend):
 
 @pytest.mark.parametrize("head", [False, True], ids=["a site", "a head"])
 def test_gradcheck_in_float64(head):
-    given = draw((2,), 2, head, True)
+    given = draw((1,), 2, head, True)
     leaves = [v.requires_grad_() for v in given.values()]
 
     def call(*values: Tensor) -> tuple[Tensor, ...]:
         return custom.npu_hc_pre(
-            **dict(zip(given, values, strict=True)), hc_eps=0.01, hc_sinkhorn_iters=4
+            **dict(zip(given, values, strict=True)), hc_eps=0.01, hc_sinkhorn_iters=3
         )[: 1 if head else 3]
 
     assert torch.autograd.gradcheck(call, leaves)
