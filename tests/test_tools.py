@@ -11,6 +11,7 @@ import inspect
 import re
 import subprocess
 import sys
+import typing
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,24 @@ def test_a_function_of_the_pages_says_what_it_takes_and_gives(name):
     there = pytest.importorskip(module, exc_type=BackendUnavailable)
     lacks = [*lacking(name, getattr(there, function))]
     assert not [each for each in lacks if each not in ("Raises", "an example")]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is of 3.11")
+@pytest.mark.parametrize(
+    "name", ["npu_fused_attention", "compute_index_loss_sparse", "causal_conv1d_fn"]
+)
+def test_overloads_take_what_the_function_takes(name):
+    """In its order, but for what has to come by name to say what comes back."""
+    public = inspect.signature(getattr(custom, name)).parameters
+    found = typing.get_overloads(inspect.unwrap(getattr(custom, name)))
+    returns = [inspect.signature(each).return_annotation for each in found]
+    assert returns == ["Tensor", "tuple[Tensor, Tensor]", "Tensor | tuple[Tensor, Tensor]"]
+    for each in found:
+        parameters = inspect.signature(each).parameters
+        assert [*parameters] == [*public]
+        for parameter in parameters.values():
+            own = public[parameter.name]
+            assert parameter.annotation == own.annotation or parameter.name.startswith("return_")
 
 
 def test_what_a_docstring_lacks_is_found():
