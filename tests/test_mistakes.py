@@ -398,8 +398,10 @@ MISTAKES = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said(monkeypatch):
+def _first_call(monkeypatch):
+    """Nothing is said yet, and the device decides who runs it."""
     monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(custom.config, "backend", "auto")
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -489,15 +491,12 @@ def test_every_call_is_looked_at():
         indexer(actual_seq_lengths_key=PAST)
 
 
-def test_kernels_of_another_device_are_not():
+def test_kernels_of_another_device_are_not(monkeypatch):
     """On CPU tensors too, where an interpreter runs them: they would wait."""
     assert values.looked_at(torch.device("cpu")) and not values.looked_at(torch.device("cuda"))
     for backend in ("cuda", "npu"):
-        before, custom.config.backend = custom.config.backend, backend
-        try:
-            assert not values.looked_at(torch.device("cpu"))
-        finally:
-            custom.config.backend = before
+        monkeypatch.setattr(custom.config, "backend", backend)
+        assert not values.looked_at(torch.device("cpu"))
 
 
 def test_debug_refuses_absent_pages_too(monkeypatch):
