@@ -26,6 +26,7 @@ from ._collectives import Group, ranks, refuse_gradients
 from ._either import attend, select, select_with_scores
 from ._handed_along import context_parallel_delta_rule, context_parallel_kda, delta_rule_heads
 from ._prefill import context_parallel_prefill, row_parallel_indexer, zigzag
+from .dispatch import values
 from .dispatch.common import nz
 from .dispatch.errors import NotSupported
 
@@ -343,9 +344,12 @@ def context_parallel_decode(
     every = queries().view(torch.int64).permute(1, 2, 0, 3, 4).flatten(2, 3).view(query.dtype)
     # causality was applied by the selection: a row of a shard is no position, and none that was
     # selected lies behind the shard's end, which is at most the request's
+    lengths = act_seqs
+    if values.looked_at(act_seqs.device):
+        lengths = merging.shard_positions(act_seqs, rank, size, interleave)
     out, top, total = attend(
         every[..., :R], every[..., R:], kv_cache, kr_cache, local, softmax_scale, row_layout,
-        block_table=block_table, actual_seq_lengths_kv=act_seqs, sparse_mode=0,
+        block_table=block_table, actual_seq_lengths_kv=lengths, sparse_mode=0,
     )  # fmt: skip
     words = out.view(torch.int64)  # of 8 bytes: copied and sent as such
     W = words.shape[-1]
