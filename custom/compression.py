@@ -180,7 +180,7 @@ def entry_positions(act_seqs: Tensor, s1: int, m: int, seqused: Tensor | None = 
     c.shape("act_seqs", act_seqs, "B")
     c.at_least("s1", s1, 0)
     c.count("m", m)
-    used = s1
+    used: int | Tensor = s1
     if seqused is not None:
         c.integer("seqused", seqused)
         c.same_device(act_seqs=act_seqs, seqused=seqused)

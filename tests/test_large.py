@@ -163,6 +163,18 @@ def test_rows_far_apart(op, device, backend, room):
             assert torch.equal(x, exact), name
 
 
+@pytest.mark.parametrize("name", ["state_cache", "cmp_cache"])
+def test_pages_of_the_compressor_far_apart(name, device, backend, room):
+    op = "npu_compressor"
+    near, far = (sample(op, device, DTYPE) for _ in range(2))
+    far[name] = apart(far[name])
+    out, other = run(op, backend, **near), run(op, backend, **far)
+    assert torch.equal(out, other)
+    for cache in ("state_cache", "cmp_cache"):
+        assert torch.equal(near[cache], far[cache])
+    assert not torch.equal(near[name], sample(op, device, DTYPE)[name])
+
+
 def attention(m: Maker, *ends: int) -> dict:
     """For the kernels of more than 64 queries; packed if there are `ends`."""
     q, k, v = (m.normal(2, heads, 70, 64) for heads in (6, 3, 3))
@@ -242,7 +254,7 @@ WIDE = {
 }
 CONTIGUOUS = {
     "softmax_max", "softmax_sum", "d_softmax_sum", "lse", "initial_state", "d_final_state",
-    "initial_state_source", "states",
+    "initial_state_source", "states", "state_cache",
 }  # fmt: skip
 
 
