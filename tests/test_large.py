@@ -125,6 +125,7 @@ DENSE = {
     "npu_latent_cache_write": {"rows"},
     "npu_kv_quant_sparse_attn_sharedkv": {"ori_kv", "cmp_kv"},
     "npu_sparse_attn_sharedkv_grad": {"softmax_lse", "d_softmax_lse"},
+    "npu_compressor": {"state_cache", "cmp_cache"},
 }
 # of these all is contiguous
 WHOLE = ("_pto", "_prolog_v3", "hc_pre", "hc_post", "hc_post_pre", "hc_pre_grad", "hc_post_grad")
@@ -254,7 +255,7 @@ WIDE = {
 }
 CONTIGUOUS = {
     "softmax_max", "softmax_sum", "d_softmax_sum", "lse", "initial_state", "d_final_state",
-    "initial_state_source", "states", "state_cache",
+    "initial_state_source", "states",
 }  # fmt: skip
 
 
