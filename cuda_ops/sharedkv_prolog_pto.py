@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..dispatch.common import memory, quantised
+from ..dispatch.common import memory, nz, quantised
 from . import latent_cache_write, prolog
 from .common import gpu, launches, quantise
 from .common.last_rotation import angles, other_of, standing
@@ -158,14 +158,10 @@ def unsupported(
     against = prolog.unsupported(token_x)
     if against is None and index_hadamard:
         assert w_idx_qb is not None and w_idx_proj is not None  # the check said so
-        size = _columns(w_idx_qb) // _columns(w_idx_proj)
+        size = nz.columns_of(w_idx_qb) // nz.columns_of(w_idx_proj)
         if size != TRANSFORMED:
             return f"index_hadamard with an index dim of {size}, supported {TRANSFORMED}"
     return against
-
-
-def _columns(weight: Tensor) -> int:
-    return weight.shape[0] * weight.shape[3] if weight.ndim == 4 else weight.shape[1]
 
 
 def forward(
@@ -193,12 +189,12 @@ def forward(
     requests, steps, hidden = token_x.shape
     tokens, dtype, device = requests * steps, token_x.dtype, token_x.device
     ranks, size, rotary = gamma_cq.shape[0], gamma_kv.shape[0], rope_sin.shape[-1]
-    heads = _columns(w_uq) // size
+    heads = nz.columns_of(w_uq) // size
     index_heads = index_size = 0
     first, second = [(w_dq, ranks), (w_kv, size)], [(w_uq, heads * size)]
     if w_idx_qb is not None and w_idx_proj is not None:
-        index_heads = _columns(w_idx_proj)
-        index_size = _columns(w_idx_qb) // index_heads
+        index_heads = nz.columns_of(w_idx_proj)
+        index_size = nz.columns_of(w_idx_qb) // index_heads
         first.append((w_idx_proj, index_heads))
         second.append((w_idx_qb, index_heads * index_size))
     front = (requests, steps)

@@ -97,6 +97,7 @@ from .sparse_attention import (  # noqa: E402
     npu_sparse_flash_attention,
     npu_sparse_flash_attention_grad,
 )
+from .sparse_attention_v4 import npu_sparse_attention_v4_pto  # noqa: E402
 
 __all__ = [
     "BackendUnavailable",
@@ -158,6 +159,7 @@ __all__ = [
     "npu_sparse_attention_indices_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_attention_shared_pto",
+    "npu_sparse_attention_v4_pto",
     "npu_sparse_attn_sharedkv",
     "npu_sparse_attn_sharedkv_metadata",
     "npu_sparse_flash_attention",

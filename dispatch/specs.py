@@ -66,6 +66,7 @@ OPS = (
     "compressor_dense_grad",
     "sharedkv_prolog_pto",
     "grouped_o_proj_pto",
+    "sparse_attention_v4_pto",
     "hc_pre",
     "hc_pre_grad",
     "hc_post",

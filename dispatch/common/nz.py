@@ -42,6 +42,11 @@ def columns(dtype: torch.dtype) -> int:
     return 32 // dtype.itemsize
 
 
+def columns_of(weight: Tensor) -> Any:
+    """N of a [K, N] weight that is NZ or not."""
+    return weight.shape[0] * weight.shape[3] if weight.ndim == 4 else weight.shape[-1]
+
+
 def to_nz(w: Tensor, *, flat: bool = False) -> Tensor:
     """[..., K, N] to FRACTAL_NZ [..., N/C0, K/16, 16, C0], contiguous, zero-padded to whole tiles.
 

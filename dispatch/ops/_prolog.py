@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
@@ -86,11 +85,6 @@ def weights(c: Checker, table: Table, weight_format: str) -> None:
                     f"`{name}` is NZ with {letter}={c.sizes[letter]}, expected a multiple of "
                     f'{tile}. Pad the weight, or pass it row-major with weight_format="nd".',
                 )
-
-
-def columns_of(weight: Tensor) -> Any:
-    """N of a [K, N] weight that is NZ or not."""
-    return weight.shape[0] * weight.shape[3] if weight.ndim == 4 else weight.shape[-1]
 
 
 def distinct_slots(c: Checker, cache_index: Tensor, name: str = "cache_index") -> None:

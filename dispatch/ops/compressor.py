@@ -87,12 +87,7 @@ def _state(
     coff: int,
     mode: int,
 ) -> None:
-    c.require(
-        mode != 3,
-        "`cache_mode` is 3 (a running maximum, sum and value for each channel), expected 1 (by "
-        "page) or 2 (ring): such a state cannot go back behind a rejected token.",
-    )
-    c.one_of("cache_mode", mode, BY_PAGE, RING)
+    state_mode(c, "cache_mode", mode)
     if table is None:
         c.fail("`state_block_table` is missing, expected the pages of the state, [B, max_pages].")
         return
@@ -106,11 +101,25 @@ def _state(
         c.integer("start_pos", start_pos)
         c.shape("start_pos", start_pos, "B")
         c.contiguous(start_pos=start_pos)
-    reach, least = table.shape[1] * c.sizes["P"], coff * ratio - 1
+    ring(c, table, c.sizes["P"], ratio, coff, mode)
+
+
+def state_mode(c: Checker, name: str, mode: int) -> None:
+    c.require(
+        mode != 3,
+        f"`{name}` is 3 (a running maximum, sum and value for each channel), expected 1 (by "
+        "page) or 2 (ring): such a state cannot go back behind a rejected token.",
+    )
+    c.one_of(name, mode, BY_PAGE, RING)
+
+
+def ring(c: Checker, table: Tensor, page: Any, ratio: int, coff: int, mode: int) -> None:
+    """`table` names rows for the tokens of windows that are open."""
+    reach, least = table.shape[1] * page, coff * ratio - 1
     c.require(
         mode == BY_PAGE or reach >= least,
         f"`state_block_table` names a ring of {reach} rows ({table.shape[1]} pages of "
-        f"{c.sizes['P']}), expected at least coff * cmp_ratio - 1 = {least}, and one more for each "
+        f"{page}), expected at least coff * cmp_ratio - 1 = {least}, and one more for each "
         "token that a call may take back.",
     )
 

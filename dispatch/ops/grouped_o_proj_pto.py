@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..check import Checker
+from ..common import nz
 from . import _prolog
 from .sharedkv_prolog_pto import plain_weights
 
@@ -45,25 +46,32 @@ def check(
     for name, (tensor, shape) in floats.items():
         c.shape(name, tensor, shape)
     c.contiguous(**given)
-    sizes = c.sizes
     _prolog.rotary(c, "D")
+    output_weights(c, w_o_a, w_o_b, "attn_out", weight_format)
+
+
+def output_weights(
+    c: Checker, w_o_a: Tensor, w_o_b: Tensor, heads: str, weight_format: str
+) -> None:
+    """Both weights, where N and D are known; N is that of the argument `heads`."""
+    sizes = c.sizes
     if w_o_a.ndim not in (3, 5):
         c.fail(f"`w_o_a` has shape {list(w_o_a.shape)}, expected [G, N/G*D, Ro], or its NZ in 5-D.")
     groups = w_o_a.shape[0]
     c.require(
         groups > 0 and sizes["N"] % groups == 0,
-        f"`w_o_a` has {groups} groups, expected a divisor of N={sizes['N']} (from `attn_out`).",
+        f"`w_o_a` has {groups} groups, expected a divisor of N={sizes['N']} (from `{heads}`).",
     )
     sizes["N/G*D"] = sizes["N"] // groups * sizes["D"]
     sizes["Ro"] = w_o_a.shape[2] if w_o_a.ndim == 3 else w_o_a.shape[1] * w_o_a.shape[4]
     sizes["G*Ro"] = groups * sizes["Ro"]
     if w_o_b.ndim not in (2, 4):
         c.shape("w_o_b", w_o_b, "G*Ro H")
-    sizes["H"] = _prolog.columns_of(w_o_b)
+    sizes.setdefault("H", nz.columns_of(w_o_b))
     sizes["G"] = groups
     weights = dict(w_o_a=(w_o_a, "G N/G*D Ro"), w_o_b=(w_o_b, "G*Ro H"))
     _prolog.weights(c, weights, weight_format)
 
 
 def fake(attn_out: Tensor, w_o_b: Tensor, **_: Any) -> Tensor:
-    return attn_out.new_empty([*attn_out.shape[:2], _prolog.columns_of(w_o_b)])
+    return attn_out.new_empty([*attn_out.shape[:2], nz.columns_of(w_o_b)])

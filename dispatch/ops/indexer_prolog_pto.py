@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..check import Checker
-from ..common import quantised
+from ..common import nz, quantised
 from . import _prolog, _quantised, _weights
 
 SCHEMA = (
@@ -104,9 +104,9 @@ def index_sizes(c: Checker, name: str, weight_proj: Tensor, weight_qb: Tensor) -
     those of `weight_qb`."""
     if weight_proj.ndim not in (2, 4):
         c.shape(name, weight_proj, "H Ni")
-    c.sizes["Ni"] = _prolog.columns_of(weight_proj)
+    c.sizes["Ni"] = nz.columns_of(weight_proj)
     if weight_proj.ndim == 4 and weight_qb.ndim in (2, 4) and c.sizes["Di"] > 0:
-        dims = _prolog.columns_of(weight_qb)
+        dims = nz.columns_of(weight_qb)
         heads = dims // c.sizes["Di"]
         whole = heads * c.sizes["Di"] == dims
         if whole and 0 <= c.sizes["Ni"] - heads < weight_proj.shape[3]:
@@ -128,7 +128,7 @@ def fake(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     batch, rows, _hidden = token_x.shape
-    heads = _prolog.columns_of(weight_proj)
+    heads = nz.columns_of(weight_proj)
     in_bytes = kv_cache_quant_mode == 3
     return (
         token_x.new_empty(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..check import Checker
-from ..common import quantised
+from ..common import nz, quantised
 from . import _prolog, _quantised, _weights
 from .indexer_prolog_pto import index_sizes
 
@@ -109,7 +109,7 @@ def check(
 def fake(
     token_x: Tensor, weights_proj: Tensor, ln_gamma_k: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, heads = token_x.shape[0], _prolog.columns_of(weights_proj)
+    tokens, heads = token_x.shape[0], nz.columns_of(weights_proj)
     half = torch.float16
     return (
         token_x.new_empty([tokens, heads, ln_gamma_k.shape[0]], dtype=torch.int8),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..check import Checker
-from ..common import quantised
+from ..common import nz, quantised
 from . import _layout, _prolog, _quantised
 
 SCHEMA = (
@@ -124,7 +124,7 @@ def heads_of(c: Checker, name: str, weight: Tensor, size: str) -> Any:
     """How many heads, of a size that is known, the columns of a weight are."""
     if weight.ndim not in (2, 4):
         c.fail(f"`{name}` has shape {list(weight.shape)}, expected [K, N], or its NZ in 4-D.")
-    columns, width = _prolog.columns_of(weight), c.sizes[size]
+    columns, width = nz.columns_of(weight), c.sizes[size]
     c.require(
         width > 0 and columns > 0 and columns % width == 0,
         f"`{name}` has {columns} columns, expected a multiple of {size}={width}, at least one.",
@@ -136,7 +136,7 @@ def index_sizes(c: Checker, w_idx_qb: Tensor, w_idx_proj: Tensor, index_hadamard
     """The index heads are the columns of `w_idx_proj`; the others' columns are all their dims."""
     if w_idx_proj.ndim not in (2, 4):
         c.shape("w_idx_proj", w_idx_proj, "H Ni")
-    c.sizes["Ni"] = _prolog.columns_of(w_idx_proj)
+    c.sizes["Ni"] = nz.columns_of(w_idx_proj)
     c.sizes["Di"] = heads_of(c, "w_idx_qb", w_idx_qb, "Ni")
     c.sizes["Ni*Di"] = c.sizes["Ni"] * c.sizes["Di"]
     _prolog.rotary(c, "Di")
@@ -158,10 +158,10 @@ def fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, new = token_x.shape[:-1], token_x.new_empty
     size = gamma_kv.shape[0]
-    query = new([*rows, _prolog.columns_of(w_uq) // size, size])
+    query = new([*rows, nz.columns_of(w_uq) // size, size])
     query_norm = new([*rows, gamma_cq.shape[0]])
     if w_idx_qb is None or w_idx_proj is None:
         return query, query_norm, new([0]), new([0])
-    heads = _prolog.columns_of(w_idx_proj)
-    index = new([*rows, heads, _prolog.columns_of(w_idx_qb) // heads])
+    heads = nz.columns_of(w_idx_proj)
+    index = new([*rows, heads, nz.columns_of(w_idx_qb) // heads])
     return query, query_norm, index, new([*rows, heads])

@@ -31,10 +31,15 @@ def forward(
     weight_format: str,
     **_: Any,
 ) -> Tensor:
-    dtype, wide = attn_out.dtype, accumulator(attn_out)
-    sin, cos = (each.to(wide)[:, :, None] for each in (rope_sin, rope_cos))
-    heads = rope.rotate_last(attn_out.to(wide), sin, cos, inverse=True).to(dtype)
-    groups = heads.flatten(2).chunk(w_o_a.shape[0], -1)
+    dtype = attn_out.dtype
+    groups = turned_back(attn_out, rope_sin, rope_cos).flatten(2).chunk(w_o_a.shape[0], -1)
     weights = (nz.to_nd(weight, weight_format) for weight in w_o_a)
     ranks = [matmul(x, weight).to(dtype) for x, weight in zip(groups, weights, strict=True)]
     return matmul(torch.cat(ranks, -1), nz.to_nd(w_o_b, weight_format)).to(dtype)
+
+
+def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
+    """o."""
+    dtype, wide = attn_out.dtype, accumulator(attn_out)
+    sin, cos = (each.to(wide)[:, :, None] for each in (rope_sin, rope_cos))
+    return rope.rotate_last(attn_out.to(wide), sin, cos, inverse=True).to(dtype)

@@ -120,6 +120,60 @@ class Attention:
                 hook.remove()
         return seen
 
+    def whole(self, x: Tensor) -> Tensor:
+        """What the layer makes of one request [T, H], through a cache."""
+        from transformers.cache_utils import DynamicCache
+
+        hf, cache, x = self.hf, DynamicCache(config=self.config), x[None]
+        positions = torch.arange(x.shape[1])[None]
+        mask = hf.create_sliding_window_causal_mask(
+            config=self.config, inputs_embeds=x, attention_mask=None,
+            past_key_values=_OfLayer(cache, self.module.layer_idx), position_ids=positions,
+        )  # fmt: skip
+        with torch.no_grad():
+            return self.module(x, self.angles(positions), positions, mask, cache)[0][0]
+
+    def weights(self) -> dict[str, Any]:
+        """As npu_sparse_attention_v4_pto takes them, row-major."""
+        a, c = self.module, self.module.compressor
+        groups, ranks = self.config.o_groups, self.config.o_lora_rank
+        found = dict(
+            w_dq=a.q_a_proj.weight.T, w_uq=a.q_b_proj.weight.T, w_kv=a.kv_proj.weight.T,
+            gamma_cq=a.q_a_norm.weight, gamma_kv=a.kv_norm.weight, sinks=a.sinks,
+            w_o_a=a.o_a_proj.weight.view(groups, ranks, -1).mT, w_o_b=a.o_b_proj.weight.T,
+        )  # fmt: skip
+        if c is not None:
+            found |= dict(
+                w_cmp_kv=c.kv_proj.weight, w_cmp_gate=c.gate_proj.weight, cmp_ape=c.position_bias,
+                gamma_cmp=c.kv_norm.weight,
+            )  # fmt: skip
+        if (i := getattr(c, "indexer", None)) is not None:
+            found |= dict(
+                w_idx_kv=i.kv_proj.weight, w_idx_gate=i.gate_proj.weight, idx_ape=i.position_bias,
+                gamma_idx=i.kv_norm.weight, w_idx_qb=i.q_b_proj.weight.T,
+                w_idx_proj=i.scorer.weights_proj.weight.T,
+            )  # fmt: skip
+        return {name: w.detach().contiguous() for name, w in found.items()}
+
+
+class _OfLayer:
+    """A cache whose every question is answered for one layer: a model asks for its first."""
+
+    def __init__(self, cache: Any, layer: int) -> None:
+        self.cache, self.layer = cache, layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def get_mask_sizes(self, length: Any, layer_idx: int = 0) -> Any:
+        return self.cache.get_mask_sizes(length, self.layer)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.cache.get_seq_length(self.layer)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return self.cache.get_query_offset(self.layer)
+
 
 def pairs(angle: Tensor) -> Tensor:
     """Entries of pairs as ours are given, [.., Dr]; NaN where none is read."""

@@ -141,6 +141,40 @@ def _grouped_o_proj_pto(
     )
 
 
+def _sparse_attention_v4_pto(m: Maker, B: int = 2, S: int = 3) -> Arguments:
+    """With entries of 2 tokens, of windows that overlap, and an indexer."""
+    prolog = _sharedkv_prolog_pto(m, B, S)
+    renamed = dict(token_x="x", rope_sin="sin", rope_cos="cos")
+    output, wide = _grouped_o_proj_pto(m, B, S), _wide(m)
+    layer = {renamed.get(n, n): x for n, x in prolog.items()}
+    entries = -(-S // 2)
+    return layer | dict(
+        w_uq=m.nz(RQ, 4 * R),
+        sinks=m.normal(4, dtype=wide),
+        cmp_ratio=2,
+        w_cmp_kv=m.normal(2 * R, H),
+        w_cmp_gate=m.normal(2 * R, H),
+        cmp_ape=m.normal(2, 2 * R, dtype=wide),
+        gamma_cmp=m.normal(R, dtype=wide),
+        cmp_sin=m.normal(B, entries, DR),
+        cmp_cos=m.normal(B, entries, DR),
+        cmp_state=m.normal(6, 3, 4 * R, dtype=wide),
+        state_block_table=m.ints(*[[3, 1], [5, 2]][:B]).view(B, 2),
+        cmp_kv=m.normal(5, P, 1, R),
+        cmp_block_table=m.ints(*[[2, -1], [0, 3]][:B]).view(B, 2),
+        w_idx_kv=m.normal(2 * DI, H),
+        w_idx_gate=m.normal(2 * DI, H),
+        idx_ape=m.normal(2, 2 * DI, dtype=wide),
+        gamma_idx=m.normal(DI, dtype=wide),
+        idx_state=m.normal(6, 3, 4 * DI, dtype=wide),
+        idx_k=m.normal(5, P, 1, DI),
+        sparse_count=8,
+        w_o_a=output["w_o_a"],
+        w_o_b=output["w_o_b"],
+        ori_win_left=7,
+    )
+
+
 def _wide(m: Maker) -> torch.dtype:
     """Of parameters that are float32 beside half precision."""
     return torch.float64 if m.dtype is torch.float64 else torch.float32
@@ -712,6 +746,7 @@ SAMPLES: dict[str, Callable[..., Arguments]] = {
     "npu_causal_conv1d_update": _causal_conv1d_update,
     "npu_sharedkv_prolog_pto": _sharedkv_prolog_pto,
     "npu_grouped_o_proj_pto": _grouped_o_proj_pto,
+    "npu_sparse_attention_v4_pto": _sparse_attention_v4_pto,
     "npu_hc_pre": _hc_pre,
     "npu_hc_pre_grad": _hc_pre_grad,
     "npu_hc_post": _hc_post,
