@@ -9,6 +9,7 @@ cut along their depth, and `_added` adds up the runs in order.  The floor is the
     condition                        kernels
     a product cut along its depth    _groups then _added, nz_matmul.py then _added
     else                             _groups then nz_matmul.py
+    turned_back, of the whole layer  _turned
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..dispatch.common import memory, nz
 from . import prolog
 from .common import gpu, handover, launches, tiling
 from .common.last_rotation import angles, other_of
-from .common.tiling import cdiv
+from .common.tiling import cdiv, power_of_two
 from .nz_matmul import product
 from .prolog import run_sum
 
@@ -91,6 +92,29 @@ def _added(partial, out, size, RUNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED:
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < size)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _turned(
+    x, sin, cos, out, tokens, HEADS: tl.constexpr, D: tl.constexpr, DR: tl.constexpr,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: heads of a token, turned back."""
+    BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    j = tl.arange(0, triton.next_power_of_2(D))
+    mask = (head < HEADS)[:, None] & (j < D)[None, :]
+    at = token * (HEADS * D) + (head * D)[:, None]
+    if CHAINED:
+        gdc_launch_dependents()
+    c, s = angles(sin + token * DR, cos + token * DR, j, j < D, D, DR)
+    if CHAINED:
+        gdc_wait()
+    u = tl.load(x + at + j[None, :], mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(x + at + other_of(j, D, DR)[None, :], mask=mask, other=0.0).to(tl.float32)
+    turned = u * c[None, :] - v * s[None, :]
+    tl.store(out + at + j[None, :], turned.to(out.dtype.element_ty), mask=mask)
+
+
 def _whole(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """[runs, T, N] of a product, added up and rounded: [T, N]."""
     if partial.shape[0] == 1:
@@ -151,3 +175,20 @@ def forward(
     y = _whole(_by_groups(x, w_o_a, weight_format, rope_sin, rope_cos, ranks), dtype)
     out = product(y, [(w_o_b, hidden)], weight_format)
     return _whole(out, dtype).view(*front, hidden)
+
+
+def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
+    """What `forward` multiplies, by itself."""
+    batch, steps, heads, size = attn_out.shape
+    out = memory.empty(attn_out.shape, attn_out.dtype, attn_out.device)
+    if out.numel() == 0:
+        return out
+    block = max(1, min(power_of_two(heads), BLOCK * 4 // power_of_two(size)))
+    chained = gpu.has_chained_launch(attn_out.device)
+    tokens = batch * steps
+    launches.kernel(_turned, tokens * cdiv(heads, block))(
+        attn_out, rope_sin, rope_cos, out, tokens,
+        HEADS=heads, D=size, DR=rope_sin.shape[-1], BLOCK=block, CHAINED=chained,
+        num_warps=4, launch_pdl=chained,
+    )  # fmt: skip
+    return out

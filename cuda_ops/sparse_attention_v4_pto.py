@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""DeepSeek-V4's layer: the stages of dispatch/common/layer_v4.py, one after the other.
+
+All stages are asked whether they can run before the first of them writes.
+
+    condition                   kernels
+    sliding                     sharedkv_prolog_pto.py then sparse_attn_sharedkv.py
+    HCA                         sharedkv_prolog_pto.py, compressor.py then sparse_attn_sharedkv.py
+    CSA                         sharedkv_prolog_pto.py, compressor.py twice, lightning_indexer.py
+                                then sparse_attn_sharedkv.py
+    CSA, index keys in 8 bits   quantize_index_query.py then quant_lightning_indexer.py
+    rows in 8 bits              kv_quant_sparse_attn_sharedkv.py for sparse_attn_sharedkv.py
+    behind all of them          grouped_o_proj_pto.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..dispatch.common import layer_v4
+from . import (
+    compressor,
+    grouped_o_proj_pto,
+    kv_quant_sparse_attn_sharedkv,
+    lightning_indexer,
+    quant_lightning_indexer,
+    quantize_index_query,
+    sharedkv_prolog_pto,
+    sparse_attn_sharedkv,
+)
+
+_MODULES = (
+    sharedkv_prolog_pto,
+    compressor,
+    quantize_index_query,
+    lightning_indexer,
+    quant_lightning_indexer,
+    sparse_attn_sharedkv,
+    kv_quant_sparse_attn_sharedkv,
+    grouped_o_proj_pto,
+)
+STAGES = layer_v4.Stages(
+    *(module.forward for module in _MODULES), turned_back=grouped_o_proj_pto.turned_back
+)
+REASONS = layer_v4.Stages(
+    *(module.unsupported for module in _MODULES), turned_back=grouped_o_proj_pto.unsupported
+)
+
+
+def unsupported(**arguments: Any) -> str | None:
+    return layer_v4.Layer(**arguments).unsupported(REASONS)
+
+
+def forward(**arguments: Any) -> Tensor:
+    return layer_v4.Layer(**arguments).run(STAGES)
