@@ -32,7 +32,10 @@ CONVENTIONS: dict[type[nn.Module], dict[str, bool]] = {
 }
 REFUSED: dict[str, str] = {
     "AXK2Attention": "its queries come from two latents, and a gate scales its output",
-    "DeepseekV4CSACompressor": "its keys are compressed, and its selection is one of them",
+    "DeepseekV4CSACompressor": (
+        "its keys are compressed, and its selection is one of them; sparse_attention_v4_weights "
+        "takes the layer's attention"
+    ),
     "Glm5NextTextAttention": "its indexer selects pools of keys, and nothing is rotated",
     "HYV4Attention": "its heads have sinks and a gate, and its indexer rotates the last dimensions",
     "MiniMaxM3VLAttention": "its indexer selects blocks of keys, and its keys are not latent",
@@ -164,7 +167,7 @@ def sparse_attention_weights(
         },
         idx_qb=weights["idx_qb"],
         idx_k=weights["idx_k"],
-        idx_proj=_laid(proj, weight_format).contiguous(),
+        idx_proj=laid(proj, weight_format).contiguous(),
         idx_gamma_k=m.indexer.k_norm.weight.detach(),
         idx_beta_k=m.indexer.k_norm.bias.detach(),
     )
@@ -279,16 +282,59 @@ def _scale(m: Any, linear: nn.Linear) -> Tensor | None:
     return scale.float()
 
 
-def _dequantised(m: Any, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """What [N, K] stands for."""
+def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """What a weight of DeepSeek's fp8 checkpoints stands for: each 128 x 128 of it times its scale.
+
+    Args:
+        weight: [N, K] float8_e4m3fn.
+        scale: [ceil(N / 128), ceil(K / 128)] float32 (DeepSeek-V3) or float8_e8m0fnu (ue8m0,
+            DeepSeek-V4: powers of two, with which bfloat16 is exact).
+        dtype: of the result.
+
+    Returns:
+        [N, K], the product in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape does not fit.
+
+    >>> import torch
+    >>> from custom.integrations.dsa import dequantised
+    >>> weight = torch.full((2, 130), 3.0).to(torch.float8_e4m3fn)
+    >>> scale = torch.tensor([[0.5, 4.0]]).to(torch.float8_e8m0fnu)
+    >>> dequantised(weight, scale)[0, 126:].tolist()
+    [1.5, 1.5, 12.0, 12.0]
+    """
+    if weight.dtype is not torch.float8_e4m3fn:
+        raise TypeError(
+            f"dequantised: `weight` is {weight.dtype}, expected torch.float8_e4m3fn. Pass a weight "
+            "of 16 bits on as it is."
+        )
+    if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        raise TypeError(
+            f"dequantised: `scale` is {scale.dtype}, expected torch.float32 or "
+            "torch.float8_e8m0fnu. View the bytes of ue8m0 as the latter."
+        )
+    wanted = [-(-size // quantised.TILE) for size in weight.shape]
+    if weight.ndim != 2 or list(scale.shape) != wanted:
+        raise ValueError(
+            f"dequantised: `scale` has shape {list(scale.shape)}, expected {wanted} for a weight "
+            f"{list(weight.shape)}. Pass a scale for each 128 x 128 of a weight [N, K]."
+        )
+    rows, columns = weight.shape
+    whole = scale.float()
+    for dim in (0, 1):
+        whole = whole.repeat_interleave(quantised.TILE, dim)
+    return (weight.float() * whole[:rows, :columns]).to(dtype)
+
+
+def dequantised_linear(m: Any, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """What the weight [N, K] of a linear layer of `m` stands for."""
     scale, weight = _scale(m, linear), linear.weight.detach()
     if scale is None:
         return weight.to(dtype)
     if weight.dtype is torch.float8_e4m3fn:
-        rows, columns = weight.shape
-        for dim in (0, 1):
-            scale = scale.repeat_interleave(quantised.TILE, dim)
-        scale = scale[:rows, :columns]
+        return dequantised(weight, scale, dtype)
     return (weight.float() * scale).to(dtype)
 
 
@@ -319,17 +365,17 @@ def _projections(
             weight = weight.to(_dtype(m))
         else:
             scales[name] = scale.t().contiguous()
-        weight = _laid(weight, weight_format)
+        weight = laid(weight, weight_format)
         # of 8 bits the checkpoint's own bytes are read
         weights[name] = weight.contiguous() if scale is None else weight
     return weights, scales, mode
 
 
-def _laid(weight: Tensor, weight_format: str) -> Tensor:
-    """A weight [K, N] in NZ, if that is wanted and NZ's tiles hold it as it is: a few index heads
-    they would pad."""
+def laid(weight: Tensor, weight_format: str) -> Tensor:
+    """A weight [.., K, N] in NZ, if that is wanted and NZ's tiles hold it as it is: a few index
+    heads they would pad."""
     tile = nz.ROWS, max(nz.ROWS, nz.columns(weight.dtype))
-    whole = all(size % each == 0 for size, each in zip(weight.shape, tile, strict=True))
+    whole = all(size % each == 0 for size, each in zip(weight.shape[-2:], tile, strict=True))
     return nz.to_nz(weight) if weight_format == "nz" and whole else weight
 
 
@@ -345,7 +391,7 @@ def up_projections(m: Any) -> tuple[Tensor, Tensor]:
     is of 8 bits."""
     weight = m.kv_b_proj.weight
     if weight.dtype in _SCALES:
-        weight = _dequantised(m, m.kv_b_proj, _dtype(m))
+        weight = dequantised_linear(m, m.kv_b_proj, _dtype(m))
     heads = weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
     uk, uv = heads.split([m.qk_nope_head_dim, m.v_head_dim], dim=1)
     return uk, uv

@@ -64,12 +64,15 @@ def _may_wait(x: Tensor) -> bool:
     return not api.is_current_stream_capturing()
 
 
-def texts(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Texts:
+def texts(
+    mask: Any, requests: int, tokens: int, before: Tensor | None, window: int | None = None
+) -> Texts:
     """Of a mask [B, 1, S, T], bool or what is added to the scores.
 
     `before` [B, T - S] says which cached columns have tokens.  A token is one that sees itself;
-    what padding sees is nobody's concern.  Waits for the device, but in a graph, where padding has
-    to be on the left.
+    what padding sees is nobody's concern.  With a `window` it sees so many columns at most, and a
+    text lies in one piece.  Waits for the device, but in a graph, where padding has to be on the
+    left.
     """
     cached = 0 if before is None else before.shape[1]
     wanted = [requests, 1, tokens, cached + tokens]
@@ -95,13 +98,17 @@ def texts(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Texts
     column = torch.arange(cached + tokens, device=there.device)
 
     def expected(rows: slice) -> Tensor:
-        return (column <= own[rows, None]) & valid[:, None]
+        near = column <= own[rows, None]
+        if window is not None:
+            near &= column > own[rows, None] - window
+        return near & valid[:, None]
 
     def right(found: Tensor, wanted: Tensor, rows: slice) -> Tensor:
         return ((found == wanted) | ~there[:, rows, None]).all()
 
     is_one = torch.stack([right(seen(rows), expected(rows), rows) for rows in parts]).all()
-    at_the_end = (there[:, 1:] >= there[:, :-1]).all()
+    placed = there if window is None else valid
+    at_the_end = (placed[:, 1:] >= placed[:, :-1]).all()
     biased = torch.zeros_like(is_one)
     if mask.dtype is not torch.bool:
         biased = torch.stack(
@@ -111,12 +118,12 @@ def texts(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Texts
         unread = is_one & at_the_end & ~biased
         return Texts(valid.sum(-1, dtype=torch.int32), there, valid, unread=unread)
     one, end, bias = torch.stack([is_one, at_the_end, biased]).tolist()
-    if one and not bias:
-        if end:
-            return Texts(valid.sum(-1, dtype=torch.int32), there, valid)
+    if one and not bias and end:
+        return Texts(valid.sum(-1, dtype=torch.int32), there, valid)
+    if one and not bias and (window is None or (cached == 0 and _in_one_piece(there))):
         number = torch.arange(requests, device=there.device)[:, None].expand_as(there)
         return _moved(valid, there, number, there.cumsum(-1) - 1, requests, valid.sum(-1), False)
-    if not bias and cached == 0:
+    if not bias and cached == 0 and window is None:
         first = torch.cat([seen(rows).int().argmax(-1) for rows in parts], 1)
         same = [
             right(seen(rows), expected(rows) & (first[:, rows, None] == first[:, None]), rows)
@@ -129,11 +136,42 @@ def texts(mask: Any, requests: int, tokens: int, before: Tensor | None) -> Texts
             lengths = torch.bincount(number[there], minlength=count)
             rank = torch.cat([seen(rows).sum(-1) for rows in parts], 1) - 1
             return _moved(valid, there, number, rank, count, lengths, True)
+    if window is not None:
+        raise NotSupported(
+            f"{WHERE} serves requests whose tokens lie side by side, each sees a window of "
+            f"{window}, padded on the left, or in their only pass on the right; `attention_mask` "
+            f"{wanted} {'adds a bias to scores' if bias else 'says something else'}. Give every request or "
+            "document a row of its own, padded on the left."
+        )
     raise NotSupported(
         f"{WHERE} serves padding and, without a cache, documents packed in a row; `attention_mask` "
         f"{wanted} {'adds a bias to scores' if bias else 'hides other keys'}. Choose "
         'attn_implementation="custom_sparse", which takes any mask, outside of use().'
     )
+
+
+def check_positions(found: Texts, position_ids: Tensor | None, cached: int) -> Texts:
+    """`found`, if `position_ids` [B or 1, S] count the tokens of each text, or the columns."""
+    if position_ids is None:
+        return found
+    there, tokens = found.valid[:, cached:], found.valid.cumsum(-1)[:, cached:] - 1
+    columns = torch.arange(cached, found.valid.shape[1], device=there.device)
+    same = torch.stack([(position_ids == each) | ~there for each in (tokens, columns)])
+    right = same.all(-1).any(0).all()
+    if not _may_wait(there):
+        found.unread = right if found.unread is None else found.unread & right
+    elif not right:
+        raise NotSupported(
+            f"{WHERE} gives every token of a request the position behind the one before it, and "
+            f"`position_ids` {list(position_ids.shape)} say something else. Give every request or "
+            "document a row of its own, and leave position_ids out."
+        )
+    return found
+
+
+def _in_one_piece(there: Tensor) -> bool:
+    begins = there & ~torch.nn.functional.pad(there, (1, 0))[:, :-1]
+    return bool((begins.sum(-1) <= 1).all())
 
 
 def _fits(shape: Any, wanted: list[int]) -> bool:

@@ -46,6 +46,23 @@ def token_positions(lengths: Tensor, tokens: int) -> Tensor:
     return lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
 
 
+def more_pages(block_table: Tensor, columns: int, random: torch.Generator) -> tuple[Tensor, int]:
+    """(the table [B, columns] or wider, how many pages it names beyond those of before)"""
+    requests, now = block_table.shape
+    more = max(0, columns - now)
+    pages = requests * more
+    order = torch.randperm(pages, generator=random, dtype=torch.int32)
+    new = (requests * now + order).view(requests, more).to(block_table.device)
+    return torch.cat([block_table, new], 1), pages
+
+
+def more_room(pool: Any, pages: int) -> Any:
+    """A pool [pages, ..] with so many pages more, if there is one."""
+    if pool is None or pages == 0:
+        return pool
+    return torch.cat([pool, pool.new_zeros(pages, *pool.shape[1:])])
+
+
 class PagedCaches:
     """Pages of `page_size` positions for `requests` requests of up to `capacity` positions each.
 
@@ -124,21 +141,11 @@ class PagedCaches:
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` positions a request; what is cached stays where it is."""
-        requests, columns = self.block_table.shape
-        more = -(-capacity // self.page_size) - columns
-        if more <= 0:
-            return
-        pages = requests * more
-        order = torch.randperm(pages, generator=self._random, dtype=torch.int32)
-        new = (requests * columns + order).view(requests, more).to(self.block_table.device)
-        self.block_table = torch.cat([self.block_table, new], 1)
-
-        def longer(pool: Tensor | None) -> Any:
-            if pool is None:
-                return None
-            return torch.cat([pool, pool.new_zeros(pages, *pool.shape[1:])])
-
-        self.layers = [LayerCaches(*map(longer, layer)) for layer in self.layers]
+        columns = -(-capacity // self.page_size)
+        self.block_table, pages = more_pages(self.block_table, columns, self._random)
+        self.layers = [
+            LayerCaches(*(more_room(pool, pages) for pool in layer)) for layer in self.layers
+        ]
 
     def slots(self, positions: Tensor, block_table: Tensor | None = None) -> Tensor:
         """Flat slot of every position [B, S], or -1 (not written) where there is none.

@@ -28,7 +28,6 @@ from ..delta_rule import (
 )
 from ..dispatch.errors import NotSupported, need
 from ..gated_norm import npu_gated_rms_norm
-from ..graph_mode import Replayed
 from ..sparse_attention import (
     npu_sparse_attention_indices_pto,
     npu_sparse_attention_pto,
@@ -37,22 +36,30 @@ from ..sparse_attention import (
 from . import kernels
 from .drafts import Rule, recorded
 from .masks import WHERE, OncePerForward, Texts, texts
-from .paged import LayerCaches, PagedCaches, check_page, token_positions
+from .paged import PagedCaches, check_page, token_positions
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
 
 from transformers.cache_utils import (  # noqa: E402
     Cache,
-    CacheLayerMixin,
     DynamicIndexedLayer,
 )
 from transformers.masking_utils import find_packed_sequence_indices  # noqa: E402
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (  # noqa: E402
+    DeepseekV4Attention,
+)
 from transformers.models.kimi_linear import modeling_kimi_linear  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 
+from . import deepseek_v4_model  # noqa: E402
 from .attention import register  # noqa: E402
+from .cached import PagedLayer, refuse_what_differs  # noqa: E402
+from .deepseek_v4 import (  # noqa: E402
+    SparseAttentionV4Weights,
+    sparse_attention_v4_weights,
+)
 from .dsa import (  # noqa: E402
     CONVENTIONS,
     SharedAttentionWeights,
@@ -66,11 +73,13 @@ from .dsa import (  # noqa: E402
 
 __all__ = [
     "SharedAttentionWeights",
+    "SparseAttentionV4Weights",
     "SparseAttentionWeights",
     "cache_widths",
     "layer_widths",
     "register",
     "shared_attention_weights",
+    "sparse_attention_v4_weights",
     "sparse_attention_weights",
     "use",
 ]
@@ -82,61 +91,12 @@ _new_layer: Any = DynamicIndexedLayer
 # ------------------------------------------------------------------------------- sparse attention
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """A layer of a Transformers cache, kept in our pages.
-
-    `tokens` counts positions with their padding, as Transformers does; which of them have a token,
-    `valid` [B, tokens or more], comes from the masks.
-    """
-
-    is_croppable = True
-
-    def __init__(self, caches: PagedCaches, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.caches, self.index, self.tokens = caches, index, 0
-        self.valid: Tensor | None = None
-        # where there are graphs a decode step's attention is one, from its second call on
-        self.attend = Replayed(_attended)
-
-    def append(self, tokens: int) -> LayerCaches:
-        self.tokens += tokens
-        if self.tokens > self.caches.capacity:
-            self.caches.reserve(max(self.tokens, 2 * self.caches.capacity))
-        return self.caches.layers[self.index]
-
-    def get_seq_length(self) -> int:
-        return self.tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:  # Transformers' older meaning: the length to keep
-            tokens_to_remove = min(0, tokens_to_remove - self.tokens)
-        self.tokens = max(0, self.tokens + tokens_to_remove)
-
-    def reset(self) -> None:
-        self.tokens = 0
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise NotSupported(
-            "The paged cache of custom.integrations.transformers cannot reorder, repeat, select or "
-            "offload requests; generate without beam search and without cache offloading."
-        )
-
-    lazy_initialization = update = update_indexer = offload = prefetch = _refuse
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
-
-
-def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) -> _PagedLayer:
+def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) -> PagedLayer:
     """The layer's cache, after taking over a new Transformers cache (all its layers at once)."""
     index = module.layer_idx if cache is not None else 0
     layers: list[Any] = [_new_layer()] if cache is None else cache.layers
     layer = layers[index]
-    if isinstance(layer, _PagedLayer):
+    if isinstance(layer, PagedLayer):
         return layer
     if any(type(each) is not DynamicIndexedLayer or each.get_seq_length() for each in layers):
         raise NotSupported(
@@ -153,7 +113,7 @@ def _paged_layer(cache: Cache | None, module: Any, x: Tensor, page_size: int) ->
         dtype=x.dtype,
         device=x.device,
     )
-    paged = [_PagedLayer(caches, each) for each in range(len(layers))]
+    paged = [PagedLayer(caches, each, _attended) for each in range(len(layers))]
     layers[:] = paged
     return paged[index]
 
@@ -222,19 +182,6 @@ def _attended(
     return module.o_proj(w.values(latent)), indices
 
 
-def _refuse_what_differs(self: Any, options: dict[str, Any]) -> None:
-    """What the model's own attention would do, and ours does not."""
-    if self.training and self.attention_dropout:
-        raise NotSupported(
-            f"{WHERE} is for inference, and {type(self).__name__} is in training mode with "
-            f"attention_dropout={self.attention_dropout}. Call model.eval()."
-        )
-    if options.get("output_attentions"):
-        raise NotSupported(
-            f"{WHERE} keeps no attention weights, and `output_attentions` is True. Leave it out."
-        )
-
-
 def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
     """The forward of a sparse attention; GLM-5's hands its selection on, as a third result."""
     check_format(weight_format)
@@ -252,7 +199,7 @@ def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]
         **options: Any,
     ) -> tuple[Tensor, None] | tuple[Tensor, None, Tensor | None]:
         requests, tokens, _hidden = hidden_states.shape
-        _refuse_what_differs(self, options)
+        refuse_what_differs(self, options)
         w = converted.get(self)
         if w is None or (w.uk.dtype, w.uk.device) != (hidden_states.dtype, hidden_states.device):
             convert = shared_attention_weights if self.indexer is None else sparse_attention_weights
@@ -582,9 +529,9 @@ _entering = Lock()
 
 
 @contextmanager
-def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
-    """Run DeepSeek-V3.2's and GLM-5's attention, and the linear attention of Qwen3-Next, Qwen3.5
-    and Kimi-Linear, by our ops inside the context.
+def use(*, weight_format: str = "nz", page_size: int = 64, drafts: int = 16) -> Iterator[None]:
+    """Run DeepSeek-V3.2's, DeepSeek-V4's and GLM-5's attention, DeepSeek-V4's hyper-connections,
+    and the linear attention of Qwen3-Next, Qwen3.5 and Kimi-Linear, by our ops inside the context.
 
     Every such model of the process is concerned; on exit their own code is back. Padding may be on
     either side of a text or inside; linear attention with a cache wants it on the left, as the
@@ -599,6 +546,7 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
     Args:
         weight_format: "nz" or "nd", of the converted weights.
         page_size: positions a page, a multiple of 16.
+        drafts: tokens that a cache of DeepSeek-V4 can take back.
 
     Returns:
         A context manager.
@@ -612,7 +560,17 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
     """
     global _in_use
     attention = _attention_forward(weight_format, page_size)
-    forwards = [*((each, attention) for each in CONVENTIONS), *_LINEAR]
+    if drafts < 0:
+        raise ValueError(f"{WHERE}: `drafts` is {drafts}, expected 0 or more.")
+    forwards = [
+        *((each, attention) for each in CONVENTIONS),
+        (
+            DeepseekV4Attention,
+            deepseek_v4_model.attention_forward(weight_format, page_size, drafts),
+        ),
+        *deepseek_v4_model.FORWARDS,
+        *_LINEAR,
+    ]
     with _entering:
         if _in_use:
             raise RuntimeError(
@@ -624,7 +582,8 @@ def use(*, weight_format: str = "nz", page_size: int = 64) -> Iterator[None]:
     try:
         for each, ours in forwards:
             each.forward = ours
-        yield
+        with deepseek_v4_model.rewindable():
+            yield
     finally:
         for each, theirs in originals:
             each.forward = theirs

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A layer of a Transformers cache whose rows lie in our pages, and what its attention refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..dispatch.errors import NotSupported, need
+from ..graph_mode import Replayed
+from .masks import WHERE
+
+need("transformers.models.deepseek_v4", __name__, '"transformers>=5.17,<6"')
+
+from transformers.cache_utils import CacheLayerMixin  # noqa: E402
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """A layer of a Transformers cache, kept in our pages.
+
+    `tokens` counts positions with their padding, as Transformers does; which of them have a token,
+    `valid` [B, tokens or more], comes from the masks.
+    """
+
+    is_croppable = True
+
+    def __init__(self, caches: Any, index: int, attended: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.caches, self.index, self.tokens = caches, index, 0
+        self.valid: Tensor | None = None
+        # where there are graphs a decode step's attention is one, from its second call on
+        self.attend = Replayed(attended)
+
+    def append(self, tokens: int) -> Any:
+        """The layer's pools, with room for so many tokens more."""
+        self.tokens += tokens
+        if self.tokens > self.caches.capacity:
+            self.caches.reserve(max(self.tokens, 2 * self.caches.capacity))
+        return self.caches.layers[self.index]
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.tokens = self._left(tokens_to_remove)
+
+    def _left(self, tokens_to_remove: int) -> int:
+        if tokens_to_remove > 0:  # Transformers' older meaning: the length to keep
+            tokens_to_remove = min(0, tokens_to_remove - self.tokens)
+        return max(0, self.tokens + tokens_to_remove)
+
+    def reset(self) -> None:
+        self.tokens = 0
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise NotSupported(
+            "The paged cache of custom.integrations.transformers cannot reorder, repeat, select or "
+            "offload requests; generate without beam search and without cache offloading."
+        )
+
+    lazy_initialization = update = update_indexer = offload = prefetch = _refuse
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+
+
+def refuse_what_differs(self: Any, options: dict[str, Any]) -> None:
+    """What the model's own attention would do, and ours does not."""
+    if self.training and self.attention_dropout:
+        raise NotSupported(
+            f"{WHERE} is for inference, and {type(self).__name__} is in training mode with "
+            f"attention_dropout={self.attention_dropout}. Call model.eval()."
+        )
+    if options.get("output_attentions"):
+        raise NotSupported(
+            f"{WHERE} keeps no attention weights, and `output_attentions` is True. Leave it out."
+        )
