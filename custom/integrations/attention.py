@@ -4,7 +4,8 @@
 
 A model that selects keys hands `indices` to its attention function.  Ours attends to these alone,
 in the latent space: the cache holds latents [B, 1, T, R + Dr], no keys and values of each head, and
-no mask over all keys is made beside the one that the model's own indexer asks for.  Dynamic, static
+no mask over all keys is made beside the one that the model's own indexer asks for.  DeepSeek-V4
+hands over a mask of its window and its entries instead, which says the same.  Dynamic, static
 and offloaded caches, beam search, training and torch.compile are as Transformers has them.
 
     custom.integrations.transformers.register()
@@ -25,9 +26,16 @@ from ..sparse_attention import npu_sparse_flash_attention
 
 need("transformers.models.axk2", __name__, '"transformers>=5.17,<6"')
 
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    AttentionMaskInterface,
+    eager_mask,
+    sdpa_mask,
+)
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from transformers.models.axk2.modeling_axk2 import AXK2Attention  # noqa: E402
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (  # noqa: E402
+    DeepseekV4Attention,
+)
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (  # noqa: E402
     DeepseekV32Attention,
 )
@@ -65,8 +73,10 @@ def sparse_attention(
     heads' sinks.
     """
     m: Any = module
+    if type(module) is DeepseekV4Attention:
+        return _of_rows(m, query, key, attention_mask, scaling, dropout, s_aux, others)
     if indices is None or type(module) not in LATENT:
-        known = ", ".join(each.__name__ for each in LATENT)
+        known = ", ".join(each.__name__ for each in (*LATENT, DeepseekV4Attention))
         raise NotSupported(
             f'attn_implementation="{NAME}" attends to the keys that {known} select; '
             f'{type(module).__name__} is none of them. Choose "sdpa" for this model.'
@@ -82,12 +92,7 @@ def sparse_attention(
             f"is {attention_mask.dtype} {list(attention_mask.shape)}. Pass True where a key is "
             "seen, the same for all heads."
         )
-    for name, came in others.items():
-        if name not in UNREAD and came is not None and came is not False:
-            raise NotSupported(
-                f'attn_implementation="{NAME}" does not compute `{name}`, which is given. Leave it '
-                'out, or choose "sdpa".'
-            )
+    _refuse(others)
     uk, uv = up_projections(m)
     plain, rope = query.transpose(1, 2).split([m.qk_nope_head_dim, m.qk_rope_head_dim], -1)
     latent, key_rope = key.transpose(1, 2).split([m.kv_lora_rank, m.qk_rope_head_dim], -1)
@@ -106,6 +111,63 @@ def sparse_attention(
     return torch.einsum("bsnr,nvr->bsnv", out, uv), None
 
 
+def _refuse(others: dict[str, Any]) -> None:
+    for name, came in others.items():
+        if name not in UNREAD and came is not None and came is not False:
+            raise NotSupported(
+                f'attn_implementation="{NAME}" does not compute `{name}`, which is given. Leave it '
+                "out, or choose another one."
+            )
+
+
+def _of_rows(
+    m: Any,
+    query: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+    sinks: Tensor | None,
+    others: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """DeepSeek-V4: rows [B, 1, T, D], keys and values at once, window and entries behind it; `mask`
+    [B, 1, S, T] is 0 where a query sees one."""
+    if dropout or mask is None or mask.dtype is torch.bool or mask.shape[1] != 1:
+        came = "None" if mask is None else f"{mask.dtype} {list(mask.shape)}"
+        raise NotSupported(
+            f'attn_implementation="{NAME}" needs no dropout and a mask [B, 1, S, T] to add, the '
+            f"same for all heads; {type(m).__name__} passes dropout={dropout}, "
+            f"attention_mask={came}."
+        )
+    _refuse({name: came for name, came in others.items() if name != "sliding_window"})
+    wanted, biased = [query.shape[2], rows.shape[2]], (mask != 0) & (mask > -1e4)
+    if list(mask.shape[2:]) != wanted or bool(biased.any()):
+        raise NotSupported(
+            f'attn_implementation="{NAME}" reads a mask {wanted} that hides keys, and '
+            f"`attention_mask` {list(mask.shape[2:])} does something else. Leave it out."
+        )
+    seen = (mask[:, 0] == 0).expand(query.shape[0], -1, -1)
+    most = int(seen.sum(-1).max())
+    found = seen.to(torch.int8).topk(max(1, min(most, rows.shape[2])), -1)
+    out, *_stats = npu_sparse_flash_attention(
+        query.transpose(1, 2),
+        rows.transpose(1, 2),
+        None,
+        found.indices.masked_fill(found.values == 0, -1).to(torch.int32)[:, :, None],
+        scaling,
+        sparse_mode=0,
+        sinks=None if sinks is None else sinks.float(),
+    )
+    return out, None
+
+
+def _mask(*arguments: Any, **options: Any) -> Any:
+    """Boolean, and never left out; DeepSeek-V4 puts that of its entries beside one to add."""
+    config = options.get("config")
+    adds = getattr(config, "model_type", None) == "deepseek_v4"
+    return (eager_mask if adds else sdpa_mask)(*arguments, **options)
+
+
 def _latent(expand_kv: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(expand_kv)
     def latent(self: Any, kv_nope: Tensor, k_rot: Tensor) -> Any:
@@ -120,7 +182,7 @@ def _latent(expand_kv: Callable[..., Any]) -> Callable[..., Any]:
 def register() -> str:
     """Make `attn_implementation="custom_sparse"` known to Transformers, and return that name.
 
-    For DeepSeek-V3.2, GLM-5, A.X-K2 and HY-V4; a second call changes nothing.
+    For DeepSeek-V3.2, DeepSeek-V4, GLM-5, A.X-K2 and HY-V4; a second call changes nothing.
 
     Returns:
         "custom_sparse".
@@ -131,7 +193,7 @@ def register() -> str:
     """
     if NAME not in AttentionInterface._global_mapping:
         AttentionInterface.register(NAME, sparse_attention)
-        AttentionMaskInterface.register(NAME, sdpa_mask)  # boolean, and never left out
+        AttentionMaskInterface.register(NAME, _mask)
         for each in LATENT:
             each.expand_kv = _latent(each.expand_kv)
     return NAME

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""DeepSeek-V4's attention on our ops: a layer's weights as they take them, and its caches.
+"""The weights and caches of `npu_sparse_attention_v4_pto` for a Hugging Face DeepSeek-V4 layer.
 
 A layer is of one of three kinds: `compress_rates` has no entry for its type (a window alone), all
 closed entries are seen, or those that an indexer selects.
@@ -14,11 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..compression import entry_positions, npu_compressor
+from ..compression import entry_positions
 from ..dispatch.errors import need
-from ..shared_kv import npu_sparse_attn_sharedkv
-from ..shared_kv_prolog import npu_grouped_o_proj_pto, npu_sharedkv_prolog_pto
-from ..sparse_attention import npu_lightning_indexer
 from .dsa import dequantised_linear, laid
 from .masks import OncePerForward
 from .paged import check_page, more_pages, more_room, token_positions
@@ -36,11 +33,11 @@ _RATIOS_OF_PAGES = (1, 2, 4, 8)  # entries of a page; else a multiple of 16
 
 @dataclass(frozen=True)
 class SparseAttentionV4Weights:
-    """What the ops of a DeepSeek-V4 layer take of it, under the names of their arguments.
+    """What `npu_sparse_attention_v4_pto` takes of a layer, under the names of its arguments.
 
-    `w_dq`, `w_uq`, `w_kv`, `w_idx_qb`, `w_idx_proj`, `w_o_a` and `w_o_b` are [K, N], NZ or
-    row-major, `w_o_a` one for each group; `w_cmp_*`, `w_idx_kv` and `w_idx_gate` are rows, as
-    nn.Linear has them.  `sinks`, `cmp_ape`, `gamma_cmp`, `idx_ape` and `gamma_idx` are float32.
+    `w_dq`, `w_uq`, `w_kv`, `w_idx_qb`, `w_idx_proj`, `w_o_b` and, a group each, `w_o_a` are [K, N],
+    NZ or row-major; `w_cmp_*`, `w_idx_kv` and `w_idx_gate` are rows, as nn.Linear has them;
+    `sinks`, `cmp_ape`, `gamma_cmp`, `idx_ape` and `gamma_idx` are float32.
     """
 
     w_dq: Tensor
@@ -51,11 +48,7 @@ class SparseAttentionV4Weights:
     sinks: Tensor
     w_o_a: Tensor
     w_o_b: Tensor
-    cmp_ratio: int  # 0: a window alone
-    window: int
-    rms_norm_eps: float
-    softmax_scale: float
-    sparse_count: int
+    options: dict[str, Any]
     w_cmp_kv: Tensor | None = None
     w_cmp_gate: Tensor | None = None
     cmp_ape: Tensor | None = None
@@ -67,12 +60,18 @@ class SparseAttentionV4Weights:
     idx_ape: Tensor | None = None
     gamma_idx: Tensor | None = None
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The weights and options under the op's own names."""
+        tensors = {name: value for name, value in vars(self).items() if name != "options"}
+        return dict(tensors, **self.options)
+
 
 @torch.no_grad()
 def sparse_attention_v4_weights(
     module: nn.Module, weight_format: str = "nz", dtype: torch.dtype | None = None
 ) -> SparseAttentionV4Weights:
-    """The ops' weights from the attention of a DeepSeek-V4 layer, of any of its three kinds.
+    """The op's weights from the attention of a DeepSeek-V4 layer, of any of its three kinds.
 
     Args:
         module: a `DeepseekV4Attention`, layer.self_attn of the model.
@@ -141,11 +140,14 @@ def sparse_attention_v4_weights(
         sinks=exact(m.sinks),
         w_o_a=laid(by_group, weight_format).contiguous(),
         w_o_b=columns(m.o_b_proj),
-        cmp_ratio=ratio_of(config, m.layer_idx),
-        window=m.sliding_window,
-        rms_norm_eps=config.rms_norm_eps,
-        softmax_scale=m.scaling,
-        sparse_count=config.index_topk,
+        options=dict(
+            cmp_ratio=ratio_of(config, m.layer_idx),
+            ori_win_left=m.sliding_window - 1,
+            rms_norm_eps=config.rms_norm_eps,
+            softmax_scale=m.scaling,
+            sparse_count=config.index_topk,
+            weight_format="nd",  # NZ ones say so by their shape
+        ),
         **given,
     )
 
@@ -156,22 +158,23 @@ def ratio_of(config: Any, layer: int) -> int:
     return ratio
 
 
-class V4Pools(NamedTuple):
-    """What one layer has cached; the ops update it in place."""
+class V4LayerCaches(NamedTuple):
+    """What a layer has cached, which the op updates in place, and the tables that all layers
+    share."""
 
     ori_kv: Tensor  # [pages, P, 1, D] window rows
+    ori_block_table: Tensor  # [B, columns], a ring: its pages come again and again
     cmp_kv: Tensor | None = None  # [pages, P / m, 1, D] entries
-    idx_k: Tensor | None = None  # [pages, P / m, 1, Di] index entries
-    cmp_state: Tensor | None = None  # [B, ring, 2 coff D] of open windows
-    idx_state: Tensor | None = None
+    idx_k: Tensor | None = None  # [pages, P / m, 1, Di] index keys
+    cmp_block_table: Tensor | None = None  # [B, columns], of both
+    cmp_state: Tensor | None = None  # [B, ring, 2 coff D] of the tokens of open windows
+    idx_state: Tensor | None = None  # [B, ring, 2 coff Di]
+    state_block_table: Tensor | None = None  # [B, 1], of both
 
-
-class V4Tables(NamedTuple):
-    """Where the rows, entries and states of requests lie, of every layer alike."""
-
-    rows: Tensor  # [B, columns], a ring: its pages come again and again
-    entries: Tensor  # [B, columns], pages of P tokens each
-    states: Tensor  # [B, 1]
+    @property
+    def arguments(self) -> dict[str, Tensor | None]:
+        """Under the op's own names."""
+        return self._asdict()
 
 
 class V4Caches:
@@ -220,11 +223,10 @@ class V4Caches:
         ratios = [ratio_of(config, number) for number in numbers]
         self.page_size = _page_of(page_size, {ratio for ratio in ratios if ratio})
         self.window, self.drafts = config.sliding_window, drafts
-        self.config, self.device = config, device
         self._random = torch.Generator().manual_seed(seed)
-        none = torch.empty(requests, 0, dtype=torch.int32, device=device)
+        self._ring = torch.empty(requests, 0, dtype=torch.int32, device=device)
+        self._table = torch.empty_like(self._ring)  # of entries
         states = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
-        self._ring, self.tables = none, V4Tables(none, none, states)
         self._rotary: Any = DeepseekV4RotaryEmbedding(config).to(device)  # type: ignore[no-untyped-call]
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._angles: dict[int, OncePerForward] = {}
@@ -239,55 +241,61 @@ class V4Caches:
 
         self.layers = []
         for number, ratio in zip(numbers, ratios, strict=True):
-            rows = pool(self.page_size, 1, config.head_dim)
-            if not ratio:
-                self.layers.append(V4Pools(rows))
-                continue
-            selects = config.layer_types[number] == _SELECTING
-            entries = pool(self.page_size // ratio, 1, config.head_dim)
-            state = ring(ratio, 1 + selects, config.head_dim)
-            index: tuple[Tensor | None, Tensor | None] = None, None
-            if selects:
-                width = config.index_head_dim
-                index = pool(self.page_size // ratio, 1, width), ring(ratio, 2, width)
-            self.layers.append(V4Pools(rows, entries, index[0], state, index[1]))
+            layer = V4LayerCaches(pool(self.page_size, 1, config.head_dim), self._ring)
+            if ratio:
+                selects = config.layer_types[number] == _SELECTING
+                layer = layer._replace(
+                    cmp_kv=pool(self.page_size // ratio, 1, config.head_dim),
+                    cmp_block_table=self._table,
+                    cmp_state=ring(ratio, 1 + selects, config.head_dim),
+                    state_block_table=states,
+                )
+                if selects:
+                    layer = layer._replace(
+                        idx_k=pool(self.page_size // ratio, 1, config.index_head_dim),
+                        idx_state=ring(ratio, 2, config.index_head_dim),
+                    )
+            self.layers.append(layer)
         self.reserve(capacity)
         self.fit(tokens, None)
 
     @property
     def capacity(self) -> int:
         """Positions that a request can have."""
-        return self.tables.entries.shape[1] * self.page_size
+        return self._table.shape[1] * self.page_size
 
     def _rows(self) -> Tensor:
         """The table of rows: as many columns as that of entries, from the ring."""
-        columns = torch.arange(self.tables.entries.shape[1], device=self.device)
+        columns = torch.arange(self._table.shape[1], device=self._ring.device)
         return self._ring[:, columns % max(1, self._ring.shape[1])]
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` positions a request; what is cached stays where it is."""
         columns = -(-capacity // self.page_size)
-        entries, pages = more_pages(self.tables.entries, columns, self._random)
-        self.tables = self.tables._replace(entries=entries)
-        if self._ring.shape[1]:
-            self.tables = self.tables._replace(rows=self._rows())
+        self._table, pages = more_pages(self._table, columns, self._random)
+        if not pages:
+            return
+        rows = self._rows() if self._ring.shape[1] else self._ring
         self.layers = [
-            each._replace(cmp_kv=more_room(each.cmp_kv, pages), idx_k=more_room(each.idx_k, pages))
+            each._replace(
+                ori_block_table=rows,
+                cmp_kv=more_room(each.cmp_kv, pages),
+                idx_k=more_room(each.idx_k, pages),
+                cmp_block_table=None if each.cmp_kv is None else self._table,
+            )
             for each in self.layers
         ]
 
     def fit(self, tokens: int, lengths: Tensor | None) -> None:
-        """Make the rings of rows as long as a call of so many tokens needs, or much shorter ones
-        that are four times as long; the last rows of requests that are `lengths` [B] long move."""
+        """Make the rings of rows as long as a call of so many tokens needs, and a ring four times
+        as long shorter; the last rows of requests that are `lengths` [B] long move along."""
         kept = self.window - 1 + self.drafts
         wanted = -(-max(kept + 1, self.window - 1 + tokens) // self.page_size)
         now = self._ring.shape[1]
         if wanted <= now <= 4 * wanted:
             return
-        old, none = self.tables.rows, torch.empty_like(self._ring[:, :0])
-        self._ring, pages = more_pages(none, wanted, self._random)
+        self._ring, pages = more_pages(self._ring[:, :0], wanted, self._random)
         new, layers = self._rows(), []
-        self.tables = self.tables._replace(rows=new)
         for each in self.layers:
             rows = each.ori_kv.new_zeros(pages, *each.ori_kv.shape[1:])
             if lengths is not None and now:
@@ -295,29 +303,31 @@ class V4Caches:
                 there = positions >= 0
                 source, target = (
                     _slots(positions.clamp(min=0), table, self.page_size)[there]
-                    for table in (old, new)
+                    for table in (each.ori_block_table, new)
                 )
                 rows.flatten(0, 1)[target] = each.ori_kv.flatten(0, 1)[source]
-            layers.append(each._replace(ori_kv=rows))
+            layers.append(each._replace(ori_kv=rows, ori_block_table=new))
         self.layers = layers
 
-    def angles(self, layer: int, lengths: Tensor, tokens: int, ratio: int) -> tuple[Tensor, ...]:
-        """(sin, cos) [B, S, Dr] of a layer's tokens and, where it has them, of its entries: once
-        for all layers of a ratio that are given the same `lengths`."""
+    def angles(self, layer: int, lengths: Tensor, tokens: int, ratio: int) -> dict[str, Tensor]:
+        """`sin`, `cos` [B, S, Dr] of the last S tokens of requests that are `lengths` [B] long, and
+        `cmp_sin`, `cmp_cos` of their entries, where a layer has them: made once for all layers of
+        a ratio that are given the same `lengths`."""
         known = self._angles.setdefault(ratio, OncePerForward(self._turned))
-        found: tuple[Tensor, ...] = known(layer, lengths, tokens, ratio)
+        found: dict[str, Tensor] = known(layer, lengths, tokens, ratio)
         return found
 
     @torch.no_grad()
-    def _turned(self, lengths: Tensor, tokens: int, ratio: int) -> tuple[Tensor, ...]:
-        positions = [token_positions(lengths, tokens).clamp(min=0)]
+    def _turned(self, lengths: Tensor, tokens: int, ratio: int) -> dict[str, Tensor]:
+        positions = {"": token_positions(lengths, tokens).clamp(min=0)}
         if ratio:
-            positions.append(entry_positions(lengths, tokens, ratio))
-        kind, found = "compress" if ratio else "main", list[Tensor]()
-        for each in positions:
+            positions["cmp_"] = entry_positions(lengths, tokens, ratio)
+        kind, found = "compress" if ratio else "main", {}
+        for prefix, each in positions.items():
             cos, sin = self._rotary(self._like, position_ids=each, layer_type=kind)
-            found += [angle.repeat_interleave(2, -1) for angle in (sin, cos)]
-        return tuple(found)
+            found[f"{prefix}sin"] = sin.repeat_interleave(2, -1)
+            found[f"{prefix}cos"] = cos.repeat_interleave(2, -1)
+        return found
 
 
 def _slots(positions: Tensor, table: Tensor, page: int) -> Tensor:
@@ -332,73 +342,3 @@ def _page_of(page_size: int, ratios: set[int]) -> int:
     while not all(holds(page, ratio) for ratio in ratios):
         page += page_size
     return page
-
-
-def attention(
-    x: Tensor,
-    w: SparseAttentionV4Weights,
-    pools: V4Pools,
-    tables: V4Tables,
-    lengths: Tensor,
-    angles: tuple[Tensor, ...],
-    weight_format: str = "nd",
-) -> Tensor:
-    """What the attention of a layer adds, [B, S, H], for the last S tokens x [B, S, H] of requests
-    that are `lengths` [B] long with them; a row before a request's first token is padding.
-
-    Args:
-        x: [B, S, H].
-        w: of the layer.
-        pools: of the layer, written in place.
-        tables: of all layers.
-        lengths: [B] int32 or int64.
-        angles: `V4Caches.angles` of the layer.
-        weight_format: how 2-D weights are read; NZ ones say so by their shape.
-
-    Returns:
-        [B, S, H].
-    """
-    sin, cos, *of_entries = angles
-    query, _, index_query, index_weights = npu_sharedkv_prolog_pto(
-        x, w.w_dq, w.w_uq, w.w_kv, w.gamma_cq, w.gamma_kv, sin, cos, pools.ori_kv, tables.rows,
-        lengths, w_idx_qb=w.w_idx_qb, w_idx_proj=w.w_idx_proj, rms_norm_eps=w.rms_norm_eps,
-        weight_format=weight_format,
-    )  # fmt: skip
-    selected = None
-    if w.cmp_ratio:
-        main = (w.w_cmp_kv, w.w_cmp_gate, pools.cmp_state, w.cmp_ape, w.gamma_cmp, pools.cmp_kv)
-        index = (w.w_idx_kv, w.w_idx_gate, pools.idx_state, w.idx_ape, w.gamma_idx, pools.idx_k)
-        for part in (main, index) if w.w_idx_kv is not None else (main,):
-            _compress(x, w, tables, lengths, part, of_entries)
-    if w.w_idx_kv is not None:
-        assert pools.idx_k is not None
-        selected, _ = npu_lightning_indexer(
-            index_query, pools.idx_k, index_weights, actual_seq_lengths_key=lengths,
-            block_table=tables.entries, layout_key="PA_BSND", sparse_count=w.sparse_count,
-            cmp_ratio=w.cmp_ratio,
-        )  # fmt: skip
-    out, _ = npu_sparse_attn_sharedkv(
-        query, ori_kv=pools.ori_kv, cmp_kv=pools.cmp_kv, cmp_sparse_indices=selected,
-        ori_block_table=tables.rows,
-        cmp_block_table=tables.entries if w.cmp_ratio else None, seqused_kv=lengths,
-        sinks=w.sinks, softmax_scale=w.softmax_scale, cmp_ratio=w.cmp_ratio,
-        ori_win_left=w.window - 1,
-    )  # fmt: skip
-    return npu_grouped_o_proj_pto(out, w.w_o_a, w.w_o_b, sin, cos, weight_format=weight_format)
-
-
-def _compress(
-    x: Tensor,
-    w: SparseAttentionV4Weights,
-    tables: V4Tables,
-    lengths: Tensor,
-    part: tuple[Any, ...],
-    of_entries: list[Tensor],
-) -> None:
-    kv, gate, state, ape, gamma, cache = part
-    npu_compressor(
-        x, kv, gate, state, ape, gamma, *of_entries, of_entries[0].shape[-1], w.cmp_ratio,
-        state_block_table=tables.states, start_pos=lengths - x.shape[1],
-        coff=kv.shape[0] // gamma.shape[0], norm_eps=w.rms_norm_eps, rotary_mode=2, cache_mode=2,
-        cmp_cache=cache, cmp_block_table=tables.entries, return_cmp_kv=False,
-    )  # fmt: skip

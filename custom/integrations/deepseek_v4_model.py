@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from ..dispatch.errors import NotSupported
 from ..hyper_connections import npu_hc_post, npu_hc_pre
+from ..sparse_attention_v4 import npu_sparse_attention_v4_pto
 from .cached import PagedLayer, refuse_what_differs
 from .deepseek_v4 import (
     SparseAttentionV4Weights,
     V4Caches,
-    V4Pools,
-    V4Tables,
-    attention,
+    V4LayerCaches,
     sparse_attention_v4_weights,
 )
 from .masks import WHERE, OncePerForward, Texts, check_positions, texts
@@ -61,7 +60,7 @@ class _V4Layer(PagedLayer):
         super().__init__(caches, index, _attended)
         self.fixed, self.most = fixed, 0  # positions of a static cache; that were ever there
 
-    def room(self, tokens: int, before: Tensor | None) -> V4Pools:
+    def room(self, tokens: int, before: Tensor | None) -> V4LayerCaches:
         """As `append`; requests are `before` [B] tokens long, where they have any."""
         if self.fixed is not None and self.tokens + tokens > self.fixed:
             raise ValueError(
@@ -69,7 +68,7 @@ class _V4Layer(PagedLayer):
                 f"{self.tokens}. Make it with a larger max_cache_len."
             )
         self.caches.fit(tokens, before)
-        pools: V4Pools = self.append(tokens)
+        pools: V4LayerCaches = self.append(tokens)
         self.most = max(self.most, self.tokens)
         return pools
 
@@ -90,13 +89,14 @@ class _V4Layer(PagedLayer):
 
 
 def _attended(
-    state: tuple[SparseAttentionV4Weights, V4Pools, V4Tables],
+    state: tuple[SparseAttentionV4Weights, V4LayerCaches],
     x: Tensor,
     lengths: Tensor,
-    *angles: Tensor,
+    angles: dict[str, Tensor],
 ) -> Tensor:
-    w, pools, tables = state
-    return attention(x, w, pools, tables, lengths, angles)
+    w, pools = state
+    arguments: dict[str, Any] = {**w.arguments, **pools.arguments, **angles}
+    return npu_sparse_attention_v4_pto(x, act_seqs=lengths, **arguments)
 
 
 def _read(
@@ -169,7 +169,7 @@ def attention_forward(weight_format: str, page_size: int, drafts: int) -> Callab
             layer = _taken_over(past_key_values, self, hidden_states, options)
             cached, valid, fixed = layer.tokens, layer.valid, layer.fixed
         found = read(
-            self.layer_idx, attention_mask, requests, tokens, valid, cached, w.window,
+            self.layer_idx, attention_mask, requests, tokens, valid, cached, self.sliding_window,
             position_ids, fixed,
         )  # fmt: skip
         x = found.gathered(hidden_states).contiguous()
@@ -178,8 +178,10 @@ def attention_forward(weight_format: str, page_size: int, drafts: int) -> Callab
             layer = _V4Layer(V4Caches(self.config, **alone, **options), 0, None)
         before = None if cached == 0 or valid is None else valid[:, :cached].sum(-1)
         pools, layer.valid = layer.room(tokens, before), found.valid
-        angles = layer.caches.angles(self.layer_idx, found.lengths, x.shape[1], w.cmp_ratio)
-        out = layer.attend((w, pools, layer.caches.tables), x, found.lengths, *angles)
+        angles = layer.caches.angles(
+            self.layer_idx, found.lengths, x.shape[1], w.options["cmp_ratio"]
+        )
+        out = layer.attend((w, pools), x, found.lengths, angles)
         return found.vouched(found.scattered(out, tokens)), None
 
     return forward

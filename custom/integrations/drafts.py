@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Speculative decoding with linear attention: a step of several tokens, of which the last ones may
-be taken back.
+"""Speculative decoding: a step of several tokens, of which the last ones may be taken back.
 
-Transformers' cache crops keys, values and the convolution's columns, and no state: here a step
-keeps the state after each of its tokens, each in a slot of its own.
+Transformers' cache crops keys, values and the convolution's columns, and no state of linear
+attention: here a step keeps the state after each of its tokens, each in a slot of its own.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ _READ = {
 
 
 class Verification:
-    """The states of a step: one entry for each layer of linear attention, as they come."""
+    """A step, and its states: one entry for each layer of linear attention, as they come."""
 
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
+        self._cache, self._before = cache, cache.get_seq_length()
         self.layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
         self._states: list[Tensor] = []  # [B, S, Nv, Dv, Dk] each
 
     def keep(self, count: int) -> None:
         """Leave in the cache what the first `count` tokens of the step put there."""
-        tokens = self._states[0].shape[1] if self._states else 0
+        tokens = self._cache.get_seq_length() - self._before
         if len(self._states) != len(self.layers) or not 1 <= count <= tokens:
             raise ValueError(
                 f"keep: count={count}, expected 1 to {tokens}, the tokens of one forward pass "
@@ -48,6 +47,7 @@ class Verification:
             layer.recurrent_states[0].copy_(states[:, count - 1].mT)
         self._cache.crop(count - tokens)
         self._states.clear()
+        self._before += count
 
     def recur(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
@@ -102,7 +102,8 @@ def verification(cache: Any) -> Iterator[Verification]:
     if _current is not None:
         raise RuntimeError("verification() is in force already; leave that context first.")
     step = Verification(cache)
-    if not all(layer.has_previous_state[0] for layer in step.layers):
+    linear = all(layer.has_previous_state[0] for layer in step.layers)
+    if not linear or cache.get_seq_length() == 0:
         raise NotSupported(
             "verification: the cache is empty, expected one behind a prompt. Call the model on a "
             "prompt first."

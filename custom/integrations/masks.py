@@ -138,10 +138,10 @@ def texts(
             return _moved(valid, there, number, rank, count, lengths, True)
     if window is not None:
         raise NotSupported(
-            f"{WHERE} serves requests whose tokens lie side by side, each sees a window of "
-            f"{window}, padded on the left, or in their only pass on the right; `attention_mask` "
-            f"{wanted} {'adds a bias to scores' if bias else 'says something else'}. Give every request or "
-            "document a row of its own, padded on the left."
+            f"{WHERE} serves requests that see the last {window} of their own tokens, padded on "
+            f"the left, or without a next pass on the right; `attention_mask` {wanted} "
+            f"{'adds a bias to scores' if bias else 'hides other keys'}. Give every request and "
+            "every document a row of its own."
         )
     raise NotSupported(
         f"{WHERE} serves padding and, without a cache, documents packed in a row; `attention_mask` "

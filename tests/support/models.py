@@ -79,6 +79,53 @@ def glm(**changes):
     return made("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", **DSA | changes)
 
 
+# a window alone, selected entries, all entries; a window of 8, entries of 4 and of 8 tokens
+V4 = dict(
+    vocab_size=128,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    head_dim=32,
+    q_lora_rank=48,
+    partial_rotary_factor=0.25,
+    layer_types=[
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ],
+    mlp_layer_types=["hash_moe", "moe", "moe"],
+    sliding_window=8,
+    compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=8),
+    o_groups=2,
+    o_lora_rank=32,
+    index_n_heads=16,
+    index_head_dim=32,
+    index_topk=3,
+    moe_intermediate_size=32,
+    n_routed_experts=4,
+    num_experts_per_tok=4,
+    max_position_embeddings=512,
+    rope_parameters=dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=32),
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+
+
+def deepseek_v4(**changes):
+    """Its streams mix, its gates and sinks count, and its experts are those of each token."""
+    model = made("DeepseekV4ForCausalLM", "DeepseekV4Config", **V4 | changes)
+    for name, parameter in model.named_parameters():
+        if "hc" in name or "position_bias" in name or "sinks" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.1 if name.endswith("fn") else 0.5)
+        elif parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.random_(0, model.config.n_routed_experts)
+    return model
+
+
 def qwen3_next(**changes):
     return made("Qwen3NextForCausalLM", "Qwen3NextConfig", **LINEAR, **EXPERTS, **changes)
 
