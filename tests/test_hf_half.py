@@ -20,6 +20,7 @@ from .support.accuracy import assert_close_to_float64, skip_unless_taken  # noqa
 from .support.models import (  # noqa: E402
     SHARING,
     deepseek,
+    deepseek_v4,
     glm,
     kimi_linear,
     qwen3_5,
@@ -33,15 +34,18 @@ MODELS = {
     "deepseek": lambda: deepseek(**EVERY_KEY),
     "glm": lambda: glm(**EVERY_KEY),
     "glm that shares": lambda: glm(**EVERY_KEY | SHARING),
+    "deepseek v4": lambda: deepseek_v4(**EVERY_KEY),
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
     "kimi_linear": kimi_linear,
 }
-SPARSE, LINEAR = list(MODELS)[:3], list(MODELS)[3:]
+SPARSE, LINEAR = list(MODELS)[:3], list(MODELS)[4:]
 CASES = [
     *((name, "use()", kind) for name in SPARSE for kind in ("dynamic",)),
     *((name, "custom_sparse", kind) for name in SPARSE for kind in ("dynamic", "static")),
+    # of which Transformers has no static cache
+    *(("deepseek v4", way, "dynamic") for way in ("use()", "custom_sparse")),
     *((name, "use()", kind) for name in LINEAR for kind in ("dynamic", "static")),
 ]
 PARTS = (25, 1, 1, 8, 1)

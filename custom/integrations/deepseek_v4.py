@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..compression import entry_positions
 from ..dispatch.errors import need
 from .dsa import dequantised_linear, laid
-from .masks import OncePerForward
 from .paged import check_page, more_pages, more_room, token_positions
 
 need("transformers.models.deepseek_v4", __name__, '"transformers>=5.17,<6"')
@@ -229,7 +228,6 @@ class V4Caches:
         states = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
         self._rotary: Any = DeepseekV4RotaryEmbedding(config).to(device)  # type: ignore[no-untyped-call]
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._angles: dict[int, OncePerForward] = {}
         wide = torch.float64 if dtype is torch.float64 else torch.float32
 
         def pool(*sizes: int) -> Tensor:
@@ -309,16 +307,10 @@ class V4Caches:
             layers.append(each._replace(ori_kv=rows, ori_block_table=new))
         self.layers = layers
 
-    def angles(self, layer: int, lengths: Tensor, tokens: int, ratio: int) -> dict[str, Tensor]:
-        """`sin`, `cos` [B, S, Dr] of the last S tokens of requests that are `lengths` [B] long, and
-        `cmp_sin`, `cmp_cos` of their entries, where a layer has them: made once for all layers of
-        a ratio that are given the same `lengths`."""
-        known = self._angles.setdefault(ratio, OncePerForward(self._turned))
-        found: dict[str, Tensor] = known(layer, lengths, tokens, ratio)
-        return found
-
     @torch.no_grad()
-    def _turned(self, lengths: Tensor, tokens: int, ratio: int) -> dict[str, Tensor]:
+    def angles(self, lengths: Tensor, tokens: int, ratio: int) -> dict[str, Tensor]:
+        """`sin`, `cos` [B, S, Dr] of the last S tokens of requests that are `lengths` [B] long, and
+        `cmp_sin`, `cmp_cos` of their entries, for layers that have entries of `ratio` tokens."""
         positions = {"": token_positions(lengths, tokens).clamp(min=0)}
         if ratio:
             positions["cmp_"] = entry_positions(lengths, tokens, ratio)

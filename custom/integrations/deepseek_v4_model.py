@@ -115,6 +115,10 @@ def _read(
     return check_positions(texts(mask, requests, tokens, before, window), position_ids, cached)
 
 
+def _turned(lengths: Tensor, tokens: int, ratio: int, caches: V4Caches) -> dict[str, Tensor]:
+    return caches.angles(lengths, tokens, ratio)
+
+
 def _taken_over(cache: Cache, module: Any, x: Tensor, options: dict[str, Any]) -> _V4Layer:
     """The layer's cache, after taking over a new Transformers cache (all its layers at once)."""
     layers: list[Any] = cache.layers
@@ -144,6 +148,7 @@ def attention_forward(weight_format: str, page_size: int, drafts: int) -> Callab
     """The forward of `DeepseekV4Attention`, which is ours from its input to its output."""
     converted: WeakKeyDictionary[nn.Module, SparseAttentionV4Weights] = WeakKeyDictionary()
     read = OncePerForward(_read)
+    turned: dict[int, OncePerForward] = {}  # by ratio
     options = dict(page_size=page_size, drafts=drafts)
 
     def forward(
@@ -178,8 +183,9 @@ def attention_forward(weight_format: str, page_size: int, drafts: int) -> Callab
             layer = _V4Layer(V4Caches(self.config, **alone, **options), 0, None)
         before = None if cached == 0 or valid is None else valid[:, :cached].sum(-1)
         pools, layer.valid = layer.room(tokens, before), found.valid
-        angles = layer.caches.angles(
-            self.layer_idx, found.lengths, x.shape[1], w.options["cmp_ratio"]
+        ratio = w.options["cmp_ratio"]
+        angles = turned.setdefault(ratio, OncePerForward(_turned))(
+            self.layer_idx, found.lengths, x.shape[1], ratio, layer.caches
         )
         out = layer.attend((w, pools), x, found.lengths, angles)
         return found.vouched(found.scattered(out, tokens)), None
