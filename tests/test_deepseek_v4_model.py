@@ -70,7 +70,7 @@ def test_ragged_requests_generate_the_tokens_of_each_alone(model, weight_format,
         transformers.StaticCache(config=model.config, max_cache_len=8)
 
 
-@pytest.mark.parametrize("parts", [(90, 1, 1, 1), (1, 1, 7, 33, 72, 1, 2), (3, 90)], ids=str)
+@pytest.mark.parametrize("parts", [(140, 1, 1, 1), (1, 1, 7, 33, 140, 1, 2), (3, 90)], ids=str)
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @torch.inference_mode()
 def test_logits_of_a_text_in_parts(model, kind, parts):
@@ -357,9 +357,9 @@ def test_weights_of_a_checkpoint_of_8_bits(model, layer):
 
 def test_rings_move_what_may_still_be_read():
     """Of requests shorter and longer than a ring."""
-    caches = V4Caches(config(), requests=3, capacity=64, tokens=60, drafts=2, page_size=16)
-    layer, lengths = caches.layers[1], torch.tensor([50, 3, 0])
-    assert layer.ori_kv.shape == (15, 16, 1, 32) and layer.cmp_kv.shape == (12, 4, 1, 32)
+    caches = V4Caches(config(), requests=3, capacity=144, tokens=130, drafts=2, page_size=16)
+    layer, lengths = caches.layers[1], torch.tensor([130, 3, 0])
+    assert layer.ori_kv.shape == (30, 16, 1, 32) and layer.cmp_kv.shape == (27, 4, 1, 32)
     assert layer.cmp_state.shape == (3, 9, 128) and layer.idx_state.shape == (3, 9, 64)
     assert caches.layers[2].cmp_state.shape == (3, 9, 64)
     assert caches.layers[0].arguments["cmp_block_table"] is None
@@ -370,17 +370,17 @@ def test_rings_move_what_may_still_be_read():
 
     for request, length in enumerate(lengths.tolist()):
         for position in range(length):
-            row(layer, request, position).fill_(100 * request + position)
+            row(layer, request, position).fill_(1000 * request + position)
     caches.fit(40, lengths)
     assert caches.layers[1] is layer  # long enough, and not four times as long
     caches.reserve(200)
     assert caches.capacity == 208
     caches.fit(1, lengths)
     moved = caches.layers[1]
-    assert moved.ori_kv.shape[0] == 3 and moved.ori_block_table.shape == (3, 13)
+    assert moved.ori_kv.shape[0] == 6 and moved.ori_block_table.shape == (3, 13)
     for request, length in enumerate(lengths.tolist()):
         for position in range(max(0, length - 9), length):
-            assert (row(moved, request, position) == 100 * request + position).all()
+            assert (row(moved, request, position) == 1000 * request + position).all()
     with pytest.raises(ValueError, match="multiple of 16"):
         V4Caches(config(), requests=1, capacity=1, page_size=8)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compression import entry_positions
+from ..dispatch.common import quantised
 from ..dispatch.errors import need
 from .dsa import dequantised_linear, laid
 from .paged import check_page, more_pages, more_room, token_positions
@@ -169,9 +170,12 @@ class V4LayerCaches(NamedTuple):
     cmp_state: Tensor | None = None  # [B, ring, 2 coff D] of the tokens of open windows
     idx_state: Tensor | None = None  # [B, ring, 2 coff Di]
     state_block_table: Tensor | None = None  # [B, 1], of both
+    idx_k_scale: Tensor | None = None  # [pages, P / m, 1], of int8 index keys
+    kv_kind: str = "none"
+    index_kind: str = "none"
 
     @property
-    def arguments(self) -> dict[str, Tensor | None]:
+    def arguments(self) -> dict[str, Any]:
         """Under the op's own names."""
         return self._asdict()
 
@@ -194,6 +198,8 @@ class V4Caches:
         dtype: of activations.
         device: of the caches.
         seed: shuffles the pages.
+        kv_kind: "none", or "fp8": rows and entries of 584 bytes, whose D is 512.
+        index_kind: "none"; "fp8", packed pages; "int8", keys beside their scales: Di is 128.
 
     >>> from transformers import DeepseekV4Config
     >>> from custom.integrations.deepseek_v4 import V4Caches
@@ -216,6 +222,8 @@ class V4Caches:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        kv_kind: str = "none",
+        index_kind: str = "none",
     ) -> None:
         check_page(page_size)
         numbers = list(range(config.num_hidden_layers)) if layers is None else layers
@@ -230,8 +238,21 @@ class V4Caches:
         self._like = torch.empty(0, dtype=dtype, device=device)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
 
-        def pool(*sizes: int) -> Tensor:
-            return torch.zeros(0, *sizes, dtype=dtype, device=device)
+        def pool(rows: int, *sizes: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(0, rows, *sizes, dtype=of, device=device)
+
+        def kv(rows: int) -> Tensor:
+            if kv_kind == "none":
+                return pool(rows, 1, config.head_dim)
+            return pool(rows, 1, quantised.V4_ROW, of=torch.uint8)
+
+        def index(rows: int) -> tuple[Tensor, Tensor | None]:
+            if index_kind == "fp8":
+                return pool(rows, quantised.PACKED, of=torch.uint8), None
+            if index_kind == "int8":
+                keys = pool(rows, 1, config.index_head_dim, of=torch.int8)
+                return keys, pool(rows, 1, of=torch.float16)
+            return pool(rows, 1, config.index_head_dim), None
 
         def ring(ratio: int, overlap: int, width: int) -> Tensor:
             rows = max(1, overlap * ratio - 1 + drafts)  # a call has its own tokens in hand
@@ -239,19 +260,22 @@ class V4Caches:
 
         self.layers = []
         for number, ratio in zip(numbers, ratios, strict=True):
-            layer = V4LayerCaches(pool(self.page_size, 1, config.head_dim), self._ring)
+            layer = V4LayerCaches(kv(self.page_size), self._ring, kv_kind=kv_kind)
             if ratio:
                 selects = config.layer_types[number] == _SELECTING
                 layer = layer._replace(
-                    cmp_kv=pool(self.page_size // ratio, 1, config.head_dim),
+                    cmp_kv=kv(self.page_size // ratio),
                     cmp_block_table=self._table,
                     cmp_state=ring(ratio, 1 + selects, config.head_dim),
                     state_block_table=states,
                 )
                 if selects:
+                    keys, scale = index(self.page_size // ratio)
                     layer = layer._replace(
-                        idx_k=pool(self.page_size // ratio, 1, config.index_head_dim),
+                        idx_k=keys,
+                        idx_k_scale=scale,
                         idx_state=ring(ratio, 2, config.index_head_dim),
+                        index_kind=index_kind,
                     )
             self.layers.append(layer)
         self.reserve(capacity)
@@ -279,6 +303,7 @@ class V4Caches:
                 ori_block_table=rows,
                 cmp_kv=more_room(each.cmp_kv, pages),
                 idx_k=more_room(each.idx_k, pages),
+                idx_k_scale=more_room(each.idx_k_scale, pages),
                 cmp_block_table=None if each.cmp_kv is None else self._table,
             )
             for each in self.layers
@@ -286,25 +311,28 @@ class V4Caches:
 
     def fit(self, tokens: int, lengths: Tensor | None) -> None:
         """Make the rings of rows as long as a call of so many tokens needs, and a ring four times
-        as long shorter; the last rows of requests that are `lengths` [B] long move along."""
-        kept = self.window - 1 + self.drafts
-        wanted = -(-max(kept + 1, self.window - 1 + tokens) // self.page_size)
+        as long shorter; the last pages of requests that are `lengths` [B] long move along."""
+        rows = self.window - 1 + max(tokens, 1 + self.drafts)
+        wanted = 1 + -(-rows // self.page_size)  # rows begin and end inside of pages
         now = self._ring.shape[1]
         if wanted <= now <= 4 * wanted:
             return
         self._ring, pages = more_pages(self._ring[:, :0], wanted, self._random)
         new, layers = self._rows(), []
+        moves: tuple[Tensor, ...] = ()
+        if lengths is not None and now:
+            back = torch.arange(min(now, wanted), device=new.device)
+            columns = (lengths.long()[:, None] - 1).div(
+                self.page_size, rounding_mode="floor"
+            ) - back
+            there, columns = columns >= 0, columns.clamp(min=0)
+            old = self.layers[0].ori_block_table
+            moves = tuple(table.gather(1, columns)[there] for table in (new, old))
         for each in self.layers:
-            rows = each.ori_kv.new_zeros(pages, *each.ori_kv.shape[1:])
-            if lengths is not None and now:
-                positions = token_positions(lengths, kept)
-                there = positions >= 0
-                source, target = (
-                    _slots(positions.clamp(min=0), table, self.page_size)[there]
-                    for table in (each.ori_block_table, new)
-                )
-                rows.flatten(0, 1)[target] = each.ori_kv.flatten(0, 1)[source]
-            layers.append(each._replace(ori_kv=rows, ori_block_table=new))
+            kept = each.ori_kv.new_zeros(pages, *each.ori_kv.shape[1:])
+            if moves:
+                kept[moves[0]] = each.ori_kv[moves[1]]
+            layers.append(each._replace(ori_kv=kept, ori_block_table=new))
         self.layers = layers
 
     @torch.no_grad()
@@ -320,10 +348,6 @@ class V4Caches:
             found[f"{prefix}sin"] = sin.repeat_interleave(2, -1)
             found[f"{prefix}cos"] = cos.repeat_interleave(2, -1)
         return found
-
-
-def _slots(positions: Tensor, table: Tensor, page: int) -> Tensor:
-    return table.gather(1, positions.long() // page).long() * page + positions.long() % page
 
 
 def _page_of(page_size: int, ratios: set[int]) -> int:
