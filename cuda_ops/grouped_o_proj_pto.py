@@ -9,7 +9,11 @@ cut along their depth, and `_added` adds up the runs in order.  The floor is the
     condition                        kernels
     a product cut along its depth    _groups then _added, nz_matmul.py then _added
     else                             _groups then nz_matmul.py
-    turned_back, of the whole layer  _turned
+
+Heads that are turned back and not projected, as a layer without these weights has them:
+
+    condition    kernels
+    any          _turned
 """
 
 from __future__ import annotations

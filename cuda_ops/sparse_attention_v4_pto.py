@@ -4,14 +4,16 @@
 
 All stages are asked whether they can run before the first of them writes.
 
-    condition                   kernels
-    sliding                     sharedkv_prolog_pto.py then sparse_attn_sharedkv.py
-    HCA                         sharedkv_prolog_pto.py, compressor.py then sparse_attn_sharedkv.py
-    CSA                         sharedkv_prolog_pto.py, compressor.py twice, lightning_indexer.py
-                                then sparse_attn_sharedkv.py
-    CSA, index keys in 8 bits   quantize_index_query.py then quant_lightning_indexer.py
-    rows in 8 bits              kv_quant_sparse_attn_sharedkv.py for sparse_attn_sharedkv.py
-    behind all of them          grouped_o_proj_pto.py
+    condition        kernels
+    sliding          sharedkv_prolog_pto.py then sparse_attn_sharedkv.py, grouped_o_proj_pto.py
+    HCA              sharedkv_prolog_pto.py then compressor.py, sparse_attn_sharedkv.py,
+                     grouped_o_proj_pto.py
+    keys of 8 bits   sharedkv_prolog_pto.py then compressor.py, quantize_index_query.py,
+                     quant_lightning_indexer.py, sparse_attn_sharedkv.py, grouped_o_proj_pto.py
+    else             sharedkv_prolog_pto.py then compressor.py, lightning_indexer.py,
+                     sparse_attn_sharedkv.py, grouped_o_proj_pto.py
+
+Rows in 8 bits have kv_quant_sparse_attn_sharedkv.py in the place of sparse_attn_sharedkv.py.
 """
 
 from __future__ import annotations

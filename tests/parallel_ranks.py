@@ -26,6 +26,8 @@ from torch import Tensor
 import custom
 from custom import parallel
 
+from .support.layer_v4 import drawn
+
 P = 16  # page size
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 
@@ -241,6 +243,78 @@ def tensor_parallel(group, rank, size):
     rows = custom.from_nz(layer["w_uq_qr"])
     nd = parallel.shard_layer(layer | {"w_uq_qr": rows}, group=group, weight_format="nd")
     assert torch.equal(nd["w_uq_qr"], custom.from_nz(again["w_uq_qr"]))
+
+
+def tensor_parallel_of_deepseek_v4(group, rank, size):
+    """Heads and output groups over ranks; rows, entries and states are the same on all."""
+    for kind in ("sliding", "HCA", "CSA"):
+        dtype = half_by_kernels(torch.float32)
+        device = torch.get_default_device()
+        layer = drawn(kind, device, dtype, heads=4 * size, groups=2 * size)
+        whole, caches = copied_tensors(layer), ("ori_kv", "cmp_kv", "cmp_state", "idx_k")
+        wanted = custom.npu_sparse_attention_v4_pto(**whole)
+        for options in ({}, dict(check_equal=True), dict(broadcast=True)):
+            given = copied_tensors(layer)
+            local = parallel.shard_layer_v4(given, group=group, weight_format="nd")
+            got = parallel.tensor_parallel_attention_v4(local, group=group, **options)
+            # sums over heads in another order
+            atol = (2**-9 if dtype is torch.float16 else 1e-5) * float(wanted.abs().max())
+            torch.testing.assert_close(got, wanted, rtol=0, atol=atol)
+            for cache in caches:
+                assert cache not in local or torch.equal(local[cache], whole[cache])
+        projections = dict(w_o_a=None, w_o_b=None)
+        heads = custom.npu_sparse_attention_v4_pto(**copied_tensors(layer) | projections)
+        for options in ({}, dict(check_equal=True)):
+            given = copied_tensors(layer) | projections
+            local = parallel.shard_layer_v4(given, group=group, weight_format="nd")
+            got = parallel.tensor_parallel_attention_v4(local, group=group, **options)
+            assert_near(got, parallel.shard(heads, 2, group))
+
+
+def weights_of_deepseek_v4_are_cut(group, rank, size):
+    """NZ of either shape as row-major ones; what cannot be dealt out is refused, by name."""
+    draw = Draw(3)
+    heads, groups, D, Ro = 2 * size, size, 32, 16
+    layer = dict(
+        w_uq=draw(32, heads * D), gamma_kv=draw(D), sinks=draw(heads),
+        w_o_a=draw(groups, 2 * D, Ro), w_o_b=draw(groups * Ro, 64),
+    )  # fmt: skip
+    rows = parallel.shard_layer_v4(layer, group=group, weight_format="nd")
+    assert torch.equal(rows["w_uq"], layer["w_uq"][:, rank * 2 * D : (rank + 1) * 2 * D])
+    assert torch.equal(rows["sinks"], layer["sinks"][rank * 2 : rank * 2 + 2])
+    assert torch.equal(rows["w_o_a"], layer["w_o_a"][rank : rank + 1])
+    assert torch.equal(rows["w_o_b"], layer["w_o_b"][rank * Ro : (rank + 1) * Ro])
+    for flat in (False, True):
+        tiled = {n: custom.to_nz(layer[n], flat=flat) for n in ("w_uq", "w_o_a", "w_o_b")}
+        cut = parallel.shard_layer_v4(layer | tiled, group=group)
+        for name in ("w_uq", "w_o_b"):
+            assert torch.equal(cut[name], custom.to_nz(rows[name])), (name, flat)
+        assert torch.equal(cut["w_o_a"], custom.to_nz(rows["w_o_a"], flat=flat))
+    uneven = layer | dict(w_uq=draw(32, (heads + 1) * D))
+    message = said(lambda: parallel.shard_layer_v4(uneven, group=group))
+    assert f"`w_uq` has {heads + 1} heads" in message, message
+    message = said(
+        lambda: parallel.context_parallel_attention(
+            dict(ori_kv=draw(1)), group=group, index_block_table=draw(1), index_cache_index=draw(1)
+        ),
+        NotImplementedError,
+    )
+    assert "DeepSeek-V4's layer has no context parallel" in message, message
+    for given, sentence in (
+        (dict(surplus=1), "npu_sparse_attention_v4_pto has no argument `surplus`"),
+        ({}, "`x` is missing"),
+    ):
+        message = said(
+            lambda given=given: parallel.tensor_parallel_attention_v4(
+                given, group=group, check_equal=True
+            ),
+            TypeError,
+        )
+        assert sentence in message, message
+
+
+def copied_tensors(layer: dict[str, Any]) -> dict[str, Any]:
+    return {n: x.clone() if isinstance(x, Tensor) else x for n, x in layer.items()}
 
 
 def another_selection_is_found(group, rank, size):

@@ -66,6 +66,8 @@ ONCE = (
 )
 CASES = [(name, size) for size in (2, 3, 4) for name in EVERYWHERE]
 CASES += [(name, 2) for name in ONCE] + [("a_subgroup_has_its_own_ranks", 3)]
+OF_V4 = ("tensor_parallel_of_deepseek_v4", "weights_of_deepseek_v4_are_cut")
+CASES += [(name, size) for size in (2, 3) for name in OF_V4]
 
 
 def need(device, size):

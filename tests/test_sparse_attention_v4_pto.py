@@ -22,16 +22,14 @@ import custom
 
 from .support.accuracy import assert_close_to_float64, skip_unless_taken
 from .support.deepseek_v4 import CSA, HCA, Attention, pairs
+from .support.layer_v4 import COFF, F64, PAGE, drawn, table
 
 OP = "npu_sparse_attention_v4_pto"
-F64 = torch.float64
 NAN = float("nan")
-PAGE = 16
 KINDS = ["sliding", "CSA", "HCA"]
 LENGTHS = [61, 0, 37, 90, 3]
 STATES = {"CSA": ("cmp_state", "idx_state"), "HCA": ("cmp_state",), "sliding": ()}
 KEYS = {"CSA": ("cmp_kv", "idx_k"), "HCA": ("cmp_kv",), "sliding": ()}
-COFF = {"CSA": 2, "HCA": 1}
 kinds = pytest.mark.parametrize("kind", KINDS)
 with_entries = pytest.mark.parametrize("kind", ["CSA", "HCA"])
 
@@ -56,13 +54,6 @@ def prompts(
     of = layer(kind, ratio)
     xs = [torch.randn(t, of.config.hidden_size, dtype=F64) for t in lengths]
     return xs, [of.whole(x) if len(x) else x for x in xs]
-
-
-def table(requests: int, columns: int, g: random.Random) -> tuple[Tensor, int]:
-    """Distinct pages in any order, and how many there are."""
-    pages = list(range(requests * columns + 3))
-    g.shuffle(pages)
-    return torch.tensor(pages[: requests * columns]).long().view(requests, columns), len(pages)
 
 
 class Engine:
@@ -255,12 +246,12 @@ def test_prefix_hit(kind, shared, exact):
 @with_entries
 def test_a_ring_of_one_row_less(kind, exact):
     """Refused where no token is ever taken back; else a row that is needed is lost."""
-    xs, want = prompts(kind)
+    xs, want = prompts(kind, (37,))
     with pytest.raises(ValueError, match="names a ring of"):
-        Engine(kind, len(xs), fewer=1).step(xs)
+        Engine(kind, 1, fewer=1).step(xs)
     plan, drafts = WAYS["drafts rejected"]["plan"](), WAYS["drafts rejected"]["drafts"]
-    got = drive(Engine(kind, len(xs), rewound=drafts, fewer=1), xs, plan, drafts)
-    assert not all((a - b).abs().max() < 1e-10 for a, b in zip(got, want, strict=True) if len(b))
+    [got] = drive(Engine(kind, 1, rewound=drafts, fewer=1), xs, plan, drafts)
+    assert not (got - want[0]).abs().max() < 1e-10  # NaN, mostly
 
 
 def prefixes(kind: str, lengths: Sequence[int], ratio: int | None = None) -> None:
@@ -334,65 +325,6 @@ def test_index_keys_transformed(exact):
 
 
 # ------------------------------------------------------------ the stages by hand
-
-
-def drawn(
-    kind: str, device: Any, dtype: torch.dtype = torch.float16, *, starts: Sequence[int] = (14, 0),
-    steps: int = 6, used: Sequence[int] | None = (6, 4), m: int = 4, entry_page: int = 2,
-    D: int = 32, Di: int = 16, heads: int = 4, output: bool = True, mode: int = 2,
-) -> dict[str, Any]:  # fmt: skip
-    """A layer's arguments in the middle of requests; caches full of numbers, -1 among pages."""
-    B, H, Rq, Dr, Ni, groups, ranks = len(starts), 48, 32, 8, 16, 2, 16
-    wide = F64 if dtype is F64 else torch.float32
-    g = random.Random(B)
-    coff = COFF.get(kind, 1)
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, dtype=F64).to(device, dtype)
-
-    def matrix(*shape: int, deep: int) -> Tensor:
-        return (torch.randn(shape, dtype=F64) * deep**-0.5).to(device, dtype)
-
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    rows, pages = table(B, 3, g)
-    rows[:1, 1] = -1
-    given: dict[str, Any] = dict(
-        x=normal(B, steps, H), w_dq=matrix(H, Rq, deep=H), w_uq=matrix(Rq, heads * D, deep=Rq),
-        w_kv=matrix(H, D, deep=H), gamma_cq=normal(Rq), gamma_kv=normal(D),
-        sinks=normal(heads, dtype=wide), sin=normal(B, steps, Dr), cos=normal(B, steps, Dr),
-        ori_kv=normal(pages, PAGE, 1, D), ori_block_table=rows.int().to(device),
-        act_seqs=ints([a + (steps if used is None else n) for a, n in zip(
-            starts, used or [0] * B, strict=True)]),
-        seqused=None if used is None else ints(used), ori_win_left=7, weight_format="nd",
-    )  # fmt: skip
-    if output:
-        given["w_o_a"] = matrix(groups, heads // groups * D, ranks, deep=heads // groups * D)
-        given["w_o_b"] = matrix(groups * ranks, H, deep=groups * ranks)
-    if kind == "sliding":
-        return given
-    states, state_pages = table(B, 5, g)
-    entries, entry_pages = table(B, -(-48 // m // entry_page) + 1, g)
-    entries[:1, 1] = -1
-    windows = -(-steps // m)
-    given |= dict(
-        cmp_ratio=m, cmp_sin=normal(B, windows, Dr), cmp_cos=normal(B, windows, Dr),
-        state_block_table=states.int().to(device), cmp_block_table=entries.int().to(device),
-        w_cmp_kv=matrix(coff * D, H, deep=H), w_cmp_gate=matrix(coff * D, H, deep=H),
-        cmp_ape=normal(m, coff * D, dtype=wide), gamma_cmp=normal(D, dtype=wide),
-        cmp_state=normal(state_pages, 3, 2 * coff * D, dtype=wide),
-        cmp_kv=normal(entry_pages, entry_page, 1, D), state_mode=mode,
-    )  # fmt: skip
-    if kind == "CSA":
-        given |= dict(
-            w_idx_qb=matrix(Rq, Ni * Di, deep=Rq), w_idx_proj=matrix(H, Ni, deep=H),
-            w_idx_kv=matrix(coff * Di, H, deep=H), w_idx_gate=matrix(coff * Di, H, deep=H),
-            idx_ape=normal(m, coff * Di, dtype=wide), gamma_idx=normal(Di, dtype=wide),
-            idx_state=normal(state_pages, 3, 2 * coff * Di, dtype=wide),
-            idx_k=normal(entry_pages, entry_page, 1, Di), sparse_count=3,
-        )  # fmt: skip
-    return given
 
 
 def by_hand(g: dict[str, Any]) -> Tensor:

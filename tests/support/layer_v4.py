@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments of npu_sparse_attention_v4_pto, in the middle of requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+F64 = torch.float64
+PAGE = 16
+COFF = {"CSA": 2, "HCA": 1}
+
+
+def table(requests: int, columns: int, g: random.Random) -> tuple[Tensor, int]:
+    """Distinct pages in any order, and how many there are."""
+    pages = list(range(requests * columns + 3))
+    g.shuffle(pages)
+    return torch.tensor(pages[: requests * columns]).long().view(requests, columns), len(pages)
+
+
+def drawn(
+    kind: str, device: Any, dtype: torch.dtype = torch.float16, *, starts: Sequence[int] = (14, 0),
+    steps: int = 6, used: Sequence[int] | None = (6, 4), m: int = 4, entry_page: int = 2,
+    D: int = 32, Di: int = 16, heads: int = 4, groups: int = 2, output: bool = True, mode: int = 2,
+) -> dict[str, Any]:  # fmt: skip
+    """A layer's arguments in the middle of requests; caches full of numbers, -1 among pages."""
+    B, H, Rq, Dr, Ni, ranks = len(starts), 48, 32, 8, 16, 16
+    wide = F64 if dtype is F64 else torch.float32
+    g = random.Random(B)
+    coff = COFF.get(kind, 1)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, dtype=F64).to(device, dtype)
+
+    def matrix(*shape: int, deep: int) -> Tensor:
+        return (torch.randn(shape, dtype=F64) * deep**-0.5).to(device, dtype)
+
+    def ints(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    rows, pages = table(B, 3, g)
+    rows[:1, 1] = -1
+    given: dict[str, Any] = dict(
+        x=normal(B, steps, H), w_dq=matrix(H, Rq, deep=H), w_uq=matrix(Rq, heads * D, deep=Rq),
+        w_kv=matrix(H, D, deep=H), gamma_cq=normal(Rq), gamma_kv=normal(D),
+        sinks=normal(heads, dtype=wide), sin=normal(B, steps, Dr), cos=normal(B, steps, Dr),
+        ori_kv=normal(pages, PAGE, 1, D), ori_block_table=rows.int().to(device),
+        act_seqs=ints([a + (steps if used is None else n) for a, n in zip(
+            starts, used or [0] * B, strict=True)]),
+        seqused=None if used is None else ints(used), ori_win_left=7, weight_format="nd",
+    )  # fmt: skip
+    if output:
+        given["w_o_a"] = matrix(groups, heads // groups * D, ranks, deep=heads // groups * D)
+        given["w_o_b"] = matrix(groups * ranks, H, deep=groups * ranks)
+    if kind == "sliding":
+        return given
+    states, state_pages = table(B, 5, g)
+    entries, entry_pages = table(B, -(-48 // m // entry_page) + 1, g)
+    entries[:1, 1] = -1
+    windows = -(-steps // m)
+    given |= dict(
+        cmp_ratio=m, cmp_sin=normal(B, windows, Dr), cmp_cos=normal(B, windows, Dr),
+        state_block_table=states.int().to(device), cmp_block_table=entries.int().to(device),
+        w_cmp_kv=matrix(coff * D, H, deep=H), w_cmp_gate=matrix(coff * D, H, deep=H),
+        cmp_ape=normal(m, coff * D, dtype=wide), gamma_cmp=normal(D, dtype=wide),
+        cmp_state=normal(state_pages, 3, 2 * coff * D, dtype=wide),
+        cmp_kv=normal(entry_pages, entry_page, 1, D), state_mode=mode,
+    )  # fmt: skip
+    if kind == "CSA":
+        given |= dict(
+            w_idx_qb=matrix(Rq, Ni * Di, deep=Rq), w_idx_proj=matrix(H, Ni, deep=H),
+            w_idx_kv=matrix(coff * Di, H, deep=H), w_idx_gate=matrix(coff * Di, H, deep=H),
+            idx_ape=normal(m, coff * Di, dtype=wide), gamma_idx=normal(Di, dtype=wide),
+            idx_state=normal(state_pages, 3, 2 * coff * Di, dtype=wide),
+            idx_k=normal(entry_pages, entry_page, 1, Di), sparse_count=3,
+        )  # fmt: skip
+    return given
