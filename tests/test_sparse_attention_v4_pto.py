@@ -22,7 +22,7 @@ import custom
 
 from .support.accuracy import assert_close_to_float64, skip_unless_taken
 from .support.deepseek_v4 import CSA, HCA, Attention, pairs
-from .support.layer_v4 import COFF, F64, PAGE, drawn, table
+from .support.layer_v4 import COFF, F64, PAGE, WIDE, drawn, table
 
 OP = "npu_sparse_attention_v4_pto"
 NAN = float("nan")
@@ -445,7 +445,7 @@ def test_is_near_the_exact_result(kind, device, backend, monkeypatch):
     """Every entry is chosen: roundings swap none."""
     wide = drawn(kind, "cpu", F64, output=kind != "CSA")
     given = {
-        n: x.to(device, torch.float16 if n not in _FLOAT32 else torch.float32)
+        n: x.to(device, torch.float16 if n not in WIDE else torch.float32)
         if isinstance(x, Tensor) and x.is_floating_point()
         else x.to(device) if isinstance(x, Tensor) else x
         for n, x in wide.items()
@@ -460,9 +460,6 @@ def test_is_near_the_exact_result(kind, device, backend, monkeypatch):
     }
     rounded, exact = (getattr(custom, OP)(**x | many) for x in (given, exact))
     assert_close_to_float64("out", got, rounded, exact)
-
-
-_FLOAT32 = ("sinks", "cmp_ape", "gamma_cmp", "cmp_state", "idx_ape", "gamma_idx", "idx_state")
 
 
 @pytest.mark.parametrize("used", [[0, 0], [6, 6], [0, 6], [2, 5], None], ids=str)

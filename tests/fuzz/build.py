@@ -14,7 +14,7 @@ from torch import Tensor
 
 import custom
 
-from ..support import convolution, kda, ragged
+from ..support import convolution, kda, layer_v4, ragged
 from ..support.delta_rule import Sequences, Step, moved
 from ..support.layer import CACHES, P, formatted, layer
 from ..support.samples import sample
@@ -493,6 +493,26 @@ def _compressor(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     return given | cache | dict(cmp_block_table=entries), {}
 
 
+def _layer_v4(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
+    steps, d, nz = case["s"], case["d"], case["weights"] == "nz"
+    given = layer_v4.drawn(
+        case["kind"], CPU, getattr(torch, case["dtype"]), starts=case["starts"], steps=steps,
+        used=case["used"], m=case["m"], entry_page=case["entry_page"], H=case["h"],
+        Rq=case["ranks"], D=d, Dr=case["dr"], Ni=case["index_heads"], Di=case["di"],
+        heads=case["n"], groups=case["groups"], output=case["output"],
+        mode=2 if case["ring"] else 1, window=case["window"], holes=case["holes"],
+    )  # fmt: skip
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x = x.to(accumulator(dtype) if name in layer_v4.WIDE else dtype)
+            matrix = name in ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj", "w_o_a", "w_o_b")
+            given[name] = custom.to_nz(x) if nz and matrix else x
+    given |= dict(weight_format=case["weights"], sinks=given["sinks"] if case["sinks"] else None)
+    if case["kind"] == "CSA":
+        given |= dict(sparse_count=64, index_hadamard=case["hadamard"])
+    return given, {}
+
+
 def _sampled(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     return sample(case["op"], CPU, dtype, case["seed"], B=case["b"], S=case["s"]), {}
 
@@ -524,6 +544,7 @@ _BUILD: dict[str, Callable[[Case, torch.dtype], tuple[Arguments, Garbage]]] = {
     "streams": _sized("h"),
     "shared row": _sized("n", "d", "dr", "di"),
     "grouped": _sized("n", "d", "dr", "groups"),
+    "layer v4": _layer_v4,
     "sample": _sampled,
 }
 

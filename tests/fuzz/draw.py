@@ -206,6 +206,39 @@ def _compressor(r: Random, backward: bool) -> Case:
     )
 
 
+def _layer_v4(r: Random, backward: bool) -> Case:
+    """All entries are chosen: no rounding swaps one."""
+    requests, kind = r.choice([0, *[1, 2, 3] * 3]), r.choice(["sliding", "HCA", "CSA", "CSA"])
+    steps = r.choice([1, 1, 2, 5, r.randint(1, 20)])
+    nd, m = r.random() < 0.5, r.choice([1, 2, 3, 4, 4, 9])
+    d = r.choice([8, 24, 32] if nd else [16, 32, 48])
+    di = r.choice([16, 32, 48, 128])
+    groups = r.randint(1, 3)
+    return dict(
+        kind=kind,
+        starts=[r.choice([-2, 0, 1, r.randint(0, 27)]) for _ in range(requests)],
+        s=steps,
+        used=[r.randint(0, steps) for _ in range(requests)] if r.random() < 0.6 else None,
+        m=m,
+        entry_page=16 if m == 1 else r.choice([1, 2, 4, 16]),
+        h=r.choice([40, 72] if nd else [48, 80]),
+        ranks=r.choice([24, 40] if nd else [16, 48]),
+        d=d,
+        dr=r.choice([0, 2, 8]),
+        index_heads=r.randint(1, 20) if nd else 16,
+        di=di,
+        groups=groups,
+        n=groups * r.randint(1, 3),
+        output=r.random() < 0.7,
+        ring=r.random() < 0.6,
+        window=r.choice([1, 5, 8, 16, 40]),
+        holes=r.random() < 0.3,
+        sinks=r.random() < 0.8,
+        hadamard=di == 128 and kind == "CSA" and r.random() < 0.5,
+        weights="nd" if nd else "nz",
+    )
+
+
 def _sample(r: Random, backward: bool) -> Case:
     few, many = range(1, 8), r.choice([9, 17, 33, 70])
     return dict(b=r.choice([0, *[1, 2] * 6]), s=r.choice([0, *few, *few, many, many]))
@@ -253,6 +286,7 @@ KIND = {
     "npu_chunk_kda_grad": "kda",
     "npu_causal_conv1d": "convolution",
     "npu_causal_conv1d_grad": "convolution",
+    "npu_sparse_attention_v4_pto": "layer v4",
     "npu_compressor": "compressor",
     "npu_compressor_dense": "compressor",
     "npu_compressor_dense_grad": "compressor",
@@ -280,6 +314,7 @@ _SIZES: dict[str, Callable[[Random, bool], Case]] = {
     "streams": _streams,
     "shared row": _shared_row,
     "grouped": _grouped,
+    "layer v4": _layer_v4,
     "sample": _sample,
 }
 
@@ -316,6 +351,10 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
     "streams": lambda r: dict(h=64 * r.randint(8, 64)),
     "shared row": lambda r: dict(n=r.randint(4, 32), d=512, dr=64, di=128),
     "grouped": lambda r: dict(n=r.randint(4, 16), d=512, dr=64, groups=r.randint(1, 4)),
+    "layer v4": lambda r: dict(
+        h=128, ranks=128, d=512, dr=64, n=r.choice([8, 16]), groups=r.choice([1, 2]),
+        index_heads=r.choice([32, 64]), di=128, window=40, weights="nz",
+    ),
 }  # fmt: skip
 
 
@@ -325,10 +364,10 @@ COMPILED = {
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
-    *("m", "picked", "entry_page"),
+    *("m", "picked", "entry_page", "kind", "output"),
     *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
-_COMPILE_MOST = ("layer", "loss", "kda")
+_COMPILE_MOST = ("layer", "layer v4", "loss", "kda")
 _SPOILED = 8  # ways to spoil the cases of a model: what runs in spite of it is compiled as well
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 F64 = torch.float64
 PAGE = 16
 COFF = {"CSA": 2, "HCA": 1}
+# of float32 beside half precision
+WIDE = ("sinks", "cmp_ape", "gamma_cmp", "cmp_state", "idx_ape", "gamma_idx", "idx_state")
 
 
 def table(requests: int, columns: int, g: random.Random) -> tuple[Tensor, int]:
@@ -26,10 +28,12 @@ def table(requests: int, columns: int, g: random.Random) -> tuple[Tensor, int]:
 def drawn(
     kind: str, device: Any, dtype: torch.dtype = torch.float16, *, starts: Sequence[int] = (14, 0),
     steps: int = 6, used: Sequence[int] | None = (6, 4), m: int = 4, entry_page: int = 2,
-    D: int = 32, Di: int = 16, heads: int = 4, groups: int = 2, output: bool = True, mode: int = 2,
+    H: int = 48, Rq: int = 32, D: int = 32, Dr: int = 8, Ni: int = 16, Di: int = 16,
+    heads: int = 4, groups: int = 2, Ro: int = 16, output: bool = True, mode: int = 2,
+    window: int = 8, holes: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """A layer's arguments in the middle of requests; caches full of numbers, -1 among pages."""
-    B, H, Rq, Dr, Ni, ranks = len(starts), 48, 32, 8, 16, 16
+    """Caches are full of numbers and hold 48 tokens a request; `holes`: of -1 among pages."""
+    B = len(starts)
     wide = F64 if dtype is F64 else torch.float32
     g = random.Random(B)
     coff = COFF.get(kind, 1)
@@ -44,24 +48,24 @@ def drawn(
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     rows, pages = table(B, 3, g)
-    rows[:1, 1] = -1
+    rows[: int(holes), 1] = -1
     given: dict[str, Any] = dict(
         x=normal(B, steps, H), w_dq=matrix(H, Rq, deep=H), w_uq=matrix(Rq, heads * D, deep=Rq),
         w_kv=matrix(H, D, deep=H), gamma_cq=normal(Rq), gamma_kv=normal(D),
         sinks=normal(heads, dtype=wide), sin=normal(B, steps, Dr), cos=normal(B, steps, Dr),
         ori_kv=normal(pages, PAGE, 1, D), ori_block_table=rows.int().to(device),
-        act_seqs=ints([a + (steps if used is None else n) for a, n in zip(
+        act_seqs=ints([max(0, a + (steps if used is None else n)) for a, n in zip(
             starts, used or [0] * B, strict=True)]),
-        seqused=None if used is None else ints(used), ori_win_left=7, weight_format="nd",
+        seqused=None if used is None else ints(used), ori_win_left=window - 1, weight_format="nd",
     )  # fmt: skip
     if output:
-        given["w_o_a"] = matrix(groups, heads // groups * D, ranks, deep=heads // groups * D)
-        given["w_o_b"] = matrix(groups * ranks, H, deep=groups * ranks)
+        given["w_o_a"] = matrix(groups, heads // groups * D, Ro, deep=heads // groups * D)
+        given["w_o_b"] = matrix(groups * Ro, H, deep=groups * Ro)
     if kind == "sliding":
         return given
-    states, state_pages = table(B, 5, g)
+    states, state_pages = table(B, -(-(coff * m + 5) // 3), g)
     entries, entry_pages = table(B, -(-48 // m // entry_page) + 1, g)
-    entries[:1, 1] = -1
+    entries[: int(holes), 1] = -1
     windows = -(-steps // m)
     given |= dict(
         cmp_ratio=m, cmp_sin=normal(B, windows, Dr), cmp_cos=normal(B, windows, Dr),
