@@ -20,6 +20,7 @@ from . import (
     shared_kv,
     shared_kv_prolog,
     sparse_attention,
+    sparse_attention_v4,
     sparse_gradients,
 )
 from .case import Case
@@ -36,6 +37,7 @@ _PRESETS: Mapping[str, Callable[[bool], list[Case]]] = {
     **compression.PRESETS,
     **shared_kv.PRESETS,
     **shared_kv_prolog.PRESETS,
+    **sparse_attention_v4.PRESETS,
     **hyper_connections.PRESETS,
 }
 
