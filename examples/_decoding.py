@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the decoding examples share: two ways to decode with a server of theirs, weights as
+checkpoints of 8 bits keep them, and the command line.
+
+A server has `forward(tokens, lengths)`: logits [B, S, V] of the last S tokens of requests that are
+`lengths` [B] long with them.
+"""
+
+import argparse
+
+import torch
+from _agreement import EIGHT_BITS
+from _device import DEVICES, at_least
+
+
+def generate(server, first, lengths, new, bar):
+    """Greedy tokens [B, new] and their logits [B, new, V], one token a step, from the `first`."""
+    logits = [first]
+    for _ in range(new - 1):
+        lengths = lengths + 1
+        logits.append(server.forward(logits[-1].argmax(-1, keepdim=True), lengths)[:, -1])
+        bar.update()
+    logits = torch.stack(logits, 1)
+    return logits.argmax(-1), logits
+
+
+def verify_drafts(server, first, lengths, known, bar):
+    """The same logits [B, new, V], two tokens a step: a known one, and a draft of the next.
+
+    Every third draft is spoiled and thus rejected, at another step in every request: such a request
+    advances by one token, and its next step overwrites the draft's keys.
+    """
+    requests, new = known.shape
+    rows = torch.arange(requests, device=known.device)
+    logits = first.new_empty(requests, new + 1, first.shape[-1])
+    logits[:, 0] = first
+    done, steps = torch.ones_like(lengths), 0
+    while int(done.min()) < new:
+        at = (done - 1).clamp(max=new - 2).long()
+        token, draft = known[rows, at], known[rows, at + 1]
+        accepted = (rows + steps) % 3 != 0
+        fed = torch.stack([token, draft.where(accepted, draft ^ 1)], 1)
+        out = server.forward(fed, (lengths + at + 2).to(lengths.dtype))
+        logits[rows, at + 1] = out[:, 0]
+        logits[rows[accepted], at[accepted] + 2] = out[accepted, 1]
+        done, steps = (at + 2 + accepted).clamp(max=new), steps + 1
+        bar.update(int(done.min()) - 1 - bar.n)
+    return logits[:, :new], steps
+
+
+def as_checkpoint(weight, kind):
+    """A weight [N, K] as checkpoints keep it: by name, and what it stands for."""
+    w = weight.float()
+    if kind == "int8":  # a scale for each row: compressed-tensors, msmodelslim
+        scale = w.abs().amax(1, keepdim=True) / 127
+        values = (w / scale).round().to(torch.int8)
+        return dict(weight=values, weight_scale=scale), values.float() * scale
+    rows, columns = w.shape  # DeepSeek: a scale for 128 x 128
+    tiles = torch.nn.functional.pad(w, (0, -columns % 128, 0, -rows % 128))
+    tiles = tiles.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = tiles.abs().amax((1, 3)) / 448
+    values = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    stands = (values.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    values = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+    return dict(weight=values, weight_scale_inv=scale), stands[:rows, :columns]
+
+
+def options_of(doc):
+    """The command line of a decoding example, whose docstring begins with what it does."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere (no float32 in kernels)",
+    )
+    parser.add_argument("--weight-format", choices=["nz", "nd"], default="nz")
+    parser.add_argument("--weights", choices=list(EIGHT_BITS), default="bf16")
+    parser.add_argument("--caches", choices=list(EIGHT_BITS), default="bf16")
+    parser.add_argument("--batch", type=at_least(1), default=24, help="requests")
+    parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
+    parser.add_argument("--new-tokens", type=int, default=24)
+    options = parser.parse_args()
+    if options.new_tokens < 2 or options.context < options.new_tokens + 24:
+        parser.error("--new-tokens starts at 2, --context at --new-tokens + 24")
+    return options
+
+
+def dtypes_of(options, device):
+    """The dtypes to run, one after the other, and whether anything is of 8 bits."""
+    narrow = options.weights != "bf16" or options.caches != "bf16"
+    dtypes = [options.dtype] if options.dtype != "auto" else ["bfloat16"]
+    if options.dtype == "auto" and device == "cpu" and not narrow:
+        dtypes = ["float32", "bfloat16"]
+    return [getattr(torch, dtype) for dtype in dtypes], narrow
