@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""Serve many requests at once with a GLM-5 model: continuous batching over paged caches.
+"""Serve many requests at once with a GLM-5, DeepSeek-V3.2 or DeepSeek-V4 model: continuous
+batching over paged caches.
 
     python examples/serve.py [PROMPTS | -] [--device cuda] [--temperature 0.7 --top-p 0.9] [--help]
 
@@ -33,6 +34,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import custom
+from custom.integrations.deepseek_v4 import V4Caches, sparse_attention_v4_weights
 from custom.integrations.dsa import (
     SparseAttentionWeights,
     layer_widths,
@@ -111,18 +113,9 @@ class Engine:
             raise ValueError(f"Engine: `drafts` is {drafts} and `head` None, expected 0.")
         self.model, self.head, self.chunk, self.drafts = model, head, chunk, drafts
         self.sampling = sampling
-        self.layers = [*model.model.layers, *([] if head is None else [head.layer])]
-        config = model.config if head is None else head.config
-        self.weights = [
-            (shared_attention_weights if each.indexer is None else sparse_attention_weights)(each)
-            for each in (layer.self_attn for layer in self.layers)
-        ]
-        self.caches = PagedCaches(
-            len(self.layers), layer_widths(config), requests=1, capacity=pages * size,
-            page_size=size, dtype=model.dtype, device=model.device,
-        )  # fmt: skip
+        self._make(rows, pages, reach, size)
         self.rows: list[Request | None] = [None] * rows
-        self.free, self.waiting = deque(range(pages)), deque[Request]()
+        self.pages, self.free, self.waiting = pages, deque(range(pages)), deque[Request]()
         self.steps = self.confirmed = self.submitted = 0
 
         def ints(*shape: int, value: int = 0) -> Tensor:
@@ -130,12 +123,35 @@ class Engine:
 
         step = ints(rows, 1 + drafts), ints(rows), ints(rows, reach, value=-1)
         self.tokens, self.lengths, self.table = step
+        self.places = torch.arange(rows, device=model.device)
         self.draws = torch.zeros(rows, 1 + drafts, device=model.device)
         self.decode: Callable[..., Any] = self.forward
         experts = any(hasattr(layer.mlp, "experts") for layer in self.layers)  # a loop that waits
         if model.device.type != "cpu" and not experts:  # all rows are idle: nothing is written
             capture = torch.no_grad()(custom.graph_mode.capture)
-            self.decode = capture(self.forward, *step, self.draws)
+            self.decode = capture(self.forward, *step, self.places, self.draws)
+
+    def _make(self, rows: int, pages: int, reach: int, size: int) -> None:
+        """Weights and caches."""
+        model, head = self.model, self.head
+        self.layers = [*model.model.layers, *([] if head is None else [head.layer])]
+        config = model.config if head is None else head.config
+        self.weights: list[Any] = [
+            (shared_attention_weights if each.indexer is None else sparse_attention_weights)(each)
+            for each in (layer.self_attn for layer in self.layers)
+        ]
+        self.caches: Any = PagedCaches(
+            len(self.layers), layer_widths(config), requests=1, capacity=pages * size,
+            page_size=size, dtype=model.dtype, device=model.device,
+        )  # fmt: skip
+
+    def _hidden(
+        self, tokens: Tensor, lengths: Tensor, table: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """(what the model's head reads, what the last layer has selected)"""
+        inner, last = self.model.model, len(self.model.model.layers)
+        hidden, chosen = self._through(range(last), inner.embed_tokens(tokens), lengths, table)
+        return inner.norm(hidden), chosen
 
     def _through(
         self, numbers: Iterable[int], hidden: Tensor, lengths: Tensor, table: Tensor,
@@ -165,15 +181,14 @@ class Engine:
         return hidden, indices
 
     def forward(
-        self, tokens: Tensor, lengths: Tensor, table: Tensor, draws: Tensor,
+        self, tokens: Tensor, lengths: Tensor, table: Tensor, places: Tensor, draws: Tensor,
         following: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """[B, 1 + S + D]: how many of the tokens behind the first are right, the token that the
         model lets follow each of the S, and the next drafts. `following` [1, S] is that of a
         prompt, where all are right; -1: what the model says."""
         inner, last = self.model.model, len(self.model.model.layers)
-        hidden, chosen = self._through(range(last), inner.embed_tokens(tokens), lengths, table)
-        hidden = inner.norm(hidden)
+        hidden, chosen = self._hidden(tokens, lengths, table, places)
         # a draft is confirmed where it is the token that is sampled: the distribution stays
         answers = self.sampling.choose(self.model.lm_head(hidden), draws)
         right = (tokens[:, 1:] == answers[:, :-1]).int().cumprod(1).sum(1, keepdim=True)
@@ -207,7 +222,7 @@ class Engine:
     def submit(self, prompt: Sequence[int], new: int) -> Request:
         seed = f"{self.sampling.seed}/{self.submitted}"  # whatever else is in the batch
         request = Request(list(prompt), new, source=random.Random(seed))
-        most = min(self.table.shape[1], self.caches.layers[0].kv.shape[0])
+        most = min(self.table.shape[1], self.pages)
         if not prompt or new < 1 or self._pages(request) > most:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {new} new ones: expected at least one of "
@@ -249,7 +264,8 @@ class Engine:
                 if not request.prefilling:
                     draws[0, -1] = request.next_draws(1)[0]
                 draws = draws.to(self.table.device)
-                (out,) = self.forward(tokens[:1], lengths, table, draws, tokens[1:]).tolist()
+                place = self.places[row : row + 1]
+                (out,) = self.forward(tokens[:1], lengths, table, place, draws, tokens[1:]).tolist()
                 return [] if request.prefilling else [self._take(request, out, len(fed))]
         return []
 
@@ -270,7 +286,8 @@ class Engine:
         self.tokens.copy_(tokens)
         self.lengths.copy_(torch.tensor(lengths))
         self.draws.copy_(draws)
-        out = self.decode(self.tokens, self.lengths, self.table, self.draws).tolist()
+        step = self.tokens, self.lengths, self.table, self.places, self.draws
+        out = self.decode(*step).tolist()
         for row, request in each:
             request.cached += 1 + out[row][0]  # the keys behind are written over by the next step
             self.confirmed += out[row][0]
@@ -290,11 +307,68 @@ class Engine:
         return request, tokens
 
 
+class V4Engine(Engine):
+    """Of a DeepSeek-V4 model: the pages that all rows share hold entries; what its windows see and
+    the states of its compressors lie in rings, one for each row of the batch."""
+
+    def _make(self, rows: int, pages: int, reach: int, size: int) -> None:
+        model = self.model
+        if self.drafts:
+            raise ValueError(f"Engine: `drafts` is {self.drafts} of a DeepSeek-V4, expected 0.")
+        self.layers = [*model.model.layers]
+        self.weights = [
+            sparse_attention_v4_weights(each.self_attn, dtype=model.dtype) for each in self.layers
+        ]
+        caches = V4Caches(
+            model.config, requests=rows, capacity=0, tokens=self.chunk, page_size=size,
+            dtype=model.dtype, device=model.device,
+        )  # fmt: skip
+        caches.reserve(max(reach, -(-pages // rows)) * caches.page_size)
+        self.caches = caches
+
+    def _hidden(
+        self, tokens: Tensor, lengths: Tensor, table: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        inner, count = self.model.model, tokens.shape[1]
+        ratios = {w.options["cmp_ratio"] for w in self.weights}
+        angles = {ratio: self.caches.angles(lengths, count, ratio) for ratio in ratios}
+        hidden = inner.embed_tokens(tokens)[:, :, None]
+        streams = hidden.expand(-1, -1, self.model.config.hc_mult, -1).contiguous()
+        for layer, w, pools in zip(self.layers, self.weights, self.caches.layers, strict=True):
+            own = {"ori_block_table": pools.ori_block_table[places]}
+            if pools.cmp_kv is not None:
+                own |= dict(
+                    cmp_block_table=table, state_block_table=pools.state_block_table[places]
+                )
+            post, comb, y = self._together(streams, layer.attn_hc)
+            y = custom.npu_sparse_attention_v4_pto(
+                layer.input_layernorm(y).to(hidden.dtype), act_seqs=lengths, **w.arguments,
+                **pools._replace(**own).arguments, **angles[w.options["cmp_ratio"]],
+            )  # fmt: skip
+            streams = custom.npu_hc_post(y, streams, post, comb)
+            post, comb, y = self._together(streams, layer.ffn_hc)
+            y = layer.mlp(layer.post_attention_layernorm(y).to(hidden.dtype), input_ids=tokens)
+            streams = custom.npu_hc_post(y, streams, post, comb)
+        return inner.norm(inner.hc_head(streams)).to(hidden.dtype), None
+
+    def _together(self, streams: Tensor, site: Any) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.model.config
+        y, post, comb = custom.npu_hc_pre(
+            streams, site.fn.float(), site.scale.float(), site.base.float(),
+            hc_sinkhorn_iters=config.hc_sinkhorn_iters, norm_eps=config.rms_norm_eps,
+            hc_eps=config.hc_eps,
+        )  # fmt: skip
+        return post, comb, y
+
+
+ENGINES = dict(glm_moe_dsa=Engine, deepseek_v32=Engine, deepseek_v4=V4Engine)
+
+
 def load(path: str, device: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """(model, its tokenizer, no head: Transformers leaves the one for drafts out)."""
     config = AutoConfig.from_pretrained(path)
-    if config.model_type not in ("glm_moe_dsa", "deepseek_v32"):
-        raise ValueError(f"a model of type {config.model_type}, expected glm_moe_dsa, deepseek_v32")
+    if config.model_type not in ENGINES:
+        raise ValueError(f"a model of type {config.model_type}, expected {', '.join(ENGINES)}")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(path), None
 
@@ -322,7 +396,7 @@ def stops(model: Any, tokenizer: Any, texts: list[str]) -> tuple[int, ...]:
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     one = at_least(1)
     parser.add_argument("prompts", nargs="?", help="a file, one prompt a line; - for stdin")
-    parser.add_argument("--model", metavar="PATH", help="GLM-5, DeepSeek-V3.2; else random")
+    parser.add_argument("--model", metavar="PATH", help="GLM-5, DeepSeek-V3.2, V4; else random")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     for name, kind, default, text in (
         ("--rows", one, 8, "requests at the same time"),
@@ -345,7 +419,7 @@ def main() -> None:
     """Say what came, token by token."""
     parser = argparse.ArgumentParser(
         usage="serve.py [OPTIONS] [PROMPTS | -]",
-        description="Continuous batching with a GLM-5 model, paged caches and drafts.",
+        description="Continuous batching with a GLM-5 or DeepSeek model, paged caches, drafts.",
         epilog="An example. Engines: vLLM (docs/vllm.md), SGLang (docs/sglang.md).",
     )
     options = options_of(parser)
@@ -370,7 +444,8 @@ def main() -> None:
         sizes = {name: getattr(options, name) for name in ("rows", "pages", "chunk", "drafts")}
         sampling = Sampling(options.temperature, options.top_p, options.seed, stop)
         with torch.inference_mode():
-            engine = Engine(model, head, **sizes, sampling=sampling)
+            made = ENGINES[model.config.model_type]
+            engine = made(model, head, **sizes, sampling=sampling)
     except (OSError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
     requests = []

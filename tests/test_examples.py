@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "deepseek_v32_decode.py": ["--batch", "5", "--context", "64", "--new-tokens", "6"],
+    "deepseek_v4_decode.py": ["--batch", "5", "--context", "64", "--new-tokens", "6"],
     "qwen3_next_generate.py": ["--batch", "3", "--context", "40", "--new-tokens", "6"],
     "serve.py": ["--new-tokens", "4"],
 }
@@ -107,6 +108,18 @@ def test_the_demo_in_8_bits(weights, caches, device):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"weights {weights}, caches {caches}" in done.stdout
+    assert "two tokens a step: logits within" in done.stdout
+
+
+@pytest.mark.parametrize("weights, caches", [("fp8", "fp8"), ("int8", "int8")])
+def test_deepseek_v4_in_8_bits(weights, caches, device):
+    pytest.importorskip("transformers")
+    options = ["--dtype", "bfloat16", "--batch", "3", "--context", "48", "--new-tokens", "4"]
+    done = run(
+        "deepseek_v4_decode.py", "--device", device.type, *options, "--weights", weights,
+        "--caches", caches,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
     assert "two tokens a step: logits within" in done.stdout
 
 

@@ -18,6 +18,7 @@ import torch
 from custom.dispatch import log
 
 from .support.accuracy import skip_unless_taken
+from .support.models import deepseek_v4
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -62,8 +63,8 @@ def served(engine, texts, news):
     with torch.inference_mode():
         while engine.busy:
             held = [page for row in engine.table.tolist() for page in row if page >= 0]
-            pages = engine.caches.layers[0].kv.shape[0]
-            assert sorted([*held, *engine.free]) == list(range(pages))  # no page twice, none lost
+            # no page twice, none lost
+            assert sorted([*held, *engine.free]) == list(range(engine.pages))
             for request, tokens in engine.step():
                 streamed[id(request)] += tokens
             steps += 1
@@ -97,6 +98,18 @@ def test_tokens_equal_those_of_the_request_alone(serve, model, head, rows, pages
         assert 0 < engine.confirmed < total, "some drafts are confirmed, others rejected"
     # the pages are dirty now: what is served next is not touched by it
     assert served(engine, texts[1:4], [8] * 3) == by_the_model(model, texts[1:4], [8] * 3)
+
+
+@pytest.mark.parametrize("rows, pages", [(3, 20), (16, 100)])
+def test_tokens_of_a_deepseek_v4_equal_those_of_the_request_alone(serve, rows, pages):
+    """Chunks begin inside of windows; states and rings of a row are those of its last request."""
+    made = deepseek_v4(vocab_size=64)
+    texts, news = prompts(), [1, 12, 20, 24, 7, 13, 16, 9, 20, 2]
+    engine = serve.V4Engine(made, None, rows=rows, pages=pages, reach=8, chunk=27, drafts=0)
+    assert served(engine, texts, news) == by_the_model(made, texts, news)
+    assert sorted(engine.free) == list(range(pages)) and (engine.table == -1).all()
+    with pytest.raises(ValueError, match="`drafts` is 2 of a DeepSeek-V4, expected 0"):
+        serve.V4Engine(made, made, drafts=2)
 
 
 @torch.inference_mode()
