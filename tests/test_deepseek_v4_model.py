@@ -18,6 +18,8 @@ from custom.integrations.paged import token_positions
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
+from transformers.integrations.finegrained_fp8 import FP8Linear  # noqa: E402
+
 from custom.integrations.deepseek_v4 import V4Caches  # noqa: E402
 from custom.integrations.drafts import verification  # noqa: E402
 from custom.integrations.transformers import (  # noqa: E402
@@ -339,6 +341,11 @@ def test_weights_of_a_checkpoint_of_8_bits(model, layer):
         values, scales, stands = checkpoint_of(linear.weight.detach())
         linear.weight.data.copy_(stands)
         tensors |= {f"{name}.weight": values, f"{name}.weight_scale_inv": scales}
+        if name != "o_a_proj":  # as Transformers loads it
+            narrow.set_submodule(
+                name,
+                FP8Linear(linear.in_features, linear.out_features, (128, 128), scale_fmt="ue8m0"),
+            )
     load_as_it_is(narrow, tensors)
     got, expected = (
         sparse_attention_v4_weights(each, "nd", torch.bfloat16).arguments for each in (narrow, wide)
