@@ -45,6 +45,22 @@ PURPOSES = (
         ),
     ),
     Purpose(
+        "DeepSeek-V4 layer in one call", "整个 DeepSeek-V4 层，一次调用", f"{HALF}; {EIGHT}",
+        "design/sparse_attention_v4_pto.md", ("npu_sparse_attention_v4_pto",),
+    ),
+    Purpose(
+        "its stages: projections, entries, attention, output",
+        "其各阶段：投影、压缩条目、注意力、输出", f"{HALF}; {EIGHT}", "design/sparse_attn_sharedkv.md",
+        (
+            "npu_sharedkv_prolog_pto", "npu_compressor", "npu_sparse_attn_sharedkv",
+            "npu_kv_quant_sparse_attn_sharedkv", "npu_grouped_o_proj_pto",
+        ),
+    ),
+    Purpose(
+        "its hyper-connections", "其超连接", HALF, "design/sparse_attention_v4_pto.md",
+        ("npu_hc_pre", "npu_hc_post", "npu_hc_post_pre"),
+    ),
+    Purpose(
         "MLA projections, norms, RoPE, cache write", "MLA 投影、归一化、RoPE、写缓存",
         f"{HALF}; {EIGHT}", "layouts.md", ("npu_mla_prolog_pto", "npu_mla_prolog_v3"),
     ),
