@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""DeepSeek-V4's prolog, output projection and hyper-connections on CUDA: their own tests under
-Triton's interpreter, and kernels compiled for GPUs that are not there.  An NPU has none yet."""
+"""DeepSeek-V4's layer, its prolog and output projection, and hyper-connections on CUDA: their own
+tests under Triton's interpreter, and kernels compiled for GPUs that are not there.  An NPU has none
+yet."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ import custom
 from .support.kernels import INTERPRETED
 from .support.samples import Maker, sample
 
-FILES = (
-    "test_hyper_connections.py",
-    "test_sharedkv_prolog_pto.py",
-    "test_grouped_o_proj_pto.py",
-)
+FILES = {
+    "test_hyper_connections.py": "",
+    "test_sharedkv_prolog_pto.py": "",
+    "test_grouped_o_proj_pto.py": "",
+    # its stages have run with all that they take
+    "test_sparse_attention_v4_pto.py": " and (its_stages or near_the_exact or before)",
+}
 KERNELS = {
     "npu_hc_pre": ["_mix", "_gates"],
     "npu_hc_pre_grad": ["_mix", "_inner", "_streams", "_weights"],
@@ -31,7 +34,12 @@ KERNELS = {
     "npu_hc_post_pre": ["_mix", "_gates"],
     "npu_sharedkv_prolog_pto": ["_product", "_tokens", "_product", "_heads"],
     "npu_grouped_o_proj_pto": ["_groups", "_product"],
-}
+    "npu_sparse_attention_v4_pto": [
+        "_product", "_tokens", "_product", "_heads",
+        *["_product", "_pool", "_finish", "_keep"] * 2,
+        "_scores", "_topk", "_note", "_attend", "_groups", "_product",
+    ],
+}  # fmt: skip
 gpus = pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
 
 
@@ -40,7 +48,7 @@ gpus = pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
 def test_under_the_interpreter(file):
     """float16 only: the kernels' float32 paths differ in nothing but the conversion."""
     variables = {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-    chosen = "cpu and not bfloat16 and not float32 and not float64"
+    chosen = "cpu and not bfloat16 and not float32 and not float64" + FILES[file]
     command = f"-m pytest -q -x -p no:cacheprovider --device cpu tests/{file} -k".split()
     ran = subprocess.run(
         [sys.executable, *command, chosen],
@@ -110,6 +118,14 @@ def test_an_npu_says_that_it_has_no_kernel_yet(op, monkeypatch):
     monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
     with pytest.raises(custom.NotSupported, match=r"npu +has no kernel for this op yet"):
         overload(BY_NAME[op])(**sample(op, torch.device("cpu"), torch.float16))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@gpus
+def test_a_layer_without_an_output_projection_compiles(capability, monkeypatch):
+    whole = dict(w_o_a=None, w_o_b=None)
+    kernels = compiled("npu_sparse_attention_v4_pto", capability, monkeypatch, **whole)
+    assert [kernel.name for kernel in kernels][-2:] == ["_attend", "_turned"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
