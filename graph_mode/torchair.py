@@ -45,6 +45,7 @@ class Twin:
     needs: Sequence[str] = ()  # our optional ones that it cannot do without
     sizes: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # attribute: a tensor's size
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)  # attributes that are places
+    rows: Mapping[str, int] = field(default_factory=dict)  # of a tensor, the only number it takes
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -379,6 +380,17 @@ TWINS: dict[str, Twin] = {
         outputs=("out", "state"),
         returns=("out",),
     ),
+    "npu_hc_pre": Twin(
+        inputs=_same("x", "hc_fn", "hc_scale", "hc_base"),
+        attrs=_same("hc_mult", "hc_sinkhorn_iters", "hc_eps", "norm_eps"),
+        lacks=("norm_weight",),
+        rows=dict(hc_fn=24),  # none of a head
+        outputs=("y", "post", "comb_frag"),
+        returns=("y", "post", "comb_frag"),
+    ),
+    "npu_hc_post": Twin(
+        inputs=_same("x", "residual", "post", "comb"), outputs=("y",), returns=("y",)
+    ),
     "npu_fused_causal_conv1d": _fused_convolution("y"),
     # x is none of the op's results: torchair wants one
     "npu_fused_causal_conv1d_v2": _fused_convolution("x"),
@@ -396,6 +408,13 @@ def _refuse_what_cann_lacks(spec: Spec, twin: Twin, arguments: Mapping[str, Any]
             raise NotSupported(
                 f"{spec.name}: `{name}` is None, which CANN's {spec.ge} does not take. Pass it, "
                 f"or: {_REMEDY}"
+            )
+    for name, count in twin.rows.items():
+        came = arguments[name].symsize[0]
+        if came != count:
+            raise NotSupported(
+                f"{spec.name}: `{name}` has {came} rows, and CANN's {spec.ge} takes {count}. "
+                f"{_REMEDY}"
             )
     for name, only in twin.fixed.items():
         came = arguments[name]

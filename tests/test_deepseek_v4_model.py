@@ -357,7 +357,7 @@ def test_weights_of_a_checkpoint_of_8_bits(model, layer):
         else:
             assert got[name] == value
     assert sparse_attention_v4_weights(narrow).w_dq.dtype is torch.bfloat16
-    narrow.q_a_proj.weight_scale_inv = torch.ones(2, 1)
+    narrow.q_a_proj.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 1))
     with pytest.raises(custom.NotSupported, match=r"q_a_proj.weight_scale_inv` has shape \[2, 1\]"):
         sparse_attention_v4_weights(narrow)
 

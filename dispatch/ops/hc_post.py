@@ -16,6 +16,7 @@ from ..check import Checker
 from .hc_pre import parameter_dtype, rows
 
 SCHEMA = "npu_hc_post(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor"
+GE = "HcPost"
 
 
 def check(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> None:

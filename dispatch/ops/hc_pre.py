@@ -22,6 +22,7 @@ SCHEMA = (
     " SymInt hc_sinkhorn_iters=20, float norm_eps=1e-6, float hc_eps=1e-6,"
     " Tensor? norm_weight=None) -> (Tensor, Tensor, Tensor)"
 )
+GE = "HcPre"
 STREAMS = 4
 
 

@@ -108,6 +108,8 @@ def test_becomes_cann_s_operator(name, dynamic, graphs):
     arguments = sample(name, CPU, torch.bfloat16)
     if name == "npu_sparse_attention_pto":
         arguments |= PUBLIC_KERNEL
+    elif name == "npu_hc_pre":
+        del arguments["norm_weight"]
     twin, free = ours.TWINS[name], None
     if twin.sizes and dynamic:  # a size that is an attribute must stay fixed
         dynamic, free = None, {n: [0, 1] for n in tensors(arguments)}
@@ -166,6 +168,33 @@ def test_what_cann_lacks_is_refused_by_name(name, value):
             arguments[name] = 1024
     with pytest.raises(Exception, match=rf"computes with `{name}` = .* only.*npugraph_ex"):
         convert("npu_sparse_attention_pto", arguments)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(norm_weight=torch.ones(8)), "`norm_weight` is given, which CANN's HcPre does not"),
+        (dict(hc_fn=torch.ones(4, 32)), "`hc_fn` has 4 rows, and CANN's HcPre takes 24"),
+    ],
+    ids=["norm", "head"],
+)
+def test_what_cann_s_hyper_connections_lack_is_refused_by_name(change, message):
+    arguments = dict(
+        x=torch.ones(3, 4, 8, dtype=torch.bfloat16), hc_fn=torch.ones(24, 32),
+        hc_scale=torch.ones(3), hc_base=torch.ones(24),
+    ) | change  # fmt: skip
+    if "hc_fn" in change:
+        arguments |= dict(hc_scale=torch.ones(1), hc_base=torch.ones(4))
+    with pytest.raises(Exception, match=rf"{message}.*npugraph_ex"):
+        convert("npu_hc_pre", arguments)
+
+
+@pytest.mark.parametrize("name", ["npu_compressor", "npu_sparse_attn_sharedkv"])
+def test_deepseek_v4_s_other_stages_are_refused_by_name(name):
+    """CANN's compressor takes page 0 for none, and its attention needs what an operator of its own
+    says of the lengths."""
+    with pytest.raises(Exception, match=rf"{name}: it has no conversion to .*npugraph_ex"):
+        convert(name, sample(name, CPU, torch.bfloat16))
 
 
 FLASH = {
@@ -311,6 +340,8 @@ def test_dynamo_export_writes_the_serialised_graph(name, tmp_path):
     arguments = sample(name, CPU, torch.bfloat16)
     if name == "npu_sparse_attention_pto":
         arguments |= PUBLIC_KERNEL
+    elif name == "npu_hc_pre":
+        del arguments["norm_weight"]
     model = Step(name, arguments)
     given = {
         n: v for n, v in arguments.items() if isinstance(v, torch.Tensor) and n not in model.kept
