@@ -234,7 +234,7 @@ class V4Caches:
         self._ring = torch.empty(requests, 0, dtype=torch.int32, device=device)
         self._table = torch.empty_like(self._ring)  # of entries
         states = torch.arange(requests, dtype=torch.int32, device=device)[:, None]
-        self._rotary: Any = DeepseekV4RotaryEmbedding(config).to(device)  # type: ignore[no-untyped-call]
+        self._rotary: Any = DeepseekV4RotaryEmbedding(config).to(device)
         self._like = torch.empty(0, dtype=dtype, device=device)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
 

@@ -37,7 +37,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4  # isort: skip
 _v4: Any = modeling_deepseek_v4  # its functions are not typed
 
 
-class _StaticPlace(StaticLayer):
+class _StaticPlace(StaticLayer):  # type: ignore[no-untyped-call]
     """Of a StaticCache before its first pass; Transformers has none for these layers."""
 
     def __init__(self, max_cache_len: int, **_: Any) -> None:
@@ -53,7 +53,7 @@ _TAKEN = (
 )
 
 
-class _V4Layer(PagedLayer):
+class _V4Layer(PagedLayer):  # type: ignore[no-untyped-call]
     """Takes back as many tokens as its rings hold beyond what the next one reads."""
 
     def __init__(self, caches: V4Caches, index: int, fixed: int | None) -> None:
@@ -149,7 +149,7 @@ def attention_forward(weight_format: str, page_size: int, drafts: int) -> Callab
     converted: WeakKeyDictionary[nn.Module, SparseAttentionV4Weights] = WeakKeyDictionary()
     read = OncePerForward(_read)
     turned: dict[int, OncePerForward] = {}  # by ratio
-    options = dict(page_size=page_size, drafts=drafts)
+    options: dict[str, Any] = dict(page_size=page_size, drafts=drafts)
 
     def forward(
         self: Any,
