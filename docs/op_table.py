@@ -50,7 +50,8 @@ PURPOSES = (
     ),
     Purpose(
         "its stages: projections, entries, attention, output",
-        "其各阶段：投影、压缩条目、注意力、输出", f"{HALF}; {EIGHT}", "design/sparse_attn_sharedkv.md",
+        "其各阶段：投影、压缩条目、注意力、输出", f"{HALF}; {EIGHT}",
+        "design/sparse_attn_sharedkv.md",
         (
             "npu_sharedkv_prolog_pto", "npu_compressor", "npu_sparse_attn_sharedkv",
             "npu_kv_quant_sparse_attn_sharedkv", "npu_grouped_o_proj_pto",
