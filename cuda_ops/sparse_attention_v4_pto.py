@@ -44,9 +44,11 @@ _MODULES = (
     kv_quant_sparse_attn_sharedkv,
     grouped_o_proj_pto,
 )
-STAGES = layer_v4.Stages(*(module.forward for module in _MODULES), grouped_o_proj_pto.turned_back)
+STAGES = layer_v4.Stages(
+    *[*(module.forward for module in _MODULES), grouped_o_proj_pto.turned_back]
+)
 REASONS = layer_v4.Stages(
-    *(module.unsupported for module in _MODULES), grouped_o_proj_pto.unsupported
+    *[*(module.unsupported for module in _MODULES), grouped_o_proj_pto.unsupported]
 )
 
 

@@ -30,7 +30,9 @@ _MODULES = (
     kv_quant_sparse_attn_sharedkv,
     grouped_o_proj_pto,
 )
-STAGES = layer_v4.Stages(*(module.forward for module in _MODULES), grouped_o_proj_pto.turned_back)
+STAGES = layer_v4.Stages(
+    *[*(module.forward for module in _MODULES), grouped_o_proj_pto.turned_back]
+)
 
 
 def forward(**arguments: Any) -> Tensor:
