@@ -36,7 +36,8 @@ MODULES = {
     "custom.integrations.transformers": "Hugging Face models on these ops.",
     "custom.integrations.kernels": "fla's and causal-conv1d's names, for the package `kernels`.",
     "custom.integrations.paged": "A small set of paged caches, for examples and tests.",
-    "custom.integrations.drafts": "Verifying drafts with the recurrent models.",
+    "custom.integrations.deepseek_v4": "DeepSeek-V4's caches and weights.",
+    "custom.integrations.drafts": "Verifying drafts with models that keep states.",
 }
 
 

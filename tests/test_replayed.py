@@ -249,3 +249,19 @@ def test_a_transformers_model_generates_by_graphs(graphs):
     layers = model.config.num_hidden_layers
     # the prompt, the first step, then graphs; more where the pages ran out on the way
     assert len(replays) >= layers and sum(replays) >= layers * (NEW - 4)
+
+
+def test_a_deepseek_v4_generates_by_graphs(graphs):
+    """Steps that close entries of both kinds, and others, by the same graph."""
+    pytest.importorskip("transformers", minversion="5.17")
+    from custom.integrations.transformers import use
+
+    from .support.models import NEW, deepseek_v4, greedy
+
+    model, inputs = deepseek_v4(), dict(input_ids=torch.randint(1, 128, (2, 30)))
+    expected = greedy(model, inputs)
+    with use():
+        assert torch.equal(greedy(model, inputs), expected)
+    replays = [graph.replays for graph in graphs.captured]
+    layers = model.config.num_hidden_layers
+    assert len(replays) >= layers and sum(replays) >= layers * (NEW - 4)

@@ -141,7 +141,7 @@ def sparse_attention_v4_weights(
         w_o_a=laid(by_group, weight_format).contiguous(),
         w_o_b=columns(m.o_b_proj),
         options=dict(
-            cmp_ratio=ratio_of(config, m.layer_idx),
+            cmp_ratio=_ratio_of(config, m.layer_idx),
             ori_win_left=m.sliding_window - 1,
             rms_norm_eps=config.rms_norm_eps,
             softmax_scale=m.scaling,
@@ -152,7 +152,7 @@ def sparse_attention_v4_weights(
     )
 
 
-def ratio_of(config: Any, layer: int) -> int:
+def _ratio_of(config: Any, layer: int) -> int:
     """Tokens of an entry of a layer; 0 where it has none."""
     ratio: int = config.compress_rates.get(config.layer_types[layer], 0)
     return ratio
@@ -227,7 +227,7 @@ class V4Caches:
     ) -> None:
         check_page(page_size)
         numbers = list(range(config.num_hidden_layers)) if layers is None else layers
-        ratios = [ratio_of(config, number) for number in numbers]
+        ratios = [_ratio_of(config, number) for number in numbers]
         self.page_size = _page_of(page_size, {ratio for ratio in ratios if ratio})
         self.window, self.drafts = config.sliding_window, drafts
         self._random = torch.Generator().manual_seed(seed)
