@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -538,3 +540,38 @@ def test_a_decode_step_compiles_into_one_graph(model):
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert sum("npu_sparse_attention_v4_pto" in each for each in targets) == 3
     assert sum("npu_hc_post" in each for each in targets) == 6
+
+
+@torch.inference_mode()
+def test_the_released_ratios_and_window():
+    """Entries of 4 and 128 tokens, of which one is a page; a window of 128."""
+    model = deepseek_v4(compress_rates={CSA: 4, HCA: 128}, sliding_window=128)
+    ids = torch.randint(1, 128, (1, 270))
+    expected = model(ids, use_cache=False).logits
+    with use():
+        cache = transformers.DynamicCache(config=model.config)
+        parts = ids.split((125, 2, 1, 1, 126, 1, 14), 1)
+        got = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+    assert [each.cmp_kv.shape[1] for each in cache.layers[0].caches.layers[1:]] == [32, 1]
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def by_its_own_code(model, x):
+    """The unmodified attention of layer 1, of the first request."""
+    positions, inner = torch.arange(3)[None], model.model
+    angles = {
+        kind: inner.rotary_emb(x[:1], positions, layer_type=kind) for kind in ("main", "compress")
+    }
+    mask = torch.full((1, 1, 3, 3), -torch.inf).triu(1)
+    return inner.layers[1].self_attn(x[:1], angles, positions, mask)[0][0]
+
+
+@torch.inference_mode()
+def test_the_step_of_the_page(model):
+    page = Path(__file__).parent.parent / "docs" / "deepseek_v4.md"
+    block = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)[1].replace('"cuda"', '"cpu"')
+    x, lengths = torch.randn(2, 3, 64), torch.tensor([3, 2])
+    names = dict(custom=custom, model=model, B=2, S=3, i=1, x=x, lengths=lengths)
+    exec(block, names)
+    expected = by_its_own_code(model, x)
+    torch.testing.assert_close(names["y"][0], expected, **CLOSE)

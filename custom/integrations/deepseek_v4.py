@@ -309,14 +309,22 @@ class V4Caches:
             for each in self.layers
         ]
 
+    def _pages(self, tokens: int) -> int:
+        """Of a ring, for calls of so many tokens."""
+        rows = self.window - 1 + max(tokens, 1 + self.drafts)
+        return 1 + -(-rows // self.page_size)  # rows begin and end inside of pages
+
+    def fits(self, tokens: int) -> bool:
+        """Whether the rings of rows may stay as they are for a call of so many tokens."""
+        wanted = self._pages(tokens)
+        return wanted <= self._ring.shape[1] <= 4 * wanted
+
     def fit(self, tokens: int, lengths: Tensor | None) -> None:
         """Make the rings of rows as long as a call of so many tokens needs, and a ring four times
         as long shorter; the last pages of requests that are `lengths` [B] long move along."""
-        rows = self.window - 1 + max(tokens, 1 + self.drafts)
-        wanted = 1 + -(-rows // self.page_size)  # rows begin and end inside of pages
-        now = self._ring.shape[1]
-        if wanted <= now <= 4 * wanted:
+        if self.fits(tokens):
             return
+        wanted, now = self._pages(tokens), self._ring.shape[1]
         self._ring, pages = more_pages(self._ring[:, :0], wanted, self._random)
         new, layers = self._rows(), []
         moves: tuple[Tensor, ...] = ()

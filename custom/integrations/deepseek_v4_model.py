@@ -181,7 +181,9 @@ def attention_forward(weight_format: str, page_size: int, drafts: int) -> Callab
         if layer is None:
             alone = dict(layers=[self.layer_idx], capacity=x.shape[1], **_sizes(x))
             layer = _V4Layer(V4Caches(self.config, **alone, **options), 0, None)
-        before = None if cached == 0 or valid is None else valid[:, :cached].sum(-1)
+        before = None
+        if cached and valid is not None and not layer.caches.fits(tokens):
+            before = valid[:, :cached].sum(-1)
         pools, layer.valid = layer.room(tokens, before), found.valid
         ratio = w.options["cmp_ratio"]
         angles = turned.setdefault(ratio, OncePerForward(_turned))(
