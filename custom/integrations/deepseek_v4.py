@@ -229,7 +229,8 @@ class V4Caches:
         numbers = list(range(config.num_hidden_layers)) if layers is None else layers
         ratios = [_ratio_of(config, number) for number in numbers]
         self.page_size = _page_of(page_size, {ratio for ratio in ratios if ratio})
-        self.window, self.drafts = config.sliding_window, drafts
+        self.window: int = config.sliding_window
+        self.drafts = drafts
         self._random = torch.Generator().manual_seed(seed)
         self._ring = torch.empty(requests, 0, dtype=torch.int32, device=device)
         self._table = torch.empty_like(self._ring)  # of entries
