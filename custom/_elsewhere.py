@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from .dispatch.specs import BY_NAME
+from .dispatch.registry import BY_NAME
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._keywords import refusal
-from .dispatch.sentences import call
+from .dispatch.error_messages import call
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 _SECTION = re.compile(r"(?<=^Args:\n)(?: {4}.*\n)+", re.M)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._keywords import worded
-from .dispatch.sentences import call
+from .dispatch.error_messages import call
 
 
 @overload

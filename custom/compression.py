@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .dispatch.check import Checker
-from .dispatch.sentences import call
+from .dispatch.error_messages import call
 
 _ops = torch.ops.custom
 
@@ -180,7 +180,7 @@ def entry_positions(act_seqs: Tensor, s1: int, m: int, seqused: Tensor | None = 
     c.shape("act_seqs", act_seqs, "B")
     c.at_least("s1", s1, 0)
     c.count("m", m)
-    used: int | Tensor = s1
+    used: Tensor | int = s1
     if seqused is not None:
         c.integer("seqused", seqused)
         c.same_device(act_seqs=act_seqs, seqused=seqused)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ._keywords import worded
 from ._op import op
-from .dispatch.reference import indexer_loss as reference
-from .dispatch.sentences import call
-from .dispatch.spec import UNLIMITED
+from .dispatch.error_messages import call
+from .dispatch.op_spec import UNLIMITED
+from .dispatch.reference.indexer import indexer_loss as reference
 
 if TYPE_CHECKING:
-    from ._collectives import Group
+    from .parallel.collectives import Group
 
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
@@ -163,9 +163,9 @@ def compute_index_loss_sparse(
         softmax_lse=softmax_lse,
     )
     if group is not None:
-        from . import _collectives  # torch without distributed has none
+        from .parallel import collectives  # torch without distributed has none
 
-        target = _collectives.all_reduce(target, _collectives.ranks(group)[0])
+        target = collectives.all_reduce(target, collectives.ranks(group)[0])
         apply: Callable[..., Tensor] = _OfTarget.apply
         rows = apply(index_score, indices, target, key.shape[1], chunk_offset, eps)
     loss = _reduce(rows, reduction)

@@ -19,8 +19,8 @@ import torch
 from . import __version__, doctor
 from .dispatch import backends, values, versions
 from .dispatch.env import VARIABLES
-from .dispatch.spec import Spec
-from .dispatch.specs import SPECS
+from .dispatch.op_spec import Spec
+from .dispatch.registry import SPECS
 
 PACKAGES = (
     "torch",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ._keywords import worded
 from ._op import described_by, op
-from .dispatch.sentences import call
-from .dispatch.spec import UNLIMITED
+from .dispatch.error_messages import call
+from .dispatch.op_spec import UNLIMITED
 
 _ops = torch.ops.custom
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .dispatch.errors import NotSupported
 from .dispatch.register import bind, overload
-from .dispatch.specs import BY_NAME
+from .dispatch.registry import BY_NAME
 
 # a way to cut: dimension of each tensor argument by name (others are replicated), of each output
 Cut = tuple[dict[str, int], tuple[int | None, ...]]

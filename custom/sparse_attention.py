@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._op import described_by, op
-from .dispatch.spec import UNLIMITED
+from .dispatch.op_spec import UNLIMITED
 
 _ops = torch.ops.custom
 

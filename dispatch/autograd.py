@@ -22,9 +22,9 @@ from .common.private_torch import (
     next_kernel,
     want_gradient,
 )
+from .dispatch_keys import caches, written
 from .errors import NotSupported
-from .keys import caches, written
-from .spec import Spec
+from .op_spec import Spec
 
 Kernel = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from . import log
 from .common import nz
 from .env import config
 from .errors import BackendUnavailable, NotSupported
-from .spec import Spec
+from .op_spec import Spec
 from .versions import NEWEST_TRITON, OLDEST_TRITON, release
 from .versions import installed as installed
 
@@ -119,7 +119,8 @@ def choose(key: str) -> Backend:
 
 def has_kernel(backend: Backend, spec: Spec) -> bool:
     """Whether the backend's package holds a module for the op; imports nothing of it."""
-    return importlib.util.find_spec(f"{backend.package}.{spec.file}") is not None
+    family = f"{backend.package}.{spec.family}"
+    return _importable(family) and _importable(f"{family}.{spec.file}")
 
 
 class Launcher(NamedTuple):
@@ -137,10 +138,12 @@ def launcher(backend: Backend, spec: Spec) -> Launcher | None:
     """The op's launcher of the backend's package; None: not written yet."""
     if not has_kernel(backend, spec):
         return None
-    module = importlib.import_module(f"{backend.package}.{spec.file}")
+    module = importlib.import_module(f"{backend.package}.{spec.module}")
     function = getattr(module, spec.function)
     if backend is NPU:
-        function = importlib.import_module(f"{_ROOT}.npu_ops.tune").retrying(spec.name, function)
+        function = importlib.import_module(f"{_ROOT}.npu_ops.common.tune").retrying(
+            spec.name, function
+        )
     refusals = (getattr(module, name, _nothing) for name in ("unsupported", "unsupported_on"))
     return Launcher(function, *refusals)
 
@@ -228,12 +231,12 @@ def compiling(backend: Backend) -> Callable[[Executor], AbstractContextManager[N
 def _of_launches(backend: Backend, name: str) -> Callable[..., Any] | None:
     if backend is not CUDA:
         return None
-    launches = importlib.import_module(f"{CUDA.package}.common.launches")
+    launches = importlib.import_module(f"{CUDA.package}.runtime.launches")
     found: Callable[..., Any] = getattr(launches, name)
     return found
 
 
-class Again:
+class Replay:
     """A call like one that ran.  The first is recorded where the backend can; the others do what
     was recorded."""
 

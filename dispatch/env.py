@@ -40,9 +40,10 @@ VARIABLES = (
     ),
     Variable(
         "CUSTOM_DEBUG",
-        "0",
-        ("0", "1"),
-        "1: also check the values of indices, lengths and tables, which synchronises.",
+        "",
+        ("", "0", "1"),
+        "Not set: the values of indices, lengths and tables are checked on CPU tensors. 1: on "
+        "every device, which synchronises. 0: nowhere.",
     ),
     Variable(
         "CUSTOM_CACHE_DIR",
@@ -87,7 +88,7 @@ class Config:
                 f"custom.config has no `{name}`, expected one of {', '.join(_BY_FIELD)}."
             )
         allowed: tuple[Any, ...] | None = variable.allowed
-        if allowed == ("0", "1"):
+        if allowed and {"0", "1"} <= {*allowed}:
             allowed = (False, True)
         kind = type(allowed[0]) if allowed else str
         if type(value) is not kind or (allowed and value not in allowed):

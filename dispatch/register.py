@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from . import autograd, backends, keys, overlap
-from .memo import Memo, likeness
-from .spec import Spec
-from .specs import SPECS
+from . import autograd, backends, dispatch_keys, overlap
+from .call_cache import CallCache, cache_key
+from .op_spec import Spec
+from .registry import SPECS
 
 NAMESPACE = "custom"
 
@@ -95,16 +95,16 @@ def _required_tensors(spec: Spec) -> tuple[str, ...]:
 
 
 def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
-    writes = keys.written(overload(spec))
-    memo = Memo(bool(writes))
-    _memos.append(memo)
+    writes = dispatch_keys.written(overload(spec))
+    cached = CallCache(bool(writes))
+    _call_caches.append(cached)
 
     def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return _bound(_defaults(spec), args, kwargs)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        alike = likeness(args, kwargs)
-        again = alike and memo.find(alike)
+        alike = cache_key(args, kwargs)
+        again = alike and cached.find(alike)
         if alike and again:
             return again(args, kwargs, alike.tensors)
         _refuse_freed(spec, bound(args, kwargs))
@@ -113,19 +113,19 @@ def _kernel(spec: Spec, key: str) -> Callable[..., Any]:
         runner = backends.runner(spec, key, arguments)
         out = runner.run(arguments)
         if alike:
-            memo.keep(alike, backends.Again(runner, bound))
+            cached.keep(alike, backends.Replay(runner, bound))
         return out
 
     return kernel
 
 
-_memos: list[Memo] = []
+_call_caches: list[CallCache] = []
 
 
 def forget() -> None:
     """No call is like an earlier one: for whoever replaces parts of this package (tests)."""
-    for memo in _memos:
-        memo.clear()
+    for cached in _call_caches:
+        cached.clear()
 
 
 def compile_kernels(
@@ -161,11 +161,11 @@ def _register(spec: Spec) -> None:
     at_autograd = autograd.differentiable if spec.differentiable else autograd.refusing
     op = overload(spec)
     _library.impl(spec.name, at_autograd(spec, op, kernels), "Autograd", with_keyset=True)
-    for key in keys.AUTOCAST:
-        _library.impl(spec.name, keys.as_given(op), key)
+    for key in dispatch_keys.AUTOCAST:
+        _library.impl(spec.name, dispatch_keys.as_given(op), key)
     if op._schema.is_mutable:
-        for kind in keys.UNREAD:
-            _library.impl(spec.name, keys.resolved(spec, op, kind), kind.key)
+        for kind in dispatch_keys.UNREAD:
+            _library.impl(spec.name, dispatch_keys.resolved(spec, op, kind), kind.key)
 
 
 def register_all() -> None:

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .env import config
 
-# env.py's "0" is its default too
 on_cpu = os.environ.get("CUSTOM_DEBUG") != "0"
 
 

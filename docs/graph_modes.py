@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from custom.dispatch import backends
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.registry import SPECS, Spec
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records" / "graph"

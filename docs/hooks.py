@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from custom.dispatch import backends  # noqa: E402
 from custom.dispatch.env import VARIABLES  # noqa: E402
-from custom.dispatch.specs import SPECS, Spec  # noqa: E402
+from custom.dispatch.registry import SPECS, Spec  # noqa: E402
 from custom.dispatch.versions import NAMES, TABLE  # noqa: E402
 
 import custom  # noqa: E402

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 from custom.bench import numerics
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from custom.dispatch import backends
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.registry import SPECS, Spec
 
 import custom
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from custom.dispatch import backends
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 from custom.bench.report import read_rows
 

@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..dispatch.backends import BACKENDS, made_current
 from ..dispatch.common.modes import Mode
+from ..dispatch.dispatch_keys import caches, written
+from ..dispatch.error_messages import call
 from ..dispatch.errors import NotSupported
-from ..dispatch.keys import caches, written
 from ..dispatch.overlap import interleaved, overlap, span
 from ..dispatch.register import compile_kernels, overload
-from ..dispatch.sentences import call
-from ..dispatch.specs import BY_NAME
+from ..dispatch.registry import BY_NAME
 
 # of batch normalisation, whose schemas do not say that it writes them
 _UNDECLARED = ("running_mean", "running_var")

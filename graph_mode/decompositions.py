@@ -18,26 +18,21 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan
 
 from ..dispatch.common import gated_delta, layer, layout
-from ..dispatch.reference import (
-    _delta_rule,
-    _selected,
+from ..dispatch.reference.attention.fused_attention import finite
+from ..dispatch.reference.caches import hadamard, quantize_index_query
+from ..dispatch.reference.common import delta_rules, selection
+from ..dispatch.reference.common.precision import accumulator
+from ..dispatch.reference.convolution import (
     causal_conv1d,
     causal_conv1d_update,
     fused_causal_conv1d,
-    gated_rms_norm,
-    hadamard,
-    indexer_loss,
-    indexer_prolog_pto,
-    localize_indices,
-    merge_states,
-    merge_topk,
-    mla_prolog_pto,
-    quantize_index_query,
 )
-from ..dispatch.reference import chunk_kda as kda
-from ..dispatch.reference import fused_sigmoid_gating_delta_rule_update as gating
-from ..dispatch.reference._precision import accumulator
-from ..dispatch.reference.fused_attention import finite
+from ..dispatch.reference.delta_rule import chunk_kda as kda
+from ..dispatch.reference.delta_rule import fused_sigmoid_gating_delta_rule_update as gating
+from ..dispatch.reference.delta_rule import gated_rms_norm
+from ..dispatch.reference.indexer import indexer_loss
+from ..dispatch.reference.merging import localize_indices, merge_states, merge_topk
+from ..dispatch.reference.prolog import indexer_prolog_pto, mla_prolog_pto
 
 _LAST = 2**62  # a position behind every key
 
@@ -195,7 +190,7 @@ def sparse_flash_attention(
     if query_rope is not None and key_rope is not None:
         q = torch.cat([query, query_rope], dim=-1)
         k = torch.cat([k, _rows(key_rope, slot, wide)], dim=-1)
-    z = _selected.logits(q.flatten(0, 1), k, scale_value, slot)
+    z = selection.logits(q.flatten(0, 1), k, scale_value, slot)
     top = z.amax(-1)
     shift = finite(top)
     p = torch.exp(z - shift[..., None])
@@ -297,7 +292,7 @@ def _recurrence(
 
     def step(state: Tensor, now: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         on, *inputs = now
-        after, out = _delta_rule.step(state, *inputs)
+        after, out = delta_rules.step(state, *inputs)
         # beside each other, as one output
         made = torch.cat([after, out[..., None, :]], -2) if every else out
         return torch.where(on[:, None, None, None], after, state), made
@@ -379,7 +374,7 @@ def recurrent_gated_delta_rule(
     q, k = (x.to(wide).repeat_interleave(value_heads // heads, 1) for x in (query, key))
     ones = torch.ones([tokens, value_heads], dtype=wide, device=key.device)
     decay = gated_delta.log_decay(g, gk)
-    decay = ones[..., None] if decay is None else _delta_rule.by_channel(decay).to(wide).exp()
+    decay = ones[..., None] if decay is None else delta_rules.by_channel(decay).to(wide).exp()
     after, out = _recurrence(
         initial.mT,
         starts,

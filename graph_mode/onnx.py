@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram, graph_signature
 
+from ..dispatch.dispatch_keys import written
 from ..dispatch.errors import NotSupported, need
-from ..dispatch.keys import written
+from ..dispatch.op_spec import Spec
 from ..dispatch.register import NAMESPACE, bind, overload
-from ..dispatch.spec import Spec
-from ..dispatch.specs import SPECS
+from ..dispatch.registry import SPECS
 from .decompositions import DECOMPOSITIONS, REASONS, Decomposition
 
 if TYPE_CHECKING:

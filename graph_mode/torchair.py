@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..dispatch.errors import NotSupported, need
+from ..dispatch.op_spec import Spec
 from ..dispatch.register import bind, overload
-from ..dispatch.spec import Spec
-from ..dispatch.specs import BY_NAME, SPECS
+from ..dispatch.registry import BY_NAME, SPECS
 
 _REMEDY = 'Compile with torch.compile(backend="npugraph_ex"), which runs our own kernel.'
 

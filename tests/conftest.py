@@ -118,7 +118,7 @@ def _forget():
 
 def _by_plan(runner, arguments):
     """Runner.run, by the plan of what the launcher did with copies."""
-    from custom.cuda_ops.common import launches
+    from custom.cuda_ops.runtime import launches
 
     log.ran(runner.spec.name, runner.backend.name, f"inputs on {runner.device}", arguments)
     with backends.made_current(runner.device):

@@ -475,7 +475,7 @@ def decode_selects_the_same(group, rank, size):
         step = Decode(rank, size, (3, 60, 128), S, interleave, ties=True, dtype=kind)
         for count in (1, 16, 100):
             wanted, _ = step.whole(count)
-            got = parallel._merged_selection(
+            got = parallel.attention._merged_selection(
                 step.index, step.weights, step.shards[2], None, step.own_table, step.act, count,
                 interleave, group,
             )  # fmt: skip
@@ -1015,7 +1015,7 @@ def mutating_ops_refuse_sharded_tensors(group, rank, size):
 def every_mutating_op_refuses_sharded_tensors(group, rank, size):
     """Whatever its placements; and its arguments are as they were."""
     from custom.dispatch.register import overload
-    from custom.dispatch.specs import SPECS
+    from custom.dispatch.registry import SPECS
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -1175,7 +1175,7 @@ def options_in_stages_are_passed_on_or_refused(group, rank, size):
         ),
     }  # fmt: skip
     for name, call in calls.items():
-        for option in parallel._EIGHT_BITS:
+        for option in parallel.attention._EIGHT_BITS:
             message = said(partial(call, local, **{option: "x"}), NotImplementedError)
             assert message.startswith(f"{name}: `{option}` is given")
         assert "no argument `nonsense`" in said(partial(call, local, nonsense=3), TypeError)
@@ -1183,9 +1183,13 @@ def options_in_stages_are_passed_on_or_refused(group, rank, size):
         assert f"{name}: `w_uk` is missing" in said(partial(call, less), TypeError)
         for x, before in zip(local.values(), whole.values(), strict=True):
             assert torch.equal(x, before)
-    passed = set(parallel._NAMES) - set(parallel._EIGHT_BITS)
+    passed = set(parallel.attention._NAMES) - set(parallel.attention._EIGHT_BITS)
     read = parallel.tensor_parallel_attention.__code__.co_names
-    for stage in (parallel._latent_prolog, parallel._index_prolog, parallel._scale):
+    for stage in (
+        parallel.attention._latent_prolog,
+        parallel.attention._index_prolog,
+        parallel.attention._scale,
+    ):
         read += stage.__code__.co_names
     assert passed <= set(read), passed - set(read)
 

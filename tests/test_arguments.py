@@ -17,17 +17,23 @@ FOLDERS = ("dispatch", "graph_mode", "cuda_ops")
 # (file, argument, parameter): meant
 MEANT = {
     ("cuda_ops/common/combine.py", "out", "partial"),  # parts' own
-    ("cuda_ops/hadamard.py", "rows", "x"),
-    ("cuda_ops/hopper/chunk_gated_delta_rule.py", "o", "place"),  # shared memory that is free
-    ("cuda_ops/hopper/chunk_gated_delta_rule_grad.py", "first", "row"),
-    ("cuda_ops/hopper/chunks.py", "first", "row"),
-    ("cuda_ops/hopper/fused_attention.py", "rows", "tile"),
-    ("cuda_ops/hopper/fused_attention_backward.py", "sums", "grad_q"),  # float32, rounded later
-    ("cuda_ops/hopper/fused_attention_backward.py", "D", "WIDTH"),
-    ("cuda_ops/hopper/latents.py", "zero", "tile"),
-    ("cuda_ops/hopper/quantised_matmul.py", "B1", "B2"),
-    ("cuda_ops/hopper/topk.py", "drawn", "x"),
-    ("cuda_ops/prolog.py", "D", "WIDTH"),
+    ("cuda_ops/caches/hadamard.py", "rows", "x"),
+    # shared memory that is free
+    ("cuda_ops/delta_rule/hopper/chunk_gated_delta_rule.py", "o", "place"),
+    ("cuda_ops/delta_rule/hopper/chunk_gated_delta_rule_grad.py", "first", "row"),
+    ("cuda_ops/delta_rule/hopper/chunks.py", "first", "row"),
+    ("cuda_ops/attention/hopper/fused_attention.py", "rows", "tile"),
+    # float32, rounded later
+    ("cuda_ops/attention/hopper/fused_attention_backward.py", "sums", "grad_q"),
+    ("cuda_ops/attention/hopper/fused_attention_backward.py", "D", "WIDTH"),
+    ("cuda_ops/sparse_attention/hopper/mla_consumers.py", "zero", "tile"),
+    ("cuda_ops/prolog/hopper/quantised_matmul.py", "B1", "B2"),
+    ("cuda_ops/indexer/hopper/topk.py", "drawn", "x"),
+    ("cuda_ops/prolog/stages.py", "D", "WIDTH"),
+    # without caches nothing is read of these
+    ("cuda_ops/deepseek_v4/compressor.py", "bounds", "table"),
+    ("cuda_ops/deepseek_v4/compressor_dense_grad.py", "bounds", "table"),
+    ("cuda_ops/deepseek_v4/compressor_dense_grad.py", "product", "state"),
     ("dispatch/overlap.py", "a", "b"),  # a relation that goes both ways
     ("dispatch/overlap.py", "b", "a"),
 }

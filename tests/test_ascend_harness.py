@@ -12,12 +12,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from custom.dispatch.specs import BY_NAME
-from custom.npu_ops import tune
+from custom.dispatch.registry import BY_NAME
+from custom.npu_ops.common import tune
 
 from .ascend import known, lint, mutants, onboard, report
 from .ascend.compiler import Compiled
-from .ascend.toolchain import NEWEST, ROOT
+from .ascend.toolchain import NEWEST
+from .support import places
 
 GM = "#hivm.address_space<gm>"
 UB = "#hivm.address_space<ub>"
@@ -399,7 +400,7 @@ def test_every_launcher_has_its_files():
     )
 
 
-LAUNCHERS = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "npu_ops").glob("*.py")}
+LAUNCHERS = {x: ast.parse(path.read_text()) for x, path in places.files().items()}
 ENTRIES = [
     (file, node.name)
     for file, tree in LAUNCHERS.items()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import causal_conv1d as reference
+from custom.dispatch.reference.convolution import causal_conv1d as reference
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 

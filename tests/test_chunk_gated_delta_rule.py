@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import chunk_gated_delta_rule as reference
+from custom.dispatch.reference.delta_rule import chunk_gated_delta_rule as reference
 from torch import Tensor
 
 import custom

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
-from custom.cuda_ops import chunk_gated_delta_rule as chunk
-from custom.cuda_ops import chunk_gated_delta_rule_grad as chunk_grad
-from custom.cuda_ops.hopper import chunks, tma
+from custom.cuda_ops.common.hopper import tma
+from custom.cuda_ops.delta_rule import chunk_gated_delta_rule as chunk
+from custom.cuda_ops.delta_rule import chunk_gated_delta_rule_grad as chunk_grad
+from custom.cuda_ops.delta_rule.hopper import chunks
 
 import custom
 

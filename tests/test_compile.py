@@ -16,7 +16,7 @@ import pytest
 import torch
 from custom.dispatch import log
 from custom.dispatch.register import bind, overload
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, cudagraph_trees

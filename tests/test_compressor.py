@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch.register import overload
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 import custom

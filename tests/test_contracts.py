@@ -13,7 +13,7 @@ import pytest
 import torch
 from custom.dispatch.backends import made_current
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only

@@ -23,7 +23,7 @@ LICENCE = "# SPDX-License-Identifier: Apache-2.0\n# Copyright the npu-custom-ops
 # step -> path as the step writes it -> the whole file, or (a line there, lines to put behind it)
 TOY: dict[int, dict[str, str | list[tuple[str, str]]]] = {
     1: {
-        "dispatch/ops/<op>.py": '''
+        "dispatch/ops/<family>/<op>.py": '''
 """Arguments and output of npu_toy: scale x weight, weight [D] for every row."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..check import Checker
+from ...check import Checker
 
 SCHEMA = "npu_toy(Tensor x, Tensor weight, *, float scale=1.0) -> Tensor"
 ONNX = "Toy"
@@ -51,10 +51,10 @@ def check(x: Tensor, weight: Tensor, scale: float) -> None:
 def fake(x: Tensor, **_: Any) -> Tensor:
     return x.new_empty(x.shape)
 ''',
-        "dispatch/specs.py": [("OPS = (\n", '    "toy",\n')],
+        "dispatch/registry.py": [("OPS = (\n", '    "merging.toy",\n')],
     },
     2: {
-        "dispatch/reference/<op>.py": '''
+        "dispatch/reference/<family>/<op>.py": '''
 """One line."""
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_loop(device, backend, rows):
 ''',
     },
     6: {
-        "cuda_ops/<op>.py": '''
+        "cuda_ops/<family>/<op>.py": '''
 """A program takes BLOCK numbers.
 
     condition    kernels
@@ -152,8 +152,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dispatch.common import memory
-from .common import launches
+from ...dispatch.common import memory
+from ..runtime import launches
 
 BLOCK = 256
 
@@ -180,7 +180,7 @@ def forward(x: Tensor, weight: Tensor, scale: float) -> Tensor:
 ''',
     },
     7: {
-        "npu_ops/<op>.py": '''
+        "npu_ops/<family>/<op>.py": '''
 """A program takes rows, one after the other, each as one vector."""
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..dispatch.common import memory
-from . import cores, entry, tune
+from ...dispatch.common import memory
+from ..common import cores, entry, tune
 
 
 @entry.jit(do_not_specialize=["rows", "size"])
@@ -222,7 +222,7 @@ def forward(x: Tensor, weight: Tensor, scale: float) -> Tensor:
         )  # fmt: skip
     return out
 ''',
-        "npu_ops/tune.py": [
+        "npu_ops/common/tune.py": [
             (
                 "TABLE: dict[str, tuple[Config, ...]] = {\n",
                 '    "toy.scale_rows": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),\n',
@@ -298,6 +298,13 @@ CONTRACTS = "test_contracts.py"
 PUBLIC = "test_contracts.py::test_public_function_equals_schema"
 DOCSTRING = "test_tools.py::test_a_public_docstring_says_everything"
 OWN = "tests/test_<op>.py"
+
+
+def _toy(path: str) -> str:
+    """The path of a step, of the op that is added."""
+    return path.replace("<op>", "toy").replace("<file>", "toy").replace("<family>", "merging")
+
+
 LAYERING = "test_layering.py"
 ASCEND = "make test-ascend"
 ONNX = "test_onnx.py"
@@ -329,7 +336,7 @@ def follow(copy: Path, *steps: int) -> None:
     for step in steps:
         for path, content in TOY[step].items():
             assert f"`{path}`" in STEPS[str(step)], f"step {step} does not name {path}"
-            file = copy / path.replace("<op>", "toy").replace("<file>", "toy")
+            file = copy / _toy(path)
             assert file.exists() == isinstance(content, list), file
             if isinstance(content, str):
                 file.write_text(LICENCE + content)
@@ -366,7 +373,11 @@ def test_names_in_the_text_exist():
     """Paths (of an op that there is), tests, targets of make and modules."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     for name in re.findall(r"`([^`]+)`", TEXT):
-        real = name.replace("<op>", "lightning_indexer").replace("<file>", "sparse_attention")
+        real = (
+            name.replace("<op>", "lightning_indexer")
+            .replace("<family>", "indexer")
+            .replace("<file>", "sparse_attention")
+        )
         if name.startswith("make "):
             assert name.removeprefix("make ") in targets, name
         elif name.startswith("python -m "):
@@ -423,8 +434,8 @@ def test_under_the_interpreter(copy):
     ("old", "new"),
     [
         (
-            "from .common import launches\n",
-            "from .common import launches\nfrom ..custom import env\n",
+            "from ..runtime import launches\n",
+            "from ..runtime import launches\nfrom ...custom import env\n",
         ),
         ("    any          _scale\n", "    any          _other\n"),
     ],
@@ -432,7 +443,7 @@ def test_under_the_interpreter(copy):
 )
 def test_what_layering_refuses(copy, old, new):
     follow(copy, 1, 6)
-    put(copy / "cuda_ops/toy.py", old, new)
+    put(copy / "cuda_ops/merging/toy.py", old, new)
     assert "FAILED" in run(copy, LAYERING)[LAYERING]
 
 

@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from custom.cuda_ops import causal_conv1d as whole
-from custom.cuda_ops import causal_conv1d_grad as grad
-from custom.cuda_ops import causal_conv1d_update as update
-from custom.cuda_ops import fused_causal_conv1d as fused
-from custom.cuda_ops import gated_delta_layer_decode as layer
-from custom.cuda_ops import gated_rms_norm as norm
-from custom.cuda_ops import gated_rms_norm_grad as norm_grad
+from custom.cuda_ops.convolution import causal_conv1d as whole
+from custom.cuda_ops.convolution import causal_conv1d_grad as grad
+from custom.cuda_ops.convolution import causal_conv1d_update as update
+from custom.cuda_ops.convolution import fused_causal_conv1d as fused
+from custom.cuda_ops.delta_rule import gated_delta_layer_decode as layer
+from custom.cuda_ops.delta_rule import gated_rms_norm as norm
+from custom.cuda_ops.delta_rule import gated_rms_norm_grad as norm_grad
 
 from .support.compile_for_hopper import stand_in
 from .support.convolution import TABLE, Layer, Norm, Pooled, Step, Whole
@@ -48,7 +48,7 @@ def test_kernels_compile(case, monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
 def test_rows_are_loaded_before_the_first_product(monkeypatch):
     """16 rows at once is what keeps enough bytes in flight: nothing may be spilled for it."""
-    monkeypatch.setattr(whole.gpu, "processors", lambda device: 132)
+    monkeypatch.setattr(whole.gpu, "num_sms", lambda device: 132)
     compiled = stand_in(monkeypatch)
     case = Whole((16384,), D=512)
     whole.forward(**case.moved(case.arguments(), torch.bfloat16, "cpu"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.dispatch.reference import fused_sigmoid_gating_delta_rule_update as reference
+from custom.dispatch.reference.delta_rule import fused_sigmoid_gating_delta_rule_update as reference
 
 import custom
 
@@ -22,11 +22,11 @@ from .support.delta_rule import Sequences, Step, moved
 
 pytest.importorskip("triton")
 
-from custom.cuda_ops import chunk_gated_delta_rule as chunk
-from custom.cuda_ops import chunk_gated_delta_rule_grad as chunk_grad
-from custom.cuda_ops import chunk_kda as kda
-from custom.cuda_ops import chunk_kda_grad as kda_grad
-from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as decode
+from custom.cuda_ops.delta_rule import chunk_gated_delta_rule as chunk
+from custom.cuda_ops.delta_rule import chunk_gated_delta_rule_grad as chunk_grad
+from custom.cuda_ops.delta_rule import chunk_kda as kda
+from custom.cuda_ops.delta_rule import chunk_kda_grad as kda_grad
+from custom.cuda_ops.delta_rule import fused_sigmoid_gating_delta_rule_update as decode
 
 from .support.compile_for_hopper import stand_in
 from .support.kda import BOUNDED, GIVEN

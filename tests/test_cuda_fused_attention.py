@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.dispatch.reference import fused_attention as reference
-from custom.dispatch.reference import fused_attention_backward as reference_backward
+from custom.dispatch.reference.attention import fused_attention as reference
+from custom.dispatch.reference.attention import fused_attention_backward as reference_backward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -85,14 +85,14 @@ class Case:
 
 
 def fused_forward(made: dict[str, Tensor], options: dict[str, object]) -> tuple[Tensor, Tensor]:
-    from custom.cuda_ops import fused_attention
+    from custom.cuda_ops.attention import fused_attention
 
     return fused_attention.forward(**{name: made[name] for name in "qkv"}, **options)
 
 
 def launch(made: dict[str, Tensor], options: dict[str, object]) -> list[Tensor]:
     """o, lse and the three gradients, by the CUDA launchers themselves."""
-    from custom.cuda_ops import fused_attention_backward
+    from custom.cuda_ops.attention import fused_attention_backward
 
     inputs = {name: made[name] for name in "qkv"}
     o, lse = fused_forward(made, options)
@@ -246,7 +246,7 @@ def test_widest_heads_fit(capability, shared, monkeypatch):
 def test_products_of_the_keys_kernel_overlap_on_hopper(size, monkeypatch, tmp_path):
     """ptxas would say so if it made each wgmma wait for the one before."""
     triton = pytest.importorskip("triton")
-    from custom.cuda_ops import fused_attention_backward
+    from custom.cuda_ops.attention import fused_attention_backward
 
     from .support.compile_for_hopper import stand_in
 

@@ -9,7 +9,7 @@ import os
 
 import pytest
 import torch
-from custom.dispatch.reference import indexer_loss as reference
+from custom.dispatch.reference.indexer import indexer_loss as reference
 from torch import Tensor
 
 import custom
@@ -28,8 +28,8 @@ hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("heads,size", [(128, 576), (65, 320), (96, 576)])
 def test_both_kernels_equal_float64(heads, size, split, dtype, monkeypatch):
     """As near as test_indexer_loss.py asks of smaller cases; with log-sum-exps given too."""
-    from custom.cuda_ops import indexer_loss
     from custom.cuda_ops.common import gpu
+    from custom.cuda_ops.indexer import indexer_loss
 
     B, S, S2, K = 2, 37, 150, 130
     query = torch.randn(B, heads, S, size).to(dtype).cuda()

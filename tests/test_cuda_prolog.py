@@ -24,7 +24,7 @@ from .support.layer import CACHES, OPS, P, formatted, launch, layer
 def processors_of_a_gpu(monkeypatch):
     """The interpreter has one: K would always be whole."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
 
 
 def check(op, arguments, dtype, weight_format, **options):
@@ -123,20 +123,20 @@ def test_sizes_of_the_models_and_their_shards(tokens, model, heads):
     ],
 )
 @pytest.mark.parametrize("depth", [48, 1536, 2048, 6144, 7168])
-@pytest.mark.parametrize("processors", [78, 132], ids=["H20", "H200"])
-def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
-    cut = tiling.hopper(tokens, sizes, depth, processors)
+@pytest.mark.parametrize("num_sms", [78, 132], ids=["H20", "H200"])
+def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, num_sms):
+    cut = tiling.hopper(tokens, sizes, depth, num_sms)
     assert cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
     assert 2 <= cut.stages <= 16 and cut.warps in (4, 8)
     assert 1 <= cut.runs <= max(1, depth // cut.k)
     assert cut.columns % (16 * cut.warps) == 0  # whole warpgroups, 64 columns each
     assert cut.tokens >= min(tokens, 256)
-    cut = tiling.whole_depth(tokens, sizes, depth, processors) if len(sizes) == 1 else None
+    cut = tiling.whole_depth(tokens, sizes, depth, num_sms) if len(sizes) == 1 else None
     if cut is not None:
         assert cut.runs == 1 and all(size % cut.columns == 0 for size in sizes)
         assert cut.stages >= 2 and cut.stages * (cut.tokens + cut.columns) * cut.k * 2 <= 200 * 1024
         assert cut.stages * cut.k % cut.columns == 0  # where the product lies before it is rotated
-    cut = tiling.eight_bits(tokens, sizes, depth, processors)
+    cut = tiling.eight_bits(tokens, sizes, depth, num_sms)
     assert cut.stages * (cut.tokens + cut.columns) * 128 <= 220 * 1024 and cut.stages >= 2
     assert 128 % cut.columns == 0  # one scale
     assert (cut.columns if cut.swap else cut.tokens) == 16 * cut.warps
@@ -150,13 +150,13 @@ def test_tilings_fit_a_multiprocessor(tokens, sizes, depth, processors):
 def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
     """The second half of both prologs, at sizes of the models."""
     pytest.importorskip("triton")
-    from custom.cuda_ops import prolog
+    from custom.cuda_ops.prolog import stages
 
     from .support.compile_for_hopper import stand_in
 
     compiled = stand_in(monkeypatch)
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
 
     def empty(*shape):
         return torch.empty(shape, dtype=torch.bfloat16)
@@ -165,8 +165,8 @@ def test_kernels_for_hopper_compile(tokens, model, heads, monkeypatch):
     c, sin, cos = empty(tokens, ranks), empty(tokens, 64), empty(tokens, 64)
     uq_qr = empty(heads * (plain + 64) // 16, ranks // 16, 16, 16)
     qb = empty(index * 128 // 16, ranks // 16, 16, 16)
-    prolog.index_heads(c, qb, "nz", 128, sin, cos, (tokens, 1), False)
-    prolog.query_heads(c, uq_qr, "nz", empty(heads, plain, 512), sin, cos, (tokens, 1), True)
+    stages.index_heads(c, qb, "nz", 128, sin, cos, (tokens, 1), False)
+    stages.query_heads(c, uq_qr, "nz", empty(heads, plain, 512), sin, cos, (tokens, 1), True)
     wanted = (
         ["_product", "_query"]
         if tokens <= 256

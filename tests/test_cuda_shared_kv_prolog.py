@@ -65,7 +65,7 @@ def compiled(op: str, capability: int, monkeypatch, **changes) -> list:
     pytest.importorskip("triton")
     from custom.dispatch import backends
     from custom.dispatch.register import bind, overload
-    from custom.dispatch.specs import BY_NAME
+    from custom.dispatch.registry import BY_NAME
 
     from .support.compile_for_hopper import stand_in
 
@@ -109,7 +109,7 @@ def test_kernels_of_rows_of_8_bits_and_transformed_queries_compile(capability, m
 def test_an_npu_says_that_it_has_no_kernel_yet(op, monkeypatch):
     from custom.dispatch import backends
     from custom.dispatch.register import overload
-    from custom.dispatch.specs import BY_NAME
+    from custom.dispatch.registry import BY_NAME
 
     cannot = backends.cannot_run
     monkeypatch.setattr(

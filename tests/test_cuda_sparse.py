@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from custom.dispatch import log
+from custom.dispatch import backends, log
+from custom.dispatch.registry import BY_NAME
 
 import custom
 
@@ -78,8 +79,8 @@ LARGE = {
 def test_attention(case, dtype, monkeypatch):
     parts = []
     if INTERPRETED:  # a GPU of so many processors splits the selections of the last case
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 16)
-        plain = importlib.import_module("custom.cuda_ops.sparse_flash_attention")
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 16)
+        plain = importlib.import_module("custom.cuda_ops.sparse_attention.sparse_flash_attention")
         of = plain.Parts.of
         monkeypatch.setattr(
             plain, "Parts", SimpleNamespace(of=lambda n, *rest: parts.append(n) or of(n, *rest))
@@ -151,7 +152,7 @@ def test_indexer(case, dtype):
 def test_indexer_large(case, path, monkeypatch):
     _, indexer = arguments(torch.bfloat16, **case)
     every = on(DEVICE, indexer)
-    hopper = importlib.import_module("custom.cuda_ops.hopper.lightning_indexer")
+    hopper = importlib.import_module("custom.cuda_ops.indexer.hopper.lightning_indexer")
     calls = []
 
     def launch(*args):
@@ -180,7 +181,7 @@ LONG = ((36864, 2048), (65536, 2048), (300000, 2048))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n, k", SIZES + LONG * ON_GPU)
 def test_topk_is_exact(n, k, kind, path, monkeypatch):
-    topk = importlib.import_module("custom.cuda_ops.topk")
+    topk = importlib.import_module("custom.cuda_ops.indexer.topk")
     if path.startswith("plain"):
         monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 0))
     elif torch.cuda.get_device_capability() != (9, 0):
@@ -255,7 +256,7 @@ def test_more_positions_than_32_bits_number_are_refused():
     far = torch.empty(2**24, 128, 1, 16, device="meta")
     wide = torch.empty(2, 2**27, dtype=torch.int32, device="meta")
     for op, every in (("sparse_flash_attention", attention), ("lightning_indexer", indexer)):
-        unsupported = importlib.import_module(f"custom.cuda_ops.{op}").unsupported
+        unsupported = backends.launcher(backends.CUDA, BY_NAME[f"npu_{op}"]).unsupported
         assert unsupported(**every) is None
         for change in (dict(key=far), dict(block_table=wide), dict(sparse_block_size=2**40)):
             if change.keys() <= every.keys():
@@ -375,7 +376,7 @@ def test_dispatch_runs_these_kernels():
 def test_topk_compiles_for_samples_of_any_size(n, sampled, monkeypatch):
     from .support.compile_for_hopper import stand_in
 
-    topk = importlib.import_module("custom.cuda_ops.topk")
+    topk = importlib.import_module("custom.cuda_ops.indexer.topk")
     compiled = stand_in(monkeypatch, 80)
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (8, 0))
     scores = torch.empty(2, n)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 from custom.dispatch.register import overload
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 
 from custom.bench.presets import presets
 from docs.numerics import ANY_ORDER

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from custom.dispatch.backends import CUDA, launcher
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 import custom
 from custom.bench.report import Row

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 import custom
 from custom._elsewhere import NAMES

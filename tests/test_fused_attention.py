@@ -11,7 +11,7 @@ import pytest
 import torch
 from custom.dispatch import log
 from custom.dispatch.common import memory
-from custom.dispatch.reference import fused_attention as reference
+from custom.dispatch.reference.attention import fused_attention as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -253,7 +253,7 @@ def test_prefix_sums_that_begin_late_or_fall(sums, device, backend, monkeypatch)
 
 def test_cuda_refuses_more_rows_than_32_bits_number():
     pytest.importorskip("triton")
-    from custom.cuda_ops.fused_attention import unsupported
+    from custom.cuda_ops.attention.fused_attention import unsupported
 
     x = torch.zeros(1, 1, 1, 16).half()
     many = x.expand(1, 1, 2**30 + 1, 16)

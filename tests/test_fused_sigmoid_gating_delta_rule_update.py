@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import fused_sigmoid_gating_delta_rule_update as reference
+from custom.dispatch.reference.delta_rule import fused_sigmoid_gating_delta_rule_update as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -249,7 +249,7 @@ def test_a_parent_or_a_slot_beyond_32_bits_is_none(device, backend):
 
 def test_a_state_beyond_32_bits_is_refused_on_cuda():
     pytest.importorskip("triton")
-    from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as kernels
+    from custom.cuda_ops.delta_rule import fused_sigmoid_gating_delta_rule_update as kernels
 
     k, v = (torch.empty(1, 1, 1, size, device="meta") for size in (256, 2**23))
     assert "K=256 and V=8388608" in kernels.unsupported(k=k, v=v)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from custom.dispatch import backends
-from custom.dispatch.reference import _selected
+from custom.dispatch.reference.common import selection
 
 from .fuzz import illegal, legal
 from .fuzz import run as fuzz_run
@@ -175,13 +175,13 @@ def test_what_the_seconds_leave_is_not_called(capsys):
 
 def test_a_mistake_is_found_and_made_small(monkeypatch):
     """Keys behind a request's last one are read."""
-    right = _selected.slots
+    right = selection.slots
 
     def wrong(key, indices, block_size, rows, keys, numbers):
         for tokens, slot in right(key, indices, block_size, rows, keys, numbers):
             yield tokens, slot.clamp(min=0)
 
-    monkeypatch.setattr(_selected, "slots", wrong)
+    monkeypatch.setattr(selection, "slots", wrong)
     op, check = "npu_sparse_flash_attention", CHECKS["legal"]
     drawn = (draw(op, number, 0, ["float32"]) for number in range(100))
     case = next(case for case in drawn if outcome(check, case)[0] == "failed")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import gated_rms_norm as reference
+from custom.dispatch.reference.delta_rule import gated_rms_norm as reference
 from torch import Tensor
 from torch.nn.functional import silu
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import random
 import time
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,22 +32,19 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("the kernels are not those of Gluon", allow_module_level=True)
 
-from custom.cuda_ops import (
-    fused_attention,
-    fused_attention_backward,
-    hopper,
-    lightning_indexer,  # noqa: F401  (brings hopper's)
-    nz_matmul,
-    prolog,
-    quantised_matmul,
-    quantised_prolog,
-    sparse_flash_attention,
-)
+from custom.cuda_ops.attention import fused_attention, fused_attention_backward
 from custom.cuda_ops.common import attention_tiles, gluon_names, handover, lengths, rows, selection
 from custom.cuda_ops.common.topk import EVERY
-from custom.cuda_ops.hopper import sparse_flash_attention_decode as decode
-from custom.dispatch.reference import fused_attention as reference
-from custom.dispatch.reference import fused_attention_backward as reference_backward
+from custom.cuda_ops.prolog import (
+    nz_matmul,
+    quantised_matmul,
+    quantised_stages,
+    stages,
+)
+from custom.cuda_ops.sparse_attention import sparse_flash_attention
+from custom.cuda_ops.sparse_attention.hopper import sparse_flash_attention_decode as decode
+from custom.dispatch.reference.attention import fused_attention as reference
+from custom.dispatch.reference.attention import fused_attention_backward as reference_backward
 
 import custom
 from custom import to_nz
@@ -54,6 +54,16 @@ from .support.quantised_indexer import Problem
 from .support.ragged import ends_within
 from .support.samples import apart
 
+ROOT = Path(__file__).parent.parent
+# the modules in Gluon, by their names
+hopper = SimpleNamespace(
+    **{
+        path.stem: import_module(
+            ".".join(("custom", *path.relative_to(ROOT).with_suffix("").parts))
+        )
+        for path in (ROOT / "cuda_ops").rglob("hopper/[a-z]*.py")
+    }
+)
 ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 SIZES = dict(R=512, D=64)
 CASES = {
@@ -182,8 +192,15 @@ def indexed(monkeypatch):
         hopper.lightning_indexer, "launch", lambda *x: (launches.append(x), launch(*x))
     )
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
-    stand_in(monkeypatch, rows, hopper.rows, hopper.tma, hopper.lightning_indexer, hopper.topk)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
+    stand_in(
+        monkeypatch,
+        rows,
+        hopper.rows,
+        hopper.tma,
+        hopper.lightning_indexer,
+        hopper.topk,
+    )
     return launches
 
 
@@ -257,7 +274,7 @@ def prologs(monkeypatch):
     modules = [
         handover,
         hopper.absorption,
-        hopper.joined,
+        hopper.fused_gemm,
         hopper.query_heads,
         hopper.query_stage,
         hopper.nz_matmul,
@@ -267,7 +284,7 @@ def prologs(monkeypatch):
         hopper.tma,
     ]
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
     stand_in(monkeypatch, *modules)
 
 
@@ -317,7 +334,7 @@ def test_fp8_product(tokens, depth, prologs):
 def test_index_heads(tokens, size, prologs):
     heads, depth, interleaved = 4352 // size, 192, size == 64
     c, w, sin, cos = normal(tokens, depth), normal(depth, 4352), *normal(2, tokens, 64)
-    got = prolog.index_heads(
+    got = stages.index_heads(
         c, to_nz(w), "nz", size, sin, cos, (tokens, 1), interleaved, late=tokens < 100
     )  # fmt: skip
     wanted = (c.float() @ w.float()).bfloat16().float().view(tokens, heads, size)
@@ -331,10 +348,10 @@ def test_query_heads(tokens, prologs, monkeypatch):
     one = tokens <= 256
     heads, depth, rank, interleaved = 2, 640 if one else 320, 256, tokens % 3 == 0
     monkeypatch.setattr(hopper.query_heads, "supports", lambda *_: one)
-    monkeypatch.setattr(prolog, "_rotate", lambda *_, **named: None)  # no kernel in Gluon
+    monkeypatch.setattr(stages, "_rotate", lambda *_, **named: None)  # no kernel in Gluon
     c, w, w_uk = normal(tokens, depth), normal(depth, heads * 192), normal(heads, 128, rank)
     sin, cos = normal(2, tokens, 64)
-    query, query_rope = prolog.query_heads(
+    query, query_rope = stages.query_heads(
         c, to_nz(w), "nz", w_uk, sin, cos, (tokens, 1), interleaved
     )  # fmt: skip
     q = (c.float() @ w.float()).bfloat16().float().view(tokens, heads, 192)
@@ -355,7 +372,7 @@ def test_fp8_query_heads(tokens, parts, prologs, monkeypatch):
     (c, c_scale), (w, w_scale) = narrow(normal(tokens, depth)), narrow(normal(heads * 192, depth))
     w_scale, w_uk = w_scale[::128] / 1024, normal(heads, 128, rank)
     sin, cos = normal(2, tokens, 64)
-    query, query_rope = quantised_prolog.query_heads(
+    query, query_rope = quantised_stages.query_heads(
         quantised_matmul.Rows(c, c_scale),
         quantised_matmul.Weight(w.t(), heads * 192, w_scale.t().contiguous()), "nd", w_uk, sin, cos,
         (tokens, 1), interleaved,
@@ -371,7 +388,7 @@ def few_processors(monkeypatch):
     """Attention on three of them."""
     module = hopper.fused_attention
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
-    monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 3)
+    monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 3)
     stand_in(monkeypatch, attention_tiles, lengths, hopper.tma, module)
     # what they say in PTX
     instead = dict(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from custom.dispatch import backends, log, register
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 
 import custom
 from custom import info
@@ -19,8 +19,9 @@ from custom import info
 pytest.importorskip("triton")
 
 import triton
-from custom.cuda_ops import chunk_gated_delta_rule_grad, sparse_flash_attention
 from custom.cuda_ops.common import gluon_names, gpu
+from custom.cuda_ops.delta_rule import chunk_gated_delta_rule_grad
+from custom.cuda_ops.sparse_attention import sparse_flash_attention
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.nvidia.driver import CudaDriver
 
@@ -74,7 +75,7 @@ def test_info_says_what_is_refused_on_a_gpu(capability, breaks, monkeypatch):
     )
     monkeypatch.setattr(info.torch, "cuda", cuda)
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
-    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     small = GPUS[10 * capability[0] + capability[1]].shared_memory
     monkeypatch.setattr(gpu, "shared_memory", lambda device: small)
     monkeypatch.setattr(chunk_gated_delta_rule_grad, "_BREAKS_ON_SM_100", breaks)
@@ -107,7 +108,7 @@ def test_sparse_attention_takes_no_more_shared_memory_than_its_tiles_are_chosen_
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0)
     monkeypatch.setattr(gpu, "capability", lambda device: capability)
     monkeypatch.setattr(gpu, "is_hopper", lambda device: False)
-    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(gpu, "shared_memory", lambda device: kib * 1024)
     with FakeTensorMode():
         half = partial(torch.empty, dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from custom.dispatch.register import compile_kernels, overload
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 from custom.graph_mode import capture, warmup
 from custom.graph_mode.capture import Captured, _Compilers, _KeepWritten, _no_synchronisation
 from torch import Tensor
@@ -472,7 +472,7 @@ def test_warmup_compiles_nothing_before_all_calls_are_checked(wrong, said, monke
     reason="nothing is compiled",
 )
 def test_warmup_compiles_side_by_side_and_launches_nothing(monkeypatch, capsys):
-    from custom.cuda_ops import fused_sigmoid_gating_delta_rule_update as launcher
+    from custom.cuda_ops.delta_rule import fused_sigmoid_gating_delta_rule_update as launcher
 
     from .support.compile_for_hopper import stand_in
 

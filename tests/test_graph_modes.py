@@ -9,7 +9,7 @@ import functools
 import json
 
 import pytest
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 from docs import graph_modes
 from docs.graph_modes import MODES, ROOT

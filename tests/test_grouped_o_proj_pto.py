@@ -28,7 +28,7 @@ F64 = torch.float64
 def processors_of_a_gpu(monkeypatch):
     """The interpreter has one: K would always be whole."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
 
 
 def draw(

@@ -21,8 +21,8 @@ if INTERPRETED:
 import triton
 import triton.language as tl
 from custom.cuda_ops.common import gpu
-from custom.dispatch import backends, keys, register
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch import backends, dispatch_keys, register
+from custom.dispatch.registry import BY_NAME, SPECS
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 from triton.runtime.jit import KernelInterface
@@ -62,7 +62,7 @@ def noted(request, monkeypatch) -> list[Launch]:
         return launched
 
     monkeypatch.setattr(gpu, "capability", lambda device: request.param)
-    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(KernelInterface, "__getitem__", get)
     monkeypatch.setattr(
         case.Draw, "normal",
@@ -181,7 +181,7 @@ def results(name: str, arguments: dict[str, Any]) -> list[Tensor]:
     """What the op gives and what it writes, as bits."""
     op = register.overload(BY_NAME[name])
     out = op(**arguments)
-    given = [arguments.get(each) for _, each in keys.written(op)]
+    given = [arguments.get(each) for _, each in dispatch_keys.written(op)]
     made = [out] if isinstance(out, Tensor) else [*(out or ())]
     return [x.contiguous().view(torch.uint8) for x in (*made, *given) if x is not None]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import hc_pre as reference
+from custom.dispatch.reference.deepseek_v4 import hc_pre as reference
 from torch import Tensor
 
 import custom

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import indexer_loss as reference
+from custom.dispatch.reference.indexer import indexer_loss as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -247,7 +247,7 @@ def test_rows_behind_all_keys_see_them_all(heads, size, offset, device, backend)
 
 def test_cuda_refuses_more_keys_than_32_bits_number():
     pytest.importorskip("triton")
-    from custom.cuda_ops import indexer_loss, indexer_loss_backward
+    from custom.cuda_ops.indexer import indexer_loss, indexer_loss_backward
 
     x = to(CASES[0].arguments(), torch.float16)
     rows = dict(index_score=x["index_score"], target=x["index_score"], grad_loss=x["index_score"])

@@ -258,7 +258,7 @@ def test_the_bits_of_the_kernel_for_hopper(
     """Of the one for floats, which has the same consumers of keys."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    from custom.cuda_ops.hopper import kv_quant_sparse_flash_attention as hopper
+    from custom.cuda_ops.sparse_attention.hopper import kv_quant_sparse_flash_attention as hopper
 
     launched = []
     launch = hopper.launch
@@ -276,7 +276,7 @@ def test_the_bits_of_the_kernel_for_hopper(
 def test_values_that_are_not_numbers(byte, keys, count, device, monkeypatch):
     """Whoever selects their row gets NaN, and nobody else; of many keys in parts, too."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
     problem = Problem("fp8", requests=[(9, keys)], count=count)
     problem.indices[3:, 5] = 7
     problem.indices[2][problem.indices[2] == 7] = -1

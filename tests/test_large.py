@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from custom.dispatch.keys import written
-from custom.dispatch.specs import SPECS
+from custom.dispatch.dispatch_keys import written
+from custom.dispatch.registry import SPECS
 from torch import Tensor
 
 from docs.numerics import ANY_ORDER

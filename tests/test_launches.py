@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch import backends, log, memo, register
+from custom.dispatch import backends, call_cache, log, register
 from custom.dispatch.common import memory
 from custom.dispatch.common.modes import Mode
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -36,10 +36,11 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 import triton.language as tl
-from custom.cuda_ops import merge_states
-from custom.cuda_ops.common import gpu, launches, private_triton
-from custom.cuda_ops.common.direct import Direct
-from custom.cuda_ops.common.private_triton import Launcher
+from custom.cuda_ops.common import gpu
+from custom.cuda_ops.merging import merge_states
+from custom.cuda_ops.runtime import launches, private_triton
+from custom.cuda_ops.runtime.fast_launcher import FastLauncher
+from custom.cuda_ops.runtime.private_triton import Launcher
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
@@ -142,7 +143,7 @@ def pretended(request, monkeypatch) -> Device:
     out = Device()
     monkeypatch.setattr(custom.config, "backend", "cuda")
     monkeypatch.setattr(gpu, "capability", lambda device: request.param)
-    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     monkeypatch.setattr(
         KernelInterface, "__getitem__", lambda kernel, grid: out.launch(kernel, grid)
     )
@@ -268,7 +269,7 @@ def test_a_plan_forks_the_stream_where_its_launcher_does(streams):
 
     def launcher(x: Tensor) -> Tensor:
         out = memory.empty((1,), x.dtype, x.device)
-        with launches.Side(x.device) as side:
+        with launches.SideStream(x.device) as side:
             with side.stream():
                 launches.kernel(kernel, 1)(x)
             launches.kernel(kernel, 1)(x)
@@ -292,7 +293,7 @@ def test_a_call_that_fails_beside_the_stream_comes_back_to_it(streams):
     kernel = Noting(*streams)
 
     def launcher(x: Tensor, y: Tensor) -> None:
-        with launches.Side(x.device) as side, side.stream():
+        with launches.SideStream(x.device) as side, side.stream():
             launches.kernel(kernel, 1)(x)
             launches.kernel(kernel, 1)(y)
 
@@ -320,7 +321,7 @@ def test_a_plan_allocates_ahead_of_its_second_stream(streams, monkeypatch):
         return torch.empty(shape, dtype=dtype, device=device)
 
     def launcher(x: Tensor) -> Tensor:
-        with launches.Side(x.device) as side, side.stream():
+        with launches.SideStream(x.device) as side, side.stream():
             launches.kernel(kernel, 1)(x)
             return memory.empty((1,), x.dtype, x.device)
 
@@ -481,7 +482,7 @@ def encoded(monkeypatch) -> list[int]:
 def test_c_is_handed_what_triton_hands_it(encoded):
     """And descriptors that point where they did are not encoded again."""
     which = Launched()
-    launch = Direct(Launcher(which.kernel), (3, 2, 1), 0)
+    launch = FastLauncher(Launcher(which.kernel), (3, 2, 1), 0)
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     rows, numbers = launch.encoded(which.rows(x)), launch.encoded(which.numbers(y))
     for other in (x, torch.empty_like(x), x):
@@ -496,7 +497,7 @@ def test_c_is_handed_what_triton_hands_it(encoded):
 
 def test_hooks_see_every_launch(encoded, monkeypatch):
     which = Launched()
-    launch = Direct(Launcher(which.kernel), (3, 2, 1), 0)
+    launch = FastLauncher(Launcher(which.kernel), (3, 2, 1), 0)
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     rows, numbers = launch.encoded(which.rows(x)), launch.encoded(which.numbers(y))
     hooks = [lambda about: None for _ in range(2)]
@@ -513,7 +514,7 @@ def test_scratch_memory_is_another_for_each_launch(encoded, monkeypatch):
     numbers = iter(range(10))
     allocator = SimpleNamespace(get=lambda: lambda *_: f"scratch {next(numbers)}")
     monkeypatch.setattr(nvidia._allocation, "_allocator", allocator)
-    launch = Direct(Launcher(which.kernel), (3, 2, 1), 0)
+    launch = FastLauncher(Launcher(which.kernel), (3, 2, 1), 0)
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     values = launch.encoded(which.rows(x))(0), launch.encoded(which.numbers(y))(0)
     for _ in range(2):
@@ -675,7 +676,7 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
     files = ("importlib", "os", "posix", "pathlib", "io", "inspect")
     package = custom.__name__
     ours = (f"{package}.dispatch.ops", f"{package}.dispatch.check.", f"{package}.cuda_ops")
-    steps = tuple(f"{package}.cuda_ops.common.{module}." for module in ("launches", "direct"))
+    steps = tuple(f"{package}.cuda_ops.runtime.{module}." for module in ("launches", "direct"))
     unwanted = {x for x in called if x.startswith((*files, *ours)) and not x.startswith(steps)}
     assert not unwanted
     _, allocated = pretended.take()
@@ -964,8 +965,8 @@ def test_values_are_checked_every_time(monkeypatch):
 
 
 def test_pointers_that_are_aligned_or_equal_make_another_call_of_it():
-    def key(*args: Any) -> memo.Key:
-        found = memo.likeness(args, {})
+    def key(*args: Any) -> call_cache.Key:
+        found = call_cache.cache_key(args, {})
         assert found is not None
         return found.key
 
@@ -979,12 +980,12 @@ def test_pointers_that_are_aligned_or_equal_make_another_call_of_it():
 @pytest.mark.parametrize("value", [torch.nn.Buffer(torch.ones(1)), object(), [torch.ones(1)]])
 def test_what_is_not_plain_is_like_nothing(value):
     plain = type(value) is Tensor
-    assert (memo.likeness((value,), {}) is None) != plain
+    assert (call_cache.cache_key((value,), {}) is None) != plain
 
 
 def test_kinds_of_calls_are_bounded():
-    kept = memo.Memo()
-    kinds = [memo.Alike((number,), [], []) for number in range(memo.MOST + 5)]
+    kept = call_cache.CallCache()
+    kinds = [call_cache.CacheKey((number,), [], []) for number in range(call_cache.MOST + 5)]
     for each in kinds:
         kept.keep(each, lambda *_: None)
     assert kept.find(kinds[4]) is None and kept.find(kinds[5]) is not None
@@ -993,8 +994,13 @@ def test_kinds_of_calls_are_bounded():
 
 
 def test_ways_in_which_tensors_lie_in_each_other_are_bounded():
-    kept, pool = memo.Memo(writes=True), torch.zeros(memo.MOST + 10, dtype=torch.uint8)
-    laid = [memo.Alike((), [pool, pool[at:]], [0, at]) for at in range(memo.MOST + 5)]
+    kept, pool = (
+        call_cache.CallCache(writes=True),
+        torch.zeros(call_cache.MOST + 10, dtype=torch.uint8),
+    )
+    laid = [
+        call_cache.CacheKey((), [pool, pool[at:]], [0, at]) for at in range(call_cache.MOST + 5)
+    ]
     for each in laid:
         kept.keep(each, lambda *_: None)
     assert kept.find(laid[4]) is None and kept.find(laid[5]) is not None
@@ -1226,7 +1232,7 @@ def test_descriptors_are_handed_to_c_as_triton_hands_them(encoded):
     which = Launched()
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     launcher = Launcher(which.kernel)
-    launch = Direct(launcher, (3, 2, 1), 0)
+    launch = FastLauncher(launcher, (3, 2, 1), 0)
     rows, numbers = which.rows(x), which.numbers(y)
     values = [
         x.data_ptr(), *launch.encoded(rows)(x.data_ptr()), 5,
@@ -1249,7 +1255,7 @@ def test_a_triton_that_nobody_tried_launches_in_its_public_way(op, name, pretend
     wanted = [(each, grid) for each, grid, _ in pretended.take()[0]]
     monkeypatch.setattr(private_triton, name, None)
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(launches, "Direct", None)
+    monkeypatch.setattr(launches, "FastLauncher", None)
     for _ in range(3):
         register.overload(BY_NAME[op])(**arguments)
         assert [(each, grid) for each, grid, _ in pretended.take()[0]] == wanted
@@ -1305,9 +1311,9 @@ for module, names in MOVED.items():
         delattr(there, name)
         try:
             if name in ("builtin", "ir"):
-                importlib.import_module("custom.cuda_ops.fused_attention_backward")
-            found = importlib.import_module("custom.cuda_ops.merge_states")
-            launches = importlib.import_module("custom.cuda_ops.common.launches")
+                importlib.import_module("custom.cuda_ops.attention.fused_attention_backward")
+            found = importlib.import_module("custom.cuda_ops.merging.merge_states")
+            launches = importlib.import_module("custom.cuda_ops.runtime.launches")
             # what is asked for ahead is not compiled: the kernel says so
             triton.runtime.jit.JITFunction.warmup = lambda self, *a, **n: None
             launches._ALONE = False

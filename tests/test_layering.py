@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 from docs.functions import functions
 
@@ -87,12 +87,15 @@ def imported(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", in_cuda_ops(), ids=_named)
 def test_floors_of_cuda_ops_import_downwards(path):
-    """The ops on top, then hopper/, then common/."""
-    floor = path.relative_to(ROOT / "cuda_ops").parts[0]
-    below = {"common": ("common",), "hopper": ("common", "hopper")}.get(floor, ("",))
+    """The ops on top, then the folders hopper/, then common/ and runtime/."""
+    inside = path.relative_to(ROOT / "cuda_ops").parts
     for name in imported(path):
         if name.startswith("custom.cuda_ops."):
-            assert name.removeprefix("custom.cuda_ops.").startswith(below), f"imports {name}"
+            there = name.removeprefix("custom.cuda_ops.").split(".")
+            at_bottom = there[0] in ("common", "runtime")
+            if inside[0] in ("common", "runtime"):
+                assert at_bottom, f"imports {name}"
+            assert at_bottom or "hopper" in there or "hopper" not in inside, f"imports {name}"
 
 
 def _modules() -> dict[str, list[str]]:
@@ -139,7 +142,16 @@ def test_what_begins_with_an_underscore_stays_in_its_file(path):
 
 
 # what several of hopper/ share, and no op's path
-ROOMS = ("__init__", "absorption", "chunks", "joined", "latents", "rotation", "rows", "tma")
+ROOMS = (
+    "__init__",
+    "absorption",
+    "chunks",
+    "fused_gemm",
+    "mla_consumers",
+    "rotation",
+    "rows",
+    "tma",
+)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +166,20 @@ def test_a_hopper_module_has_a_question_and_a_launch(path):
     assert [name for name in public if not name.startswith("_")] == ["supports", "launch"]
 
 
+def _below(path: Path, node: ast.ImportFrom) -> Path:
+    """What `from ... import` names, as a path without its ending."""
+    return path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+
+
 def _launcher(op: str) -> tuple[ast.FunctionDef, str]:
     """The launcher of an op in cuda_ops, and where it is written."""
     spec = next(spec for spec in SPECS if spec.file == op)
-    path, name = ROOT / "cuda_ops" / f"{op}.py", spec.function
+    path, name = ROOT / "cuda_ops" / spec.family / f"{op}.py", spec.function
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom):
             taken = [x.name for x in node.names if (x.asname or x.name) == name]
             if taken:  # another op's, under this name
-                path, name = path.parent / f"{node.module}.py", taken[0]
+                path, name = _below(path, node).with_suffix(".py"), taken[0]
     found = [
         x
         for x in ast.parse(path.read_text()).body
@@ -225,7 +242,7 @@ def kernels(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     own = {node.name for node in tree.body if _is_jitted(node)}
     for node in (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level):
-        there = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        there = _below(path, node)
         if there.with_suffix(".py").is_file() and "cuda_ops" in there.parts:
             found = kernels(there.with_suffix(".py"))
             own |= {alias.name for alias in node.names if alias.name in found}
@@ -243,7 +260,7 @@ def test_kernels_are_launched_in_one_place(path):
         if isinstance(node, ast.Subscript):
             assert ast.unparse(node.value) not in here, f"line {node.lineno}: launches.kernel(...)"
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda":
-            assert node.attr not in streams, f"line {node.lineno}: launches.Side"
+            assert node.attr not in streams, f"line {node.lineno}: launches.SideStream"
 
 
 def launched(tree: ast.Module) -> set[str]:
@@ -293,7 +310,7 @@ def tables(docstring: str) -> list[list[tuple[str, list[str]]]]:
     return found
 
 
-def faults(source: str) -> list[str]:
+def faults(source: str, folder: Path) -> list[str]:
     """What is wrong with the tables of a launcher."""
     tree = ast.parse(source)
     read = tables(ast.get_docstring(tree, clean=False) or "")
@@ -307,8 +324,9 @@ def faults(source: str) -> list[str]:
         for _, names in rows:
             named |= set(names)
     for name in sorted(named):
-        is_file = re.fullmatch(r"((hopper|common)/)?\w+\.py", name)
-        if name not in own and not (is_file and (ROOT / "cuda_ops" / name).is_file()):
+        is_file = re.fullmatch(r"(\w+/)*\w+\.py", name)
+        there = (folder / name, ROOT / "cuda_ops" / name)
+        if name not in own and not (is_file and any(map(Path.is_file, there))):
             wrong.append(f"{name} does not exist")
     return wrong + [f"{name} is left out" for name in sorted(launched(tree) - named)]
 
@@ -320,13 +338,14 @@ def _launchers() -> list[Path]:
         tree = ast.parse(path.read_text())
         return bool(launched(tree) or tables(ast.get_docstring(tree, clean=False) or ""))
 
-    return [path for path in sorted((ROOT / "cuda_ops").glob("*.py")) if asked(path)]
+    above = [x for x in in_cuda_ops() if not {"common", "runtime", "hopper"} & {*x.parts}]
+    return [path for path in above if asked(path)]
 
 
 @pytest.mark.parametrize("path", _launchers(), ids=_named)
 def test_a_launcher_says_which_kernel_when(path):
     """The table condition -> kernels, of calls that have something to do (CONTRIBUTING.md)."""
-    assert faults(path.read_text()) == []
+    assert faults(path.read_text(), path.parent) == []
 
 
 LAUNCHER = '''"""An op.
@@ -370,12 +389,12 @@ def forward(x):
 )
 def test_a_wrong_table_is_found(right, wrong, said):
     assert LAUNCHER.count(right) == 1
-    assert sorted(faults(LAUNCHER.replace(right, wrong))) == said
+    assert sorted(faults(LAUNCHER.replace(right, wrong), ROOT / "cuda_ops" / "indexer")) == said
 
 
 def test_kernels_stand_in_their_column():
     with pytest.raises(AssertionError, match=r"column:     few rows +_first then"):
-        faults(LAUNCHER.replace("few rows  ", "few rows "))
+        faults(LAUNCHER.replace("few rows  ", "few rows "), ROOT / "cuda_ops" / "indexer")
 
 
 def test_no_test_imports_a_test():
@@ -395,7 +414,7 @@ def test_source_files_carry_their_licence():
 def test_barriers_are_forgotten():
     """Else their memory is others' while a multiprocessor still holds them."""
     gone = re.compile(r"    forget\((\w+)\)\n")
-    for file in sorted((ROOT / "cuda_ops" / "hopper").rglob("*.py")):
+    for file in sorted((ROOT / "cuda_ops").rglob("hopper/*.py")):
         for kernel in re.split(r"^@gluon\.jit", file.read_text(), flags=re.M):
             made = re.findall(r"(\w+) = (?:gl\.allocate_shared_memory\(gl\.int64|ring\()", kernel)
             if made and "warp_specialize(" not in kernel and "return " not in kernel:

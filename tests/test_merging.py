@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import merge_states as reference
+from custom.dispatch.reference.merging import merge_states as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

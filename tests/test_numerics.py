@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 
 from custom.bench import in_torch, numerics
 from custom.bench.attention import case as attention_case

@@ -13,7 +13,7 @@ import torch
 from custom.dispatch import backends, log
 from custom.dispatch.common import nz
 from custom.dispatch.errors import NotSupported
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

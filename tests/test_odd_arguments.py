@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from custom.dispatch import errors, sentences
+from custom.dispatch import error_messages, errors
 from custom.dispatch.overlap import overlap
 from custom.dispatch.register import overload
-from custom.dispatch.specs import BY_NAME, SPECS, Spec
+from custom.dispatch.registry import BY_NAME, SPECS, Spec
 from custom.graph_mode import onnx, torchair
 from custom.graph_mode.capture import Captured
 from torch import Tensor
@@ -545,7 +545,7 @@ def test_a_sentence_keeps_where_an_op_inside_an_op_failed():
         return torch.ops.custom.npu_merge_states(x, x)
 
     with pytest.raises(TypeError, match=r"^npu_merge_states: `outs` is of type str") as caught:
-        sentences.call(inner, "no tensor")
+        error_messages.call(inner, "no tensor")
     shown = "".join(traceback.format_exception(caught.value))
     assert "in inner" in shown and shown.rstrip().endswith("torch.as_tensor().")
 

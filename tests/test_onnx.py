@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch.register import overload
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 from torch import Tensor
 from torch.export import Dim
 

@@ -165,7 +165,7 @@ def forbid(event, _):
 import torch
 from custom import info
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 from tests.support.samples import sample
 sys.addaudithook(forbid)
 where = torch.device(sys.argv[1])

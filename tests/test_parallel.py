@@ -21,8 +21,8 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
 
-from custom import _collectives
 from custom.bench import parallel as bench
+from custom.parallel import collectives
 from docs import cards
 
 from . import parallel_ranks
@@ -202,7 +202,7 @@ def test_the_bench_checks_and_times_every_row(tmp_path, monkeypatch):
 
 
 def test_the_module_stays_thin():
-    assert len((ROOT / "custom/parallel.py").read_text().splitlines()) < 400
+    assert len((ROOT / "custom/parallel/attention.py").read_text().splitlines()) < 400
 
 
 def test_other_numbers_of_cards(tmp_path, monkeypatch):
@@ -269,5 +269,5 @@ def test_an_error_of_a_collective_keeps_its_type(error, said, monkeypatch):
         raise error
 
     with pytest.raises(type(error), match=said) as caught:
-        _collectives._named("all_gather", call, None)
+        collectives._named("all_gather", call, None)
     assert type(caught.value) is type(error)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 from custom.dispatch import backends
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 from .portability.__main__ import ROOT, TABLE, against, paths, unknown
 from .portability.cases import cases

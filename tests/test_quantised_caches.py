@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import _quantise
+from custom.dispatch.reference.common import quantizers
 from torch import Tensor
 
 import custom
@@ -172,9 +172,9 @@ def test_v4_rows_read_back():
     """What a tile's scale and e4m3 give is exact in bfloat16; NaN and zeros stay what they are."""
     x = torch.randn(6, 512) * torch.exp2(torch.randint(-20, 9, (6, 1)).float())
     x[2], x[3, 70] = 0, torch.nan
-    parts = _quantise.pack_v4_rows(x)
-    back = _quantise.unpack_v4_rows(*parts)
-    exact = _quantise.unpack_v4_rows(*parts, torch.float32)
+    parts = quantizers.pack_v4_rows(x)
+    back = quantizers.unpack_v4_rows(*parts)
+    exact = quantizers.unpack_v4_rows(*parts, torch.float32)
     assert torch.allclose(back.float(), exact, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(back[:, 448:], x[:, 448:].bfloat16())
     assert not back[2].any()

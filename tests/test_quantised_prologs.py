@@ -18,7 +18,7 @@ import torch
 from custom.dispatch import backends
 from custom.dispatch.common import mla_v3
 from custom.dispatch.register import bind, overload
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 import custom

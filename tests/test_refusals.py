@@ -15,9 +15,10 @@ import torch
 from custom.dispatch import backends, log, register, versions
 from custom.dispatch.env import config
 from custom.dispatch.errors import NotSupported
-from custom.dispatch.specs import BY_NAME
-from custom.npu_ops import refusals, tune
+from custom.dispatch.registry import BY_NAME
+from custom.npu_ops.common import refusals, tune
 
+from .support import places
 from .support.samples import sample
 from .support.threads import at_once
 
@@ -272,12 +273,12 @@ def test_no_kernel_of_what_pushes_a_state_on_runs_twice(op, at, monkeypatch):
     launched, refused = [], []
     for name in PUSHING[op]:
         file, _, function = name.partition(".")
-        module = importlib.import_module(f"custom.npu_ops.{file}")
+        module = places.module(file)
         monkeypatch.setattr(module, function, Kernel(name, launched, refused))
         two = [{"again": number} for number in range(2)]
         tiles = dict.fromkeys(tune.TABLE[name][0].tiles, 8)
         monkeypatch.setitem(tune.TABLE, name, tuple(tune.Config(tiles, each) for each in two))
-    monkeypatch.setattr(importlib.import_module("custom.npu_ops.cores"), "vector", lambda: 2)
+    monkeypatch.setattr(importlib.import_module("custom.npu_ops.common.cores"), "vector", lambda: 2)
     arguments = sample(op, torch.device("cpu"), torch.float32)
     full = register.bind(register.overload(BY_NAME[op])._schema, (), arguments)
     refused.append(PUSHING[op][at])
@@ -382,7 +383,7 @@ def test_every_launcher_of_the_npu_tries_again(monkeypatch):
             """The launcher."""
 
     real = backends.importlib.import_module
-    path = f"{backends.NPU.package}.{spec.file}"
+    path = f"{backends.NPU.package}.{spec.module}"
     monkeypatch.setattr(
         backends.importlib, "import_module", lambda name: Module if name == path else real(name)
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 
 pytest.importorskip("triton")
 

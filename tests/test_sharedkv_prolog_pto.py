@@ -12,7 +12,7 @@ import pytest
 import torch
 from custom.dispatch import log
 from custom.dispatch.common import quantised
-from custom.dispatch.reference import _quantise
+from custom.dispatch.reference.common import quantizers
 from torch import Tensor
 
 import custom
@@ -33,7 +33,7 @@ PAGE = 16
 def processors_of_a_gpu(monkeypatch):
     """The interpreter has one: K would always be whole."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
 
 
 @dataclass
@@ -391,7 +391,7 @@ def test_rows_of_8_bits_are_near(device, backend):
     room = torch.zeros(6, PAGE, 1, 584, dtype=torch.uint8, device=device)
     getattr(custom, OP)(**drawn.arguments(device), ori_kv=room, kv_kind="fp8")
     values, rotary, scales = quantised.v4_parts(room.cpu())
-    rows = _quantise.unpack_v4_rows(values, rotary, scales).double().flatten(0, 1)
+    rows = quantizers.unpack_v4_rows(values, rotary, scales).double().flatten(0, 1)
     expected = drawn.expected(F64)["rows"]
     for i in range(drawn.B):
         for j in range(drawn.S):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from custom.dispatch import register
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 from .support.accuracy import skip_unless_taken
 from .support.calls import assert_same, every_spec, everything, other

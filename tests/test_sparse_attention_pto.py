@@ -11,7 +11,7 @@ import importlib.util
 import pytest
 import torch
 from custom.dispatch.register import bind, overload
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 import custom
@@ -351,7 +351,7 @@ def test_weights_that_are_parameters_need_no_grad():
 @pytest.mark.parametrize("op", ["attention", "attention_indices", "attention_shared"])
 def test_sizes_that_fit_no_gpu_are_refused_before_a_cache_is_written(op, monkeypatch):
     """The layer asks its stages with the queries that it is going to make."""
-    module = importlib.import_module(f"custom.cuda_ops.sparse_{op}_pto")
+    module = importlib.import_module(f"custom.cuda_ops.sparse_attention.sparse_{op}_pto")
     from custom.cuda_ops.common import gpu
 
     x = torch.empty(2, 1, 64, dtype=torch.bfloat16)

@@ -853,7 +853,7 @@ def test_gradients_in_parts(monkeypatch, backend):
     """Blocks of tokens add up."""
     if backend != "reference":
         pytest.skip("the reference's")
-    from custom.dispatch.reference import _selected
+    from custom.dispatch.reference.common import selection
 
     def gradients():
         given, names = leaves(Problem(count=5), ("TND", "TND"), torch.device("cpu"), torch.float64)
@@ -862,7 +862,7 @@ def test_gradients_in_parts(monkeypatch, backend):
         return [given[name].grad for name in names]
 
     whole = gradients()
-    monkeypatch.setattr(_selected, "BLOCK", 2000)
+    monkeypatch.setattr(selection, "BLOCK", 2000)
     for x, y in zip(gradients(), whole, strict=True):
         torch.testing.assert_close(x, y)
 

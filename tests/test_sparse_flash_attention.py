@@ -221,14 +221,14 @@ def test_sums_may_fall(device, backend):
 
 
 def test_prefill_in_blocks_equals_one_block(monkeypatch):
-    from custom.dispatch.reference import _selected
+    from custom.dispatch.reference.common import selection
 
     problem = Problem((50,), (50,))
     arguments = problem.arguments(
         Packed(("BSND", "BSND"), (50,), (50,), torch.device("cpu")), torch.float64
     )
     whole, _, _ = torch.ops.custom.npu_sparse_flash_attention(**arguments)
-    monkeypatch.setattr(_selected, "BLOCK", 3 * 12 * 64)
+    monkeypatch.setattr(selection, "BLOCK", 3 * 12 * 64)
     parts, _, _ = torch.ops.custom.npu_sparse_flash_attention(**arguments)
     torch.testing.assert_close(parts, whole)
 
@@ -296,11 +296,11 @@ def test_a_value_that_begins_as_the_key_does_is_another_one_with_other_strides(m
     pytest.importorskip("triton")
     npu_ops = importlib.import_module("custom.npu_ops")
     names = SimpleNamespace(extract_slice=None, insert_slice=None, sort=None)
-    monkeypatch.setitem(sys.modules, "custom.npu_ops.front_end", names)
+    monkeypatch.setitem(sys.modules, "custom.npu_ops.common.front_end", names)
     monkeypatch.setattr(npu_ops, "front_end", names, raising=False)
     before = {*sys.modules}
     try:
-        launcher = importlib.import_module("custom.npu_ops.sparse_flash_attention")
+        launcher = importlib.import_module("custom.npu_ops.sparse_attention.sparse_flash_attention")
     finally:
         for name in {*sys.modules} - before:  # what was imported over the stand-in
             del sys.modules[name]

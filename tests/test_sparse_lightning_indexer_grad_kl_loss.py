@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch import log
-from custom.dispatch.reference import sparse_lightning_indexer_grad_kl_loss as reference
+from custom.dispatch.reference.indexer import sparse_lightning_indexer_grad_kl_loss as reference
 from torch import Tensor
 
 import custom

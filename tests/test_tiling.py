@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from custom.npu_ops import tiling, tune
+from custom.npu_ops.common import tiling, tune
 
 
 def test_cores_of_the_machines():

@@ -20,7 +20,7 @@ import pytest
 import torch
 from custom.dispatch import backends
 from custom.dispatch.errors import BackendUnavailable
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 
 import custom
 from custom.bench import __main__ as bench
@@ -155,7 +155,7 @@ def test_info_says_what_a_gpu_runs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
     monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
-    monkeypatch.setattr(gpu, "processors", lambda device: 108)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 108)
     monkeypatch.setattr(gpu, "shared_memory", lambda device: 163 * 1024)
     text = "\n".join(report())
     assert "sm_80, 108 multiprocessors, 163 KiB of shared memory; plain kernels" in text
@@ -169,7 +169,7 @@ def test_info_names_the_gpu_that_refuses(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA X")
     monkeypatch.setattr(gpu, "capability", lambda device: [(8, 0), (7, 5)][device.index or 0])
-    monkeypatch.setattr(gpu, "processors", lambda device: 108)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 108)
     monkeypatch.setattr(gpu, "shared_memory", lambda device: 163 * 1024)
     lines = [*report()]
     cells = {line.split()[0]: line.split()[2] for line in lines if line.startswith("  npu_")}
@@ -197,9 +197,9 @@ def test_both_tritons_says_which_wins_and_how_to_mend_it(monkeypatch):
 @pytest.mark.parametrize(
     "file, kernel, text",
     [
-        ("hopper/chunk_gated_delta_rule.py", "_walk", "gl.warp_specialize("),
-        ("hopper/fused_attention.py", "_forward_hopper", "if NC == 2:"),
-        ("hopper/lightning_indexer.py", "_scores_shared", "gl.warp_specialize("),
+        ("delta_rule/hopper/chunk_gated_delta_rule.py", "_walk", "gl.warp_specialize("),
+        ("attention/hopper/fused_attention.py", "_forward_hopper", "if NC == 2:"),
+        ("indexer/hopper/lightning_indexer.py", "_scores_shared", "gl.warp_specialize("),
     ],
 )
 def test_a_racecheck_log_is_judged_by_its_pairs(file, kernel, text, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from custom.dispatch.register import overload
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 
 import custom
 

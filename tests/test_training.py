@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.registry import SPECS, Spec
 from torch import Tensor
 from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint

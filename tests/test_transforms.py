@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 from torch.autograd import forward_ad
 
 import custom

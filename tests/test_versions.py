@@ -105,14 +105,14 @@ def module(name: str, **members: object) -> ModuleType:
 
 
 def names(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> ModuleType:
-    """npu_ops/front_end.py over these modules instead of an installed triton."""
+    """npu_ops/common/front_end.py over these modules instead of an installed triton."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     parents = ("triton", "triton.language.extra")
     for each in (*map(module, parents), *modules):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    monkeypatch.delitem(sys.modules, "custom.npu_ops.front_end", raising=False)
-    return importlib.import_module("custom.npu_ops.front_end")
+    monkeypatch.delitem(sys.modules, "custom.npu_ops.common.front_end", raising=False)
+    return importlib.import_module("custom.npu_ops.common.front_end")
 
 
 OLD = {name: f"{name} of tl" for name in ("extract_slice", "insert_slice", "sort")}
@@ -144,7 +144,7 @@ def test_another_triton_is_named(monkeypatch):
 
 
 def test_kernels_take_them_from_here_alone():
-    for path in (ROOT / "npu_ops").glob("*.py"):
+    for path in (ROOT / "npu_ops").rglob("*.py"):
         text = path.read_text()
         assert not any(f"tl.{name}" in text for name in OLD), path.name
 

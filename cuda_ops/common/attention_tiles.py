@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ...dispatch.common import memory
-from . import launches
+from ..runtime import launches
 from .lengths import pieces, within
 
 MOST_ROWS = 128  # of a block of a plain kernel
@@ -253,9 +253,9 @@ class Sizes:
     def keys(self) -> int:
         return triton.cdiv(self.n_k, max(self.batch, 1)) if self.varlen else self.n_k
 
-    def is_narrow(self, processors: int) -> bool:
+    def is_narrow(self, num_sms: int) -> bool:
         """Whether tiles of 128 queries leave half of the chip idle, so that splitting keys pays."""
-        return 2 * self.batch * self.heads * triton.cdiv(self.rows, 128) <= processors
+        return 2 * self.batch * self.heads * triton.cdiv(self.rows, 128) <= num_sms
 
 
 def width_of(size: int) -> int:

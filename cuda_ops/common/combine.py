@@ -13,7 +13,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from ...dispatch.common import memory
-from . import gpu, launches
+from ..runtime import launches
+from . import gpu
 from .log2 import LN2, LOG2E
 
 

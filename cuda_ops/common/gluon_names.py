@@ -14,7 +14,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
-from .private_triton import GLUON_LACKS, builtin
+from ..runtime.private_triton import GLUON_LACKS, builtin
 
 LACKING: list[str] = [*GLUON_LACKS]
 

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ...dispatch import log
-from . import private_triton
+from ..runtime import private_triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _OLDEST = (8, 0)  # what Triton supports, and what the tiles are cut for
@@ -100,7 +100,7 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 @cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors."""
     if device.type != "cuda":
         return 1
@@ -133,6 +133,6 @@ def described(device: torch.device) -> str:
     else:
         path = without_gluon() or "kernels in Gluon for Hopper"
     return (
-        f"sm_{major}{minor}, {processors(device)} multiprocessors, "
+        f"sm_{major}{minor}, {num_sms(device)} multiprocessors, "
         f"{shared_memory(device) // 1024} KiB of shared memory; {path}"
     )

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from . import launches
+from ..runtime import launches
 
 PLAIN, PEAK, FIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 

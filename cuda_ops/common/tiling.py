@@ -44,7 +44,7 @@ def _blocks(tokens: int, sizes: Sequence[int], tile: int, columns: int) -> int:
     return sum(cdiv(size, columns) for size in sizes) * cdiv(tokens, tile)
 
 
-def plain(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+def plain(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
     """For nz_matmul."""
     if tokens <= 64:
         tile, columns, k, warps, swap = max(8, power_of_two(tokens)), 64, 128, 4, True
@@ -53,11 +53,11 @@ def plain(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Til
         tile, columns, k, stages, warps, swap = 128, 128, 64, 3, 4, False
     else:
         tile, columns, k, stages, warps, swap = 128, 128, 64, 4, 8, False
-    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * processors, depth // k)
+    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * num_sms, depth // k)
     return Tiling(tile, columns, k, runs, stages, warps, swap)
 
 
-def hopper(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+def hopper(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
     """For hopper/nz_matmul.py.  The memory is kept busy by what all programs of a multiprocessor
     have asked for, so shared memory is filled; the best on one H200, 2026-11, for the sizes of
     DeepSeek-V3.2."""
@@ -67,15 +67,15 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Ti
     narrow = sum(cdiv(size, columns) for size in sizes)
     if tokens > 128:
         tile, columns, warps, room, together = 256, 128, 8, 192, 1
-    elif tokens > 64 and narrow > 2 * processors:
+    elif tokens > 64 and narrow > 2 * num_sms:
         columns, warps, room, together = 128, 8, 192, 1
-    elif tokens > 64 or (tokens > 32 and processors // 2 < narrow <= 2 * processors):
+    elif tokens > 64 or (tokens > 32 and num_sms // 2 < narrow <= 2 * num_sms):
         room, together = 192, 1
     elif depth > 4096:
         room, together = 200, 1  # fewer runs for the kernel behind to add up
-    elif 16 < tokens <= 32 and narrow > processors // 2:
+    elif 16 < tokens <= 32 and narrow > num_sms // 2:
         columns, room, together = 128, 200, 0  # K stays whole
-    elif narrow > processors // 2:
+    elif narrow > num_sms // 2:
         room, together = 64, 3
     else:
         room, together = 96, 2
@@ -83,20 +83,20 @@ def hopper(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Ti
     if tokens > 128:
         # narrower programs where wide ones would leave processors idle at the end: x at 4096 tokens
         # of DeepSeek's sizes has 528, four for each processor, instead of 272
-        halves, wholes = (cdiv(_blocks(tokens, sizes, tile, n), processors) for n in (64, 128))
+        halves, wholes = (cdiv(_blocks(tokens, sizes, tile, n), num_sms) for n in (64, 128))
         if wholes > 1 and 10 * halves < 18 * wholes:
             columns, warps, group = 64, 4, 4
     stages = room * 1024 // ((tile + columns) * k * 2)
     blocks = _blocks(tokens, sizes, tile, columns)
-    runs = _runs(blocks, together * processors, depth // k)
+    runs = _runs(blocks, together * num_sms, depth // k)
     return Tiling(tile, columns, k, runs, stages, warps, group=group)
 
 
-def whole_depth(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling | None:
+def whole_depth(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling | None:
     """For hopper/nz_matmul.py when what follows a product is done at its end: K in one run; 64
     columns a program or, of more than 128 tokens, 128.  None where multiprocessors would have
     none."""
-    if _blocks(1, sizes, 1, 64) <= processors // 2:
+    if _blocks(1, sizes, 1, 64) <= num_sms // 2:
         return None
     if tokens > 128:
         if any(size % 128 for size in sizes):
@@ -110,17 +110,17 @@ def whole_depth(tokens: int, sizes: Sequence[int], depth: int, processors: int) 
     return Tiling(tile, 64, k, 1, stages, 4)
 
 
-def narrow(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+def narrow(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
     """For quantised_matmul.py, whose steps are blocks of 128 numbers of 8 bits."""
     if tokens <= 64:
         tile, columns, stages, warps, swap = max(16, power_of_two(tokens)), 64, 4, 4, True
     else:
         tile, columns, stages, warps, swap = 128, 128, 3, 8, False
-    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * processors, depth // 128)
+    runs = _runs(_blocks(tokens, sizes, tile, columns), 2 * num_sms, depth // 128)
     return Tiling(tile, columns, 128, runs, stages, warps, swap)
 
 
-def eight_bits(tokens: int, sizes: Sequence[int], depth: int, processors: int) -> Tiling:
+def eight_bits(tokens: int, sizes: Sequence[int], depth: int, num_sms: int) -> Tiling:
     """For hopper/quantised_matmul.py: as in hopper, what programs ask for first fills shared
     memory."""
     swap = tokens <= 32
@@ -132,6 +132,6 @@ def eight_bits(tokens: int, sizes: Sequence[int], depth: int, processors: int) -
         columns, room = 128, 208
     warps = 8 if tile == 128 else 4
     blocks = _blocks(tokens, sizes, tile, columns)
-    runs = _runs(blocks, together * processors, depth // 128)
+    runs = _runs(blocks, together * num_sms, depth // 128)
     stages = room * 1024 // ((tile + columns) * 128)
     return Tiling(tile, columns, 128, runs, stages, warps, swap)

@@ -28,7 +28,7 @@ from ..dispatch import log
 from ..dispatch.backends import CUDA
 from ..dispatch.env import config
 from ..dispatch.errors import need
-from ..dispatch.specs import BY_NAME
+from ..dispatch.registry import BY_NAME
 from . import cold, host
 from .case import Arguments, Case, Outputs
 from .presets import presets, sweep

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..dispatch import backends
-from ..dispatch.specs import BY_NAME
+from ..dispatch.registry import BY_NAME
 from .case import Case
 from .presets import presets
 from .timing import waiting

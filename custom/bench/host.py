@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch import memo
+from ..dispatch import call_cache
 from .case import Case
 from .timing import waiting
 
@@ -70,7 +70,7 @@ def table(cases: Sequence[Case], device: torch.device) -> str:
         arguments = case.make(device, 0)
         call = partial(case.call, arguments)
         ours = microseconds(call, device)
-        check = microseconds(partial(memo.likeness, (), arguments), torch.device("cpu"))
+        check = microseconds(partial(call_cache.cache_key, (), arguments), torch.device("cpu"))
         count = launches(call, device)
         peers = {name: prepare(arguments) for name, prepare in case.peers.items()}
         beside = [

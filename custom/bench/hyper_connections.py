@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch.reference import hc_post, hc_post_grad, hc_post_pre, hc_pre, hc_pre_grad
+from ..dispatch.reference.deepseek_v4 import hc_post, hc_post_grad, hc_post_pre, hc_pre, hc_pre_grad
 from . import in_torch
 from .case import Arguments, Case, Draw, Outputs
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..dispatch.reference import localize_indices as localize_reference
-from ..dispatch.reference import merge_states as states_reference
-from ..dispatch.reference import merge_topk as topk_reference
+from ..dispatch.reference.merging import localize_indices as localize_reference
+from ..dispatch.reference.merging import merge_states as states_reference
+from ..dispatch.reference.merging import merge_topk as topk_reference
 from . import in_torch
 from .case import Arguments, Case, Draw, Outputs
 from .sparse_attention import indexer_case

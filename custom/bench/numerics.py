@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch.common.nz import from_nz, to_nz
-from ..dispatch.specs import BY_NAME
+from ..dispatch.registry import BY_NAME
 from .__main__ import (
     _by_reference,
     _copy,

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _collectives, merging, parallel, shard_slots
+from .. import merging, parallel, shard_slots
+from ..parallel import collectives
 from .__main__ import device_name
 from .case import Arguments, Draw
 from .sparse_attention import DEEPSEEK, Model, P, R, _layer, indexer_case
@@ -102,15 +103,15 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 @contextmanager
-def _replaced(**collectives: Callable[..., Any]) -> Iterator[None]:
-    kept = {name: getattr(_collectives, name) for name in collectives}
-    for name, function in collectives.items():
-        setattr(_collectives, name, function)
+def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
+    kept = {name: getattr(collectives, name) for name in functions}
+    for name, function in functions.items():
+        setattr(collectives, name, function)
     try:
         yield
     finally:
         for name, function in kept.items():
-            setattr(_collectives, name, function)
+            setattr(collectives, name, function)
 
 
 @contextmanager
@@ -139,7 +140,7 @@ def _alone(group: dist.ProcessGroup) -> Iterator[list[int]]:
 
 def _one_after_the_other() -> AbstractContextManager[None]:
     """Collectives that are waited for as soon as they start."""
-    start = _collectives.start_all_gather
+    start = collectives.start_all_gather
 
     def gather(x: Tensor, group: Any) -> Callable[[], Tensor]:
         out = start(x, group)()
@@ -343,7 +344,7 @@ def link_rows(sizes: Setting, group: dist.ProcessGroup, device: torch.device) ->
             x = torch.zeros(size, payload // (4 * size), device=device)
 
             def call(name: str = name, x: Tensor = x) -> Tensor:
-                out: Tensor = getattr(_collectives, name)(x, group)
+                out: Tensor = getattr(collectives, name)(x, group)
                 return out
 
             with _alone(group) as brought:

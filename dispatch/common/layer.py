@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spec import UNLIMITED
+from ..op_spec import UNLIMITED
 from . import quantised
 
 

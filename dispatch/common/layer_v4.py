@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..spec import UNLIMITED
+from ..op_spec import UNLIMITED
 from . import compressed, nz, quantised
 
 

@@ -2,7 +2,7 @@
 # Copyright the npu-custom-ops authors
 """Proves the Ascend kernels without an NPU:  tests/ascend/run.sh [OP ...] [--cold] [--check]
 
-For every tile configuration in `npu_ops/tune.py`, through the op's own launcher:
+For every tile configuration in `npu_ops/common/tune.py`, through the op's own launcher:
 
     lower      AST -> TTIR -> Linalg with the real triton-ascend front end, each case in a process
                of its own (some inputs abort the front end)
@@ -16,7 +16,7 @@ For every tile configuration in `npu_ops/tune.py`, through the op's own launcher
     lint       the TTIR and the final HIVM, for what neither of the two shows; what is found must be
                listed, with its reason, in known.py
 
-To add an op: list its configurations in `npu_ops/tune.py`, launch with one, and write
+To add an op: list its configurations in `npu_ops/common/tune.py`, launch with one, and write
 `tests/ascend/ops/<file>.py` with `CASES` (see case.py) that reach all of them, and `CONTROLS`:
 planted mistakes that a case must catch (see controls.py).  A configuration that no case reaches
 fails the run, and so does a launch that the table does not list.

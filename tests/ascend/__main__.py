@@ -12,7 +12,7 @@ import random
 import sys
 from types import ModuleType
 
-from custom.npu_ops import tune
+from custom.npu_ops.common import tune
 
 from . import anew, controls, isolated, known, limits, models, mutants, ops, report, retry, store
 from .case import Case

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import triton
-from custom.npu_ops import refusals, tune
+from custom.npu_ops.common import refusals, tune
 
 from . import case as judgement
 from . import isolated, memory, sources

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from custom.dispatch.keys import written
-from custom.dispatch.specs import BY_NAME
-from custom.npu_ops import tiling
+from custom.dispatch.dispatch_keys import written
+from custom.dispatch.registry import BY_NAME
+from custom.npu_ops.common import tiling
 from torch import Tensor
 
 from . import memory
@@ -154,7 +154,7 @@ def results(op: str, outputs: Any, arguments: Arguments) -> Arguments:
 def reference(op: str, arguments: Arguments) -> Arguments:
     """The CPU reference on its own copies, all arguments of the schema given."""
     spec = BY_NAME[op]
-    module = importlib.import_module(f"custom.dispatch.reference.{spec.file}")
+    module = importlib.import_module(f"custom.dispatch.reference.{spec.module}")
     schema = getattr(torch.ops.custom, op).default._schema
     full = {a.name: arguments.get(a.name, a.default_value) for a in schema.arguments}
     return results(op, getattr(module, spec.function)(**full), full)

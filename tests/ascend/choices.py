@@ -6,7 +6,6 @@ mistake can be planted before."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..support import places
 from . import driver
 
 
@@ -63,7 +63,7 @@ def _rows() -> Iterator[Choice]:
     file = "narrow_rows"
 
     def of(name: str) -> Any:
-        return getattr(importlib.import_module(f"custom.npu_ops.{file}"), name)
+        return getattr(places.module(file), name)
 
     x = of("Sums")(_t(1, 2, 8 * 192, dtype=torch.float32))
     given = dict(x=x, rotation=of("Rotation")(_t(2, 64), _t(2, 64), False))
@@ -100,7 +100,7 @@ def _losses() -> Iterator[Choice]:
 
     file = "sparse_lightning_indexer_grad_kl_loss"
     query, key = _t(1, 2, 16, 128), _t(1, 64, 1, 128)
-    plan = importlib.import_module("custom.npu_ops.ragged").plan
+    plan = places.module("ragged").plan
     given = dict(
         query=query, key=key, query_index=query, key_index=key, weights=_t(1, 2, 16),
         sparse_indices=_whole(1, 2, 1, 8), lse=_t(2, 16), scale=1.0, d=_t(2, 8),
@@ -157,7 +157,7 @@ def _launched(choice: Choice) -> list[dict[str, Any]]:
         if self.__name__ == choice.kernel:
             found.append(dict(programs=grid[0], **keywords))
 
-    function = getattr(importlib.import_module(f"custom.npu_ops.{choice.file}"), choice.function)
+    function = getattr(places.module(choice.file), choice.function)
     listed = inspect.signature(function).parameters.values()
     needed = [x.name for x in listed if x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty]
     driver.install()

@@ -14,12 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..support import places
 from . import anew, isolated, known
 from .case import Case
 from .compiler import compile_for_npu
 from .examine import examine, lower
 from .lint import unbounded_indirect_loads
-from .toolchain import NEWEST, ROOT
+from .toolchain import NEWEST
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,17 @@ class Planted:
 
 def plant(control: Control) -> None:
     """Put the changed module in the place of the real one, in this process."""
-    text = (ROOT / f"npu_ops/{control.file}.py").read_text()
+    text = places.files()[control.file].read_text()
     if text.count(control.old) != 1:
         raise LookupError(f"{control.old!r} occurs {text.count(control.old)} times, expected once")
     plant_text(control.file, text.replace(control.old, control.new))
 
 
 def plant_text(file: str, text: str) -> None:
-    """`text` in the place of `npu_ops/<file>.py`, in this process."""
-    name = f"custom.npu_ops.{file}"
+    """`text` in the place of the file of npu_ops/, in this process."""
+    name = places.name(file)
     # what was imported before would not meet it; of what knows the call under way there is one
-    kept = ("custom.npu_ops.tune", "custom.npu_ops.refusals")
+    kept = ("custom.npu_ops.common.tune", "custom.npu_ops.common.refusals")
     for each in [x for x in sys.modules if x.startswith("custom.npu_ops.") and x not in kept]:
         del sys.modules[each]
     folder = tempfile.mkdtemp()
@@ -68,7 +69,7 @@ def plant_text(file: str, text: str) -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    setattr(sys.modules["custom.npu_ops"], file, module)
+    setattr(importlib.import_module(name.rpartition(".")[0]), file, module)
     spec.loader.exec_module(module)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from custom.dispatch import log
 from custom.dispatch.common import memory as launcher_memory
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 
 from . import case as judgement
 from . import driver, memory, sources
@@ -62,8 +62,8 @@ def _key(case: Case, file: str, launched: list[Launch]) -> str:
     spec = BY_NAME[case.op]
     lowered = [(x.lowered_key, x.grid, x.scalars) for x in launched]
     read = sources.of(
-        f"custom.npu_ops.{spec.file}",
-        f"custom.dispatch.reference.{spec.file}",
+        f"custom.npu_ops.{spec.module}",
+        f"custom.dispatch.reference.{spec.module}",
         file,
         __name__,
         "tests.ascend.isolated",

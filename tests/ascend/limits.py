@@ -5,15 +5,15 @@ are imported where they are asked, so that a mistake can be planted before."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from custom.npu_ops import tune
+from custom.npu_ops.common import tune
 from torch import Tensor
 
+from ..support import places
 from . import choices
 
 MOST = 2**24  # positions
@@ -237,7 +237,7 @@ def _at_the_edge() -> Iterator[tuple[str, Any, Any]]:
     """(what, what a launcher chooses, what it should), where one number more has smaller tiles."""
 
     def of(file: str) -> Any:
-        return importlib.import_module(f"custom.npu_ops.{file}")
+        return places.module(file)
 
     for file, name, sizes, wanted in (
         ("chunk_gated_delta_rule", "walk", (128, 128), 128),
@@ -262,7 +262,7 @@ def broken() -> list[str]:
         if chosen != wanted
     ]
     for limit in limits():
-        module = importlib.import_module(f"custom.npu_ops.{limit.file}")
+        module = places.module(limit.file)
         title = f"limit of {limit.file}, {limit.word!r}"
         reason = module.unsupported(**limit.given)
         if reason is not None:

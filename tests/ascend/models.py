@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from custom.npu_ops import tiling
+from custom.npu_ops.common import tiling
 from torch import Tensor
 
 from . import memory

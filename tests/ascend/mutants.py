@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 from custom.dispatch.common import memory as launcher_memory
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 from ..mutate.changes import difference, shifted
+from ..support import places
 from . import controls, isolated, limits, memory, sources
 from .case import Case, Inputs
 from .driver import Launch, recorder
@@ -420,16 +421,10 @@ def files_of(op: str) -> set[str]:
     """The files of npu_ops/ that the op's launcher is made of; none where no NPU runs it.  Nothing
     is imported: a mistake is planted before."""
     seen: set[str] = set()
-    waiting = [BY_NAME[op].file]
+    waiting = {BY_NAME[op].file} & places.files().keys()
     while waiting:
-        file = waiting.pop()
-        path = ROOT / f"npu_ops/{file}.py"
-        if file in seen or not path.exists():
-            continue
-        seen.add(file)
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and node.level == 1:
-                waiting += [node.module] if node.module else [alias.name for alias in node.names]
+        seen |= waiting
+        waiting = {x for file in waiting for x in places.imported(file)} - seen
     return seen - set(_LEFT_OUT)
 
 
@@ -437,7 +432,7 @@ def files_of(op: str) -> set[str]:
 def _calls() -> dict[str, set[str]]:
     """What each jitted function (file.function) calls, by the last name."""
     found: dict[str, set[str]] = {}
-    for path in (ROOT / "npu_ops").glob("*.py"):
+    for path in places.files().values():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any(
                 "jit" in ast.unparse(decorator) for decorator in node.decorator_list
@@ -520,7 +515,7 @@ def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ..
 def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
     """By title, and what was lowered for it."""
     prepare()
-    read = sources.of(f"custom.dispatch.reference.{BY_NAME[op].file}")
+    read = sources.of(f"custom.dispatch.reference.{BY_NAME[op].module}")
     found = {}
     for case in cases:
         began = time.process_time()
@@ -568,7 +563,7 @@ def planted_in(files: Iterable[str]) -> list[Mutant]:
     return [
         mutant
         for file in sorted(files)
-        for mutant in mutants_of(file, (ROOT / f"npu_ops/{file}.py").read_text())
+        for mutant in mutants_of(file, places.files()[file].read_text())
     ]
 
 
@@ -621,7 +616,7 @@ def run(cases: list[Case], sample: int, seed: int, jobs: int) -> int:
         for file, of_file in by_file.items()
     }
     for file, of_file in by_file.items():
-        text = (ROOT / f"npu_ops/{file}.py").read_text()
+        text = places.files()[file].read_text()
         unchanged = Mutant(file, "", "nothing", "", "", 0, "", text)
         first = min(of_file, key=lambda case: usual[case.title].seconds)
         for _, answer in isolated.each(attempt, [(unchanged, 0, [first], usual, [0], 1)], 1):

@@ -264,7 +264,7 @@ def files() -> list[str]:
 def measured() -> list[str]:
     """WANTED, then every other op that has a kernel on an NPU, and rows."""
     from custom.dispatch import backends
-    from custom.dispatch.specs import SPECS
+    from custom.dispatch.registry import SPECS
 
     from custom.bench.presets import presets
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""From launches and compiles to one table: every configuration of npu_ops/tune.py is a row."""
+"""From launches and compiles to one table: every configuration of tune.py is a row."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..support import places
 from . import known, mutants
 from .compiler import Compiled
 from .driver import Launch
@@ -114,7 +115,7 @@ def forgotten_kernels(distinct: Mapping[str, Launch]) -> list[str]:
     launched = {launch.kernel for launch in distinct.values()}
     jitted: set[str] = set()
     called: set[str] = set()
-    for path in sorted((ROOT / "npu_ops").glob("*.py")):
+    for path in places.files().values():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any(
                 "jit" in ast.unparse(decorator) for decorator in node.decorator_list
@@ -186,7 +187,7 @@ def write(
         f" compiler for {ARCH} (Atlas A3) of ascendnpu-ir {', '.join(builds)}.",
         "**Not run on hardware**, where the compiler is the one of the CANN that is installed.",
         "",
-        "A row is a tile configuration of `npu_ops/tune.py`.  *variants*: lowered forms of it",
+        "A row is a tile configuration of `npu_ops/common/tune.py`.  *variants*: its lowered forms",
         "(dtype, layout, flags), all compiled with every build; the column of a build has the KiB",
         "of the largest, in the memories of a core:",
         f"{', '.join(f'{name} of {kib}' for name, kib in MEMORY.items())}.  *cases*: calls",

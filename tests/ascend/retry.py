@@ -15,7 +15,7 @@ import torch
 import triton
 from custom.dispatch.env import config
 from custom.dispatch.errors import NotSupported
-from custom.npu_ops import refusals, tune
+from custom.npu_ops.common import refusals, tune
 from triton.backends.ascend.driver import NPUUtils
 
 from . import driver, isolated
@@ -48,7 +48,7 @@ def _install(compiler: Path, scratch: Path) -> None:
 
 def _norm() -> str:
     """What was said while a launcher of one kernel ran."""
-    from custom.npu_ops import rows  # not before mistakes are planted, in other processes
+    from custom.npu_ops.prolog import rows  # not before mistakes are planted, in other processes
 
     def launcher(x: torch.Tensor) -> None:
         turned, slots = x[:, :16], torch.zeros(len(x), dtype=torch.int32)

@@ -36,7 +36,7 @@ def main() -> int:
         chosen = {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"}
         command = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | chosen)
-    from custom.dispatch.specs import BY_NAME
+    from custom.dispatch.registry import BY_NAME
 
     import custom
 

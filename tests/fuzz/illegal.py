@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from custom.dispatch.errors import NotSupported
 from custom.dispatch.register import overload
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 import custom

@@ -11,8 +11,8 @@ from random import Random
 import torch
 from custom.dispatch.env import config
 from custom.dispatch.errors import NotSupported
-from custom.dispatch.reference.chunk_kda import gate
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.reference.delta_rule.chunk_kda import gate
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 import custom

@@ -12,25 +12,25 @@ _ORDER = "only which of two wrong arguments is named changes"
 
 # by place, words of a mutant's title ($ is its end)
 REASONS: dict[str, tuple[tuple[str, str], ...]] = {
-    "cuda_ops/chunk_gated_delta_rule_grad.py: <module>": (
+    "cuda_ops/delta_rule/chunk_gated_delta_rule_grad.py: <module>": (
         ("(_BLOCK_V, _BLOCK_K) = 64, 64", "both are 64"),
     ),
-    "cuda_ops/hopper/fused_attention.py: _config": (("NC=2 if rows <= 1025", _TIME),),
-    "cuda_ops/topk.py: topk": (
+    "cuda_ops/attention/hopper/fused_attention.py: _config": (("NC=2 if rows <= 1025", _TIME),),
+    "cuda_ops/indexer/topk.py: topk": (
         ("WHOLE=width % BLOCK == 1", "rows of scores have no gap behind them: a mask more"),
     ),
-    "dispatch/ops/fused_sigmoid_gating_delta_rule_update.py: check": (
+    "dispatch/ops/delta_rule/fused_sigmoid_gating_delta_rule_update.py: check": (
         ("('dt_bias', dt_bias), ('a', a), ('b', b)", _ORDER),
     ),
-    "cuda_ops/common/launches.py: <module>": (("_SETTLED = 4 -> _SETTLED = 5", _TIME),),
-    "cuda_ops/common/launches.py: Side.__init__": (
+    "cuda_ops/runtime/launches.py: <module>": (("_SETTLED = 4 -> _SETTLED = 5", _TIME),),
+    "cuda_ops/runtime/launches.py: SideStream.__init__": (
         ("self._joined, self._forked)", "two events, each new"),
     ),
-    "cuda_ops/common/launches.py: _begin": (
+    "cuda_ops/runtime/launches.py: _begin": (
         ("Thread(target=part)", "what these threads do ends by itself within a second"),
     ),
     "graph_mode/torchair.py: register": (("_take_absent_caches() -> ", _TORCHAIR),),
-    "cuda_ops/common/launches.py: _plan": (("torch.int8,", "a piece of memory is bytes"),),
+    "cuda_ops/runtime/launches.py: _plan": (("torch.int8,", "a piece of memory is bytes"),),
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 from custom.bench import attention, compression, delta_rule, eight_bits, sparse_attention
 from custom.bench.presets import presets

@@ -57,7 +57,8 @@ def guard() -> Path:
 def pretend(capability: int) -> None:
     """From here on tensors on `cuda` have shapes but no memory, and the GPU is that one."""
     ctypes.CDLL(str(guard()))
-    from custom.cuda_ops.common import gpu, launches
+    from custom.cuda_ops.common import gpu
+    from custom.cuda_ops.runtime import launches
 
     from custom.bench.case import Draw
 
@@ -65,10 +66,10 @@ def pretend(capability: int) -> None:
 
     at_hand = GPUS[capability]
     gpu.capability = lambda device: divmod(capability, 10)
-    gpu.processors = lambda device: at_hand.processors
+    gpu.num_sms = lambda device: at_hand.processors
     gpu.shared_memory = lambda device: at_hand.shared_memory
     triton.runtime.driver._active = driver(capability)
-    launches.Side = _Side
+    launches.SideStream = _Side
     FakeTensor.data_ptr = address
 
     def draw(self, device, seed, dtype=torch.bfloat16):
@@ -189,7 +190,7 @@ def gather(recorder: Recorder, wanted: list[str]) -> list[dict[str, Any]]:
     """Every case: the keys of what it launches, or why it is not."""
     from custom.dispatch import backends
     from custom.dispatch.register import bind, overload
-    from custom.dispatch.specs import BY_NAME
+    from custom.dispatch.registry import BY_NAME
 
     from .cases import cases
 

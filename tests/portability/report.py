@@ -55,8 +55,8 @@ def _kernels(cases: list[dict[str, Any]], results: dict[str, Any]) -> str:
         return "**does not compile**"
     if not kernels:
         return "refused"
-    modules = {kernel["kernel"].partition(".")[0] for kernel in kernels}
-    path = "Hopper" if any(m == "hopper" for m in modules) else "plain"
+    parts = {part for kernel in kernels for part in kernel["kernel"].split(".")}
+    path = "Hopper" if "hopper" in parts else "plain"
     some = "some refused, " if any(case["refused"] for case in cases) else ""
     return f"{some}{path}, {-(-max(kernel['shared'] for kernel in kernels) // 1024)}"
 

@@ -9,9 +9,9 @@ from functools import cache
 
 import pytest
 import torch
-from custom.dispatch.keys import written
+from custom.dispatch.dispatch_keys import written
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.registry import SPECS, Spec
 from torch import Tensor
 
 from .samples import SAMPLES, Maker

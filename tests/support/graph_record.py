@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 from docs.graph_modes import RECORDED
 

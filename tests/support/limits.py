@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from custom.dispatch import backends
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.registry import SPECS, Spec
 from torch import Tensor
 
 from .refused import calls, words

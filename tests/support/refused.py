@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from custom.dispatch.env import config
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS, Spec
+from custom.dispatch.registry import SPECS, Spec
 from torch import Tensor
 
 from ..fuzz.build import build

@@ -8,7 +8,7 @@ import importlib
 
 import torch
 from custom.dispatch import register
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 
@@ -94,7 +94,7 @@ def exact(op, **values):
 def called(package, op, *positional, **named):
     """A backend's launcher, with the schema's defaults."""
     spec = BY_NAME[f"npu_{op}"]
-    function = getattr(importlib.import_module(f"custom.{package}.{op}"), spec.function)
+    function = getattr(importlib.import_module(f"custom.{package}.{spec.module}"), spec.function)
     return function(**register.bind(register.overload(spec)._schema, positional, named))
 
 

@@ -29,9 +29,9 @@ from unittest import mock
 
 import torch
 from custom.cuda_ops.common import gpu
-from custom.cuda_ops.hopper import lightning_indexer as hopper_indexer
+from custom.cuda_ops.indexer.hopper import lightning_indexer as hopper_indexer
 from custom.dispatch.register import overload
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 import custom
 from custom.bench import attention, delta_rule, eight_bits, indexer_loss, merging, sparse_attention
@@ -134,7 +134,7 @@ def _prologs(op: str) -> None:
 def _attention(name: str) -> None:
     """Programs that take one tile after the other; and the plain kernels, as on other GPUs."""
     for function, value in (
-        ("processors", 2),
+        ("num_sms", 2),
         ("is_hopper", False),
     ):
         with mock.patch.object(gpu, function, lambda device, value=value: value):

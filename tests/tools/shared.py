@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from custom.dispatch.common import memory
 from custom.dispatch.register import overload
-from custom.dispatch.specs import BY_NAME
+from custom.dispatch.registry import BY_NAME
 
 from custom.bench.presets import presets
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from custom.dispatch.errors import NotSupported
 from custom.dispatch.register import bind, overload
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 
 import custom
 from tests.support.calls import mutated, tensors

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch_npu
 from custom.dispatch.register import overload
-from custom.dispatch.specs import BY_NAME, SPECS
+from custom.dispatch.registry import BY_NAME, SPECS
 from torch import Tensor
 from torch._dynamo.utils import counters
 

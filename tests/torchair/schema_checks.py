@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_npu  # noqa: F401  registers npu::
-from custom.dispatch.specs import SPECS
+from custom.dispatch.registry import SPECS
 
 TEXT = (Path(__file__).parents[1] / "torch_npu_schemas.txt").read_text()
 SAME_NAME = [spec.name for spec in SPECS if hasattr(torch.ops.npu, spec.name)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from custom.dispatch.common import quantised
-from custom.dispatch.reference import latent_cache_write
+from custom.dispatch.reference.caches import latent_cache_write
 
 from .. import memory
 from ..case import Arguments, Case, Inputs, in_rounds

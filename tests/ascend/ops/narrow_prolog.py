@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from custom.dispatch.common import nz, quantised
-from custom.dispatch.reference import index_cache_write, latent_cache_write
+from custom.dispatch.reference.caches import index_cache_write, latent_cache_write
 from torch import Tensor
 
 from .. import memory

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Index keys [T, 128], quantised, to their slots in values [pages, P, 1, 128] and scales.
+
+A program takes 8 rows; one whose slot does not exist is not written.
+
+    condition    kernels
+    any          _write
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..common import quantise
+from ..runtime import launches
+
+ROWS = 8  # that a program takes
+
+
+@triton.jit(do_not_specialize=["rows", "page", "total"])
+def _write(
+    k, values, scales, slots, rows, page, total, k_row, values_page, scales_page,
+    KIND: tl.constexpr, UE8M0: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, SIZE)
+    slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int64)
+    valid = (slot >= 0) & (slot < total)
+    x = tl.load(k + row[:, None] * k_row + d[None, :], mask=valid[:, None], other=0.0)
+    x = quantise.rotated(x.to(tl.float32), HADAMARD, BF16)
+    x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
+    slot = tl.where(valid, slot, 0)
+    outer = slot // page
+    inner = slot % page
+    to = values + (outer * values_page + inner * SIZE)[:, None] + d[None, :]
+    tl.store(to, x, mask=valid[:, None])
+    scale = quantise.stored(scale, scales.dtype.element_ty)
+    tl.store(scales + outer * scales_page + inner, scale, mask=valid)
+
+
+def unsupported(k: Tensor, **_: Any) -> str | None:
+    return quantise.unsupported(k=k)
+
+
+def forward(
+    k: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    slots: Tensor,
+    kind: str,
+    scale_format: str,
+    index_hadamard: bool,
+    hadamard_round: str,
+) -> None:
+    if k.shape[0] * values.numel() == 0:
+        return
+    pages, page = values.shape[:2]
+    launches.kernel(_write, triton.cdiv(k.shape[0], ROWS))(
+        k, quantise.in_bytes(values), scales, slots, k.shape[0], page, pages * page, k.stride(0),
+        values.stride(0), scales.stride(0), KIND=quantise.kind_of(kind),
+        UE8M0=scale_format == "ue8m0", HADAMARD=index_hadamard, BF16=hadamard_round == "bf16",
+        ROWS=ROWS, SIZE=k.shape[1], num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Latents [T, 512], quantised by tiles of 128, and rotary keys [T, 64] to rows of 656 bytes; or
+[T, 448] by tiles of 64, and rotary channels, to the pages of row_layout "v4".
+
+A tile is a row of the kernel; in the first it takes a quarter of its token's rotary keys along, in
+the second the rotary channels are the eighth.
+
+    condition          kernels
+    row_layout "v4"    _write_v4
+    else               _write
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import quantised
+from ..common import quantise
+from ..runtime import launches
+
+TILES = 8  # that a program takes: two tokens
+
+
+@triton.jit(do_not_specialize=["tiles", "page", "total"])
+def _write(
+    ckv, k_rope, values, rope, scales, slots, alpha, tiles, page, total, ckv_row, rope_row,
+    values_page, values_row, rope_page, rope_slot, scales_page, scales_row,
+    KIND: tl.constexpr, UE8M0: tl.constexpr, ALPHA: tl.constexpr,
+    TILES: tl.constexpr, OF_ROW: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    token = at // OF_ROW
+    tile = at % OF_ROW
+    d = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    r = tile[:, None] * (ROTARY // OF_ROW) + tl.arange(0, ROTARY // OF_ROW)[None, :]
+    slot = tl.load(slots + token, mask=at < tiles, other=-1).to(tl.int64)
+    valid = (slot >= 0) & (slot < total)
+    slot = tl.where(valid, slot, 0)
+    outer = slot // page
+    inner = slot % page
+    x = tl.load(ckv + token[:, None] * ckv_row + d, mask=valid[:, None], other=0.0)
+    fits = 1.0
+    if ALPHA:
+        fits = tl.load(alpha)
+    x, scale = quantise.of_floats(x.to(tl.float32), fits, KIND, UE8M0)
+    to = values + (outer * values_page + inner * values_row)[:, None] + d
+    tl.store(to, x, mask=valid[:, None])
+    tl.store(scales + outer * scales_page + inner * scales_row + tile, scale, mask=valid)
+    turned = tl.load(k_rope + token[:, None] * rope_row + r, mask=valid[:, None], other=0)
+    to = rope + (outer * rope_page + inner * rope_slot)[:, None] + r
+    tl.store(to, turned, mask=valid[:, None])
+
+
+@triton.jit(do_not_specialize=["tiles", "page", "total"])
+def _write_v4(
+    ckv, k_rope, values, rope, scales, slots, tiles, page, total, ckv_row, rope_row,
+    page_bytes, values_row, scales_row, TILES: tl.constexpr, OF_ROW: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """page_bytes: from page to page; `rope` holds 16 bits."""
+    at = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
+    token = at // OF_ROW
+    tile = at % OF_ROW
+    d = tl.arange(0, SIZE)[None, :]
+    slot = tl.load(slots + token, mask=at < tiles, other=-1).to(tl.int64)
+    valid = (slot >= 0) & (slot < total)
+    slot = tl.where(valid, slot, 0)
+    outer = slot // page
+    inner = slot % page
+    quantised = (valid & (tile < OF_ROW - 1))[:, None]
+    rotary = (valid & (tile == OF_ROW - 1))[:, None]
+    column = tile[:, None] * SIZE + d
+    x = tl.load(ckv + token[:, None] * ckv_row + column, mask=quantised, other=0.0)
+    x, scale = quantise.of_floats(quantise.bf16_rounded(x.to(tl.float32)), 1.0, quantise.FP8, True)
+    first = outer * page_bytes + inner * values_row
+    tl.store(values + first[:, None] + column, x, mask=quantised)
+    exponent = tl.where(tile < OF_ROW - 1, scale.to(tl.int32, bitcast=True) >> 23, 0)
+    to = scales + outer * page_bytes + inner * scales_row + tile
+    tl.store(to, exponent.to(tl.uint8), mask=valid)
+    turned = tl.load(k_rope + token[:, None] * rope_row + d, mask=rotary, other=0)
+    tl.store(rope + (first // 2)[:, None] + d, turned, mask=rotary)
+
+
+def unsupported(ckv: Tensor, **_: Any) -> str | None:
+    return quantise.unsupported(ckv=ckv)
+
+
+def forward(
+    ckv: Tensor,
+    k_rope: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    kind: str,
+    row_layout: str,
+    scale_format: str,
+    k_nope_clip_alpha: Tensor | None,
+) -> None:
+    if ckv.shape[0] * rows.numel() == 0:
+        return
+    pages, page = rows.shape[:2]
+    if row_layout == quantised.V4:
+        values, rope, scales = quantised.v4_parts(rows)
+        tiles = ckv.shape[0] * quantised.V4_SCALES
+        launches.kernel(_write_v4, triton.cdiv(tiles, 2 * TILES))(
+            ckv, k_rope.view(torch.int16), values.view(torch.uint8), rope.view(torch.int16),
+            scales, slots, tiles, page, pages * page, ckv.stride(0), k_rope.stride(0),
+            rows.stride(0), quantised.V4_DATA, quantised.V4_SCALES, TILES=2 * TILES,
+            OF_ROW=quantised.V4_SCALES, SIZE=quantised.V4_TILE, num_warps=4,
+        )  # fmt: skip
+        return
+    parts = quantised.row_parts(rows, row_layout, quantised.VALUES[kind], torch.int16)
+    values, rope, scales = parts
+    of_row = quantised.LATENT // quantised.TILE
+    tiles = ckv.shape[0] * of_row
+    launches.kernel(_write, triton.cdiv(tiles, TILES))(
+        ckv, k_rope.view(torch.int16), quantise.in_bytes(values), rope, scales, slots,
+        ckv if k_nope_clip_alpha is None else k_nope_clip_alpha, tiles, page, pages * page,
+        ckv.stride(0), k_rope.stride(0), *values.stride()[:2], *rope.stride()[:2],
+        *scales.stride()[:2], KIND=quantise.kind_of(kind), UE8M0=scale_format == "ue8m0",
+        ALPHA=k_nope_clip_alpha is not None, TILES=TILES, OF_ROW=of_row, SIZE=quantised.TILE,
+        ROTARY=quantised.ROTARY, num_warps=4,
+    )  # fmt: skip

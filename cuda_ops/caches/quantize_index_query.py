@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Index queries [.., N, 128], quantised, with their scales or the weights times these.
+
+A program takes 16 heads.
+
+    condition    kernels
+    any          _quantise
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory, quantised
+from ..common import quantise
+from ..runtime import launches
+
+ROWS = 16  # that a program takes
+
+
+@triton.jit(do_not_specialize=["rows", "heads"])
+def _quantise(
+    q, weights, values, scales, rows, heads, q_row, q_head, w_row,
+    KIND: tl.constexpr, UE8M0: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr,
+    FOLD: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token = row // heads
+    head = row % heads
+    d = tl.arange(0, SIZE)
+    valid = row < rows
+    of = (token * q_row + head * q_head)[:, None] + d[None, :]
+    x = tl.load(q + of, mask=valid[:, None], other=0.0)
+    x = quantise.rotated(x.to(tl.float32), HADAMARD, BF16)
+    x, scale = quantise.of_floats(x, 1.0, KIND, UE8M0)
+    tl.store(values + row[:, None] * SIZE + d[None, :], x, mask=valid[:, None])
+    if FOLD:
+        weight = tl.load(weights + token * w_row + head, mask=valid, other=0.0)
+        scale = weight.to(tl.float32) * scale
+    tl.store(scales + row, scale, mask=valid)
+
+
+def unsupported(q: Tensor, weights: Tensor, **_: Any) -> str | None:
+    return quantise.unsupported(q=q, weights=weights)
+
+
+def forward(
+    q: Tensor,
+    weights: Tensor,
+    kind: str,
+    fold: bool,
+    scale_format: str,
+    index_hadamard: bool,
+    hadamard_round: str,
+) -> tuple[Tensor, Tensor]:
+    values = memory.empty(q.shape, quantised.VALUES[kind], q.device)
+    scales = memory.empty(q.shape[:-1], torch.float32, q.device)
+    if scales.numel() == 0:
+        return values, scales
+    heads, size = q.shape[-2:]
+    flat, w = q.reshape(-1, heads, size), weights.reshape(-1, heads)
+    launches.kernel(_quantise, triton.cdiv(scales.numel(), ROWS))(
+        flat, w, quantise.in_bytes(values), scales, scales.numel(), heads, *flat.stride()[:2],
+        w.stride(0), KIND=quantise.kind_of(kind), UE8M0=scale_format == "ue8m0",
+        HADAMARD=index_hadamard, BF16=hadamard_round == "bf16", FOLD=fold, ROWS=ROWS, SIZE=size,
+        num_warps=4,
+    )  # fmt: skip
+    return values, scales

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""common/rows.py and common/selection.py for Gluon, where a vector needs a layout."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .. import rows
+from ..selection import physical_slots, slot_of
+
+
+@gluon.jit
+def request_of(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
+    """`rows.request_of`; requests lie in registers as LINE says."""
+    if LAYOUT.Q_TND:
+        r = gl.arange(0, LAYOUT.REQUESTS, layout=LINE)
+        ends = rows.within(gl.load(of.seqlens_q + r, mask=r < of.requests, other=0), of.tokens)
+        before = (r < of.requests) & (ends <= row)
+        request = gl.sum(before.to(gl.int32), 0)
+        first = gl.max(gl.where(before, ends, 0), 0)
+        stop = gl.min(gl.where((r < of.requests) & (ends > row), ends, of.tokens), 0)
+    else:
+        request = (row // of.tokens).to(gl.int32)
+        first = request * of.tokens
+        stop = first + of.tokens
+    return request, first, stop
+
+
+@gluon.jit
+def locate(row, of, LAYOUT: gl.constexpr, LINE: gl.constexpr):
+    """`rows.locate`."""
+    request, first, _ = request_of(row, of, LAYOUT, LINE)
+    count = rows.rows_of(request, first, of, LAYOUT)
+    start, keys = rows.keys_of(request, of, LAYOUT)
+    return request, start, rows.sees((row - first).to(gl.int32), count, keys, LAYOUT.CAUSAL)
+
+
+@gluon.jit
+def slots(
+    index, entry, kv_len, request, start, of, SPARSE_BLOCK: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Entries as rows of a key tensor whose rows are evenly spaced, negative where absent."""
+    outer, inner, valid = physical_slots(
+        index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT
+    )
+    return slot_of(outer, inner, valid, of.max_kv_len, LAYOUT)

@@ -1,0 +1,544 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Entries of windows of m tokens, the state of those tokens, and the pages of both.
+
+    kv, z = x wkv^T, x wgate^T + ape[t mod m]      C = sum_t softmax_t(z) kv_t, channel by channel
+    entry = hadamard(RoPE(RMSNorm(C)))
+
+Columns are independent up to the norm, so `_pool` takes blocks of them: its programs read the
+states that are history, and write none.  `_finish` ends a row, `_keep` writes the states, behind
+all who read them.  What the product's runs came to is added up where it is read.
+
+    condition    kernels
+    any          prolog/nz_matmul.py, _pool, _finish, _keep
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import compressed, memory, quantised
+from ..common import quantise, rows
+from ..common.tiling import power_of_two
+from ..prolog import nz_matmul
+from ..runtime import launches
+
+BLOCK = 128  # channels of a program that pools
+WIDE = 1024  # numbers of a program that keeps states
+V4 = tl.constexpr(4)  # beside the kinds of quantise.py: rows of 584 bytes
+MOST_REQUESTS, MOST_CHANNELS = 2**14, 2**12
+
+
+class Requests(NamedTuple):
+    """The requests of a call, and the pages of their states."""
+
+    bounds: Any
+    used: Any
+    starts: Any
+    table: Any
+    tokens: Any
+    requests: Any
+    table_stride: Any
+    columns: Any
+    pages: Any
+    page: Any
+
+
+class Constants(NamedTuple):
+    PACKED: bool
+    REQUESTS: int
+    USED: bool
+    STARTS: bool
+    RATIO: int
+    COFF: int
+    D: int
+    RUNS: int
+    STATE: bool
+    RING: bool
+
+
+class Ending(NamedTuple):
+    """What becomes of C."""
+
+    BLOCK_D: int
+    DR: int
+    PAIRS: bool
+    STEP: int  # from the angle of a pair to the next
+    HADAMARD: bool
+    SCALE: float
+    ROUNDS: int
+    BF16: bool
+    OUT: bool
+    CACHE: bool
+    KIND: int
+
+
+@triton.jit
+def _floor(a, M: tl.constexpr):
+    """a // M of numbers of either sign."""
+    q = a // M
+    return q - (a - q * M < 0).to(tl.int64)
+
+
+@triton.jit
+def spans(r, of, C: tl.constexpr):
+    """(row of x, position, number) of the tokens of requests r."""
+    inside = r < of.requests
+    if C.PACKED:
+        first = rows.within(tl.load(of.bounds + r, mask=inside, other=0), of.tokens)
+        stop = rows.within(tl.load(of.bounds + r + 1, mask=inside, other=0), of.tokens)
+        count = tl.maximum(stop - first, 0).to(tl.int64)
+        first = first.to(tl.int64)
+    else:
+        first = r.to(tl.int64) * of.tokens
+        count = tl.where(inside, of.tokens, 0).to(tl.int64)
+    if C.USED:
+        used = tl.load(of.used + r, mask=inside, other=0).to(tl.int64)
+        count = tl.minimum(tl.maximum(used, 0), count)
+    start = r.to(tl.int64) * 0
+    if C.STARTS:
+        start += tl.load(of.starts + r, mask=inside, other=0)
+    return first, start, count
+
+
+@triton.jit
+def window_of(row, each, of, C: tl.constexpr):
+    """(request, window) of an output row, `each` rows a request if not packed; -1: none closes."""
+    if C.PACKED:
+        r = tl.arange(0, C.REQUESTS)
+        _, start, count = spans(r, of, C)
+        low = tl.maximum(_floor(start, C.RATIO), 0)
+        closed = tl.maximum(_floor(start + count, C.RATIO) - low, 0)
+        ends = tl.cumsum(closed, 0)
+        request = tl.sum((ends <= row).to(tl.int32), 0)
+        before = tl.max(tl.where(ends <= row, ends, 0), 0)
+        number = row - before + tl.sum(tl.where(r == request, low, 0), 0)
+        number = tl.where(request < of.requests, number, -1)
+        request = tl.minimum(request, of.requests - 1)
+    else:
+        request = row // each
+        _, start, count = spans(request, of, C)
+        number = _floor(start, C.RATIO) + row % each
+        number = tl.where(number < _floor(start + count, C.RATIO), number, -1)
+    return request, number
+
+
+@triton.jit
+def _state_at(position, valid, request, of, WIDTH: tl.constexpr, state_page, RING: tl.constexpr):
+    """(where the state of each position begins, whether there is one)"""
+    if RING:
+        position = position % (of.columns.to(tl.int64) * of.page)
+    column = position // of.page
+    valid = valid & (column < of.columns)
+    entry = tl.load(
+        of.table + request.to(tl.int64) * of.table_stride + column, mask=valid, other=-1
+    )
+    entry = entry.to(tl.int64)
+    valid = valid & (entry >= 0) & (entry < of.pages)
+    return tl.where(valid, entry, 0) * state_page + position % of.page * WIDTH, valid
+
+
+@triton.jit
+def _added(runs, at, mask, run_stride, RUNS: tl.constexpr):
+    """What the runs of the product come to."""
+    total = tl.load(runs + at, mask=mask, other=0.0)
+    for _ in tl.static_range(1, RUNS):
+        runs += run_stride
+        total += tl.load(runs + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def members(
+    i, d, request, number, product, run_stride, ape, state, state_page, of, C: tl.constexpr
+):
+    """(kv, z, token) of the i-th tokens that window `number` is made of, in channels d; z is -inf
+    and kv 0 where there is none, token -1 where it is none of this call's."""
+    WIDTH: tl.constexpr = C.COFF * C.D
+    first, start, count = spans(request, of, C)
+    position = (number - (C.COFF - 1)) * C.RATIO + i
+    j = position - start
+    valid = (i < C.COFF * C.RATIO) & (position >= 0)
+    own = valid & (j >= 0) & (j < count)
+    on_d = (d < C.D)[None, :]
+    channel = (i // C.RATIO * C.D)[:, None] + d[None, :]
+    mask = own[:, None] & on_d
+    at = (first + j)[:, None] * (2 * WIDTH) + channel
+    kv = _added(product, at, mask, run_stride, C.RUNS)
+    z = _added(product, at + WIDTH, mask, run_stride, C.RUNS)
+    z += tl.load(ape + (i % C.RATIO)[:, None] * WIDTH + channel, mask=mask, other=0.0)
+    there = own
+    if C.STATE:
+        place, old = _state_at(
+            position, valid & (j < 0), request, of, 2 * WIDTH, state_page, C.RING
+        )
+        mask = old[:, None] & on_d
+        kv += tl.load(state + place[:, None] + channel, mask=mask, other=0.0)
+        z += tl.load(state + place[:, None] + channel + WIDTH, mask=mask, other=0.0)
+        there = there | old
+    return kv, tl.where(there[:, None], z, float("-inf")), tl.where(own, first + j, -1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "requests", "each", "table_stride", "columns", "pages", "page"
+    ]
+)  # fmt: skip
+def _pool(
+    product, run_stride, ape, state, state_page, pooled, peaks,
+    bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page, each,
+    C: tl.constexpr, PEAKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """C of a row in some channels; PEAKS: and log(sum exp z), for the gradient."""
+    of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
+    row = tl.program_id(0)
+    request, number = window_of(row, each, of, C)
+    if number >= 0:
+        d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        top = tl.full([BLOCK_D], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for lo in tl.range(0, C.COFF * C.RATIO, BLOCK_L):
+            i = lo + tl.arange(0, BLOCK_L)
+            kv, z, _ = members(
+                i, d, request, number, product, run_stride, ape, state, state_page, of, C
+            )
+            peak = tl.maximum(top, tl.max(z, 0))
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            share = tl.exp(z - base[None, :])
+            kept = tl.exp(top - base)
+            total = total * kept + tl.sum(share, 0)
+            acc = acc * kept + tl.sum(share * kv, 0)
+            top = peak
+        at = row.to(tl.int64) * C.D + d
+        tl.store(pooled + at, acc / total, mask=d < C.D)
+        if PEAKS:
+            tl.store(peaks + at, top + tl.log(total), mask=d < C.D)
+
+
+@triton.jit
+def turned(y, other, sin, cos, first):
+    """A channel of a pair, with the other one, rotated."""
+    return tl.where(first, y * cos - other * sin, y * cos + other * sin)
+
+
+@triton.jit
+def partners(d, D: tl.constexpr, E: tl.constexpr):
+    """(whether a channel is rotated, is the first of its pair, the other one, its angle)"""
+    k = tl.maximum(d - (D - E.DR), 0)
+    if E.PAIRS:
+        first = k % 2 == 0
+        other = tl.where(first, d + 1, d - 1)
+        pair = k // 2
+    else:
+        HALF: tl.constexpr = E.DR // 2
+        first = k < HALF
+        other = tl.where(first, d + HALF, d - HALF)
+        pair = k % HALF
+    return (d >= D - E.DR) & (d < D), first, other, pair * E.STEP
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "requests", "each", "entry_columns", "entry_pages", "entry_page", "entry_stride"
+    ]
+)  # fmt: skip
+def _finish(
+    pooled, norm, sin, cos, angle_row, eps, out, values, scales, channels, values_page,
+    scales_page, channels_page,
+    entry_table, entry_stride, entry_columns, entry_pages, entry_page,
+    bounds, used, starts, tokens, requests, each, C: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    of = Requests(bounds, used, starts, bounds, tokens, requests, 0, 0, 0, 0)
+    row = tl.program_id(0)
+    request, number = window_of(row, each, of, C)
+    closed = number >= 0
+    d = tl.arange(0, E.BLOCK_D)
+    mask = (d < C.D) & closed
+    at = row.to(tl.int64) * C.D
+    y = tl.load(pooled + at + d, mask=mask, other=0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(y * y, 0) / C.D + eps)
+    y = y * scale * tl.load(norm + d, mask=mask, other=0.0)
+    if E.DR > 0:
+        rotated, first, other, angle = partners(d, C.D, E)
+        rotated = rotated & closed
+        angle += row.to(tl.int64) * angle_row
+        s = tl.load(sin + angle, mask=rotated, other=0.0).to(tl.float32)
+        c = tl.load(cos + angle, mask=rotated, other=0.0).to(tl.float32)
+        z = tl.load(pooled + at + other, mask=rotated, other=0.0) * scale
+        z = z * tl.load(norm + other, mask=rotated, other=0.0)
+        y = tl.where(rotated, turned(y, z, s, c, first), y)
+    y = tl.reshape(y, [1, E.BLOCK_D])
+    h = y
+    if E.HADAMARD:
+        h = quantise.hadamard(y, E.SCALE, E.ROUNDS)
+    column = d[None, :]
+    if E.OUT:
+        tl.store(out + at + column, h.to(out.dtype.element_ty), mask=column < C.D)
+    if E.CACHE:
+        w = number // entry_page
+        there = closed & (w < entry_columns)
+        entry = tl.load(
+            entry_table + request.to(tl.int64) * entry_stride + w, mask=there, other=-1
+        ).to(tl.int64)
+        there = there & (entry >= 0) & (entry < entry_pages)
+        entry = tl.where(there, entry, 0)
+        inner = number % entry_page
+        if E.KIND == V4:
+            # tiles of 64, the last of them rotary channels in bfloat16
+            tile = tl.arange(0, 8)
+            y = quantise.bf16_rounded(tl.reshape(h, [8, 64]))
+            code, by = quantise.of_floats(y, 1.0, quantise.FP8, True)
+            lane = tl.arange(0, 64)[None, :]
+            to = values + entry * values_page + inner * 576
+            tl.store(to + tile[:, None] * 64 + lane, code, mask=there & (tile < 7)[:, None])
+            exponent = tl.where(tile < 7, by.to(tl.int32, bitcast=True) >> 23, 0)
+            tl.store(
+                scales + entry * scales_page + inner * 8 + tile, exponent.to(tl.uint8),
+                mask=there & (tile < 8),
+            )  # fmt: skip
+            to = channels + entry * channels_page + inner * 288
+            to += (tile[:, None] - 7) * 64 + lane
+            tl.store(to, y.to(channels.dtype.element_ty), mask=there & (tile == 7)[:, None])
+        elif E.KIND == quantise.PLAIN:
+            to = values + entry * values_page + inner * C.D + column
+            tl.store(to, h.to(values.dtype.element_ty), mask=there & (column < C.D))
+        else:
+            y = quantise.rotated(y, E.HADAMARD, E.BF16)
+            y, by = quantise.of_floats(y, 1.0, E.KIND, True)
+            to = values + entry * values_page + inner * C.D + column
+            tl.store(to, y, mask=there & (column < C.D))
+            by = quantise.stored(by, scales.dtype.element_ty)
+            lane = tl.arange(0, 1)
+            tl.store(scales + entry * scales_page + inner + lane, by, mask=there & (lane == 0))
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "table_stride", "columns", "pages", "page"])
+def _keep(
+    product, run_stride, ape, state, state_page,
+    bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page,
+    C: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """The state of a token, or of those that a ring has room for."""
+    of = Requests(bounds, used, starts, table, tokens, requests, table_stride, columns, pages, page)
+    WIDTH: tl.constexpr = C.COFF * C.D
+    token = tl.program_id(0)
+    if C.PACKED:
+        r = tl.arange(0, C.REQUESTS)
+        inside = r < requests
+        stop = rows.within(tl.load(bounds + r + 1, mask=inside, other=0), tokens)
+        request = tl.sum((inside & (stop <= token)).to(tl.int32), 0)
+    else:
+        request = token // tokens
+    first, start, count = spans(request, of, C)
+    j = token - first
+    position = start + j
+    kept = (j >= 0) & (j < count) & (position >= 0)
+    if C.RING:
+        kept = kept & (position >= start + count - columns.to(tl.int64) * page)
+    place, kept = _state_at(position, kept, request, of, 2 * WIDTH, state_page, C.RING)
+    if kept:
+        w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+        mask = w < 2 * WIDTH
+        x = _added(product, token.to(tl.int64) * (2 * WIDTH) + w, mask, run_stride, C.RUNS)
+        of_z = mask & (w >= WIDTH)
+        x += tl.load(ape + position % C.RATIO * WIDTH + w - WIDTH, mask=of_z, other=0.0)
+        tl.store(state + place + w, x, mask=mask)
+
+
+def unsupported(
+    x: Tensor, norm_weight: Tensor, cu_seqlens: Tensor | None, **arguments: Any
+) -> str | None:
+    if x.dtype is torch.float64 or (x.is_cuda and x.dtype is torch.float32):
+        return f"x is {x.dtype}, supported float16 and bfloat16"
+    if norm_weight.shape[0] > MOST_CHANNELS:
+        return f"{norm_weight.shape[0]} channels, supported up to {MOST_CHANNELS}"
+    if cu_seqlens is not None and cu_seqlens.shape[0] > MOST_REQUESTS:
+        return f"{cu_seqlens.shape[0] - 1} packed requests, supported up to {MOST_REQUESTS - 1}"
+    return rows.too_many(x.shape[:-1].numel(), "tokens")
+
+
+class Pooled(NamedTuple):
+    """What `pool` made, and what it was made of."""
+
+    product: Tensor
+    rows: Tensor
+    peaks: Tensor | None
+    each: int
+    requests: dict[str, Any]
+    constants: Constants
+
+
+def pool(
+    x: Tensor,
+    wkv: Tensor,
+    wgate: Tensor,
+    ape: Tensor,
+    size: int,
+    shape: list[int],
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
+    start_pos: Tensor | None,
+    coff: int,
+    state: Tensor | None,
+    table: Tensor | None,
+    ring: bool,
+    peaks: bool = False,
+) -> Pooled:
+    """C [E, D] in float32 of the windows that close, for an output of that `shape`."""
+    ratio, width = ape.shape[0], coff * size
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    product = nz_matmul.product(
+        flat, [(w.contiguous(), width) for w in (wkv, wgate)], "rows", keep_float=True
+    )
+    packed = cu_seqlens is not None
+    requests = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
+    constants = Constants(
+        PACKED=packed, REQUESTS=power_of_two(requests) if packed else 1, USED=seqused is not None,
+        STARTS=start_pos is not None, RATIO=ratio, COFF=coff, D=size, RUNS=product.shape[0],
+        STATE=state is not None, RING=ring,
+    )  # fmt: skip
+    given = dict(
+        bounds=x if cu_seqlens is None else cu_seqlens, used=x if seqused is None else seqused,
+        starts=x if start_pos is None else start_pos,
+        tokens=flat.shape[0] if packed else x.shape[1], requests=requests,
+    )  # fmt: skip
+    pages = dict(
+        table=x if table is None else table, table_stride=0 if table is None else table.stride(0),
+        columns=0 if table is None else table.shape[1],
+        pages=0 if state is None else state.shape[0], page=1 if state is None else state.shape[1],
+    )  # fmt: skip
+    count = torch.Size(shape).numel()
+    out = memory.empty((count, size), torch.float32, x.device)
+    logs = memory.empty((count, size), torch.float32, x.device) if peaks else None
+    block = min(BLOCK, power_of_two(size))
+    launches.kernel(_pool, count, triton.cdiv(size, block))(
+        product, product.stride(0), ape, product if state is None else state,
+        0 if state is None else state.stride(0), out, out if logs is None else logs,
+        **given, **pages, each=max(shape[-1], 1), C=constants, PEAKS=peaks, BLOCK_D=block,
+        BLOCK_L=min(16, power_of_two(coff * ratio)), num_warps=4,
+    )  # fmt: skip
+    return Pooled(product, out, logs, max(shape[-1], 1), given | pages, constants)
+
+
+def ending(
+    rope_sin: Tensor, size: int, rotary: int, rotary_mode: int, hadamard: bool, **more: Any
+) -> Ending:
+    pairs = rotary_mode == compressed.PAIRS
+    full = rope_sin.shape[-1] == rotary
+    given = dict(OUT=True, CACHE=False, KIND=quantise.PLAIN.value, BF16=False)
+    return Ending(
+        BLOCK_D=power_of_two(size), DR=rotary, PAIRS=pairs, STEP=2 if full and pairs else 1,
+        HADAMARD=hadamard, SCALE=size**-0.5, ROUNDS=power_of_two(size).bit_length() - 1,
+        **given | more,
+    )  # fmt: skip
+
+
+def angles(rope_sin: Tensor, rope_cos: Tensor) -> tuple[Tensor, Tensor, int]:
+    """(sines, cosines, numbers from one row to the next)"""
+    sin, cos = (each.flatten(0, -2) for each in (rope_sin, rope_cos))
+    if sin.stride(0) != cos.stride(0):
+        sin, cos = sin.contiguous(), cos.contiguous()
+    return sin, cos, sin.stride(0)
+
+
+def finish(
+    made: Pooled,
+    norm_weight: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    eps: float,
+    out: Tensor,
+    end: Ending,
+    values: Tensor | None = None,
+    scales: Tensor | None = None,
+    channels: Tensor | None = None,
+    table: Tensor | None = None,
+) -> None:
+    sin, cos, angle_row = angles(rope_sin, rope_cos)
+    absent = made.rows
+    given = {n: made.requests[n] for n in ("bounds", "used", "starts", "tokens", "requests")}
+    launches.kernel(_finish, made.rows.shape[0])(
+        made.rows, norm_weight, sin, cos, angle_row, eps, out,
+        *(absent if part is None else part for part in (values, scales, channels)),
+        *(0 if part is None else part.stride(0) for part in (values, scales, channels)),
+        absent if table is None else table, 0 if table is None else table.stride(0),
+        0 if table is None else table.shape[1], 0 if values is None else values.shape[0],
+        1 if values is None else values.shape[1], **given, each=made.each, C=made.constants, E=end,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def forward(
+    x: Tensor,
+    wkv: Tensor,
+    wgate: Tensor,
+    state_cache: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    rope_head_dim: int,
+    cmp_ratio: int,
+    state_block_table: Tensor,
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
+    start_pos: Tensor | None,
+    coff: int,
+    norm_eps: float,
+    rotary_mode: int,
+    cache_mode: int,
+    cmp_cache: Tensor | None,
+    cmp_scale_cache: Tensor | None,
+    cmp_block_table: Tensor | None,
+    kind: str,
+    hadamard: bool,
+    hadamard_round: str,
+    return_cmp_kv: bool,
+) -> Tensor:
+    size, shape = norm_weight.shape[0], compressed.rows(x, cu_seqlens, cmp_ratio)
+    out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
+    if nothing(x, cu_seqlens, size):
+        return out.zero_()
+    made = pool(
+        x, wkv, wgate, ape, size, shape, cu_seqlens, seqused, start_pos, coff, state_cache,
+        state_block_table, cache_mode == compressed.RING,
+    )  # fmt: skip
+    stored = dict(CACHE=cmp_cache is not None and cmp_cache.numel() > 0, OUT=return_cmp_kv)
+    values, scales, channels = cmp_cache, cmp_scale_cache, None
+    if cmp_cache is not None and kind == "fp8" and size == quantised.V4_WIDTH:
+        values, channels, scales = quantised.v4_parts(cmp_cache)
+        values = quantise.in_bytes(values)
+        stored |= dict(KIND=V4.value)
+    elif cmp_cache is not None and kind != "none":
+        if scales is None:
+            values, scales = quantised.index_cache_views(cmp_cache, kind)
+        else:
+            values = cmp_cache.view(quantised.VALUES[kind])
+        values = quantise.in_bytes(values)
+        stored |= dict(KIND=quantise.kind_of(kind), BF16=hadamard_round == "bf16")
+    end = ending(rope_sin, size, rope_head_dim, rotary_mode, hadamard, **stored)
+    if return_cmp_kv or end.CACHE:
+        finish(
+            made, norm_weight, rope_sin, rope_cos, norm_eps, out, end, values, scales,
+            channels, cmp_block_table,
+        )  # fmt: skip
+    width = 2 * coff * size
+    tokens = made.product.shape[1]
+    if state_cache.numel() and state_block_table.numel():
+        launches.kernel(_keep, tokens, triton.cdiv(width, WIDE))(
+            made.product, made.product.stride(0), ape, state_cache, state_cache.stride(0),
+            **made.requests, C=made.constants, BLOCK_W=min(WIDE, power_of_two(width)), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def nothing(x: Tensor, cu_seqlens: Tensor | None, size: int) -> bool:
+    """No token is of any request."""
+    requests = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.shape[:-1].numel() * requests * size == 0

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Attention's output turned back and projected, the first product a group of heads at a time; see
+dispatch/reference/deepseek_v4/grouped_o_proj_pto.py.
+
+`_groups` turns the dims that carry a rotation while it loads them.  Few tokens: both products are
+cut along their depth, and `_added` adds up the runs in order.  The floor is the weights, once.
+
+    condition                        kernels
+    a product cut along its depth    _groups then _added, prolog/nz_matmul.py then _added
+    else                             _groups then prolog/nz_matmul.py
+
+`turned_back`, of the whole layer without its projection:
+
+    condition    kernels
+    any          _turned
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...dispatch.common import memory, nz
+from ..common import gpu, handover, tiling
+from ..common.tiling import cdiv, power_of_two
+from ..prolog import stages as prolog
+from ..prolog.nz_matmul import product
+from ..prolog.stages import run_sum
+from ..runtime import launches
+from .last_rotation import angles, other_of
+
+BLOCK = 1024  # numbers that a program of _added takes
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _groups(
+    x, w, sin, cos, out, tokens,
+    HEADS: tl.constexpr, D: tl.constexpr, DR: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
+    RUN: tl.constexpr, NZ: tl.constexpr, C0: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """out [RUNS, T, GROUPS N]: one program a block of tokens, a group's block of columns, a run."""
+    K: tl.constexpr = HEADS // GROUPS * D
+    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    PLAIN: tl.constexpr = D - DR
+    dtype: tl.constexpr = x.dtype.element_ty
+    blocks = tl.cdiv(tokens, BLOCK_T)
+    program = tl.program_id(0)
+    group = program // blocks // BLOCKS
+    n = program // blocks % BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = (program % blocks * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    first = tl.program_id(1) * RUN
+    there, columns = t < tokens, n < N
+    panel = K * C0 if NZ else C0
+    row = C0 if NZ else N
+    w += group.to(tl.int64) * (K * N)
+    w_at = (n // C0).to(tl.int64) * panel + n % C0
+    x_row = x + t * (HEADS * D) + group * K
+    if CHAINED:
+        handover.begin(True)
+    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for at in tl.range(first, tl.minimum(first + RUN, K), BLOCK_K, num_stages=STAGES):
+        k = at + tl.arange(0, BLOCK_K)
+        mask = there[:, None] & (k < K)[None, :]
+        tile = tl.load(x_row[:, None] + k[None, :], mask=mask, other=0.0)
+        w_tile = tl.load(
+            w + k.to(tl.int64)[:, None] * row + w_at[None, :],
+            mask=(k < K)[:, None] & columns[None, :],
+            other=0.0,
+        )
+        # the heads' dims that are turned; where a tile lies in one head, few have any
+        if DR > 0 and (D % BLOCK_K != 0 or at % D + BLOCK_K > PLAIN):
+            j = k % D
+            other = k - j + other_of(j, D, DR)
+            v = tl.load(x_row[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
+            c, s = angles((sin + t * DR)[:, None], (cos + t * DR)[:, None], j[None, :], mask, D, DR)
+            tile = (tile.to(tl.float32) * c - v * s).to(dtype)
+        acc = tl.dot(tile, w_tile, acc, input_precision="ieee")
+    to = (tl.program_id(1).to(tl.int64) * tokens + t) * (GROUPS * N) + group * N
+    out_at = out + to[:, None] + n[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=there[:, None] & columns[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _added(partial, out, size, RUNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = run_sum(partial + at, tl.cast(size, tl.int64), at < size, RUNS)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _turned(
+    x, sin, cos, out, tokens, HEADS: tl.constexpr, D: tl.constexpr, DR: tl.constexpr,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: heads of a token, turned back."""
+    BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    j = tl.arange(0, triton.next_power_of_2(D))
+    mask = (head < HEADS)[:, None] & (j < D)[None, :]
+    at = token * (HEADS * D) + (head * D)[:, None]
+    if CHAINED:
+        gdc_launch_dependents()
+    c, s = angles(sin + token * DR, cos + token * DR, j, j < D, D, DR)
+    if CHAINED:
+        gdc_wait()
+    u = tl.load(x + at + j[None, :], mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(x + at + other_of(j, D, DR)[None, :], mask=mask, other=0.0).to(tl.float32)
+    turned = u * c[None, :] - v * s[None, :]
+    tl.store(out + at + j[None, :], turned.to(out.dtype.element_ty), mask=mask)
+
+
+def _whole(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """[runs, T, N] of a product, added up and rounded: [T, N]."""
+    if partial.shape[0] == 1:
+        return partial[0]
+    out = memory.empty(partial.shape[1:], dtype, partial.device)
+    chained = gpu.has_chained_launch(partial.device)
+    launches.kernel(_added, cdiv(out.numel(), BLOCK))(
+        partial, out, out.numel(), RUNS=partial.shape[0], BLOCK=BLOCK, CHAINED=chained,
+        num_warps=4, launch_pdl=chained,
+    )  # fmt: skip
+    return out
+
+
+def _by_groups(
+    x: Tensor, w: Tensor, weight_format: str, sin: Tensor, cos: Tensor, ranks: int
+) -> Tensor:
+    """x [T, N, D] turned back and multiplied, a group of heads by its weight: [runs, T, G Ro]."""
+    tokens, heads, size = x.shape
+    groups = w.shape[0]
+    depth = heads // groups * size
+    config = tiling.plain(tokens, [ranks] * groups, depth, gpu.num_sms(x.device))
+    run = cdiv(cdiv(depth, config.runs), config.k) * config.k
+    runs = cdiv(depth, run)
+    dtype = torch.float32 if runs > 1 else x.dtype
+    out = memory.empty((runs, tokens, groups * ranks), dtype, x.device)
+    BLOCK_T = max(16, config.tokens)
+    chained = gpu.has_chained_launch(x.device)
+    programs = cdiv(tokens, BLOCK_T) * groups * cdiv(ranks, config.columns)
+    launches.kernel(_groups, programs, runs)(
+        x, w, sin, cos, out, tokens,
+        HEADS=heads, D=size, DR=sin.shape[-1], GROUPS=groups, N=ranks, RUN=run,
+        NZ=w.ndim == 5 or nz.is_nz(w[0], weight_format), C0=nz.columns(x.dtype), BLOCK_T=BLOCK_T,
+        BLOCK_N=config.columns, BLOCK_K=config.k, STAGES=min(config.stages, 3), CHAINED=chained,
+        num_warps=config.warps, launch_pdl=chained,
+    )  # fmt: skip
+    return out
+
+
+def unsupported(attn_out: Tensor, **_: Any) -> str | None:
+    return prolog.unsupported(attn_out)
+
+
+def forward(
+    attn_out: Tensor,
+    w_o_a: Tensor,
+    w_o_b: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    weight_format: str,
+    **_: Any,
+) -> Tensor:
+    front, dtype = attn_out.shape[:2], attn_out.dtype
+    hidden = w_o_b.shape[0] * w_o_b.shape[3] if w_o_b.ndim == 4 else w_o_b.shape[1]
+    ranks = w_o_a.shape[2] if w_o_a.ndim == 3 else w_o_a.shape[1] * w_o_a.shape[4]
+    if front.numel() == 0:
+        return memory.empty((*front, hidden), dtype, attn_out.device)
+    x = attn_out.flatten(0, 1)
+    y = _whole(_by_groups(x, w_o_a, weight_format, rope_sin, rope_cos, ranks), dtype)
+    out = product(y, [(w_o_b, hidden)], weight_format)
+    return _whole(out, dtype).view(*front, hidden)
+
+
+def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
+    """What `forward` multiplies, by itself."""
+    batch, steps, heads, size = attn_out.shape
+    out = memory.empty(attn_out.shape, attn_out.dtype, attn_out.device)
+    if out.numel() == 0:
+        return out
+    block = max(1, min(power_of_two(heads), BLOCK * 4 // power_of_two(size)))
+    chained = gpu.has_chained_launch(attn_out.device)
+    tokens = batch * steps
+    launches.kernel(_turned, tokens * cdiv(heads, block))(
+        attn_out, rope_sin, rope_cos, out, tokens,
+        HEADS=heads, D=size, DR=rope_sin.shape[-1], BLOCK=block, CHAINED=chained,
+        num_warps=4, launch_pdl=chained,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""DeepSeek-V4's layer: the stages of dispatch/common/layer_v4.py, one after the other.
+
+All stages are asked whether they can run before the first of them writes.
+
+    condition                    kernels
+    sliding                      sharedkv_prolog_pto.py then sparse_attn_sharedkv.py then
+                                 grouped_o_proj_pto.py
+    HCA                          sharedkv_prolog_pto.py, compressor.py then
+                                 sparse_attn_sharedkv.py then grouped_o_proj_pto.py
+    CSA, index keys in 8 bits    sharedkv_prolog_pto.py, compressor.py,
+                                 caches/quantize_index_query.py then
+                                 indexer/quant_lightning_indexer.py then
+                                 sparse_attn_sharedkv.py then grouped_o_proj_pto.py
+    else                         sharedkv_prolog_pto.py, compressor.py then
+                                 indexer/lightning_indexer.py then sparse_attn_sharedkv.py then
+                                 grouped_o_proj_pto.py
+
+CSA compresses twice, for its keys and for the indexer.  Rows in 8 bits are attended by
+kv_quant_sparse_attn_sharedkv.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...dispatch.common import layer_v4
+from ..caches import quantize_index_query
+from ..indexer import lightning_indexer, quant_lightning_indexer
+from . import (
+    compressor,
+    grouped_o_proj_pto,
+    kv_quant_sparse_attn_sharedkv,
+    sharedkv_prolog_pto,
+    sparse_attn_sharedkv,
+)
+
+_MODULES = (
+    sharedkv_prolog_pto,
+    compressor,
+    quantize_index_query,
+    lightning_indexer,
+    quant_lightning_indexer,
+    sparse_attn_sharedkv,
+    kv_quant_sparse_attn_sharedkv,
+    grouped_o_proj_pto,
+)
+STAGES = layer_v4.Stages(
+    *[*(module.forward for module in _MODULES), grouped_o_proj_pto.turned_back]
+)
+REASONS = layer_v4.Stages(
+    *[*(module.unsupported for module in _MODULES), grouped_o_proj_pto.unsupported]
+)
+
+
+def unsupported(**arguments: Any) -> str | None:
+    return layer_v4.Layer(**arguments).unsupported(REASONS)
+
+
+def forward(**arguments: Any) -> Tensor:
+    return layer_v4.Layer(**arguments).run(STAGES)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Attention over window rows and compressed entries, which are keys and values at once.
+
+    z[h, j] = scale q[h] . k[j]    out[h] = sum_j exp(z[h, j]) k[j] / (exp(lse[h]) + exp(sink[h]))
+
+The keys of a query row are its window rows, and behind them its entries: all that are closed, those
+that its indices name, or the slots that they name (common/sharedkv.py).  One walk over both, tile
+by tile, with tiles that hold keys of one kind alone.  What is absent is not read.
+
+    condition    kernels
+    any          _attend
+
+Few rows: the keys are split over programs, whose parts common/combine.py puts together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from ...dispatch.common import memory
+from ...dispatch.common.sharedkv import scale_of
+from ..common import gpu, quantise
+from ..common.combine import Parts, combine, is_chained
+from ..common.log2 import LN2, LOG2E
+from ..runtime import launches
+from ..sparse_attention import sparse_flash_attention
+from ..sparse_attention.sparse_flash_attention import LOWEST
+from . import sharedkv
+
+Rows = tuple[Any, Tensor | None, Tensor | None]
+Pair = tuple[Tensor, Tensor]
+
+
+class Constants(NamedTuple):
+    """KIND says what the first NOPE channels of a row are; those of 8 bits have scales, and the
+    other channels lie apart."""
+
+    HEADS: int
+    D: int
+    NOPE: int
+    KIND: int
+    HAS_SINK: bool
+    STATS: bool
+    SPLITS: int
+    BLOCK_H: int
+    BLOCK_N: int
+    BLOCK_D: int
+    BRANCH: bool
+    CHAINED: bool
+
+
+@triton.jit
+def _scaled(
+    values, rotary, scales, row, rotary_row, scale_row, valid, d, some, dtype: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """[keys, D] of what rows of 8 bits stand for: 64 values to a scale, the product in float32
+    rounded once, then channels of bfloat16."""
+    nope = (d < C.NOPE)[None, :]
+    there = valid[:, None]
+    x = tl.load(values + row[:, None] + d[None, :], mask=there & nope, other=0.0)
+    at = scales + scale_row[:, None] + (d // 64)[None, :]
+    exponent = tl.load(at, mask=there & nope, other=0)
+    at = rotary + rotary_row[:, None] + (d - C.NOPE)[None, :]
+    turned = tl.load(at, mask=there & (d >= C.NOPE)[None, :] & (d < C.D)[None, :], other=0.0)
+    # in a branch the product does not see that these were 8 bits, for which it takes the numbers of
+    # a row in another order: not the bits of the op on floats
+    out = tl.full([valid.shape[0], C.BLOCK_D], 0.0, dtype)
+    if C.BRANCH or some > 0:
+        scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        wide = quantise.to_float16(x, C.KIND).to(tl.float32) * scale
+        out = tl.where(nope, wide, turned.to(tl.float32)).to(dtype)
+    return out
+
+
+@triton.jit(do_not_specialize=["ori_pages", "cmp_pages", "ori_size", "cmp_size"])
+def _attend(
+    q, ori, cmp, ori_rotary, cmp_rotary, ori_scales, cmp_scales, ori_index, cmp_index, ori_table,
+    cmp_table, notes, sinks, out, partial, partial_max, partial_sum, lse, scale_log2, ori_pages,
+    cmp_pages, ori_size, cmp_size, strides, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    (
+        q_row, q_head, ori_index_row, cmp_index_row, ori_table_row, cmp_table_row, ori_o, ori_i,
+        cmp_o, cmp_i, ori_rotary_o, ori_rotary_i, cmp_rotary_o, _, ori_scale_o, ori_scale_i,
+        cmp_scale_o, __,
+    ) = strides  # fmt: skip
+    HEAD_TILES: tl.constexpr = (C.HEADS + C.BLOCK_H - 1) // C.BLOCK_H
+    program = tl.program_id(0)
+    split = program // HEAD_TILES % C.SPLITS
+    row = (program // (HEAD_TILES * C.SPLITS)).to(tl.int64)
+    note = sharedkv.noted(notes, row)
+    ori_index = sharedkv.of_row(ori_index, row, ori_index_row)
+    cmp_index = sharedkv.of_row(cmp_index, row, cmp_index_row)
+    ori_table = sharedkv.of_row(ori_table, note.request, ori_table_row)
+    cmp_table = sharedkv.of_row(cmp_table, note.request, cmp_table_row)
+    near, total = sharedkv.tiles_of(note, P, C.BLOCK_N)
+    each = (total + C.SPLITS - 1) // C.SPLITS
+    lo = split * each
+    hi = tl.minimum(lo + each, total)
+    head = (program % HEAD_TILES * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
+    head_mask = head < C.HEADS
+    d = tl.arange(0, C.BLOCK_D)
+    q_rows = q + row * q_row + (head * q_head)[:, None] + d[None, :]
+    q_tile = tl.load(q_rows, mask=head_mask[:, None] & (d < C.D)[None, :], other=0.0)
+    row_max = tl.full([C.BLOCK_H], LOWEST, tl.float32)
+    row_sum = tl.full([C.BLOCK_H], 0.0, tl.float32)
+    acc = tl.full([C.BLOCK_H, C.BLOCK_D], 0.0, tl.float32)
+    for tile in tl.range(lo, hi, num_stages=1):
+        is_near = tile < near
+        entry = (tile - tl.where(is_near, 0, near)) * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
+        outer, inner, valid = sharedkv.keys_of(
+            entry, is_near, note, ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages,
+            ori_size, cmp_size, P,
+        )  # fmt: skip
+        keys = ori
+        rotary = ori_rotary
+        scales = ori_scales
+        key_o = ori_o
+        key_i = ori_i
+        rotary_o = ori_rotary_o
+        scale_o = ori_scale_o
+        if P.ENTRIES:
+            keys = tl.where(is_near, ori, cmp)
+            key_o = tl.where(is_near, ori_o, cmp_o)
+            key_i = tl.where(is_near, ori_i, cmp_i)
+            if C.KIND != quantise.PLAIN:
+                rotary = tl.where(is_near, ori_rotary, cmp_rotary)
+                rotary_o = tl.where(is_near, ori_rotary_o, cmp_rotary_o)
+                scales = tl.where(is_near, ori_scales, cmp_scales)
+                scale_o = tl.where(is_near, ori_scale_o, cmp_scale_o)
+        if C.KIND == quantise.PLAIN:
+            k_rows = keys + (outer * key_o + inner * key_i)[:, None] + d[None, :]
+            k_tile = tl.load(k_rows, mask=valid[:, None] & (d < C.D)[None, :], other=0.0)
+        else:
+            k_tile = _scaled(
+                keys, rotary, scales, outer * key_o + inner * key_i,
+                outer * rotary_o + inner * ori_rotary_i, outer * scale_o + inner * ori_scale_i,
+                valid, d, ori_pages, q_tile.dtype, C,
+            )  # fmt: skip
+        p = tl.broadcast_to(row_max[:, None], [C.BLOCK_H, C.BLOCK_N]).to(k_tile.dtype)
+        alpha = row_max
+        # in a branch the product for the scores is not seen to feed the next one, for which each of
+        # two warpgroups would compute all of it
+        if not C.BRANCH or tile < hi:
+            s = tl.dot(q_tile, k_tile.T, input_precision="ieee") * scale_log2
+            s = tl.where(valid[None, :], s, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            alpha = tl.exp2(row_max - new_max)
+            weight = tl.exp2(s - new_max[:, None])
+            row_sum = row_sum * alpha + tl.sum(weight, 1)
+            row_max = new_max
+            p = weight.to(k_tile.dtype)
+        acc = tl.dot(p, k_tile, acc * alpha[:, None], input_precision="ieee")
+    if C.CHAINED:
+        gdc_launch_dependents()
+    seeing = row_sum != 0  # a NaN is there, and stays one
+    if C.SPLITS == 1:
+        below = row_sum
+        if C.HAS_SINK:
+            sink = tl.load(sinks + head, mask=head_mask, other=0.0).to(tl.float32)
+            below += tl.exp2(sink * LOG2E - row_max)
+        inverse = tl.where(seeing, 1.0 / tl.where(seeing, below, 1.0), 0.0)
+        piece = row * C.HEADS + head
+        to = out + piece[:, None] * C.D
+        if C.STATS:
+            log = row_max * LN2 + tl.log(tl.where(seeing, row_sum, 1.0))
+            tl.store(lse + piece, tl.where(seeing, log, float("-inf")), mask=head_mask)
+    else:
+        inverse = tl.where(seeing, 1.0 / tl.where(seeing, row_sum, 1.0), 0.0)
+        piece = (row * C.SPLITS + split) * C.HEADS + head
+        to = partial + piece[:, None] * C.D
+        tl.store(partial_max + piece, row_max, mask=head_mask)
+        tl.store(partial_sum + piece, row_sum, mask=head_mask)
+    o = (acc * inverse[:, None]).to(to.dtype.element_ty)
+    tl.store(to + d[None, :], o, mask=head_mask[:, None] & (d < C.D)[None, :])
+
+
+def unsupported(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, **arguments: Any) -> str | None:
+    if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+        return f"q is {q.dtype}, supported float16 and bfloat16"
+    if q.shape[-1] > 512:
+        return f"head_dim={q.shape[-1]}, supported up to 512"
+    if _tiles(q, 1, ori_kv.itemsize) is None:
+        return gpu.too_small(q.device, N=q.shape[-2], D=q.shape[-1])
+    return sharedkv.too_many(ori_kv, cmp_kv, arguments)
+
+
+def _tiles(q: Tensor, most: int, itemsize: int) -> sparse_flash_attention.Tiles | None:
+    """Those of the selection of as many keys."""
+    heads, size = q.shape[-2:]
+    count = q.shape[:-2].numel()
+    # a tile of keys and what is made of it lie beside the queries: 192 KiB of 64 heads of 512
+    largest = 64 if gpu.shared_memory(q.device) >= 192 * 1024 else 32
+    return sparse_flash_attention.tiles(
+        count, heads, most, size, 0, False, itemsize, q.device, largest
+    )
+
+
+def forward(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, **arguments: Any) -> Pair:
+    floats = (ori_kv, None, None), (cmp_kv, None, None)
+    return attend(q, *floats, ori_kv=ori_kv, cmp_kv=cmp_kv, **arguments)
+
+
+def attend(
+    q: Tensor,
+    ori: Rows,
+    cmp: Rows,
+    *,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    return_softmax_lse: bool,
+    **arguments: Any,
+) -> Pair:
+    """(out, lse) over rows (values, rotary channels, scales): floats alone, or of 8 bits."""
+    heads, size = q.shape[-2:]
+    device, kind, nope = q.device, quantise.PLAIN.value, size
+    values, cmp_values = ori[0], cmp[0]
+    if ori[2] is not None:
+        nope = values.shape[-1]
+        values, kind = quantise.to_read(values)
+        cmp_values = None if cmp_values is None else quantise.to_read(cmp_values)[0]
+    out = memory.empty(q.shape, q.dtype, device)
+    shape = (*q.shape[:-3], 1, *q.shape[-3:-1]) if return_softmax_lse else (0,)
+    lse = memory.empty(shape, torch.float32, device)
+    if out.numel() == 0:
+        return out, lse
+    keys = sharedkv.keys(q, **arguments)
+    tile = _tiles(q, keys.most, values.itemsize)
+    assert tile is not None
+    flat = q.reshape(keys.count, heads, size)
+    parts = Parts.of(tile.splits, keys.count * heads, size, lse)
+    launches.kernel(_attend, keys.count * tile.splits * triton.cdiv(heads, tile.heads))(
+        flat, values, cmp_values, ori[1], cmp[1], ori[2], cmp[2], sinks=sinks, out=out,
+        partial=parts.out, partial_max=parts.max, partial_sum=parts.sum, lse=lse,
+        scale_log2=scale_of(softmax_scale, size) * LOG2E.value, **keys.arguments,
+        strides=(
+            *flat.stride()[:2], *keys.strides, *sharedkv.steps(values),
+            *sharedkv.steps(cmp_values), *sharedkv.steps(ori[1]), *sharedkv.steps(cmp[1]),
+            *sharedkv.steps(ori[2]), *sharedkv.steps(cmp[2]),
+        ),
+        P=keys.places,
+        C=Constants(
+            HEADS=heads, D=size, NOPE=nope, KIND=kind, HAS_SINK=sinks is not None,
+            STATS=return_softmax_lse, SPLITS=tile.splits, BLOCK_H=tile.heads, BLOCK_N=tile.keys,
+            BLOCK_D=tile.left, 
+            BRANCH=tile.heads == 64 and gpu.reads_shared(device),
+            CHAINED=is_chained(device, tile.splits),
+        ),
+        num_warps=tile.warps,
+    )  # fmt: skip
+    if tile.splits > 1:
+        combine(parts, sinks, out, lse, None)
+    return out, lse

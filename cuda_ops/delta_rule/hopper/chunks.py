@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the gated delta rule over whole sequences and its gradient share on Hopper (Gluon): where a
+sequence lies, decays within a chunk of 64 tokens, and the first kernel, that of the triangles.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
+from ...common.hopper.tma import at, describe, describe_matrix, forget
+from ...runtime import launches
+
+CHUNK = 64
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def add_lengths(a, b):
+    """Of numbers from 0, in 32 bits: beyond them it is the largest, which is beyond the tokens."""
+    return a + gl.minimum(b, 2147483647 - a)
+
+
+@gluon.jit
+def lengths_of(lengths, T, sequences, SEQUENCES: gl.constexpr):
+    """By sequence [SEQUENCES]: its number and length."""
+    LIST: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    s = gl.arange(0, SEQUENCES, layout=LIST)
+    each = gl.load(lengths + s, mask=s < sequences, other=0)
+    # before it is cast: what does not fit 32 bits wraps
+    return s, gl.minimum(gl.maximum(each, 0), T).to(gl.int32)
+
+
+@gluon.jit
+def tokens_of(s, each, before, sequence, T):
+    """(first token, length) of a sequence, behind those that are `before` it."""
+    # the largest and a sum are instructions of a warp: what other reductions give is to ptxas not
+    # the same in all threads, and the walk would spill
+    ends = gl.associative_scan(each, 0, add_lengths)
+    start = gl.minimum(gl.max(gl.where(before, ends, 0), 0), T)
+    length = gl.sum(gl.where(s == sequence, each, 0), 0)
+    return start, gl.minimum(length, T - start)
+
+
+@gluon.jit
+def _halves(x):
+    """x of float32 as the sum of two bfloat16: its upper half, and what that leaves."""
+    high = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+    return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
+
+
+@gluon.jit
+def _product(a_high, a_low, b_high, b_low, zero):
+    """a b of [64, 64] matrices, each the sum of two: 16 bits and more are right."""
+    acc = warpgroup_mma(a_low, b_high, zero, use_acc=False, is_async=True)
+    acc = warpgroup_mma(a_high, b_low, acc, is_async=True)
+    return warpgroup_mma(a_high, b_high, acc, is_async=True)
+
+
+@gluon.jit
+def _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zero):
+    """(I + lower)^-1 of a strictly lower [64, 64] matrix, as a pending product.
+
+    Blocks of 16 on the diagonal by forward substitution, a column of the inverse to a thread, which
+    stays right where keys are alike and a power series would cancel: D.  Then twice
+    [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]], written for the whole matrix: with
+    Z = D B, of which Z1 is inside blocks of 32 and Z2 below them,
+    D' = (I - Z1) D,  W = (I - Z1) Z2,  inverse = (I - W) D'."""
+    M: gl.constexpr = lower.type.layout
+    A: gl.constexpr = gl.DotOperandLayout(0, M, 2)
+    WIDE: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4, 16], [2, 16, 1, 1], [gl.num_warps(), 1, 1, 1], [3, 2, 1, 0]
+    )
+    X: gl.constexpr = gl.SliceLayout(2, WIDE)
+    inside = rows[:, None] // 16 == columns[None, :] // 16
+    parts = gl.reshape(gl.where(inside, lower, 0.0), [4, 16, 4, 16])
+    diagonal.store(gl.permute(gl.sum(parts, 2), (1, 0, 2)))
+    by_row = reinterpret(
+        diagonal, gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    barrier()
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
+    # x [block, column, row]
+    x = gl.zeros([4, 16, 16], gl.float32, layout=X) + gl.where(row == column, 1.0, 0.0)
+    for r in gl.static_range(1, 16):
+        factors = by_row.index(r).load(gl.SliceLayout(1, X))
+        new = gl.sum(factors[:, None, :] * x, 2)
+        x = gl.where(row == r, x - new[:, :, None], x)
+    B4: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WIDE)))
+    R4: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, WIDE)))
+    block = gl.arange(0, 4, layout=B4)[:, None][:, :, None][:, :, :, None]
+    other = gl.arange(0, 4, layout=R4)[None, :][:, None, :][:, :, :, None]
+    whole = gl.where(block == other, x[:, :, None, :], 0.0)
+    high, low = _halves(gl.reshape(whole, [64, 64]))
+    dt_high.store(high)
+    dt_low.store(low)
+    high, low = _halves(gl.where(inside, 0.0, lower))
+    b_high.store(high)
+    b_low.store(low)
+    fence_async_shared()
+    barrier()
+    d_high = dt_high.permute((1, 0))
+    d_low = dt_low.permute((1, 0))
+    z = warpgroup_mma_wait(0, deps=[_product(d_high, d_low, b_high, b_low, zero)])
+    near = rows[:, None] // 32 == columns[None, :] // 32
+    eye = gl.where(rows[:, None] == columns[None, :], 1.0, 0.0)
+    high, low = _halves(gl.where(near, 0.0, z))
+    barrier()
+    b_high.store(high)
+    b_low.store(low)
+    high, low = _halves(eye - gl.where(near, z, 0.0))
+    a_high = gl.convert_layout(high, A)
+    a_low = gl.convert_layout(low, A)
+    fence_async_shared()
+    barrier()
+    wide_flight = _product(a_high, a_low, b_high, b_low, zero)
+    d_flight = _product(a_high, a_low, d_high, d_low, zero)
+    wide = warpgroup_mma_wait(3, deps=[wide_flight])
+    high, low = _halves(eye - wide)
+    a_high = gl.convert_layout(high, A)
+    a_low = gl.convert_layout(low, A)
+    doubled = warpgroup_mma_wait(0, deps=[d_flight])
+    high, low = _halves(doubled)
+    barrier()
+    b_high.store(high)
+    b_low.store(low)
+    fence_async_shared()
+    barrier()
+    return warpgroup_mma_wait(0, deps=[_product(a_high, a_low, b_high, b_low, zero)])
+
+
+@gluon.jit
+def decay_of(g, at, valid, GATE: gl.constexpr):
+    """(running sum [64] of the decay's logarithm, all of it)."""
+    if GATE:
+        gate = gl.load(g + at, mask=valid, other=0.0).to(gl.float32)
+    else:
+        LIST: gl.constexpr = valid.type.layout
+        gate = gl.zeros([64], gl.float32, layout=LIST)
+    return gl.associative_scan(gate, 0, add), gl.sum(gate, 0)
+
+
+@gluon.jit
+def fading_of(total, rows, columns):
+    """(row i sees column j, what is left of column j by then)."""
+    causal = rows[:, None] >= columns[None, :]
+    of_row = gl.convert_layout(total, rows.type.layout)[:, None]
+    of_column = gl.convert_layout(total, columns.type.layout)[None, :]
+    return causal, gl.exp(gl.where(causal, of_row - of_column, 0.0))
+
+
+@gluon.jit(do_not_specialize=["T", "sequences", "scale"])
+def _prepare(
+    q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, rates, T, sequences, scale,
+    b_row, g_row,
+    NV: gl.constexpr, DK: gl.constexpr, GROUP: gl.constexpr, SEQUENCES: gl.constexpr,
+    VARLEN: gl.constexpr, BETA: gl.constexpr, GATE: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """T' and P of a chunk and a value head; where `rates` are wanted, T - I instead of T'."""
+    M: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, M)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, M)
+    TOKENS: gl.constexpr = gl.BlockedLayout([2], [32], [num_warps], [0])
+    dtype: gl.constexpr = q_desc.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DK], dtype)
+    q = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
+    k = gl.allocate_shared_memory(dtype, [64, DK], WIDE)
+    bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    full = bars.index(0)
+    chunk = gl.program_id(0)
+    hv = gl.program_id(1)
+    h = hv // GROUP
+    start = 0
+    first = chunk * 64
+    length = T
+    if VARLEN:
+        s, each = lengths_of(lengths, T, sequences, SEQUENCES)
+        ends = gl.associative_scan((each + 63) // 64, 0, add_lengths)
+        before = ends <= chunk
+        first = (chunk - gl.max(gl.where(before, ends, 0), 0)) * 64
+        start, length = tokens_of(s, each, before, gl.sum(before.to(gl.int32), 0), T)
+    if first < length:
+        mbarrier.init(full, count=1)
+        fence_async_shared()
+        barrier()
+        mbarrier.expect(full, 64 * DK * 4)
+        where = at(0, h, start, length, first, True)
+        tma_load(k_desc, where, full, reinterpret(k, dtype, k_desc.block_shape, k_desc.layout))
+        tma_load(q_desc, where, full, reinterpret(q, dtype, q_desc.block_shape, q_desc.layout))
+        diagonal = gl.allocate_shared_memory(
+            gl.float32, [16, 4, 16], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        )
+        dt_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
+        rows = gl.arange(0, 64, layout=ROWS)
+        columns = gl.arange(0, 64, layout=COLUMNS)
+        i = gl.arange(0, 64, layout=TOKENS)
+        valid = first + i < length
+        token = (start + first + i).to(gl.int64)
+        zero = gl.zeros([64, 64], gl.float32, layout=M)
+        mbarrier.wait(full, 0)
+        kk = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        qk = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        kk = warpgroup_mma_wait(1, deps=[kk])
+        qk = warpgroup_mma_wait(0, deps=[qk])
+        # behind the barrier all warps have read the queries and keys
+        tile = reinterpret(q, dtype, [DK // 64, 64, 64], TILE).index(0)
+        b_high = reinterpret(k, gl.bfloat16, [DK // 64, 64, 64], HALVES).index(0)
+        if DK == 128:
+            dt_high = reinterpret(q, gl.bfloat16, [DK // 64, 64, 64], HALVES).index(1)
+            b_low = reinterpret(k, gl.bfloat16, [DK // 64, 64, 64], HALVES).index(1)
+        else:
+            dt_high = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
+            b_low = gl.allocate_shared_memory(gl.bfloat16, [64, 64], HALVES)
+        place = (chunk * NV + hv) * 64
+        total, last = decay_of(g, token * g_row + hv, valid, GATE)
+        gl.store(grown + place.to(gl.int64) + i, gl.exp(total))
+        gl.store(left + place.to(gl.int64) + i, gl.exp(last - total))
+        causal, fading = fading_of(total, rows, columns)
+        attention = gl.where(causal, qk * fading * scale, 0.0)
+        tma.store_wait(0)
+        barrier()
+        tile.store(attention.to(dtype))
+        fence_async_shared()
+        barrier()
+        tma_store(p_desc, [place, 0], tile)
+        # made again: nothing but k k^T is held while P is written
+        total, _last = decay_of(g, token * g_row + hv, valid, GATE)
+        if BETA:
+            rate = gl.load(beta + token * b_row + hv, mask=valid, other=0.0).to(gl.float32)
+        else:
+            rate = gl.where(valid, 1.0, 0.0)
+        _seen, fading = fading_of(total, rows, columns)
+        lower = kk * fading * gl.convert_layout(rate, ROWS)[:, None]
+        lower = gl.where(rows[:, None] > columns[None, :], lower, 0.0)
+        inverse = _inverse(lower, rows, columns, diagonal, dt_high, dt_low, b_high, b_low, zero)
+        # T' takes the place of P: were that not used again, the compiler would give it to others
+        # before its copy is over
+        tma.store_wait(0)
+        barrier()
+        if rates is None:
+            result = inverse * gl.convert_layout(rate, COLUMNS)[None, :]
+        else:
+            gl.store(rates + place.to(gl.int64) + i, rate)
+            result = gl.where(rows[:, None] > columns[None, :], inverse, 0.0)
+        tile.store(result.to(dtype))
+        fence_async_shared()
+        barrier()
+        tma_store(t_desc, [place, 0], tile)
+        forget(bars)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def columns_at(head, first, count, row, block):
+    """Coordinates of row `row` of a sequence, from column 64 `block` on."""
+    where = at(0, head, first, count, row, True)
+    return [where[0], where[1], where[2], where[3], block * 64]
+
+
+def triangles(
+    query: Tensor,
+    key: Tensor,
+    NV: int,
+    beta: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    g: Tensor | None,
+    t: Tensor,
+    p: Tensor,
+    grown: Tensor,
+    left: Tensor,
+    rates: Tensor | None,
+    sequences: int,
+) -> None:
+    """Writes T', or T - I and `rates`, P, exp(G) and exp(G_last - G) of all chunks."""
+    T, N, DK = key.shape
+    chunks = grown.numel() // (NV * CHUNK)
+    q_desc, k_desc = (describe(x, CHUNK, DK, True) for x in (query, key))
+    t_desc, p_desc = (describe_matrix(x, grown.numel(), CHUNK, [CHUNK, CHUNK]) for x in (t, p))
+    # 128 registers: four programs a multiprocessor.  H200, 4096 tokens of 32 heads: 60 us; for all
+    # value heads of a key head at once, with two products shared, it took 8 more
+    launches.kernel(_prepare, chunks, NV)(
+        q_desc, k_desc, t_desc, p_desc, beta, g, lengths, grown, left, rates, T, sequences, scale,
+        0 if beta is None else beta.stride(0), 0 if g is None else g.stride(0),
+        NV=NV, DK=DK, GROUP=NV // N, SEQUENCES=max(32, triton.next_power_of_2(sequences)),
+        VARLEN=lengths is not None, BETA=beta is not None, GATE=g is not None, num_warps=4,
+        maxnreg=128,
+    )  # fmt: skip

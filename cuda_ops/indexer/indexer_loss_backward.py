@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""KL loss of the indexer, backward: one elementwise pass, a row a program.
+
+    grad_score = grad_loss (softmax(index_score) - target / sum target), 0 at invalid slots
+
+    condition    kernels
+    any          _grad_kernel
+
+H200, 2026-11: S 4096, K 2048, bfloat16 scores, int32 indices: 27.0 us, 87% of the bandwidth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common import rows
+from ..common.loss import normalised, padded, softmax_of_scores, valid_slots
+from ..runtime import launches
+
+
+@triton.jit
+def _grad_kernel(
+    grad_loss, index_score, indices, target, grad, chunk_offset, S, key_length, K,
+    s_batch, s_row, i_batch, i_row, t_batch, t_row, K_PAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) % S
+    batch = (tl.program_id(0) // S).to(tl.int64)
+    row_wide = row.to(tl.int64)
+    slot = tl.arange(0, K_PAD)
+    _, counts = valid_slots(
+        indices + batch * i_batch + row_wide * i_row, slot, K, chunk_offset + row, key_length
+    )
+    score = tl.load(index_score + batch * s_batch + row_wide * s_row + slot, counts, 0.0)
+    mass = tl.load(target + batch * t_batch + row_wide * t_row + slot, counts, 0.0)
+    upstream = tl.load(grad_loss + batch * S + row)
+    out = upstream * (softmax_of_scores(score, counts) - normalised(mass))
+    at = grad + (batch * S + row_wide) * K + slot
+    tl.store(at, tl.where(counts, out, 0.0).to(grad.dtype.element_ty), mask=slot < K)
+
+
+def unsupported(
+    index_score: Tensor, target: Tensor, grad_loss: Tensor, key_length: int, **_: Any
+) -> str | None:
+    if torch.float64 in (index_score.dtype, target.dtype, grad_loss.dtype):
+        return "an input is float64, supported are float32 and (index_score) float16, bfloat16"
+    return rows.too_many(key_length, "keys")
+
+
+def backward(
+    grad_loss: Tensor,
+    index_score: Tensor,
+    indices: Tensor,
+    target: Tensor,
+    key_length: int,
+    chunk_offset: int,
+) -> Tensor:
+    B, S, K = index_score.shape
+    grad = memory.empty((B, S, K), index_score.dtype, index_score.device)
+    if grad.numel() == 0:
+        return grad
+    chunk_offset = min(chunk_offset, key_length)  # with the row's number it stays within 32 bits
+    launches.kernel(_grad_kernel, B * S)(
+        grad_loss, index_score, indices, target, grad, chunk_offset, S, key_length, K,
+        *index_score.stride()[:2], *indices.stride()[:2], *target.stride()[:2],
+        K_PAD=padded(K), num_warps=4,
+    )  # fmt: skip
+    return grad

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of the indexer's selected scores.
+
+    s = query . key       d_weights[n] = sum_j dy[j] relu(s[n, j])
+    ds[n, j] = dy[j] weights[n] [s > 0]       d_query = ds key       d_key = ds^T query
+
+One program a query row and tile of heads; d_key is added up as scatter.py says.
+
+    condition    kernels
+    any          _gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common import rows, scatter
+from ..common.selection import selected
+from ..runtime import launches
+from . import lightning_indexer
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "requests", "max_kv_len", "entries", "table_stride", "pages"]
+)
+def _gradients(
+    query, key, weights, dy, indices, seqlens_q, seqlens_k, table, d_query, d_weights, d_key, peak,
+    tokens, requests, max_kv_len, table_stride, pages, entries, strides,
+    HEADS: tl.constexpr, D: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    q_row, q_head, w_row, key_o, key_i, dy_row, index_row, out_o = strides
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
+    head_tiles: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    row = (tl.program_id(0) // head_tiles).to(tl.int64)
+    request, start, kv_len = rows.locate(row, of, LAYOUT)
+    h = (tl.program_id(0) % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    mask = (h < HEADS)[:, None] & (d < D)[None, :]
+    q_tile = tl.load(query + row * q_row + h[:, None] * q_head + d[None, :], mask=mask, other=0.0)
+    weight = tl.load(weights + row * w_row + h, mask=h < HEADS, other=0.0).to(tl.float32)
+    dq = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    dw = tl.zeros([BLOCK_H], tl.float32)
+    for n in tl.range(0, tl.where(kv_len > 0, entries, 0), BLOCK_N):
+        entry = n + tl.arange(0, BLOCK_N)
+        outer, inner, valid = selected(
+            entry, entries, indices + row * index_row, kv_len, request, start, of, 1, LAYOUT
+        )
+        wide = valid[:, None] & (d < D)[None, :]
+        k_tile = tl.load(
+            key + (outer * key_o + inner * key_i)[:, None] + d[None, :], mask=wide, other=0.0
+        )
+        grad = tl.load(dy + row * dy_row + entry, mask=valid, other=0.0).to(tl.float32)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        relu = tl.maximum(s, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        dw += tl.sum(relu * grad[None, :], 1)
+        # a NaN counts as above 0, as in torch
+        ds = tl.where(s <= 0, 0.0, grad[None, :] * weight[:, None]).to(k_tile.dtype)
+        dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
+        dk = tl.dot(ds.T, q_tile, input_precision="ieee")
+        at = (outer * out_o + inner)[:, None] * D + d[None, :]
+        scatter.add(d_key, peak, at, dk, wide, MODE)
+    tl.store(
+        d_query + (row * HEADS + h[:, None]) * D + d[None, :], dq.to(d_query.dtype.element_ty),
+        mask=mask,
+    )  # fmt: skip
+    to = d_weights + row * HEADS + h
+    tl.store(to, dw.to(d_weights.dtype.element_ty), mask=h < HEADS)
+
+
+def unsupported(**arguments: Any) -> str | None:
+    return lightning_indexer.unsupported(**arguments, sparse_count=1, cmp_ratio=1)
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    dy: Tensor,
+    sparse_indices: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    layout: str | None,
+    sparse_mode: int | None,
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layout = layout or "BSND"
+    device, (heads, dim) = query.device, query.shape[-2:]
+    d_query = memory.empty(query.shape, query.dtype, device)
+    d_key = memory.empty(key.shape, key.dtype, device)
+    d_weights = memory.empty(weights.shape, weights.dtype, device)
+    plan = rows.plan(
+        query, key, actual_seq_lengths_query, actual_seq_lengths_key, None, layout, layout,
+        3 if sparse_mode is None else sparse_mode,
+    )  # fmt: skip
+    q = query.reshape(plan.rows, heads, dim)
+    w = weights.reshape(plan.rows, heads)
+    index = sparse_indices.reshape(plan.rows, sparse_indices.shape[-1])
+    grad = dy.reshape(plan.rows, dy.shape[-1])
+
+    d_tile = max(16, triton.next_power_of_2(dim))
+    # 128 heads of 128 at once: the query's tile and its gradient fill the registers
+    h_tile = max(16, min(triton.next_power_of_2(heads), 128 * 128 // d_tile))
+
+    def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
+        if query.numel():
+            launches.kernel(_gradients, plan.rows * triton.cdiv(heads, h_tile))(
+                q, key, w, grad, index, d_query=d_query, d_weights=d_weights, d_key=sums[0],
+                peak=peaks, entries=index.shape[1], **plan.arguments,
+                strides=(
+                    *q.stride()[:2], w.stride(0), *rows.strides(layout, key), grad.stride(0),
+                    index.stride(0), 0 if layout == "TND" else key.shape[1],
+                ),
+                LAYOUT=plan.layout, HEADS=heads, D=dim,
+                BLOCK_H=h_tile, BLOCK_D=d_tile, BLOCK_N=32, MODE=mode, num_warps=4,
+            )  # fmt: skip
+
+    scatter.run(launch, [d_key])
+    return d_query, d_key, d_weights

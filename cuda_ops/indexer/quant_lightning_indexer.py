@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The indexer on queries and keys of 8 bits: the kernels of lightning_indexer.py and topk.py.
+
+e4m3   as float16, sums in float32; by integer arithmetic on GPUs that have no conversion
+int8   integer products
+
+    condition    kernels
+    any          lightning_indexer.py then topk.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.common import quantised
+from ..common import gpu
+from . import lightning_indexer, topk
+
+
+def unsupported(query: Tensor, key: Tensor, sparse_count: int, **arguments: Any) -> str | None:
+    if sparse_count > topk.MOST:
+        return f"sparse_count={sparse_count}, supported up to {topk.MOST}"
+    heads, dim = query.shape[-2:]
+    if dim > 256 or heads > 256:
+        return f"heads and head_dim are {(heads, dim)}, supported up to 256"
+    if lightning_indexer.shape(1, heads, dim, query.device) is None:
+        return gpu.too_small(query.device, N=heads, D=dim)
+    return lightning_indexer.too_many(key, arguments.get("block_table"), arguments["cmp_ratio"])
+
+
+def forward(**arguments: Any) -> Tensor:
+    return selected(None, **arguments)[0]
+
+
+def selected(value_dtype: torch.dtype | None, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """(indices, scores of `value_dtype`, or none)"""
+    return lightning_indexer.select(scores(value_dtype, **arguments))
+
+
+def scores(
+    value_dtype: torch.dtype | None,
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor | None,
+    key_dequant_scale: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    query_dtype: int | None,
+    key_dtype: int | None,
+    cmp_ratio: int,
+    **_: object,
+) -> lightning_indexer.Scored:
+    """What `lightning_indexer.select` selects from."""
+    return lightning_indexer.scaled_scores(
+        quantised.typed(query, query_dtype), quantised.typed(key, key_dtype), weights,
+        query_dequant_scale, key_dequant_scale, actual_seq_lengths_query, actual_seq_lengths_key,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode, value_dtype,
+        cmp_ratio,
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The joined products of nz_matmul on Hopper (Gluon): NZ tiles go by TMA straight to wgmma.
+
+A block of an NZ weight is [columns / 16, K, 16]; copied with the 32-byte swizzle, its bytes in
+shared memory are a [columns, K] operand whose columns are the contiguous side, so nothing is ever
+rearranged.  The product is computed transposed, [columns, tokens], with the tokens as the short
+side.  A program asks for as many weight tiles as its shared memory holds before it waits for the
+kernel that writes x: that hides the end of that kernel, and the start of this one.  Where an op
+starts here it waits first (common/handover.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from ...common import gpu, handover
+from ...common.gluon_names import barrier, reinterpret, tma_load
+from ...common.hopper.tma import DTYPES, aligned, describe_matrix, describe_nz, forget
+from ...common.tiling import Tiling
+from ...runtime import launches
+from .fused_gemm import own, place, ring
+from .rotation import pass_on, rotate
+
+
+@gluon.jit
+def _fetch(
+    w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, k, bar, tile, wanted
+):  # fmt: skip
+    """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
+    if END > FIRST:
+        mine = (block >= FIRST) & (block < END) & wanted
+        panel = (block - FIRST) * (BLOCK_N // 16)
+        tma_load(w, [panel, k, 0], bar, tile, pred=mine)
+
+
+@gluon.jit
+def _store(
+    acc, out, tokens, token, block, run,
+    N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, N3: gl.constexpr,
+    B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
+):  # fmt: skip
+    """out[run, t, column] = acc [BLOCK_N, BLOCK_T]: the block's own columns, of tokens there
+    are."""
+    COLUMN_THREADS: gl.constexpr = min(32, BLOCK_N // 4)
+    along: gl.constexpr = gl.BlockedLayout(
+        [4, 1], [COLUMN_THREADS, 32 // COLUMN_THREADS], [1, gl.num_warps()], [0, 1]
+    )
+    base, begin, size = own(block, N0, N1, N2, N3, B0, B1, B2)
+    n = (block - begin) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, along))
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0, along))
+    at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2 + N3) + base
+    result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
+    gl.store(
+        out + at[None, :] + n[:, None], result, mask=(n < size)[:, None] & (t < tokens)[None, :]
+    )
+
+
+@gluon.jit(do_not_specialize=["tokens", "ahead"])
+def _product(
+    x, w0, w1, w2, w3, out, sin, cos, tokens, ahead,
+    RUN: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
+    N3: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
+    HEAD: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
+    B3: gl.constexpr = B2 + (N3 + BLOCK_N - 1) // BLOCK_N
+    BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * BLOCK_K * 2
+    CHUNKS: gl.constexpr = RUN // BLOCK_K  # past the end of K, a copy fills in zeros
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N // 16, BLOCK_K, 16], w0.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
+    full = ring(STAGES)
+    token, block, run = place(tokens, BLOCK_T, B3, GROUP)
+    lo = run * RUN
+
+    handover.begin(FIRST)
+    # the first `ahead` weights, as far as they fit; then x, once it is there
+    for i in range(ahead):
+        k = lo + i * BLOCK_K
+        bar = full.index(i)
+        mbarrier.expect(bar, BYTES)
+        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tiles.index(i), True)
+        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(i), True)
+        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(i), True)
+        _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(i), True)
+    handover.follow(FIRST, LATE)
+    for i in range(ahead):
+        tma_load(x, [token, lo + i * BLOCK_K], full.index(i), x_tiles.index(i))
+
+    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
+    summed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_T, 16]
+    )
+    acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, summed)
+    for i in range(CHUNKS):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        w_tile = reinterpret(w_tiles.index(stage), x.dtype, [BLOCK_N, BLOCK_K], columns_first)
+        acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute([1, 0]), acc, is_async=True)
+        # the product before is done in every warp, its tiles are free
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        barrier()
+        later = i + STAGES - 1
+        wanted = (i > 0) & (later < CHUNKS)
+        next_stage = later % STAGES
+        k = lo + later * BLOCK_K
+        bar = full.index(next_stage)
+        mbarrier.expect(bar, BYTES, pred=wanted)
+        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        tma_load(x, [token, k], bar, x_tiles.index(next_stage), pred=wanted)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+
+    if HEAD > 0:
+        # 64 columns at a time, through shared memory; the first ones of a head are rotated
+        PARTS: gl.constexpr = BLOCK_N // 64
+        whole: gl.constexpr = [STAGES * BLOCK_K // BLOCK_N, BLOCK_T, BLOCK_N]
+        parts: gl.constexpr = [STAGES * BLOCK_K // 64, BLOCK_T, 64]
+        barrier()  # the last product is done in every warp, not only in this one
+        result = reinterpret(x_tiles, x.dtype, whole, x.layout).index(0)
+        result.permute([1, 0]).store(acc.to(out.dtype.element_ty))
+        barrier()
+        for part in gl.static_range(PARTS):
+            tile = reinterpret(x_tiles, x.dtype, parts, x.layout).index(part)
+            number = block * PARTS + part
+            at = out + number * 64
+            if number % (HEAD // 64) == 0:
+                rotate(tile, at, N0, sin, cos, token, tokens, BLOCK_T, INTERLEAVED)
+            else:
+                pass_on(tile, at, N0, token, tokens, BLOCK_T)
+    else:
+        _store(acc, out, tokens, token, block, run, N0, N1, N2, N3, B0, B1, B2, BLOCK_N, BLOCK_T)
+    forget(full)
+    if LATE:
+        gdc_wait()
+
+
+def supports(x: Tensor, weights: Sequence[Tensor], formats: Sequence[bool]) -> bool:
+    """All weights NZ, in half precision, and aligned as TMA wants it."""
+    return gpu.is_hopper(x.device) and x.dtype in DTYPES and all(formats) and aligned(x, *weights)
+
+
+def launch(
+    x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], out: Tensor, run: int, grid: int,
+    tiling: Tiling, *, first: bool = False, forked: bool = False, late: bool = False,
+    head: int = 0, sin: Tensor | None = None, cos: Tensor | None = None, interleaved: bool = False,
+) -> None:  # fmt: skip
+    """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight.
+    `late`: the kernel before is none that x comes from, so it is waited for at the end.
+    `head`: columns of a head, of which the first 64 are rotated."""
+    tokens, depth = x.shape
+    chunks = run // tiling.k
+    described = [
+        describe_nz(weight, depth, size, tiling.columns, tiling.k)
+        for weight, size in zip(weights, sizes, strict=True)
+    ]
+    launches.kernel(_product, grid, out.shape[0])(
+        describe_matrix(x, tokens, depth, [tiling.tokens, tiling.k]), *described,
+        out, sin, cos,
+        tokens, min(chunks, tiling.stages),
+        RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
+        BLOCK_T=tiling.tokens, BLOCK_N=tiling.columns, BLOCK_K=tiling.k,
+        STAGES=min(max(chunks, 2), tiling.stages), GROUP=tiling.group, FIRST=first, LATE=late,
+        HEAD=head, INTERLEAVED=interleaved,
+        num_warps=tiling.warps, launch_pdl=not forked,
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The fp8 products of quantised_matmul.py on Hopper (Gluon): tiles of [N, K] go by TMA to wgmma.
+
+A step is one block of 128 k: its sum is made in the tensor cores, then multiplied by the scales of
+its tokens and of its weights and added in float32.  Up to 32 tokens are the short side of a
+transposed product, [columns, tokens]; of more, a thread has two tokens and all columns.  As in
+nz_matmul.py a program asks for its weights before it waits for the kernel that writes x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from ...common import gpu, handover
+from ...common.gluon_names import barrier, tma_load
+from ...common.hopper.tma import aligned, describe_box, forget
+from ...common.tiling import Tiling, cdiv
+from ...runtime import launches
+from .fused_gemm import own, place, ring
+
+SWAPPED = 32  # tokens of one transposed product
+
+
+@gluon.jit
+def _fetch(
+    w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, k, bar, tile, wanted
+):  # fmt: skip
+    """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
+    if END > FIRST:
+        mine = (block >= FIRST) & (block < END) & wanted
+        tma_load(w, [(block - FIRST) * BLOCK_N, k], bar, tile, pred=mine)
+
+
+@gluon.jit
+def _scale(
+    scale, block, k_block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr,
+    KB: gl.constexpr, SIZE: gl.constexpr,
+):  # fmt: skip
+    """Of block `k_block` of k, or zero where the weight is another one, or k has ended."""
+    mine = (block >= FIRST) & (block < END) & (k_block < KB)
+    column = (block - FIRST) * BLOCK_N // 128
+    return gl.load(scale + k_block * ((SIZE + 127) // 128) + column, mask=mine, other=0.0)
+
+
+@gluon.jit
+def _scales(
+    x_scale, s0, s1, s2, t, tokens, block, k_block, KB: gl.constexpr, N0: gl.constexpr,
+    N1: gl.constexpr, N2: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Of each token, times that of the weights."""
+    by = _scale(s0, block, k_block, 0, B0, BLOCK_N, KB, N0)
+    if N1 > 0:
+        by += _scale(s1, block, k_block, B0, B1, BLOCK_N, KB, N1)
+    if N2 > 0:
+        by += _scale(s2, block, k_block, B1, B2, BLOCK_N, KB, N2)
+    at = x_scale + t.to(gl.int64) * KB + k_block
+    return gl.load(at, mask=(t < tokens) & (k_block < KB), other=0.0) * by
+
+
+@gluon.jit
+def _store(
+    acc, out, tokens, token, block, run, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
+    B0: gl.constexpr, B1: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr,
+):  # fmt: skip
+    """out[run, t, column] = acc [BLOCK_T, BLOCK_N]: the block's own columns, of tokens there
+    are."""
+    LANES: gl.constexpr = BLOCK_N // 4
+    along: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
+    )
+    base, begin, size = own(block, N0, N1, N2, 0, B0, B1, B1)
+    n = (block - begin) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, along))[None, :]
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(1, along))[:, None]
+    at = (run.to(gl.int64) * tokens + t) * (N0 + N1 + N2) + base
+    result = gl.convert_layout(acc.to(out.dtype.element_ty), along)
+    gl.store(out + at + n, result, mask=(n < size) & (t < tokens))
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def _product(
+    x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
+    KB: gl.constexpr, CHUNKS: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
+    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    SWAP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr, SECOND: gl.constexpr,
+):  # fmt: skip
+    B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    B2: gl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
+    BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * 128
+    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, 128], w0.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, 128], x.layout)
+    full = ring(STAGES)
+    token, block, run = place(tokens, BLOCK_T, B2, GROUP)
+    lo = run * CHUNKS
+
+    handover.begin(FIRST)
+    for i in gl.static_range(STAGES):
+        bar = full.index(i)
+        mbarrier.expect(bar, BYTES)
+        _fetch(w0, block, 0, B0, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w1, block, B0, B1, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+        _fetch(w2, block, B1, B2, BLOCK_N, (lo + i) * 128, bar, w_tiles.index(i), True)
+    handover.follow(FIRST, LATE, SECOND)
+    for i in gl.static_range(STAGES):
+        tma_load(x, [token, (lo + i) * 128], full.index(i), x_tiles.index(i))
+
+    summed: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1],
+        instr_shape=[16, BLOCK_T if SWAP else BLOCK_N, 32],
+    )  # fmt: skip
+    zero = gl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], gl.float32, summed)
+    t = token + gl.arange(0, BLOCK_T, gl.SliceLayout(0 if SWAP else 1, summed))
+    acc = zero
+    by = _scales(
+        x_scale, s0, s1, s2, t, tokens, block, lo, KB, N0, N1, N2, B0, B1, B2, BLOCK_N
+    )  # fmt: skip
+    for i in range(CHUNKS):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        x_tile = x_tiles.index(stage)
+        w_tile = w_tiles.index(stage)
+        if SWAP:
+            part = warpgroup_mma(w_tile, x_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+        else:
+            part = warpgroup_mma(x_tile, w_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+        ahead = _scales(
+            x_scale, s0, s1, s2, t, tokens, block, lo + i + 1, KB, N0, N1, N2, B0, B1, B2, BLOCK_N
+        )  # fmt: skip
+        part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+        barrier()  # done in every warp: the tiles are free
+        later = i + STAGES
+        wanted = later < CHUNKS
+        k = (lo + later) * 128
+        bar = full.index(stage)
+        mbarrier.expect(bar, BYTES, pred=wanted)
+        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tile, wanted)
+        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tile, wanted)
+        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tile, wanted)
+        tma_load(x, [token, k], bar, x_tile, pred=wanted)
+        if SWAP:
+            acc += part * by[None, :]
+        else:
+            acc += part * by[:, None]
+        by = ahead
+
+    if SWAP:
+        acc = acc.permute([1, 0])
+    _store(acc, out, tokens, token, block, run, N0, N1, N2, B0, B1, BLOCK_N, BLOCK_T)
+    forget(full)
+    if LATE:
+        gdc_wait()
+
+
+def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """e4m3, the weights [K, N] views of [N, K], and rows that TMA can step over."""
+    return gpu.is_hopper(x.device) and x.shape[1] % 16 == 0 and aligned(x, *weights)
+
+
+def launch(
+    x: Tensor, x_scale: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor | None],
+    sizes: Sequence[int], out: Tensor, chunks: int, grid: int, config: Tiling, *, first: bool,
+    late: bool, second: bool, forked: bool,
+) -> None:  # fmt: skip
+    """out [RUNS, T, sum of sizes] = x [T, K] times the weights, `chunks` blocks of k a run; size
+    0: there is no such weight."""
+    tokens, depth = x.shape
+    launches.kernel(_product, grid, out.shape[0])(
+        describe_box(x, [tokens, depth], [depth, 1], [config.tokens, 128]), x_scale,
+        *(
+            describe_box(weight, [max(size, 1), depth], [depth, 1], [config.columns, 128])
+            for weight, size in zip(weights, sizes, strict=True)
+        ),
+        *scales, out, tokens,
+        KB=cdiv(depth, 128), CHUNKS=chunks, N0=sizes[0], N1=sizes[1], N2=sizes[2],
+        BLOCK_T=config.tokens, BLOCK_N=config.columns, STAGES=min(chunks, config.stages),
+        GROUP=config.group,
+        SWAP=config.swap, FIRST=first, LATE=late, SECOND=second, num_warps=config.warps,
+        launch_pdl=not forked,
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The int8 prolog of the indexer: npu_indexer_prolog_pto gives queries and keys in the working
+dtype, torch multiplies them by the transform, the writers quantise them.
+
+    condition    kernels
+    any          indexer_prolog_pto.py then caches/index_cache_write.py then
+                 caches/quantize_index_query.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.common import memory, w8a8c8
+from ..caches import index_cache_write, quantize_index_query
+from . import indexer_prolog_pto
+
+
+def unsupported(token_x: Tensor, **_: Any) -> str | None:
+    return indexer_prolog_pto.unsupported(token_x)
+
+
+def forward(**a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, dtype, device = a["token_x"].shape[0], a["token_x"].dtype, a["token_x"].device
+    size = a["ln_gamma_k"].shape[0]
+    keys = memory.empty((tokens, 1, 1, size), dtype, device)
+    own = torch.arange(tokens, dtype=torch.int32, device=device)
+    query, weights = indexer_prolog_pto.forward(**w8a8c8.as_pto(a, keys, own))
+    form: dict[str, Any] = dict(scale_format="ue8m0", index_hadamard=False, hadamard_round="bf16")
+    index_cache_write.forward(
+        w8a8c8.transformed(keys.view(tokens, size), a["hadamard_k"]), a["idx_k_cache"],
+        a["idx_k_scale_cache"].view(a["idx_k_cache"].shape[:3]), a["idx_k_cache_index"], "int8",
+        **form,
+    )  # fmt: skip
+    query = w8a8c8.transformed(query[0], a["hadamard_q"])
+    values, scale = quantize_index_query.forward(query, weights[0], "int8", False, **form)
+    half = scale.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
+    return values, half[..., None], w8a8c8.scaled(weights[0], size)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A product that ops are made of, none itself: token rows by several weights, in one launch.
+
+    out[t, :] = x[t, :] [W0 | W1 | W2 | W3]        x [T, K], W [K, N], out [T, sum of N]
+
+A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or plain row-major
+[K, N].  Both are addressed as (n // C0) * panel + k * row + n % C0; neither is ever copied.
+Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
+the next kernel to add in order (deterministic, and no launch of its own).
+
+    condition                             kernels
+    Hopper, all weights NZ and aligned    hopper/nz_matmul.py
+    else                                  _product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from ...dispatch.common import memory, nz
+from ..common import gpu, handover, tiling
+from ..common.tiling import cdiv
+from ..runtime import launches
+from .hopper import nz_matmul as hopper
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _product(
+    x, w0, w1, w2, w3, out, tokens,
+    K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    N3: tl.constexpr, NZ0: tl.constexpr, NZ1: tl.constexpr, NZ2: tl.constexpr, NZ3: tl.constexpr,
+    C0: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
+    FIRST: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    B2: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = B2 + (N3 + BLOCK_N - 1) // BLOCK_N
+    TOTAL: tl.constexpr = N0 + N1 + N2 + N3
+    program = tl.program_id(0)
+    run = tl.program_id(1)
+    first = program // (GROUP * BLOCKS) * GROUP
+    height = tl.minimum(tl.cdiv(tokens, BLOCK_T) - first, GROUP)
+    token_block = first + program % (GROUP * BLOCKS) % height
+    block = program % (GROUP * BLOCKS) // height
+
+    # which weight: its first block, size, place in the sum, and strides
+    w, size, begin, base = w0, N0, 0, 0
+    panel = K * C0 if NZ0 else C0
+    row = C0 if NZ0 else N0
+    if N1 > 0:
+        at1 = block >= B0
+        w = tl.where(at1, w1, w)
+        size = tl.where(at1, N1, size)
+        begin = tl.where(at1, B0, begin)
+        base = tl.where(at1, N0, base)
+        panel = tl.where(at1, K * C0 if NZ1 else C0, panel)
+        row = tl.where(at1, C0 if NZ1 else N1, row)
+    if N2 > 0:
+        at2 = block >= B1
+        w = tl.where(at2, w2, w)
+        size = tl.where(at2, N2, size)
+        begin = tl.where(at2, B1, begin)
+        base = tl.where(at2, N0 + N1, base)
+        panel = tl.where(at2, K * C0 if NZ2 else C0, panel)
+        row = tl.where(at2, C0 if NZ2 else N2, row)
+    if N3 > 0:
+        at3 = block >= B2
+        w = tl.where(at3, w3, w)
+        size = tl.where(at3, N3, size)
+        begin = tl.where(at3, B2, begin)
+        base = tl.where(at3, N0 + N1 + N2, base)
+        panel = tl.where(at3, K * C0 if NZ3 else C0, panel)
+        row = tl.where(at3, C0 if NZ3 else N3, row)
+
+    column = (block - begin) * BLOCK_N
+    lo = run * RUN
+    j = tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    t = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
+    w += (column // C0).to(tl.int64) * panel + lo.to(tl.int64) * row
+
+    if CHAINED:
+        handover.begin(FIRST)
+        handover.follow(FIRST, LATE)
+
+    RAGGED_K: tl.constexpr = K % RUN != 0
+    RAGGED_N: tl.constexpr = (
+        N0 % BLOCK_N != 0 or N1 % BLOCK_N != 0 or N2 % BLOCK_N != 0 or N3 % BLOCK_N != 0
+    )
+    x_base = x + lo
+    if SWAP:
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        w_at = ((j // C0) * panel + j % C0)[:, None] + kk[None, :] * row
+        x_at = t[None, :].to(tl.int64) * K + kk[:, None]
+        n_ok = (j < size - column)[:, None]
+        t_ok = (t < tokens)[None, :]
+        k_w = kk[None, :]
+        k_x = kk[:, None]
+    else:
+        acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        w_at = ((j // C0) * panel + j % C0)[None, :] + kk[:, None] * row
+        x_at = t[:, None].to(tl.int64) * K + kk[None, :]
+        n_ok = (j < size - column)[None, :]
+        t_ok = (t < tokens)[:, None]
+        k_w = kk[:, None]
+        k_x = kk[None, :]
+    for k in tl.range(0, RUN, BLOCK_K, num_stages=STAGES):
+        w_ptr = w + tl.cast(k, tl.int64) * row + w_at
+        if RAGGED_K:
+            x_tile = tl.load(x_base + k + x_at, mask=t_ok & (k_x < K - lo - k), other=0.0)
+            w_tile = tl.load(w_ptr, mask=n_ok & (k_w < K - lo - k), other=0.0)
+        else:
+            x_tile = tl.load(x_base + k + x_at, mask=t_ok, other=0.0)
+            w_tile = tl.load(w_ptr, mask=n_ok, other=0.0) if RAGGED_N else tl.load(w_ptr)
+        if SWAP:
+            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+
+    n = base + column + j
+    t_row = (run.to(tl.int64) * tokens + t) * TOTAL
+    at = out + (t_row[None, :] + n[:, None] if SWAP else t_row[:, None] + n[None, :])
+    tl.store(at, acc.to(out.dtype.element_ty), mask=n_ok & t_ok)
+    if CHAINED and LATE:
+        gdc_wait()
+
+
+def product(
+    x: Tensor,
+    weights: Sequence[tuple[Tensor, int]],
+    weight_format: str,
+    *,
+    keep_float: bool = False,
+    first: bool = False,
+    late: bool = False,
+    forked: bool = False,
+) -> Tensor:
+    """x [T, K] times the (weight, N) joined: [runs, T, sum of N], float32 if runs > 1 or
+    `keep_float`, else of x's dtype.  `weight_format` "rows": weights are [N, K], as nn.Linear has
+    them, which are NZ of one column a panel.  `first`: the op starts here, so that all its later
+    kernels may count on every earlier op having finished.  `late`: x was there when the kernel
+    before began, which is waited for at the end.  `forked`: it starts a stream, and so waits for an
+    event instead of for the kernel before it."""
+    tokens, depth = x.shape
+    given = [size for _, size in weights]
+    sizes = given + [0] * (4 - len(weights))
+    kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
+    by_rows = weight_format == "rows"
+    formats = [by_rows or nz.is_nz(weight, weight_format) for weight in kept]
+    chained = gpu.has_chained_launch(x.device)
+    by_tma = not by_rows and hopper.supports(x, kept, formats)
+    chosen = tiling.hopper if by_tma else tiling.plain
+    config = chosen(tokens, given, depth, gpu.num_sms(x.device))
+    run = cdiv(cdiv(depth, config.runs), config.k) * config.k
+    runs = cdiv(depth, run)
+    dtype = torch.float32 if keep_float or runs > 1 else x.dtype
+    out = memory.empty((runs, tokens, sum(sizes)), dtype, x.device)
+    blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
+    if by_tma:
+        hopper.launch(
+            x, kept, sizes, out, run, blocks, config, first=first, late=late, forked=forked
+        )
+        return out
+    launches.kernel(_product, blocks, runs)(
+        x, *kept, out, tokens,
+        K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
+        NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3],
+        C0=1 if by_rows else nz.columns(x.dtype),
+        BLOCK_T=config.tokens, BLOCK_N=config.columns, BLOCK_K=config.k, STAGES=config.stages,
+        SWAP=config.swap,
+        GROUP=config.group, CHAINED=chained, FIRST=first, LATE=late, num_warps=config.warps,
+        launch_pdl=chained and not forked,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Products with weights of 8 bits, which are read as they are: nothing is dequantised in memory.
+
+    int8   out[t, n] = float32(x[t] . w[:, n]) sx[t] sw[n]                    sums in int32
+    fp8    out[t, n] = sum_b (x[t, b] . w[b, n]) (sx[t, b] sw[b, n / 128])    b: blocks of 128 k
+
+Element (k, n) of a weight lies at (n // 32) * panel + n % 32 * column + k * row:
+
+    NZ            [N / 32, K, 32]   panel 32 K   column 1   row 32
+    row-major     [K, N]            panel 32     column 1   row N
+    transposed    [N, K], a checkpoint's own     panel 32 K   column K   row 1
+
+Products of fp8 with transposed weights are of e4m3 where the GPU converts it, a block's sum in
+float32; else of float16, which has every e4m3.  Those of int8 are of int8.  `product`:
+
+    condition                            kernels
+    fp8, transposed, Hopper, k in 16s    hopper/quantised_matmul.py
+    else                                 _product
+
+`activations`, which quantises x:
+
+    condition    kernels
+    any          _activations
+
+As in nz_matmul.py K is cut into runs, which the next kernel adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from ...dispatch.common import memory, nz, quantised
+from ..common import gpu, handover, quantise, tiling
+from ..common.tiling import cdiv, power_of_two
+from ..runtime import launches
+from .hopper import quantised_matmul as hopper
+
+BLOCK = tl.constexpr(quantised.TILE)
+C0 = tl.constexpr(32)
+NZ, ROW_MAJOR, TRANSPOSED = (tl.constexpr(form) for form in range(3))
+MOST = 3  # weights of one launch
+
+
+@dataclass(frozen=True)
+class Weight:
+    """[K, N] of `size` columns; `scale` None: not of 8 bits."""
+
+    values: Tensor
+    size: int
+    scale: Tensor | None
+
+    def form(self, weight_format: str) -> int:
+        if nz.is_nz(self.values, weight_format):
+            return NZ.value
+        return (ROW_MAJOR if self.values.is_contiguous() else TRANSPOSED).value
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations [T, K]: floats, or values of 8 bits and their scales [T, 1] or [T, blocks]."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+def none(dtype: torch.dtype, x: Tensor) -> Rows:
+    """What `x`, of no tokens, is for weights of `dtype`."""
+    x = x.flatten(0, -2)
+    kind = quantised.kind_of(dtype)
+    if kind is None:
+        return Rows(x)
+    tiles = 1 if kind == "int8" else cdiv(x.shape[1], BLOCK.value)
+    values = memory.empty(tuple(x.shape), dtype, x.device)
+    return Rows(values, memory.empty((0, tiles), torch.float32, x.device))
+
+
+@triton.jit
+def _narrowed(
+    x, smooth, values, scales, token, part, K: tl.constexpr, SIZE: tl.constexpr,
+    TILES: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles of a token."""
+    OF_TOKEN: tl.constexpr = (K + SIZE - 1) // SIZE
+    tile = part * TILES + tl.arange(0, TILES)
+    k = tile[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = k < K
+    u = tl.load(x + token * K + k, mask=mask, other=0.0).to(tl.float32)
+    if SMOOTH:
+        u *= tl.load(smooth + k, mask=mask, other=0.0)
+    u, scale = quantise.of_floats(u, 1.0, KIND, UE8M0)
+    tl.store(values + token * K + k, u, mask=mask)
+    tl.store(scales + token * OF_TOKEN + tile, scale, mask=tile < OF_TOKEN)
+
+
+@triton.jit
+def _activations(
+    x, x_smooth, x_values, x_scales, y, y_smooth, y_values, y_scales,
+    X: tl.constexpr, X_SIZE: tl.constexpr, X_TILES: tl.constexpr, X_PARTS: tl.constexpr,
+    X_SMOOTH: tl.constexpr, Y: tl.constexpr, Y_SIZE: tl.constexpr, Y_TILES: tl.constexpr,
+    Y_SMOOTH: tl.constexpr, KIND: tl.constexpr, UE8M0: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One program: a token and a part of its x [T, X] or of its y [T, Y]."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if CHAINED:
+        handover.begin(True)
+    if part < X_PARTS:
+        _narrowed(
+            x, x_smooth, x_values, x_scales, token, part, X, X_SIZE, X_TILES, KIND, UE8M0, X_SMOOTH
+        )  # fmt: skip
+    elif Y > 0:
+        _narrowed(
+            y, y_smooth, y_values, y_scales, token, part - X_PARTS, Y, Y_SIZE, Y_TILES, KIND, UE8M0,
+            Y_SMOOTH,
+        )  # fmt: skip
+
+
+def activations(
+    given: Sequence[tuple[Tensor, Tensor | None]], kind: str, scale_format: str
+) -> list[Rows]:
+    """Up to two (floats [T, K], their smooth scales or None), quantised in one launch.  Where an op
+    starts here, the next kernel is its `second`."""
+    if not given:
+        return []
+    tokens, device = given[0][0].shape[0], given[0][0].device
+    out, arguments, cuts = [], [], []
+    for x, smooth in given:
+        depth = x.shape[1]
+        size = power_of_two(depth) if kind == "int8" else BLOCK.value
+        of_token = cdiv(depth, size)
+        values = memory.empty((tokens, depth), quantised.VALUES[kind], device)
+        rows = Rows(values, memory.empty((tokens, of_token), torch.float32, device))
+        arguments.append((x, smooth, quantise.in_bytes(values), rows.scale))
+        tiles = min(8, power_of_two(of_token))
+        cuts.append((depth, size, tiles, cdiv(of_token, tiles), smooth is not None))
+        out.append(rows)
+    if len(given) == 1:
+        arguments.append((None,) * 4)
+        cuts.append((0, 1, 1, 0, False))
+    x, y = cuts
+    chained = gpu.has_chained_launch(device)
+    launches.kernel(_activations, tokens, x[3] + y[3])(
+        *arguments[0], *arguments[1], X=x[0], X_SIZE=x[1], X_TILES=x[2], X_PARTS=x[3],
+        X_SMOOTH=x[4], Y=y[0], Y_SIZE=y[1], Y_TILES=y[2], Y_SMOOTH=y[4],
+        KIND=quantise.kind_of(kind), UE8M0=scale_format == "ue8m0", CHAINED=chained,
+        num_warps=8 if kind == "int8" else 4, launch_pdl=chained,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _tile(at, mask, KIND: tl.constexpr, HALF: tl.constexpr):
+    """Values as their product takes them."""
+    if KIND == quantise.FP8:
+        tile = tl.load(at, mask=mask, other=0)
+    else:
+        tile = tl.load(at, mask=mask, other=0.0 if KIND == quantise.NATIVE_FP8 else 0)
+    if HALF:
+        tile = quantise.to_float16(tile, KIND)
+    return tile
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _product(
+    x, x_scale, w0, w1, w2, s0, s1, s2, out, tokens,
+    K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    FORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
+    CHAINED: tl.constexpr, FIRST: tl.constexpr, LATE: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
+    TOTAL: tl.constexpr = N0 + N1 + N2
+    KB: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    run = tl.program_id(1)
+    first = program // (GROUP * BLOCKS) * GROUP
+    height = tl.minimum(tl.cdiv(tokens, BLOCK_T) - first, GROUP)
+    token_block = first + program % (GROUP * BLOCKS) % height
+    block = program % (GROUP * BLOCKS) // height
+
+    # which weight: its first block, size and place in the sum
+    w, s, size, begin, base = w0, s0, N0, 0, 0
+    if N1 > 0:
+        at1 = block >= B0
+        w = tl.where(at1, w1, w)
+        s = tl.where(at1, s1, s)
+        size = tl.where(at1, N1, size)
+        begin = tl.where(at1, B0, begin)
+        base = tl.where(at1, N0, base)
+    if N2 > 0:
+        at2 = block >= B1
+        w = tl.where(at2, w2, w)
+        s = tl.where(at2, s2, s)
+        size = tl.where(at2, N2, size)
+        begin = tl.where(at2, B1, begin)
+        base = tl.where(at2, N0 + N1, base)
+
+    column = (block - begin) * BLOCK_N
+    lo = run * RUN
+    j = tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK)
+    t = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
+    t_mask = t < tokens
+    n_mask = j < size - column
+    if FORM == TRANSPOSED:
+        w += column.to(tl.int64) * K + lo
+        n_at = j * K
+        step = BLOCK
+        k_at = kk
+    elif FORM == NZ:
+        w += (column // C0).to(tl.int64) * (K * C0) + lo.to(tl.int64) * C0
+        n_at = (j // C0) * (K * C0) + j % C0
+        step = BLOCK * C0
+        k_at = kk * C0
+    else:
+        w += lo.to(tl.int64) * size + column
+        n_at = j
+        step = BLOCK * size
+        k_at = kk * size
+    x_at = t.to(tl.int64) * K
+    x += lo
+
+    if CHAINED:
+        handover.begin(FIRST)
+        handover.follow(FIRST, LATE, SECOND)
+    RAGGED_K: tl.constexpr = K % RUN != 0
+    if KIND == quantise.INT8:
+        acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.int32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_T] if SWAP else [BLOCK_T, BLOCK_N], tl.float32)
+    for b in tl.range(0, RUN // BLOCK, num_stages=STAGES):
+        k_ok = kk < (K - lo - b * BLOCK if RAGGED_K else BLOCK)
+        x_now = x + b * BLOCK
+        w_now = w + tl.cast(b, tl.int64) * step
+        if SWAP:
+            x_tile = _tile(
+                x_now + x_at[None, :] + kk[:, None], t_mask[None, :] & k_ok[:, None], KIND, HALF
+            )
+            w_tile = _tile(
+                w_now + n_at[:, None] + k_at[None, :], n_mask[:, None] & k_ok[None, :], KIND, HALF
+            )
+        else:
+            x_tile = _tile(
+                x_now + x_at[:, None] + kk[None, :], t_mask[:, None] & k_ok[None, :], KIND, HALF
+            )
+            w_tile = _tile(
+                w_now + n_at[None, :] + k_at[:, None], n_mask[None, :] & k_ok[:, None], KIND, HALF
+            )
+        if KIND == quantise.INT8:
+            if SWAP:
+                acc = tl.dot(w_tile, x_tile, acc, out_dtype=tl.int32)
+            else:
+                acc = tl.dot(x_tile, w_tile, acc, out_dtype=tl.int32)
+        else:
+            k_block = lo // BLOCK + b
+            # past the last block there is nothing to add
+            by = tl.load(
+                x_scale + t.to(tl.int64) * KB + k_block, mask=t_mask & (k_block < KB), other=0.0
+            )
+            of_block = s + k_block * tl.cdiv(size, BLOCK) + column // BLOCK
+            by *= tl.load(of_block, mask=k_block < KB, other=0.0)
+            if SWAP:
+                acc += tl.dot(w_tile, x_tile) * by[None, :]
+            else:
+                acc += tl.dot(x_tile, w_tile) * by[:, None]
+
+    if KIND == quantise.INT8:
+        by_t = tl.load(x_scale + t, mask=t_mask, other=0.0)
+        by_n = tl.load(s + column + j, mask=n_mask, other=0.0)
+        if SWAP:
+            acc = acc.to(tl.float32) * by_t[None, :] * by_n[:, None]
+        else:
+            acc = acc.to(tl.float32) * by_t[:, None] * by_n[None, :]
+    n = base + column + j
+    t_row = (run.to(tl.int64) * tokens + t) * TOTAL
+    if SWAP:
+        at = out + t_row[None, :] + n[:, None]
+        mask = n_mask[:, None] & t_mask[None, :]
+    else:
+        at = out + t_row[:, None] + n[None, :]
+        mask = t_mask[:, None] & n_mask[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+    if CHAINED and LATE:
+        gdc_wait()
+
+
+def is_direct(weight: Tensor, form: int) -> bool:
+    """Whether tensor cores take the bytes of `weight` as they are: e4m3 as a checkpoint has it, and
+    a GPU that converts it."""
+    fp8 = quantised.kind_of(weight.dtype) == "fp8"
+    return fp8 and form == TRANSPOSED.value and gpu.converts_fp8(weight.device)
+
+
+def product(
+    x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *, keep_float: bool = False,
+    first: bool = False, late: bool = False, second: bool = False, forked: bool = False,
+) -> Tensor:  # fmt: skip
+    """x times the weights joined, all of one kind and form: [runs, T, sum of N], float32 if runs >
+    1 or `keep_float`, else `dtype`; `first`, `late` and `forked` as in nz_matmul.py.  `second`:
+    behind the op's first kernel, whose outputs the late ones behind this one read as well."""
+    tokens, depth = x.values.shape
+    given = [weight.size for weight in weights]
+    sizes = given + [0] * (MOST - len(weights))
+    kept = [*weights, *[weights[0]] * (MOST - len(weights))]
+    device = x.values.device
+    chained = gpu.has_chained_launch(device)
+    values, kind = quantise.to_read(x.values)
+    read = [quantise.to_read(weight.values)[0] for weight in kept]
+    direct = is_direct(weights[0].values, form)
+    by_tma = direct and hopper.supports(values, read)
+    chosen = tiling.eight_bits if by_tma else tiling.narrow
+    config = chosen(tokens, given, depth, gpu.num_sms(device))
+    run = cdiv(cdiv(depth, config.runs), config.k) * config.k
+    runs = cdiv(depth, run)
+    out_dtype = torch.float32 if keep_float or runs > 1 else dtype
+    out = memory.empty((runs, tokens, sum(sizes)), out_dtype, device)
+    blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
+    scales = [weight.scale for weight in kept]
+    if by_tma:
+        hopper.launch(
+            values, x.scale, read, scales, sizes, out, run // config.k, blocks, config, first=first,
+            late=late, second=second, forked=forked,
+        )  # fmt: skip
+        return out
+    launches.kernel(_product, blocks, runs)(
+        values, x.scale, *read, *scales, out, tokens,
+        K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], FORM=form, KIND=kind,
+        HALF=kind != quantise.INT8.value and not direct, BLOCK_T=config.tokens,
+        BLOCK_N=config.columns,
+        STAGES=config.stages, SWAP=config.swap, GROUP=config.group, CHAINED=chained, FIRST=first,
+        LATE=late, SECOND=second, num_warps=config.warps, launch_pdl=chained and not forked,
+    )  # fmt: skip
+    return out

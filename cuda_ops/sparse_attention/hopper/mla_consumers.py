@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the kernels of sparse attention over latents share on Hopper, whatever their keys are made
+of: the items of a program, and the two warpgroups that score, weigh and multiply.
+
+One program per processor takes items in turn: an item is 64 heads of a row (fewer are padded: then
+the gather is what takes the time) and a part of its keys, 128 at a time, in two tiles of 64.  A
+tile is gathered once, into swizzled shared memory: wgmma reads it as K, and its first 512 columns
+as V.
+
+    warps 0-3    scores of the even tiles; columns   0 - 255 of the output, from every tile
+    warps 4-7    scores of the odd tiles;  columns 256 - 511 of the output, from every tile
+    warps 8-11   an op's own: where the selected keys lie, a step ahead; every half tile as soon as
+                 both products let go of it, and the queries of the next item as soon as the last
+                 scores of this one are there
+
+The tiles take turns: while one is scored and weighed the other one's probabilities are multiplied,
+and its successor is on its way.  Both products of a tile come before the next scores, so that both
+halves are free early: to multiply the odd tile's after the next even scores took 9 % longer in
+prefill and 20 % in decode (H200, 2026-11).  Probabilities travel between the two consumers in the
+place of the tile's rotary part, which nothing reads once the scores are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...common import gpu
+from ...common.combine import Parts, combine
+from ...common.gluon_names import barrier
+from ...common.hopper.tma import aligned
+from ...common.log2 import LEAST, LN2, LOG2E
+from ...common.selection import Attention
+from ...runtime import launches
+
+LOWEST = gl.constexpr(-1e30)
+# barriers, for tile 0 and the next one for tile 1: the left half has arrived, the right one has;
+# the left half is free, the right one is; the probabilities are there; so is the last sum.  For
+# even steps and the next one for odd steps: the places of the keys are known.
+LEFT, RIGHT, LEFT_FREE, RIGHT_FREE, WEIGHED, SUMMED, PLACED = (
+    gl.constexpr(i) for i in range(0, 14, 2)
+)
+QUERY, QUERY_FREE = gl.constexpr(14), gl.constexpr(15)
+BARRIERS = gl.constexpr(16)
+# scores; half of the output's columns; the same with 64 neighbouring bytes of a row in a quad of
+# threads, where wgmma leaves 16: the stores of an item then cost 3 us less (H200, 2026-11)
+S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+TURNED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
+GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
+
+
+class Tiles(NamedTuple):
+    """Shared memory: queries, two tiles of keys (two halves of the latents, and the rope, where
+    weights travel later), statistics that the consumers exchange, where the keys lie."""
+
+    q_left: Any
+    q_right: Any
+    q_rope: Any
+    left: Any
+    right: Any
+    rope: Any
+    exchange: Any
+    places: Any
+    bars: Any
+
+
+class Output(NamedTuple):
+    out: Any
+    partial: Any
+    partial_max: Any
+    partial_sum: Any
+    softmax_max: Any
+    softmax_sum: Any
+    sinks: Any
+
+
+class Constants(NamedTuple):
+    HEADS: int
+    SPLITS: int
+    SPARSE_BLOCK: int
+    HAS_SINK: bool
+    STATS: bool
+
+
+@gluon.jit
+def arrive(bars, which):
+    """After every warp of the group is here."""
+    barrier()
+    mbarrier.arrive(bars.index(which), count=1)
+
+
+@gluon.jit
+def item(number, HEADS: gl.constexpr, SPLITS: gl.constexpr):
+    """(row, split, first head)."""
+    TILES: gl.constexpr = (HEADS + 63) // 64
+    split = number // TILES % SPLITS
+    row = (number // (TILES * SPLITS)).to(gl.int64)
+    return row, split, number % TILES * 64
+
+
+@gluon.jit
+def _scores(tiles, t, tile, zero, TILE: gl.constexpr):
+    """[64, 64] scores of a tile, once it is there; masked, not yet scaled."""
+    q_left, q_right, q_rope, left, right, rope, _exchange, places, bars = tiles
+    mbarrier.wait(bars.index(LEFT + TILE), t & 1)
+    fence_async_shared()
+    s = gl.zeros([64, 64], gl.float32, layout=S)
+    s = warpgroup_mma(
+        q_left.index(zero), left.index(tile).permute((1, 0)), s, use_acc=False, is_async=True
+    )
+    mbarrier.wait(bars.index(RIGHT + TILE), t & 1)
+    fence_async_shared()
+    s = warpgroup_mma(q_right.index(zero), right.index(tile).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_rope.index(zero), rope.index(tile).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(bars.index(PLACED + (t & 1)), (t >> 1) & 1)
+    slot = places.index(t & 1).slice(64 * TILE, 64).load(gl.SliceLayout(0, S))
+    s = warpgroup_mma_wait(0, deps=[s])
+    return gl.where((slot >= 0)[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def _scaled(acc, row_sum, old, new):
+    """From the maxima `old` to `new`."""
+    factor = gl.exp2(old - new)
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, WIDE))[:, None]
+    return acc, row_sum * factor
+
+
+@gluon.jit
+def _weigh(s, row_max, scale_log2, tiles, tile, last, TILE: gl.constexpr):
+    """Probabilities, also left for the other consumer, with the maxima that they are relative to.
+    The heaviest is 1 and stays 1 when it is rounded."""
+    rope, bars = tiles.rope, tiles.bars
+    p = gl.exp2(s * scale_log2 - row_max[:, None])
+    rope.index(tile).store(p.to(rope.dtype))
+    tiles.exchange.index(TILE).store(row_max)
+    fence_async_shared()
+    arrive(bars, WEIGHED + TILE)
+    mbarrier.arrive(bars.index(QUERY_FREE), count=1, pred=last)
+    return p
+
+
+@gluon.jit
+def _total(row_sum, tiles, query_phase, TILE: gl.constexpr):
+    """Sums over the tiles of both consumers."""
+    exchange, bars = tiles.exchange, tiles.bars
+    exchange.index(2 + TILE).store(row_sum)
+    arrive(bars, SUMMED + TILE)
+    mbarrier.wait(bars.index(SUMMED + 1 - TILE), query_phase)
+    barrier()  # racecheck believes the wait only where its warps meet after it
+    return row_sum + exchange.index(3 - TILE).load(gl.SliceLayout(1, S))
+
+
+@gluon.jit
+def _finish(acc, row_sum, row_max, to, row, split, head, C: gl.constexpr, COLUMN: gl.constexpr):
+    h = head + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    valid = row_sum != 0  # a NaN is there, and stays one
+    below = gl.where(valid, row_sum, 1.0)
+    if C.SPLITS == 1:
+        if C.STATS and COLUMN == 0:
+            top = gl.where(valid, row_max * LN2, float("-inf"))
+            gl.store(to.softmax_max + row * C.HEADS + h, top, mask=h < C.HEADS)
+            gl.store(to.softmax_sum + row * C.HEADS + h, row_sum, mask=h < C.HEADS)
+        if C.HAS_SINK:
+            sink = gl.load(to.sinks + h, mask=h < C.HEADS, other=0.0)
+            below += gl.exp2(sink * LOG2E - row_max)
+    else:
+        piece = (row * C.SPLITS + split) * C.HEADS
+        if COLUMN == 0:
+            gl.store(to.partial_max + piece + h, row_max, mask=h < C.HEADS)
+            gl.store(to.partial_sum + piece + h, row_sum, mask=h < C.HEADS)
+    inverse = gl.where(valid, 1.0 / below, 0.0)
+    o = acc * gl.convert_layout(inverse, gl.SliceLayout(1, WIDE))[:, None]
+    if C.SPLITS == 1:
+        o = gl.convert_layout(o.to(to.out.dtype.element_ty), TURNED)
+        d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, TURNED))
+        wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, TURNED))
+        at = to.out + (row * C.HEADS + wide) * 512
+        gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
+    else:
+        d = COLUMN + gl.arange(0, 256, layout=gl.SliceLayout(0, WIDE))
+        wide = head + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+        at = to.partial + (piece + wide) * 512
+        gl.store(at[:, None] + d[None, :], o, mask=(wide < C.HEADS)[:, None])
+
+
+@gluon.jit
+def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
+    left, rope, exchange, bars = tiles.left, tiles.rope, tiles.exchange, tiles.bars
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    steps = per_split // 128
+    t = 0
+    query_phase = 0
+    for each in range(gl.program_id(0), items, gl.num_programs(0)):
+        row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
+        row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
+        acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
+        mbarrier.wait(bars.index(QUERY), query_phase)
+        for step in range(steps):
+            # zero, but not to the compiler: 80 descriptors made ahead of the loop would spill
+            zero = step >> 30
+            phase = t & 1
+            s = _scores(tiles, t, zero, zero, 0)
+            mine = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
+            acc, row_sum = _scaled(acc, row_sum, row_max, mine)
+            p = _weigh(s, mine, scale_log2, tiles, zero, step == steps - 1, 0)
+            row_sum += gl.sum(p, 1)
+            weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
+            running = warpgroup_mma(weights, left.index(zero), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[running])
+            arrive(bars, LEFT_FREE)
+            mbarrier.wait(bars.index(WEIGHED + 1), phase)
+            mbarrier.wait(bars.index(LEFT + 1), phase)
+            fence_async_shared()
+            row_max = exchange.index(1).load(ROW)
+            acc, row_sum = _scaled(acc, row_sum, mine, row_max)
+            running = warpgroup_mma(rope.index(1 + zero), left.index(1 + zero), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[running])
+            arrive(bars, LEFT_FREE + 1)
+            t += 1
+        row_sum = _total(row_sum, tiles, query_phase, 0)
+        query_phase = query_phase ^ 1
+        row, split, head = item(each, C.HEADS, C.SPLITS)
+        _finish(acc, row_sum, row_max, to, row, split, head, C, 0)
+
+
+@gluon.jit
+def consumer1(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
+    right, rope, exchange, bars = tiles.right, tiles.rope, tiles.exchange, tiles.bars
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    steps = per_split // 128
+    t = 0
+    query_phase = 0
+    for each in range(gl.program_id(0), items, gl.num_programs(0)):
+        row_max = gl.full([64], LOWEST, gl.float32, layout=ROW)
+        row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
+        acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
+        mbarrier.wait(bars.index(QUERY), query_phase)
+        for step in range(steps):
+            zero = step >> 30
+            phase = t & 1
+            s = _scores(tiles, t, 1 + zero, zero, 1)
+            mbarrier.wait(bars.index(WEIGHED), phase)
+            mbarrier.wait(bars.index(RIGHT), phase)
+            fence_async_shared()
+            other = exchange.index(0).load(ROW)
+            acc, row_sum = _scaled(acc, row_sum, row_max, other)
+            running = warpgroup_mma(rope.index(zero), right.index(zero), acc, is_async=True)
+            row_max = gl.maximum(other, gl.max(s, 1) * scale_log2)
+            p = _weigh(s, row_max, scale_log2, tiles, 1 + zero, step == steps - 1, 1)
+            weights = gl.convert_layout(p.to(rope.dtype), gl.DotOperandLayout(0, WIDE, 2))
+            acc = warpgroup_mma_wait(0, deps=[running])
+            arrive(bars, RIGHT_FREE)
+            acc, row_sum = _scaled(acc, row_sum, other, row_max)
+            row_sum += gl.sum(p, 1)
+            running = warpgroup_mma(weights, right.index(1 + zero), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[running])
+            arrive(bars, RIGHT_FREE + 1)
+            t += 1
+        row_sum = _total(row_sum, tiles, query_phase, 1)
+        query_phase = query_phase ^ 1
+        row, split, head = item(each, C.HEADS, C.SPLITS)
+        _finish(acc, row_sum, row_max, to, row, split, head, C, 256)
+
+
+def strides(call: Attention) -> tuple[int, ...]:
+    """Strides: (row, head) of both parts of a query, of a key, of its rope, of a row of indices."""
+    keys = call.key.stride(-3), call.kr.stride(-3)
+    return (*call.query_strides, *keys, call.index.stride(0))
+
+
+def _splits(count: int, heads: int, entries: int, processors: int) -> int:
+    """Until every multiprocessor has its program, while the parts stay small: 128 heads and 4 rows
+    took 18 us in 8 splits and 24 in 16 (H200, 2026-11)."""
+    items, splits = count * triton.cdiv(heads, 64), 1
+    small = count * heads
+    while (
+        items * splits * 2 <= processors and splits * 256 <= entries and small * splits**2 < 2**15
+    ):
+        splits *= 2
+    return splits
+
+
+def fits(call: Attention) -> bool:
+    """The widths of DeepSeek's latents, tensors that begin at whole pieces of 16 bytes, and a scale
+    that leaves the largest score the largest."""
+    return (
+        gpu.is_hopper(call.q.device)
+        and call.entries > 0
+        and call.scale_log2 >= LEAST
+        and (call.q.shape[-1], call.rope) == (512, 64)
+        and aligned(call.q, call.qr, call.key, call.kr)
+    )
+
+
+def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> None:
+    """`kernel` with what every one of these kernels takes, and `more`; then the parts together."""
+    count, heads, rank = call.q.shape
+    processors = gpu.num_sms(call.q.device)
+    splits = _splits(count, heads, call.entries, processors)
+    parts = Parts.of(splits, count * heads, rank, call.softmax_max)
+    items = count * splits * triton.cdiv(heads, 64)
+    launches.kernel(kernel, min(items, processors))(
+        call.q, call.qr, call.key, call.kr, call.index,
+        sinks=call.softmax_max if call.sinks is None else call.sinks, out=call.out,
+        partial=parts.out, partial_max=parts.max, partial_sum=parts.sum,
+        softmax_max=call.softmax_max,
+        softmax_sum=call.softmax_sum, scale_log2=call.scale_log2, entries=call.entries,
+        per_split=triton.cdiv(triton.cdiv(call.entries, splits), 128) * 128,
+        **call.plan.arguments, strides=strides, items=items, LAYOUT=call.plan.layout,
+        C=Constants(
+            HEADS=heads, SPLITS=splits, SPARSE_BLOCK=call.span, HAS_SINK=call.sinks is not None,
+            STATS=call.softmax_max.numel() > 0,
+        ),
+        num_warps=4, **more,
+    )  # fmt: skip
+    if splits > 1:
+        combine(parts, call.sinks, call.out, call.softmax_max, call.softmax_sum)

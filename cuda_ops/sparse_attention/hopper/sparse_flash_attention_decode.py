@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The attention of sparse_flash_attention.py for a row or two, where latencies add up.
+
+A program takes 16 heads of a row and one tile of its keys, without a loop: an index and a page a
+thread, queries and keys straight into shared memory (`cp.async`), `mma.sync`, a part of the output.
+The merge is set up meanwhile; a thread has all parts of its columns.
+
+2048 of 64K keys, one row (H200, 2026-11): 128 heads 9.8 us, 16 heads 6.9; `_attend`, whose keys
+pass through registers, and its merge 14.8 and 10.0; sparse_flash_attention 14.0 and 11.4.
+The merge is 2.5 and 1.5 us of it.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import float32
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ....dispatch.common import memory
+from ...common import rows
+from ...common.gluon_names import cp_async, mma_v2
+from ...common.hopper.rows import locate, slots
+from ...common.log2 import LN2, LOG2E
+from ...common.selection import Attention
+from ...runtime import launches
+from . import sparse_flash_attention
+from .mla_consumers import strides
+
+LOWEST = gl.constexpr(-1e30)
+
+
+@gluon.jit
+def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
+    """Scores of 256 columns, on top of two sums: half the latency of one chain of products."""
+    Q: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    K: gl.constexpr = gl.DotOperandLayout(1, S, 2)
+    for c in gl.static_range(2):
+        s = mma_v2(
+            queries.slice(COLUMN + 64 * c, 64, dim=1).load(Q),
+            tile.slice(64 * c, 64, dim=1).permute((1, 0)).load(K), s,
+        )  # fmt: skip
+        s2 = mma_v2(
+            queries.slice(COLUMN + 128 + 64 * c, 64, dim=1).load(Q),
+            tile.slice(128 + 64 * c, 64, dim=1).permute((1, 0)).load(K), s2,
+        )  # fmt: skip
+    return s, s2
+
+
+@gluon.jit(
+    do_not_specialize=["entries", "tokens", "requests", "max_kv_len", "table_stride", "pages"]
+)
+def _attend(
+    q, q_rope, key, key_rope, indices, seqlens_q, seqlens_k, table, partial, partial_max,
+    partial_sum, scale_log2,
+    entries, tokens, requests, max_kv_len, table_stride, pages, strides, HEADS: gl.constexpr,
+    SPLITS: gl.constexpr, SPARSE_BLOCK: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """part [rows, HEADS, SPLITS, 512], not divided by the sum; part_max, part_sum likewise."""
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    dtype: gl.constexpr = key.dtype.element_ty
+    program = gl.program_id(0)
+    TILES: gl.constexpr = (HEADS + 15) // 16
+    head = program % TILES * 16
+    split = program // TILES % SPLITS
+    row = (program // (TILES * SPLITS)).to(gl.int64)
+    # the longest chain first: index, page, key
+    entry = split * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
+    index = gl.load(
+        indices + row * index_stride + entry // SPARSE_BLOCK, mask=entry < entries, other=-1
+    )
+    request, start, kv_len = locate(row, of, LAYOUT, LINE)
+    queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
+    query_ropes = gl.allocate_shared_memory(dtype, [16, 64], SWIZZLED)
+    left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    ropes = gl.allocate_shared_memory(dtype, [BLOCK_N, 64], SWIZZLED)
+    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
+    d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
+    at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
+    cp_async(queries, at, mask=(h < HEADS)[:, None])
+    h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, GATHER))).to(gl.int64)
+    r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
+    at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
+    cp_async(query_ropes, at, mask=(h < HEADS)[:, None])
+    places.store(slots(index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT))
+    slot = places.load(gl.SliceLayout(1, GATHER))
+    valid = (slot >= 0)[:, None]
+    slot = gl.maximum(slot, 0).to(gl.int64)
+    at = (key_rope + slot * rope_stride)[:, None] + r[None, :]
+    cp_async(ropes, at, mask=valid)
+    d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
+    at = (key + slot * key_stride)[:, None] + d[None, :]
+    cp_async(left, at, mask=valid)
+    async_copy.commit_group()
+    cp_async(right, at + 256, mask=valid)
+    async_copy.commit_group()
+    async_copy.wait_group(1)
+    s = mma_v2(
+        query_ropes.load(gl.DotOperandLayout(0, S, 2)),
+        ropes.permute((1, 0)).load(gl.DotOperandLayout(1, S, 2)),
+        gl.zeros([16, BLOCK_N], gl.float32, layout=S),
+    )
+    s, s2 = _half(s, gl.zeros([16, BLOCK_N], gl.float32, layout=S), queries, left, 0, S)
+    async_copy.wait_group(0)
+    s, s2 = _half(s, s2, queries, right, 256, S)
+    valid = (places.load(gl.SliceLayout(0, S)) >= 0)[None, :]
+    s = gl.where(valid, (s + s2) * scale_log2, float("-inf"))
+    row_max = gl.maximum(gl.max(s, 1), LOWEST)
+    p = gl.exp2(s - row_max[:, None])
+    weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, S, 2))
+    gdc_launch_dependents()
+    h = gl.arange(0, 16, layout=gl.SliceLayout(1, S))
+    mask = head + h < HEADS
+    piece = (row * HEADS + head) * SPLITS + split + h * SPLITS
+    gl.store(partial_max + piece, row_max, mask=mask)
+    at = (partial + piece * 512)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, S))[None, :]
+    for c in gl.static_range(8):
+        half = left if c < 4 else right
+        o = mma_v2(
+            weights,
+            half.slice(64 * (c % 4), 64, dim=1).load(gl.DotOperandLayout(1, S, 2)),
+            gl.zeros([16, 64], gl.float32, layout=S),
+        )
+        gl.store(at + 64 * c, o, mask=mask[:, None])
+    gl.store(partial_sum + piece, gl.sum(p, 1), mask=mask)
+
+
+@gluon.jit
+def _combine(
+    partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum,
+    HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr, STATS: gl.constexpr,
+    DOWN: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """out of one row and head, some columns, from its SPLITS parts, always in the same order."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [SPLITS // DOWN, 4], [1, 32], [DOWN, WARPS // DOWN], [1, 0]
+    )
+    WIDTH: gl.constexpr = 128 * WARPS // DOWN
+    program = gl.program_id(0).to(gl.int64)
+    split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.program_id(1) * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    piece = program * SPLITS + split
+    gdc_wait()
+    top = gl.load(partial_max + piece)
+    weight = gl.load(partial_sum + piece)
+    o = gl.load(partial + (piece * 512)[:, None] + d[None, :])
+    row_max = gl.max(top, 0)
+    scale = gl.exp2(top - row_max)
+    row_sum = gl.sum(weight * scale, 0)
+    total = row_sum
+    if HAS_SINK:
+        sink = gl.load(sinks + program % HEADS).to(gl.float32)
+        total += gl.exp2(sink * LOG2E - row_max)
+    o = gl.sum(o * scale[:, None], 0)
+    valid = row_sum != 0  # a NaN is there, and stays one
+    o = gl.where(valid, o / gl.where(valid, total, 1.0), 0.0)
+    gl.store(out + program * 512 + d, o.to(out.dtype.element_ty))
+    if STATS:
+        first = gl.program_id(1) == 0
+        row_max = gl.where(valid, row_max * LN2, float("-inf"))
+        gl.store(softmax_max + program, row_max, mask=first)
+        gl.store(softmax_sum + program, row_sum, mask=first)
+
+
+def _tile(count: int, heads: int, entries: int) -> int:
+    """Keys a program, 0 where the other kernels are faster.  Measured on one H200, 2026-11, 2048
+    keys: 128 heads, 1 / 2 / 4 rows in tiles of 128 took 9.8 / 16.4 / 29.5 us, on
+    sparse_flash_attention 14.0 / 17.1 / 18.4 (tiles of 64: 9.9 / 17.7 / 34.1); 16 heads,
+    1 / 2 / 4 / 8 rows in tiles of 32 6.9 / 7.8 / 10.5 / 17.6, there 11.4 / 11.9 / 13.4 / 16.4
+    (tiles of 16, 64: 7.2, 7.3 for one row)."""
+    if entries > 2048:
+        return 0
+    if heads >= 64:
+        return 128 if count * heads <= 256 else 0
+    return 32 if count * triton.cdiv(heads, 16) <= 4 else 0
+
+
+def supports(call: Attention) -> bool:
+    """What the kernel of many rows supports, of so few that it would be slower."""
+    return sparse_flash_attention.supports(call) and _tile(*call.q.shape[:2], call.entries) > 0
+
+
+def launch(call: Attention) -> None:
+    count, heads, rank = call.q.shape
+    tile = _tile(count, heads, call.entries)
+    splits = triton.next_power_of_2(triton.cdiv(call.entries, tile))
+    partial = memory.empty((count * heads * splits, rank), float32, call.q.device)
+    partial_max = memory.empty((count * heads * splits,), float32, call.q.device)
+    partial_sum = memory.empty((count * heads * splits,), float32, call.q.device)
+    warps = 8 if tile == 128 else 4
+    launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
+        call.q, call.qr, call.key, call.kr, call.index, partial=partial, partial_max=partial_max,
+        partial_sum=partial_sum, scale_log2=call.scale_log2, entries=call.entries,
+        strides=strides(call), HEADS=heads, SPLITS=splits, SPARSE_BLOCK=call.span,
+        **call.plan.arguments, LAYOUT=call.plan.layout, BLOCK_N=tile, WARPS=warps, num_warps=warps,
+    )  # fmt: skip
+    # a thread takes up to 16 parts of 4 columns
+    down = min(4, max(1, splits // 16))
+    launches.kernel(_combine, count * heads, down)(
+        partial, partial_max, partial_sum, call.softmax_max if call.sinks is None else call.sinks,
+        call.out, call.softmax_max, call.softmax_sum, HEADS=heads, SPLITS=splits,
+        HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0, DOWN=down, WARPS=4,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip

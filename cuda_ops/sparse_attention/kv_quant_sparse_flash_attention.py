@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Attention over selected rows of 656 bytes: the kernel of sparse_flash_attention.py, which makes
+of values and scales, on their way to the product, what they stand for.
+
+Tiles and order are those of the bf16 op, so that scales which are powers of two give its bits.
+
+    condition    kernels
+    any          sparse_flash_attention.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.common import quantised
+from . import sparse_flash_attention
+
+
+def _parts(rows: Tensor, number: int | None, row_layout: str, query: Tensor) -> tuple[Tensor, ...]:
+    """(values, rotary keys, scales), views."""
+    values = quantised.typed(rows, number).dtype
+    return quantised.row_parts(rows, row_layout, values, quantised.rotary_dtype(query))
+
+
+def unsupported(
+    query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, **arguments: Any
+) -> str | None:
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"query is {query.dtype}, supported float16 and bfloat16"
+    return sparse_flash_attention.unsupported(
+        query=query.narrow(-1, 0, quantised.LATENT),
+        query_rope=query.narrow(-1, quantised.LATENT, quantised.ROTARY),
+        key=key,
+        value=value,
+        sparse_indices=sparse_indices,
+        block_table=arguments.get("block_table"),
+        sparse_block_size=arguments.get("sparse_block_size", 1),
+    )
+
+
+def forward(**arguments: Any) -> Tensor:
+    return attended(False, **arguments)[0]
+
+
+def attended(statistics: bool, query: Tensor, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_max, softmax_sum), the last two empty without `statistics`"""
+    return attended_apart(
+        statistics,
+        query.narrow(-1, 0, quantised.LATENT),
+        query.narrow(-1, quantised.LATENT, quantised.ROTARY),
+        **arguments,
+    )
+
+
+def attended_apart(
+    statistics: bool,
+    query: Tensor,
+    query_rope: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    key_dtype: int | None,
+    value_dtype: int | None,
+    sinks: Tensor | None,
+    row_layout: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries whose two parts are tensors of their own."""
+    nope, rope, scale = _parts(key, key_dtype, row_layout, query)
+    of_value, _rope, value_scale = _parts(value, value_dtype, row_layout, query)
+    return sparse_flash_attention.attend(
+        query, nope, of_value, query_rope, rope, scale, value_scale, sparse_indices, scale_value,
+        block_table, actual_seq_lengths_query, actual_seq_lengths_kv, sparse_block_size,
+        layout_query, layout_kv, sparse_mode, statistics, sinks,
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Spec: the static definition of an op, read from its module `dispatch/ops/<op>.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+UNLIMITED = 2**63 - 1  # torch_npu's "no limit" of pre_tokens and next_tokens
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One op: the names of its module in `ops/`, and nothing else.
+
+    schema: PyTorch's, `SCHEMA` there.
+    family, file: folder and module in ops/, reference/, npu_ops/ and cuda_ops/.
+    check: raises one clear sentence on bad arguments; runs for real and for fake tensors.
+    fake: outputs with the right shapes and dtypes, and nothing in them; contiguous, as every output
+        of every backend is, whatever the strides of the inputs.
+    function: the launcher's name in reference/, npu_ops/ and cuda_ops/, `FUNCTION` there.
+    ge, onnx: CANN's operator of the same meaning and the ONNX node, `GE` and `ONNX` there.
+    setup_context: (ctx, the arguments by name, output) saves what `backward` needs.
+    backward: (ctx, *grads) gives the gradients by the arguments' names; of an argument that it
+        leaves out there is none.
+    """
+
+    schema: str
+    family: str
+    file: str
+    check: Callable[..., None]
+    fake: Callable[..., Any]
+    function: str
+    ge: str | None
+    onnx: str | None
+    setup_context: Callable[..., None] | None
+    backward: Callable[..., dict[str, Any]] | None
+
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
+    @property
+    def module(self) -> str:
+        """Where a backend's package has the op."""
+        return f"{self.family}.{self.file}"
+
+    @property
+    def differentiable(self) -> bool:
+        return self.backward is not None
+
+    @classmethod
+    def of(cls, op: ModuleType) -> Spec:
+        family, file = op.__name__.split(".")[-2:]
+        return cls(
+            op.SCHEMA,
+            family,
+            file,
+            op.check,
+            op.fake,
+            getattr(op, "FUNCTION", "forward"),
+            getattr(op, "GE", None),
+            getattr(op, "ONNX", None),
+            getattr(op, "setup_context", None),
+            getattr(op, "backward", None),
+        )

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and output of npu_hadamard: x [.., 128], any strides with dense rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from ...common import quantised
+
+SCHEMA = f"npu_hadamard(Tensor x, float scale={quantised.INDEX**-0.5!r}) -> Tensor"
+ONNX = "Hadamard"
+
+
+def check(x: Tensor, **_: Any) -> None:
+    c = Checker("npu_hadamard")
+    c.floating("x", x)
+    c.require(
+        x.ndim in (1, 2, 3, 4) and x.shape[-1] == quantised.INDEX,
+        f"`x` has shape {list(x.shape)}, expected [.., {quantised.INDEX}] of 1 to 4 dimensions.",
+    )
+    c.dense_rows(x=x)
+
+
+def fake(x: Tensor, **_: Any) -> Tensor:
+    return x.new_empty(x.shape)

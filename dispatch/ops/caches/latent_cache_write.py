@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments of npu_latent_cache_write: latents and rotary keys into rows of 8 bits, which it
+returns nothing beside.
+
+    ckv [T, 512]   k_rope [T, 64]   rows [pages, P, 1, 656]   slots [T]   k_nope_clip_alpha [1]
+    ckv [T, 448]   k_rope [T, 64]   rows [pages, P, 1, 584]   slots [T]   with row_layout "v4"
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ...common import quantised
+from ..common import prologs, quantization
+
+SCHEMA = (
+    "npu_latent_cache_write(Tensor ckv, Tensor k_rope, Tensor(a!) rows, Tensor slots, *,"
+    ' str kind, str row_layout, str scale_format="ue8m0", Tensor? k_nope_clip_alpha=None) -> ()'
+)
+
+
+def check(
+    ckv: Tensor,
+    k_rope: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    kind: str,
+    row_layout: str,
+    scale_format: str,
+    k_nope_clip_alpha: Tensor | None,
+) -> None:
+    c = Checker("npu_latent_cache_write")
+    alpha = k_nope_clip_alpha
+    c.same_device(ckv=ckv, k_rope=k_rope, rows=rows, slots=slots, k_nope_clip_alpha=alpha)
+    quantization.kind(c, kind, scale_format)
+    c.one_of(
+        "row_layout",
+        row_layout,
+        quantised.NOPE_ROPE_SCALE,
+        quantised.NOPE_SCALE_ROPE,
+        quantised.V4,
+    )
+    c.floating("ckv", ckv)
+    c.integer("slots", slots)
+    if row_layout == quantised.V4:
+        _only_v4(c, kind, scale_format, alpha)
+        c.dtype("k_rope", k_rope, torch.bfloat16)
+        c.shape("ckv", ckv, f"T {quantised.V4_VALUES}")
+    else:
+        c.dtype("k_rope", k_rope, torch.bfloat16, torch.float16)
+        c.dtype("rows", rows, torch.uint8, quantised.VALUES[kind])
+        c.shape("ckv", ckv, f"T {quantised.LATENT}")
+    c.shape("k_rope", k_rope, f"T {quantised.ROTARY}")
+    c.shape("slots", slots, "T")
+    if row_layout == quantised.V4:
+        quantization.v4_rows(c, "rows", rows)
+    else:
+        c.shape("rows", rows, f"pages P 1 {quantised.ROW}")
+        quantization.page_size(c)
+        quantization.rows(c, "rows", rows, row_layout)
+    quantization.whole_pages(c, rows=rows)
+    c.dense_rows(ckv=ckv, k_rope=k_rope)
+    c.contiguous(slots=slots)
+    quantization.clip(c, alpha)
+    prologs.distinct_slots(c, slots, "slots")
+
+
+def _only_v4(c: Checker, kind: str, scale_format: str, alpha: Tensor | None) -> None:
+    for name, value, only in (("kind", kind, "fp8"), ("scale_format", scale_format, "ue8m0")):
+        c.require(
+            value == only,
+            f"`{name}` is {value!r}, expected {only!r}: rows of row_layout 'v4' have no other.",
+        )
+    c.require(
+        alpha is None,
+        "`k_nope_clip_alpha` is given, expected None: rows of row_layout 'v4' clip nothing.",
+    )
+
+
+def fake(**_: Any) -> None:
+    return None

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments, outputs and autograd of npu_causal_conv1d.
+
+    x, out [B, S, D] or [T, D]   weight [W, D]   bias [D]   states [N, W - 1, D]
+
+N is B, or the sequences of `query_start_loc` [N + 1]; tokens of none of them give 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ..common import convolutions
+
+SCHEMA = (
+    "npu_causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, *,"
+    " Tensor? initial_states=None, Tensor? query_start_loc=None, str? activation=None)"
+    " -> (Tensor, Tensor)"
+)
+ONNX = "CausalConv1d"
+
+
+def check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    query_start_loc: Tensor | None,
+    activation: str | None,
+) -> None:
+    c = Checker("npu_causal_conv1d")
+    inputs(c, x, weight, bias, initial_states, query_start_loc, activation)
+
+
+def inputs(
+    c: Checker,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    query_start_loc: Tensor | None,
+    activation: str | None,
+) -> None:
+    """What the op and its gradient ask of the tensors that they share."""
+    c.same_device(
+        x=x,
+        weight=weight,
+        bias=bias,
+        initial_states=initial_states,
+        query_start_loc=query_start_loc,
+    )
+    convolutions.inputs(c, x, weight, bias, query_start_loc, activation)
+    if initial_states is not None:
+        convolutions.states(c, "initial_states", initial_states)
+
+
+def fake(
+    x: Tensor,
+    weight: Tensor,
+    initial_states: Tensor | None,
+    query_start_loc: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
+    shape = [sequences, weight.shape[0] - 1, x.shape[-1]]
+    return x.new_empty(x.shape), (x if initial_states is None else initial_states).new_empty(shape)
+
+
+_SAVED = ("x", "weight", "bias", "initial_states", "query_start_loc")
+_LEARNED = ("x", "weight", "bias", "initial_states")
+
+
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*(x[name] for name in _SAVED))
+    ctx.activation = x["activation"]
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx: Any, grad_out: Tensor | None, grad_states: Tensor | None) -> dict[str, Any]:
+    if grad_out is None and grad_states is None:
+        return {}
+    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
+    grads = torch.ops.custom.npu_causal_conv1d_grad(
+        # an expanded gradient (of out.sum(), say) has no dense rows
+        d_out=(torch.zeros_like(x["x"]) if grad_out is None else grad_out).contiguous(),
+        d_final_states=grad_states,
+        activation=ctx.activation,
+        **x,
+    )
+    return {name: d for name, d in zip(_LEARNED, grads, strict=True) if x[name] is not None}

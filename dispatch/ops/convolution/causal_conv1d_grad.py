@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_causal_conv1d_grad; shapes as in causal_conv1d.py.
+
+    d_out like x   d_final_states [N, W - 1, D]; None: zeros
+
+The gradient of an argument that is None has shape [0].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from ..common import convolutions
+from .causal_conv1d import inputs
+
+SCHEMA = (
+    "npu_causal_conv1d_grad(Tensor x, Tensor weight, Tensor d_out, Tensor? bias=None, *,"
+    " Tensor? initial_states=None, Tensor? query_start_loc=None, Tensor? d_final_states=None,"
+    " str? activation=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+FUNCTION = "backward"
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def check(
+    x: Tensor,
+    weight: Tensor,
+    d_out: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    query_start_loc: Tensor | None,
+    d_final_states: Tensor | None,
+    activation: str | None,
+) -> None:
+    c = Checker("npu_causal_conv1d_grad")
+    inputs(c, x, weight, bias, initial_states, query_start_loc, activation)
+    c.same_device(x=x, d_out=d_out, d_final_states=d_final_states)
+    c.same_dtype(x=x, d_out=d_out)
+    c.shape("d_out", d_out, "B S D" if query_start_loc is None else "T D")
+    c.dense_rows(d_out=d_out)
+    if d_final_states is not None:
+        convolutions.states(c, "d_final_states", d_final_states)
+
+
+def fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor | None, **_: Any
+) -> Gradients:
+    def like(tensor: Tensor | None) -> Tensor:
+        return x.new_empty([0]) if tensor is None else tensor.new_empty(tensor.shape)
+
+    return like(x), like(weight), like(bias), like(initial_states)

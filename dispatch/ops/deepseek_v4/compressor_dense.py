@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments, output and autograd of npu_compressor_dense, the compressor without caches: every
+request begins at position 0.  Windows as in common/compressed.py.
+
+    x [B, S, H] or [T, H]   wkv, wgate [coff*D, H]   ape [m, coff*D]   norm_weight [D]
+    out, and rows of rope_sin and rope_cos: [B, ceil(S / m), ..] or [min(T, T // m + B), ..]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ...common import compressed
+from ...common.compressed import HALVES, PAIRS
+from ..common import layouts
+
+ARGUMENTS = (
+    "Tensor x, Tensor wkv, Tensor wgate, Tensor ape, Tensor norm_weight, Tensor rope_sin,"
+    " Tensor rope_cos, SymInt rope_head_dim, SymInt cmp_ratio, *, Tensor? cu_seqlens=None,"
+    " Tensor? seqused=None, SymInt coff=1, float norm_eps=1e-6, SymInt rotary_mode=1,"
+    " bool hadamard=False"
+)
+SCHEMA = f"npu_compressor_dense({ARGUMENTS}) -> Tensor"
+
+
+def check(**arguments: Any) -> None:
+    inputs(Checker("npu_compressor_dense"), **arguments)
+
+
+def inputs(
+    c: Checker,
+    x: Tensor,
+    wkv: Tensor,
+    wgate: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    rope_head_dim: int,
+    cmp_ratio: int,
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
+    coff: int,
+    norm_eps: float,
+    rotary_mode: int,
+    hadamard: bool,
+) -> None:
+    """What the op and its gradient ask of the arguments that they share."""
+    c.same_device(
+        x=x,
+        wkv=wkv,
+        wgate=wgate,
+        ape=ape,
+        norm_weight=norm_weight,
+        rope_sin=rope_sin,
+        rope_cos=rope_cos,
+        cu_seqlens=cu_seqlens,
+        seqused=seqused,
+    )
+    c.floating("x", x)
+    c.same_dtype(x=x, wkv=wkv, wgate=wgate)
+    wide = of_state(x)
+    c.dtype("ape", ape, wide)
+    c.dtype("norm_weight", norm_weight, wide)
+    c.floating("rope_sin", rope_sin)
+    c.same_dtype(rope_sin=rope_sin, rope_cos=rope_cos)
+    c.count("cmp_ratio", cmp_ratio)
+    c.one_of("coff", coff, 1, 2)
+    c.one_of("rotary_mode", rotary_mode, HALVES, PAIRS)
+    c.at_least("norm_eps", norm_eps, 0)
+    tokens = "B S" if cu_seqlens is None else "T"
+    c.shape("x", x, f"{tokens} H")
+    if cu_seqlens is not None:
+        c.integer("cu_seqlens", cu_seqlens)
+        c.shape("cu_seqlens", cu_seqlens, "B+1")
+        c.require(
+            cu_seqlens.shape[0] > 0,
+            "`cu_seqlens` has no numbers, expected [B + 1], the first of them 0.",
+        )
+        c.sizes["B"] = cu_seqlens.shape[0] - 1
+        c.contiguous(cu_seqlens=cu_seqlens)
+        layouts.values(c, "cu_seqlens", cu_seqlens, "TND", c.sizes["T"])
+    c.shape("norm_weight", norm_weight, "D")
+    c.sizes["coff*D"] = coff * c.sizes["D"]
+    c.sizes["m"] = cmp_ratio
+    c.shape("wkv", wkv, "coff*D H")
+    c.shape("wgate", wgate, "coff*D H")
+    c.shape("ape", ape, "m coff*D")
+    if seqused is not None:
+        c.integer("seqused", seqused)
+        c.shape("seqused", seqused, "B")
+        c.contiguous(seqused=seqused)
+        layouts.values(c, "seqused", seqused, "BSND", c.sizes["S" if cu_seqlens is None else "T"])
+    _rotation(c, x, cu_seqlens, rope_sin, rope_cos, rope_head_dim, cmp_ratio)
+    size = c.sizes["D"]
+    c.require(
+        not hadamard or (size > 0 and size & (size - 1) == 0),
+        f"`hadamard` is True and D is {size}, expected a power of two.",
+    )
+    c.dense_rows(x=x, wkv=wkv, wgate=wgate, rope_sin=rope_sin, rope_cos=rope_cos)
+    c.contiguous(ape=ape, norm_weight=norm_weight)
+
+
+def of_state(x: Tensor) -> torch.dtype:
+    """What states, `ape` and norms are kept in beside x."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _rotation(
+    c: Checker,
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    rope_head_dim: int,
+    cmp_ratio: int,
+) -> None:
+    size = c.sizes["D"]
+    c.require(
+        rope_head_dim % 2 == 0 and 0 <= rope_head_dim <= size,
+        f"`rope_head_dim` is {rope_head_dim}, expected an even number from 0 to D={size}.",
+    )
+    for letter, rows in zip(("B", "C"), compressed.rows(x, cu_seqlens, cmp_ratio), strict=False):
+        c.sizes[letter if cu_seqlens is None else "E"] = rows
+    c.sizes["dr"] = rope_head_dim
+    if rope_sin.ndim and rope_sin.shape[-1] == rope_head_dim // 2:
+        c.sizes["dr"] = rope_head_dim // 2
+    for name, angles in (("rope_sin", rope_sin), ("rope_cos", rope_cos)):
+        c.shape(name, angles, "B C dr" if cu_seqlens is None else "E dr")
+
+
+def fake(
+    x: Tensor, norm_weight: Tensor, cmp_ratio: int, cu_seqlens: Tensor | None, **_: Any
+) -> Tensor:
+    return x.new_empty([*compressed.rows(x, cu_seqlens, cmp_ratio), norm_weight.shape[0]])
+
+
+_LEARNED = ("x", "wkv", "wgate", "ape", "norm_weight")
+_SAVED = (*_LEARNED, "rope_sin", "rope_cos", "cu_seqlens", "seqused")
+_OPTIONS = ("rope_head_dim", "cmp_ratio", "coff", "norm_eps", "rotary_mode", "hadamard")
+
+
+def setup_context(ctx: Any, x: dict[str, Any], output: Tensor) -> None:
+    ctx.save_for_backward(*(x[name] for name in _SAVED))
+    ctx.options = {name: x[name] for name in _OPTIONS}
+
+
+def backward(ctx: Any, grad_out: Tensor) -> dict[str, Any]:
+    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
+    # an expanded gradient (of out.sum(), say) has no dense rows
+    grads = torch.ops.custom.npu_compressor_dense_grad(
+        d_out=grad_out.contiguous(), **x, **ctx.options
+    )
+    return dict(zip(_LEARNED, grads, strict=True))

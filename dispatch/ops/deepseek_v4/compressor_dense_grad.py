@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_compressor_dense_grad; shapes as in compressor_dense.py, d_out is
+like its output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from .compressor_dense import ARGUMENTS, inputs
+
+SCHEMA = (
+    f"npu_compressor_dense_grad(Tensor d_out, {ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+FUNCTION = "backward"
+
+
+def check(d_out: Tensor, x: Tensor, cu_seqlens: Tensor | None, **arguments: Any) -> None:
+    c = Checker("npu_compressor_dense_grad")
+    inputs(c, x=x, cu_seqlens=cu_seqlens, **arguments)
+    c.same_device(x=x, d_out=d_out)
+    c.same_dtype(x=x, d_out=d_out)
+    c.shape("d_out", d_out, "B C D" if cu_seqlens is None else "E D")
+    c.dense_rows(d_out=d_out)
+
+
+def fake(
+    x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, norm_weight: Tensor, **_: Any
+) -> tuple[Tensor, ...]:
+    return tuple(each.new_empty(each.shape) for each in (x, wkv, wgate, ape, norm_weight))

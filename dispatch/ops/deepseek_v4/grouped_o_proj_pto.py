@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and output of npu_grouped_o_proj_pto.
+
+attn_out [B, S, N, D]   w_o_a [G, N/G*D, Ro]   w_o_b [G*Ro, H]   rope_sin, rope_cos [B, S, Dr]
+out [B, S, H]   G divides N; the weights in NZ: w_o_a a group by itself, [G, Ro/16, K/16, 16, 16]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from ...common import nz
+from ..common import prologs
+from .sharedkv_prolog_pto import plain_weights
+
+SCHEMA = (
+    "npu_grouped_o_proj_pto(Tensor attn_out, Tensor w_o_a, Tensor w_o_b, Tensor rope_sin,"
+    ' Tensor rope_cos, *, str weight_format="nz", SymInt weight_quant_mode=0) -> Tensor'
+)
+
+
+def check(
+    attn_out: Tensor,
+    w_o_a: Tensor,
+    w_o_b: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    weight_format: str,
+    weight_quant_mode: int,
+) -> None:
+    c = Checker("npu_grouped_o_proj_pto")
+    plain_weights(c, weight_quant_mode)
+    floats = dict(
+        attn_out=(attn_out, "B S N D"),
+        rope_sin=(rope_sin, "B S Dr"),
+        rope_cos=(rope_cos, "B S Dr"),
+    )
+    given = {name: x for name, (x, _) in floats.items()} | dict(w_o_a=w_o_a, w_o_b=w_o_b)
+    c.same_device(**given)
+    c.floating("attn_out", attn_out)
+    c.same_dtype(**given)
+    for name, (tensor, shape) in floats.items():
+        c.shape(name, tensor, shape)
+    c.contiguous(**given)
+    prologs.rotary(c, "D")
+    output_weights(c, w_o_a, w_o_b, "attn_out", weight_format)
+
+
+def output_weights(
+    c: Checker, w_o_a: Tensor, w_o_b: Tensor, heads: str, weight_format: str
+) -> None:
+    """Both weights, where N and D are known; N is that of the argument `heads`."""
+    sizes = c.sizes
+    if w_o_a.ndim not in (3, 5):
+        c.fail(f"`w_o_a` has shape {list(w_o_a.shape)}, expected [G, N/G*D, Ro], or its NZ in 5-D.")
+    groups = w_o_a.shape[0]
+    c.require(
+        groups > 0 and sizes["N"] % groups == 0,
+        f"`w_o_a` has {groups} groups, expected a divisor of N={sizes['N']} (from `{heads}`).",
+    )
+    sizes["N/G*D"] = sizes["N"] // groups * sizes["D"]
+    sizes["Ro"] = w_o_a.shape[2] if w_o_a.ndim == 3 else w_o_a.shape[1] * w_o_a.shape[4]
+    sizes["G*Ro"] = groups * sizes["Ro"]
+    if w_o_b.ndim not in (2, 4):
+        c.shape("w_o_b", w_o_b, "G*Ro H")
+    sizes.setdefault("H", nz.columns_of(w_o_b))
+    sizes["G"] = groups
+    weights = dict(w_o_a=(w_o_a, "G N/G*D Ro"), w_o_b=(w_o_b, "G*Ro H"))
+    prologs.weights(c, weights, weight_format)
+
+
+def fake(attn_out: Tensor, w_o_b: Tensor, **_: Any) -> Tensor:
+    return attn_out.new_empty([*attn_out.shape[:2], nz.columns_of(w_o_b)])

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments, output and autograd of npu_hc_post.
+
+x [T, h] or [B, S, h]   residual [.., hc, h]   post [.., hc]   comb [.., hc, hc]   out like residual
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from .hc_pre import parameter_dtype, rows
+
+SCHEMA = "npu_hc_post(Tensor x, Tensor residual, Tensor post, Tensor comb) -> Tensor"
+GE = "HcPost"
+
+
+def check(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> None:
+    inputs(Checker("npu_hc_post"), x, residual, post, comb)
+
+
+def inputs(c: Checker, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> str:
+    """What every op asks of these; the letters in front of a token's own sizes."""
+    c.same_device(x=x, residual=residual, post=post, comb=comb)
+    c.floating("residual", residual)
+    c.same_dtype(residual=residual, x=x)
+    c.dtype("post", post, parameter_dtype(residual))
+    c.dtype("comb", comb, parameter_dtype(residual))
+    letters = rows(c, "residual", residual)
+    c.shape("x", x, f"{letters} h")
+    c.shape("post", post, f"{letters} hc")
+    c.shape("comb", comb, f"{letters} hc hc")
+    c.contiguous(x=x, residual=residual, post=post, comb=comb)
+    return letters
+
+
+def fake(residual: Tensor, **_: Any) -> Tensor:
+    return residual.new_empty(residual.shape)
+
+
+_SAVED = ("x", "residual", "post", "comb")
+
+
+def setup_context(ctx: Any, x: dict[str, Any], output: Tensor) -> None:
+    ctx.save_for_backward(*(x[name] for name in _SAVED))
+
+
+def backward(ctx: Any, d_out: Tensor) -> dict[str, Any]:
+    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
+    grads = torch.ops.custom.npu_hc_post_grad(d_out=d_out.contiguous(), **x)
+    return dict(zip(_SAVED, grads, strict=True))

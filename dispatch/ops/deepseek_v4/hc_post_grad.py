@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_hc_post_grad; shapes as in hc_post.py; d_out is like residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from .hc_post import inputs
+
+SCHEMA = (
+    "npu_hc_post_grad(Tensor x, Tensor residual, Tensor post, Tensor comb, Tensor d_out)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+FUNCTION = "backward"
+
+
+def check(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, d_out: Tensor) -> None:
+    c = Checker("npu_hc_post_grad")
+    letters = inputs(c, x, residual, post, comb)
+    c.same_device(x=x, d_out=d_out)
+    c.same_dtype(x=x, d_out=d_out)
+    c.shape("d_out", d_out, f"{letters} hc h")
+    c.contiguous(d_out=d_out)
+
+
+def fake(
+    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape),
+        residual.new_empty(residual.shape),
+        post.new_empty(post.shape),
+        comb.new_empty(comb.shape),
+    )

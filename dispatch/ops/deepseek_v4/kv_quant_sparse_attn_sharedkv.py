@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_kv_quant_sparse_attn_sharedkv: those of npu_sparse_attn_sharedkv, on
+"v4" rows [pages, P, 1, 584] of common/quantised.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from ...common import quantised
+from ..common import quantization
+from . import sharedkv
+from . import sparse_attn_sharedkv as of_floats
+
+SCHEMA = (
+    "npu_kv_quant_sparse_attn_sharedkv(Tensor q, SymInt kv_quant_mode, *,"
+    f" {sharedkv.ARGUMENTS}, SymInt tile_size=64, SymInt rope_head_dim=64) -> (Tensor, Tensor)"
+)
+# the only value of each, and what it means
+_MODES = {
+    "kv_quant_mode": (1, "rows of 584 bytes: 448 e4m3, 64 bfloat16, 8 scales"),
+    "tile_size": (quantised.V4_TILE, "the values that share a scale"),
+    "rope_head_dim": (quantised.ROTARY, "the rotary channels of a row"),
+}
+
+
+def check(q: Tensor, kv_quant_mode: int, tile_size: int, rope_head_dim: int, **x: Any) -> None:
+    c = Checker("npu_kv_quant_sparse_attn_sharedkv")
+    modes = dict(kv_quant_mode=kv_quant_mode, tile_size=tile_size, rope_head_dim=rope_head_dim)
+    for name, mode in modes.items():
+        only, meaning = _MODES[name]
+        c.require(mode == only, f"`{name}` is {mode}, expected {only} ({meaning}).")
+    c.require(
+        x["layout_kv"] == "PA_ND",
+        f"`layout_kv` is {x['layout_kv']!r}, expected 'PA_ND': rows of 8 bits lie in pages.",
+    )
+    sharedkv.inputs(c, q, str(quantised.V4_WIDTH), str(quantised.V4_ROW), x)
+    for name in ("ori_kv", "cmp_kv"):
+        if x[name] is not None:
+            quantization.v4_pages(c, name, x[name])
+
+
+def fake(**x: Any) -> tuple[Tensor, Tensor]:
+    return of_floats.fake(**x)

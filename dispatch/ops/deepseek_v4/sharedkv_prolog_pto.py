@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_sharedkv_prolog_pto; its shapes are in the tables below."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ...common import nz, quantised
+from ..common import layouts, prologs, quantization
+
+SCHEMA = (
+    "npu_sharedkv_prolog_pto(Tensor token_x, Tensor w_dq, Tensor w_uq, Tensor w_kv,"
+    " Tensor gamma_cq, Tensor gamma_kv, Tensor rope_sin, Tensor rope_cos, Tensor(a!) ori_kv,"
+    " Tensor ori_block_table, Tensor act_seqs, *, Tensor? seqused=None, Tensor? w_idx_qb=None,"
+    " Tensor? w_idx_proj=None, float rms_norm_eps=1e-6,"
+    ' str weight_format="nz", str kv_kind="none", bool index_hadamard=False,'
+    ' str hadamard_round="bf16",'
+    " SymInt weight_quant_mode=0) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def check(
+    token_x: Tensor,
+    w_dq: Tensor,
+    w_uq: Tensor,
+    w_kv: Tensor,
+    gamma_cq: Tensor,
+    gamma_kv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    ori_kv: Tensor,
+    ori_block_table: Tensor,
+    act_seqs: Tensor,
+    seqused: Tensor | None,
+    w_idx_qb: Tensor | None,
+    w_idx_proj: Tensor | None,
+    rms_norm_eps: float,
+    weight_format: str,
+    kv_kind: str,
+    index_hadamard: bool,
+    hadamard_round: str,
+    weight_quant_mode: int,
+) -> None:
+    c = Checker("npu_sharedkv_prolog_pto")
+    plain_weights(c, weight_quant_mode)
+    c.one_of("kv_kind", kv_kind, "none", "fp8")
+    packed = kv_kind == "fp8"
+    if packed:
+        c.dtype("ori_kv", ori_kv, torch.uint8)
+    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
+    index = index_group(c, w_idx_qb, w_idx_proj, index_hadamard)
+    weights = dict(w_dq=(w_dq, "H Rq"), w_uq=(w_uq, "Rq N*D"), w_kv=(w_kv, "H D"))
+    if index:
+        weights |= dict(w_idx_qb=(index[0], "Rq Ni*Di"), w_idx_proj=(index[1], "H Ni"))
+    lengths = {"act_seqs": (act_seqs, "B")}
+    if seqused is not None:
+        lengths["seqused"] = (seqused, "B")
+    prologs.tensors(
+        c,
+        dict(
+            token_x=(token_x, "B S H"),
+            gamma_cq=(gamma_cq, "Rq"),
+            gamma_kv=(gamma_kv, "D"),
+            rope_sin=(rope_sin, "B S Dr"),
+            rope_cos=(rope_cos, "B S Dr"),
+            ori_kv=(ori_kv, f"pages P 1 {quantised.V4_ROW}" if packed else "pages P 1 D"),
+        ),
+        weights,
+        lengths | dict(ori_block_table=(ori_block_table, "B max_pages")),
+        narrow={"ori_kv"} if packed else (),
+        paged={"ori_kv"},
+    )
+    if packed:
+        quantization.v4_rows(c, "ori_kv", ori_kv)
+        c.require(
+            c.sizes["D"] == quantised.V4_WIDTH,
+            f"the head dim D is {c.sizes['D']}, expected {quantised.V4_WIDTH} with kv_kind='fp8': "
+            "its rows have no other.",
+        )
+    prologs.rotary(c, "D")
+    c.sizes["N*D"] = heads_of(c, "w_uq", w_uq, "D") * c.sizes["D"]
+    if index:
+        index_sizes(c, *index, index_hadamard)
+    prologs.weights(c, weights, weight_format)
+    c.at_least("rms_norm_eps", rms_norm_eps, 0)
+    layouts.values(c, "seqused", seqused, "BSND", c.sizes["S"])
+
+
+def plain_weights(c: Checker, weight_quant_mode: int) -> None:
+    c.require(
+        weight_quant_mode == 0,
+        f"`weight_quant_mode` is {weight_quant_mode}, expected 0: weights of 8 bits are not "
+        "supported by this op yet.",
+    )
+
+
+def index_group(
+    c: Checker, w_idx_qb: Tensor | None, w_idx_proj: Tensor | None, index_hadamard: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Both of the indexer's weights, or none."""
+    if w_idx_qb is not None and w_idx_proj is not None:
+        return w_idx_qb, w_idx_proj
+    for name, tensor, other, there in (
+        ("w_idx_proj", w_idx_proj, "w_idx_qb", w_idx_qb),
+        ("w_idx_qb", w_idx_qb, "w_idx_proj", w_idx_proj),
+    ):
+        c.require(
+            tensor is not None or there is None,
+            f"`{name}` is missing, expected it beside `{other}`: an indexer has both.",
+        )
+    c.require(
+        not index_hadamard,
+        "`index_hadamard` is True, expected False without `w_idx_qb`: it turns index queries.",
+    )
+    return None
+
+
+def heads_of(c: Checker, name: str, weight: Tensor, size: str) -> Any:
+    """How many heads, of a size that is known, the columns of a weight are."""
+    if weight.ndim not in (2, 4):
+        c.fail(f"`{name}` has shape {list(weight.shape)}, expected [K, N], or its NZ in 4-D.")
+    columns, width = nz.columns_of(weight), c.sizes[size]
+    c.require(
+        width > 0 and columns > 0 and columns % width == 0,
+        f"`{name}` has {columns} columns, expected a multiple of {size}={width}, at least one.",
+    )
+    return columns // width
+
+
+def index_sizes(c: Checker, w_idx_qb: Tensor, w_idx_proj: Tensor, index_hadamard: bool) -> None:
+    """The index heads are the columns of `w_idx_proj`; the others' columns are all their dims."""
+    if w_idx_proj.ndim not in (2, 4):
+        c.shape("w_idx_proj", w_idx_proj, "H Ni")
+    c.sizes["Ni"] = nz.columns_of(w_idx_proj)
+    c.sizes["Di"] = heads_of(c, "w_idx_qb", w_idx_qb, "Ni")
+    c.sizes["Ni*Di"] = c.sizes["Ni"] * c.sizes["Di"]
+    prologs.rotary(c, "Di")
+    size = c.sizes["Di"]
+    c.require(
+        not index_hadamard or size & (size - 1) == 0,
+        f"the index dim Di is {size}, expected a power of two with index_hadamard=True.",
+    )
+
+
+def fake(
+    token_x: Tensor,
+    w_uq: Tensor,
+    gamma_cq: Tensor,
+    gamma_kv: Tensor,
+    w_idx_qb: Tensor | None,
+    w_idx_proj: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, new = token_x.shape[:-1], token_x.new_empty
+    size = gamma_kv.shape[0]
+    query = new([*rows, nz.columns_of(w_uq) // size, size])
+    query_norm = new([*rows, gamma_cq.shape[0]])
+    if w_idx_qb is None or w_idx_proj is None:
+        return query, query_norm, new([0]), new([0])
+    heads = nz.columns_of(w_idx_proj)
+    index = new([*rows, heads, nz.columns_of(w_idx_qb) // heads])
+    return query, query_norm, index, new([*rows, heads])

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments, outputs and autograd of npu_chunk_gated_delta_rule (torch_npu's schema).
+
+    query, key [T, N, Dk]   value [T, Nv, Dv]   beta, g [T, Nv]   states [B, Nv, Dv, Dk]
+    out [T, Nv, Dv]
+
+T is the sum of `actual_seq_lengths` [B]; tokens behind it give 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ...values import known
+from .growth import note_growth
+
+SCHEMA = (
+    "npu_chunk_gated_delta_rule(Tensor query, Tensor key, Tensor value, *,"
+    " Tensor? beta=None, Tensor? initial_state=None, Tensor? actual_seq_lengths=None,"
+    " float? scale=None, Tensor? g=None) -> (Tensor, Tensor)"
+)
+GE = "ChunkGatedDeltaRule"
+ONNX = "ChunkGatedDeltaRule"
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    scale: float | None,
+    g: Tensor | None,
+) -> None:
+    c = Checker("npu_chunk_gated_delta_rule")
+    inputs(c, query, key, value, beta, initial_state, actual_seq_lengths, g)
+
+
+def inputs(
+    c: Checker,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    g: Tensor | None,
+) -> None:
+    """What the op and its gradient ask of the tensors that they share."""
+    c.same_device(
+        query=query,
+        key=key,
+        value=value,
+        beta=beta,
+        initial_state=initial_state,
+        actual_seq_lengths=actual_seq_lengths,
+        g=g,
+    )
+    c.floating("query", query)
+    c.same_dtype(query=query, key=key, value=value)
+    c.shape("query", query, "T N Dk")
+    c.shape("key", key, "T N Dk")
+    c.shape("value", value, "T Nv Dv")
+    heads, value_heads = c.sizes["N"], c.sizes["Nv"]
+    c.require(
+        heads > 0 and value_heads % heads == 0,
+        f"`value` has {value_heads} heads and `query` {heads}, expected a multiple of the heads "
+        "of `query`. Pass values whose number of heads those of `query` divide.",
+    )
+    for name, gate in (("beta", beta), ("g", g)):
+        if gate is not None:
+            c.floating(name, gate)
+            c.shape(name, gate, "T Nv")
+    c.sizes["B"] = 1
+    if actual_seq_lengths is not None:
+        c.integer("actual_seq_lengths", actual_seq_lengths)
+        del c.sizes["B"]
+        c.shape("actual_seq_lengths", actual_seq_lengths, "B")
+        if known(actual_seq_lengths):
+            total = int(actual_seq_lengths.sum())
+            c.require(
+                total <= c.sizes["T"] and bool((actual_seq_lengths >= 0).all()),
+                f"`actual_seq_lengths` adds up to {total}, expected lengths from 0 and at most "
+                f"T={c.sizes['T']} tokens. Of prefix sums pass .diff().",
+            )
+    if initial_state is not None:
+        c.floating("initial_state", initial_state)
+        c.shape("initial_state", initial_state, "B Nv Dv Dk")
+    note_growth(c, key, beta, g)
+    c.dense_rows(query=query, key=key, value=value, beta=beta, g=g)
+    c.contiguous(initial_state=initial_state, actual_seq_lengths=actual_seq_lengths)
+
+
+def fake(
+    query: Tensor,
+    value: Tensor,
+    initial_state: Tensor | None,
+    actual_seq_lengths: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    sequences = 1 if actual_seq_lengths is None else actual_seq_lengths.shape[0]
+    state = torch.float64 if query.dtype is torch.float64 else torch.float32
+    shape = [sequences, value.shape[1], value.shape[2], query.shape[2]]
+    dtype = state if initial_state is None else initial_state.dtype
+    return value.new_empty(value.shape), value.new_empty(shape, dtype=dtype)
+
+
+_SAVED = ("query", "key", "value", "beta", "initial_state", "actual_seq_lengths", "g")
+_LEARNED = ("query", "key", "value", "beta", "initial_state", "g")
+
+
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*(x[name] for name in _SAVED))
+    ctx.scale = x["scale"]
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
+    if grad_out is None and grad_state is None:
+        return {}
+    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
+    value = x["value"]
+    grads = torch.ops.custom.npu_chunk_gated_delta_rule_grad(
+        # an expanded gradient (of out.sum(), say) has no dense rows
+        d_out=(torch.zeros_like(value) if grad_out is None else grad_out).contiguous(),
+        d_final_state=None if grad_state is None else grad_state.contiguous(),
+        scale=ctx.scale,
+        **x,
+    )
+    return {name: d for name, d in zip(_LEARNED, grads, strict=True) if x[name] is not None}

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments, outputs and autograd of npu_chunk_kda (fla's chunk_kda).
+
+    q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]   out [B, T, HV, V]
+    states [N, HV, K, V] ("kv") or [N, HV, V, K] ("vk")   A_log [HV]   dt_bias [HV, K] or [HV * K]
+
+N sequences: B, or those of `cu_seqlens`, where B is 1; tokens of none give 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ..common import layouts
+from .growth import note_growth
+
+OPTIONS = (
+    " float? scale=None, Tensor? initial_state=None, Tensor? cu_seqlens=None,"
+    " bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, Tensor? A_log=None,"
+    ' Tensor? dt_bias=None, float? lower_bound=None, str state_layout="kv"'
+)
+SCHEMA = (
+    f"npu_chunk_kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, *,{OPTIONS})"
+    " -> (Tensor, Tensor)"
+)
+ONNX = "ChunkKda"
+
+
+def check(**arguments: Any) -> None:
+    inputs(Checker("npu_chunk_kda"), **arguments)
+
+
+def inputs(
+    c: Checker,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    state_layout: str,
+) -> None:
+    """What the op and its gradient ask of the tensors that they share."""
+    c.same_device(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
+    c.one_of("state_layout", state_layout, "kv", "vk")
+    c.floating("q", q)
+    c.same_dtype(q=q, k=k, v=v)
+    c.shape("q", q, "B T H K")
+    c.shape("k", k, "B T H K")
+    c.shape("v", v, "B T HV V")
+    heads, value_heads = c.sizes["H"], c.sizes["HV"]
+    c.require(
+        heads > 0 and value_heads % heads == 0,
+        f"`v` has {value_heads} heads and `q` {heads}, expected a multiple of the heads of `q`.",
+    )
+    c.floating("g", g)
+    c.shape("g", g, "B T HV K")
+    c.floating("beta", beta)
+    c.shape("beta", beta, "B T HV")
+    _check_gate(c, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    c.sizes["N"] = c.sizes["B"]
+    if cu_seqlens is not None:
+        _check_sequences(c, cu_seqlens)
+    if initial_state is not None:
+        c.floating("initial_state", initial_state)
+        c.shape("initial_state", initial_state, STATES[state_layout])
+    if not use_qk_l2norm_in_kernel:
+        note_growth(c, k, beta, None if use_gate_in_kernel else g)
+    c.dense_rows(q=q, k=k, v=v, g=g, beta=beta)
+    c.contiguous(initial_state=initial_state, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias)
+
+
+STATES = {"kv": "N HV K V", "vk": "N HV V K"}
+
+
+def _check_gate(
+    c: Checker,
+    used: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> None:
+    c.sizes["HV*K"] = c.sizes["HV"] * c.sizes["K"]
+    for name, given in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+        c.require(
+            used or given is None,
+            f"`{name}` is given, and `g` is the decay's logarithm itself. Pass "
+            "use_gate_in_kernel=True if it is what the gate makes it from.",
+        )
+    c.require(
+        not used or A_log is not None or lower_bound is not None,
+        "`A_log` is None, expected [HV]: without `lower_bound` the gate needs it.",
+    )
+    c.require(
+        lower_bound is None or lower_bound < 0,
+        f"`lower_bound` is {lower_bound}, expected a negative number: the least logarithm of a "
+        "decay.",
+    )
+    if A_log is not None:
+        c.floating("A_log", A_log)
+        c.shape("A_log", A_log, "HV")
+    if dt_bias is not None:
+        c.floating("dt_bias", dt_bias)
+        c.shape("dt_bias", dt_bias, "HV K" if dt_bias.ndim == 2 else "HV*K")
+
+
+def _check_sequences(c: Checker, cu_seqlens: Tensor) -> None:
+    c.integer("cu_seqlens", cu_seqlens)
+    c.require(
+        c.sizes["B"] == 1,
+        f"`q` has batch {c.sizes['B']}, expected 1: `cu_seqlens` cuts one row of tokens.",
+    )
+    c.shape("cu_seqlens", cu_seqlens, "N+1")
+    c.at_least("cu_seqlens.numel()", c.sizes["N+1"], 1)
+    c.sizes["N"] = c.sizes["N+1"] - 1
+    layouts.prefix_sums(c, "cu_seqlens", cu_seqlens, c.sizes["T"])
+
+
+def fake(
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_layout: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    out = v.new_empty(v.shape)
+    if initial_state is not None:
+        return out, initial_state.new_empty(initial_state.shape)
+    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sizes = (k.shape[3], v.shape[3]) if state_layout == "kv" else (v.shape[3], k.shape[3])
+    kind = torch.float64 if v.dtype is torch.float64 else torch.float32
+    return out, v.new_empty([sequences, v.shape[2], *sizes], dtype=kind)
+
+
+LEARNED = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+_SAVED = (*LEARNED, "cu_seqlens")
+_KEPT = (
+    "scale",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "lower_bound",
+    "state_layout",
+)
+
+
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*(x[name] for name in _SAVED))
+    ctx.options = {name: x[name] for name in _KEPT}
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> dict[str, Any]:
+    if grad_out is None and grad_state is None:
+        return {}
+    x = dict(zip(_SAVED, ctx.saved_tensors, strict=True))
+    v = x["v"]
+    grads = torch.ops.custom.npu_chunk_kda_grad(
+        # an expanded gradient (of out.sum(), say) has no dense rows
+        d_out=(torch.zeros_like(v) if grad_out is None else grad_out).contiguous(),
+        d_final_state=None if grad_state is None else grad_state.contiguous(),
+        **x,
+        **ctx.options,
+    )
+    return {name: d for name, d in zip(LEARNED, grads, strict=True) if x[name] is not None}

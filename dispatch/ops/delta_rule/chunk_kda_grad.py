@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_chunk_kda_grad; shapes as in chunk_kda.py.
+
+    d_out [B, T, HV, V]   d_final_state like the final state; None: zeros
+
+The gradient of an argument that is None has shape [0].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from .chunk_kda import LEARNED, OPTIONS, STATES, inputs
+
+SCHEMA = (
+    "npu_chunk_kda_grad(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor d_out, *,"
+    f" Tensor? d_final_state=None,{OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+FUNCTION = "backward"
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def check(
+    q: Tensor, d_out: Tensor, d_final_state: Tensor | None, state_layout: str, **forward: Any
+) -> None:
+    c = Checker("npu_chunk_kda_grad")
+    inputs(c, q=q, state_layout=state_layout, **forward)
+    c.same_device(q=q, d_out=d_out, d_final_state=d_final_state)
+    c.same_dtype(q=q, d_out=d_out)
+    c.shape("d_out", d_out, "B T HV V")
+    c.dense_rows(d_out=d_out)
+    if d_final_state is not None:
+        c.floating("d_final_state", d_final_state)
+        c.shape("d_final_state", d_final_state, STATES[state_layout])
+        c.contiguous(d_final_state=d_final_state)
+
+
+def fake(**arguments: Any) -> Gradients:
+    def like(x: Tensor | None) -> Tensor:
+        return arguments["q"].new_empty([0]) if x is None else x.new_empty(x.shape)
+
+    q, k, v, g, beta, state, A_log, dt_bias = (like(arguments[name]) for name in LEARNED)
+    return q, k, v, g, beta, state, A_log, dt_bias

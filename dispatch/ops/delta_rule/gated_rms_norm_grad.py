@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_gated_rms_norm_grad; shapes as in gated_rms_norm.py; d_out is
+like x."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from .gated_rms_norm import inputs, like
+
+SCHEMA = (
+    "npu_gated_rms_norm_grad(Tensor x, Tensor gate, Tensor weight, Tensor d_out,"
+    " float epsilon=1e-6, *, int? group_size=None, bool norm_before_gate=True,"
+    ' str activation="silu") -> (Tensor, Tensor, Tensor)'
+)
+FUNCTION = "backward"
+
+
+def check(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    d_out: Tensor,
+    epsilon: float,
+    group_size: int | None,
+    norm_before_gate: bool,
+    activation: str,
+) -> None:
+    c = Checker("npu_gated_rms_norm_grad")
+    inputs(c, x, gate, weight, epsilon, group_size, activation)
+    c.same_device(x=x, d_out=d_out)
+    c.same_dtype(x=x, d_out=d_out)
+    like(c, "d_out", d_out, x)
+    c.dense_rows(d_out=d_out)
+
+
+def fake(x: Tensor, gate: Tensor, weight: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)

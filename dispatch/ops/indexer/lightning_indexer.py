@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments, outputs and autograd of npu_lightning_indexer; layouts as in common/layout.py.
+
+    query [.., N, D]   key [.., 1, D]   weights [.., N]
+    sparse_indices int32 [.., 1, K]     sparse_values [.., 1, K], or [0] without return_value
+
+Entries past the number of visible keys are -1, and their value is 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ...op_spec import UNLIMITED
+from ..common import layouts
+
+ARGUMENTS = (
+    "(Tensor query, Tensor key, Tensor weights, *,"
+    " Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,"
+    ' Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",'
+    f" SymInt sparse_count=2048, SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED},"
+    f" SymInt next_tokens={UNLIMITED}"
+)
+RATIO = ", SymInt cmp_ratio=1"
+SCHEMA = f"npu_lightning_indexer{ARGUMENTS}, bool return_value=False{RATIO}) -> (Tensor, Tensor)"
+GE = "LightningIndexer"
+ONNX = "LightningIndexer"
+
+
+def check(return_value: bool, **arguments: Any) -> None:
+    check_as("npu_lightning_indexer", **arguments)
+
+
+def check_as(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    cmp_ratio: int,
+) -> None:
+    """For both ops, which differ in what they return."""
+    c = Checker(op)
+    c.count("cmp_ratio", cmp_ratio)
+    rows, keys = layouts.letters(c, ("layout_query", layout_query), ("layout_key", layout_key))
+    inputs(c, rows, keys, query, key, weights)
+    c.same_device(
+        query=query,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key,
+        block_table=block_table,
+    )
+    layouts.lengths(
+        c,
+        layout_query,
+        layout_key,
+        ("actual_seq_lengths_query", actual_seq_lengths_query),
+        ("actual_seq_lengths_key", actual_seq_lengths_key),
+        block_table,
+        cmp_ratio,
+    )
+    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
+    c.count("sparse_count", sparse_count)
+
+
+def inputs(c: Checker, rows: str, keys: str, query: Tensor, key: Tensor, weights: Tensor) -> None:
+    """What the op and its gradient ask of the three tensors that they share."""
+    c.same_device(query=query, key=key, weights=weights)
+    c.floating("query", query)
+    c.same_dtype(query=query, key=key, weights=weights)
+    c.shape("query", query, f"{rows} N D")
+    c.shape("key", key, f"{keys} 1 D")
+    c.shape("weights", weights, f"{rows} N")
+    c.dense_rows(query=query, key=key, weights=weights)
+
+
+def fake(query: Tensor, sparse_count: int, return_value: bool, **_: Any) -> tuple[Tensor, Tensor]:
+    shape = [*query.shape[:-2], 1, sparse_count]
+    indices = query.new_empty(shape, dtype=torch.int32)
+    return indices, query.new_empty(shape if return_value else [0])
+
+
+def setup_context(ctx: Any, x: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    if not x["return_value"]:
+        return  # indices alone carry no gradient
+    layouts.refuse_paged_gradient("npu_lightning_indexer", x["layout_key"])
+    lengths = x["actual_seq_lengths_query"], x["actual_seq_lengths_key"]
+    mode = x["sparse_mode"]
+    if x["cmp_ratio"] > 1:  # nothing was chosen that is not seen: all keys may be
+        lengths, mode = (lengths[0], None), 0
+    ctx.save_for_backward(x["query"], x["key"], x["weights"], output[0], *lengths)
+    ctx.options = x["layout_query"], mode
+
+
+def backward(ctx: Any, _: None, grad_values: Tensor | None) -> dict[str, Any]:
+    saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them one time
+    if grad_values is None or not saved:
+        return {}
+    query, key, weights, indices, lengths_query, lengths_key = saved
+    grads = torch.ops.custom.npu_lightning_indexer_grad(
+        query,
+        key,
+        # an expanded gradient (of a sum, say) has no dense rows
+        grad_values.contiguous(),
+        indices,
+        weights,
+        lengths_query,
+        lengths_key,
+        *ctx.options,
+    )
+    return dict(zip(("query", "key", "weights"), grads, strict=True))

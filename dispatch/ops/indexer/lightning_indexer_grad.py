@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_lightning_indexer_grad; shapes as in lightning_indexer.py.
+
+`dy` [.., 1, K] is the gradient of the selected scores; an index that is negative, out of range or
+hidden by the mask adds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from ...op_spec import UNLIMITED
+from ..common import layouts
+from .lightning_indexer import inputs
+
+SCHEMA = (
+    "npu_lightning_indexer_grad(Tensor query, Tensor key, Tensor dy, Tensor sparse_indices,"
+    " Tensor weights, Tensor? actual_seq_lengths_query=None,"
+    ' Tensor? actual_seq_lengths_key=None, str? layout="BSND", SymInt? sparse_mode=3,'
+    f" SymInt? pre_tokens={UNLIMITED}, SymInt? next_tokens={UNLIMITED}) -> (Tensor, Tensor, Tensor)"
+)
+GE = "LightningIndexerGrad"
+FUNCTION = "backward"
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    dy: Tensor,
+    sparse_indices: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    layout: str | None,
+    sparse_mode: int | None,
+    pre_tokens: int | None,
+    next_tokens: int | None,
+) -> None:
+    c = Checker("npu_lightning_indexer_grad")
+    layout, rows, keys = layouts.layout(c, layout)
+    inputs(c, rows, keys, query, key, weights)
+    c.same_device(
+        query=query,
+        dy=dy,
+        sparse_indices=sparse_indices,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key,
+    )
+    c.same_dtype(query=query, dy=dy)
+    c.integer("sparse_indices", sparse_indices)
+    c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
+    c.shape("dy", dy, f"{rows} 1 K")
+    c.dense_rows(dy=dy, sparse_indices=sparse_indices)
+    layouts.lengths(
+        c,
+        layout,
+        layout,
+        ("actual_seq_lengths_query", actual_seq_lengths_query),
+        ("actual_seq_lengths_key", actual_seq_lengths_key),
+    )
+    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
+
+
+def fake(query: Tensor, key: Tensor, weights: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), weights.new_empty(weights.shape)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_sparse_lightning_indexer_grad_kl_loss (torch_npu's schema).
+
+    query [B, S, N, D]   key [B, S2, 1, D]   query_index [B, S, Ni, Di]   key_index [B, S2, 1, Di]
+    weights [B, S, Ni]   sparse_indices [B, S, 1, K]   softmax_max, softmax_sum [B, 1, S, N]
+
+TND: T for B, S and T2 for B, S2; the statistics are [1, T, N].  The lengths are numbers of the
+host: of each request (BSND; None: all), or prefix sums (TND).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ...op_spec import UNLIMITED
+from ..common import layouts
+
+SCHEMA = (
+    "npu_sparse_lightning_indexer_grad_kl_loss(Tensor query, Tensor key, Tensor query_index,"
+    " Tensor key_index, Tensor weights, Tensor sparse_indices, Tensor softmax_max,"
+    " Tensor softmax_sum, float scale_value, *, Tensor? query_rope=None,"
+    " Tensor? key_rope=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None,"
+    f' str? layout="BSND", SymInt? sparse_mode=3, SymInt? pre_tokens={UNLIMITED},'
+    f" SymInt? next_tokens={UNLIMITED}, Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+GE = "SparseLightningIndexerGradKLLoss"
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Sequence[int] | None,
+    actual_seq_klen: Sequence[int] | None,
+    layout: str | None,
+    sparse_mode: int | None,
+    pre_tokens: int | None,
+    next_tokens: int | None,
+    sinks: Tensor | None,
+) -> None:
+    c = Checker("npu_sparse_lightning_indexer_grad_kl_loss")
+    c.same_device(
+        query=query,
+        key=key,
+        query_index=query_index,
+        key_index=key_index,
+        weights=weights,
+        sparse_indices=sparse_indices,
+        softmax_max=softmax_max,
+        softmax_sum=softmax_sum,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        sinks=sinks,
+    )
+    _, rows, keys = layouts.layout(c, layout)
+    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
+    c.floating("query", query)
+    c.same_dtype(query=query, key=key, query_rope=query_rope, key_rope=key_rope)
+    c.same_dtype(query=query, query_index=query_index, key_index=key_index)
+    c.floating("weights", weights)
+    c.integer("sparse_indices", sparse_indices)
+    c.shape("query", query, f"{rows} N D")
+    c.shape("key", key, f"{keys} 1 D")
+    c.shape("query_index", query_index, f"{rows} Ni Di")
+    c.shape("key_index", key_index, f"{keys} 1 Di")
+    c.shape("weights", weights, f"{rows} Ni")
+    c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
+    c.require(
+        (query_rope is None) == (key_rope is None),
+        "only one of `query_rope` and `key_rope` is given, expected both or none.",
+    )
+    if query_rope is not None and key_rope is not None:
+        c.shape("query_rope", query_rope, f"{rows} N Dr")
+        c.shape("key_rope", key_rope, f"{keys} 1 Dr")
+    statistics = "B 1 S N" if rows == "B S" else "1 T N"
+    for name, tensor in (("softmax_max", softmax_max), ("softmax_sum", softmax_sum)):
+        c.dtype(name, tensor, torch.float32, torch.float64)
+        c.shape(name, tensor, statistics)
+    if sinks is not None:
+        c.floating("sinks", sinks)
+        c.shape("sinks", sinks, "N")
+    _check_lengths(c, rows == "B S", actual_seq_qlen, actual_seq_klen)
+    c.dense_rows(
+        query=query,
+        key=key,
+        query_index=query_index,
+        key_index=key_index,
+        weights=weights,
+        sparse_indices=sparse_indices,
+        query_rope=query_rope,
+        key_rope=key_rope,
+    )
+    c.contiguous(softmax_max=softmax_max, softmax_sum=softmax_sum, sinks=sinks)
+
+
+def _check_lengths(
+    c: Checker, batched: bool, queries: Sequence[int] | None, keys: Sequence[int] | None
+) -> None:
+    reach_q, reach_k = (c.sizes[x] for x in (("S", "S2") if batched else ("T", "T2")))
+    for name, lengths, reach in (
+        ("actual_seq_qlen", queries, reach_q),
+        ("actual_seq_klen", keys, reach_k),
+    ):
+        if lengths is None:
+            c.require(batched, f"`{name}` is missing, and layout 'TND' needs it.")
+            continue
+        wanted = c.sizes["B"] if batched else len(queries or ())
+        c.require(
+            len(lengths) == wanted,
+            f"`{name}` has {len(lengths)} numbers, expected {wanted}, one a request.",
+        )
+        layouts.in_reach(c, name, lengths, "BSND" if batched else "TND", reach)
+
+
+def fake(
+    query: Tensor, query_index: Tensor, key_index: Tensor, weights: Tensor, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return (
+        query_index.new_empty(query_index.shape),
+        key_index.new_empty(key_index.shape),
+        weights.new_empty(weights.shape),
+        query.new_empty([1], dtype=dtype),
+    )

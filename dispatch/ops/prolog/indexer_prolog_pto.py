@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_indexer_prolog_pto; its shapes are in the tables below."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...check import Checker
+from ...common import nz, quantised
+from ..common import prologs, quantization, weight_args
+
+SCHEMA = (
+    "npu_indexer_prolog_pto(Tensor token_x, Tensor query_norm, Tensor weight_qb,"
+    " Tensor weight_k, Tensor weight_proj, Tensor ln_gamma_k, Tensor ln_beta_k,"
+    " Tensor rope_sin, Tensor rope_cos, Tensor(a!) index_k_cache, Tensor cache_index, *,"
+    ' float ln_epsilon=1e-6, bool rope_interleaved=False, str weight_format="nz",'
+    " Tensor(b!)? index_k_scale_cache=None, Tensor? dequant_scale_q_norm=None,"
+    " Tensor? dequant_scale_w_qb=None, Tensor? dequant_scale_w_k=None,"
+    " Tensor? smooth_scales_cq=None, SymInt weight_quant_mode=0, SymInt kv_cache_quant_mode=0,"
+    ' bool index_hadamard=False, str hadamard_round="bf16", str scale_format="ue8m0")'
+    " -> (Tensor, Tensor)"
+)
+ONNX = "IndexerPrologPto"
+
+
+def check(
+    token_x: Tensor,
+    query_norm: Tensor,
+    weight_qb: Tensor,
+    weight_k: Tensor,
+    weight_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    index_k_cache: Tensor,
+    cache_index: Tensor,
+    ln_epsilon: float,
+    weight_format: str,
+    index_k_scale_cache: Tensor | None,
+    dequant_scale_q_norm: Tensor | None,
+    dequant_scale_w_qb: Tensor | None,
+    dequant_scale_w_k: Tensor | None,
+    smooth_scales_cq: Tensor | None,
+    weight_quant_mode: int,
+    kv_cache_quant_mode: int,
+    index_hadamard: bool,
+    hadamard_round: str,
+    scale_format: str,
+    **_: Any,
+) -> None:
+    c = Checker("npu_indexer_prolog_pto")
+    narrow = weight_args.dtypes(c, weight_quant_mode, ("weight_k",), ("weight_qb",))
+    in_bytes = quantization.index_mode(c, kv_cache_quant_mode)
+    c.one_of("scale_format", scale_format, *quantization.SCALE_FORMATS)
+    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
+    weights = dict(
+        weight_qb=(weight_qb, "Rq Ni*Di"),
+        weight_k=(weight_k, "H Di"),
+        weight_proj=(weight_proj, "H Ni"),
+    )
+    floats = dict(
+        token_x=(token_x, "B S H"),
+        query_norm=(query_norm, "B S Rq"),
+        ln_gamma_k=(ln_gamma_k, "Di"),
+        ln_beta_k=(ln_beta_k, "Di"),
+        rope_sin=(rope_sin, "B S Dr"),
+        rope_cos=(rope_cos, "B S Dr"),
+        index_k_cache=(index_k_cache, "pages P 1 Di"),
+    )
+    scales = dict(
+        weight_qb=weight_args.Scale("dequant_scale_w_qb", dequant_scale_w_qb),
+        weight_k=weight_args.Scale("dequant_scale_w_k", dequant_scale_w_k),
+    )
+    of_norm = weight_args.Scale("dequant_scale_q_norm", dequant_scale_q_norm)
+    own = {*narrow, *(["query_norm"] if query_norm.dtype in quantised.VALUES.values() else [])}
+    prologs.tensors(
+        c,
+        floats,
+        weights,
+        dict(cache_index=(cache_index, "B S")),
+        {each.name: each.tensor for each in (*scales.values(), of_norm)}
+        | dict(smooth_scales_cq=smooth_scales_cq, index_k_scale_cache=index_k_scale_cache),
+        {*own, *(["index_k_cache"] if in_bytes else [])},
+    )
+    index_sizes(c, "weight_proj", weight_proj, weight_qb)
+    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, weight_format)
+    c.contiguous(query_norm=query_norm)
+    of_query = narrow.get("weight_qb")
+    tokens = cache_index.numel()
+    weight_args.of_activations(c, ("query_norm", query_norm), of_norm, of_query, tokens)
+    weight_args.smooth(c, smooth_scales_cq, of_query)
+    quantization.index_keys(c, in_bytes, index_k_cache, index_k_scale_cache, index_hadamard)
+    c.at_least("ln_epsilon", ln_epsilon, 0)
+    prologs.distinct_slots(c, cache_index)
+
+
+def index_sizes(c: Checker, name: str, weight_proj: Tensor, weight_qb: Tensor) -> None:
+    """The index heads, which the columns of `weight_proj` count, and all their dims, which are
+    those of `weight_qb`."""
+    if weight_proj.ndim not in (2, 4):
+        c.shape(name, weight_proj, "H Ni")
+    c.sizes["Ni"] = nz.columns_of(weight_proj)
+    if weight_proj.ndim == 4 and weight_qb.ndim in (2, 4) and c.sizes["Di"] > 0:
+        dims = nz.columns_of(weight_qb)
+        heads = dims // c.sizes["Di"]
+        whole = heads * c.sizes["Di"] == dims
+        if whole and 0 <= c.sizes["Ni"] - heads < weight_proj.shape[3]:
+            c.sizes["Ni"] = heads  # NZ pads a few to a tile
+    c.sizes["Ni*Di"] = c.sizes["Ni"] * c.sizes["Di"]
+    c.require(
+        c.sizes["Dr"] <= c.sizes["Di"],
+        f"the rotary size Dr is {c.sizes['Dr']}, expected at most the index dim "
+        f"Di={c.sizes['Di']}.",
+    )
+
+
+def fake(
+    token_x: Tensor,
+    weight_proj: Tensor,
+    ln_gamma_k: Tensor,
+    index_k_cache: Tensor,
+    kv_cache_quant_mode: int,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    batch, rows, _hidden = token_x.shape
+    heads = nz.columns_of(weight_proj)
+    in_bytes = kv_cache_quant_mode == 3
+    return (
+        token_x.new_empty(
+            [batch, rows, heads, ln_gamma_k.shape[0]],
+            dtype=index_k_cache.dtype if in_bytes else token_x.dtype,
+        ),
+        token_x.new_empty([batch, rows, heads], dtype=torch.float32 if in_bytes else token_x.dtype),
+    )

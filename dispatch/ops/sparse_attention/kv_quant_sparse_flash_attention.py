@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and output of npu_kv_quant_sparse_flash_attention; rows as in common/quantised.py.
+
+    query [.., N, 512 + 64]   key, value [.., 1, 656] of 8 bits   sparse_indices [.., 1, K]
+    out [.., N, 512]
+
+As npu_sparse_flash_attention, on the cache that the rows stand for: a value times its tile's
+scale, rounded once to the query's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from ...common import quantised
+from ...op_spec import UNLIMITED
+from ..common import layouts, quantization
+from . import sparse_flash_attention
+
+ARGUMENTS = (
+    "(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, float scale_value,"
+    " SymInt key_quant_mode, SymInt value_quant_mode, *, Tensor? key_dequant_scale=None,"
+    " Tensor? value_dequant_scale=None, Tensor? block_table=None,"
+    " Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None,"
+    ' SymInt sparse_block_size=1, str layout_query="BSND", str layout_kv="BSND",'
+    f" SymInt sparse_mode=3, SymInt pre_tokens={UNLIMITED}, SymInt next_tokens={UNLIMITED},"
+    " SymInt attention_mode=0, SymInt quant_scale_repo_mode=1, SymInt tile_size=128,"
+    " SymInt rope_head_dim=64, int? key_dtype=None, int? value_dtype=None, Tensor? sinks=None,"
+    f' str row_layout="{quantised.NOPE_ROPE_SCALE}")'
+)
+SCHEMA = f"npu_kv_quant_sparse_flash_attention{ARGUMENTS} -> Tensor"
+GE = "KvQuantSparseFlashAttention"
+
+# the only value of each, and what it means
+_MODES = {
+    "key_quant_mode": (2, "a scale for each token and tile"),
+    "value_quant_mode": (2, "a scale for each token and tile"),
+    "quant_scale_repo_mode": (1, "scales in the rows"),
+    "tile_size": (quantised.TILE, "the values that share a scale"),
+    "rope_head_dim": (quantised.ROTARY, "the rotary keys of a row"),
+}
+
+
+def check(**arguments: Any) -> None:
+    check_as("npu_kv_quant_sparse_flash_attention", **arguments)
+
+
+def check_as(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    key_dequant_scale: Tensor | None,
+    value_dequant_scale: Tensor | None,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    attention_mode: int,
+    key_dtype: int | None,
+    value_dtype: int | None,
+    sinks: Tensor | None,
+    row_layout: str,
+    **modes: int,
+) -> None:
+    """For both ops, which differ in what they return."""
+    c = Checker(op)
+    rows, keys = layouts.letters(c, ("layout_query", layout_query), ("layout_kv", layout_kv))
+    caches = dict(key=(key, key_dtype), value=(value, value_dtype))
+    c.same_device(
+        query=query,
+        key=key,
+        value=value,
+        sparse_indices=sparse_indices,
+        key_dequant_scale=key_dequant_scale,
+        value_dequant_scale=value_dequant_scale,
+        block_table=block_table,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_kv=actual_seq_lengths_kv,
+        sinks=sinks,
+    )
+    c.floating("query", query)
+    c.integer("sparse_indices", sparse_indices)
+    kinds = {
+        name: quantization.values(c, name, cache, number, f"{name}_dtype")
+        for name, (cache, number) in caches.items()
+    }
+    if kinds["key"] != kinds["value"]:
+        c.fail(
+            f"`key` is {kinds['key']} and `value` {kinds['value']}, expected one kind.", TypeError
+        )
+    c.shape("query", query, f"{rows} N {quantised.LATENT + quantised.ROTARY}")
+    for name, (cache, _) in caches.items():
+        c.shape(name, cache, f"{keys} 1 {quantised.ROW}")
+        quantization.rows(c, name, cache, row_layout)
+    c.shape("sparse_indices", sparse_indices, f"{rows} 1 K")
+    c.dense_rows(query=query, sparse_indices=sparse_indices)
+    for name, mode in modes.items():
+        only, meaning = _MODES[name]
+        c.require(mode == only, f"`{name}` is {mode}, expected {only} ({meaning}).")
+    sparse_flash_attention.mode(c, attention_mode)
+    for name, scale in (
+        ("key_dequant_scale", key_dequant_scale),
+        ("value_dequant_scale", value_dequant_scale),
+    ):
+        c.require(scale is None, f"`{name}` is given, expected None: the scales are in the rows.")
+    layouts.lengths(
+        c,
+        layout_query,
+        layout_kv,
+        ("actual_seq_lengths_query", actual_seq_lengths_query),
+        ("actual_seq_lengths_kv", actual_seq_lengths_kv),
+        block_table,
+    )
+    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
+    c.at_least("sparse_block_size", sparse_block_size, 1)
+    if sinks is not None:
+        c.dtype("sinks", sinks, sparse_flash_attention.statistics(query))
+        c.shape("sinks", sinks, "N")
+        c.contiguous(sinks=sinks)
+
+
+def fake(query: Tensor, **_: Any) -> Tensor:
+    return query.new_empty([*query.shape[:-1], quantised.LATENT])

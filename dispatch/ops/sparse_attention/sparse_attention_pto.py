@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_sparse_attention_pto; its shapes are in the tables below."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from ...common import quantised
+from ..common import layouts, prologs, quantization, weight_args
+from ..prolog.indexer_prolog_pto import index_sizes
+from ..prolog.mla_prolog_pto import query_sizes
+
+_ROWS = f'str kv_kind="none", str row_layout="{quantised.NOPE_ROPE_SCALE}"'
+_OF_8_BITS = (
+    " Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None,"
+    " Tensor? dequant_scale_w_dkv_kr=None, Tensor? smooth_scales_cq=None,"
+    f" Tensor? k_nope_clip_alpha=None, SymInt weight_quant_mode=0, {_ROWS},"
+    ' str scale_format="ue8m0"'
+)
+_INDEX_OF_8_BITS = (
+    " Tensor(d!)? index_k_scale_cache=None, Tensor? dequant_scale_w_idx_qb=None,"
+    " Tensor? dequant_scale_w_idx_k=None, SymInt index_weight_quant_mode=0,"
+    ' str index_kind="none", bool index_hadamard=False, str hadamard_round="bf16"'
+)
+SCHEMA = (
+    "npu_sparse_attention_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk,"
+    " Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos,"
+    " Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table,"
+    " Tensor act_seqs, Tensor w_idx_qb, Tensor w_idx_k, Tensor w_idx_proj, Tensor in_gamma_k,"
+    " Tensor in_beta_k, Tensor(c!) index_k_cache, *, float? softmax_scale=None,"
+    " float rms_norm_eps=1e-6, float layer_norm_eps=1e-6, SymInt sparse_count=2048,"
+    ' bool rope_interleaved=True, bool index_rope_interleaved=False, str weight_format="nz",'
+    f"{_OF_8_BITS},{_INDEX_OF_8_BITS}) -> Tensor"
+)
+SHARED_SCHEMA = (
+    "npu_sparse_attention_shared_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk,"
+    " Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos,"
+    " Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table,"
+    " Tensor act_seqs, Tensor sparse_indices, *, float? softmax_scale=None,"
+    ' float rms_norm_eps=1e-6, bool rope_interleaved=True, str weight_format="nz",'
+    f"{_OF_8_BITS}) -> Tensor"
+)
+GE = "SparseAttentionPto"
+ONNX = "SparseAttentionPto"
+
+
+def check(
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    index_k_scale_cache: Tensor | None,
+    layer_norm_eps: float,
+    sparse_count: int,
+    dequant_scale_w_idx_qb: Tensor | None,
+    dequant_scale_w_idx_k: Tensor | None,
+    index_weight_quant_mode: int,
+    index_kind: str,
+    index_hadamard: bool,
+    hadamard_round: str,
+    op: str = "npu_sparse_attention_pto",
+    **arguments: Any,
+) -> None:
+    c = Checker(op)
+    c.one_of("index_kind", index_kind, "none", *quantised.VALUES)
+    c.one_of("hadamard_round", hadamard_round, "bf16", "fp32")
+    in_bytes = index_kind != "none"
+    narrow = weight_args.dtypes(
+        c, index_weight_quant_mode, ("w_idx_k",), ("w_idx_qb",), "index_weight_quant_mode"
+    )
+    table = dict(
+        w_idx_qb=(w_idx_qb, "Rq Ni*Di"),
+        w_idx_k=(w_idx_k, "H Di"),
+        w_idx_proj=(w_idx_proj, "H Ni"),
+    )
+    scales = dict(
+        w_idx_qb=weight_args.Scale("dequant_scale_w_idx_qb", dequant_scale_w_idx_qb),
+        w_idx_k=weight_args.Scale("dequant_scale_w_idx_k", dequant_scale_w_idx_k),
+    )
+    floats = dict(in_gamma_k=(in_gamma_k, "Di"), in_beta_k=(in_beta_k, "Di"))
+    others = {each.name: each.tensor for each in scales.values()}
+    others["index_k_scale_cache"] = index_k_scale_cache
+    if in_bytes:
+        others["index_k_cache"] = index_k_cache
+    else:
+        floats["index_k_cache"] = (index_k_cache, "pages P 1 Di")
+    weight_format = arguments["weight_format"]
+    check_attention(c, floats, {}, table, narrow, others, **arguments)
+    index_sizes(c, "w_idx_proj", w_idx_proj, w_idx_qb)
+    weight_args.weights(c, index_weight_quant_mode, table, narrow, scales, weight_format)
+    if in_bytes:
+        index_k_cache, index_k_scale_cache = quantization.unpacked(
+            c, index_kind, index_k_cache, index_k_scale_cache
+        )
+    quantization.index_keys(c, in_bytes, index_k_cache, index_k_scale_cache, index_hadamard)
+    c.at_least("layer_norm_eps", layer_norm_eps, 0)
+    c.count("sparse_count", sparse_count)
+
+
+def check_attention(
+    c: Checker,
+    more_floats: prologs.Table,
+    more_integers: prologs.Table,
+    more_weights: prologs.Table,
+    more_narrow: Collection[str],
+    others: dict[str, Tensor | None],
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    rms_norm_eps: float,
+    weight_format: str,
+    dequant_scale_w_dq: Tensor | None,
+    dequant_scale_w_uq_qr: Tensor | None,
+    dequant_scale_w_dkv_kr: Tensor | None,
+    smooth_scales_cq: Tensor | None,
+    k_nope_clip_alpha: Tensor | None,
+    weight_quant_mode: int,
+    kv_kind: str,
+    row_layout: str,
+    scale_format: str,
+    **_: Any,
+) -> None:
+    """What both layers take, and the tensors that only one of them does."""
+    c.one_of("kv_kind", kv_kind, "none", *quantised.VALUES)
+    c.one_of("scale_format", scale_format, *quantization.SCALE_FORMATS)
+    in_rows = kv_kind != "none"
+    narrow = weight_args.dtypes(c, weight_quant_mode, ("w_dq", "w_dkv_kr"), ("w_uq_qr",))
+    weights = dict(
+        w_dq=(w_dq, "H Rq"),
+        w_uq_qr=(w_uq_qr, "Rq N*(Dn+Dr)"),
+        w_dkv_kr=(w_dkv_kr, "H R+Dr"),
+    )
+    floats = dict(
+        x=(x, "B S H"),
+        gamma_cq=(gamma_cq, "Rq"),
+        gamma_ckv=(gamma_ckv, "R"),
+        sin=(sin, "B S Dr"),
+        cos=(cos, "B S Dr"),
+        w_uk=(w_uk, "N Dn R"),
+        **quantization.latent_caches(kv_cache, kr_cache, in_rows),
+        **more_floats,
+    )
+    integers = dict(
+        cache_index=(cache_index, "B S"),
+        block_table=(block_table, "B max_pages"),
+        act_seqs=(act_seqs, "B"),
+        **more_integers,
+    )
+    scales = dict(
+        w_dq=weight_args.Scale("dequant_scale_w_dq", dequant_scale_w_dq),
+        w_uq_qr=weight_args.Scale("dequant_scale_w_uq_qr", dequant_scale_w_uq_qr),
+        w_dkv_kr=weight_args.Scale("dequant_scale_w_dkv_kr", dequant_scale_w_dkv_kr),
+    )
+    prologs.tensors(
+        c,
+        floats,
+        {**weights, **more_weights},
+        integers,
+        {each.name: each.tensor for each in scales.values()}
+        | dict(smooth_scales_cq=smooth_scales_cq, k_nope_clip_alpha=k_nope_clip_alpha)
+        | (dict(kr_cache=kr_cache) if in_rows else {})
+        | others,
+        {*narrow, *more_narrow, *(["kv_cache"] if in_rows else [])},
+    )
+    query_sizes(c)
+    weight_args.weights(c, weight_quant_mode, weights, narrow, scales, weight_format)
+    weight_args.smooth(c, smooth_scales_cq, narrow.get("w_uq_qr"))
+    if in_rows:
+        quantization.of_kind(c, "kv_cache", kv_cache, "kv_kind", kv_kind)
+        kv_cache = kv_cache.view(quantised.VALUES[kv_kind])
+    quantization.latents(c, in_rows, kv_cache, kr_cache, None, row_layout, k_nope_clip_alpha)
+    c.at_least("rms_norm_eps", rms_norm_eps, 0)
+    prologs.distinct_slots(c, cache_index)
+    layouts.values(c, "act_seqs", act_seqs, "BSND", c.sizes["max_pages"] * c.sizes["P"])
+    layouts.pages(c, block_table, "act_seqs", act_seqs)
+
+
+def fake(x: Tensor, w_uk: Tensor, **_: Any) -> Tensor:
+    batch, rows, _hidden = x.shape
+    heads, _plain, rank = w_uk.shape
+    return x.new_empty([batch, rows, heads, rank])

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Arguments and outputs of npu_sparse_flash_attention_grad; shapes as in sparse_flash_attention.py.
+
+Where `value` is None its gradient is in d_key, and d_value has shape [0]; likewise d_query_rope and
+d_key_rope where there is no rotary part.  torch_npu's op has no d_softmax_sum, like softmax_sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...check import Checker
+from ...op_spec import UNLIMITED
+from ..common import layouts
+from .sparse_flash_attention import inputs, mode, statistics
+
+SCHEMA = (
+    "npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value,"
+    " Tensor sparse_indices, Tensor d_out, Tensor out, Tensor softmax_max,"
+    " Tensor softmax_sum, float scale_value, SymInt sparse_block_size,"
+    " Tensor? query_rope=None, Tensor? key_rope=None, Tensor? actual_seq_qlen=None,"
+    ' Tensor? actual_seq_kvlen=None, str? layout="BSND", SymInt? sparse_mode=3,'
+    f" SymInt? pre_tokens={UNLIMITED}, SymInt? next_tokens={UNLIMITED}, SymInt? attention_mode=2,"
+    " Tensor? d_softmax_sum=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+GE = "SparseFlashAttentionGrad"
+FUNCTION = "backward"
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    sparse_block_size: int,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    actual_seq_qlen: Tensor | None,
+    actual_seq_kvlen: Tensor | None,
+    layout: str | None,
+    sparse_mode: int | None,
+    pre_tokens: int | None,
+    next_tokens: int | None,
+    attention_mode: int | None,
+    d_softmax_sum: Tensor | None,
+) -> None:
+    c = Checker("npu_sparse_flash_attention_grad")
+    layout, rows, keys = layouts.layout(c, layout)
+    inputs(c, rows, keys, query, key, value, sparse_indices, query_rope, key_rope)
+    c.same_device(
+        query=query,
+        d_out=d_out,
+        out=out,
+        softmax_max=softmax_max,
+        softmax_sum=softmax_sum,
+        d_softmax_sum=d_softmax_sum,
+        actual_seq_qlen=actual_seq_qlen,
+        actual_seq_kvlen=actual_seq_kvlen,
+    )
+    c.same_dtype(query=query, d_out=d_out, out=out)
+    c.shape("d_out", d_out, f"{rows} N D")
+    c.shape("out", out, f"{rows} N D")
+    c.dense_rows(d_out=d_out, out=out)
+    outer = " ".join(rows.split()[:-1])
+    every = dict(softmax_max=softmax_max, softmax_sum=softmax_sum, d_softmax_sum=d_softmax_sum)
+    for name, tensor in every.items():
+        if tensor is not None:
+            c.dtype(name, tensor, statistics(query))
+            c.shape(name, tensor, f"{outer} 1 {rows.split()[-1]} N")
+    c.contiguous(**every)
+    layouts.lengths(
+        c,
+        layout,
+        layout,
+        ("actual_seq_qlen", actual_seq_qlen),
+        ("actual_seq_kvlen", actual_seq_kvlen),
+    )
+    layouts.options(c, sparse_mode, pre_tokens, next_tokens)
+    mode(c, attention_mode)
+    c.at_least("sparse_block_size", sparse_block_size, 1)
+
+
+def fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    **_: Any,
+) -> Gradients:
+    def like(tensor: Tensor | None) -> Tensor:
+        return query.new_empty([0] if tensor is None else tensor.shape)
+
+    return like(query), like(key), like(value), like(query_rope), like(key_rope)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""What the compressor and its gradient share.
+
+    kv_t = x_t wkv^T   z_t = x_t wgate^T + ape[t mod m]            [coff * D]
+    C_w  = sum_t softmax_t(z) kv_t, channel by channel, over the m tokens of window w; with coff 2
+           over those of window w - 1 by their first D channels and those of w by the others
+    entry = hadamard(RoPE(RMSNorm(C_w)))
+
+RoPE turns the last channels and leaves them where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...common.compressed import PAIRS, Tokens, Windows, windows_of
+from ..common import quantizers
+from ..common.precision import matmul
+
+
+def closing(tokens: Tokens, shape: list[int], ratio: int) -> tuple[Tensor, Windows]:
+    """(which rows of an output of that `shape` are of windows that close, those windows)"""
+    every = windows_of(tokens, shape, ratio)
+    closed = torch.nonzero(every.number >= 0).flatten()
+    return closed, Windows(every.request[closed], every.number[closed])
+
+
+def projected(
+    x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, tokens: Tokens
+) -> tuple[Tensor, Tensor]:
+    """(kv, z) [T, coff * D], not rounded."""
+    x = x.flatten(0, -2)
+    kv, z = matmul(x, wkv.mT), matmul(x, wgate.mT)
+    return kv, z + ape[tokens.position % ape.shape[0]]
+
+
+def members(windows: Windows, ratio: int, coff: int) -> Tensor:
+    """The positions [E, coff * m] of the tokens that each window is made of, negative ones too."""
+    first = (windows.number - coff + 1) * ratio
+    return first[:, None] + torch.arange(coff * ratio, device=first.device)
+
+
+def own(tokens: Tokens, windows: Windows, position: Tensor) -> Tensor:
+    """Where in x each of those is, or -1."""
+    request = windows.request[:, None]
+    start = tokens.start[request]
+    inside = (position >= start.clamp(min=0)) & (position < start + tokens.count[request])
+    return torch.where(inside, tokens.first[request] + position - start, -1)
+
+
+def halves(rows: Tensor, coff: int) -> Tensor:
+    """[E, coff * m, D] of rows [E, coff * m, coff * D]: the channels that count."""
+    each = rows.unflatten(-1, (coff, rows.shape[-1] // coff)).chunk(coff, 1)
+    return torch.cat([part[:, :, i] for i, part in enumerate(each)], 1)
+
+
+def taken(rows: Tensor, index: Tensor, coff: int) -> Tensor:
+    """[E, coff * m, D] of what stands at `index` [E, coff * m] in rows [T, coff * D]; 0: absent."""
+    if not len(rows):
+        return rows.new_zeros([*index.shape, rows.shape[-1] // coff])
+    return halves(rows[index.clamp(min=0)].masked_fill((index < 0)[..., None], 0), coff)
+
+
+def shares(z: Tensor, there: Tensor) -> Tensor:
+    """softmax over the tokens that are there."""
+    return z.masked_fill(~there[..., None], -torch.inf).softmax(1)
+
+
+def angles(rope: Tensor, rotary: int, pairs: bool, dtype: torch.dtype) -> Tensor:
+    """One for each pair of channels, [E, dr / 2]."""
+    rope = rope.flatten(0, -2).to(dtype)
+    if rope.shape[-1] * 2 == rotary:
+        return rope
+    return rope[..., ::2] if pairs else rope[..., : rotary // 2]
+
+
+def turned(x: Tensor, sin: Tensor, cos: Tensor, pairs: bool) -> Tensor:
+    """x [E, D], its last channels rotated where they stand."""
+    plain, last = x.split([x.shape[-1] - 2 * sin.shape[-1], 2 * sin.shape[-1]], -1)
+    a, b = (last[..., ::2], last[..., 1::2]) if pairs else last.chunk(2, -1)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    last = torch.stack([a, b], -1).flatten(-2) if pairs else torch.cat([a, b], -1)
+    return torch.cat([plain, last], -1)
+
+
+def scale_of(c: Tensor, eps: float) -> Tensor:
+    """1 / rms of rows."""
+    return torch.rsqrt(c.square().mean(-1, keepdim=True) + eps)
+
+
+def finished(
+    pooled: Tensor,
+    rows: Tensor,
+    norm_weight: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    rotary: int,
+    eps: float,
+    mode: int,
+) -> Tensor:
+    """Entries of what windows, those of `rows` of the output, come to."""
+    pairs = mode == PAIRS
+    sin, cos = (angles(rope, rotary, pairs, pooled.dtype)[rows] for rope in (rope_sin, rope_cos))
+    return turned(pooled * scale_of(pooled, eps) * norm_weight, sin, cos, pairs)
+
+
+def placed(
+    entries: Tensor, rows: Tensor, shape: list[int], hadamard: bool, dtype: torch.dtype
+) -> Tensor:
+    """The output: entries at their rows, zeros at the others."""
+    size = entries.shape[-1]
+    if hadamard:
+        entries = quantizers.hadamard(entries, size**-0.5)
+    out = entries.new_zeros([torch.Size(shape).numel(), size], dtype=dtype)
+    out[rows] = entries.to(dtype)
+    return out.view([*shape, size])

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Kimi delta attention over whole sequences, token by token: the gated delta rule with a decay by
+channel, its gate and its norms.
+
+    g = -exp(A_log) softplus(x), or lower_bound sigmoid(exp(A_log) x), with x = g + dt_bias
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..common.precision import accumulator
+from . import chunk_gated_delta_rule as rule
+from .fused_sigmoid_gating_delta_rule_update import softplus
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All tokens in one row, from the first of a sequence on, as the rule takes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    lengths: Tensor
+    first: int
+
+
+def tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> Tokens:
+    kind, (batch, length) = accumulator(q), q.shape[:2]
+    q, k = (x.to(kind) for x in (q, k))
+    if use_qk_l2norm_in_kernel:
+        q, k = (normal(x)[0] for x in (q, k))
+    g = g.to(kind)
+    if use_gate_in_kernel:
+        g = gate(g, A_log, dt_bias, lower_bound)[0]
+    if cu_seqlens is None:
+        first, lengths = 0, torch.full([batch], length, device=q.device)
+    else:
+        # a sequence begins where all before it have ended
+        bounds = cu_seqlens.long().clamp(0, length).cummax(0).values
+        first, lengths = int(bounds[0]), bounds.diff()
+    q, k, v, g, beta = (x.flatten(0, 1)[first:] for x in (q, k, v, g, beta))
+    return Tokens(q, k, v, g, beta, lengths, first)
+
+
+def normal(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x of length 1, what it was multiplied with)."""
+    factor = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return x * factor, factor
+
+
+def gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the decay's logarithm, its derivatives by g and by A_log) of g [B, T, HV, K]."""
+    x = g if dt_bias is None else g + dt_bias.reshape(g.shape[2:]).to(g.dtype)
+    rate = x.new_ones(()) if A_log is None else A_log.to(g.dtype).exp()[:, None]
+    if lower_bound is None:
+        decay = -rate * softplus(x, 1.0, 20.0)
+        return decay, -rate * torch.sigmoid(x), decay
+    share = torch.sigmoid(rate * x)
+    slope = lower_bound * share * (1 - share) * rate
+    return lower_bound * share, slope, slope * x
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    state_layout: str,
+) -> tuple[Tensor, Tensor]:
+    x = tokens(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        lower_bound,
+    )
+    turn = state_layout == "kv"
+    state = initial_state.mT if initial_state is not None and turn else initial_state
+    some, final = rule.forward(x.q, x.k, x.v, x.beta, state, x.lengths, scale, x.g)
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    out.flatten(0, 1)[x.first :] = some
+    return out, (final.mT if turn else final).contiguous()

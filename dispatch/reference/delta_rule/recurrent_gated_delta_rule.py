@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""A few tokens of the gated delta rule on a pool of states, with a slot for each token's.
+
+A sequence goes on from the state after the last of its tokens that the call before kept, which is
+in the slot of that token, counted in this call's; and leaves the state after token t in slot t.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...common import gated_delta
+from ..common.delta_rules import by_channel, sequences, some_sequences, step
+from ..common.precision import accumulator
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    beta: Tensor | None,
+    scale: float | None,
+    actual_seq_lengths: Tensor | None,
+    ssm_state_indices: Tensor,
+    num_accepted_tokens: Tensor | None,
+    g: Tensor | None,
+    gk: Tensor | None,
+) -> Tensor:
+    tokens, heads, key_size = key.shape
+    value_heads, value_size = value.shape[1:]
+    slots, kind = state.shape[0], accumulator(query)
+    starts, lengths = sequences(actual_seq_lengths, tokens, key.device)
+    kept = torch.ones_like(lengths) if num_accepted_tokens is None else num_accepted_tokens.long()
+    # a sequence without tokens may stand behind all of them: it has no slot
+    last = starts + torch.minimum(kept, lengths).clamp(min=1) - 1
+    indices = torch.cat([ssm_state_indices.long(), ssm_state_indices.new_full([1], -1).long()])
+    out = torch.zeros_like(value, memory_format=torch.contiguous_format)
+    scale = key_size**-0.5 if scale is None else scale
+    logarithm = gated_delta.log_decay(g, gk)
+
+    for some in some_sequences(len(lengths), value_heads * key_size * value_size):
+        some = some.to(key.device)
+        now = _at(state, indices[last[some]], kind)
+        for t in range(int(lengths[some].max())):
+            on = t < lengths[some]
+            token = (starts[some] + t)[on]
+            q, k = (
+                x[token].to(kind).repeat_interleave(value_heads // heads, 1) for x in (query, key)
+            )
+            decay = torch.ones_like(q[..., :1])
+            if logarithm is not None:
+                decay = by_channel(logarithm)[token].to(kind).exp()
+            rate = torch.ones_like(q[..., 0]) if beta is None else beta[token].to(kind)
+            after, o = step(now[on].mT, q * scale, k, value[token].to(kind), decay, rate)
+            out[token] = o.to(out.dtype)
+            now = now.index_copy(0, on.nonzero()[:, 0], after.mT)
+            slot = indices[token]
+            there = (slot >= 0) & (slot < slots)
+            state[slot[there]] = after.mT[there].to(state.dtype)
+    return out
+
+
+def _at(state: Tensor, slot: Tensor, kind: torch.dtype) -> Tensor:
+    """The states in these slots; zeros where there is none."""
+    found = torch.zeros([len(slot), *state.shape[1:]], dtype=kind, device=state.device)
+    there = (slot >= 0) & (slot < state.shape[0])
+    found[there] = state[slot[there]].to(kind)
+    return found

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Queries, head weights and new keys of the lightning indexer; rnd rounds to the dtype of x.
+
+    query_index = RoPE(rnd(c W_qb))   key = RoPE(rnd(LayerNorm(x W_k)))   weights = rnd(x W_proj)
+
+RoPE turns the first Dr dims of a head and rounds them; the others pass.  x W_k is not rounded.
+
+Weights of 8 bits: c and x are quantised before their products (weight_args.py).  A cache of 8 bits:
+keys and queries are quantised, and the queries' scales multiplied into the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common import paged, quantised, rope
+from ..caches import index_cache_write, quantize_index_query
+from ..common import weight_args
+from ..common.precision import accumulator
+
+
+def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
+    a = arguments
+    query, key, weights = projected(**a)
+    slots = a["cache_index"].flatten()
+    if a["kv_cache_quant_mode"] == 0:
+        paged.scatter(a["index_k_cache"], slots, key)
+        return query, weights
+    kind = quantised.kind_of(a["index_k_cache"].dtype)
+    assert kind is not None  # the check said so
+    form = {name: a[name] for name in ("scale_format", "index_hadamard", "hadamard_round")}
+    index_cache_write.forward(
+        key, a["index_k_cache"], a["index_k_scale_cache"], slots, kind, **form
+    )
+    return quantize_index_query.forward(query, weights, kind, True, **form)
+
+
+def projected(
+    token_x: Tensor,
+    query_norm: Tensor,
+    weight_qb: Tensor,
+    weight_k: Tensor,
+    weight_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    ln_epsilon: float,
+    rope_interleaved: bool,
+    weight_format: str,
+    dequant_scale_q_norm: Tensor | None,
+    dequant_scale_w_qb: Tensor | None,
+    dequant_scale_w_k: Tensor | None,
+    smooth_scales_cq: Tensor | None,
+    scale_format: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(queries [.., Ni, Di], keys [T, Di], weights [.., Ni]) in the dtype of x"""
+    dtype, wide = token_x.dtype, accumulator(token_x)
+    size, rotary = ln_gamma_k.shape[0], rope_sin.shape[-1]
+    tokens = token_x.shape[:-1]
+    sin, cos = (each.flatten(0, -2).to(wide) for each in (rope_sin, rope_cos))
+
+    def rotate_first(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+        first = rope.rotate(x[..., :rotary].to(wide), sin, cos, rope_interleaved)
+        return torch.cat([first.to(dtype), x[..., rotary:]], dim=-1)
+
+    c = weight_args.rows(
+        query_norm, dequant_scale_q_norm, weight_qb, scale_format, smooth_scales_cq
+    )
+    query = weight_args.product(c, weight_qb, dequant_scale_w_qb, weight_format).to(dtype)
+    query = query.unflatten(-1, (query.shape[-1] // size, size))
+    query = rotate_first(query, sin[:, None], cos[:, None])
+
+    x = weight_args.rows(token_x, None, weight_k, scale_format)
+    key = weight_args.product(x, weight_k, dequant_scale_w_k, weight_format).to(wide)
+    key = torch.nn.functional.layer_norm(
+        key, [size], ln_gamma_k.to(wide), ln_beta_k.to(wide), ln_epsilon
+    ).to(dtype)
+    key = rotate_first(key, sin, cos)
+
+    x = weight_args.Rows(token_x.flatten(0, -2), None)
+    weights = weight_args.product(x, weight_proj, None, weight_format).to(dtype)
+    return query.unflatten(0, tokens), key, weights.unflatten(0, tokens)

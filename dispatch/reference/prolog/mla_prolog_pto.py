@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Queries of absorbed latent attention and the new rows of its cache; rnd rounds to the dtype of
+the gammas, the working dtype.
+
+c = rnd(RMSNorm(rnd(x W_dq)))   [q, q_rope] = rnd(c W_uq_qr)   query = rnd(q W_uk)
+[l, l_rope] = rnd(x W_dkv_kr)   kv_cache = rnd(RMSNorm(l))     kr_cache = rnd(RoPE(l_rope))
+
+Weights of 8 bits: x and c are quantised before their products (weight_args.py).  Rows of 8 bits:
+what the two caches would get is quantised into one (latent_cache_write.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...common import paged, quantised, rope
+from ..caches import latent_cache_write
+from ..common import weight_args
+from ..common.precision import accumulator, matmul
+
+
+def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, query_rope, query_norm, _quantised = with_rows(**arguments)
+    return query, query_rope, query_norm
+
+
+def with_rows(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_index: Tensor,
+    rmsnorm_epsilon_cq: float,
+    rmsnorm_epsilon_ckv: float,
+    rope_interleaved: bool,
+    weight_format: str,
+    dequant_scale_x: Tensor | None,
+    dequant_scale_w_dq: Tensor | None,
+    dequant_scale_w_uq_qr: Tensor | None,
+    dequant_scale_w_dkv_kr: Tensor | None,
+    smooth_scales_cq: Tensor | None,
+    k_nope_clip_alpha: Tensor | None,
+    kv_cache_quant_mode: int,
+    kv_cache_dtype: int | None,
+    row_layout: str,
+    scale_format: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, weight_args.Rows]:
+    """Behind the outputs the query norm as its product takes it."""
+    dtype, wide = rmsnorm_gamma_cq.dtype, accumulator(rmsnorm_gamma_cq)
+    heads, plain, rank = weight_uk.shape
+    tokens = token_x.shape[:-1]
+    sin, cos = (each.flatten(0, -2).to(wide) for each in (rope_sin, rope_cos))
+
+    x = weight_args.rows(token_x, dequant_scale_x, weight_dq, scale_format)
+    down = weight_args.product(x, weight_dq, dequant_scale_w_dq, weight_format).to(dtype)
+    query_norm = rms_norm(down, rmsnorm_gamma_cq, rmsnorm_epsilon_cq)
+
+    c = weight_args.rows(query_norm, None, weight_uq_qr, scale_format, smooth_scales_cq)
+    q = weight_args.product(c, weight_uq_qr, dequant_scale_w_uq_qr, weight_format).to(dtype)
+    q = q.unflatten(-1, (heads, plain + rope_sin.shape[-1]))
+    # one head's [T, Dn] times its [Dn, R]
+    by_head = q[..., :plain].transpose(0, 1)
+    query = matmul(by_head, weight_uk).to(dtype).transpose(0, 1).contiguous()
+    query_rope = rope.rotate(
+        q[..., plain:].to(wide), sin[:, None], cos[:, None], rope_interleaved
+    ).to(dtype)
+
+    latent = weight_args.product(x, weight_dkv_kr, dequant_scale_w_dkv_kr, weight_format).to(dtype)
+    key = rms_norm(latent[..., :rank], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv)
+    key_rope = rope.rotate(latent[..., rank:].to(wide), sin, cos, rope_interleaved)
+    slot = cache_index.flatten()
+    if kv_cache_quant_mode == 0:
+        paged.scatter(kv_cache, slot, key)
+        paged.scatter(kr_cache, slot, key_rope)
+    else:
+        rows = quantised.typed(kv_cache, kv_cache_dtype)
+        kind = quantised.kind_of(rows.dtype)
+        assert kind is not None  # the check said so
+        latent_cache_write.forward(
+            key, key_rope.to(dtype).to(quantised.rotary_dtype(key)), rows, slot, kind, row_layout,
+            scale_format, k_nope_clip_alpha,
+        )  # fmt: skip
+    return (
+        query.view(*tokens, heads, rank),
+        query_rope.view(*tokens, heads, rope_sin.shape[-1]),
+        query_norm.view(*tokens, rmsnorm_gamma_cq.shape[0]),
+        c,
+    )
+
+
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    wide = x.to(accumulator(x))
+    scale = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (wide * scale * gamma.to(wide.dtype)).to(x.dtype)

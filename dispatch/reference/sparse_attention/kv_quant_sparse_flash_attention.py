@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Latent attention over selected rows of 8 bits: sparse_flash_attention.py on what they stand for.
+
+latent = values * scale of their tile, in float32, rounded to the query's dtype
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common import quantised
+from ..common import selection
+from ..common.precision import accumulator
+from . import sparse_flash_attention
+
+
+def forward(**arguments: Any) -> Tensor:
+    return with_statistics(**arguments)[0]
+
+
+def with_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    key_dtype: int | None,
+    value_dtype: int | None,
+    sinks: Tensor | None,
+    row_layout: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_max, softmax_sum)"""
+    wide = accumulator(query)
+    rotary = quantised.rotary_dtype(query)
+    of_key, key_rope, key_scale = quantised.row_parts(
+        key, row_layout, quantised.typed(key, key_dtype).dtype, rotary
+    )
+    of_value, _rope, value_scale = quantised.row_parts(
+        value, row_layout, quantised.typed(value, value_dtype).dtype, rotary
+    )
+
+    def latent(values: Tensor, scale: Tensor, slot: Tensor) -> Tensor:
+        found = selection.gather(values, slot, torch.float32)
+        by = selection.gather(scale, slot, torch.float32)
+        return (found * by.repeat_interleave(quantised.TILE, -1)).to(query.dtype).to(wide)
+
+    def gathered(slot: Tensor) -> tuple[Tensor, Tensor]:
+        k = latent(of_key, key_scale, slot)
+        same = value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
+        v = k if same else latent(of_value, value_scale, slot)
+        return torch.cat([k, selection.gather(key_rope, slot, wide)], dim=-1), v
+
+    return sparse_flash_attention.attend(
+        query, of_key, quantised.LATENT, gathered, sparse_indices, scale_value, block_table,
+        actual_seq_lengths_query, actual_seq_lengths_kv, sparse_block_size, layout_query,
+        layout_kv, sparse_mode, sinks,
+    )  # fmt: skip

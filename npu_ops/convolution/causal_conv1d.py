@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The causal convolution over whole sequences, on the vector cores.
+
+    out[t] = act(bias + sum_j weight[W - 1 - j] x[t - j])
+
+A core takes a part of a sequence and CHANNEL_TILE channels, and walks over its tokens with the
+last W - 1 of them in UB: every token is loaded once.  A sequence is cut on the device, where its
+length is.  A row that is not there makes an empty copy: the mask is a bound on its channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common import cores, entry, tune
+from ..common.lengths import latest, left
+
+
+@triton.jit
+def part_of(starts, n, start, part, parts, length, tokens, VARLEN: tl.constexpr):
+    """(tokens of the sequence that begins at `start`, begin, stop of a part of it)."""
+    size = length
+    if VARLEN:
+        size = left(starts, n, start, tokens)
+    step = (size + parts - 1) // parts
+    begin = tl.minimum(part * step, size)
+    return size, begin, tl.minimum(begin + step, size)
+
+
+@triton.jit
+def row(
+    of_x, of_history, position, d, count, x_row, h_column, W: tl.constexpr, HISTORY: tl.constexpr
+):
+    """What stands at a position of a sequence, float32; zeros before its history."""
+    now = d < tl.where(position >= 0, count, 0)
+    at = tl.maximum(position, 0).to(tl.int64) * x_row
+    x = tl.load(of_x + at + d, mask=now, other=0.0).to(tl.float32)
+    if HISTORY:
+        past = d < tl.where(position < 0, count, 0)
+        at = tl.maximum(W - 1 + position, 0).to(tl.int64) * h_column
+        x += tl.load(of_history + tl.where(position < 0, at, 0) + d, mask=past, other=0.0).to(
+            tl.float32
+        )
+    return x
+
+
+@triton.jit
+def tap(weight, back, d, on, channels, W: tl.constexpr):
+    """What is multiplied with the token `back` before, float32."""
+    return tl.load(weight + (W - 1 - back) * channels + d, mask=on, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "parts", "length", "tokens", "channels", "x_batch", "x_row", "h_sequence",
+        "h_column",
+    ]
+)  # fmt: skip
+def convolve(
+    x, weight, bias, history, starts, computed, out,
+    sequences, parts, length, tokens, channels, x_batch, x_row, h_sequence, h_column,
+    W: tl.constexpr, VARLEN: tl.constexpr, HISTORY: tl.constexpr, BIAS: tl.constexpr,
+    SILU: tl.constexpr, COMPUTED: tl.constexpr, RESIDUAL: tl.constexpr, CHANNEL_TILE: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, CHANNEL_TILE)
+    tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    start = 0
+    seen = 0
+    for work in range(tl.program_id(0), sequences * parts * tiles, tl.num_programs(0)):
+        n = work // (parts * tiles)
+        part = work // tiles % parts
+        first = work % tiles * CHANNEL_TILE
+        count = tl.minimum(channels - first, CHANNEL_TILE)
+        on = d < count
+        if VARLEN:
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+        size, begin, stop = part_of(starts, n, start, part, parts, length, tokens, VARLEN)
+        of_x = x + start.to(tl.int64) * x_row + first
+        of_out = out + start.to(tl.int64) * channels + first
+        if not VARLEN:
+            of_x += n.to(tl.int64) * x_batch
+            of_out += n.to(tl.int64) * length * channels
+        of_history = history + n.to(tl.int64) * h_sequence + first
+        of_weight = weight + first
+        w_0 = tap(of_weight, 0, d, on, channels, W)
+        w_1 = tap(of_weight, 1, d, on, channels, W)
+        x_1 = row(of_x, of_history, begin - 1, d, count, x_row, h_column, W, HISTORY)
+        if W > 2:
+            w_2 = tap(of_weight, 2, d, on, channels, W)
+            x_2 = row(of_x, of_history, begin - 2, d, count, x_row, h_column, W, HISTORY)
+        if W > 3:
+            w_3 = tap(of_weight, 3, d, on, channels, W)
+            x_3 = row(of_x, of_history, begin - 3, d, count, x_row, h_column, W, HISTORY)
+        if BIAS:
+            b = tl.load(bias + first + d, mask=on, other=0.0).to(tl.float32)
+        if COMPUTED:
+            done = tl.load(computed + n)
+        for t in range(begin, stop):
+            now = tl.load(of_x + t.to(tl.int64) * x_row + d, mask=on, other=0.0).to(tl.float32)
+            total = now * w_0 + x_1 * w_1
+            if W > 2:
+                total += x_2 * w_2
+            if W > 3:
+                total += x_3 * w_3
+                x_3 = x_2
+            if W > 2:
+                x_2 = x_1
+            x_1 = now
+            if BIAS:
+                total += b
+            if SILU:
+                total = total * sigmoid(total)
+            if COMPUTED:
+                total = tl.where(d < tl.where(t + done < W - 1, 0, count), total, 0.0)
+            if RESIDUAL:
+                total += now
+            to = of_out + t.to(tl.int64) * channels + d
+            tl.store(to, total.to(out.dtype.element_ty), mask=on)
+        if VARLEN:
+            # tokens before the first sequence, and behind the last one
+            zero = tl.zeros((CHANNEL_TILE,), out.dtype.element_ty)
+            before = tl.where((n == 0) & (part == 0), start, 0)
+            for t in range(0, before):
+                tl.store(out + t.to(tl.int64) * channels + first + d, zero, mask=on)
+            alone = (n == sequences - 1) & (part == 0)
+            for t in range(tl.where(alone, start + size, tokens), tokens):
+                tl.store(out + t.to(tl.int64) * channels + first + d, zero, mask=on)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "length", "tokens", "channels", "x_batch", "x_row", "h_sequence", "h_column",
+    ]
+)  # fmt: skip
+def finish(
+    x, history, starts, out, sequences, length, tokens, channels, x_batch, x_row, h_sequence,
+    h_column, W: tl.constexpr, VARLEN: tl.constexpr, HISTORY: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+):  # fmt: skip
+    """The last W - 1 tokens of a sequence, and of its history where it is shorter."""
+    d = tl.arange(0, CHANNEL_TILE)
+    tiles = (channels + CHANNEL_TILE - 1) // CHANNEL_TILE
+    start = 0
+    seen = 0
+    for work in range(tl.program_id(0), sequences * tiles, tl.num_programs(0)):
+        n = work // tiles
+        first = work % tiles * CHANNEL_TILE
+        count = tl.minimum(channels - first, CHANNEL_TILE)
+        size = length
+        if VARLEN:
+            start = latest(starts, n, seen, start, tokens)
+            seen = n + 1
+            size = left(starts, n, start, tokens)
+        of_x = x + start.to(tl.int64) * x_row + first
+        if not VARLEN:
+            of_x += n.to(tl.int64) * x_batch
+        of_history = history + n.to(tl.int64) * h_sequence + first
+        to = out + n.to(tl.int64) * (W - 1) * channels + first + d
+        for column in range(0, W - 1):
+            value = row(
+                of_x, of_history, size - (W - 1) + column, d, count, x_row, h_column, W, HISTORY
+            )
+            tl.store(to + column * channels, value.to(out.dtype.element_ty), mask=d < count)
+
+
+def parts_of(sequences: int, tiles: int, tokens: int) -> int:
+    """Into how many parts each sequence is cut: work enough for every core, but no part of few
+    tokens, if they are alike."""
+    wanted = triton.cdiv(2 * cores.vector(), sequences * tiles)
+    return max(1, min(wanted, tokens // sequences // 16))
+
+
+def dense(states: Tensor) -> Tensor:
+    """States [N, W - 1, D] whose channels lie side by side; a copy where they do not."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def unsupported(x: Tensor, **_: Any) -> str | None:
+    if x.dtype is torch.float64:
+        return "`x` is float64, the vector units take float32, float16 and bfloat16"
+    if x.shape[:-1].numel() >= 2**31:
+        return f"{x.shape[:-1].numel()} tokens, the kernel counts below 2**31"
+    return None
+
+
+def outputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None,
+    query_start_loc: Tensor | None,
+    silu: bool,
+    computed: Tensor | None = None,
+    residual: bool = False,
+) -> Tensor:
+    """`computed` [N]: tokens of a sequence that are not in the call; outputs of fewer than W tokens
+    are 0.  `residual`: x is added."""
+    channels, varlen = x.shape[-1], query_start_loc is not None
+    sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
+    tokens = x.shape[:-1].numel()
+    out = memory.empty(x.shape, x.dtype, x.device)
+    if out.numel() == 0 or sequences == 0:
+        return out.zero_()
+
+    def given(tensor: Tensor | None) -> Tensor:
+        """A tensor stands for one that is not there, and is not touched."""
+        return x if tensor is None else tensor
+
+    config = tune.at_least("causal_conv1d.convolve", "CHANNEL_TILE", channels)
+    tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
+    parts = parts_of(sequences, tiles, tokens)
+    convolve[(min(sequences * parts * tiles, cores.vector()),)](
+        x, weight.contiguous(), given(bias), given(history), given(query_start_loc),
+        given(computed), out, sequences, parts, x.shape[-2], tokens, channels,
+        0 if varlen else x.stride(0), x.stride(-2),
+        *((0, 0) if history is None else history.stride()[:2]),
+        W=weight.shape[0], VARLEN=varlen, HISTORY=history is not None, BIAS=bias is not None,
+        SILU=silu, COMPUTED=computed is not None, RESIDUAL=residual, **config.keywords,
+    )  # fmt: skip
+    return out
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    query_start_loc: Tensor | None,
+    activation: str | None,
+) -> tuple[Tensor, Tensor]:
+    channels, width = x.shape[-1], weight.shape[0]
+    varlen = query_start_loc is not None
+    sequences = query_start_loc.shape[0] - 1 if query_start_loc is not None else x.shape[0]
+    history = None if initial_states is None else dense(initial_states)
+    out = outputs(x, weight, bias, history, query_start_loc, activation is not None)
+    kind = x.dtype if history is None else history.dtype
+    final = memory.empty([sequences, width - 1, channels], kind, x.device)
+    if final.numel() == 0:
+        return out, final
+    config = tune.at_least("causal_conv1d.finish", "CHANNEL_TILE", channels)
+    tiles = triton.cdiv(channels, config.tiles["CHANNEL_TILE"])
+    finish[(min(sequences * tiles, cores.vector()),)](
+        x, x if history is None else history, x if query_start_loc is None else query_start_loc,
+        final, sequences, x.shape[-2], x.shape[:-1].numel(), channels,
+        0 if varlen else x.stride(0), x.stride(-2),
+        *((0, 0) if history is None else history.stride()[:2]),
+        W=width, VARLEN=varlen, HISTORY=history is not None, **config.keywords,
+    )  # fmt: skip
+    return out, final

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Kimi delta attention over whole sequences, 64 tokens at a time on the cube.
+
+    G_i [K] = sum of the decay's logarithm up to i, within a chunk
+    A_ij = sum over channels of k_i k_j exp(G_i - G_j) for j < i     T = (I + beta A)^-1 beta
+    P_ij = scale q_i k_j exp(G_i - G_j) for j <= i
+    by chunk:  N = T (v - (exp(G) k) S);  out = (scale exp(G) q) S + P N;
+    S = exp(G_last) S + (exp(G_last - G) k)^T N
+
+exp(G_i - G_j) is no product of a number of i and one of j that stay in range: the vector cores make
+A and P, one token j at a time, and no exponent is above 0.
+
+    sums       vector cores    by chunk: G, and k as the norm leaves it
+    pairs      vector cores    by ROWS tokens of a chunk: A, P, and what the walk multiplies
+    triangles  vector cores    by chunk: T, by elimination
+    walk       cube + vector   over a sequence, VALUE_TILE columns of a head: outputs, states
+
+A, P and T lie transposed, as they are made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common import cores, entry, tiling, tune
+from ..common.front_end import extract_slice
+from ..common.lengths import within
+from .fused_sigmoid_gating_delta_rule_update import _softplus
+
+CHUNK = tl.constexpr(64)
+LARGEST = 128  # key size; of values twice as much
+_PAIRS = 1024  # elements of a tile of which UB holds twenty
+# exp() of it is 0 in float32; minus infinity times 0 would be none
+_LEAST = tl.constexpr(-100.0)
+GIVEN, SOFTPLUS, BOUNDED = 0, 1, 2  # what `g` is
+
+
+@triton.jit
+def _sequence(bounds, n, end, length, tokens, VARLEN: tl.constexpr):
+    """(first token, tokens) of sequence n; it begins where all before it have ended."""
+    start = n * length
+    if VARLEN:
+        start = tl.maximum(within(bounds + n, tokens), end)
+        length = tl.maximum(within(bounds + n + 1, tokens), start) - start
+    return start, length
+
+
+@triton.jit
+def _logarithm(x, rate, lower_bound, GATE: tl.constexpr):
+    """The decay's, not below that of what is 0 in float32."""
+    if GATE == 1:
+        x = -rate * _softplus(x, 1.0, 20.0)
+    elif GATE == 2:
+        x = lower_bound / (1.0 + tl.exp(-rate * x))
+    return tl.where(x < _LEAST, _LEAST, x)
+
+
+@triton.jit
+def _unit(x, NORM: tl.constexpr):
+    if NORM:
+        x = x / tl.sqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+    return x
+
+
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "length", "tokens", "group", "value_heads", "lower_bound", "k_token", "k_head",
+        "g_token", "g_head",
+    ]
+)  # fmt: skip
+def sums(
+    k, g, A_log, dt_bias, bounds, total, units,
+    sequences, length, tokens, group, value_heads, lower_bound, k_token, k_head, g_token, g_head,
+    KEY: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    A: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """G and k [chunks, HV, 64, K] in float32."""
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, KEY)
+    one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    end = 0
+    before = 0
+    for n in range(0, sequences):
+        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        for work in range(turn, chunks * value_heads, turns):
+            head = work % value_heads
+            first = work // value_heads * CHUNK
+            rows = (before * value_heads + work).to(tl.int64) * (CHUNK * KEY)
+            of_k = k + (head // group).to(tl.int64) * k_head
+            of_g = g + head.to(tl.int64) * g_head
+            rate = tl.zeros((1,), tl.float32)
+            if A:
+                rate += tl.load(A_log + head + one).to(tl.float32)
+            rate = tl.exp(rate)[:, None]
+            running = tl.zeros((1, KEY), tl.float32)
+            for part in range(0, CHUNK, ROWS):
+                i = part + row
+                there = (i < size - first)[:, None]
+                token = (start + first + i).to(tl.int64)[:, None]
+                k_tile = tl.load(of_k + token * k_token + d[None], mask=there, other=0.0)
+                k_tile = _unit(k_tile.to(tl.float32), NORM)
+                tl.store(units + rows + i[:, None] * KEY + d[None], k_tile)
+                x = tl.load(of_g + token * g_token + d[None], mask=there, other=0.0)
+                x = x.to(tl.float32)
+                if BIAS:
+                    x += tl.load(dt_bias + head * KEY + d).to(tl.float32)[None]
+                decay = tl.where(there, _logarithm(x, rate, lower_bound, GATE), 0.0)
+                for r in range(0, ROWS):
+                    running += extract_slice(decay, (r, 0), (1, KEY), (1, 1))
+                    tl.store(total + rows + (part + r) * KEY + d[None], running)
+        turn = ((turn - chunks * value_heads) % turns + turns) % turns
+        end = start + size
+        before += chunks
+
+
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "length", "tokens", "group", "value_heads", "scale", "q_token", "q_head",
+    ]
+)  # fmt: skip
+def pairs(
+    q, bounds, total, units, alike, seen, queries, keys, left, fades, scaled,
+    sequences, length, tokens, group, value_heads, scale, q_token, q_head,
+    KEY: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr, GRAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """A and P [chunks, HV, 64, 64]; scale exp(G) q, exp(G) k and exp(G_last - G) k
+    [chunks, HV, 64, K]; exp(G_last) [chunks, HV, K]; for a gradient also scale q in float32."""
+    PARTS: tl.constexpr = CHUNK // ROWS
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, KEY)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    end = 0
+    before = 0
+    for n in range(0, sequences):
+        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        for work in range(turn, chunks * value_heads * PARTS, turns):
+            part = work % PARTS * ROWS
+            head = work // PARTS % value_heads
+            first = work // (PARTS * value_heads) * CHUNK
+            place = (before * value_heads + work // PARTS).to(tl.int64)
+            i = part + row
+            there = (i < size - first)[:, None]
+            token = (start + first + i).to(tl.int64)[:, None]
+            of_q = q + (head // group).to(tl.int64) * q_head + token * q_token + d[None]
+            q_tile = _unit(tl.load(of_q, mask=there, other=0.0).to(tl.float32), NORM) * scale
+            base = place * (CHUNK * KEY)
+            rows = base + i[:, None] * KEY + d[None]
+            k_tile = tl.load(units + rows)
+            g_tile = tl.load(total + rows)
+            last = tl.load(total + base + (CHUNK - 1) * KEY + d)
+            growth = tl.exp(g_tile)
+            if GRAD:
+                tl.store(scaled + rows, q_tile)
+            tl.store(queries + rows, (q_tile * growth).to(queries.dtype.element_ty))
+            tl.store(keys + rows, (k_tile * growth).to(keys.dtype.element_ty))
+            rest = k_tile * tl.exp(last[None] - g_tile)
+            tl.store(left + rows, rest.to(left.dtype.element_ty))
+            tl.store(fades + place * KEY + d, tl.exp(last))
+            tile = place * (CHUNK * CHUNK) + i
+            for j in range(0, CHUNK):
+                g_row = tl.load(total + base + j * KEY + d)
+                k_row = tl.load(units + base + j * KEY + d)
+                faded = tl.exp(tl.minimum(g_tile - g_row[None], 0.0)) * k_row[None]
+                on_q = tl.where(i >= j, tl.sum(q_tile * faded, 1), 0.0)
+                on_k = tl.where(i > j, tl.sum(k_tile * faded, 1), 0.0)
+                tl.store(seen + tile + j * CHUNK, on_q.to(seen.dtype.element_ty))
+                tl.store(alike + tile + j * CHUNK, on_k)
+        turn = ((turn - chunks * value_heads * PARTS) % turns + turns) % turns
+        end = start + size
+        before += chunks
+
+
+@entry.jit(do_not_specialize=["sequences", "length", "tokens", "value_heads", "beta_head"])
+def triangles(
+    alike, beta, bounds, solved, finer, sequences, length, tokens, value_heads, beta_head,
+    VARLEN: tl.constexpr, GRAD: tl.constexpr, multibuffer: tl.constexpr,
+):  # fmt: skip
+    """T [chunks, HV, 64, 64]; beta [HV, tokens].  For a gradient (I + beta A)^-1, and what its
+    rounding leaves."""
+    i = tl.arange(0, CHUNK)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    end = 0
+    before = 0
+    for n in range(0, sequences):
+        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        for work in range(turn, chunks * value_heads, turns):
+            head = work % value_heads
+            first = work // value_heads * CHUNK
+            of_beta = beta + head.to(tl.int64) * beta_head + start + first + i
+            rate = tl.load(of_beta, mask=i < size - first, other=0.0).to(tl.float32)
+            place = (before * value_heads + work).to(tl.int64)
+            tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
+            upper = tl.load(alike + tile) * rate[None]
+            x = tl.where(i[:, None] == i[None], 1.0, 0.0)
+            # column r is done: take it out of the columns behind
+            for r in range(0, CHUNK - 1):
+                factor = extract_slice(upper, (r, 0), (1, CHUNK), (1, 1))
+                done = extract_slice(x, (0, r), (CHUNK, 1), (1, 1))
+                x = x - factor * done
+            if GRAD:
+                whole = x.to(solved.dtype.element_ty)
+                tl.store(solved + tile, whole)
+                tl.store(finer + tile, (x - whole.to(tl.float32)).to(finer.dtype.element_ty))
+            else:
+                tl.store(solved + tile, (x * rate[:, None]).to(solved.dtype.element_ty))
+        turn = ((turn - chunks * value_heads) % turns + turns) % turns
+        end = start + size
+        before += chunks
+
+
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "length", "tokens", "value_heads", "v_token", "v_head",
+    ]
+)  # fmt: skip
+def walk(
+    queries, keys, left, fades, v, bounds, solved, seen, initial, final, out,
+    sequences, length, tokens, value_heads, v_token, v_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
+    VALUE_FIRST: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Outputs and final states."""
+    TILES: tl.constexpr = VALUE // VALUE_TILE
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, KEY)
+    c = tl.arange(0, VALUE_TILE)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    end = 0
+    before = 0
+    for n in range(0, sequences):
+        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        for work in range(turn, value_heads * TILES, turns):
+            head = work // TILES
+            column = work % TILES * VALUE_TILE + c
+            of_v = v + head.to(tl.int64) * v_head
+            whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
+            if VALUE_FIRST:
+                of_state = whole + column[:, None] * KEY + d[None]
+            else:
+                of_state = whole + d[:, None] * VALUE + column[None]
+            if INITIAL:
+                state = tl.load(initial + of_state).to(tl.float32)
+                if not VALUE_FIRST:
+                    state = tl.trans(state)
+            else:
+                state = tl.zeros((VALUE_TILE, KEY), tl.float32)
+            for chunk in range(0, chunks):
+                first = chunk * CHUNK
+                there = (i < size - first)[:, None]
+                token = (start + first + i).to(tl.int64)[:, None]
+                place = ((before + chunk) * value_heads + head).to(tl.int64)
+                rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+                tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
+                v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
+                half = tl.trans(state.to(v_tile.dtype))
+                r = v_tile.to(tl.float32) - tl.dot(tl.load(keys + rows), half)
+                t_tile, p_tile = tl.load(solved + tile), tl.load(seen + tile)
+                new = tl.dot(tl.trans(t_tile), r.to(v_tile.dtype)).to(v_tile.dtype)
+                o = tl.dot(tl.load(queries + rows), half) + tl.dot(tl.trans(p_tile), new)
+                to = (token * value_heads + head) * VALUE + column[None]
+                tl.store(out + to, o.to(out.dtype.element_ty), mask=there)
+                fade = tl.load(fades + place * KEY + d)
+                state = state * fade[None] + tl.dot(tl.trans(new), tl.load(left + rows))
+            if not VALUE_FIRST:
+                tl.store(final + of_state, tl.trans(state).to(final.dtype.element_ty))
+            else:
+                tl.store(final + of_state, state.to(final.dtype.element_ty))
+        turn = ((turn - value_heads * TILES) % turns + turns) % turns
+        end = start + size
+        before += chunks
+
+
+def _rows(key_size: int) -> tune.Config:
+    """The most rows that UB holds, with what is made of them."""
+    kernel = "chunk_kda.pairs"
+    fitting = [c for c in tune.TABLE[kernel] if c.tiles["ROWS"] * key_size <= _PAIRS]
+    return tune.choose(kernel, fitting, key_size)
+
+
+def _tile(value_size: int) -> tune.Config:
+    """The widest that divides the value channels."""
+    kernel = "chunk_kda.walk"
+    dividing = [c for c in tune.TABLE[kernel] if value_size % c.tiles["VALUE_TILE"] == 0]
+    return tune.choose(kernel, dividing)
+
+
+def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
+    if reason := tiling.not_multiplied(q=q):
+        return reason
+    key, value = q.shape[-1], v.shape[-1]
+    if key % 16 or not 16 <= key <= LARGEST or value % 16 or not 16 <= value <= 2 * LARGEST:
+        return (
+            f"head sizes {key} and {value}, expected multiples of 16 up to {LARGEST} and "
+            f"{2 * LARGEST}"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What is made of the tokens, by chunk and value head, before any state is known."""
+
+    count: int
+    bounds: Tensor
+    total: Tensor
+    units: Tensor
+    alike: Tensor
+    seen: Tensor
+    solved: Tensor
+    finer: Tensor
+    queries: Tensor
+    keys: Tensor
+    left: Tensor
+    fades: Tensor
+    scaled: Tensor
+    rates: Tensor  # beta [HV, tokens]
+
+
+def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> int:
+    return GIVEN if not use_gate_in_kernel else SOFTPLUS if lower_bound is None else BOUNDED
+
+
+def made_of(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    batch: int,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    norm: bool,
+    gate: int,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    grad: bool,
+) -> Chunks:
+    """Of all tokens in one row."""
+    tokens, heads, key_size = q.shape
+    value_heads, length, device = g.shape[1], tokens // batch, q.device
+    varlen = cu_seqlens is not None
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    beta = beta.mT.contiguous()  # loads with a stride are padded in UB
+    each = triton.cdiv(length, CHUNK.value)
+    count = each + sequences if varlen else batch * each
+    square = (CHUNK.value, CHUNK.value)
+
+    def space(*shape: int, dtype: torch.dtype = q.dtype) -> Tensor:
+        return memory.empty((count, value_heads, *shape), dtype, device)
+
+    alike = space(*square, dtype=torch.float32)
+    seen, solved = (space(*square) for _ in range(2))
+    total, units = (space(CHUNK.value, key_size, dtype=torch.float32) for _ in range(2))
+    queries, keys, left = (space(CHUNK.value, key_size) for _ in range(3))
+    fades = space(key_size, dtype=torch.float32)
+    # a tensor stands for one that is not there, and is not touched
+    scaled = space(CHUNK.value, key_size, dtype=torch.float32) if grad else units
+    finer = space(*square) if grad else solved
+    bounds = fades if cu_seqlens is None else cu_seqlens
+    group = value_heads // heads
+    sums[(cores.vector(),)](
+        k, g, fades if A_log is None else A_log, fades if dt_bias is None else dt_bias, bounds,
+        total, units, sequences, length, tokens, group, value_heads,
+        0.0 if lower_bound is None else lower_bound, *k.stride()[:2], *g.stride()[:2],
+        KEY=key_size, VARLEN=varlen, NORM=norm, GATE=gate, A=A_log is not None,
+        BIAS=dt_bias is not None, **tune.only("chunk_kda.sums").keywords,
+    )  # fmt: skip
+    pairs[(cores.vector(),)](
+        q, bounds, total, units, alike, seen, queries, keys, left, fades, scaled, sequences, length,
+        tokens, group, value_heads, key_size**-0.5 if scale is None else scale, *q.stride()[:2],
+        KEY=key_size, VARLEN=varlen, NORM=norm, GRAD=grad, **_rows(key_size).keywords,
+    )  # fmt: skip
+    triangles[(cores.vector(),)](
+        alike, beta, bounds, solved, finer, sequences, length, tokens, value_heads, beta.stride(0),
+        VARLEN=varlen, GRAD=grad, **tune.only("chunk_kda.triangles").keywords,
+    )  # fmt: skip
+    return Chunks(
+        count, bounds, total, units, alike, seen, solved, finer, queries, keys, left, fades, scaled,
+        beta,
+    )  # fmt: skip
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    state_layout: str,
+) -> tuple[Tensor, Tensor]:
+    batch, length, _, key_size = q.shape
+    value_heads, value_size = v.shape[2:]
+    varlen = cu_seqlens is not None
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    out = memory.empty(v.shape, v.dtype, v.device)
+    kind = torch.float32 if initial_state is None else initial_state.dtype
+    sizes = (key_size, value_size) if state_layout == "kv" else (value_size, key_size)
+    final = memory.empty((sequences, value_heads, *sizes), kind, v.device)
+    if varlen or final.numel() == 0:
+        out.zero_()  # tokens of no sequence belong to no chunk
+    if final.numel() == 0:
+        return out, final
+    # all tokens in one row
+    q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+    x = made_of(
+        q, k, g, beta, batch, scale, cu_seqlens, use_qk_l2norm_in_kernel,
+        gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound, grad=False,
+    )  # fmt: skip
+    walk[(cores.cube(),)](
+        x.queries, x.keys, x.left, x.fades, v, x.bounds, x.solved, x.seen,
+        final if initial_state is None else initial_state, final, out, sequences, length,
+        batch * length, value_heads, *v.stride()[:2], KEY=key_size, VALUE=value_size, VARLEN=varlen,
+        INITIAL=initial_state is not None, VALUE_FIRST=state_layout == "vk",
+        **_tile(value_size).keywords,
+    )  # fmt: skip
+    return out, final

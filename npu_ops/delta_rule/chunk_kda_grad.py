@@ -1,0 +1,601 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Gradients of Kimi delta attention, 64 tokens at a time on the cube.
+
+With the letters of chunk_kda, Q = scale q, U = (I + beta A)^-1, S the state before a chunk and E
+the gradient of the state behind it:
+
+    x = v - (exp(G) k) S        N = U beta x        n = x - A N
+    S = exp(G_last) S + (exp(G_last - G) k)^T N
+    R = U^T (P^T dO + (exp(G_last - G) k) E)        dv = beta R        dbeta = R n
+    E = exp(G_last) E + (exp(G) Q)^T dO - (exp(G) k)^T dv
+    Z = dO N^T for j <= i                           M = -dv N^T for j < i
+
+and by channel, with F_ij = exp(G_i - G_j):
+
+    dQ_i = exp(G_i) (dO S^T)_i + sum_j Z_ij F_ij k_j
+    dk_i = -exp(G_i) (dv S^T)_i + sum_j M_ij F_ij k_j                        (of exp(G_i))
+    dk_j += exp(G_last - G_j) (N E^T)_j + sum_i F_ij (Z_ij Q_i + M_ij k_i)   (of exp(-G_j))
+
+A decay gets, from its token to the chunk's end, what G gets: Q dQ and the first part of k dk less
+the second; and what G_last does.  U is multiplied in two parts, as in the gated delta rule.
+
+    walk_states  cube + vector   forward over a sequence, VALUE_TILE columns of a head: S, N, n
+    walk_grads   cube + vector   backward: E, R and dv
+    squares      cube            by chunk: dO N^T and -dv N^T, and both transposed
+    crosses      cube            by chunk: dO S^T, -dv S^T and N E^T
+    inputs       vector cores    by ROWS tokens of a chunk: dq, dk, dbeta, and what G gets
+    totals       vector cores    by chunk: what each decay's logarithm gets
+    gates        vector cores    by ROWS tokens of a chunk: dg, and what A_log and dt_bias get
+
+What lies between them is laid out by chunk, in rounds of heads that fit the workspace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common import cores, entry, tiling, tune
+from ..common.front_end import extract_slice
+from . import chunk_kda
+from .chunk_kda import CHUNK, _logarithm, _sequence
+
+unsupported = chunk_kda.unsupported
+
+_PART = 8192  # elements of a part of a state that UB holds, with what is made of them
+
+
+@entry.jit(do_not_specialize=["sequences", "length", "tokens"])
+def places(bounds, number, firsts, counts, sequences, length, tokens, VARLEN: tl.constexpr):
+    """How many chunks there are; the first token of each, and its tokens.  For one program."""
+    i = tl.arange(0, CHUNK)
+    end = 0
+    before = 0
+    for n in range(0, sequences):
+        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        for c in range(0, chunks, CHUNK):
+            first = (c + i) * CHUNK
+            there = i < chunks - c
+            tl.store(firsts + before + c + i, start + first, mask=there)
+            tl.store(counts + before + c + i, tl.minimum(size - first, CHUNK), mask=there)
+        end = start + size
+        before += chunks
+    tl.store(number, before)
+
+
+@entry.jit(do_not_specialize=["sequences", "length", "tokens", "value_heads", "v_token", "v_head"])
+def walk_states(
+    keys, left, fades, v, rates, bounds, solved, finer, alike, initial, states, new, own,
+    sequences, length, tokens, value_heads, v_token, v_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
+    VALUE_FIRST: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    """S [chunks, HV, V, K]; N and n [chunks, HV, 64, V]."""
+    TILES: tl.constexpr = VALUE // VALUE_TILE
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, KEY)
+    c = tl.arange(0, VALUE_TILE)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    end = 0
+    before = 0
+    for n in range(0, sequences):
+        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        for work in range(turn, value_heads * TILES, turns):
+            head = work // TILES
+            column = work % TILES * VALUE_TILE + c
+            of_v = v + head.to(tl.int64) * v_head
+            of_rate = rates + head.to(tl.int64) * tokens + start
+            whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
+            of_state = column[:, None] * KEY + d[None]
+            if INITIAL:
+                if VALUE_FIRST:
+                    state = tl.load(initial + whole + of_state).to(tl.float32)
+                else:
+                    other = whole + d[:, None] * VALUE + column[None]
+                    state = tl.trans(tl.load(initial + other).to(tl.float32))
+            else:
+                state = tl.zeros((VALUE_TILE, KEY), tl.float32)
+            for chunk in range(0, chunks):
+                first = chunk * CHUNK
+                there = (i < size - first)[:, None]
+                token = (start + first + i).to(tl.int64)[:, None]
+                place = ((before + chunk) * value_heads + head).to(tl.int64)
+                rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+                tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
+                v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
+                rate = tl.load(of_rate + first + i, mask=i < size - first, other=0.0)
+                half = state.to(v_tile.dtype)
+                tl.store(states + place * (VALUE * KEY) + of_state, half)
+                x = v_tile.to(tl.float32) - tl.dot(tl.load(keys + rows), tl.trans(half))
+                faster = (x * rate.to(tl.float32)[:, None]).to(v_tile.dtype)
+                u_tile = tl.trans(tl.load(solved + tile))
+                f_tile = tl.trans(tl.load(finer + tile))
+                n_tile = tl.dot(f_tile, faster, tl.dot(u_tile, faster)).to(v_tile.dtype)
+                a_tile = tl.trans(tl.load(alike + tile).to(v_tile.dtype))
+                m_tile = x - tl.dot(a_tile, n_tile)
+                to = place * (CHUNK * VALUE) + i[:, None] * VALUE + column[None]
+                tl.store(new + to, n_tile)
+                tl.store(own + to, m_tile.to(own.dtype.element_ty))
+                fade = tl.load(fades + place * KEY + d)
+                state = state * fade[None] + tl.dot(tl.trans(n_tile), tl.load(left + rows))
+        turn = ((turn - value_heads * TILES) % turns + turns) % turns
+        end = start + size
+        before += chunks
+
+
+@entry.jit(do_not_specialize=["sequences", "length", "tokens", "value_heads", "o_token", "o_head"])
+def walk_grads(
+    queries, keys, left, fades, d_out, rates, bounds, solved, finer, seen, d_final, d_initial,
+    d_value, grads, back, drop,
+    sequences, length, tokens, value_heads, o_token, o_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, FINAL: tl.constexpr,
+    INITIAL: tl.constexpr, VALUE_FIRST: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    """dv; E [chunks, HV, V, K]; R and -dv [chunks, HV, 64, V]."""
+    TILES: tl.constexpr = VALUE // VALUE_TILE
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, KEY)
+    c = tl.arange(0, VALUE_TILE)
+    turn = tl.program_id(0)
+    turns = tl.num_programs(0)
+    end = 0
+    before = 0
+    for n in range(0, sequences):
+        start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
+        chunks = (size + CHUNK - 1) // CHUNK
+        for work in range(turn, value_heads * TILES, turns):
+            head = work // TILES
+            column = work % TILES * VALUE_TILE + c
+            of_o = d_out + head.to(tl.int64) * o_head
+            of_rate = rates + head.to(tl.int64) * tokens + start
+            whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
+            of_state = column[:, None] * KEY + d[None]
+            other = d[:, None] * VALUE + column[None]
+            if FINAL:
+                if VALUE_FIRST:
+                    grad = tl.load(d_final + whole + of_state).to(tl.float32)
+                else:
+                    grad = tl.trans(tl.load(d_final + whole + other).to(tl.float32))
+            else:
+                grad = tl.zeros((VALUE_TILE, KEY), tl.float32)
+            for chunk in range(chunks - 1, -1, -1):
+                first = chunk * CHUNK
+                there = (i < size - first)[:, None]
+                token = (start + first + i).to(tl.int64)[:, None]
+                place = ((before + chunk) * value_heads + head).to(tl.int64)
+                rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+                tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
+                o_tile = tl.load(of_o + token * o_token + column[None], mask=there, other=0.0)
+                rate = tl.load(of_rate + first + i, mask=i < size - first, other=0.0)
+                half = grad.to(o_tile.dtype)
+                tl.store(grads + place * (VALUE * KEY) + of_state, half)
+                dn = tl.dot(tl.load(left + rows), tl.trans(half))
+                dn += tl.dot(tl.load(seen + tile), o_tile)
+                dn = dn.to(o_tile.dtype)
+                r = tl.dot(tl.load(finer + tile), dn, tl.dot(tl.load(solved + tile), dn))
+                dv = r * rate.to(tl.float32)[:, None]
+                less = (-dv).to(o_tile.dtype)
+                to = d_value + (token * value_heads + head) * VALUE + column[None]
+                tl.store(to, dv.to(d_value.dtype.element_ty), mask=there)
+                to = place * (CHUNK * VALUE) + i[:, None] * VALUE + column[None]
+                tl.store(back + to, r.to(back.dtype.element_ty))
+                tl.store(drop + to, less)
+                gain = tl.dot(tl.trans(o_tile), tl.load(queries + rows))
+                gain = tl.dot(tl.trans(less), tl.load(keys + rows), gain)
+                fade = tl.load(fades + place * KEY + d)
+                grad = grad * fade[None] + gain
+            if INITIAL:
+                if VALUE_FIRST:
+                    tl.store(d_initial + whole + of_state, grad.to(d_initial.dtype.element_ty))
+                else:
+                    turned = tl.trans(grad).to(d_initial.dtype.element_ty)
+                    tl.store(d_initial + whole + other, turned)
+        turn = ((turn - value_heads * TILES) % turns + turns) % turns
+        end = start + size
+        before += chunks
+
+
+@entry.jit(do_not_specialize=["value_heads", "o_token", "o_head"])
+def squares(
+    d_out, number, firsts, counts, new, drop, of_pairs,
+    value_heads, o_token, o_head, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    """dO N^T, its transpose, -dv N^T and its transpose [chunks, HV, 4, 64, 64]."""
+    SQUARE: tl.constexpr = CHUNK * CHUNK
+    i = tl.arange(0, CHUNK)
+    c = tl.arange(0, VALUE_TILE)
+    chunks = tl.load(number)
+    for work in range(tl.program_id(0), chunks * value_heads, tl.num_programs(0)):
+        head = work % value_heads
+        chunk = work // value_heads
+        there = (i < tl.load(counts + chunk))[:, None]
+        token = (tl.load(firsts + chunk) + i).to(tl.int64)[:, None]
+        place = work.to(tl.int64)
+        z_tile = tl.zeros((CHUNK, CHUNK), tl.float32)
+        of_z = tl.zeros((CHUNK, CHUNK), tl.float32)
+        m_tile = tl.zeros((CHUNK, CHUNK), tl.float32)
+        of_m = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for first in range(0, VALUE, VALUE_TILE):
+            column = (first + c)[None]
+            of_o = d_out + head.to(tl.int64) * o_head + token * o_token + column
+            o_tile = tl.load(of_o, mask=there, other=0.0)
+            at = place * (CHUNK * VALUE) + i[:, None] * VALUE + column
+            n_tile = tl.load(new + at)
+            d_tile = tl.load(drop + at)
+            z_tile = tl.dot(o_tile, tl.trans(n_tile), z_tile)
+            of_z = tl.dot(n_tile, tl.trans(o_tile), of_z)
+            m_tile = tl.dot(d_tile, tl.trans(n_tile), m_tile)
+            of_m = tl.dot(n_tile, tl.trans(d_tile), of_m)
+        to = of_pairs + place * (4 * SQUARE) + i[:, None] * CHUNK + i[None]
+        tl.store(to, z_tile)
+        tl.store(to + SQUARE, of_z)
+        tl.store(to + 2 * SQUARE, m_tile)
+        tl.store(to + 3 * SQUARE, of_m)
+
+
+@entry.jit(do_not_specialize=["value_heads", "o_token", "o_head"])
+def crosses(
+    d_out, number, firsts, counts, new, drop, states, grads, of_q, of_k, of_rest,
+    value_heads, o_token, o_head, KEY: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    """dO S^T, -dv S^T and N E^T [chunks, HV, 64, K]."""
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, KEY)
+    c = tl.arange(0, VALUE_TILE)
+    chunks = tl.load(number)
+    for work in range(tl.program_id(0), chunks * value_heads, tl.num_programs(0)):
+        head = work % value_heads
+        chunk = work // value_heads
+        there = (i < tl.load(counts + chunk))[:, None]
+        token = (tl.load(firsts + chunk) + i).to(tl.int64)[:, None]
+        place = work.to(tl.int64)
+        q_tile = tl.zeros((CHUNK, KEY), tl.float32)
+        k_tile = tl.zeros((CHUNK, KEY), tl.float32)
+        rest = tl.zeros((CHUNK, KEY), tl.float32)
+        for first in range(0, VALUE, VALUE_TILE):
+            column = first + c
+            of_o = d_out + head.to(tl.int64) * o_head + token * o_token + column[None]
+            o_tile = tl.load(of_o, mask=there, other=0.0)
+            at = place * (CHUNK * VALUE) + i[:, None] * VALUE + column[None]
+            of_state = place * (VALUE * KEY) + column[:, None] * KEY + d[None]
+            state = tl.load(states + of_state)
+            q_tile = tl.dot(o_tile, state, q_tile)
+            k_tile = tl.dot(tl.load(drop + at), state, k_tile)
+            rest = tl.dot(tl.load(new + at), tl.load(grads + of_state), rest)
+        rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+        tl.store(of_q + rows, q_tile)
+        tl.store(of_k + rows, k_tile)
+        tl.store(of_rest + rows, rest)
+
+
+@triton.jit
+def _through_norm(of_x, there, grad, NORM: tl.constexpr):
+    """The gradient of rows from that of the rows of length 1."""
+    if NORM:
+        x = tl.load(of_x, mask=there, other=0.0).to(tl.float32)
+        factor = 1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)
+        x = x * factor[:, None]
+        grad = (grad - x * tl.sum(x * grad, 1)[:, None]) * factor[:, None]
+    return grad
+
+
+@entry.jit(
+    do_not_specialize=[
+        "tokens", "group", "heads", "scale", "q_token", "q_head", "k_token", "k_head",
+    ]
+)  # fmt: skip
+def inputs(
+    q, k, number, firsts, counts, total, units, scaled, of_pairs, of_q, of_k, of_rest, back, own,
+    d_query, d_key, d_rates, of_total,
+    tokens, group, heads, scale, q_token, q_head, k_token, k_head,
+    KEY: tl.constexpr, VALUE: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dq and dk, summed over the value heads of a head; dbeta [HV, tokens]; what G gets of its own
+    token [chunks, HV, 64, K], without what G_last does."""
+    PARTS: tl.constexpr = CHUNK // ROWS
+    SQUARE: tl.constexpr = CHUNK * CHUNK
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, KEY)
+    e = tl.arange(0, VALUE)
+    chunks = tl.load(number)
+    for work in range(tl.program_id(0), chunks * heads * PARTS, tl.num_programs(0)):
+        head = work // PARTS % heads
+        chunk = work // (PARTS * heads)
+        i = work % PARTS * ROWS + row
+        count = tl.load(counts + chunk)
+        there = (i < count)[:, None]
+        begin = tl.load(firsts + chunk)
+        token = (begin + i).to(tl.int64)
+        dq = tl.zeros((ROWS, KEY), tl.float32)
+        dk = tl.zeros((ROWS, KEY), tl.float32)
+        for one in range(0, group):
+            value_head = head * group + one
+            place = (chunk * heads * group + value_head).to(tl.int64)
+            base = place * (CHUNK * KEY)
+            rows = base + i[:, None] * KEY + d[None]
+            g_tile = tl.load(total + rows)
+            growth = tl.exp(g_tile)
+            left_q = tl.load(of_q + rows) * growth
+            left_k = tl.load(of_k + rows) * growth
+            right_k = tl.zeros((ROWS, KEY), tl.float32)
+            of_place = of_pairs + place * (4 * SQUARE) + i
+            for j in range(0, CHUNK):
+                g_row = tl.load(total + base + j * KEY + d)[None]
+                k_row = tl.load(units + base + j * KEY + d)[None]
+                q_row = tl.load(scaled + base + j * KEY + d)[None]
+                fading = tl.exp(tl.minimum(g_tile - g_row, 0.0)) * k_row
+                pair = of_place + j * CHUNK
+                seen = tl.where(i >= j, tl.load(pair + SQUARE), 0.0)
+                alike = tl.where(i > j, tl.load(pair + 3 * SQUARE), 0.0)
+                left_q += seen[:, None] * fading
+                left_k += alike[:, None] * fading
+                seen = tl.where(i <= j, tl.load(pair), 0.0)
+                alike = tl.where(i < j, tl.load(pair + 2 * SQUARE), 0.0)
+                fading = tl.exp(tl.minimum(g_row - g_tile, 0.0))
+                right_k += fading * (seen[:, None] * q_row + alike[:, None] * k_row)
+            last = tl.load(total + base + (CHUNK - 1) * KEY + d)[None]
+            k_tile = tl.load(units + rows)
+            dq += left_q
+            gained = tl.load(scaled + rows) * left_q + k_tile * (left_k - right_k)
+            rest = tl.load(of_rest + rows) * tl.exp(last - g_tile)
+            tl.store(of_total + rows, gained - k_tile * rest)
+            dk += left_k + right_k + rest
+            values = place * (CHUNK * VALUE) + i[:, None] * VALUE + e[None]
+            rate = tl.load(back + values).to(tl.float32) * tl.load(own + values).to(tl.float32)
+            to = d_rates + value_head.to(tl.int64) * tokens + token
+            tl.store(to, tl.sum(rate, 1), mask=i < count)
+        of_x = q + head.to(tl.int64) * q_head + token[:, None] * q_token + d[None]
+        dq = _through_norm(of_x, there, dq * scale, NORM)
+        of_x = k + head.to(tl.int64) * k_head + token[:, None] * k_token + d[None]
+        dk = _through_norm(of_x, there, dk, NORM)
+        to = (token[:, None] * heads + head) * KEY + d[None]
+        tl.store(d_query + to, dq.to(d_query.dtype.element_ty), mask=there)
+        tl.store(d_key + to, dk.to(d_key.dtype.element_ty), mask=there)
+
+
+@entry.jit(do_not_specialize=["value_heads"])
+def totals(
+    number, total, units, of_rest, states, grads, of_total, of_log,
+    value_heads, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What the decays' logarithms get [chunks, HV, 64, K]."""
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, KEY)
+    chunks = tl.load(number)
+    for work in range(tl.program_id(0), chunks * value_heads, tl.num_programs(0)):
+        place = work.to(tl.int64)
+        base = place * (CHUNK * KEY)
+        last = tl.load(total + base + (CHUNK - 1) * KEY + d)
+        whole = tl.zeros((ROWS, KEY), tl.float32)
+        for first in range(0, VALUE, ROWS):
+            at = place * (VALUE * KEY) + (first + row)[:, None] * KEY + d[None]
+            whole += tl.load(states + at).to(tl.float32) * tl.load(grads + at).to(tl.float32)
+        whole = whole * tl.exp(last)[None]
+        for first in range(0, CHUNK, ROWS):
+            rows = base + (first + row)[:, None] * KEY + d[None]
+            rest = tl.load(of_rest + rows) * tl.exp(last[None] - tl.load(total + rows))
+            whole += rest * tl.load(units + rows)
+        running = tl.sum(whole, 0)[None]
+        for first in range(CHUNK - ROWS, -1, -ROWS):
+            rows = base + (first + row)[:, None] * KEY + d[None]
+            gained = tl.load(of_total + rows)
+            for r in range(ROWS - 1, -1, -1):
+                running += extract_slice(gained, (r, 0), (1, KEY), (1, 1))
+                tl.store(of_log + base + (first + r) * KEY + d[None], running)
+
+
+@entry.jit(do_not_specialize=["value_heads", "lower_bound", "g_token", "g_head"])
+def gates(
+    g, A_log, dt_bias, number, firsts, counts, of_log, d_gate, of_A, of_bias,
+    value_heads, lower_bound, g_token, g_head,
+    KEY: tl.constexpr, GATE: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dg; what A_log and dt_bias get, by part of a chunk [chunks, HV, 64 / ROWS, K]."""
+    PARTS: tl.constexpr = CHUNK // ROWS
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, KEY)
+    one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
+    chunks = tl.load(number)
+    for work in range(tl.program_id(0), chunks * value_heads * PARTS, tl.num_programs(0)):
+        head = work // PARTS % value_heads
+        chunk = work // (PARTS * value_heads)
+        i = work % PARTS * ROWS + row
+        there = (i < tl.load(counts + chunk))[:, None]
+        token = (tl.load(firsts + chunk) + i).to(tl.int64)[:, None]
+        at = (work // PARTS).to(tl.int64) * (CHUNK * KEY) + i[:, None] * KEY + d[None]
+        gained = tl.where(there, tl.load(of_log + at), 0.0)
+        part = work.to(tl.int64) * KEY + d
+        if GATE != 0:
+            of_g = g + head.to(tl.int64) * g_head + token * g_token + d[None]
+            x = tl.load(of_g, mask=there, other=0.0).to(tl.float32)
+            if BIAS:
+                x += tl.load(dt_bias + head * KEY + d).to(tl.float32)[None]
+            rate = tl.zeros((1,), tl.float32)
+            if A:
+                rate += tl.load(A_log + head + one).to(tl.float32)
+            rate = tl.exp(rate)[:, None]
+            if GATE == 1:
+                slope = -rate / (1.0 + tl.exp(-x))
+                by_A = _logarithm(x, rate, lower_bound, GATE)
+            else:
+                share = 1.0 / (1.0 + tl.exp(-rate * x))
+                slope = lower_bound * rate * share * (1.0 - share)
+                by_A = slope * x
+            if A:
+                tl.store(of_A + part, tl.sum(gained * by_A, 0))
+            gained = gained * slope
+            if BIAS:
+                tl.store(of_bias + part, tl.sum(gained, 0))
+        to = (token * value_heads + head) * KEY + d[None]
+        tl.store(d_gate + to, gained.to(d_gate.dtype.element_ty), mask=there)
+
+
+def _tile(kernel: str, size: int, other: int, most: int = 2**16) -> dict[str, Any]:
+    """The widest that divides these channels; with the `other` ones, `most` elements."""
+    kernel = f"chunk_kda_grad.{kernel}"
+    fitting = [
+        config
+        for config in tune.TABLE[kernel]
+        for tile in config.tiles.values()
+        if size % tile == 0 and tile * other <= most
+    ]
+    return tune.choose(kernel, fitting, other).keywords
+
+
+def _only(kernel: str) -> dict[str, Any]:
+    return tune.only(f"chunk_kda_grad.{kernel}").keywords
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    d_out: Tensor,
+    d_final_state: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    state_layout: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    device, dtype, wide = v.device, v.dtype, torch.float32
+
+    def like(x: Tensor | None) -> Tensor:
+        if x is None:
+            return memory.empty((0,), dtype, device)
+        return memory.empty(x.shape, x.dtype, device)
+
+    outputs = tuple(like(x) for x in (q, k, v, g, beta, initial_state, A_log, dt_bias))
+    d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias = outputs
+    batch, length, heads, key_size = q.shape
+    value_heads, value_size = v.shape[2:]
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    nothing = sequences * value_heads * value_size * key_size == 0
+    if cu_seqlens is not None or nothing:
+        for output in outputs:  # tokens of no sequence belong to no chunk
+            output.zero_()
+    if nothing:
+        return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
+    group = value_heads // heads
+    # by token and value head: tiles by channel in float32 and halves, squares of pairs, two states
+    each = group * (34 * key_size + 8 * value_size + 26 * CHUNK.value)
+    each += group * 4 * value_size * key_size // CHUNK.value
+    at_once = tiling.at_once(heads, batch * length * each)
+    if at_once < heads:
+        for first in range(0, heads, at_once):
+            here = slice(first, first + at_once)
+            there = slice(first * group, (first + at_once) * group)
+            some = backward(
+                *(x[:, :, here] for x in (q, k)),
+                *(x[:, :, there] for x in (v, g, beta, d_out)),
+                None if d_final_state is None else d_final_state[:, there].contiguous(),
+                scale,
+                None if initial_state is None else initial_state[:, there].contiguous(),
+                cu_seqlens,
+                use_qk_l2norm_in_kernel,
+                use_gate_in_kernel,
+                None if A_log is None else A_log[there],
+                None if dt_bias is None else dt_bias.view(value_heads, key_size)[there],
+                lower_bound,
+                state_layout,
+            )
+            parts = (
+                *(x[:, :, here] for x in (d_q, d_k)),
+                *(x[:, :, there] for x in (d_v, d_g, d_beta)),
+                d_initial if initial_state is None else d_initial[:, there],
+                d_A if A_log is None else d_A[there],
+                d_bias if dt_bias is None else d_bias.view(value_heads, key_size)[there],
+            )
+            for part, grad in zip(parts, some, strict=True):
+                part.copy_(grad)
+        return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
+    # all tokens in one row
+    q, k, v, g, beta, d_out = (x.flatten(0, 1) for x in (q, k, v, g, beta, d_out))
+    gate, tokens, varlen = chunk_kda.gate_of(use_gate_in_kernel, lower_bound), len(q), cu_seqlens
+    norm, scale = use_qk_l2norm_in_kernel, key_size**-0.5 if scale is None else scale
+    x = chunk_kda.made_of(
+        q, k, g, beta, batch, scale, cu_seqlens, norm, gate, A_log, dt_bias, lower_bound, grad=True
+    )  # fmt: skip
+
+    def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return memory.empty((x.count, value_heads, *shape), kind, device)
+
+    side = CHUNK.value
+    number, firsts, counts = (
+        memory.empty((size,), torch.int32, device) for size in (1, x.count, x.count)
+    )
+    places[(1,)](
+        x.bounds, number, firsts, counts, sequences, length, tokens, VARLEN=varlen is not None,
+        **_only("places"),
+    )  # fmt: skip
+    states, grads = (space(value_size, key_size) for _ in range(2))
+    new, own, back, drop = (space(side, value_size) for _ in range(4))
+    sizes = dict(KEY=key_size, VALUE=value_size)
+    walked = dict(
+        **sizes, VARLEN=varlen is not None, INITIAL=initial_state is not None,
+        VALUE_FIRST=state_layout == "vk",
+    )  # fmt: skip
+    walk_states[(cores.cube(),)](
+        x.keys, x.left, x.fades, v, x.rates, x.bounds, x.solved, x.finer, x.alike,
+        states if initial_state is None else initial_state, states, new, own, sequences, length,
+        tokens, value_heads, *v.stride()[:2], **walked,
+        **_tile("walk_states", value_size, key_size, _PART),
+    )  # fmt: skip
+    walk_grads[(cores.cube(),)](
+        x.queries, x.keys, x.left, x.fades, d_out, x.rates, x.bounds, x.solved, x.finer, x.seen,
+        grads if d_final_state is None else d_final_state, d_initial, d_v, grads, back, drop,
+        sequences, length, tokens, value_heads, *d_out.stride()[:2], **walked,
+        FINAL=d_final_state is not None, **_tile("walk_grads", value_size, key_size, _PART),
+    )  # fmt: skip
+    of_pairs = space(4, side, side, kind=wide)
+    squares[(cores.cube(),)](
+        d_out, number, firsts, counts, new, drop, of_pairs, value_heads, *d_out.stride()[:2],
+        VALUE=value_size, **_tile("squares", value_size, 1),
+    )  # fmt: skip
+    of_q, of_k, of_rest, of_total = (space(side, key_size, kind=wide) for _ in range(4))
+    crosses[(cores.cube(),)](
+        d_out, number, firsts, counts, new, drop, states, grads, of_q, of_k, of_rest, value_heads,
+        *d_out.stride()[:2], **sizes, **_tile("crosses", value_size, key_size),
+    )  # fmt: skip
+    d_rates = memory.empty((value_heads, tokens), wide, device)
+    if varlen is not None:
+        d_rates.zero_()
+    inputs[(cores.vector(),)](
+        q, k, number, firsts, counts, x.total, x.units, x.scaled, of_pairs, of_q, of_k, of_rest,
+        back, own, d_q, d_k, d_rates, of_total, tokens, group, heads, scale, *q.stride()[:2],
+        *k.stride()[:2], **sizes, NORM=norm, **_only("inputs"),
+    )  # fmt: skip
+    d_beta.copy_(d_rates.mT.view(d_beta.shape))
+    # what `scaled` was for is done
+    totals[(cores.vector(),)](
+        number, x.total, x.units, of_rest, states, grads, of_total, x.scaled, value_heads, **sizes,
+        **_only("totals"),
+    )  # fmt: skip
+    config = _only("gates")
+    parts = [space(side // config["ROWS"], key_size, kind=wide).zero_() for _ in range(2)]
+    gates[(cores.vector(),)](
+        g, parts[0] if A_log is None else A_log, parts[1] if dt_bias is None else dt_bias, number,
+        firsts, counts, x.scaled, d_g, *parts, value_heads,
+        0.0 if lower_bound is None else lower_bound, *g.stride()[:2], KEY=key_size, GATE=gate,
+        A=A_log is not None, BIAS=dt_bias is not None, **config,
+    )  # fmt: skip
+    if A_log is not None:
+        d_A.copy_(parts[0].sum((0, 2, 3)))
+    if dt_bias is not None:
+        d_bias.copy_(parts[1].sum((0, 2)).view(d_bias.shape))
+    return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias

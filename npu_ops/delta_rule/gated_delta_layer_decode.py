@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The decode step of a gated-delta layer: the kernels of its three stages, one after the other.
+
+Each begins anew by itself where the compiler refuses a tile: a stage before it is not run again,
+which would push the states of the convolution on twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...dispatch.common import gated_delta
+from ..common import tune
+from ..convolution import causal_conv1d_update as convolution
+from . import fused_sigmoid_gating_delta_rule_update as rule
+from . import gated_rms_norm as norm
+
+
+def unsupported(**x: Any) -> str | None:
+    # of the shapes alone: what is convolved is like what comes
+    return (
+        convolution.unsupported(**gated_delta.convolution(x))
+        or rule.unsupported(**gated_delta.delta_rule(x, x["mixed_qkv"]))
+        or norm.unsupported(**gated_delta.norm(x, x["z"]))
+    )
+
+
+def forward(**x: Any) -> Tensor:
+    mixed = tune.stage(convolution.forward, **gated_delta.convolution(x))
+    out = tune.stage(rule.forward, **gated_delta.delta_rule(x, mixed))
+    normed: Tensor = tune.stage(norm.forward, **gated_delta.norm(x, out))
+    return normed

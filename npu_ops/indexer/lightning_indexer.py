@@ -1,0 +1,523 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Exact top-k of the indexer's scores, in two kernels (and a third for their values).
+
+    score[t, p] = key_scale[p] sum_n weights[t, n] query_scale[t, n] relu(query[t, n] . key[p])
+
+    scores   cube + vector   a group of tokens of one request stays in L1 while tiles of keys pass;
+                             paged keys come as one bulk copy a tile -> fp32 [groups, reach]
+    topk     vector cores    a row a core: the k-th score by counting, then compaction in order
+    values   vector cores    the chosen scores, where they are asked for
+
+The scales belong to int8, whose products are exact integers.  An absent position scores -inf and is
+never chosen; a score that is NaN or -inf counts as the lowest finite one, so that it comes last.
+On ties the lower position wins.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common import cores, entry, ragged, tiling, tune
+from ..common.front_end import sort
+from ..common.ragged import PAGED, TND, keys_of, request_of, seen, tokens_of, visible
+
+_PIECE = 2048  # keys for which a core loads the queries of a group, if there is work for all cores
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+_ABSENT, _INF = tl.constexpr(-2139095041), tl.constexpr(2139095040)  # the keys of -inf and inf
+_GUESSES = tl.constexpr(6)
+
+
+@triton.jit
+def heads_of(
+    query, weights, query_scale, h, query_head, scale_head,
+    Q_SCALE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """(query, weight) of the heads `h`; if they are not the whole ones, zero from HEADS on."""
+    of_query = query + h[:, None] * query_head + tl.arange(0, DIM)[None]
+    of_scale = query_scale + h * scale_head
+    if WHOLE:
+        q = tl.load(of_query)
+        w = tl.load(weights + h).to(tl.float32)
+        if Q_SCALE:
+            w *= tl.load(of_scale).to(tl.float32)
+    else:
+        q = tl.load(of_query, mask=(h < HEADS)[:, None], other=0)
+        w = tl.load(weights + h, mask=h < HEADS, other=0.0).to(tl.float32)
+        if Q_SCALE:
+            w *= tl.load(of_scale, mask=h < HEADS, other=0.0).to(tl.float32)
+    return q, w
+
+
+@triton.jit
+def groups_of(tokens, rows, TOKENS: tl.constexpr):
+    """How many groups the tokens of a request make at most, of those of this launch."""
+    return (tl.minimum(tokens, rows) + TOKENS - 1) // TOKENS
+
+
+@triton.jit
+def first_group(request, token, first, rows, tokens, Q_TND: tl.constexpr, TOKENS: tl.constexpr):
+    """The group that a request begins, among those of the tokens `first` to `first + rows`; its own
+    first token is `token`.  Packed requests have room for one group more than their share."""
+    if Q_TND:
+        before = tl.minimum(tl.maximum(token - first, 0), rows)
+        group = (before + (TOKENS - 1) * request) // TOKENS
+    else:
+        group = (request - first // tokens) * groups_of(tokens, rows, TOKENS)
+    return group
+
+
+@triton.jit
+def last_tile(requests, tokens, Q_TND: tl.constexpr, TOKENS: tl.constexpr):
+    """Where the last TOKENS tokens of all begin: no tile of a group begins behind it."""
+    if Q_TND:
+        last = tokens - TOKENS
+    else:
+        last = requests * tokens - TOKENS
+    return last
+
+
+@triton.jit
+def request_at(
+    group, query_lengths, first, rows, requests, steps, tokens,
+    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The request of a group; the last one of those that begin with it."""
+    if Q_TND:
+        request = requests * 0
+        last = requests - 1
+        for _ in range(0, steps):
+            middle = (request + last + 1) // 2
+            token, _count = tokens_of(middle, query_lengths, requests, tokens, Q_TND, Q_LENGTHS)
+            begun = first_group(middle, token, first, rows, tokens, Q_TND, TOKENS) <= group
+            request = tl.where(begun, middle, request)
+            last = tl.where(begun, last, middle - 1)
+    else:
+        request = first // tokens + group // groups_of(tokens, rows, TOKENS)
+    return request
+
+
+@triton.jit
+def score_row(
+    token, request, query_lengths, first, rows, groups, requests, tokens,
+    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Where `scores` puts the row of a token of this request."""
+    begun, _count = tokens_of(request, query_lengths, requests, tokens, Q_TND, Q_LENGTHS)
+    group = first_group(request, begun, first, rows, tokens, Q_TND, TOKENS)
+    begun = tl.maximum(begun, first)
+    of_group = (token - begun) // TOKENS
+    begun = tl.minimum(begun + of_group * TOKENS, last_tile(requests, tokens, Q_TND, TOKENS))
+    row = (group + of_group) * TOKENS + token - begun
+    # sums that do not ascend name groups that are not there
+    return tl.minimum(tl.maximum(row, 0), groups * TOKENS - 1).to(tl.int64)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "first", "rows", "wide", "groups", "pieces", "steps", "query_row", "query_head",
+        "weights_row", "scale_row", "scale_head", "key_row", "scale_page", "requests", "tokens",
+        "reach", "table_stride", "pages", "page", "page_rows",
+    ]
+)  # fmt: skip
+def scores(
+    query, key, weights, query_scale, key_scale, table, query_lengths, key_lengths, out,
+    first, rows, wide, groups, pieces, steps, query_row, query_head, weights_row, scale_row,
+    scale_head, key_row, scale_page, requests, tokens, reach, table_stride, pages, page, page_rows,
+    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr, Q_SCALE: tl.constexpr, K_SCALE: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, HEAD_TILE: tl.constexpr, TOKENS: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """out [groups * TOKENS, wide]: a core takes a piece of the keys that a group of tokens sees."""
+    r = tl.arange(0, KEY_TILE)
+    d = tl.arange(0, DIM)
+    h = tl.arange(0, TOKENS * HEAD_TILE)  # of several tokens: the heads of one after the other's
+    t = tl.arange(0, TOKENS)
+    for unit in range(tl.program_id(0), groups * pieces, tl.num_programs(0)):
+        piece = unit // groups
+        group = unit - piece * groups
+        request = request_at(
+            group, query_lengths, first, rows, requests, steps, tokens, Q_TND, Q_LENGTHS, TOKENS
+        )
+        token, count = tokens_of(request, query_lengths, requests, tokens, Q_TND, Q_LENGTHS)
+        start, keys = keys_of(request, key_lengths, reach, KEYS, K_LENGTHS)
+        begun = first_group(request, token, first, rows, tokens, Q_TND, TOKENS)
+        j = tl.maximum(first - token, 0) + (group - begun) * TOKENS
+        left = tl.maximum(tl.minimum(tl.minimum(count, first + rows - token) - j, TOKENS), 0)
+        n = tl.where(left > 0, seen(j + left - 1, count, keys, CAUSAL), 0)
+        tiles = ((n + KEY_TILE - 1) // KEY_TILE).to(tl.int64)
+        at = tl.minimum(token + j, last_tile(requests, tokens, Q_TND, TOKENS)).to(tl.int64)
+        of_query = query + at * query_row
+        of_weights = weights + at * weights_row
+        of_scale = query_scale + at * scale_row
+        to = out + (group * TOKENS).to(tl.int64) * wide
+        if HEADS <= HEAD_TILE:
+            q, w = heads_of(
+                of_query, of_weights, of_scale, h, query_head, scale_head,
+                Q_SCALE, HEADS, DIM, HEADS == HEAD_TILE,
+            )  # fmt: skip
+        begin = (tiles * piece // pieces).to(tl.int32)
+        end = (tiles * (piece + 1) // pieces).to(tl.int32)
+        for tile in range(begin, end):
+            position = tile * KEY_TILE
+            inside = n - position
+            if KEYS == PAGED:
+                column = position // page
+                number = tl.load(table + request.to(tl.int64) * table_stride + column)
+                there = (number >= 0) & (number < pages)
+                row = number.to(tl.int64) * page_rows + position - column * page
+                by_row = number.to(tl.int64) * scale_page + position - column * page
+            elif KEYS == TND:
+                there = tile >= 0
+                row = (start + position).to(tl.int64)
+                by_row = row
+            else:
+                there = tile >= 0
+                row = request.to(tl.int64) * page_rows + position
+                by_row = request.to(tl.int64) * scale_page + position
+            loaded = r < tl.where(there, inside, 0)
+            k = tl.load(key + (row + r)[:, None] * key_row + d[None], mask=loaded[:, None], other=0)
+            for head in tl.static_range(0, HEADS, HEAD_TILE):
+                if HEADS > HEAD_TILE:
+                    q, w = heads_of(
+                        of_query, of_weights, of_scale, head + h, query_head, scale_head,
+                        Q_SCALE, HEADS, DIM, HEADS % HEAD_TILE == 0,
+                    )  # fmt: skip
+                z = tl.dot(q, tl.trans(k)).to(tl.float32)  # [TOKENS * HEAD_TILE, KEY_TILE]
+                z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[:, None]
+                if HEADS % HEAD_TILE != 0:
+                    # the zeros of heads that are not there, times an infinite key, are NaN
+                    z = tl.where((head + h < HEADS)[:, None], z, 0.0)
+                if TOKENS > 1:
+                    score = tl.sum(z.reshape(TOKENS, HEAD_TILE, KEY_TILE), 1)
+                elif head == 0:
+                    score = tl.sum(z, 0)
+                else:
+                    score += tl.sum(z, 0)
+            if K_SCALE:
+                by = tl.load(key_scale + by_row + r, mask=loaded, other=0.0)
+                if TOKENS > 1:
+                    score *= by.to(tl.float32)[None]
+                else:
+                    score *= by.to(tl.float32)
+            # false for NaN as well
+            score = tl.where(score > _LOWEST, score, _LOWEST)
+            most = tl.where(there, float("inf"), float("-inf"))
+            score = tl.minimum(score, most, propagate_nan=tl.PropagateNan.ALL)
+            if TOKENS > 1:
+                rows_of = to + t[:, None] * wide + position + r[None]
+                tl.store(rows_of, score, mask=(r < inside)[None])
+            else:
+                tl.store(to + position + r, score, mask=r < inside)
+
+
+@triton.jit
+def as_float(key):
+    """The float behind an ordered int32 key: floats compare as their keys do."""
+    key = key.to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_key(number):
+    """The ordered key of a float, as int64."""
+    bits = number.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def narrower(low, high, most, least, key, count, wanted):
+    """The bracket, and what is not below its ends, by one more count."""
+    enough = count >= wanted
+    closer = (key < high) & (count < wanted)
+    most = tl.where(enough, count, most)
+    least = tl.where(closer, count, least)
+    return tl.where(enough, key, low), tl.where(closer, key, high), most, least
+
+
+@triton.jit
+def search(of_row, n, low, high, most, least, key1, key2, key3, wanted, TILE: tl.constexpr):
+    """The bracket from `low`, which `most` scores reach, to `high`, which `least` do, narrowed by
+    three ascending keys; one that is not inside it changes nothing."""
+    c = tl.arange(0, TILE)
+    at1, at2, at3 = as_float(key1), as_float(key2), as_float(key3)
+    above1 = tl.zeros((TILE,), tl.float32)
+    above2 = tl.zeros((TILE,), tl.float32)
+    above3 = tl.zeros((TILE,), tl.float32)
+    for s in range(0, n, TILE):
+        v = tl.load(of_row + s + c, mask=c < n - s, other=float("-inf"))
+        above1 += tl.where(v >= at1, 1.0, 0.0)
+        above2 += tl.where(v >= at2, 1.0, 0.0)
+        above3 += tl.where(v >= at3, 1.0, 0.0)
+    low, high, most, least = narrower(low, high, most, least, key1, tl.sum(above1, 0), wanted)
+    low, high, most, least = narrower(low, high, most, least, key2, tl.sum(above2, 0), wanted)
+    return narrower(low, high, most, least, key3, tl.sum(above3, 0), wanted)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "first", "rows", "wide", "groups", "chosen", "requests", "tokens", "reach",
+    ]
+)  # fmt: skip
+def topk(
+    score, query_lengths, key_lengths, out,
+    first, rows, wide, groups, chosen, requests, tokens, reach,
+    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, COUNT_TILE: tl.constexpr, SORT_TILE: tl.constexpr,
+):  # fmt: skip
+    """The `chosen`-th score lies in a bracket of keys, whose ends are counted: _GUESSES passes over
+    the row narrow it down by values, which is fast where they are spread; where a score or a tie is
+    not singled out then, up to 16 passes do by keys, which is sure.  Rows that are taken as a whole
+    need none.  Then the positions above it, and the first ones equal to it, are packed in order.
+
+    A tile is packed by sorting: -position where chosen, -inf elsewhere.  Positions and counts are
+    small enough to be exact as floats, which the vector unit compares and sorts best.
+    """
+    c = tl.arange(0, COUNT_TILE)
+    p = tl.arange(0, SORT_TILE)
+    negative = -p.to(tl.float32)
+    wanted = chosen.to(tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        request, _, n = visible(
+            first + row, query_lengths, key_lengths, requests, tokens, reach,
+            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
+        )  # fmt: skip
+        of_row = score + wide * score_row(
+            first + row, request, query_lengths, first, rows, groups, requests, tokens,
+            Q_TND, Q_LENGTHS, TOKENS,
+        )  # fmt: skip
+        to = out + (first + row).to(tl.int64) * chosen
+        there = tl.zeros((COUNT_TILE,), tl.float32)
+        lowest = tl.full((COUNT_TILE,), float("inf"), tl.float32)
+        highest = tl.full((COUNT_TILE,), _LOWEST, tl.float32)
+        for s in range(0, tl.where(n > chosen, n, 0), COUNT_TILE):
+            v = tl.load(of_row + s + c, mask=c < n - s, other=float("-inf"))
+            there += tl.where(v >= _LOWEST, 1.0, 0.0)
+            lowest = tl.minimum(lowest, tl.where(v >= _LOWEST, v, float("inf")))
+            highest = tl.maximum(highest, v)
+        most = tl.sum(there, 0)
+        least = most * 0.0
+        # -inf is absent: where no more are there than are wanted, all above it are taken
+        low = tl.where(most > wanted, as_key(tl.min(lowest, 0)), _ABSENT)
+        high = tl.where(most > wanted, as_key(tl.max(highest, 0)), _ABSENT) + 1
+        for guess in range(0, _GUESSES):
+            if (high - low > 1) & (most != wanted):
+                share = tl.where(guess < 2, 0.5, (most - wanted) / (most - least))
+                apart = tl.where(guess < 2, 0.25, 0.125)
+                bottom = as_float(low)
+                width = as_float(tl.minimum(high, _INF)) - bottom
+                key1 = as_key(bottom + width * tl.maximum(share - apart, 0.01))
+                key2 = as_key(bottom + width * tl.minimum(tl.maximum(share, 0.01), 0.99))
+                key3 = as_key(bottom + width * tl.minimum(share + apart, 0.99))
+                low, high, most, least = search(
+                    of_row, n, low, high, most, least, key1, key2, key3, wanted, COUNT_TILE
+                )
+        for _ in range(0, ((high - low > 1) & (most != wanted)).to(tl.int32) * 16):
+            if (high - low > 1) & (most != wanted):
+                step = (high - low + 3) >> 2
+                low, high, most, least = search(
+                    of_row, n, low, high, most, least, low + step, low + 2 * step, low + 3 * step,
+                    wanted, COUNT_TILE,
+                )  # fmt: skip
+        at_least = as_float(low)
+        # how many of those equal to it are wanted: all that there are, or those that are missing
+        ties = tl.where(most == wanted, chosen, chosen - least.to(tl.int32))
+        ties = tl.where(low > _ABSENT, ties, 0)
+        written = 0
+        for s in range(0, n, SORT_TILE):
+            v = tl.load(of_row + s + p, mask=p < n - s, other=float("-inf"))
+            equal = tl.where(v == at_least, 1.0, 0.0)
+            here = tl.sum(equal, 0).to(tl.int32)
+            # the last equal position that is taken, negative
+            last = tl.where(ties > 0, -1.0 * SORT_TILE, 1.0)
+            if (here > ties) & (ties > 0):
+                # rare: the wanted ones end inside this tile
+                packed = sort(tl.where(equal > 0, negative, float("-inf")), 0, True)
+                last = tl.sum(tl.where(p == ties - 1, packed, 0.0), 0)
+            ties -= tl.minimum(here, ties)
+            equal = tl.where(negative >= last, equal, 0.0)
+            key = tl.where(v > at_least, negative, tl.where(equal > 0, negative, float("-inf")))
+            taken = tl.sum(tl.where(key > float("-inf"), 1.0, 0.0), 0).to(tl.int32)
+            if taken > 0:
+                packed = sort(key, 0, True)
+                position = s - tl.maximum(packed, -1.0 * SORT_TILE).to(tl.int32)
+                tl.store(to + written + p, position, mask=p < taken)
+                written += taken
+        for s in range(written, chosen, SORT_TILE):
+            tl.store(to + s + p, tl.full((SORT_TILE,), -1, tl.int32), mask=p < chosen - s)
+
+
+@entry.jit(do_not_specialize=["first", "rows", "wide", "groups", "chosen", "requests", "tokens"])
+def values(
+    score, indices, query_lengths, out, first, rows, wide, groups, chosen, requests, tokens,
+    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    p = tl.arange(0, PIECE)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        request = request_of(first + row, query_lengths, requests, tokens, Q_TND)
+        of_row = score + wide * score_row(
+            first + row, tl.minimum(request, requests - 1), query_lengths, first, rows, groups,
+            requests, tokens, Q_TND, Q_LENGTHS, TOKENS,
+        )  # fmt: skip
+        at = (first + row).to(tl.int64) * chosen
+        for s in range(0, chosen, PIECE):
+            position = tl.load(indices + at + s + p, mask=p < chosen - s, other=-1)
+            value = tl.load(of_row + tl.where(position >= 0, position, 0))
+            value = tl.where(position >= 0, value, 0.0)
+            tl.store(out + at + s + p, value.to(out.dtype.element_ty), mask=p < chosen - s)
+
+
+def unsupported(
+    query: Tensor, key: Tensor, block_table: Tensor | None, cmp_ratio: int, **_: Any
+) -> str | None:
+    if cmp_ratio != 1:
+        return f"cmp_ratio={cmp_ratio}, the kernel counts a token for each key: supported 1"
+    if reason := tiling.not_multiplied(query=query):
+        return reason
+    size = query.shape[-1]
+    overflow = tiling.matmul_overflow(64, 128, size)
+    if size % 16 or overflow:
+        return overflow or f"head size {size}, the cube unit takes multiples of 16"
+    reach = block_table.shape[1] * key.shape[1] if block_table is not None else key.shape[-3]
+    if reach > ragged.LONGEST:
+        return f"contexts of up to {reach} positions, the kernel reaches {ragged.LONGEST}"
+    return ragged.uneven(key=key)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    return_value: bool,
+    cmp_ratio: int,
+    value_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Values in the dtype of `query`, unless another is asked for."""
+    return select(
+        query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode,
+        (value_dtype or query.dtype) if return_value else None,
+    )  # fmt: skip
+
+
+def select(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_scale: Tensor | None,
+    key_scale: Tensor | None,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    count: int,
+    sparse_mode: int,
+    value_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """(indices, values of `value_dtype`, or none)"""
+    plan = ragged.plan(
+        query, key, lengths_query, lengths_key, block_table, layout_query, layout_key, sparse_mode
+    )
+    shape = [*query.shape[:-2], 1, count]
+    indices = memory.empty(shape, torch.int32, query.device)
+    wanted = value_dtype is not None
+    chosen = memory.empty(shape if wanted else [0], value_dtype or query.dtype, query.device)
+    if plan.rows == 0 or plan.reach == 0 or key.numel() == 0:
+        return indices.fill_(-1), chosen.zero_()
+
+    q, w = query.flatten(0, -3), weights.flatten(0, -2)
+    of_query = w if query_scale is None else query_scale.flatten(0, -2)
+    of_key = w if key_scale is None else key_scale
+    page = key.shape[-3] if layout_key == "PA_BSND" else 0
+    product = _tiles(plan, page, q, w, of_query)
+    each = product.tiles["TOKENS"]
+    lengths = {name: plan.arguments[name] for name in ("query_lengths", "requests", "tokens")}
+    packed = {name: plan.flags[name] for name in ("Q_TND", "Q_LENGTHS")} | {"TOKENS": each}
+    wide = tiling.up(plan.reach, product.tiles["KEY_TILE"])
+    at_once = tiling.at_once(plan.rows, wide * 4)
+    rounds = [
+        (first, rows, _groups(plan, first, rows, each))
+        for first in range(0, plan.rows, at_once)
+        for rows in [min(at_once, plan.rows - first)]
+    ]
+    most = max(groups for _, _, groups in rounds)
+    found = memory.empty((most * each, wide), torch.float32, query.device)
+    for first, rows, groups in rounds:
+        scores[(cores.cube(),)](
+            q, key, w, of_query, of_key, plan.table, out=found, first=first, rows=rows, wide=wide,
+            groups=groups, pieces=_pieces(groups, plan.reach),
+            steps=plan.arguments["requests"].bit_length(),
+            query_row=q.stride(0), query_head=q.stride(1), weights_row=w.stride(0),
+            scale_row=of_query.stride(0), scale_head=of_query.stride(1),
+            key_row=ragged.row_stride(key), scale_page=of_key.stride(0),
+            table_stride=plan.table.stride(0), pages=key.shape[0], page=key.shape[-3],
+            page_rows=ragged.page_rows(key), Q_SCALE=query_scale is not None,
+            K_SCALE=key_scale is not None, HEADS=q.shape[1], DIM=q.shape[2],
+            **plan.arguments, **plan.flags, **product.keywords,
+        )  # fmt: skip
+        topk[(min(rows, cores.vector()),)](
+            found, out=indices, first=first, rows=rows, wide=wide, groups=groups, chosen=count,
+            TOKENS=each, **plan.arguments, **plan.flags,
+            **tune.only("lightning_indexer.topk").keywords,
+        )  # fmt: skip
+        if wanted:
+            values[(min(rows, cores.vector()),)](
+                found, indices, out=chosen, first=first, rows=rows, wide=wide, groups=groups,
+                chosen=count, **lengths, **packed,
+                **tune.only("lightning_indexer.values").keywords,
+            )  # fmt: skip
+    return indices, chosen
+
+
+def _tiles(plan: ragged.Plan, page: int, query: Tensor, *by_head: Tensor) -> tune.Config:
+    """A tile of keys lies within a page.  The heads of several tokens are one tile only where they
+    lie back to back and fill it."""
+    tokens, heads, size = query.shape
+    dense = all(x.stride(0) == heads * x.stride(1) for x in (query, *by_head))
+    within = [
+        config
+        for config in tune.TABLE["lightning_indexer.scores"]
+        if page % config.tiles["KEY_TILE"] == 0
+        and (
+            config.tiles["TOKENS"] == 1
+            or (dense and config.tiles["HEAD_TILE"] == heads and config.tiles["TOKENS"] <= tokens)
+        )
+    ]
+    ranked = tune.ranked(within, "HEAD_TILE", min(heads, 64))
+    each = -(-plan.rows // plan.arguments["requests"])
+    return tune.choose(
+        "lightning_indexer.scores", tune.ranked(ranked, "TOKENS", each), size, query.dtype
+    )
+
+
+def _groups(plan: ragged.Plan, first: int, rows: int, each: int) -> int:
+    """How many groups of tokens `scores` numbers in a round: see `first_group`."""
+    requests, tokens = plan.arguments["requests"], plan.arguments["tokens"]
+    if plan.flags["Q_TND"]:
+        return (rows + (each - 1) * requests) // each
+    requests = (first + rows - 1) // tokens - first // tokens + 1
+    return requests * -(-min(tokens, rows) // each)
+
+
+def _pieces(groups: int, reach: int) -> int:
+    """Into how many pieces the keys of each group go: so that all cores have as many of them, and
+    long ones spread over many cores."""
+    least = cores.cube() // math.gcd(groups, cores.cube())
+    return least * max(1, reach // (_PIECE * least))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Queries, head weights and new keys of the lightning indexer; rnd rounds to the dtype of x.
+
+    query_index = RoPE(rnd(c W_qb))   key = RoPE(rnd(LayerNorm(x W_k)))   weights = rnd(x W_proj)
+
+RoPE turns the first Dr dims of a head and rounds them; the others pass.  x W_k is not rounded.
+Weights or a cache of 8 bits: narrow_prolog.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common import quantise, tiling
+from . import narrow_prolog, product, rows
+
+
+def unsupported(
+    token_x: Tensor,
+    ln_gamma_k: Tensor,
+    rope_sin: Tensor,
+    index_k_cache: Tensor,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    index_hadamard: bool = False,
+    **_: Any,
+) -> str | None:
+    in_bytes = index_k_cache if kv_cache_quant_mode else None
+    reason = narrow_prolog.unsupported(weight_quant_mode, in_bytes)
+    if reason := reason or quantise.without_transform(index_hadamard):
+        return reason
+    if reason := tiling.not_multiplied(token_x=token_x):
+        return reason
+    rotary, size = rope_sin.shape[-1], ln_gamma_k.shape[0]
+    if rotary % 16 or (size - rotary) % 16:
+        return f"{rotary} rotary dims of {size}: both they and the rest come in 16s"
+    return None
+
+
+def head_count(weight_proj: Tensor) -> int:
+    """Of the indexer; a weight of four dims is padded to whole tiles."""
+    four = weight_proj.ndim == 4
+    return weight_proj.shape[0] * weight_proj.shape[3] if four else weight_proj.shape[1]
+
+
+def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
+    if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
+        return narrow_prolog.indexer(**arguments, heads=head_count(arguments["weight_proj"]))
+    return _of_16_bits(**arguments)
+
+
+def _of_16_bits(
+    token_x: Tensor,
+    query_norm: Tensor,
+    weight_qb: Tensor,
+    weight_k: Tensor,
+    weight_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    index_k_cache: Tensor,
+    cache_index: Tensor,
+    ln_epsilon: float,
+    rope_interleaved: bool,
+    weight_format: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    batch, length, hidden = token_x.shape
+    tokens, size = batch * length, ln_gamma_k.shape[0]
+    heads = head_count(weight_proj)
+    device, dtype = token_x.device, token_x.dtype
+    query_index = memory.empty((tokens, heads, size), dtype, device)
+    weights = memory.empty((tokens, heads), dtype, device)
+    if tokens:
+        sums = product.in_parts(
+            token_x.view(tokens, hidden), [(weight_k, size), (weight_proj, heads)], weight_format
+        )
+        of_index = rows.Index(
+            ln_gamma_k, ln_beta_k, index_k_cache, weights, ln_epsilon, rope_interleaved
+        )
+        rows.norms(sums, rope_sin, rope_cos, cache_index, None, of_index)
+        c = query_norm.view(tokens, query_norm.shape[-1])
+        product.weights(c, [(weight_qb, query_index.flatten(1))], weight_format)
+        rows.rotate(query_index, rope_sin, rope_cos, rope_interleaved)
+    return query_index.view(batch, length, heads, size), weights.view(batch, length, heads)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Queries of absorbed latent attention and the new rows of its cache; rnd rounds to the dtype of x.
+
+    c = rnd(RMSNorm(rnd(x W_dq)))   [q, q_rope] = rnd(c W_uq_qr)   query = rnd(q W_uk)
+    [l, l_rope] = rnd(x W_dkv_kr)   kv_cache = rnd(RMSNorm(l))     kr_cache = rnd(RoPE(l_rope))
+
+The products run on the cube (product.py), the rest on the vector cores (rows.py), row by row.
+Weights or a cache of 8 bits: narrow_prolog.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...dispatch.common import memory
+from . import absorption, narrow_prolog, narrow_rows, product, rows
+from .narrow_product import Rows
+
+
+def unsupported(
+    token_x: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    kv_cache: Tensor,
+    rope_sin: Tensor,
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    kv_cache_dtype: int | None = None,
+    **_: Any,
+) -> str | None:
+    in_rows = kv_cache if kv_cache_quant_mode else None
+    reason = narrow_prolog.unsupported(weight_quant_mode, in_rows, kv_cache_dtype)
+    if reason := reason or narrow_prolog.not_multiplied(token_x, rmsnorm_gamma_cq):
+        return reason
+    narrow = weight_quant_mode or kv_cache_quant_mode
+    widest = narrow_rows.widest() if narrow else rows.widest()
+    if max(rmsnorm_gamma_cq.shape[0], kv_cache.shape[-1]) > widest:
+        return f"a row of more than {widest} numbers does not fit into UB at once"
+    if rope_sin.shape[-1] % 16:
+        return f"the rotary size is {rope_sin.shape[-1]}, expected a multiple of 16"
+    return None
+
+
+def forward(**arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, query_rope, query_norm, _ = with_rows(**arguments)
+    return query, query_rope, query_norm
+
+
+def with_rows(**arguments: Any) -> tuple[Tensor, Tensor, Tensor, Rows]:
+    """Behind the outputs the query norm as its product takes it."""
+    if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
+        return narrow_prolog.mla(**arguments)
+    outputs = _of_16_bits(**arguments)
+    return *outputs, Rows(outputs[2])
+
+
+def _of_16_bits(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    cache_index: Tensor,
+    rmsnorm_epsilon_cq: float,
+    rmsnorm_epsilon_ckv: float,
+    rope_interleaved: bool,
+    weight_format: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, hidden = token_x.shape
+    tokens, rank, rotary = batch * length, rmsnorm_gamma_cq.shape[0], rope_sin.shape[-1]
+    heads, plain, latent = weight_uk.shape
+
+    def new(*shape: int) -> Tensor:
+        return memory.empty(shape, token_x.dtype, token_x.device)
+
+    query, query_rope = absorption.room(batch, length, weight_uk, rotary, token_x.dtype)
+    query_norm = new(tokens, rank)
+    if tokens:
+        both = new(tokens, heads, plain + rotary)
+        sums = product.in_parts(
+            token_x.view(tokens, hidden),
+            [(weight_dq, rank), (weight_dkv_kr, latent + rotary)],
+            weight_format,
+        )
+        of_latent = rows.Latent(
+            rmsnorm_gamma_cq, rmsnorm_gamma_ckv, kv_cache, kr_cache, query_norm,
+            rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv, rope_interleaved,
+        )  # fmt: skip
+        rows.norms(sums, rope_sin, rope_cos, cache_index, of_latent, None)
+        product.weights(query_norm, [(weight_uq_qr, both.flatten(1))], weight_format)
+        absorption.queries(
+            both, weight_uk, query.flatten(0, 1), query_rope.flatten(0, 1), rope_sin, rope_cos,
+            rope_interleaved,
+        )  # fmt: skip
+    return query, query_rope, query_norm.view(batch, length, rank)

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Products with weights, on the cube alone: no vector core, no workspace.
+
+    nz_products   x [M, K] @ W for up to four W, as FRACTAL_NZ bytes [N/16, K, 16] each
+    nd_product    x [M, heads, K] @ W [heads, K, N], row-major, head by head
+
+An NZ panel is 16 columns, and its K rows lie one after the other: a step of DEPTH of them is one
+bulk copy of contiguous bytes into L1, and one multiply.  The panels' sums stay in L0C, and the x
+tile is loaded once for all of them.  Wider tiles out of panels (a 3-D load, reshaped) are
+miscompiled or go through the vector cores.
+
+Where tiles are few, the depth is cut as well: `out` then has sums of parts, for the next launch to
+add.  How it is cut follows from the shapes alone: sums are the same on any number of cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory, nz
+from ..common import cores, entry, tiling, tune
+from ..common.cores import turn
+
+_MOST = 4  # weights of a launch
+_PARTS = 8  # of the depth, at most
+_PART = 16_000  # numbers that are loaded while a part's few copies of the next launch begin
+_CACHED = 3  # how many times as fast the cache is as the memory
+
+
+@triton.jit
+def _panel(w, panel, panels, depth, at, WHOLE_N: tl.constexpr):
+    """Where a step of one panel begins; a panel past the last one is the last one."""
+    if not WHOLE_N:
+        panel = tl.minimum(panel, panels - 1)
+    return w + panel.to(tl.int64) * depth * 16 + at
+
+
+@triton.jit
+def _step(x_tile, w, panel, panels, depth, k, at, acc, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+          DEPTH: tl.constexpr):  # fmt: skip
+    start = _panel(w, panel, panels, depth, at, WHOLE_N)
+    if WHOLE_K:
+        w_tile = tl.load(start)
+    else:
+        w_tile = tl.load(start, mask=(tl.arange(0, DEPTH) < depth - k)[:, None], other=0.0)
+    return tl.dot(x_tile, w_tile, acc)
+
+
+@triton.jit
+def _put(out, row, m, panel, panels, columns, acc, WHOLE_N: tl.constexpr):
+    n = tl.arange(0, 16)
+    at = out + row * columns + panel * 16 + n[None]
+    there = m[:, None]
+    if not WHOLE_N:
+        there = there & (n < (panels - panel) * 16)[None]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _tiles(
+    x, w, out, columns, out_row, first, rows, depth, parts, out_part,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, PANELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The tiles of one weight, of which core `first` takes the first; the core where they end."""
+    panels = columns // 16
+    across = (panels + PANELS - 1) // PANELS
+    tiles = (rows + ROWS - 1) // ROWS * across
+    span = depth // parts
+    n = tl.arange(0, 16)
+    d = tl.arange(0, DEPTH)
+    for work in range(turn(first), tiles * parts, tl.num_programs(0)):
+        part = work // tiles
+        tile = work % tiles
+        row = tile // across * ROWS + tl.arange(0, ROWS)
+        m = row < rows
+        row = row.to(tl.int64)[:, None]
+        panel = tile % across * PANELS
+        acc0 = tl.zeros((ROWS, 16), tl.float32)
+        acc1 = tl.zeros((ROWS, 16), tl.float32)
+        acc2 = tl.zeros((ROWS, 16), tl.float32)
+        acc3 = tl.zeros((ROWS, 16), tl.float32)
+        if PANELS == 8:
+            acc4 = tl.zeros((ROWS, 16), tl.float32)
+            acc5 = tl.zeros((ROWS, 16), tl.float32)
+            acc6 = tl.zeros((ROWS, 16), tl.float32)
+            acc7 = tl.zeros((ROWS, 16), tl.float32)
+        for step in range(0, span, DEPTH):
+            k = part * span + step
+            from_x = x + row * depth + (k + d)[None]
+            if WHOLE_M and WHOLE_K:
+                x_tile = tl.load(from_x)
+            elif WHOLE_K:
+                x_tile = tl.load(from_x, mask=m[:, None], other=0.0)
+            else:
+                x_tile = tl.load(from_x, mask=m[:, None] & (d < depth - k)[None], other=0.0)
+            at = (k + d)[:, None] * 16 + n[None]
+            acc0 = _step(x_tile, w, panel, panels, depth, k, at, acc0, WHOLE_N, WHOLE_K, DEPTH)
+            acc1 = _step(x_tile, w, panel + 1, panels, depth, k, at, acc1, WHOLE_N, WHOLE_K, DEPTH)
+            acc2 = _step(x_tile, w, panel + 2, panels, depth, k, at, acc2, WHOLE_N, WHOLE_K, DEPTH)
+            acc3 = _step(x_tile, w, panel + 3, panels, depth, k, at, acc3, WHOLE_N, WHOLE_K, DEPTH)
+            if PANELS == 8:
+                acc4 = _step(
+                    x_tile, w, panel + 4, panels, depth, k, at, acc4, WHOLE_N, WHOLE_K, DEPTH
+                )
+                acc5 = _step(
+                    x_tile, w, panel + 5, panels, depth, k, at, acc5, WHOLE_N, WHOLE_K, DEPTH
+                )
+                acc6 = _step(
+                    x_tile, w, panel + 6, panels, depth, k, at, acc6, WHOLE_N, WHOLE_K, DEPTH
+                )
+                acc7 = _step(
+                    x_tile, w, panel + 7, panels, depth, k, at, acc7, WHOLE_N, WHOLE_K, DEPTH
+                )
+        to = out + part.to(tl.int64) * out_part
+        _put(to, row, m, panel, panels, out_row, acc0, WHOLE_N)
+        _put(to, row, m, panel + 1, panels, out_row, acc1, WHOLE_N)
+        _put(to, row, m, panel + 2, panels, out_row, acc2, WHOLE_N)
+        _put(to, row, m, panel + 3, panels, out_row, acc3, WHOLE_N)
+        if PANELS == 8:
+            _put(to, row, m, panel + 4, panels, out_row, acc4, WHOLE_N)
+            _put(to, row, m, panel + 5, panels, out_row, acc5, WHOLE_N)
+            _put(to, row, m, panel + 6, panels, out_row, acc6, WHOLE_N)
+            _put(to, row, m, panel + 7, panels, out_row, acc7, WHOLE_N)
+    return (first + tiles * parts) % tl.num_programs(0)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "columns0", "columns1", "columns2", "columns3", "row0", "row1", "row2", "row3", "rows",
+        "depth", "parts", "out_part",
+    ]
+)  # fmt: skip
+def nz_products(
+    x, w0, out0, columns0, row0, w1, out1, columns1, row1, w2, out2, columns2, row2,
+    w3, out3, columns3, row3, rows, depth, parts, out_part,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, PANELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    first = _tiles(
+        x, w0, out0, columns0, row0, 0, rows, depth, parts, out_part,
+        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
+    )  # fmt: skip
+    if w1 is not None:
+        first = _tiles(
+            x, w1, out1, columns1, row1, first, rows, depth, parts, out_part,
+            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
+        )  # fmt: skip
+    if w2 is not None:
+        first = _tiles(
+            x, w2, out2, columns2, row2, first, rows, depth, parts, out_part,
+            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
+        )  # fmt: skip
+    if w3 is not None:
+        _tiles(
+            x, w3, out3, columns3, row3, first, rows, depth, parts, out_part,
+            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def head_tiles(
+    x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    across = (columns + COLUMNS - 1) // COLUMNS
+    tiles = (rows + ROWS - 1) // ROWS * across
+    d = tl.arange(0, DEPTH)
+    for work in range(tl.program_id(0), heads * tiles, tl.num_programs(0)):
+        head = work // tiles
+        tile = work % tiles
+        row = tile // across * ROWS + tl.arange(0, ROWS)
+        column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        m = (row < rows)[:, None]
+        there = (column < columns)[None]
+        row = row.to(tl.int64)[:, None]
+        of_head = w + head.to(tl.int64) * depth * columns
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(0, depth, DEPTH):
+            from_x = x + row * x_row + head * x_head + (k + d)[None]
+            from_w = of_head + (k + d)[:, None].to(tl.int64) * columns + column[None]
+            if WHOLE_M and WHOLE_K:
+                x_tile = tl.load(from_x)
+            elif WHOLE_K:
+                x_tile = tl.load(from_x, mask=m, other=0.0)
+            else:
+                x_tile = tl.load(from_x, mask=m & (d < depth - k)[None], other=0.0)
+            if WHOLE_N and WHOLE_K:
+                w_tile = tl.load(from_w)
+            else:
+                w_tile = tl.load(from_w, mask=there & (d < depth - k)[:, None], other=0.0)
+            acc = tl.dot(x_tile, w_tile, acc)
+        to = out + row * out_row + head * columns + column[None]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=m & there)
+
+
+@entry.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
+def nd_product(
+    x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    head_tiles(
+        x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
+        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+
+
+def weights(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], weight_format: str) -> None:
+    """out [M, N] = x [M, K] @ w for each of the pairs (w, out); w is NZ or row-major as `nz.is_nz`
+    finds, and the rows of `out` may lie apart."""
+    tiled = [pair for pair in pairs if nz.is_nz(pair[0], weight_format)]
+    if tiled:
+        _launch(x, tiled, _cut(x, [out.shape[1] for _, out in tiled], 1), 0)
+    for w, out in pairs:
+        if not any(w is each for each, _ in tiled):
+            heads(x[:, None], w[None], out[:, None])
+
+
+def in_parts(x: Tensor, columns: Sequence[tuple[Tensor, int]], weight_format: str) -> Tensor:
+    """[parts, M, sum of N] in float32, whose sum over the parts is x [M, K] @ w of each (w, N), one
+    beside the other."""
+    sizes = [size for _, size in columns]
+    whole = all(nz.is_nz(w, weight_format) for w, _ in columns)
+    config, parts = _cut(x, sizes, _PARTS if whole else 1)
+    out = memory.empty((parts, x.shape[0], sum(sizes)), torch.float32, x.device)
+    pairs = list(zip([w for w, _ in columns], out[0].split(sizes, dim=1), strict=True))
+    if whole:
+        _launch(x, pairs, (config, parts), out.stride(0))
+    else:
+        weights(x, pairs, weight_format)
+    return out
+
+
+def _launch(
+    x: Tensor, pairs: list[tuple[Tensor, Tensor]], cut: tuple[tune.Config, int], out_part: int
+) -> None:
+    (rows, depth), (config, parts) = x.shape, cut
+    wide = 16 * config.tiles["PANELS"]
+    given: dict[str, Any] = {}
+    for i in range(_MOST):
+        w, out = pairs[i] if i < len(pairs) else (None, None)
+        columns, row = (0, 0) if out is None else (out.shape[1], out.stride(0))
+        given |= {f"w{i}": w, f"out{i}": out, f"columns{i}": columns, f"row{i}": row}
+    works = parts * _tile_count(rows, [out.shape[1] for _, out in pairs], config)
+    nz_products[(min(works, cores.cube()),)](
+        x, **given, rows=rows, depth=depth, parts=parts, out_part=out_part,
+        WHOLE_N=all(out.shape[1] % wide == 0 for _, out in pairs),
+        **whole_tiles(config, rows, depth), **config.keywords,
+    )  # fmt: skip
+
+
+def heads(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """out [M, heads, N] = x [M, heads, K] @ w [heads, K, N]; x may have strides, dense rows."""
+    config = by_height("product.nd_product", x.shape[0])
+    given = of_heads(x, w, out, config)
+    nd_product[(min(head_tile_count(x, w, config), cores.cube()),)](**given, **config.keywords)
+
+
+def of_heads(x: Tensor, w: Tensor, out: Tensor, config: tune.Config) -> dict[str, Any]:
+    """What `head_tiles` takes beside its tiles."""
+    rows, heads, depth = x.shape
+    columns = w.shape[2]
+    return dict(
+        x=x,
+        w=w,
+        out=out,
+        rows=rows,
+        heads=heads,
+        columns=columns,
+        depth=depth,
+        x_row=x.stride(0),
+        x_head=x.stride(1),
+        out_row=out.stride(0),
+        WHOLE_N=columns % config.tiles["COLUMNS"] == 0,
+        **whole_tiles(config, rows, depth),
+    )
+
+
+def head_tile_count(x: Tensor, w: Tensor, config: tune.Config) -> int:
+    rows, heads, _ = x.shape
+    return heads * -(-rows // config.tiles["ROWS"]) * -(-w.shape[2] // config.tiles["COLUMNS"])
+
+
+def by_height(kernel: str, rows: int) -> tune.Config:
+    """The tiles of the least rows that cover M."""
+    return tune.choose(kernel, covering(kernel, rows))
+
+
+def covering(kernel: str, rows: int) -> list[tune.Config]:
+    """First those of the least rows that cover M."""
+    found = tune.TABLE[kernel]
+    most = max(config.tiles["ROWS"] for config in found)
+    return tune.ranked(found, "ROWS", min(rows, most))
+
+
+def _cut(x: Tensor, columns: Sequence[int], most: int) -> tuple[tune.Config, int]:
+    """The tiles and the number of parts, at most so many, that read the least on a core."""
+    rows, depth = x.shape
+    by_rows = covering("product.nz_products", rows)
+    least = by_rows[0].tiles["ROWS"]
+
+    def parts(config: tune.Config) -> list[int]:
+        step = config.tiles["DEPTH"]
+        return [1] + [n for n in range(2, most + 1) if depth % (n * step) == 0]
+
+    def cost(config: tune.Config, n: int) -> float:
+        """Numbers that one of 24 cores waits for: weights, x out of the cache, sums, which are
+        twice as wide and go out and in."""
+        turns = -(-n * _tile_count(rows, columns, config) // tiling.A3.cube_cores)
+        wide = 16 * config.tiles["PANELS"] + min(rows, config.tiles["ROWS"]) / _CACHED
+        sums = 4 * n * rows * sum(columns) / tiling.A3.cube_cores
+        return turns * tiling.up(depth // n, config.tiles["DEPTH"]) * wide + sums + n * _PART
+
+    fitting = [config for config in by_rows if config.tiles["ROWS"] == least]
+    smaller = [config for config in by_rows if config.tiles["ROWS"] < least]
+    best = {str(c): min(parts(c), key=lambda n: cost(c, n)) for c in by_rows}
+    config = tune.choose(
+        "product.nz_products",
+        sorted(fitting, key=lambda c: cost(c, best[str(c)])) + smaller,
+    )
+    return config, best[str(config)]
+
+
+def _tile_count(rows: int, columns: Sequence[int], config: tune.Config) -> int:
+    wide = 16 * config.tiles["PANELS"]
+    return -(-rows // config.tiles["ROWS"]) * sum(-(-each // wide) for each in columns)
+
+
+def whole_tiles(config: tune.Config, rows: int, depth: int) -> dict[str, bool]:
+    return {
+        "WHOLE_M": rows % config.tiles["ROWS"] == 0,
+        "WHOLE_K": depth % config.tiles["DEPTH"] == 0,
+    }

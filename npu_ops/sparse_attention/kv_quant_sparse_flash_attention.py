@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Attention over selected int8 rows of 656 bytes: the kernels of sparse_flash_attention.py, whose
+copies make of values and scales what they stand for, rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch.common import quantised
+from ..common import ragged
+from . import sparse_flash_attention
+
+
+def unsupported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_table: Tensor | None,
+    sparse_indices: Tensor,
+    sparse_block_size: int,
+    key_dtype: int | None,
+    **_: Any,
+) -> str | None:
+    if quantised.typed(key, key_dtype).dtype is not torch.int8:
+        return "rows of fp8: the cube and vector units of A2 and A3 have int8 and no fp8"
+    if key.ndim == 4 and key.shape[0] > 1 and key.stride(0) % max(key.stride(1), 1):
+        return f"`key` has pages {key.stride(0)} bytes apart, not a multiple of its row stride"
+    return sparse_flash_attention.unsupported(
+        query.narrow(-1, 0, quantised.LATENT), key, value,
+        query.narrow(-1, quantised.LATENT, quantised.ROTARY), None, block_table, sparse_indices,
+        sparse_block_size,
+    )  # fmt: skip
+
+
+def forward(**arguments: Any) -> Tensor:
+    return attended(**arguments)[0]
+
+
+def attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    sinks: Tensor | None,
+    row_layout: str,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_max, softmax_sum)"""
+    parts = quantised.row_parts(key, row_layout, torch.int8, query.dtype)
+    plan = ragged.plan(
+        query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table,
+        layout_query, layout_kv, sparse_mode,
+    )  # fmt: skip
+    return sparse_flash_attention.attended(
+        query.narrow(-1, 0, quantised.LATENT),
+        query.narrow(-1, quantised.LATENT, quantised.ROTARY), *parts, sparse_indices, scale_value,
+        sparse_block_size, sinks, plan,
+        ROTARY=quantised.ROTARY, TILES=quantised.LATENT // quantised.TILE,
+    )  # fmt: skip

@@ -1,0 +1,574 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Latent attention over each query's own selection, in three kernels.
+
+    z = scale ([query, query_rope] . [key, key_rope])   m = max z   l = sum exp(z - m)
+    out = sum exp(z - m) key / (l + exp(sink - m))
+
+    collect      vector cores    sparse_indices -> slots [T, K], -1 where absent, last slot of a
+                                 token, and the selected rows, dense [T, K, 512] and [T, K, 64], two
+                                 in one copy; an absent row is a copy of one that the token selected
+    weigh        cube + vector   scores [T, K, N], and m and l of each part of the keys; few tokens
+                                 are spread over the cores by their keys
+    accumulate   cube + vector   exp(z - m) key over all keys in L0C, where half of a latent of 512
+                                 holds 128 heads: nothing is rescaled, and no output goes through
+                                 memory but the last
+
+`resolve` and `gather` are the two halves of `collect` for the gradients, which keep the order of
+the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory
+from ..common import cores, entry, ragged, tiling, tune
+from ..common.front_end import extract_slice
+from ..common.ragged import PAGED, TND, visible
+
+SPAN = 128  # every key tile divides it
+
+
+@triton.jit
+def _pages(row, column, limit, page, PIECE: tl.constexpr):
+    """The table's entries at `column`, looked up in UB: from global memory they come one by one.
+    As floats, since the gather takes no integers; exact up to 2**24, and no cache has more."""
+    p = tl.arange(0, PIECE)
+    number = tl.full((PIECE,), -1.0, tl.float32)
+    used = (limit + page - 1) // page
+    for first in range(0, used, PIECE):
+        entry = tl.load(row + first + p, mask=p < used - first, other=-1).to(tl.float32)
+        at = column - first
+        here = (at >= 0) & (at < PIECE)
+        found = tl.gather(entry, tl.where(here, at, 0), 0)
+        number = tl.where(here, found, number)
+    return number.to(tl.int32)
+
+
+@triton.jit
+def positions(selected, j, count, limit, block, BLOCKS: tl.constexpr):
+    """(position, whether the token sees it) of the j-th selected ones."""
+    if BLOCKS:
+        number = j // block
+        at = tl.load(selected + tl.minimum(number, count - 1))
+        # an absent block stays near, so that its positions fit in 32 bits
+        at = tl.minimum(tl.maximum(at, -1), limit // block + 1)
+        position = (at - number) * block + j
+        exists = (j < count * block) & (position >= 0) & (position < limit)
+    else:
+        position = tl.load(selected + j, mask=j < count, other=-1)
+        exists = (position >= 0) & (position < limit)
+    return position, exists
+
+
+@triton.jit
+def placed(
+    position, exists, of_request, request, start, limit, pages, page, page_rows,
+    KEYS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The slots of positions; -1 where there is none."""
+    if KEYS == PAGED:
+        # not `position % page`: a remainder is a scalar loop
+        column = tl.where(exists, position // page, 0)
+        number = _pages(of_request, column, limit, page, PIECE)
+        exists = exists & (number >= 0) & (number < pages)
+        slot = number * page_rows + position - column * page
+    elif KEYS == TND:
+        slot = start + position
+    else:
+        slot = request * page_rows + position
+    return tl.where(exists, slot, -1)
+
+
+@triton.jit
+def reached(exists, j):
+    """One past the last that exists."""
+    return tl.max(tl.where(exists, (j + 1).to(tl.float32), 0.0), 0).to(tl.int32)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach",
+        "table_stride", "pages", "page", "page_rows",
+    ]
+)  # fmt: skip
+def resolve(
+    indices, table, query_lengths, key_lengths, slots, last,
+    rows, count, wide, indices_stride, block, requests, tokens, reach, table_stride, pages, page,
+    page_rows,
+    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        request, start, limit = visible(
+            row, query_lengths, key_lengths, requests, tokens, reach,
+            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
+        )  # fmt: skip
+        selected = indices + row.to(tl.int64) * indices_stride
+        of_request = table + request.to(tl.int64) * table_stride
+        end = 0
+        for first in range(0, wide, PIECE):
+            j = first + tl.arange(0, PIECE)
+            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            slot = placed(
+                position, exists, of_request, request, start, limit, pages, page, page_rows,
+                KEYS, PIECE,
+            )  # fmt: skip
+            tl.store(slots + row.to(tl.int64) * wide + j, slot, mask=j < wide)
+            end = tl.maximum(end, reached(slot >= 0, j))
+        tl.store(last + row, end)
+
+
+@triton.jit
+def pair(rows_of, stride, one, other, SIZE: tl.constexpr):
+    """Two rows in one copy with a stride; in two, where the second lies before the first."""
+    at = one * stride + tl.arange(0, 2)[:, None] * ((other - one) * stride)
+    return tl.load(rows_of + at + tl.arange(0, SIZE)[None])
+
+
+@triton.jit
+def put(dense, to, tile, SIZE: tl.constexpr):
+    at = (to + tl.arange(0, 2))[:, None] * SIZE + tl.arange(0, SIZE)[None]
+    tl.store(dense + at, tile.to(dense.dtype.element_ty))
+
+
+@triton.jit
+def lay_out(
+    latent, rotary, scales, slot, top, dense, dense_rope, to, latent_stride, rotary_stride,
+    scale_stride,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    """The rows of ROWS slots, from the dense row `to` on; zeros where `top`, the highest slot that
+    is near, is absent as well."""
+    if top >= 0:
+        for r in range(0, ROWS, 2):
+            # an absent row is a copy of another, since 0 * NaN is NaN; a mask would not stop its
+            # read
+            one = tl.get_element(slot, (r,))
+            other = tl.get_element(slot, (r + 1,))
+            one = tl.where(one >= 0, one, tl.where(other >= 0, other, top)).to(tl.int64)
+            other = tl.where(other >= 0, other.to(tl.int64), one)
+            if ORDERED:
+                near = one
+                far = other
+            else:
+                near = tl.minimum(one, other)
+                far = tl.maximum(one, other)
+            x = pair(latent, latent_stride, near, far, LATENT)
+            if TILES > 0:
+                by = pair(scales, scale_stride, near, far, TILES)
+                x = x.to(tl.float32).reshape(2, TILES, LATENT // TILES)
+                x = (x * by[:, :, None]).reshape(2, LATENT)
+            put(dense, to + r, x, LATENT)
+            if ROTARY > 0:
+                put(dense_rope, to + r, pair(rotary, rotary_stride, near, far, ROTARY), ROTARY)
+    else:
+        for r in range(0, ROWS, 2):
+            put(dense, to + r, tl.zeros((2, LATENT), tl.float32), LATENT)
+            if ROTARY > 0:
+                put(dense_rope, to + r, tl.zeros((2, ROTARY), tl.float32), ROTARY)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "first", "rows", "count", "wide", "indices_stride", "block", "requests", "tokens", "reach",
+        "table_stride", "pages", "page", "page_rows", "latent_stride", "rotary_stride",
+        "scale_stride",
+    ]
+)  # fmt: skip
+def collect(
+    latent, rotary, scales, indices, table, query_lengths, key_lengths, slots, last, dense,
+    dense_rope,
+    first, rows, count, wide, indices_stride, block, requests, tokens, reach, table_stride, pages,
+    page, page_rows, latent_stride, rotary_stride, scale_stride,
+    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCKS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
+    TILES: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Programs share the dense rows evenly, in pieces of ROWS; each resolves the tokens that it
+    has a part of.  `last` comes in whole SPANs: key tiles are read as a whole."""
+    pieces = wide // ROWS
+    each = (rows * pieces + tl.num_programs(0) - 1) // tl.num_programs(0)
+    begin = tl.program_id(0) * each
+    stop = tl.minimum(begin + each, rows * pieces)
+    for row in range(begin // pieces, (stop + pieces - 1) // pieces):
+        request, start, limit = visible(
+            first + row, query_lengths, key_lengths, requests, tokens, reach,
+            Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
+        )  # fmt: skip
+        selected = indices + (first + row).to(tl.int64) * indices_stride
+        of_request = table + request.to(tl.int64) * table_stride
+        of_row = row.to(tl.int64) * wide
+        end = 0
+        for at in range(0, wide, PIECE):
+            j = at + tl.arange(0, PIECE)
+            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            end = tl.maximum(end, reached(exists, j))
+        tl.store(last + row, (end + SPAN - 1) // SPAN * SPAN)
+        low = tl.maximum(begin - row * pieces, 0) * ROWS
+        high = tl.minimum(stop - row * pieces, pieces) * ROWS
+        for at in range(0, wide, PIECE):
+            j = at + tl.arange(0, PIECE)
+            position, exists = positions(selected, j, count, limit, block, BLOCKS)
+            slot = placed(
+                position, exists, of_request, request, start, limit, pages, page, page_rows,
+                KEYS, PIECE,
+            )  # fmt: skip
+            tl.store(slots + of_row + j, slot, mask=j < wide)
+            top = tl.max(slot, 0)
+            for i in range(tl.maximum(low, at), tl.minimum(high, at + PIECE), ROWS):
+                if i < (end + SPAN - 1) // SPAN * SPAN:
+                    part = extract_slice(slot, (i - at,), (ROWS,), (1,))
+                    lay_out(
+                        latent, rotary, scales, part, top, dense, dense_rope, of_row + i,
+                        latent_stride, rotary_stride, scale_stride, LATENT, ROTARY, TILES, ROWS,
+                        False,
+                    )  # fmt: skip
+
+
+@entry.jit(do_not_specialize=["first", "rows", "wide", "latent_stride", "rotary_stride"])
+def gather(
+    latent, rotary, slots, last, dense, dense_rope,
+    first, rows, wide, latent_stride, rotary_stride,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, ROWS: tl.constexpr, KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    pieces = wide // ROWS
+    for work in range(tl.program_id(0), rows * pieces, tl.num_programs(0)):
+        row = work // pieces
+        piece = work % pieces * ROWS
+        end = tl.load(last + first + row)
+        # a key tile is read as a whole
+        if piece < (end + KEY_TILE - 1) // KEY_TILE * KEY_TILE:
+            of_piece = (first + row).to(tl.int64) * wide + piece
+            slot = tl.load(slots + of_piece + tl.arange(0, ROWS))
+            top = tl.max(slot, 0)
+            lay_out(
+                latent, rotary, latent, slot, top, dense, dense_rope,
+                row.to(tl.int64) * wide + piece, latent_stride, rotary_stride, 0, LATENT, ROTARY, 0,
+                ROWS, True,
+            )  # fmt: skip
+
+
+@triton.jit
+def logits(z, slots, scale):
+    """[keys, heads]; -inf where a slot is absent."""
+    slot = tl.load(slots).to(tl.float32)
+    return z * scale + tl.where(slot >= 0, 0.0, float("-inf"))[:, None]
+
+
+@entry.jit(
+    do_not_specialize=[
+        "first", "rows", "wide", "heads", "padded", "splits", "query_row", "query_head",
+        "rope_row", "rope_head", "scale",
+    ]
+)  # fmt: skip
+def weigh(
+    query, query_rope, dense, dense_rope, slots, last, scores, peaks, sums,
+    first, rows, wide, heads, padded, splits, query_row, query_head, rope_row, rope_head, scale,
+    LATENT: tl.constexpr, ROTARY: tl.constexpr, WHOLE: tl.constexpr,
+    HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr, set_workspace_multibuffer: tl.constexpr,
+):  # fmt: skip
+    """Each key tile has statistics of its own, so that nothing depends on `splits`.  The scores are
+    stored as the cube has them, without scale and mask: in this orientation build 1.2.0 stores
+    nothing else."""
+    d = tl.arange(0, LATENT)
+    j = tl.arange(0, KEY_TILE)
+    tiles = padded // HEAD_TILE
+    for work in range(tl.program_id(0), rows * tiles * splits, tl.num_programs(0)):
+        part = work % splits
+        h = work // splits % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        row = work // splits // tiles
+        token = (first + row).to(tl.int64)
+        there = h[:, None] < heads
+        from_query = query + token * query_row + h[:, None] * query_head + d[None]
+        if WHOLE:
+            q = tl.load(from_query)
+        else:
+            q = tl.load(from_query, mask=there, other=0.0)
+        if ROTARY > 0:
+            e = tl.arange(0, ROTARY)
+            from_rope = query_rope + token * rope_row + h[:, None] * rope_head + e[None]
+            if WHOLE:
+                qr = tl.load(from_rope)
+            else:
+                qr = tl.load(from_rope, mask=there, other=0.0)
+        count = tl.load(last + row) // KEY_TILE
+        each = (count + splits - 1) // splits
+        for tile in range(part * each, tl.minimum(part * each + each, count)):
+            key = row.to(tl.int64) * wide + tile * KEY_TILE + j
+            k = tl.load(dense + key[:, None] * LATENT + d[None])
+            z = tl.dot(k, tl.trans(q))  # [KEY_TILE, HEAD_TILE]
+            if ROTARY > 0:
+                kr = tl.load(dense_rope + key[:, None] * ROTARY + e[None])
+                z = tl.dot(kr, tl.trans(qr), z)
+            tl.store(scores + key[:, None] * padded + h[None], z)
+            z = logits(z, slots + key, scale)
+            # finite: a tile without a single key must not make NaN
+            peak = tl.maximum(tl.max(z, 0), -1e30)
+            to = (row * (wide // KEY_TILE) + tile).to(tl.int64) * padded + h
+            tl.store(peaks + to, peak)
+            tl.store(sums + to, tl.sum(tl.exp(z - peak[None]), 0))
+
+
+@entry.jit(do_not_specialize=["first", "rows", "wide", "heads", "padded", "scale"])
+def accumulate(
+    scores, peaks, sums, dense, slots, last, sinks, out, out_max, out_sum,
+    first, rows, wide, heads, padded, scale,
+    LATENT: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr, PART: tl.constexpr,
+    PARTS: tl.constexpr, PIECES: tl.constexpr, HEAD_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
+    set_workspace_multibuffer: tl.constexpr,
+):  # fmt: skip
+    """`peaks` and `sums` are those of PART keys each.  Keys by heads: else both vector units do the
+    work of the whole tile.  Every piece of the latent stores the statistics, the same ones."""
+    COLUMNS: tl.constexpr = LATENT // PIECES
+    j = tl.arange(0, KEY_TILE)
+    tiles = padded // HEAD_TILE
+    for work in range(tl.program_id(0), rows * tiles * PIECES, tl.num_programs(0)):
+        d = work % PIECES * COLUMNS + tl.arange(0, COLUMNS)
+        h = work // PIECES % tiles * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        row = work // PIECES // tiles
+        end = tl.load(last + row)
+        peak = tl.full((HEAD_TILE,), -1e30, tl.float32)
+        total = tl.zeros((HEAD_TILE,), tl.float32)
+        parts = end // PART
+        for part in range(0, parts, PARTS):
+            i = part + tl.arange(0, PARTS)
+            at = (row.to(tl.int64) * (wide // PART) + i)[:, None] * padded + h[None]
+            m = tl.load(peaks + at, mask=(i < parts)[:, None], other=-1e30)
+            s = tl.load(sums + at, mask=(i < parts)[:, None], other=0.0)
+            new = tl.maximum(peak, tl.max(m, 0))
+            total = total * tl.exp(peak - new) + tl.sum(s * tl.exp(m - new[None]), 0)
+            peak = new
+        acc = tl.zeros((HEAD_TILE, COLUMNS), tl.float32)
+        for start in range(0, end, KEY_TILE):
+            key = row.to(tl.int64) * wide + start + j
+            z = tl.load(scores + key[:, None] * padded + h[None])
+            z = logits(z, slots + key, scale)
+            v = tl.load(dense + key[:, None] * LATENT + d[None])
+            p = tl.exp(z - peak[None]).to(v.dtype)  # [KEY_TILE, HEAD_TILE]
+            acc = tl.dot(tl.trans(p), v, acc)
+        denominator = total
+        if SINKS:
+            if WHOLE:
+                sink = tl.load(sinks + h)
+            else:
+                sink = tl.load(sinks + h, mask=h < heads, other=0.0)
+            denominator += tl.exp(sink - peak)
+        # without a key the sums are 0, and so is the result
+        denominator = tl.where(denominator > 0, denominator, 1.0)[:, None]
+        x = (acc / denominator).to(out.dtype.element_ty)
+        peak = tl.where(total > 0, peak, float("-inf"))
+        to = (first + row).to(tl.int64) * heads + h
+        if WHOLE:
+            tl.store(out + to[:, None] * LATENT + d[None], x)
+            tl.store(out_max + to, peak)
+            tl.store(out_sum + to, total)
+        else:
+            there = h < heads
+            tl.store(out + to[:, None] * LATENT + d[None], x, mask=there[:, None])
+            tl.store(out_max + to, peak, mask=there)
+            tl.store(out_sum + to, total, mask=there)
+
+
+def _weighing(heads: int, latent: int, rotary: int) -> tune.Config:
+    """The least tile that covers the heads, or the largest that fits: tiles share no keys."""
+    kernel = "sparse_flash_attention.weigh"
+    fitting = [
+        config
+        for config in tune.TABLE[kernel]
+        if not tiling.weigh_overflow(
+            config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"], latent, rotary
+        )
+    ]
+    return tune.choose(kernel, tune.ranked(fitting, "HEAD_TILE", heads), latent, rotary)
+
+
+def _accumulating(rows: int, padded: int, latent: int) -> tune.Config:
+    """The tiles that load the least on the core with the most to do: of a key, a core loads a
+    piece of the latent, and its vector units the scores of a tile of heads.  For the same number
+    of cores on every machine, and so with the same result."""
+    kernel = "sparse_flash_attention.accumulate"
+
+    def loaded(config: tune.Config) -> int:
+        heads, pieces = config.tiles["HEAD_TILE"], config.tiles["PIECES"]
+        turns = -(-rows * (padded // heads) * pieces // tiling.A3.cube_cores)
+        return turns * max(2 * latent // pieces, 4 * heads)
+
+    fitting = [
+        config
+        for config in tune.TABLE[kernel]
+        if padded % config.tiles["HEAD_TILE"] == 0
+        and latent % (16 * config.tiles["PIECES"]) == 0
+        and not tiling.accumulate_overflow(
+            config.tiles["HEAD_TILE"], latent // config.tiles["PIECES"]
+        )
+    ]
+    return tune.choose(kernel, sorted(fitting, key=loaded), latent)
+
+
+def _splits(rows: int, tiles: int, head_tile: int, wide: int, key_tile: int) -> int:
+    """Over how many programs the keys of a token are spread; each loads its queries anew."""
+
+    def loaded(splits: int) -> int:
+        turns = -(-rows * tiles * splits // tiling.A3.cube_cores)
+        return turns * (-(-wide // key_tile // splits) * key_tile + head_tile)
+
+    return min(range(1, wide // key_tile + 1), key=loaded)
+
+
+def resolved(
+    indices: Tensor, key: Tensor, plan: ragged.Plan, wide: int, block: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(slots [T, wide], last [T]) of int32 `indices` [T, .., K]: see `resolve`."""
+    slots = memory.empty((plan.rows, wide), torch.int32, key.device)
+    last = memory.empty((plan.rows,), torch.int32, key.device)
+    resolve[(min(plan.rows, cores.vector()),)](
+        indices, plan.table, slots=slots, last=last, **plan.arguments, **plan.flags,
+        rows=plan.rows, count=indices.shape[-1], wide=wide, indices_stride=indices.stride(0),
+        block=block, table_stride=plan.table.stride(0), pages=key.shape[0], page=key.shape[-3],
+        page_rows=ragged.page_rows(key), BLOCKS=block > 1,
+        **tune.only("sparse_flash_attention.resolve").keywords,
+    )  # fmt: skip
+    return slots, last
+
+
+def unsupported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    block_table: Tensor | None,
+    sparse_indices: Tensor,
+    sparse_block_size: int,
+    **_: Any,
+) -> str | None:
+    if reason := tiling.not_multiplied(query=query):
+        return reason
+    latent = query.shape[-1]
+    rotary = 0 if query_rope is None else query_rope.shape[-1]
+    if latent % 32 or rotary % 16:
+        return f"head sizes {latent} and {rotary}: half of the one and the other come in 16s"
+    overflow = tiling.weigh_overflow(16, 64, latent, rotary)
+    if overflow:
+        return overflow
+    if value is not None and (value.data_ptr(), value.stride()) != (key.data_ptr(), key.stride()):
+        return "`value` is another tensor than `key`; the kernel attends to the latent itself"
+    reach = block_table.shape[1] * key.shape[1] if block_table is not None else key.shape[-3]
+    if max(reach, sparse_indices.shape[-1] * sparse_block_size) > ragged.LONGEST:
+        return f"contexts of up to {reach} positions, the kernel reaches {ragged.LONGEST}"
+    if block_table is not None and key.shape[0] > ragged.LONGEST:
+        return f"a cache of {key.shape[0]} pages, the kernel knows {ragged.LONGEST} apart"
+    return ragged.uneven(key=key, key_rope=key_rope)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    block_table: Tensor | None,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    sparse_block_size: int,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    pre_tokens: int,
+    next_tokens: int,
+    attention_mode: int,
+    return_softmax_lse: bool,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = ragged.plan(
+        query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table,
+        layout_query, layout_kv, sparse_mode,
+    )  # fmt: skip
+    q_rope, k_rope = (query, key) if query_rope is None else (query_rope, key_rope)
+    assert k_rope is not None
+    out, *statistics = attended(
+        query, q_rope, key, k_rope, key, sparse_indices, scale_value, sparse_block_size, sinks,
+        plan, ROTARY=0 if query_rope is None else query_rope.shape[-1], TILES=0,
+    )  # fmt: skip
+    if not return_softmax_lse:
+        statistics = [x.new_empty([0]) for x in statistics]
+    return out, statistics[0], statistics[1]
+
+
+def attended(
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    rotary: Tensor,
+    scales: Tensor,
+    sparse_indices: Tensor,
+    scale: float,
+    block: int,
+    sinks: Tensor | None,
+    plan: ragged.Plan,
+    ROTARY: int,
+    TILES: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, softmax_max, softmax_sum).  The rows are [latent, rotary]; with TILES, each of so many
+    parts of an int8 latent has a scale."""
+    *batch, length, heads, size = query.shape
+    device, dtype = query.device, query.dtype
+    shape = [*batch, 1, length, heads]
+    out = memory.empty(query.shape, dtype, device)
+    out_max = memory.empty(shape, torch.float32, device)
+    out_sum = memory.empty(shape, torch.float32, device)
+    count = sparse_indices.shape[-1]
+    if plan.rows * heads == 0 or count * plan.reach == 0 or latent.numel() == 0:
+        return out.zero_(), out_max.fill_(-torch.inf), out_sum.zero_()
+
+    weighing = _weighing(heads, size, ROTARY)
+    head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
+    copies = tune.only("sparse_flash_attention.collect")
+    wide, padded = tiling.up(count * block, SPAN), tiling.up(heads, head_tile)
+    at_once = tiling.at_once(plan.rows, wide * ((size + ROTARY) * dtype.itemsize + padded * 4))
+    splits = _splits(at_once, padded // head_tile, head_tile, wide, key_tile)
+    accumulating = _accumulating(at_once, padded, size)
+    indices = ragged.int32(sparse_indices).flatten(0, -3)
+    q, rope = query.flatten(0, -3), query_rope.flatten(0, -3)
+    slots = memory.empty((at_once, wide), torch.int32, device)
+    last = memory.empty((at_once,), torch.int32, device)
+    dense = memory.empty((at_once, wide, size), dtype, device)
+    dense_rope = memory.empty((at_once, wide, ROTARY), dtype, device)
+    scores = memory.empty((at_once, wide, padded), torch.float32, device)
+    parts = wide // key_tile
+    peaks, sums = (memory.empty((at_once, parts, padded), torch.float32, device) for _ in range(2))
+    for first in range(0, plan.rows, at_once):
+        rows = min(at_once, plan.rows - first)
+        collect[(min(rows * wide // copies.tiles["ROWS"], cores.vector()),)](
+            latent, rotary, scales, indices, plan.table, slots=slots, last=last, dense=dense,
+            dense_rope=dense_rope, **plan.arguments, **plan.flags, first=first, rows=rows,
+            count=count, wide=wide, indices_stride=indices.stride(0), block=block,
+            table_stride=plan.table.stride(0), pages=latent.shape[0], page=latent.shape[-3],
+            page_rows=ragged.page_rows(latent), latent_stride=ragged.row_stride(latent),
+            rotary_stride=ragged.row_stride(rotary), scale_stride=ragged.row_stride(scales),
+            BLOCKS=block > 1, LATENT=size, ROTARY=ROTARY, TILES=TILES, SPAN=SPAN,
+            **copies.keywords,
+        )  # fmt: skip
+        weigh[(min(rows * padded // head_tile * splits, cores.cube()),)](
+            q, rope, dense, dense_rope, slots, last, scores, peaks, sums,
+            first, rows, wide, heads, padded, splits, *q.stride()[:2], *rope.stride()[:2], scale,
+            LATENT=size, ROTARY=ROTARY, WHOLE=heads == padded, **weighing.keywords,
+        )  # fmt: skip
+        tiles = padded // accumulating.tiles["HEAD_TILE"] * accumulating.tiles["PIECES"]
+        accumulate[(min(rows * tiles, cores.cube()),)](
+            scores, peaks, sums, dense, slots, last, out if sinks is None else sinks,
+            out, out_max, out_sum, first, rows, wide, heads, padded, scale,
+            LATENT=size, SINKS=sinks is not None, WHOLE=heads == padded, PART=key_tile,
+            **accumulating.keywords,
+        )  # fmt: skip
+    return out, out_max, out_sum
