@@ -25,5 +25,6 @@ def _find(name: str) -> Any:
 
 
 extract_slice = _find("extract_slice")
+get_element = _find("get_element")
 insert_slice = _find("insert_slice")
 sort = _find("sort")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ..common import cores, entry, ragged, tiling, tune
+from ..common.front_end import get_element
 from ..sparse_attention.sparse_flash_attention import pair, put
 
 
@@ -57,8 +58,8 @@ def gather(
         of_rope = key_rope + batch * rope_batch
         to = row.to(tl.int64) * wide + start
         for n in range(0, ROWS, 2):
-            one = tl.get_element(position, (n,)).to(tl.int64)
-            other = tl.get_element(position, (n + 1,)).to(tl.int64)
+            one = get_element(position, (n,)).to(tl.int64)
+            other = get_element(position, (n + 1,)).to(tl.int64)
             put(dense, to + n, pair(of_key, key_row, one, other, DIM), DIM)
             if ROPE > 0:
                 put(dense_rope, to + n, pair(of_rope, rope_row, one, other, ROPE), ROPE)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ..common import cores, entry, ragged, tiling, tune
-from ..common.front_end import extract_slice
+from ..common.front_end import extract_slice, get_element
 from ..common.ragged import PAGED, TND, visible
 
 SPAN = 128  # every key tile divides it
@@ -151,8 +151,8 @@ def lay_out(
         for r in range(0, ROWS, 2):
             # an absent row is a copy of another, since 0 * NaN is NaN; a mask would not stop its
             # read
-            one = tl.get_element(slot, (r,))
-            other = tl.get_element(slot, (r + 1,))
+            one = get_element(slot, (r,))
+            other = get_element(slot, (r + 1,))
             one = tl.where(one >= 0, one, tl.where(other >= 0, other, top)).to(tl.int64)
             other = tl.where(other >= 0, other.to(tl.int64), one)
             if ORDERED:

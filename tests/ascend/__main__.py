@@ -14,7 +14,20 @@ from types import ModuleType
 
 from custom.npu_ops.common import tune
 
-from . import anew, controls, isolated, known, limits, models, mutants, ops, report, retry, store
+from . import (
+    anew,
+    controls,
+    isolated,
+    known,
+    limits,
+    models,
+    moved,
+    mutants,
+    ops,
+    report,
+    retry,
+    store,
+)
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
@@ -193,6 +206,9 @@ def main() -> int:
     if chosen.keep_ir:
         report.write_ir(chosen.keep_ir, distinct, compiled)
 
+    told, differing = moved.run([case for case, _ in cases], outcomes, chosen.jobs)
+    failures += differing
+    print(*told, sep="\n", end="\n" * bool(told))
     rows = report.rows(tune.TABLE, outcomes, distinct, compiled)
     failures += [problem for row in rows for problem in row.problems if row.launches]
     failures += report.unlisted(tune.TABLE, distinct)

@@ -429,7 +429,7 @@ def files_of(op: str) -> set[str]:
 
 
 @cache
-def _calls() -> dict[str, set[str]]:
+def names_called() -> dict[str, set[str]]:
     """What each jitted function (file.function) calls, by the last name."""
     found: dict[str, set[str]] = {}
     for path in places.files().values():
@@ -445,12 +445,12 @@ def _calls() -> dict[str, set[str]]:
 
 def kernels_with(title: str) -> set[str] | None:
     """The jitted functions that this one is part of, and itself; None: it belongs to a launcher."""
-    if title not in _calls():
+    if title not in names_called():
         return None
     found, waiting = {title}, [title]
     while waiting:
         name = waiting.pop().partition(".")[2]
-        callers = {caller for caller, called in _calls().items() if name in called} - found
+        callers = {caller for caller, called in names_called().items() if name in called} - found
         found |= callers
         waiting += callers
     return found
@@ -622,7 +622,7 @@ def run(cases: list[Case], sample: int, seed: int, jobs: int) -> int:
         for _, answer in isolated.each(attempt, [(unchanged, 0, [first], usual, [0], 1)], 1):
             if answer:
                 sys.exit(f"without a mistake in {file}: {answer}")
-    _calls()  # once, before the processes part
+    names_called()  # once, before the processes part
     records = read()
     caught = Counter((title.partition(": ")[0], x.case) for title, x in records.items() if x.said)
     asked = multiprocessing.RawArray("i", len(planted))

@@ -158,8 +158,8 @@ CONTROLS = (
     Control(
         "the first row of the next copy as the second",
         KERNEL,
-        "tl.get_element(position, (n + 1,))",
-        "tl.get_element(position, ((n + 2) % ROWS,))",
+        "get_element(position, (n + 1,))",
+        "get_element(position, ((n + 2) % ROWS,))",
         "16 heads",
     ),
     Control(
