@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import tarfile
 import time
 from collections import Counter
@@ -15,7 +16,8 @@ import pytest
 from custom.dispatch.registry import BY_NAME
 from custom.npu_ops.common import tune
 
-from .ascend import known, lint, mutants, onboard, report
+from .ascend import examine, known, lint, mutants, onboard, report, sources, store
+from .ascend.case import Case
 from .ascend.compiler import Compiled
 from .ascend.toolchain import NEWEST
 from .support import places
@@ -398,6 +400,100 @@ def test_every_launcher_has_its_files():
     assert {"sparse_attention_pto", "product", "ragged"} <= mutants.files_of(
         "npu_sparse_attention_pto"
     )
+
+
+ROPE = Case("npu_mla_prolog_v3", "any", lambda _: {}, cores=(24,))
+
+
+def keys(monkeypatch, place: str = "", old: str = "", new: str = "") -> tuple[str, str]:
+    """Of the case in results.json and in mutants.json, with a change in a file of dispatch/."""
+    kept, real = sources._read, sources.text
+
+    def text(origin: str) -> str:
+        assert origin.endswith(place) and old in real(origin)
+        return real(origin).replace(old, new, 1)
+
+    def read(name: str) -> tuple[str, tuple[str, ...]]:
+        changed = place and name.replace(".", "/") == f"custom/{place.removesuffix('.py')}"
+        return kept.__wrapped__(name) if changed else kept(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_read", read)
+        patch.setattr(sources, "text", text if place else real)
+        for module in (examine, mutants):
+            patch.setattr(module, "prepare", lambda: None)
+        patch.setattr(examine, "versions", dict)
+        patch.setattr(examine, "pipeline", str)
+        patch.setattr(mutants, "_launched", lambda *_: ([], set()))
+        usual, _ = mutants.baseline(ROPE.op, [ROPE])
+        key = examine._key(ROPE, "tests.ascend.ops.narrow_prolog", [])
+    return key, usual[ROPE.title].digest
+
+
+@pytest.fixture(scope="module")
+def unchanged():
+    with pytest.MonkeyPatch.context() as patch:
+        return keys(patch)
+
+
+DEFAULTS = "dict(zip(defaults, args, strict=False))"
+SWAPPED = "dict(zip(reversed(defaults), args, strict=False))"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("dispatch/register.py", DEFAULTS, SWAPPED),
+        ("dispatch/autograd.py", "return below(keys)(*args, **kwargs)", "return below(keys)()"),
+        ("dispatch/backends.py", "return self.function(**arguments)", "return None"),
+        ("dispatch/call_cache.py", "pointer & 15", "0"),
+        ("dispatch/op_spec.py", 'getattr(op, "FUNCTION", "forward")', '"forward"'),
+        ("dispatch/check.py", "fits = False", "pass"),
+        ("dispatch/overlap.py", "if start >= end", "if start > end"),
+        ("dispatch/ops/prolog/mla_prolog_v3.py", "Tensor rope_sin", "Tensor rope_sine"),
+        # the op takes its checks of these
+        ("dispatch/ops/prolog/mla_prolog_pto.py", "def check(", "def checked("),
+        ("dispatch/ops/common/prologs.py", "def ", "def _"),
+    ],
+    ids=lambda change: change[0],
+)
+def test_a_record_is_of_what_its_call_goes_through(monkeypatch, unchanged, change):
+    now = keys(monkeypatch, *change)
+    assert now[0] != unchanged[0] and now[1] != unchanged[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("dispatch/registry.py", "OPS = (", 'OPS = ("prolog.toy",'),
+        ("dispatch/ops/merging/merge_states.py", "SCHEMA = (", "SCHEMA = 1, ("),
+        ("dispatch/register.py", '"""All arguments by name', '"""Arguments by name'),
+        ("dispatch/errors.py", "class ", "class Another(Exception): pass\nclass "),
+    ],
+    ids=lambda change: change[0],
+)
+def test_a_record_outlasts_what_its_call_does_not_meet(monkeypatch, unchanged, change):
+    assert keys(monkeypatch, *change) == unchanged
+
+
+def test_every_op_runs_a_case_anew():
+    """Any of the quick ones, in the end each of them; the quickest where none is quick."""
+    quick = [dataclasses.replace(ROPE, name=f"{n} s") for n in (0, 1, store.QUICK)]
+    slow = [dataclasses.replace(ROPE, op="npu_other", name=f"{n} s") for n in (9, 5, 70)]
+    took = {case: float(case.name.split()[0]) for case in (*quick, *slow)}
+    took[dataclasses.replace(ROPE, name="just not")] = store.QUICK + 1
+    drawn = [store.drawn(took) for _ in range(100)]
+    assert all([case.op for case in each] == [ROPE.op, "npu_other"] for each in drawn)
+    assert {each[0] for each in drawn} == {*quick} and {each[1] for each in drawn} == {slow[1]}
+
+
+def test_the_cases_that_run_anew_take_a_minute_of_two_cores():
+    """By the seconds in results.json, were every op to draw the longest that it may."""
+    by_op: dict[str, list[float]] = {}
+    for title, (_, _, seconds) in json.loads(store.PATH.read_text())["cases"].items():
+        by_op.setdefault(title.partition(":")[0], []).append(seconds)
+    worst = [max([x for x in of if x <= store.QUICK] or [min(of)]) for of in by_op.values()]
+    assert len(worst) > 40 and sum(worst) / 2 <= 60
 
 
 LAUNCHERS = {x: ast.parse(path.read_text()) for x, path in places.files().items()}

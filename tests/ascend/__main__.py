@@ -150,7 +150,7 @@ def main() -> int:
     parser.add_argument("ops", nargs="*", help="files of ops/, default all")
     parser.add_argument("--cold", action="store_true", help="run everything, kept or not")
     parser.add_argument("--no-run", action="store_true", help="lower, compile and lint only")
-    parser.add_argument("--check", action="store_true", help="run a sample of what is kept")
+    parser.add_argument("--check", action="store_true", help="run a case of each op, kept or not")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="", help="cases whose title contains this")
     parser.add_argument("--keep-ir", metavar="DIR", help="write the IR of every kernel there")
@@ -171,8 +171,8 @@ def main() -> int:
         return failed
     sample: list[str] = []
     if chosen.check:
-        quick = [c.title for c, _ in cases if kept.cases.get(c.title, [0, 0, 99])[2] < 20]
-        sample = random.sample(quick, min(3, len(quick)))
+        took = {c: kept.cases[c.title][2] for c, _ in cases if c.title in kept.cases}
+        sample = [case.title for case in store.drawn(took)]
 
     if chosen.no_run:
         outcomes, failures = lower_cases(cases, chosen.jobs)

@@ -515,7 +515,8 @@ def _launched(case: Case, arguments: dict[str, Any]) -> tuple[list[tuple[Any, ..
 def baseline(op: str, cases: list[Case]) -> tuple[dict[str, Usual], Lowered]:
     """By title, and what was lowered for it."""
     prepare()
-    read = sources.of(f"custom.dispatch.reference.{BY_NAME[op].module}")
+    module = BY_NAME[op].module
+    read = sources.of(*sources.path(module), f"custom.dispatch.reference.{module}")
     found = {}
     for case in cases:
         began = time.process_time()

@@ -12,10 +12,13 @@ compiled    lowered text and options -> one entry a build, in the order of `comp
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import sources
+from .case import Case
 from .compiler import MEMORIES, Compiled
 from .lint import Finding
 from .toolchain import BUILDS, ROOT, digest, stamp
@@ -74,6 +77,22 @@ def entry(compiled: Compiled) -> Entry:
         return compiled.error
     found = [f"{finding.kind}: {finding.text}" for finding in compiled.found]
     return [[compiled.kib[name] for name in MEMORIES], *found]
+
+
+QUICK = 6  # seconds
+
+
+def drawn(took: Mapping[Case, float]) -> list[Case]:
+    """A case of each op to run anew, by the seconds that it took: any of the quick ones, or the
+    quickest.  All ops together take 20 s of two cores, 50 at most."""
+    by_op: dict[str, list[Case]] = {}
+    for case in took:
+        by_op.setdefault(case.op, []).append(case)
+    found = []
+    for cases in by_op.values():
+        quick = [case for case in cases if took[case] <= QUICK]
+        found.append(random.choice(quick) if quick else min(cases, key=lambda case: took[case]))
+    return found
 
 
 # KiB between the plans of one kernel by one build: of 70 compiles of 14 kernels 2 differed, by 8
