@@ -13,10 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from custom.dispatch.registry import BY_NAME
 from custom.npu_ops.common import tune
 
-from .ascend import examine, known, lint, mutants, onboard, report, sources, store
+from .ascend import aten, examine, known, lint, mutants, onboard, report, sources, store
 from .ascend.case import Case
 from .ascend.compiler import Compiled
 from .ascend.toolchain import NEWEST
@@ -496,6 +497,26 @@ def test_the_cases_that_run_anew_take_a_minute_of_two_cores():
     assert len(worst) > 40 and sum(worst) / 2 <= 60
 
 
+def test_what_a_launcher_asks_of_torch_is_noted_by_kernel(monkeypatch):
+    """A view asks for nothing, and a composite operator for its parts."""
+    monkeypatch.setattr(aten, "seen", set())
+    x = torch.arange(6.0)
+    with aten._Mode():
+        torch.nn.functional.pad(x.view(2, 3).mT.contiguous(), (1, 0)).diff(dim=0).to(torch.int32)
+        with aten.apart():
+            x.exp()
+    assert aten.seen == {"clone", "constant_pad_nd", "sub", "_to_copy"}
+    assert aten.uncaptured([("npu_toy", aten.seen)]) == []
+    with aten._Mode():
+        torch.logspace(0, 1, 3)  # aclop alone
+        torch.tensor([1])
+    said = aten.uncaptured([("npu_toy", aten.seen), (OTHER, {aten.HOST})])
+    assert [x.split(", which")[0] for x in said] == [
+        "npu_toy calls torch's lift_fresh", "npu_toy calls torch's logspace"
+    ]  # fmt: skip
+
+
+OTHER = next(iter(aten.KNOWN))[0]
 LAUNCHERS = {x: ast.parse(path.read_text()) for x, path in places.files().items()}
 ENTRIES = [
     (file, node.name)

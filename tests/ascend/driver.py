@@ -20,6 +20,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
+from . import aten
 from .lowered import CpuKernel
 from .toolchain import ARCH, digest
 
@@ -169,6 +170,12 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> Non
         ready(sizes, given)
 
 
+def _run_apart(self: Any, *args: Any, **keywords: Any) -> None:
+    with aten.apart():
+        _run(self, *args, **keywords)
+
+
 def install() -> None:
     triton.runtime.driver.set_active(Driver())
-    triton.JITFunction.run = _run
+    triton.JITFunction.run = _run_apart
+    aten.install()

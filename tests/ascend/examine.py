@@ -14,8 +14,8 @@ from custom.dispatch import log, register
 from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.registry import BY_NAME
 
+from . import aten, driver, memory, sources
 from . import case as judgement
-from . import driver, memory, sources
 from .case import Case
 from .driver import Launch, recorder
 from .lowered import pipeline
@@ -32,6 +32,7 @@ class Outcome:
     findings: list[str] = field(default_factory=list)
     seconds: float = 0.0
     kept: bool = False
+    aten: set[str] = field(default_factory=set)  # what its launcher asks of PyTorch
 
 
 def prepare() -> None:
@@ -101,7 +102,7 @@ def examine(case: Case, file: str, kept: str | None) -> Outcome:
     inputs = judgement.Inputs(case.dtype, case.seed)
     arguments = case.make(inputs)
     launched = launches(case, arguments)
-    outcome = Outcome(_key(case, file, launched), launched)
+    outcome = Outcome(_key(case, file, launched), launched, aten={*aten.seen})
     if outcome.key == kept:
         outcome.kept = True
         return outcome

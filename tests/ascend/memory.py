@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from . import aten
+
 _PAGE = mmap.PAGESIZE
 _NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _NO_RESERVE = 0x4000  # Linux; Python 3.11 has no name for it
@@ -31,6 +33,11 @@ def empty(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
     """An allocation full of NaN (or of a large negative integer), between two forbidden pages."""
+    with aten.apart():
+        return _between_pages(shape, dtype)
+
+
+def _between_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     count = math.prod(shape)
     size = -(-count * dtype.itemsize // 16) * 16  # pointers stay divisible by 16, as the JIT sees
     body = -(-max(size, 1) // _PAGE) * _PAGE
@@ -59,6 +66,11 @@ def vast(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
     """Addresses for a tensor of any size; memory is taken where it is touched, which reads 0."""
+    with aten.apart():
+        return _untouched(shape, dtype)
+
+
+def _untouched(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     count = math.prod(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     if count == 0:
@@ -67,6 +79,14 @@ def vast(
     tensor = torch.frombuffer(region, dtype=dtype, count=count).view(*shape)
     _mappings.append((tensor.data_ptr(), region))
     return tensor
+
+
+def far_apart(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """The same values, with so many numbers from block to block of the first dimension; nothing
+    lies between them."""
+    dense = tensor.contiguous()
+    wide = vast(((len(dense) - 1) * by + dense[0].numel(),), dense.dtype)
+    return wide.as_strided(dense.shape, (by, *dense.stride()[1:])).copy_(dense)
 
 
 def guarded(tensor: torch.Tensor) -> torch.Tensor:
