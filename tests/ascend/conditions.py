@@ -61,3 +61,21 @@ def many_requests(requests: int, every: Sequence[int] = (1, 0, 2, 1)) -> tuple[i
     """(tokens, prefix sums) of so many requests, some without a token."""
     sums = torch.tensor([every[i % len(every)] for i in range(requests)]).cumsum(0)
     return int(sums[-1]), sums.tolist()
+
+
+def far_apart(make: Make, *pools: str, alike: bool = False) -> Make:
+    """The slots, or pages, of these arguments lie 2**30 numbers apart: the offset of the third one
+    needs 64 bits.  `alike`: as many rows in all of them, 2**30 numbers in that of the widest."""
+
+    def made(x: Inputs) -> Arguments:
+        arguments = make(x)
+        widest = max(arguments[name].stride(1) for name in pools)
+        # a pool that comes twice is one
+        drawn = {id(arguments[name]): arguments[name] for name in pools}
+        moved = {}
+        for at, pool in drawn.items():
+            row = widest if alike else pool.stride(1)
+            moved[at] = memory.far_apart(pool, -(-(2**30) // row) * pool.stride(1))
+        return arguments | {name: moved[id(arguments[name])] for name in pools}
+
+    return made

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..case import Arguments, Case, Inputs
+from ..conditions import far_apart
 from ..controls import Control
 
 KERNEL = "causal_conv1d_update"
@@ -100,8 +101,16 @@ CASES = (
          call([3, 0, 1], 6, starts=[0, 3, 5, 6], keep=[3, 4, 0], steps=2)),
     Case(OP, "wide", call([3, 1, 5, 2, 0, 4], channels=8192 + 128), cores=(24,)),
     Case(OP, "middling", call([3, 1, 5], channels=8192), cores=(24,)),
+    Case(OP, "decode, slots far apart", far_apart(call([3, -1, 0]), "conv_states")),
 )  # fmt: skip
 CONTROLS = (
+    Control(
+        "a slot in 32 bits",
+        "causal_conv1d_update",
+        "slot = tl.load(slot_of + n).to(tl.int64)",
+        "slot = tl.load(slot_of + n)",
+        "decode, slots far apart",
+    ),
     Control(
         "a batch's sequences lie on one another",
         KERNEL,

@@ -12,7 +12,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs
-from ..conditions import with_
+from ..conditions import far_apart, with_
 from ..controls import Control
 
 KERNEL = "fused_causal_conv1d"
@@ -121,8 +121,16 @@ CASES = (
     Case(OP, "no sequence", call([], [])),
     Case(OP, "wide", call([40, 25], [3, 1], channels=2048 + 128, columns=2), cores=(24,)),
     Case(f"{OP}_v2", "in place", call([40, 25], [3, 1], accepted=[2, 1], columns=5)),
+    Case(OP, "packed, slots far apart", far_apart(call([5, 1, 3], [3, 7, 0]), "conv_states")),
 )  # fmt: skip
 CONTROLS = (
+    Control(
+        "a slot in 32 bits",
+        "fused_causal_conv1d",
+        "slot = tl.load(lines + at).to(tl.int64)",
+        "slot = tl.load(lines + at)",
+        "packed, slots far apart",
+    ),
     Control(
         "the slot past the last is there",
         KERNEL,

@@ -11,7 +11,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs
-from ..conditions import with_
+from ..conditions import far_apart, with_
 from ..controls import Control
 
 KERNEL = "fused_sigmoid_gating_delta_rule_update"
@@ -206,8 +206,29 @@ CASES = (
     Case(OP, "value size 48, 1 head", call([3, 2], 2, (1, 1), (128, 48), layout="vk")),
     Case(OP, "key size 256", call([3, 2], 2, sizes=(256, 64))),
     Case(OP, "key size 512, vk", call([3, 2], 1, sizes=(512, 32), layout="vk")),
+    Case(
+        OP,
+        "verification, slots and kept rows far apart",
+        far_apart(
+            call([3, 2, 0], 2, keep=[2, 3, 0]), "initial_state_source", "intermediate_states"
+        ),
+    ),
 )
 CONTROLS = (
+    Control(
+        "a slot in 32 bits",
+        "fused_sigmoid_gating_delta_rule_update",
+        "slot = tl.load(slot_of + n).to(tl.int64)",
+        "slot = tl.load(slot_of + n)",
+        "verification, slots and kept rows far apart",
+    ),
+    Control(
+        "a kept row in 32 bits",
+        "fused_sigmoid_gating_delta_rule_update",
+        "row = tl.load(row_of + n).to(tl.int64)",
+        "row = tl.load(row_of + n)",
+        "verification, slots and kept rows far apart",
+    ),
     Control(
         "the slot past the last is there",
         KERNEL,

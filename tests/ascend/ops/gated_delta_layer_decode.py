@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..case import Arguments, Case, Finding, Inputs, judge_floats
+from ..conditions import far_apart
 from ..controls import Control
 
 KERNEL = "gated_delta_layer_decode"
@@ -67,6 +68,8 @@ CASES = (
     Case(OP, "decode", call([3, -1, 0]), judge=judge),
     Case(OP, "3 tokens kept, vk, sigmoid",
          call([3, 2], 3, 64, "vk", True, gate_activation="sigmoid", disable_state_update=True),
+         judge=judge),
+    Case(OP, "decode, slots far apart", far_apart(call([3, -1, 0]), "conv_states", "states"),
          judge=judge),
 )  # fmt: skip
 CONTROLS = (

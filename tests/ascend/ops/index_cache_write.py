@@ -11,6 +11,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs
+from ..conditions import far_apart
 from ..controls import Control
 
 
@@ -55,8 +56,16 @@ CASES = (
     case("float32 scales, page 128, fp16", keys(50, 128, torch.float32), torch.float16),
     case("pages apart", apart(keys(50, 32, torch.float16))),
     case("one token", keys(2, 16, torch.float16)),
+    case("pages far apart", far_apart(keys(50, 16, torch.float16), "values", "scales")),
 )
 CONTROLS = (
+    Control(
+        "a page in 32 bits",
+        "index_cache_write",
+        "outer = (slot // page).to(tl.int64)",
+        "outer = slot // page",
+        "pages far apart",
+    ),
     Control("a slot past the cache", OP[4:], "(slot < total)", "(slot >= 0)", "float16 scales"),
     Control("a slot below 0", OP[4:], "(slot >= 0) & ", "(slot == slot) & ", "float16 scales"),
     Control(

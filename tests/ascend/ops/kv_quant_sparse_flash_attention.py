@@ -14,6 +14,7 @@ from custom.dispatch.reference.caches import latent_cache_write
 
 from .. import memory
 from ..case import Arguments, Case, Inputs, in_rounds
+from ..conditions import far_apart
 from ..controls import Control
 
 
@@ -106,6 +107,7 @@ CASES = (
         rows_of([70, 0], heads=32, count=100, exact=True),
         statistics=True,
     ),
+    quant("pages far apart, 5 heads", far_apart(rows_of([70, 40], heads=5), "key", "value")),
 )
 CONTROLS = (
     Control(

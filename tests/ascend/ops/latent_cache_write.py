@@ -10,6 +10,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs
+from ..conditions import far_apart
 from ..controls import Control
 
 
@@ -52,8 +53,16 @@ CASES = (
         torch.float16,
         widen=not_wider,
     ),
+    Case(OP, "pages far apart", far_apart(latents(30, "nope_rope_scale"), "rows"), widen=not_wider),
 )
 CONTROLS = (
+    Control(
+        "a page in 32 bits",
+        "latent_cache_write",
+        "outer = (slot // page).to(tl.int64)",
+        "outer = slot // page",
+        "pages far apart",
+    ),
     Control("a slot past the cache", OP[4:], "(slot < total)", "(slot >= 0)", "torch_npu's order"),
     Control(
         "never clipped", OP[4:], "fits = tl.load(alpha)", "fits = 1.0", "pages apart, clipped, fp16"

@@ -12,7 +12,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Finding, Inputs, in_rounds, judge
-from ..conditions import a_page_past_the_last, many_requests, pages_apart, with_
+from ..conditions import a_page_past_the_last, far_apart, many_requests, pages_apart, with_
 from ..controls import Control
 
 D = 128
@@ -343,6 +343,7 @@ CASES = (
         with_(paged([4097], 1, 16, 64), weights=the_last_key_wins),
         cores=(24,),
     ),
+    Case(OP, "pages far apart", far_apart(paged([300, 1, 129], 2, 16), "key")),
 )
 CONTROLS = (
     Control(

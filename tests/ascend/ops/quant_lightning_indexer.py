@@ -12,7 +12,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs
-from ..conditions import a_page_past_the_last, with_
+from ..conditions import a_page_past_the_last, far_apart, with_
 from ..controls import Control
 from . import lightning_indexer
 
@@ -85,9 +85,17 @@ CASES = (
         "TND, keys to the last row",
         in_int8(lightning_indexer.to_the_last_row(rows("TND", 16, 32))),
     ),
+    quant("keys far apart, scales dense", far_apart(in_int8(paged([300, 1, 129], 2)), "key")),
 )
 _FILE = "lightning_indexer"
 CONTROLS = (
+    Control(
+        "the pages of scales as far apart as those of keys",
+        "lightning_indexer",
+        "number.to(tl.int64) * scale_page",
+        "number.to(tl.int64) * page_rows",
+        "keys far apart, scales dense",
+    ),
     Control("the key's scale forgotten", _FILE, "if K_SCALE:", "if False:", "paged, 64 heads"),
     Control(
         "the query's scale forgotten",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..case import Arguments, Case, Inputs
+from ..conditions import far_apart
 from ..controls import Control
 
 KERNEL = "fused_sigmoid_gating_delta_rule_update"
@@ -74,8 +75,16 @@ CASES = (
          call([2, 0, 1], [3, 0, 5, 6], accepted=[2, 1, 1])),
     Case(OP, "lengths beyond the tokens", call([2, 2**31 - 1], [3, 0, 5, 4])),
     Case(OP, "small heads", call([2, 1], [3, 0, 5], (1, 3), (32, 48))),
+    Case(OP, "drafts, slots far apart", far_apart(call([3, 1, 2], [3, 0, 5, 4, 2, 1]), "state")),
 )  # fmt: skip
 CONTROLS = (
+    Control(
+        "the slot of a draft in 32 bits",
+        "fused_sigmoid_gating_delta_rule_update",
+        "own = tl.load(slot_of + t).to(tl.int64)",
+        "own = tl.load(slot_of + t)",
+        "drafts, slots far apart",
+    ),
     Control(
         "goes on from the first token's state",
         KERNEL,

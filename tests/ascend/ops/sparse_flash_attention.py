@@ -11,7 +11,7 @@ import torch
 
 from .. import memory
 from ..case import Arguments, Case, Inputs, in_rounds
-from ..conditions import a_page_past_the_last, many_requests, pages_apart, with_
+from ..conditions import a_page_past_the_last, far_apart, many_requests, pages_apart, with_
 from ..controls import Control
 
 D, DR = 512, 64
@@ -248,8 +248,22 @@ CASES = (
         "scores that underflow",
         with_(paged([300, 70], 1, 16, 96, sizes=(128, 32), scale_value=2.0), query=opposed),
     ),
+    Case(
+        OP,
+        "pages far apart",
+        far_apart(paged([300, 1], 2, 16, 64, sizes=(128, 32)), "key", "key_rope", alike=True),
+    ),
 )
 CONTROLS = (
+    Control(
+        "rows in 32 bits",
+        "sparse_flash_attention",
+        """tl.where(other >= 0, other, top)).to(tl.int64)
+            other = tl.where(other >= 0, other.to(tl.int64), one)""",
+        """tl.where(other >= 0, other, top))
+            other = tl.where(other >= 0, other, one)""",
+        "pages far apart",
+    ),
     Control(
         "mask off by one",
         OP[4:],
