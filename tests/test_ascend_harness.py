@@ -7,6 +7,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
+import sys
 import tarfile
 import time
 from collections import Counter
@@ -17,9 +19,22 @@ import torch
 from custom.dispatch.registry import BY_NAME
 from custom.npu_ops.common import tune
 
-from .ascend import aten, examine, known, lint, mutants, onboard, report, sources, store
+from .ascend import (
+    aten,
+    calibrate,
+    cost,
+    examine,
+    known,
+    lint,
+    mutants,
+    onboard,
+    report,
+    sources,
+    store,
+)
 from .ascend.case import Case
 from .ascend.compiler import Compiled
+from .ascend.cost import Rates
 from .ascend.toolchain import NEWEST
 from .support import places
 
@@ -349,13 +364,38 @@ def test_onboard_without_a_card_goes_through_every_step(monkeypatch, results, ca
     assert onboard.main() == 0, capsys.readouterr().out
     assert lowered == [onboard.DRY_OP] and onboard.DRY_FILE in onboard.files()
     said = capsys.readouterr().out
-    assert all(f"{step}: good" in said for step in ("compile", "suite", "bench", "pack"))
+    assert all(f"{step}: good" in said for step in ("compile", "suite", "rates", "bench", "pack"))
     with tarfile.open(results / "dry-ascend-results.tar.gz") as packed:
         names = {Path(name).name for name in packed.getnames()}
     op = f"bench_npu_{onboard.DRY_OP}"
-    steps = {"doctor.txt", f"{onboard.DRY_FILE}.txt", f"{op}.txt", "example.txt"}
-    assert names == {*steps, f"{onboard.DRY_FILE}.json", f"{op}.csv", "compile.json"}
+    steps = {"doctor.txt", f"{onboard.DRY_FILE}.txt", f"{op}.txt", "example.txt", "rates.txt"}
+    files = {f"{onboard.DRY_FILE}.json", f"{op}.csv", "compile.json", "rates.json"}
+    assert names == steps | files
     assert {path.name for path in results.iterdir()} == {folder.name, f"{folder.name}.tar.gz"}
+
+
+RATES = Rates(cached=2.2, copy=1.3e-7, hand_off=2.5e-6, gap=1.9e-6, host=3.1e-5)
+
+
+def test_a_card_of_other_rates_is_told_and_charged(monkeypatch, tmp_path, capsys):
+    """The file that calibrate.py writes is the one that the model reads."""
+    monkeypatch.setattr(cost, "rates", Rates())
+    monkeypatch.setattr(calibrate, "Card", lambda: calibrate.StandIn(RATES))
+    monkeypatch.setattr(sys, "argv", ["calibrate", "--to", str(tmp_path / "rates.json")])
+    calibrate.main()
+    said = capsys.readouterr().out
+    assert re.search(r"hand-off +1\.75 us +2\.5 us +1\.43\n", said) and "a stand-in, 20" in said
+    waiting = [cost.Cost(waits=1000)] * 2
+    before = cost.seconds(waiting, True, 1, 24, {})[0]
+    cost.take(tmp_path / "rates.json")
+    for name, want in dataclasses.asdict(RATES).items():
+        assert name == "source" or getattr(cost.rates, name) == pytest.approx(want), name
+    assert cost.seconds(waiting, True, 1, 24, {})[0] / before == pytest.approx(2.5 / 1.75)
+
+
+def test_a_card_that_is_busy_gives_no_rates():
+    with pytest.raises(SystemExit, match=r"no rate can be \{'hand_off': -9.9"):
+        calibrate.measured(calibrate.StandIn(dataclasses.replace(RATES, hand_off=-1e-6)))
 
 
 def test_onboard_runs_files_and_ops_that_exist():

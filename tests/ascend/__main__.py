@@ -17,6 +17,7 @@ from custom.npu_ops.common import tune
 from . import (
     anew,
     aten,
+    calibrate,
     controls,
     isolated,
     known,
@@ -229,6 +230,8 @@ def main() -> int:
         failures += mutants.unmatched()
         for _, broken in isolated.each(limits.broken, [()], 1):
             failures += [str(broken)] if isinstance(broken, isolated.Crash) else broken
+        for _, wrong in isolated.each(calibrate.claims, [()], 1):
+            failures += [str(wrong)] if isinstance(wrong, isolated.Crash) else wrong
         told, refused = retry.run(chosen.jobs)
         failures += refused
         print("\n".join(told))

@@ -9,18 +9,20 @@ are walked.
 
 The time is an ESTIMATE, from public rates and the assumptions below.  Within the cube's half or the
 vectors' half of a program its units work at the same time, and the slowest decides; a copy takes
-its bytes, and never less than `_COPY`; what is read again comes out of the cache.  The two halves
+its bytes, and never less than `copy`; what is read again comes out of the cache.  The two halves
 overlap where the workspace between them has several slots; where it has one they take turns, and
 every hand-off is waited for.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,16 +34,32 @@ CUBE = 350e12  # 16-bit operations a second, all cores
 _VECTOR = 256 * 1.85e9  # bytes a second of one operand, one vector core
 # assumed; none was measured here
 _ONE_CORE = MEMORY / 12  # what a core alone can draw
-_CACHED = 3  # the cache behind it, where workspaces stay, is so many times as fast
 _CACHE = 96 * 2**20  # bytes of a tensor that is still there when it is read again
-_COPY = 8e-8  # seconds that a copy takes at least, one after the other
 _SCALAR = 1e-7  # seconds of one load from global memory by the scalar unit
-_HAND_OFF = 1.75e-6  # seconds from the cube to the vectors, or back
-GAP = 3.5e-6  # seconds between two launches of a captured graph
-HOST = 2.4e-5  # seconds of the host for a launch that is not captured
 _STEPS = 5_000_000
 _WALKED = 16  # turns of a long loop, which stand for the others
 _GOLDEN = (5**0.5 - 1) / 2  # apart by it, modulo 1: no period of the loop's is met
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Assumed as well, until calibrate.py has measured them on a card; in seconds but the first."""
+
+    cached: float = 3  # the cache, where workspaces stay, is so many times as fast as the memory
+    copy: float = 8e-8  # that a copy takes at least, one after the other
+    hand_off: float = 1.75e-6  # from the cube to the vectors, or back
+    gap: float = 3.5e-6  # between two launches of a captured graph
+    host: float = 2.4e-5  # of the host for a launch that is not captured
+    source: str = "assumed"
+
+
+rates = Rates()
+
+
+def take(path: Path) -> None:
+    """From now on the rates of this file, which calibrate.py wrote."""
+    global rates
+    rates = Rates(**json.loads(path.read_text()))
 
 
 @dataclass
@@ -103,8 +121,8 @@ class Cost:
         }
         for (direction, workspace, size, home), count in self.copies.items():
             cached = 1.0 if workspace else again.get(home, 0.0) if direction == "loads" else 0.0
-            seconds = size / rate * (1 - cached + cached / _CACHED)
-            found[direction] = found.get(direction, 0.0) + count * max(seconds, _COPY)
+            seconds = size / rate * (1 - cached + cached / rates.cached)
+            found[direction] = found.get(direction, 0.0) + count * max(seconds, rates.copy)
         return found
 
 
@@ -136,10 +154,10 @@ def seconds(
         return slowest[0]
     waits = max(half.waits for half in halves)
     if turns:
-        both, waited = sum(each for each, _ in slowest), waits * _HAND_OFF
+        both, waited = sum(each for each, _ in slowest), waits * rates.hand_off
         return both + waited, "waiting" if waited > both else f"turns, {max(slowest)[1]}"
     longest, unit = max(slowest)
-    return longest + min(waits, 2) * _HAND_OFF, unit
+    return longest + min(waits, 2) * rates.hand_off, unit
 
 
 @dataclass

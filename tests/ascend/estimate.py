@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def compare() -> None:
             lambda figure=figure: getattr(torch.ops.custom, figure.op)(**figure.make(Sizes()))
         )
         ours = [x for x in rows if not figure.kernels or x[1].startswith(figure.kernels)]
-        total = sum(seconds for seconds, _ in ours) + cost.GAP * (len(ours) - 1)
+        total = sum(seconds for seconds, _ in ours) + cost.rates.gap * (len(ours) - 1)
         slowest = max(ours)[1].split()
         text = f"{figure.what:<36}{figure.ascendc:>9.1f}{figure.triton:>9.1f}{total * 1e6:>9.1f}"
         print(f"{text}  {slowest[0]}: {slowest[-1]}", flush=True)
@@ -134,8 +135,8 @@ def _estimate(case: Case, table: bool) -> None:
         for _, text in rows:
             print(text)
     kernels = sum(seconds for seconds, _ in rows)
-    graph = kernels + len(rows) * cost.GAP
-    host = len(rows) * cost.HOST
+    graph = kernels + len(rows) * cost.rates.gap
+    host = len(rows) * cost.rates.host
     floor = max(case.bytes / cost.MEMORY, case.flops / cost.CUBE)
     slowest, text = max(rows)
     of_kernel, unit = text.split()[0], text.rpartition("  ")[2]
@@ -153,7 +154,10 @@ def main() -> None:
     parser.add_argument("op", help="or `published`: times of others, and ours")
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=4,s1=1")
     parser.add_argument("--whole", action="store_true", help="one line a row, without its launches")
+    parser.add_argument("--rates", type=Path, help="a file that tests.ascend.calibrate wrote")
     chosen = parser.parse_args()
+    if chosen.rates:
+        cost.take(chosen.rates)
     if chosen.op == "published":
         return compare()
     wanted = dict(pair.split("=") for pair in chosen.shape.split(",") if pair)
@@ -167,6 +171,7 @@ def main() -> None:
         sys.exit(f"no row of {chosen.op} has {chosen.shape}")
     print("ESTIMATES for Atlas A3, from the final HIVM and public rates; nothing ran on hardware.")
     print("Sizes are those of the slowest of three programs; `binds` is what it waits for most.")
+    print(f"Cache, least copy, hand-off, gap and host: {cost.rates.source}.")
     print(chosen.op)
     for case in cases:
         _estimate(case, table=not chosen.whole)

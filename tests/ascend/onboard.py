@@ -4,10 +4,11 @@
 
     compile    every kernel that ships, with this machine's own compiler; no device is used
     suite      the tests on the NPU, the file with the most risk first, each in a process of its own
+    rates      the five rates that the cost model assumes (calibrate.py)
     bench      every op's rows, by graph replay
     pack       all that was written into one archive, to send back
 
-Without a step, all four.  Versions that `custom.info --doctor` finds to clash come first: nothing
+Without a step, all five.  Versions that `custom.info --doctor` finds to clash come first: nothing
 runs until they are mended, or with --anyway.  What the steps print goes to ascend-results/ as well;
 a step that fails is told and the next one runs, and so is what hangs.
 
@@ -297,6 +298,12 @@ def bench(device: str, ops: list[str], *options: str) -> bool:
     return all([*good, _logged("example", *example)])
 
 
+def rates(device: str) -> bool:
+    """tests/ascend/cost.py's assumptions beside what this card does."""
+    command = [sys.executable, "-m", "tests.ascend.calibrate", "--device", device]
+    return _logged("rates", *command, "--to", str(FOLDER / "rates.json"))
+
+
 def pack() -> bool:
     """Nothing but what the steps wrote; paths of the home folder are cut."""
     files = sorted(path for path in FOLDER.iterdir() if path.is_file())
@@ -315,7 +322,7 @@ def pack() -> bool:
 
 def main() -> int:
     global FOLDER, ARCHIVE
-    steps = ("compile", "suite", "bench", "pack")
+    steps = ("compile", "suite", "rates", "bench", "pack")
     parser = argparse.ArgumentParser(prog="tests.ascend.onboard", description=__doc__)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(steps))
     parser.add_argument("--arch", default=ARCH, help="of the NPU, as npu-smi and CANN name it")
@@ -331,6 +338,7 @@ def main() -> int:
     run: dict[str, Callable[[], bool]] = {
         "compile": lambda: compile_step(chosen.arch, chosen.jobs, names),
         "suite": lambda: suite("npu", files()),
+        "rates": lambda: rates("npu"),
         "bench": lambda: bench("npu", measured()),
         "pack": pack,
     }
@@ -340,6 +348,7 @@ def main() -> int:
         run |= {
             "compile": lambda: compile_step(chosen.arch, chosen.jobs, [DRY_OP]),
             "suite": lambda: suite("cpu", [DRY_FILE], "--quick"),
+            "rates": lambda: rates("stand-in"),
             "bench": lambda: bench("cpu", [f"npu_{DRY_OP}"], *DRY_EXAMPLE),
         }
     FOLDER.mkdir(exist_ok=True)
