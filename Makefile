@@ -10,7 +10,7 @@ TRITON := triton==3.7.1
 APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo) apt-get install -y -qq
 COMPILER = command -v c++ >/dev/null || { $(APT) g++ || { apt-get update -qq; $(APT) g++; }; }
 
-.PHONY: demo serve test lint docs figures test-ascend mutate-ascend test-torchair test-vllm test-portability
+.PHONY: demo serve test lint docs figures test-ascend test-ascend-large mutate-ascend test-torchair test-vllm test-portability
 .PHONY: portability test-corners test-extras dist fuzz mutate clean
 
 demo: $(VENV)/.ready
@@ -42,6 +42,10 @@ figures: $(VENV)/.ready
 test-ascend:
 	tests/ascend/run.sh --check
 	tests/ascend/run.sh --onboard compile --dry
+
+# the bench's rows, all of them: about an hour
+test-ascend-large:
+	tests/ascend/run.sh --large
 
 # mistakes planted in every NPU kernel and launcher: hours; SAMPLE=200 for some of them
 mutate-ascend:

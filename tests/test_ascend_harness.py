@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from custom.dispatch.common import memory as launcher_memory
 from custom.dispatch.registry import BY_NAME
 from custom.npu_ops.common import tune
 
@@ -25,6 +26,7 @@ from .ascend import (
     cost,
     examine,
     known,
+    large,
     lint,
     mutants,
     onboard,
@@ -396,6 +398,32 @@ def test_a_card_of_other_rates_is_told_and_charged(monkeypatch, tmp_path, capsys
 def test_a_card_that_is_busy_gives_no_rates():
     with pytest.raises(SystemExit, match=r"no rate can be \{'hand_off': -9.9"):
         calibrate.measured(calibrate.StandIn(dataclasses.replace(RATES, hand_off=-1e-6)))
+
+
+def test_what_a_call_lays_out_is_its_most_at_one_time():
+    def call(rounds: int) -> torch.Tensor:
+        out = launcher_memory.empty((large.MIB,), torch.float32, torch.device("cpu"))
+        for _ in range(rounds):
+            first = launcher_memory.empty((2, large.MIB), torch.float32, torch.device("cpu"))[0]
+            second = launcher_memory.empty((3 * large.MIB,), torch.int8, torch.device("cpu"))
+            del first, second
+        launcher_memory.empty((0, 5), torch.float32, torch.device("cpu"))
+        return out
+
+    assert large.bill(lambda: call(1)) == large.bill(lambda: call(7)) == large.Bill(0, 11)
+
+
+def test_a_call_above_the_limits_is_named_and_so_is_a_name_without_need(monkeypatch):
+    why = "all chunks are laid out at once"
+    monkeypatch.setattr(large, "KNOWN", {"npu_a": (large.Bill(5, 900), why)})
+    small, wide, long = large.Bill(100, 768), large.Bill(1, 769), large.Bill(101, 1)
+    assert (large.WORKSPACE, large.LAUNCHES) == (768, 100)
+    assert large.excess("npu_b", {"1": small}) == large.excess("npu_b", {}) == []
+    for found in (wide, long):
+        assert "npu_b: Bill(" in large.excess("npu_b", {"1": small, "2": found})[0]
+    assert large.excess("npu_a", {"1": large.Bill(5, 900)}) == []
+    assert "at most Bill(launches=5, workspace=900)" in large.excess("npu_a", {"1": small})[0]
+    assert why in large.excess("npu_a", {"1": large.Bill(5, 768)})[0]
 
 
 def test_onboard_runs_files_and_ops_that_exist():

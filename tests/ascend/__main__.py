@@ -30,6 +30,7 @@ from . import (
     retry,
     store,
 )
+from . import large as large_rows
 from .case import Case
 from .compiler import Compiled, compile_for_npu
 from .driver import Launch
@@ -157,6 +158,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose title contains this")
     parser.add_argument("--keep-ir", metavar="DIR", help="write the IR of every kernel there")
     parser.add_argument("--mutate", action="store_true", help="plant mechanical mistakes instead")
+    parser.add_argument("--large", action="store_true", help="all rows of the bench, instead")
     parser.add_argument("--sample", type=int, default=0, help="of the mistakes, so many")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     chosen = parser.parse_args()
@@ -171,6 +173,12 @@ def main() -> int:
         failed = mutants.run(of_ops, chosen.sample, chosen.seed, chosen.jobs)
         report.write_mutants()
         return failed
+    if chosen.large:
+        lowered, failures = lower_cases(cases, chosen.jobs)
+        of_cases = {x.lowered_key for outcome in lowered.values() for x in outcome.launches}
+        told, refused = large_rows.run(0, of_cases, chosen.jobs)
+        print("\n".join([*told, *(f"FAIL {x}" for x in [*failures, *refused])]))
+        return bool(failures or refused)
     sample: list[str] = []
     if chosen.check:
         took = {c: kept.cases[c.title][2] for c, _ in cases if c.title in kept.cases}
@@ -232,6 +240,10 @@ def main() -> int:
             failures += [str(broken)] if isinstance(broken, isolated.Crash) else broken
         for _, wrong in isolated.each(calibrate.claims, [()], 1):
             failures += [str(wrong)] if isinstance(wrong, isolated.Crash) else wrong
+        of_cases = {x.lowered_key for outcome in outcomes.values() for x in outcome.launches}
+        told, refused = large_rows.run(3, of_cases, chosen.jobs)
+        failures += refused
+        print("\n".join(told))
         told, refused = retry.run(chosen.jobs)
         failures += refused
         print("\n".join(told))

@@ -70,12 +70,16 @@ def vast(
         return _untouched(shape, dtype)
 
 
+def reserved(size: int) -> mmap.mmap:
+    """Addresses alone."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+
+
 def _untouched(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     count = math.prod(shape)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    region = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    region = reserved(count * dtype.itemsize)
     tensor = torch.frombuffer(region, dtype=dtype, count=count).view(*shape)
     _mappings.append((tensor.data_ptr(), region))
     return tensor
