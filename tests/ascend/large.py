@@ -52,7 +52,7 @@ KNOWN = {
     "npu_chunk_gated_delta_rule_grad": (Bill(145, 723), "a round is a head or two, of 65,536"),
 }
 # drawing the arguments of these takes minutes
-_SLOW = ("npu_indexer_loss_backward",)
+_SLOW = ("npu_indexer_loss",)
 
 
 class _Counting:
