@@ -103,6 +103,9 @@ def test_every_kind_of_case_is_drawn_and_named():
 @every_spec
 def test_none_one_odd_and_many_tokens_are_drawn(spec):
     def tokens(case):
+        if "starts" in case:  # of each request, as many steps as are used
+            used = case["used"]
+            return len(case["starts"]) * case["s"] if used is None else sum(used)
         if case.get("lengths") or ("lengths" in case and "t" not in case):
             return sum(case["lengths"])
         each = case["rows"] if "rows" in case else [case.get("t", case.get("s"))]

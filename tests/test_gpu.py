@@ -126,7 +126,8 @@ def test_sparse_attention_takes_no_more_shared_memory_than_its_tiles_are_chosen_
 
 @pytest.mark.parametrize("op", ["npu_lightning_indexer", "npu_sparse_flash_attention"])
 def test_sizes_that_do_not_fit_are_named(op, monkeypatch):
-    arguments = sample(op, CPU, torch.bfloat16)
+    given = sample(op, CPU, torch.bfloat16)
+    arguments = register.bind(register.overload(BY_NAME[op])._schema, (), given)
     unsupported = backends.launcher(backends.CUDA, BY_NAME[op]).unsupported
     assert unsupported(**arguments) is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: 1024)

@@ -18,13 +18,16 @@ def test_every_kernel_is_known():
     names = [name for name, _ in sanitize._kernels()]
     assert len(names) == len(set(names)) > 70
     for name in (
-        "hopper.lightning_indexer._scores_shared",
-        "hopper.sparse_flash_attention_decode._attend",
-        "sparse_flash_attention._attend",
-        "merge_states._merge",
+        "indexer.hopper.lightning_indexer._scores_shared",
+        "sparse_attention.hopper.sparse_flash_attention_decode._attend",
+        "sparse_attention.sparse_flash_attention._attend",
+        "merging.merge_states._merge",
     ):
         assert name in names
-    assert "common.scatter.add" not in names and "hopper.fused_attention.keys_of" not in names
+    assert (
+        "common.scatter.add" not in names
+        and "attention.hopper.fused_attention.keys_of" not in names
+    )
 
 
 @pytest.mark.parametrize("op", sanitize.WIDER)

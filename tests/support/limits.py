@@ -33,7 +33,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def on_an_h100() -> Iterator[None]:
     from custom.cuda_ops.common import gpu
 
-    told = dict(capability=(9, 0), processors=132, shared_memory=232448)
+    told = dict(capability=(9, 0), num_sms=132, shared_memory=232448)
     with mock.patch.multiple(gpu, **{n: mock.Mock(return_value=x) for n, x in told.items()}):
         yield
 

@@ -130,7 +130,7 @@ def _sharedkv_prolog_pto(
 
 
 def _grouped_o_proj_pto(
-    m: Maker, B: int = 2, S: int = 2, n: int = 4, d: int = R, dr: int = DR, groups: int = 2
+    m: Maker, B: int = 2, S: int = 2, n: int = 2, d: int = R, dr: int = DR, groups: int = 2
 ) -> Arguments:
     return dict(
         attn_out=m.normal(B, S, n * groups, d),
