@@ -676,7 +676,7 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
     files = ("importlib", "os", "posix", "pathlib", "io", "inspect")
     package = custom.__name__
     ours = (f"{package}.dispatch.ops", f"{package}.dispatch.check.", f"{package}.cuda_ops")
-    steps = tuple(f"{package}.cuda_ops.runtime.{module}." for module in ("launches", "direct"))
+    steps = tuple(f"{package}.cuda_ops.runtime.{module}." for module in ("launches", "fast_launcher"))
     unwanted = {x for x in called if x.startswith((*files, *ours)) and not x.startswith(steps)}
     assert not unwanted
     _, allocated = pretended.take()
@@ -1416,7 +1416,7 @@ def test_first_calls_import_nothing_slow():
     code = """
 import sys
 import torch, custom
-from custom.cuda_ops.common import launches
+from custom.cuda_ops.runtime import launches
 out, lse = torch.ones(2, 3, 4, 16), torch.ones(2, 3, 4)
 for _ in range(3):
     with launches._WritesNothing():
