@@ -124,6 +124,7 @@ TRAINED = {
     "npu_compressor_dense": ("x", "wkv", "wgate", "ape", "norm_weight"),
     "npu_hc_pre": ("x", "hc_fn", "hc_scale", "hc_base", "norm_weight"),
     "npu_hc_post": ("x", "residual", "post", "comb"),
+    "npu_sparse_attn_sharedkv": ("q", "ori_kv", "cmp_kv", "sinks"),
 }
 
 

@@ -676,7 +676,8 @@ def test_a_repeated_call_looks_nothing_up(which, pretended):
     files = ("importlib", "os", "posix", "pathlib", "io", "inspect")
     package = custom.__name__
     ours = (f"{package}.dispatch.ops", f"{package}.dispatch.check.", f"{package}.cuda_ops")
-    steps = tuple(f"{package}.cuda_ops.runtime.{module}." for module in ("launches", "fast_launcher"))
+    runtime = f"{package}.cuda_ops.runtime"
+    steps = tuple(f"{runtime}.{module}." for module in ("launches", "fast_launcher"))
     unwanted = {x for x in called if x.startswith((*files, *ours)) and not x.startswith(steps)}
     assert not unwanted
     _, allocated = pretended.take()

@@ -29,7 +29,7 @@ ARGUMENTS = (
     " Tensor? cmp_sparse_indices=None, Tensor? ori_block_table=None,"
     " Tensor? cmp_block_table=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None,"
     " Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None, Tensor? seqused_kv=None,"
-    " Tensor? sinks=None, Tensor? metadata=None, float? softmax_scale=0, SymInt cmp_ratio=0,"
+    " Tensor? sinks=None, Tensor? metadata=None, float? softmax_scale=0.0, SymInt cmp_ratio=0,"
     " SymInt ori_mask_mode=4, SymInt cmp_mask_mode=3, SymInt ori_win_left=127,"
     ' SymInt ori_win_right=0, str layout_q="BSND", str layout_kv="PA_ND",'
     " bool return_softmax_lse=False, bool indices_are_slots=False,"

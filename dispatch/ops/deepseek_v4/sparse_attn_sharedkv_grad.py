@@ -20,7 +20,7 @@ SCHEMA = (
     " Tensor out, Tensor softmax_lse, *, Tensor? ori_sparse_indices=None,"
     " Tensor? cmp_sparse_indices=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None,"
     " Tensor? cu_seqlens_cmp_kv=None, Tensor? seqused_q=None, Tensor? seqused_kv=None,"
-    " Tensor? sinks=None, Tensor? d_softmax_lse=None, float? softmax_scale=0,"
+    " Tensor? sinks=None, Tensor? d_softmax_lse=None, float? softmax_scale=0.0,"
     ' SymInt cmp_ratio=0, SymInt ori_win_left=127, str layout_q="BSND", str layout_kv="BSND",'
     " bool indices_are_slots=False, Tensor? ori_topk_length=None,"
     " Tensor? cmp_topk_length=None) -> (Tensor, Tensor, Tensor)"
