@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from custom.bench.report import Row, read_rows
+from custom.bench.report import Row, read_public, read_rows
 
 from . import cards
 from .pictures import PICTURES
@@ -67,9 +67,9 @@ class Bar:
         return self.theirs / self.ours
 
 
-def public() -> dict[tuple[str, str], tuple[str, float]]:
-    with (FIGURES / "public.csv").open(newline="") as file:
-        return {(r["op"], r["case"]): (r["name"], float(r["us"])) for r in csv.DictReader(file)}
+def measured() -> dict[str, list[Row]]:
+    """The rows of every op that has figures, by its name."""
+    return {path.stem: read_rows(path) for path in sorted(FIGURES.glob("npu_*.csv"))}
 
 
 def peers(row: Row, known: dict[tuple[str, str], tuple[str, float]]) -> dict[str, float]:
@@ -82,7 +82,7 @@ def peers(row: Row, known: dict[tuple[str, str], tuple[str, float]]) -> dict[str
 
 
 def bars(rows: Iterable[Row]) -> Iterator[Bar]:
-    known = public()
+    known = read_public()
     for row in rows:
         for place, (name, us) in enumerate(peers(row, known).items()):
             if place == 0 or us < row.median_us:
@@ -96,7 +96,8 @@ def ratios(
     wide = 16 + 6.9 * max(len(bar.case) for bar in drawn)
     left, right, line = wide + 10, 600, 23
     top = 66
-    height = top + line * len(drawn) + (44 if note else 24)
+    bottom = top + line * len(drawn)
+    height = bottom + (44 if note else 24)
     p = Picture(700, height, title)
     most = max(2.0, min(4.0, max(bar.ratio for bar in drawn)))
     scale = (right - left) / most
@@ -106,14 +107,9 @@ def ratios(
         anchor="start", kind="soft",
     )  # fmt: skip
     for tick in range(1, int(most) + 1):
-        p.rule(
-            left + tick * scale,
-            top - 8,
-            left + tick * scale,
-            top + line * len(drawn),
-            dashed=tick > 1,
-        )
-        p.text(left + tick * scale, top + line * len(drawn) + 15, f"{tick}x", size=11, kind="soft")
+        x = left + tick * scale
+        p.rule(x, top - 8, x, bottom, dashed=tick > 1)
+        p.text(x, bottom + 15, f"{tick}x", size=11, kind="soft")
     case = None
     for i, bar in enumerate(drawn):
         y = top + line * i
@@ -132,16 +128,14 @@ def ratios(
         else:
             p.box(end + 3, y + 2, long, line - 6, "paper")
             p.text(end + 5, y + 15, number, size=11, anchor="start")
-    p.rule(left + scale, top - 8, left + scale, top + line * len(drawn))
+    p.rule(left + scale, top - 8, left + scale, bottom)
     if note:
         p.text(16, height - 10, note, size=11, anchor="start", kind="soft")
     return p
 
 
 def hero() -> Picture:
-    found = {
-        (row.op, row.case): row for path in FIGURES.glob("npu_*.csv") for row in read_rows(path)
-    }
+    found = {(row.op, row.case): row for rows in measured().values() for row in rows}
     drawn = [
         Bar(label, bar.ours, bar.peer, bar.theirs)
         for label, (op, case) in HERO.items()
@@ -197,15 +191,14 @@ def summary() -> str:
     """Of every op: how many rows have a public peer, how many are behind it, and by how much."""
     head = ["op", "rows", "with a peer", "slower", "least", "most"]
     lines = [head, ["---"] * len(head)]
-    for path in sorted(FIGURES.glob("npu_*.csv")):
-        rows = read_rows(path)
+    for name, rows in measured().items():
         best = {}
         for bar in bars(rows):
             best.setdefault(bar.case, bar.ratio)
         ratios = sorted(best.values())
         behind = sum(ratio < 1 for ratio in ratios)
         ends = [f"{ratios[0]:.2f}x", f"{ratios[-1]:.2f}x"] if ratios else ["-", "-"]
-        lines.append([f"`{rows[0].op}`", str(len(rows)), str(len(ratios)), str(behind), *ends])
+        lines.append([f"`{name}`", str(len(rows)), str(len(ratios)), str(behind), *ends])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

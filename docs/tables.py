@@ -24,7 +24,7 @@ from typing import Any
 from custom.dispatch import backends
 from custom.dispatch.registry import SPECS
 
-from custom.bench.report import read_rows
+from custom.bench.report import read_public
 
 from . import cards, functions, graph_modes, numerics, op_table, plots
 
@@ -87,12 +87,11 @@ def _memory(peaks: dict[str, float]) -> str:
 
 def speed() -> str:
     """Every row, a table for each op below its plot."""
-    drawn, known = [], plots.public()
-    for path in sorted(FIGURES.glob("npu_*.csv")):
-        rows = read_rows(path)
-        drawn += [f"### {rows[0].op}", ""]
-        if (FIGURES / f"{path.stem}.svg").exists():
-            drawn += [f"![public kernels' times over ours](figures/{path.stem}.svg)", ""]
+    drawn, known = [], read_public()
+    for op, rows in plots.measured().items():
+        drawn += [f"### {op}", ""]
+        if (FIGURES / f"{op}.svg").exists():
+            drawn += [f"![public kernels' times over ours](figures/{op}.svg)", ""]
         head = ("shape", "floor", "ours", "of floor", "best public", "peak MiB")
         drawn += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
         for row in rows:

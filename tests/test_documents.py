@@ -15,8 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from custom.dispatch.backends import CUDA, launcher
-from custom.dispatch.registry import SPECS
-
+from custom.dispatch.registry import SPECS, Spec
 import custom
 from custom.bench.report import Row
 from docs import op_table, pictures, plots
@@ -86,6 +85,7 @@ def test_a_design_is_a_page_that_can_be_found(page):
 
 
 READMES = ("README.md", "README.zh.md")
+DRAWN = plots.plots()
 
 
 def prose(text: str) -> list[str]:
@@ -113,9 +113,10 @@ def test_an_op_without_a_purpose_has_a_row_of_its_own(monkeypatch):
     assert "| `npu_sparse_attention_pto` | - | CPU, CUDA, NPU |" in op_table.english()
 
 
-def test_a_purpose_names_ops():
+def test_a_purpose_names_ops_and_no_other_does():
     public = {op_table.public(spec) for spec in SPECS}
-    assert {name for purpose in op_table.PURPOSES for name in purpose.names} <= public
+    named = [name for purpose in op_table.PURPOSES for name in purpose.names]
+    assert {*named} <= public and len(named) == len({*named})
 
 
 def test_the_chinese_readme_is_in_step():
@@ -140,20 +141,20 @@ def test_the_first_snippet_of_the_readme_runs_on_this_device(device):
     assert names["q"].grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", plots.plots())
+@pytest.mark.parametrize("name", DRAWN)
 def test_a_figure_is_of_its_csv(name):
     path = ROOT / "docs" / "figures" / f"{name}.svg"
-    assert path.exists() and path.read_text() == plots.plots()[name], "run make figures"
+    assert path.exists() and path.read_text() == DRAWN[name], "run make figures"
 
 
 def test_no_figure_is_of_nothing():
     drawn = {path.stem for path in (ROOT / "docs" / "figures").glob("*.svg")}
-    assert drawn == {*plots.plots()}
+    assert drawn == {*DRAWN}
 
 
 def test_a_figure_fits_a_column():
     """700 pixels wide, and no text leaves it: letters of the widest common fonts."""
-    for name, text in plots.plots().items():
+    for name, text in DRAWN.items():
         assert 'width="700"' in text, name
         for x, size, anchor, words in re.findall(
             r'<text x="([\d.]+)" y="[\d.]+" font-size="(\d+)" text-anchor="(\w+)"[^>]*>([^<]*)',
@@ -193,17 +194,8 @@ def test_a_plot_shows_losses():
 
 def test_every_csv_has_its_plot_on_the_speed_page():
     page = (ROOT / "docs" / "speed.md").read_text()
-    for path in (ROOT / "docs" / "figures").glob("npu_*.csv"):
-        if plots.of_csv(path):
-            assert f"figures/{path.stem}.svg" in page
-
-
-def test_gradients_that_have_no_function_are_called_by_the_op_that_their_page_names():
-    of = {spec.name: spec for spec in SPECS}
-    for spec in SPECS:
-        if op_table.public(spec) is None:
-            base = of[re.sub("_(grad|backward)$", "", spec.name)]
-            assert f"{spec.name}(" in inspect.getsource(inspect.getmodule(base.backward))
+    of_ops = {name for name in DRAWN if name in plots.measured()}
+    assert of_ops and all(f"figures/{name}.svg" in page for name in of_ops)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +247,14 @@ def test_every_public_name_has_a_page(site):
     assert all(re.search(r"[.:`] \|$", row) for row in rows), "a sentence that is cut"
 
 
+def test_gradients_that_have_no_function_are_called_by_the_op_that_their_page_names(site):
+    hooks, _ = site
+    found = [*hooks.gradients()]
+    assert [spec for spec, _ in found] == [s for s in SPECS if op_table.public(s) is None]
+    for spec, base in found:
+        assert f"{spec.name}(" in inspect.getsource(inspect.getmodule(base.backward))
+
+
 def test_pages_of_modules_have_all_their_names(site):
     hooks, _ = site
     parallel = importlib.import_module("custom.parallel")
@@ -280,14 +280,16 @@ def test_an_example_of_a_docstring_becomes_code(site):
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if op_table.public(s)], ids=lambda s: s.name)
-def test_dtypes_of_the_readme_s_table_are_taken_on_cuda(spec):
+@pytest.mark.parametrize(
+    ("purpose", "spec"),
+    [(p, spec) for p in op_table.PURPOSES for spec in SPECS if op_table.public(spec) in p.names],
+    ids=lambda each: each.name if isinstance(each, Spec) else "",
+)
+def test_dtypes_of_the_readme_s_table_are_taken_on_cuda(purpose, spec):
     """What the table says is not refused; on a GPU fp32 is refused by more ops than here."""
-    pytest.importorskip("triton")
-    rows = [row for row in op_table.purposes() if op_table.public(spec) in row.names]
-    (purpose,) = rows
+    pytest.importorskip("triton", reason="the launchers import it")
     named = {each for each in DTYPES if each in purpose.dtypes} or {"bf16", "fp16"}
-    for each in named if spec.name in SAMPLES and purpose in op_table.PURPOSES else ():
+    for each in named:
         given = SAMPLES[spec.name](Maker(torch.device("cpu"), DTYPES[each]))
         schema = getattr(torch.ops.custom, spec.name).default._schema
         full = {x.name: given.get(x.name, x.default_value) for x in schema.arguments}

@@ -235,7 +235,7 @@ def test_a_plot_of_stages_from_its_csv(tmp_path):
     write_csv(tmp_path / "a.csv", [row])
     assert read_rows(tmp_path / "a.csv") == [row] and row.stages == stages
     assert "prologs" in text([row], {})
-    plot(tmp_path / "a.png", [row], "title", {("op", "a case"): 20.0})
+    plot(tmp_path / "a.png", [row], "title", {("op", "a case"): ("theirs", 20.0)})
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
