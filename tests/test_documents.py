@@ -16,6 +16,7 @@ import pytest
 import torch
 from custom.dispatch.backends import CUDA, launcher
 from custom.dispatch.registry import SPECS, Spec
+
 import custom
 from custom.bench.report import Row
 from docs import op_table, pictures, plots
