@@ -19,10 +19,9 @@ from .attention import (
     same_selection,
     shard,
     shard_layer,
-    shard_layer_v4,
     tensor_parallel_attention,
-    tensor_parallel_attention_v4,
 )
+from .deepseek_v4 import shard_layer_v4, tensor_parallel_attention_v4
 from .linear import context_parallel_delta_rule, context_parallel_kda, delta_rule_heads
 from .prefill import context_parallel_prefill, row_parallel_indexer, zigzag
 

@@ -15,11 +15,8 @@ from torch import Tensor
 from .. import merging
 from .. import sparse_attention as sparse
 from ..dispatch import values
-from ..dispatch.common import layer_v4, nz
+from ..dispatch.common import nz
 from ..dispatch.errors import NotSupported
-from ..dispatch.reference.deepseek_v4.grouped_o_proj_pto import turned_back
-from ..dispatch.registry import BY_NAME
-from ..sparse_attention_v4 import npu_sparse_attention_v4_pto
 from . import collectives
 from .cache_dispatch import attend, select, select_with_scores
 from .collectives import Group, ranks, refuse_gradients
@@ -93,7 +90,7 @@ def shard_layer(
         group: ProcessGroup or 1-D DeviceMesh.
         weight_format: how a 2-D `w_uq_qr` is read, "nz" or "nd".
     """
-    w = _tiled(layer["w_uq_qr"], weight_format)
+    w = tiled(layer["w_uq_qr"], weight_format)
     cut = {"w_uq_qr": shard(w, 1 if w.ndim == 2 else 0, group)}
     scale = layer.get("dequant_scale_w_uq_qr")
     if scale is not None:  # of each column, or of blocks of 128
@@ -107,103 +104,12 @@ def shard_layer(
     return {**layer, **cut, "w_uk": shard(layer["w_uk"], 0, group)}
 
 
-def _tiled(w: Tensor, weight_format: str) -> Tensor:
+def tiled(w: Tensor, weight_format: str) -> Tensor:
     """An NZ weight under its own shape; a row-major one as it is."""
     if w.ndim != 2 or weight_format != "nz":
         return w
     columns = nz.columns(w.dtype)
     return w.view(w.shape[1] // columns, w.shape[0] // nz.ROWS, nz.ROWS, columns)
-
-
-def shard_layer_v4(
-    layer: Mapping[str, Any], *, group: Group, weight_format: str = "nz"
-) -> dict[str, Any]:
-    """The arguments of `npu_sparse_attention_v4_pto` with this rank's heads and output groups.
-
-    `w_uq` (columns), `sinks`, `w_o_a` (groups) and `w_o_b` (rows) are cut; all else, compressors,
-    indexer and caches among it, is the same on every rank.
-
-    Args:
-        layer: the op's arguments by name, with all heads.
-        group: ProcessGroup or 1-D DeviceMesh.
-        weight_format: how 2-D weights are read, "nz" or "nd".
-    """
-    size = ranks(group)[2]
-    heads = nz.columns_of(layer["w_uq"]) // layer["gamma_kv"].shape[0]
-    if heads % size:
-        raise ValueError(
-            f"custom.parallel: `w_uq` has {heads} heads, which cannot be dealt out to {size} "
-            f"ranks. Take a number of ranks that divides {heads}."
-        )
-    cut = {}
-    for name, rows in (("w_uq", False), ("sinks", True), ("w_o_a", True), ("w_o_b", True)):
-        if (whole := layer.get(name)) is not None:
-            w = _tiled(whole, weight_format)
-            # NZ has the blocks of columns in front of those of rows
-            cut[name] = shard(w, int(rows == (w.ndim == 4)), group)
-    return {**layer, **cut}
-
-
-def tensor_parallel_attention_v4(
-    layer: Mapping[str, Any],
-    *,
-    group: Group,
-    check_equal: bool = False,
-    broadcast: bool = False,
-    **options: Any,
-) -> Tensor:
-    """`npu_sparse_attention_v4_pto` on this rank's heads and output groups (`shard_layer_v4`).
-
-    With `w_o_a` and `w_o_b` the sum over the ranks, [B, S, H], by one all_reduce; without them this
-    rank's heads, [B, S, N / size, D]. An engine that sums otherwise calls the op itself.
-
-    Args:
-        layer: the op's arguments by name, with this rank's heads.
-        group: ProcessGroup or 1-D DeviceMesh.
-        check_equal: compare the ranks' selections before they are used (`same_selection`).
-        broadcast: take rank 0's selection on all.
-        options: the op's.
-    """
-    given = {**layer, **options}
-    if check_equal or broadcast:
-        out = _v4_in_stages(given, group, broadcast)
-    else:
-        out = npu_sparse_attention_v4_pto(**given)
-    return out if given.get("w_o_a") is None else all_reduce(out, group)
-
-
-_V4 = inspect.signature(npu_sparse_attention_v4_pto).parameters
-
-
-def _v4_in_stages(given: Mapping[str, Any], group: Group, broadcast: bool) -> Tensor:
-    """The layer whose selection is compared, or taken from rank 0."""
-    name = "tensor_parallel_attention_v4"
-    refuse_gradients(name, **given)
-    defaults = {n: p.default for n, p in _V4.items() if p.default is not p.empty}
-    for each in [*given, *_V4]:
-        if each not in _V4:
-            raise TypeError(f"{name}: npu_sparse_attention_v4_pto has no argument `{each}`.")
-        if each not in given and each not in defaults:
-            raise TypeError(f"{name}: `{each}` is missing, in `layer` or beside it.")
-    arguments = {**defaults, **given}
-    BY_NAME["npu_sparse_attention_v4_pto"].check(**arguments)
-    ops = torch.ops.custom
-
-    def agreed(indices: Tensor) -> Tensor:
-        return same_selection(indices, group=group, broadcast=broadcast)
-
-    stages = layer_v4.Stages(
-        ops.npu_sharedkv_prolog_pto,
-        ops.npu_compressor,
-        ops.npu_quantize_index_query,
-        lambda **x: (agreed(ops.npu_lightning_indexer(**x)[0]),),
-        lambda **x: agreed(ops.npu_quant_lightning_indexer(**x)),
-        ops.npu_sparse_attn_sharedkv,
-        ops.npu_kv_quant_sparse_attn_sharedkv,
-        ops.npu_grouped_o_proj_pto,
-        turned_back,
-    )
-    return layer_v4.Layer(**arguments).run(stages)
 
 
 def tensor_parallel_attention(
