@@ -12,8 +12,10 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from .mutate import changes, lines, reasons
-from .mutate.__main__ import chosen, read
+from .mutate.__main__ import chosen, read, recorded
 from .mutate.inside import sitecustomize
 
 TEXT = '''
@@ -153,3 +155,16 @@ def test_reasons_and_verdicts_are_of_what_is_planted():
     assert not listed - used, "explained, but not planted"
     caught = [t for t, x in verdicts.items() if t in every and x.test and reasons.reason(every[t])]
     assert not caught, "explained, but noticed"
+
+
+def test_tests_of_the_verdicts_are_collected(request):
+    """Those of the files that this run collects in whole."""
+    options = request.config.option
+    part = options.keyword or options.markexpr or options.quick or options.lf or options.device
+    if part or any("::" in each for each in request.config.args):
+        pytest.skip("files are collected in part")
+    collected = {item.nodeid for item in request.session.items}
+    files = {each.partition("::")[0] for each in collected}
+    asked = {recorded(verdict.test).id for verdict in read().values() if verdict.test}
+    gone = {each for each in asked if each.partition("::")[0] in files} - collected
+    assert not gone, "`make mutate` asks tests that are not there any more"

@@ -68,7 +68,7 @@ def chosen(found: list[Mutant], seed: int) -> list[Mutant]:
 
 
 def made(mutant: Mutant, test: str) -> str:
-    file = ROOT / _recorded(test).id.partition("::")[0]
+    file = ROOT / recorded(test).id.partition("::")[0]
     return digest(changes.source(mutant.file).text + (file.read_text() if file.is_file() else ""))
 
 
@@ -87,7 +87,7 @@ class Asker:
                 return None
             test = found[0]
             if test not in self._sound:
-                self._sound[test] = self._first(None, [_recorded(test)]) is None
+                self._sound[test] = self._first(None, [recorded(test)]) is None
             if self._sound[test]:
                 return found
             print(f"not asked, since it fails by itself: {test}", flush=True)
@@ -152,7 +152,7 @@ class Run:
             if verdict.test and title in places:
                 self._count(places[title], verdict.test)
         self.sound = {x.test: True for x in verdicts.values() if x.test}
-        self.named = {x.test: _recorded(x.test) for x in verdicts.values() if x.test}
+        self.named = {x.test: recorded(x.test) for x in verdicts.values() if x.test}
 
     def _count(self, mutant: Mutant, test: str) -> None:
         self.noticed[mutant.place, test] += 1
@@ -203,7 +203,7 @@ class Run:
         self.verdicts[mutant.title] = Verdict(test, said, made(mutant, test))
         if test:
             self._count(mutant, test)
-            self.named[test] = _recorded(test)
+            self.named[test] = recorded(test)
         if self.keep:
             write(self.verdicts)
         self.done += 1
@@ -211,7 +211,7 @@ class Run:
         print(f"{self.done} of {self.total}, {seconds:.0f} s: {mutant.title}: {by}", flush=True)
 
 
-def _recorded(name: str) -> Test:
+def recorded(name: str) -> Test:
     """The test of a name."""
     world, at, id = name.partition("tests/")
     pairs = [each.partition("=") for each in world.split()]
