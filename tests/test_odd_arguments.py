@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import os
 import traceback
 from random import Random
 from typing import Any
@@ -575,7 +576,10 @@ def test_an_optional_package_that_is_missing_says_who_needs_it(monkeypatch):
 
     monkeypatch.setattr(errors, "import_module", missing)
     for call, message in (
-        (lambda: onnx.export(torch.nn.Identity(), (torch.ones(1),), "x"), "pip install onnx onnx"),
+        (
+            lambda: onnx.export(torch.nn.Identity(), (torch.ones(1),), os.devnull),
+            "pip install onnx onnx",
+        ),
         (torchair.register, "needs torchair, which is not installed: pip install torch_npu"),
         (lambda: bench.main(["npu_indexer_loss", "--plot", "x.png"]), "--plot needs matplotlib"),
     ):
