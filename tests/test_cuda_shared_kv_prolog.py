@@ -72,7 +72,7 @@ def compiled(op: str, capability: int, monkeypatch, **changes) -> list:
     found = stand_in(monkeypatch, capability)
     gpu = "custom.cuda_ops.common.gpu"
     monkeypatch.setattr(f"{gpu}.capability", lambda device: divmod(capability, 10))
-    monkeypatch.setattr(f"{gpu}.processors", lambda device: 132)
+    monkeypatch.setattr(f"{gpu}.num_sms", lambda device: 132)
     given = sample(op, torch.device("cpu"), torch.bfloat16) | changes
     spec = BY_NAME[op]
     launcher = backends.launcher(backends.CUDA, spec)

@@ -540,7 +540,7 @@ def test_scale(scale, device, backend):
 def test_parts_of_many_keys(kind, device, backend, monkeypatch):
     """Enough of them to be split among programs, some of which have none of a row's."""
     if INTERPRETED:
-        monkeypatch.setattr("custom.cuda_ops.common.gpu.processors", lambda device: 132)
+        monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 132)
     window = 128 if kind["m"] else 700
     check(Problem([(1, 1500), (1, 40), (1, 0)], window=window, heads=2, **kind), device, backend)
 
