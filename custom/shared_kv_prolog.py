@@ -65,7 +65,8 @@ def npu_sharedkv_prolog_pto(
         w_idx_qb: [Rq, Ni*Di], together with `w_idx_proj`; None: a layer without an indexer.
         w_idx_proj: [H, Ni].
         rms_norm_eps: of all three norms.
-        weight_format: "nz" or "nd": how a 2-D weight is read.
+        weight_format: how a 2-D weight is read: "nz", "nd", or "linear": all are [N, K] row-major,
+            `nn.Linear.weight` itself, and none is NZ.
         kv_kind: "none": `ori_kv` has the dtype of `token_x`; "fp8": rows of a D of 512 are rounded
             to bfloat16, their first 448 numbers quantised by tiles of 64 to e4m3, as
             `npu_latent_cache_write` does.
@@ -122,7 +123,9 @@ def npu_grouped_o_proj_pto(
         w_o_b: [G*Ro, H], NZ in 4-D or as `weight_format` says.
         rope_sin: [B, S, Dr], as the queries were turned by: pair i reads entry 2i.
         rope_cos: [B, S, Dr] likewise.
-        weight_format: "nz" or "nd": how `w_o_a` in 3-D and `w_o_b` in 2-D are read.
+        weight_format: how `w_o_a` in 3-D and `w_o_b` in 2-D are read: "nz", "nd", or "linear", as
+            nn.Linear has them: `w_o_a` [G, Ro, N/G*D], a view of one weight [G*Ro, N/G*D], and
+            `w_o_b` [H, G*Ro].
         weight_quant_mode: 0.
 
     Returns:

@@ -102,8 +102,10 @@ def npu_sparse_attention_pto(
         rope_interleaved: pairing of the MLA rotation: (0, 1), (2, 3)... or halves.
         index_rope_interleaved: pairing of the indexer's rotation (the first Dr of Di dims rotate):
             False for DeepSeek-V3.2, True for GLM-5.
-        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape) or
-            "nd" (row-major). A 4-D weight `[N/16, K/16, 16, 16]` is NZ in any case (`to_nz`).
+        weight_format: how a 2-D weight is read: "nz" (FRACTAL_NZ bytes under the [K, N] shape),
+            "nd" (row-major), or "linear": all are [N, K] row-major, `nn.Linear.weight` itself
+            (`w_dq` [Rq, H]). A 4-D weight `[N/16, K/16, 16, 16]` is NZ (`to_nz`), beside "nz" and
+            "nd".
         dequant_scale_w_dq: float32, of `w_dq`, as all that concerns weights of 8 bits in
             `npu_mla_prolog_pto`.
         dequant_scale_w_uq_qr: of `w_uq_qr`.
@@ -374,7 +376,7 @@ def npu_mla_prolog_pto(
         rmsnorm_epsilon_ckv: of the key latent's norm.
         rope_interleaved: pairing of the rotation; the result lies in halves either way.
         weight_format: as in `npu_sparse_attention_pto`. A weight of 8 bits has 32 columns a tile;
-            with "nd" it may also be the transposed view of a contiguous [N, K].
+            "linear" are a checkpoint's own bytes, of every mode.
         dequant_scale_x: float32 [B * S, 1] (int8), [B * S, H / 128] (fp8), of a quantised
             `token_x`; None: the op quantises it.
         dequant_scale_w_dq: float32 [1, Rq] (int8), [H / 128, Rq / 128] (fp8, rounded up).
@@ -466,7 +468,8 @@ def npu_mla_prolog_v3(
     """`npu_mla_prolog_pto` under torch_npu's signature, for scripts that change their prefix.
 
     Pairs (0, 1), (2, 3)... are rotated, rows are "nope_rope_scale", fp8 scales powers of two. A 4-D
-    weight is NZ; a 2-D one is what its shape says, or what its format on an NPU says.
+    weight is NZ; a 2-D one is what its shape says, or what its format on an NPU says. [N, K] as
+    nn.Linear has it is `npu_mla_prolog_pto`'s weight_format="linear".
 
     Formula: as `npu_mla_prolog_pto`.
 

@@ -128,7 +128,8 @@ def npu_sparse_attention_v4_pto(
         state_mode: the states' addresses, as `cache_mode` of `npu_compressor`: 2, a ring of at
             least coff * m - 1 rows, and one more for each token that a call may take back; 1, by
             page.
-        weight_format: "nz" or "nd": how weights of the lower dimension are read.
+        weight_format: how weights of the lower dimension are read: "nz", "nd", or "linear": all
+            are [N, K] row-major, `nn.Linear.weight` itself, `w_o_a` [G, Ro, N/G*D] a view of one.
         kv_kind: "none": `ori_kv` and `cmp_kv` have the dtype of `x`; "fp8": both are uint8
             [pages, P, 1, 584], pages of row_layout "v4", and D is 512.
         index_kind: "none", or "fp8" or "int8": `idx_k` is [pages, P, 1, 128] beside `idx_k_scale`,

@@ -57,17 +57,18 @@ def test_matches_the_reference(op, tokens, dtype):
 
 
 @kernels
-@pytest.mark.parametrize("weight_format", ["flat", "nd"])
+@pytest.mark.parametrize("weight_format", ["flat", "nd", "linear"])
 @pytest.mark.parametrize("op", OPS)
 def test_reads_every_weight_format(op, weight_format):
     check(op, layer(2, 2), DTYPES[0], weight_format)
 
 
 @kernels
+@pytest.mark.parametrize("weight_format", ["nd", "linear"])
 @pytest.mark.parametrize("op", OPS)
-def test_row_major_weights_of_any_size(op):
+def test_row_major_weights_of_any_size(op, weight_format):
     sizes = dict(h=70, ranks=40, plain=24, rank=40, rotary=10, index=(5, 24))
-    check(op, layer(3, 1, **sizes), DTYPES[0], "nd")
+    check(op, layer(3, 1, **sizes), DTYPES[0], weight_format)
 
 
 @kernels

@@ -320,10 +320,10 @@ def test_fp8_product(tokens, depth, prologs):
     parts = quantised_matmul.product(
         quantised_matmul.Rows(x, x_scale),
         [
-            quantised_matmul.Weight(w.t(), size, scale.t().contiguous())
+            quantised_matmul.Weight(w, size, scale.t().contiguous())
             for (w, _), size, scale in zip(weights, sizes, scales, strict=True)
         ],
-        quantised_matmul.TRANSPOSED.value, torch.bfloat16, keep_float=True,
+        quantised_matmul.LINEAR.value, torch.bfloat16, keep_float=True,
     )  # fmt: skip
     x = wide(x, x_scale, 1)
     wanted = [x @ wide(w, scale, 128).t() for (w, _), scale in zip(weights, scales, strict=True)]
@@ -374,8 +374,8 @@ def test_fp8_query_heads(tokens, parts, prologs, monkeypatch):
     sin, cos = normal(2, tokens, 64)
     query, query_rope = quantised_stages.query_heads(
         quantised_matmul.Rows(c, c_scale),
-        quantised_matmul.Weight(w.t(), heads * 192, w_scale.t().contiguous()), "nd", w_uk, sin, cos,
-        (tokens, 1), interleaved,
+        quantised_matmul.Weight(w, heads * 192, w_scale.t().contiguous()), "linear", w_uk, sin,
+        cos, (tokens, 1), interleaved,
     )  # fmt: skip
     q = wide(c, c_scale, 1) @ wide(w, w_scale, 128).t()
     q = q.bfloat16().float().view(tokens, heads, 192)

@@ -68,12 +68,12 @@ def expected(x: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
 def check(x: dict[str, Tensor], dtype: torch.dtype, device: Any, backend: str, form: str) -> None:
     skip_unless_taken(dtype, device, backend)
     given = {name: v.to(device, dtype) for name, v in x.items()}
-    make = FORMS[form]
+    make, weight_format = FORMS[form]
     given["w_o_b"] = make(given["w_o_b"])
     each = [make(w) for w in given["w_o_a"]]
     given["w_o_a"] = torch.stack(each) if each else given["w_o_a"]
     before = log.calls[OP, backend]
-    got = getattr(custom, OP)(**given, weight_format="nd" if form == "row-major" else "nz")
+    got = getattr(custom, OP)(**given, weight_format=weight_format)
     assert log.calls[OP, backend] == before + 1
     assert_close_to_float64("out", got, expected(x, dtype), expected(x, F64))
 

@@ -28,7 +28,7 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
         return x.to(device, dtype)
 
     def matrix(x: Tensor) -> Tensor:
-        return FORMS[form](x.to(dtype)).to(device)
+        return FORMS[form][0](x.to(dtype)).to(device)
 
     cache = tokens.cache(len(w.in_gamma_k), device)
     before = cache.clone()
@@ -48,7 +48,7 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
         cache_index=tokens.slots.to(device, torch.int32),
         ln_epsilon=2e-5,
         rope_interleaved=interleaved,
-        weight_format="nd" if form == "row-major" else "nz",
+        weight_format=FORMS[form][1],
     )
     results = {}
     for precision in (dtype, torch.float64):

@@ -266,13 +266,27 @@ MISTAKES = {
         lambda: layer(w_dq=r(64, 32)),
         None,
         'a 2-D weight on cpu is read as FRACTAL_NZ bytes, since weight_format is "nz". For a '
-        'row-major one pass weight_format="nd", or custom.to_nz(weight).',
+        'row-major [K, N] pass weight_format="nd" or custom.to_nz(weight), for nn.Linear.weight '
+        'weight_format="linear".',
     ),
     "nn.Linear's weight": Mistake(
         lambda: layer(w_dq=r(32, 64), weight_format="nd"),
         ValueError,
-        "npu_sparse_attention_pto: `w_dq` has shape [32, 64], expected [H, Rq] with H=64, Rq=32 "
-        "(from `x`, `gamma_cq`). Pass w_dq.t().",
+        "npu_sparse_attention_pto: `w_dq` has shape [32, 64], expected [H, Rq] = [64, 32]. As it "
+        'is it fits weight_format="linear", which wants all weights so.',
+    ),
+    "[K, N] as nn.Linear's weight": Mistake(
+        lambda: layer(w_dq=r(64, 32), weight_format="linear"),
+        ValueError,
+        "npu_sparse_attention_pto: `w_dq` has shape [64, 32], expected [Rq, H] = [32, 64]. As it "
+        'is it fits weight_format="nd", which wants all weights so.',
+    ),
+    "NZ as nn.Linear's weight": Mistake(
+        lambda: layer(weight_format="linear"),
+        ValueError,
+        "npu_sparse_attention_pto: `w_dq` has shape [4, 4, 16, 8], which is NZ, expected [Rq, H] "
+        'with weight_format="linear". Pass nn.Linear.weight itself, or all weights as NZ with '
+        'weight_format="nz".',
     ),
     "sin [T, Dr]": Mistake(
         lambda: layer(sin=r(1, 16)),

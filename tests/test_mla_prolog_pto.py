@@ -31,7 +31,7 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
         return x.to(device, dtype)
 
     def matrix(x: Tensor) -> Tensor:
-        return FORMS[form](x.to(dtype)).to(device)
+        return FORMS[form][0](x.to(dtype)).to(device)
 
     caches = dict(
         kv_cache=tokens.cache(w.w_uk.shape[2], device),
@@ -55,7 +55,7 @@ def check(device, backend, dtype, B, S, interleaved, form="4-D NZ", **sizes):
         rmsnorm_epsilon_cq=1e-5,
         rmsnorm_epsilon_ckv=3e-5,
         rope_interleaved=interleaved,
-        weight_format="nd" if form == "row-major" else "nz",
+        weight_format=FORMS[form][1],
     )
     results = {}
     for precision in (dtype, torch.float64):

@@ -77,7 +77,7 @@ def by_stages(call: Call, caches: Caches, mode: int, index_mode: int, smooth, ha
     ],
 )
 def test_one_call_is_its_stages(device, backend, mode, index_mode, kv, index, packed):
-    call = Call(device, mode, "transposed" if mode == 4 else "4-D NZ", index_mode=index_mode)
+    call = Call(device, mode, "linear" if mode == 4 else "4-D NZ", index_mode=index_mode)
     call.slots = torch.tensor([[82, 83, 92], [32 + 1, 32 + 2, 32 + 3]], dtype=torch.int32)
     smooth = 0.5 + torch.rand(1, 160, device=device) if mode in (1, 2) else None
     hadamard = index != "none" and mode == 4

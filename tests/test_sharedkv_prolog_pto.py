@@ -101,11 +101,11 @@ class Drawn:
             else v
             for name, v in self.given.items()
         }
-        make = FORMS[form or "row-major"]
+        make, weight_format = FORMS[form or "row-major"]
         for name in ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj"):
             if moved[name] is not None:
                 moved[name] = make(moved[name])
-        return moved | dict(weight_format="nd" if form in (None, "row-major") else "nz")
+        return moved | dict(weight_format=weight_format)
 
     def there(self, i: int, j: int) -> bool:
         used = self.S if self.used is None else self.used[i]

@@ -148,12 +148,14 @@ def _by_groups(
     BLOCK_T = max(16, config.tokens)
     chained = gpu.has_chained_launch(x.device)
     programs = cdiv(tokens, BLOCK_T) * groups * cdiv(ranks, config.columns)
+    linear = weight_format == "linear"  # NZ of one column a panel
     launches.kernel(_groups, programs, runs)(
         x, w, sin, cos, out, tokens,
         HEADS=heads, D=size, DR=sin.shape[-1], GROUPS=groups, N=ranks, RUN=run,
-        NZ=w.ndim == 5 or nz.is_nz(w[0], weight_format), C0=nz.columns(x.dtype), BLOCK_T=BLOCK_T,
-        BLOCK_N=config.columns, BLOCK_K=config.k, STAGES=min(config.stages, 3), CHAINED=chained,
-        num_warps=config.warps, launch_pdl=chained,
+        NZ=linear or w.ndim == 5 or nz.is_nz(w[0], weight_format),
+        C0=1 if linear else nz.columns(x.dtype), BLOCK_T=BLOCK_T, BLOCK_N=config.columns,
+        BLOCK_K=config.k, STAGES=min(config.stages, 3), CHAINED=chained, num_warps=config.warps,
+        launch_pdl=chained,
     )  # fmt: skip
     return out
 
@@ -172,8 +174,7 @@ def forward(
     **_: Any,
 ) -> Tensor:
     front, dtype = attn_out.shape[:2], attn_out.dtype
-    hidden = w_o_b.shape[0] * w_o_b.shape[3] if w_o_b.ndim == 4 else w_o_b.shape[1]
-    ranks = w_o_a.shape[2] if w_o_a.ndim == 3 else w_o_a.shape[1] * w_o_a.shape[4]
+    hidden, ranks = (nz.columns_of(w, weight_format) for w in (w_o_b, w_o_a))
     if front.numel() == 0:
         return memory.empty((*front, hidden), dtype, attn_out.device)
     x = attn_out.flatten(0, 1)

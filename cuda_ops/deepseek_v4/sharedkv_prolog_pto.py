@@ -155,13 +155,14 @@ def _heads(
 
 
 def unsupported(
-    token_x: Tensor, w_idx_qb: Tensor | None, w_idx_proj: Tensor | None, index_hadamard: bool,
-    **_: Any,
+    token_x: Tensor, w_idx_qb: Tensor | None, w_idx_proj: Tensor | None, weight_format: str,
+    index_hadamard: bool, **_: Any,
 ) -> str | None:  # fmt: skip
     against = prolog.unsupported(token_x)
     if against is None and index_hadamard:
         assert w_idx_qb is not None and w_idx_proj is not None  # the check said so
-        size = nz.columns_of(w_idx_qb) // nz.columns_of(w_idx_proj)
+        size = nz.columns_of(w_idx_qb, weight_format)
+        size //= nz.columns_of(w_idx_proj, weight_format)
         if size != TRANSFORMED:
             return f"index_hadamard with an index dim of {size}, supported {TRANSFORMED}"
     return against
@@ -192,12 +193,12 @@ def forward(
     requests, steps, hidden = token_x.shape
     tokens, dtype, device = requests * steps, token_x.dtype, token_x.device
     ranks, size, rotary = gamma_cq.shape[0], gamma_kv.shape[0], rope_sin.shape[-1]
-    heads = nz.columns_of(w_uq) // size
+    heads = nz.columns_of(w_uq, weight_format) // size
     index_heads = index_size = 0
     first, second = [(w_dq, ranks), (w_kv, size)], [(w_uq, heads * size)]
     if w_idx_qb is not None and w_idx_proj is not None:
-        index_heads = nz.columns_of(w_idx_proj)
-        index_size = nz.columns_of(w_idx_qb) // index_heads
+        index_heads = nz.columns_of(w_idx_proj, weight_format)
+        index_size = nz.columns_of(w_idx_qb, weight_format) // index_heads
         first.append((w_idx_proj, index_heads))
         second.append((w_idx_qb, index_heads * index_size))
     front = (requests, steps)

@@ -5,7 +5,8 @@
     out[t, :] = x[t, :] [W0 | W1 | W2 | W3]        x [T, K], W [K, N], out [T, sum of N]
 
 A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or plain row-major
-[K, N].  Both are addressed as (n // C0) * panel + k * row + n % C0; neither is ever copied.
+[K, N].  Both are addressed as (n // C0) * panel + k * row + n % C0; neither is ever copied.  A
+"linear" one, [N, K] as nn.Linear has it, is NZ of one column a panel.
 Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
 the next kernel to add in order (deterministic, and no launch of its own).
 
@@ -145,19 +146,18 @@ def product(
     forked: bool = False,
 ) -> Tensor:
     """x [T, K] times the (weight, N) joined: [runs, T, sum of N], float32 if runs > 1 or
-    `keep_float`, else of x's dtype.  `weight_format` "rows": weights are [N, K], as nn.Linear has
-    them, which are NZ of one column a panel.  `first`: the op starts here, so that all its later
-    kernels may count on every earlier op having finished.  `late`: x was there when the kernel
-    before began, which is waited for at the end.  `forked`: it starts a stream, and so waits for an
-    event instead of for the kernel before it."""
+    `keep_float`, else of x's dtype.  `first`: the op starts here, so that all its later kernels may
+    count on every earlier op having finished.  `late`: x was there when the kernel before began,
+    which is waited for at the end.  `forked`: it starts a stream, and so waits for an event instead
+    of for the kernel before it."""
     tokens, depth = x.shape
     given = [size for _, size in weights]
     sizes = given + [0] * (4 - len(weights))
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
-    by_rows = weight_format == "rows"
-    formats = [by_rows or nz.is_nz(weight, weight_format) for weight in kept]
+    linear = weight_format == "linear"
+    formats = [linear or nz.is_nz(weight, weight_format) for weight in kept]
     chained = gpu.has_chained_launch(x.device)
-    by_tma = not by_rows and hopper.supports(x, kept, formats)
+    by_tma = not linear and hopper.supports(x, kept, formats)
     chosen = tiling.hopper if by_tma else tiling.plain
     config = chosen(tokens, given, depth, gpu.num_sms(x.device))
     run = cdiv(cdiv(depth, config.runs), config.k) * config.k
@@ -174,7 +174,7 @@ def product(
         x, *kept, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
         NZ0=formats[0], NZ1=formats[1], NZ2=formats[2], NZ3=formats[3],
-        C0=1 if by_rows else nz.columns(x.dtype),
+        C0=1 if linear else nz.columns(x.dtype),
         BLOCK_T=config.tokens, BLOCK_N=config.columns, BLOCK_K=config.k, STAGES=config.stages,
         SWAP=config.swap,
         GROUP=config.group, CHAINED=chained, FIRST=first, LATE=late, num_warps=config.warps,

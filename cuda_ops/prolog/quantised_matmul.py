@@ -9,13 +9,13 @@ Element (k, n) of a weight lies at (n // 32) * panel + n % 32 * column + k * row
 
     NZ            [N / 32, K, 32]   panel 32 K   column 1   row 32
     row-major     [K, N]            panel 32     column 1   row N
-    transposed    [N, K], a checkpoint's own     panel 32 K   column K   row 1
+    linear        [N, K], a checkpoint's own     panel 32 K   column K   row 1
 
-Products of fp8 with transposed weights are of e4m3 where the GPU converts it, a block's sum in
+Products of fp8 with linear weights are of e4m3 where the GPU converts it, a block's sum in
 float32; else of float16, which has every e4m3.  Those of int8 are of int8.  `product`:
 
     condition                            kernels
-    fp8, transposed, Hopper, k in 16s    hopper/quantised_matmul.py
+    fp8, linear, Hopper, k in 16s        hopper/quantised_matmul.py
     else                                 _product
 
 `activations`, which quantises x:
@@ -45,13 +45,13 @@ from .hopper import quantised_matmul as hopper
 
 BLOCK = tl.constexpr(quantised.TILE)
 C0 = tl.constexpr(32)
-NZ, ROW_MAJOR, TRANSPOSED = (tl.constexpr(form) for form in range(3))
+NZ, ROW_MAJOR, LINEAR = (tl.constexpr(form) for form in range(3))
 MOST = 3  # weights of one launch
 
 
 @dataclass(frozen=True)
 class Weight:
-    """[K, N] of `size` columns; `scale` None: not of 8 bits."""
+    """Of `size` columns; `scale` None: not of 8 bits."""
 
     values: Tensor
     size: int
@@ -60,7 +60,7 @@ class Weight:
     def form(self, weight_format: str) -> int:
         if nz.is_nz(self.values, weight_format):
             return NZ.value
-        return (ROW_MAJOR if self.values.is_contiguous() else TRANSPOSED).value
+        return (LINEAR if weight_format == "linear" else ROW_MAJOR).value
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _product(
     t = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
     t_mask = t < tokens
     n_mask = j < size - column
-    if FORM == TRANSPOSED:
+    if FORM == LINEAR:
         w += column.to(tl.int64) * K + lo
         n_at = j * K
         step = BLOCK
@@ -298,7 +298,7 @@ def is_direct(weight: Tensor, form: int) -> bool:
     """Whether tensor cores take the bytes of `weight` as they are: e4m3 as a checkpoint has it, and
     a GPU that converts it."""
     fp8 = quantised.kind_of(weight.dtype) == "fp8"
-    return fp8 and form == TRANSPOSED.value and gpu.converts_fp8(weight.device)
+    return fp8 and form == LINEAR.value and gpu.converts_fp8(weight.device)
 
 
 def product(

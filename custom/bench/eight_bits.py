@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Rows for weights of 8 bits, and for the layer of which weights and caches all are, beside the
-same ops in bf16.  Weights lie as in a checkpoint, [N, K], and come as its transposed view; an NPU
-has int8 alone, weights in NZ and int8 caches."""
+same ops in bf16.  Weights lie as in a checkpoint, [N, K]; an NPU has int8 alone, weights in NZ and
+int8 caches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _ops = torch.ops.custom
 
 
 def _weight(draw: Draw, kind: str, rows: int, columns: int, npu: bool) -> tuple[Tensor, Tensor]:
-    """([K, N], its scales): numbers of a standard deviation of rows ** -0.5."""
-    values = draw.normal(columns, rows, std=24.0).clamp_(-127, 127).to(quantised.VALUES[kind]).t()
+    """(weight, its scales): numbers of a standard deviation of rows ** -0.5."""
+    values = draw.normal(columns, rows, std=24.0).clamp_(-127, 127).to(quantised.VALUES[kind])
     tiles = -(-rows // quantised.TILE), -(-columns // quantised.TILE)
     shape = (1, columns) if kind == "int8" else tiles
     scale = torch.full(shape, rows**-0.5 / 24, device=draw.device)
-    return to_nz(values) if npu else values, scale
+    return to_nz(values.t()) if npu else values, scale
 
 
 def _mla(draw: Draw, kind: str, n: int, npu: bool = False) -> Arguments:
@@ -43,21 +43,21 @@ def _mla(draw: Draw, kind: str, n: int, npu: bool = False) -> Arguments:
         rmsnorm_gamma_cq=draw.normal(m.rq),
         rmsnorm_gamma_ckv=draw.normal(R),
         weight_quant_mode=MODES[kind],
-        weight_format="nd",
+        weight_format="nz" if npu else "linear",
     )
 
 
 def _index(draw: Draw, kind: str, npu: bool = False) -> Arguments:
     m = DEEPSEEK
-    proj = draw.normal(m.h, m.ni, std=m.h**-0.5)
-    out: Arguments = dict(weight_proj=to_nz(proj) if npu else proj)
+    proj = draw.normal(m.ni, m.h, std=m.h**-0.5)
+    out: Arguments = dict(weight_proj=to_nz(proj.t()) if npu else proj)
     for name, size in dict(qb=(m.rq, m.ni * DI), k=(m.h, DI)).items():
         out[f"weight_{name}"], out[f"dequant_scale_w_{name}"] = _weight(draw, kind, *size, npu)
     return out | dict(
         ln_gamma_k=draw.normal(DI),
         ln_beta_k=draw.normal(DI),
         weight_quant_mode=MODES[kind],
-        weight_format="nd",
+        weight_format="nz" if npu else "linear",
     )
 
 

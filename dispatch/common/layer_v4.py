@@ -259,7 +259,7 @@ class Layer:
 
     def unsupported(self, reasons: Stages) -> str | None:
         """The first reason of a stage; of what is between them only shape and dtype matter."""
-        heads = nz.columns_of(self.w_uq) // self.gamma_kv.shape[0]
+        heads = nz.columns_of(self.w_uq, self.weight_format) // self.gamma_kv.shape[0]
         query = self._like(heads, self.gamma_kv.shape[0])
         asked: list[tuple[Callable[..., Any], dict[str, Any]]] = [
             (reasons.sharedkv_prolog, self.of_prolog())
@@ -268,7 +268,7 @@ class Layer:
         if self.cmp_kv is not None:
             asked.append((reasons.compressor, self.of_entries(self.act_seqs)))
         if self.w_idx_proj is not None and self.gamma_idx is not None:
-            count = nz.columns_of(self.w_idx_proj)
+            count = nz.columns_of(self.w_idx_proj, self.weight_format)
             index, weights = self._like(count, self.gamma_idx.shape[0]), self._like(count)
             asked.append((reasons.compressor, self.of_index_keys(self.act_seqs)))
             if self.in_bytes:

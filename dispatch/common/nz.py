@@ -6,6 +6,10 @@
 
 A 4-D tensor [N/C0, K/16, 16, C0] is NZ and says so by its shape.  The Ascend scripts pass the same
 bytes under the shape [K, N]: `weight_format` tells how a 2-D tensor is to be read.
+
+    nz        [K, N]   NZ bytes under that shape
+    nd        [K, N]   row-major
+    linear    [N, K]   row-major, nn.Linear.weight itself; no weight of the call is NZ then
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from .. import log
 
+FORMATS = ("nz", "nd", "linear")
 ROWS = 16  # of a tile
 _FRACTAL_NZ = 29
 # torch_npu's formats whose bytes do not lie as the shape says
@@ -42,9 +47,11 @@ def columns(dtype: torch.dtype) -> int:
     return 32 // dtype.itemsize
 
 
-def columns_of(weight: Tensor) -> Any:
-    """N of a [K, N] weight that is NZ or not."""
-    return weight.shape[0] * weight.shape[3] if weight.ndim == 4 else weight.shape[-1]
+def columns_of(weight: Tensor, weight_format: str) -> Any:
+    """N of a weight argument, of each group where it has groups."""
+    if weight.ndim >= 4:
+        return weight.shape[-4] * weight.shape[-1]
+    return weight.shape[-2 if weight_format == "linear" else -1]
 
 
 def to_nz(w: Tensor, *, flat: bool = False) -> Tensor:
@@ -143,7 +150,7 @@ def npu_format(tensor: Tensor) -> int | None:
 
 
 def is_nz(weight: Tensor, weight_format: str) -> bool:
-    """Whether the bytes of a [K, N] weight argument are NZ: by its shape, by its NPU format, by
+    """Whether the bytes of a weight argument are NZ: by its shape, by its NPU format, by
     `weight_format`."""
     if weight.ndim == 4 or npu_format(weight) == _FRACTAL_NZ:
         return True
@@ -151,15 +158,17 @@ def is_nz(weight: Tensor, weight_format: str) -> bool:
         log.once(
             ("read as NZ",),
             f"a 2-D weight on {weight.device.type} is read as FRACTAL_NZ bytes, since "
-            'weight_format is "nz". For a row-major one pass weight_format="nd", or '
-            "custom.to_nz(weight).",
+            'weight_format is "nz". For a row-major [K, N] pass weight_format="nd" or '
+            'custom.to_nz(weight), for nn.Linear.weight weight_format="linear".',
         )
     return weight_format == "nz"
 
 
 def to_nd(weight: Tensor, weight_format: str) -> Tensor:
-    """The row-major [K, N] behind a weight argument; row-major ones are not copied, nor those whose
-    format torch_npu knows: PyTorch reads them as their shape says."""
+    """The [K, N] behind a weight argument; row-major ones are not copied, nor those whose format
+    torch_npu knows: PyTorch reads them as their shape says."""
+    if weight_format == "linear":
+        return weight.mT
     if weight.ndim == 2 and npu_format(weight) == _FRACTAL_NZ:
         return weight
     return from_nz(weight) if is_nz(weight, weight_format) else weight
@@ -180,7 +189,7 @@ def unreadable(arguments: Mapping[str, Any]) -> str | None:
         number = npu_format(tensor) if isinstance(tensor, Tensor) else None
         if number is None or number not in _TILED:
             continue
-        weight = "weight_format" in arguments and tensor.ndim == 2
+        weight = arguments.get("weight_format", "linear") != "linear" and tensor.ndim == 2
         if weight and number == _FRACTAL_NZ and _whole(tensor):
             continue
         return (

@@ -24,6 +24,7 @@ def unsupported(
     ln_gamma_k: Tensor,
     rope_sin: Tensor,
     index_k_cache: Tensor,
+    weight_format: str = "nd",
     weight_quant_mode: int = 0,
     kv_cache_quant_mode: int = 0,
     index_hadamard: bool = False,
@@ -33,7 +34,7 @@ def unsupported(
     reason = narrow_prolog.unsupported(weight_quant_mode, in_bytes)
     if reason := reason or quantise.without_transform(index_hadamard):
         return reason
-    if reason := tiling.not_multiplied(token_x=token_x):
+    if reason := tiling.not_multiplied(token_x=token_x) or product.not_read(weight_format):
         return reason
     rotary, size = rope_sin.shape[-1], ln_gamma_k.shape[0]
     if rotary % 16 or (size - rotary) % 16:

@@ -25,6 +25,7 @@ def unsupported(
     rmsnorm_gamma_cq: Tensor,
     kv_cache: Tensor,
     rope_sin: Tensor,
+    weight_format: str = "nd",
     weight_quant_mode: int = 0,
     kv_cache_quant_mode: int = 0,
     kv_cache_dtype: int | None = None,
@@ -33,6 +34,8 @@ def unsupported(
     in_rows = kv_cache if kv_cache_quant_mode else None
     reason = narrow_prolog.unsupported(weight_quant_mode, in_rows, kv_cache_dtype)
     if reason := reason or narrow_prolog.not_multiplied(token_x, rmsnorm_gamma_cq):
+        return reason
+    if weight_quant_mode != 2 and (reason := product.not_read(weight_format)):
         return reason
     narrow = weight_quant_mode or kv_cache_quant_mode
     widest = narrow_rows.widest() if narrow else rows.widest()

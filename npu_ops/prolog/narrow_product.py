@@ -201,7 +201,7 @@ def sums(
             if in_panels:
                 _by_panels(values, [w], [to.shape[-1]], to, config)
             else:
-                _by_rows(values, w, to[0])
+                _by_rows(values, w, to[0], weight_format == "linear")
     return [Sums(to, x.scale, scale) for to, (_, scale) in zip(each, weights, strict=True)]
 
 
@@ -219,13 +219,13 @@ def _by_panels(
     )  # fmt: skip
 
 
-def _by_rows(x: Tensor, w: Tensor, out: Tensor) -> None:
+def _by_rows(x: Tensor, w: Tensor, out: Tensor, linear: bool) -> None:
     (rows, depth), columns = x.shape, out.shape[1]
     config = product.by_height("narrow_product.nd_sums", rows)
     tiles = -(-rows // config.tiles["ROWS"]) * -(-columns // config.tiles["COLUMNS"])
     nd_sums[(min(tiles, cores.cube()),)](
         x, w, out, rows, columns, depth, out.stride(0), **product.whole_tiles(config, rows, depth),
-        WHOLE_N=columns % config.tiles["COLUMNS"] == 0, TURNED=not w.is_contiguous(),
+        WHOLE_N=columns % config.tiles["COLUMNS"] == 0, TURNED=linear,
         **config.keywords,
     )  # fmt: skip
 

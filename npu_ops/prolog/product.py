@@ -214,6 +214,16 @@ def nd_product(
     )  # fmt: skip
 
 
+def not_read(weight_format: str) -> str | None:
+    """Why the kernels cannot read weights of 16 bits, or None."""
+    if weight_format == "linear":
+        return (
+            'weight_format="linear" of weights of 16 bits: its kernels read [K, N]. Pass '
+            'custom.to_nz(weight.t()) with weight_format="nz"'
+        )
+    return None
+
+
 def weights(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], weight_format: str) -> None:
     """out [M, N] = x [M, K] @ w for each of the pairs (w, out); w is NZ or row-major as `nz.is_nz`
     finds, and the rows of `out` may lie apart."""

@@ -84,7 +84,7 @@ def _layer(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
     own = getattr(torch, case["dtype"])
     given = {n: x.to(own).double() if x.is_floating_point() else x for n, x in given.items()}
     given = formatted(given, dtype, case["weights"], CPU)
-    form = dict(weight_format="nd" if case["weights"] == "nd" else "nz")
+    form = dict(weight_format="nz" if case["weights"] == "flat" else case["weights"])
     pairs = {"npu_mla_prolog_pto": _MLA, "npu_indexer_prolog_pto": _INDEXER}.get(case["op"])
     if pairs is not None:
         out = {theirs: given[ours] for theirs, ours in pairs.items()} | form
@@ -494,7 +494,8 @@ def _compressor(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
 
 
 def _layer_v4(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
-    steps, d, nz = case["s"], case["d"], case["weights"] == "nz"
+    steps, d = case["s"], case["d"]
+    laid = {"nz": custom.to_nz, "linear": lambda w: w.mT.contiguous()}.get(case["weights"])
     given = layer_v4.drawn(
         case["kind"], CPU, getattr(torch, case["dtype"]), starts=case["starts"], steps=steps,
         used=case["used"], m=case["m"], entry_page=case["entry_page"], H=case["h"],
@@ -506,7 +507,7 @@ def _layer_v4(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         if isinstance(x, Tensor) and x.is_floating_point():
             x = x.to(accumulator(dtype) if name in layer_v4.WIDE else dtype)
             matrix = name in ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj", "w_o_a", "w_o_b")
-            given[name] = custom.to_nz(x) if nz and matrix else x
+            given[name] = laid(x) if laid is not None and matrix else x
     given |= dict(weight_format=case["weights"], sinks=given["sinks"] if case["sinks"] else None)
     if case["kind"] == "CSA":
         given |= dict(sparse_count=64, index_hadamard=case["hadamard"])

@@ -30,7 +30,7 @@ def _layer(r: Random, backward: bool) -> Case:
         pages=r.randint(1, 3),
         short=r.random() < 0.3,
         kept=r.randint(1, 20),
-        weights="nd" if nd else r.choice(["nz", "flat"]),
+        weights=r.choice(["nd", "linear"] if nd else ["nz", "flat", "linear"]),
         interleaved=r.random() < 0.5,
     )
 
@@ -235,7 +235,7 @@ def _layer_v4(r: Random, backward: bool) -> Case:
         holes=r.random() < 0.3,
         sinks=r.random() < 0.8,
         hadamard=di == 128 and kind == "CSA" and r.random() < 0.5,
-        weights="nd" if nd else "nz",
+        weights=r.choice(["nd", "linear"] if nd else ["nz", "linear"]),
     )
 
 

@@ -61,11 +61,14 @@ def layer(b, s, *, h=64, ranks=48, n=3, plain=32, rank=64, rotary=16, index=(16,
 
 
 def formatted(arguments, dtype, weight_format, device=DEVICE):
-    """On `device` in `dtype`, the weights 4-D NZ, NZ bytes under [K, N] ("flat"), or row-major."""
+    """On `device` in `dtype`, the weights 4-D NZ, NZ bytes under [K, N] ("flat"), row-major ("nd")
+    or [N, K] ("linear")."""
     out = {}
     for name, value in arguments.items():
         value = value.to(dtype) if value.is_floating_point() else value.clone()
-        if name in WEIGHTS and weight_format != "nd":
+        if name in WEIGHTS and weight_format == "linear":
+            value = value.t().contiguous()
+        elif name in WEIGHTS and weight_format != "nd":
             value = custom.to_nz(value, flat=weight_format == "flat")
         out[name] = value.to(device)
     return out
@@ -76,7 +79,7 @@ def launch(backend: str, op: str, given: dict, weight_format="nz", **options) ->
     module = f"{op}_pto"
     package = {"cuda": "cuda_ops", "reference": "dispatch.reference"}[backend]
     forward = partial(called, package, module)
-    options["weight_format"] = "nd" if weight_format == "nd" else "nz"
+    options["weight_format"] = weight_format if weight_format in ("nd", "linear") else "nz"
     if op == "mla_prolog":
         defaults = dict(rmsnorm_epsilon_cq=1e-6, rmsnorm_epsilon_ckv=1e-5, rope_interleaved=True)
         out = forward(*[given[name] for name in MLA.split()], **defaults | options)

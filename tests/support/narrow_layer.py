@@ -10,11 +10,10 @@ import torch
 from custom.dispatch.common import quantised as layouts
 from torch import Tensor
 
-import custom
-
 from . import eight_bits
 from .golden import Layer
 from .kernels import INTERPRETED
+from .prologs import FORMS
 
 MLA, INDEXER = "npu_mla_prolog_pto", "npu_indexer_prolog_pto"
 KINDS = {1: "int8", 2: "int8", 4: "fp8"}
@@ -30,13 +29,6 @@ WEIGHTS = {
         "w_idx_k": ("weight_k", "dequant_scale_w_k", (2, 4)),
         "w_idx_proj": ("weight_proj", None, ()),
     },
-}
-FORMS = {
-    "4-D NZ": (custom.to_nz, "nz"),
-    "2-D NZ": (lambda w: custom.to_nz(w, flat=True), "nz"),
-    "row-major": (lambda w: w.contiguous(), "nd"),
-    # a checkpoint's own bytes: for weights of 8 bits
-    "transposed": (lambda w: w.t().contiguous().t() if w.itemsize == 1 else w.contiguous(), "nd"),
 }
 SIZES = dict(H=288, Rq=160, N=2, Dn=16, R=512, Dr=64, Ni=16, Di=128)
 B, S, P = 2, 3, 16

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +17,12 @@ from .calls import CPU
 from .golden import Layer
 from .samples import sample
 
-FORMS = {
-    "4-D NZ": custom.to_nz,
-    "2-D NZ": lambda w: custom.to_nz(w, flat=True),
-    "row-major": lambda w: w.contiguous(),
+# of a weight [K, N]: how it is made, and its weight_format
+FORMS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "4-D NZ": (custom.to_nz, "nz"),
+    "2-D NZ": (lambda w: custom.to_nz(w, flat=True), "nz"),
+    "row-major": (lambda w: w.contiguous(), "nd"),
+    "linear": (lambda w: w.t().contiguous(), "linear"),
 }
 
 

@@ -7,7 +7,7 @@ An entry is argument: (tensor, shape); a letter gets its size where it first app
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import Tensor
@@ -63,12 +63,21 @@ def rotary(c: Checker, head: str) -> None:
 
 
 def weights(c: Checker, table: Table, weight_format: str) -> None:
-    """[K, N] weights, or [G, K, N], whose sizes are known: NZ if they have two dimensions more;
-    others as `weight_format` says."""
-    c.one_of("weight_format", weight_format, "nz", "nd")
+    """Weights "K N" or "G K N", whose sizes are known: NZ if they have two dimensions more; others
+    as `weight_format` says, [N, K] in "linear"."""
+    c.one_of("weight_format", weight_format, *nz.FORMATS)
     for name, (weight, shape) in table.items():
         *groups, rows, columns = shape.split()
         tiled = weight.ndim == len(groups) + 4
+        if weight_format == "linear":
+            c.require(
+                not tiled,
+                f"`{name}` has shape {list(weight.shape)}, which is NZ, expected "
+                f'[{", ".join([*groups, columns, rows])}] with weight_format="linear". Pass '
+                'nn.Linear.weight itself, or all weights as NZ with weight_format="nz".',
+            )
+            _row_major(c, name, weight, [*groups, columns, rows], "nd")
+            continue
         if tiled:
             c0 = nz.columns(weight.dtype)
             sizes = {
@@ -77,7 +86,7 @@ def weights(c: Checker, table: Table, weight_format: str) -> None:
             }
             c.shape(name, weight, " ".join([*groups, *sizes, "16", str(c0)]), **sizes)
         else:
-            c.shape(name, weight, shape)
+            _row_major(c, name, weight, [*groups, rows, columns], "linear")
         if tiled or weight_format == "nz":
             for letter, tile in ((rows, 16), (columns, max(16, nz.columns(weight.dtype)))):
                 c.require(
@@ -85,6 +94,18 @@ def weights(c: Checker, table: Table, weight_format: str) -> None:
                     f"`{name}` is NZ with {letter}={c.sizes[letter]}, expected a multiple of "
                     f'{tile}. Pad the weight, or pass it row-major with weight_format="nd".',
                 )
+
+
+def _row_major(c: Checker, name: str, weight: Tensor, letters: Sequence[str], other: str) -> None:
+    """A weight of this shape; one that lies the other way is told the `weight_format` for that."""
+    wanted = [c.sizes[letter] for letter in letters]
+    came = list(weight.shape)
+    if came != wanted and came == [*wanted[:-2], wanted[-1], wanted[-2]]:
+        c.fail(
+            f"`{name}` has shape {came}, expected [{', '.join(letters)}] = {wanted}. As it is it "
+            f'fits weight_format="{other}", which wants all weights so.'
+        )
+    c.shape(name, weight, " ".join(letters))
 
 
 def distinct_slots(c: Checker, cache_index: Tensor, name: str = "cache_index") -> None:

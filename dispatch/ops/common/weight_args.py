@@ -71,9 +71,7 @@ def weights(
         if weight.dtype is not narrow[name]:
             came, wanted = (str(x).removeprefix("torch.") for x in (weight.dtype, narrow[name]))
             c.fail(f"`{name}` is {came}, expected {wanted} in weight_quant_mode {mode}.", TypeError)
-        turned = weight_format == "nd" and weight.ndim == 2 and weight.t().is_contiguous()
-        if not turned:
-            c.contiguous(**{name: weight})
+        c.contiguous(**{name: weight})
     prologs.weights(c, table, weight_format)
     for name, scale in scales.items():
         if name not in narrow:

@@ -4,6 +4,7 @@
 
 attn_out [B, S, N, D]   w_o_a [G, N/G*D, Ro]   w_o_b [G*Ro, H]   rope_sin, rope_cos [B, S, Dr]
 out [B, S, H]   G divides N; the weights in NZ: w_o_a a group by itself, [G, Ro/16, K/16, 16, 16]
+"linear": w_o_a [G, Ro, N/G*D], w_o_b [H, G*Ro]
 """
 
 from __future__ import annotations
@@ -56,22 +57,24 @@ def output_weights(
     """Both weights, where N and D are known; N is that of the argument `heads`."""
     sizes = c.sizes
     if w_o_a.ndim not in (3, 5):
-        c.fail(f"`w_o_a` has shape {list(w_o_a.shape)}, expected [G, N/G*D, Ro], or its NZ in 5-D.")
+        linear = weight_format == "linear"
+        wanted = "[G, Ro, N/G*D]" if linear else "[G, N/G*D, Ro], or its NZ in 5-D"
+        c.fail(f"`w_o_a` has shape {list(w_o_a.shape)}, expected {wanted}.")
     groups = w_o_a.shape[0]
     c.require(
         groups > 0 and sizes["N"] % groups == 0,
         f"`w_o_a` has {groups} groups, expected a divisor of N={sizes['N']} (from `{heads}`).",
     )
     sizes["N/G*D"] = sizes["N"] // groups * sizes["D"]
-    sizes["Ro"] = w_o_a.shape[2] if w_o_a.ndim == 3 else w_o_a.shape[1] * w_o_a.shape[4]
+    sizes["Ro"] = nz.columns_of(w_o_a, weight_format)
     sizes["G*Ro"] = groups * sizes["Ro"]
     if w_o_b.ndim not in (2, 4):
-        c.shape("w_o_b", w_o_b, "G*Ro H")
-    sizes.setdefault("H", nz.columns_of(w_o_b))
+        c.shape("w_o_b", w_o_b, "H G*Ro" if weight_format == "linear" else "G*Ro H")
+    sizes.setdefault("H", nz.columns_of(w_o_b, weight_format))
     sizes["G"] = groups
     weights = dict(w_o_a=(w_o_a, "G N/G*D Ro"), w_o_b=(w_o_b, "G*Ro H"))
     prologs.weights(c, weights, weight_format)
 
 
-def fake(attn_out: Tensor, w_o_b: Tensor, **_: Any) -> Tensor:
-    return attn_out.new_empty([*attn_out.shape[:2], nz.columns_of(w_o_b)])
+def fake(attn_out: Tensor, w_o_b: Tensor, weight_format: str, **_: Any) -> Tensor:
+    return attn_out.new_empty([*attn_out.shape[:2], nz.columns_of(w_o_b, weight_format)])

@@ -83,9 +83,9 @@ def check(
             "its rows have no other.",
         )
     prologs.rotary(c, "D")
-    c.sizes["N*D"] = heads_of(c, "w_uq", w_uq, "D") * c.sizes["D"]
+    c.sizes["N*D"] = heads_of(c, "w_uq", w_uq, "D", weight_format) * c.sizes["D"]
     if index:
-        index_sizes(c, *index, index_hadamard)
+        index_sizes(c, *index, weight_format, index_hadamard)
     prologs.weights(c, weights, weight_format)
     c.at_least("rms_norm_eps", rms_norm_eps, 0)
     layouts.values(c, "seqused", seqused, "BSND", c.sizes["S"])
@@ -120,24 +120,29 @@ def index_group(
     return None
 
 
-def heads_of(c: Checker, name: str, weight: Tensor, size: str) -> Any:
+def heads_of(c: Checker, name: str, weight: Tensor, size: str, weight_format: str) -> Any:
     """How many heads, of a size that is known, the columns of a weight are."""
+    linear = weight_format == "linear"
+    along = "rows" if linear else "columns"
     if weight.ndim not in (2, 4):
-        c.fail(f"`{name}` has shape {list(weight.shape)}, expected [K, N], or its NZ in 4-D.")
-    columns, width = nz.columns_of(weight), c.sizes[size]
+        wanted = "[N, K]" if linear else "[K, N], or its NZ in 4-D"
+        c.fail(f"`{name}` has shape {list(weight.shape)}, expected {wanted}.")
+    columns, width = nz.columns_of(weight, weight_format), c.sizes[size]
     c.require(
         width > 0 and columns > 0 and columns % width == 0,
-        f"`{name}` has {columns} columns, expected a multiple of {size}={width}, at least one.",
+        f"`{name}` has {columns} {along}, expected a multiple of {size}={width}, at least one.",
     )
     return columns // width
 
 
-def index_sizes(c: Checker, w_idx_qb: Tensor, w_idx_proj: Tensor, index_hadamard: bool) -> None:
+def index_sizes(
+    c: Checker, w_idx_qb: Tensor, w_idx_proj: Tensor, weight_format: str, index_hadamard: bool
+) -> None:
     """The index heads are the columns of `w_idx_proj`; the others' columns are all their dims."""
     if w_idx_proj.ndim not in (2, 4):
-        c.shape("w_idx_proj", w_idx_proj, "H Ni")
-    c.sizes["Ni"] = nz.columns_of(w_idx_proj)
-    c.sizes["Di"] = heads_of(c, "w_idx_qb", w_idx_qb, "Ni")
+        c.shape("w_idx_proj", w_idx_proj, "Ni H" if weight_format == "linear" else "H Ni")
+    c.sizes["Ni"] = nz.columns_of(w_idx_proj, weight_format)
+    c.sizes["Di"] = heads_of(c, "w_idx_qb", w_idx_qb, "Ni", weight_format)
     c.sizes["Ni*Di"] = c.sizes["Ni"] * c.sizes["Di"]
     prologs.rotary(c, "Di")
     size = c.sizes["Di"]
@@ -154,14 +159,15 @@ def fake(
     gamma_kv: Tensor,
     w_idx_qb: Tensor | None,
     w_idx_proj: Tensor | None,
+    weight_format: str,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, new = token_x.shape[:-1], token_x.new_empty
     size = gamma_kv.shape[0]
-    query = new([*rows, nz.columns_of(w_uq) // size, size])
+    query = new([*rows, nz.columns_of(w_uq, weight_format) // size, size])
     query_norm = new([*rows, gamma_cq.shape[0]])
     if w_idx_qb is None or w_idx_proj is None:
         return query, query_norm, new([0]), new([0])
-    heads = nz.columns_of(w_idx_proj)
-    index = new([*rows, heads, nz.columns_of(w_idx_qb) // heads])
+    heads = nz.columns_of(w_idx_proj, weight_format)
+    index = new([*rows, heads, nz.columns_of(w_idx_qb, weight_format) // heads])
     return query, query_norm, index, new([*rows, heads])

@@ -63,7 +63,7 @@ def check(**a: Any) -> None:
     output = _whole(c, a, OUTPUT, "an output projection")
     _common(c, a, entries, indexer, output)
     weights = dict(w_dq=(a["w_dq"], "H Rq"), w_uq=(a["w_uq"], "Rq N*D"), w_kv=(a["w_kv"], "H D"))
-    c.sizes["N"] = sharedkv_prolog_pto.heads_of(c, "w_uq", a["w_uq"], "D")
+    c.sizes["N"] = sharedkv_prolog_pto.heads_of(c, "w_uq", a["w_uq"], "D", a["weight_format"])
     c.sizes["N*D"] = c.sizes["N"] * c.sizes["D"]
     if a["sinks"] is not None:
         _wide(c, a, sinks="N")
@@ -71,7 +71,9 @@ def check(**a: Any) -> None:
         _entries(c, a)
     if indexer:
         weights |= dict(w_idx_qb=(a["w_idx_qb"], "Rq Ni*Di"), w_idx_proj=(a["w_idx_proj"], "H Ni"))
-        sharedkv_prolog_pto.index_sizes(c, a["w_idx_qb"], a["w_idx_proj"], a["index_hadamard"])
+        sharedkv_prolog_pto.index_sizes(
+            c, a["w_idx_qb"], a["w_idx_proj"], a["weight_format"], a["index_hadamard"]
+        )
         _indexer(c, a)
     prologs.weights(c, weights, a["weight_format"])
     if output:
@@ -255,9 +257,11 @@ def _values(c: Checker, a: Mapping[str, Any], entries: bool) -> None:
     layouts.values(c, "act_seqs", a["act_seqs"], "BSND", reach)
 
 
-def fake(x: Tensor, w_uq: Tensor, gamma_kv: Tensor, w_o_b: Tensor | None, **_: Any) -> Tensor:
+def fake(
+    x: Tensor, w_uq: Tensor, gamma_kv: Tensor, w_o_b: Tensor | None, weight_format: str, **_: Any
+) -> Tensor:
     front = x.shape[:2]
     if w_o_b is not None:
-        return x.new_empty([*front, nz.columns_of(w_o_b)])
+        return x.new_empty([*front, nz.columns_of(w_o_b, weight_format)])
     size = gamma_kv.shape[0]
-    return x.new_empty([*front, nz.columns_of(w_uq) // size, size])
+    return x.new_empty([*front, nz.columns_of(w_uq, weight_format) // size, size])

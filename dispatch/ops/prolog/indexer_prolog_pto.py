@@ -87,7 +87,7 @@ def check(
         | dict(smooth_scales_cq=smooth_scales_cq, index_k_scale_cache=index_k_scale_cache),
         {*own, *(["index_k_cache"] if in_bytes else [])},
     )
-    index_sizes(c, "weight_proj", weight_proj, weight_qb)
+    index_sizes(c, "weight_proj", weight_proj, weight_qb, weight_format)
     weight_args.weights(c, weight_quant_mode, weights, narrow, scales, weight_format)
     c.contiguous(query_norm=query_norm)
     of_query = narrow.get("weight_qb")
@@ -99,14 +99,16 @@ def check(
     prologs.distinct_slots(c, cache_index)
 
 
-def index_sizes(c: Checker, name: str, weight_proj: Tensor, weight_qb: Tensor) -> None:
+def index_sizes(
+    c: Checker, name: str, weight_proj: Tensor, weight_qb: Tensor, weight_format: str
+) -> None:
     """The index heads, which the columns of `weight_proj` count, and all their dims, which are
     those of `weight_qb`."""
     if weight_proj.ndim not in (2, 4):
-        c.shape(name, weight_proj, "H Ni")
-    c.sizes["Ni"] = nz.columns_of(weight_proj)
+        c.shape(name, weight_proj, "Ni H" if weight_format == "linear" else "H Ni")
+    c.sizes["Ni"] = nz.columns_of(weight_proj, weight_format)
     if weight_proj.ndim == 4 and weight_qb.ndim in (2, 4) and c.sizes["Di"] > 0:
-        dims = nz.columns_of(weight_qb)
+        dims = nz.columns_of(weight_qb, weight_format)
         heads = dims // c.sizes["Di"]
         whole = heads * c.sizes["Di"] == dims
         if whole and 0 <= c.sizes["Ni"] - heads < weight_proj.shape[3]:
@@ -124,11 +126,12 @@ def fake(
     weight_proj: Tensor,
     ln_gamma_k: Tensor,
     index_k_cache: Tensor,
+    weight_format: str,
     kv_cache_quant_mode: int,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     batch, rows, _hidden = token_x.shape
-    heads = nz.columns_of(weight_proj)
+    heads = nz.columns_of(weight_proj, weight_format)
     in_bytes = kv_cache_quant_mode == 3
     return (
         token_x.new_empty(

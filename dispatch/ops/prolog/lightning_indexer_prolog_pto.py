@@ -73,7 +73,7 @@ def check(
         dict(q_norm_scale=q_norm_scale, wq_b_scale=wq_b_scale, idx_k_scale_cache=idx_k_scale_cache),
         {"wq_b", "q_norm", "idx_k_cache"},
     )
-    index_sizes(c, "weights_proj", weights_proj, wq_b)
+    index_sizes(c, "weights_proj", weights_proj, wq_b, "nd")
     weight_args.weights(c, 1, weights, narrow, {}, "nd")
     c.dtype("q_norm", q_norm, torch.int8)
     c.dtype("idx_k_cache", idx_k_cache, torch.int8)
@@ -109,7 +109,7 @@ def check(
 def fake(
     token_x: Tensor, weights_proj: Tensor, ln_gamma_k: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, heads = token_x.shape[0], nz.columns_of(weights_proj)
+    tokens, heads = token_x.shape[0], nz.columns_of(weights_proj, "nd")
     half = torch.float16
     return (
         token_x.new_empty([tokens, heads, ln_gamma_k.shape[0]], dtype=torch.int8),

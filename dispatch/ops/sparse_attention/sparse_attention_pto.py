@@ -93,7 +93,7 @@ def check(
         floats["index_k_cache"] = (index_k_cache, "pages P 1 Di")
     weight_format = arguments["weight_format"]
     check_attention(c, floats, {}, table, narrow, others, **arguments)
-    index_sizes(c, "w_idx_proj", w_idx_proj, w_idx_qb)
+    index_sizes(c, "w_idx_proj", w_idx_proj, w_idx_qb, weight_format)
     weight_args.weights(c, index_weight_quant_mode, table, narrow, scales, weight_format)
     if in_bytes:
         index_k_cache, index_k_scale_cache = quantization.unpacked(

@@ -45,10 +45,10 @@ def eight_bits(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def weight(w: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """[K, N] in int8 as "nz", "flat", "nd" or "turned", a checkpoint's own [N, K]."""
+    """[K, N] in int8 as "nz", "flat", "nd" or "linear", a checkpoint's own [N, K]."""
     values, scale = eight_bits(w, 0)
-    if form == "turned":
-        return memory.guarded(values.t().contiguous()).t(), scale
+    if form == "linear":
+        return memory.guarded(values.t().contiguous()), scale
     return values if form == "nd" else memory.guarded(nz.to_nz(values, flat=form == "flat")), scale
 
 
@@ -62,7 +62,7 @@ def in_mode(arguments: Arguments, mode: int, form: str) -> Arguments:
     if "weight_proj" in arguments and form in ("nz", "flat"):
         w = arguments["weight_proj"]
         arguments["weight_proj"] = memory.guarded(nz.to_nz(w, flat=form == "flat"))
-    of_format = "nz" if form in ("nz", "flat") else "nd"
+    of_format = "nz" if form == "flat" else form
     return arguments | dict(weight_quant_mode=mode, weight_format=of_format)
 
 
@@ -321,9 +321,9 @@ CASES = (
     of_mla("int8, row-major, 70 tokens", mla(35, 2, 8, form="nd", hidden=200, rank=120)),
     of_mla("int8, row-major, 256 tokens", mla(256, 1, 1, form="nd", hidden=200, rank=120)),
     of_mla(
-        "int8, a checkpoint's own, 20 tokens", mla(10, 2, 8, form="turned", rows=ASCEND, **SMALL)
+        "int8, a checkpoint's own, 20 tokens", mla(10, 2, 8, form="linear", rows=ASCEND, **SMALL)
     ),
-    of_mla("int8, a checkpoint's own, uneven", mla(40, 1, 3, form="turned", hidden=200, rank=120)),
+    of_mla("int8, a checkpoint's own, uneven", mla(40, 1, 3, form="linear", hidden=200, rank=120)),
     of_mla("int8, the slot past the last", mla(3, 1, 3, rows=ASCEND, past=0, **UNEVEN)),
     of_mla("int8, two epsilons", mla(3, 1, 3, epsilons=(0.5, 0.1), **UNEVEN)),
     of_indexer("int8, model, 4 tokens", indexer(4, 1, smooth=True), cores=(24,)),
@@ -390,7 +390,7 @@ CONTROLS = (
     Control(
         "a weight that is not turned",
         "narrow_product",
-        "TURNED=not w.is_contiguous()",
+        "TURNED=linear",
         "TURNED=False",
         "int8, a checkpoint's own, uneven",
     ),
