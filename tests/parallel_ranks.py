@@ -243,6 +243,8 @@ def tensor_parallel(group, rank, size):
     rows = custom.from_nz(layer["w_uq_qr"])
     nd = parallel.shard_layer(layer | {"w_uq_qr": rows}, group=group, weight_format="nd")
     assert torch.equal(nd["w_uq_qr"], custom.from_nz(again["w_uq_qr"]))
+    linear = layer | {"w_uq_qr": rows.t().contiguous(), "weight_format": "linear"}
+    assert torch.equal(parallel.shard_layer(linear, group=group)["w_uq_qr"].t(), nd["w_uq_qr"])
 
 
 def tensor_parallel_of_deepseek_v4(group, rank, size):
@@ -284,6 +286,10 @@ def weights_of_deepseek_v4_are_cut(group, rank, size):
     assert torch.equal(rows["sinks"], layer["sinks"][rank * 2 : rank * 2 + 2])
     assert torch.equal(rows["w_o_a"], layer["w_o_a"][rank : rank + 1])
     assert torch.equal(rows["w_o_b"], layer["w_o_b"][rank * Ro : (rank + 1) * Ro])
+    turned = {n: layer[n].mT.contiguous() for n in ("w_uq", "w_o_a", "w_o_b")}
+    linear = layer | turned | dict(weight_format="linear")
+    cut = parallel.shard_layer_v4(linear, group=group)
+    assert all(torch.equal(cut[n].mT, rows[n]) for n in turned)
     for flat in (False, True):
         tiled = {n: custom.to_nz(layer[n], flat=flat) for n in ("w_uq", "w_o_a", "w_o_b")}
         cut = parallel.shard_layer_v4(layer | tiled, group=group)
@@ -1202,6 +1208,9 @@ def scales_follow_their_columns(group, rank, size):
         mine = parallel.shard_layer(given, group=group, weight_format="nd")
         part = scales // size
         wanted = scale[:, rank * part : (rank + 1) * part]
+        assert torch.equal(mine["dequant_scale_w_uq_qr"], wanted)
+        given["w_uq_qr"] = w.t().contiguous()
+        mine = parallel.shard_layer(given, group=group, weight_format="linear")
         assert torch.equal(mine["dequant_scale_w_uq_qr"], wanted)
     given["w_uq_qr"] = torch.zeros(32, 192 * size)
     given["dequant_scale_w_uq_qr"] = torch.rand(1, -(-192 * size // 128))

@@ -77,8 +77,8 @@ def shard(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def shard_layer(
-    layer: Mapping[str, Tensor], *, group: Group, weight_format: str = "nz"
-) -> dict[str, Tensor]:
+    layer: Mapping[str, Any], *, group: Group, weight_format: str | None = None
+) -> dict[str, Any]:
     """The arguments of `npu_sparse_attention_pto` with this rank's heads.
 
     `w_uq_qr` (columns) and `w_uk` are cut; all else, the indexer and the caches among it, is the
@@ -88,13 +88,14 @@ def shard_layer(
     Args:
         layer: the op's arguments by name, with all heads.
         group: ProcessGroup or 1-D DeviceMesh.
-        weight_format: how a 2-D `w_uq_qr` is read, "nz" or "nd".
+        weight_format: how a 2-D `w_uq_qr` is read, "nz", "nd" or "linear"; None: as `layer` says
+            under that name, else "nz".
     """
-    w = tiled(layer["w_uq_qr"], weight_format)
-    cut = {"w_uq_qr": shard(w, 1 if w.ndim == 2 else 0, group)}
+    form = weight_format or layer.get("weight_format", "nz")
+    cut = {"w_uq_qr": shard_weight(layer["w_uq_qr"], form, True, group)}
     scale = layer.get("dequant_scale_w_uq_qr")
     if scale is not None:  # of each column, or of blocks of 128
-        mine = cut["w_uq_qr"].shape[1] if w.ndim == 2 else cut["w_uq_qr"].shape[0] * w.shape[3]
+        mine = nz.columns_of(cut["w_uq_qr"], form)
         if scale.shape[-1] != mine * ranks(group)[2] and mine % 128:
             raise ValueError(
                 f"custom.parallel: `w_uq_qr` has {mine} columns a rank, expected whole blocks: "
@@ -104,12 +105,14 @@ def shard_layer(
     return {**layer, **cut, "w_uk": shard(layer["w_uk"], 0, group)}
 
 
-def tiled(w: Tensor, weight_format: str) -> Tensor:
-    """An NZ weight under its own shape; a row-major one as it is."""
-    if w.ndim != 2 or weight_format != "nz":
-        return w
-    columns = nz.columns(w.dtype)
-    return w.view(w.shape[1] // columns, w.shape[0] // nz.ROWS, nz.ROWS, columns)
+def shard_weight(w: Tensor, weight_format: str, columns: bool, group: Group) -> Tensor:
+    """This rank's part of the N columns or the K rows of a weight argument."""
+    if w.ndim == 2 and weight_format == "nz":  # under its own shape
+        c0 = nz.columns(w.dtype)
+        w = w.view(w.shape[1] // c0, w.shape[0] // nz.ROWS, nz.ROWS, c0)
+    # what NZ and nn.Linear have in front are the columns
+    in_front = columns == (w.ndim == 4 or weight_format == "linear")
+    return shard(w, 0 if in_front else 1, group)
 
 
 def tensor_parallel_attention(

@@ -15,12 +15,12 @@ from ..dispatch.common import layer_v4, nz
 from ..dispatch.reference.deepseek_v4.grouped_o_proj_pto import turned_back
 from ..dispatch.registry import BY_NAME
 from ..sparse_attention_v4 import npu_sparse_attention_v4_pto
-from .attention import all_reduce, same_selection, shard, tiled
+from .attention import all_reduce, same_selection, shard, shard_weight
 from .collectives import Group, ranks, refuse_gradients
 
 
 def shard_layer_v4(
-    layer: Mapping[str, Any], *, group: Group, weight_format: str = "nz"
+    layer: Mapping[str, Any], *, group: Group, weight_format: str | None = None
 ) -> dict[str, Any]:
     """The arguments of `npu_sparse_attention_v4_pto` with this rank's heads and output groups.
 
@@ -30,21 +30,23 @@ def shard_layer_v4(
     Args:
         layer: the op's arguments by name, with all heads.
         group: ProcessGroup or 1-D DeviceMesh.
-        weight_format: how 2-D weights are read, "nz" or "nd".
+        weight_format: how 2-D weights are read, "nz", "nd" or "linear"; None: as `layer` says under
+            that name, else "nz".
     """
+    form = weight_format or layer.get("weight_format", "nz")
     size = ranks(group)[2]
-    heads = nz.columns_of(layer["w_uq"]) // layer["gamma_kv"].shape[0]
+    heads = nz.columns_of(layer["w_uq"], form) // layer["gamma_kv"].shape[0]
     if heads % size:
         raise ValueError(
             f"custom.parallel: `w_uq` has {heads} heads, which cannot be dealt out to {size} "
             f"ranks. Take a number of ranks that divides {heads}."
         )
-    cut = {}
-    for name, rows in (("w_uq", False), ("sinks", True), ("w_o_a", True), ("w_o_b", True)):
+    cut = {"w_uq": shard_weight(layer["w_uq"], form, True, group)}
+    for name in ("sinks", "w_o_a"):
         if (whole := layer.get(name)) is not None:
-            w = tiled(whole, weight_format)
-            # NZ has the blocks of columns in front of those of rows
-            cut[name] = shard(w, int(rows == (w.ndim == 4)), group)
+            cut[name] = shard(whole, 0, group)
+    if (whole := layer.get("w_o_b")) is not None:
+        cut["w_o_b"] = shard_weight(whole, form, False, group)
     return {**layer, **cut}
 
 
