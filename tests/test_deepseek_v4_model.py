@@ -57,7 +57,7 @@ def ran(op):
 
 @pytest.mark.parametrize(
     "weight_format, options",
-    [("nz", {}), ("nd", {}), ("nz", dict(cache_implementation="static"))],
+    [("nz", {}), ("linear", {}), ("nz", dict(cache_implementation="static"))],
 )
 def test_ragged_requests_generate_the_tokens_of_each_alone(model, weight_format, options):
     inputs, layers = ragged(LENGTHS), model.config.num_hidden_layers
@@ -350,7 +350,8 @@ def test_weights_of_a_checkpoint_of_8_bits(model, layer):
             )
     load_as_it_is(narrow, tensors)
     got, expected = (
-        sparse_attention_v4_weights(each, "nd", torch.bfloat16).arguments for each in (narrow, wide)
+        sparse_attention_v4_weights(each, "linear", torch.bfloat16).arguments
+        for each in (narrow, wide)
     )
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -362,6 +363,17 @@ def test_weights_of_a_checkpoint_of_8_bits(model, layer):
     narrow.q_a_proj.weight_scale_inv = torch.nn.Parameter(torch.ones(2, 1))
     with pytest.raises(custom.NotSupported, match=r"q_a_proj.weight_scale_inv` has shape \[2, 1\]"):
         sparse_attention_v4_weights(narrow)
+
+
+def test_no_weight_is_copied(model):
+    layers = model.model.layers
+    for layer in layers:
+        own = {each.untyped_storage().data_ptr() for each in layer.self_attn.parameters()}
+        arguments = sparse_attention_v4_weights(layer.self_attn).arguments
+        assert arguments["weight_format"] == "linear"
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                assert value.untyped_storage().data_ptr() in own, name
 
 
 def test_rings_move_what_may_still_be_read():

@@ -250,7 +250,7 @@ def checkpoint_of(attention, kind: str, names=tuple(PROJECTIONS)) -> dict[str, T
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("weight_format", ["nz", "nd"])
+@pytest.mark.parametrize("weight_format", ["nz", "linear"])
 @pytest.mark.parametrize("kind, mode", [("fp8", 4), ("int8", 2)])
 def test_projections_of_8_bits_are_read_as_they_are(kind, mode, weight_format):
     attention, _ = attention_of("DeepseekV32Attention")
@@ -264,10 +264,11 @@ def test_projections_of_8_bits_are_read_as_they_are(kind, mode, weight_format):
     assert w.options["weight_quant_mode"] == w.options["index_weight_quant_mode"] == mode
     for name, field in PROJECTIONS.items():
         given, got = tensors[f"{name}.weight"], getattr(w, field)
-        rows = custom.from_nz(got, given.t().shape) if got.ndim == 4 else got
-        assert torch.equal(rows.view(torch.uint8), given.t().contiguous().view(torch.uint8))
-        if weight_format == "nd":
-            assert got.data_ptr() == given.data_ptr()
+        if weight_format == "linear":
+            assert got.data_ptr() == given.data_ptr() and got.shape == given.shape
+        else:
+            rows = custom.from_nz(got, given.t().shape) if got.ndim == 4 else got
+            assert torch.equal(rows.view(torch.uint8), given.t().contiguous().view(torch.uint8))
         scale = w.options[f"dequant_scale_w_{field}"]
         leaf = "weight_scale_inv" if kind == "fp8" else "weight_scale"
         whole = tensors[f"{name}.{leaf}"]
@@ -275,6 +276,23 @@ def test_projections_of_8_bits_are_read_as_they_are(kind, mode, weight_format):
     assert w.uk.dtype is w.idx_proj.dtype is torch.float32
     heads = eight_bits.dequantised(*up).t().view(attention.num_heads, -1, w.uk.shape[-1])
     torch.testing.assert_close(w.uk.double(), heads[:, : w.uk.shape[1]], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32Attention", "GlmMoeDsaAttention"])
+def test_no_weight_is_copied(name):
+    """But the half of the key-value up-projection that is absorbed."""
+    attention, _ = attention_of(name)
+    w = dsa.sparse_attention_weights(attention)
+    assert w.options["weight_format"] == "linear"
+    up = attention.kv_b_proj.weight
+    for linear, field in (PROJECTIONS | {"indexer.weights_proj": "idx_proj"}).items():
+        own = attention.get_submodule(linear).weight
+        assert getattr(w, field).data_ptr() == own.data_ptr(), field
+        assert getattr(w, field).shape == own.shape
+    assert w.uv.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+    assert w.uk.data_ptr() != up.data_ptr() and w.uk.is_contiguous()
+    shared = dsa.shared_attention_weights(attention)
+    assert shared.dq.data_ptr() == attention.q_a_proj.weight.data_ptr()
 
 
 @torch.no_grad()
@@ -304,7 +322,7 @@ def test_projections_of_8_bits_that_are_refused():
         dsa.sparse_attention_weights(attention)
     attention, _ = attention_of("DeepseekV32Attention")
     dsa.load_as_it_is(attention, checkpoint_of(attention, "int8", ["q_b_proj"]))
-    assert dsa.sparse_attention_weights(attention, "nd").options["weight_quant_mode"] == 1
+    assert dsa.sparse_attention_weights(attention).options["weight_quant_mode"] == 1
 
 
 def test_a_layer_without_an_indexer_says_what_to_use():

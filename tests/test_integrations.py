@@ -55,7 +55,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize("weight_format", ["nz", "nd"])
+@pytest.mark.parametrize("weight_format", ["nz", "linear"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_attention_generates_the_same_tokens(name, attention, weight_format):
@@ -306,7 +306,7 @@ def test_a_few_index_heads(make, heads):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     # few heads often have the same score, 0: which of those keys is selected is nobody's mistake
     model, each = make(index_n_heads=heads), []
-    for weight_format in ("nz", "nd"):
+    for weight_format in ("nz", "linear"):
         w = sparse_attention_weights(model.model.layers[0].self_attn, weight_format)
         assert w.idx_proj.ndim == 2 and w.idx_qb.ndim == (4 if weight_format == "nz" else 2)
         with use(weight_format=weight_format):
@@ -723,10 +723,13 @@ def test_pages_that_are_refused(change, message):
 
 def test_options_of_use_are_refused_at_once():
     for options, message in (
-        (dict(weight_format="NZ"), '`weight_format` is \'NZ\', expected "nz" or "nd"'),
+        (
+            dict(weight_format="nd"),
+            "`weight_format` is 'nd', expected \"linear\" (the module's own",
+        ),
         (dict(page_size=8), "`page_size` is 8"),
     ):
-        with pytest.raises(ValueError, match=message), use(**options):
+        with pytest.raises(ValueError, match=re.escape(message)), use(**options):
             pass
     with pytest.raises(ValueError, match="`weight_format` is 'fractal'"):
         sparse_attention_weights(deepseek().model.layers[0].self_attn, "fractal")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..compression import entry_positions
 from ..dispatch.common import quantised
 from ..dispatch.errors import need
-from .dsa import dequantised_linear, laid
+from .dsa import dequantised_linear, format_of, laid, option_of
 from .paged import check_page, more_pages, more_room, token_positions
 
 need("transformers.models.deepseek_v4", __name__, '"transformers>=5.17,<6"')
@@ -69,14 +69,15 @@ class SparseAttentionV4Weights:
 
 @torch.no_grad()
 def sparse_attention_v4_weights(
-    module: nn.Module, weight_format: str = "nz", dtype: torch.dtype | None = None
+    module: nn.Module, weight_format: str | None = None, dtype: torch.dtype | None = None
 ) -> SparseAttentionV4Weights:
     """The op's weights from the attention of a DeepSeek-V4 layer, of any of its three kinds.
 
     Args:
         module: a `DeepseekV4Attention`, layer.self_attn of the model.
-        weight_format: "nz" makes FRACTAL_NZ weights where whole tiles hold them, "nd" row-major
-            [K, N] ones.
+        weight_format: "linear": the module's own weights, of which none of that dtype is copied.
+            "nz": copies in FRACTAL_NZ where whole tiles hold them. None: "nz" on an NPU, else
+            "linear".
         dtype: of activations; None: that of `q_a_proj`, bfloat16 where it is of 8 bits.
 
     Returns:
@@ -99,11 +100,13 @@ def sparse_attention_v4_weights(
     kind = dtype or (own if own.itemsize > 1 else torch.bfloat16)
     wide = torch.float64 if kind is torch.float64 else torch.float32
 
+    form = format_of(m.q_a_proj.weight, weight_format)
+
     def rows(linear: nn.Linear) -> Tensor:
         return dequantised_linear(m, linear, kind).contiguous()
 
     def columns(linear: nn.Linear) -> Tensor:
-        return laid(dequantised_linear(m, linear, kind).t(), weight_format).contiguous()
+        return laid(dequantised_linear(m, linear, kind), form)
 
     def narrow(parameter: Tensor) -> Tensor:
         return parameter.detach().to(kind)
@@ -112,7 +115,7 @@ def sparse_attention_v4_weights(
         return parameter.detach().to(wide)
 
     config, compressor = m.config, m.compressor
-    by_group = dequantised_linear(m, m.o_a_proj, kind).unflatten(0, (config.o_groups, -1)).mT
+    by_group = dequantised_linear(m, m.o_a_proj, kind).unflatten(0, (config.o_groups, -1))
     given: dict[str, Any] = {}
     if compressor is not None:
         given |= dict(
@@ -138,7 +141,7 @@ def sparse_attention_v4_weights(
         gamma_cq=narrow(m.q_a_norm.weight),
         gamma_kv=narrow(m.kv_norm.weight),
         sinks=exact(m.sinks),
-        w_o_a=laid(by_group, weight_format).contiguous(),
+        w_o_a=laid(by_group, form),
         w_o_b=columns(m.o_b_proj),
         options=dict(
             cmp_ratio=_ratio_of(config, m.layer_idx),
@@ -146,7 +149,7 @@ def sparse_attention_v4_weights(
             rms_norm_eps=config.rms_norm_eps,
             softmax_scale=m.scaling,
             sparse_count=config.index_topk,
-            weight_format="nd",  # NZ ones say so by their shape
+            weight_format=option_of(form),
         ),
         **given,
     )

@@ -144,7 +144,7 @@ def _sizes(x: Tensor) -> dict[str, Any]:
     return dict(requests=x.shape[0], tokens=x.shape[1], dtype=x.dtype, device=x.device)
 
 
-def attention_forward(weight_format: str, page_size: int, drafts: int) -> Callable[..., Any]:
+def attention_forward(weight_format: str | None, page_size: int, drafts: int) -> Callable[..., Any]:
     """The forward of `DeepseekV4Attention`, which is ours from its input to its output."""
     converted: WeakKeyDictionary[nn.Module, SparseAttentionV4Weights] = WeakKeyDictionary()
     read = OncePerForward(_read)

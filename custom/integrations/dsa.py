@@ -47,8 +47,9 @@ REFUSED: dict[str, str] = {
 class SharedAttentionWeights:
     """What `npu_sparse_attention_shared_pto` takes of a layer, and what comes after it.
 
-    `dq`, `uq_qr` and `dkv_kr` are [K, N], NZ or row-major; `uk` [N, Dn, R] and `uv` [N, Dv, R] are
-    the two halves of the key-value up-projection; `options` are the op's keyword arguments.
+    `dq`, `uq_qr` and `dkv_kr` lie as `options["weight_format"]` says; `uk` [N, Dn, R] and `uv`
+    [N, Dv, R] are the two halves of the key-value up-projection; `options` are the op's keyword
+    arguments.
     """
 
     dq: Tensor
@@ -80,7 +81,7 @@ class SharedAttentionWeights:
 
 @dataclass(frozen=True)
 class SparseAttentionWeights(SharedAttentionWeights):
-    """What `npu_sparse_attention_pto` takes: the indexer's as well, [K, N] as the others."""
+    """What `npu_sparse_attention_pto` takes: the indexer's as well, which lie as the others."""
 
     idx_qb: Tensor
     idx_k: Tensor
@@ -116,15 +117,16 @@ def _conventions(module: nn.Module) -> dict[str, bool]:
 
 @torch.no_grad()
 def sparse_attention_weights(
-    module: nn.Module, weight_format: str = "nz"
+    module: nn.Module, weight_format: str | None = None
 ) -> SparseAttentionWeights:
     """The op's weights from the attention of a DeepSeek-V3.2 or GLM-5 layer.
 
     Args:
         module: a `DeepseekV32Attention` or `GlmMoeDsaAttention` that has an indexer; its
             projections must have no bias.
-        weight_format: "nz" makes 4-D FRACTAL_NZ weights where whole tiles hold them, "nd" row-major
-            [K, N] ones.
+        weight_format: "linear": the module's own weights, of which none is copied but half of the
+            key-value up-projection, which is absorbed. "nz": copies in FRACTAL_NZ, 4-D where whole
+            tiles hold them. None: "nz" on an NPU, where kernels read it alone, else "linear".
 
     Returns:
         `SparseAttentionWeights`, whose `arguments` the op takes.
@@ -140,6 +142,7 @@ def sparse_attention_weights(
     up-projection alone is dequantised.
     """
     m, conventions = _supported(module)
+    weight_format = format_of(m.q_a_proj.weight, weight_format)
     if m.indexer is None:
         kinds = m.config.indexer_types[: m.layer_idx]
         owner = max(i for i, kind in enumerate(kinds) if kind == "full")
@@ -153,7 +156,7 @@ def sparse_attention_weights(
     weights, scales, mode = _projections(
         m, weight_format, dict(idx_k=indexer.wk), dict(idx_qb=indexer.wq_b)
     )
-    proj = indexer.weights_proj.weight.detach().to(_dtype(m)).t()
+    proj = indexer.weights_proj.weight.detach().to(_dtype(m))
     return SparseAttentionWeights(
         **{
             **vars(shared),
@@ -167,7 +170,7 @@ def sparse_attention_weights(
         },
         idx_qb=weights["idx_qb"],
         idx_k=weights["idx_k"],
-        idx_proj=laid(proj, weight_format).contiguous(),
+        idx_proj=laid(proj, weight_format),
         idx_gamma_k=m.indexer.k_norm.weight.detach(),
         idx_beta_k=m.indexer.k_norm.bias.detach(),
     )
@@ -175,7 +178,7 @@ def sparse_attention_weights(
 
 @torch.no_grad()
 def shared_attention_weights(
-    module: nn.Module, weight_format: str = "nz"
+    module: nn.Module, weight_format: str | None = None
 ) -> SharedAttentionWeights:
     """The weights of `npu_sparse_attention_shared_pto`, from a layer with or without an indexer.
 
@@ -189,7 +192,8 @@ def shared_attention_weights(
     Raises:
         NotSupported: the layer is none that the op computes.
     """
-    return _shared(*_supported(module), weight_format)
+    m, conventions = _supported(module)
+    return _shared(m, conventions, format_of(m.q_a_proj.weight, weight_format))
 
 
 def _supported(module: nn.Module) -> tuple[Any, dict[str, bool]]:
@@ -341,8 +345,8 @@ def dequantised_linear(m: Any, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
 def _projections(
     m: Any, weight_format: str, first: Mapping[str, nn.Linear], second: Mapping[str, nn.Linear]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """(weights [K, N], scales by the name of their weight, weight_quant_mode) of projections of
-    the layer's input, and of its query latent."""
+    """(weights, scales by the name of their weight, weight_quant_mode) of projections of the
+    layer's input, and of its query latent."""
     every = {**first, **second}
     kinds = {name: _MODES.get(linear.weight.dtype, 0) for name, linear in every.items()}
     of_first, of_second = ({kinds[name] for name in names} for names in (first, second))
@@ -360,23 +364,29 @@ def _projections(
     weights, scales = {}, {}
     for name, linear in every.items():
         scale = _scale(m, linear)
-        weight = linear.weight.detach().t()  # [out, in] to [K, N]
+        weight = linear.weight.detach()
         if scale is None:
             weight = weight.to(_dtype(m))
         else:
             scales[name] = scale.t().contiguous()
-        weight = laid(weight, weight_format)
-        # of 8 bits the checkpoint's own bytes are read
-        weights[name] = weight.contiguous() if scale is None else weight
+        weights[name] = laid(weight, weight_format)
     return weights, scales, mode
 
 
 def laid(weight: Tensor, weight_format: str) -> Tensor:
-    """A weight [.., K, N] in NZ, if that is wanted and NZ's tiles hold it as it is: a few index
-    heads they would pad."""
+    """A linear layer's weight [.., N, K] as an op takes it.  "nz" leaves what NZ's tiles do not
+    hold as it is, a few index heads, row-major [.., K, N]."""
+    if weight_format == "linear":
+        return weight.contiguous()
+    weight = weight.mT
     tile = nz.ROWS, max(nz.ROWS, nz.columns(weight.dtype))
     whole = all(size % each == 0 for size, each in zip(weight.shape[-2:], tile, strict=True))
-    return nz.to_nz(weight) if weight_format == "nz" and whole else weight
+    return nz.to_nz(weight) if whole else weight.contiguous()
+
+
+def option_of(weight_format: str) -> str:
+    """The op's `weight_format` of weights that are `laid`: NZ ones say so by their shape."""
+    return "linear" if weight_format == "linear" else "nd"
 
 
 def _dtype(m: Any) -> torch.dtype:
@@ -389,7 +399,7 @@ def _dtype(m: Any) -> torch.dtype:
 def up_projections(m: Any) -> tuple[Tensor, Tensor]:
     """uk [N, Dn, R] and uv [N, Dv, R]: views of the module's weight, which is dequantised where it
     is of 8 bits."""
-    weight = m.kv_b_proj.weight
+    weight = m.kv_b_proj.weight.detach()
     if weight.dtype in _SCALES:
         weight = dequantised_linear(m, m.kv_b_proj, _dtype(m))
     heads = weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
@@ -397,15 +407,21 @@ def up_projections(m: Any) -> tuple[Tensor, Tensor]:
     return uk, uv
 
 
-def check_format(weight_format: str) -> None:
-    if weight_format not in ("nz", "nd"):
+def check_format(weight_format: str | None) -> None:
+    if weight_format not in ("linear", "nz", None):
         raise ValueError(
-            f'custom.integrations: `weight_format` is {weight_format!r}, expected "nz" or "nd".'
+            f'custom.integrations: `weight_format` is {weight_format!r}, expected "linear" (the '
+            'module\'s own weights), "nz" (copies), or None (by the device).'
         )
 
 
-def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
+def format_of(weight: Tensor, weight_format: str | None) -> str:
+    """ "linear" or "nz", for a module with this weight."""
     check_format(weight_format)
+    return weight_format or ("nz" if weight.device.type == "npu" else "linear")
+
+
+def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedAttentionWeights:
     weights, scales, mode = _projections(
         m,
         weight_format,
@@ -418,12 +434,12 @@ def _shared(m: Any, conventions: dict[str, bool], weight_format: str) -> SharedA
         uk=uk.contiguous(),
         gamma_cq=m.q_a_layernorm.weight.detach(),
         gamma_ckv=m.kv_a_layernorm.weight.detach(),
-        uv=uv.contiguous(),
+        uv=uv,
         options=dict(
             softmax_scale=m.scaling,  # with YaRN's factor, where the checkpoint has one
             rms_norm_eps=m.q_a_layernorm.variance_epsilon,
             rope_interleaved=conventions["rope_interleaved"],
-            weight_format="nd",  # NZ ones say so by their shape
+            weight_format=option_of(weight_format),
             **_of_8_bits("weight_quant_mode", mode, "dequant_scale_w_", scales),
         ),
     )

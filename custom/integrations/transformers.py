@@ -182,7 +182,7 @@ def _attended(
     return module.o_proj(w.values(latent)), indices
 
 
-def _attention_forward(weight_format: str, page_size: int) -> Callable[..., Any]:
+def _attention_forward(weight_format: str | None, page_size: int) -> Callable[..., Any]:
     """The forward of a sparse attention; GLM-5's hands its selection on, as a third result."""
     check_format(weight_format)
     check_page(page_size)
@@ -529,7 +529,9 @@ _entering = Lock()
 
 
 @contextmanager
-def use(*, weight_format: str = "nz", page_size: int = 64, drafts: int = 16) -> Iterator[None]:
+def use(
+    *, weight_format: str | None = None, page_size: int = 64, drafts: int = 16
+) -> Iterator[None]:
     """Run DeepSeek-V3.2's, DeepSeek-V4's and GLM-5's attention, DeepSeek-V4's hyper-connections,
     and the linear attention of Qwen3-Next, Qwen3.5 and Kimi-Linear, by our ops inside the context.
 
@@ -538,13 +540,15 @@ def use(*, weight_format: str = "nz", page_size: int = 64, drafts: int = 16) -> 
     models' own does. Without a cache a row may hold several documents, whose `position_ids` begin
     anew: they are kept apart. Any other mask is refused by the sparse attention, and is not read by
     the linear one. The sparse attention is for inference: its cache becomes
-    paged at the first forward pass (a new cache for every context), and its weights are converted
-    once per context: do not change them inside. On an NPU the attention of a decode step is one
+    paged at the first forward pass (a new cache for every context), and its weights are read once
+    per context: do not change them inside. On an NPU the attention of a decode step is one
     graph a layer, from its second call on. Linear attention keeps the model's cache, and has
     gradients wherever it is not a decode step.
 
     Args:
-        weight_format: "nz" or "nd", of the converted weights.
+        weight_format: of the sparse attention. "linear": the model's own weights, no second copy.
+            "nz": copies, for an NPU, and for Hopper, whose products of few tokens they make faster.
+            None: "nz" on an NPU, else "linear".
         page_size: positions a page, a multiple of 16.
         drafts: tokens that a cache of DeepSeek-V4 can take back.
 
