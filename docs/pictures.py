@@ -194,7 +194,7 @@ def nz_tiles() -> Picture:
     p.text(370, 200, "in a panel its rows from top to bottom.", anchor="start")
     p.text(20, 266, "W[k, n] is NZ[n // 16, k // 16, k % 16, n % 16]", anchor="start", code=True)
     p.text(20, 292, "custom.to_nz(w) makes it, custom.from_nz(z, shape) undoes it.", anchor="start")
-    p.text(20, 312, 'Row-major weights as they are: weight_format="nd".', anchor="start")
+    p.text(20, 312, 'As they are: [K, N] weight_format="nd", nn.Linear "linear".', anchor="start")
     return p
 
 

@@ -76,7 +76,11 @@ def options_of(doc):
         default="auto",
         help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere (no float32 in kernels)",
     )
-    parser.add_argument("--weight-format", choices=["nz", "nd"], default="nz")
+    parser.add_argument(
+        "--weight-format",
+        choices=["linear", "nz"],
+        help="linear: the model's own; nz: FRACTAL_NZ copies (default: by the device)",
+    )
     parser.add_argument("--weights", choices=list(EIGHT_BITS), default="bf16")
     parser.add_argument("--caches", choices=list(EIGHT_BITS), default="bf16")
     parser.add_argument("--batch", type=at_least(1), default=24, help="requests")

@@ -7,7 +7,7 @@
 
 A small Hugging Face DeepseekV32ForCausalLM (random weights, so it babbles) is given real text. It
 prefills and decodes many requests of different lengths in one batch, every layer's attention being
-one call of the op on FRACTAL_NZ weights and paged caches; first one token a step, then two (as with
+one call of the op on the model's own weights and paged caches; first one token a step, then two (as with
 multi-token prediction). Everything is held against the unmodified model, and timed beside it. With
 `--weights` the attention's projections are read as a checkpoint of 8 bits keeps them, with
 `--caches` latents and index keys are of 8 bits: then the unmodified model has what the weights
@@ -46,7 +46,7 @@ class Server:
     On an NPU the attention of a step is one graph a layer, from the second step of its shape on.
     """
 
-    def __init__(self, model, requests, capacity, weight_format="nz", seed=0, caches="bf16"):
+    def __init__(self, model, requests, capacity, weight_format=None, seed=0, caches="bf16"):
         self.model = model
         # layers whose weights are of 8 bits have them beside what they stand for
         self.weights = [

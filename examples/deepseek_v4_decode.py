@@ -49,7 +49,7 @@ class Server:
     On an NPU the attention of a step is one graph a layer, from the second step of its shape on.
     """
 
-    def __init__(self, model, requests, capacity, weight_format="nz", seed=0, caches="bf16"):
+    def __init__(self, model, requests, capacity, weight_format=None, seed=0, caches="bf16"):
         self.model, inner = model, model.model
         # layers whose weights are of 8 bits have them beside what they stand for
         self.weights = [

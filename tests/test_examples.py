@@ -88,7 +88,7 @@ def test_the_indexers_recall_rises(device, tmp_path):
 
 def test_options_of_the_demo():
     pytest.importorskip("transformers")
-    options = ["--device", "cpu", "--dtype", "float16", "--weight-format", "nd"]
+    options = ["--device", "cpu", "--dtype", "float16", "--weight-format", "nz"]
     done = run("deepseek_v32_decode.py", *options, *SMALL["deepseek_v32_decode.py"])
     assert done.returncode == 0, done.stderr[-4000:]
     assert "float16: 5 requests" in done.stdout and "two tokens a step: " in done.stdout

@@ -287,7 +287,7 @@ def run(model: Model, device: torch.device, batches: Sequence[int]) -> list[Row]
     small = device.type == "cpu"
     context, checked = (SMALL_CONTEXT, SMALL_CHECKED) if small else (CONTEXT, CHECKED)
     made = model.make(device)
-    ours = partial(use, page_size=PAGE)
+    ours = partial(use, weight_format="nz", page_size=PAGE)
     error = _error(made, ours(), checked)
     if not error <= TOLERANCE * torch.finfo(made.dtype).eps:
         raise ArithmeticError(f"{model.name}: relative error {error:.1e} of the logits")

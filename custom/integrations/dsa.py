@@ -124,8 +124,8 @@ def sparse_attention_weights(
     Args:
         module: a `DeepseekV32Attention` or `GlmMoeDsaAttention` that has an indexer; its
             projections must have no bias.
-        weight_format: "linear": the module's own weights, of which none is copied but half of the
-            key-value up-projection, which is absorbed. "nz": copies in FRACTAL_NZ, 4-D where whole
+        weight_format: "linear": the module's own weights; the half of the key-value up-projection
+            that is absorbed is copied. "nz": copies in FRACTAL_NZ, 4-D where whole
             tiles hold them. None: "nz" on an NPU, where kernels read it alone, else "linear".
 
     Returns:
