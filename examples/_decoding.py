@@ -11,7 +11,7 @@ import argparse
 
 import torch
 from _agreement import EIGHT_BITS
-from _device import DEVICES, at_least
+from _device import add_device, at_least
 
 
 def generate(server, first, lengths, new, bar):
@@ -69,7 +69,7 @@ def as_checkpoint(weight, kind):
 def options_of(doc):
     """The command line of a decoding example, whose docstring begins with what it does."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    add_device(parser)
     parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -81,11 +81,12 @@ def options_of(doc):
         choices=["linear", "nz"],
         help="linear: the model's own; nz: FRACTAL_NZ copies (default: by the device)",
     )
-    parser.add_argument("--weights", choices=list(EIGHT_BITS), default="bf16")
-    parser.add_argument("--caches", choices=list(EIGHT_BITS), default="bf16")
+    said = dict(weights="the attention's projections", caches="latents and index keys")
+    for name, what in said.items():
+        parser.add_argument(f"--{name}", choices=list(EIGHT_BITS), default="bf16", help=what)
     parser.add_argument("--batch", type=at_least(1), default=24, help="requests")
     parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
-    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--new-tokens", type=int, default=24, help="of each request")
     options = parser.parse_args()
     if options.new_tokens < 2 or options.context < options.new_tokens + 24:
         parser.error("--new-tokens starts at 2, --context at --new-tokens + 24")

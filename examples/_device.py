@@ -46,6 +46,12 @@ def in_a_folder(text: str) -> Path:
     return path
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option, for `choose_device`."""
+    said = "auto: an NPU, else a GPU, else the CPU"
+    parser.add_argument("--device", choices=DEVICES, default="auto", help=said)
+
+
 def choose_device(name: str) -> str:
     """auto: npu, else cuda, else cpu."""
     torch_npu = getattr(torch, "npu", None)
@@ -61,7 +67,7 @@ def choose_device(name: str) -> str:
 def device_and_dtype(description: str | None) -> tuple[torch.device, torch.dtype]:
     """The chosen device; float32 on a CPU, else bfloat16."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    add_device(parser)
     name = choose_device(parser.parse_args().device)
     return torch.device(name), torch.float32 if name == "cpu" else torch.bfloat16
 

@@ -7,9 +7,9 @@
 
 A small Hugging Face DeepseekV32ForCausalLM (random weights, so it babbles) is given real text. It
 prefills and decodes many requests of different lengths in one batch, every layer's attention being
-one call of the op on the model's own weights and paged caches; first one token a step, then two (as with
-multi-token prediction). Everything is held against the unmodified model, and timed beside it. With
-`--weights` the attention's projections are read as a checkpoint of 8 bits keeps them, with
+one call of the op on the model's own weights and paged caches; first one token a step, then two (as
+with multi-token prediction). Everything is held against the unmodified model, and timed beside it.
+With `--weights` the attention's projections are read as a checkpoint of 8 bits keeps them, with
 `--caches` latents and index keys are of 8 bits: then the unmodified model has what the weights
 stand for, and the logits a bound that follows from the formats.
 `Server` is the part to take home.

@@ -178,8 +178,10 @@ def decode(decoder, prompts, lengths, tokens):
 
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
-    parser.add_argument("--new-tokens", type=at_least(1), default=12)
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda", "npu"], default="cpu", help="of each rank"
+    )
+    parser.add_argument("--new-tokens", type=at_least(1), default=12, help="of each request")
     options = parser.parse_args()
     if not dist.is_torchelastic_launched():
         sys.exit(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _device import DEVICES, choose_device, in_a_folder
+from _device import add_device, choose_device, in_a_folder
 from torch import nn
 from torch.nn import functional as F
 
@@ -218,7 +218,7 @@ def plot(path, found, title):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    add_device(parser)
     parser.add_argument(
         "--plot", type=in_a_folder, metavar="FILE", help="draw recall and drift there"
     )

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from _agreement import check
-from _device import DEVICES, at_least, choose_device, print_backends
+from _device import add_device, at_least, choose_device, print_backends
 from _text import make_prompts, make_tokenizer
 from transformers import (
     KimiLinearConfig,
@@ -184,8 +184,10 @@ def run(model, tokenizer, options):
 
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=list(MODELS), default="qwen3-next")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--model", choices=list(MODELS), default="qwen3-next", help="small, random weights"
+    )
+    add_device(parser)
     parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -194,7 +196,7 @@ def main():
     )
     parser.add_argument("--batch", type=at_least(1), default=8, help="requests")
     parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
-    parser.add_argument("--new-tokens", type=at_least(1), default=24)
+    parser.add_argument("--new-tokens", type=at_least(1), default=24, help="of each text")
     parser.add_argument(
         "--drafts", type=at_least(0), default=3, help="tokens a step beyond one; 0: none"
     )

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _device import DEVICES, at_least, choose_device, fraction, print_backends
+from _device import add_device, at_least, choose_device, fraction, print_backends
 from _glm5 import DraftHead, make_model
 from _text import make_tokenizer, read_prompts
 from torch import Tensor
@@ -397,7 +397,7 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     one = at_least(1)
     parser.add_argument("prompts", nargs="?", help="a file, one prompt a line; - for stdin")
     parser.add_argument("--model", metavar="PATH", help="GLM-5, DeepSeek-V3.2, V4; else random")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    add_device(parser)
     for name, kind, default, text in (
         ("--rows", one, 8, "requests at the same time"),
         ("--pages", one, 64, "pages of 16 positions, for all"),

@@ -9,7 +9,7 @@ layer learns through sparse attention.  Its recall of the attention's true top k
 import argparse
 
 import torch
-from _device import DEVICES, choose_device, in_a_folder
+from _device import add_device, choose_device, in_a_folder
 from torch import nn
 
 import custom
@@ -146,7 +146,7 @@ def plot(path, losses, recalls, title):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    add_device(parser)
     parser.add_argument(
         "--plot", type=in_a_folder, metavar="FILE", help="draw loss and recall there"
     )

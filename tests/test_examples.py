@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,35 @@ def test_example(script, device, cxx, monkeypatch):
     done = run(script, "--device", device.type, *SMALL.get(script, []))
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"device: {device.type}" in done.stdout
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *APART])
+def test_help_fits_a_terminal(script, monkeypatch, capsys):
+    """Of 80 columns; it says what the script does, and what each option is."""
+    if script in (*SMALL, "parallel_decode.py"):
+        pytest.importorskip("transformers")
+    if script == "graph_onnx.py":
+        pytest.importorskip("onnxruntime")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    usage, description, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: {script}") and description.endswith(".")
+    for option in re.findall(r"^  (-.*(?:\n {4,}.*)*)", text, re.M):
+        assert re.search(r"\S\s{2,}\S", option), f"{option} says nothing"
+
+
+def test_the_index_has_every_script_and_its_first_sentence():
+    text = (ROOT / "examples" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| \[(\w+\.py)\]\(\1\) \| (.*) \|$", text, re.M))
+    assert sorted(rows) == sorted([*SCRIPTS, *APART])
+    for script, row in rows.items():
+        doc = ast.get_docstring(ast.parse((ROOT / "examples" / script).read_text())) or ""
+        assert row == " ".join(doc.partition("\n\n")[0].split())
 
 
 LINEAR = {"npu_causal_conv1d", "npu_gated_rms_norm", "npu_recurrent_gated_delta_rule"}
