@@ -16,6 +16,7 @@ Few rows: the keys are split over programs, whose parts common/combine.py puts t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -196,11 +197,15 @@ def _tiles(q: Tensor, most: int, itemsize: int) -> sparse_flash_attention.Tiles 
     """Those of the selection of as many keys."""
     heads, size = q.shape[-2:]
     count = q.shape[:-2].numel()
-    # a tile of keys and what is made of it lie beside the queries: 192 KiB of 64 heads of 512
-    largest = 64 if gpu.shared_memory(q.device) >= 192 * 1024 else 32
-    return sparse_flash_attention.tiles(
-        count, heads, most, size, 0, False, itemsize, q.device, largest
+    # a tile of keys and what is made of it lie beside the queries: of heads x keys of 512,
+    # 64 x 64 take 192 KiB, 16 x 64 take 112
+    limit = gpu.shared_memory(q.device)
+    tile = sparse_flash_attention.tiles(
+        count, heads, most, size, 0, False, itemsize, q.device, 64 if limit >= 192 * 1024 else 32
     )
+    if tile is None or limit >= 112 * 1024:
+        return tile
+    return replace(tile, keys=min(tile.keys, 32))
 
 
 def forward(q: Tensor, ori_kv: Tensor, cmp_kv: Tensor | None, **arguments: Any) -> Pair:
@@ -249,7 +254,7 @@ def attend(
         C=Constants(
             HEADS=heads, D=size, NOPE=nope, KIND=kind, HAS_SINK=sinks is not None,
             STATS=return_softmax_lse, SPLITS=tile.splits, BLOCK_H=tile.heads, BLOCK_N=tile.keys,
-            BLOCK_D=tile.left, 
+            BLOCK_D=tile.left,
             BRANCH=tile.heads == 64 and gpu.reads_shared(device),
             CHAINED=is_chained(device, tile.splits),
         ),
