@@ -115,6 +115,21 @@ TABLE: dict[str, tuple[Config, ...]] = {
         for heads in (128, 64, 32, 16, 8)
         if heads <= most
     ),
+    "sparse_attn_sharedkv.note": (Config({"PIECE": 128}),),
+    "sparse_attn_sharedkv.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
+    "sparse_attn_sharedkv.weigh": tuple(
+        Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
+        for heads, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (128, 64))
+    ),
+    "sparse_attn_sharedkv.accumulate": tuple(
+        Config(
+            {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
+            {"set_workspace_multibuffer": 2},
+        )
+        for pieces, most in ((2, 128), (4, 32))
+        for heads in (128, 64, 32, 16, 8)
+        if heads <= most
+    ),
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
     "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),

@@ -33,6 +33,8 @@ _NUMBERING = (
     "sparse_flash_attention.resolve",
     "sparse_flash_attention.collect",
     "chunk_gated_delta_rule_grad.places",
+    "sparse_attn_sharedkv.note",
+    "sparse_attn_sharedkv.collect",
 )
 _hivm: dict[str, str] = {}
 

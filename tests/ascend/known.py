@@ -74,6 +74,10 @@ _SCALAR = {
     "narrow_rows.query_heads": "one scale a token, beside tiles of heads",
     "narrow_rows.index_heads": "one scale a token, beside tiles of heads",
     "sparse_flash_attention.collect": "two indices a copy of two rows",
+    "sparse_attn_sharedkv.note": "what a token sees, a few numbers each",
+    "sparse_attn_sharedkv.collect": "two slots a copy of two rows",
+    "sparse_attn_sharedkv.weigh": "the run of a tile of keys, which is one copy",
+    "sparse_attn_sharedkv.accumulate": "the run of a tile of keys, which is one copy",
     "index_cache_write.write": "one slot a token, whose row is one copy",
     "latent_cache_write.write": "one slot a token, and each part of its row is one copy",
     "indexer_loss.gather": "two indices a copy of two rows",
@@ -157,12 +161,15 @@ _REPEAT = (
         "the gradient of the weights leaves the loop; stored inside it, 1.2.0 is wrong",
         ("1.0.0", "1.1.0"),
     ),
-    Known(
-        "sparse_flash_attention.accumulate",
-        "repeat",
-        "weights of scores out of memory: those of keys by heads are shared by 1.2.0 alone (by"
-        " 1.1.0 in a square tile as well), those of heads by keys by the older ones alone",
-        ("1.0.0", "1.1.0"),
+    *(
+        Known(
+            kernel,
+            "repeat",
+            "weights of scores out of memory: those of keys by heads are shared by 1.2.0 alone (by"
+            " 1.1.0 in a square tile as well), those of heads by keys by the older ones alone",
+            ("1.0.0", "1.1.0"),
+        )
+        for kernel in ("sparse_flash_attention.accumulate", "sparse_attn_sharedkv.accumulate")
     ),
 )
 _UPDATE = "fused_sigmoid_gating_delta_rule_update.update"
