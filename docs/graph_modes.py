@@ -22,6 +22,8 @@ from typing import Any
 from custom.dispatch import backends
 from custom.dispatch.registry import SPECS, Spec
 
+from . import op_table
+
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "tests" / "records" / "graph"
 
@@ -148,7 +150,7 @@ def table(modes: tuple[Mode, ...], backend: backends.Backend) -> str:
     titles = ("op", f"{backend.name.upper()} kernel", *(mode.title for mode in modes))
     rows = [titles, ("---",) * len(titles)]
     for spec in SPECS:
-        kernel = "yes" if backends.has_kernel(backend, spec) else "none"
+        kernel = "yes" if op_table.has_kernel(backend, spec) else "none"
         rows.append((f"`{spec.name}`", kernel, *(_cell(found, mode, spec) for mode in modes)))
     rows.append(("a decode step", "-", *(_step_cell(found, mode) for mode in modes)))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -73,7 +73,7 @@ def sentence(there: Any) -> str:
 
 def _schema(spec: Spec) -> list[str]:
     schema = spec.schema.replace(", ", ",\n    ").replace("(", "(\n    ", 1)
-    kernels = [b.name for b in backends.BACKENDS if backends.has_kernel(b, spec)]
+    kernels = [b.name for b in backends.BACKENDS if op_table.has_kernel(b, spec)]
     return [
         "## Schema",
         "",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from custom.dispatch.register import overload
+from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
 import custom
@@ -20,6 +22,7 @@ import custom
 from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 from .support.kernels import INTERPRETED
 from .support.ragged import BEYOND, ints, run, unpack
+from .support.samples import sample
 from .support.shared_kv import LAYOUTS, Problem, in_pages
 
 OP = "npu_sparse_attn_sharedkv"
@@ -721,6 +724,20 @@ def test_the_bits_of_the_op_on_the_rows_that_bytes_stand_for(kind, sizes, device
     want = run(OP, backend, **given | wide)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     assert not got[0].isnan().any()
+
+
+def test_an_npu_refuses_rows_of_8_bits_by_name(monkeypatch):
+    from custom.dispatch import backends
+
+    op, cannot = f"npu_kv_quant_{OP[4:]}", backends.cannot_run
+    arguments = sample(op, torch.device("cpu"), torch.float16)
+    monkeypatch.setattr(
+        backends, "cannot_run", lambda b, at: None if b is backends.NPU else cannot(b, at)
+    )
+    monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
+    said = "rows of 584 bytes are fp8: the cube and vector units of A2 and A3 have int8 and no fp8"
+    with pytest.raises(custom.NotSupported, match=said):
+        overload(BY_NAME[op])(**arguments)
 
 
 @pytest.mark.parametrize(
