@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..dispatch.common import quantised
 from .case import Arguments, Case, Draw, Outputs
 from .sparse_attention import BF16, first_requests
 
-D, WINDOW, P = 512, 128, 64
+D, WINDOW = 512, 128
 FLOAT, INT = 4, 4  # bytes
 OP, GRAD, BYTES = (
     "npu_sparse_attn_sharedkv",
@@ -35,8 +36,17 @@ def _keys(kind: str, context: int, k: int) -> int:
     return WINDOW + (min(k, entries) if kind == "CSA" else entries)
 
 
-def _entry_page(kind: str) -> int:
-    return max(1, 256 // RATIOS[kind])  # 256 source tokens a page
+@dataclass(frozen=True)
+class Pages:
+    """Rows of a page of the window and of the entries by kind, as engines cut them."""
+
+    rows: int
+    entries: dict[str, int]
+
+
+# 256 source tokens a page of entries; on an NPU every page has 128 rows
+ON_GPU = Pages(64, {"CSA": 64, "HCA": 2})
+ON_NPU_PAGES = Pages(128, {"CSA": 128, "HCA": 128})
 
 
 def _cache(draw: Draw, pages: int, page: int, eight_bits: bool) -> Tensor:
@@ -56,19 +66,21 @@ def _selected(draw: Draw, kind: str, b: int, s: int, context: int, k: int) -> Te
     return draw.chosen(b * s, k, (context - s + 1) // RATIOS[kind]).view(b, s, 1, k)
 
 
-def case(kind: str, b: int, s: int, n: int, context: int, k: int, op: str = OP) -> Case:
+def case(
+    kind: str, b: int, s: int, n: int, context: int, k: int, op: str = OP, cut: Pages = ON_GPU
+) -> Case:
     """Paged caches; requests share no page."""
-    eight_bits, m = op == BYTES, RATIOS[kind]
+    eight_bits, m, page = op == BYTES, RATIOS[kind], cut.rows
 
     def make(device: torch.device, seed: int) -> Arguments:
         draw = Draw(device, seed)
         # the window's pages go round
-        held = -(-(WINDOW + s) // P) + 1
+        held = -(-(WINDOW + s) // page) + 1
         table = draw.table(b, held)
-        columns = torch.arange(context // P, device=device) % held
+        columns = torch.arange(context // page, device=device) % held
         given = dict(
             q=draw.normal(b, s, n, D),
-            ori_kv=_cache(draw, b * held, P, eight_bits),
+            ori_kv=_cache(draw, b * held, page, eight_bits),
             ori_block_table=table[:, columns].contiguous(),
             seqused_kv=draw.full(b, value=context),
             sinks=draw.normal(n, dtype=torch.float32),
@@ -77,10 +89,10 @@ def case(kind: str, b: int, s: int, n: int, context: int, k: int, op: str = OP) 
             return_softmax_lse=True,
         )
         if m:
-            page = _entry_page(kind)
-            pages = -(-context // m // page)
+            entry_page = cut.entries[kind]
+            pages = -(-context // m // entry_page)
             given |= dict(
-                cmp_kv=_cache(draw, b * pages, page, eight_bits),
+                cmp_kv=_cache(draw, b * pages, entry_page, eight_bits),
                 cmp_block_table=draw.table(b, pages),
             )
         if kind == "CSA":
@@ -174,16 +186,16 @@ def gradient_case(kind: str, s: int, n: int, k: int) -> Case:
     )
 
 
-def _cases(small: bool, op: str = OP) -> list[Case]:
+def _cases(small: bool, op: str = OP, cut: Pages = ON_GPU) -> list[Case]:
     if small:
         return [case(kind, 2, 2, 4, 2048, 64, op) for kind in RATIOS]
     decode = [
-        case(kind, b, 1, n, 65536, 8 * n, op)
+        case(kind, b, 1, n, 65536, 8 * n, op, cut)
         for n in (64, 128)
         for b in (1, 32, 128)
         for kind in RATIOS
     ]
-    return [*decode, *(case(kind, 1, 4096, 64, 65536, 512, op) for kind in RATIOS)]
+    return [*decode, *(case(kind, 1, 4096, 64, 65536, 512, op, cut) for kind in RATIOS)]
 
 
 def _gradients(small: bool) -> list[Case]:
@@ -196,4 +208,9 @@ PRESETS: dict[str, Callable[[bool], list[Case]]] = {
     OP: _cases,
     GRAD: _gradients,
     BYTES: partial(_cases, op=BYTES),
+}
+# in the place of those above
+ON_NPU: dict[str, Callable[[bool], list[Case]]] = {
+    OP: partial(_cases, cut=ON_NPU_PAGES),
+    BYTES: lambda small: [],
 }
