@@ -169,6 +169,34 @@ def _attentions() -> Iterator[Limit]:
     yield Limit(file, grad, dict(key=_t(1, MOST + 1, 1, 512)), far)
 
 
+def _shared_kv() -> Iterator[Limit]:
+    file, far = "sparse_attn_sharedkv", "the kernel reaches"
+    page, none = _t(2, 128, 1, 64), dict.fromkeys(("cmp_kv", "cmp_block_table"))
+    given = dict(
+        q=_t(1, 1, 1, 64), ori_kv=page, ori_block_table=_t(1, MOST // 128), **none,
+        ori_sparse_indices=None, cmp_sparse_indices=None, indices_are_slots=False,
+    )  # fmt: skip
+    further = _t(1, MOST // 128 + 1)
+    yield Limit(file, given, dict(ori_block_table=further), f"`ori_kv` reaches {MOST + 128} rows")
+    both = given | dict(cmp_kv=page, cmp_block_table=_t(1, MOST // 128))
+    yield Limit(file, both, dict(cmp_block_table=further), f"`cmp_kv` reaches {MOST + 128} rows")
+    both |= dict(cmp_sparse_indices=_t(1, 1, 1, MOST))
+    yield Limit(file, both, dict(cmp_sparse_indices=_t(1, 1, 1, MOST + 1)), far)
+    many = both | dict(cmp_kv=_t(MOST, 1, 1, 64), cmp_block_table=_t(1, 1))
+    yield Limit(file, many, dict(cmp_kv=_t(MOST + 1, 1, 1, 64)), "knows 16777216 apart")
+    slots = many | dict(indices_are_slots=True)
+    yield Limit(file, slots, dict(cmp_kv=_t(MOST // 16 + 1, 16, 1, 64)), far)
+    packed = given | dict(ori_kv=_t(MOST, 1, 64), ori_block_table=None)
+    yield Limit(file, packed, dict(ori_kv=_t(MOST + 1, 1, 64)), far)
+    one = both | dict(cmp_kv=_apart(1, 1032))
+    yield Limit(file, one, dict(cmp_kv=_apart(2, 1032)), "pages 1032 apart")
+    yield Limit(file, given | dict(q=_t(1, 1, 1, 1632)), dict(q=_t(1, 1, 1, 1664)), "KiB of L1")
+    for size in (0, 80):
+        yield Limit(file, given, dict(q=_t(1, 1, 1, size)), f"head_dim={size}")
+    floats = _t(1, 1, 1, 64, dtype=torch.float32)
+    yield Limit(file, given, dict(q=floats), "`q` is torch.float32")
+
+
 def _prologs() -> Iterator[Limit]:
     wide = tune.TABLE["rows.finish"][-1].tiles["WIDTH"]
     given = dict(
@@ -227,6 +255,7 @@ def limits() -> list[Limit]:
         _losses,
         _indexers,
         _attentions,
+        _shared_kv,
         _prologs,
         _merges,
     )
