@@ -19,6 +19,7 @@ from . import (
     aten,
     calibrate,
     controls,
+    estimate,
     isolated,
     known,
     limits,
@@ -238,6 +239,8 @@ def main() -> int:
         failures += mutants.unmatched()
         for _, broken in isolated.each(limits.broken, [()], 1):
             failures += [str(broken)] if isinstance(broken, isolated.Crash) else broken
+        for _, wrong in isolated.each(estimate.stale, [()], 1):
+            failures += [str(wrong)] if isinstance(wrong, isolated.Crash) else wrong
         for _, wrong in isolated.each(calibrate.claims, [()], 1):
             failures += [str(wrong)] if isinstance(wrong, isolated.Crash) else wrong
         of_cases = {x.lowered_key for outcome in outcomes.values() for x in outcome.launches}

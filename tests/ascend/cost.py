@@ -9,9 +9,13 @@ are walked.
 
 The time is an ESTIMATE, from public rates and the assumptions below.  Within the cube's half or the
 vectors' half of a program its units work at the same time, and the slowest decides; a copy takes
-its bytes, and never less than `copy`; what is read again comes out of the cache.  The two halves
+its bytes, and never less than `copy`; what is read again comes out of the cache; a vector operation
+takes its turns of 256 bytes, and the start of one that waits for the last.  The two halves
 overlap where the workspace between them has several slots; where it has one they take turns, and
-every hand-off is waited for.
+every hand-off is waited for.  A launch has a head: its cores begin and are seen to have ended.
+
+Heads, turns, what a core alone draws and what of its peak the cube keeps up come from times that
+others measured (forms.py has the programs, and holds the model to them).
 """
 
 from __future__ import annotations
@@ -28,13 +32,45 @@ from typing import Any
 import torch
 
 BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4}
-# of a die of Atlas A3
-MEMORY = 1.6e12  # bytes a second, shared by the cores
-CUBE = 350e12  # 16-bit operations a second, all cores
-_VECTOR = 256 * 1.85e9  # bytes a second of one operand, one vector core
-# assumed; none was measured here
-_ONE_CORE = MEMORY / 12  # what a core alone can draw
+
+
+@dataclass(frozen=True)
+class Card:
+    """One die: cube cores (each with two vector cores), Hz, bytes a second of its memory."""
+
+    name: str
+    cores: int
+    clock: float
+    memory: float
+
+    @property
+    def cube(self) -> float:
+        """Peak, 16-bit operations a second of all cores."""
+        return self.cores * 2 * 16**3 * self.clock
+
+
+A3 = Card("Atlas A3", 24, 1.85e9, 1.6e12)
+# its memory: what reads the weights of small batches and adds large tensors
+B4 = Card("910B4", 20, 1.65e9, 1.03e12)
+B2 = Card("910B2", 24, 1.8e9, 1.6e12)
+CARDS = (A3, B4, B2)
+card = A3
+
+MEMORY, CUBE = A3.memory, A3.cube  # the floor's rates
+_SUSTAINED = 0.84  # of the cube's peak, by large products: 208 to 242 TFLOPS of 270
+_REPEAT = 256  # bytes of an operand that a turn of a vector unit takes
+# cycles of a turn, by the beginning of the operation's name; of all others 1
+_CYCLES = {
+    r"vdiv|sort": 4,
+    r"v(add|sub|mul|max|min|cmp|sel|and|or|xor)_|vexp|vln|vsqrt|vrsqrt|.*reduce": 2,
+}
+_START = 18  # cycles from an operation to the next, which waits for it
+# bytes a second that a core alone can draw
+_CUBE_CORE, _VECTOR_CORE = 135e9, 101e9
 _CACHE = 96 * 2**20  # bytes of a tensor that is still there when it is read again
+# of a launch, seconds: vector cores alone, the cube alone; both are assumed to add up
+HEADS = {"vectors": 3e-6, "cube": 4e-6, "mixed": 7e-6}
+# assumed; none was measured here
 _SCALAR = 1e-7  # seconds of one load from global memory by the scalar unit
 _STEPS = 5_000_000
 _WALKED = 16  # turns of a long loop, which stand for the others
@@ -48,12 +84,19 @@ class Rates:
     cached: float = 3  # the cache, where workspaces stay, is so many times as fast as the memory
     copy: float = 8e-8  # that a copy takes at least, one after the other
     hand_off: float = 1.75e-6  # from the cube to the vectors, or back
-    gap: float = 3.5e-6  # between two launches of a captured graph
+    gap: float = 3.5e-6  # from a launch of a captured graph to the next, if the kernel does nothing
     host: float = 2.4e-5  # of the host for a launch that is not captured
     source: str = "assumed"
 
 
 rates = Rates()
+
+
+def use(name: str) -> Card:
+    """From now on the launches are of this card."""
+    global card
+    card = next(x for x in CARDS if x.name == name)
+    return card
 
 
 def take(path: Path) -> None:
@@ -86,13 +129,15 @@ _Copy = tuple[str, bool, int, _Home]
 @dataclass
 class Cost:
     """Of one half of one program: copies by (direction, workspace or not, bytes, whose memory),
-    multiply-adds, vector bytes by element width, loads by the scalar unit, waits for the other
-    half."""
+    multiply-adds, vector bytes by element width and the cycles they take, loads by the scalar unit,
+    waits for the other half."""
 
     share: int = 1  # the vector units of a mixed kernel draw two at a time
+    of_cube: bool = False
     copies: Counter[_Copy] = field(default_factory=Counter)
     multiplied: int = 0
     vector: Counter[int] = field(default_factory=Counter)
+    cycles: int = 0
     scalar_loads: int = 0
     waits: int = 0
 
@@ -103,20 +148,35 @@ class Cost:
         key = direction, there.workspace, tile.count * tile.element, there.home
         self.copies[key] += 1
 
+    def to_memory(self, again: Mapping[_Home, float], stored: bool) -> float:
+        """Bytes that go through the memory, those `stored` or not."""
+        total = 0.0
+        for (direction, workspace, size, home), count in self.copies.items():
+            share = 1 - again.get(home, 0.0) if direction == "loads" else float(stored)
+            total += 0.0 if workspace else count * size * share
+        return total * self.share
+
+    def vector_operation(self, name: str, sizes: list[int]) -> None:
+        """`sizes`: bytes of its operands; a cast is as long as the wider one."""
+        widest = max(sizes[:2]) if name.startswith("vcast") else sizes[0]
+        self.cycles += _START + -(-widest // _REPEAT) * _turn(name)
+
     def add(self, other: Cost, times: float) -> None:
         for mine, theirs in ((self.copies, other.copies), (self.vector, other.vector)):
             for key, count in theirs.items():
                 mine[key] += round(count * times)
         self.multiplied += round(other.multiplied * times)
+        self.cycles += round(other.cycles * times)
         self.scalar_loads += round(other.scalar_loads * times)
         self.waits += round(other.waits * times)
 
-    def units(self, programs: int, cores: int, again: Mapping[_Home, float]) -> dict[str, float]:
+    def units(self, programs: int, again: Mapping[_Home, float]) -> dict[str, float]:
         """Seconds by unit, while so many programs share the memory's rate."""
-        rate = min(MEMORY / programs, _ONE_CORE) / self.share
+        alone = _CUBE_CORE if self.of_cube else _VECTOR_CORE
+        rate = min(card.memory / programs / self.share, alone)
         found = {
-            "cube": self.multiplied * cores / (CUBE / 2),
-            "vector": sum(self.vector.values()) / _VECTOR,
+            "cube": 2 * self.multiplied * card.cores / (card.cube * _SUSTAINED),
+            "vector": self.cycles / card.clock,
             "scalar loads": self.scalar_loads * _SCALAR,
         }
         for (direction, workspace, size, home), count in self.copies.items():
@@ -141,13 +201,37 @@ def read_again(walked: list[list[Cost]], programs: int) -> dict[_Home, float]:
     }
 
 
+def head(halves: list[Cost]) -> float:
+    """Seconds of a launch without its work."""
+    kinds = {half.of_cube for half in halves}
+    return HEADS["mixed" if len(kinds) == 2 else "cube" if kinds == {True} else "vectors"]
+
+
+def in_graph(launches: list[float]) -> float:
+    """Of launches of a captured graph; the gap is a vector kernel's, with its head."""
+    return sum(launches) + len(launches) * (rates.gap - HEADS["vectors"])
+
+
 def seconds(
-    halves: list[Cost], turns: bool, programs: int, cores: int, again: Mapping[_Home, float]
+    halves: list[Cost], turns: bool, programs: int, again: Mapping[_Home, float]
 ) -> tuple[float, str]:
-    """Of a program, and what binds it.  The halves of a mixed one: the cube's, the vectors'."""
+    """Of a program's work, and what binds it.  The halves of a mixed one: cube's, vectors'.
+    What all of them load goes through one memory, and what they store where the cache does not
+    hold it all."""
+    homes = {home for half in halves for *_, home in half.copies if home is not None}
+    stored = sum(size for _, size in homes) >= _CACHE
+    bytes_ = sum(half.to_memory(again, stored) for half in halves)
+    memory = programs * bytes_ / card.memory
+    return max(_apart(halves, turns, programs, again), (memory, "memory"))
+
+
+def _apart(
+    halves: list[Cost], turns: bool, programs: int, again: Mapping[_Home, float]
+) -> tuple[float, str]:
+    """Of a program, by what its own units and hand-offs take."""
     slowest = []
     for half in halves:
-        units = half.units(programs, cores, again)
+        units = half.units(programs, again)
         unit = max(units, key=lambda name: units[name])
         slowest.append((units[unit], unit))
     if len(halves) == 1:
@@ -176,7 +260,7 @@ def _parse(lines: list[str]) -> list[_Line]:
     stack: list[tuple[str, list[_Line]]] = [("", root)]
     for line in lines:
         code = line.strip()
-        match = re.match(r"(?:(%[\w, %]+?)(?::\d+)? = )?([\w.]+)", code)
+        match = re.match(r"(?:(%[\w, %-]+?)(?::\d+)? = )?([\w.]+)", code)
         if code.startswith("} else {"):
             holder = stack[-2][1][-1]
             stack[-1] = ("", holder.other)
@@ -270,7 +354,7 @@ class _Walker:
         if len(turns) > 2 * _WALKED:
             places = sorted((i + 0.5) * _GOLDEN % 1 for i in range(_WALKED))
             walked = [turns[int(len(turns) * place)] for place in places]
-        whole, self.cost = self.cost, Cost(self.cost.share)
+        whole, self.cost = self.cost, Cost(self.cost.share, self.cost.of_cube)
         for at in walked:
             env[header[1]] = at
             env.update(zip((name for name, _ in carried), state, strict=True))
@@ -343,7 +427,12 @@ class _Walker:
         elif name.startswith(("store_ubuf", "fixpipe")):
             self.cost.copy("stores", tiles[-1], tiles[0 if name.startswith("store") else -1])
         elif not name.startswith("set_l1"):
+            self.cost.vector_operation(name, [tile.count * tile.element for tile in tiles])
             self.cost.vector[tiles[0].element] += tiles[0].count * tiles[0].element
+
+
+def _turn(name: str) -> int:
+    return next((n for names, n in _CYCLES.items() if re.match(names, name)), 1)
 
 
 def _tens(size: int | None) -> int:
@@ -395,6 +484,28 @@ def _arithmetic(kind: str, text: str, given: list[Any]) -> Any:
     return simple.get(kind)
 
 
+def environment(head: str, arguments: list[Any], grid: tuple[int, ...]) -> dict[str, Any]:
+    """What is known of a function's arguments in a launch, by their names in its `head`."""
+    names = re.findall(r"(%arg\d+): ", head)
+    types = re.findall(r"%arg\d+: (memref<[^>]*>|\w+)", head)
+    first = names.index("%arg0") + (3 if types[0] == "i64" else 2)
+    env: dict[str, Any] = {}
+    for name, kind, value in zip(names[first:], types[first:], arguments, strict=False):
+        if isinstance(value, torch.Tensor):
+            element = value.element_size()
+            storage = value.untyped_storage()
+            home = (storage.data_ptr(), storage.nbytes())
+            env[name] = Memory([value.numel()], element, "gm", value, 0, home=home)
+        elif kind.startswith("i"):
+            env[name] = int(value)
+    after = first + len(arguments)
+    env.update(zip(names[after : after + 3], (*grid, 1, 1)[:3], strict=False))
+    for name, kind in zip(names[:first], types[:first], strict=True):
+        if kind.startswith("memref"):
+            env[name] = Memory([0], 1, "gm", workspace=True)
+    return env
+
+
 def of(hivm: str, arguments: list[Any], grid: tuple[int, ...], block: int = 0) -> list[Cost]:
     """The cost of each function that a program of the launch runs: of the cube, of the vectors."""
     costs = []
@@ -402,24 +513,8 @@ def of(hivm: str, arguments: list[Any], grid: tuple[int, ...], block: int = 0) -
         head, _, rest = function.partition("\n")
         if head.startswith("private") or "HOST" in head:
             continue
-        names = re.findall(r"(%arg\d+): ", head)
-        types = re.findall(r"%arg\d+: (memref<[^>]*>|\w+)", head)
-        first = names.index("%arg0") + (3 if types[0] == "i64" else 2)
-        env: dict[str, Any] = {}
-        for name, kind, value in zip(names[first:], types[first:], arguments, strict=False):
-            if isinstance(value, torch.Tensor):
-                element = value.element_size()
-                storage = value.untyped_storage()
-                home = (storage.data_ptr(), storage.nbytes())
-                env[name] = Memory([value.numel()], element, "gm", value, 0, home=home)
-            elif kind.startswith("i"):
-                env[name] = int(value)
-        after = first + len(arguments)
-        env.update(zip(names[after : after + 3], (*grid, 1, 1)[:3], strict=False))
-        for name, kind in zip(names[:first], types[:first], strict=True):
-            if kind.startswith("memref"):
-                env[name] = Memory([0], 1, "gm", workspace=True)
-        cost = Cost(2 if "_mix_aiv(" in head else 1)
+        env = environment(head, arguments, grid)
+        cost = Cost(2 if "_mix_aiv(" in head else 1, "func_core_type<AIC>" in head)
         _Walker(hivm, cost, block).run(_parse(rest.splitlines()), env)
         costs.append(cost)
     return costs

@@ -10,9 +10,11 @@ and read as zeros, so that every index of a selection is the first key.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from .driver import Launch, recorder
 from .models import Sizes
 from .toolchain import NEWEST
 
-_NUMBERING = (
+NUMBERING = (
     "sparse_flash_attention.resolve",
     "sparse_flash_attention.collect",
     "chunk_gated_delta_rule_grad.places",
@@ -48,7 +50,17 @@ def _compiled(launch: Launch) -> str:
     return _hivm[launch.lowered_key]
 
 
-def _row(launch: Launch, given: list[Any]) -> tuple[float, str]:
+@dataclass(frozen=True)
+class Row:
+    """A launch: seconds, the head among them; its slowest program; a line of the table."""
+
+    seconds: float
+    head: float
+    block: int
+    text: str
+
+
+def row(launch: Launch, given: list[Any]) -> Row:
     """Of the slowest of three programs: cores are not loaded alike."""
     hivm, programs = _compiled(launch), launch.grid[0]
     turns = lint.takes_turns(hivm)
@@ -56,10 +68,14 @@ def _row(launch: Launch, given: list[Any]) -> tuple[float, str]:
     walked = [cost.of(hivm, given, launch.grid, block) for block in blocks]
     again = cost.read_again(walked, programs)
     found = [
-        (cost.seconds(halves, turns, programs, recorder.cube_cores, again), block, halves)
+        (cost.seconds(halves, turns, programs, again), block, halves)
         for block, halves in zip(blocks, walked, strict=True)
     ]
-    (seconds, binds), _, halves = max(found, key=lambda x: x[:2])
+    (seconds, binds), block, halves = max(found, key=lambda x: x[:2])
+    head = cost.head(halves)
+    if head > seconds:
+        binds = "head"
+    seconds += head
     kib = [sum(half.copied(way) for half in halves) / 1024 for way in ("loads", "stores")]
     counts = (
         sum(half.multiplied for half in halves) / 1e6,
@@ -70,7 +86,7 @@ def _row(launch: Launch, given: list[Any]) -> tuple[float, str]:
     )
     text = f"{launch.kernel:<40}{programs:>5}{kib[0]:>10.0f}{kib[1]:>10.0f}"
     text += "{:>9.1f}{:>9.2f}{:>8}{:>8}{:>8}".format(*counts)
-    return seconds, f"{text}{seconds * 1e6:>10.1f}  {binds}"
+    return Row(seconds, head, block, f"{text}{seconds * 1e6:>10.1f}  {binds}")
 
 
 _HEAD = (
@@ -84,8 +100,9 @@ def launched(call: Callable[[], Any]) -> list[tuple[float, str]]:
     rows: list[tuple[float, str]] = []
 
     def observe(launch: Launch, given: list[Any]) -> None:
-        rows.append(_row(launch, given))
-        recorder.execute = launch.kernel in _NUMBERING
+        found = row(launch, given)
+        rows.append((found.seconds, found.text))
+        recorder.execute = launch.kernel in NUMBERING
 
     recorder.observe = observe
     call()
@@ -101,22 +118,61 @@ def install() -> None:
     )
 
 
-def compare() -> None:
+def apart(launches: list[float]) -> float:
+    """As others measure: a kernel's own time, without the gap behind the last."""
+    return cost.in_graph(launches) - (cost.rates.gap - cost.HEADS["vectors"])
+
+
+def estimated(figure: published.Figure) -> tuple[float, str]:
+    """us of our launches on the figure's card, and what binds the longest."""
+    recorder.cube_cores = cost.use(figure.card).cores
+    rows = launched(lambda: getattr(torch.ops.custom, figure.op)(**figure.make(Sizes())))
+    ours = [x for x in rows if not figure.kernels or x[1].startswith(figure.kernels)]
+    slowest = max(ours)[1]
+    binds = f"{slowest.split()[0]}: {slowest.rpartition('  ')[2]}"
+    return apart([x for x, _ in ours]) * figure.times * 1e6, binds
+
+
+def stale() -> list[str]:
+    """Where published.json has something else than the model of today, of a figure of each card
+    that takes seconds."""
+    install()
+    kept = {row["what"]: row["ours"] for row in published.read()}
+    cheap = ("delta rule, b = 16", "sparse decode, 16 heads, 2048 keys, b = 1")
+    found = []
+    for figure in published.FIGURES:
+        if figure.what in cheap:
+            us, _ = estimated(figure)
+            if abs(us / kept[figure.what] - 1) > 0.01:
+                found.append(f"published: {figure.what}: kept {kept[figure.what]}, now {us:.1f}")
+    return found
+
+
+def compare(record: bool) -> None:
     """Published times beside ours."""
     install()
-    print(f"{'':<36}{'AscendC':>9}{'Triton':>9}{'ours':>9}  us, ESTIMATED; what binds most")
+    kept = {row["what"]: row for row in published.read()}
+    rows = []
+    print(f"{'us, ESTIMATED':<48}{'ours':>9}  over each")
     for figure in published.FIGURES:
-        rows = launched(
-            lambda figure=figure: getattr(torch.ops.custom, figure.op)(**figure.make(Sizes()))
+        us, binds = estimated(figure)
+        kept_row = kept.get(figure.what, {}) | dict(
+            what=figure.what,
+            card=figure.card,
+            us=figure.us,
+            source=figure.source,
+            ours=round(us, 1),
+            binds=binds,
         )
-        ours = [x for x in rows if not figure.kernels or x[1].startswith(figure.kernels)]
-        total = sum(seconds for seconds, _ in ours) + cost.rates.gap * (len(ours) - 1)
-        slowest = max(ours)[1].split()
-        text = f"{figure.what:<36}{figure.ascendc:>9.1f}{figure.triton:>9.1f}{total * 1e6:>9.1f}"
-        print(f"{text}  {slowest[0]}: {slowest[-1]}", flush=True)
+        rows.append(kept_row)
+        over = ", ".join(f"{us / x:.2f} of {by}'s {x:g}" for by, x in figure.us.items())
+        print(f"{figure.what:<48}{us:>9.1f}  {over}; {binds}", flush=True)
+    print(f"geometric mean {published.mean(published.ratios(rows)):.2f}")
+    if record:
+        published.RECORD.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _made(case: Case) -> Arguments:
+def made(case: Case) -> Arguments:
     """What the row is called with; what fills a cache neither runs nor counts."""
     recorder.observe, recorder.execute = None, False
     return case.make(torch.device("cpu"), 0)
@@ -125,7 +181,7 @@ def _made(case: Case) -> Arguments:
 def _estimate(case: Case, table: bool) -> None:
     """One row of the bench: every launch, if a `table` is wanted, and the whole."""
     started = time.perf_counter()
-    arguments = _made(case)
+    arguments = made(case)
     try:
         rows = launched(lambda: case.call(arguments))
     except NotSupported as error:
@@ -137,7 +193,7 @@ def _estimate(case: Case, table: bool) -> None:
         for _, text in rows:
             print(text)
     kernels = sum(seconds for seconds, _ in rows)
-    graph = kernels + len(rows) * cost.rates.gap
+    graph = cost.in_graph([seconds for seconds, _ in rows])
     host = len(rows) * cost.rates.host
     floor = max(case.bytes / cost.MEMORY, case.flops / cost.CUBE)
     slowest, text = max(rows)
@@ -151,24 +207,25 @@ def _estimate(case: Case, table: bool) -> None:
     )
 
 
+def matching(cases: list[Case], wanted: dict[str, str]) -> list[Case]:
+    return [x for x in cases if all(str(x.shape.get(name)) == n for name, n in wanted.items())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.ascend.estimate")
     parser.add_argument("op", help="or `published`: times of others, and ours")
     parser.add_argument("--shape", default="", help="only rows with these sizes: b=4,s1=1")
     parser.add_argument("--whole", action="store_true", help="one line a row, without its launches")
+    parser.add_argument("--record", action="store_true", help="keep what `published` says")
     parser.add_argument("--rates", type=Path, help="a file that tests.ascend.calibrate wrote")
     chosen = parser.parse_args()
     if chosen.rates:
         cost.take(chosen.rates)
     if chosen.op == "published":
-        return compare()
+        return compare(chosen.record)
     wanted = dict(pair.split("=") for pair in chosen.shape.split(",") if pair)
     install()
-    cases = [
-        case
-        for case in presets(chosen.op, "npu")
-        if all(str(case.shape.get(name)) == size for name, size in wanted.items())
-    ]
+    cases = matching(presets(chosen.op, "npu"), wanted)
     if not cases:
         sys.exit(f"no row of {chosen.op} has {chosen.shape}")
     print("ESTIMATES for Atlas A3, from the final HIVM and public rates; nothing ran on hardware.")

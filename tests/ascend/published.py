@@ -1,35 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """Times that others published for kernels of a known shape on Atlas A2 or A3, beside the estimate
-of ours:  tests/ascend/run.sh --estimate published
+of ours:  tests/ascend/run.sh --estimate published [--record]
 
-Their kernels are not these: the distance says where to look, and bounds what the model may claim.
+Their kernels are not these: the distance says where to look, and what all of them together say of
+the model (BAND).  forms.py has programs whose form is known.  published.json keeps what was
+estimated, and docs/ascend_speed.md shows it.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import models
 from .case import Arguments, Inputs
 from .models import INDEX, LATENT, ROTARY, Make
+from .ops import chunk_gated_delta_rule, fused_attention
 
 HEADS = 64
+RECORD = Path(__file__).with_name("published.json")
+BAND = 0.85, 1.15  # of the geometric mean of ours over theirs
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`us` of AscendC and of Triton; `kernels`: what of our launches it is held against."""
+    """`us` by who made the kernel; `kernels`: what of our launches it is held against; of many
+    tokens the op is given a part, and the sum multiplied by `times`."""
 
     what: str
-    ascendc: float
-    triton: float
+    us: dict[str, float]
     source: str
     op: str
     make: Make
     kernels: tuple[str, ...] = ()
+    card: str = "Atlas A3"
+    times: int = 1
 
 
 def indexer(queries: int, keys: int) -> Make:
@@ -49,16 +60,17 @@ def indexer(queries: int, keys: int) -> Make:
     return make
 
 
-def decode(keys: int, chosen: int) -> Make:
+def decode(keys: int, chosen: int, requests: int = 1, heads: int = HEADS) -> Make:
     def make(x: Inputs) -> Arguments:
+        indices = torch.arange(chosen).expand(requests, 1, 1, chosen)
         return dict(
-            query=x.normal(1, 1, HEADS, LATENT),
-            key=x.normal(1, keys, 1, LATENT),
+            query=x.normal(requests, 1, heads, LATENT),
+            key=x.normal(requests, keys, 1, LATENT),
             value=None,
-            sparse_indices=x.ints(torch.arange(chosen).view(1, 1, 1, chosen)),
+            sparse_indices=x.ints(indices.contiguous()),
             scale_value=0.07,
-            query_rope=x.normal(1, 1, HEADS, ROTARY),
-            key_rope=x.normal(1, keys, 1, ROTARY),
+            query_rope=x.normal(requests, 1, heads, ROTARY),
+            key_rope=x.normal(requests, keys, 1, ROTARY),
             layout_query="BSND",
             layout_kv="BSND",
         )
@@ -80,38 +92,107 @@ def states(requests: int) -> Make:
     return make
 
 
-_INDEXER = "FlagGems-vllm #791"
+def chunked(heads: int, tokens: int = 4096) -> Make:
+    return chunk_gated_delta_rule.call([tokens], (heads, heads), (128, 128))
+
+
+def causal(tokens: int) -> Make:
+    """Of a prefill of MLA: 16 heads of 192 and 128."""
+    return fused_attention.dense(
+        tokens, tokens, heads=(16, 16), batch=1, size=192, value_size=128, causal=True
+    )
+
+
+_GEMS, _INDEXER = "FlagGems-vllm #791", "npu_lightning_indexer"
+_SPARSE, _DELTA = "npu_sparse_flash_attention", "npu_fused_sigmoid_gating_delta_rule_update"
+_WHEEL, _MEGA = "msopmodeling 1.0.9, profiles", "megagdn-pto 3a59190"
+_CHUNKED = "npu_chunk_gated_delta_rule"
 FIGURES = (
-    Figure("indexer, 1 x 8194", 27.4, 22.2, _INDEXER, "npu_lightning_indexer", indexer(1, 8194)),
+    Figure("indexer, 1 x 8194", dict(AscendC=27.4, Triton=22.2), _GEMS, _INDEXER, indexer(1, 8194)),
     Figure(
-        "indexer, 256 x 2048", 102.6, 112, _INDEXER, "npu_lightning_indexer", indexer(256, 2048)
+        "indexer, 256 x 2048", dict(AscendC=102.6, Triton=112), _GEMS, _INDEXER, indexer(256, 2048)
     ),
     Figure(
-        "indexer, 1024 x 8192", 990, 1087, _INDEXER, "npu_lightning_indexer", indexer(1024, 8192)
+        "indexer, 1024 x 8192", dict(AscendC=990, Triton=1087), _GEMS, _INDEXER, indexer(1024, 8192)
     ),
     Figure(
-        "top-k of 64K",
-        38,
-        18,
+        "top-k of a row of 64K",
+        dict(AscendC=38, Triton=18),
         "FlagGems #6354",
-        "npu_lightning_indexer",
+        _INDEXER,
         indexer(1, 65536),
         ("lightning_indexer.topk",),
     ),
     Figure(
         "sparse decode, 64 heads, 640 keys",
-        40,
-        34,
+        dict(AscendC=40, Triton=34),
         "FlagGems-vllm #792",
-        "npu_sparse_flash_attention",
+        _SPARSE,
         decode(8192, 640),
     ),
     Figure(
+        "sparse decode, 16 heads, 2048 keys, b = 1",
+        dict(AscendC=86.8),
+        _WHEEL,
+        _SPARSE,
+        decode(4096, 2048, 1, 16),
+        card="910B4",
+    ),
+    Figure(
+        "sparse decode, 16 heads, 2048 keys, b = 8",
+        dict(AscendC=89.4),
+        _WHEEL,
+        _SPARSE,
+        decode(8192, 2048, 8, 16),
+        card="910B4",
+    ),
+    Figure(
+        "sparse prefill, 4096 x 16 heads, 2048 keys",
+        dict(AscendC=12983),
+        _WHEEL,
+        _SPARSE,
+        decode(4096, 2048, 256, 16),
+        card="910B4",
+        times=16,
+    ),
+    Figure(
+        "dense prefill, 8193 x 16 heads of 192 and 128",
+        dict(AscendC=3028),
+        _WHEEL,
+        fused_attention.OP,
+        causal(8193),
+        card="910B4",
+    ),
+    Figure(
         "delta rule, b = 16",
-        37.3,
-        153.6,
+        dict(AscendC=37.3, Triton=153.6),
         "vllm-ascend #12869",
-        "npu_fused_sigmoid_gating_delta_rule_update",
+        _DELTA,
         states(16),
     ),
+    *(
+        Figure(
+            f"chunked delta rule, 4096 x {heads} heads",
+            dict(AscendC=us),
+            _MEGA,
+            _CHUNKED,
+            chunked(heads),
+            card="910B2",
+        )
+        for heads, us in ((16, 878), (32, 1712), (64, 3314))
+    ),
 )
+
+
+def mean(ratios: list[float]) -> float:
+    """Geometric."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def ratios(rows: list[dict[str, Any]], model: str = "ours") -> list[float]:
+    """Of a model to every time that was measured."""
+    return [row[model] / us for row in rows for us in row["us"].values() if model in row]
+
+
+def read() -> list[dict[str, Any]]:
+    return json.loads(RECORD.read_text())

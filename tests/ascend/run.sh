@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Proves the Ascend kernels without an NPU: sets up .ascend/ (once), then runs `python -m tests.ascend`;
-# with --estimate OP, `python -m tests.ascend.estimate`; with --onboard, `python -m tests.ascend.onboard`,
+# with --estimate OP, `python -m tests.ascend.estimate`; with --second (second.sh), `python -m tests.ascend.second`; with --onboard, `python -m tests.ascend.onboard`,
 # for which the newest compiler is the machine's.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -53,6 +53,10 @@ main=tests.ascend
 case "${1:-}" in
   --estimate)
     main=tests.ascend.estimate
+    shift
+    ;;
+  --second)
+    main=tests.ascend.second
     shift
     ;;
   --onboard)
