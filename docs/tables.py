@@ -16,6 +16,7 @@ with its build; a peer of the row's own run that is faster takes its place.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -121,8 +122,44 @@ def models() -> str:
     return where + "\n".join([models.HEAD, *map(models.markdown, rows)]) + "\n"
 
 
+def _over(us: float, measured: dict[str, float]) -> str:
+    return f"{us:.0f} ({', '.join(f'{us / x:.2f}' for x in measured.values())})"
+
+
+def _mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def published() -> str:
+    """Ascend: what others measured, beside what two models say of our kernels."""
+    rows = json.loads((ROOT / "tests" / "ascend" / "published.json").read_text())
+    drawn = [
+        "| shape | on | measured, us | ours (over each) | second (over each) "
+        "| what binds ours | published in |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    ratios: dict[str, list[float]] = {"ours": [], "second": []}
+    for row in rows:
+        us = row["us"]
+        cells = (
+            row["what"],
+            row["card"],
+            ", ".join(f"{by} {x:g}" for by, x in us.items()),
+            *(_over(row[name], us) for name in ratios),
+            f"`{row['binds'].split('.')[-1]}`",
+            row["source"],
+        )
+        drawn.append(f"| {' | '.join(cells)} |")
+        for name, found in ratios.items():
+            found += [row[name] / x for x in us.values()]
+    means = ", ".join(f"{name} {_mean(found):.2f}" for name, found in ratios.items())
+    drawn.append(f"\nGeometric means of the {len(ratios['ours'])} ratios: {means}.")
+    return "\n".join(drawn) + "\n"
+
+
 BLOCKS = {
     "verified": verified,
+    "published": published,
     "speed": speed,
     "models": models,
     **graph_modes.BLOCKS,
@@ -143,6 +180,7 @@ PAGES = {
     "docs/architecture.md": tuple(functions.BLOCKS),
     "docs/parallel.md": tuple(cards.BLOCKS),
     "docs/numerics.md": tuple(numerics.BLOCKS),
+    "docs/ascend_speed.md": ("published",),
 }
 
 
