@@ -56,8 +56,9 @@ def plant(control: Control) -> None:
 def plant_text(file: str, text: str) -> None:
     """`text` in the place of the file of npu_ops/, in this process."""
     name = places.name(file)
-    # what was imported before would not meet it; of what knows the call under way there is one
-    kept = ("custom.npu_ops.common.tune", "custom.npu_ops.common.refusals")
+    # what was imported before would not meet it; of what knows the call under way, and of the
+    # workspace that a case has set, there is one
+    kept = tuple(f"custom.npu_ops.common.{name}" for name in ("tune", "refusals", "tiling"))
     for each in [x for x in sys.modules if x.startswith("custom.npu_ops.") and x not in kept]:
         del sys.modules[each]
     folder = tempfile.mkdtemp()
