@@ -189,7 +189,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
         Config({"KEY_TILE": channels}) for channels in (64, 32, 16)
     ),
     "chunk_gated_delta_rule_grad.gates": (Config({"HEAD_TILE": 16}),),
-    "chunk_kda.sums": (Config({"ROWS": 16}),),
+    "chunk_kda.sums": tuple(Config({"ROWS": rows}) for rows in (16, 8)),
     "chunk_kda.pairs": tuple(Config({"ROWS": rows}) for rows in (16, 8)),
     "chunk_kda.triangles": (Config({}, {"multibuffer": False}),),
     "chunk_kda.walk": tuple(Config({"VALUE_TILE": channels}) for channels in (64, 32, 16)),

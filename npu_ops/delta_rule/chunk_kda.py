@@ -16,7 +16,9 @@ A and P, one token j at a time, and no exponent is above 0.
     triangles  vector cores    by chunk: T, by elimination
     walk       cube + vector   over a sequence, VALUE_TILE columns of a head: outputs, states
 
-A, P and T lie transposed, as they are made.
+A, P and T lie transposed, as they are made.  What lies between the kernels is laid out by chunk, in
+rounds of chunks that fit the workspace; the state of the sequence that a round ends within is
+carried to the next one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from .fused_sigmoid_gating_delta_rule_update import _softplus
 
 CHUNK = tl.constexpr(64)
 LARGEST = 128  # key size; of values twice as much
-_PAIRS = 1024  # elements of a tile of which UB holds twenty
+_TILE = 1024  # elements of a tile of which UB holds twenty
 # exp() of it is 0 in float32; minus infinity times 0 would be none
 _LEAST = tl.constexpr(-100.0)
 GIVEN, SOFTPLUS, BOUNDED = 0, 1, 2  # what `g` is
@@ -51,6 +53,22 @@ def _sequence(bounds, n, end, length, tokens, VARLEN: tl.constexpr):
         start = tl.maximum(within(bounds + n, tokens), end)
         length = tl.maximum(within(bounds + n + 1, tokens), start) - start
     return start, length
+
+
+@triton.jit
+def _here(before, chunks, since, most):
+    """Of the chunks of a sequence behind `before` others: the first that is among the `most` of
+    this round from chunk `since` on, and how many are."""
+    low = tl.minimum(tl.maximum(since - before, 0), chunks)
+    high = tl.minimum(tl.maximum(since + most - before, 0), chunks)
+    return low, high - low
+
+
+@triton.jit
+def _touched(before, chunks, count, since, most):
+    """Whether a walk has anything to do: `count` chunks, or the state of an empty sequence."""
+    empty = (chunks == 0) & (before >= since) & (before < since + most)
+    return (count > 0) | empty
 
 
 @triton.jit
@@ -72,13 +90,14 @@ def _unit(x, NORM: tl.constexpr):
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "length", "tokens", "group", "value_heads", "lower_bound", "k_token", "k_head",
-        "g_token", "g_head",
+        "sequences", "length", "tokens", "since", "most", "group", "value_heads", "lower_bound",
+        "k_token", "k_head", "g_token", "g_head",
     ]
 )  # fmt: skip
 def sums(
     k, g, A_log, dt_bias, bounds, total, units,
-    sequences, length, tokens, group, value_heads, lower_bound, k_token, k_head, g_token, g_head,
+    sequences, length, tokens, since, most, group, value_heads, lower_bound, k_token, k_head,
+    g_token, g_head,
     KEY: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     A: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -93,10 +112,11 @@ def sums(
     for n in range(0, sequences):
         start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        for work in range(turn, chunks * value_heads, turns):
+        low, count = _here(before, chunks, since, most)
+        for work in range(turn, count * value_heads, turns):
             head = work % value_heads
-            first = work // value_heads * CHUNK
-            rows = (before * value_heads + work).to(tl.int64) * (CHUNK * KEY)
+            first = (low + work // value_heads) * CHUNK
+            rows = ((before + low - since) * value_heads + work).to(tl.int64) * (CHUNK * KEY)
             of_k = k + (head // group).to(tl.int64) * k_head
             of_g = g + head.to(tl.int64) * g_head
             rate = tl.zeros((1,), tl.float32)
@@ -119,19 +139,20 @@ def sums(
                 for r in range(0, ROWS):
                     running += extract_slice(decay, (r, 0), (1, KEY), (1, 1))
                     tl.store(total + rows + (part + r) * KEY + d[None], running)
-        turn = ((turn - chunks * value_heads) % turns + turns) % turns
+        turn = ((turn - count * value_heads) % turns + turns) % turns
         end = start + size
         before += chunks
 
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "length", "tokens", "group", "value_heads", "scale", "q_token", "q_head",
+        "sequences", "length", "tokens", "since", "most", "group", "value_heads", "scale",
+        "q_token", "q_head",
     ]
 )  # fmt: skip
 def pairs(
     q, bounds, total, units, alike, seen, queries, keys, left, fades, scaled,
-    sequences, length, tokens, group, value_heads, scale, q_token, q_head,
+    sequences, length, tokens, since, most, group, value_heads, scale, q_token, q_head,
     KEY: tl.constexpr, VARLEN: tl.constexpr, NORM: tl.constexpr, GRAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -147,11 +168,12 @@ def pairs(
     for n in range(0, sequences):
         start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        for work in range(turn, chunks * value_heads * PARTS, turns):
+        low, count = _here(before, chunks, since, most)
+        for work in range(turn, count * value_heads * PARTS, turns):
             part = work % PARTS * ROWS
             head = work // PARTS % value_heads
-            first = work // (PARTS * value_heads) * CHUNK
-            place = (before * value_heads + work // PARTS).to(tl.int64)
+            first = (low + work // (PARTS * value_heads)) * CHUNK
+            place = ((before + low - since) * value_heads + work // PARTS).to(tl.int64)
             i = part + row
             there = (i < size - first)[:, None]
             token = (start + first + i).to(tl.int64)[:, None]
@@ -179,14 +201,19 @@ def pairs(
                 on_k = tl.where(i > j, tl.sum(k_tile * faded, 1), 0.0)
                 tl.store(seen + tile + j * CHUNK, on_q.to(seen.dtype.element_ty))
                 tl.store(alike + tile + j * CHUNK, on_k)
-        turn = ((turn - chunks * value_heads * PARTS) % turns + turns) % turns
+        turn = ((turn - count * value_heads * PARTS) % turns + turns) % turns
         end = start + size
         before += chunks
 
 
-@entry.jit(do_not_specialize=["sequences", "length", "tokens", "value_heads", "beta_head"])
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "length", "tokens", "since", "most", "value_heads", "beta_head",
+    ]
+)  # fmt: skip
 def triangles(
-    alike, beta, bounds, solved, finer, sequences, length, tokens, value_heads, beta_head,
+    alike, beta, bounds, solved, finer, sequences, length, tokens, since, most, value_heads,
+    beta_head,
     VARLEN: tl.constexpr, GRAD: tl.constexpr, multibuffer: tl.constexpr,
 ):  # fmt: skip
     """T [chunks, HV, 64, 64]; beta [HV, tokens].  For a gradient (I + beta A)^-1, and what its
@@ -199,12 +226,13 @@ def triangles(
     for n in range(0, sequences):
         start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        for work in range(turn, chunks * value_heads, turns):
+        low, count = _here(before, chunks, since, most)
+        for work in range(turn, count * value_heads, turns):
             head = work % value_heads
-            first = work // value_heads * CHUNK
+            first = (low + work // value_heads) * CHUNK
             of_beta = beta + head.to(tl.int64) * beta_head + start + first + i
             rate = tl.load(of_beta, mask=i < size - first, other=0.0).to(tl.float32)
-            place = (before * value_heads + work).to(tl.int64)
+            place = ((before + low - since) * value_heads + work).to(tl.int64)
             tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
             upper = tl.load(alike + tile) * rate[None]
             x = tl.where(i[:, None] == i[None], 1.0, 0.0)
@@ -219,23 +247,25 @@ def triangles(
                 tl.store(finer + tile, (x - whole.to(tl.float32)).to(finer.dtype.element_ty))
             else:
                 tl.store(solved + tile, (x * rate[:, None]).to(solved.dtype.element_ty))
-        turn = ((turn - chunks * value_heads) % turns + turns) % turns
+        turn = ((turn - count * value_heads) % turns + turns) % turns
         end = start + size
         before += chunks
 
 
 @entry.jit(
     do_not_specialize=[
-        "sequences", "length", "tokens", "value_heads", "v_token", "v_head",
+        "sequences", "length", "tokens", "since", "most", "came", "goes", "value_heads", "v_token",
+        "v_head",
     ]
 )  # fmt: skip
 def walk(
     queries, keys, left, fades, v, bounds, solved, seen, initial, final, out,
-    sequences, length, tokens, value_heads, v_token, v_head,
+    sequences, length, tokens, since, most, came, goes, value_heads, v_token, v_head,
     KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
     VALUE_FIRST: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and final states."""
+    """Outputs and final states.  The sequence that the round begins within has its state at `came`
+    in `initial`, that which it ends within leaves it at `goes` in `final`."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -247,26 +277,30 @@ def walk(
     for n in range(0, sequences):
         start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        for work in range(turn, value_heads * TILES, turns):
+        low, count = _here(before, chunks, since, most)
+        of_first = tl.where(low == 0, n, came)
+        of_last = tl.where(low + count == chunks, n, goes)
+        works = tl.where(_touched(before, chunks, count, since, most), value_heads * TILES, 0)
+        for work in range(turn, works, turns):
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
             of_v = v + head.to(tl.int64) * v_head
-            whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
             if VALUE_FIRST:
-                of_state = whole + column[:, None] * KEY + d[None]
+                of_state = column[:, None] * KEY + d[None]
             else:
-                of_state = whole + d[:, None] * VALUE + column[None]
+                of_state = d[:, None] * VALUE + column[None]
             if INITIAL:
-                state = tl.load(initial + of_state).to(tl.float32)
+                whole = (of_first * value_heads + head).to(tl.int64) * (VALUE * KEY)
+                state = tl.load(initial + whole + of_state).to(tl.float32)
                 if not VALUE_FIRST:
                     state = tl.trans(state)
             else:
                 state = tl.zeros((VALUE_TILE, KEY), tl.float32)
-            for chunk in range(0, chunks):
+            for chunk in range(low, low + count):
                 first = chunk * CHUNK
                 there = (i < size - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                place = ((before + chunk) * value_heads + head).to(tl.int64)
+                place = ((before + chunk - since) * value_heads + head).to(tl.int64)
                 rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
                 tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
                 v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
@@ -279,20 +313,21 @@ def walk(
                 tl.store(out + to, o.to(out.dtype.element_ty), mask=there)
                 fade = tl.load(fades + place * KEY + d)
                 state = state * fade[None] + tl.dot(tl.trans(new), tl.load(left + rows))
+            whole = (of_last * value_heads + head).to(tl.int64) * (VALUE * KEY)
             if not VALUE_FIRST:
-                tl.store(final + of_state, tl.trans(state).to(final.dtype.element_ty))
+                tl.store(final + whole + of_state, tl.trans(state).to(final.dtype.element_ty))
             else:
-                tl.store(final + of_state, state.to(final.dtype.element_ty))
-        turn = ((turn - value_heads * TILES) % turns + turns) % turns
+                tl.store(final + whole + of_state, state.to(final.dtype.element_ty))
+        turn = ((turn - works) % turns + turns) % turns
         end = start + size
         before += chunks
 
 
-def _rows(key_size: int) -> tune.Config:
+def _rows(kernel: str, key_size: int) -> dict[str, Any]:
     """The most rows that UB holds, with what is made of them."""
-    kernel = "chunk_kda.pairs"
-    fitting = [c for c in tune.TABLE[kernel] if c.tiles["ROWS"] * key_size <= _PAIRS]
-    return tune.choose(kernel, fitting, key_size)
+    kernel = f"chunk_kda.{kernel}"
+    fitting = [c for c in tune.TABLE[kernel] if c.tiles["ROWS"] * key_size <= _TILE]
+    return tune.choose(kernel, fitting, key_size).keywords
 
 
 def _tile(value_size: int) -> tune.Config:
@@ -314,11 +349,25 @@ def unsupported(q: Tensor, v: Tensor, **_: Any) -> str | None:
     return None
 
 
+def chunks_of(batch: int, length: int, cu_seqlens: Tensor | None) -> int:
+    """All chunks, at the most; never none, since a sequence without a token has a state."""
+    if cu_seqlens is None:
+        return max(batch * triton.cdiv(length, CHUNK.value), 1)
+    # every sequence may end in a part of one
+    ends = (CHUNK.value - 1) * (cu_seqlens.shape[0] - 1)
+    return max((batch * length + ends) // CHUNK.value, 1)
+
+
+def at_once(count: int, each: int) -> int:
+    """How many of so many chunks go in a round, if one takes `each` bytes; rounds are alike."""
+    return triton.cdiv(count, triton.cdiv(count, tiling.at_once(count, each)))
+
+
 @dataclass(frozen=True)
 class Chunks:
-    """What is made of the tokens, by chunk and value head, before any state is known."""
+    """What is made of the tokens of a round, by chunk and value head, before any state is known."""
 
-    count: int
+    most: int
     bounds: Tensor
     total: Tensor
     units: Tensor
@@ -334,37 +383,12 @@ class Chunks:
     rates: Tensor  # beta [HV, tokens]
 
 
-def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> int:
-    return GIVEN if not use_gate_in_kernel else SOFTPLUS if lower_bound is None else BOUNDED
-
-
-def made_of(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    batch: int,
-    scale: float | None,
-    cu_seqlens: Tensor | None,
-    norm: bool,
-    gate: int,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    grad: bool,
-) -> Chunks:
-    """Of all tokens in one row."""
-    tokens, heads, key_size = q.shape
-    value_heads, length, device = g.shape[1], tokens // batch, q.device
-    varlen = cu_seqlens is not None
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    beta = beta.mT.contiguous()  # loads with a stride are padded in UB
-    each = triton.cdiv(length, CHUNK.value)
-    count = each + sequences if varlen else batch * each
+def laid_out(most: int, q: Tensor, beta: Tensor, cu_seqlens: Tensor | None, grad: bool) -> Chunks:
+    value_heads, key_size = beta.shape[-1], q.shape[-1]
     square = (CHUNK.value, CHUNK.value)
 
     def space(*shape: int, dtype: torch.dtype = q.dtype) -> Tensor:
-        return memory.empty((count, value_heads, *shape), dtype, device)
+        return memory.empty((most, value_heads, *shape), dtype, q.device)
 
     alike = space(*square, dtype=torch.float32)
     seen, solved = (space(*square) for _ in range(2))
@@ -374,27 +398,55 @@ def made_of(
     # a tensor stands for one that is not there, and is not touched
     scaled = space(CHUNK.value, key_size, dtype=torch.float32) if grad else units
     finer = space(*square) if grad else solved
-    bounds = fades if cu_seqlens is None else cu_seqlens
+    return Chunks(
+        most, fades if cu_seqlens is None else cu_seqlens, total, units, alike, seen, solved,
+        finer, queries, keys, left, fades, scaled,
+        beta.mT.contiguous(),  # loads with a stride are padded in UB
+    )  # fmt: skip
+
+
+def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> int:
+    return GIVEN if not use_gate_in_kernel else SOFTPLUS if lower_bound is None else BOUNDED
+
+
+def fill(
+    x: Chunks,
+    since: int,
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    sequences: int,
+    length: int,
+    scale: float | None,
+    varlen: bool,
+    norm: bool,
+    gate: int,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    grad: bool,
+) -> None:
+    """From chunk `since` on, of all tokens in one row."""
+    tokens, heads, key_size = q.shape
+    value_heads = g.shape[1]
+    here = (sequences, length, tokens, since, x.most)
     group = value_heads // heads
     sums[(cores.vector(),)](
-        k, g, fades if A_log is None else A_log, fades if dt_bias is None else dt_bias, bounds,
-        total, units, sequences, length, tokens, group, value_heads,
+        k, g, x.fades if A_log is None else A_log, x.fades if dt_bias is None else dt_bias,
+        x.bounds, x.total, x.units, *here, group, value_heads,
         0.0 if lower_bound is None else lower_bound, *k.stride()[:2], *g.stride()[:2],
         KEY=key_size, VARLEN=varlen, NORM=norm, GATE=gate, A=A_log is not None,
-        BIAS=dt_bias is not None, **tune.only("chunk_kda.sums").keywords,
+        BIAS=dt_bias is not None, **_rows("sums", key_size),
     )  # fmt: skip
     pairs[(cores.vector(),)](
-        q, bounds, total, units, alike, seen, queries, keys, left, fades, scaled, sequences, length,
-        tokens, group, value_heads, key_size**-0.5 if scale is None else scale, *q.stride()[:2],
-        KEY=key_size, VARLEN=varlen, NORM=norm, GRAD=grad, **_rows(key_size).keywords,
+        q, x.bounds, x.total, x.units, x.alike, x.seen, x.queries, x.keys, x.left, x.fades,
+        x.scaled, *here, group, value_heads, key_size**-0.5 if scale is None else scale,
+        *q.stride()[:2], KEY=key_size, VARLEN=varlen, NORM=norm, GRAD=grad,
+        **_rows("pairs", key_size),
     )  # fmt: skip
     triangles[(cores.vector(),)](
-        alike, beta, bounds, solved, finer, sequences, length, tokens, value_heads, beta.stride(0),
+        x.alike, x.rates, x.bounds, x.solved, x.finer, *here, value_heads, x.rates.stride(0),
         VARLEN=varlen, GRAD=grad, **tune.only("chunk_kda.triangles").keywords,
-    )  # fmt: skip
-    return Chunks(
-        count, bounds, total, units, alike, seen, solved, finer, queries, keys, left, fades, scaled,
-        beta,
     )  # fmt: skip
 
 
@@ -428,15 +480,32 @@ def forward(
         return out, final
     # all tokens in one row
     q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    x = made_of(
-        q, k, g, beta, batch, scale, cu_seqlens, use_qk_l2norm_in_kernel,
-        gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound, grad=False,
-    )  # fmt: skip
-    walk[(cores.cube(),)](
-        x.queries, x.keys, x.left, x.fades, v, x.bounds, x.solved, x.seen,
-        final if initial_state is None else initial_state, final, out, sequences, length,
-        batch * length, value_heads, *v.stride()[:2], KEY=key_size, VALUE=value_size, VARLEN=varlen,
-        INITIAL=initial_state is not None, VALUE_FIRST=state_layout == "vk",
-        **_tile(value_size).keywords,
-    )  # fmt: skip
+    count = chunks_of(batch, length, cu_seqlens)
+    # G and k in float32, five tiles by channel or pair in halves, A in float32
+    side = CHUNK.value
+    most = at_once(count, value_heads * (side * (14 * key_size + 8 * side) + 4 * key_size))
+    x = laid_out(most, q, beta, cu_seqlens, grad=False)
+    initial, state = initial_state, final
+    if most < count:  # the last two are of sequences that rounds end within
+        initial = state = memory.empty((sequences + 2, *final.shape[1:]), torch.float32, v.device)
+        if initial_state is None:
+            state.zero_()
+        else:
+            state[:sequences].copy_(initial_state)
+    came, goes = sequences, sequences + 1
+    for since in range(0, count, most):
+        fill(
+            x, since, q, k, g, sequences, length, scale, varlen, use_qk_l2norm_in_kernel,
+            gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound, grad=False,
+        )  # fmt: skip
+        walk[(cores.cube(),)](
+            x.queries, x.keys, x.left, x.fades, v, x.bounds, x.solved, x.seen,
+            state if initial is None else initial, state, out, sequences, length, batch * length,
+            since, most, came, goes, value_heads, *v.stride()[:2], KEY=key_size, VALUE=value_size,
+            VARLEN=varlen, INITIAL=initial is not None, VALUE_FIRST=state_layout == "vk",
+            **_tile(value_size).keywords,
+        )  # fmt: skip
+        came, goes = goes, came
+    if most < count:
+        final.copy_(state[:sequences])
     return out, final

@@ -528,16 +528,19 @@ def backward(
     q, k, v, g, beta, d_out = (x.flatten(0, 1) for x in (q, k, v, g, beta, d_out))
     gate, tokens, varlen = chunk_kda.gate_of(use_gate_in_kernel, lower_bound), len(q), cu_seqlens
     norm, scale = use_qk_l2norm_in_kernel, key_size**-0.5 if scale is None else scale
-    x = chunk_kda.made_of(
-        q, k, g, beta, batch, scale, cu_seqlens, norm, gate, A_log, dt_bias, lower_bound, grad=True
+    most = chunk_kda.chunks_of(batch, length, cu_seqlens)
+    x = chunk_kda.laid_out(most, q, beta, cu_seqlens, grad=True)
+    chunk_kda.fill(
+        x, 0, q, k, g, sequences, length, scale, varlen is not None, norm, gate, A_log, dt_bias,
+        lower_bound, grad=True,
     )  # fmt: skip
 
     def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        return memory.empty((x.count, value_heads, *shape), kind, device)
+        return memory.empty((most, value_heads, *shape), kind, device)
 
     side = CHUNK.value
     number, firsts, counts = (
-        memory.empty((size,), torch.int32, device) for size in (1, x.count, x.count)
+        memory.empty((size,), torch.int32, device) for size in (1, most, most)
     )
     places[(1,)](
         x.bounds, number, firsts, counts, sequences, length, tokens, VARLEN=varlen is not None,

@@ -118,12 +118,17 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
+    "chunk_kda._touched": (("before <= since", "an empty sequence's state may be copied twice"),),
+    "chunk_kda.forward": (
+        ("most <= count", "one round may keep its states in float32 as well"),
+        ("since, most, goes, came, ", "which of the two rows a round begins with is all the same"),
+    ),
     "chunk_kda._logarithm": (("x <= _LEAST", "it is _LEAST either way"),),
-    "chunk_kda.made_of": (
+    "chunk_kda.laid_out": (
         ("-> space(key_size, CHUNK.value", _NUMBERS),
-        ("beta, bounds, finer, solved, ", _SUMMED),
         ("seen, finer, solved, ", _SUMMED),
     ),
+    "chunk_kda.fill": (("x.bounds, x.finer, x.solved, ", _SUMMED),),
     "chunk_kda_grad.backward": (
         ("-> space(value_size, side)", _NUMBERS),
         ("-> space(key_size, side, ", _NUMBERS),

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..case import Arguments, Case, Inputs
+from ..case import Arguments, Case, Inputs, in_rounds
 from ..controls import Control
 from .chunk_gated_delta_rule import judge
 
@@ -92,13 +93,41 @@ def beyond(x: Inputs) -> Arguments:
     return arguments | dict(cu_seqlens=x.ints([-3, 66, 40, 2**32 + 5], torch.int64))
 
 
+def tiny(x: Inputs) -> Arguments:
+    """Queries and keys whose squares add up to about the norm's epsilon, and one of zeros."""
+    arguments = call([70], packed=False)(x)
+    for name in ("q", "k"):
+        arguments[name].mul_(1e-4)
+    arguments["k"][0, 0] = 0
+    return arguments
+
+
+def lasting(x: Inputs) -> Arguments:
+    """What a chunk adds to the state is below a half's rounding of it."""
+    arguments = call([1200], (1, 1), (16, 16), gate=GIVEN, fading=1e-5, packed=False)(x)
+    arguments["initial_state"].abs_().add_(4)
+    arguments["beta"].mul_(2e-4)
+    return arguments
+
+
+def below(x: Inputs) -> Arguments:
+    """Where softplus is near its argument, and the state is a product of many such decays."""
+    arguments = call([150], (1, 1), (16, 16), packed=False)(x)
+    arguments["g"].mul_(0.1).add_(4.5)
+    arguments["dt_bias"].zero_()
+    arguments["A_log"].fill_(math.log(8 / (150 * 4.5)))
+    arguments["v"].mul_(1e-3)
+    arguments["beta"].mul_(1e-3)
+    return arguments
+
+
 CASES = (
     Case(OP, "two of four heads share a key", call([30], (2, 4), (32, 32)), judge=judge),
     Case(OP, "two chunks and a part", call([150], packed=False), judge=judge),
     Case(
         OP,
         "packed, tokens before and behind",
-        call([70, 0, 1, 64], before=2, behind=3, layout="vk"),
+        call([0, 70, 0, 1, 64], before=2, behind=3, layout="vk"),
         judge=judge,
     ),
     Case(
@@ -117,6 +146,22 @@ CASES = (
         judge=judge,
     ),
     Case(OP, "bounds beyond the tokens", beyond, judge=judge),
+    Case(
+        OP,
+        "a chunk a round, packed",
+        in_rounds(1, call([70, 0, 130], before=2, behind=3, state=torch.bfloat16)),
+        judge=judge,
+    ),
+    # 0.18 MB a chunk
+    Case(
+        OP,
+        "two chunks a round, a batch",
+        in_rounds(400_000, call([150, 150], state=None, layout="vk", packed=False)),
+        judge=judge,
+    ),
+    Case(OP, "tiny keys, and one of zeros", tiny, judge=judge),
+    Case(OP, "19 chunks, little decay", lasting, judge=judge),
+    Case(OP, "gates below the threshold", below, judge=judge),
     Case(
         OP,
         "48 x 16, scale given, int64",
@@ -159,5 +204,47 @@ CONTROLS = (
         "return tl.where(x < _LEAST, _LEAST, x)",
         "return x",
         "extremes",
+    ),
+    Control(
+        "the norm's epsilon outside the root",
+        KERNEL,
+        "x / tl.sqrt(tl.sum(x * x, 1) + 1e-6)[:, None]",
+        "x / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6)[:, None]",
+        "tiny keys, and one of zeros",
+    ),
+    Control(
+        "the state in halves between chunks",
+        KERNEL,
+        "state = state * fade[None] + tl.dot(",
+        "state = tl.trans(half).to(tl.float32) * fade[None] + tl.dot(",
+        "19 chunks, little decay",
+    ),
+    Control(
+        "the threshold of softplus at 4",
+        KERNEL,
+        "_softplus(x, 1.0, 20.0)",
+        "_softplus(x, 1.0, 4.0)",
+        "gates below the threshold",
+    ),
+    Control(
+        "a sequence begins anew in every round",
+        KERNEL,
+        "tl.where(low == 0, n, came)",
+        "n",
+        "two chunks a round, a batch",
+    ),
+    Control(
+        "each round goes on from the first",
+        KERNEL,
+        "came, goes = goes, came",
+        "pass",
+        "two chunks a round, a batch",
+    ),
+    Control(
+        "the state of an empty sequence left alone",
+        KERNEL,
+        "return (count > 0) | empty",
+        "return (count > 0) | (empty & (count > 0))",
+        "packed, tokens before and behind",
     ),
 )
