@@ -69,6 +69,7 @@ CASES = (
     Case(OP, "wider rows in parts", call([300], packed=False), cores=(24,)),
     Case(OP, "short sequences, wide", call([1, 2, 3], 1100, behind=1), cores=(24,)),
     Case(OP, "tokens of none, wide", call([1, 2], 1100, before=2, behind=1), cores=(24,)),
+    Case(OP, "a model's channels", call([3, 6], 8192), cores=(24,)),
     Case(OP, "sums beyond the tokens", beyond),
     Case(OP, "sums that fall", call([7, -3, 6, -2, 5], behind=2)),
 )  # fmt: skip

@@ -42,6 +42,7 @@ CASES = (
     Case(OP, "a batch of wider rows", call([20, 20], packed=False)),
     Case(OP, "one long sequence in parts", call([300], 1040), cores=(24,)),
     Case(OP, "520 channels, tokens before and behind", call([3], 520, before=1, behind=1)),
+    Case(OP, "a model's channels", call([3, 2], 8192), cores=(24,)),
     Case(OP, "wider rows in parts", call([300], packed=False), cores=(24,)),
     Case(OP, "parts of a sequence with few tokens", call([1, 2, 90, 0], 300, behind=1)),
     Case(OP, "sums that fall", call([7, -3, 6, -2, 5], behind=2)),

@@ -94,6 +94,8 @@ CASES = tuple(
             in_rounds(1_600_000, call([70, 3], (3, 6), (16, 16))),
             torch.bfloat16,
         ),
+        # places goes over 64 chunks at a time
+        ("65 chunks", call([4100], (1, 1), (16, 16)), torch.bfloat16),
         ("a head a round", in_rounds(1, call([70], (2, 2), (16, 16))), torch.float16),
     )
 )
@@ -139,6 +141,13 @@ CONTROLS = (
         "here = slice(first, first + at_once)",
         "here = slice(0, at_once)",
         "a head a round",
+    ),
+    Control(
+        "the first 64 chunks of a sequence alone",
+        KERNEL,
+        "range(0, chunks, CHUNK)",
+        "range(0, tl.minimum(chunks, CHUNK), CHUNK)",
+        "65 chunks",
     ),
     Control(
         "a tile that does not fit",

@@ -59,6 +59,10 @@ CASES = tuple(
          in_rounds(1, call([70], (2, 4), (16, 16), layout="vk", norm=False, packed=False)),
          torch.bfloat16),
         ("values of 48", call([40], (1, 1), (16, 48)), torch.bfloat16),
+        ("tiny keys, and one of zeros", graded(forward.tiny), torch.bfloat16),
+        # places goes over 64 chunks at a time
+        ("65 chunks",
+         call([4100], (1, 1), (16, 16), gate=forward.GIVEN, packed=False), torch.bfloat16),
     )
 )  # fmt: skip
 CONTROLS = (
@@ -74,6 +78,11 @@ CONTROLS = (
             "running = tl.sum(whole, 0)[None] * 0.0", "two chunks and a part"),
     Control("the rest of a token twice", KERNEL, "gained - k_tile * rest", "gained",
             "two chunks and a part"),
+    Control("the norm's epsilon outside the root", KERNEL,
+            "1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)", "1.0 / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6)",
+            "tiny keys, and one of zeros"),
+    Control("the first 64 chunks of a sequence alone", KERNEL, "range(0, chunks, CHUNK)",
+            "range(0, tl.minimum(chunks, CHUNK), CHUNK)", "65 chunks"),
     Control("dt_bias gets padded tokens", KERNEL,
             "gained = tl.where(there, tl.load(of_log + at), 0.0)", "gained = tl.load(of_log + at)",
             "two chunks and a part"),

@@ -31,6 +31,17 @@ def keys(tokens: int, page: int, scale: torch.dtype) -> Callable[[Inputs], Argum
     return make
 
 
+def vast(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
+    """Of some rows the scale is above float16's largest number."""
+
+    def made(x: Inputs) -> Arguments:
+        given = make(x)
+        given["k"][::3] *= 2e7
+        return given
+
+    return made
+
+
 def apart(make: Callable[[Inputs], Arguments]) -> Callable[[Inputs], Arguments]:
     """Pages with a gap behind each, in values and in scales."""
 
@@ -55,6 +66,7 @@ CASES = (
     case("float16 scales", keys(50, 16, torch.float16)),
     case("float32 scales, page 128, fp16", keys(50, 128, torch.float32), torch.float16),
     case("pages apart", apart(keys(50, 32, torch.float16))),
+    case("scales that float16 does not reach", vast(keys(20, 16, torch.float16))),
     case("one token", keys(2, 16, torch.float16)),
     case("pages far apart", far_apart(keys(50, 16, torch.float16), "values", "scales")),
 )
@@ -65,6 +77,13 @@ CONTROLS = (
         "outer = (slot // page).to(tl.int64)",
         "outer = slot // page",
         "pages far apart",
+    ),
+    Control(
+        "a scale of infinity",
+        OP[4:],
+        "tl.minimum(scale, 65504.0)",
+        "scale",
+        "scales that float16 does not reach",
     ),
     Control("a slot past the cache", OP[4:], "(slot < total)", "(slot >= 0)", "float16 scales"),
     Control("a slot below 0", OP[4:], "(slot >= 0) & ", "(slot == slot) & ", "float16 scales"),

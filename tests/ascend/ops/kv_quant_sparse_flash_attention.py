@@ -13,7 +13,7 @@ from custom.dispatch.common import quantised
 from custom.dispatch.reference.caches import latent_cache_write
 
 from .. import memory
-from ..case import Arguments, Case, Inputs, in_rounds
+from ..case import Arguments, Case, Finding, Inputs, in_rounds
 from ..conditions import far_apart
 from ..controls import Control
 
@@ -89,6 +89,14 @@ def wide(arguments: Arguments) -> Arguments:
     }
 
 
+def rounded_once(case: Case, got: Arguments, exact: Arguments, _: Arguments) -> list[Finding]:
+    """Of one key a query attends to its latent, number times scale, to the last bit."""
+    wrong = {name: int((x != exact[name].to(x.dtype)).sum()) for name, x in got.items()}
+    return [
+        (float("inf") if n else 0.0, f"{name}: {n} numbers differ") for name, n in wrong.items()
+    ]
+
+
 def quant(name: str, make: Callable[[Inputs], Arguments], **options: Any) -> Case:
     op = f"{OP}_lse" if options.pop("statistics", False) else OP
     return Case(op, name, make, widen=wide, **options)
@@ -101,6 +109,7 @@ CASES = (
     quant("FlashMLA's order, sinks", rows_of([100, 40], row_layout="nope_scale_rope", sinks=True)),
     quant("pages apart, 5 heads", rows_of([70, 40], heads=5, between=1)),
     quant("one key, in the first row", rows_of([1]), seed=1),
+    quant("one key, its latents rounded once", rows_of([1, 1]), judge=rounded_once),
     quant("several rounds", in_rounds(2 * 128 * 576 * 2, rows_of([3, 100, 40], 2, count=100))),
     quant(
         "an empty request, 32 heads",
@@ -116,6 +125,13 @@ CONTROLS = (
         "x * by[:, :, None]",
         "x + 0 * by[:, :, None]",
         "16 heads",
+    ),
+    Control(
+        "latents times a scale of 16 bits",
+        COPIES,
+        "x * by[:, :, None]",
+        "x * by.to(tl.bfloat16).to(tl.float32)[:, :, None]",
+        "one key, its latents rounded once",
     ),
     Control(
         "another row's scales",
