@@ -256,6 +256,7 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "merge_states.merge": (Config({"WIDTH": 512}), Config({"WIDTH": 2048})),
     "merge_topk.choose": (Config({"TILE": 512}),),
     "localize_indices.localize": (Config({"TILE": 1024}),),
+    "hc_post.blend": (Config({"WIDTH": 2048}),),
 }
 
 
