@@ -257,6 +257,12 @@ TABLE: dict[str, tuple[Config, ...]] = {
     "merge_topk.choose": (Config({"TILE": 512}),),
     "localize_indices.localize": (Config({"TILE": 1024}),),
     "hc_post.blend": (Config({"WIDTH": 2048}),),
+    # the shallow ones leave room for the streams that are made
+    "hc_pre.mix": tuple(
+        Config({"TOKENS": tokens, "DEPTH": depth})
+        for tokens, depth in ((16, 256), (64, 128), (16, 128), (32, 64))
+    ),
+    "hc_pre.gates": tuple(Config({"LANES": lanes, "WIDTH": 1024}) for lanes in (8, 64)),
 }
 
 

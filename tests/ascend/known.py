@@ -161,6 +161,12 @@ _REPEAT = (
         "the gradient of the weights leaves the loop; stored inside it, 1.2.0 is wrong",
         ("1.0.0", "1.1.0"),
     ),
+    Known(
+        "hc_pre.mix",
+        "repeat",
+        "the squares of a tile, summed over a loop beside its product, are shared by 1.2.0 alone",
+        ("1.0.0", "1.1.0"),
+    ),
     *(
         Known(
             kernel,
