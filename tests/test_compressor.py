@@ -831,10 +831,8 @@ def test_gradient_beside_caches_is_refused(precision):
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 128])
 @pytest.mark.parametrize("sparse_mode", [0, 3])
 @pytest.mark.parametrize("layout", ["BSND", "PA_BSND", "small pages"])
-def test_visible_entries(ratio, sparse_mode, layout, device, backend):
+def test_visible_entries(ratio, sparse_mode, layout, device):
     """limit // cmp_ratio, the limit in tokens; k below, at and above the number of entries."""
-    if backend == "npu":
-        pytest.skip("no NPU kernel counts tokens yet: the backend refuses cmp_ratio above 1")
     if ratio == 1 and layout == "small pages":
         pytest.skip("a page of tokens has a multiple of 16")
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
@@ -874,10 +872,8 @@ def test_visible_entries(ratio, sparse_mode, layout, device, backend):
                 assert (got[len(chosen) :] == -1).all()
 
 
-def test_lengths_of_tokens_beyond_the_entries(device, backend):
+def test_lengths_of_tokens_beyond_the_entries(device):
     """They end with the tensors; the tokens of a window that is open count nothing."""
-    if backend == "npu":
-        pytest.skip("no NPU kernel counts tokens yet")
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     q = torch.ones(1, 2, 1, 16, dtype=dtype, device=device)
     keys = torch.ones(1, 5, 1, 16, dtype=dtype, device=device)
@@ -895,10 +891,8 @@ def test_lengths_of_tokens_beyond_the_entries(device, backend):
         assert [(row >= 0).sum().item() for row in index[0]] == seen
 
 
-def test_ties_at_0_go_to_the_first_entries(device, backend):
+def test_ties_at_0_go_to_the_first_entries(device):
     """Every ReLU off."""
-    if backend == "npu":
-        pytest.skip("no NPU kernel counts tokens yet")
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     q = -torch.ones(1, 1, 2, 16, dtype=dtype, device=device)
     keys = torch.ones(1, 9, 1, 16, dtype=dtype, device=device)
@@ -909,9 +903,7 @@ def test_ties_at_0_go_to_the_first_entries(device, backend):
     assert index.flatten().tolist() == [0, 1, 2, 3]
 
 
-def test_8_bits_count_tokens_too(device, backend):
-    if backend == "npu":
-        pytest.skip("no NPU kernel counts tokens yet")
+def test_8_bits_count_tokens_too(device):
     q, w, _ = custom.quantize_index_query(
         torch.randn(1, 4, 4, 128), torch.rand(1, 4, 4), kind="int8"
     )

@@ -12,6 +12,9 @@
 The scales belong to int8, whose products are exact integers.  An absent position scores -inf and is
 never chosen; a score that is NaN or -inf counts as the lowest finite one, so that it comes last.
 On ties the lower position wins.
+
+With RATIO a key stands for so many tokens, which lengths and limits count; the key that closes at a
+token is seen by it.  Pages may then be smaller than a tile, whose last rows stay empty.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from ..common import cores, entry, ragged, tiling, tune
 from ..common.front_end import sort
 from ..common.ragged import PAGED, TND, keys_of, request_of, seen, tokens_of, visible
 
+_LEAST = 16  # keys of a tile
 _PIECE = 2048  # keys for which a core loads the queries of a group, if there is work for all cores
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _ABSENT, _INF = tl.constexpr(-2139095041), tl.constexpr(2139095040)  # the keys of -inf and inf
@@ -132,10 +136,12 @@ def scores(
     first, rows, wide, groups, pieces, steps, query_row, query_head, weights_row, scale_row,
     scale_head, key_row, scale_page, requests, tokens, reach, table_stride, pages, page, page_rows,
     Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, Q_SCALE: tl.constexpr, K_SCALE: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, HEAD_TILE: tl.constexpr, TOKENS: tl.constexpr, KEY_TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, RATIO: tl.constexpr, Q_SCALE: tl.constexpr, K_SCALE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, KEY_STEP: tl.constexpr, HEAD_TILE: tl.constexpr,
+    TOKENS: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """out [groups * TOKENS, wide]: a core takes a piece of the keys that a group of tokens sees."""
+    """out [groups * TOKENS, wide]: a core takes a piece of the keys that a group of tokens sees, a
+    tile of KEY_STEP at a time."""
     r = tl.arange(0, KEY_TILE)
     d = tl.arange(0, DIM)
     h = tl.arange(0, TOKENS * HEAD_TILE)  # of several tokens: the heads of one after the other's
@@ -152,7 +158,9 @@ def scores(
         j = tl.maximum(first - token, 0) + (group - begun) * TOKENS
         left = tl.maximum(tl.minimum(tl.minimum(count, first + rows - token) - j, TOKENS), 0)
         n = tl.where(left > 0, seen(j + left - 1, count, keys, CAUSAL), 0)
-        tiles = ((n + KEY_TILE - 1) // KEY_TILE).to(tl.int64)
+        if RATIO > 1:
+            n = n // RATIO
+        tiles = ((n + KEY_STEP - 1) // KEY_STEP).to(tl.int64)
         at = tl.minimum(token + j, last_tile(requests, tokens, Q_TND, TOKENS)).to(tl.int64)
         of_query = query + at * query_row
         of_weights = weights + at * weights_row
@@ -166,8 +174,10 @@ def scores(
         begin = (tiles * piece // pieces).to(tl.int32)
         end = (tiles * (piece + 1) // pieces).to(tl.int32)
         for tile in range(begin, end):
-            position = tile * KEY_TILE
+            position = tile * KEY_STEP
             inside = n - position
+            if KEY_STEP < KEY_TILE:
+                inside = tl.minimum(inside, KEY_STEP)
             if KEYS == PAGED:
                 column = position // page
                 number = tl.load(table + request.to(tl.int64) * table_stride + column)
@@ -270,7 +280,8 @@ def topk(
     score, query_lengths, key_lengths, out,
     first, rows, wide, groups, chosen, requests, tokens, reach,
     Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, TOKENS: tl.constexpr, COUNT_TILE: tl.constexpr, SORT_TILE: tl.constexpr,
+    CAUSAL: tl.constexpr, RATIO: tl.constexpr, TOKENS: tl.constexpr, COUNT_TILE: tl.constexpr,
+    SORT_TILE: tl.constexpr,
 ):  # fmt: skip
     """The `chosen`-th score lies in a bracket of keys, whose ends are counted: _GUESSES passes over
     the row narrow it down by values, which is fast where they are spread; where a score or a tie is
@@ -289,6 +300,8 @@ def topk(
             first + row, query_lengths, key_lengths, requests, tokens, reach,
             Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, CAUSAL,
         )  # fmt: skip
+        if RATIO > 1:
+            n = n // RATIO
         of_row = score + wide * score_row(
             first + row, request, query_lengths, first, rows, groups, requests, tokens,
             Q_TND, Q_LENGTHS, TOKENS,
@@ -377,18 +390,31 @@ def values(
 def unsupported(
     query: Tensor, key: Tensor, block_table: Tensor | None, cmp_ratio: int, **_: Any
 ) -> str | None:
-    if cmp_ratio != 1:
-        return f"cmp_ratio={cmp_ratio}, the kernel counts a token for each key: supported 1"
     if reason := tiling.not_multiplied(query=query):
         return reason
     size = query.shape[-1]
     overflow = tiling.matmul_overflow(64, 128, size)
     if size % 16 or overflow:
         return overflow or f"head size {size}, the cube unit takes multiples of 16"
+    return out_of_reach(key, block_table, cmp_ratio)
+
+
+def out_of_reach(key: Tensor, block_table: Tensor | None, cmp_ratio: int) -> str | None:
+    """Why the kernels do not count the positions of these keys, or None."""
     reach = block_table.shape[1] * key.shape[1] if block_table is not None else key.shape[-3]
     if reach > ragged.LONGEST:
         return f"contexts of up to {reach} positions, the kernel reaches {ragged.LONGEST}"
+    if cmp_ratio > 1 and _tokens(reach, cmp_ratio) >= 2**31:
+        return (
+            f"{reach} keys of cmp_ratio={cmp_ratio} tokens each, the kernel counts tokens below "
+            "2**31"
+        )
     return ragged.uneven(key=key)
+
+
+def _tokens(reach: int, cmp_ratio: int) -> int:
+    """The most that a length counts: those of all keys, and of a window that is open."""
+    return (reach + 1) * cmp_ratio - 1
 
 
 def forward(
@@ -411,7 +437,7 @@ def forward(
     """Values in the dtype of `query`, unless another is asked for."""
     return select(
         query, key, weights, None, None, actual_seq_lengths_query, actual_seq_lengths_key,
-        block_table, layout_query, layout_key, sparse_count, sparse_mode,
+        block_table, layout_query, layout_key, sparse_count, sparse_mode, cmp_ratio,
         (value_dtype or query.dtype) if return_value else None,
     )  # fmt: skip
 
@@ -429,6 +455,7 @@ def select(
     layout_key: str,
     count: int,
     sparse_mode: int,
+    cmp_ratio: int,
     value_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """(indices, values of `value_dtype`, or none)"""
@@ -448,6 +475,8 @@ def select(
     page = key.shape[-3] if layout_key == "PA_BSND" else 0
     product = _tiles(plan, page, q, w, of_query)
     each = product.tiles["TOKENS"]
+    step = min(product.tiles["KEY_TILE"], page or product.tiles["KEY_TILE"])
+    plan.arguments["reach"] = _tokens(plan.reach, cmp_ratio)  # of lengths
     lengths = {name: plan.arguments[name] for name in ("query_lengths", "requests", "tokens")}
     packed = {name: plan.flags[name] for name in ("Q_TND", "Q_LENGTHS")} | {"TOKENS": each}
     wide = tiling.up(plan.reach, product.tiles["KEY_TILE"])
@@ -469,12 +498,12 @@ def select(
             key_row=ragged.row_stride(key), scale_page=of_key.stride(0),
             table_stride=plan.table.stride(0), pages=key.shape[0], page=key.shape[-3],
             page_rows=ragged.page_rows(key), Q_SCALE=query_scale is not None,
-            K_SCALE=key_scale is not None, HEADS=q.shape[1], DIM=q.shape[2],
-            **plan.arguments, **plan.flags, **product.keywords,
+            K_SCALE=key_scale is not None, HEADS=q.shape[1], DIM=q.shape[2], RATIO=cmp_ratio,
+            KEY_STEP=step, **plan.arguments, **plan.flags, **product.keywords,
         )  # fmt: skip
         topk[(min(rows, cores.vector()),)](
             found, out=indices, first=first, rows=rows, wide=wide, groups=groups, chosen=count,
-            TOKENS=each, **plan.arguments, **plan.flags,
+            RATIO=cmp_ratio, TOKENS=each, **plan.arguments, **plan.flags,
             **tune.only("lightning_indexer.topk").keywords,
         )  # fmt: skip
         if wanted:
@@ -487,14 +516,14 @@ def select(
 
 
 def _tiles(plan: ragged.Plan, page: int, query: Tensor, *by_head: Tensor) -> tune.Config:
-    """A tile of keys lies within a page.  The heads of several tokens are one tile only where they
-    lie back to back and fill it."""
+    """A tile of keys lies within a page, the least one also beyond a smaller one.  The heads of
+    several tokens are one tile only where they lie back to back and fill it."""
     tokens, heads, size = query.shape
     dense = all(x.stride(0) == heads * x.stride(1) for x in (query, *by_head))
     within = [
         config
         for config in tune.TABLE["lightning_indexer.scores"]
-        if page % config.tiles["KEY_TILE"] == 0
+        if (page % config.tiles["KEY_TILE"] == 0 or page < config.tiles["KEY_TILE"] == _LEAST)
         and (
             config.tiles["TOKENS"] == 1
             or (dense and config.tiles["HEAD_TILE"] == heads and config.tiles["TOKENS"] <= tokens)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch.common import quantised
-from ..common import ragged, tiling
+from ..common import tiling
 from . import lightning_indexer
 
 
@@ -23,18 +23,13 @@ def unsupported(
     cmp_ratio: int,
     **_: Any,
 ) -> str | None:
-    if cmp_ratio != 1:
-        return f"cmp_ratio={cmp_ratio}, the kernel counts a token for each key: supported 1"
     if quantised.typed(query, query_dtype).dtype is not torch.int8:
         return "fp8: the cube and vector units of A2 and A3 have int8 and no fp8"
     size = query.shape[-1]
     overflow = tiling.matmul_overflow(64, 128, size)
     if size % 32 or overflow:
         return overflow or f"head size {size}, the cube unit takes multiples of 32 in int8"
-    reach = block_table.shape[1] * key.shape[1] if block_table is not None else key.shape[-3]
-    if reach > ragged.LONGEST:
-        return f"contexts of up to {reach} positions, the kernel reaches {ragged.LONGEST}"
-    return ragged.uneven(key=key)
+    return lightning_indexer.out_of_reach(key, block_table, cmp_ratio)
 
 
 def forward(**arguments: Any) -> Tensor:
@@ -57,6 +52,7 @@ def selected(
     sparse_mode: int,
     query_dtype: int | None,
     key_dtype: int | None,
+    cmp_ratio: int,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """(indices, their scores in float32, or none)"""
@@ -64,5 +60,5 @@ def selected(
     return lightning_indexer.select(
         query, key, weights, query_dequant_scale, key_dequant_scale, actual_seq_lengths_query,
         actual_seq_lengths_key, block_table, layout_query, layout_key, sparse_count, sparse_mode,
-        torch.float32 if scored else None,
+        cmp_ratio, torch.float32 if scored else None,
     )  # fmt: skip

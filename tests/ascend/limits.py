@@ -99,16 +99,20 @@ def _losses() -> Iterator[Limit]:
 def _indexers() -> Iterator[Limit]:
     query, longer = _t(1, 1, 1, 64), _t(1, MOST + 1, 1, 64)
     page, table = _t(2, 128, 1, 64), _t(1, MOST // 128)
-    paged = dict(query=query, key=page, block_table=table)
+    paged = dict(query=query, key=page, block_table=table, cmp_ratio=1)
     further = dict(block_table=_t(1, MOST // 128 + 1))
     yield Limit("lightning_indexer", paged, further, "the kernel reaches")
-    given = dict(query=query, key=_t(1, MOST, 1, 64), block_table=None)
+    given = dict(query=query, key=_t(1, MOST, 1, 64), block_table=None, cmp_ratio=1)
     yield Limit("lightning_indexer", given, dict(key=longer), "the kernel reaches")
-    one = dict(query=query, key=_apart(1, 1032), block_table=_t(1, 1))
+    # as many tokens as 32 bits count, and one window more
+    given |= dict(key=_t(1, MOST - 1, 1, 64), cmp_ratio=128)
+    told = "cmp_ratio=128 tokens each"
+    yield Limit("lightning_indexer", given, dict(key=_t(1, MOST, 1, 64)), told)
+    one = dict(query=query, key=_apart(1, 1032), block_table=_t(1, 1), cmp_ratio=1)
     yield Limit("lightning_indexer", one, dict(key=_apart(2, 1032)), "pages 1032 apart")
 
     here, beyond = (_t(1, n, 1, 64, dtype=torch.int8) for n in (MOST, MOST + 1))
-    given = dict(query=here[:, :1], key=here, block_table=None, query_dtype=None)
+    given = dict(query=here[:, :1], key=here, block_table=None, query_dtype=None, cmp_ratio=1)
     yield Limit("quant_lightning_indexer", given, dict(key=beyond), "the kernel reaches")
 
     grad = dict(query=_t(1, 1, 1, 128), key=_t(1, MOST, 1, 128), dy=_t(1, 1, 1, 8))

@@ -147,6 +147,23 @@ def decode(requests: int, page: int = 16, size: int = 32) -> Callable[[Inputs], 
     return make
 
 
+def of_tokens(
+    make: Callable[[Inputs], Arguments], ratio: int, *, beyond: int = 0
+) -> Callable[[Inputs], Arguments]:
+    """Every key stands for so many tokens, and behind the last one of a request a window is open;
+    `beyond`: the first length is this instead."""
+
+    def made(x: Inputs) -> Arguments:
+        arguments = make(x)
+        keys = arguments["actual_seq_lengths_key"].long()
+        tokens = keys * ratio + torch.arange(len(keys)) % ratio
+        if beyond:
+            tokens[0] = beyond
+        return arguments | dict(actual_seq_lengths_key=x.ints(tokens, torch.int64), cmp_ratio=ratio)
+
+    return made
+
+
 def the_last_key_wins(arguments: Arguments) -> torch.Tensor:
     """Weights that are all positive, and the last key of request 0 is its last query."""
     key, table = arguments["key"], arguments["block_table"]
@@ -344,6 +361,25 @@ CASES = (
         cores=(24,),
     ),
     Case(OP, "pages far apart", far_apart(paged([300, 1, 129], 2, 16), "key")),
+    Case(OP, "4 tokens a key, 64 heads", of_tokens(paged([300, 1, 129], 2), 4)),
+    Case(OP, "4 tokens a key, k 512 of 4100", of_tokens(paged([4100], 1, 64, 512), 4), cores=(24,)),
+    Case(OP, "4 tokens a key, 9 of a request", of_tokens(paged([70, 0, 40], 9, 16, page=64), 4)),
+    Case(OP, "128 tokens a key, page 2", of_tokens(paged([40, 7, 0], 3, 16, 16, page=2), 128)),
+    Case(OP, "4 tokens a key, page 1", of_tokens(paged([20, 3], 2, 32, 16, page=1, size=32), 4)),
+    Case(OP, "3 tokens a key, page 8", of_tokens(paged([21, 16], 1, 64, 16, page=8), 3)),
+    Case(OP, "3 tokens a key, BSND", of_tokens(rows("BSND", 64, 32), 3)),
+    Case(OP, "2 tokens a key, all keys", of_tokens(paged([300, 5], 3, 16, sparse_mode=0), 2)),
+    Case(OP, "4 tokens a key, TND, 21 requests", of_tokens(decode(21), 4)),
+    Case(
+        OP,
+        "4 tokens a key, more tokens than keys",
+        of_tokens(rows("BSND", 16, 200), 4, beyond=2**40),
+    ),
+    Case(
+        OP,
+        "4 tokens a key, several rounds",
+        in_rounds(2 * 384 * 4, of_tokens(paged([300, 1, 129], 2, 16), 4)),
+    ),
 )
 CONTROLS = (
     Control(
@@ -527,6 +563,34 @@ CONTROLS = (
         "for s in range(0, n, SORT_TILE)",
         "for s in range(0, n - 1, SORT_TILE)",
         "one key in the last tile",
+    ),
+    Control(
+        "the window that is open scored alone",
+        OP[4:],
+        "n = n // RATIO\n        tiles",
+        "n = n // (RATIO + 1)\n        tiles",
+        "4 tokens a key, 64 heads",
+    ),
+    Control(
+        "the window that is open is taken",
+        OP[4:],
+        "n = n // RATIO\n        of_row",
+        "n = (n + RATIO - 1) // RATIO\n        of_row",
+        "4 tokens a key, 64 heads",
+    ),
+    Control(
+        "what lies behind a small page",
+        OP[4:],
+        "inside = tl.minimum(inside, KEY_STEP)",
+        "inside = tl.minimum(inside, KEY_TILE)",
+        "128 tokens a key, page 2",
+    ),
+    Control(
+        "tokens end with the keys",
+        OP[4:],
+        "return (reach + 1) * cmp_ratio - 1",
+        "return reach * cmp_ratio - cmp_ratio",
+        "4 tokens a key, more tokens than keys",
     ),
     Control(
         "counted in tiles that do not fit",

@@ -10,7 +10,7 @@ import torch
 
 from ..case import Arguments, Case, Finding, Inputs
 from ..controls import Control
-from .lightning_indexer import by_score, paged, rows
+from .lightning_indexer import by_score, of_tokens, paged, rows
 
 KERNEL = "lightning_indexer_scores"
 OP = f"npu_{KERNEL}"
@@ -33,6 +33,7 @@ def in_float32(case: Case, got: Arguments, exact: Arguments, rounded: Arguments)
 CASES = (
     Case(OP, "paged, random", scored(paged([900, 77], 2, whole=False)), judge=in_float32),
     Case(OP, "TND", scored(rows("TND", 64, 32))),
+    Case(OP, "4 tokens a key", scored(of_tokens(paged([300, 7], 2), 4))),
 )
 CONTROLS = (
     Control(

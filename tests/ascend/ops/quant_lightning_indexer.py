@@ -86,6 +86,14 @@ CASES = (
         in_int8(lightning_indexer.to_the_last_row(rows("TND", 16, 32))),
     ),
     quant("keys far apart, scales dense", far_apart(in_int8(paged([300, 1, 129], 2)), "key")),
+    quant(
+        "4 tokens a key, 64 heads", in_int8(lightning_indexer.of_tokens(paged([300, 1, 129], 2), 4))
+    ),
+    quant(
+        "3 tokens a key, page 4",
+        in_int8(lightning_indexer.of_tokens(paged([21, 3], 1, 64, 16, 4), 3)),
+        scores=True,
+    ),
 )
 _FILE = "lightning_indexer"
 CONTROLS = (
@@ -95,6 +103,13 @@ CONTROLS = (
         "number.to(tl.int64) * scale_page",
         "number.to(tl.int64) * page_rows",
         "keys far apart, scales dense",
+    ),
+    Control(
+        "a key counted for every token",
+        "quant_lightning_indexer",
+        "        cmp_ratio, torch.float32",
+        "        1, torch.float32",
+        "4 tokens a key, 64 heads",
     ),
     Control("the key's scale forgotten", _FILE, "if K_SCALE:", "if False:", "paged, 64 heads"),
     Control(
