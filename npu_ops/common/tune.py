@@ -263,6 +263,15 @@ TABLE: dict[str, tuple[Config, ...]] = {
         for tokens, depth in ((16, 256), (64, 128), (16, 128), (32, 64))
     ),
     "hc_pre.gates": tuple(Config({"LANES": lanes, "WIDTH": 1024}) for lanes in (8, 64)),
+    "grouped_o_proj_pto.turn_back": (Config({"HEAD_TILE": 8}),),
+    "grouped_o_proj_pto.group_products": (
+        *(
+            Config({"ROWS": rows, "PANELS": panels, "DEPTH": 512})
+            for rows in (16, 32, 64)
+            for panels in (8, 4)
+        ),
+        *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4)),
+    ),
 }
 
 

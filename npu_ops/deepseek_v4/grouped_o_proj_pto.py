@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Attention's output turned back and projected, the first product a group of heads at a time; rnd
+rounds to the dtype of attn_out.
+
+    turn_back       vector cores   o = rnd(RoPE^-1(attn_out)), a group's heads as one matrix
+    group_products  cube           rnd(o W_o_a[g]) of all groups, one beside the other
+    prolog/product  cube           rnd(.. W_o_b)
+
+The products are those of prolog/product.py; row-major weights of the groups are its `nd_product`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import memory, nz
+from ..common import cores, entry, tiling, tune
+from ..prolog import product
+from ..prolog.product import _tiles
+from .last_rotation import angles, turned, uneven
+
+_CACHED = 3  # how many times as fast the cache is as the memory
+_WIDEST = 1024  # dims of a head of which UB holds a tile
+
+
+@entry.jit(do_not_specialize=["rows", "groups", "heads"])
+def turn_back(
+    x, sin, cos, out, rows, groups, heads,
+    SIZE: tl.constexpr, ROTARY: tl.constexpr, WHOLE: tl.constexpr, HEAD_TILE: tl.constexpr,
+):  # fmt: skip
+    """x [rows, groups, heads, SIZE] with its last ROTARY dims turned back: out [groups, rows,
+    heads, SIZE]."""
+    PLAIN: tl.constexpr = SIZE - ROTARY
+    r = tl.arange(0, ROTARY)[None]
+    tiles = (heads + HEAD_TILE - 1) // HEAD_TILE
+    dtype = out.dtype.element_ty
+    for work in range(tl.program_id(0), rows * groups * tiles, tl.num_programs(0)):
+        of_row = work // tiles
+        row = of_row // groups
+        group = of_row - row * groups
+        h = (work - of_row * tiles) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+        there = (h < heads)[:, None]
+        h = h[:, None] * SIZE
+        at = x + of_row.to(tl.int64) * heads * SIZE + h
+        to = out + (group.to(tl.int64) * rows + row) * heads * SIZE + h
+        s, c = angles(sin + row.to(tl.int64) * ROTARY, cos + row.to(tl.int64) * ROTARY, ROTARY)
+        if PLAIN > 0:
+            p = tl.arange(0, PLAIN)[None]
+        if WHOLE:
+            both = tl.load(at + PLAIN + r)
+            if PLAIN > 0:
+                tl.store(to + p, tl.load(at + p))
+        else:
+            both = tl.load(at + PLAIN + r, mask=there, other=0.0)
+            if PLAIN > 0:
+                tl.store(to + p, tl.load(at + p, mask=there, other=0.0), mask=there)
+        left, right = tl.split(both.reshape(HEAD_TILE, ROTARY // 2, 2))
+        both = turned(left.to(tl.float32), right.to(tl.float32), -s[None], c[None])
+        both = both.reshape(HEAD_TILE, ROTARY).to(dtype)
+        if WHOLE:
+            tl.store(to + PLAIN + r, both)
+        else:
+            tl.store(to + PLAIN + r, both, mask=there)
+
+
+@entry.jit(do_not_specialize=["rows", "groups", "columns", "depth"])
+def group_products(
+    x, w, out, rows, groups, columns, depth,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, PANELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """x [groups, rows, depth] by NZ w [groups, columns / 16, depth, 16]: out [rows, groups,
+    columns]."""
+    first = rows * 0
+    for group in range(0, groups):
+        g = group.to(tl.int64)
+        first = _tiles(
+            x + g * rows * depth, w + g * columns * depth, out + g * columns, columns,
+            groups * columns, first, rows, depth, 1, 0,
+            WHOLE_M, WHOLE_N, WHOLE_K, ROWS, PANELS, DEPTH,
+        )  # fmt: skip
+
+
+def unsupported(attn_out: Tensor, rope_sin: Tensor, **_: Any) -> str | None:
+    size = attn_out.shape[-1]
+    if size > _WIDEST:
+        return f"a head size of {size}, of which UB holds no tile: supported up to {_WIDEST}"
+    return tiling.not_multiplied(attn_out=attn_out) or uneven(
+        size, rope_sin.shape[-1], "`attn_out`"
+    )
+
+
+def forward(
+    attn_out: Tensor,
+    w_o_a: Tensor,
+    w_o_b: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    weight_format: str,
+    **_: Any,
+) -> Tensor:
+    front, dtype, device = attn_out.shape[:2], attn_out.dtype, attn_out.device
+    groups, hidden = w_o_a.shape[0], nz.columns_of(w_o_b)
+    ranks = w_o_a.shape[2] if w_o_a.ndim == 3 else w_o_a.shape[1] * w_o_a.shape[4]
+    out = memory.empty((*front, hidden), dtype, device)
+    x, sin, cos = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
+    tokens, heads, size = x.shape
+    at_once = tiling.at_once(tokens, (heads * size + groups * ranks) * dtype.itemsize)
+    for first in range(0, tokens, at_once):
+        here = slice(first, first + at_once)
+        turned = _turned_back(x[here], sin[here], cos[here], groups)
+        middle = memory.empty((turned.shape[1], groups, ranks), dtype, device)
+        if w_o_a.ndim == 5 or nz.is_nz(w_o_a[0], weight_format):
+            _by_groups(turned, w_o_a, middle)
+        else:
+            product.heads(turned.transpose(0, 1), w_o_a, middle)
+        product.weights(middle.flatten(1), [(w_o_b, out.flatten(0, 1)[here])], weight_format)
+    return out
+
+
+def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
+    """What `forward` multiplies, by itself."""
+    if attn_out.numel() == 0:
+        return memory.empty(attn_out.shape, attn_out.dtype, attn_out.device)
+    x, sin, cos = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
+    return _turned_back(x, sin, cos, 1).view(attn_out.shape)
+
+
+def _turned_back(x: Tensor, sin: Tensor, cos: Tensor, groups: int) -> Tensor:
+    """x [M, N, D] as [groups, M, N / groups * D]."""
+    rows, heads, size = x.shape
+    each = heads // groups
+    out = memory.empty((groups, rows, each * size), x.dtype, x.device)
+    config = tune.only("grouped_o_proj_pto.turn_back", size)
+    tile = config.tiles["HEAD_TILE"]
+    works = rows * groups * -(-each // tile)
+    turn_back[(min(works, cores.vector()),)](
+        x, sin, cos, out, rows, groups, each, SIZE=size, ROTARY=sin.shape[-1],
+        WHOLE=each % tile == 0, **config.keywords,
+    )  # fmt: skip
+    return out
+
+
+def _by_groups(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """x [groups, M, K] by NZ [groups, K, N]: out [M, groups, N]."""
+    (groups, rows, depth), columns = x.shape, out.shape[2]
+    config = _config(groups, rows, depth, columns)
+    group_products[(min(groups * _tile_count(rows, columns, config), cores.cube()),)](
+        x, w, out, rows, groups, columns, depth, **product.whole_tiles(config, rows, depth),
+        WHOLE_N=columns % (16 * config.tiles["PANELS"]) == 0, **config.keywords,
+    )  # fmt: skip
+
+
+def _config(groups: int, rows: int, depth: int, columns: int) -> tune.Config:
+    """Of the tiles of the least rows that cover M those with which a core waits for the least
+    numbers: weights, and x out of the cache."""
+    kernel = "grouped_o_proj_pto.group_products"
+    found = product.covering(kernel, rows)
+    least = found[0].tiles["ROWS"]
+
+    def cost(config: tune.Config) -> float:
+        turns = -(-groups * _tile_count(rows, columns, config) // tiling.A3.cube_cores)
+        wide = 16 * config.tiles["PANELS"] + min(rows, config.tiles["ROWS"]) / _CACHED
+        return turns * tiling.up(depth, config.tiles["DEPTH"]) * wide
+
+    fitting = [config for config in found if config.tiles["ROWS"] == least]
+    smaller = [config for config in found if config.tiles["ROWS"] < least]
+    return tune.choose(kernel, sorted(fitting, key=cost) + smaller)
+
+
+def _tile_count(rows: int, columns: int, config: tune.Config) -> int:
+    return -(-rows // config.tiles["ROWS"]) * -(-columns // (16 * config.tiles["PANELS"]))
