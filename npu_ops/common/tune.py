@@ -263,6 +263,8 @@ TABLE: dict[str, tuple[Config, ...]] = {
         for tokens, depth in ((16, 256), (64, 128), (16, 128), (32, 64))
     ),
     "hc_pre.gates": tuple(Config({"LANES": lanes, "WIDTH": 1024}) for lanes in (8, 64)),
+    "sharedkv_prolog_pto.of_tokens": (Config({"WIDTH": 2048}),),
+    "sharedkv_prolog_pto.of_heads": (Config({"HEAD_TILE": 8}),),
     "grouped_o_proj_pto.turn_back": (Config({"HEAD_TILE": 8}),),
     "grouped_o_proj_pto.group_products": (
         *(

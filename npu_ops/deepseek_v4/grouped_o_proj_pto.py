@@ -21,10 +21,9 @@ from ...dispatch.common import memory, nz
 from ..common import cores, entry, tiling, tune
 from ..prolog import product
 from ..prolog.product import _tiles
-from .last_rotation import angles, turned, uneven
+from .last_rotation import angles, not_turned, turned
 
 _CACHED = 3  # how many times as fast the cache is as the memory
-_WIDEST = 1024  # dims of a head of which UB holds a tile
 
 
 @entry.jit(do_not_specialize=["rows", "groups", "heads"])
@@ -86,12 +85,8 @@ def group_products(
 
 
 def unsupported(attn_out: Tensor, rope_sin: Tensor, **_: Any) -> str | None:
-    size = attn_out.shape[-1]
-    if size > _WIDEST:
-        return f"a head size of {size}, of which UB holds no tile: supported up to {_WIDEST}"
-    return tiling.not_multiplied(attn_out=attn_out) or uneven(
-        size, rope_sin.shape[-1], "`attn_out`"
-    )
+    size, rotary = attn_out.shape[-1], rope_sin.shape[-1]
+    return tiling.not_multiplied(attn_out=attn_out) or not_turned(size, rotary, "`attn_out`")
 
 
 def forward(

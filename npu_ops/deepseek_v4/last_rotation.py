@@ -11,6 +11,7 @@ import triton.language as tl
 from ..common.lengths import within
 
 FARTHEST = tl.constexpr(2147483647)
+WIDEST, TURNED = 1024, 128  # dims of a head; those of them that turn
 
 
 @triton.jit
@@ -40,8 +41,13 @@ def turned(left, right, s, c):
     return tl.join(left * c - right * s, right * c + left * s)
 
 
-def uneven(size: int, rotary: int, what: str) -> str | None:
-    """Why the dims of a head are not copied in whole blocks, or None."""
+def not_turned(size: int, rotary: int, what: str) -> str | None:
+    """Why no tile of heads is copied in whole blocks, or fits UB, or None."""
     if rotary % 16 or (size - rotary) % 16:
         return f"{rotary} rotary dims of {size} in {what}: both they and the rest come in 16s"
+    if size > WIDEST or not 0 < rotary <= TURNED:
+        return (
+            f"{rotary} rotary dims of {size} in {what}: supported are up to {TURNED} of up to "
+            f"{WIDEST}, of which UB holds a tile"
+        )
     return None

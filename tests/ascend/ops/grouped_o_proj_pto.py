@@ -67,7 +67,7 @@ CASES = (
     ),
     case("NZ bytes under the ND shape", projected(3, 1, 8, 2, ranks=48, form="flat", **SMALL)),
     case("row-major", projected(5, 1, 6, 2, ranks=40, form="nd", **SMALL)),
-    case("heads of 1024", projected(2, 1, 3, 1, 1024, 64, ranks=32, hidden=32)),
+    case("heads of 1024", projected(2, 1, 3, 1, 1024, 128, ranks=32, hidden=32)),
     case(
         "rounds of 2 tokens",
         in_rounds(2 * 708 * 2, projected(5, 1, 9, 3, ranks=44, form="nd", **SMALL)),
