@@ -235,6 +235,33 @@ def _prologs() -> Iterator[Limit]:
     yield Limit("indexer_prolog_pto", given, dict(index_hadamard=True), "index_hadamard=True")
 
 
+def _shared_kv() -> Iterator[Limit]:
+    file, rank = (
+        "sharedkv_prolog_pto",
+        tune.TABLE["sharedkv_prolog_pto.of_tokens"][-1].tiles["WIDTH"],
+    )
+    given = dict(
+        token_x=_t(1, 1, 64), gamma_cq=_t(rank), gamma_kv=_t(1024), rope_sin=_t(1, 1, 128),
+        w_idx_qb=_t(rank, 1024), w_idx_proj=_t(64, 1), kv_kind="none", index_hadamard=False,
+    )  # fmt: skip
+    floats = _t(1, 1, 64, dtype=torch.float32)
+    yield Limit(file, given, dict(token_x=floats), "`token_x` is torch.float32")
+    yield Limit(file, given, dict(gamma_cq=_t(rank + 1)), f"a query latent of {rank + 1}")
+    yield Limit(file, given, dict(gamma_kv=_t(1040)), "128 rotary dims of 1040 in `ori_kv`")
+    yield Limit(file, given, dict(w_idx_qb=_t(rank, 1040)), "of 1040 in `w_idx_qb`")
+    yield Limit(file, given, dict(rope_sin=_t(1, 1, 144)), "144 rotary dims of 1024 in `ori_kv`")
+    yield Limit(file, given, dict(rope_sin=_t(1, 1, 24)), "come in 16s")
+    yield Limit(file, given, dict(kv_kind="fp8"), "kv_kind='fp8'")
+    yield Limit(file, given, dict(index_hadamard=True), "index_hadamard=True")
+    given = dict(attn_out=_t(1, 1, 2, 1024), rope_sin=_t(1, 1, 128))
+    file = "grouped_o_proj_pto"
+    yield Limit(file, given, dict(attn_out=_t(1, 1, 2, 1040)), "128 rotary dims of 1040")
+    yield Limit(file, given, dict(rope_sin=_t(1, 1, 144)), "144 rotary dims of 1024")
+    yield Limit(file, given, dict(rope_sin=_t(1, 1, 0)), "0 rotary dims of 1024")
+    floats = _t(1, 1, 2, 1024, dtype=torch.float32)
+    yield Limit(file, given, dict(attn_out=floats), "`attn_out` is torch.float32")
+
+
 def _merges() -> Iterator[Limit]:
     size = dict(indices=_t(1, 8), size=MOST // 4, interleave=4)
     yield Limit("localize_indices", size, dict(interleave=5), "the kernel divides to")
@@ -261,6 +288,7 @@ def limits() -> list[Limit]:
         _attentions,
         _shared_kv,
         _prologs,
+        _shared_kv,
         _merges,
     )
     return [limit for made in each for limit in made()]
