@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from custom.dispatch.register import overload
 from custom.dispatch.registry import BY_NAME
 from torch import Tensor
 
@@ -1031,16 +1030,6 @@ def test_indexers_refuse_by_name(changes, said):
     )
     with pytest.raises(ValueError, match=f"^npu_lightning_indexer: {said}"):
         custom.npu_lightning_indexer(**given | changes)
-
-
-def test_an_npu_refuses_in_one_sentence(monkeypatch):
-    """No kernel yet, and none that counts tokens."""
-    from custom.dispatch import backends
-
-    assert not backends.has_kernel(backends.NPU, SPEC)
-    monkeypatch.setattr(backends, "choose", lambda key: backends.NPU)
-    with pytest.raises((custom.BackendUnavailable, custom.NotSupported)):
-        overload(SPEC)(**arguments())
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,13 @@ TABLE: dict[str, tuple[Config, ...]] = {
         ),
         *(Config({"ROWS": 128, "PANELS": panels, "DEPTH": 256}) for panels in (8, 4)),
     ),
+    "compressor.project": tuple(
+        Config({"ROWS": rows, "COLUMNS": 128, "DEPTH": 256}) for rows in (16, 32, 64, 128)
+    ),
+    # windows of few tokens, and of many
+    "compressor.pool": tuple(Config({"ROWS": rows, "CHANNELS": 128}) for rows in (4, 16)),
+    "compressor.finish": (Config({}),),
+    "compressor.keep": (Config({"WIDTH": 1024}),),
 }
 
 

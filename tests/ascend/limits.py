@@ -276,6 +276,21 @@ def _merges() -> Iterator[Limit]:
     yield Limit("merge_topk", topk, dict(k=MOST + 1), "the kernel counts up to")
 
 
+def _deepseek_v4() -> Iterator[Limit]:
+    given = dict(x=_t(1, 1, 8), norm_weight=_t(2048), kind="int8", hadamard=False)
+    yield Limit("compressor", given, dict(norm_weight=_t(2064)), "2064 channels")
+    yield Limit("compressor", given, dict(norm_weight=_t(24)), "24 channels")
+    yield Limit("compressor", given, dict(kind="fp8"), "kind='fp8'")
+    yield Limit("compressor", given, dict(hadamard=True), "hadamard=True")
+    floats = _t(1, 1, 8, dtype=torch.float32)
+    yield Limit("compressor", given, dict(x=floats), "`x` is torch.float32")
+    wide = _t(1, 4, 8, dtype=torch.float64)
+    yield Limit("hc_pre", dict(x=_t(1, 4, 8)), dict(x=wide), "`x` is float64")
+    for file in ("hc_post", "hc_post_pre"):
+        streams = dict(residual=_t(1, 4, 8))
+        yield Limit(file, streams, dict(residual=wide), "`residual` is float64")
+
+
 def limits() -> list[Limit]:
     each = (
         _chunks,
@@ -290,6 +305,7 @@ def limits() -> list[Limit]:
         _prologs,
         _shared_kv,
         _merges,
+        _deepseek_v4,
     )
     return [limit for made in each for limit in made()]
 

@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""Entries of windows of m tokens, the state of those tokens, and the pages of both; see
+dispatch/reference/deepseek_v4/compressor.py.
+
+    project   cube     kv and z of every token, in parts of the depth
+    pool      vector   C of the windows that close, by blocks of channels: history and own tokens
+    finish    vector   norm, rotation, the output and the entries' pages
+    keep      vector   the states of this call's tokens
+
+`pool` alone reads states and `keep` alone writes them, behind it: however often a launch is begun
+anew, history is what it was before the call.  Positions are scalars of 64 bits.  A page or a window
+that is not there makes empty copies: the mask is a bound on their length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...dispatch.common import compressed, memory
+from ..common import cores, entry, quantise, ragged, tiling, tune
+from ..common.cores import turn
+from ..common.front_end import insert_slice
+from ..common.lengths import within
+
+_PARTS = 8  # of the depth, at most
+_CHANNELS = 2048  # of an entry, which UB holds at once
+
+
+@triton.jit
+def _products(
+    x, w, out, width, first, rows, depth, parts, x_row, w_row, out_part,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """x [rows, depth] by the rows of w, of which core `first` takes the first tile; the core where
+    they end."""
+    d = tl.arange(0, DEPTH)
+    across = (width + COLUMNS - 1) // COLUMNS
+    tiles = (rows + ROWS - 1) // ROWS * across
+    span = (depth + parts - 1) // parts
+    for work in range(turn(first), tiles * parts, tl.num_programs(0)):
+        part = work // tiles
+        tile = work % tiles
+        row = tile // across * ROWS + tl.arange(0, ROWS)
+        column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+        m = (row < rows)[:, None]
+        n = column < width
+        row = row.to(tl.int64)[:, None]
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(0, span, DEPTH):
+            k = part * span + step
+            of_x = x + row * x_row + (k + d)[None]
+            of_w = w + column.to(tl.int64)[:, None] * w_row + (k + d)[None]
+            if WHOLE_M and WHOLE_K:
+                x_tile = tl.load(of_x)
+            elif WHOLE_K:
+                x_tile = tl.load(of_x, mask=m, other=0.0)
+            else:
+                x_tile = tl.load(of_x, mask=m & (d < depth - k)[None], other=0.0)
+            if WHOLE_N and WHOLE_K:
+                w_tile = tl.load(of_w)
+            else:
+                w_tile = tl.load(of_w, mask=n[:, None] & (d < depth - k)[None], other=0.0)
+            acc = tl.dot(x_tile, tl.trans(w_tile), acc)
+        to = out + part.to(tl.int64) * out_part + row * (2 * width) + column[None]
+        tl.store(to, acc, mask=m & n[None])
+    return (first + tiles * parts) % tl.num_programs(0)
+
+
+@entry.jit(
+    do_not_specialize=["width", "rows", "depth", "parts", "x_row", "kv_row", "gate_row", "out_part"]
+)
+def project(
+    x, wkv, wgate, out, width, rows, depth, parts, x_row, kv_row, gate_row, out_part,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out [parts, rows, kv and z of `width` each], whose sum over the parts is the product."""
+    first = _products(
+        x, wkv, out, width, 0, rows, depth, parts, x_row, kv_row, out_part,
+        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+    _products(
+        x, wgate, out + width, width, first, rows, depth, parts, x_row, gate_row, out_part,
+        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _floor(a, m):
+    """a // m of numbers of either sign, in 64 bits."""
+    q = a // m
+    return tl.where(a - q * m < 0, q - 1, q)
+
+
+@triton.jit
+def _span(r, bounds, used, starts, tokens, PACKED: tl.constexpr):
+    """(row of x, position, number) of the tokens of a request; x has `tokens` for each of them, or
+    for all."""
+    if PACKED:
+        first = within(bounds + r, tokens)
+        count = tl.maximum(within(bounds + r + 1, tokens) - first, 0)
+    else:
+        first = r * tokens
+        count = tokens + 0 * r
+    if used is not None:
+        count = within(used + r, count)
+    start = r.to(tl.int64) * 0
+    if starts is not None:
+        start += tl.load(starts + r)
+    return first, start, count
+
+
+@triton.jit
+def _closing(r, bounds, used, starts, tokens, ratio, PACKED: tl.constexpr):
+    """(the first window of a request that may close, how many do)"""
+    _, start, count = _span(r, bounds, used, starts, tokens, PACKED)
+    low = tl.maximum(_floor(start, ratio), 0)
+    return low, tl.maximum(_floor(start + count, ratio) - low, 0)
+
+
+@triton.jit
+def _window(
+    row, request, before, each, bounds, used, starts, tokens, requests, ratio, PACKED: tl.constexpr
+):
+    """(request, the rows of all before it, window) of an output row, `each` rows a request if not
+    packed, else behind a row of `request`; window -1: none closes."""
+    if PACKED:
+        low, closed = _closing(request, bounds, used, starts, tokens, ratio, PACKED)
+        while (before + closed <= row) & (request < requests - 1):
+            before += closed
+            request += 1
+            low, closed = _closing(request, bounds, used, starts, tokens, ratio, PACKED)
+        number = tl.where(row < before + closed, low + row - before, -1)
+    else:
+        request = row // each
+        _, start, count = _span(request, bounds, used, starts, tokens, PACKED)
+        number = _floor(start, ratio) + row % each
+        number = tl.where(number < _floor(start + count, ratio), number, -1)
+    return request, before, number
+
+
+@triton.jit
+def _pooled(kv, z, there, top, total, acc):
+    """The running maximum, sum and value of channels, with the tokens of a tile that are there."""
+    z = tl.where(there, z, float("-inf"))
+    peak = tl.maximum(top, tl.max(z, 0))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    share = tl.exp(z - base[None])
+    kept = tl.exp(top - base)
+    return peak, total * kept + tl.sum(share, 0), acc * kept + tl.sum(share * kv, 0)
+
+
+@triton.jit
+def _added(product, at, mask, parts, out_part):
+    total = tl.load(product + at, mask=mask, other=0.0)
+    for i in range(1, parts):
+        total += tl.load(product + i.to(tl.int64) * out_part + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _within(x, most):
+    """x from 0 to `most`, as int32."""
+    return tl.minimum(tl.maximum(x, 0), most).to(tl.int32)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "tokens", "requests", "each", "rows", "size", "ratio", "parts", "out_part", "state_page",
+        "table_row", "columns", "pages", "page",
+    ]
+)  # fmt: skip
+def pool(
+    product, ape, state, table, bounds, used, starts, out,
+    tokens, requests, each, rows, size, ratio, parts, out_part, state_page, table_row, columns,
+    pages, page,
+    PACKED: tl.constexpr, COFF: tl.constexpr, RING: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """out [rows, size]; rows of windows that do not close are left as they are."""
+    width = COFF * size
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, CHANNELS)
+    tiles = (size + CHANNELS - 1) // CHANNELS
+    request = 0
+    before = tl.program_id(0).to(tl.int64) * 0
+    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
+        row = work // tiles
+        first_d = work % tiles * CHANNELS
+        request, before, number = _window(
+            row, request, before, each, bounds, used, starts, tokens, requests, ratio, PACKED
+        )
+        first, start, count = _span(request, bounds, used, starts, tokens, PACKED)
+        on_d = (d < tl.where(number >= 0, size - first_d, 0))[None]
+        last = tl.where(number >= 0, ratio, 0)
+        top = tl.full((CHANNELS,), float("-inf"), tl.float32)
+        total = tl.zeros((CHANNELS,), tl.float32)
+        acc = tl.zeros((CHANNELS,), tl.float32)
+        for half in tl.static_range(COFF):
+            base = (number - (COFF - 1) + half) * ratio
+            channel = half * size + first_d + d[None]
+            begin = _within(-base, last)
+            own = tl.maximum(_within(start - base, last), begin)
+            end = _within(start + count - base, last)
+            if state is not None:
+                # page by page
+                column = (base + begin) // page
+                pieces = tl.where(own > begin, (base + own - 1) // page - column + 1, 0)
+                for piece in range(0, pieces.to(tl.int32)):
+                    at_page = (column + piece) * page - base
+                    if RING:
+                        slot = (column + piece) % columns
+                    else:
+                        slot = column + piece
+                    there = slot < columns
+                    number_of = tl.load(
+                        table + request.to(tl.int64) * table_row + tl.where(there, slot, 0)
+                    )
+                    there = there & (number_of >= 0) & (number_of < pages)
+                    of_page = state + tl.where(there, number_of, 0).to(tl.int64) * state_page
+                    low = tl.maximum(at_page, begin).to(tl.int32)
+                    high = tl.where(there, tl.minimum(at_page + page, own), 0).to(tl.int32)
+                    for i in range(low, high, ROWS):
+                        at = (i - at_page + r)[:, None] * (2 * width) + channel
+                        on = (r < high - i)[:, None]
+                        kv = tl.load(of_page + at, mask=on & on_d, other=0.0)
+                        z = tl.load(of_page + at + width, mask=on & on_d, other=0.0)
+                        top, total, acc = _pooled(kv, z, on, top, total, acc)
+            for i in range(own, end, ROWS):
+                at = (first + base - start + i + r)[:, None] * (2 * width) + channel
+                on = (r < end - i)[:, None]
+                kv = _added(product, at, on & on_d, parts, out_part)
+                z = _added(product, at + width, on & on_d, parts, out_part)
+                z += tl.load(ape + (i + r)[:, None] * width + channel, mask=on & on_d, other=0.0)
+                top, total, acc = _pooled(kv, z, on, top, total, acc)
+        to = out + row.to(tl.int64) * size + first_d + d
+        tl.store(to, acc / total, mask=d < tl.where(number >= 0, size - first_d, 0))
+
+
+@triton.jit
+def _both(x, there, SIZE: tl.constexpr, PAIRS: tl.constexpr):
+    """The two channels that each angle turns, [SIZE / 2] each."""
+    if PAIRS:
+        of_pair = tl.load(x + tl.arange(0, SIZE), mask=tl.arange(0, SIZE) < there, other=0.0)
+        left, right = tl.split(of_pair.reshape(SIZE // 2, 2))
+    else:
+        h = tl.arange(0, SIZE // 2)
+        left = tl.load(x + h, mask=h < there, other=0.0)
+        right = tl.load(x + SIZE // 2 + h, mask=h < there, other=0.0)
+    return left, right
+
+
+@triton.jit
+def _angle(x, SIZE: tl.constexpr, FULL: tl.constexpr):
+    """One for each pair; FULL: the even ones of SIZE numbers."""
+    if FULL:
+        angle, _ = tl.split(tl.load(x + tl.arange(0, SIZE)).reshape(SIZE // 2, 2))
+    else:
+        angle = tl.load(x + tl.arange(0, SIZE // 2))
+    return angle.to(tl.float32)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "tokens", "requests", "each", "rows", "ratio", "angle_row", "epsilon", "values_page",
+        "scales_page", "table_row", "columns", "pages", "page",
+    ]
+)  # fmt: skip
+def finish(
+    pooled, gamma, sin, cos, bounds, used, starts, out, values, scales, table,
+    tokens, requests, each, rows, ratio, angle_row, epsilon, values_page, scales_page, table_row,
+    columns, pages, page,
+    PACKED: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    PLAIN: tl.constexpr = SIZE - ROTARY
+    e = tl.arange(0, SIZE)
+    one = tl.arange(0, 1)
+    request = 0
+    before = tl.program_id(0).to(tl.int64) * 0
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        request, before, number = _window(
+            row, request, before, each, bounds, used, starts, tokens, requests, ratio, PACKED
+        )
+        closes = number >= 0
+        at = row.to(tl.int64) * SIZE
+        squares = 0.0
+        if PLAIN > 0:
+            d = tl.arange(0, PLAIN)
+            plain = tl.load(pooled + at + d, mask=d < tl.where(closes, PLAIN, 0), other=0.0)
+            squares += tl.sum(plain * plain, 0)
+        if ROTARY > 0:
+            there = tl.where(closes, ROTARY if PAIRS else ROTARY // 2, 0)
+            left, right = _both(pooled + at + PLAIN, there, ROTARY, PAIRS)
+            squares += tl.sum(left * left, 0) + tl.sum(right * right, 0)
+        scale = 1.0 / tl.sqrt(squares / SIZE + epsilon)
+        if PLAIN > 0:
+            plain = plain * scale * tl.load(gamma + d)
+        if ROTARY > 0:
+            g0, g1 = _both(gamma + PLAIN, ROTARY, ROTARY, PAIRS)
+            s = _angle(sin + row.to(tl.int64) * angle_row, ROTARY, FULL)
+            c = _angle(cos + row.to(tl.int64) * angle_row, ROTARY, FULL)
+            left = left * scale * g0
+            right = right * scale * g1
+            turned = left * c - right * s
+            right = right * c + left * s
+            u = tl.zeros((SIZE,), tl.float32)
+            if PLAIN > 0:
+                u = insert_slice(u, plain, (0,), (PLAIN,), (1,))
+            if PAIRS:
+                both = tl.join(turned, right).reshape(ROTARY)
+                u = insert_slice(u, both, (PLAIN,), (ROTARY,), (1,))
+            else:
+                u = insert_slice(u, turned, (PLAIN,), (ROTARY // 2,), (1,))
+                u = insert_slice(u, right, (PLAIN + ROTARY // 2,), (ROTARY // 2,), (1,))
+        else:
+            u = plain
+        if out is not None:
+            tl.store(out + at + e, u.to(out.dtype.element_ty))
+        if values is not None:
+            slot = tl.maximum(number, 0) // page
+            there = closes & (slot < columns)
+            entry_of = tl.load(table + request.to(tl.int64) * table_row + tl.where(there, slot, 0))
+            there = there & (entry_of >= 0) & (entry_of < pages)
+            outer = tl.where(there, entry_of, 0).to(tl.int64)
+            inner = tl.maximum(number, 0) % page
+            if scales is not None:
+                by = tl.max(tl.abs(u), 0) / 127.0
+                u = quantise.rounded(u / quantise.divisor(by))
+                by = quantise.stored(tl.zeros((1,), tl.float32) + by, scales.dtype.element_ty)
+                of_scale = scales + outer * scales_page + inner + one
+                tl.store(of_scale, by, mask=one < tl.where(there, 1, 0))
+            to = values + outer * values_page + inner * SIZE + e
+            tl.store(to, u.to(values.dtype.element_ty), mask=e < tl.where(there, SIZE, 0))
+
+
+@entry.jit(
+    do_not_specialize=[
+        "tokens", "requests", "rows", "size", "ratio", "parts", "out_part", "state_page",
+        "table_row", "columns", "pages", "page",
+    ]
+)  # fmt: skip
+def keep(
+    product, ape, state, table, bounds, used, starts,
+    tokens, requests, rows, size, ratio, parts, out_part, state_page, table_row, columns, pages,
+    page,
+    PACKED: tl.constexpr, COFF: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The states of all tokens, or of those that a ring has room for."""
+    width = COFF * size
+    w = tl.arange(0, WIDTH)
+    tiles = (width + WIDTH - 1) // WIDTH
+    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
+        token = work // tiles
+        at = work % tiles * WIDTH
+        if PACKED:
+            request = ragged.request_of(token, bounds + 1, requests, tokens, True)
+            inside = request < requests
+            request = tl.minimum(request, requests - 1)
+        else:
+            request = token // tokens
+            inside = request < requests
+        first, start, count = _span(request, bounds, used, starts, tokens, PACKED)
+        j = token - first
+        position = start + j
+        there = inside & (j >= 0) & (j < count) & (position >= 0)
+        column = tl.maximum(position, 0) // page
+        if RING:
+            there = there & (position >= start + count - columns.to(tl.int64) * page)
+            column = column % columns
+        there = there & (column < columns)
+        number = tl.load(table + request.to(tl.int64) * table_row + tl.where(there, column, 0))
+        there = there & (number >= 0) & (number < pages)
+        on = w < tl.where(there, width - at, 0)
+        of_page = state + tl.where(there, number, 0).to(tl.int64) * state_page
+        to = of_page + tl.maximum(position, 0) % page * (2 * width) + at + w
+        from_ = token.to(tl.int64) * (2 * width) + at + w
+        z = _added(product, from_ + width, on, parts, out_part)
+        z += tl.load(ape + tl.maximum(position, 0) % ratio * width + at + w, mask=on, other=0.0)
+        tl.store(to, _added(product, from_, on, parts, out_part), mask=on)
+        tl.store(to + width, z, mask=on)
+
+
+def _cut(rows: int, width: int, depth: int) -> tuple[tune.Config, int]:
+    """Tiles, and the parts of the depth with which a core of 24 reads the least: from the shapes
+    alone, like all that decides about a sum."""
+    table = tune.TABLE["compressor.project"]
+    tallest = max(config.tiles["ROWS"] for config in table)
+    found = tune.ranked(table, "ROWS", min(rows, tallest))
+    config = tune.choose("compressor.project", found)
+    height, columns, step = (config.tiles[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
+    tiles = 2 * triton.cdiv(rows, height) * triton.cdiv(width, columns)
+
+    def cost(n: int) -> int:
+        return triton.cdiv(n * tiles, tiling.A3.cube_cores) * triton.cdiv(depth, n)
+
+    return config, min([1, *(n for n in range(2, _PARTS + 1) if depth % (n * step) == 0)], key=cost)
+
+
+def unsupported(x: Tensor, norm_weight: Tensor, kind: str, hadamard: bool, **_: Any) -> str | None:
+    size = norm_weight.shape[0]
+    if size % 16 or size > _CHANNELS:
+        return f"entries have {size} channels, the kernels take multiples of 16 up to {_CHANNELS}"
+    if hadamard:
+        return "hadamard=True: the transform has no kernel for the NPU yet"
+    return (None if kind == "none" else quantise.only_int8(kind)) or tiling.not_multiplied(x=x)
+
+
+def forward(
+    x: Tensor,
+    wkv: Tensor,
+    wgate: Tensor,
+    state_cache: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    rope_head_dim: int,
+    cmp_ratio: int,
+    state_block_table: Tensor,
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
+    start_pos: Tensor | None,
+    coff: int,
+    norm_eps: float,
+    rotary_mode: int,
+    cache_mode: int,
+    cmp_cache: Tensor | None,
+    cmp_scale_cache: Tensor | None,
+    cmp_block_table: Tensor | None,
+    kind: str,
+    hadamard: bool,
+    hadamard_round: str,
+    return_cmp_kv: bool,
+) -> Tensor:
+    size, shape = norm_weight.shape[0], compressed.rows(x, cu_seqlens, cmp_ratio)
+    out = memory.empty((*shape, size) if return_cmp_kv else (0,), x.dtype, x.device)
+    requests = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    flat = x.reshape(-1, x.shape[-1])
+    rows, depth = flat.shape
+    if rows * requests * size == 0:
+        return out.zero_()
+    width = coff * size
+    config, parts = _cut(rows, width, depth)
+    height, across, step = (config.tiles[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
+    product = memory.empty((parts, rows, 2 * width), torch.float32, x.device)
+    tiles = 2 * parts * triton.cdiv(rows, height) * triton.cdiv(width, across)
+    project[(min(tiles, cores.cube()),)](
+        flat, wkv, wgate, product, width, rows, depth, parts, flat.stride(0), wkv.stride(0),
+        wgate.stride(0), product.stride(0), WHOLE_M=rows % height == 0,
+        WHOLE_N=width % across == 0, WHOLE_K=depth % step == 0, **config.keywords,
+    )  # fmt: skip
+
+    packed = cu_seqlens is not None
+    given = dict(bounds=cu_seqlens, used=seqused, starts=start_pos)
+    if packed:
+        given["bounds"] = ragged.int32(cu_seqlens)
+    sizes = dict(
+        tokens=rows if packed else x.shape[1], requests=requests, ratio=cmp_ratio, PACKED=packed
+    )
+    entries = torch.Size(shape).numel()
+    of_sums = dict(size=size, parts=parts, out_part=product.stride(0), COFF=coff)
+    stateful = state_cache.numel() * state_block_table.numel() > 0
+    of_state = dict(
+        state=state_cache if stateful else None, table=state_block_table,
+        state_page=state_cache.stride(0), table_row=state_block_table.stride(0),
+        columns=state_block_table.shape[1], pages=state_cache.shape[0], page=state_cache.shape[1],
+        RING=cache_mode == compressed.RING,
+    )  # fmt: skip
+    pooled = memory.empty((entries, size), torch.float32, x.device)
+    each = max(shape[-1], 1)
+    stores = cmp_cache is not None and cmp_cache.numel() > 0 and cmp_block_table.numel() > 0
+    if entries and (return_cmp_kv or stores):
+        config = tune.at_least("compressor.pool", "ROWS", min(cmp_ratio, 16))
+        works = entries * triton.cdiv(size, config.tiles["CHANNELS"])
+        pool[(min(works, cores.vector()),)](
+            product, ape, out=pooled, each=each, rows=entries, **given, **sizes, **of_sums,
+            **of_state, **config.keywords,
+        )  # fmt: skip
+        values, scales = cmp_cache if stores else None, cmp_scale_cache if stores else None
+        sin, cos = (angles.flatten(0, -2) for angles in (rope_sin, rope_cos))
+        if sin.stride(0) != cos.stride(0):
+            sin, cos = sin.contiguous(), cos.contiguous()
+        pairs = rotary_mode == compressed.PAIRS
+        finish[(min(entries, cores.vector()),)](
+            pooled, norm_weight, sin, cos, out=out if return_cmp_kv else None, values=values,
+            scales=scales, table=cmp_block_table, each=each, rows=entries,
+            angle_row=sin.stride(0), epsilon=norm_eps,
+            values_page=0 if values is None else values.stride(0),
+            scales_page=0 if scales is None else scales.stride(0),
+            table_row=0 if cmp_block_table is None else cmp_block_table.stride(0),
+            columns=0 if cmp_block_table is None else cmp_block_table.shape[1],
+            pages=0 if values is None else values.shape[0],
+            page=1 if values is None else values.shape[1],
+            SIZE=size, ROTARY=rope_head_dim, PAIRS=pairs,
+            FULL=pairs and sin.shape[-1] == rope_head_dim, **given, **sizes,
+            **tune.only("compressor.finish").keywords,
+        )  # fmt: skip
+    if stateful:
+        config = tune.only("compressor.keep")
+        works = rows * triton.cdiv(width, config.tiles["WIDTH"])
+        keep[(min(works, cores.vector()),)](
+            product, ape, rows=rows, **given, **sizes, **of_sums, **of_state, **config.keywords
+        )
+    return out

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_compressor, against the reference: entries, their pages, and the states.
+
+All states but those of the tokens that a call needs are NaN, pages that no table names are shut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import memory
+from ..case import Arguments, Case, Finding, Inputs, in_float64
+from ..case import judge as judge_all
+from ..conditions import far_apart
+from ..controls import Control
+from .narrow_prolog import judge_bytes
+
+KERNEL = "compressor"
+OP = f"npu_{KERNEL}"
+WIDE = torch.float32
+RING = 2
+
+
+def _table(x: Inputs, requests: int, columns: int, spare: int = 2) -> tuple[torch.Tensor, int]:
+    """Pages of every request in no order, and how many there are with some that are nobody's."""
+    pages = requests * columns + spare
+    return x.permutation(pages)[: requests * columns].view(requests, columns), pages
+
+
+def call(
+    ratio: int,
+    coff: int,
+    size: int,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    hidden: int = 96,
+    packed: bool = False,
+    page: int = 4,
+    mode: int = 1,
+    rotary: int = 64,
+    full: bool = True,
+    entry_page: int | None = 2,
+    kind: str = "none",
+    used: bool = True,
+    **options: Any,
+) -> Callable[[Inputs], Arguments]:
+    """Requests with so many tokens before, and in this call."""
+
+    def make(x: Inputs) -> Arguments:
+        requests, tokens, width = len(starts), max(counts), coff * size
+        ends = [a + b for a, b in zip(starts, counts, strict=True)]
+        reach = coff * ratio + tokens if mode == RING else max(ends)
+        table, pages = _table(x, requests, -(-reach // page))
+        state = x.normal(pages, page, 2 * width, dtype=WIDE)
+        before = torch.zeros(pages, page, dtype=torch.bool)
+        for i, start in enumerate(starts):
+            first = (start // ratio - coff + 1) * ratio
+            at = torch.arange(max(first, start - reach, 0), max(start, 0)) % (table.shape[1] * page)
+            before[table[i, at // page], at % page] = True
+        state[~before] = torch.nan
+        x.forbid(state, sorted(set(range(pages)) - set(table.flatten().tolist())))
+        given: Arguments = dict(
+            wkv=x.normal(width, hidden, scale=hidden**-0.5),
+            wgate=x.normal(width, hidden, scale=hidden**-0.5),
+            state_cache=state,
+            ape=x.normal(ratio, width, dtype=WIDE),
+            norm_weight=x.normal(size, dtype=WIDE),
+            rope_head_dim=rotary,
+            cmp_ratio=ratio,
+            state_block_table=x.ints(table),
+            start_pos=x.ints(starts, torch.int64),
+            coff=coff,
+            rotary_mode=2,
+            cache_mode=mode,
+        )
+        if packed:
+            sums = torch.tensor([0, *counts]).cumsum(0)
+            given |= dict(x=x.normal(int(sums[-1]) + 1, hidden), cu_seqlens=x.ints(sums))
+            rows = (min(len(given["x"]), len(given["x"]) // ratio + requests),)
+        else:
+            given["x"] = x.normal(requests, tokens, hidden)
+            rows = (requests, -(-tokens // ratio))
+            if used:
+                given["seqused"] = x.ints(counts)
+        angles = rotary if full else rotary // 2
+        given |= {name: x.normal(*rows, angles) for name in ("rope_sin", "rope_cos")}
+        if entry_page:
+            columns = -(-(max(ends) // ratio + 1) // entry_page)
+            of_entries, pages = _table(x, requests, columns)
+            of_entries[0, 0] = -1
+            shape = (pages, entry_page, 1, size)
+            given["cmp_block_table"] = x.ints(of_entries)
+            if kind == "int8":
+                given |= dict(
+                    kind=kind,
+                    cmp_cache=memory.guarded(torch.full(shape, 77, dtype=torch.int8)),
+                    cmp_scale_cache=memory.guarded(torch.full(shape[:3], 7, dtype=torch.float16)),
+                )
+            else:
+                given["cmp_cache"] = x.normal(*shape)
+        return given | options
+
+    return make
+
+
+def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
+    """Bytes of an index cache may be off by one where a float lies between two of them."""
+    floats = {n: x for n, x in got.items() if x.dtype is not torch.int8}
+    found = judge_all(case, floats, exact, rounded)
+    return found + [judge_bytes(n, x, exact[n]) for n, x in got.items() if x.dtype is torch.int8]
+
+
+def but_scales(arguments: Arguments) -> Arguments:
+    """Scales are stored in the dtype of their cache."""
+    return in_float64(arguments) | {"cmp_scale_cache": arguments["cmp_scale_cache"]}
+
+
+DECODE = ((3, 4, 7, 0, 11, 20), (1, 1, 1, 1, 1, 1))
+case = partial(Case, OP, judge=judge)
+CASES = (
+    case("CSA, decode, ring", call(4, 2, 512, *DECODE, mode=RING)),
+    case("CSA, chunks by page", call(4, 2, 512, (0, 5, 8, 2), (9, 7, 0, 4))),
+    case("CSA, chunks longer than the ring", call(4, 2, 128, (13, 2), (14, 3), mode=RING)),
+    case("HCA, closing", call(128, 1, 512, (127, 126, 255, 300), (1, 2, 1, 1), page=16, mode=RING)),
+    case("HCA, a chunk", call(128, 1, 512, (100, 0), (70, 20), page=128, entry_page=16)),
+    case("packed", call(4, 2, 128, (3, 7, 9, 0), (6, 0, 3, 5), packed=True, full=False)),
+    case("index entries, int8", call(4, 2, 128, *DECODE, kind="int8", entry_page=16, mode=RING),
+         widen=but_scales),
+    case("index entries, int8, halves",
+         call(4, 2, 128, (6,), (3,), kind="int8", entry_page=16, rotary_mode=1), widen=but_scales),
+    case("m = 1", call(1, 1, 64, (0, 5), (3, 2), rotary=16, entry_page=1)),
+    case("m = 2, coff 2, halves, fp16",
+         call(2, 2, 48, (1, 6), (4, 3), rotary=32, rotary_mode=1, page=3), torch.float16),
+    case("m = 3, no rotation, no pages",
+         call(3, 2, 64, (4, -2), (5, 6), rotary=0, entry_page=None, used=False)),
+    case("all channels turn, pages alone",
+         call(4, 1, 64, (2, 3), (6, 2), entry_page=4, return_cmp_kv=False, norm_eps=0.1)),
+    case("pages far apart",
+         far_apart(call(4, 2, 64, (3, 9), (2, 4)), "state_cache", "cmp_cache")),
+    case("Pro, 70 tokens", call(4, 2, 512, (5, 100), (35, 35), hidden=7168, mode=RING)),
+)  # fmt: skip
+CONTROLS = (
+    Control("history is not read", KERNEL, "pieces = tl.where(own > begin,",
+            "pieces = tl.where(own > ratio,", "CSA, decode, ring"),
+    Control("the other half's channels", KERNEL, "channel = half * size + first_d",
+            "channel = (COFF - 1 - half) * size + first_d", "CSA, decode, ring"),
+    Control("ape by the window's own row alone", KERNEL, "ape + (i + r)[:, None] * width",
+            "ape + (i + 0 * r)[:, None] * width", "CSA, chunks by page"),
+    Control("a ring that does not turn", KERNEL, "slot = (column + piece) % columns",
+            "slot = column + piece", "CSA, chunks longer than the ring"),
+    Control("a token too many is kept", KERNEL, "position >= start + count - columns",
+            "position >= start + count - 1 - columns", "CSA, chunks longer than the ring"),
+    Control("a page of states in 32 bits", KERNEL,
+            "of_page = state + tl.where(there, number, 0).to(tl.int64)",
+            "of_page = state + tl.where(there, number, 0)", "pages far apart"),
+    Control("a page of entries in 32 bits", KERNEL,
+            "outer = tl.where(there, entry_of, 0).to(tl.int64)",
+            "outer = tl.where(there, entry_of, 0)", "pages far apart"),
+    Control("the closing token is not this call's", KERNEL, "end = _within(start + count - base",
+            "end = _within(start + count - 1 - base", "HCA, closing"),
+    Control("windows from position 0 on", KERNEL, "number = _floor(start, ratio) + row % each",
+            "number = row % each", "HCA, closing"),
+    Control("a negative start rounds to 0", KERNEL, "tl.where(a - q * m < 0, q - 1, q)",
+            "tl.where(a - q * m < 0, q, q)", "m = 3, no rotation, no pages"),
+    Control("rows of the requests before are not counted", KERNEL, "before += closed",
+            "before += 0 * closed", "packed"),
+    Control("the rotation turns the other way", KERNEL, "turned = left * c - right * s",
+            "turned = left * c + right * s", "CSA, decode, ring"),
+    Control("no epsilon", KERNEL, "squares / SIZE + epsilon", "squares / SIZE + 0.0 * epsilon",
+            "all channels turn, pages alone"),
+    Control("an absent page is the first one", KERNEL, "there & (entry_of >= 0)", "there",
+            "CSA, chunks by page"),
+    Control("one part of the products", KERNEL, "for i in range(1, parts):",
+            "for i in range(2, parts):", "Pro, 70 tokens"),
+)  # fmt: skip
