@@ -178,7 +178,7 @@ def make_model(vocabulary, topk, narrow=False):
         num_hidden_layers=4,
         num_attention_heads=8,
         head_dim=size,
-        qk_rope_head_dim=64 if narrow else 16,
+        partial_rotary_factor=(64 if narrow else 16) / size,
         q_lora_rank=64,
         layer_types=[
             "sliding_attention",

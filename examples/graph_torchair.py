@@ -18,7 +18,8 @@ if importlib.util.find_spec("torch_npu") is None:
     sys.exit()
 
 import custom.graph_mode.torchair  # noqa: E402
-import torchair  # noqa: E402  torch_npu brings it, which `import torch` loads by itself
+
+torchair = importlib.import_module("torchair")  # of torch_npu, which `import torch` loads by itself
 
 custom.graph_mode.torchair.register()
 
