@@ -97,6 +97,58 @@ def layer(model: str, heads: int, batch: int, s1: int, context: int = CONTEXT) -
     return make
 
 
+# name: hidden, query rank; the heads of the whole model and of shards, 8 a group of the output
+V4 = {
+    "DeepSeek-V4-Pro": ((7168, 1536), (128, 16, 8)),
+    "DeepSeek-V4-Flash": ((4096, 1024), (64, 16, 8)),
+}
+V4_GROUP, V4_RANKS, V4_INDEX_HEADS, WINDOW = 8, 1024, 64, 128
+
+
+def prolog_v4(model: str, heads: int, batch: int, s1: int) -> Make:
+    """Of a layer with an indexer; its window is a ring of pages."""
+    (hidden, rank), _ = V4[model]
+
+    def make(x: Inputs) -> Arguments:
+        tokens, ring = (batch, s1), WINDOW // PAGE + 1
+        table = torch.arange(batch * ring).view(batch, ring).repeat(1, CONTEXT // PAGE // ring)
+        return dict(
+            token_x=x.normal(*tokens, hidden),
+            w_dq=in_nz(x, hidden, rank),
+            w_uq=in_nz(x, rank, heads * LATENT),
+            w_kv=in_nz(x, hidden, LATENT),
+            gamma_cq=x.normal(rank),
+            gamma_kv=x.normal(LATENT),
+            rope_sin=x.normal(*tokens, ROTARY),
+            rope_cos=x.normal(*tokens, ROTARY),
+            ori_kv=x.normal(batch * ring, PAGE, 1, LATENT),
+            ori_block_table=x.ints(table),
+            act_seqs=x.ints([CONTEXT] * batch),
+            seqused=x.ints([s1] * batch),
+            w_idx_qb=in_nz(x, rank, V4_INDEX_HEADS * INDEX),
+            w_idx_proj=in_nz(x, hidden, V4_INDEX_HEADS),
+        )
+
+    return make
+
+
+def output_v4(model: str, heads: int, batch: int, s1: int) -> Make:
+    (hidden, _), _ = V4[model]
+
+    def make(x: Inputs) -> Arguments:
+        groups, depth = heads // V4_GROUP, V4_GROUP * LATENT
+        of_groups = x.normal(groups, V4_RANKS // 16, depth // 16, 16, 16, scale=depth**-0.5)
+        return dict(
+            attn_out=x.normal(batch, s1, heads, LATENT),
+            w_o_a=of_groups,
+            w_o_b=in_nz(x, groups * V4_RANKS, hidden),
+            rope_sin=x.normal(batch, s1, ROTARY),
+            rope_cos=x.normal(batch, s1, ROTARY),
+        )
+
+    return make
+
+
 def training(model: str, heads: int, tokens: int = 4096) -> dict[str, Make]:
     """Prefill, the indexer's loss and the gradients of one packed sequence."""
     (_, _, _, index_heads), _ = SPARSE[model]
@@ -290,6 +342,12 @@ def _large() -> list[Case]:
         for heads in shards[:2]:
             for op, make in training(model, heads).items():
                 add(op, f"{model}, {heads} heads, 4096 tokens", make)
+    for model, (_, shards) in V4.items():
+        for heads in shards:
+            for batch, s1 in ((1, 1), (32, 1), (64, 2)):
+                title = f"{model}, {heads} heads, {batch} x {s1}"
+                add("npu_sharedkv_prolog_pto", title, prolog_v4(model, heads, batch, s1))
+                add("npu_grouped_o_proj_pto", title, output_v4(model, heads, batch, s1))
     for heads in (64, 128):
         for rope in (False, True):
             add("npu_indexer_loss", f"{heads} heads, rope {rope}", loss(heads, rope))

@@ -53,7 +53,7 @@ def row_major(arguments: Arguments) -> Arguments:
 case = partial(Case, OP, widen=row_major)
 SMALL = dict(size=64, rotary=32, hidden=256)
 # 24 tiles of 8 panels: a core's one
-MANY = dict(size=32, rotary=16, ranks=128, hidden=64)
+MANY = dict(ranks=128, hidden=64)
 CASES = (
     case("model, a shard of 8 heads, 4 tokens", projected(4, 1, 8, 1), cores=(24,)),
     case("3 groups of 3 heads, uneven", projected(3, 2, 9, 3, ranks=48, **SMALL)),
@@ -64,6 +64,10 @@ CASES = (
     *(
         case(f"24 groups, {batch} tokens", projected(batch, 1, 24, 24, **MANY), cores=(24, 7))
         for batch in (3, 32, 60, 128)
+    ),
+    *(
+        case(f"one head, {batch} tokens", projected(batch, 1, 1, 1, hidden=64), cores=(24, 7))
+        for batch in (32, 128)
     ),
     case("NZ bytes under the ND shape", projected(3, 1, 8, 2, ranks=48, form="flat", **SMALL)),
     case("row-major", projected(5, 1, 6, 2, ranks=40, form="nd", **SMALL)),
