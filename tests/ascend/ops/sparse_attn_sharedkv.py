@@ -247,7 +247,7 @@ CASES = (
     Case(
         OP,
         "slots, of requests",
-        in_slots(6, (40, 6), size=64, cu_seqlens_q=lambda x: x.ints([1, 3, 4]), layout_kv="BSND"),
+        in_slots(6, (40, 6), size=64, cu_seqlens_q=lambda x: x.ints([1, 3, 4])),
     ),
     Case(OP, "slots of entries alone", in_slots(3, (0, 5), size=64)),
     Case(OP, "int64, beyond 32 bits", _int64(paged([300, 70], 2, 16, 1, 40, **SMALL))),
