@@ -228,9 +228,9 @@ def run(sample: int, of_cases: set[str], jobs: int) -> tuple[list[str], list[str
     failures += [x for (of, build), kib in sorted(plans.items()) if (x := tight(of, build, kib))]
     if not sample:
         failures += [
-            f"large.py: {x} plans at most {known.TIGHT} KiB with {BUILDS[0]}"
+            f"large.py: {x} plans less with {BUILDS[0]}, and need not be listed"
             for x in OLDEST
-            if plans.get((x, BUILDS[0]), 0) <= known.TIGHT
+            if plans.get((x, BUILDS[0]), 0) <= known.TIGHT - store.SPREAD[BUILDS[0]]
         ]
     kernels = sorted({x.kernel for x in new.values()})
     told = f"{len(calls)} rows of the bench, {len(asked)} ops; {len(new)} forms in no case"
