@@ -27,6 +27,7 @@ from .ops import (
     indexer_loss_backward,
     lightning_indexer,
     lightning_indexer_grad,
+    sparse_attn_sharedkv,
     sparse_flash_attention,
     sparse_flash_attention_grad,
     sparse_lightning_indexer_grad_kl_loss,
@@ -145,6 +146,35 @@ def output_v4(model: str, heads: int, batch: int, s1: int) -> Make:
             rope_sin=x.normal(batch, s1, ROTARY),
             rope_cos=x.normal(batch, s1, ROTARY),
         )
+
+    return make
+
+
+# heads, chosen entries, the shards' heads; source tokens of an entry, 0 for none
+V4_KEYS = {"DeepSeek-V4-Pro": (128, 1024, (16, 8)), "DeepSeek-V4-Flash": (64, 512, ())}
+RATIOS = {"sliding": 0, "CSA": 4, "HCA": 128}
+
+
+def shared_kv(kind: str, heads: int, k: int, batch: int, s1: int) -> Make:
+    """Attention over window rows and entries at the end of the context."""
+
+    def make(x: Inputs) -> Arguments:
+        ratio, table = RATIOS[kind], torch.arange(CONTEXT // PAGE).expand(batch, -1)
+        arguments = dict(
+            q=x.normal(batch, s1, heads, LATENT),
+            ori_kv=x.normal(CONTEXT // PAGE, PAGE, 1, LATENT),
+            ori_block_table=x.ints(table),
+            seqused_kv=x.ints([CONTEXT] * batch),
+            sinks=x.normal(heads, dtype=torch.float32),
+            cmp_ratio=ratio,
+        )
+        if ratio:
+            pages = CONTEXT // ratio // PAGE
+            arguments["cmp_kv"] = x.normal(pages, PAGE, 1, LATENT)
+            arguments["cmp_block_table"] = x.ints(table[:, :pages])
+        if kind == "CSA":
+            arguments["cmp_sparse_indices"] = x.ints(torch.zeros(batch, s1, 1, k))
+        return arguments
 
     return make
 
@@ -348,6 +378,13 @@ def _large() -> list[Case]:
                 title = f"{model}, {heads} heads, {batch} x {s1}"
                 add("npu_sharedkv_prolog_pto", title, prolog_v4(model, heads, batch, s1))
                 add("npu_grouped_o_proj_pto", title, output_v4(model, heads, batch, s1))
+    for model, (heads, k, shards) in V4_KEYS.items():
+        for kind in RATIOS:
+            title = f"{model}, {kind}, {heads} heads, 64 x 2"
+            add(sparse_attn_sharedkv.OP, title, shared_kv(kind, heads, k, 64, 2))
+        for heads in shards:
+            title = f"{model}, CSA, {heads} heads, 64 x 2"
+            add(sparse_attn_sharedkv.OP, title, shared_kv("CSA", heads, k, 64, 2))
     for heads in (64, 128):
         for rope in (False, True):
             add("npu_indexer_loss", f"{heads} heads, rope {rope}", loss(heads, rope))
@@ -421,6 +458,11 @@ def _small() -> list[Case]:
                     judge=kl.judge_all,
                 ),
             ]
+    # so many rows that a core has half of a row's channels
+    for heads in (8, 16):
+        make = sparse_attn_sharedkv.paged([300] * 9, 1, heads, 4, 64)
+        title = f"DeepSeek-V4, {heads} heads, 9 rows"
+        found.append(Case(sparse_attn_sharedkv.OP, title, make, cores=one))
     for heads in (64, 128):
         for size, rope in ((LATENT, ROTARY), (LATENT + ROTARY, 0)):
             make = indexer_loss.call(heads, size, rope, 600, 2, 700, 1)
