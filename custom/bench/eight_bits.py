@@ -304,7 +304,7 @@ ON_NPU: dict[str, Callable[[bool], list[Case]]] = {
     "npu_indexer_prolog_pto": lambda _: [indexer_prolog_case(b, "int8", npu=True) for b in BATCHES],
     "npu_sparse_attention_pto": lambda _: [layer_case(b, 128, 65536, npu=True) for b in BATCHES],
 }
-PRESETS = {
+PRESETS: dict[str, Callable[[bool], list[Case]]] = {
     "npu_mla_prolog_pto": _prolog,
     "npu_indexer_prolog_pto": _indexer_prolog,
     "npu_sparse_attention_pto": _whole,

@@ -54,7 +54,7 @@ def sweep(op: str, device: str) -> list[Case]:
 def presets(op: str, device: str) -> list[Case]:
     """The rows of `op`: the full ones, or the small ones on a CPU."""
     small = device == "cpu"
-    first, behind = _PRESETS, eight_bits.PRESETS
-    if device == "npu":
-        first, behind = {**_PRESETS, **shared_kv.ON_NPU}, eight_bits.ON_NPU
+    on_npu = device == "npu"
+    first = {**_PRESETS, **(shared_kv.ON_NPU if on_npu else {})}
+    behind = eight_bits.ON_NPU if on_npu else eight_bits.PRESETS
     return [case for rows in (first, behind) if op in rows for case in rows[op](small)]
