@@ -84,9 +84,11 @@ def group_products(
         )  # fmt: skip
 
 
-def unsupported(attn_out: Tensor, rope_sin: Tensor, **_: Any) -> str | None:
+def unsupported(attn_out: Tensor, rope_sin: Tensor, weight_format: str, **_: Any) -> str | None:
     size, rotary = attn_out.shape[-1], rope_sin.shape[-1]
-    return tiling.not_multiplied(attn_out=attn_out) or not_turned(size, rotary, "`attn_out`")
+    if reason := tiling.not_multiplied(attn_out=attn_out) or product.not_read(weight_format):
+        return reason
+    return not_turned(size, rotary, "`attn_out`")
 
 
 def forward(
@@ -99,8 +101,8 @@ def forward(
     **_: Any,
 ) -> Tensor:
     front, dtype, device = attn_out.shape[:2], attn_out.dtype, attn_out.device
-    groups, hidden = w_o_a.shape[0], nz.columns_of(w_o_b)
-    ranks = w_o_a.shape[2] if w_o_a.ndim == 3 else w_o_a.shape[1] * w_o_a.shape[4]
+    hidden, ranks = (nz.columns_of(w, weight_format) for w in (w_o_b, w_o_a))
+    groups = w_o_a.shape[0]
     out = memory.empty((*front, hidden), dtype, device)
     x, sin, cos = (each.flatten(0, 1) for each in (attn_out, rope_sin, rope_cos))
     tokens, heads, size = x.shape

@@ -201,10 +201,11 @@ def unsupported(
     w_idx_qb: Tensor | None,
     w_idx_proj: Tensor | None,
     kv_kind: str,
+    weight_format: str,
     index_hadamard: bool,
     **_: Any,
 ) -> str | None:
-    if reason := tiling.not_multiplied(token_x=token_x):
+    if reason := tiling.not_multiplied(token_x=token_x) or product.not_read(weight_format):
         return reason
     if kv_kind != "none":
         return f"kv_kind={kv_kind!r}: the cube and vector units of A2 and A3 have int8 and no fp8"
@@ -216,12 +217,14 @@ def unsupported(
         return f"a query latent of {rank} numbers does not fit into UB at once: supported {most}"
     reason = not_turned(size, rotary, "`ori_kv`")
     if reason is None and w_idx_qb is not None and w_idx_proj is not None:
-        reason = not_turned(_index_size(w_idx_qb, w_idx_proj), rotary, "`w_idx_qb`")
+        reason = not_turned(_index(w_idx_qb, w_idx_proj, weight_format)[1], rotary, "`w_idx_qb`")
     return reason
 
 
-def _index_size(w_idx_qb: Tensor, w_idx_proj: Tensor) -> int:
-    return int(nz.columns_of(w_idx_qb) // nz.columns_of(w_idx_proj))
+def _index(w_idx_qb: Tensor, w_idx_proj: Tensor, weight_format: str) -> tuple[int, int]:
+    """Heads and their size."""
+    heads = nz.columns_of(w_idx_proj, weight_format)
+    return heads, nz.columns_of(w_idx_qb, weight_format) // heads
 
 
 def forward(
@@ -246,11 +249,11 @@ def forward(
     requests, steps, hidden = token_x.shape
     rows, dtype, device = requests * steps, token_x.dtype, token_x.device
     rank, size, rotary = gamma_cq.shape[0], gamma_kv.shape[0], rope_sin.shape[-1]
-    heads = nz.columns_of(w_uq) // size
+    heads = nz.columns_of(w_uq, weight_format) // size
     index_heads = index_size = 0
     of_x, index_shape = [(w_dq, rank), (w_kv, size)], [[0], [0]]
     if w_idx_qb is not None and w_idx_proj is not None:
-        index_heads, index_size = nz.columns_of(w_idx_proj), _index_size(w_idx_qb, w_idx_proj)
+        index_heads, index_size = _index(w_idx_qb, w_idx_proj, weight_format)
         of_x.append((w_idx_proj, index_heads))
         index_shape = [[requests, steps, index_heads, index_size], [requests, steps, index_heads]]
     query = memory.empty((requests, steps, heads, size), dtype, device)
