@@ -74,19 +74,21 @@ def options_of(doc):
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="auto: float32 and bfloat16 on a CPU, bfloat16 elsewhere (no float32 in kernels)",
+        help="auto: bfloat16, and on a CPU float32 too",
     )
     parser.add_argument(
         "--weight-format",
         choices=["linear", "nz"],
-        help="linear: the model's own; nz: FRACTAL_NZ copies (default: by the device)",
+        help="the model's own, or FRACTAL_NZ copies; by device",
     )
     said = dict(weights="the attention's projections", caches="latents and index keys")
     for name, what in said.items():
         parser.add_argument(f"--{name}", choices=list(EIGHT_BITS), default="bf16", help=what)
-    parser.add_argument("--batch", type=at_least(1), default=24, help="requests")
-    parser.add_argument("--context", type=int, default=128, help="tokens of the longest request")
-    parser.add_argument("--new-tokens", type=int, default=24, help="of each request")
+    parser.add_argument("--batch", type=at_least(1), default=24, metavar="N", help="requests")
+    parser.add_argument(
+        "--context", type=int, default=128, metavar="N", help="tokens of the longest request"
+    )
+    parser.add_argument("--new-tokens", type=int, default=24, metavar="N", help="of each request")
     options = parser.parse_args()
     if options.new_tokens < 2 or options.context < options.new_tokens + 24:
         parser.error("--new-tokens starts at 2, --context at --new-tokens + 24")

@@ -55,7 +55,7 @@ def test_example(script, device, cxx, monkeypatch):
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *APART])
 def test_help_fits_a_terminal(script, monkeypatch, capsys):
-    """Of 80 columns; it says what the script does, and what each option is."""
+    """Of 24 lines and 80 columns; it says what the script does, and what each option is."""
     if script in (*SMALL, "parallel_decode.py"):
         pytest.importorskip("transformers")
     if script == "graph_onnx.py":
@@ -66,7 +66,8 @@ def test_help_fits_a_terminal(script, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
     usage, description, *_ = text.split("\n\n")
     assert usage.startswith(f"usage: {script}") and description.endswith(".")
     for option in re.findall(r"^  (-.*(?:\n {4,}.*)*)", text, re.M):

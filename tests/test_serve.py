@@ -276,20 +276,6 @@ def test_serves_a_model_from_a_folder(serve, tmp_path, monkeypatch, capsys):
     assert re.search("1 requests, [123] tokens", ended)
 
 
-SCRIPTS = sorted(x.stem for x in EXAMPLES.glob("[a-z]*.py"))
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_fits_a_terminal(script, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--help"])
-    with pytest.raises(SystemExit) as end:
-        importlib.import_module(script).main()
-    lines = capsys.readouterr().out.splitlines()
-    assert end.value.code == 0 and 3 < len(lines) <= 24 and max(map(len, lines)) <= 80
-
-
 def test_a_request_that_can_never_run_is_refused(serve, model, head):
     engine = serve.Engine(model, head, rows=2, pages=8, reach=4, drafts=2)
     for prompt, new in (([], 3), ([1], 0), ([1] * 50, 13)):

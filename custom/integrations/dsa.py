@@ -399,7 +399,7 @@ def _dtype(m: Any) -> torch.dtype:
 def up_projections(m: Any) -> tuple[Tensor, Tensor]:
     """uk [N, Dn, R] and uv [N, Dv, R]: views of the module's weight, which is dequantised where it
     is of 8 bits."""
-    weight = m.kv_b_proj.weight.detach()
+    weight = m.kv_b_proj.weight
     if weight.dtype in _SCALES:
         weight = dequantised_linear(m, m.kv_b_proj, _dtype(m))
     heads = weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)
