@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # kernels that torch_npu runs by aclnn: those with `op_api` in op-plugin's op_plugin_functions.yaml
 # of 2.9 (masked_fill is a copy and masked_fill_, new_full and new_zeros are fills), and its copies
 ACLNN = frozenset((
-    "add", "add_", "arange", "bitwise_or", "clamp", "constant_pad_nd", "cumsum", "eq", "fill_",
-    "gather", "gt", "log", "lt", "masked_fill", "mul", "ones", "sort", "sub", "sum", "where",
-    "zero_", "zeros_like", "_to_copy", "clone", "copy_", "new_full", "new_zeros",
+    "add", "add_", "arange", "bitwise_or", "cat", "clamp", "constant_pad_nd", "cumsum", "eq",
+    "exp", "fill_", "gather", "gt", "log", "lt", "masked_fill", "mul", "ones", "sort", "sub",
+    "sum", "where", "zero_", "zeros_like", "_to_copy", "clone", "copy_", "new_full", "new_zeros",
 ))  # fmt: skip
 # nothing is launched
 _FREE = frozenset(("empty", "new_empty", "detach", "detach_", "_unsafe_view", "scalar_tensor"))

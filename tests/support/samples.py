@@ -123,7 +123,7 @@ def _sharedkv_prolog_pto(
         ori_kv=m.normal(8, P, 1, d),
         ori_block_table=m.ints(*[[3, 1, -1], [7, 2, 5]][:B]).view(B, 3),
         act_seqs=m.ints(*[20, 45][:B]),
-        seqused=m.ints(*[S, 1][:B]),
+        seqused=m.ints(*[S, min(S, 1)][:B]),
         w_idx_qb=m.nz(RQ, NI * di),
         w_idx_proj=m.nz(H, NI),
     )

@@ -47,6 +47,7 @@ def call(
     entry_page: int | None = 2,
     kind: str = "none",
     used: bool = True,
+    ring: int | None = None,
     **options: Any,
 ) -> Callable[[Inputs], Arguments]:
     """Requests with so many tokens before, and in this call."""
@@ -54,7 +55,7 @@ def call(
     def make(x: Inputs) -> Arguments:
         requests, tokens, width = len(starts), max(counts), coff * size
         ends = [a + b for a, b in zip(starts, counts, strict=True)]
-        reach = coff * ratio + tokens if mode == RING else max(ends)
+        reach = ring or (coff * ratio + tokens if mode == RING else max(ends))
         table, pages = _table(x, requests, -(-reach // page))
         state = x.normal(pages, page, 2 * width, dtype=WIDE)
         before = torch.zeros(pages, page, dtype=torch.bool)
@@ -125,7 +126,7 @@ case = partial(Case, OP, judge=judge)
 CASES = (
     case("CSA, decode, ring", call(4, 2, 512, *DECODE, mode=RING)),
     case("CSA, chunks by page", call(4, 2, 512, (0, 5, 8, 2), (9, 7, 0, 4))),
-    case("CSA, chunks longer than the ring", call(4, 2, 128, (13, 2), (14, 3), mode=RING)),
+    case("CSA, chunks longer than the ring", call(4, 2, 128, (29, 2), (14, 3), mode=RING, ring=8)),
     case("HCA, closing", call(128, 1, 512, (127, 126, 255, 300), (1, 2, 1, 1), page=16, mode=RING)),
     case("HCA, a chunk", call(128, 1, 512, (100, 0), (70, 20), page=128, entry_page=16)),
     case("packed", call(4, 2, 128, (3, 7, 9, 0), (6, 0, 3, 5), packed=True, full=False)),
@@ -153,8 +154,8 @@ CONTROLS = (
             "ape + r[:, None] * width", "HCA, closing"),
     Control("a ring that does not turn", KERNEL, "slot = (column + piece) % columns",
             "slot = column + piece", "CSA, chunks longer than the ring"),
-    Control("a token too many is kept", KERNEL, "position >= start + count - columns",
-            "position >= start + count - 1 - columns", "CSA, chunks longer than the ring"),
+    Control("a token too few is kept", KERNEL, "position >= start + count - columns",
+            "position > start + count - columns", "CSA, chunks longer than the ring"),
     Control("a page of states in 32 bits", KERNEL,
             "of_page = state + tl.where(there, number, 0).to(tl.int64)",
             "of_page = state + tl.where(there, number, 0)", "pages far apart"),
