@@ -25,12 +25,12 @@ def forward(
     wide = accumulator(q)
 
     def gather(kv: Tensor, slot: Tensor) -> Tensor:
-        values, rotary, scales = (
-            paged.gather(part[:, :, None], slot, dtype)
-            for part, dtype in zip(
-                quantised.v4_parts(kv), (torch.float32, torch.float32, torch.uint8), strict=True
-            )
+        values, rotary, scales = quantised.v4_parts(kv)
+        kind = values.dtype
+        values, rotary, scales = (  # torch 2.8 moves no fp8 by an index
+            paged.gather(part[:, :, None], slot, part.dtype)
+            for part in (values.view(torch.uint8), rotary, scales)
         )
-        return quantizers.unpack_v4_rows(values, rotary, scales, q.dtype).to(wide)
+        return quantizers.unpack_v4_rows(values.view(kind), rotary, scales, q.dtype).to(wide)
 
     return sparse_attn_sharedkv.attend(q, gather, **arguments)
