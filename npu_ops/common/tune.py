@@ -51,6 +51,21 @@ class Config:
         return {**self.tiles, **self.options}
 
 
+# attention in two passes; no square tile: build 1.2.0 dies of it
+_WEIGH = tuple(
+    Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
+    for heads, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (128, 64))
+)
+# of those that load as little the first is taken
+_ACCUMULATE = tuple(
+    Config(
+        {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
+        {"set_workspace_multibuffer": 2},
+    )
+    for pieces, most in ((2, 128), (4, 32))
+    for heads in (128, 64, 32, 16, 8)
+    if heads <= most
+)
 TABLE: dict[str, tuple[Config, ...]] = {
     # a depth of 128 for those that 512 does not divide, and for short ones
     "product.nz_products": (
@@ -100,36 +115,12 @@ TABLE: dict[str, tuple[Config, ...]] = {
     # rows that are copied back to back
     "sparse_flash_attention.gather": (Config({"ROWS": 32}),),
     "sparse_flash_attention.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
-    # no square tile: build 1.2.0 dies of it
-    "sparse_flash_attention.weigh": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
-        for heads, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (128, 64))
-    ),
-    # of those that load as little the first is taken
-    "sparse_flash_attention.accumulate": tuple(
-        Config(
-            {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
-            {"set_workspace_multibuffer": 2},
-        )
-        for pieces, most in ((2, 128), (4, 32))
-        for heads in (128, 64, 32, 16, 8)
-        if heads <= most
-    ),
+    "sparse_flash_attention.weigh": _WEIGH,
+    "sparse_flash_attention.accumulate": _ACCUMULATE,
     "sparse_attn_sharedkv.note": (Config({"PIECE": 128}),),
     "sparse_attn_sharedkv.collect": (Config({"ROWS": 32, "PIECE": 1024}),),
-    "sparse_attn_sharedkv.weigh": tuple(
-        Config({"HEAD_TILE": heads, "KEY_TILE": keys}, {"set_workspace_multibuffer": 2})
-        for heads, keys in ((8, 64), (16, 64), (32, 64), (64, 128), (128, 64))
-    ),
-    "sparse_attn_sharedkv.accumulate": tuple(
-        Config(
-            {"HEAD_TILE": heads, "KEY_TILE": 128, "PIECES": pieces, "PARTS": 8},
-            {"set_workspace_multibuffer": 2},
-        )
-        for pieces, most in ((2, 128), (4, 32))
-        for heads in (128, 64, 32, 16, 8)
-        if heads <= most
-    ),
+    "sparse_attn_sharedkv.weigh": _WEIGH,
+    "sparse_attn_sharedkv.accumulate": _ACCUMULATE,
     "index_cache_write.write": (Config({}),),
     "latent_cache_write.write": (Config({}),),
     "quantize_index_query.quantised": (Config({"HEAD_TILE": 32}),),
@@ -260,9 +251,9 @@ TABLE: dict[str, tuple[Config, ...]] = {
     # the shallow ones leave room for the streams that are made
     "hc_pre.mix": tuple(
         Config({"TOKENS": tokens, "DEPTH": depth})
-        for tokens, depth in ((16, 256), (64, 128), (16, 128), (32, 64))
+        for tokens, depth in ((16, 256), (64, 64), (16, 128), (32, 64))
     ),
-    "hc_pre.gates": tuple(Config({"LANES": lanes, "WIDTH": 1024}) for lanes in (8, 64)),
+    "hc_pre.gates": tuple(Config({"LANES": lanes, "WIDTH": 1024}) for lanes in (8, 32)),
     "sharedkv_prolog_pto.of_tokens": (Config({"WIDTH": 2048}),),
     "sharedkv_prolog_pto.of_heads": (Config({"HEAD_TILE": 8}),),
     "grouped_o_proj_pto.turn_back": (Config({"HEAD_TILE": 8}),),

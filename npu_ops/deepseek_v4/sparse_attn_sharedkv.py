@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ...dispatch.common.sharedkv import scale_of
-from ..common import cores, entry, ragged, tiling, tune
+from ..common import cores, entry, ragged, tiling, tune, two_passes
 from ..common.front_end import extract_slice, get_element
 from ..common.lengths import within
 from ..common.ragged import PAGED, TND
@@ -497,50 +497,6 @@ def _reach(kv: Tensor, table: Tensor | None) -> int:
     return kv.shape[1] * (1 if table is None else table.shape[1])
 
 
-def _weighing(heads: int, size: int) -> tune.Config:
-    """The least tile that covers the heads, or the largest that fits: tiles share no keys."""
-    kernel = "sparse_attn_sharedkv.weigh"
-    fitting = [
-        config
-        for config in tune.TABLE[kernel]
-        if not tiling.weigh_overflow(config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"], size, 0)
-    ]
-    return tune.choose(kernel, tune.ranked(fitting, "HEAD_TILE", heads), size)
-
-
-def _accumulating(rows: int, padded: int, size: int) -> tune.Config:
-    """The tiles that load the least on the core with the most to do: of a key, a core loads a
-    piece of the row, and its vector units the scores of a tile of heads.  For the same number of
-    cores on every machine, and so with the same result."""
-    kernel = "sparse_attn_sharedkv.accumulate"
-
-    def loaded(config: tune.Config) -> int:
-        heads, pieces = config.tiles["HEAD_TILE"], config.tiles["PIECES"]
-        turns = -(-rows * (padded // heads) * pieces // tiling.A3.cube_cores)
-        return turns * max(2 * size // pieces, 4 * heads)
-
-    fitting = [
-        config
-        for config in tune.TABLE[kernel]
-        if padded % config.tiles["HEAD_TILE"] == 0
-        and size % (16 * config.tiles["PIECES"]) == 0
-        and not tiling.accumulate_overflow(
-            config.tiles["HEAD_TILE"], size // config.tiles["PIECES"]
-        )
-    ]
-    return tune.choose(kernel, sorted(fitting, key=loaded), size)
-
-
-def _splits(rows: int, tiles: int, head_tile: int, wide: int, key_tile: int) -> int:
-    """Over how many programs the keys of a token are spread; each loads its queries anew."""
-
-    def loaded(splits: int) -> int:
-        turns = -(-rows * tiles * splits // tiling.A3.cube_cores)
-        return turns * (-(-wide // key_tile // splits) * key_tile + head_tile)
-
-    return min(range(1, wide // key_tile + 1), key=loaded)
-
-
 def unsupported(
     q: Tensor,
     ori_kv: Tensor,
@@ -641,13 +597,13 @@ def forward(
         K_LENGTHS=seqused_kv is not None and not slots, NEAR=near.how, FAR=far.how,
         **tune.only("sparse_attn_sharedkv.note").keywords,
     )  # fmt: skip
-    weighing = _weighing(heads, size)
+    weighing = two_passes.weighing("sparse_attn_sharedkv", heads, size)
     head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
     padded, wide = tiling.up(heads, head_tile), (half - HEAD.value) * span
     dense_row = (near.laid_out + far.laid_out) * size * q.itemsize
     at_once = tiling.at_once(rows, dense_row + wide * padded * 4)
-    splits = _splits(at_once, padded // head_tile, head_tile, wide, key_tile)
-    accumulating = _accumulating(at_once, padded, size)
+    splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, key_tile)
+    accumulating = two_passes.accumulating("sparse_attn_sharedkv", at_once, padded, size)
     copying = tune.only("sparse_attn_sharedkv.collect")
     dense = [memory.empty((at_once, x.laid_out, size), q.dtype, device) for x in (near, far)]
     scores = memory.empty((at_once, wide, padded), torch.float32, device)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, ragged, tiling, tune
+from ..common import cores, entry, ragged, tiling, tune, two_passes
 from ..common.front_end import extract_slice, get_element
 from ..common.ragged import PAGED, TND, visible
 
@@ -377,52 +377,6 @@ def accumulate(
             tl.store(out_sum + to, total, mask=there)
 
 
-def _weighing(heads: int, latent: int, rotary: int) -> tune.Config:
-    """The least tile that covers the heads, or the largest that fits: tiles share no keys."""
-    kernel = "sparse_flash_attention.weigh"
-    fitting = [
-        config
-        for config in tune.TABLE[kernel]
-        if not tiling.weigh_overflow(
-            config.tiles["HEAD_TILE"], config.tiles["KEY_TILE"], latent, rotary
-        )
-    ]
-    return tune.choose(kernel, tune.ranked(fitting, "HEAD_TILE", heads), latent, rotary)
-
-
-def _accumulating(rows: int, padded: int, latent: int) -> tune.Config:
-    """The tiles that load the least on the core with the most to do: of a key, a core loads a
-    piece of the latent, and its vector units the scores of a tile of heads.  For the same number
-    of cores on every machine, and so with the same result."""
-    kernel = "sparse_flash_attention.accumulate"
-
-    def loaded(config: tune.Config) -> int:
-        heads, pieces = config.tiles["HEAD_TILE"], config.tiles["PIECES"]
-        turns = -(-rows * (padded // heads) * pieces // tiling.A3.cube_cores)
-        return turns * max(2 * latent // pieces, 4 * heads)
-
-    fitting = [
-        config
-        for config in tune.TABLE[kernel]
-        if padded % config.tiles["HEAD_TILE"] == 0
-        and latent % (16 * config.tiles["PIECES"]) == 0
-        and not tiling.accumulate_overflow(
-            config.tiles["HEAD_TILE"], latent // config.tiles["PIECES"]
-        )
-    ]
-    return tune.choose(kernel, sorted(fitting, key=loaded), latent)
-
-
-def _splits(rows: int, tiles: int, head_tile: int, wide: int, key_tile: int) -> int:
-    """Over how many programs the keys of a token are spread; each loads its queries anew."""
-
-    def loaded(splits: int) -> int:
-        turns = -(-rows * tiles * splits // tiling.A3.cube_cores)
-        return turns * (-(-wide // key_tile // splits) * key_tile + head_tile)
-
-    return min(range(1, wide // key_tile + 1), key=loaded)
-
-
 def resolved(
     indices: Tensor, key: Tensor, plan: ragged.Plan, wide: int, block: int = 1
 ) -> tuple[Tensor, Tensor]:
@@ -531,13 +485,13 @@ def attended(
     if plan.rows * heads == 0 or count * plan.reach == 0 or latent.numel() == 0:
         return out.zero_(), out_max.fill_(-torch.inf), out_sum.zero_()
 
-    weighing = _weighing(heads, size, ROTARY)
+    weighing = two_passes.weighing("sparse_flash_attention", heads, size, ROTARY)
     head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
     copies = tune.only("sparse_flash_attention.collect")
     wide, padded = tiling.up(count * block, SPAN), tiling.up(heads, head_tile)
     at_once = tiling.at_once(plan.rows, wide * ((size + ROTARY) * dtype.itemsize + padded * 4))
-    splits = _splits(at_once, padded // head_tile, head_tile, wide, key_tile)
-    accumulating = _accumulating(at_once, padded, size)
+    splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, key_tile)
+    accumulating = two_passes.accumulating("sparse_flash_attention", at_once, padded, size)
     indices = ragged.int32(sparse_indices).flatten(0, -3)
     q, rope = query.flatten(0, -3), query_rope.flatten(0, -3)
     slots = memory.empty((at_once, wide), torch.int32, device)

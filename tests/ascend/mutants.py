@@ -268,11 +268,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
     "rows._summed_pair": (("_summed(h, x, ", _ADDRESS),),
     "rows.rotated": (("-> rows * tiles", _CORE),),
-    "sparse_flash_attention._weighing": (("rotary, latent)", _NAMED),),
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
-    "sparse_flash_attention.attended": (("_weighing(heads, ROTARY, size)", _NAMED),),
+    "sparse_flash_attention.attended": (("heads, ROTARY, size)", _NAMED),),
     "sparse_flash_attention.gather": _PIECE,
     "sparse_flash_attention.collect": (("i <= (end + SPAN", _COPIED),),
     "sparse_flash_attention.resolve": (
@@ -299,6 +298,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "sparse_lightning_indexer_grad_kl_loss.targets": (
         ("start <= tl.load(last", "a tile more, which nobody reads"),
     ),
+    "two_passes.weighing": (("'HEAD_TILE', heads), rotary, size)", _NAMED),),
 }
 
 

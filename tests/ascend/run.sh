@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Proves the Ascend kernels without an NPU: sets up .ascend/ (once), then runs `python -m tests.ascend`;
-# with --estimate OP, `python -m tests.ascend.estimate`; with --second (second.sh), `python -m tests.ascend.second`; with --onboard, `python -m tests.ascend.onboard`,
-# for which the newest compiler is the machine's.
+# with --estimate OP, tests.ascend.estimate; with --second, tests.ascend.second (second.sh sets it up);
+# with --onboard, tests.ascend.onboard, for which the newest compiler is the machine's.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 home=$PWD/.ascend
