@@ -98,17 +98,18 @@ def layer(model: str, heads: int, batch: int, s1: int, context: int = CONTEXT) -
     return make
 
 
-# name: hidden, query rank; the heads of the whole model and of shards, 8 a group of the output
+# name: hidden, query rank, chosen entries; the heads of the whole model and of shards, 8 a group of
+# the output
 V4 = {
-    "DeepSeek-V4-Pro": ((7168, 1536), (128, 16, 8)),
-    "DeepSeek-V4-Flash": ((4096, 1024), (64, 16, 8)),
+    "DeepSeek-V4-Pro": ((7168, 1536, 1024), (128, 16, 8)),
+    "DeepSeek-V4-Flash": ((4096, 1024, 512), (64, 16, 8)),
 }
 V4_GROUP, V4_RANKS, V4_INDEX_HEADS, WINDOW = 8, 1024, 64, 128
 
 
 def prolog_v4(model: str, heads: int, batch: int, s1: int) -> Make:
     """Of a layer with an indexer; its window is a ring of pages."""
-    (hidden, rank), _ = V4[model]
+    (hidden, rank, _), _ = V4[model]
 
     def make(x: Inputs) -> Arguments:
         tokens, ring = (batch, s1), WINDOW // PAGE + 1
@@ -134,7 +135,7 @@ def prolog_v4(model: str, heads: int, batch: int, s1: int) -> Make:
 
 
 def output_v4(model: str, heads: int, batch: int, s1: int) -> Make:
-    (hidden, _), _ = V4[model]
+    (hidden, *_), _ = V4[model]
 
     def make(x: Inputs) -> Arguments:
         groups, depth = heads // V4_GROUP, V4_GROUP * LATENT
@@ -150,8 +151,7 @@ def output_v4(model: str, heads: int, batch: int, s1: int) -> Make:
     return make
 
 
-# heads, chosen entries, the shards' heads; source tokens of an entry, 0 for none
-V4_KEYS = {"DeepSeek-V4-Pro": (128, 1024, (16, 8)), "DeepSeek-V4-Flash": (64, 512, ())}
+# source tokens of an entry, 0 for none
 RATIOS = {"sliding": 0, "CSA": 4, "HCA": 128}
 
 
@@ -372,19 +372,16 @@ def _large() -> list[Case]:
         for heads in shards[:2]:
             for op, make in training(model, heads).items():
                 add(op, f"{model}, {heads} heads, 4096 tokens", make)
-    for model, (_, shards) in V4.items():
+    for model, ((*_, k), shards) in V4.items():
         for heads in shards:
             for batch, s1 in ((1, 1), (32, 1), (64, 2)):
                 title = f"{model}, {heads} heads, {batch} x {s1}"
                 add("npu_sharedkv_prolog_pto", title, prolog_v4(model, heads, batch, s1))
                 add("npu_grouped_o_proj_pto", title, output_v4(model, heads, batch, s1))
-    for model, (heads, k, shards) in V4_KEYS.items():
-        for kind in RATIOS:
-            title = f"{model}, {kind}, {heads} heads, 64 x 2"
-            add(sparse_attn_sharedkv.OP, title, shared_kv(kind, heads, k, 64, 2))
         for heads in shards:
-            title = f"{model}, CSA, {heads} heads, 64 x 2"
-            add(sparse_attn_sharedkv.OP, title, shared_kv("CSA", heads, k, 64, 2))
+            for kind in RATIOS if heads == shards[0] else ("CSA",):
+                title = f"{model}, {kind}, {heads} heads, 64 x 2"
+                add(sparse_attn_sharedkv.OP, title, shared_kv(kind, heads, k, 64, 2))
     for heads in (64, 128):
         for rope in (False, True):
             add("npu_indexer_loss", f"{heads} heads, rope {rope}", loss(heads, rope))
