@@ -723,7 +723,7 @@ def test_a_graph_replays_with_other_lengths(device, precision):
     )  # fmt: skip
     custom.npu_compressor(**arguments)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph):
         custom.npu_compressor(**arguments)
     for t in range(12):
         one.copy_(precision.of(x[None, t : t + 1]))

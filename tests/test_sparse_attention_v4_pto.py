@@ -624,7 +624,7 @@ def test_a_captured_step_whose_lengths_change(device, backend):
     eager = copy.deepcopy(given)
     getattr(custom, OP)(**copy.deepcopy(given))  # compiles
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph):
         out = getattr(custom, OP)(**given)
     for step in range(5):
         for each in (given, eager):

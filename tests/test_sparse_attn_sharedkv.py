@@ -48,7 +48,12 @@ def check(problem: Problem, device, backend, dtype=None, layouts=("BSND", "PA_ND
     plain = problem.solved(dtype)
     wide = problem.solved(torch.float64 if dtype is torch.float64 else torch.float32)
     assert_close_to_float64("out", got, plain[0], exact[0])
-    assert_close_to_float64("lse", got_lse, wide[1], exact[1])
+    # matrix units cut the running sum off, once for 16 channels
+    cut = 0.0
+    finite = exact[1][exact[1].isfinite()]
+    if backend == "cuda" and finite.numel():
+        cut = given["q"].shape[-1] / 32 * torch.finfo(torch.float32).eps * finite.abs().max().item()
+    assert_close_to_float64("lse", got_lse, wide[1], exact[1], beyond=cut)
     alone, none = run(OP, backend, **given | dict(return_softmax_lse=False))
     assert torch.equal(alone, out) and list(none.shape) == [0]
     return out, lse
@@ -342,8 +347,12 @@ def test_sinks(value, device, backend):
         None if value is None else torch.full((4,), value, device=device, dtype=lse_dtype(dtype))
     )
     out, lse = run(OP, backend, **given | dict(sinks=sinks))
-    assert torch.equal(lse, plain[1])
-    assert torch.equal(out, torch.zeros_like(out) if value and value > 0 else plain[0])
+    wanted = torch.zeros_like(out) if value and value > 0 else plain[0]
+    if backend == "reference":
+        assert torch.equal(lse, plain[1]) and torch.equal(out, wanted)
+    else:  # kernels of two compilations
+        torch.testing.assert_close(lse, plain[1], rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(out, wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("sinks", [True, False])
