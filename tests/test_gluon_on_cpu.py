@@ -288,12 +288,18 @@ def prologs(monkeypatch):
     stand_in(monkeypatch, *modules)
 
 
+# a weight [K, N] as an op is given it, by weight_format
+LAID = {"nz": to_nz, "nd": lambda w: w, "linear": lambda w: w.t().contiguous()}
+every_form = pytest.mark.parametrize("form", LAID)
+
+
+@every_form
 @pytest.mark.parametrize("tokens, depth", [(3, 1024), (40, 320), (70, 448), (150, 192)])
-def test_product(tokens, depth, prologs):
+def test_product(tokens, depth, form, prologs):
     x, sizes = normal(tokens, depth), (96, 16, 128)
     weights = [normal(depth, size) for size in sizes]
     parts = nz_matmul.product(
-        x, [(to_nz(w), size) for w, size in zip(weights, sizes, strict=True)], "nz",
+        x, [(LAID[form](w), size) for w, size in zip(weights, sizes, strict=True)], form,
         keep_float=True, first=True,
     )  # fmt: skip
     near(parts.sum(0), x.float() @ torch.cat(weights, 1).float(), 1e-5)
@@ -330,20 +336,22 @@ def test_fp8_product(tokens, depth, prologs):
     near(parts.sum(0), torch.cat(wanted, 1), 1e-5)
 
 
+@every_form
 @pytest.mark.parametrize("tokens, size", [(3, 64), (70, 128), (140, 128), (260, 64)])
-def test_index_heads(tokens, size, prologs):
+def test_index_heads(tokens, size, form, prologs):
     heads, depth, interleaved = 4352 // size, 192, size == 64
     c, w, sin, cos = normal(tokens, depth), normal(depth, 4352), *normal(2, tokens, 64)
     got = stages.index_heads(
-        c, to_nz(w), "nz", size, sin, cos, (tokens, 1), interleaved, late=tokens < 100
-    )  # fmt: skip
+        c, LAID[form](w), form, size, sin, cos, (tokens, 1), interleaved, late=tokens < 100
+    )
     wanted = (c.float() @ w.float()).bfloat16().float().view(tokens, heads, size)
     wanted[..., :64] = turned(wanted[..., :64], sin, cos, interleaved)
     near(got.squeeze(1), wanted)
 
 
+@every_form
 @pytest.mark.parametrize("tokens", [5, 40, 100, 150, 300])
-def test_query_heads(tokens, prologs, monkeypatch):
+def test_query_heads(tokens, form, prologs, monkeypatch):
     """One launch up to 256 tokens, then product and absorption."""
     one = tokens <= 256
     heads, depth, rank, interleaved = 2, 640 if one else 320, 256, tokens % 3 == 0
@@ -352,8 +360,8 @@ def test_query_heads(tokens, prologs, monkeypatch):
     c, w, w_uk = normal(tokens, depth), normal(depth, heads * 192), normal(heads, 128, rank)
     sin, cos = normal(2, tokens, 64)
     query, query_rope = stages.query_heads(
-        c, to_nz(w), "nz", w_uk, sin, cos, (tokens, 1), interleaved
-    )  # fmt: skip
+        c, LAID[form](w), form, w_uk, sin, cos, (tokens, 1), interleaved
+    )
     q = (c.float() @ w.float()).bfloat16().float().view(tokens, heads, 192)
     near(query.squeeze(1), torch.einsum("tnd,ndr->tnr", q[..., :128], w_uk.float()))
     if one:

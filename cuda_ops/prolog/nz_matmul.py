@@ -10,9 +10,9 @@ A weight is NZ, the bytes of [N / C0, K, C0] with C0 = 32 bytes of elements, or 
 Few tokens: K is cut into runs, each program adds up one, and out is [RUNS, T, N] in float32 for
 the next kernel to add in order (deterministic, and no launch of its own).
 
-    condition                             kernels
-    Hopper, all weights NZ and aligned    hopper/nz_matmul.py
-    else                                  _product
+    condition                                      kernels
+    Hopper, weights of one form, rows in 16 bytes  hopper/nz_matmul.py
+    else                                           _product
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_wait
 from ...dispatch.common import memory, nz
 from ..common import gpu, handover, tiling
 from ..common.tiling import cdiv
+from ..common.weight_forms import NZ, form_of
 from ..runtime import launches
 from .hopper import nz_matmul as hopper
 
@@ -154,10 +155,9 @@ def product(
     given = [size for _, size in weights]
     sizes = given + [0] * (4 - len(weights))
     kept = [weight for weight, _ in weights] + [weights[0][0]] * (4 - len(weights))
-    linear = weight_format == "linear"
-    formats = [linear or nz.is_nz(weight, weight_format) for weight in kept]
+    forms = [form_of(weight, weight_format) for weight in kept]
     chained = gpu.has_chained_launch(x.device)
-    by_tma = not linear and hopper.supports(x, kept, formats)
+    by_tma = hopper.supports(x, kept, given, forms)
     chosen = tiling.hopper if by_tma else tiling.plain
     config = chosen(tokens, given, depth, gpu.num_sms(x.device))
     run = cdiv(cdiv(depth, config.runs), config.k) * config.k
@@ -167,9 +167,12 @@ def product(
     blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
     if by_tma:
         hopper.launch(
-            x, kept, sizes, out, run, blocks, config, first=first, late=late, forked=forked
-        )
+            x, kept, forms[0], sizes, out, run, blocks, config, first=first, late=late,
+            forked=forked,
+        )  # fmt: skip
         return out
+    linear = weight_format == "linear"
+    formats = [linear or form == NZ.value for form in forms]
     launches.kernel(_product, blocks, runs)(
         x, *kept, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],

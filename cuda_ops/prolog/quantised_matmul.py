@@ -37,15 +37,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from ...dispatch.common import memory, nz, quantised
+from ...dispatch.common import memory, quantised
 from ..common import gpu, handover, quantise, tiling
 from ..common.tiling import cdiv, power_of_two
+from ..common.weight_forms import LINEAR, NZ, form_of
 from ..runtime import launches
 from .hopper import quantised_matmul as hopper
 
 BLOCK = tl.constexpr(quantised.TILE)
 C0 = tl.constexpr(32)
-NZ, ROW_MAJOR, LINEAR = (tl.constexpr(form) for form in range(3))
 MOST = 3  # weights of one launch
 
 
@@ -58,9 +58,7 @@ class Weight:
     scale: Tensor | None
 
     def form(self, weight_format: str) -> int:
-        if nz.is_nz(self.values, weight_format):
-            return NZ.value
-        return (LINEAR if weight_format == "linear" else ROW_MAJOR).value
+        return form_of(self.values, weight_format)
 
 
 @dataclass(frozen=True)

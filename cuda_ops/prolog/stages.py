@@ -10,7 +10,7 @@
 
     condition                                              kernels
     Hopper, 96 heads to one a processor, up to 256         hopper/query_heads.py
-      tokens, NZ
+      tokens
     Hopper, over 32 tokens, the product in one run         nz_matmul.py then hopper/query_stage.py
                                                            then _rotation
     else                                                   nz_matmul.py then _query_stage
@@ -18,7 +18,7 @@
 `index_heads`, where the first kernel rotates as well:
 
     condition                                              kernels
-    Hopper, NZ, programs for half of the processors        hopper/nz_matmul.py
+    Hopper, programs for half of the processors            hopper/nz_matmul.py
     else                                                   nz_matmul.py then _rotation
 
 `token_stage`:
@@ -41,9 +41,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...dispatch.common import memory, nz
+from ...dispatch.common import memory
 from ..common import gpu, tiling
 from ..common.tiling import Tiling, cdiv, power_of_two
+from ..common.weight_forms import form_of
 from ..runtime import launches
 from .hopper import nz_matmul as hopper_product
 from .hopper import query_heads as hopper_heads
@@ -485,8 +486,7 @@ def token_stage(
 
 def is_one_launch(c: Tensor, weight: Tensor, weight_format: str, w_uk: Tensor, sin: Tensor) -> bool:
     """Whether query_heads is."""
-    whole = nz.is_nz(weight, weight_format)
-    return whole and hopper_heads.supports(c, weight, w_uk, sin.shape[-1])
+    return hopper_heads.supports(c, weight, w_uk, sin.shape[-1])
 
 
 def query_room(w_uk: Tensor, sin: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -506,7 +506,8 @@ def query_heads(
     query, query_rope = into or query_room(w_uk, sin, shape)
     if is_one_launch(c, weight, weight_format, w_uk, sin):
         hopper_heads.launch(
-            c, weight, w_uk, sin, cos, query, query_rope, interleaved, forked=forked
+            c, weight, form_of(weight, weight_format), w_uk, sin, cos, query, query_rope,
+            interleaved, forked=forked,
         )  # fmt: skip
     else:
         heads, plain, _rank = w_uk.shape
@@ -525,16 +526,14 @@ def index_heads(
     heads = weight.numel() // (depth * size)
     query_index = memory.empty((*shape, heads, size), c.dtype, c.device)
     config = tiling.whole_depth(tokens, [heads * size], depth, gpu.num_sms(c.device))
+    form = form_of(weight, weight_format)
     rotates = size % 64 == 0 and sin.shape[-1] == 64
-    if (
-        config
-        and rotates
-        and hopper_product.supports(c, [weight], [nz.is_nz(weight, weight_format)])
-    ):
+    if config and rotates and hopper_product.supports(c, [weight], [heads * size], [form]):
         hopper_product.launch(
-            c, [weight] * 4, [heads * size, 0, 0, 0], query_index.view(1, tokens, heads * size),
-            config.k * cdiv(depth, config.k), heads * size // config.columns * cdiv(tokens,
-            config.tokens), config, late=late, head=size, sin=sin, cos=cos, interleaved=interleaved,
+            c, [weight] * 4, form, [heads * size, 0, 0, 0],
+            query_index.view(1, tokens, heads * size), config.k * cdiv(depth, config.k),
+            heads * size // config.columns * cdiv(tokens, config.tokens), config,
+            late=late, head=size, sin=sin, cos=cos, interleaved=interleaved,
         )  # fmt: skip
     else:
         q = product(c, [(weight, heads * size)], weight_format)

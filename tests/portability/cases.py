@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,17 +147,20 @@ def _indexer() -> Iterator[tuple[str, str, Make]]:
 def _prologs() -> Iterator[tuple[str, str, Make]]:
     for tokens in (8, 200):
 
-        def mla(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
+        def weight(k, n, form):  # type: ignore[no-untyped-def]
+            return _bf16(n, k) if form == "linear" else _bf16(k, n)
+
+        def mla(at, seed, tokens=tokens, form="nd"):  # type: ignore[no-untyped-def]
             weights = dict(
-                weight_dq=_bf16(7168, 1536), weight_uq_qr=_bf16(1536, 128 * 192),
-                weight_dkv_kr=_bf16(7168, 576), weight_format="nd",
+                weight_dq=weight(7168, 1536, form), weight_uq_qr=weight(1536, 128 * 192, form),
+                weight_dkv_kr=weight(7168, 576, form), weight_format=form,
             )  # fmt: skip
             return sparse_attention.mla_prolog_case(tokens, 128).make(at, seed) | weights
 
-        def indexer(at, seed, tokens=tokens):  # type: ignore[no-untyped-def]
+        def indexer(at, seed, tokens=tokens, form="nd"):  # type: ignore[no-untyped-def]
             weights = dict(
-                weight_qb=_bf16(1536, 8192), weight_k=_bf16(7168, 128),
-                weight_proj=_bf16(7168, 64), weight_format="nd",
+                weight_qb=weight(1536, 8192, form), weight_k=weight(7168, 128, form),
+                weight_proj=weight(7168, 64, form), weight_format=form,
             )  # fmt: skip
             return sparse_attention.indexer_prolog_case(tokens).make(at, seed) | weights
 
@@ -180,10 +184,12 @@ def _prologs() -> Iterator[tuple[str, str, Make]]:
                 idx_k_cache_index=_int32(tokens),
             )  # fmt: skip
 
-        yield "npu_mla_prolog_pto", f"{tokens} tokens, 128 heads, nd", mla
+        for form in ("nd", "linear"):
+            of = partial(mla, form=form)
+            yield "npu_mla_prolog_pto", f"{tokens} tokens, 128 heads, {form}", of
+            yield "npu_indexer_prolog_pto", f"{tokens} tokens, {form}", partial(indexer, form=form)
         yield "npu_mla_prolog_v3", f"{tokens} tokens, 128 heads", mla_v3
         yield "npu_mla_prolog_v3", f"int8, {tokens} tokens, 128 heads", narrow_v3
-        yield "npu_indexer_prolog_pto", f"{tokens} tokens, nd", indexer
         yield "npu_lightning_indexer_prolog_pto", f"{tokens} tokens", narrow_indexer
     layer = sparse_attention.layer_case(4, 1, 16, 8192)
     yield "npu_sparse_attention_pto", layer.label, layer.make

@@ -1,15 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""What the products by several weights share on Hopper (Gluon): the ring of tiles, and which part
-of the product a program has."""
+"""What the products by several weights share on Hopper (Gluon): the ring of tiles, which part of
+the product a program has, and blocks of weights of each form (weight_forms.py).
+
+    form         block                    in shared memory
+    NZ           [columns / 16, K, 16]    with the 32-byte swizzle the bytes of [columns, K]
+    ROW_MAJOR    [K, columns]             turned by the product
+    LINEAR       [columns, K]             as the product wants it
+"""
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...common.gluon_names import barrier
+from ...common.gluon_names import barrier, reinterpret, tma_load
+from ...common.hopper.tma import describe_matrix, describe_nz
+from ...common.weight_forms import NZ, ROW_MAJOR
+
+
+def describe_weight(
+    weight: Tensor, form: int, depth: int, size: int, columns: int, k: int
+) -> TensorDescriptor:
+    """Blocks of `columns` columns and `k` rows of a weight of `depth` rows and `size` columns, or
+    of one that is not there (0)."""
+    if form == NZ:
+        return describe_nz(weight, depth, size, columns, k)
+    if form == ROW_MAJOR:
+        return describe_matrix(weight, depth, max(size, 8), [k, columns])
+    return describe_matrix(weight, max(size, 1), depth, [columns, k])
+
+
+@gluon.jit
+def weight_tiles(
+    w, COUNT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORM: gl.constexpr
+):  # fmt: skip
+    if FORM == NZ:
+        shape: gl.constexpr = [COUNT, BLOCK_N // 16, BLOCK_K, 16]
+    elif FORM == ROW_MAJOR:
+        shape: gl.constexpr = [COUNT, BLOCK_K, BLOCK_N]
+    else:
+        shape: gl.constexpr = [COUNT, BLOCK_N, BLOCK_K]
+    return gl.allocate_shared_memory(w.dtype, shape, w.layout)
+
+
+@gluon.jit
+def load_weight(w, column, k, bar, tile, FORM: gl.constexpr, pred=True):
+    if FORM == NZ:
+        tma_load(w, [column // 16, k, 0], bar, tile, pred=pred)
+    elif FORM == ROW_MAJOR:
+        tma_load(w, [k, column], bar, tile, pred=pred)
+    else:
+        tma_load(w, [column, k], bar, tile, pred=pred)
+
+
+@gluon.jit
+def columns_first(tile, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, FORM: gl.constexpr):
+    """A block as the [columns, K] side of a transposed product."""
+    if FORM == NZ:
+        layout: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
+        return reinterpret(tile, tile.dtype, [BLOCK_N, BLOCK_K], layout)
+    elif FORM == ROW_MAJOR:
+        return tile.permute([1, 0])
+    else:
+        return tile
 
 
 @gluon.jit

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The joined products of nz_matmul on Hopper (Gluon): NZ tiles go by TMA straight to wgmma.
+"""The joined products of nz_matmul on Hopper (Gluon): weights go by TMA straight to wgmma.
 
 A block of an NZ weight is [columns / 16, K, 16]; copied with the 32-byte swizzle, its bytes in
 shared memory are a [columns, K] operand whose columns are the contiguous side, so nothing is ever
-rearranged.  The product is computed transposed, [columns, tokens], with the tokens as the short
-side.  A program asks for as many weight tiles as its shared memory holds before it waits for the
-kernel that writes x: that hides the end of that kernel, and the start of this one.  Where an op
-starts here it waits first (common/handover.py).
+rearranged, nor is a block of the other forms (fused_gemm.py).  The product is computed transposed,
+[columns, tokens], with the tokens as the short side.  A program asks for as many weight tiles as
+its shared memory holds before it waits for the kernel that writes x: that hides the end of that
+kernel, and the start of this one.  Where an op starts here it waits first (common/handover.py).
 """
 
 from __future__ import annotations
@@ -26,22 +26,31 @@ from triton.language.extra.cuda import gdc_wait
 
 from ...common import gpu, handover
 from ...common.gluon_names import barrier, reinterpret, tma_load
-from ...common.hopper.tma import DTYPES, aligned, describe_matrix, describe_nz, forget
+from ...common.hopper.tma import DTYPES, aligned, describe_matrix, forget
 from ...common.tiling import Tiling
+from ...common.weight_forms import steps_over
 from ...runtime import launches
-from .fused_gemm import own, place, ring
+from .fused_gemm import (
+    columns_first,
+    describe_weight,
+    load_weight,
+    own,
+    place,
+    ring,
+    weight_tiles,
+)
 from .rotation import pass_on, rotate
 
 
 @gluon.jit
 def _fetch(
-    w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, k, bar, tile, wanted
+    w, block, FIRST: gl.constexpr, END: gl.constexpr, BLOCK_N: gl.constexpr, FORM: gl.constexpr, k,
+    bar, tile, wanted,
 ):  # fmt: skip
     """One tile of the weight whose blocks are [FIRST, END), if `block` is one of them."""
     if END > FIRST:
         mine = (block >= FIRST) & (block < END) & wanted
-        panel = (block - FIRST) * (BLOCK_N // 16)
-        tma_load(w, [panel, k, 0], bar, tile, pred=mine)
+        load_weight(w, (block - FIRST) * BLOCK_N, k, bar, tile, FORM, mine)
 
 
 @gluon.jit
@@ -73,7 +82,7 @@ def _product(
     RUN: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr,
     N3: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr, LATE: gl.constexpr,
-    HEAD: gl.constexpr, INTERLEAVED: gl.constexpr,
+    HEAD: gl.constexpr, INTERLEAVED: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     B0: gl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: gl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
@@ -81,7 +90,7 @@ def _product(
     B3: gl.constexpr = B2 + (N3 + BLOCK_N - 1) // BLOCK_N
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_T) * BLOCK_K * 2
     CHUNKS: gl.constexpr = RUN // BLOCK_K  # past the end of K, a copy fills in zeros
-    w_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N // 16, BLOCK_K, 16], w0.layout)
+    w_tiles = weight_tiles(w0, STAGES, BLOCK_N, BLOCK_K, FORM)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_T, BLOCK_K], x.layout)
     full = ring(STAGES)
     token, block, run = place(tokens, BLOCK_T, B3, GROUP)
@@ -93,15 +102,14 @@ def _product(
         k = lo + i * BLOCK_K
         bar = full.index(i)
         mbarrier.expect(bar, BYTES)
-        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tiles.index(i), True)
-        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(i), True)
-        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(i), True)
-        _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(i), True)
+        _fetch(w0, block, 0, B0, BLOCK_N, FORM, k, bar, w_tiles.index(i), True)
+        _fetch(w1, block, B0, B1, BLOCK_N, FORM, k, bar, w_tiles.index(i), True)
+        _fetch(w2, block, B1, B2, BLOCK_N, FORM, k, bar, w_tiles.index(i), True)
+        _fetch(w3, block, B2, B3, BLOCK_N, FORM, k, bar, w_tiles.index(i), True)
     handover.follow(FIRST, LATE)
     for i in range(ahead):
         tma_load(x, [token, lo + i * BLOCK_K], full.index(i), x_tiles.index(i))
 
-    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
     summed: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_T, 16]
     )
@@ -109,7 +117,7 @@ def _product(
     for i in range(CHUNKS):
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        w_tile = reinterpret(w_tiles.index(stage), x.dtype, [BLOCK_N, BLOCK_K], columns_first)
+        w_tile = columns_first(w_tiles.index(stage), BLOCK_N, BLOCK_K, FORM)
         acc = warpgroup_mma(w_tile, x_tiles.index(stage).permute([1, 0]), acc, is_async=True)
         # the product before is done in every warp, its tiles are free
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
@@ -120,10 +128,10 @@ def _product(
         k = lo + later * BLOCK_K
         bar = full.index(next_stage)
         mbarrier.expect(bar, BYTES, pred=wanted)
-        _fetch(w0, block, 0, B0, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
-        _fetch(w1, block, B0, B1, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
-        _fetch(w2, block, B1, B2, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
-        _fetch(w3, block, B2, B3, BLOCK_N, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w0, block, 0, B0, BLOCK_N, FORM, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w1, block, B0, B1, BLOCK_N, FORM, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w2, block, B1, B2, BLOCK_N, FORM, k, bar, w_tiles.index(next_stage), wanted)
+        _fetch(w3, block, B2, B3, BLOCK_N, FORM, k, bar, w_tiles.index(next_stage), wanted)
         tma_load(x, [token, k], bar, x_tiles.index(next_stage), pred=wanted)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
@@ -151,14 +159,22 @@ def _product(
         gdc_wait()
 
 
-def supports(x: Tensor, weights: Sequence[Tensor], formats: Sequence[bool]) -> bool:
-    """All weights NZ, in half precision, and aligned as TMA wants it."""
-    return gpu.is_hopper(x.device) and x.dtype in DTYPES and all(formats) and aligned(x, *weights)
+def supports(
+    x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], forms: Sequence[int]
+) -> bool:
+    """All weights of one form, in half precision, and aligned as TMA wants it."""
+    return (
+        gpu.is_hopper(x.device)
+        and x.dtype in DTYPES
+        and len(set(forms)) == 1
+        and steps_over(forms[0], x.shape[1], sizes)
+        and aligned(x, *weights)
+    )
 
 
 def launch(
-    x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], out: Tensor, run: int, grid: int,
-    tiling: Tiling, *, first: bool = False, forked: bool = False, late: bool = False,
+    x: Tensor, weights: Sequence[Tensor], form: int, sizes: Sequence[int], out: Tensor, run: int,
+    grid: int, tiling: Tiling, *, first: bool = False, forked: bool = False, late: bool = False,
     head: int = 0, sin: Tensor | None = None, cos: Tensor | None = None, interleaved: bool = False,
 ) -> None:  # fmt: skip
     """out [RUNS, T, sum of sizes] = x [T, K] times the weights; size 0: there is no such weight.
@@ -167,7 +183,7 @@ def launch(
     tokens, depth = x.shape
     chunks = run // tiling.k
     described = [
-        describe_nz(weight, depth, size, tiling.columns, tiling.k)
+        describe_weight(weight, form, depth, size, tiling.columns, tiling.k)
         for weight, size in zip(weights, sizes, strict=True)
     ]
     launches.kernel(_product, grid, out.shape[0])(
@@ -177,6 +193,6 @@ def launch(
         RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], N3=sizes[3],
         BLOCK_T=tiling.tokens, BLOCK_N=tiling.columns, BLOCK_K=tiling.k,
         STAGES=min(max(chunks, 2), tiling.stages), GROUP=tiling.group, FIRST=first, LATE=late,
-        HEAD=head, INTERLEAVED=interleaved,
+        HEAD=head, INTERLEAVED=interleaved, FORM=form,
         num_warps=tiling.warps, launch_pdl=not forked,
     )  # fmt: skip

@@ -20,16 +20,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...common import gpu
 from ...common.gluon_names import barrier, reinterpret, tma_load, tma_store
-from ...common.hopper.tma import DTYPES, aligned, describe_matrix, describe_nz, forget
+from ...common.hopper.tma import DTYPES, aligned, describe_matrix, forget
 from ...common.tiling import power_of_two
 from ...runtime import launches
 from .absorption import put, times
-from .fused_gemm import ring
+from .fused_gemm import columns_first, describe_weight, load_weight, ring, weight_tiles
 from .rotation import rotate
 
 
 @gluon.jit
-def _ask(w, c, w_tiles, c_tiles, full, step, wanted, head, token):
+def _ask(w, c, w_tiles, c_tiles, full, step, wanted, head, token, FORM: gl.constexpr):
     """Three blocks of w_uq_qr and one of c, for step `step`, into its place in the ring."""
     STAGES: gl.constexpr = c_tiles.shape[0]
     BLOCK_T: gl.constexpr = c_tiles.shape[1]
@@ -39,8 +39,8 @@ def _ask(w, c, w_tiles, c_tiles, full, step, wanted, head, token):
     k = step * BLOCK_K
     mbarrier.expect(bar, (3 * 64 + BLOCK_T) * BLOCK_K * 2, pred=wanted)
     for i in gl.static_range(3):
-        panel = (head * 3 + i) * 4
-        tma_load(w, [panel, k, 0], bar, w_tiles.index(stage * 3 + i), pred=wanted)
+        tile = w_tiles.index(stage * 3 + i)
+        load_weight(w, (head * 3 + i) * 64, k, bar, tile, FORM, wanted)
     tma_load(c, [token, k], bar, c_tiles.index(stage), pred=wanted)
 
 
@@ -64,20 +64,19 @@ def _ask_last(
 
 
 @gluon.jit
-def _step(w_tiles, c_tiles, full, i, a, b, turned):
+def _step(w_tiles, c_tiles, full, i, a, b, turned, FORM: gl.constexpr):
     """The three products of step i; when it returns, those of the step before are done in every
     warp, and its tiles are free."""
     STAGES: gl.constexpr = c_tiles.shape[0]
     BLOCK_K: gl.constexpr = c_tiles.shape[2]
-    columns_first: gl.constexpr = gl.NVMMASharedLayout(32, 16, rank=2, transposed=True)
     stage = i % STAGES
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     c_tile = c_tiles.index(stage).permute([1, 0])
-    w_tile = reinterpret(w_tiles.index(stage * 3), c_tiles.dtype, [64, BLOCK_K], columns_first)
+    w_tile = columns_first(w_tiles.index(stage * 3), 64, BLOCK_K, FORM)
     a = warpgroup_mma(w_tile, c_tile, a, is_async=True)
-    w_tile = reinterpret(w_tiles.index(stage * 3 + 1), c_tiles.dtype, [64, BLOCK_K], columns_first)
+    w_tile = columns_first(w_tiles.index(stage * 3 + 1), 64, BLOCK_K, FORM)
     b = warpgroup_mma(w_tile, c_tile, b, is_async=True)
-    w_tile = reinterpret(w_tiles.index(stage * 3 + 2), c_tiles.dtype, [64, BLOCK_K], columns_first)
+    w_tile = columns_first(w_tiles.index(stage * 3 + 2), 64, BLOCK_K, FORM)
     turned = warpgroup_mma(w_tile, c_tile, turned, is_async=True)
     a, b, turned = warpgroup_mma_wait(num_outstanding=3, deps=(a, b, turned))
     barrier()
@@ -97,7 +96,7 @@ def _place(c_tiles, i: gl.constexpr):
 def _query(
     c, w, w_uk, query, query_rope, sin, cos, tokens,
     HEADS: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
-    INTERLEAVED: gl.constexpr,
+    INTERLEAVED: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """A head from c to its outputs: the last 64 columns of c W are rotated, the first 128 absorbed.
     Transposed, [columns, tokens], but for the absorption of many tokens.  Eight warps halve the
@@ -109,16 +108,14 @@ def _query(
     SWAP: gl.constexpr = BLOCK_T < 64
     head = gl.program_id(0)
     token = gl.program_id(1) * BLOCK_T
-    w_tiles = gl.allocate_shared_memory(dtype, [STAGES * 3, 4, BLOCK_K, 16], w.layout)
+    w_tiles = weight_tiles(w, STAGES * 3, 64, BLOCK_K, FORM)
     c_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_T, BLOCK_K], c.layout)
     full = ring(STAGES)
     for each in gl.static_range(STAGES):
         mbarrier.expect(full.index(each), (3 * 64 + BLOCK_T) * BLOCK_K * 2)
         for part in gl.static_range(3):
-            panel = (head * 3 + part) * 4
-            tma_load(
-                w, [panel, each * BLOCK_K, 0], full.index(each), w_tiles.index(each * 3 + part)
-            )
+            tile = w_tiles.index(each * 3 + part)
+            load_weight(w, (head * 3 + part) * 64, each * BLOCK_K, full.index(each), tile, FORM)
     gdc_launch_dependents()
     gdc_wait()
     for each in gl.static_range(STAGES):
@@ -132,10 +129,10 @@ def _query(
     b = gl.zeros([64, BLOCK_T], gl.float32, summed)
     turned = gl.zeros([64, BLOCK_T], gl.float32, summed)
     for i in range(CHUNKS - STAGES + 1):
-        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned)
-        _ask(w, c, w_tiles, c_tiles, full, i + STAGES - 1, i > 0, head, token)
+        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned, FORM)
+        _ask(w, c, w_tiles, c_tiles, full, i + STAGES - 1, i > 0, head, token, FORM)
     for i in range(CHUNKS - STAGES + 1, CHUNKS):
-        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned)
+        a, b, turned = _step(w_tiles, c_tiles, full, i, a, b, turned, FORM)
         _ask_last(w_uk, w_tiles, c_tiles, full, i + STAGES - 1, head, CHUNKS, LAST)
     a, b, turned = warpgroup_mma_wait(num_outstanding=0, deps=(a, b, turned))
     barrier()
@@ -206,7 +203,7 @@ def supports(c: Tensor, weight: Tensor, w_uk: Tensor, rotary: int) -> bool:
 
 
 def launch(
-    c: Tensor, weight: Tensor, w_uk: Tensor, sin: Tensor, cos: Tensor, query: Tensor,
+    c: Tensor, weight: Tensor, form: int, w_uk: Tensor, sin: Tensor, cos: Tensor, query: Tensor,
     query_rope: Tensor, interleaved: bool, *, forked: bool,
 ) -> None:  # fmt: skip
     """c [T, K] -> query [.., N, R], query_rope [.., N, D], in one launch."""
@@ -218,10 +215,10 @@ def launch(
     stages = min(4 if k == 128 else 7, 226 * 1024 // ((3 * 64 + tile) * k * 2))
     launches.kernel(_query, count, -(-tokens // tile))(
         describe_matrix(c, tokens, depth, [tile, k]),
-        describe_nz(weight, depth, count * 192, 64, k),
+        describe_weight(weight, form, depth, count * 192, 64, k),
         describe_matrix(w_uk, count * 128, rank, [k, 64]),
         describe_matrix(query, tokens, count * rank, [tile, 64]),
         query_rope, sin, cos, tokens,
-        HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved,
+        HEADS=count, R=rank, CHUNKS=depth // k, STAGES=stages, INTERLEAVED=interleaved, FORM=form,
         num_warps=8 if tile == 256 else 4, launch_pdl=not forked,
     )  # fmt: skip
