@@ -126,7 +126,7 @@ def sparse_attention_weights(
             projections must have no bias.
         weight_format: "linear": the module's own weights; the half of the key-value up-projection
             that is absorbed is copied. "nz": copies in FRACTAL_NZ, 4-D where whole
-            tiles hold them. None: "nz" on an NPU, where kernels read it alone, else "linear".
+            tiles hold them. None: "nz" on an NPU, whose kernels read it fastest, else "linear".
 
     Returns:
         `SparseAttentionWeights`, whose `arguments` the op takes.

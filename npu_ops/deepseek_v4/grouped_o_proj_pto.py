@@ -86,7 +86,7 @@ def group_products(
 
 def unsupported(attn_out: Tensor, rope_sin: Tensor, weight_format: str, **_: Any) -> str | None:
     size, rotary = attn_out.shape[-1], rope_sin.shape[-1]
-    if reason := tiling.not_multiplied(attn_out=attn_out) or product.not_read(weight_format):
+    if reason := tiling.not_multiplied(attn_out=attn_out):
         return reason
     return not_turned(size, rotary, "`attn_out`")
 
@@ -114,7 +114,7 @@ def forward(
         if w_o_a.ndim == 5 or nz.is_nz(w_o_a[0], weight_format):
             _by_groups(turned, w_o_a, middle)
         else:
-            product.heads(turned.transpose(0, 1), w_o_a, middle)
+            product.heads(turned.transpose(0, 1), w_o_a, middle, weight_format == "linear")
         product.weights(middle.flatten(1), [(w_o_b, out.flatten(0, 1)[here])], weight_format)
     return out
 

@@ -205,7 +205,7 @@ def unsupported(
     index_hadamard: bool,
     **_: Any,
 ) -> str | None:
-    if reason := tiling.not_multiplied(token_x=token_x) or product.not_read(weight_format):
+    if reason := tiling.not_multiplied(token_x=token_x):
         return reason
     if kv_kind != "none":
         return f"kv_kind={kv_kind!r}: the cube and vector units of A2 and A3 have int8 and no fp8"

@@ -35,7 +35,7 @@ def absorb(
     """The rotary dims of a head of x lie behind its `depth`; `index` is turned in place."""
     head_tiles(
         x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
+        WHOLE_M, WHOLE_N, WHOLE_K, False, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
     first = rotated(
         x + depth, sin, cos, out_rope, 0, rows, heads, x_row, x_head, heads * ROTARY, ROTARY,
@@ -75,7 +75,7 @@ def queries(
     plain = x[..., : w.shape[1]]
     config = product.by_height("absorption.absorb", rows)
     turned = [heads] if index is None else [heads, index.query.shape[1]]
-    works = max(product.head_tile_count(plain, w, config), rows * len(turned))
+    works = max(product.head_tile_count(plain, w.shape[2], config), rows * len(turned))
     given: dict[str, Any] = dict.fromkeys(("index_heads", "index_row", "index_head"), 0)
     given |= dict(index=None, INDEX_INTERLEAVED=False)
     if index is not None:

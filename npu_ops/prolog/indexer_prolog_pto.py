@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...dispatch.common import memory
+from ...dispatch.common import memory, nz
 from ..common import quantise, tiling
 from . import narrow_prolog, product, rows
 
@@ -34,7 +34,7 @@ def unsupported(
     reason = narrow_prolog.unsupported(weight_quant_mode, in_bytes)
     if reason := reason or quantise.without_transform(index_hadamard):
         return reason
-    if reason := tiling.not_multiplied(token_x=token_x) or product.not_read(weight_format):
+    if reason := tiling.not_multiplied(token_x=token_x):
         return reason
     rotary, size = rope_sin.shape[-1], ln_gamma_k.shape[0]
     if rotary % 16 or (size - rotary) % 16:
@@ -42,15 +42,10 @@ def unsupported(
     return None
 
 
-def head_count(weight_proj: Tensor) -> int:
-    """Of the indexer; a weight of four dims is padded to whole tiles."""
-    four = weight_proj.ndim == 4
-    return weight_proj.shape[0] * weight_proj.shape[3] if four else weight_proj.shape[1]
-
-
 def forward(**arguments: Any) -> tuple[Tensor, Tensor]:
     if arguments["weight_quant_mode"] or arguments["kv_cache_quant_mode"]:
-        return narrow_prolog.indexer(**arguments, heads=head_count(arguments["weight_proj"]))
+        heads = nz.columns_of(arguments["weight_proj"], arguments["weight_format"])
+        return narrow_prolog.indexer(**arguments, heads=heads)
     return _of_16_bits(**arguments)
 
 
@@ -73,7 +68,7 @@ def _of_16_bits(
 ) -> tuple[Tensor, Tensor]:
     batch, length, hidden = token_x.shape
     tokens, size = batch * length, ln_gamma_k.shape[0]
-    heads = head_count(weight_proj)
+    heads = nz.columns_of(weight_proj, weight_format)
     device, dtype = token_x.device, token_x.dtype
     query_index = memory.empty((tokens, heads, size), dtype, device)
     weights = memory.empty((tokens, heads), dtype, device)

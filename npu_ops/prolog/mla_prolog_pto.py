@@ -35,8 +35,6 @@ def unsupported(
     reason = narrow_prolog.unsupported(weight_quant_mode, in_rows, kv_cache_dtype)
     if reason := reason or narrow_prolog.not_multiplied(token_x, rmsnorm_gamma_cq):
         return reason
-    if weight_quant_mode != 2 and (reason := product.not_read(weight_format)):
-        return reason
     narrow = weight_quant_mode or kv_cache_quant_mode
     widest = narrow_rows.widest() if narrow else rows.widest()
     if max(rmsnorm_gamma_cq.shape[0], kv_cache.shape[-1]) > widest:

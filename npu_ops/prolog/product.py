@@ -3,7 +3,7 @@
 """Products with weights, on the cube alone: no vector core, no workspace.
 
     nz_products   x [M, K] @ W for up to four W, as FRACTAL_NZ bytes [N/16, K, 16] each
-    nd_product    x [M, heads, K] @ W [heads, K, N], row-major, head by head
+    nd_product    x [M, heads, K] @ W [heads, K, N], row-major, head by head; or W [heads, N, K]
 
 An NZ panel is 16 columns, and its K rows lie one after the other: a step of DEPTH of them is one
 bulk copy of contiguous bytes into L1, and one multiply.  The panels' sums stay in L0C, and the x
@@ -168,9 +168,10 @@ def nz_products(
 @triton.jit
 def head_tiles(
     x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, LINEAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """LINEAR: a weight is [columns, depth]."""
     across = (columns + COLUMNS - 1) // COLUMNS
     tiles = (rows + ROWS - 1) // ROWS * across
     d = tl.arange(0, DEPTH)
@@ -180,13 +181,18 @@ def head_tiles(
         row = tile // across * ROWS + tl.arange(0, ROWS)
         column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
         m = (row < rows)[:, None]
-        there = (column < columns)[None]
+        n = column < columns
         row = row.to(tl.int64)[:, None]
         of_head = w + head.to(tl.int64) * depth * columns
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in range(0, depth, DEPTH):
             from_x = x + row * x_row + head * x_head + (k + d)[None]
-            from_w = of_head + (k + d)[:, None].to(tl.int64) * columns + column[None]
+            if LINEAR:
+                from_w = of_head + column[:, None].to(tl.int64) * depth + (k + d)[None]
+                there = n[:, None] & (d < depth - k)[None]
+            else:
+                from_w = of_head + (k + d)[:, None].to(tl.int64) * columns + column[None]
+                there = n[None] & (d < depth - k)[:, None]
             if WHOLE_M and WHOLE_K:
                 x_tile = tl.load(from_x)
             elif WHOLE_K:
@@ -196,43 +202,35 @@ def head_tiles(
             if WHOLE_N and WHOLE_K:
                 w_tile = tl.load(from_w)
             else:
-                w_tile = tl.load(from_w, mask=there & (d < depth - k)[:, None], other=0.0)
+                w_tile = tl.load(from_w, mask=there, other=0.0)
+            if LINEAR:
+                w_tile = tl.trans(w_tile)
             acc = tl.dot(x_tile, w_tile, acc)
         to = out + row * out_row + head * columns + column[None]
-        tl.store(to, acc.to(out.dtype.element_ty), mask=m & there)
+        tl.store(to, acc.to(out.dtype.element_ty), mask=m & n[None])
 
 
 @entry.jit(do_not_specialize=["rows", "heads", "columns", "depth", "x_row", "x_head", "out_row"])
 def nd_product(
     x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, WHOLE_K: tl.constexpr, LINEAR: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     head_tiles(
         x, w, out, rows, heads, columns, depth, x_row, x_head, out_row,
-        WHOLE_M, WHOLE_N, WHOLE_K, ROWS, COLUMNS, DEPTH,
+        WHOLE_M, WHOLE_N, WHOLE_K, LINEAR, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
 
 
-def not_read(weight_format: str) -> str | None:
-    """Why the kernels cannot read weights of 16 bits, or None."""
-    if weight_format == "linear":
-        return (
-            'weight_format="linear" of weights of 16 bits: its kernels read [K, N]. Pass '
-            'custom.to_nz(weight.t()) with weight_format="nz"'
-        )
-    return None
-
-
 def weights(x: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], weight_format: str) -> None:
-    """out [M, N] = x [M, K] @ w for each of the pairs (w, out); w is NZ or row-major as `nz.is_nz`
-    finds, and the rows of `out` may lie apart."""
+    """out [M, N] = x [M, K] @ w for each of the pairs (w, out); w is NZ as `nz.is_nz` finds, else
+    row-major, [K, N] or "linear"'s [N, K], and the rows of `out` may lie apart."""
     tiled = [pair for pair in pairs if nz.is_nz(pair[0], weight_format)]
     if tiled:
         _launch(x, tiled, _cut(x, [out.shape[1] for _, out in tiled], 1), 0)
     for w, out in pairs:
         if not any(w is each for each, _ in tiled):
-            heads(x[:, None], w[None], out[:, None])
+            heads(x[:, None], w[None], out[:, None], weight_format == "linear")
 
 
 def in_parts(x: Tensor, columns: Sequence[tuple[Tensor, int]], weight_format: str) -> Tensor:
@@ -268,17 +266,19 @@ def _launch(
     )  # fmt: skip
 
 
-def heads(x: Tensor, w: Tensor, out: Tensor) -> None:
-    """out [M, heads, N] = x [M, heads, K] @ w [heads, K, N]; x may have strides, dense rows."""
+def heads(x: Tensor, w: Tensor, out: Tensor, linear: bool = False) -> None:
+    """out [M, heads, N] = x [M, heads, K] @ w [heads, K, N], or [heads, N, K] where `linear`; x may
+    have strides, dense rows."""
     config = by_height("product.nd_product", x.shape[0])
-    given = of_heads(x, w, out, config)
-    nd_product[(min(head_tile_count(x, w, config), cores.cube()),)](**given, **config.keywords)
+    given = of_heads(x, w, out, config) | {"LINEAR": linear}
+    works = head_tile_count(x, out.shape[2], config)
+    nd_product[(min(works, cores.cube()),)](**given, **config.keywords)
 
 
 def of_heads(x: Tensor, w: Tensor, out: Tensor, config: tune.Config) -> dict[str, Any]:
     """What `head_tiles` takes beside its tiles."""
     rows, heads, depth = x.shape
-    columns = w.shape[2]
+    columns = out.shape[2]
     return dict(
         x=x,
         w=w,
@@ -295,9 +295,9 @@ def of_heads(x: Tensor, w: Tensor, out: Tensor, config: tune.Config) -> dict[str
     )
 
 
-def head_tile_count(x: Tensor, w: Tensor, config: tune.Config) -> int:
+def head_tile_count(x: Tensor, columns: int, config: tune.Config) -> int:
     rows, heads, _ = x.shape
-    return heads * -(-rows // config.tiles["ROWS"]) * -(-w.shape[2] // config.tiles["COLUMNS"])
+    return heads * -(-rows // config.tiles["ROWS"]) * -(-columns // config.tiles["COLUMNS"])
 
 
 def by_height(kernel: str, rows: int) -> tune.Config:

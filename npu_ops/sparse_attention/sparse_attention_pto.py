@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...dispatch.common import layer, memory
+from ...dispatch.common import layer, memory, nz
 from ..indexer import lightning_indexer, quant_lightning_indexer
 from ..prolog import absorption, indexer_prolog_pto, mla_prolog_pto, narrow_prolog, product, rows
 from . import kv_quant_sparse_flash_attention, sparse_flash_attention
@@ -42,7 +42,7 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (batch, length, hidden), (heads, plain, latent) = a.x.shape, a.w_uk.shape
     tokens, rank = batch * length, a.gamma_cq.shape[0]
     rotary, size = a.sin.shape[-1], a.in_gamma_k.shape[0]
-    index_heads = indexer_prolog_pto.head_count(a.w_idx_proj)
+    index_heads = nz.columns_of(a.w_idx_proj, a.weight_format)
 
     def new(*shape: int) -> Tensor:
         return memory.empty(shape, a.x.dtype, a.x.device)
@@ -93,7 +93,7 @@ def prologs(a: layer.Whole) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def with_indices(**arguments: Any) -> tuple[Tensor, Tensor]:
     a = layer.Whole(**arguments)
     if a.weight_quant_mode == a.index_weight_quant_mode == 2:
-        heads = indexer_prolog_pto.head_count(a.w_idx_proj)
+        heads = nz.columns_of(a.w_idx_proj, a.weight_format)
         query, query_rope, query_index, weights = narrow_prolog.both(a, heads)
     elif a.weight_quant_mode or a.index_weight_quant_mode or a.in_rows or a.in_bytes:
         return a.run(STAGES)

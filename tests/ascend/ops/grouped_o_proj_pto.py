@@ -25,7 +25,9 @@ def projected(
     def make(x: Inputs) -> Arguments:
         depth = heads // groups * size
         of_groups = x.normal(groups, depth, ranks, scale=depth**-0.5)
-        if form != "nd":
+        if form == "linear":
+            of_groups = memory.guarded(of_groups.mT.contiguous())
+        elif form != "nd":
             of_groups = memory.guarded(nz.to_nz(of_groups, flat=form == "flat"))
         arguments = dict(
             attn_out=x.normal(batch, steps, heads, size),
@@ -33,7 +35,7 @@ def projected(
             w_o_b=weight(x, groups * ranks, hidden, form),
             rope_sin=x.normal(batch, steps, rotary),
             rope_cos=x.normal(batch, steps, rotary),
-            weight_format="nd" if form == "nd" else "nz",
+            weight_format="nz" if form == "flat" else form,
         )
         for name in ("rope_sin", "rope_cos"):
             arguments[name][..., 1::2] = float("nan")  # entry 2i is pair i's
@@ -70,6 +72,7 @@ CASES = (
         for batch in (32, 128)
     ),
     case("NZ bytes under the ND shape", projected(3, 1, 8, 2, ranks=48, form="flat", **SMALL)),
+    case("nn.Linear's", projected(5, 1, 6, 2, ranks=40, form="linear", **SMALL)),
     case("row-major", projected(5, 1, 6, 2, ranks=40, form="nd", **SMALL)),
     case("heads of 1024", projected(2, 1, 3, 1, 1024, 128, ranks=32, hidden=32)),
     case(

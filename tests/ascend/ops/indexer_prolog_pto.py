@@ -44,7 +44,7 @@ def prolog(
             index_k_cache=inputs.normal(pages, PAGE, 1, size),
             cache_index=inputs.ints(slots(inputs, batch * length, pages, past).view(tokens)),
             rope_interleaved=interleaved,
-            weight_format="nd" if form == "nd" else "nz",
+            weight_format="nz" if form == "flat" else form,
         )
 
     return make
@@ -63,6 +63,10 @@ CASES = (
     case("all 64 dims rotate", prolog(3, 1, 16, size=64, **SMALL)),
     case("the slot past the last", prolog(3, 1, 16, size=64, past=0, hidden=208, rank=112)),
     case("5 heads", prolog(3, 1, 5, hidden=208, rank=112, size=32, rotary=16, form="nd")),
+    case(
+        "5 heads, nn.Linear's",
+        prolog(3, 1, 5, hidden=208, rank=112, size=32, rotary=16, form="linear"),
+    ),
     case("tiny rows", prolog(3, 1, 16, scale=1e-3, hidden=208, rank=112)),
 )
 CONTROLS = (

@@ -20,7 +20,9 @@ HIDDEN, RANK, PLAIN, LATENT, ROTARY, PAGE = 7168, 1536, 128, 512, 64, 128
 
 
 def weight(inputs: Inputs, rows: int, columns: int, form: str = "nz") -> Tensor:
-    """form: "nz" 4-D, "flat" NZ bytes under the ND shape, "nd" row-major."""
+    """form: "nz" 4-D, "flat" NZ bytes under the ND shape, "nd" row-major, "linear" [N, K]."""
+    if form == "linear":
+        return inputs.normal(columns, rows, scale=rows**-0.5)
     w = inputs.normal(rows, columns, scale=rows**-0.5)
     return w if form == "nd" else memory.guarded(nz.to_nz(w, flat=form == "flat"))
 
@@ -80,7 +82,7 @@ def prolog(
             rmsnorm_epsilon_cq=epsilons[0],
             rmsnorm_epsilon_ckv=epsilons[1],
             rope_interleaved=interleaved,
-            weight_format="nd" if form == "nd" else "nz",
+            weight_format="nz" if form == "flat" else form,
         )
 
     return make
@@ -125,6 +127,8 @@ CASES = (
     case("21 heads of 128", prolog(2, 8, 21, rank=512, **_ODD)),
     case("38 heads of 64", prolog(2, 8, 38, plain=64, rank=512, **_ODD)),
     case("tiny rows", prolog(3, 1, 3, scale=1e-3, **UNEVEN)),
+    case("nn.Linear's", prolog(4, 2, 8, form="linear", **SMALL)),
+    case("nn.Linear's, uneven, 70 tokens", prolog(35, 2, 8, form="linear", hidden=200, rank=120)),
     case("row-major, 20 tokens", prolog(10, 2, 3, hidden=128, rank=64, form="nd")),
     case("row-major, 40 tokens", prolog(20, 2, 3, hidden=128, rank=64, form="nd")),
     case("row-major, uneven, 70 tokens", prolog(35, 2, 8, hidden=200, rank=120, form="nd")),
@@ -137,6 +141,13 @@ _THREE_D = """                from_w = of_head + (k + d)[:, None, None].to(tl.in
                 w_tile = tl.load(from_w).reshape(DEPTH, COLUMNS)
 """
 CONTROLS = (
+    Control(
+        "a weight of nn.Linear's that is not turned",
+        "product",
+        '{"LINEAR": linear}',
+        '{"LINEAR": False}',
+        "nn.Linear's, uneven, 70 tokens",
+    ),
     Control(
         "a panel of another column",
         "product",

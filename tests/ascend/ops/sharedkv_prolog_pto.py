@@ -59,7 +59,7 @@ def prolog(
             ori_block_table=x.ints(table, whole),
             act_seqs=x.ints(lengths, whole),
             seqused=None if used is None else x.ints(used, whole),
-            weight_format="nd" if form == "nd" else "nz",
+            weight_format="nz" if form == "flat" else form,
         )
         if index is not None:
             arguments["w_idx_qb"] = weight(x, rank, index[0] * index[1], form)
@@ -125,6 +125,7 @@ CASES = (
     case("no columns", with_(prolog([20, 33], None, 2, 2, **SMALL), ori_block_table=no_columns)),
     case("pages apart", pages_apart(prolog([20, 33], None, 2, 2, **SMALL), "ori_kv")),
     case("pages far apart", far_apart(prolog([20, 33], None, 2, 2, **SMALL), "ori_kv")),
+    case("nn.Linear's", prolog([20, 3], None, 1, 2, form="linear", **SMALL)),
     case("NZ bytes under the ND shape", prolog([20, 3], None, 1, 2, form="flat", **SMALL)),
     case(
         "row-major",
