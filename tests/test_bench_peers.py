@@ -13,6 +13,7 @@ from torch import Tensor
 
 from custom.bench import in_torch
 from custom.bench.__main__ import relative_error
+from custom.bench.case import in_linear
 from custom.bench.indexer_loss import backward_case, loss_case
 from custom.bench.sparse_attention import (
     GLM5,
@@ -62,6 +63,16 @@ def test_plain_torch_computes_what_the_op_does(name):
         wanted = wanted[:1]
     assert relative_error(got, wanted) < case.tolerance
     assert relative_error(_caches(theirs), _caches(ours)) < case.tolerance
+
+
+def test_weights_as_linear_layers_have_them_are_the_same():
+    case = CASES["mla prolog"][0]()
+    linear = in_linear(case)
+    made = linear.make(torch.device("cpu"), 0)
+    assert made["weight_dq"].shape == (1536, 7168) and linear.label == f"{case.label}, linear"
+    wanted = case.call(case.make(torch.device("cpu"), 0))
+    for x, y in zip(linear.call(made), wanted, strict=True):
+        assert torch.equal(x, y)
 
 
 def test_plain_torch_selects_what_the_indexer_does():

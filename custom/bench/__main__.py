@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """python -m custom.bench OP [--device D] [--shape b=32] [--sweep] [--csv F] [--plot F.png]
-                         [--against F.csv] [--host] [--cold] [--path plain]
+                         [--against F.csv] [--host] [--cold] [--path plain] [--linear]
 
 Correctness comes first: a row that differs from the reference is printed in red, and no table.
 """
@@ -30,7 +30,7 @@ from ..dispatch.env import config
 from ..dispatch.errors import need
 from ..dispatch.registry import BY_NAME
 from . import cold, host
-from .case import Arguments, Case, Outputs
+from .case import Arguments, Case, Outputs, in_linear
 from .presets import presets, sweep
 from .report import Row, curves, packed, plot, read_medians, read_public, text, write_csv
 from .timing import measure, peak_mib, rates, wall_clock
@@ -165,6 +165,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="auto",
         help="plain: on a Hopper GPU, too, the kernels that other GPUs run",
     )
+    parser.add_argument(
+        "--linear",
+        action="store_true",
+        help='weights as nn.Linear has them, weight_format="linear"',
+    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--against", type=Path, help="an earlier CSV, for the column `x before`")
@@ -241,6 +246,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in listed
         if all(str(case.shape.get(name)) == value for name, value in wanted.items())
     ]
+    if options.linear:
+        if "weight_format" not in BY_NAME[options.op].schema:
+            print(f"--linear: {options.op} has no `weight_format`", file=sys.stderr)
+            return 2
+        cases = [in_linear(case) for case in cases]
     if not cases:
         print(f"no row of {options.op} has {options.shape}; the sizes are", file=sys.stderr)
         for case in listed:

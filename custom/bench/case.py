@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..dispatch.common.nz import from_nz
 
 Arguments = dict[str, Any]
 Outputs = Sequence[Tensor]
@@ -43,6 +45,19 @@ class Case:
 
     def call(self, arguments: Arguments) -> Any:
         return getattr(torch.ops.custom, self.op)(**arguments)
+
+
+def in_linear(case: Case) -> Case:
+    """The row with its NZ weights as nn.Linear has them, without the peers."""
+
+    def make(device: torch.device, seed: int) -> Arguments:
+        arguments = case.make(device, seed)
+        for name, x in arguments.items():
+            if isinstance(x, Tensor) and x.ndim >= 4 and name.startswith(("w_", "weight_")):
+                arguments[name] = from_nz(x).mT.contiguous()
+        return arguments | dict(weight_format="linear")
+
+    return replace(case, make=make, label=f"{case.label}, linear", peers={}, stages=None)
 
 
 class Draw:
