@@ -166,9 +166,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="plain: on a Hopper GPU, too, the kernels that other GPUs run",
     )
     parser.add_argument(
-        "--linear",
-        action="store_true",
-        help='weights as nn.Linear has them, weight_format="linear"',
+        "--linear", action="store_true", help='weight_format="linear": weights as nn.Linear has'
     )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
