@@ -41,6 +41,26 @@ class Places(NamedTuple):
     ENTRIES: bool
 
 
+class Source(NamedTuple):
+    """What notes are made of."""
+
+    cu_q: Any
+    used_q: Any
+    used_kv: Any
+    cu_ori: Any
+    cu_cmp: Any
+    ori_length: Any
+    cmp_length: Any
+    tokens: Any
+    requests: Any
+    window: Any
+    ratio: Any
+    ori_reach: Any
+    cmp_reach: Any
+    ori_count: Any
+    cmp_count: Any
+
+
 class Note(NamedTuple):
     request: Any
     limit: Any
@@ -59,6 +79,58 @@ def _span(bounds, request, inside, most):
     return first, tl.maximum(end - first, 0)
 
 
+@triton.jit
+def sums_of(of):
+    """The requests of query rows, whose sums begin with 0, for `request_of`."""
+    if of.cu_q is None:
+        sums = rows.Requests(0, 0, 0, of.tokens, 1, 0, 0, 0)
+    else:
+        sums = rows.Requests(of.cu_q, 0, 0, of.tokens, of.requests + 1, 0, 0, 0)
+    return sums
+
+
+@triton.jit
+def note_of(row, passed, first, stop, of, P: tl.constexpr):
+    """The note of a query row, of which `request_of` says `passed`, `first` and `stop`."""
+    request = passed
+    inside = row >= 0
+    if of.cu_q is not None:
+        inside = (passed > 0) & (passed <= of.requests)
+        request = tl.where(inside, passed - 1, 0)
+    end = stop - first
+    if of.used_q is not None:
+        used = tl.load(of.used_q + request, mask=inside, other=0)
+        end = tl.minimum(rows.within(used, of.tokens), end)
+    left = tl.where(inside, tl.maximum(end - (row - first).to(tl.int32), 0), 0)
+    limit = left
+    near = tl.where(left > 0, of.ori_count, 0)
+    far = tl.where(left > 0, of.cmp_count, 0)
+    closed = 0
+    first_row = 0
+    first_entry = 0
+    if P.SLOTS:
+        if of.ori_length is not None:
+            near = tl.minimum(rows.within(tl.load(of.ori_length + row), of.ori_count), near)
+        if of.cmp_length is not None:
+            far = tl.minimum(rows.within(tl.load(of.cmp_length + row), of.cmp_count), far)
+    else:
+        keys = of.ori_reach
+        closed = of.cmp_reach
+        if P.KEYS == rows.TND:
+            first_row, keys = _span(of.cu_ori, request, inside, of.ori_reach)
+            if P.ENTRIES:
+                first_entry, closed = _span(of.cu_cmp, request, inside, of.cmp_reach)
+        if of.used_kv is not None:
+            used = tl.load(of.used_kv + request, mask=inside, other=0)
+            keys = tl.minimum(rows.within(used, of.ori_reach), keys)
+        limit = tl.where(left > 0, tl.maximum(keys - left + 1, 0), 0)
+        near = tl.minimum(limit, of.window)
+        if P.ENTRIES:
+            closed = tl.minimum(limit // of.ratio, closed)
+        far = tl.where(limit > 0, of.cmp_count, 0) if P.PICKED else closed
+    return Note(request, limit, near, far, closed, first_row, first_entry)
+
+
 @triton.jit(
     do_not_specialize=[
         "tokens", "requests", "window", "ratio", "ori_reach", "cmp_reach", "ori_count", "cmp_count",
@@ -68,56 +140,21 @@ def _note(
     notes, cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
     ratio, ori_reach, cmp_reach, ori_count, cmp_count, LAYOUT: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
+    of = Source(
+        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
+        ratio, ori_reach, cmp_reach, ori_count, cmp_count,
+    )  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if cu_q is not None:
-        sums = rows.Requests(cu_q, cu_q, cu_q, tokens, requests + 1, 0, 0, 0)
-        passed, first, stop = rows.request_of(row, sums, LAYOUT)
-        inside = (passed > 0) & (passed <= requests)
-        request = tl.where(inside, passed - 1, 0)
-    else:
-        # packed slots without sums are one request
-        request = (row // tokens).to(tl.int32)
-        first = request * tokens
-        stop = first + tokens
-        inside = row >= 0
-    end = stop - first
-    if used_q is not None:
-        end = tl.minimum(rows.within(tl.load(used_q + request, mask=inside, other=0), tokens), end)
-    left = tl.where(inside, tl.maximum(end - (row - first).to(tl.int32), 0), 0)
-    limit = left
-    near = tl.where(left > 0, ori_count, 0)
-    far = tl.where(left > 0, cmp_count, 0)
-    closed = 0
-    first_row = 0
-    first_entry = 0
-    if P.SLOTS:
-        if ori_length is not None:
-            near = tl.minimum(rows.within(tl.load(ori_length + row), ori_count), near)
-        if cmp_length is not None:
-            far = tl.minimum(rows.within(tl.load(cmp_length + row), cmp_count), far)
-    else:
-        keys = ori_reach
-        closed = cmp_reach
-        if P.KEYS == rows.TND:
-            first_row, keys = _span(cu_ori, request, inside, ori_reach)
-            if P.ENTRIES:
-                first_entry, closed = _span(cu_cmp, request, inside, cmp_reach)
-        if used_kv is not None:
-            used = rows.within(tl.load(used_kv + request, mask=inside, other=0), ori_reach)
-            keys = tl.minimum(used, keys)
-        limit = tl.where(left > 0, tl.maximum(keys - left + 1, 0), 0)
-        near = tl.minimum(limit, window)
-        if P.ENTRIES:
-            closed = tl.minimum(limit // ratio, closed)
-        far = tl.where(limit > 0, cmp_count, 0) if P.PICKED else closed
+    passed, first, stop = rows.request_of(row, sums_of(of), LAYOUT)
+    note = note_of(row, passed, first, stop, of, P)
     to = notes + row * WIDTH
-    tl.store(to, request)
-    tl.store(to + 1, limit)
-    tl.store(to + 2, near)
-    tl.store(to + 3, far)
-    tl.store(to + 4, closed)
-    tl.store(to + 5, first_row)
-    tl.store(to + 6, first_entry)
+    tl.store(to, note.request)
+    tl.store(to + 1, note.limit)
+    tl.store(to + 2, note.near)
+    tl.store(to + 3, note.far)
+    tl.store(to + 4, note.closed)
+    tl.store(to + 5, note.first_row)
+    tl.store(to + 6, note.first_entry)
 
 
 @triton.jit
@@ -140,9 +177,8 @@ def tiles_of(note, P: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _slot(index, entry, valid, pages, size):
-    slot = tl.load(index + entry, mask=valid, other=-1)
-    valid = (slot >= 0) & (slot < pages * size)
+def _of_slot(slot, valid, pages, size):
+    valid = valid & (slot >= 0) & (slot < pages * size)
     slot = tl.where(valid, slot, 0).to(tl.int32)
     return (slot // size).to(tl.int64), (slot % size).to(tl.int64), valid
 
@@ -160,10 +196,20 @@ def _place(pos, valid, request, first, table, pages, PAGE: tl.constexpr, KEYS: t
 
 
 @triton.jit
-def _near(entry, note, index, table, pages, size, P: tl.constexpr):
+def near_index(entry, note, index, P: tl.constexpr):
+    """What the call names for window rows `entry` of a row: slots, or nothing."""
+    number = entry
+    if P.SLOTS:
+        number = tl.load(index + entry, mask=entry < note.near, other=-1)
+    return number
+
+
+@triton.jit
+def near_place(entry, number, note, table, pages, size, P: tl.constexpr):
+    """(outer, inner, valid) of window rows, by what `near_index` says."""
     valid = entry < note.near
     if P.SLOTS:
-        outer, inner, valid = _slot(index, entry, valid, pages, size)
+        outer, inner, valid = _of_slot(number, valid, pages, size)
     else:
         pos = note.limit - note.near + entry
         outer, inner, valid = _place(
@@ -173,16 +219,25 @@ def _near(entry, note, index, table, pages, size, P: tl.constexpr):
 
 
 @triton.jit
-def _far(entry, note, index, table, pages, size, P: tl.constexpr):
+def far_index(entry, note, index, P: tl.constexpr):
+    """What the call names for entries `entry` of a row: slots, numbers of entries, or nothing."""
+    number = entry
+    if P.SLOTS or P.PICKED:
+        number = tl.load(index + entry, mask=entry < note.far, other=-1)
+    return number
+
+
+@triton.jit
+def far_place(entry, number, note, table, pages, size, P: tl.constexpr):
+    """(outer, inner, valid) of entries, by what `far_index` says."""
     valid = entry < note.far
     if P.SLOTS:
-        outer, inner, valid = _slot(index, entry, valid, pages, size)
+        outer, inner, valid = _of_slot(number, valid, pages, size)
     else:
         pos = entry
         if P.PICKED:
-            picked = tl.load(index + entry, mask=valid, other=-1)
-            valid = (picked >= 0) & (picked < note.closed)
-            pos = tl.where(valid, picked, 0).to(tl.int32)
+            valid = valid & (number >= 0) & (number < note.closed)
+            pos = tl.where(valid, number, 0).to(tl.int32)
         outer, inner, valid = _place(
             pos, valid, note.request, note.first_entry, table, pages, P.CMP_PAGE, P.KEYS
         )
@@ -197,12 +252,15 @@ def keys_of(
     """(outer, inner, valid) of keys `entry` of one source of a row, whose indices and tables these
     are."""
     if not P.ENTRIES:
-        outer, inner, valid = _near(entry, note, ori_index, ori_table, ori_pages, ori_size, P)
+        number = near_index(entry, note, ori_index, P)
+        outer, inner, valid = near_place(entry, number, note, ori_table, ori_pages, ori_size, P)
     else:
         if is_near:
-            outer, inner, valid = _near(entry, note, ori_index, ori_table, ori_pages, ori_size, P)
+            number = near_index(entry, note, ori_index, P)
+            outer, inner, valid = near_place(entry, number, note, ori_table, ori_pages, ori_size, P)
         else:
-            outer, inner, valid = _far(entry, note, cmp_index, cmp_table, cmp_pages, cmp_size, P)
+            number = far_index(entry, note, cmp_index, P)
+            outer, inner, valid = far_place(entry, number, note, cmp_table, cmp_pages, cmp_size, P)
     return outer, inner, valid
 
 
@@ -218,14 +276,17 @@ def of_row(base, row, stride):
 
 @dataclass(frozen=True)
 class Keys:
-    """A call's keys as kernels take them: `arguments` by name, `strides` to go with them, and the
-    most rows and entries that one query row can see."""
+    """A call's keys as kernels take them: `arguments` by name, `strides` to go with them, the most
+    rows and entries that one query row can see, and what its note is made of."""
 
     count: int
-    most: int
+    near: int
+    far: int
     arguments: dict[str, Any]
     strides: tuple[int, ...]
     places: Places
+    source: dict[str, Any]
+    layout: rows.Layout
 
 
 def keys(
@@ -250,7 +311,7 @@ def keys(
     cmp_topk_length: Tensor | None,
     **_: Any,
 ) -> Keys:
-    """Launches the first kernel; `q` has rows."""
+    """`q` has rows."""
     count = q.shape[:-2].numel()
     if layout_q == "TND":
         tokens = q.shape[0]
@@ -273,31 +334,41 @@ def keys(
     ori_index, ori_count = _indices(ori_sparse_indices if slots else None, count)
     cmp_index, cmp_count = _indices(cmp_sparse_indices, count)
     window = min(ori_win_left + 1, max(ori_reach, 1))
-    notes = memory.empty((count, WIDTH.value), torch.int32, q.device)
     layout = rows.Layout(
         PAGE=1, Q_TND=cu_seqlens_q is not None, KEYS=0, CAUSAL=True, HAS_Q=False, HAS_K=False,
         REQUESTS=triton.next_power_of_2(requests + 1) if cu_seqlens_q is not None else 1,
     )  # fmt: skip
-    launches.kernel(_note, count)(
-        notes, cu_seqlens_q, seqused_q, seqused_kv, cu_seqlens_ori_kv, cu_seqlens_cmp_kv,
+    source = Source(
+        cu_seqlens_q, seqused_q, seqused_kv, cu_seqlens_ori_kv, cu_seqlens_cmp_kv,
         ori_topk_length, cmp_topk_length, tokens, requests, window, max(cmp_ratio, 1), ori_reach,
-        cmp_reach, ori_count, cmp_count, LAYOUT=layout, P=places, num_warps=1,
+        cmp_reach, ori_count, cmp_count,
     )  # fmt: skip
-    near = ori_count if slots else window
-    far = cmp_count if places.PICKED else cmp_reach
     return Keys(
-        count,
-        near + far,
-        dict( ori_index=ori_index, cmp_index=cmp_index,
-            ori_table=ori_block_table, cmp_table=cmp_block_table, notes=notes,
-            ori_pages=ori_pages, cmp_pages=cmp_pages, ori_size=ori_size, cmp_size=cmp_size,
+        count=count,
+        near=ori_count if slots else window,
+        far=cmp_count if places.PICKED else cmp_reach,
+        arguments=dict(
+            ori_index=ori_index, cmp_index=cmp_index, ori_table=ori_block_table,
+            cmp_table=cmp_block_table, ori_pages=ori_pages, cmp_pages=cmp_pages, ori_size=ori_size,
+            cmp_size=cmp_size,
         ),
-        tuple(
+        strides=tuple(
             0 if x is None else x.stride(0)
             for x in (ori_index, cmp_index, ori_block_table, cmp_block_table)
         ),
-        places,
+        places=places,
+        source=source._asdict(),
+        layout=layout,
     )  # fmt: skip
+
+
+def note(keys: Keys, device: torch.device) -> Tensor:
+    """The first kernel's notes of all rows."""
+    notes = memory.empty((keys.count, WIDTH.value), torch.int32, device)
+    launches.kernel(_note, keys.count)(
+        notes, **keys.source, LAYOUT=keys.layout, P=keys.places, num_warps=1
+    )
+    return notes
 
 
 def _extent(kv: Tensor | None, table: Tensor | None) -> tuple[int, int, int]:

@@ -8,8 +8,10 @@ The keys of a query row are its window rows, and behind them its entries: all th
 that its indices name, or the slots that they name (common/sharedkv.py).  One walk over both, tile
 by tile, with tiles that hold keys of one kind alone.  What is absent is not read.
 
-    condition    kernels
-    any          _attend
+    condition                                         kernels
+    Hopper, D 512, floats, steps from key to key of   hopper/sparse_attn_sharedkv.py
+      16 elements, scale above 0
+    else                                              _attend
 
 Few rows: the keys are split over programs, whose parts common/combine.py puts together.
 """
@@ -34,6 +36,7 @@ from ..runtime import launches
 from ..sparse_attention import sparse_flash_attention
 from ..sparse_attention.sparse_flash_attention import LOWEST
 from . import sharedkv
+from .hopper import sparse_attn_sharedkv as hopper
 
 Rows = tuple[Any, Tensor | None, Tensor | None]
 Pair = tuple[Tensor, Tensor]
@@ -237,14 +240,18 @@ def attend(
     if out.numel() == 0:
         return out, lse
     keys = sharedkv.keys(q, **arguments)
-    tile = _tiles(q, keys.most, values.itemsize)
-    assert tile is not None
     flat = q.reshape(keys.count, heads, size)
+    scale_log2 = scale_of(softmax_scale, size) * LOG2E.value
+    if ori[2] is None and hopper.supports(flat, values, cmp_values, scale_log2):
+        hopper.launch(flat, values, cmp_values, keys, sinks, out, lse, scale_log2)
+        return out, lse
+    tile = _tiles(q, keys.near + keys.far, values.itemsize)
+    assert tile is not None
     parts = Parts.of(tile.splits, keys.count * heads, size, lse)
     launches.kernel(_attend, keys.count * tile.splits * triton.cdiv(heads, tile.heads))(
         flat, values, cmp_values, ori[1], cmp[1], ori[2], cmp[2], sinks=sinks, out=out,
         partial=parts.out, partial_max=parts.max, partial_sum=parts.sum, lse=lse,
-        scale_log2=scale_of(softmax_scale, size) * LOG2E.value, **keys.arguments,
+        scale_log2=scale_log2, notes=sharedkv.note(keys, device), **keys.arguments,
         strides=(
             *flat.stride()[:2], *keys.strides, *sharedkv.steps(values),
             *sharedkv.steps(cmp_values), *sharedkv.steps(ori[1]), *sharedkv.steps(cmp[1]),

@@ -142,11 +142,12 @@ def backward(
         return memory.empty((0,) if tensor is None else tensor.shape, q.dtype, q.device)
 
     d_q, d_ori, d_cmp = like(q), like(ori_kv), like(cmp_kv)
-    given = None
+    given = notes = None
     if q.numel():
         given = sharedkv.keys(
             q, ori_kv, cmp_kv, ori_block_table=None, cmp_block_table=None, **arguments
         )
+        notes = sharedkv.note(given, q.device)
     flat, do, o = (x.reshape(-1, heads, size) for x in (q, d_out, out))
     tile = tile_of(heads, size, 0, q.element_size(), q.device)
     assert tile is not None
@@ -156,7 +157,7 @@ def backward(
             launches.kernel(_gradients, given.count * triton.cdiv(heads, tile))(
                 flat, ori_kv, cmp_kv, d_out=do, out=o, lse=softmax_lse, d_lse=d_softmax_lse,
                 sinks=sinks, d_q=d_q, d_ori=sums[0], d_cmp=sums[1], peaks=peaks,
-                scale=scale_of(softmax_scale, size), **given.arguments,
+                scale=scale_of(softmax_scale, size), notes=notes, **given.arguments,
                 strides=(
                     *(step for x in (flat, do, o) for step in x.stride()[:2]), *given.strides,
                     *sharedkv.steps(ori_kv), *sharedkv.steps(cmp_kv),

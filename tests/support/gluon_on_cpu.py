@@ -185,7 +185,7 @@ class Copies:
         self.groups = [[]]
 
     def cp_async(self, tile, pointer, mask=None):
-        tile.fill_(float("nan"))
+        tile.store(torch.full(tile.shape, float("nan"), dtype=tile.dtype))
         self.groups[-1].append((tile, pointer, mask))
 
     def commit_group(self):
@@ -193,8 +193,18 @@ class Copies:
 
     def wait_group(self, left):
         while len(self.groups) > left + 1:
-            for tile, pointer, mask in self.groups.pop(0):
-                tile.store(_load(pointer, mask, 0))
+            _arrive(self.groups.pop(0))
+
+    def mbarrier_arrive(self, bar, increment_count):
+        """Each of 128 threads does, when what it asked for is there."""
+        assert not increment_count
+        Program.now.get().barriers.late(bar, self.groups.pop(), 128)
+        self.commit_group()
+
+
+def _arrive(group):
+    for tile, pointer, mask in group:
+        tile.store(_load(pointer, mask, 0))
 
 
 class Barriers:
@@ -210,7 +220,7 @@ class Barriers:
 
     def init(self, bar, count):
         self.of[bar.data_ptr()] = SimpleNamespace(
-            phase=0, count=count, arrived=0, announced=0, copies=[]
+            phase=0, count=count, arrived=0, announced=0, copies=[], late=[]
         )
 
     def expect(self, bar, size, pred=True):
@@ -222,6 +232,13 @@ class Barriers:
     def arrive(self, bar, count=1, pred=True):
         with self.changed:
             self.of[bar.data_ptr()].arrived += count if pred else 0
+            self.changed.notify_all()
+
+    def late(self, bar, group, count):
+        with self.changed:
+            state = self.of[bar.data_ptr()]
+            state.late += group
+            state.arrived += count
             self.changed.notify_all()
 
     def tma_load(self, block, at, bar, tile, pred=True):
@@ -250,7 +267,9 @@ class Barriers:
                 whole = torch.zeros(tile.shape, dtype=tile.dtype)
                 whole[tuple(slice(n) for n in part.shape)] = part
                 tile.store(whole)
-            state.phase, state.arrived, state.announced, state.copies = 1 - phase, 0, 0, []
+            _arrive(state.late)
+            state.phase, state.arrived, state.announced = 1 - phase, 0, 0
+            state.copies, state.late = [], []
 
     def forget(self, bars):
         with self.changed:
@@ -283,7 +302,7 @@ class Barriers:
         self.threads = 0
 
     def all_done(self):
-        left = [state for state in self.of.values() if state.copies or state.announced]
+        left = [x for x in self.of.values() if x.copies or x.late or x.announced]
         return not left and not any(self.stores.values())
 
 
@@ -362,6 +381,12 @@ def _wgmma(a, b, acc, use_acc=True, is_async=False):
 
 def _finished(num_outstanding, deps):
     return deps[0] if len(deps) == 1 else deps
+
+
+def _range(*ends):
+    """Of a kernel's numbers, numbers of a kernel."""
+    found = range(*map(int, ends))
+    return (_block(i).int() for i in found) if any(map(torch.is_tensor, ends)) else found
 
 
 class _Constant(float):
@@ -447,6 +472,7 @@ def stand_in(monkeypatch, *modules, at=None):
     for name in ("barrier", "gdc_wait", "gdc_launch_dependents", "fence_async_shared"):
         instead[name] = lambda: None
     for module in modules:
+        monkeypatch.setattr(module, "range", _range, raising=False)
         for name, x in list(vars(module).items()):
             if isinstance(x, triton.runtime.JITFunction) or name in instead:
                 monkeypatch.setattr(module, name, instead.get(name) or Kernel(x, gl))

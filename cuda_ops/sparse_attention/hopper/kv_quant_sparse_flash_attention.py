@@ -311,7 +311,7 @@ def _attend(
 def supports(call: Attention) -> bool:
     """Rows of whole 16-byte pieces, too; keys are evenly spaced and hold the values."""
     return (
-        fits(call)
+        fits(call, 64)
         and call.key.dtype in (torch.float8_e4m3fn, torch.int8)
         and not any(step % 16 for step in call.query_strides)
         and call.key.stride(-3) % 16 == 0

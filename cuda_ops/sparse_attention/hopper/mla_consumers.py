@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common import gpu
 from ...common.combine import Parts, combine
-from ...common.gluon_names import barrier
+from ...common.gluon_names import barrier, cp_async
 from ...common.hopper.tma import aligned
 from ...common.log2 import LEAST, LN2, LOG2E
 from ...common.selection import Attention
@@ -95,11 +95,18 @@ class Output(NamedTuple):
 
 
 class Constants(NamedTuple):
+    """ROPE: columns of keys that are no values, 64 or 0.  COUNTED: the steps of an item depend on
+    its row, and the gathering warps leave their number behind the places.  LSE: one statistic, the
+    log-sum-exp."""
+
     HEADS: int
     SPLITS: int
     SPARSE_BLOCK: int
     HAS_SINK: bool
     STATS: bool
+    ROPE: int = 64
+    COUNTED: bool = False
+    LSE: bool = False
 
 
 @gluon.jit
@@ -107,6 +114,14 @@ def arrive(bars, which):
     """After every warp of the group is here."""
     barrier()
     mbarrier.arrive(bars.index(which), count=1)
+
+
+@gluon.jit
+def gather(base, slot, stride, tile, column: gl.constexpr):
+    """Ask for columns `column` .. of the rows `slot`; absent rows become 0."""
+    d = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, GATHER))
+    at = (base + gl.maximum(slot, 0).to(gl.int64) * stride)[:, None] + d[None, :]
+    cp_async(tile, at, mask=(slot >= 0)[:, None])
 
 
 @gluon.jit
@@ -119,7 +134,7 @@ def item(number, HEADS: gl.constexpr, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(tiles, t, tile, zero, TILE: gl.constexpr):
+def _scores(tiles, t, tile, zero, TILE: gl.constexpr, C: gl.constexpr):
     """[64, 64] scores of a tile, once it is there; masked, not yet scaled."""
     q_left, q_right, q_rope, left, right, rope, _exchange, places, bars = tiles
     mbarrier.wait(bars.index(LEFT + TILE), t & 1)
@@ -131,11 +146,18 @@ def _scores(tiles, t, tile, zero, TILE: gl.constexpr):
     mbarrier.wait(bars.index(RIGHT + TILE), t & 1)
     fence_async_shared()
     s = warpgroup_mma(q_right.index(zero), right.index(tile).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(q_rope.index(zero), rope.index(tile).permute((1, 0)), s, is_async=True)
+    if C.ROPE > 0:
+        s = warpgroup_mma(q_rope.index(zero), rope.index(tile).permute((1, 0)), s, is_async=True)
     mbarrier.wait(bars.index(PLACED + (t & 1)), (t >> 1) & 1)
     slot = places.index(t & 1).slice(64 * TILE, 64).load(gl.SliceLayout(0, S))
     s = warpgroup_mma_wait(0, deps=[s])
     return gl.where((slot >= 0)[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def _count(tiles):
+    """Steps of the item whose queries are there."""
+    return gl.max(tiles.places.index(2).slice(0, 1).load(LINE), 0)
 
 
 @gluon.jit
@@ -178,9 +200,13 @@ def _finish(acc, row_sum, row_max, to, row, split, head, C: gl.constexpr, COLUMN
     below = gl.where(valid, row_sum, 1.0)
     if C.SPLITS == 1:
         if C.STATS and COLUMN == 0:
-            top = gl.where(valid, row_max * LN2, float("-inf"))
+            top = row_max * LN2
+            if C.LSE:
+                top += gl.log(below)
+            else:
+                gl.store(to.softmax_sum + row * C.HEADS + h, row_sum, mask=h < C.HEADS)
+            top = gl.where(valid, top, float("-inf"))
             gl.store(to.softmax_max + row * C.HEADS + h, top, mask=h < C.HEADS)
-            gl.store(to.softmax_sum + row * C.HEADS + h, row_sum, mask=h < C.HEADS)
         if C.HAS_SINK:
             sink = gl.load(to.sinks + h, mask=h < C.HEADS, other=0.0)
             below += gl.exp2(sink * LOG2E - row_max)
@@ -216,11 +242,13 @@ def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
         mbarrier.wait(bars.index(QUERY), query_phase)
+        if C.COUNTED:
+            steps = _count(tiles)
         for step in range(steps):
             # zero, but not to the compiler: 80 descriptors made ahead of the loop would spill
             zero = step >> 30
             phase = t & 1
-            s = _scores(tiles, t, zero, zero, 0)
+            s = _scores(tiles, t, zero, zero, 0, C)
             mine = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
             acc, row_sum = _scaled(acc, row_sum, row_max, mine)
             p = _weigh(s, mine, scale_log2, tiles, zero, step == steps - 1, 0)
@@ -256,10 +284,12 @@ def consumer1(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
         row_sum = gl.full([64], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([64, 256], gl.float32, layout=WIDE)
         mbarrier.wait(bars.index(QUERY), query_phase)
+        if C.COUNTED:
+            steps = _count(tiles)
         for step in range(steps):
             zero = step >> 30
             phase = t & 1
-            s = _scores(tiles, t, 1 + zero, zero, 1)
+            s = _scores(tiles, t, 1 + zero, zero, 1, C)
             mbarrier.wait(bars.index(WEIGHED), phase)
             mbarrier.wait(bars.index(RIGHT), phase)
             fence_async_shared()
@@ -289,7 +319,7 @@ def strides(call: Attention) -> tuple[int, ...]:
     return (*call.query_strides, *keys, call.index.stride(0))
 
 
-def _splits(count: int, heads: int, entries: int, processors: int) -> int:
+def splits_of(count: int, heads: int, entries: int, processors: int) -> int:
     """Until every multiprocessor has its program, while the parts stay small: 128 heads and 4 rows
     took 18 us in 8 splits and 24 in 16 (H200, 2026-11)."""
     items, splits = count * triton.cdiv(heads, 64), 1
@@ -301,14 +331,15 @@ def _splits(count: int, heads: int, entries: int, processors: int) -> int:
     return splits
 
 
-def fits(call: Attention) -> bool:
-    """The widths of DeepSeek's latents, tensors that begin at whole pieces of 16 bytes, and a scale
-    that leaves the largest score the largest."""
+def fits(call: Attention, *ropes: int) -> bool:
+    """Latents as wide as DeepSeek's beside a rope of `ropes`, tensors that begin at whole pieces of
+    16 bytes, and a scale that leaves the largest score the largest."""
     return (
         gpu.is_hopper(call.q.device)
         and call.entries > 0
         and call.scale_log2 >= LEAST
-        and (call.q.shape[-1], call.rope) == (512, 64)
+        and call.q.shape[-1] == 512
+        and call.rope in ropes
         and aligned(call.q, call.qr, call.key, call.kr)
     )
 
@@ -317,7 +348,7 @@ def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> 
     """`kernel` with what every one of these kernels takes, and `more`; then the parts together."""
     count, heads, rank = call.q.shape
     processors = gpu.num_sms(call.q.device)
-    splits = _splits(count, heads, call.entries, processors)
+    splits = splits_of(count, heads, call.entries, processors)
     parts = Parts.of(splits, count * heads, rank, call.softmax_max)
     items = count * splits * triton.cdiv(heads, 64)
     launches.kernel(kernel, min(items, processors))(
@@ -330,7 +361,7 @@ def run(kernel: Any, call: Attention, strides: tuple[int, ...], **more: Any) -> 
         **call.plan.arguments, strides=strides, items=items, LAYOUT=call.plan.layout,
         C=Constants(
             HEADS=heads, SPLITS=splits, SPARSE_BLOCK=call.span, HAS_SINK=call.sinks is not None,
-            STATS=call.softmax_max.numel() > 0,
+            STATS=call.softmax_max.numel() > 0, ROPE=call.rope,
         ),
         num_warps=4, **more,
     )  # fmt: skip

@@ -32,18 +32,11 @@ from .mla_consumers import (
     consumer0,
     consumer1,
     fits,
+    gather,
     item,
     run,
     strides,
 )
-
-
-@gluon.jit
-def _half(base, slot, stride, tile, column: gl.constexpr):
-    """Ask for columns `column` .. of the rows `slot`; absent rows become 0."""
-    d = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, GATHER))
-    at = (base + gl.maximum(slot, 0).to(gl.int64) * stride)[:, None] + d[None, :]
-    cp_async(tile, at, mask=(slot >= 0)[:, None])
 
 
 @gluon.jit
@@ -86,8 +79,9 @@ def _producer(
             at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
             cp_async(q_left.index(0), at, mask=mask)
             cp_async(q_right.index(0), at + 256, mask=mask)
-            at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
-            cp_async(qr.index(0), at, mask=mask)
+            if C.ROPE > 0:
+                at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
+                cp_async(qr.index(0), at, mask=mask)
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
@@ -105,19 +99,21 @@ def _producer(
         now = places.index(t & 1)
         slot0 = now.slice(0, 64).load(ROW)
         mbarrier.wait(bars.index(LEFT_FREE), phase)
-        _half(key, slot0, key_stride, left.index(0), 0)
+        gather(key, slot0, key_stride, left.index(0), 0)
         async_copy.mbarrier_arrive(bars.index(LEFT), increment_count=False)
         mbarrier.wait(bars.index(RIGHT_FREE), phase)  # the odd consumer has read the weights too
-        _half(key_rope, slot0, rope_stride, rope.index(0), 0)
-        _half(key, slot0, key_stride, right.index(0), 256)
+        if C.ROPE > 0:
+            gather(key_rope, slot0, rope_stride, rope.index(0), 0)
+        gather(key, slot0, key_stride, right.index(0), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT), increment_count=False)
         slot1 = now.slice(64, 64).load(ROW)
         mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
-        _half(key_rope, slot1, rope_stride, rope.index(1), 0)
-        _half(key, slot1, key_stride, left.index(1), 0)
+        if C.ROPE > 0:
+            gather(key_rope, slot1, rope_stride, rope.index(1), 0)
+        gather(key, slot1, key_stride, left.index(1), 0)
         async_copy.mbarrier_arrive(bars.index(LEFT + 1), increment_count=False)
         mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
-        _half(key, slot1, key_stride, right.index(1), 256)
+        gather(key, slot1, key_stride, right.index(1), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
         # the places of the step before are free, since both consumers let go of its tiles
         slot = slots(index, entry, kv_len, request, start, of, C.SPARSE_BLOCK, LAYOUT)
@@ -154,7 +150,9 @@ def _attend(
     dtype: gl.constexpr = key.dtype.element_ty
     q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
     q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
-    qr = gl.allocate_shared_memory(dtype, [1, 64, 64], SWIZZLED)
+    qr = q_left
+    if C.ROPE > 0:
+        qr = gl.allocate_shared_memory(dtype, [1, 64, 64], SWIZZLED)
     left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
     right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
     rope = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
@@ -185,7 +183,7 @@ def _attend(
 
 def supports(call: Attention) -> bool:
     """Rows of whole 16-byte pieces, too; keys are evenly spaced and hold the values."""
-    return fits(call) and not any(step % 16 for step in strides(call)[:-1])
+    return fits(call, 64, 0) and not any(step % 16 for step in strides(call)[:-1])
 
 
 def launch(call: Attention) -> None:

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The attention of sparse_attn_sharedkv.py on a Hopper GPU: sparse_attention's mla_consumers.py
+with keys without a rope, from two caches.
+
+A tile holds 64 keys of one cache, the window's first; a place counts units of elements from where
+its cache begins.  The gathering warps find out what a row sees, a step ahead, and how many steps
+its part takes: lengths are read here, by no kernel ahead of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...common import gpu
+from ...common.combine import Parts, combine
+from ...common.gluon_names import barrier, cp_async
+from ...common.hopper.rows import request_of
+from ...common.hopper.tma import aligned
+from ...common.log2 import LEAST
+from ...runtime import launches
+from ...sparse_attention.hopper.mla_consumers import (
+    BARRIERS,
+    GATHER,
+    LEFT,
+    LEFT_FREE,
+    LINE,
+    PLACED,
+    QUERY,
+    QUERY_FREE,
+    RIGHT,
+    RIGHT_FREE,
+    Constants,
+    Output,
+    Tiles,
+    arrive,
+    consumer0,
+    consumer1,
+    gather,
+    item,
+    splits_of,
+)
+from .. import sharedkv
+
+FAR = gl.constexpr(1 << 30)  # behind any key of a row
+
+
+class Caches(NamedTuple):
+    """Both caches, what names their keys, and how large they are."""
+
+    ori: Any
+    cmp: Any
+    ori_index: Any
+    cmp_index: Any
+    ori_table: Any
+    cmp_table: Any
+    ori_pages: Any
+    cmp_pages: Any
+    ori_size: Any
+    cmp_size: Any
+
+
+@gluon.jit
+def _begin(number, of, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr):
+    """(row, head, its note, tiles of window rows, first tile, steps) of an item; one without keys
+    takes a step as well."""
+    row, split, head = item(number, C.HEADS, C.SPLITS)
+    passed, first, stop = request_of(row, sharedkv.sums_of(of), LAYOUT, LINE)
+    note = sharedkv.note_of(row, passed, first, stop, of, P)
+    near, total = sharedkv.tiles_of(note, P, 64)
+    whole = (total + 1) // 2
+    each = (whole + C.SPLITS - 1) // C.SPLITS
+    lo = split * each
+    steps = gl.maximum(gl.minimum(each, whole - lo), 1)
+    return (
+        row, head, note.request, note.limit, note.near, note.far, note.closed, note.first_row,
+        note.first_entry, near, lo * 2, steps,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _either(entry, tiles, P: gl.constexpr):
+    """Keys of a row as window rows, and as entries."""
+    near = entry
+    far = entry
+    if P.ENTRIES:
+        near = gl.where(entry < tiles * 64, entry, FAR)
+        far = gl.where(entry < tiles * 64, FAR, entry - tiles * 64)
+    return near, far
+
+
+@gluon.jit
+def _named(entry, tiles, row, note, caches, strides, P: gl.constexpr):
+    """What the call names for keys of a row, in either of its caches."""
+    near, far = _either(entry, tiles, P)
+    index = sharedkv.of_row(caches.ori_index, row, strides[2])
+    of_near = sharedkv.near_index(near, note, index, P)
+    of_far = of_near
+    if P.ENTRIES:
+        index = sharedkv.of_row(caches.cmp_index, row, strides[3])
+        of_far = sharedkv.far_index(far, note, index, P)
+    return of_near, of_far
+
+
+@gluon.jit
+def _places(entry, tiles, of_near, of_far, note, caches, strides, P: gl.constexpr):
+    """Where keys of a row lie in their cache, negative where absent."""
+    near, far = _either(entry, tiles, P)
+    table = sharedkv.of_row(caches.ori_table, note.request, strides[4])
+    outer, inner, valid = sharedkv.near_place(
+        near, of_near, note, table, caches.ori_pages, caches.ori_size, P
+    )
+    place = gl.where(valid, outer * strides[6] + inner * strides[7], -1)
+    if P.ENTRIES:
+        table = sharedkv.of_row(caches.cmp_table, note.request, strides[5])
+        outer, inner, valid = sharedkv.far_place(
+            far, of_far, note, table, caches.cmp_pages, caches.cmp_size, P
+        )
+        other = gl.where(valid, outer * strides[8] + inner * strides[9], -1)
+        place = gl.where(entry < tiles * 64, place, other)
+    return place.to(gl.int32)
+
+
+@gluon.jit
+def _producer(
+    q, caches, of, strides, items, tiles, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr,
+    UNIT: gl.constexpr,
+):  # fmt: skip
+    q_left, q_right, _q_rope, left, right, _weights, _exchange, places, bars = tiles
+    ROW: gl.constexpr = gl.SliceLayout(1, GATHER)
+    column = gl.arange(0, 128, layout=LINE)
+    line = gl.arange(0, 64, layout=ROW)
+    d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
+    programs = gl.num_programs(0)
+    this = gl.program_id(0)
+    (
+        row, head, request, limit, near, far, closed, first_row, first_entry, near_tiles, lo, steps,
+    ) = _begin(this, of, LAYOUT, P, C)  # fmt: skip
+    note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
+    entry = lo * 64 + column
+    of_near, of_far = _named(entry, near_tiles, row, note, caches, strides, P)
+    place = _places(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+    places.index(0).store(place)
+    arrive(bars, PLACED)
+    t = 0
+    step = 0
+    phase = 1
+    query_phase = 1
+    while this < items:
+        if step == 0:
+            # the queries of an item come as soon as both consumers have no more scores to make
+            mbarrier.wait(bars.index(QUERY_FREE), query_phase)
+            query_phase = query_phase ^ 1
+            places.index(2).store(gl.full([128], 0, gl.int32, layout=LINE) + steps)
+            h = (head + line).to(gl.int64)
+            mask = (h < C.HEADS)[:, None]
+            at = (q + row * strides[0] + h * strides[1])[:, None] + d[None, :]
+            cp_async(q_left.index(0), at, mask=mask)
+            cp_async(q_right.index(0), at + 256, mask=mask)
+            async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
+            arrive(bars, QUERY)
+        base0 = caches.ori
+        base1 = caches.ori
+        if P.ENTRIES:
+            if lo + 2 * step >= near_tiles:
+                base0 = caches.cmp
+            if lo + 2 * step + 1 >= near_tiles:
+                base1 = caches.cmp
+        # the next step, of this item or of the next one: its indices are asked for now
+        step += 1
+        if step == steps:
+            step = 0
+            this += programs
+            (
+                row, head, request, limit, near, far, closed, first_row, first_entry, near_tiles,
+                lo, steps,
+            ) = _begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)  # fmt: skip
+        note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
+        entry = (lo + 2 * step) * 64 + column
+        of_near, of_far = _named(entry, near_tiles, row, note, caches, strides, P)
+        now = places.index(t & 1)
+        place0 = now.slice(0, 64).load(ROW)
+        mbarrier.wait(bars.index(LEFT_FREE), phase)
+        gather(base0, place0, UNIT, left.index(0), 0)
+        async_copy.mbarrier_arrive(bars.index(LEFT), increment_count=False)
+        mbarrier.wait(bars.index(RIGHT_FREE), phase)
+        gather(base0, place0, UNIT, right.index(0), 256)
+        async_copy.mbarrier_arrive(bars.index(RIGHT), increment_count=False)
+        place1 = now.slice(64, 64).load(ROW)
+        mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
+        gather(base1, place1, UNIT, left.index(1), 0)
+        async_copy.mbarrier_arrive(bars.index(LEFT + 1), increment_count=False)
+        mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
+        gather(base1, place1, UNIT, right.index(1), 256)
+        async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
+        # the places of the step before are free, since both consumers let go of its tiles
+        place = _places(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+        places.index((t + 1) & 1).store(place)
+        arrive(bars, PLACED + ((t + 1) & 1))
+        phase = phase ^ 1
+        t += 1
+    async_copy.wait_group(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tokens", "requests", "window", "ratio", "ori_reach", "cmp_reach", "ori_count", "cmp_count",
+        "ori_pages", "cmp_pages", "ori_size", "cmp_size", "items",
+    ]
+)  # fmt: skip
+def _attend(
+    q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, sinks, out, partial, partial_max,
+    partial_sum, lse, cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, scale_log2,
+    tokens, requests, window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages,
+    cmp_pages, ori_size, cmp_size, strides, items, LAYOUT: gl.constexpr, P: gl.constexpr,
+    C: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
+    of = sharedkv.Source(
+        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
+        ratio, ori_reach, cmp_reach, ori_count, cmp_count,
+    )  # fmt: skip
+    caches = Caches(
+        ori, cmp, ori_index, cmp_index, ori_table, cmp_table, ori_pages, cmp_pages, ori_size,
+        cmp_size,
+    )  # fmt: skip
+    to = Output(out, partial, partial_max, partial_sum, lse, lse, sinks)
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: gl.constexpr = ori.dtype.element_ty
+    q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
+    q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], SWIZZLED)
+    left = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
+    right = gl.allocate_shared_memory(dtype, [2, 64, 256], SWIZZLED)
+    weights = gl.allocate_shared_memory(dtype, [2, 64, 64], SWIZZLED)
+    exchange = gl.allocate_shared_memory(gl.float32, [4, 64], FLAT)
+    places = gl.allocate_shared_memory(gl.int32, [3, 128], FLAT)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LEFT_FREE):
+        mbarrier.init(bars.index(i), count=128)
+    for i in gl.static_range(LEFT_FREE, QUERY):
+        mbarrier.init(bars.index(i), count=1)
+    mbarrier.init(bars.index(QUERY), count=129)  # copies of 128 threads, and the number of steps
+    mbarrier.init(bars.index(QUERY_FREE), count=2)
+    barrier()
+    tiles = Tiles(q_left, q_right, q_left, left, right, weights, exchange, places, bars)
+    gl.warp_specialize(
+        [
+            (consumer0, (tiles, 128, items, scale_log2, to, C)),
+            (consumer1, (tiles, 128, items, scale_log2, to, C)),
+            (_producer, (q, caches, of, strides, items, tiles, LAYOUT, P, C, UNIT)),
+        ],
+        [4, 4],
+        [208, 96],
+    )  # fmt: skip
+
+
+def _steps(kv: Tensor | None) -> tuple[int, int]:
+    """`sharedkv.steps`, 0 where there is no second one to go to."""
+    outer, inner = sharedkv.steps(kv)
+    if kv is None:
+        return 0, 0
+    return (outer if kv.ndim == 4 and kv.shape[0] > 1 else 0), (inner if kv.shape[-3] > 1 else 0)
+
+
+def unit(*caches: Tensor | None) -> int:
+    """What places are counted in, a power of two up to a row's width that divides every step from
+    key to key; 0 where 32 bits do not number them."""
+    most = 512
+    for kv in caches:
+        for step in _steps(kv):
+            while step % most:
+                most //= 2
+    for kv in caches:
+        if kv is not None:
+            outer, inner = _steps(kv)
+            last = (kv.shape[0] - 1) * outer + (kv.shape[-3] - 1) * inner
+            if last // most >= 2**31:
+                return 0
+    return most
+
+
+def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
+    """Rows of 512 floats, tensors and rows that begin at whole pieces of 16 bytes, and a scale that
+    leaves the largest score the largest."""
+    return (
+        gpu.is_hopper(q.device)
+        and scale_log2 >= LEAST
+        and q.shape[-1] == 512
+        and not any(step % 16 for step in q.stride()[:2])
+        and unit(ori, cmp) >= 16
+        and aligned(q, ori, *([] if cmp is None else [cmp]))
+    )
+
+
+def strides(q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys) -> tuple[int, ...]:
+    """(row, head) of a query; rows of indices and of tables; in units, (page, row) of caches."""
+    by = unit(ori, cmp)
+    of_keys = (step // by for kv in (ori, cmp) for step in _steps(kv))
+    return (*q.stride()[:2], *keys.strides, *of_keys)
+
+
+def launch(
+    q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys, sinks: Tensor | None,
+    out: Tensor, lse: Tensor, scale_log2: float,
+) -> None:  # fmt: skip
+    """`q` [rows, N, 512]."""
+    count, heads, rank = q.shape
+    processors = gpu.num_sms(q.device)
+    splits = splits_of(count, heads, keys.near + keys.far, processors)
+    parts = Parts.of(splits, count * heads, rank, lse)
+    items = count * splits * triton.cdiv(heads, 64)
+    launches.kernel(_attend, min(items, processors))(
+        q, ori, cmp, sinks=lse if sinks is None else sinks, out=out, partial=parts.out,
+        partial_max=parts.max, partial_sum=parts.sum, lse=lse, scale_log2=scale_log2,
+        **keys.arguments, **keys.source, strides=strides(q, ori, cmp, keys), items=items,
+        LAYOUT=keys.layout, P=keys.places,
+        C=Constants(
+            HEADS=heads, SPLITS=splits, SPARSE_BLOCK=1, HAS_SINK=sinks is not None,
+            STATS=lse.numel() > 0, ROPE=0, COUNTED=True, LSE=True,
+        ),
+        UNIT=unit(ori, cmp), num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        combine(parts, sinks, out, lse, None)
