@@ -11,6 +11,7 @@ by tile, with tiles that hold keys of one kind alone.  What is absent is not rea
     condition                                         kernels
     Hopper, D 512, floats, steps from key to key of   hopper/sparse_attn_sharedkv.py
       16 elements, scale above 0
+    the same, a row or two                            hopper/sparse_attn_sharedkv_decode.py
     else                                              _attend
 
 Few rows: the keys are split over programs, whose parts common/combine.py puts together.
@@ -37,6 +38,7 @@ from ..sparse_attention import sparse_flash_attention
 from ..sparse_attention.sparse_flash_attention import LOWEST
 from . import sharedkv
 from .hopper import sparse_attn_sharedkv as hopper
+from .hopper import sparse_attn_sharedkv_decode as decode
 
 Rows = tuple[Any, Tensor | None, Tensor | None]
 Pair = tuple[Tensor, Tensor]
@@ -243,7 +245,10 @@ def attend(
     flat = q.reshape(keys.count, heads, size)
     scale_log2 = scale_of(softmax_scale, size) * LOG2E.value
     if ori[2] is None and hopper.supports(flat, values, cmp_values, scale_log2):
-        hopper.launch(flat, values, cmp_values, keys, sinks, out, lse, scale_log2)
+        few = decode.supports(keys, heads, device)
+        (decode if few else hopper).launch(
+            flat, values, cmp_values, keys, sinks, out, lse, scale_log2
+        )
         return out, lse
     tile = _tiles(q, keys.near + keys.far, values.itemsize)
     assert tile is not None

@@ -13,8 +13,11 @@ The merge is 2.5 and 1.5 us of it.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
-from torch import float32
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -31,6 +34,17 @@ from . import sparse_flash_attention
 from .mla_consumers import strides
 
 LOWEST = gl.constexpr(-1e30)
+
+
+class Tiles(NamedTuple):
+    """Shared memory; without a rope its places are not read."""
+
+    queries: Any
+    query_ropes: Any
+    left: Any
+    right: Any
+    ropes: Any
+    places: Any
 
 
 @gluon.jit
@@ -50,70 +64,36 @@ def _half(s, s2, queries, tile, COLUMN: gl.constexpr, S: gl.constexpr):
     return s, s2
 
 
-@gluon.jit(
-    do_not_specialize=["entries", "tokens", "requests", "max_kv_len", "table_stride", "pages"]
-)
-def _attend(
-    q, q_rope, key, key_rope, indices, seqlens_q, seqlens_k, table, partial, partial_max,
-    partial_sum, scale_log2,
-    entries, tokens, requests, max_kv_len, table_stride, pages, strides, HEADS: gl.constexpr,
-    SPLITS: gl.constexpr, SPARSE_BLOCK: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """part [rows, HEADS, SPLITS, 512], not divided by the sum; part_max, part_sum likewise."""
-    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
-    of = rows.Requests(
-        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
-    )
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
-    QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    dtype: gl.constexpr = key.dtype.element_ty
-    program = gl.program_id(0)
-    TILES: gl.constexpr = (HEADS + 15) // 16
-    head = program % TILES * 16
-    split = program // TILES % SPLITS
-    row = (program // (TILES * SPLITS)).to(gl.int64)
-    # the longest chain first: index, page, key
-    entry = split * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
-    index = gl.load(
-        indices + row * index_stride + entry // SPARSE_BLOCK, mask=entry < entries, other=-1
-    )
-    request, start, kv_len = locate(row, of, LAYOUT, LINE)
-    queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
-    query_ropes = gl.allocate_shared_memory(dtype, [16, 64], SWIZZLED)
-    left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
-    right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
-    ropes = gl.allocate_shared_memory(dtype, [BLOCK_N, 64], SWIZZLED)
-    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
-    d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
-    at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
-    cp_async(queries, at, mask=(h < HEADS)[:, None])
-    h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, GATHER))).to(gl.int64)
-    r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
-    at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
-    cp_async(query_ropes, at, mask=(h < HEADS)[:, None])
-    places.store(slots(index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT))
-    slot = places.load(gl.SliceLayout(1, GATHER))
+@gluon.jit
+def ask(base, slot, stride, left, right, LAYOUT: gl.constexpr):
+    """Both halves of the rows `slot`, a group each; absent rows become 0."""
     valid = (slot >= 0)[:, None]
-    slot = gl.maximum(slot, 0).to(gl.int64)
-    at = (key_rope + slot * rope_stride)[:, None] + r[None, :]
-    cp_async(ropes, at, mask=valid)
-    d = gl.arange(0, 256, layout=gl.SliceLayout(0, GATHER))
-    at = (key + slot * key_stride)[:, None] + d[None, :]
+    d = gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
+    at = (base + gl.maximum(slot, 0).to(gl.int64) * stride)[:, None] + d[None, :]
     cp_async(left, at, mask=valid)
     async_copy.commit_group()
     cp_async(right, at + 256, mask=valid)
     async_copy.commit_group()
+
+
+@gluon.jit
+def part(
+    tiles, scale_log2, partial, partial_max, partial_sum, row, split, head, HEADS: gl.constexpr,
+    SPLITS: gl.constexpr, ROPE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """What 16 heads make of one tile of keys that is on its way: partial [rows, HEADS, SPLITS,
+    512], not divided by the sum; partial_max, partial_sum likewise."""
+    queries, query_ropes, left, right, ropes, places = tiles
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    BLOCK_N: gl.constexpr = left.shape[0]
+    dtype: gl.constexpr = left.dtype
     async_copy.wait_group(1)
-    s = mma_v2(
-        query_ropes.load(gl.DotOperandLayout(0, S, 2)),
-        ropes.permute((1, 0)).load(gl.DotOperandLayout(1, S, 2)),
-        gl.zeros([16, BLOCK_N], gl.float32, layout=S),
-    )
+    s = gl.zeros([16, BLOCK_N], gl.float32, layout=S)
+    if ROPE > 0:
+        s = mma_v2(
+            query_ropes.load(gl.DotOperandLayout(0, S, 2)),
+            ropes.permute((1, 0)).load(gl.DotOperandLayout(1, S, 2)), s,
+        )  # fmt: skip
     s, s2 = _half(s, gl.zeros([16, BLOCK_N], gl.float32, layout=S), queries, left, 0, S)
     async_copy.wait_group(0)
     s, s2 = _half(s, s2, queries, right, 256, S)
@@ -139,25 +119,93 @@ def _attend(
     gl.store(partial_sum + piece, gl.sum(p, 1), mask=mask)
 
 
+@gluon.jit(
+    do_not_specialize=["entries", "tokens", "requests", "max_kv_len", "table_stride", "pages"]
+)
+def _attend(
+    q, q_rope, key, key_rope, indices, seqlens_q, seqlens_k, table, partial, partial_max,
+    partial_sum, scale_log2,
+    entries, tokens, requests, max_kv_len, table_stride, pages, strides, HEADS: gl.constexpr,
+    SPLITS: gl.constexpr, SPARSE_BLOCK: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    ROPE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    q_row, q_head, qr_row, qr_head, key_stride, rope_stride, index_stride = strides
+    of = rows.Requests(
+        seqlens_q, seqlens_k, table, tokens, requests, max_kv_len, table_stride, pages
+    )
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    dtype: gl.constexpr = key.dtype.element_ty
+    program = gl.program_id(0)
+    TILES: gl.constexpr = (HEADS + 15) // 16
+    head = program % TILES * 16
+    split = program // TILES % SPLITS
+    row = (program // (TILES * SPLITS)).to(gl.int64)
+    # the longest chain first: index, page, key
+    entry = split * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
+    index = gl.load(
+        indices + row * index_stride + entry // SPARSE_BLOCK, mask=entry < entries, other=-1
+    )
+    request, start, kv_len = locate(row, of, LAYOUT, LINE)
+    queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
+    left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    query_ropes = queries
+    ropes = left
+    if ROPE > 0:
+        query_ropes = gl.allocate_shared_memory(dtype, [16, 64], SWIZZLED)
+        ropes = gl.allocate_shared_memory(dtype, [BLOCK_N, 64], SWIZZLED)
+    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
+    d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
+    at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
+    cp_async(queries, at, mask=(h < HEADS)[:, None])
+    r = gl.arange(0, 64, layout=gl.SliceLayout(0, GATHER))
+    if ROPE > 0:
+        h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, GATHER))).to(gl.int64)
+        at = (q_rope + row * qr_row + h * qr_head)[:, None] + r[None, :]
+        cp_async(query_ropes, at, mask=(h < HEADS)[:, None])
+    places.store(slots(index, entry, kv_len, request, start, of, SPARSE_BLOCK, LAYOUT))
+    slot = places.load(gl.SliceLayout(1, GATHER))
+    if ROPE > 0:
+        at = (key_rope + gl.maximum(slot, 0).to(gl.int64) * rope_stride)[:, None] + r[None, :]
+        cp_async(ropes, at, mask=(slot >= 0)[:, None])
+    ask(key, slot, key_stride, left, right, GATHER)
+    tiles = Tiles(queries, query_ropes, left, right, ropes, places)
+    part(
+        tiles, scale_log2, partial, partial_max, partial_sum, row, split, head, HEADS, SPLITS, ROPE,
+        WARPS,
+    )  # fmt: skip
+
+
 @gluon.jit
 def _combine(
     partial, partial_max, partial_sum, sinks, out, softmax_max, softmax_sum,
     HEADS: gl.constexpr, SPLITS: gl.constexpr, HAS_SINK: gl.constexpr, STATS: gl.constexpr,
-    DOWN: gl.constexpr, WARPS: gl.constexpr,
+    LSE: gl.constexpr, ROOM: gl.constexpr, DOWN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """out of one row and head, some columns, from its SPLITS parts, always in the same order."""
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [SPLITS // DOWN, 4], [1, 32], [DOWN, WARPS // DOWN], [1, 0]
+        [ROOM // DOWN, 4], [1, 32], [DOWN, WARPS // DOWN], [1, 0]
     )
     WIDTH: gl.constexpr = 128 * WARPS // DOWN
     program = gl.program_id(0).to(gl.int64)
-    split = gl.arange(0, SPLITS, layout=gl.SliceLayout(1, LAYOUT))
+    split = gl.arange(0, ROOM, layout=gl.SliceLayout(1, LAYOUT))
     d = gl.program_id(1) * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     piece = program * SPLITS + split
     gdc_wait()
-    top = gl.load(partial_max + piece)
-    weight = gl.load(partial_sum + piece)
-    o = gl.load(partial + (piece * 512)[:, None] + d[None, :])
+    at = partial + (piece * 512)[:, None] + d[None, :]
+    if ROOM == SPLITS:
+        top = gl.load(partial_max + piece)
+        weight = gl.load(partial_sum + piece)
+        o = gl.load(at)
+    else:
+        there = split < SPLITS
+        top = gl.load(partial_max + piece, mask=there, other=LOWEST)
+        weight = gl.load(partial_sum + piece, mask=there, other=0.0)
+        o = gl.load(at, mask=there[:, None], other=0.0)
     row_max = gl.max(top, 0)
     scale = gl.exp2(top - row_max)
     row_sum = gl.sum(weight * scale, 0)
@@ -172,8 +220,11 @@ def _combine(
     if STATS:
         first = gl.program_id(1) == 0
         row_max = gl.where(valid, row_max * LN2, float("-inf"))
-        gl.store(softmax_max + program, row_max, mask=first)
-        gl.store(softmax_sum + program, row_sum, mask=first)
+        if LSE:
+            gl.store(softmax_max + program, row_max + gl.log(row_sum), mask=first)
+        else:
+            gl.store(softmax_max + program, row_max, mask=first)
+            gl.store(softmax_sum + program, row_sum, mask=first)
 
 
 def _tile(count: int, heads: int, entries: int) -> int:
@@ -194,25 +245,42 @@ def supports(call: Attention) -> bool:
     return sparse_flash_attention.supports(call) and _tile(*call.q.shape[:2], call.entries) > 0
 
 
+def parts_of(count: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(partial, partial_max, partial_sum) of `count` rows times heads."""
+    sizes = ((count * splits, 512), (count * splits,), (count * splits,))
+    partial, top, total = (memory.empty(size, torch.float32, device) for size in sizes)
+    return partial, top, total
+
+
+def combine(
+    parts: tuple[Tensor, Tensor, Tensor], splits: int, sinks: Tensor | None, out: Tensor,
+    softmax_max: Tensor, softmax_sum: Tensor | None,
+) -> None:  # fmt: skip
+    """out [.., heads, 512] of what `part` made; the statistics where not empty, or without
+    `softmax_sum` their log-sum-exp for the maxima."""
+    heads, rank = out.shape[-2:]
+    room = triton.next_power_of_2(splits)
+    # a thread takes up to 16 parts of 4 columns
+    down = min(4, max(1, room // 16))
+    launches.kernel(_combine, out.numel() // rank, down)(
+        *parts, softmax_max if sinks is None else sinks, out, softmax_max,
+        softmax_max if softmax_sum is None else softmax_sum, HEADS=heads, SPLITS=splits,
+        HAS_SINK=sinks is not None, STATS=softmax_max.numel() > 0, LSE=softmax_sum is None,
+        ROOM=room, DOWN=down, WARPS=4, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
 def launch(call: Attention) -> None:
-    count, heads, rank = call.q.shape
+    count, heads, _ = call.q.shape
     tile = _tile(count, heads, call.entries)
     splits = triton.next_power_of_2(triton.cdiv(call.entries, tile))
-    partial = memory.empty((count * heads * splits, rank), float32, call.q.device)
-    partial_max = memory.empty((count * heads * splits,), float32, call.q.device)
-    partial_sum = memory.empty((count * heads * splits,), float32, call.q.device)
+    parts = parts_of(count * heads, splits, call.q.device)
     warps = 8 if tile == 128 else 4
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
-        call.q, call.qr, call.key, call.kr, call.index, partial=partial, partial_max=partial_max,
-        partial_sum=partial_sum, scale_log2=call.scale_log2, entries=call.entries,
+        call.q, call.qr, call.key, call.kr, call.index, partial=parts[0], partial_max=parts[1],
+        partial_sum=parts[2], scale_log2=call.scale_log2, entries=call.entries,
         strides=strides(call), HEADS=heads, SPLITS=splits, SPARSE_BLOCK=call.span,
-        **call.plan.arguments, LAYOUT=call.plan.layout, BLOCK_N=tile, WARPS=warps, num_warps=warps,
+        **call.plan.arguments, LAYOUT=call.plan.layout, BLOCK_N=tile, ROPE=call.rope, WARPS=warps,
+        num_warps=warps,
     )  # fmt: skip
-    # a thread takes up to 16 parts of 4 columns
-    down = min(4, max(1, splits // 16))
-    launches.kernel(_combine, count * heads, down)(
-        partial, partial_max, partial_sum, call.softmax_max if call.sinks is None else call.sinks,
-        call.out, call.softmax_max, call.softmax_sum, HEADS=heads, SPLITS=splits,
-        HAS_SINK=call.sinks is not None, STATS=call.softmax_max.numel() > 0, DOWN=down, WARPS=4,
-        num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+    combine(parts, splits, call.sinks, call.out, call.softmax_max, call.softmax_sum)

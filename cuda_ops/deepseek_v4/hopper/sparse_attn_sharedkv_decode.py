@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""The attention of sparse_attn_sharedkv.py for a row or two, where latencies add up: a program takes
+16 heads of a row and one tile of its keys, as in sparse_attention's kernel for few rows, and finds
+out by itself where that tile lies.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...common import gpu
+from ...common.gluon_names import cp_async
+from ...common.hopper.rows import request_of
+from ...runtime import launches
+from ...sparse_attention.hopper.sparse_flash_attention_decode import (
+    Tiles,
+    ask,
+    combine,
+    part,
+    parts_of,
+)
+from .. import sharedkv
+from .sparse_attn_sharedkv import strides, unit
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tokens", "requests", "window", "ratio", "ori_reach", "cmp_reach", "ori_count", "cmp_count",
+        "ori_pages", "cmp_pages", "ori_size", "cmp_size",
+    ]
+)  # fmt: skip
+def _attend(
+    q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, partial, partial_max, partial_sum,
+    cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, scale_log2, tokens, requests,
+    window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages, cmp_pages, ori_size,
+    cmp_size, strides, LAYOUT: gl.constexpr, P: gl.constexpr, UNIT: gl.constexpr,
+    HEADS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    of = sharedkv.Source(
+        cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
+        ratio, ori_reach, cmp_reach, ori_count, cmp_count,
+    )  # fmt: skip
+    (
+        q_row, q_head, ori_index_row, cmp_index_row, ori_table_row, cmp_table_row, ori_o, ori_i,
+        cmp_o, cmp_i,
+    ) = strides  # fmt: skip
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    dtype: gl.constexpr = ori.dtype.element_ty
+    program = gl.program_id(0)
+    TILES: gl.constexpr = (HEADS + 15) // 16
+    head = program % TILES * 16
+    split = program // TILES % SPLITS
+    row = (program // (TILES * SPLITS)).to(gl.int64)
+    # the longest chain first: length, index, page, key
+    passed, first, stop = request_of(row, sharedkv.sums_of(of), LAYOUT, LINE)
+    note = sharedkv.note_of(row, passed, first, stop, of, P)
+    near, _total = sharedkv.tiles_of(note, P, BLOCK_N)
+    queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
+    left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
+    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
+    d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
+    at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
+    cp_async(queries, at, mask=(h < HEADS)[:, None])
+    is_near = split < near
+    entry = split * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)
+    base = ori
+    outer_step = ori_o
+    inner_step = ori_i
+    if P.ENTRIES:
+        if split >= near:
+            entry -= near * BLOCK_N
+            base = cmp
+            outer_step = cmp_o
+            inner_step = cmp_i
+    outer, inner, valid = sharedkv.keys_of(
+        entry, is_near, note, sharedkv.of_row(ori_index, row, ori_index_row),
+        sharedkv.of_row(cmp_index, row, cmp_index_row),
+        sharedkv.of_row(ori_table, note.request, ori_table_row),
+        sharedkv.of_row(cmp_table, note.request, cmp_table_row), ori_pages, cmp_pages, ori_size,
+        cmp_size, P,
+    )  # fmt: skip
+    places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
+    ask(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, left, right, GATHER)
+    tiles = Tiles(queries, queries, left, right, left, places)
+    part(
+        tiles, scale_log2, partial, partial_max, partial_sum, row, split, head, HEADS, SPLITS, 0,
+        WARPS,
+    )  # fmt: skip
+
+
+def _splits(keys: sharedkv.Keys, tile: int) -> int:
+    """Tiles of the longest row that there can be."""
+    return triton.cdiv(keys.near, tile) + triton.cdiv(keys.far, tile)
+
+
+def tile_of(keys: sharedkv.Keys, heads: int, processors: int) -> int:
+    """Keys a program, 0 where the other kernel is faster: as few as leave every processor two
+    programs, or one of 128."""
+    for tile in (32, 64, 128):
+        splits = _splits(keys, tile)
+        programs = keys.count * splits * triton.cdiv(heads, 16)
+        if splits <= 64 and programs <= processors * (1 if tile == 128 else 2):
+            return tile
+    return 0
+
+
+def supports(keys: sharedkv.Keys, heads: int, device: object) -> bool:
+    """Of calls that the kernel of many rows supports, those of so few that it would be slower."""
+    return tile_of(keys, heads, gpu.num_sms(device)) > 0
+
+
+def launch(
+    q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys, sinks: Tensor | None,
+    out: Tensor, lse: Tensor, scale_log2: float,
+) -> None:  # fmt: skip
+    """`q` [rows, N, 512]."""
+    count, heads, _ = q.shape
+    tile = tile_of(keys, heads, gpu.num_sms(q.device))
+    splits = _splits(keys, tile)
+    parts = parts_of(count * heads, splits, q.device)
+    warps = 8 if tile == 128 else 4
+    launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
+        q, ori, cmp, partial=parts[0], partial_max=parts[1], partial_sum=parts[2],
+        scale_log2=scale_log2, **keys.arguments, **keys.source,
+        strides=strides(q, ori, cmp, keys), LAYOUT=keys.layout, P=keys.places, UNIT=unit(ori, cmp),
+        HEADS=heads, SPLITS=splits, BLOCK_N=tile, WARPS=warps, num_warps=warps,
+    )  # fmt: skip
+    combine(parts, splits, sinks, out, lse, None)
