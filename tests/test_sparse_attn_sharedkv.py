@@ -587,24 +587,6 @@ def test_a_nan_among_the_keys_reaches_who_sees_it(device, backend):
 # ------------------------------------------------------------ slots
 
 
-def in_slots(problem: Problem, given: dict) -> dict:
-    """The same call by slots: what each token sees, looked up on the host."""
-    tokens = [(i, j) for i, used in enumerate(problem.used) for j in range(used)]
-    found = {}
-    for place, (kind, page) in enumerate((("ori", problem.page), ("cmp", problem.entry_page))):
-        table = given[f"{kind}_block_table"].cpu()
-        rows = [
-            [int(table[i, x // page]) * page + x % page for x in problem.seen(i, j)[place]]
-            for i, j in tokens
-        ]
-        width = max(map(len, rows)) + 2
-        padded = [row + [-1, 2**31 - 1] + [0] * (width - len(row) - 2) for row in rows]
-        found[f"{kind}_sparse_indices"] = ints(padded, given["q"].device)[:, None]
-        found[f"{kind}_topk_length"] = ints([len(row) + 2 for row in rows], given["q"].device)
-    kept = ("q", "ori_kv", "cmp_kv", "sinks", "softmax_scale", "layout_q", "return_softmax_lse")
-    return {n: given[n] for n in kept} | found | dict(indices_are_slots=True)
-
-
 def test_slots(device, backend):
     problem = Problem(count=5)
     dtype = narrow(backend)
@@ -612,7 +594,7 @@ def test_slots(device, backend):
     total = sum(problem.used)
     given["q"] = given["q"][:total]
     given["cmp_sparse_indices"] = given["cmp_sparse_indices"][:total]
-    out, lse = run(OP, backend, **in_slots(problem, given))
+    out, lse = run(OP, backend, **problem.in_slots(given))
     exact, plain = problem.solved(), problem.solved(dtype)
     assert_close_to_float64("out", out, plain[0], exact[0])
     assert_close_to_float64("lse", lse[0], problem.solved(lse_dtype(dtype))[1], exact[1])

@@ -139,6 +139,23 @@ class Problem:
                 given[f"cu_seqlens_{kind}_kv"] = sums([len(x) for x in parts], device)
         return given
 
+    def in_slots(self, given: dict) -> dict:
+        """A call on pages by slots: what each token sees, looked up on the host."""
+        tokens = [(i, j) for i, used in enumerate(self.used) for j in range(used)]
+        found = {}
+        for place, (kind, page) in enumerate((("ori", self.page), ("cmp", self.entry_page))):
+            table = given[f"{kind}_block_table"].cpu()
+            rows = [
+                [int(table[i, x // page]) * page + x % page for x in self.seen(i, j)[place]]
+                for i, j in tokens
+            ]
+            width = max(map(len, rows)) + 2
+            padded = [row + [-1, 2**31 - 1] + [0] * (width - len(row) - 2) for row in rows]
+            found[f"{kind}_sparse_indices"] = ints(padded, given["q"].device)[:, None]
+            found[f"{kind}_topk_length"] = ints([len(row) + 2 for row in rows], given["q"].device)
+        kept = ("q", "ori_kv", "cmp_kv", "sinks", "softmax_scale", "layout_q", "return_softmax_lse")
+        return {n: given[n] for n in kept} | found | dict(indices_are_slots=True)
+
     def _free(self, cache: Tensor, table: Tensor) -> None:
         """Pages of rows that no token of the call sees are given away."""
         for i, row in enumerate(table):
