@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The attention of sparse_attn_sharedkv.py for a row or two, where latencies add up: a program takes
-16 heads of a row and one tile of its keys, as in sparse_attention's kernel for few rows, and finds
-out by itself where that tile lies.
+"""The attention of sparse_attn_sharedkv.py for a row or two, where latencies add up: a program
+takes 16 heads of a row and one tile of its keys, as in sparse_attention's kernel for few rows, and
+finds out by itself where that tile lies.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _attend(
     outer_step = ori_o
     inner_step = ori_i
     if P.ENTRIES:
+        entry -= gl.where(is_near, 0, near) * BLOCK_N
         if split >= near:
-            entry -= near * BLOCK_N
             base = cmp
             outer_step = cmp_o
             inner_step = cmp_i
