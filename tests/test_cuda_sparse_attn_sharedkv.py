@@ -24,8 +24,9 @@ if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
 
 FAMILY = "custom.cuda_ops.deepseek_v4.hopper."
 many, few = (
-    import_module(FAMILY + name) for name in ("sparse_attn_sharedkv", "sparse_attn_sharedkv_decode")
+    import_module(FAMILY + x) for x in ("sparse_attn_sharedkv", "sparse_attn_sharedkv_decode")
 )
+places = import_module(FAMILY + "places")
 ERROR = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 SHORT = [(2, 61), (0, 37), (3, 2), (1, 24), (0, 0)]
 LONG = [(1, 2600), (1, 130), (2, 0), (1, 777)]
@@ -50,13 +51,15 @@ def ran(monkeypatch):
     found = []
     launch, launch_few = many.launch, few.launch
     monkeypatch.setattr(many, "launch", lambda *x: (found.append(0), launch(*x)))
-    monkeypatch.setattr(few, "launch", lambda *x: (found.append(few.tile_of()), launch_few(*x)))
+    monkeypatch.setattr(few, "launch", lambda *x: (found.append(few._tile()), launch_few(*x)))
     if not ON_GPU:
         from .support.gluon_on_cpu import stand_in
 
-        names = ("common.rows", "common.hopper.rows", "common.combine", "deepseek_v4.sharedkv",
-                 "sparse_attention.hopper.mla_consumers",
-                 "sparse_attention.hopper.sparse_flash_attention_decode")  # fmt: skip
+        names = (
+            "common.rows", "common.hopper.rows", "common.combine", "common.sharedkv",
+            "deepseek_v4.hopper.places", "sparse_attention.hopper.mla_consumers",
+            "sparse_attention.hopper.mla_parts",
+        )  # fmt: skip
         monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
         monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 9)
         stand_in(monkeypatch, many, few, *(import_module(f"custom.cuda_ops.{x}") for x in names))
@@ -90,7 +93,7 @@ def test_against_a_loop(case, tile, ran, monkeypatch):
     turn = list(CASES).index(case)
     if not ON_GPU and tile and tile != TILES[1 + turn % 3]:
         pytest.skip("a tile a case, without a GPU")
-    monkeypatch.setattr(few, "tile_of", lambda *x: tile)
+    monkeypatch.setattr(few, "_tile", lambda *x: tile)
     sizes, layouts = CASES[case]
     solve(
         Problem(**dict(requests=SHORT, size=512, seed=turn) | sizes), layouts, list(ERROR)[turn % 2]
@@ -100,7 +103,7 @@ def test_against_a_loop(case, tile, ran, monkeypatch):
 
 @pytest.mark.parametrize("tile", [0, 32])
 def test_slots(tile, ran, monkeypatch):
-    monkeypatch.setattr(few, "tile_of", lambda *x: tile)
+    monkeypatch.setattr(few, "_tile", lambda *x: tile)
     solve(Problem(SHORT, size=512, count=5), ("TND", "PA_ND"), torch.float16, slots=True)
     assert ran == [tile]
 
@@ -108,7 +111,7 @@ def test_slots(tile, ran, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 4, 8])
 def test_parts_of_a_row(splits, ran, monkeypatch):
     """More parts than steps as well."""
-    monkeypatch.setattr(few, "tile_of", lambda *x: 0)
+    monkeypatch.setattr(few, "_tile", lambda *x: 0)
     monkeypatch.setattr(many, "splits_of", lambda *x: splits)
     solve(Problem(LONG[1:], size=512, m=8, window=130, heads=3), ("BSND", "PA_ND"), torch.bfloat16)
 
@@ -116,7 +119,7 @@ def test_parts_of_a_row(splits, ran, monkeypatch):
 @pytest.mark.parametrize("tile", [0, 32])
 def test_a_query_that_is_no_number(tile, ran, monkeypatch):
     """A NaN stays one, in its head alone."""
-    monkeypatch.setattr(few, "tile_of", lambda *x: tile)
+    monkeypatch.setattr(few, "_tile", lambda *x: tile)
     problem = Problem([(2, 50)], size=512, heads=4)
     given, right, _ = solve(problem, ("BSND", "PA_ND"), torch.bfloat16)
     q = given["q"].clone()
@@ -132,7 +135,7 @@ def test_a_query_that_is_no_number(tile, ran, monkeypatch):
 @pytest.mark.parametrize("sink", [-torch.inf, 1e4, torch.inf])
 @pytest.mark.parametrize("tile", [0, 32])
 def test_sinks_of_any_size(tile, sink, ran, monkeypatch):
-    monkeypatch.setattr(few, "tile_of", lambda *x: tile)
+    monkeypatch.setattr(few, "_tile", lambda *x: tile)
     given = Problem([(1, 50)], size=512, heads=4).rounded_to(torch.bfloat16)
     given = given.arguments(("BSND", "PA_ND"), DEVICE, torch.bfloat16)
     sinks = torch.full_like(given["sinks"], sink)
@@ -155,7 +158,7 @@ def apart(rows: Tensor, pages: int, inner: int) -> Tensor:
 )
 def test_rows_apart(pages, inner, taken, ran, monkeypatch):
     """Steps of 16 elements from key to key are what the kernels take."""
-    monkeypatch.setattr(few, "tile_of", lambda *x: 0)
+    monkeypatch.setattr(few, "_tile", lambda *x: 0)
     problem = Problem([(2, 50)], size=512, heads=4).rounded_to(torch.bfloat16)
     given = problem.arguments(("BSND", "PA_ND"), DEVICE, torch.bfloat16)
     given["ori_kv"] = apart(given["ori_kv"], pages, inner)
@@ -175,22 +178,22 @@ def test_units_of_places():
     def rows(pages: int, page: int, outer: int, inner: int) -> Tensor:
         return torch.empty_strided((pages, page, 1, 512), (outer, inner, inner, 1), device="meta")
 
-    assert many.unit(rows(4, 64, 64 * 512, 512), None) == 512
-    assert many.unit(rows(4, 64, 64 * 512 + 16, 512), None) == 16
-    assert many.unit(rows(4, 64, 64 * 512, 512), rows(4, 2, 1040, 520)) == 8
-    assert many.unit(rows(2**20, 64, 2**20, 512), None) == 512
-    assert many.unit(rows(2**20, 64, 2**20 + 16, 512), None) == 0
+    assert places.unit(rows(4, 64, 64 * 512, 512), None) == 512
+    assert places.unit(rows(4, 64, 64 * 512 + 16, 512), None) == 16
+    assert places.unit(rows(4, 64, 64 * 512, 512), rows(4, 2, 1040, 520)) == 8
+    assert places.unit(rows(2**20, 64, 2**20, 512), None) == 512
+    assert places.unit(rows(2**20, 64, 2**20 + 16, 512), None) == 0
 
 
 def test_few_rows_are_taken_by_their_kernel(ran):
     """One row of 64 heads, 640 keys; not 128 of them."""
-    from custom.cuda_ops.deepseek_v4 import sharedkv
+    from custom.cuda_ops.common import sharedkv
 
     def keys(count: int, near: int, far: int) -> sharedkv.Keys:
         return sharedkv.Keys(count, near, far, {}, (), None, {}, None)
 
-    assert few.tile_of(keys(1, 128, 512), 64, 132) > 0
-    assert few.tile_of(keys(128, 128, 512), 64, 132) == 0
+    assert few._tile(keys(1, 128, 512), 64, 132) > 0
+    assert few._tile(keys(128, 128, 512), 64, 132) == 0
 
 
 def test_the_loop_is_the_reference():

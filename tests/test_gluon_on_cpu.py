@@ -125,7 +125,7 @@ def few(monkeypatch):
     monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
     stand_in(
         monkeypatch, rows, selection, sparse_flash_attention, decode, hopper.rows,
-        hopper.sparse_flash_attention,
+        hopper.sparse_flash_attention, hopper.mla_parts,
     )  # fmt: skip
     return launches
 

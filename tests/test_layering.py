@@ -148,6 +148,8 @@ ROOMS = (
     "chunks",
     "fused_gemm",
     "mla_consumers",
+    "mla_parts",
+    "places",
     "rotation",
     "rows",
     "tma",

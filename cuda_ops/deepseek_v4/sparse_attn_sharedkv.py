@@ -30,13 +30,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...dispatch.common import memory
 from ...dispatch.common.sharedkv import scale_of
-from ..common import gpu, quantise
+from ..common import gpu, quantise, sharedkv
 from ..common.combine import Parts, combine, is_chained
 from ..common.log2 import LN2, LOG2E
 from ..runtime import launches
 from ..sparse_attention import sparse_flash_attention
 from ..sparse_attention.sparse_flash_attention import LOWEST
-from . import sharedkv
 from .hopper import sparse_attn_sharedkv as hopper
 from .hopper import sparse_attn_sharedkv_decode as decode
 

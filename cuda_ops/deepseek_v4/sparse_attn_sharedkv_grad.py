@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ...dispatch.common import memory
 from ...dispatch.common.sharedkv import scale_of
-from ..common import gpu, scatter
+from ..common import gpu, scatter, sharedkv
 from ..runtime import launches
 from ..sparse_attention.sparse_flash_attention_grad import tile_of
-from . import sharedkv, sparse_attn_sharedkv
+from . import sparse_attn_sharedkv
 
 
 class Constants(NamedTuple):

@@ -116,6 +116,8 @@ def case(
     row = quantised.V4_ROW if eight_bits else BF16 * D
     chosen = b * s * k * INT if kind == "CSA" else 0
     label = f"{kind}, {n} heads, {b} x {s} queries, {context // 1024}K tokens"
+    if kind == "CSA":
+        label += f", {k} chosen"
     return Case(
         op,
         f"fp8, {label}" if eight_bits else label,
@@ -186,6 +188,10 @@ def gradient_case(kind: str, s: int, n: int, k: int) -> Case:
     )
 
 
+# heads and entries of more prompts
+PREFILL = [(64, 1024), (128, 512), (128, 1024)]
+
+
 def _cases(small: bool, op: str = OP, cut: Pages = ON_GPU) -> list[Case]:
     if small:
         return [case(kind, 2, 2, 4, 2048, 64, op) for kind in RATIOS]
@@ -195,7 +201,11 @@ def _cases(small: bool, op: str = OP, cut: Pages = ON_GPU) -> list[Case]:
         for b in (1, 32, 128)
         for kind in RATIOS
     ]
-    return [*decode, *(case(kind, 1, 4096, 64, 65536, 512, op, cut) for kind in RATIOS)]
+    prefill = [case(kind, 1, 4096, 64, 65536, 512, op, cut) for kind in RATIOS]
+    if cut is ON_GPU:
+        decode += [case("HCA", b, 1, n, 524288, 0, op) for n in (64, 128) for b in (1, 32, 128)]
+        prefill += [case("CSA", 1, 4096, n, 65536, k, op) for n, k in PREFILL]
+    return [*decode, *prefill]
 
 
 def _gradients(small: bool) -> list[Case]:

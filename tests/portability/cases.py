@@ -23,7 +23,9 @@ def cases() -> Iterator[tuple[str, str, Make]]:
     for spec in SPECS:
         for case in presets(spec.name, "cuda"):
             yield spec.name, case.label, case.make
-    beyond = (_attention, _sparse, _gradients, _indexer, _prologs, _delta_rule, _compressor)
+    beyond = (
+        _attention, _sparse, _shared_kv, _gradients, _indexer, _prologs, _delta_rule, _compressor,
+    )  # fmt: skip
     for more in beyond:
         yield from more()
 
@@ -73,6 +75,7 @@ def _sparse() -> Iterator[tuple[str, str, Make]]:
     for s, n, r, dr in [
         (1, 128, 512, 64), (64, 64, 512, 64), (256, 64, 1024, 64), (256, 16, 128, 0),
         (256, 64, 256, 64), (64, 64, 576, 0), (4096, 64, 512, 64),
+        (1, 128, 512, 0), (64, 64, 512, 0),
     ]:  # fmt: skip
         yield op, f"H{n} {r} + {dr}, {s} x 8192", lambda at, seed, a=(s, n, r, dr): _rows(*a)
 
@@ -80,6 +83,29 @@ def _sparse() -> Iterator[tuple[str, str, Make]]:
         return _rows(64, 64, 512, 64, value=_bf16(1, 8192, 1, 512))
 
     yield op, "H64 512 + 64, 64 x 8192, value apart", value
+
+
+def _shared_kv() -> Iterator[tuple[str, str, Make]]:
+    """Packed keys, and slots, of 5 and of 640 rows."""
+    op = "npu_sparse_attn_sharedkv"
+    for rows in (5, 640):
+
+        def packed(at: torch.device, seed: int, n: int = rows) -> dict[str, Any]:
+            sums = ("cu_seqlens_q", "cu_seqlens_ori_kv", "cu_seqlens_cmp_kv")
+            return dict(
+                q=_bf16(n, 64, 512), ori_kv=_bf16(8192, 1, 512), cmp_kv=_bf16(2048, 1, 512),
+                cmp_sparse_indices=_int32(n, 1, 512), cmp_ratio=4, layout_q="TND", layout_kv="TND",
+            ) | {name: _int32(4) for name in sums}  # fmt: skip
+
+        def slots(at: torch.device, seed: int, n: int = rows) -> dict[str, Any]:
+            return dict(
+                q=_bf16(1, n, 64, 512), ori_kv=_bf16(90, 64, 1, 512), cmp_kv=_bf16(90, 2, 1, 512),
+                ori_sparse_indices=_int32(1, n, 1, 128), cmp_sparse_indices=_int32(1, n, 1, 512),
+                ori_topk_length=_int32(n), indices_are_slots=True,
+            )  # fmt: skip
+
+        yield op, f"{rows} rows, packed", packed
+        yield op, f"{rows} rows, slots", slots
 
 
 def _gradients() -> Iterator[tuple[str, str, Make]]:

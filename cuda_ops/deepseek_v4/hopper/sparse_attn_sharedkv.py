@@ -10,8 +10,6 @@ its part takes: lengths are read here, by no kernel ahead of it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,10 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...common import gpu
+from ...common import gpu, sharedkv
 from ...common.combine import Parts, combine
 from ...common.gluon_names import barrier, cp_async
-from ...common.hopper.rows import request_of
 from ...common.hopper.tma import aligned
 from ...common.log2 import LEAST
 from ...runtime import launches
@@ -44,88 +41,9 @@ from ...sparse_attention.hopper.mla_consumers import (
     consumer0,
     consumer1,
     gather,
-    item,
     splits_of,
 )
-from .. import sharedkv
-
-FAR = gl.constexpr(1 << 30)  # behind any key of a row
-
-
-class Caches(NamedTuple):
-    """Both caches, what names their keys, and how large they are."""
-
-    ori: Any
-    cmp: Any
-    ori_index: Any
-    cmp_index: Any
-    ori_table: Any
-    cmp_table: Any
-    ori_pages: Any
-    cmp_pages: Any
-    ori_size: Any
-    cmp_size: Any
-
-
-@gluon.jit
-def _begin(number, of, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr):
-    """(row, head, its note, tiles of window rows, first tile, steps) of an item; one without keys
-    takes a step as well."""
-    row, split, head = item(number, C.HEADS, C.SPLITS)
-    passed, first, stop = request_of(row, sharedkv.sums_of(of), LAYOUT, LINE)
-    note = sharedkv.note_of(row, passed, first, stop, of, P)
-    near, total = sharedkv.tiles_of(note, P, 64)
-    whole = (total + 1) // 2
-    each = (whole + C.SPLITS - 1) // C.SPLITS
-    lo = split * each
-    steps = gl.maximum(gl.minimum(each, whole - lo), 1)
-    return (
-        row, head, note.request, note.limit, note.near, note.far, note.closed, note.first_row,
-        note.first_entry, near, lo * 2, steps,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _either(entry, tiles, P: gl.constexpr):
-    """Keys of a row as window rows, and as entries."""
-    near = entry
-    far = entry
-    if P.ENTRIES:
-        near = gl.where(entry < tiles * 64, entry, FAR)
-        far = gl.where(entry < tiles * 64, FAR, entry - tiles * 64)
-    return near, far
-
-
-@gluon.jit
-def _named(entry, tiles, row, note, caches, strides, P: gl.constexpr):
-    """What the call names for keys of a row, in either of its caches."""
-    near, far = _either(entry, tiles, P)
-    index = sharedkv.of_row(caches.ori_index, row, strides[2])
-    of_near = sharedkv.near_index(near, note, index, P)
-    of_far = of_near
-    if P.ENTRIES:
-        index = sharedkv.of_row(caches.cmp_index, row, strides[3])
-        of_far = sharedkv.far_index(far, note, index, P)
-    return of_near, of_far
-
-
-@gluon.jit
-def _places(entry, tiles, of_near, of_far, note, caches, strides, P: gl.constexpr):
-    """Where keys of a row lie in their cache, negative where absent."""
-    near, far = _either(entry, tiles, P)
-    table = sharedkv.of_row(caches.ori_table, note.request, strides[4])
-    outer, inner, valid = sharedkv.near_place(
-        near, of_near, note, table, caches.ori_pages, caches.ori_size, P
-    )
-    place = gl.where(valid, outer * strides[6] + inner * strides[7], -1)
-    if P.ENTRIES:
-        table = sharedkv.of_row(caches.cmp_table, note.request, strides[5])
-        outer, inner, valid = sharedkv.far_place(
-            far, of_far, note, table, caches.cmp_pages, caches.cmp_size, P
-        )
-        other = gl.where(valid, outer * strides[8] + inner * strides[9], -1)
-        place = gl.where(entry < tiles * 64, place, other)
-    return place.to(gl.int32)
+from .places import Caches, begin, named, places_of, strides, unit
 
 
 @gluon.jit
@@ -142,11 +60,11 @@ def _producer(
     this = gl.program_id(0)
     (
         row, head, request, limit, near, far, closed, first_row, first_entry, near_tiles, lo, steps,
-    ) = _begin(this, of, LAYOUT, P, C)  # fmt: skip
+    ) = begin(this, of, LAYOUT, P, C)  # fmt: skip
     note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
     entry = lo * 64 + column
-    of_near, of_far = _named(entry, near_tiles, row, note, caches, strides, P)
-    place = _places(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+    of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
+    place = places_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
     places.index(0).store(place)
     arrive(bars, PLACED)
     t = 0
@@ -181,10 +99,10 @@ def _producer(
             (
                 row, head, request, limit, near, far, closed, first_row, first_entry, near_tiles,
                 lo, steps,
-            ) = _begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)  # fmt: skip
+            ) = begin(gl.minimum(this, items - 1), of, LAYOUT, P, C)  # fmt: skip
         note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
         entry = (lo + 2 * step) * 64 + column
-        of_near, of_far = _named(entry, near_tiles, row, note, caches, strides, P)
+        of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
         now = places.index(t & 1)
         place0 = now.slice(0, 64).load(ROW)
         mbarrier.wait(bars.index(LEFT_FREE), phase)
@@ -201,7 +119,7 @@ def _producer(
         gather(base1, place1, UNIT, right.index(1), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
         # the places of the step before are free, since both consumers let go of its tiles
-        place = _places(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+        place = places_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
         places.index((t + 1) & 1).store(place)
         arrive(bars, PLACED + ((t + 1) & 1))
         phase = phase ^ 1
@@ -209,19 +127,17 @@ def _producer(
     async_copy.wait_group(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tokens", "requests", "window", "ratio", "ori_reach", "cmp_reach", "ori_count", "cmp_count",
-        "ori_pages", "cmp_pages", "ori_size", "cmp_size", "items",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["tokens", "requests", "items"])
 def _attend(
     q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, sinks, out, partial, partial_max,
     partial_sum, lse, cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, scale_log2,
-    tokens, requests, window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages,
-    cmp_pages, ori_size, cmp_size, strides, items, LAYOUT: gl.constexpr, P: gl.constexpr,
+    tokens, requests, extents, strides, items, LAYOUT: gl.constexpr, P: gl.constexpr,
     C: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
+    (
+        window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages, cmp_pages, ori_size,
+        cmp_size,
+    ) = extents  # fmt: skip
     of = sharedkv.Source(
         cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
         ratio, ori_reach, cmp_reach, ori_count, cmp_count,
@@ -261,31 +177,6 @@ def _attend(
     )  # fmt: skip
 
 
-def _steps(kv: Tensor | None) -> tuple[int, int]:
-    """`sharedkv.steps`, 0 where there is no second one to go to."""
-    outer, inner = sharedkv.steps(kv)
-    if kv is None:
-        return 0, 0
-    return (outer if kv.ndim == 4 and kv.shape[0] > 1 else 0), (inner if kv.shape[-3] > 1 else 0)
-
-
-def unit(*caches: Tensor | None) -> int:
-    """What places are counted in, a power of two up to a row's width that divides every step from
-    key to key; 0 where 32 bits do not number them."""
-    most = 512
-    for kv in caches:
-        for step in _steps(kv):
-            while step % most:
-                most //= 2
-    for kv in caches:
-        if kv is not None:
-            outer, inner = _steps(kv)
-            last = (kv.shape[0] - 1) * outer + (kv.shape[-3] - 1) * inner
-            if last // most >= 2**31:
-                return 0
-    return most
-
-
 def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
     """Rows of 512 floats, tensors and rows that begin at whole pieces of 16 bytes, and a scale that
     leaves the largest score the largest."""
@@ -297,13 +188,6 @@ def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> b
         and unit(ori, cmp) >= 16
         and aligned(q, ori, *([] if cmp is None else [cmp]))
     )
-
-
-def strides(q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys) -> tuple[int, ...]:
-    """(row, head) of a query; rows of indices and of tables; in units, (page, row) of caches."""
-    by = unit(ori, cmp)
-    of_keys = (step // by for kv in (ori, cmp) for step in _steps(kv))
-    return (*q.stride()[:2], *keys.strides, *of_keys)
 
 
 def launch(
@@ -319,7 +203,7 @@ def launch(
     launches.kernel(_attend, min(items, processors))(
         q, ori, cmp, sinks=lse if sinks is None else sinks, out=out, partial=parts.out,
         partial_max=parts.max, partial_sum=parts.sum, lse=lse, scale_log2=scale_log2,
-        **keys.arguments, **keys.source, strides=strides(q, ori, cmp, keys), items=items,
+        **keys.tensors, extents=keys.extents, strides=strides(q, ori, cmp, keys), items=items,
         LAYOUT=keys.layout, P=keys.places,
         C=Constants(
             HEADS=heads, SPLITS=splits, SPARSE_BLOCK=1, HAS_SINK=sinks is not None,

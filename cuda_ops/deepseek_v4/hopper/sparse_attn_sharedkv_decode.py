@@ -12,34 +12,25 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common import gpu
+from ...common import gpu, sharedkv
 from ...common.gluon_names import cp_async
 from ...common.hopper.rows import request_of
 from ...runtime import launches
-from ...sparse_attention.hopper.sparse_flash_attention_decode import (
-    Tiles,
-    ask,
-    combine,
-    part,
-    parts_of,
-)
-from .. import sharedkv
-from .sparse_attn_sharedkv import strides, unit
+from ...sparse_attention.hopper.mla_parts import Tiles, ask, combine, part, parts_of
+from .places import strides, unit
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tokens", "requests", "window", "ratio", "ori_reach", "cmp_reach", "ori_count", "cmp_count",
-        "ori_pages", "cmp_pages", "ori_size", "cmp_size",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["tokens", "requests"])
 def _attend(
     q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, partial, partial_max, partial_sum,
     cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, scale_log2, tokens, requests,
-    window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages, cmp_pages, ori_size,
-    cmp_size, strides, LAYOUT: gl.constexpr, P: gl.constexpr, UNIT: gl.constexpr,
+    extents, strides, LAYOUT: gl.constexpr, P: gl.constexpr, UNIT: gl.constexpr,
     HEADS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
+    (
+        window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages, cmp_pages, ori_size,
+        cmp_size,
+    ) = extents  # fmt: skip
     of = sharedkv.Source(
         cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, tokens, requests, window,
         ratio, ori_reach, cmp_reach, ori_count, cmp_count,
@@ -102,20 +93,22 @@ def _splits(keys: sharedkv.Keys, tile: int) -> int:
     return triton.cdiv(keys.near, tile) + triton.cdiv(keys.far, tile)
 
 
-def tile_of(keys: sharedkv.Keys, heads: int, processors: int) -> int:
-    """Keys a program, 0 where the other kernel is faster: as few as leave every processor two
-    programs, or one of 128."""
-    for tile in (32, 64, 128):
+def _tile(keys: sharedkv.Keys, heads: int, processors: int) -> int:
+    """Keys a program, 0 where the other kernel is faster.  Measured on one GPU, 2026-11, tiles of
+    32 / 64 / 128 and the other kernel: 64 heads and 640 keys, 1 row 6.1 / 6.9 / 7.7 / 14.7 us, 2
+    rows 8.6 / 7.4 / 7.9 / 14.8, 8 rows 21.3 / 16.3 / 14.9 / 16.6; 128 heads and 1152 keys, 1 row
+    11.4 / 9.1 / 8.7 / 16.5, 2 rows 22.6 / 16.1 / 14.6 / 17.3, 4 rows - / 24.4 / 21.1 / 18.1."""
+    for tile, waves in ((32, 1), (64, 1), (128, 2)):
         splits = _splits(keys, tile)
         programs = keys.count * splits * triton.cdiv(heads, 16)
-        if splits <= 64 and programs <= processors * (1 if tile == 128 else 2):
+        if splits <= 64 and programs <= processors * waves:
             return tile
     return 0
 
 
 def supports(keys: sharedkv.Keys, heads: int, device: object) -> bool:
     """Of calls that the kernel of many rows supports, those of so few that it would be slower."""
-    return tile_of(keys, heads, gpu.num_sms(device)) > 0
+    return _tile(keys, heads, gpu.num_sms(device)) > 0
 
 
 def launch(
@@ -124,13 +117,13 @@ def launch(
 ) -> None:  # fmt: skip
     """`q` [rows, N, 512]."""
     count, heads, _ = q.shape
-    tile = tile_of(keys, heads, gpu.num_sms(q.device))
+    tile = _tile(keys, heads, gpu.num_sms(q.device))
     splits = _splits(keys, tile)
     parts = parts_of(count * heads, splits, q.device)
     warps = 8 if tile == 128 else 4
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
         q, ori, cmp, partial=parts[0], partial_max=parts[1], partial_sum=parts[2],
-        scale_log2=scale_log2, **keys.arguments, **keys.source,
+        scale_log2=scale_log2, **keys.tensors, extents=keys.extents,
         strides=strides(q, ori, cmp, keys), LAYOUT=keys.layout, P=keys.places, UNIT=unit(ori, cmp),
         HEADS=heads, SPLITS=splits, BLOCK_N=tile, WARPS=warps, num_warps=warps,
     )  # fmt: skip

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...common import gpu
 from ...common.combine import Parts, combine
@@ -232,6 +233,8 @@ def _finish(acc, row_sum, row_max, to, row, split, head, C: gl.constexpr, COLUMN
 
 @gluon.jit
 def consumer0(tiles, per_split, items, scale_log2, to, C: gl.constexpr):
+    if C.SPLITS > 1:
+        gdc_launch_dependents()  # the merge is set up meanwhile
     left, rope, exchange, bars = tiles.left, tiles.rope, tiles.exchange, tiles.bars
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     steps = per_split // 128

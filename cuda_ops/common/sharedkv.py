@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import rows
 from ..runtime import launches
+from . import rows
 
 _KEYS = {"BSND": rows.BSND, "TND": rows.TND, "PA_ND": rows.PAGED}
 WIDTH = tl.constexpr(8)  # int32 of a row's note
@@ -287,6 +287,24 @@ class Keys:
     places: Places
     source: dict[str, Any]
     layout: rows.Layout
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Numbers of a deployment, as one argument: what `window` to `cmp_count` are in a source,
+        pages and their sizes."""
+        names = ("window", "ratio", "ori_reach", "cmp_reach", "ori_count", "cmp_count")
+        sizes = ("ori_pages", "cmp_pages", "ori_size", "cmp_size")
+        return (*(self.source[x] for x in names), *(self.arguments[x] for x in sizes))
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """All others of `source` and `arguments`."""
+        given = self.source | self.arguments
+        return {
+            name: x
+            for name, x in given.items()
+            if x is None or isinstance(x, Tensor) or name in ("tokens", "requests")
+        }
 
 
 def keys(

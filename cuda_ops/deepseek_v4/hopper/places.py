@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""common/sharedkv.py for Gluon: what a row sees, 128 keys of one or both of its caches at a time,
+and where these lie, counted in units of elements from where their cache begins."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...common import sharedkv
+from ...common.hopper.rows import request_of
+from ...sparse_attention.hopper.mla_consumers import LINE, item
+
+FAR = gl.constexpr(1 << 30)  # behind any key of a row
+
+
+class Caches(NamedTuple):
+    """Both caches, what names their keys, and how large they are."""
+
+    ori: Any
+    cmp: Any
+    ori_index: Any
+    cmp_index: Any
+    ori_table: Any
+    cmp_table: Any
+    ori_pages: Any
+    cmp_pages: Any
+    ori_size: Any
+    cmp_size: Any
+
+
+@gluon.jit
+def begin(number, of, LAYOUT: gl.constexpr, P: gl.constexpr, C: gl.constexpr):
+    """(row, head, its note, tiles of window rows, first tile, steps) of an item; one without keys
+    takes a step as well."""
+    row, split, head = item(number, C.HEADS, C.SPLITS)
+    passed, first, stop = request_of(row, sharedkv.sums_of(of), LAYOUT, LINE)
+    note = sharedkv.note_of(row, passed, first, stop, of, P)
+    near, total = sharedkv.tiles_of(note, P, 64)
+    whole = (total + 1) // 2
+    each = (whole + C.SPLITS - 1) // C.SPLITS
+    lo = split * each
+    steps = gl.maximum(gl.minimum(each, whole - lo), 1)
+    return (
+        row, head, note.request, note.limit, note.near, note.far, note.closed, note.first_row,
+        note.first_entry, near, lo * 2, steps,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _either(entry, tiles, P: gl.constexpr):
+    """Keys of a row as window rows, and as entries."""
+    near = entry
+    far = entry
+    if P.ENTRIES:
+        near = gl.where(entry < tiles * 64, entry, FAR)
+        far = gl.where(entry < tiles * 64, FAR, entry - tiles * 64)
+    return near, far
+
+
+@gluon.jit
+def named(entry, tiles, row, note, caches, strides, P: gl.constexpr):
+    """What the call names for keys of a row, in either of its caches."""
+    near, far = _either(entry, tiles, P)
+    index = sharedkv.of_row(caches.ori_index, row, strides[2])
+    of_near = sharedkv.near_index(near, note, index, P)
+    of_far = of_near
+    if P.ENTRIES:
+        index = sharedkv.of_row(caches.cmp_index, row, strides[3])
+        of_far = sharedkv.far_index(far, note, index, P)
+    return of_near, of_far
+
+
+@gluon.jit
+def places_of(entry, tiles, of_near, of_far, note, caches, strides, P: gl.constexpr):
+    """Where keys of a row lie in their cache, negative where absent."""
+    near, far = _either(entry, tiles, P)
+    table = sharedkv.of_row(caches.ori_table, note.request, strides[4])
+    outer, inner, valid = sharedkv.near_place(
+        near, of_near, note, table, caches.ori_pages, caches.ori_size, P
+    )
+    place = gl.where(valid, outer * strides[6] + inner * strides[7], -1)
+    if P.ENTRIES:
+        table = sharedkv.of_row(caches.cmp_table, note.request, strides[5])
+        outer, inner, valid = sharedkv.far_place(
+            far, of_far, note, table, caches.cmp_pages, caches.cmp_size, P
+        )
+        other = gl.where(valid, outer * strides[8] + inner * strides[9], -1)
+        place = gl.where(entry < tiles * 64, place, other)
+    return place.to(gl.int32)
+
+
+def steps_of(kv: Tensor | None) -> tuple[int, int]:
+    """`sharedkv.steps`, 0 where there is no second one to go to."""
+    outer, inner = sharedkv.steps(kv)
+    if kv is None:
+        return 0, 0
+    return (outer if kv.ndim == 4 and kv.shape[0] > 1 else 0), (inner if kv.shape[-3] > 1 else 0)
+
+
+def unit(*caches: Tensor | None) -> int:
+    """What places are counted in, a power of two up to a row's width that divides every step from
+    key to key; 0 where 32 bits do not number them."""
+    most = 512
+    for kv in caches:
+        for step in steps_of(kv):
+            while step % most:
+                most //= 2
+    for kv in caches:
+        if kv is not None:
+            outer, inner = steps_of(kv)
+            last = (kv.shape[0] - 1) * outer + (kv.shape[-3] - 1) * inner
+            if last // most >= 2**31:
+                return 0
+    return most
+
+
+def strides(q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys) -> tuple[int, ...]:
+    """(row, head) of a query; rows of indices and of tables; in units, (page, row) of caches."""
+    by = unit(ori, cmp)
+    of_keys = (step // by for kv in (ori, cmp) for step in steps_of(kv))
+    return (*q.stride()[:2], *keys.strides, *of_keys)
