@@ -40,7 +40,9 @@ from ...sparse_attention.hopper.mla_consumers import (
     arrive,
     consumer0,
     consumer1,
+    fetch,
     gather,
+    item,
     splits_of,
 )
 from .places import Caches, begin, named, places_of, strides, unit
@@ -84,6 +86,11 @@ def _producer(
             cp_async(q_right.index(0), at + 256, mask=mask)
             async_copy.mbarrier_arrive(bars.index(QUERY), increment_count=False)
             arrive(bars, QUERY)
+            # those of the next one are brought near
+            later, _, first = item(this + programs, C.HEADS, C.SPLITS)
+            h = (first + column).to(gl.int64)
+            there = (this + programs < items) & (column < 64) & (h < C.HEADS)
+            fetch(q + later * strides[0] + h * strides[1], there)
         base0 = caches.ori
         base1 = caches.ori
         if P.ENTRIES:

@@ -68,6 +68,12 @@ TURNED = gl.constexpr(
 )
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one entry a thread
+FETCH = gl.constexpr("""{
+    .reg .pred there;
+    setp.ne.s32 there, $2, 0;
+    @there cp.async.bulk.prefetch.L2.global [$1], 1024;
+    mov.b32 $0, 0;
+}""")
 
 
 class Tiles(NamedTuple):
@@ -123,6 +129,14 @@ def gather(base, slot, stride, tile, column: gl.constexpr):
     d = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, GATHER))
     at = (base + gl.maximum(slot, 0).to(gl.int64) * stride)[:, None] + d[None, :]
     cp_async(tile, at, mask=(slot >= 0)[:, None])
+
+
+@gluon.jit
+def fetch(at, there):
+    """Rows of 1 KB into L2, one a thread."""
+    gl.inline_asm_elementwise(
+        FETCH, "=r,l,r", [at.to(gl.int64, bitcast=True), there.to(gl.int32)], gl.int32, False, 1
+    )
 
 
 @gluon.jit
