@@ -66,8 +66,9 @@ def _here(before, chunks, since, most):
 
 @triton.jit
 def _touched(before, chunks, count, since, most):
-    """Whether a walk has anything to do: `count` chunks, or the state of an empty sequence."""
-    empty = (chunks == 0) & (before >= since) & (before < since + most)
+    """Whether a walk has anything to do: `count` chunks, or the state of an empty sequence, which
+    two rounds may move.  Behind the last chunk there is no other round."""
+    empty = (chunks == 0) & (before >= since) & (before <= since + most)
     return (count > 0) | empty
 
 

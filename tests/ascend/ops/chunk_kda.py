@@ -164,8 +164,8 @@ CASES = (
     Case(OP, "gates below the threshold", below, judge=judge),
     Case(
         OP,
-        "48 x 16, scale given, int64",
-        call([66], (1, 1), (48, 16), scale=0.5, kind=torch.int64),
+        "48 x 16, scale given, int64, none behind",
+        call([65, 0], (1, 1), (48, 16), scale=0.5, kind=torch.int64),
         judge=judge,
     ),
 )
@@ -246,5 +246,12 @@ CONTROLS = (
         "return (count > 0) | empty",
         "return (count > 0) | (empty & (count > 0))",
         "packed, tokens before and behind",
+    ),
+    Control(
+        "the state of an empty sequence behind all chunks",
+        KERNEL,
+        "before <= since + most",
+        "before < since + most",
+        "48 x 16, scale given, int64, none behind",
     ),
 )
