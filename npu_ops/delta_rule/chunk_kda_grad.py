@@ -28,7 +28,9 @@ the second; and what G_last does.  U is multiplied in two parts, as in the gated
     totals       vector cores    by chunk: what each decay's logarithm gets
     gates        vector cores    by ROWS tokens of a chunk: dg, and what A_log and dt_bias get
 
-What lies between them is laid out by chunk, in rounds of heads that fit the workspace.
+What lies between them is laid out by chunk, in rounds of chunks that fit the workspace.  The first
+kernels go through all rounds for the state that each begins with, then every kernel does from the
+last round to the first.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tiling, tune
+from ..common import cores, entry, tune
 from ..common.front_end import extract_slice
 from . import chunk_kda
-from .chunk_kda import CHUNK, _logarithm, _sequence
+from .chunk_kda import CHUNK, _here, _logarithm, _sequence, _touched
 
 unsupported = chunk_kda.unsupported
 
@@ -70,14 +72,27 @@ def places(bounds, number, firsts, counts, sequences, length, tokens, VARLEN: tl
     tl.store(number, before)
 
 
-@entry.jit(do_not_specialize=["sequences", "length", "tokens", "value_heads", "v_token", "v_head"])
+@triton.jit
+def _chunks(number, since, most):
+    """Of this round, from chunk `since` on."""
+    return tl.minimum(tl.maximum(tl.load(number) - since, 0), most)
+
+
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "length", "tokens", "since", "most", "came", "goes", "value_heads", "v_token",
+        "v_head",
+    ]
+)  # fmt: skip
 def walk_states(
-    keys, left, fades, v, rates, bounds, solved, finer, alike, initial, states, new, own,
-    sequences, length, tokens, value_heads, v_token, v_head,
+    keys, left, fades, v, rates, bounds, solved, finer, alike, initial, held, states, new, own,
+    sequences, length, tokens, since, most, came, goes, value_heads, v_token, v_head,
     KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, INITIAL: tl.constexpr,
-    VALUE_FIRST: tl.constexpr, VALUE_TILE: tl.constexpr,
+    VALUE_FIRST: tl.constexpr, HELD: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """S [chunks, HV, V, K]; N and n [chunks, HV, 64, V]."""
+    """S [chunks, HV, V, K]; N and n [chunks, HV, 64, V].  HELD: the sequence that the round begins
+    within has its state at `came` in `initial`; that which it ends within leaves it at `goes` in
+    `held`, which is the same, all others behind the sequences."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -89,12 +104,16 @@ def walk_states(
     for n in range(0, sequences):
         start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        for work in range(turn, value_heads * TILES, turns):
+        low, count = _here(before, chunks, since, most)
+        of_first = tl.where(low == 0, n, came)
+        of_last = tl.where(low + count == chunks, sequences, goes)
+        works = tl.where(count > 0, value_heads * TILES, 0)
+        for work in range(turn, works, turns):
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
             of_v = v + head.to(tl.int64) * v_head
             of_rate = rates + head.to(tl.int64) * tokens + start
-            whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
+            whole = (of_first * value_heads + head).to(tl.int64) * (VALUE * KEY)
             of_state = column[:, None] * KEY + d[None]
             if INITIAL:
                 if VALUE_FIRST:
@@ -104,11 +123,11 @@ def walk_states(
                     state = tl.trans(tl.load(initial + other).to(tl.float32))
             else:
                 state = tl.zeros((VALUE_TILE, KEY), tl.float32)
-            for chunk in range(0, chunks):
+            for chunk in range(low, low + count):
                 first = chunk * CHUNK
                 there = (i < size - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                place = ((before + chunk) * value_heads + head).to(tl.int64)
+                place = ((before + chunk - since) * value_heads + head).to(tl.int64)
                 rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
                 tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
                 v_tile = tl.load(of_v + token * v_token + column[None], mask=there, other=0.0)
@@ -127,20 +146,33 @@ def walk_states(
                 tl.store(own + to, m_tile.to(own.dtype.element_ty))
                 fade = tl.load(fades + place * KEY + d)
                 state = state * fade[None] + tl.dot(tl.trans(n_tile), tl.load(left + rows))
-        turn = ((turn - value_heads * TILES) % turns + turns) % turns
+            if HELD:
+                whole = (of_last * value_heads + head).to(tl.int64) * (VALUE * KEY)
+                if VALUE_FIRST:
+                    tl.store(held + whole + of_state, state)
+                else:
+                    other = whole + d[:, None] * VALUE + column[None]
+                    tl.store(held + other, tl.trans(state))
+        turn = ((turn - works) % turns + turns) % turns
         end = start + size
         before += chunks
 
 
-@entry.jit(do_not_specialize=["sequences", "length", "tokens", "value_heads", "o_token", "o_head"])
+@entry.jit(
+    do_not_specialize=[
+        "sequences", "length", "tokens", "since", "most", "came", "goes", "value_heads", "o_token",
+        "o_head",
+    ]
+)  # fmt: skip
 def walk_grads(
     queries, keys, left, fades, d_out, rates, bounds, solved, finer, seen, d_final, d_initial,
     d_value, grads, back, drop,
-    sequences, length, tokens, value_heads, o_token, o_head,
+    sequences, length, tokens, since, most, came, goes, value_heads, o_token, o_head,
     KEY: tl.constexpr, VALUE: tl.constexpr, VARLEN: tl.constexpr, FINAL: tl.constexpr,
     INITIAL: tl.constexpr, VALUE_FIRST: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """dv; E [chunks, HV, V, K]; R and -dv [chunks, HV, 64, V]."""
+    """dv; E [chunks, HV, V, K]; R and -dv [chunks, HV, 64, V].  The sequence that the round ends
+    within has its gradient at `came`, that which it begins within leaves it at `goes`."""
     TILES: tl.constexpr = VALUE // VALUE_TILE
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
@@ -152,12 +184,16 @@ def walk_grads(
     for n in range(0, sequences):
         start, size = _sequence(bounds, n, end, length, tokens, VARLEN)
         chunks = (size + CHUNK - 1) // CHUNK
-        for work in range(turn, value_heads * TILES, turns):
+        low, count = _here(before, chunks, since, most)
+        of_first = tl.where(low + count == chunks, n, came)
+        of_last = tl.where(low == 0, n, goes)
+        works = tl.where(_touched(before, chunks, count, since, most), value_heads * TILES, 0)
+        for work in range(turn, works, turns):
             head = work // TILES
             column = work % TILES * VALUE_TILE + c
             of_o = d_out + head.to(tl.int64) * o_head
             of_rate = rates + head.to(tl.int64) * tokens + start
-            whole = (n * value_heads + head).to(tl.int64) * (VALUE * KEY)
+            whole = (of_first * value_heads + head).to(tl.int64) * (VALUE * KEY)
             of_state = column[:, None] * KEY + d[None]
             other = d[:, None] * VALUE + column[None]
             if FINAL:
@@ -167,11 +203,11 @@ def walk_grads(
                     grad = tl.trans(tl.load(d_final + whole + other).to(tl.float32))
             else:
                 grad = tl.zeros((VALUE_TILE, KEY), tl.float32)
-            for chunk in range(chunks - 1, -1, -1):
+            for chunk in range(low + count - 1, low - 1, -1):
                 first = chunk * CHUNK
                 there = (i < size - first)[:, None]
                 token = (start + first + i).to(tl.int64)[:, None]
-                place = ((before + chunk) * value_heads + head).to(tl.int64)
+                place = ((before + chunk - since) * value_heads + head).to(tl.int64)
                 rows = place * (CHUNK * KEY) + i[:, None] * KEY + d[None]
                 tile = place * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None]
                 o_tile = tl.load(of_o + token * o_token + column[None], mask=there, other=0.0)
@@ -194,29 +230,30 @@ def walk_grads(
                 fade = tl.load(fades + place * KEY + d)
                 grad = grad * fade[None] + gain
             if INITIAL:
+                whole = (of_last * value_heads + head).to(tl.int64) * (VALUE * KEY)
                 if VALUE_FIRST:
                     tl.store(d_initial + whole + of_state, grad.to(d_initial.dtype.element_ty))
                 else:
                     turned = tl.trans(grad).to(d_initial.dtype.element_ty)
                     tl.store(d_initial + whole + other, turned)
-        turn = ((turn - value_heads * TILES) % turns + turns) % turns
+        turn = ((turn - works) % turns + turns) % turns
         end = start + size
         before += chunks
 
 
-@entry.jit(do_not_specialize=["value_heads", "o_token", "o_head"])
+@entry.jit(do_not_specialize=["since", "most", "value_heads", "o_token", "o_head"])
 def squares(
     d_out, number, firsts, counts, new, drop, of_pairs,
-    value_heads, o_token, o_head, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    since, most, value_heads, o_token, o_head, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """dO N^T, its transpose, -dv N^T and its transpose [chunks, HV, 4, 64, 64]."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
     i = tl.arange(0, CHUNK)
     c = tl.arange(0, VALUE_TILE)
-    chunks = tl.load(number)
+    chunks = _chunks(number, since, most)
     for work in range(tl.program_id(0), chunks * value_heads, tl.num_programs(0)):
         head = work % value_heads
-        chunk = work // value_heads
+        chunk = since + work // value_heads
         there = (i < tl.load(counts + chunk))[:, None]
         token = (tl.load(firsts + chunk) + i).to(tl.int64)[:, None]
         place = work.to(tl.int64)
@@ -242,19 +279,20 @@ def squares(
         tl.store(to + 3 * SQUARE, of_m)
 
 
-@entry.jit(do_not_specialize=["value_heads", "o_token", "o_head"])
+@entry.jit(do_not_specialize=["since", "most", "value_heads", "o_token", "o_head"])
 def crosses(
     d_out, number, firsts, counts, new, drop, states, grads, of_q, of_k, of_rest,
-    value_heads, o_token, o_head, KEY: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    since, most, value_heads, o_token, o_head, KEY: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """dO S^T, -dv S^T and N E^T [chunks, HV, 64, K]."""
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, KEY)
     c = tl.arange(0, VALUE_TILE)
-    chunks = tl.load(number)
+    chunks = _chunks(number, since, most)
     for work in range(tl.program_id(0), chunks * value_heads, tl.num_programs(0)):
         head = work % value_heads
-        chunk = work // value_heads
+        chunk = since + work // value_heads
         there = (i < tl.load(counts + chunk))[:, None]
         token = (tl.load(firsts + chunk) + i).to(tl.int64)[:, None]
         place = work.to(tl.int64)
@@ -290,13 +328,14 @@ def _through_norm(of_x, there, grad, NORM: tl.constexpr):
 
 @entry.jit(
     do_not_specialize=[
-        "tokens", "group", "heads", "scale", "q_token", "q_head", "k_token", "k_head",
+        "since", "most", "tokens", "group", "heads", "scale", "q_token", "q_head", "k_token",
+        "k_head",
     ]
 )  # fmt: skip
 def inputs(
     q, k, number, firsts, counts, total, units, scaled, of_pairs, of_q, of_k, of_rest, back, own,
     d_query, d_key, d_rates, of_total,
-    tokens, group, heads, scale, q_token, q_head, k_token, k_head,
+    since, most, tokens, group, heads, scale, q_token, q_head, k_token, k_head,
     KEY: tl.constexpr, VALUE: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dq and dk, summed over the value heads of a head; dbeta [HV, tokens]; what G gets of its own
@@ -306,14 +345,14 @@ def inputs(
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
     e = tl.arange(0, VALUE)
-    chunks = tl.load(number)
+    chunks = _chunks(number, since, most)
     for work in range(tl.program_id(0), chunks * heads * PARTS, tl.num_programs(0)):
         head = work // PARTS % heads
         chunk = work // (PARTS * heads)
         i = work % PARTS * ROWS + row
-        count = tl.load(counts + chunk)
+        count = tl.load(counts + since + chunk)
         there = (i < count)[:, None]
-        begin = tl.load(firsts + chunk)
+        begin = tl.load(firsts + since + chunk)
         token = (begin + i).to(tl.int64)
         dq = tl.zeros((ROWS, KEY), tl.float32)
         dk = tl.zeros((ROWS, KEY), tl.float32)
@@ -362,15 +401,15 @@ def inputs(
         tl.store(d_key + to, dk.to(d_key.dtype.element_ty), mask=there)
 
 
-@entry.jit(do_not_specialize=["value_heads"])
+@entry.jit(do_not_specialize=["since", "most", "value_heads"])
 def totals(
     number, total, units, of_rest, states, grads, of_total, of_log,
-    value_heads, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
+    since, most, value_heads, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """What the decays' logarithms get [chunks, HV, 64, K]."""
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
-    chunks = tl.load(number)
+    chunks = _chunks(number, since, most)
     for work in range(tl.program_id(0), chunks * value_heads, tl.num_programs(0)):
         place = work.to(tl.int64)
         base = place * (CHUNK * KEY)
@@ -393,10 +432,10 @@ def totals(
                 tl.store(of_log + base + (first + r) * KEY + d[None], running)
 
 
-@entry.jit(do_not_specialize=["value_heads", "lower_bound", "g_token", "g_head"])
+@entry.jit(do_not_specialize=["since", "most", "value_heads", "lower_bound", "g_token", "g_head"])
 def gates(
     g, A_log, dt_bias, number, firsts, counts, of_log, d_gate, of_A, of_bias,
-    value_heads, lower_bound, g_token, g_head,
+    since, most, value_heads, lower_bound, g_token, g_head,
     KEY: tl.constexpr, GATE: tl.constexpr, A: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dg; what A_log and dt_bias get, by part of a chunk [chunks, HV, 64 / ROWS, K]."""
@@ -404,10 +443,10 @@ def gates(
     row = tl.arange(0, ROWS)
     d = tl.arange(0, KEY)
     one = tl.zeros((1,), tl.int32)  # a scalar of the vector unit
-    chunks = tl.load(number)
+    chunks = _chunks(number, since, most)
     for work in range(tl.program_id(0), chunks * value_heads * PARTS, tl.num_programs(0)):
         head = work // PARTS % value_heads
-        chunk = work // (PARTS * value_heads)
+        chunk = since + work // (PARTS * value_heads)
         i = work % PARTS * ROWS + row
         there = (i < tl.load(counts + chunk))[:, None]
         token = (tl.load(firsts + chunk) + i).to(tl.int64)[:, None]
@@ -492,55 +531,22 @@ def backward(
     if nothing:
         return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     group = value_heads // heads
-    # by token and value head: tiles by channel in float32 and halves, squares of pairs, two states
-    each = group * (34 * key_size + 8 * value_size + 26 * CHUNK.value)
-    each += group * 4 * value_size * key_size // CHUNK.value
-    at_once = tiling.at_once(heads, batch * length * each)
-    if at_once < heads:
-        for first in range(0, heads, at_once):
-            here = slice(first, first + at_once)
-            there = slice(first * group, (first + at_once) * group)
-            some = backward(
-                *(x[:, :, here] for x in (q, k)),
-                *(x[:, :, there] for x in (v, g, beta, d_out)),
-                None if d_final_state is None else d_final_state[:, there].contiguous(),
-                scale,
-                None if initial_state is None else initial_state[:, there].contiguous(),
-                cu_seqlens,
-                use_qk_l2norm_in_kernel,
-                use_gate_in_kernel,
-                None if A_log is None else A_log[there],
-                None if dt_bias is None else dt_bias.view(value_heads, key_size)[there],
-                lower_bound,
-                state_layout,
-            )
-            parts = (
-                *(x[:, :, here] for x in (d_q, d_k)),
-                *(x[:, :, there] for x in (d_v, d_g, d_beta)),
-                d_initial if initial_state is None else d_initial[:, there],
-                d_A if A_log is None else d_A[there],
-                d_bias if dt_bias is None else d_bias.view(value_heads, key_size)[there],
-            )
-            for part, grad in zip(parts, some, strict=True):
-                part.copy_(grad)
-        return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     # all tokens in one row
     q, k, v, g, beta, d_out = (x.flatten(0, 1) for x in (q, k, v, g, beta, d_out))
     gate, tokens, varlen = chunk_kda.gate_of(use_gate_in_kernel, lower_bound), len(q), cu_seqlens
     norm, scale = use_qk_l2norm_in_kernel, key_size**-0.5 if scale is None else scale
-    most = chunk_kda.chunks_of(batch, length, cu_seqlens)
+    side, value_first = CHUNK.value, state_layout == "vk"
+    # by chunk and value head: tiles by channel in float32 and halves, squares of pairs, two states
+    each = side * (30 * key_size + 8 * value_size + 26 * side) + 4 * value_size * key_size
+    count = chunk_kda.chunks_of(batch, length, cu_seqlens)
+    most = chunk_kda.at_once(count, value_heads * (each + 36 * key_size))
     x = chunk_kda.laid_out(most, q, beta, cu_seqlens, grad=True)
-    chunk_kda.fill(
-        x, 0, q, k, g, sequences, length, scale, varlen is not None, norm, gate, A_log, dt_bias,
-        lower_bound, grad=True,
-    )  # fmt: skip
 
     def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return memory.empty((most, value_heads, *shape), kind, device)
 
-    side = CHUNK.value
     number, firsts, counts = (
-        memory.empty((size,), torch.int32, device) for size in (1, most, most)
+        memory.empty((size,), torch.int32, device) for size in (1, count, count)
     )
     places[(1,)](
         x.bounds, number, firsts, counts, sequences, length, tokens, VARLEN=varlen is not None,
@@ -548,57 +554,97 @@ def backward(
     )  # fmt: skip
     states, grads = (space(value_size, key_size) for _ in range(2))
     new, own, back, drop = (space(side, value_size) for _ in range(4))
-    sizes = dict(KEY=key_size, VALUE=value_size)
-    walked = dict(
-        **sizes, VARLEN=varlen is not None, INITIAL=initial_state is not None,
-        VALUE_FIRST=state_layout == "vk",
-    )  # fmt: skip
-    walk_states[(cores.cube(),)](
-        x.keys, x.left, x.fades, v, x.rates, x.bounds, x.solved, x.finer, x.alike,
-        states if initial_state is None else initial_state, states, new, own, sequences, length,
-        tokens, value_heads, *v.stride()[:2], **walked,
-        **_tile("walk_states", value_size, key_size, _PART),
-    )  # fmt: skip
-    walk_grads[(cores.cube(),)](
-        x.queries, x.keys, x.left, x.fades, d_out, x.rates, x.bounds, x.solved, x.finer, x.seen,
-        grads if d_final_state is None else d_final_state, d_initial, d_v, grads, back, drop,
-        sequences, length, tokens, value_heads, *d_out.stride()[:2], **walked,
-        FINAL=d_final_state is not None, **_tile("walk_grads", value_size, key_size, _PART),
-    )  # fmt: skip
     of_pairs = space(4, side, side, kind=wide)
-    squares[(cores.cube(),)](
-        d_out, number, firsts, counts, new, drop, of_pairs, value_heads, *d_out.stride()[:2],
-        VALUE=value_size, **_tile("squares", value_size, 1),
-    )  # fmt: skip
-    of_q, of_k, of_rest, of_total = (space(side, key_size, kind=wide) for _ in range(4))
-    crosses[(cores.cube(),)](
-        d_out, number, firsts, counts, new, drop, states, grads, of_q, of_k, of_rest, value_heads,
-        *d_out.stride()[:2], **sizes, **_tile("crosses", value_size, key_size),
-    )  # fmt: skip
+    of_q, of_k, of_rest = (space(side, key_size, kind=wide) for _ in range(3))
+    parts = [space(side // _only("gates")["ROWS"], key_size, kind=wide).zero_() for _ in range(2)]
     d_rates = memory.empty((value_heads, tokens), wide, device)
     if varlen is not None:
         d_rates.zero_()
-    inputs[(cores.vector(),)](
-        q, k, number, firsts, counts, x.total, x.units, x.scaled, of_pairs, of_q, of_k, of_rest,
-        back, own, d_q, d_k, d_rates, of_total, tokens, group, heads, scale, *q.stride()[:2],
-        *k.stride()[:2], **sizes, NORM=norm, **_only("inputs"),
-    )  # fmt: skip
+    in_rounds, rounds = most < count, range(0, count, most)
+    first, last, d_first = initial_state, d_final_state, d_initial
+    if in_rounds:  # behind those of the sequences the states that rounds begin with, and end with
+        last_two = (value_size, key_size) if value_first else (key_size, value_size)
+        first, last = (
+            memory.empty((sequences + more, value_heads, *last_two), wide, device)
+            for more in (len(rounds) + 1, 2)
+        )
+        for held, given in ((first, initial_state), (last, d_final_state)):
+            if given is None:
+                held.zero_()
+            else:
+                held[:sequences].copy_(given)
+        d_first = last
+    of_A, of_bias = (
+        None if x is None else memory.empty((value_heads, *more), wide, device).zero_()
+        for x, more in ((A_log, ()), (dt_bias, (key_size,)))
+    )
+    sizes = dict(KEY=key_size, VALUE=value_size)
+    walked = dict(**sizes, VARLEN=varlen is not None, VALUE_FIRST=value_first)
+
+    def forward(turn: int) -> None:
+        since = rounds[turn]
+        chunk_kda.fill(
+            x, since, q, k, g, sequences, length, scale, varlen is not None, norm, gate, A_log,
+            dt_bias, lower_bound, grad=True,
+        )  # fmt: skip
+        at = sequences + 1 + turn
+        walk_states[(cores.cube(),)](
+            x.keys, x.left, x.fades, v, x.rates, x.bounds, x.solved, x.finer, x.alike,
+            states if first is None else first, states if first is None else first, states, new,
+            own, sequences, length, tokens, since, most, at - 1, at, value_heads, *v.stride()[:2],
+            **walked, INITIAL=first is not None, HELD=in_rounds,
+            **_tile("walk_states", value_size, key_size, _PART),
+        )  # fmt: skip
+
+    for turn in range(len(rounds) - 1):
+        forward(turn)
+    came, goes = sequences, sequences + 1
+    # from the last round on: what a round leaves alone of `parts` is 0
+    for turn in reversed(range(len(rounds))):
+        forward(turn)
+        here = (rounds[turn], most)
+        walk_grads[(cores.cube(),)](
+            x.queries, x.keys, x.left, x.fades, d_out, x.rates, x.bounds, x.solved, x.finer, x.seen,
+            grads if last is None else last, d_first, d_v, grads, back, drop, sequences, length,
+            tokens, *here, came, goes, value_heads, *d_out.stride()[:2], **walked,
+            INITIAL=first is not None, FINAL=last is not None,
+            **_tile("walk_grads", value_size, key_size, _PART),
+        )  # fmt: skip
+        came, goes = goes, came
+        squares[(cores.cube(),)](
+            d_out, number, firsts, counts, new, drop, of_pairs, *here, value_heads,
+            *d_out.stride()[:2], VALUE=value_size, **_tile("squares", value_size, 1),
+        )  # fmt: skip
+        crosses[(cores.cube(),)](
+            d_out, number, firsts, counts, new, drop, states, grads, of_q, of_k, of_rest, *here,
+            value_heads, *d_out.stride()[:2], **sizes, **_tile("crosses", value_size, key_size),
+        )  # fmt: skip
+        # what G gets lies where of_q does, a row once that is read
+        inputs[(cores.vector(),)](
+            q, k, number, firsts, counts, x.total, x.units, x.scaled, of_pairs, of_q, of_k, of_rest,
+            back, own, d_q, d_k, d_rates, of_q, *here, tokens, group, heads, scale, *q.stride()[:2],
+            *k.stride()[:2], **sizes, NORM=norm, **_only("inputs"),
+        )  # fmt: skip
+        # what `scaled` was for is done
+        totals[(cores.vector(),)](
+            number, x.total, x.units, of_rest, states, grads, of_q, x.scaled, *here, value_heads,
+            **sizes, **_only("totals"),
+        )  # fmt: skip
+        gates[(cores.vector(),)](
+            g, parts[0] if A_log is None else A_log, parts[1] if dt_bias is None else dt_bias,
+            number, firsts, counts, x.scaled, d_g, *parts, *here, value_heads,
+            0.0 if lower_bound is None else lower_bound, *g.stride()[:2], KEY=key_size, GATE=gate,
+            A=A_log is not None, BIAS=dt_bias is not None, **_only("gates"),
+        )  # fmt: skip
+        if of_A is not None:
+            of_A += parts[0].sum((0, 2, 3))
+        if of_bias is not None:
+            of_bias += parts[1].sum((0, 2))
     d_beta.copy_(d_rates.mT.view(d_beta.shape))
-    # what `scaled` was for is done
-    totals[(cores.vector(),)](
-        number, x.total, x.units, of_rest, states, grads, of_total, x.scaled, value_heads, **sizes,
-        **_only("totals"),
-    )  # fmt: skip
-    config = _only("gates")
-    parts = [space(side // config["ROWS"], key_size, kind=wide).zero_() for _ in range(2)]
-    gates[(cores.vector(),)](
-        g, parts[0] if A_log is None else A_log, parts[1] if dt_bias is None else dt_bias, number,
-        firsts, counts, x.scaled, d_g, *parts, value_heads,
-        0.0 if lower_bound is None else lower_bound, *g.stride()[:2], KEY=key_size, GATE=gate,
-        A=A_log is not None, BIAS=dt_bias is not None, **config,
-    )  # fmt: skip
-    if A_log is not None:
-        d_A.copy_(parts[0].sum((0, 2, 3)))
-    if dt_bias is not None:
-        d_bias.copy_(parts[1].sum((0, 2)).view(d_bias.shape))
+    if in_rounds and initial_state is not None:
+        d_initial.copy_(last[:sequences])
+    if of_A is not None:
+        d_A.copy_(of_A)
+    if of_bias is not None:
+        d_bias.copy_(of_bias.view(d_bias.shape))
     return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
