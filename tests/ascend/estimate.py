@@ -35,6 +35,7 @@ NUMBERING = (
     "sparse_flash_attention.resolve",
     "sparse_flash_attention.collect",
     "chunk_gated_delta_rule_grad.places",
+    "chunk_kda_grad.places",
     "sparse_attn_sharedkv.note",
     "sparse_attn_sharedkv.collect",
 )
