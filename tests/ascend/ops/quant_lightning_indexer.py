@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """npu_quant_lightning_indexer in int8: small whole numbers and scales that are powers of two give
-exact scores with many ties, so that the top-k must equal the reference's."""
+exact scores with many ties, so that the top-k must equal the reference's.  Scales of heads in
+float32 have twelve bits, one more than float16 has; their scores are exact too."""
 
 from __future__ import annotations
 
@@ -33,6 +34,9 @@ def in_int8(make: Make, fold: bool = False, scale: torch.dtype = torch.float16) 
         for blocks in closed:
             x.forbidden.append((key, blocks))
         of_query = torch.exp2(torch.randint(-2, 2, query.shape[:-1], generator=x.random))
+        if scale is torch.float32:
+            odd = 2 * torch.randint(0, 1024, query.shape[:-1], generator=x.random) + 1
+            of_query *= 1 + odd / 2048
         return given | dict(
             query=query,
             key=key,
@@ -72,7 +76,11 @@ CASES = (
             (64, 80),
         )
     ),
-    quant("paged, 24 heads, float32 scales", in_int8(paged([140], 2, 24), scale=torch.float32)),
+    quant(
+        "paged, 24 heads, float32 scales",
+        in_int8(paged([140], 2, 24), scale=torch.float32),
+        scores=True,
+    ),
     quant(
         "paged, weights of wider rows",
         with_(in_int8(paged([140], 2, 16, 48)), weights=lightning_indexer.of_wider_2),
@@ -118,6 +126,13 @@ CONTROLS = (
         "Q_SCALE=query_scale is not None",
         "Q_SCALE=False",
         "paged, 64 heads",
+    ),
+    Control(
+        "a head's scale rounded",
+        _FILE,
+        "tl.load(of_scale, mask=h < HEADS, other=0.0).to(tl.float32)",
+        "tl.load(of_scale, mask=h < HEADS, other=0.0).to(tl.float16).to(tl.float32)",
+        "paged, 24 heads, float32 scales",
     ),
     Control(
         "another page's scales",
