@@ -555,6 +555,12 @@ def test_what_a_call_lays_out_is_its_most_at_one_time():
     assert large.bill(lambda: call(1)) == large.bill(lambda: call(7)) == large.Bill(0, 11)
 
 
+def test_ops_that_go_in_rounds_are_found():
+    found = large.in_rounds()
+    assert {"npu_chunk_kda_grad", "npu_lightning_indexer", "npu_grouped_o_proj_pto"} <= set(found)
+    assert "npu_gated_rms_norm" not in found
+
+
 def test_a_call_above_the_limits_is_named_and_so_is_a_name_without_need(monkeypatch):
     why = "all chunks are laid out at once"
     monkeypatch.setattr(large, "KNOWN", {"npu_a": (large.Bill(5, 900), why)})
