@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ._keywords import refusal
-from .dispatch.error_messages import call
+from .dispatch.error_messages import in_one_sentence
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 _SECTION = re.compile(r"(?<=^Args:\n)(?: {4}.*\n)+", re.M)
@@ -38,10 +38,12 @@ def op(signature: Public) -> Public:
                     "its default."
                 )
         try:
-            return call(packet, *args, **kwargs)
-        except (TypeError, RuntimeError):
+            return packet(*args, **kwargs)
+        except (TypeError, RuntimeError) as error:
             if said := refusal(signature.__name__, parameters, args, kwargs):
                 raise TypeError(said) from None
+            if refused := in_one_sentence(error):
+                raise refused from error
             raise
 
     return public  # type: ignore[return-value]

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -197,14 +197,18 @@ class Runner:
     device: torch.device
     function: Callable[..., Any]
 
-    def run(self, arguments: dict[str, Any]) -> Any:
+    @contextmanager
+    def ready(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """Inside it `function` runs with these arguments, for the first time; its kernels are
+        compiled where the backend does so ahead."""
         reason = f"inputs on {self.device}"
         log.ran(self.spec.name, self.backend.name, reason, arguments)
-        run = _of_launches(self.backend, "run") if self.device.type == "cuda" else None
-        with made_current(self.device):
-            if run is not None:
-                return run(self.function, arguments)
-            return self.function(**arguments)
+        compiled = _of_launches(self.backend, "compiled") if self.device.type == "cuda" else None
+        with (
+            made_current(self.device),
+            _AS_IT_IS if compiled is None else compiled(self.function, arguments),
+        ):
+            yield
 
 
 def runner(spec: Spec, key: str, arguments: dict[str, Any]) -> Runner:
@@ -237,30 +241,36 @@ def _of_launches(backend: Backend, name: str) -> Callable[..., Any] | None:
 
 
 class Replay:
-    """A call like one that ran.  The first is recorded where the backend can; the others do what
-    was recorded."""
+    """Calls like one that ran.  The first is recorded where the backend can, and the others do what
+    was recorded; without a plan `runner.function` runs them all."""
 
     def __init__(self, runner: Runner, bind: Bind) -> None:
-        self._runner, self._bind = runner, bind
+        self.runner, self._bind = runner, bind
         self._counted = runner.spec.name, runner.backend.name
-        self._record = recorder(runner.backend)
+        self.unrecorded = self._records()
         self._plan: Any = None  # launches.Plan
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
-    ) -> Any:
+    def _records(self) -> bool:
+        return config.replay and recorder(self.runner.backend) is not None
+
+    def plan(self) -> Any:
+        """The plan for one more call, or None."""
         log.count(self._counted)
-        with made_current(self._runner.device):
-            plan = self._plan
-            if plan is not None:
-                if plan.holds():
-                    return plan(tensors)
-                self._plan, self._record = None, recorder(self._runner.backend)
-            record, self._record = self._record, None
-            if record is None:
-                return self._runner.function(**self._bind(args, kwargs))
-            out, self._plan = record(self._runner.function, self._bind, args, kwargs)
-            return out
+        plan = self._plan
+        if plan is not None and not plan.holds():
+            self._plan = plan = None
+            self.unrecorded = self._records()
+        if config.log:
+            how = "its launcher runs unchecked" if plan is None else f"replays {plan}"
+            log.repeated(*self._counted, how)
+        return plan
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.unrecorded = False
+        record = recorder(self.runner.backend)
+        assert record is not None  # _records said so
+        out, self._plan = record(self.runner.function, self._bind, args, kwargs)
+        return out
 
 
 def _none_can_run(

@@ -10,7 +10,6 @@ where they are looked at (values.py), no call is a hit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import values
+from .backends import Replay
 from .common import nz
 from .env import config
 from .overlap import interleaved, span
@@ -29,7 +29,6 @@ _FREED = 2**40
 _NUMBERS = (int, float, bool, str, type(None))
 
 Key = tuple[Any, ...]
-Again = Callable[[tuple[Any, ...], dict[str, Any], list[Tensor]], Any]
 
 
 class CallCache:
@@ -40,11 +39,11 @@ class CallCache:
         self._known: dict[Key, _Kind] = {}
         self._lock = Lock()
 
-    def find(self, alike: CacheKey) -> Again | None:
+    def find(self, alike: CacheKey) -> Replay | None:
         kind = self._known.get(alike.key)
-        return None if kind is None else kind.again.get(kind.laid(alike.pointers))
+        return None if kind is None else kind.replays.get(kind.laid(alike.pointers))
 
-    def keep(self, alike: CacheKey, again: Again) -> None:
+    def keep(self, alike: CacheKey, replay: Replay) -> None:
         """The oldest goes where there are too many."""
         with self._lock:
             kind = self._known.get(alike.key)
@@ -52,7 +51,7 @@ class CallCache:
                 spans = [span(x) for x in alike.tensors] if self._writes else None
                 kind = _Kind(spans, {})
                 _put(self._known, alike.key, kind)
-            _put(kind.again, kind.laid(alike.pointers), again)
+            _put(kind.replays, kind.laid(alike.pointers), replay)
 
     def clear(self) -> None:
         with self._lock:
@@ -62,7 +61,7 @@ class CallCache:
 class _Kind(NamedTuple):
     spans: list[int] | None
     """Bytes from the first of each tensor to its last, of an op that writes."""
-    again: dict[Key, Again]
+    replays: dict[Key, Replay]
     """By how the tensors lie in each other's memory."""
 
     def laid(self, starts: list[int]) -> Key:
@@ -85,9 +84,8 @@ class CacheKey(NamedTuple):
 
 def cache_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CacheKey | None:
     """None where no call is like another."""
-    if config.log:
-        return None
-    key: list[Any] = [config.backend, torch.are_deterministic_algorithms_enabled(), *kwargs]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key: list[Any] = [config.backend, config.replay, config.log, deterministic, *kwargs]
     tensors: list[Tensor] = []
     pointers: list[int] = []
     for value in (*args, *kwargs.values()):

@@ -36,7 +36,14 @@ VARIABLES = (
         "CUSTOM_LOG",
         "",
         ("", "dispatch"),
-        "dispatch: one line per (op, backend, reason) on stderr, once.",
+        "dispatch: one line per (op, backend, reason) on stderr, once; a repeated call's path too.",
+    ),
+    Variable(
+        "CUSTOM_REPLAY",
+        "1",
+        ("0", "1"),
+        "1: a CUDA call like earlier ones repeats their launches. 0: its launcher runs every time; "
+        "checks of a call like an earlier one are skipped either way.",
     ),
     Variable(
         "CUSTOM_DEBUG",
@@ -69,12 +76,18 @@ VARIABLES = (
 _BY_FIELD = {variable.name.removeprefix("CUSTOM_").lower(): variable for variable in VARIABLES}
 
 
+def _is_switch(field: str) -> bool:
+    """A setting that is on or off: True or False in Python."""
+    return {"0", "1"} <= {*(_BY_FIELD[field].allowed or ())}
+
+
 @dataclass
 class Config:
     """The values in force; `custom.config` is the one instance."""
 
     backend: str
     log: str
+    replay: bool
     debug: bool
     cache_dir: str
     vllm: bool
@@ -87,9 +100,7 @@ class Config:
             raise AttributeError(
                 f"custom.config has no `{name}`, expected one of {', '.join(_BY_FIELD)}."
             )
-        allowed: tuple[Any, ...] | None = variable.allowed
-        if allowed and {"0", "1"} <= {*allowed}:
-            allowed = (False, True)
+        allowed: tuple[Any, ...] | None = (False, True) if _is_switch(name) else variable.allowed
         kind = type(allowed[0]) if allowed else str
         if type(value) is not kind or (allowed and value not in allowed):
             wanted = f"one of {', '.join(map(repr, allowed))}" if allowed else "a string"
@@ -98,8 +109,11 @@ class Config:
 
 
 def _read() -> Config:
-    backend, log, debug, cache_dir, vllm, sglang = (variable.read() for variable in VARIABLES)
-    return Config(backend, log, debug == "1", cache_dir, vllm == "1", sglang == "1")
+    read = {field: variable.read() for field, variable in _BY_FIELD.items()}
+    values: dict[str, Any] = {
+        name: value == "1" if _is_switch(name) else value for name, value in read.items()
+    }
+    return Config(**values)
 
 
 config = _read()

@@ -38,13 +38,14 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except (RuntimeError, TypeError) as error:
-        refused = _in_one_sentence(str(error))
-        if refused is None:
-            raise
-        raise refused from error
+        if refused := in_one_sentence(error):
+            raise refused from error
+        raise
 
 
-def _in_one_sentence(message: str) -> Exception | None:
+def in_one_sentence(error: Exception) -> Exception | None:
+    """What PyTorch refuses, as an error of ours."""
+    message = str(error)
     if found := _OF_TYPE.match(message):
         name, wanted, argument, came = found.groups()
         optional = wanted.startswith("Optional[")

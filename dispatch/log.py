@@ -43,6 +43,11 @@ def ran(op: str, backend: str, reason: str, arguments: Mapping[str, Any]) -> Non
         once((op, backend, reason), f"{op} -> {backend} ({reason})  {describe(arguments)}")
 
 
+def repeated(op: str, backend: str, how: str) -> None:
+    """A call like an earlier one, which went another way than the first."""
+    once((op, backend, how), f"{op} -> {backend} (like an earlier call: {how})")
+
+
 def once(key: tuple[str, ...], message: str) -> None:
     """Print `message` the first time `key` is seen."""
     with _lock:

@@ -11,12 +11,14 @@ pytest --record FILE             write which ops ran in passing tests, by backen
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
 import platform
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -116,20 +118,16 @@ def _forget():
     register.forget()
 
 
-def _by_plan(runner, arguments):
-    """Runner.run, by the plan of what the launcher did with copies."""
+def _by_plan(launcher, **arguments):
+    """What `launcher` gives, by the plan of what it did with copies."""
     from custom.cuda_ops.runtime import launches
 
-    log.ran(runner.spec.name, runner.backend.name, f"inputs on {runner.device}", arguments)
-    with backends.made_current(runner.device):
-        if runner.backend is not backends.CUDA:
-            return runner.function(**arguments)
-        storages: dict[int, torch.UntypedStorage] = {}
-        copies = {name: _copied(x, storages) for name, x in arguments.items()}
-        _, plan = launches.record(runner.function, lambda args, kwargs: kwargs, (), copies)
-        if plan is None:
-            return runner.function(**arguments)
-        return plan([x for x in arguments.values() if isinstance(x, torch.Tensor)])
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies = {name: _copied(x, storages) for name, x in arguments.items()}
+    _, plan = launches.record(launcher, lambda args, kwargs: kwargs, (), copies)
+    if plan is None:
+        return launcher(**arguments)
+    return plan([x for x in arguments.values() if isinstance(x, torch.Tensor)])
 
 
 def _copied(x, storages):
@@ -146,7 +144,17 @@ def _copied(x, storages):
 @pytest.fixture(autouse=True)
 def _replay(request, monkeypatch):
     if request.config.getoption("--replay"):
-        monkeypatch.setattr(backends.Runner, "run", _by_plan)
+        choose = backends.runner
+
+        def runner(*given):
+            found = choose(*given)
+            if found.backend is not backends.CUDA:
+                return found
+            return dataclasses.replace(found, function=partial(_by_plan, found.function))
+
+        monkeypatch.setattr(backends, "runner", runner)
+        # a plan would be of a launcher that has one itself
+        monkeypatch.setattr(custom.config, "replay", False)
 
 
 @pytest.fixture(autouse=True)

@@ -137,7 +137,7 @@ def test_a_lost_context_ends_a_run(monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     op = "npu_lightning_indexer"
-    monkeypatch.setattr(backends.Runner, "run", broken)
+    monkeypatch.setattr(backends.Runner, "ready", broken)
     monkeypatch.setattr(fuzz_run, "alive", lambda _: False)
     counts, found = run(op, range(50), 0, "cpu")
     assert list(found) == [LOST] and "illegal memory access" in found[LOST]
@@ -198,7 +198,7 @@ def test_a_refusal_that_says_nothing_is_found(monkeypatch):
     def broken(*_):
         raise ValueError("no")
 
-    monkeypatch.setattr(backends.Runner, "run", broken)
+    monkeypatch.setattr(backends.Runner, "ready", broken)
     op = "npu_lightning_indexer"
     cases = [draw(op, number, 0, ["float32"]) for number in range(10)]
     errors = [outcome(illegal.check, case)[1] for case in cases]

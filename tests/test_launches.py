@@ -54,6 +54,7 @@ from custom.bench import attention, case, convolution, delta_rule, indexer_loss,
 
 from .support.compile_for_hopper import address
 from .support.compile_for_hopper import driver as pretended_driver
+from .support.pretended_gpu import Address, Device, address_of, pretend
 
 DECODE = "npu_fused_sigmoid_gating_delta_rule_update"
 FORWARD, BACKWARD = "npu_fused_attention", "npu_fused_attention_backward"
@@ -89,73 +90,20 @@ CASES = [
 ]
 
 
-class Device:
-    """A stand-in for the GPU: notes every launch, and gives the launcher a compiled kernel."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[str, tuple[int, ...], list[Any]]] = []
-        self.allocated: list[Tensor] = []
-
-    def launch(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def launched(*args: Any, **named: Any) -> CompiledKernel:
-            given = dict(zip(kernel.arg_names, args, strict=False)) | named
-            again = partial(self.again, kernel)
-            again(*(*grid, 1, 1)[:3], 0, None, None, None, None, None,
-                  *(given.get(p.name, p.default) for p in kernel.params))  # fmt: skip
-            compiled = object.__new__(CompiledKernel)
-            compiled.module = compiled.function = compiled.packed_metadata = None
-            compiled._run = again
-            return compiled
-
-        return launched
-
-    def again(self, kernel: Any, x: int, y: int, z: int, *rest: Any) -> None:
-        values = [_address(value) for value in rest[6:]]
-        self.launched.append((kernel.__name__, (x, y, z), values))
-
-    def empty(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        out = torch.empty(shape, dtype=dtype, device=device)
-        self.allocated.append(out)
-        return out
-
-    def take(self) -> tuple[list[Any], list[Tensor]]:
-        """What was noted since the last time."""
-        noted = self.launched, self.allocated
-        self.launched, self.allocated = [], []
-        return noted
-
-
-class _Address(int):
-    """A tensor's, among the numbers that a kernel gets."""
-
-
-def _address(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Address(value.data_ptr())
-    if hasattr(value, "block_shape"):
-        there = value.base.data_ptr()
-        return _Address(there), [*value.shape], [*value.strides], value.block_shape, value.layout
-    return value
-
-
 @pytest.fixture(params=[(8, 0), (9, 0)], ids=["sm80", "sm90"])
 def pretended(request, monkeypatch) -> Device:
-    out = Device()
-    monkeypatch.setattr(custom.config, "backend", "cuda")
-    monkeypatch.setattr(gpu, "capability", lambda device: request.param)
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-    monkeypatch.setattr(
-        KernelInterface, "__getitem__", lambda kernel, grid: out.launch(kernel, grid)
-    )
-    here = SimpleNamespace(get_current_stream=lambda device: 0)
-    monkeypatch.setattr(triton.runtime.driver, "_active", here)
-    monkeypatch.setattr(memory, "empty", out.empty)
     # nothing here reads a value
     monkeypatch.setattr(
         case.Draw, "normal",
         lambda self, *shape, dtype=None, std=1.0: torch.empty(shape, dtype=dtype or self.dtype),
     )  # fmt: skip
-    return out
+    return pretend(monkeypatch, request.param)
+
+
+@pytest.fixture(autouse=True)
+def _replay(monkeypatch):
+    """Also under CUSTOM_REPLAY=0: a test that wants it off says so."""
+    monkeypatch.setattr(custom.config, "replay", True)
 
 
 def direct(name: str, arguments: dict[str, Any]) -> Any:
@@ -193,15 +141,15 @@ def test_a_plan_launches_what_its_launcher_does(which, pretended):
     pairs = []
     for (_, _, a), (_, _, b) in zip(wanted, launched, strict=True):
         pairs += zip(a, b, strict=True)
-    pairs += [(_address(a), b.data_ptr()) for a, b in zip(wanted_out, out, strict=True)]
+    pairs += [(address_of(a), b.data_ptr()) for a, b in zip(wanted_out, out, strict=True)]
     for a, b in pairs:
-        if isinstance(a, tuple) and isinstance(a[0], _Address):
+        if isinstance(a, tuple) and isinstance(a[0], Address):
             assert a[1:] == b[1:]
             a, b = a[0], b[0]
-        if isinstance(a, _Address) and a:  # 0: empty
+        if isinstance(a, Address) and a:  # 0: empty
             inside = [x for x in given if x.data_ptr() <= a < x.data_ptr() + _bytes(x)]
             assert same.setdefault(a, a if inside else b) == b
-        elif not isinstance(a, _Address):
+        elif not isinstance(a, Address):
             assert a == b and type(a) is type(b)
     # no two pieces of memory overlap, and all lie in what was allocated
     places = [(same.get(x.data_ptr()), _bytes(x)) for x in pieces]
@@ -211,6 +159,42 @@ def test_a_plan_launches_what_its_launcher_does(which, pretended):
     assert all(any(lo <= begin and end <= hi for lo, hi in whole) for begin, end in ends)
     for a, b in zip(wanted_out, out, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "anew"])
+@pytest.mark.parametrize(
+    "op", ["npu_merge_states", "npu_fused_attention", "npu_lightning_indexer", "npu_causal_conv1d"]
+)
+@pytest.mark.parametrize("pretended", [(9, 0)], ids=["sm90"], indirect=True)
+def test_a_switch_says_whether_launches_are_repeated(op, replay, pretended, monkeypatch, capsys):
+    """What is launched is the same, and CUSTOM_LOG says which way each call went."""
+    monkeypatch.setattr(custom.config, "replay", replay)
+    monkeypatch.setattr(custom.config, "log", "dispatch")
+    monkeypatch.setattr(log, "_said", set())
+    arguments = samples.sample(op, torch.device("cpu"), torch.bfloat16)
+    seen = []
+    for _ in range(4):
+        register.overload(BY_NAME[op])(**arguments)
+        seen.append([(name, grid) for name, grid, _ in pretended.take()[0]])
+    assert seen[0] and all(each == seen[0] for each in seen)
+    said = [line for line in capsys.readouterr().err.splitlines() if op in line]
+    assert f"{op} -> cuda (inputs on cpu)" in said[0]
+    assert "its launcher runs unchecked" in said[1]
+    replayed = [f"custom: {op} -> cuda (like an earlier call: replays {len(seen[0])} launches)"]
+    assert said[2:] == (replayed if replay else [])
+
+
+@pytest.mark.parametrize("pretended", [(9, 0)], ids=["sm90"], indirect=True)
+def test_a_repeated_launch_that_fails_says_its_launcher_s_line(pretended, monkeypatch):
+    arguments = samples.sample("npu_merge_states", torch.device("cpu"), torch.bfloat16)
+    for _ in range(2):
+        custom.npu_merge_states(**arguments)
+    monkeypatch.setattr(pretended, "launched", None)
+    with pytest.raises(AttributeError, match="append") as caught:
+        custom.npu_merge_states(**arguments)
+    if sys.version_info >= (3, 11):
+        [note] = caught.value.__notes__
+        assert "merge_states.py:" in note and "CUSTOM_REPLAY=0" in note
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -479,6 +463,11 @@ def encoded(monkeypatch) -> list[int]:
     return places
 
 
+def run(launch: FastLauncher, values: list[Any]) -> None:
+    function, handed = launch.call(values)
+    function(*handed)
+
+
 def test_c_is_handed_what_triton_hands_it(encoded):
     """And descriptors that point where they did are not encoded again."""
     which = Launched()
@@ -488,7 +477,7 @@ def test_c_is_handed_what_triton_hands_it(encoded):
     for other in (x, torch.empty_like(x), x):
         wanted = which.by_triton(other, y)
         encoded.clear()
-        launch([other.data_ptr(), *rows(other.data_ptr()), 5, *numbers(y.data_ptr())])
+        run(launch, [other.data_ptr(), *rows(other.data_ptr()), 5, *numbers(y.data_ptr())])
         [handed] = which.handed
         which.handed.clear()
         assert _flat(handed) == _flat(wanted)
@@ -503,7 +492,7 @@ def test_hooks_see_every_launch(encoded, monkeypatch):
     hooks = [lambda about: None for _ in range(2)]
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hooks[0])
     monkeypatch.setattr(knobs.runtime, "launch_exit_hook", hooks[1])
-    launch([x.data_ptr(), *rows(x.data_ptr()), 5, *numbers(y.data_ptr())])
+    run(launch, [x.data_ptr(), *rows(x.data_ptr()), 5, *numbers(y.data_ptr())])
     [handed] = which.handed
     which.handed.clear()
     assert _flat(handed) == _flat(which.by_triton(x, y, "about", *hooks))
@@ -518,7 +507,7 @@ def test_scratch_memory_is_another_for_each_launch(encoded, monkeypatch):
     x, y = torch.empty(32, 64, dtype=torch.float16), torch.empty(8)
     values = launch.encoded(which.rows(x))(0), launch.encoded(which.numbers(y))(0)
     for _ in range(2):
-        launch([0, *values[0], 5, *values[1]])
+        run(launch, [0, *values[0], 5, *values[1]])
     given = [[v for v in _flat(x) if str(v).startswith("scratch")] for x in which.handed]
     assert given == [["scratch 0"], ["scratch 1"]]
 
@@ -1007,6 +996,12 @@ def test_ways_in_which_tensors_lie_in_each_other_are_bounded():
     assert kept.find(laid[4]) is None and kept.find(laid[5]) is not None
 
 
+def first(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The first call of a launcher."""
+    with launches.compiled(function, arguments):
+        return function(**arguments)
+
+
 def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
     """Until a few calls have needed nothing; operators of torch write in the call alone."""
     said: list[str] = []
@@ -1037,7 +1032,7 @@ def test_what_a_call_is_the_first_to_need_is_compiled_ahead(monkeypatch):
 
     def ran(phase: str) -> list[str]:
         said.clear()
-        launches.run(launcher, dict(x=x, phase=phase))
+        first(launcher, dict(x=x, phase=phase))
         assert said[-2:] == ["launched both", f"launched {phase}"]
         return sorted(said[:-2])
 
@@ -1125,9 +1120,9 @@ def test_a_compile_that_failed_is_tried_again(compiled):
     compiled += [OSError("no space left"), ValueError("ptxas was killed"), None]
     for error in (OSError, ValueError):
         with pytest.raises(error):
-            launches.run(launcher, dict(x=torch.zeros(1)))
+            first(launcher, dict(x=torch.zeros(1)))
     for _ in range(2):
-        launches.run(launcher, dict(x=torch.zeros(1)))
+        first(launcher, dict(x=torch.zeros(1)))
     assert not compiled
 
 
@@ -1140,8 +1135,8 @@ def test_of_two_compiles_that_failed_both_are_tried_again(compiled):
 
     compiled += [OSError("no space left"), OSError("no space left"), None, None]
     with pytest.raises(OSError, match="no space"):
-        launches.run(launcher, {})
-    launches.run(launcher, {})
+        first(launcher, {})
+    first(launcher, {})
     assert not compiled
 
 
@@ -1319,7 +1314,8 @@ for module, names in MOVED.items():
             triton.runtime.jit.JITFunction.warmup = lambda self, *a, **n: None
             launches._ALONE = False
             given = dict(outs=torch.ones(2, 3, 4, 16), lses=torch.ones(2, 3, 4), sums=None)
-            launches.run(found.forward, given)
+            with launches.compiled(found.forward, given):
+                found.forward(**given)
             assert launched.pop().__name__ == "_merge"
             gpu = importlib.import_module("custom.cuda_ops.common.gpu")
             gpu.capability = lambda device: (9, 0)

@@ -209,6 +209,6 @@ def test_every_op_asks_before_it_runs_on_an_npu(torch_npu, monkeypatch):
     monkeypatch.setattr(backends, "made_current", lambda device: nullcontext())
     spec = BY_NAME["npu_sparse_attention_pto"]
     arguments = layer()
-    assert backends.runner(spec, "PrivateUse1", arguments).run(arguments) == "ran"
+    assert backends.runner(spec, "PrivateUse1", arguments).function(**arguments) == "ran"
     with pytest.raises(NotSupported, match=r"npu +`w_uk` is in torch_npu's format 29"):
         backends.runner(spec, "PrivateUse1", layer(w_uk=29))

@@ -56,7 +56,7 @@ _encoded = lru_cache(_PLACES)(_Kind.at)
 
 
 class FastLauncher:
-    """Of one kernel and grid.  Called with the kernel's values: pointers as numbers, and of each
+    """Of one kernel and grid.  `call` takes the kernel's values: pointers as numbers, and of each
     descriptor what `encoded` gives."""
 
     def __init__(self, launcher: Launcher, grid: tuple[int, int, int], device: int) -> None:
@@ -76,7 +76,8 @@ class FastLauncher:
             _encoded, _kinds.setdefault((repr(of_none), repr(meta), self._encodes), kind)
         )
 
-    def __call__(self, values: Sequence[Any]) -> None:
+    def call(self, values: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """The function to call, and its arguments."""
         stream = self._stream()
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
@@ -84,12 +85,10 @@ class FastLauncher:
         elif self._in_c is None:
             enter = leave = about = None
         elif self._listed:
-            self._in_c(*self._grid, stream, *self._between, values)
-            return
+            return self._in_c, (*self._grid, stream, *self._between, values)
         else:
-            self._in_c(*self._grid, stream, *self._between, *values)
-            return
-        self._run(
+            return self._in_c, (*self._grid, stream, *self._between, *values)
+        return self._run, (
             *self._grid, stream, self._kernel.function, self._kernel.packed_metadata, about,
             enter, leave, *values,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import torch
 import triton
@@ -50,7 +50,7 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, tl.dtype, tl.const
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Step = Callable[["_Run"], None]
+Step = Union["_Launched", Callable[["_Run"], None]]
 
 _here = threading.local()
 
@@ -179,9 +179,10 @@ class _Compilers(ThreadPoolExecutor):
         return super().submit(fn, *args, **kwargs)
 
 
-def run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A launcher's first call of a kind; the kernels that it is the first to need are compiled side
-    by side before it."""
+@contextmanager
+def compiled(function: Callable[..., Any], arguments: dict[str, Any]) -> Iterator[None]:
+    """Around a launcher's first call of a kind: the kernels that it is the first to need are
+    compiled side by side before it."""
     calls = _needed_none.get(function, 0)
     if calls < _SETTLED and not (
         gpu.INTERPRETED or _ALONE or torch.cuda.is_current_stream_capturing()
@@ -190,7 +191,7 @@ def run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             function(**arguments)
         _needed_none[function] = 0 if executor.given else calls + 1
     with _our_own():
-        return function(**arguments)
+        yield
 
 
 class _Streams(NamedTuple):
@@ -377,14 +378,16 @@ class _Launched:
     pointers: list[tuple[int, int, int]]
     described: list[tuple[int, int, int]]
     encoded: list[Encoded]
+    where: str  # file:line of the launcher
 
-    def __call__(self, run: _Run) -> None:
+    def call(self, run: _Run) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """What launches it, and with what."""
         values, pointers = self.values.copy(), run.pointers
         for index, slot, offset in self.pointers:
             values[index] = pointers[slot] + offset
         for (index, slot, offset), encoded in zip(self.described, self.encoded, strict=True):
             values[index] = encoded(pointers[slot] + offset)[0]
-        self.launch(values)
+        return self.launch.call(values)
 
 
 class _Recorder(Mode):
@@ -438,7 +441,9 @@ class _Recorder(Mode):
             compiled = kernel[grid](*args, **named)
         finally:
             self._launching = False
-        self._try(self._launched, kernel, compiled, grid, args, named)
+        launcher = sys._getframe(1)
+        where = f"{launcher.f_code.co_filename}:{launcher.f_lineno}"
+        self._try(self._launched, kernel, compiled, grid, args, named, where)
 
     def _try(self, note: Callable[..., Step], *args: Any) -> None:
         if not self.failed:
@@ -466,6 +471,7 @@ class _Recorder(Mode):
         grid: tuple[int, ...],
         args: tuple[Any, ...],
         named: dict[str, Any],
+        where: str,
     ) -> Step:
         launcher = private_triton.launcher_of(compiled)
         if launcher is None or private_triton.is_seen(kernel):
@@ -473,7 +479,7 @@ class _Recorder(Mode):
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
         size = (*grid, 1, 1)[:3]
         launch = FastLauncher(launcher, size, self._device.index or 0)
-        step = _Launched(launch, [], [], [], [])
+        step = _Launched(launch, [], [], [], [], where)
         by_triton: list[Any] = []
         for param in kernel.params:
             value = given.get(param.name, param.default)
@@ -527,11 +533,21 @@ class Plan:
         """Whether Triton would still launch the same kernels, and call nobody before that."""
         return private_triton.settings() == self._settings and not any(self._hooks)
 
+    def __str__(self) -> str:
+        return f"{sum(isinstance(step, _Launched) for step in self._steps)} launches"
+
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         run = _Run(tensors, self._slots)
         try:
             for step in self._steps:
-                step(run)
+                if isinstance(step, _Launched):
+                    launch, values = step.call(run)
+                    launch(*values)
+                else:
+                    step(run)
+        except Exception as error:
+            _say_where(error, step)
+            raise
         finally:
             if run.side is not None:
                 run.side.__exit__()
@@ -539,6 +555,14 @@ class Plan:
             return None
         outputs = [run.tensors[x] if isinstance(x, int) else run.at(x) for x in self._outputs]
         return outputs[0] if self._single else tuple(outputs)
+
+
+def _say_where(error: Exception, step: Step) -> None:
+    """A traceback through a plan has no line of the launcher."""
+    if isinstance(step, _Launched) and sys.version_info >= (3, 11):
+        error.add_note(
+            f"a repeated call: {step.where} launched this; CUSTOM_REPLAY=0 runs the launcher itself"
+        )
 
 
 def record(

@@ -5,7 +5,8 @@ aclop ("Cannot run aclop operators during NPU graph capture"), and no copy from 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from custom.dispatch import backends
@@ -46,17 +47,18 @@ class _Mode(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-_run = backends.Runner.run
+_ready = backends.Runner.ready
 
 
-def _noted(self: backends.Runner, arguments: dict[str, Any]) -> Any:
-    with _Mode():
-        return _run(self, arguments)
+@contextmanager
+def _noted(self: backends.Runner, arguments: dict[str, Any]) -> Iterator[None]:
+    with _Mode(), _ready(self, arguments):
+        yield
 
 
 def install() -> None:
     """From now on, of every call that is checked; what the harness itself does is `apart`."""
-    backends.Runner.run = _noted  # type: ignore[method-assign]
+    backends.Runner.ready = _noted  # type: ignore[method-assign]
 
 
 apart = _disable_current_modes
