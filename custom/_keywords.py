@@ -8,7 +8,9 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from .dispatch.error_messages import in_one_sentence
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 
@@ -166,6 +168,21 @@ def refusal(
     return None
 
 
+def raise_in_one_sentence(
+    error: Exception,
+    name: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> NoReturn:
+    """What Python or PyTorch says of a call, in our words where there are some."""
+    if said := refusal(name, signature, args, kwargs):
+        raise TypeError(said) from None
+    if refused := in_one_sentence(error):
+        raise refused from error
+    raise error
+
+
 def worded(function: Public) -> Public:
     """Its arguments are refused in one sentence."""
     signature = inspect.signature(function)
@@ -174,9 +191,7 @@ def worded(function: Public) -> Public:
     def public(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except TypeError:
-            if said := refusal(function.__name__, signature, args, kwargs):
-                raise TypeError(said) from None
-            raise
+        except (TypeError, RuntimeError) as error:
+            raise_in_one_sentence(error, function.__name__, signature, args, kwargs)
 
     return public  # type: ignore[return-value]

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._keywords import refusal
-from .dispatch.error_messages import in_one_sentence
+from ._keywords import raise_in_one_sentence
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 _SECTION = re.compile(r"(?<=^Args:\n)(?: {4}.*\n)+", re.M)
@@ -40,11 +39,7 @@ def op(signature: Public) -> Public:
         try:
             return packet(*args, **kwargs)
         except (TypeError, RuntimeError) as error:
-            if said := refusal(signature.__name__, parameters, args, kwargs):
-                raise TypeError(said) from None
-            if refused := in_one_sentence(error):
-                raise refused from error
-            raise
+            raise_in_one_sentence(error, signature.__name__, parameters, args, kwargs)
 
     return public  # type: ignore[return-value]
 

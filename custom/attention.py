@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ._keywords import worded
-from .dispatch.error_messages import call
 
 
 @overload
@@ -111,8 +110,7 @@ def npu_fused_attention(
     >>> q.grad.shape
     torch.Size([1, 2, 5, 16])
     """
-    o, lse = call(
-        torch.ops.custom.npu_fused_attention,
+    o, lse = torch.ops.custom.npu_fused_attention(
         q,
         k,
         v,
@@ -157,5 +155,5 @@ def attention(
     for name, value in (("BM", BM), ("BN", BN)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"attention: `{name}` is {value!r}, expected an integer from 1 on.")
-    o: Tensor = call(torch.ops.custom.npu_fused_attention, q, k, v, causal, sm_scale)[0]
+    o: Tensor = torch.ops.custom.npu_fused_attention(q, k, v, causal, sm_scale)[0]
     return o

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ._keywords import worded
 from ._op import op
-from .dispatch.error_messages import call
 from .dispatch.op_spec import UNLIMITED
 from .dispatch.reference.indexer import indexer_loss as reference
 
@@ -149,8 +148,7 @@ def compute_index_loss_sparse(
             f"compute_index_loss_sparse: `reduction` is {reduction!r}, expected one of "
             f"{', '.join(map(repr, _REDUCTIONS))}."
         )
-    rows, target = call(
-        torch.ops.custom.npu_indexer_loss,
+    rows, target = torch.ops.custom.npu_indexer_loss(
         query,
         key,
         index_score,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ._keywords import worded
 from ._op import described_by, op
-from .dispatch.error_messages import call
 from .dispatch.op_spec import UNLIMITED
 
 _ops = torch.ops.custom
@@ -41,7 +40,7 @@ def hadamard(x: Tensor, scale: float = 128**-0.5) -> Tensor:
     >>> torch.allclose(custom.hadamard(custom.hadamard(x)), x, atol=1e-6)
     True
     """
-    out: Tensor = call(_ops.npu_hadamard, x, scale)
+    out: Tensor = _ops.npu_hadamard(x, scale)
     return out
 
 
@@ -200,8 +199,8 @@ def quantize_index_query(
     >>> values.dtype, weights.shape, scale
     (torch.int8, torch.Size([1, 2, 4]), None)
     """
-    values, scales = call(
-        _ops.npu_quantize_index_query, q, weights, kind=kind, fold=fold, scale_format=scale_format,
+    values, scales = _ops.npu_quantize_index_query(
+        q, weights, kind=kind, fold=fold, scale_format=scale_format,
         index_hadamard=index_hadamard, hadamard_round=hadamard_round,
     )  # fmt: skip
     return (values, scales, None) if fold else (values, weights, scales)
