@@ -48,6 +48,7 @@ CASES = [
     # rows of no blocks
     Pooled(lengths=(3, 2), slots=((), ()), computed=(0, 1), blocks=((0, 0), (0, 0), (0, 0))),
     Pooled(lengths=(300, 70), slots=(5, 2), D=600, L=2),
+    Pooled(lengths=(1,), slots=(3,), D=1, W=2, L=1),  # one number
 ]  # fmt: skip
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str

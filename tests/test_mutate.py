@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ TEXT = '''
 import torch
 
 SIZE = 4
+Places = Callable[[int, str], dict[int, list[str]] | None]
 
 
 @triton.jit
@@ -137,7 +139,9 @@ def test_a_module_says_which_statements_ran():
     told: list[int] = []
     checker = SimpleNamespace(require=lambda *_: None)
     triton = SimpleNamespace(jit=lambda function: function)
-    space = dict(c=checker, triton=triton, look=lambda *_, **__: 7, say=told.append)
+    space = dict(
+        Callable=Callable, c=checker, triton=triton, look=lambda *_, **__: 7, say=told.append
+    )
     exec(of_file.telling("say", 100), space)
     pages = space["Pages"]()
     pages.known = False

@@ -182,6 +182,21 @@ _INSTEAD = (shifted, _number, _swapped, _dropped_keyword, _sign, _both, _truth, 
 _OTHERS = (_negated, _dropped_check, _dropped_statement)
 
 
+# what an alias of a type is made of
+_TYPES = {"tuple", "dict", "list", "set", "type", "Callable", "Sequence", "Mapping", "Iterator"}
+
+
+def _is_type(node: ast.AST) -> bool:
+    """It is for who reads it, as an annotation."""
+    if isinstance(node, ast.BinOp):
+        return _is_type(node.left) or _is_type(node.right)
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in _TYPES
+    )
+
+
 def _changes(node: ast.AST) -> Iterator[Change]:
     for change in _INSTEAD:
         yield from ((kind, node, new) for kind, new in change(node))
@@ -280,6 +295,8 @@ class _Places:
         at = Statement(function, words, nth)
         self.statements.append((at, node))
         self.found.append((at, node))
+        if isinstance(node, ast.Assign) and _is_type(node.value):
+            return
         if isinstance(node, ast.FunctionDef):
             for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
                 self._expression(default, at)

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ..portability.gpus import GPUS
 from .compile_for_hopper import address, driver
 from .pretended import pretended
 from .refused import calls, words
+from .samples import sample
 
 RECORD = Path(__file__).with_suffix(".json")
 CPU = torch.device("cpu")
@@ -166,16 +167,33 @@ class Recorder:
 
 
 def cases(spec: Spec) -> Iterator[tuple[str, Make]]:
-    """(label, make) of small calls with every option, of some that are measured, and of others that
-    take other tiles."""
+    """(label, make) of small calls with every option, of the same with gaps between rows, of some
+    that are measured, and of others that take other tiles."""
     for number, (arguments, _) in enumerate(calls(spec)):
         yield f"small {number}", partial(_faked, arguments)
+        yield f"small {number}, gaps", partial(_with_gaps, spec, arguments)
+    for size in range(2):
+        given = sample(spec.name, CPU, torch.bfloat16, B=size)
+        yield f"small, {size} requests", partial(_faked, given)
     measured = [(case.label, case.make) for case in presets(spec.name, "cuda")]
     beyond = [(label, make) for more in BEYOND for op, label, make in more() if op == spec.name]
     most = _FEW if spec.name in COMPOSED else _MOST
     own = [(label, make) for op, label, make in _selections() if op == spec.name]
     for label, make in [*_spread(measured, most), *_spread(beyond, most), *own]:
         yield label, partial(make, CPU, 0)
+
+
+def _with_gaps(spec: Spec, arguments: dict[str, Any]) -> dict[str, Any]:
+    """No two strides are alike, where the op takes that."""
+    found = _faked(arguments)
+    for name, x in found.items():
+        if isinstance(x, Tensor) and x.ndim > 1:
+            gaps = torch.empty([n + 1 for n in x.shape[:-1]] + [x.shape[-1]], dtype=x.dtype)
+            given = found | {name: gaps[tuple(slice(n) for n in x.shape)]}
+            with suppress(ValueError, TypeError, RuntimeError):
+                spec.check(**given)
+                found = given
+    return found
 
 
 def _selections() -> Iterator[tuple[str, str, Callable[..., dict[str, Any]]]]:

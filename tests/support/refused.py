@@ -152,7 +152,10 @@ def _near(value: int) -> set[int]:
     return {-1, 0, 1, 2, 3, value - 1, min(value + 1, 2**63 - 1), 2**31}
 
 
-def _spoiled(value: Any) -> Iterator[tuple[str, Any]]:
+def _spoiled(value: Any, kind: str) -> Iterator[tuple[str, Any]]:
+    """`kind`: of the schema."""
+    if value is None and kind == "Optional[Tensor]":
+        yield "given", torch.ones(1)
     if isinstance(value, Tensor):
         if value.ndim and value.numel():
             for way, spoil in _ways(value).items():
@@ -209,6 +212,7 @@ Refusals = dict[str, dict[str, list[str]]]
 def refusals(spec: Spec) -> Refusals:
     """argument -> what is said -> ways; those that are legal are left out.  With CUSTOM_DEBUG,
     which looks at values."""
+    kinds = {x.name: str(x.type) for x in overload(spec)._schema.arguments}
     found: Refusals = {}
     before = config.debug
     config.debug = True
@@ -216,7 +220,7 @@ def refusals(spec: Spec) -> Refusals:
         for arguments, names in calls(spec):
             overload(spec)(**copy.deepcopy(arguments))  # legal
             for name in names:
-                for way, spoiled in _spoiled(arguments[name]):
+                for way, spoiled in _spoiled(arguments[name], kinds[name]):
                     # what is written begins anew
                     text = said(spec, copy.deepcopy(arguments) | {name: spoiled})
                     if text:
