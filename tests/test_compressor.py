@@ -609,6 +609,23 @@ def test_pages_that_lie_apart(gap, precision):
         assert pool[:, :16].isnan().all() and pool[:, 16 + size :].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["state", "entries"])
+def test_offsets_past_2_to_the_31(name, precision):
+    """The second page of a cache lies so far behind the first; drafts are taken back there, too."""
+    p, xs = precision, requests(CSA, [13])
+    if p.dtype is torch.float64:  # half the memory
+        p.dtype, p.state, p.unit = torch.float32, torch.float32, 2e-5
+    e = Engine(p, CSA, 1, rows=CSA.ring + 2, page=9, entry_page=2, reach=16)
+    e.table[:], e.entry_table[0, :2] = 1, torch.tensor([1, 0])
+    near, apart = getattr(e, name)[:2], 2**31 + 64
+    room = torch.empty(apart + near[0].numel(), dtype=near.dtype, device=near.device)
+    far = room.as_strided(near.shape, (apart, *near.stride()[1:])).fill_(NAN)
+    setattr(e, name, far)
+    drive(e, xs, lambda i: 2, drafts=3)
+    e.check(xs)
+    assert not far[1].isnan().all()
+
+
 def test_positions_far_beyond_32_bits(precision):
     """start_pos of 64 bits; a ring reaches there."""
     far = 2**33 + 2

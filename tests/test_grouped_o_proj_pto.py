@@ -117,7 +117,9 @@ def test_equals_a_loop_over_numbers():
         assert abs(float(got[column]) - want) < 1e-12
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(8, 1), (16, 2), (20, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "groups"), [(8, 1), (16, 2), (20, 4), (32, 4), (64, 8), (128, 16)], ids=str
+)
 def test_heads_of_a_shard(heads, groups, device, backend):
     x = draw(torch.float16, N=heads, G=groups)
     check(x, torch.float16, device, backend, "4-D NZ")

@@ -256,7 +256,7 @@ def test_one_token(dtype, device, backend):
     check(Drawn([17], 1, dtype), device, backend)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 20])
+@pytest.mark.parametrize("heads", [8, 16, 20, 32, 64, 128])
 def test_heads_of_a_shard(heads, device, backend):
     check(Drawn([3], 2, torch.float16, N=heads), device, backend, "4-D NZ")
 

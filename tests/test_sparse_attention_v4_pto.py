@@ -38,20 +38,20 @@ with_entries = pytest.mark.parametrize("kind", ["CSA", "HCA"])
 
 
 @cache
-def layer(kind: str, ratio: int | None = None) -> Attention:
+def layer(kind: str, ratio: int | None = None, window: int = 8) -> Attention:
     """With random weights; its entries are of 4 or 8 tokens, or of `ratio`."""
     torch.manual_seed(KINDS.index(kind))
     changes = {} if ratio is None else dict(compress_rates={CSA: ratio, HCA: ratio})
-    return Attention(KINDS.index(kind), **changes)
+    return Attention(KINDS.index(kind), sliding_window=window, **changes)
 
 
 @cache
 def prompts(
-    kind: str, lengths: tuple[int, ...] = tuple(LENGTHS), ratio: int | None = None
+    kind: str, lengths: tuple[int, ...] = tuple(LENGTHS), ratio: int | None = None, window: int = 8
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(hidden states of each request, what Transformers makes of them)"""
     torch.manual_seed(9)
-    of = layer(kind, ratio)
+    of = layer(kind, ratio, window)
     xs = [torch.randn(t, of.config.hidden_size, dtype=F64) for t in lengths]
     return xs, [of.whole(x) if len(x) else x for x in xs]
 
@@ -61,11 +61,11 @@ class Engine:
 
     def __init__(
         self, kind: str, requests: int, *, rewound: int = 1, fewer: int = 0, reach: int = 128,
-        ratio: int | None = None, **options: Any,
+        ratio: int | None = None, window: int = 8, **options: Any,
     ) -> None:  # fmt: skip
         """`rewound`: the most tokens of a call that may be taken back; a ring has exactly the rows
         that this takes, less `fewer`."""
-        self.kind, self.layer = kind, layer(kind, ratio)
+        self.kind, self.layer = kind, layer(kind, ratio, window)
         c, g = self.layer.config, random.Random(requests)
         self.m = c.compress_rates.get({"CSA": CSA, "HCA": HCA}.get(kind), 0)
         # with entries of one token a page is as large as one of rows
@@ -280,6 +280,17 @@ def test_first_windows(kind, exact):
 @with_entries
 def test_entries_of_few_tokens(kind, ratio, exact):
     prefixes(kind, [0, 1, 2, 3, 5, 23], ratio)
+
+
+@pytest.mark.parametrize(("ratio", "window"), [(3, 1), (5, 3), (7, 17)])
+@pytest.mark.parametrize("way", ["prefill beside decodes", "drafts rejected"])
+@kinds
+def test_odd_ratios_and_windows(kind, way, ratio, window, exact):
+    """The smallest rings; neither divides the other, a page, or a chunk."""
+    plan, drafts = WAYS[way]["plan"](), WAYS[way].get("drafts", 0)
+    xs, want = prompts(kind, (38, 0, 19), ratio, window)
+    e = Engine(kind, len(xs), rewound=max(1, drafts), ratio=ratio, window=window)
+    assert worst(drive(e, xs, plan, drafts), want) < 1e-10
 
 
 @with_entries
@@ -549,6 +560,19 @@ def test_sinks(sink, device, backend):
 @with_entries
 def test_ratios(kind, ratio, device, backend):
     given = drawn(kind, device, m=ratio, entry_page=PAGE if ratio == 1 else 1)
+    check(given, device, backend)
+
+
+@pytest.mark.parametrize("window", [1, 3, 17])
+def test_windows(window, device, backend):
+    """p < W, p = W - 1, p = W among the tokens; W divides no page."""
+    check(drawn("HCA", device, window=window), device, backend)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 20, 32, 64, 128])
+def test_heads_of_a_shard(heads, device, backend):
+    one = dict(starts=(15,), steps=1, used=(1,), groups=heads // 4, Ro=4)
+    given = drawn("HCA", device, heads=heads, **one)
     check(given, device, backend)
 
 

@@ -531,7 +531,7 @@ def test_rows_behind_2_to_the_31(device, backend):
         far.clear()
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8, 20, 64])
+@pytest.mark.parametrize("heads", [1, 3, 8, 16, 20, 32, 64, 128])
 def test_heads_of_a_shard(heads, device, backend):
     check(Problem([(2, 50), (1, 9)], count=7, heads=heads), device, backend)
 
