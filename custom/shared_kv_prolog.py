@@ -32,6 +32,10 @@ def npu_sharedkv_prolog_pto(
     index_hadamard: bool = False,
     hadamard_round: str = "bf16",
     weight_quant_mode: int = 0,
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq: Tensor | None = None,
+    dequant_scale_w_kv: Tensor | None = None,
+    dequant_scale_w_idx_qb: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries of a layer whose keys are its values, its new window rows, and the index queries.
 
@@ -73,7 +77,16 @@ def npu_sharedkv_prolog_pto(
         index_hadamard: transform the index queries, whose Di is then a power of two, for a cache
             of transformed keys.
         hadamard_round: "bf16": to which they are rounded before the dtype of `token_x`; "fp32".
-        weight_quant_mode: 0.
+        weight_quant_mode: 0: weights have the dtype of `token_x`; 1: `w_uq` and `w_idx_qb` are
+            int8; 2: all with a scale are int8, a scale for each column; 4: e4m3, a scale for each
+            block of 128 x 128.
+            What a weight of 8 bits meets is quantised token by token, to int8, or by tiles of 128
+            with powers of two to e4m3. 3 and 5 are refused by name.
+        dequant_scale_w_dq: float32, of a `w_dq` of 8 bits: [1, Rq], or [H/128, Rq/128] rounded up,
+            whatever form the weight has; likewise the others.
+        dequant_scale_w_uq: [1, N*D] or [Rq/128, N*D/128].
+        dequant_scale_w_kv: [1, D] or [H/128, D/128].
+        dequant_scale_w_idx_qb: [1, Ni*Di] or [Rq/128, Ni*Di/128].
 
     Returns:
         query: [B, S, N, D].
@@ -107,6 +120,8 @@ def npu_grouped_o_proj_pto(
     *,
     weight_format: str = "nz",
     weight_quant_mode: int = 0,
+    dequant_scale_w_o_a: Tensor | None = None,
+    dequant_scale_w_o_b: Tensor | None = None,
 ) -> Tensor:
     """Turn attention's output back by its token's angle, and project it, first by groups of heads.
 
@@ -126,7 +141,13 @@ def npu_grouped_o_proj_pto(
         weight_format: how `w_o_a` in 3-D and `w_o_b` in 2-D are read: "nz", "nd", or "linear", as
             nn.Linear has them: `w_o_a` [G, Ro, N/G*D], a view of one weight [G*Ro, N/G*D], and
             `w_o_b` [H, G*Ro].
-        weight_quant_mode: 0.
+        weight_quant_mode: 0 and 1: weights have the dtype of `attn_out`; 2: both are
+            int8, a scale for each column; 4: e4m3, a scale for each block of 128 x 128.
+            What a weight of 8 bits meets is quantised token by token, to int8, or by tiles of 128
+            with powers of two to e4m3. 3 and 5 are refused by name.
+        dequant_scale_w_o_a: float32, of a `w_o_a` of 8 bits: [G, 1, Ro], or [G, K/128, Ro/128]
+            rounded up with K = N/G*D, whatever form the weight has.
+        dequant_scale_w_o_b: [1, H] or [G*Ro/128, H/128].
 
     Returns:
         [B, S, H].

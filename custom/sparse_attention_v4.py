@@ -58,6 +58,12 @@ def npu_sparse_attention_v4_pto(
     index_hadamard: bool = False,
     hadamard_round: str = "bf16",
     weight_quant_mode: int = 0,
+    dequant_scale_w_dq: Tensor | None = None,
+    dequant_scale_w_uq: Tensor | None = None,
+    dequant_scale_w_kv: Tensor | None = None,
+    dequant_scale_w_idx_qb: Tensor | None = None,
+    dequant_scale_w_o_a: Tensor | None = None,
+    dequant_scale_w_o_b: Tensor | None = None,
 ) -> Tensor:
     """The attention of a DeepSeek-V4 layer in one call, from hidden states to hidden states.
 
@@ -136,7 +142,18 @@ def npu_sparse_attention_v4_pto(
             or packed pages [pages, P, 132] uint8 (fp8), and Di is 128.
         index_hadamard: index keys and queries are transformed; belongs to the cache.
         hadamard_round: what the transform gives, "bf16" or "fp32".
-        weight_quant_mode: 0.
+        weight_quant_mode: 0: weights have the dtype of `x`; 1: `w_uq` and `w_idx_qb` are int8;
+            2: all with a scale are int8, a scale for each column; 4: e4m3, a scale for each block
+            of 128 x 128.
+            What a weight of 8 bits meets is quantised token by token, to int8, or by tiles of 128
+            with powers of two to e4m3. 3 and 5 are refused by name.
+        dequant_scale_w_dq: float32, of a `w_dq` of 8 bits: [1, Rq], or [H/128, Rq/128] rounded up,
+            whatever form the weight has; likewise the others.
+        dequant_scale_w_uq: [1, N*D] or [Rq/128, N*D/128].
+        dequant_scale_w_kv: [1, D] or [H/128, D/128].
+        dequant_scale_w_idx_qb: [1, Ni*Di] or [Rq/128, Ni*Di/128].
+        dequant_scale_w_o_a: [G, 1, Ro] or [G, K/128, Ro/128] with K = N/G*D.
+        dequant_scale_w_o_b: [1, H] or [G*Ro/128, H/128].
 
     Returns:
         [B, S, H]; without `w_o_a` and `w_o_b` [B, S, N, D], the heads turned back by their token's

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import custom
 
+from .support import eight_bits
 from .support.accuracy import assert_close_to_float64, skip_unless_taken
 from .support.calls import CPU
 from .support.deepseek_v4 import Attention, pairs
@@ -47,11 +48,17 @@ def draw(
     return {name: x.to(dtype).double() for name, x in drawn.items()}
 
 
-def expected(x: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Rounded to `dtype` where the op rounds."""
+def expected(x: dict[str, Tensor], dtype: torch.dtype, kind: str | None = None) -> Tensor:
+    """Rounded to `dtype` where the op rounds; `kind`: of the weights of 8 bits that are met."""
 
     def rnd(u: Tensor) -> Tensor:
         return u.to(dtype).double()
+
+    def eight(u: Tensor) -> Tensor:
+        if kind is None or not u.numel():
+            return u
+        made = eight_bits.activations(u.flatten(0, -2), kind)
+        return eight_bits.stands_for(*made).view(u.shape)
 
     heads, rotary = x["attn_out"].clone(), x["rope_sin"].shape[-1]
     first, groups = heads.shape[-1] - rotary, len(x["w_o_a"])
@@ -61,21 +68,35 @@ def expected(x: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
         heads[..., first + 2 * pair] = a * c + b * s
         heads[..., first + 2 * pair + 1] = b * c - a * s
     heads = rnd(heads).unflatten(2, (groups, -1)).flatten(3)
-    ranks = [rnd(heads[:, :, g] @ x["w_o_a"][g]) for g in range(groups)]
-    return rnd(torch.cat(ranks, -1) @ x["w_o_b"])
+    ranks = [rnd(eight(heads[:, :, g]) @ x["w_o_a"][g]) for g in range(groups)]
+    return rnd(eight(torch.cat(ranks, -1)) @ x["w_o_b"])
 
 
-def check(x: dict[str, Tensor], dtype: torch.dtype, device: Any, backend: str, form: str) -> None:
+def check(
+    x: dict[str, Tensor], dtype: torch.dtype, device: Any, backend: str, form: str, mode: int = 0
+) -> None:
+    """`mode`: `weight_quant_mode`; the weights become what those of 8 bits stand for."""
     skip_unless_taken(dtype, device, backend)
-    given = {name: v.to(device, dtype) for name, v in x.items()}
+    given: dict[str, Any] = {name: v.to(device, dtype) for name, v in x.items()}
     make, weight_format = FORMS[form]
+    kind = {2: "int8", 4: "fp8"}.get(mode)
+    if kind is not None:
+        made = [eight_bits.weight(w, kind) for w in (*x["w_o_a"], x["w_o_b"])]
+        *x["w_o_a"], x["w_o_b"] = (eight_bits.dequantised(*each) for each in made)
+        x["w_o_a"] = torch.stack([*x["w_o_a"]])
+        (*values, given["w_o_b"]), (*scales, last) = (
+            [each.to(device) for each in of] for of in zip(*made, strict=True)
+        )
+        given |= dict(
+            w_o_a=values, dequant_scale_w_o_a=torch.stack(scales), dequant_scale_w_o_b=last
+        )
     given["w_o_b"] = make(given["w_o_b"])
     each = [make(w) for w in given["w_o_a"]]
     given["w_o_a"] = torch.stack(each) if each else given["w_o_a"]
     before = log.calls[OP, backend]
-    got = getattr(custom, OP)(**given, weight_format=weight_format)
+    got = getattr(custom, OP)(**given, weight_format=weight_format, weight_quant_mode=mode)
     assert log.calls[OP, backend] == before + 1
-    assert_close_to_float64("out", got, expected(x, dtype), expected(x, F64))
+    assert_close_to_float64("out", got, expected(x, dtype, kind), expected(x, F64))
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -115,6 +136,40 @@ def test_equals_a_loop_over_numbers():
     for column in range(5):
         want = sum(ranks[r] * float(x["w_o_b"][r, column]) for r in range(6))
         assert abs(float(got[column]) - want) < 1e-12
+
+
+# a group's K and its columns: below a block of 128, of one, and beyond, whole and not
+NARROW_SIZES = [
+    dict(), dict(N=8, D=32, Ro=128, H=160), dict(N=10, D=64, G=2, Ro=160, H=128, S=9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [2, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_8_bits(form, mode, device, backend):
+    x = draw(torch.float16, N=6, D=96, G=3, Ro=32, H=288)
+    check(x, torch.float16, device, backend, form, mode)
+
+
+@pytest.mark.parametrize("mode", [2, 4])
+@pytest.mark.parametrize("sizes", NARROW_SIZES, ids=["small", "a block", "ragged"])
+def test_weights_of_8_bits_of_other_sizes(sizes, mode, device, backend):
+    check(draw(torch.float16, **sizes), torch.float16, device, backend, "linear", mode)
+
+
+@pytest.mark.parametrize("mode", [1, 2, 4])
+def test_weights_of_8_bits_and_no_tokens(mode, device, backend):
+    check(draw(torch.float16, B=0), torch.float16, device, backend, "row-major", mode)
+
+
+def test_each_group_has_the_scale_of_its_own_tokens(device, backend):
+    """Tokens of one group far smaller than those of another keep their digits."""
+    x = draw(torch.float16, N=4, D=32, G=2, Ro=32)
+    x["attn_out"][:, :, :2] *= 2.0**-9
+    x["attn_out"] = x["attn_out"].half().double()
+    x["w_o_b"][32:] = 0  # what is small alone
+    for mode in (2, 4):
+        check(dict(x), torch.float16, device, backend, "row-major", mode)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +219,9 @@ def test_sizes_that_divide_nothing(sizes, device, backend):
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        (dict(weight_quant_mode=2), ValueError, "`weight_quant_mode` is 2, expected 0"),
+        (dict(weight_quant_mode=5), ValueError, r"`weight_quant_mode` is 5 \(hif8"),
+        (dict(weight_quant_mode=2), TypeError, "`w_o_a` is float32, expected int8 in weight_quant"),
+        (dict(dequant_scale_w_o_b=torch.ones(1, 48)), ValueError, "`dequant_scale_w_o_b` is given"),
         (dict(weight_format="nc"), ValueError, "`weight_format` is 'nc'"),
         (
             dict(w_o_a=torch.zeros(3, 64, 16)),

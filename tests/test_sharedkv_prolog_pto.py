@@ -17,6 +17,7 @@ from torch import Tensor
 
 import custom
 
+from .support import eight_bits
 from .support.accuracy import assert_close_to_float64, skip_unless_taken
 from .support.calls import CPU
 from .support.deepseek_v4 import Attention, pairs
@@ -27,6 +28,9 @@ from .support.samples import sample
 OP = "npu_sharedkv_prolog_pto"
 F64 = torch.float64
 PAGE = 16
+KINDS = {1: "int8", 2: "int8", 4: "fp8"}
+ALL = ("w_dq", "w_uq", "w_kv", "w_idx_qb")
+NARROW = {0: (), 1: ("w_uq", "w_idx_qb"), 2: ALL, 4: ALL}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +58,10 @@ class Drawn:
     Di: int = 16
     columns: int = 5
     hadamard: bool = False
+    mode: int = 0
+    """`weight_quant_mode`: the weights are what those of 8 bits stand for."""
     given: dict[str, Any] = field(default_factory=dict)
+    narrow: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         B = len(self.starts)
@@ -83,6 +90,9 @@ class Drawn:
             w_idx_proj=matrix(self.H, self.Ni),
             index_hadamard=self.hadamard,
         )
+        for name in NARROW[self.mode]:
+            self.narrow[name] = eight_bits.weight(self.given[name], KINDS[self.mode])
+            self.given[name] = eight_bits.dequantised(*self.narrow[name])
 
     @property
     def B(self) -> int:
@@ -103,17 +113,28 @@ class Drawn:
         }
         make, weight_format = FORMS[form or "row-major"]
         for name in ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj"):
-            if moved[name] is not None:
+            if name in self.narrow:
+                values, scale = self.narrow[name]
+                moved[name] = make(values.to(device))
+                moved[f"dequant_scale_{name}"] = scale.to(device)
+            elif moved[name] is not None:
                 moved[name] = make(moved[name])
-        return moved | dict(weight_format=weight_format)
+        return moved | dict(weight_format=weight_format, weight_quant_mode=self.mode)
 
     def there(self, i: int, j: int) -> bool:
         used = self.S if self.used is None else self.used[i]
         return j < used and self.starts[i] + j >= 0
 
     def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Token by token, rounded to `dtype` where the op rounds; rows [B, S, D] beside."""
+        """Token by token, rounded to `dtype` where the op rounds, and quantised unless that is
+        float64; rows [B, S, D] beside."""
         x = self.given
+
+        def times(u: Tensor, name: str) -> Tensor:
+            if name in self.narrow and dtype is not F64:
+                made = eight_bits.activations(u[None], KINDS[self.mode])
+                u = eight_bits.stands_for(*made)[0]
+            return u @ x[name]
 
         def rnd(u: Tensor) -> Tensor:
             return u.to(dtype).double()
@@ -140,15 +161,16 @@ class Drawn:
                 if not self.there(i, j):
                     continue
                 token = x["token_x"][i, j]
-                c = rnd(norm(rnd(token @ x["w_dq"])) * x["gamma_cq"])
+                c = rnd(norm(rnd(times(token, "w_dq"))) * x["gamma_cq"])
                 out["query_norm"][i, j] = c
-                out["rows"][i, j] = rnd(rope(norm(rnd(token @ x["w_kv"])) * x["gamma_kv"], i, j))
-                for n, head in enumerate(rnd(c @ x["w_uq"]).view(self.N, self.D)):
+                row = norm(rnd(times(token, "w_kv"))) * x["gamma_kv"]
+                out["rows"][i, j] = rnd(rope(row, i, j))
+                for n, head in enumerate(rnd(times(c, "w_uq")).view(self.N, self.D)):
                     out["query"][i, j, n] = rnd(rope(norm(head), i, j))
                 if x["w_idx_qb"] is None:
                     continue
                 out["weights"][i, j] = rnd(token @ x["w_idx_proj"])
-                for n, head in enumerate(rnd(c @ x["w_idx_qb"]).view(self.Ni, self.Di)):
+                for n, head in enumerate(rnd(times(c, "w_idx_qb")).view(self.Ni, self.Di)):
                     turned = rnd(rope(head, i, j))
                     if self.hadamard:
                         signs = [[1 - 2 * ((a & b).bit_count() % 2) for b in range(self.Di)]
@@ -254,6 +276,38 @@ def test_equals_transformers_in_float64(kind):
 @dtypes
 def test_one_token(dtype, device, backend):
     check(Drawn([17], 1, dtype), device, backend)
+
+
+# K below, of and beyond a block of 128; a block of columns that ends in the middle of a head
+SIZES = [dict(), dict(H=128, Rq=160, N=5), dict(H=272, Rq=128, N=9, Ni=32, Di=8)]
+
+
+@pytest.mark.parametrize("mode", [1, 2, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_8_bits(form, mode, device, backend):
+    given = dict(used=[3, 2], mode=mode, **SIZES[1])
+    check(Drawn([3, 14], 3, torch.float16, **given), device, backend, form)
+
+
+@pytest.mark.parametrize("mode", [2, 4])
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=["small", "more"])
+def test_weights_of_8_bits_of_other_sizes(sizes, mode, device, backend):
+    check(Drawn([14], 2, torch.float16, mode=mode, **sizes), device, backend, "linear")
+
+
+@pytest.mark.parametrize("mode", [2, 4])
+def test_weights_of_8_bits_without_an_indexer_and_tokens_that_are_not_there(mode, device, backend):
+    """NaN among the absent ones reaches no scale of another."""
+    drawn = Drawn([5, 15], 3, torch.bfloat16, used=[0, 2], mode=mode)
+    drawn.given["w_idx_qb"] = drawn.given["w_idx_proj"] = None
+    drawn.narrow.pop("w_idx_qb")
+    drawn.given["token_x"][0], drawn.given["token_x"][1, 2:] = torch.nan, torch.nan
+    check(drawn, device, backend)
+
+
+def test_weights_of_8_bits_and_no_tokens(device, backend):
+    check(Drawn([], 2, torch.float16, mode=4), device, backend)
+    check(Drawn([4, 1], 0, torch.float16, used=[0, 0], mode=2), device, backend)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 32, 64, 128])
@@ -421,7 +475,9 @@ def test_equal_calls_give_equal_bits_and_a_replay_follows_its_lengths(device):
     [
         (dict(w_idx_proj=None), ValueError, "`w_idx_proj` is missing, expected it beside"),
         (dict(w_idx_qb=None), ValueError, "`w_idx_qb` is missing, expected it beside"),
-        (dict(weight_quant_mode=4), ValueError, "`weight_quant_mode` is 4, expected 0"),
+        (dict(weight_quant_mode=6), ValueError, "`weight_quant_mode` is 6, expected 0"),
+        (dict(weight_quant_mode=4), TypeError, "`w_dq` is float32, expected float8_e4m3fn in wei"),
+        (dict(dequant_scale_w_dq=torch.ones(1, 24)), ValueError, "`dequant_scale_w_dq` is given"),
         (dict(kv_kind="int8"), ValueError, "`kv_kind` is 'int8', expected one of"),
         (dict(kv_kind="fp8"), TypeError, "`ori_kv` is float32, expected uint8"),
         (

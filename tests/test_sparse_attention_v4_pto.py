@@ -344,11 +344,18 @@ def by_hand(g: dict[str, Any]) -> Tensor:
     kv_kind, index_kind = a["kv_kind"] or "none", a["index_kind"] or "none"
     hadamard = bool(a["index_hadamard"])
     lengths = dict(act_seqs=a["act_seqs"], seqused=a["seqused"])
+
+    def of_weights(*names: str) -> dict[str, Any]:
+        scales = (f"dequant_scale_{name}" for name in names)
+        mode = a["weight_quant_mode"] or 0
+        return dict(weight_quant_mode=mode, **{name: a[name] for name in scales})
+
     query, _, index, weights = custom.npu_sharedkv_prolog_pto(
         a["x"], a["w_dq"], a["w_uq"], a["w_kv"], a["gamma_cq"], a["gamma_kv"], a["sin"], a["cos"],
         a["ori_kv"], a["ori_block_table"], **lengths, w_idx_qb=a["w_idx_qb"],
         w_idx_proj=a["w_idx_proj"], weight_format="nd", kv_kind=kv_kind,
         index_hadamard=hadamard and index_kind == "none",
+        **of_weights("w_dq", "w_uq", "w_kv", "w_idx_qb"),
     )  # fmt: skip
     start = a["act_seqs"] - (a["x"].shape[1] if a["seqused"] is None else a["seqused"])
     chosen = None
@@ -401,8 +408,9 @@ def by_hand(g: dict[str, Any]) -> Tensor:
     if a["w_o_a"] is None:
         return out
     return custom.npu_grouped_o_proj_pto(
-        out, a["w_o_a"], a["w_o_b"], a["sin"], a["cos"], weight_format="nd"
-    )
+        out, a["w_o_a"], a["w_o_b"], a["sin"], a["cos"], weight_format="nd",
+        **of_weights("w_o_a", "w_o_b"),
+    )  # fmt: skip
 
 
 CACHES = ("ori_kv", "cmp_state", "cmp_kv", "idx_state", "idx_k", "idx_k_scale")
@@ -630,6 +638,12 @@ def test_index_keys_of_8_bits(kind, device, backend):
             assert torch.equal(check(given, device, backend), apart)
 
 
+@pytest.mark.parametrize("mode", [1, 2, 4])
+@kinds
+def test_weights_of_8_bits(kind, mode, device, backend):
+    check(drawn(kind, device, quant=mode, output=kind != "HCA"), device, backend)
+
+
 @kinds
 def test_rows_of_8_bits(kind, device, backend):
     given = drawn(kind, device, D=512, heads=2, steps=5, used=(5, 4)) | dict(kv_kind="fp8")
@@ -677,7 +691,13 @@ REFUSED = pytest.mark.parametrize(
         ("CSA", dict(index_kind="fp8"), "the index dim Di is 16, expected 128"),
         ("HCA", dict(kv_kind="int8"), "`kv_kind` is 'int8', expected one of"),
         ("HCA", dict(state_mode=3), "`state_mode` is 3 .* cannot go back"),
-        ("HCA", dict(weight_quant_mode=2), "`weight_quant_mode` is 2, expected 0"),
+        ("HCA", dict(weight_quant_mode=3), r"`weight_quant_mode` is 3 \(mxfp8, Ascend 950\)"),
+        (
+            "CSA",
+            dict(dequant_scale_w_o_a=torch.ones(2, 1, 16)),
+            "`dequant_scale_w_o_a` is given,",
+        ),
+        ("CSA", dict(dequant_scale_w_uq=torch.ones(1, 128)), "`dequant_scale_w_uq` is given, exp"),
         ("HCA", dict(ori_win_left=-1), "`ori_win_left` is -1, expected at least 0"),
         ("HCA", dict(rms_norm_eps=NAN), "`rms_norm_eps` is nan"),
         ("CSA", dict(sparse_count=0), "`sparse_count` is 0, expected at least 1"),

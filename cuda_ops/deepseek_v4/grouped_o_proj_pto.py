@@ -7,8 +7,10 @@ dispatch/reference/deepseek_v4/grouped_o_proj_pto.py.
 cut along their depth, and `_added` adds up the runs in order.  The floor is the weights, once.
 
     condition                        kernels
-    a product cut along its depth    _groups then _added, prolog/nz_matmul.py then _added
-    else                             _groups then prolog/nz_matmul.py
+    weights of 8 bits                _turned, prolog/quantised_matmul.py then _added, then
+                                     prolog/quantised_stages.py then _added
+    a product cut along its depth    _groups then _added, prolog/quantised_stages.py then _added
+    else                             _groups then prolog/quantised_stages.py
 
 `turned_back`, of the whole layer without its projection:
 
@@ -26,11 +28,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...dispatch.common import memory, nz
+from ...dispatch.common import memory, nz, quantised
 from ..common import gpu, handover, tiling
 from ..common.tiling import cdiv, power_of_two
+from ..prolog import quantised_matmul
 from ..prolog import stages as prolog
-from ..prolog.nz_matmul import product
+from ..prolog.quantised_matmul import Weight
+from ..prolog.quantised_stages import later_products
 from ..prolog.stages import run_sum
 from ..runtime import launches
 from .last_rotation import angles, other_of
@@ -100,24 +104,28 @@ def _added(partial, out, size, RUNS: tl.constexpr, BLOCK: tl.constexpr, CHAINED:
 @triton.jit(do_not_specialize=["tokens"])
 def _turned(
     x, sin, cos, out, tokens, HEADS: tl.constexpr, D: tl.constexpr, DR: tl.constexpr,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One program: heads of a token, turned back."""
+    """One program: heads of a token, turned back, into out [GROUPS, T, HEADS / GROUPS, D]."""
+    OF_GROUP: tl.constexpr = HEADS // GROUPS
     BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     head = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, triton.next_power_of_2(D))
     mask = (head < HEADS)[:, None] & (j < D)[None, :]
     at = token * (HEADS * D) + (head * D)[:, None]
-    if CHAINED:
+    to = ((head // OF_GROUP * tl.cast(tokens, tl.int64) + token) * OF_GROUP + head % OF_GROUP) * D
+    if CHAINED and FIRST:
+        handover.begin(True)
+    elif CHAINED:
         gdc_launch_dependents()
     c, s = angles(sin + token * DR, cos + token * DR, j, j < D, D, DR)
-    if CHAINED:
+    if CHAINED and not FIRST:
         gdc_wait()
     u = tl.load(x + at + j[None, :], mask=mask, other=0.0).to(tl.float32)
     v = tl.load(x + at + other_of(j, D, DR)[None, :], mask=mask, other=0.0).to(tl.float32)
     turned = u * c[None, :] - v * s[None, :]
-    tl.store(out + at + j[None, :], turned.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + to[:, None] + j[None, :], turned.to(out.dtype.element_ty), mask=mask)
 
 
 def _whole(partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -171,22 +179,46 @@ def forward(
     rope_sin: Tensor,
     rope_cos: Tensor,
     weight_format: str,
+    dequant_scale_w_o_a: Tensor | None,
+    dequant_scale_w_o_b: Tensor | None,
     **_: Any,
 ) -> Tensor:
     front, dtype = attn_out.shape[:2], attn_out.dtype
     hidden, ranks = (nz.columns_of(w, weight_format) for w in (w_o_b, w_o_a))
     if front.numel() == 0:
         return memory.empty((*front, hidden), dtype, attn_out.device)
-    x = attn_out.flatten(0, 1)
-    y = _whole(_by_groups(x, w_o_a, weight_format, rope_sin, rope_cos, ranks), dtype)
-    out = product(y, [(w_o_b, hidden)], weight_format)
+    if dequant_scale_w_o_a is None:
+        x = attn_out.flatten(0, 1)
+        y = _by_groups(x, w_o_a, weight_format, rope_sin, rope_cos, ranks)
+    else:
+        x = _turned_back(attn_out, rope_sin, rope_cos, w_o_a.shape[0], first=True)
+        y = _narrow_groups(x, Weight(w_o_a, ranks, dequant_scale_w_o_a), weight_format)
+    of_hidden = Weight(w_o_b, hidden, dequant_scale_w_o_b)
+    [out] = later_products(_whole(y, dtype), [of_hidden], weight_format, "ue8m0")
     return _whole(out, dtype).view(*front, hidden)
+
+
+def _narrow_groups(x: Tensor, w: Weight, weight_format: str) -> Tensor:
+    """x [G, T, K], quantised, by a weight of 8 bits for each group: [runs, T, G Ro]."""
+    kind = quantised.kind_of(w.values.dtype)
+    assert kind is not None  # the check said so
+    [rows] = quantised_matmul.activations([(x.flatten(0, 1), None)], kind, "ue8m0")
+    form = Weight(w.values[0], w.size, w.scale).form(weight_format)
+    return quantised_matmul.product(rows, [w], form, x.dtype, groups=x.shape[0])
 
 
 def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
     """What `forward` multiplies, by itself."""
+    return _turned_back(attn_out, rope_sin, rope_cos, 1).view(attn_out.shape)
+
+
+def _turned_back(
+    attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor, groups: int, *, first: bool = False
+) -> Tensor:
+    """[G, T, N/G D]; `first`: an op starts here."""
     batch, steps, heads, size = attn_out.shape
-    out = memory.empty(attn_out.shape, attn_out.dtype, attn_out.device)
+    shape = (groups, batch * steps, heads // groups * size)
+    out = memory.empty(shape, attn_out.dtype, attn_out.device)
     if out.numel() == 0:
         return out
     block = max(1, min(power_of_two(heads), BLOCK * 4 // power_of_two(size)))
@@ -194,7 +226,7 @@ def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:
     tokens = batch * steps
     launches.kernel(_turned, tokens * cdiv(heads, block))(
         attn_out, rope_sin, rope_cos, out, tokens,
-        HEADS=heads, D=size, DR=rope_sin.shape[-1], BLOCK=block, CHAINED=chained,
-        num_warps=4, launch_pdl=chained,
+        HEADS=heads, D=size, DR=rope_sin.shape[-1], GROUPS=groups, BLOCK=block, CHAINED=chained,
+        FIRST=first, num_warps=4, launch_pdl=chained,
     )  # fmt: skip
     return out

@@ -5,16 +5,17 @@ asks with; see dispatch/reference/deepseek_v4/sharedkv_prolog_pto.py.
 
 Four launches, each beginning while the one before it ends: all products of x; norms, rotation and
 the rows' places, a program a token and output; both products of c; norms and rotation of heads.
+Weights of 8 bits add one ahead of each pair of products, which quantises, and one for what is left.
 
     condition        kernels
-    kv_kind "fp8"    prolog/nz_matmul.py then _tokens, caches/latent_cache_write.py,
-                     prolog/nz_matmul.py then _heads
-    else             prolog/nz_matmul.py then _tokens, prolog/nz_matmul.py then _heads
+    kv_kind "fp8"    prolog/quantised_stages.py then _tokens, caches/latent_cache_write.py,
+                     prolog/quantised_stages.py then _heads
+    else             prolog/quantised_stages.py then _tokens, prolog/quantised_stages.py then _heads
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,8 +27,9 @@ from ...dispatch.common import memory, nz, quantised
 from ..caches import latent_cache_write
 from ..common import gpu, quantise
 from ..common.tiling import cdiv, power_of_two
+from ..prolog import quantised_stages
 from ..prolog import stages as prolog
-from ..prolog.nz_matmul import product
+from ..prolog.quantised_matmul import Weight
 from ..prolog.stages import rms_normed, run_sum, weights_of
 from ..runtime import launches
 from .last_rotation import angles, other_of, standing
@@ -35,61 +37,80 @@ from .last_rotation import angles, other_of, standing
 TRANSFORMED = 128  # dims of an index head that is
 
 
+class TokenConstants(NamedTuple):
+    """DOWN, ROW and PROJ are the columns that lie between the sums of two tokens."""
+
+    Q: int
+    D: int
+    DR: int
+    NI: int
+    PAGE: int
+    DOWN: int
+    ROW: int
+    PROJ: int
+    DOWN_RUNS: int
+    ROW_RUNS: int
+    PROJ_RUNS: int
+    USED: bool
+    LATER: bool
+    CHAINED: bool
+
+
 @triton.jit(do_not_specialize=["tokens", "steps", "columns", "pages", "eps"])
 def _tokens(
-    partial, gamma_cq, gamma_kv, sin, cos, table, act_seqs, seqused, ori_kv, slots, query_norm,
-    weights, tokens, steps, columns, pages, page_step, eps,
-    Q: tl.constexpr, D: tl.constexpr, DR: tl.constexpr, NI: tl.constexpr, PAGE: tl.constexpr,
-    RUNS: tl.constexpr, USED: tl.constexpr, LATER: tl.constexpr, CHAINED: tl.constexpr,
+    down, row_sums, proj, gamma_cq, gamma_kv, sin, cos, table, act_seqs, seqused, ori_kv, slots,
+    query_norm, weights, tokens, steps, columns, pages, page_step, eps, C: tl.constexpr,
 ):  # fmt: skip
-    """One program: a token and a role (query norm, row, weights).  The sums lie as [Q | D | NI].
-    LATER: `ori_kv` is [T, D] in bfloat16, and where a row belongs goes to `slots`."""
+    """One program: a token and a role (query norm, row, weights).  LATER: `ori_kv` is [T, D] in
+    bfloat16, and where a row belongs goes to `slots`."""
     dtype: tl.constexpr = query_norm.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     role = tl.program_id(1)
-    if CHAINED:
+    if C.CHAINED:
         gdc_launch_dependents()
-    request, position, present = standing(act_seqs, seqused, token, steps, USED)
-    stride = tl.cast(tokens, tl.int64) * (Q + D + NI)
-    partial += token * (Q + D + NI)
+    request, position, present = standing(act_seqs, seqused, token, steps, C.USED)
+    wide = tl.cast(tokens, tl.int64)
     if role == 0:
-        g = weights_of(gamma_cq, Q)
-        if CHAINED:
+        g = weights_of(gamma_cq, C.Q)
+        if C.CHAINED:
             gdc_wait()
-        j, mask, normed = rms_normed(partial, stride, g, eps, Q, RUNS, dtype)
-        tl.store(query_norm + token * Q + j, tl.where(present, normed, 0.0).to(dtype), mask=mask)
+        j, mask, normed = rms_normed(
+            down + token * C.DOWN, wide * C.DOWN, g, eps, C.Q, C.DOWN_RUNS, dtype
+        )
+        tl.store(query_norm + token * C.Q + j, tl.where(present, normed, 0.0).to(dtype), mask=mask)
     if role == 1:
-        j = tl.arange(0, triton.next_power_of_2(D))
-        mask = j < D
-        other = other_of(j, D, DR)
-        column = position // PAGE
+        j = tl.arange(0, triton.next_power_of_2(C.D))
+        mask = j < C.D
+        other = other_of(j, C.D, C.DR)
+        column = position // C.PAGE
         written = present & (column < columns)
         page = tl.load(table + request * columns + column, mask=written, other=-1).to(tl.int64)
         written = written & (page >= 0) & (page < pages)
         g = tl.load(gamma_kv + j, mask=mask, other=0.0).to(tl.float32)
         h = tl.load(gamma_kv + other, mask=mask, other=0.0).to(tl.float32)
-        c, s = angles(sin + token * DR, cos + token * DR, j, mask, D, DR)
-        if CHAINED:
+        c, s = angles(sin + token * C.DR, cos + token * C.DR, j, mask, C.D, C.DR)
+        if C.CHAINED:
             gdc_wait()
-        u = run_sum(partial + Q + j, stride, mask, RUNS).to(dtype).to(tl.float32)
-        v = run_sum(partial + Q + other, stride, mask, RUNS).to(dtype).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(u * u, 0) / D + eps)
+        row_sums += token * C.ROW
+        u = run_sum(row_sums + j, wide * C.ROW, mask, C.ROW_RUNS).to(dtype).to(tl.float32)
+        v = run_sum(row_sums + other, wide * C.ROW, mask, C.ROW_RUNS).to(dtype).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(u * u, 0) / C.D + eps)
         row = u * scale * g * c + v * scale * h * s
-        inner = position % PAGE
-        if LATER:
-            tl.store(slots + token, tl.where(written, page * PAGE + inner, -1))
+        inner = position % C.PAGE
+        if C.LATER:
+            tl.store(slots + token, tl.where(written, page * C.PAGE + inner, -1))
             row = quantise.bf16_rounded(row).to(tl.bfloat16)
-            tl.store(ori_kv + token * D + j, row, mask=mask)
+            tl.store(ori_kv + token * C.D + j, row, mask=mask)
         else:
-            to = ori_kv + tl.where(written, page, 0) * page_step + inner * D + j
+            to = ori_kv + tl.where(written, page, 0) * page_step + inner * C.D + j
             tl.store(to, row.to(dtype), mask=mask & written)
     if role == 2:
-        j = tl.arange(0, triton.next_power_of_2(max(NI, 1)))
-        mask = j < NI
-        if CHAINED:
+        j = tl.arange(0, triton.next_power_of_2(max(C.NI, 1)))
+        mask = j < C.NI
+        if C.CHAINED:
             gdc_wait()
-        u = run_sum(partial + Q + D + j, stride, mask, RUNS)
-        tl.store(weights + token * NI + j, tl.where(present, u, 0.0).to(dtype), mask=mask)
+        u = run_sum(proj + token * C.PROJ + j, wide * C.PROJ, mask, C.PROJ_RUNS)
+        tl.store(weights + token * C.NI + j, tl.where(present, u, 0.0).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -119,38 +140,53 @@ def _store_heads(
     tl.store(out + at + j[None, :], tl.where(present, turned, 0.0).to(dtype), mask=mask)
 
 
+class HeadConstants(NamedTuple):
+    """QUERY and INDEX are the columns that lie between the sums of two tokens; BLOCK_N and BLOCK_I
+    heads are taken at once."""
+
+    N: int
+    D: int
+    NI: int
+    DI: int
+    DR: int
+    QUERY: int
+    INDEX: int
+    RUNS: int
+    INDEX_RUNS: int
+    BLOCK_N: int
+    BLOCK_I: int
+    USED: bool
+    HADAMARD: bool
+    BF16: bool
+    CHAINED: bool
+
+
 @triton.jit(do_not_specialize=["tokens", "steps", "eps"])
 def _heads(
-    q, sin, cos, act_seqs, seqused, query, query_index, tokens, steps, eps,
-    N: tl.constexpr, D: tl.constexpr, NI: tl.constexpr, DI: tl.constexpr, DR: tl.constexpr,
-    RUNS: tl.constexpr, USED: tl.constexpr, HADAMARD: tl.constexpr, BF16: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """One program: a token and a block of heads, those of queries first.  q is [RUNS, T, N D + NI
-    DI]."""
-    BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TOTAL: tl.constexpr = N * D + NI * DI
+    q, index, sin, cos, act_seqs, seqused, query, query_index, tokens, steps, eps, C: tl.constexpr
+):
+    """One program: a token and a block of heads, those of queries first."""
+    BLOCKS: tl.constexpr = (C.N + C.BLOCK_N - 1) // C.BLOCK_N
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    if CHAINED:
+    if C.CHAINED:
         gdc_launch_dependents()
-    _, _, present = standing(act_seqs, seqused, token, steps, USED)
-    stride = tl.cast(tokens, tl.int64) * TOTAL
-    q += token * TOTAL
-    sin += token * DR
-    cos += token * DR
-    if CHAINED:
+    _, _, present = standing(act_seqs, seqused, token, steps, C.USED)
+    wide = tl.cast(tokens, tl.int64)
+    sin += token * C.DR
+    cos += token * C.DR
+    if C.CHAINED:
         gdc_wait()
     if block < BLOCKS:
         _store_heads(
-            q, sin, cos, query + token * (N * D), stride, block * BLOCK_N, present, eps, D, DR,
-            RUNS, N, BLOCK_N, True, False, False,
+            q + token * C.QUERY, sin, cos, query + token * (C.N * C.D), wide * C.QUERY,
+            block * C.BLOCK_N, present, eps, C.D, C.DR, C.RUNS, C.N, C.BLOCK_N, True, False, False,
         )  # fmt: skip
-    elif NI > 0:
+    elif C.NI > 0:
         _store_heads(
-            q + N * D, sin, cos, query_index + token * (NI * DI), stride,
-            (block - BLOCKS) * BLOCK_I, present, eps, DI, DR, RUNS, NI, BLOCK_I, False, HADAMARD,
-            BF16,
+            index + token * C.INDEX, sin, cos, query_index + token * (C.NI * C.DI),
+            wide * C.INDEX, (block - BLOCKS) * C.BLOCK_I, present, eps, C.DI, C.DR, C.INDEX_RUNS,
+            C.NI, C.BLOCK_I, False, C.HADAMARD, C.BF16,
         )  # fmt: skip
 
 
@@ -188,6 +224,10 @@ def forward(
     kv_kind: str,
     index_hadamard: bool,
     hadamard_round: str,
+    dequant_scale_w_dq: Tensor | None,
+    dequant_scale_w_uq: Tensor | None,
+    dequant_scale_w_kv: Tensor | None,
+    dequant_scale_w_idx_qb: Tensor | None,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     requests, steps, hidden = token_x.shape
@@ -195,49 +235,64 @@ def forward(
     ranks, size, rotary = gamma_cq.shape[0], gamma_kv.shape[0], rope_sin.shape[-1]
     heads = nz.columns_of(w_uq, weight_format) // size
     index_heads = index_size = 0
-    first, second = [(w_dq, ranks), (w_kv, size)], [(w_uq, heads * size)]
+    first = [Weight(w_dq, ranks, dequant_scale_w_dq), Weight(w_kv, size, dequant_scale_w_kv)]
+    second = [Weight(w_uq, heads * size, dequant_scale_w_uq)]
     if w_idx_qb is not None and w_idx_proj is not None:
         index_heads = nz.columns_of(w_idx_proj, weight_format)
         index_size = nz.columns_of(w_idx_qb, weight_format) // index_heads
-        first.append((w_idx_proj, index_heads))
-        second.append((w_idx_qb, index_heads * index_size))
+        first.append(Weight(w_idx_proj, index_heads, None))
+        second.append(Weight(w_idx_qb, index_heads * index_size, dequant_scale_w_idx_qb))
     front = (requests, steps)
-    of_index = (*front, index_heads) if index_heads else (0,)
+    index_front = (*front, index_heads) if index_heads else (0,)
     query = memory.empty((*front, heads, size), dtype, device)
     query_norm = memory.empty((*front, ranks), dtype, device)
-    query_index = memory.empty((*of_index, index_size) if index_heads else (0,), dtype, device)
-    weights = memory.empty(of_index, dtype, device)
+    query_index = memory.empty((*index_front, index_size) if index_heads else (0,), dtype, device)
+    weights = memory.empty(index_front, dtype, device)
     if tokens == 0:
         return query, query_norm, query_index, weights
     chained = gpu.has_chained_launch(device)
     used = act_seqs if seqused is None else seqused
-    partial = product(
-        token_x.view(tokens, hidden), first, weight_format, keep_float=True, first=True
+    down, row_sums, *proj = quantised_stages.first_products(
+        token_x.view(tokens, hidden), {}, first, weight_format, "ue8m0", dtype
     )
+    of_heads = proj[0] if proj else down
     later, rows, slots = kv_kind == "fp8", ori_kv, act_seqs
     if later:
         rows = memory.empty((tokens, size), torch.bfloat16, device)
         slots = memory.empty((tokens,), torch.int64, device)
     launches.kernel(_tokens, tokens, 3 if index_heads else 2)(
-        partial, gamma_cq, gamma_kv, rope_sin, rope_cos,
+        down, row_sums, of_heads, gamma_cq, gamma_kv, rope_sin, rope_cos,
         ori_block_table, act_seqs, used, rows, slots, query_norm, weights,
         tokens, steps, ori_block_table.shape[1], ori_kv.shape[0], ori_kv.stride(0), rms_norm_eps,
-        Q=ranks, D=size, DR=rotary, NI=index_heads, PAGE=ori_kv.shape[1], RUNS=partial.shape[0],
-        USED=seqused is not None, LATER=later, CHAINED=chained, num_warps=4, launch_pdl=chained,
+        C=TokenConstants(
+            Q=ranks, D=size, DR=rotary, NI=index_heads, PAGE=ori_kv.shape[1], DOWN=down.stride(1),
+            ROW=row_sums.stride(1), PROJ=of_heads.stride(1), DOWN_RUNS=down.shape[0],
+            ROW_RUNS=row_sums.shape[0], PROJ_RUNS=of_heads.shape[0], USED=seqused is not None,
+            LATER=later, CHAINED=chained,
+        ),
+        num_warps=4, launch_pdl=chained,
     )  # fmt: skip
     if later:
         values = quantised.V4_VALUES
         latent_cache_write.forward(
             rows[:, :values], rows[:, values:], ori_kv, slots, "fp8", quantised.V4, "ue8m0", None
         )
-    q = product(query_norm.view(tokens, ranks), second, weight_format)
+    q, *index = quantised_stages.later_products(
+        query_norm.view(tokens, ranks), second, weight_format, "ue8m0"
+    )
+    of_index = index[0] if index else q
     BLOCK_N = max(1, 2048 // power_of_two(size))
     BLOCK_I = max(1, 2048 // power_of_two(max(index_size, 1)))
     blocks = cdiv(heads, BLOCK_N) + cdiv(index_heads, BLOCK_I)
     launches.kernel(_heads, tokens, blocks)(
-        q, rope_sin, rope_cos, act_seqs, used, query, query_index, tokens, steps, rms_norm_eps,
-        N=heads, D=size, NI=index_heads, DI=index_size, DR=rotary, RUNS=q.shape[0],
-        USED=seqused is not None, HADAMARD=index_hadamard, BF16=hadamard_round == "bf16",
-        BLOCK_N=BLOCK_N, BLOCK_I=BLOCK_I, CHAINED=chained, num_warps=4, launch_pdl=chained,
+        q, of_index, rope_sin, rope_cos, act_seqs, used, query, query_index, tokens, steps,
+        rms_norm_eps,
+        C=HeadConstants(
+            N=heads, D=size, NI=index_heads, DI=index_size, DR=rotary, QUERY=q.stride(1),
+            INDEX=of_index.stride(1), RUNS=q.shape[0], INDEX_RUNS=of_index.shape[0],
+            BLOCK_N=BLOCK_N, BLOCK_I=BLOCK_I, USED=seqused is not None, HADAMARD=index_hadamard,
+            BF16=hadamard_round == "bf16", CHAINED=chained,
+        ),
+        num_warps=4, launch_pdl=chained,
     )  # fmt: skip
     return query, query_norm, query_index, weights

@@ -172,12 +172,13 @@ def _product(
     K: tl.constexpr, RUN: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     FORM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
-    CHAINED: tl.constexpr, FIRST: tl.constexpr, LATE: tl.constexpr, SECOND: tl.constexpr,
+    GROUPS: tl.constexpr, CHAINED: tl.constexpr, FIRST: tl.constexpr, LATE: tl.constexpr,
+    SECOND: tl.constexpr,
 ):  # fmt: skip
     B0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     B1: tl.constexpr = B0 + (N1 + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = B1 + (N2 + BLOCK_N - 1) // BLOCK_N
-    TOTAL: tl.constexpr = N0 + N1 + N2
+    TOTAL: tl.constexpr = (N0 + N1 + N2) * GROUPS
     KB: tl.constexpr = (K + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     run = tl.program_id(1)
@@ -203,6 +204,14 @@ def _product(
         begin = tl.where(at2, B1, begin)
         base = tl.where(at2, N0 + N1, base)
 
+    if GROUPS > 1:  # one weight each
+        group = tl.program_id(2).to(tl.int64)
+        row = group * tokens
+        x += row * K
+        x_scale += row * (1 if KIND == quantise.INT8 else KB)
+        w += group * (K * N0)
+        s += group * (N0 if KIND == quantise.INT8 else KB * ((N0 + BLOCK - 1) // BLOCK))
+        out += group * N0
     column = (block - begin) * BLOCK_N
     lo = run * RUN
     j = tl.arange(0, BLOCK_N)
@@ -302,26 +311,29 @@ def is_direct(weight: Tensor, form: int) -> bool:
 def product(
     x: Rows, weights: Sequence[Weight], form: int, dtype: torch.dtype, *, keep_float: bool = False,
     first: bool = False, late: bool = False, second: bool = False, forked: bool = False,
+    groups: int = 1,
 ) -> Tensor:  # fmt: skip
     """x times the weights joined, all of one kind and form: [runs, T, sum of N], float32 if runs >
     1 or `keep_float`, else `dtype`; `first`, `late` and `forked` as in nz_matmul.py.  `second`:
-    behind the op's first kernel, whose outputs the late ones behind this one read as well."""
+    behind the op's first kernel, whose outputs the late ones behind this one read as well.
+    `groups`: x is [groups T, K], the one weight [groups, ..], and out [runs, T, groups N]."""
     tokens, depth = x.values.shape
-    given = [weight.size for weight in weights]
-    sizes = given + [0] * (MOST - len(weights))
+    tokens //= groups
+    given = [weight.size for weight in weights] * groups
+    sizes = [weight.size for weight in weights] + [0] * (MOST - len(weights))
     kept = [*weights, *[weights[0]] * (MOST - len(weights))]
     device = x.values.device
     chained = gpu.has_chained_launch(device)
     values, kind = quantise.to_read(x.values)
     read = [quantise.to_read(weight.values)[0] for weight in kept]
     direct = is_direct(weights[0].values, form)
-    by_tma = direct and hopper.supports(values, read)
+    by_tma = direct and groups == 1 and hopper.supports(values, read)
     chosen = tiling.eight_bits if by_tma else tiling.narrow
     config = chosen(tokens, given, depth, gpu.num_sms(device))
     run = cdiv(cdiv(depth, config.runs), config.k) * config.k
     runs = cdiv(depth, run)
     out_dtype = torch.float32 if keep_float or runs > 1 else dtype
-    out = memory.empty((runs, tokens, sum(sizes)), out_dtype, device)
+    out = memory.empty((runs, tokens, sum(given)), out_dtype, device)
     blocks = sum(cdiv(size, config.columns) for size in sizes) * cdiv(tokens, config.tokens)
     scales = [weight.scale for weight in kept]
     if by_tma:
@@ -330,12 +342,13 @@ def product(
             late=late, second=second, forked=forked,
         )  # fmt: skip
         return out
-    launches.kernel(_product, blocks, runs)(
+    launches.kernel(_product, blocks, runs, groups)(
         values, x.scale, *read, *scales, out, tokens,
         K=depth, RUN=run, N0=sizes[0], N1=sizes[1], N2=sizes[2], FORM=form, KIND=kind,
         HALF=kind != quantise.INT8.value and not direct, BLOCK_T=config.tokens,
         BLOCK_N=config.columns,
-        STAGES=config.stages, SWAP=config.swap, GROUP=config.group, CHAINED=chained, FIRST=first,
-        LATE=late, SECOND=second, num_warps=config.warps, launch_pdl=chained and not forked,
+        STAGES=config.stages, SWAP=config.swap, GROUP=config.group, GROUPS=groups, CHAINED=chained,
+        FIRST=first, LATE=late, SECOND=second, num_warps=config.warps,
+        launch_pdl=chained and not forked,
     )  # fmt: skip
     return out

@@ -2,7 +2,8 @@
 # Copyright the npu-custom-ops authors
 """What both prologs are made of where weights or caches have 8 bits, no op itself.
 
-    first_products   x by several weights, quantised once
+    first_products   x by several weights, quantised once, where an op starts
+    later_products   the same of what a kernel of the op has made
     latent_tokens    sums -> query norm, also as its product takes it; cache rows of either kind
     query_heads      c -> absorbed latent query, rotated query heads
     index_product    c -> sums of the index heads
@@ -68,9 +69,23 @@ def first_products(
     x: Tensor, rows: dict[torch.dtype, Rows], weights: Sequence[Weight], weight_format: str,
     scale_format: str, dtype: torch.dtype, *, late: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """x [T, K] by each weight: sums [RUNS, T, N].  Weights that lie alike share a launch.  `rows`:
-    x as weights of a dtype take it, as far as it is there.  `late` as for product, and then all of
-    it is."""
+    """x [T, K] by each weight: sums [RUNS, T, N], in float32.  Weights that lie alike share a
+    launch.  `rows`: x as weights of a dtype take it, as far as it is there.  `late` as for product,
+    and then all of it is."""
+    return _products(x, rows, weights, weight_format, scale_format, dtype, True, not late, late)
+
+
+def later_products(
+    x: Tensor, weights: Sequence[Weight], weight_format: str, scale_format: str
+) -> list[Tensor]:
+    """The same, of x's dtype where K is in one run; the kernel before has made x."""
+    return _products(x, {}, weights, weight_format, scale_format, x.dtype, False, False, False)
+
+
+def _products(
+    x: Tensor, rows: dict[torch.dtype, Rows], weights: Sequence[Weight], weight_format: str,
+    scale_format: str, dtype: torch.dtype, keep_float: bool, first: bool, late: bool,
+) -> list[Tensor]:  # fmt: skip
     plain = [weight for weight in weights if weight.scale is None]
     groups: dict[tuple[torch.dtype, int], list[Weight]] = {}
     for weight in weights:
@@ -83,8 +98,7 @@ def first_products(
         for weight, columns in zip(parts, part.split([w.size for w in parts], -1), strict=True):
             made[id(weight)] = columns
 
-    rows = dict(rows)
-    first, second = not late, False
+    rows, second = dict(rows), False
     for kind, _ in groups:
         if kind not in rows:
             name = quantised.kind_of(kind)
@@ -93,13 +107,15 @@ def first_products(
             first, second = False, not late
     for (kind, form), group in groups.items():
         part = quantised_matmul.product(
-            rows[kind], group, form, dtype, keep_float=True, first=first, late=late, second=second
-        )
+            rows[kind], group, form, dtype, keep_float=keep_float, first=first, late=late,
+            second=second,
+        )  # fmt: skip
         cut(part, group)
         first, second, late = False, False, True
     if plain:
         given = [(weight.values, weight.size) for weight in plain]
-        cut(product(x, given, weight_format, keep_float=True, first=first, late=late), plain)
+        part = product(x, given, weight_format, keep_float=keep_float, first=first, late=late)
+        cut(part, plain)
     return [made[id(weight)] for weight in weights]
 
 

@@ -83,6 +83,12 @@ class Layer:
     index_hadamard: bool
     hadamard_round: str
     weight_quant_mode: int
+    dequant_scale_w_dq: Tensor | None
+    dequant_scale_w_uq: Tensor | None
+    dequant_scale_w_kv: Tensor | None
+    dequant_scale_w_idx_qb: Tensor | None
+    dequant_scale_w_o_a: Tensor | None
+    dequant_scale_w_o_b: Tensor | None
 
     @property
     def in_rows(self) -> bool:
@@ -116,6 +122,10 @@ class Layer:
             index_hadamard=self.index_hadamard and not self.in_bytes,
             hadamard_round=self.hadamard_round,
             weight_quant_mode=self.weight_quant_mode,
+            dequant_scale_w_dq=self.dequant_scale_w_dq,
+            dequant_scale_w_uq=self.dequant_scale_w_uq,
+            dequant_scale_w_kv=self.dequant_scale_w_kv,
+            dequant_scale_w_idx_qb=self.dequant_scale_w_idx_qb,
         )
 
     def _of_compressor(self, start: Tensor, **own: Any) -> dict[str, Any]:
@@ -251,6 +261,8 @@ class Layer:
             rope_cos=self.cos,
             weight_format=self.weight_format,
             weight_quant_mode=self.weight_quant_mode,
+            dequant_scale_w_o_a=self.dequant_scale_w_o_a,
+            dequant_scale_w_o_b=self.dequant_scale_w_o_b,
         )
 
     def starts(self) -> Tensor:

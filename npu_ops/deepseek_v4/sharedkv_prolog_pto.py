@@ -203,8 +203,11 @@ def unsupported(
     kv_kind: str,
     weight_format: str,
     index_hadamard: bool,
+    weight_quant_mode: int,
     **_: Any,
 ) -> str | None:
+    if weight_quant_mode != 0:
+        return f"weight_quant_mode {weight_quant_mode}, supported 0: its products are of 16 bits"
     if reason := tiling.not_multiplied(token_x=token_x):
         return reason
     if kv_kind != "none":

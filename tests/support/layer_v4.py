@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import eight_bits
+
 F64 = torch.float64
+SECOND = ("w_uq", "w_idx_qb")
 PAGE = 16
 COFF = {"CSA": 2, "HCA": 1}
 # of float32 beside half precision
@@ -30,9 +33,10 @@ def drawn(
     steps: int = 6, used: Sequence[int] | None = (6, 4), m: int = 4, entry_page: int = 2,
     H: int = 48, Rq: int = 32, D: int = 32, Dr: int = 8, Ni: int = 16, Di: int = 16,
     heads: int = 4, groups: int = 2, Ro: int = 16, output: bool = True, mode: int = 2,
-    window: int = 8, holes: bool = True,
+    window: int = 8, holes: bool = True, quant: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Caches are full of numbers and hold 48 tokens a request; `holes`: of -1 among pages."""
+    """Caches are full of numbers and hold 48 tokens a request; `holes`: of -1 among pages; `quant`:
+    `weight_quant_mode`."""
     B = len(starts)
     wide = F64 if dtype is F64 else torch.float32
     g = random.Random(B)
@@ -62,7 +66,7 @@ def drawn(
         given["w_o_a"] = matrix(groups, heads // groups * D, Ro, deep=heads // groups * D)
         given["w_o_b"] = matrix(groups * Ro, H, deep=groups * Ro)
     if kind == "sliding":
-        return given
+        return given | of_8_bits(given, quant)
     states, state_pages = table(B, -(-(coff * m + 5) // 3), g)
     entries, entry_pages = table(B, -(-48 // m // entry_page) + 1, g)
     entries[: int(holes), 1] = -1
@@ -83,4 +87,19 @@ def drawn(
             idx_state=normal(state_pages, 3, 2 * coff * Di, dtype=wide),
             idx_k=normal(entry_pages, entry_page, 1, Di), sparse_count=3,
         )  # fmt: skip
-    return given
+    return given | of_8_bits(given, quant)
+
+
+def of_8_bits(given: dict[str, Any], mode: int) -> dict[str, Any]:
+    """The weights that a mode narrows, with their scales."""
+    made: dict[str, Any] = dict(weight_quant_mode=mode)
+    kind, first = ("fp8" if mode == 4 else "int8"), ("w_dq", "w_kv", "w_o_a", "w_o_b")
+    for name in {0: (), 1: SECOND}.get(mode, (*first, *SECOND)):
+        if name in given:
+            w = given[name].double().cpu()
+            each = [eight_bits.weight(part, kind) for part in (w if w.ndim == 3 else [w])]
+            parts = (torch.stack(part) for part in zip(*each, strict=True))
+            values, scale = (x if w.ndim == 3 else x[0] for x in parts)
+            device = given[name].device
+            made |= {name: values.to(device), f"dequant_scale_{name}": scale.to(device)}
+    return made

@@ -36,6 +36,12 @@ class Scale:
     tensor: Tensor | None
 
 
+def named(names: Sequence[str], given: Mapping[str, Tensor | None]) -> dict[str, Scale]:
+    """The scale of each of these weights, which has its name."""
+    scales = {name: f"dequant_scale_{name}" for name in names}
+    return {name: Scale(scale, given[scale]) for name, scale in scales.items()}
+
+
 def dtypes(
     c: Checker,
     mode: int,
@@ -77,21 +83,28 @@ def weights(
         if name not in narrow:
             absent(c, scale, f"`{name}` is not quantised in weight_quant_mode {mode}")
             continue
-        rows, columns = (c.sizes[letter] for letter in table[name][1].split())
-        of_scale(c, scale, narrow[name], rows, columns)
+        *groups, rows, columns = (c.sizes[letter] for letter in table[name][1].split())
+        of_scale(c, scale, narrow[name], rows, columns, groups)
 
 
 def absent(c: Checker, scale: Scale, why: str) -> None:
     c.require(scale.tensor is None, f"`{scale.name}` is given, expected None: {why}.")
 
 
-def of_scale(c: Checker, scale: Scale, dtype: torch.dtype, rows: Any, columns: Any) -> None:
-    """Of a weight [rows, columns]."""
+def of_scale(
+    c: Checker,
+    scale: Scale,
+    dtype: torch.dtype,
+    rows: Any,
+    columns: Any,
+    groups: Sequence[Any] = (),
+) -> None:
+    """Of a weight [*groups, rows, columns]."""
     if dtype is torch.int8:
         wanted = [1, columns]
     else:
         wanted = [-(-rows // quantised.TILE), -(-columns // quantised.TILE)]
-    _given(c, scale, wanted)
+    _given(c, scale, [*groups, *wanted])
 
 
 def of_activations(

@@ -5,23 +5,27 @@
 attn_out [B, S, N, D]   w_o_a [G, N/G*D, Ro]   w_o_b [G*Ro, H]   rope_sin, rope_cos [B, S, Dr]
 out [B, S, H]   G divides N; the weights in NZ: w_o_a a group by itself, [G, Ro/16, K/16, 16, 16]
 "linear": w_o_a [G, Ro, N/G*D], w_o_b [H, G*Ro]
+Weights of 8 bits: see weight_args.py; scales of w_o_a [G, 1, Ro] or [G, K/128, Ro/128].
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...check import Checker
 from ...common import nz
-from ..common import prologs
-from .sharedkv_prolog_pto import plain_weights
+from ..common import prologs, weight_args
 
 SCHEMA = (
     "npu_grouped_o_proj_pto(Tensor attn_out, Tensor w_o_a, Tensor w_o_b, Tensor rope_sin,"
-    ' Tensor rope_cos, *, str weight_format="nz", SymInt weight_quant_mode=0) -> Tensor'
+    ' Tensor rope_cos, *, str weight_format="nz", SymInt weight_quant_mode=0,'
+    " Tensor? dequant_scale_w_o_a=None, Tensor? dequant_scale_w_o_b=None) -> Tensor"
 )
+WEIGHTS = ("w_o_a", "w_o_b")
 
 
 def check(
@@ -32,27 +36,35 @@ def check(
     rope_cos: Tensor,
     weight_format: str,
     weight_quant_mode: int,
+    **scales: Tensor | None,
 ) -> None:
     c = Checker("npu_grouped_o_proj_pto")
-    plain_weights(c, weight_quant_mode)
+    narrow = weight_args.dtypes(c, weight_quant_mode, WEIGHTS, ())
     floats = dict(
         attn_out=(attn_out, "B S N D"),
         rope_sin=(rope_sin, "B S Dr"),
         rope_cos=(rope_cos, "B S Dr"),
     )
     given = {name: x for name, (x, _) in floats.items()} | dict(w_o_a=w_o_a, w_o_b=w_o_b)
-    c.same_device(**given)
+    c.same_device(**given, **scales)
     c.floating("attn_out", attn_out)
-    c.same_dtype(**given)
+    c.same_dtype(**{name: x for name, x in given.items() if name not in narrow})
     for name, (tensor, shape) in floats.items():
         c.shape(name, tensor, shape)
     c.contiguous(**given)
     prologs.rotary(c, "D")
-    output_weights(c, w_o_a, w_o_b, "attn_out", weight_format)
+    output_weights(c, w_o_a, w_o_b, "attn_out", weight_format, weight_quant_mode, narrow, scales)
 
 
 def output_weights(
-    c: Checker, w_o_a: Tensor, w_o_b: Tensor, heads: str, weight_format: str
+    c: Checker,
+    w_o_a: Tensor,
+    w_o_b: Tensor,
+    heads: str,
+    weight_format: str,
+    mode: int,
+    narrow: Mapping[str, torch.dtype],
+    scales: Mapping[str, Tensor | None],
 ) -> None:
     """Both weights, where N and D are known; N is that of the argument `heads`."""
     sizes = c.sizes
@@ -73,7 +85,7 @@ def output_weights(
     sizes.setdefault("H", nz.columns_of(w_o_b, weight_format))
     sizes["G"] = groups
     weights = dict(w_o_a=(w_o_a, "G N/G*D Ro"), w_o_b=(w_o_b, "G*Ro H"))
-    prologs.weights(c, weights, weight_format)
+    weight_args.weights(c, mode, weights, narrow, weight_args.named(WEIGHTS, scales), weight_format)
 
 
 def fake(attn_out: Tensor, w_o_b: Tensor, weight_format: str, **_: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...check import Checker
 from ...common import nz, quantised
-from ..common import layouts, prologs, quantization
+from ..common import layouts, prologs, quantization, weight_args
 
 SCHEMA = (
     "npu_sharedkv_prolog_pto(Tensor token_x, Tensor w_dq, Tensor w_uq, Tensor w_kv,"
@@ -20,8 +20,12 @@ SCHEMA = (
     " Tensor? w_idx_proj=None, float rms_norm_eps=1e-6,"
     ' str weight_format="nz", str kv_kind="none", bool index_hadamard=False,'
     ' str hadamard_round="bf16",'
-    " SymInt weight_quant_mode=0) -> (Tensor, Tensor, Tensor, Tensor)"
+    " SymInt weight_quant_mode=0, Tensor? dequant_scale_w_dq=None,"
+    " Tensor? dequant_scale_w_uq=None, Tensor? dequant_scale_w_kv=None,"
+    " Tensor? dequant_scale_w_idx_qb=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+# weights that a weight_quant_mode narrows: of the layer's input, of the query latent
+FIRST, SECOND = ("w_dq", "w_kv"), ("w_uq", "w_idx_qb")
 
 
 def check(
@@ -45,9 +49,10 @@ def check(
     index_hadamard: bool,
     hadamard_round: str,
     weight_quant_mode: int,
+    **scales: Tensor | None,
 ) -> None:
     c = Checker("npu_sharedkv_prolog_pto")
-    plain_weights(c, weight_quant_mode)
+    narrow = weight_args.dtypes(c, weight_quant_mode, FIRST, SECOND)
     c.one_of("kv_kind", kv_kind, "none", "fp8")
     packed = kv_kind == "fp8"
     if packed:
@@ -57,6 +62,7 @@ def check(
     weights = dict(w_dq=(w_dq, "H Rq"), w_uq=(w_uq, "Rq N*D"), w_kv=(w_kv, "H D"))
     if index:
         weights |= dict(w_idx_qb=(index[0], "Rq Ni*Di"), w_idx_proj=(index[1], "H Ni"))
+    narrow = {name: dtype for name, dtype in narrow.items() if name in weights}
     lengths = {"act_seqs": (act_seqs, "B")}
     if seqused is not None:
         lengths["seqused"] = (seqused, "B")
@@ -72,7 +78,8 @@ def check(
         ),
         weights,
         lengths | dict(ori_block_table=(ori_block_table, "B max_pages")),
-        narrow={"ori_kv"} if packed else (),
+        scales,
+        narrow={*narrow, *(["ori_kv"] if packed else [])},
         paged={"ori_kv"},
     )
     if packed:
@@ -86,17 +93,10 @@ def check(
     c.sizes["N*D"] = heads_of(c, "w_uq", w_uq, "D", weight_format) * c.sizes["D"]
     if index:
         index_sizes(c, *index, weight_format, index_hadamard)
-    prologs.weights(c, weights, weight_format)
+    of_weights = weight_args.named((*FIRST, *SECOND), scales)
+    weight_args.weights(c, weight_quant_mode, weights, narrow, of_weights, weight_format)
     c.at_least("rms_norm_eps", rms_norm_eps, 0)
     layouts.values(c, "seqused", seqused, "BSND", c.sizes["S"])
-
-
-def plain_weights(c: Checker, weight_quant_mode: int) -> None:
-    c.require(
-        weight_quant_mode == 0,
-        f"`weight_quant_mode` is {weight_quant_mode}, expected 0: weights of 8 bits are not "
-        "supported by this op yet.",
-    )
 
 
 def index_group(

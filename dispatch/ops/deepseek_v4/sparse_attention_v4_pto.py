@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ...check import Checker
 from ...common import nz, quantised
-from ..common import layouts, prologs, quantization
+from ..common import layouts, prologs, quantization, weight_args
 from . import compressor, grouped_o_proj_pto, sharedkv_prolog_pto
 from .compressor_dense import of_state
+from .grouped_o_proj_pto import WEIGHTS as OUTPUT
+from .sharedkv_prolog_pto import FIRST, SECOND
 
 SCHEMA = (
     "npu_sparse_attention_v4_pto(Tensor x, Tensor w_dq, Tensor w_uq, Tensor w_kv,"
@@ -37,7 +39,10 @@ SCHEMA = (
     " Tensor? w_o_b=None, float? softmax_scale=None, float rms_norm_eps=1e-6,"
     ' SymInt ori_win_left=127, SymInt state_mode=2, str weight_format="nz", str kv_kind="none",'
     ' str index_kind="none", bool index_hadamard=False, str hadamard_round="bf16",'
-    " SymInt weight_quant_mode=0) -> Tensor"
+    " SymInt weight_quant_mode=0, Tensor? dequant_scale_w_dq=None,"
+    " Tensor? dequant_scale_w_uq=None, Tensor? dequant_scale_w_kv=None,"
+    " Tensor? dequant_scale_w_idx_qb=None, Tensor? dequant_scale_w_o_a=None,"
+    " Tensor? dequant_scale_w_o_b=None) -> Tensor"
 )
 
 ENTRIES = (
@@ -48,12 +53,13 @@ INDEXER = (
     "w_idx_qb", "w_idx_proj", "w_idx_kv", "w_idx_gate", "idx_ape", "gamma_idx", "idx_state",
     "idx_k",
 )  # fmt: skip
-OUTPUT = ("w_o_a", "w_o_b")
 
 
 def check(**a: Any) -> None:
     c = Checker("npu_sparse_attention_v4_pto")
-    sharedkv_prolog_pto.plain_weights(c, a["weight_quant_mode"])
+    mode = a["weight_quant_mode"]
+    narrow = weight_args.dtypes(c, mode, (*FIRST, *OUTPUT), SECOND)
+    narrow = {name: dtype for name, dtype in narrow.items() if a[name] is not None}
     c.one_of("kv_kind", a["kv_kind"], "none", "fp8")
     c.one_of("index_kind", a["index_kind"], *compressor.KINDS)
     c.one_of("hadamard_round", a["hadamard_round"], "bf16", "fp32")
@@ -61,7 +67,7 @@ def check(**a: Any) -> None:
     entries = _entries_given(c, a)
     indexer = _indexer_given(c, a, entries)
     output = _whole(c, a, OUTPUT, "an output projection")
-    _common(c, a, entries, indexer, output)
+    _common(c, a, entries, indexer, output, narrow)
     weights = dict(w_dq=(a["w_dq"], "H Rq"), w_uq=(a["w_uq"], "Rq N*D"), w_kv=(a["w_kv"], "H D"))
     c.sizes["N"] = sharedkv_prolog_pto.heads_of(c, "w_uq", a["w_uq"], "D", a["weight_format"])
     c.sizes["N*D"] = c.sizes["N"] * c.sizes["D"]
@@ -75,9 +81,15 @@ def check(**a: Any) -> None:
             c, a["w_idx_qb"], a["w_idx_proj"], a["weight_format"], a["index_hadamard"]
         )
         _indexer(c, a)
-    prologs.weights(c, weights, a["weight_format"])
+    scales = weight_args.named((*FIRST, *SECOND), a)
+    weight_args.weights(c, mode, weights, narrow, scales, a["weight_format"])
     if output:
-        grouped_o_proj_pto.output_weights(c, a["w_o_a"], a["w_o_b"], "w_uq", a["weight_format"])
+        grouped_o_proj_pto.output_weights(
+            c, a["w_o_a"], a["w_o_b"], "w_uq", a["weight_format"], mode, narrow, a
+        )
+    else:
+        for scale in weight_args.named(OUTPUT, a).values():
+            weight_args.absent(c, scale, "there is no output projection")
     c.at_least("rms_norm_eps", a["rms_norm_eps"], 0)
     c.at_least("ori_win_left", a["ori_win_left"], 0)
     c.count("sparse_count", a["sparse_count"])
@@ -130,7 +142,14 @@ def _indexer_given(c: Checker, a: Mapping[str, Any], entries: bool) -> bool:
     return False
 
 
-def _common(c: Checker, a: Mapping[str, Any], entries: bool, indexer: bool, output: bool) -> None:
+def _common(
+    c: Checker,
+    a: Mapping[str, Any],
+    entries: bool,
+    indexer: bool,
+    output: bool,
+    narrow: Mapping[str, torch.dtype],
+) -> None:
     """Devices, dtypes, strides; all shapes but those of weights, of float32 and of index keys."""
     c.shape("x", a["x"], "B S H")
     rows = a["kv_kind"] == "fp8"
@@ -153,6 +172,7 @@ def _common(c: Checker, a: Mapping[str, Any], entries: bool, indexer: bool, outp
     if indexer:
         weights += ["w_idx_qb", "w_idx_proj", "w_idx_kv", "w_idx_gate"]
         others += ["idx_ape", "gamma_idx", "idx_state", "idx_k", "idx_k_scale"]
+    others += [name for name in a if name.startswith("dequant_scale_")]
     if output:
         weights += OUTPUT
     if rows:
@@ -164,7 +184,7 @@ def _common(c: Checker, a: Mapping[str, Any], entries: bool, indexer: bool, outp
         {name: (a[name], "") for name in weights},
         {name: (a[name], shape) for name, shape in integers.items()},
         {name: a[name] for name in others},
-        narrow=caches if rows else (),
+        narrow={*narrow, *(caches if rows else [])},
         paged=caches,
     )
     prologs.rotary(c, "D")

@@ -8,6 +8,9 @@ dtype of attn_out.
 RoPE^-1 turns the last Dr dims of a head back where they stand: keys are values there, and carry
 their rotation along.
 
+Weights of 8 bits: a group's o, and what W_o_b multiplies, are quantised before their products
+(weight_args.py).
+
 Models: DeepSeek-V4.
 """
 
@@ -18,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import nz, rope
-from ..common.precision import accumulator, matmul
+from ...common import rope
+from ..common import weight_args
+from ..common.precision import accumulator
 
 
 def forward(
@@ -29,13 +33,21 @@ def forward(
     rope_sin: Tensor,
     rope_cos: Tensor,
     weight_format: str,
+    dequant_scale_w_o_a: Tensor | None,
+    dequant_scale_w_o_b: Tensor | None,
     **_: Any,
 ) -> Tensor:
-    dtype = attn_out.dtype
+    dtype, front = attn_out.dtype, attn_out.shape[:2]
+
+    def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+        rows = weight_args.rows(x, None, weight, "ue8m0")
+        return weight_args.product(rows, weight, scale, weight_format).to(dtype)
+
     groups = turned_back(attn_out, rope_sin, rope_cos).flatten(2).chunk(w_o_a.shape[0], -1)
-    weights = (nz.to_nd(weight, weight_format) for weight in w_o_a)
-    ranks = [matmul(x, weight).to(dtype) for x, weight in zip(groups, weights, strict=True)]
-    return matmul(torch.cat(ranks, -1), nz.to_nd(w_o_b, weight_format)).to(dtype)
+    scales = [None] * len(groups) if dequant_scale_w_o_a is None else dequant_scale_w_o_a
+    ranks = [product(*each) for each in zip(groups, w_o_a, scales, strict=True)]
+    out = product(torch.cat(ranks, -1), w_o_b, dequant_scale_w_o_b)
+    return out.view(*front, out.shape[-1])
 
 
 def turned_back(attn_out: Tensor, rope_sin: Tensor, rope_cos: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ asks with; rnd rounds to the dtype of x, and what is rounded twice by a formula 
     ori_kv = rnd(RoPE(RMSNorm(rnd(x W_kv))))
     query_index[h] = rnd(RoPE(rnd(c W_idx_qb)[h]))   weights = rnd(x W_idx_proj)
 
+Weights of 8 bits: x and c are quantised before their products (weight_args.py).
 Rows of 8 bits are rounded to bfloat16, not to the dtype of x, and quantised (quantizers.py).
 
 RoPE turns the last Dr dims where they stand.  Token j of a request stands at act_seqs - seqused +
@@ -22,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...common import nz, paged, rope
-from ..common import quantizers
-from ..common.precision import accumulator, matmul
+from ...common import paged, rope
+from ..common import quantizers, weight_args
+from ..common.precision import accumulator
 from .hc_pre import inverse_root
 
 
@@ -48,6 +49,10 @@ def forward(
     kv_kind: str,
     index_hadamard: bool,
     hadamard_round: str,
+    dequant_scale_w_dq: Tensor | None,
+    dequant_scale_w_uq: Tensor | None,
+    dequant_scale_w_kv: Tensor | None,
+    dequant_scale_w_idx_qb: Tensor | None,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype, wide = token_x.dtype, accumulator(token_x)
@@ -55,8 +60,10 @@ def forward(
     sin, cos = rope_sin.to(wide), rope_cos.to(wide)
     position, present = positions(act_seqs, seqused, tokens[1])
 
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return matmul(x, nz.to_nd(weight, weight_format)).to(dtype).to(wide)
+    def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+        rows = weight_args.rows(x, None, weight, "ue8m0")
+        out = weight_args.product(rows, weight, scale, weight_format)
+        return out.to(dtype).to(wide).view(*tokens, out.shape[-1])
 
     def normed(x: Tensor) -> Tensor:
         return x * inverse_root(x, rms_norm_eps)
@@ -69,11 +76,11 @@ def forward(
         there = present.view(*tokens, *[1] * (x.ndim - 2))
         return torch.where(there, x, 0).to(dtype)
 
-    query_norm = told(normed(product(token_x, w_dq)) * gamma_cq.to(wide))
-    query = normed(heads_of(product(query_norm, w_uq), size))
+    query_norm = told(normed(product(token_x, w_dq, dequant_scale_w_dq)) * gamma_cq.to(wide))
+    query = normed(heads_of(product(query_norm, w_uq, dequant_scale_w_uq), size))
     query = told(rope.rotate_last(query, sin[:, :, None], cos[:, :, None]))
 
-    row = normed(product(token_x, w_kv)) * gamma_kv.to(wide)
+    row = normed(product(token_x, w_kv, dequant_scale_w_kv)) * gamma_kv.to(wide)
     row = rope.rotate_last(row, sin, cos).flatten(0, 1)
     request = torch.arange(tokens[0], device=token_x.device)
     slot = paged.slots(ori_block_table, request, position, *ori_kv.shape[:2])
@@ -86,7 +93,7 @@ def forward(
     if w_idx_qb is None or w_idx_proj is None:
         return query, query_norm, token_x.new_empty([0]), token_x.new_empty([0])
     weights = told(product(token_x, w_idx_proj))
-    index = product(query_norm, w_idx_qb)
+    index = product(query_norm, w_idx_qb, dequant_scale_w_idx_qb)
     index = heads_of(index, index.shape[-1] // weights.shape[-1])
     index = rope.rotate_last(index, sin[:, :, None], cos[:, :, None]).to(dtype)
     if index_hadamard:
