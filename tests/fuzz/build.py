@@ -503,9 +503,11 @@ def _layer_v4(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         heads=case["n"], groups=case["groups"], output=case["output"],
         mode=2 if case["ring"] else 1, window=case["window"], holes=case["holes"],
     )  # fmt: skip
+    given |= layer_v4.of_8_bits(given, case["quant"])
     for name, x in given.items():
-        if isinstance(x, Tensor) and x.is_floating_point():
-            x = x.to(accumulator(dtype) if name in layer_v4.WIDE else dtype)
+        if isinstance(x, Tensor) and not name.startswith("dequant_scale_"):
+            if x.is_floating_point() and x.element_size() > 1:
+                x = x.to(accumulator(dtype) if name in layer_v4.WIDE else dtype)
             matrix = name in ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj", "w_o_a", "w_o_b")
             given[name] = laid(x) if laid is not None and matrix else x
     given |= dict(weight_format=case["weights"], sinks=given["sinks"] if case["sinks"] else None)
@@ -524,7 +526,11 @@ def _sized(*names: str) -> Callable[[Case, torch.dtype], tuple[Arguments, Garbag
     def build(case: Case, dtype: torch.dtype) -> tuple[Arguments, Garbage]:
         sizes = {name: case[name] for name in names}
         b, s = case["b"], case["s"]
-        return sample(case["op"], CPU, dtype, case["seed"], B=b, S=s, **sizes), {}
+        given = sample(case["op"], CPU, dtype, case["seed"], B=b, S=s, **sizes)
+        if case.get("quant"):  # their NZ has other columns
+            given |= {n: custom.from_nz(x) for n, x in given.items() if n.startswith("w_")}
+            given |= layer_v4.of_8_bits(given, case["quant"]) | dict(weight_format="nd")
+        return given, {}
 
     return build
 

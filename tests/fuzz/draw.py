@@ -236,6 +236,7 @@ def _layer_v4(r: Random, backward: bool) -> Case:
         sinks=r.random() < 0.8,
         hadamard=di == 128 and kind == "CSA" and r.random() < 0.5,
         weights=r.choice(["nd", "linear"] if nd else ["nz", "linear"]),
+        quant=r.choice([0, 0, 0, 1, 2, 4]) if nd else 0,
     )
 
 
@@ -251,14 +252,14 @@ def _streams(r: Random, backward: bool) -> Case:
 def _shared_row(r: Random, backward: bool) -> Case:
     return _sample(r, backward) | dict(
         n=r.randint(1, 20), d=r.choice([16, 48, 64]), dr=r.choice([0, 2, 8, 16]),
-        di=r.choice([16, 48]),
+        di=r.choice([16, 48]), quant=r.choice([0, 0, 0, 1, 2, 4]),
     )  # fmt: skip
 
 
 def _grouped(r: Random, backward: bool) -> Case:
     return _sample(r, backward) | dict(
         n=r.randint(1, 8), d=r.choice([16, 48, 64]), dr=r.choice([0, 2, 16]),
-        groups=r.choice([1, 2, 5]),
+        groups=r.choice([1, 2, 5]), quant=r.choice([0, 0, 2, 4]),
     )  # fmt: skip
 
 
@@ -353,7 +354,7 @@ _WIDE: dict[str, Callable[[Random], Case]] = {
     "grouped": lambda r: dict(n=r.randint(4, 16), d=512, dr=64, groups=r.randint(1, 4)),
     "layer v4": lambda r: dict(
         h=128, ranks=128, d=512, dr=64, n=r.choice([8, 16]), groups=r.choice([1, 2]),
-        index_heads=r.choice([32, 64]), di=128, window=40, weights="nz",
+        index_heads=r.choice([32, 64]), di=128, window=40, weights="nz", quant=0,
     ),
 }  # fmt: skip
 
@@ -364,7 +365,7 @@ COMPILED = {
     *("window", "h", "hk", "groups", "n", "ni", "k", "v", "d", "dv", "dr", "di", "dk", "plain"),
     *("rank", "ranks", "rotary", "index_heads", "index_size", "weights", "interleaved", "layout"),
     *("ratio", "coff", "pairs", "full", "ring", "pages", "hadamard", "returned"),
-    *("m", "picked", "entry_page", "kind", "output"),
+    *("m", "picked", "entry_page", "kind", "output", "quant"),
     *("kda", "norm", "state", "gates", "gate", "bias", "w", "history", "activation"),
 }
 _COMPILE_MOST = ("layer", "layer v4", "loss", "kda")

@@ -6,6 +6,7 @@ written."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, nan
 from random import Random
 from typing import Any
 
@@ -50,7 +51,8 @@ def _retyped(x: Tensor, r: Random) -> Tensor:
 
 def _filled(x: Tensor, r: Random) -> Tensor:
     if x.is_floating_point():
-        return torch.full_like(x, r.choice([float("nan"), float("inf"), -6e4, 0.0]))
+        wide = x.element_size() > 1  # e4m3 ends at 448, without an infinity
+        return torch.full_like(x, r.choice([nan, *([inf, -6e4] if wide else [-448.0]), 0.0]))
     far = torch.iinfo(x.dtype)
     return torch.full_like(x, r.choice([far.max, far.min, 1, min(2**20, far.max)]))
 
@@ -67,7 +69,8 @@ _TENSOR: dict[str, Spoil] = {
     "all of one row": lambda x, r: x[:1].expand_as(x),
     "on no device": lambda x, r: x.to("meta"),
     "on the host": lambda x, r: x.cpu(),
-    "sparse": lambda x, r: x.to_sparse(),
+    # torch has no sparse tensors of e4m3
+    "sparse": lambda x, r: (x if x.element_size() > 1 else x.float()).to_sparse(),
     "learned": lambda x, r: x.clone().requires_grad_() if x.is_floating_point() else x,
     "absent": lambda x, r: None,
 }
