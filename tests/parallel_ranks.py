@@ -296,6 +296,28 @@ def weights_of_deepseek_v4_are_cut(group, rank, size):
         for name in ("w_uq", "w_o_b"):
             assert torch.equal(cut[name], custom.to_nz(rows[name])), (name, flat)
         assert torch.equal(cut["w_o_a"], custom.to_nz(rows["w_o_a"], flat=flat))
+    scales = dict(
+        dequant_scale_w_uq=draw(1, heads * D), dequant_scale_w_o_a=draw(groups, 1, Ro),
+        dequant_scale_w_o_b=draw(1, 64),
+    )  # fmt: skip
+    narrow = layer | scales | dict(weight_quant_mode=2, weight_format="nd")
+    cut = parallel.shard_layer_v4(narrow, group=group)
+    for name, dim in dict(w_uq=1, w_o_a=0).items():
+        wanted = scales[f"dequant_scale_{name}"].chunk(size, dim)[rank]
+        assert torch.equal(cut[f"dequant_scale_{name}"], wanted)
+    assert cut["dequant_scale_w_o_b"] is scales["dequant_scale_w_o_b"]
+    blocks = dict(
+        w_uq=draw(32, heads * 128), gamma_kv=draw(128), w_o_a=draw(groups, 256, 128),
+        w_o_b=draw(groups * 128, 64), dequant_scale_w_uq=draw(1, heads),
+        dequant_scale_w_o_a=draw(groups, 2, 1), dequant_scale_w_o_b=draw(groups, 1),
+        weight_quant_mode=4, weight_format="nd",
+    )  # fmt: skip
+    cut = parallel.shard_layer_v4(blocks, group=group)
+    assert torch.equal(cut["dequant_scale_w_uq"], blocks["dequant_scale_w_uq"].chunk(size, 1)[rank])
+    for name in ("dequant_scale_w_o_a", "dequant_scale_w_o_b"):
+        assert torch.equal(cut[name], blocks[name][rank : rank + 1])
+    message = said(lambda: parallel.shard_layer_v4(narrow | dict(weight_quant_mode=4), group=group))
+    assert "`w_uq` has 64 columns a rank, expected whole blocks" in message, message
     uneven = layer | dict(w_uq=draw(32, (heads + 1) * D))
     message = said(lambda: parallel.shard_layer_v4(uneven, group=group))
     assert f"`w_uq` has {heads + 1} heads" in message, message

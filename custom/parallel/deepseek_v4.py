@@ -24,8 +24,8 @@ def shard_layer_v4(
 ) -> dict[str, Any]:
     """The arguments of `npu_sparse_attention_v4_pto` with this rank's heads and output groups.
 
-    `w_uq` (columns), `sinks`, `w_o_a` (groups) and `w_o_b` (rows) are cut; all else, compressors,
-    indexer and caches among it, is the same on every rank.
+    `w_uq` (columns), `sinks`, `w_o_a` (groups) and `w_o_b` (rows) are cut, with their scales where
+    they are of 8 bits; all else, compressors, indexer and caches, is the same on every rank.
 
     Args:
         layer: the op's arguments by name, with all heads.
@@ -47,7 +47,30 @@ def shard_layer_v4(
             cut[name] = shard(whole, 0, group)
     if (whole := layer.get("w_o_b")) is not None:
         cut["w_o_b"] = shard_weight(whole, form, False, group)
+    # scales of each column, or of blocks of 128 x 128
+    blocks = layer.get("weight_quant_mode") == 4
+    columns = nz.columns_of(cut["w_uq"], form)
+    cut |= _sharded_scale(layer, "w_uq", 1, columns if blocks else 0, group)
+    cut |= _sharded_scale(layer, "w_o_a", 0, 0, group)
+    if blocks and "w_o_b" in cut:
+        rows = nz.columns_of(cut["w_o_a"], form) * cut["w_o_a"].shape[0]
+        cut |= _sharded_scale(layer, "w_o_b", 0, rows, group)
     return {**layer, **cut}
+
+
+def _sharded_scale(
+    layer: Mapping[str, Any], weight: str, dim: int, mine: int, group: Group
+) -> dict[str, Tensor]:
+    """Of a weight of 8 bits, whose `mine` a rank has in whole blocks."""
+    name = f"dequant_scale_{weight}"
+    if (scale := layer.get(name)) is None:
+        return {}
+    if mine % 128:
+        raise ValueError(
+            f"custom.parallel: `{weight}` has {mine} {('rows', 'columns')[dim]} a rank, expected "
+            "whole blocks: its scales are of 128 each. Take fewer ranks."
+        )
+    return {name: shard(scale, dim, group)}
 
 
 def tensor_parallel_attention_v4(
