@@ -20,5 +20,10 @@ def unsupported_on(device: torch.device) -> str:
     return _FP8
 
 
+def unsupported(**_: Any) -> str:
+    """What the layer asks of its stages."""
+    return _FP8
+
+
 def forward(**_: Any) -> NoReturn:
     raise NotSupported(f"npu_kv_quant_sparse_attn_sharedkv: {_FP8}.")

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+# Copyright the npu-custom-ops authors
+"""npu_sparse_attention_v4_pto: the layer, all three kinds.  Rounding may swap entries at the edge of
+a selection, so the selection is everything, or decided by ties, which are exact.
+
+Rows, entries and states that no token of the call may see are NaN, and so are tokens that are not
+there; pages that no table names are shut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from custom.dispatch.common import nz
+from torch import Tensor
+
+from .. import memory
+from ..case import Arguments, Case, Finding, Inputs, in_float64
+from ..case import judge as judge_all
+from ..controls import Control
+from .mla_prolog_pto import weight
+from .narrow_prolog import judge_bytes
+
+OP = "npu_sparse_attention_v4_pto"
+WIDE = torch.float32
+SLIDING, CSA, HCA = "sliding", "CSA", "HCA"
+
+
+class _Pages:
+    """Pages of some requests in no order, two of them nobody's; `keep` [requests, positions] names
+    what a call may read."""
+
+    def __init__(self, x: Inputs, requests: int, columns: int, page: int) -> None:
+        self.count, self.page = requests * columns + 2, page
+        order = x.permutation(self.count)
+        self.table = order[: requests * columns].view(requests, columns)
+        self.free = order[requests * columns :].tolist()
+
+    def cache(self, x: Inputs, seen: Sequence[range], *size: int, ring: bool = False) -> Tensor:
+        dtype = WIDE if len(size) == 1 else x.dtype
+        cache = x.normal(self.count, self.page, *size, dtype=dtype)
+        real = torch.zeros(self.count, self.page, dtype=torch.bool)
+        for row, positions in zip(self.table, seen, strict=True):
+            at = torch.tensor(positions, dtype=torch.long)
+            if ring:
+                at = at % (len(row) * self.page)
+            real[row[at // self.page], at % self.page] = True
+        cache[~real] = torch.nan
+        x.forbid(cache, self.free)
+        return cache
+
+
+def layer(
+    kind: str, starts: Sequence[int], used: Sequence[int] | None, steps: int, heads: int, *,
+    ratio: int = 4, k: int = 64, hidden: int = 256, rank: int = 128, size: int = 64,
+    rotary: int = 32, index: tuple[int, int] = (16, 64), groups: int | None = 2, ranks: int = 64,
+    page: int = 128, entry_page: int = 16, state_page: int = 4, window: int = 128, mode: int = 2,
+    form: str = "nz", tied: bool = False, int8: bool = False, **options: Any,
+) -> Callable[[Inputs], Arguments]:  # fmt: skip
+    """Requests with so many tokens before; `groups` of the output projection, if there is one."""
+
+    def make(x: Inputs) -> Arguments:
+        requests = len(starts)
+        counts = [steps] * requests if used is None else [min(max(n, 0), steps) for n in used]
+        ends = [a + b for a, b in zip(starts, counts, strict=True)]
+        reach = max(ends) + 1
+        rows = _Pages(x, requests, -(-reach // page), page)
+        seen = [range(max(a - window + 1, 0), max(a, 0)) for a in starts]
+        given: Arguments = dict(
+            x=x.normal(requests, steps, hidden),
+            w_dq=weight(x, hidden, rank, form),
+            w_uq=weight(x, rank, heads * size, form),
+            w_kv=weight(x, hidden, size, form),
+            gamma_cq=x.normal(rank),
+            gamma_kv=x.normal(size),
+            sinks=x.normal(heads, dtype=WIDE),
+            sin=x.normal(requests, steps, rotary),
+            cos=x.normal(requests, steps, rotary),
+            ori_kv=rows.cache(x, seen, 1, size),
+            ori_block_table=x.ints(rows.table),
+            act_seqs=x.ints([max(n, 0) for n in ends]),
+            seqused=None if used is None else x.ints(used),
+            ori_win_left=window - 1,
+            weight_format="nd" if form == "nd" else "nz",
+        )
+        if groups is not None:
+            deep = heads // groups * size
+            of_groups = x.normal(groups, deep, ranks, scale=deep**-0.5)
+            if form != "nd":
+                of_groups = memory.guarded(nz.to_nz(of_groups))
+            given |= dict(w_o_a=of_groups, w_o_b=weight(x, groups * ranks, hidden, form))
+        if kind != SLIDING:
+            coff = 2 if kind == CSA else 1
+            columns = -(-(coff * ratio + steps if mode == 2 else reach) // state_page)
+            states = _Pages(x, requests, columns, state_page)
+            entries = _Pages(x, requests, -(-(reach // ratio + 1) // entry_page), entry_page)
+            open_ = [range(max((n // ratio - coff + 1) * ratio, 0), max(n, 0)) for n in starts]
+            closed = [range(max(n, 0) // ratio) for n in starts]
+            windows = -(-steps // ratio)
+            given |= dict(
+                cmp_ratio=ratio,
+                cmp_sin=x.normal(requests, windows, rotary),
+                cmp_cos=x.normal(requests, windows, rotary),
+                state_block_table=x.ints(states.table),
+                cmp_block_table=x.ints(entries.table),
+                state_mode=mode,
+            )
+            parts = [("cmp", size, "cmp_kv")] + [("idx", index[1], "idx_k")] * (kind == CSA)
+            for name, channels, cached in parts:
+                wide = coff * channels
+                given |= {
+                    f"w_{name}_kv": x.normal(wide, hidden, scale=hidden**-0.5),
+                    f"w_{name}_gate": x.normal(wide, hidden, scale=hidden**-0.5),
+                    f"{name}_ape": x.normal(ratio, wide, dtype=WIDE),
+                    f"gamma_{name}": x.normal(channels, dtype=WIDE),
+                    f"{name}_state": states.cache(x, open_, 2 * wide, ring=mode == 2),
+                    cached: entries.cache(x, closed, 1, channels),
+                }
+            if int8:
+                shape = given["idx_k"].shape
+                bytes_of = torch.randint(-99, 99, shape, generator=x.random, dtype=torch.int8)
+                scales = x.normal(*shape[:3], scale=0.01, dtype=torch.float16).abs_()
+                given |= dict(index_kind="int8", idx_k_scale=scales)
+                x.forbidden = [pair for pair in x.forbidden if pair[0] is not given["idx_k"]]
+                given["idx_k"] = memory.guarded(bytes_of)
+        if kind == CSA:
+            proj = weight(x, hidden, index[0], form)
+            if tied:  # every score is zero
+                proj.zero_()
+            given |= dict(
+                w_idx_qb=weight(x, rank, index[0] * index[1], form),
+                w_idx_proj=proj,
+                sparse_count=k,
+            )
+        for name in ("sin", "cos", "cmp_sin", "cmp_cos"):
+            if name in given:
+                given[name][..., 1::2] = torch.nan  # entry 2i is pair i's
+        for tokens, count, start in zip(given["x"], counts, starts, strict=True):
+            tokens[count:] = torch.nan
+            tokens[: max(-start, 0)] = torch.nan
+        return given | options
+
+    return make
+
+
+_NZ = ("w_dq", "w_uq", "w_kv", "w_idx_qb", "w_idx_proj", "w_o_b")
+
+
+def row_major(arguments: Arguments) -> Arguments:
+    """In float64, whose NZ tiles would be narrower; scales are stored in the dtype of their
+    cache."""
+    form = arguments["weight_format"]
+    plain = {n: nz.to_nd(arguments[n], form) for n in _NZ if arguments.get(n) is not None}
+    if arguments.get("w_o_a") is not None:
+        plain["w_o_a"] = torch.stack([nz.to_nd(each, form) for each in arguments["w_o_a"]])
+    kept = {n: arguments[n] for n in ("idx_k_scale",) if n in arguments}
+    return in_float64(arguments | plain) | dict(weight_format="nd") | kept
+
+
+def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> list[Finding]:
+    """Bytes of index keys may be off by one where a float lies between two of them."""
+    floats = {n: x for n, x in got.items() if x.dtype is not torch.int8}
+    found = judge_all(case, floats, exact, rounded)
+    return found + [judge_bytes(n, x, exact[n]) for n, x in got.items() if x.dtype is torch.int8]
+
+
+MODEL = dict(hidden=4096, rank=1024, size=512, rotary=64, index=(64, 128), ranks=1024)
+case = partial(Case, OP, judge=judge, widen=row_major)
+CASES = (
+    case("sliding", layer(SLIDING, [130, 5, 300], [2, 0, 1], 2, 8)),
+    case("HCA", layer(HCA, [126, 300, 0], [2, 1, 2], 2, 8, ratio=128, entry_page=16)),
+    case("CSA, everything selected", layer(CSA, [37, 6, 0], [2, 1, 2], 2, 8)),
+)  # fmt: skip
+CONTROLS: tuple[Control, ...] = ()
