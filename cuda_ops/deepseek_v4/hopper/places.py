@@ -76,22 +76,31 @@ def named(entry, tiles, row, note, caches, strides, P: gl.constexpr):
 
 
 @gluon.jit
-def places_of(entry, tiles, of_near, of_far, note, caches, strides, P: gl.constexpr):
-    """Where keys of a row lie in their cache, negative where absent."""
+def keys_of(entry, tiles, of_near, of_far, note, caches, strides, P: gl.constexpr):
+    """(outer, inner, valid) of keys of a row, each in its cache."""
     near, far = _either(entry, tiles, P)
     table = sharedkv.of_row(caches.ori_table, note.request, strides[4])
     outer, inner, valid = sharedkv.near_place(
         near, of_near, note, table, caches.ori_pages, caches.ori_size, P
     )
-    place = gl.where(valid, outer * strides[6] + inner * strides[7], -1)
     if P.ENTRIES:
         table = sharedkv.of_row(caches.cmp_table, note.request, strides[5])
-        outer, inner, valid = sharedkv.far_place(
+        far_outer, far_inner, far_valid = sharedkv.far_place(
             far, of_far, note, table, caches.cmp_pages, caches.cmp_size, P
         )
-        other = gl.where(valid, outer * strides[8] + inner * strides[9], -1)
-        place = gl.where(entry < tiles * 64, place, other)
-    return place.to(gl.int32)
+        outer = gl.where(valid, outer, far_outer)
+        inner = gl.where(valid, inner, far_inner)
+        valid = valid | far_valid
+    return outer, inner, valid
+
+
+@gluon.jit
+def places_of(entry, tiles, outer, inner, valid, steps, P: gl.constexpr):
+    """Where they lie, in units of their cache, negative where absent."""
+    place = outer * steps[0] + inner * steps[1]
+    if P.ENTRIES:
+        place = gl.where(entry < tiles * 64, place, outer * steps[2] + inner * steps[3])
+    return gl.where(valid, place, -1).to(gl.int32)
 
 
 def steps_of(kv: Tensor | None) -> tuple[int, int]:
@@ -119,8 +128,7 @@ def unit(*caches: Tensor | None) -> int:
     return most
 
 
-def strides(q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys) -> tuple[int, ...]:
-    """(row, head) of a query; rows of indices and of tables; in units, (page, row) of caches."""
+def steps(ori: Tensor, cmp: Tensor | None) -> tuple[int, ...]:
+    """In units, (page, row) of both caches."""
     by = unit(ori, cmp)
-    of_keys = (step // by for kv in (ori, cmp) for step in steps_of(kv))
-    return (*q.stride()[:2], *keys.strides, *of_keys)
+    return tuple(step // by for kv in (ori, cmp) for step in steps_of(kv))

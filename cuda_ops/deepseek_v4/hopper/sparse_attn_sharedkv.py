@@ -45,7 +45,7 @@ from ...sparse_attention.hopper.mla_consumers import (
     item,
     splits_of,
 )
-from .places import Caches, begin, named, places_of, strides, unit
+from .places import Caches, begin, keys_of, named, places_of, steps, unit
 
 
 @gluon.jit
@@ -54,6 +54,7 @@ def _producer(
     UNIT: gl.constexpr,
 ):  # fmt: skip
     q_left, q_right, _q_rope, left, right, _weights, _exchange, places, bars = tiles
+    steps_of_keys = strides[6], strides[7], strides[8], strides[9]
     ROW: gl.constexpr = gl.SliceLayout(1, GATHER)
     column = gl.arange(0, 128, layout=LINE)
     line = gl.arange(0, 64, layout=ROW)
@@ -66,7 +67,8 @@ def _producer(
     note = sharedkv.Note(request, limit, near, far, closed, first_row, first_entry)
     entry = lo * 64 + column
     of_near, of_far = named(entry, near_tiles, row, note, caches, strides, P)
-    place = places_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+    outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+    place = places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P)
     places.index(0).store(place)
     arrive(bars, PLACED)
     t = 0
@@ -126,7 +128,8 @@ def _producer(
         gather(base1, place1, UNIT, right.index(1), 256)
         async_copy.mbarrier_arrive(bars.index(RIGHT + 1), increment_count=False)
         # the places of the step before are free, since both consumers let go of its tiles
-        place = places_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+        outer, inner, valid = keys_of(entry, near_tiles, of_near, of_far, note, caches, strides, P)
+        place = places_of(entry, near_tiles, outer, inner, valid, steps_of_keys, P)
         places.index((t + 1) & 1).store(place)
         arrive(bars, PLACED + ((t + 1) & 1))
         phase = phase ^ 1
@@ -210,7 +213,8 @@ def launch(
     launches.kernel(_attend, min(items, processors))(
         q, ori, cmp, sinks=lse if sinks is None else sinks, out=out, partial=parts.out,
         partial_max=parts.max, partial_sum=parts.sum, lse=lse, scale_log2=scale_log2,
-        **keys.tensors, extents=keys.extents, strides=strides(q, ori, cmp, keys), items=items,
+        **keys.tensors, extents=keys.extents,
+        strides=(*q.stride()[:2], *keys.strides, *steps(ori, cmp)), items=items,
         LAYOUT=keys.layout, P=keys.places,
         C=Constants(
             HEADS=heads, SPLITS=splits, SPARSE_BLOCK=1, HAS_SINK=sinks is not None,

@@ -17,7 +17,7 @@ from ...common.gluon_names import cp_async
 from ...common.hopper.rows import request_of
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_parts import Tiles, ask, combine, part, parts_of
-from .places import strides, unit
+from .places import steps, unit
 
 
 @gluon.jit(do_not_specialize=["tokens", "requests"])
@@ -124,7 +124,8 @@ def launch(
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
         q, ori, cmp, partial=parts[0], partial_max=parts[1], partial_sum=parts[2],
         scale_log2=scale_log2, **keys.tensors, extents=keys.extents,
-        strides=strides(q, ori, cmp, keys), LAYOUT=keys.layout, P=keys.places, UNIT=unit(ori, cmp),
-        HEADS=heads, SPLITS=splits, BLOCK_N=tile, WARPS=warps, num_warps=warps,
+        strides=(*q.stride()[:2], *keys.strides, *steps(ori, cmp)), LAYOUT=keys.layout,
+        P=keys.places, UNIT=unit(ori, cmp), HEADS=heads, SPLITS=splits, BLOCK_N=tile,
+        WARPS=warps, num_warps=warps,
     )  # fmt: skip
     combine(parts, splits, sinks, out, lse, None)
