@@ -14,11 +14,11 @@ query [B, S, N, R], query_rope [B, S, N, D], key and value [.., 1, R], key_rope 
 sparse_indices [B, S, 1, K]; without the ropes R is the whole width of a key.
 
     condition                                         kernels
-    Hopper, R 512 and rope 64, values in the keys,    hopper/sparse_flash_attention_decode.py
-      which are evenly spaced, whole 16 bytes;
+    Hopper, R 512, rope 64 or none, values in keys    hopper/sparse_flash_attention_decode.py
+      that are evenly spaced, whole 16 bytes;
       scale above 0; 1 to 4 rows
     the same, more rows                               hopper/sparse_flash_attention.py
-    the same in 8 bits, any number of rows            hopper/kv_quant_sparse_flash_attention.py
+    the same in 8 bits with a rope, any rows          hopper/kv_quant_sparse_flash_attention.py
     else                                              _attend
 
 Few rows: the selection is split over programs, whose parts common/combine.py puts together.
