@@ -118,7 +118,6 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "chunk_gated_delta_rule_grad.places": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_grads": _LENGTH,
     "chunk_gated_delta_rule_grad.walk_states": _LENGTH,
-    "chunk_kda._touched": (("before <= since", "an empty sequence's state may be copied twice"),),
     "chunk_kda.forward": (
         ("most <= count", "one round may keep its states in float32 as well"),
         ("since, most, goes, came, ", "which of the two rows a round begins with is all the same"),
@@ -138,6 +137,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("x.total, of_rest, x.units, ", _TIMES),
         ("of_rest, grads, states, ", _TIMES),
     ),
+    "compressor._products": (("-> tiles * parts", _CORE),),
+    "compressor.forward": (("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),),
     "fused_attention.keys_of": (
         ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
         ("-> shift (4)", "keys that are out of a window's sight are hidden by the mask as well"),
@@ -175,6 +176,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "fused_sigmoid_gating_delta_rule_update.update": (
         ("end >= start", "a sequence without a token stores the state that it loaded"),
+    ),
+    "hc_pre.gates": (
+        ("COUNT > 4 -> COUNT >= 4$", "a head has no rows of post, which another scale is for"),
     ),
     "indexer_loss.distributions": (("total_e >= 0", "of a row without a slot nothing is taken"),),
     "indexer_loss.log_sums": (("total >= 0", "a row without a slot has no share"),),
@@ -268,6 +272,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
     "rows._summed_pair": (("_summed(h, x, ", _ADDRESS),),
     "rows.rotated": (("-> rows * tiles", _CORE),),
+    "sharedkv_prolog_pto.forward": (("of_heads', index_size, size)", _NAMED),),
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
     ),
