@@ -20,6 +20,7 @@ from custom.dispatch.registry import BY_NAME
 import custom
 
 from .support.kernels import INTERPRETED
+from .support.layer_v4 import of_8_bits
 from .support.samples import Maker, sample
 
 FILES = {
@@ -90,6 +91,29 @@ def test_kernels_compile(op, capability, monkeypatch):
     """The interpreter does not know that a variable of a kernel keeps its type."""
     kernels = compiled(op, capability, monkeypatch)
     assert [kernel.name for kernel in kernels] == KERNELS[op]
+    assert all(kernel.metadata.shared <= 99 * 1024 for kernel in kernels) or capability == 90
+
+
+NARROW = {
+    "npu_sharedkv_prolog_pto": "_activations _product _product _tokens"
+    " _activations _product _heads",
+    "npu_grouped_o_proj_pto": "_turned _activations _product _activations _product",
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")
+@gpus
+@pytest.mark.parametrize("mode", [2, 4])
+@pytest.mark.parametrize("op", NARROW)
+def test_kernels_of_weights_of_8_bits_compile(op, mode, capability, monkeypatch):
+    given = sample(op, torch.device("cpu"), torch.bfloat16)
+    matrices = {n: custom.from_nz(x).mT.contiguous() for n, x in given.items() if n[:2] == "w_"}
+    kept = {n: x.mT for n, x in matrices.items()}
+    made = of_8_bits(kept, mode)
+    made |= {n: x.mT.contiguous() for n, x in made.items() if n in matrices}
+    changes = matrices | made | dict(weight_format="linear")
+    kernels = compiled(op, capability, monkeypatch, **changes)
+    assert [kernel.name for kernel in kernels] == NARROW[op].split()
     assert all(kernel.metadata.shared <= 99 * 1024 for kernel in kernels) or capability == 90
 
 

@@ -90,6 +90,19 @@ def drawn(
     return given | of_8_bits(given, quant)
 
 
+def of_floats(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same call with what weights of 8 bits, [K, N] or [N, K], stand for."""
+    made, linear = dict(given), given["weight_format"] == "linear"
+    for scale in [name for name in given if name.startswith("dequant_scale_")]:
+        name, by = scale.removeprefix("dequant_scale_"), made.pop(scale)
+        w = given[name].mT if linear else given[name]
+        parts = zip(w, by, strict=True) if w.ndim == 3 else [(w, by)]
+        wide = [eight_bits.dequantised(*each).to(dtype) for each in parts]
+        whole = torch.stack(wide) if w.ndim == 3 else wide[0]
+        made[name] = (whole.mT if linear else whole).contiguous()
+    return made | dict(weight_quant_mode=0)
+
+
 def of_8_bits(given: dict[str, Any], mode: int) -> dict[str, Any]:
     """The weights that a mode narrows, with their scales."""
     made: dict[str, Any] = dict(weight_quant_mode=mode)
