@@ -7,9 +7,6 @@ Hopper, which it does not know, are compiled."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from custom.dispatch.reference.delta_rule import fused_sigmoid_gating_delta_rule
 
 import custom
 
+from .support import interpreted
 from .support.accuracy import assert_close_to_float64
 from .support.delta_rule import Sequences, Step, moved
 
@@ -60,17 +58,8 @@ FILES = (
 @pytest.mark.parametrize("file", FILES)
 def test_under_the_interpreter(file):
     """float16 only: the kernels' float32 paths differ in nothing but the conversion."""
-    variables = {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     chosen = "cpu and not bfloat16 and not float32 and not float64"
-    command = f"-m pytest -q -x -p no:cacheprovider --device cpu tests/{file} -k".split()
-    ran = subprocess.run(
-        [sys.executable, *command, chosen],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    interpreted.passes(chosen, f"tests/{file}", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are not compiled")

@@ -6,11 +6,6 @@ yet."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from custom.dispatch import backends
@@ -19,6 +14,7 @@ from custom.dispatch.registry import BY_NAME
 
 import custom
 
+from .support import interpreted
 from .support.kernels import INTERPRETED
 from .support.layer_v4 import of_8_bits
 from .support.samples import Maker, sample
@@ -51,17 +47,8 @@ gpus = pytest.mark.parametrize("capability", [80, 90], ids="sm_{}".format)
 @pytest.mark.parametrize("file", FILES)
 def test_under_the_interpreter(file):
     """float16 only: the kernels' float32 paths differ in nothing but the conversion."""
-    variables = {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     chosen = "cpu and not bfloat16 and not float32 and not float64" + FILES[file]
-    command = f"-m pytest -q -x -p no:cacheprovider --device cpu tests/{file} -k".split()
-    ran = subprocess.run(
-        [sys.executable, *command, chosen],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-2000:]
+    interpreted.passes(chosen, f"tests/{file}", CUDA_VISIBLE_DEVICES="")
 
 
 def compiled(op: str, capability: int, monkeypatch, **changes) -> list:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +18,7 @@ from custom.dispatch.registry import BY_NAME
 
 import custom
 
+from .support import interpreted
 from .support.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, gpu, kernels
 from .support.stages import (
     KINDS,
@@ -277,15 +275,7 @@ def test_under_the_interpreter(own):
         ops = ("lightning_indexer", "sparse_flash_attention")
         files = [tests / f"test_{op}{grad}.py" for op in ops for grad in ("", "_grad")]
         chosen = "BSND-3 and beyond or TND-3 and beyond or fall or apart"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
-         *files, "-k", chosen],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
-        cwd=tests.parent,
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    interpreted.passes(chosen, *files)
 
 
 @gpu

@@ -5,11 +5,6 @@ the bytes on, a solution of this file's own in float64."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -18,6 +13,7 @@ from torch import Tensor
 
 import custom
 
+from .support import interpreted
 from .support.kernels import INTERPRETED, ON_GPU, moved
 from .support.ragged import limits
 
@@ -396,14 +392,5 @@ def test_rows_that_are_no_656_bytes():
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 def test_under_the_interpreter():
     """The kernels on CPU tensors, on a machine without a GPU."""
-    pytest.importorskip("triton")
     chosen = "False-fp8-ue8m0 or False-int8-ue8m0-nope_rope or 48 or own or slots or True-int8"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
-         __file__, "-k", chosen],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    interpreted.passes(chosen, __file__)

@@ -5,16 +5,12 @@ exactly that of its scores; caches as engines lay them out."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import custom
 
+from .support import interpreted
 from .support.kernels import INTERPRETED, moved
 from .support.quantised_indexer import D, Problem
 
@@ -178,13 +174,4 @@ def test_refused(changes, message):
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 def test_under_the_interpreter():
     """The kernels on CPU tensors, on a machine without a GPU."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
-         __file__, "-k", "5-3 or 64-132 or int8-16 or 48-4 or folded or ties or bytes"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    interpreted.passes("5-3 or 64-132 or int8-16 or 48-4 or folded or ties or bytes", __file__)

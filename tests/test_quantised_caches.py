@@ -5,11 +5,7 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +16,7 @@ from torch import Tensor
 
 import custom
 
+from .support import interpreted
 from .support.eight_bits import quantised
 from .support.kernels import INTERPRETED, moved
 
@@ -455,13 +452,4 @@ def test_debug_finds_a_slot_written_twice(monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 def test_under_the_interpreter():
     """The kernels on CPU tensors: every byte, on a machine without a GPU."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
-         __file__, "-k", "not refused and not views and not read_back"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    interpreted.passes("not refused and not views and not read_back", __file__)

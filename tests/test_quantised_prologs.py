@@ -4,13 +4,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from copy import copy
 from dataclasses import fields, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ from torch import Tensor
 
 import custom
 
-from .support import eight_bits
+from .support import eight_bits, interpreted
 from .support.accuracy import assert_close_to_float64
 from .support.calls import CPU
 from .support.golden import Golden, Layer, rms_norm, rope
@@ -591,17 +587,8 @@ def test_errors_of_the_int8_prolog(change, error, message):
 @pytest.mark.skipif(INTERPRETED, reason="runs the interpreter itself")
 def test_under_the_interpreter():
     """The kernels on CPU tensors, on a machine without a GPU."""
-    pytest.importorskip("triton")
     chosen = (
         "test_mla or test_indexer or words and (2-True or 4-True) or 1-int8-fp32 or 4-fp8-False"
     )
     chosen += " or 0-int8--nope_rope or 2-fp8-ue8m0-nope_scale or zeros"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
-         __file__, "-k", f"({chosen}) and not bfloat16"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    interpreted.passes(f"({chosen}) and not bfloat16", __file__)

@@ -6,10 +6,6 @@ Hugging Face's DeepSeek-V4, and the ops that give the same in more calls."""
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +15,7 @@ from torch import Tensor
 
 import custom
 
+from .support import interpreted
 from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 from .support.kernels import INTERPRETED
 from .support.ragged import BEYOND, ints, run, unpack
@@ -1056,19 +1053,10 @@ def test_debug_looks_at_lengths(monkeypatch):
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 def test_under_the_interpreter():
     """The kernels on CPU tensors, on a machine without a GPU."""
-    pytest.importorskip("triton")
     if custom.config.backend != "auto":
         pytest.skip("a backend is chosen")
     chosen = (
         "test_slots_of or bits and sliding and not 17 or parts and count"
         " or float16 and CSA-TND-PA_ND or float16 and CSA-TND-both"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--device", "cpu",
-         __file__, "-k", chosen],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUSTOM_BACKEND": "cuda"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    interpreted.passes(chosen, __file__)

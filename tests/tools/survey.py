@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = functions.FOLDERS
 RUN = 6  # lines that make a pair
 COMMON = 8  # places of a run up to which it counts
+MADE = "tests/vllm/stubs/"  # by a program, of two versions
 SHAPED = 40  # words and signs from which a run of one shape counts
 WIDEST = 30  # parameters of a kernel
 
@@ -44,9 +45,9 @@ Tree = Mapping[str, str]  # text by path
 
 
 def tree(at: str | None = None) -> Tree:
-    """The Python files that git knows, as they are here or at a revision."""
+    """The Python files that git knows and a person wrote, as they are here or at a revision."""
     command = ["git", "ls-tree", "-r", "--name-only", at] if at else ["git", "ls-files"]
-    names = [x for x in _run(command).splitlines() if x.endswith(".py")]
+    names = [x for x in _run(command).splitlines() if x.endswith(".py") and MADE not in x]
     if at is None:
         return {name: (ROOT / name).read_text() for name in names if (ROOT / name).exists()}
     return {name: _run(["git", "show", f"{at}:{name}"]) for name in names}
