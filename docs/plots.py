@@ -5,7 +5,7 @@
 python -m docs.plots (`make figures`)    writes the plots, the pictures of docs/pictures.py,
                                          and with matplotlib those of docs/cards.py
 
-Of each row the fastest public peer is drawn, and every other one that is faster than ours.
+A row shows its fastest public peer, and every other one that is faster than ours.
 tests/test_documents.py holds each plot against its CSV.
 """
 

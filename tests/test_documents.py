@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -37,6 +38,25 @@ JOURNEY = re.compile(
     r"|mended|so far|midday|jobs?|another run)\b|\| *(before|after|now)(:[^|]*)? *\|",
     re.I,
 )
+# words that nobody else uses, or uses for another thing: (here, the field's)
+OUR_WORDS = {
+    "by turns": "alternating",
+    "handed along": "passed",
+    "handed on": "passed",
+    "likeness": "cache key",
+    "fades": "decays",
+    "joined": "fused, merged",
+    "eight bits": "quantized",
+    "processors": "SMs",
+    "takes items": "takes work tiles",
+    "items in turn": "persistent",
+}
+_OURS = re.compile(rf"\b({'|'.join(OUR_WORDS)})\b", re.I)
+MODULES = [
+    path
+    for folder in ("custom", "dispatch", "cuda_ops", "npu_ops", "graph_mode", "docs")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 
 def of(path: Path) -> str:
@@ -69,6 +89,24 @@ def test_a_document_states_conclusions(page):
     for at, line in enumerate(page.read_text().splitlines(), 1):
         told = JOURNEY.search(line)
         assert not told, f"{of(page)}:{at}: {told[0]!r} tells of a journey, say what is"
+
+
+def ours(text: str) -> list[str]:
+    return [
+        f"{each}: say {OUR_WORDS[each.lower()]}" for each in _OURS.findall(" ".join(text.split()))
+    ]
+
+
+@pytest.mark.parametrize("page", [each for each in STATED if each.name != "CHANGELOG.md"], ids=of)
+def test_a_document_has_the_field_s_words(page):
+    assert not ours(page.read_text())
+
+
+def test_a_module_is_described_in_the_field_s_words():
+    described = {of(path): ast.get_docstring(ast.parse(path.read_text())) for path in MODULES}
+    found = {name: ours(text or "") for name, text in described.items()}
+    assert not {name: words for name, words in found.items() if words}
+    assert ours("Handed\nalong.") == ["Handed along: say passed"]
 
 
 def test_an_anchor_is_its_heading():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""How a product is cut into programs: pure arithmetic on its sizes and the GPU's processors."""
+"""How a product is cut into programs: pure arithmetic on its sizes and the number of SMs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@
 `index_heads`, where the first kernel rotates as well:
 
     condition                                              kernels
-    Hopper, programs for half of the processors            hopper/nz_matmul.py
+    Hopper, programs for half of the SMs                   hopper/nz_matmul.py
     else                                                   nz_matmul.py then _rotation
 
 `token_stage`:

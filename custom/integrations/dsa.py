@@ -2,8 +2,8 @@
 # Copyright the npu-custom-ops authors
 """The weights of `npu_sparse_attention_pto` from a Hugging Face attention module.
 
-Of the models with an indexer in Transformers those in `CONVENTIONS` are what the op computes; those
-in `REFUSED` are not, each for the reason given.
+Transformers has several models with an indexer.  The op computes those in `CONVENTIONS`, and not
+those in `REFUSED`, each for the reason given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""The joined products of nz_matmul on Hopper (Gluon): weights go by TMA straight to wgmma.
+"""The fused products of nz_matmul on Hopper (Gluon): weights go by TMA straight to wgmma.
 
 A block of an NZ weight is [columns / 16, K, 16]; copied with the 32-byte swizzle, its bytes in
 shared memory are a [columns, K] operand whose columns are the contiguous side, so nothing is ever

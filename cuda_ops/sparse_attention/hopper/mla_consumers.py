@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """What the kernels of sparse attention over latents share on Hopper, whatever their keys are made
-of: the items of a program, and the two warpgroups that score, weigh and multiply.
+of: the work tiles of a program, and the two warpgroups of both products and the softmax.
 
-One program per processor takes items in turn: an item is 64 heads of a row (fewer are padded: then
-the gather is what takes the time) and a part of its keys, 128 at a time, in two tiles of 64.  A
-tile is gathered once, into swizzled shared memory: wgmma reads it as K, and its first 512 columns
-as V.
+One persistent program per SM: a work tile is 64 heads of a row (fewer are padded: then the gather
+is what takes the time) and a part of its keys, 128 at a time, in two tiles of 64.  A tile of keys
+is gathered once, into swizzled shared memory: wgmma reads it as K, and its first 512 columns as V.
 
     warps 0-3    scores of the even tiles; columns   0 - 255 of the output, from every tile
     warps 4-7    scores of the odd tiles;  columns 256 - 511 of the output, from every tile
     warps 8-11   an op's own: where the selected keys lie, a step ahead; every half tile as soon as
-                 both products let go of it, and the queries of the next item as soon as the last
-                 scores of this one are there
+                 both products let go of it, and the queries of the next work tile as soon as
+                 the last scores of this one are there
 
-The tiles take turns: while one is scored and weighed the other one's probabilities are multiplied,
-and its successor is on its way.  Both products of a tile come before the next scores, so that both
-halves are free early: to multiply the odd tile's after the next even scores took 9 % longer in
-prefill and 20 % in decode (H200, 2026-11).  Probabilities travel between the two consumers in the
-place of the tile's rotary part, which nothing reads once the scores are there.
+The tiles alternate: while one is scored and its softmax taken, the other one's probabilities are
+multiplied by V, and its successor is on its way.  Both products of a tile come before the next
+scores, so that both halves are free early: to multiply the odd tile's after the next even scores
+took 9 % longer in prefill and 20 % in decode (H200, 2026-11).  Probabilities travel between the two
+consumers in the place of the tile's rotary part, which nothing reads once the scores are there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""A causal convolution behind what a pool of states has of its sequences, which it pushes on.
+"""A causal convolution that continues the sequences of a pool of states, and updates the pool.
 
-Of a row of the pool the first `reach` columns count: all, or W - 2 and one for every accepted
+The first `reach` columns of a row of the pool count: all, or W - 2 and one for every accepted
 token, or W - 1 zeros where a sequence is new.  They and the tokens, moved to the row's end, are the
 new row; what they do not fill stays.  With blocks the state at the end of every block that the
 tokens complete goes to that block's row as well.
