@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..dispatch.errors import need
 from .__main__ import choose_device, device_name, progress, relative_error
+from .report import write_table
 from .timing import Times, measure, waiting, wall_clock
 
 need("transformers.models.deepseek_v32", __name__, '"transformers>=5.17,<6"')
@@ -154,13 +155,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in asdict(row).items()}
-            )
+    write_table(path, Row, rows, 4)
 
 
 HEAD = (

@@ -17,7 +17,7 @@ import csv
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from .__main__ import (
 )
 from .case import Arguments, Case, Outputs
 from .presets import presets
-from .report import packed, unpacked
+from .report import packed, unpacked, write_table
 
 # their order is each one's own, as where a case is not `ordered`
 _SELECTIONS = ("npu_lightning_indexer", "npu_lightning_indexer_scores", "npu_merge_topk")
@@ -67,12 +67,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", newline="") as file:
-        out = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        out.writeheader()
-        for row in rows:
-            cells = asdict(row).items()
-            out.writerow({k: f"{x:.3g}" if isinstance(x, float) else x for k, x in cells})
+    write_table(path, Row, rows, 3)
 
 
 def has_eight_bits(arguments: Arguments) -> bool:

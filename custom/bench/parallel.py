@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from .. import merging, parallel, shard_slots
 from ..parallel import collectives
 from .__main__ import device_name
 from .case import Arguments, Draw
+from .report import write_table
 from .sparse_attention import DEEPSEEK, Model, P, R, _layer, indexer_case
 
 DV = 128
@@ -94,12 +95,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", newline="") as file:
-        out = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        out.writeheader()
-        for row in rows:
-            cells = asdict(row).items()
-            out.writerow({k: f"{x:.5g}" if isinstance(x, float) else x for k, x in cells})
+    write_table(path, Row, rows, 5)
 
 
 @contextmanager

@@ -100,6 +100,16 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
+def write_table(path: Path, kind: type, rows: Sequence[Any], digits: int) -> None:
+    """Rows of a dataclass, their floats to so many digits."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(kind)], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            cells = asdict(row).items()
+            writer.writerow({k: f"{x:.{digits}g}" if isinstance(x, float) else x for k, x in cells})
+
+
 def read_medians(path: Path) -> dict[tuple[str, str], float]:
     with path.open(newline="") as file:
         return {(r["op"], r["case"]): float(r["median_us"]) for r in csv.DictReader(file)}
