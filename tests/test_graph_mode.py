@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 from custom.dispatch.register import compile_kernels, overload
 from custom.dispatch.registry import BY_NAME, SPECS
-from custom.graph_mode import capture, warmup
+from custom.graph_mode import capture, torchair, warmup
 from custom.graph_mode.capture import Captured, _Compilers, _KeepWritten, _no_synchronisation
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -505,3 +505,41 @@ def test_compiled_graph_calls_the_op_itself_and_clones_no_cache(spec):
     (code,) = codes
     assert f"torch.ops.custom.{spec.name}.default(" in code
     assert "cpp_fused" not in code and "clone" not in code and "copy_" not in code
+
+
+# what CANN's operators do not take of ours, cannot do without, and compute with alone
+CANN = {
+    "npu_sparse_attention_pto": "softmax_scale rms_norm_eps layer_norm_eps sparse_count "
+    "rope_interleaved index_rope_interleaved weight_format weight_quant_mode "
+    "index_weight_quant_mode kv_kind index_kind",
+    "npu_mla_prolog_pto": "dequant_scale_x dequant_scale_w_dq dequant_scale_w_uq_qr "
+    "dequant_scale_w_dkv_kr smooth_scales_cq k_nope_clip_alpha kv_cache_dtype rope_interleaved "
+    "weight_format weight_quant_mode kv_cache_quant_mode query_quant_mode ckvkr_repo_mode "
+    "quant_scale_repo_mode tile_size row_layout scale_format",
+    "npu_mla_prolog_v3": "kv_cache_dtype",
+    "npu_lightning_indexer": "cmp_ratio",
+    "npu_quant_lightning_indexer": "query_dtype key_dtype query_dequant_scale cmp_ratio",
+    "npu_kv_quant_sparse_flash_attention": "key_dtype value_dtype row_layout",
+    "npu_sparse_lightning_indexer_grad_kl_loss": "actual_seq_qlen actual_seq_klen sinks",
+    "npu_recurrent_gated_delta_rule": "beta scale actual_seq_lengths ssm_state_indices",
+    "npu_hc_pre": "norm_weight hc_fn",
+}
+
+
+@pytest.mark.parametrize("op", torchair.TWINS)
+def test_what_cann_does_not_take_is_refused_by_name(op):
+    """Of a call that it takes, each argument spoiled by itself."""
+    twin = torchair.TWINS[op]
+    rows = {name: SimpleNamespace(symsize=(count,)) for name, count in twin.rows.items()}
+    good = dict.fromkeys(twin.lacks) | dict.fromkeys(twin.needs, 1) | dict(twin.fixed) | rows
+    torchair._refuse_what_cann_lacks(BY_NAME[op], twin, good)
+    refused = set()
+    for name in good:
+        for spoiled in (None, "another", 7.5, SimpleNamespace(symsize=(7,))):
+            with suppress(AttributeError, TypeError):
+                try:
+                    torchair._refuse_what_cann_lacks(BY_NAME[op], twin, good | {name: spoiled})
+                except custom.NotSupported as error:
+                    assert f"`{name}`" in str(error)
+                    refused.add(name)
+    assert refused == set(CANN.get(op, "").split())

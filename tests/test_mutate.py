@@ -23,6 +23,7 @@ TEXT = '''
 import torch
 
 SIZE = 4
+SHARED = gl.SwizzledSharedLayout(1, 2, 3, [1, 0])
 Places = Callable[[int, str], dict[int, list[str]] | None]
 
 
@@ -140,7 +141,12 @@ def test_a_module_says_which_statements_ran():
     checker = SimpleNamespace(require=lambda *_: None)
     triton = SimpleNamespace(jit=lambda function: function)
     space = dict(
-        Callable=Callable, c=checker, triton=triton, look=lambda *_, **__: 7, say=told.append
+        Callable=Callable,
+        c=checker,
+        gl=SimpleNamespace(SwizzledSharedLayout=lambda *_: None),
+        triton=triton,
+        look=lambda *_, **__: 7,
+        say=told.append,
     )
     exec(of_file.telling("say", 100), space)
     pages = space["Pages"]()

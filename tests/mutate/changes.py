@@ -35,9 +35,12 @@ _CHECKS = {
     "require", "shape", "dtype", "floating", "integer", "same_dtype", "same_device", "contiguous",
     "dense_rows", "apart", "one_of", "at_least", "count", "fail", "check", "refuse",
 }  # fmt: skip
-# keywords: of a launch, which change the time alone; and a CPU is one device
-_LEFT_ALONE = {"num_warps", "num_stages", "device"}
-_IN_ANY_ORDER = {"equal", "maximum", "minimum", "gcd", "lcm", "add", "mul", "logaddexp"}
+# keywords: of a launch, which change the time alone; a CPU is one device; and zip's strict= says
+# what is so
+_LEFT_ALONE = {"num_warps", "num_stages", "device", "strict"}
+_IN_ANY_ORDER = {
+    "equal", "maximum", "minimum", "gcd", "lcm", "add", "mul", "logaddexp", "is_far", "aligned",
+}  # fmt: skip
 Instead = tuple[str, ast.expr]  # kind, what takes the place
 Change = tuple[str, ast.AST, ast.AST]  # kind, what goes, what takes the place
 
@@ -321,6 +324,8 @@ class _Places:
             return
         if isinstance(node, ast.keyword) and node.arg in _LEFT_ALONE:
             return
+        if not at.function and isinstance(node, ast.Call) and _last(node.func).endswith("Layout"):
+            return  # kernels alone read it
         plain = isinstance(node, ast.Compare) and isinstance(node.ops[0], _ANY_ORDER)
         self.found.append((at, node))
         for child in ast.iter_child_nodes(node):

@@ -19,6 +19,12 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "cuda_ops/indexer/topk.py: topk": (
         ("WHOLE=width % BLOCK == 1", "rows of scores have no gap behind them: a mask more"),
     ),
+    "cuda_ops/indexer/hopper/indexer_loss.py: supports": (
+        ("(D, DR) = query.shape[- -> (DR, D)", "both have the same limits"),
+    ),
+    "dispatch/reference/delta_rule/recurrent_gated_delta_rule.py: forward": (
+        ("state_indices.new_full([1], -1)", "of two that stand for none one is read"),
+    ),
     "dispatch/ops/delta_rule/fused_sigmoid_gating_delta_rule_update.py: check": (
         ("('dt_bias', dt_bias), ('a', a), ('b', b)", _ORDER),
     ),

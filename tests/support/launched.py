@@ -171,7 +171,7 @@ def cases(spec: Spec) -> Iterator[tuple[str, Make]]:
     that are measured, and of others that take other tiles."""
     for number, (arguments, _) in enumerate(calls(spec)):
         yield f"small {number}", partial(_faked, arguments)
-        yield f"small {number}, gaps", partial(_with_gaps, spec, arguments)
+        yield f"small {number}, gaps", partial(_with_gaps, spec, partial(_faked, arguments))
     for size in range(2):
         given = sample(spec.name, CPU, torch.bfloat16, B=size)
         yield f"small, {size} requests", partial(_faked, given)
@@ -179,13 +179,16 @@ def cases(spec: Spec) -> Iterator[tuple[str, Make]]:
     beyond = [(label, make) for more in BEYOND for op, label, make in more() if op == spec.name]
     most = _FEW if spec.name in COMPOSED else _MOST
     own = [(label, make) for op, label, make in _selections() if op == spec.name]
-    for label, make in [*_spread(measured, most), *_spread(beyond, most), *own]:
+    rows = [*_spread(measured, most), *_spread(beyond, most), *own]
+    for label, make in rows:
         yield label, partial(make, CPU, 0)
+    for label, make in _spread(rows, _FEW):
+        yield f"{label}, gaps", partial(_with_gaps, spec, partial(make, CPU, 0))
 
 
-def _with_gaps(spec: Spec, arguments: dict[str, Any]) -> dict[str, Any]:
+def _with_gaps(spec: Spec, make: Make) -> dict[str, Any]:
     """No two strides are alike, where the op takes that."""
-    found = _faked(arguments)
+    found = register.bind(register.overload(spec)._schema, (), make())
     for name, x in found.items():
         if isinstance(x, Tensor) and x.ndim > 1:
             gaps = torch.empty([n + 1 for n in x.shape[:-1]] + [x.shape[-1]], dtype=x.dtype)
@@ -233,7 +236,6 @@ def steps(spec: Spec, arguments: dict[str, Any], capability: int) -> list[str]:
         for patch in (
             pretended(capability),
             mock.patch.object(triton.runtime.driver, "_active", driver(capability)),
-            mock.patch.object(FakeTensor, "data_ptr", address),
             mock.patch.object(KernelInterface, "__getitem__", lambda *x: recorder.launch(*x)),
             mock.patch.object(launches, "SideStream", lambda device: _Side(recorder.told)),
             mock.patch.object(memory, "empty", recorder.empty),
@@ -253,10 +255,15 @@ def steps(spec: Spec, arguments: dict[str, Any], capability: int) -> list[str]:
 def everywhere(spec: Spec) -> Iterator[tuple[str, dict[str, list[str]]]]:
     """(label, GPUs -> what is launched there in whole) of each case; GPUs that agree are one."""
     schema = register.overload(spec)._schema
-    pretended = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
     for label, make in cases(spec):
         of: dict[str, list[str]] = {}
-        with pretended, mock.patch.object(portable, "_bf16", _on_cpu):
+        with (
+            fakes,
+            mock.patch.object(portable, "_bf16", _on_cpu),
+            mock.patch.object(FakeTensor, "data_ptr", address),
+            mock.patch.object(FakeTensor, "is_cuda", True),
+        ):
             arguments = register.bind(schema, (), make())
             for capability in GPUS:
                 told = "\n".join(steps(spec, arguments, capability))
