@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .support.kernels import DEVICE, INTERPRETED, ON_GPU
-from .support.shared_kv import Problem
+from .support.shared_kv import Problem, packed, unpacked
 from .support.stages import assert_near, called, launched
 
 pytest.importorskip("triton")
@@ -23,10 +23,13 @@ if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("the kernels are those of Hopper", allow_module_level=True)
 
 FAMILY = "custom.cuda_ops.deepseek_v4.hopper."
-many, few = (
-    import_module(FAMILY + x) for x in ("sparse_attn_sharedkv", "sparse_attn_sharedkv_decode")
-)
-places = import_module(FAMILY + "places")
+many, few, bytes_, places, packed_rows = (
+    import_module(FAMILY + name)
+    for name in (
+        "sparse_attn_sharedkv", "sparse_attn_sharedkv_decode", "kv_quant_sparse_attn_sharedkv",
+        "places", "packed_rows",
+    )
+)  # fmt: skip
 ERROR = {torch.bfloat16: 3e-3, torch.float16: 5e-4}
 SHORT = [(2, 61), (0, 37), (3, 2), (1, 24), (0, 0)]
 LONG = [(1, 2600), (1, 130), (2, 0), (1, 777)]
@@ -62,8 +65,22 @@ def ran(monkeypatch):
         )  # fmt: skip
         monkeypatch.setattr("custom.cuda_ops.common.gpu.capability", lambda device: (9, 0))
         monkeypatch.setattr("custom.cuda_ops.common.gpu.num_sms", lambda device: 9)
-        stand_in(monkeypatch, many, few, *(import_module(f"custom.cuda_ops.{x}") for x in names))
+        monkeypatch.setattr(packed_rows, "floats_of", as_e4m3)
+        stand_in(
+            monkeypatch,
+            many,
+            few,
+            bytes_,
+            packed_rows,
+            *(import_module(f"custom.cuda_ops.{x}") for x in names),
+        )
     return found
+
+
+def as_e4m3(words: Tensor) -> list[Tensor]:
+    """What it says in PTX."""
+    parts = words.view(torch.uint8).view(*words.shape, 4).view(torch.float8_e4m3fn)
+    return [*parts.float().unbind(-1)]
 
 
 def solve(problem: Problem, layouts: tuple[str, str], dtype: torch.dtype, slots: bool = False):
@@ -202,3 +219,28 @@ def test_the_loop_is_the_reference():
     given = problem.arguments(("BSND", "PA_ND"), torch.device("cpu"))
     out, _ = called("dispatch.reference", "sparse_attn_sharedkv", **given)
     assert_near("out", problem.unpack(out, "BSND")[0], problem.solved()[0], 1e-12)
+
+
+@pytest.mark.parametrize("tile", [0, 32, 128])
+@pytest.mark.parametrize("case", ["sliding", "HCA, packed", "CSA", "long HCA"])
+def test_rows_of_8_bits_give_the_bits_of_the_rows_they_stand_for(case, tile, ran, monkeypatch):
+    """Pages of whole 64 bytes and of 16."""
+    turn = list(CASES).index(case)
+    if not ON_GPU and tile and (case == "long HCA" or tile != TILES[1 + 2 * (turn % 2)]):
+        pytest.skip("a tile a case, without a GPU")
+    monkeypatch.setattr(few, "_tile", lambda *x: tile)
+    monkeypatch.setattr(few, "supports", lambda *x: tile > 0)
+    found, launch = [], bytes_.launch
+    monkeypatch.setattr(bytes_, "launch", lambda *x: (found.append(0), launch(*x)))
+    sizes, layouts = CASES[case]
+    dtype = list(ERROR)[turn % 2]
+    problem = Problem(**dict(requests=SHORT, size=512, seed=turn) | sizes).rounded_to(dtype)
+    given = problem.arguments(layouts, DEVICE, dtype)
+    names = [name for name in ("ori_kv", "cmp_kv") if name in given]
+    rows = {name: packed(given[name], 16 * turn) for name in names}
+    got = launched("kv_quant_sparse_attn_sharedkv", kv_quant_mode=1, **given | rows)
+    assert (found, ran) == (([0], []) if tile == 0 else ([], [tile]))
+    wide = {name: unpacked(rows[name], dtype) for name in names}
+    want = launched("sparse_attn_sharedkv", **given | wide)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert not got[0].isnan().any() and got[0].any()

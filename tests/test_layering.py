@@ -149,6 +149,7 @@ ROOMS = (
     "fused_gemm",
     "mla_consumers",
     "mla_parts",
+    "packed_rows",
     "places",
     "rotation",
     "rows",

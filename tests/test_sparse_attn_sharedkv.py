@@ -20,7 +20,7 @@ from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 from .support.kernels import INTERPRETED
 from .support.ragged import BEYOND, ints, run, unpack
 from .support.samples import sample
-from .support.shared_kv import LAYOUTS, Problem, in_pages
+from .support.shared_kv import LAYOUTS, Problem, in_pages, packed, unpacked
 
 OP = "npu_sparse_attn_sharedkv"
 KINDS = {"sliding": dict(m=0), "HCA": dict(m=8), "CSA": dict(m=4, count=5)}
@@ -668,39 +668,9 @@ def test_flash_mla_without_a_slot(device, backend):
 # ------------------------------------------------------------ rows of 8 bits
 
 
-def packed(cache: Tensor, between: int = 0) -> Tensor:
-    """The "v4" rows of a cache [pages, P, 1, 512], in pages of a stride that engines have; NaN rows
-    become the bytes of NaN."""
-    pages, page = cache.shape[:2]
-    step = -(-page * 584 // 576) * 576 + between
-    raw = torch.full((pages, step), 0x7F, dtype=torch.uint8, device=cache.device)
-    rows = raw[:, : page * 584].view(pages, page, 1, 584)
-    flat = cache.flatten(0, 2)
-    slots = torch.arange(len(flat), device=cache.device).masked_fill(flat.isnan().any(-1), -1)
-    custom.npu_latent_cache_write(
-        flat[:, :448].contiguous(), flat[:, 448:].bfloat16(), rows, slots, kind="fp8",
-        row_layout="v4",
-    )  # fmt: skip
-    return rows
-
-
-def unpacked(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """By a formula of this file's own."""
-    pages, page = rows.shape[:2]
-    flat = rows.reshape(pages, -1).cpu()
-    data = flat[:, : page * 576].reshape(pages, page, 576)
-    exponents = flat[:, page * 576 :].reshape(pages, page, 8)[..., :7].double() - 127
-    values = data[..., :448].contiguous().view(torch.float8_e4m3fn).double()
-    values = values * torch.exp2(exponents).repeat_interleave(64, -1)
-    rotary = data[..., 448:].contiguous().view(torch.bfloat16).double()
-    return torch.cat([values, rotary], -1)[:, :, None].to(rows.device, dtype)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [dict(heads=3), dict(heads=17, entry_page=1, page=32)], ids=str)
-def test_the_bits_of_the_op_on_the_rows_that_bytes_stand_for(
-    kind, sizes, device, backend, monkeypatch
-):
+def test_the_bits_of_the_op_on_the_rows_that_bytes_stand_for(kind, sizes, device, backend):
     dtype = torch.bfloat16 if backend == "reference" else torch.float16
     if device.type == "cuda":
         dtype = torch.bfloat16
@@ -711,9 +681,6 @@ def test_the_bits_of_the_op_on_the_rows_that_bytes_stand_for(
     got = custom.npu_kv_quant_sparse_attn_sharedkv(kv_quant_mode=1, **given | caches)
     assert custom.dispatch.log.calls[f"npu_kv_quant_{OP[4:]}", backend] == before + 1
     wide = {n: unpacked(x, dtype) for n, x in caches.items()}
-    if device.type == "cuda":  # of the plain kernel: rows of 8 bits have no other
-        hopper = "custom.cuda_ops.deepseek_v4.hopper.sparse_attn_sharedkv.supports"
-        monkeypatch.setattr(hopper, lambda *_: False)
     want = run(OP, backend, **given | wide)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     assert not got[0].isnan().any()

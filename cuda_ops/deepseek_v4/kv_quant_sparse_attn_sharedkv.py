@@ -5,8 +5,10 @@ makes of values and scales, on their way to the product, what they stand for.
 
 Tiles and order are those of the op on floats, so that the result has its bits.
 
-    condition    kernels
-    any          sparse_attn_sharedkv.py
+    condition                                        kernels
+    Hopper, pages of whole 16 bytes, scale above 0   hopper/kv_quant_sparse_attn_sharedkv.py
+    the same, a row or two                           hopper/sparse_attn_sharedkv_decode.py
+    else                                             sparse_attn_sharedkv.py
 """
 
 from __future__ import annotations

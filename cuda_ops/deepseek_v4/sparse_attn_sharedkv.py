@@ -36,6 +36,7 @@ from ..common.log2 import LN2, LOG2E
 from ..runtime import launches
 from ..sparse_attention import sparse_flash_attention
 from ..sparse_attention.sparse_flash_attention import LOWEST
+from .hopper import kv_quant_sparse_attn_sharedkv as of_8_bits
 from .hopper import sparse_attn_sharedkv as hopper
 from .hopper import sparse_attn_sharedkv_decode as decode
 
@@ -243,11 +244,11 @@ def attend(
     keys = sharedkv.keys(q, **arguments)
     flat = q.reshape(keys.count, heads, size)
     scale_log2 = scale_of(softmax_scale, size) * LOG2E.value
-    if ori[2] is None and hopper.supports(flat, values, cmp_values, scale_log2):
+    rows = (arguments["ori_kv"], arguments["cmp_kv"]) if kind else (values, cmp_values)
+    kernel = of_8_bits if kind else hopper
+    if kernel.supports(flat, *rows, scale_log2):
         few = decode.supports(keys, heads, device)
-        (decode if few else hopper).launch(
-            flat, values, cmp_values, keys, sinks, out, lse, scale_log2
-        )
+        (decode if few else kernel).launch(flat, *rows, keys, sinks, out, lse, scale_log2)
         return out, lse
     tile = _tiles(q, keys.near + keys.far, values.itemsize)
     assert tile is not None

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import custom
+
 from .kernels import moved
 from .ragged import ints, pack, unpack
 from .selected import attend
@@ -189,3 +191,31 @@ def in_pages(parts: Sequence[Tensor], page: int) -> tuple[Tensor, Tensor]:
             piece = part[column * page : (column + 1) * page]
             cache[row[column], : len(piece), 0] = piece
     return cache, table
+
+
+def packed(cache: Tensor, between: int = 0) -> Tensor:
+    """The "v4" rows of a cache [pages, P, 1, 512], in pages of a stride that engines have; NaN rows
+    become the bytes of NaN."""
+    pages, page = cache.shape[:2]
+    step = -(-page * 584 // 576) * 576 + between
+    raw = torch.full((pages, step), 0x7F, dtype=torch.uint8, device=cache.device)
+    rows = raw[:, : page * 584].view(pages, page, 1, 584)
+    flat = cache.flatten(0, 2)
+    slots = torch.arange(len(flat), device=cache.device).masked_fill(flat.isnan().any(-1), -1)
+    custom.npu_latent_cache_write(
+        flat[:, :448].contiguous(), flat[:, 448:].bfloat16(), rows, slots, kind="fp8",
+        row_layout="v4",
+    )  # fmt: skip
+    return rows
+
+
+def unpacked(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What they stand for, by a formula of the tests' own."""
+    pages, page = rows.shape[:2]
+    flat = rows.reshape(pages, -1).cpu()
+    data = flat[:, : page * 576].reshape(pages, page, 576)
+    exponents = flat[:, page * 576 :].reshape(pages, page, 8)[..., :7].double() - 127
+    values = data[..., :448].contiguous().view(torch.float8_e4m3fn).double()
+    values = values * torch.exp2(exponents).repeat_interleave(64, -1)
+    rotary = data[..., 448:].contiguous().view(torch.bfloat16).double()
+    return torch.cat([values, rotary], -1)[:, :, None].to(rows.device, dtype)

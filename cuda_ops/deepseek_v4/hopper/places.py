@@ -95,6 +95,17 @@ def keys_of(entry, tiles, of_near, of_far, note, caches, strides, P: gl.constexp
 
 
 @gluon.jit
+def cache_of(tile, tiles, caches, P: gl.constexpr):
+    """Of which all keys of a tile are."""
+    base = caches.ori
+    if P.ENTRIES:
+        is_far = tile >= tiles
+        if is_far:
+            base = caches.cmp
+    return base
+
+
+@gluon.jit
 def places_of(entry, tiles, outer, inner, valid, steps, P: gl.constexpr):
     """Where they lie, in units of their cache, negative where absent."""
     place = outer * steps[0] + inner * steps[1]

@@ -45,7 +45,7 @@ from ...sparse_attention.hopper.mla_consumers import (
     item,
     splits_of,
 )
-from .places import Caches, begin, keys_of, named, places_of, steps, unit
+from .places import Caches, begin, cache_of, keys_of, named, places_of, steps, unit
 
 
 @gluon.jit
@@ -93,13 +93,8 @@ def _producer(
             h = (first + column).to(gl.int64)
             there = (this + programs < items) & (column < 64) & (h < C.HEADS)
             fetch(q + later * strides[0] + h * strides[1], there)
-        base0 = caches.ori
-        base1 = caches.ori
-        if P.ENTRIES:
-            if lo + 2 * step >= near_tiles:
-                base0 = caches.cmp
-            if lo + 2 * step + 1 >= near_tiles:
-                base1 = caches.cmp
+        base0 = cache_of(lo + 2 * step, near_tiles, caches, P)
+        base1 = cache_of(lo + 2 * step + 1, near_tiles, caches, P)
         # the next step, of this item or of the next one: its indices are asked for now
         step += 1
         if step == steps:

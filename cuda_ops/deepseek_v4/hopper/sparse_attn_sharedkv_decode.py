@@ -7,17 +7,39 @@ finds out by itself where that tile lies.
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...common import gpu, sharedkv
 from ...common.gluon_names import cp_async
 from ...common.hopper.rows import request_of
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_parts import Tiles, ask, combine, part, parts_of
+from . import packed_rows
 from .places import steps, unit
+
+
+@gluon.jit
+def _unpack(words, places, offsets, left, right, UNIT: gl.constexpr, WARPS: gl.constexpr):
+    """A tile of keys, of what their words stand for."""
+    PIECE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+    ROTARY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    place = places.load(gl.SliceLayout(1, PIECE))
+    offset = offsets.load(gl.SliceLayout(1, PIECE))
+    low = packed_rows.ask_scales(words, place, offset, 0)
+    high = packed_rows.ask_scales(words, place, offset, 1)
+    for c in gl.static_range(4):
+        piece = packed_rows.ask_words(words, place, UNIT, 16 * c, 16, PIECE)
+        packed_rows.put(piece, low, left, c)
+    for c in gl.static_range(3):
+        piece = packed_rows.ask_words(words, place, UNIT, 64 + 16 * c, 16, PIECE)
+        packed_rows.put(piece, high, right, c)
+    place = places.load(gl.SliceLayout(1, ROTARY))
+    packed_rows.put_rotary(packed_rows.ask_words(words, place, UNIT, 112, 32, ROTARY), right)
 
 
 @gluon.jit(do_not_specialize=["tokens", "requests"])
@@ -25,8 +47,10 @@ def _attend(
     q, ori, cmp, ori_index, cmp_index, ori_table, cmp_table, partial, partial_max, partial_sum,
     cu_q, used_q, used_kv, cu_ori, cu_cmp, ori_length, cmp_length, scale_log2, tokens, requests,
     extents, strides, LAYOUT: gl.constexpr, P: gl.constexpr, UNIT: gl.constexpr,
-    HEADS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    HEADS: gl.constexpr, SPLITS: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
+    """PACKED: rows of 584 bytes, as words."""
     (
         window, ratio, ori_reach, cmp_reach, ori_count, cmp_count, ori_pages, cmp_pages, ori_size,
         cmp_size,
@@ -37,13 +61,14 @@ def _attend(
     )  # fmt: skip
     (
         q_row, q_head, ori_index_row, cmp_index_row, ori_table_row, cmp_table_row, ori_o, ori_i,
-        cmp_o, cmp_i,
+        cmp_o, cmp_i, ori_page, cmp_page,
     ) = strides  # fmt: skip
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # one entry a thread
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    dtype: gl.constexpr = ori.dtype.element_ty
+    dtype: gl.constexpr = q.dtype.element_ty
     program = gl.program_id(0)
     TILES: gl.constexpr = (HEADS + 15) // 16
     head = program % TILES * 16
@@ -56,7 +81,7 @@ def _attend(
     queries = gl.allocate_shared_memory(dtype, [16, 512], SWIZZLED)
     left = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
     right = gl.allocate_shared_memory(dtype, [BLOCK_N, 256], SWIZZLED)
-    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    places = gl.allocate_shared_memory(gl.int32, [BLOCK_N], FLAT)
     h = (head + gl.arange(0, 16, layout=gl.SliceLayout(1, QUERY))).to(gl.int64)
     d = gl.arange(0, 512, layout=gl.SliceLayout(0, QUERY))
     at = (q + row * q_row + h * q_head)[:, None] + d[None, :]
@@ -80,7 +105,16 @@ def _attend(
         cmp_size, P,
     )  # fmt: skip
     places.store(gl.where(valid, outer * outer_step + inner * inner_step, -1).to(gl.int32))
-    ask(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, left, right, GATHER)
+    if PACKED:
+        page = gl.where(is_near, ori_page, cmp_page)
+        size = gl.where(is_near, ori_size, cmp_size)
+        offsets = gl.allocate_shared_memory(gl.int64, [BLOCK_N], FLAT)
+        offsets.store(gl.where(valid, outer * page + size * 144 + inner * 2, -1).to(gl.int64))
+        _unpack(base, places, offsets, left, right, UNIT, WARPS)
+        async_copy.commit_group()
+        async_copy.commit_group()
+    else:
+        ask(base, places.load(gl.SliceLayout(1, GATHER)), UNIT, left, right, GATHER)
     tiles = Tiles(queries, queries, left, right, left, places)
     part(
         tiles, scale_log2, partial, partial_max, partial_sum, row, split, head, HEADS, SPLITS, 0,
@@ -115,8 +149,15 @@ def launch(
     q: Tensor, ori: Tensor, cmp: Tensor | None, keys: sharedkv.Keys, sinks: Tensor | None,
     out: Tensor, lse: Tensor, scale_log2: float,
 ) -> None:  # fmt: skip
-    """`q` [rows, N, 512]."""
+    """`q` [rows, N, 512]; keys of its dtype, or rows of 584 bytes."""
     count, heads, _ = q.shape
+    packed = ori.dtype is not q.dtype
+    keys_at: tuple[int, ...]
+    if packed:
+        by, keys_at = packed_rows.unit(ori, cmp), packed_rows.steps(ori, cmp)
+        ori, cmp = ori.view(torch.int32), None if cmp is None else cmp.view(torch.int32)
+    else:
+        by, keys_at = unit(ori, cmp), (*steps(ori, cmp), 0, 0)
     tile = _tile(keys, heads, gpu.num_sms(q.device))
     splits = _splits(keys, tile)
     parts = parts_of(count * heads, splits, q.device)
@@ -124,8 +165,8 @@ def launch(
     launches.kernel(_attend, count * splits * triton.cdiv(heads, 16))(
         q, ori, cmp, partial=parts[0], partial_max=parts[1], partial_sum=parts[2],
         scale_log2=scale_log2, **keys.tensors, extents=keys.extents,
-        strides=(*q.stride()[:2], *keys.strides, *steps(ori, cmp)), LAYOUT=keys.layout,
-        P=keys.places, UNIT=unit(ori, cmp), HEADS=heads, SPLITS=splits, BLOCK_N=tile,
-        WARPS=warps, num_warps=warps,
+        strides=(*q.stride()[:2], *keys.strides, *keys_at), LAYOUT=keys.layout,
+        P=keys.places, UNIT=by, HEADS=heads, SPLITS=splits, BLOCK_N=tile,
+        PACKED=packed, WARPS=warps, num_warps=warps,
     )  # fmt: skip
     combine(parts, splits, sinks, out, lse, None)
