@@ -28,9 +28,10 @@ the second; and what G_last does.  U is multiplied in two parts, as in the gated
     totals       vector cores    by chunk: what each decay's logarithm gets
     gates        vector cores    by ROWS tokens of a chunk: dg, and what A_log and dt_bias get
 
-What lies between them is laid out by chunk, in rounds of chunks that fit the workspace.  The first
-kernels go through all rounds for the state that each begins with, then every kernel does from the
-last round to the first.
+What lies between them is laid out by chunk, in rounds that fit the workspace: of some heads with
+all their chunks, or, where those are few, of all heads with some chunks.  Then the first kernels go
+through all rounds for the state that each begins with, and every kernel does from the last round
+to the first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...dispatch.common import memory
-from ..common import cores, entry, tune
+from ..common import cores, entry, tiling, tune
 from ..common.front_end import extract_slice
 from . import chunk_kda
 from .chunk_kda import CHUNK, _here, _logarithm, _sequence, _touched
@@ -51,6 +52,9 @@ from .chunk_kda import CHUNK, _here, _logarithm, _sequence, _touched
 unsupported = chunk_kda.unsupported
 
 _PART = 8192  # elements of a part of a state that UB holds, with what is made of them
+# value heads of a round with all chunks; fewer leave more cores idle than it costs to go through
+# the chunks twice
+_FEWEST = 4
 
 
 @entry.jit(do_not_specialize=["sequences", "length", "tokens"])
@@ -531,15 +535,46 @@ def backward(
     if nothing:
         return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     group = value_heads // heads
+    # by chunk and value head: tiles by channel in float32 and halves, squares of pairs, two states
+    side = CHUNK.value
+    each = side * (30 * key_size + 8 * value_size + 26 * side) + 4 * value_size * key_size
+    each += 36 * key_size
+    count = chunk_kda.chunks_of(batch, length, cu_seqlens)
+    at_once = tiling.at_once(heads, count * group * each)
+    if at_once < heads and at_once * group >= _FEWEST:
+        for first in range(0, heads, at_once):
+            here = slice(first, first + at_once)
+            there = slice(first * group, (first + at_once) * group)
+            some = backward(
+                *(x[:, :, here] for x in (q, k)),
+                *(x[:, :, there] for x in (v, g, beta, d_out)),
+                None if d_final_state is None else d_final_state[:, there].contiguous(),
+                scale,
+                None if initial_state is None else initial_state[:, there].contiguous(),
+                cu_seqlens,
+                use_qk_l2norm_in_kernel,
+                use_gate_in_kernel,
+                None if A_log is None else A_log[there],
+                None if dt_bias is None else dt_bias.view(value_heads, key_size)[there],
+                lower_bound,
+                state_layout,
+            )
+            parts = (
+                *(x[:, :, here] for x in (d_q, d_k)),
+                *(x[:, :, there] for x in (d_v, d_g, d_beta)),
+                d_initial if initial_state is None else d_initial[:, there],
+                d_A if A_log is None else d_A[there],
+                d_bias if dt_bias is None else d_bias.view(value_heads, key_size)[there],
+            )
+            for part, grad in zip(parts, some, strict=True):
+                part.copy_(grad)
+        return d_q, d_k, d_v, d_g, d_beta, d_initial, d_A, d_bias
     # all tokens in one row
     q, k, v, g, beta, d_out = (x.flatten(0, 1) for x in (q, k, v, g, beta, d_out))
     gate, tokens, varlen = chunk_kda.gate_of(use_gate_in_kernel, lower_bound), len(q), cu_seqlens
     norm, scale = use_qk_l2norm_in_kernel, key_size**-0.5 if scale is None else scale
-    side, value_first = CHUNK.value, state_layout == "vk"
-    # by chunk and value head: tiles by channel in float32 and halves, squares of pairs, two states
-    each = side * (30 * key_size + 8 * value_size + 26 * side) + 4 * value_size * key_size
-    count = chunk_kda.chunks_of(batch, length, cu_seqlens)
-    most = chunk_kda.at_once(count, value_heads * (each + 36 * key_size))
+    value_first = state_layout == "vk"
+    most = chunk_kda.at_once(count, value_heads * each)
     x = chunk_kda.laid_out(most, q, beta, cu_seqlens, grad=True)
 
     def space(*shape: int, kind: torch.dtype = dtype) -> Tensor:
