@@ -138,7 +138,10 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("of_rest, grads, states, ", _TIMES),
     ),
     "compressor._products": (("-> tiles * parts", _CORE),),
-    "compressor.forward": (("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),),
+    "compressor.forward": (
+        ("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),
+        ("> 0 -> cmp_cache.numel() >= 0", "a cache of no page takes no entry"),
+    ),
     "fused_attention.keys_of": (
         ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
         ("-> shift (4)", "keys that are out of a window's sight are hidden by the mask as well"),
