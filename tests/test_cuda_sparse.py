@@ -245,6 +245,34 @@ def test_gradients(case, dtype, deterministic):
         torch.use_deterministic_algorithms(False)
 
 
+@kernels
+@pytest.mark.parametrize("keys, widths", ((260, (16, 0, 0)), (30, (40, 8, 0)), (30, (7, 5, 500))))
+def test_inverted_list(keys, widths):
+    """Keys that many, one and no place selected; places that selected none hold poison."""
+    from custom.cuda_ops.common import inverted
+
+    places = 150
+    slots = torch.randint(0, 9, (places,), dtype=torch.int32) * 3
+    slots[::9], slots[5], slots[6] = keys, keys - 1, keys
+    rows = torch.randn(places, sum(widths)).to(DTYPES[1])
+    rows[slots == keys] = torch.nan
+    by = inverted.invert(slots.to(DEVICE), keys)
+    starts = by.starts.tolist()
+    for key in range(keys):
+        chosen = (slots == key).nonzero().flatten()
+        assert torch.equal(by.order[starts[key] : starts[key + 1]].cpu(), chosen)
+    wanted = torch.zeros(keys, sum(widths), dtype=torch.float64)
+    wanted.index_add_(0, slots[slots < keys].long(), rows[slots < keys].double())
+    sums = torch.full((keys, sum(widths)), torch.nan, device=DEVICE)
+    outs = [torch.full((keys if n else 0, n), torch.nan, device=DEVICE) for n in widths]
+    inverted.add(rows.to(DEVICE), by, sums, outs, True, False)
+    assert_near("sums", sums, wanted, 1e-6)
+    inverted.add(rows.to(DEVICE), by, sums, outs, False, True)
+    assert_near("added", torch.cat([x for x in outs if len(x)], 1), 2 * wanted, 1e-6)
+    inverted.add(rows.to(DEVICE), by, sums, outs, True, True)
+    assert_near("anew", torch.cat([x for x in outs if len(x)], 1), wanted, 1e-6)
+
+
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
