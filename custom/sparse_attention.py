@@ -953,7 +953,8 @@ def npu_sparse_flash_attention_grad(
 
     Signature of torch_npu's op, and `d_softmax_sum`.  P = exp(z - max) / sum, dP = d_out value^T,
     dz = P (dP - rowsum(d_out out) + d_sum sum); the key's gradients are summed over all queries
-    that chose it, in a fixed order under torch.use_deterministic_algorithms.
+    that chose it.  CUDA adds up in the queries' order, the same bits every time, in work space of
+    at most 2 GiB.
 
     Formula: the backward of FlashAttention-2 (Dao, 2023), over the selected positions.
 

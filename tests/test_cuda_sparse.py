@@ -205,6 +205,19 @@ GRADIENTS = {
 }
 
 
+def backward_of(attention, dtype):
+    """Arguments of the attention's gradient."""
+    wide = on("cpu", attention, torch.float64) | dict(return_softmax_lse=True)
+    out, top, total = (x.to(DEVICE) for x in exact("sparse_flash_attention", **wide))
+    names = "query key value sparse_indices scale_value query_rope key_rope sparse_block_size"
+    return {name: attention[name] for name in (*names.split(), "sparse_mode")} | dict(
+        d_out=torch.randn(out.shape).to(DEVICE, dtype), out=out.to(dtype),
+        softmax_max=top.float(), softmax_sum=total.float(), layout=attention["layout_query"],
+        actual_seq_qlen=attention["actual_seq_lengths_query"],
+        actual_seq_kvlen=attention["actual_seq_lengths_kv"],
+    )  # fmt: skip
+
+
 @kernels
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -212,17 +225,9 @@ GRADIENTS = {
 def test_gradients(case, dtype, deterministic):
     attention, indexer = arguments(dtype, **GRADIENTS[case])
     attention, indexer = on(DEVICE, attention), on(DEVICE, indexer)
-    wide = on("cpu", attention, torch.float64) | dict(return_softmax_lse=True)
-    out, top, total = (x.to(DEVICE) for x in exact("sparse_flash_attention", **wide))
-    shared = dict(layout=attention.pop("layout_query"), sparse_mode=attention["sparse_mode"])
-    rows, lengths = attention["actual_seq_lengths_query"], attention["actual_seq_lengths_kv"]
-    names = "query key value sparse_indices scale_value query_rope key_rope sparse_block_size"
-    backward = {name: attention[name] for name in names.split()} | shared
-    backward |= dict(
-        d_out=torch.randn(out.shape).to(DEVICE, dtype), out=out.to(dtype),
-        softmax_max=top.float(), softmax_sum=total.float(), actual_seq_qlen=rows,
-        actual_seq_kvlen=lengths,
-    )  # fmt: skip
+    backward = backward_of(attention, dtype)
+    rows, lengths = backward["actual_seq_qlen"], backward["actual_seq_kvlen"]
+    shared = {name: backward[name] for name in ("layout", "sparse_mode")}
     index_backward = {name: indexer[name] for name in ("query", "key", "weights")} | shared
     index_backward |= dict(
         dy=torch.randn(attention["sparse_indices"].shape).to(DEVICE, dtype),
@@ -243,6 +248,38 @@ def test_gradients(case, dtype, deterministic):
                 assert not deterministic or torch.equal(x, same), f"{op}[{place}] differs"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@kernels
+@pytest.mark.parametrize("case", ("packed", "own value"))
+def test_gradients_of_sections(case, monkeypatch):
+    """Sections of three rows, which divide nothing: the same bits every time, and with keys beside
+    them that nobody selected."""
+    grad = importlib.import_module("custom.cuda_ops.sparse_attention.sparse_flash_attention_grad")
+    op, dtype = "sparse_flash_attention_grad", DTYPES[1]
+    attention, _ = arguments(
+        dtype, **(CASES[case] | dict(S=2, S2=14, K=10, rows=[1, 4], lengths=[12, 25]))
+    )
+    every = backward_of(on(DEVICE, attention), dtype)
+    wanted = exact(op, **every)
+    padded = dict(every)
+    for name in ("key", "value", "key_rope"):
+        if every[name] is not None:
+            padded[name] = torch.cat([every[name], every[name]])
+    entries = every["sparse_indices"].shape[-1]
+    size = grad.bytes_of_entry(every["query"], every["query_rope"], every["value"])
+    monkeypatch.setattr(grad, "SECTION", 3 * entries * size)
+    lists, invert = [], grad.inverted.invert
+    monkeypatch.setattr(
+        grad.inverted, "invert", lambda *given: lists.append(given) or invert(*given)
+    )
+    got, again, more = (launched(op, **each) for each in (every, every, padded))
+    assert len(lists) == 3 * 2
+    for place, (x, same, y, z) in enumerate(zip(got, again, more, wanted, strict=True)):
+        assert_near(f"{op}[{place}]", x, z, ERROR[dtype])
+        assert torch.equal(x, same), f"{op}[{place}] differs"
+        assert torch.equal(x, y[: len(x)]), f"{op}[{place}] differs with more keys"
+        assert not y[len(x) :].any()
 
 
 @kernels

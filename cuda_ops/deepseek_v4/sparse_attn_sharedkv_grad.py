@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +26,6 @@ from ...dispatch.common import memory
 from ...dispatch.common.sharedkv import scale_of
 from ..common import gpu, scatter, sharedkv
 from ..runtime import launches
-from ..sparse_attention.sparse_flash_attention_grad import tile_of
 from . import sparse_attn_sharedkv
 
 
@@ -117,9 +117,22 @@ def _gradients(
     tl.store(to, dq.to(d_q.dtype.element_ty), mask=whole)
 
 
+def shared_bytes(tile: int, rank: int) -> int:
+    """Of shared memory that a program of `tile` heads x `tile` keys takes, at most."""
+    R = max(16, triton.next_power_of_2(rank))
+    return 6 * tile * R + 64 * R
+
+
+def tile_of(heads: int, rank: int, itemsize: int, device: torch.device) -> int | None:
+    """Heads, and keys, of a program: 32 or 16, or None where neither fits into this GPU."""
+    sizes = [16] if heads <= 16 or itemsize > 2 else [32, 16]
+    limit = gpu.shared_memory(device)
+    return next((size for size in sizes if shared_bytes(size, rank) <= limit), None)
+
+
 def unsupported(q: Tensor, **arguments: Any) -> str | None:
     heads, size = q.shape[-2:]
-    if size <= 512 and tile_of(heads, size, 0, q.element_size(), q.device) is None:
+    if size <= 512 and tile_of(heads, size, q.element_size(), q.device) is None:
         return gpu.too_small(q.device, N=heads, D=size)
     return sparse_attn_sharedkv.unsupported(q, **arguments)
 
@@ -149,7 +162,7 @@ def backward(
         )
         notes = sharedkv.note(given, q.device)
     flat, do, o = (x.reshape(-1, heads, size) for x in (q, d_out, out))
-    tile = tile_of(heads, size, 0, q.element_size(), q.device)
+    tile = tile_of(heads, size, q.element_size(), q.device)
     assert tile is not None
 
     def launch(mode: int, sums: Sequence[Tensor], peaks: Tensor) -> None:
