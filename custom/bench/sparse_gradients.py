@@ -145,7 +145,7 @@ def loss_case(s: int, n: int, context: int, k: int = 2048) -> Case:
 def _attentions(small: bool) -> list[Case]:
     if small:
         return [attention_case(32, 16, 512, 64)]
-    return [attention_case(4096, n, 8192) for n in (128, 16)]
+    return [attention_case(4096, n, keys) for n, keys in ((128, 8192), (128, 65536), (16, 8192))]
 
 
 def _indexers(small: bool) -> list[Case]:
