@@ -23,6 +23,11 @@ MEANT = {
     ("cuda_ops/delta_rule/hopper/chunk_gated_delta_rule_grad.py", "first", "row"),
     ("cuda_ops/delta_rule/hopper/chunks.py", "first", "row"),
     ("cuda_ops/attention/hopper/fused_attention.py", "rows", "tile"),
+    # keys without a rope
+    ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv.py", "q_left", "q_rope"),
+    ("cuda_ops/deepseek_v4/hopper/kv_quant_sparse_attn_sharedkv.py", "q_left", "q_rope"),
+    ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv_decode.py", "queries", "query_ropes"),
+    ("cuda_ops/deepseek_v4/hopper/sparse_attn_sharedkv_decode.py", "left", "ropes"),
     # float32, rounded later
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "sums", "grad_q"),
     ("cuda_ops/attention/hopper/fused_attention_backward.py", "D", "WIDTH"),
