@@ -11,7 +11,8 @@ by tile, with tiles that hold keys of one kind alone.  What is absent is not rea
     condition                                         kernels
     Hopper, D 512, floats, steps from key to key of   hopper/sparse_attn_sharedkv.py
       16 elements, scale above 0
-    the same, a row or two                            hopper/sparse_attn_sharedkv_decode.py
+    Hopper, rows of 584 bytes, scale above 0          hopper/kv_quant_sparse_attn_sharedkv.py
+    either, a row or two                              hopper/sparse_attn_sharedkv_decode.py
     else                                              _attend
 
 Few rows: the keys are split over programs, whose parts common/combine.py puts together.
