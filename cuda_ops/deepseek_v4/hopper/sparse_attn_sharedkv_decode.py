@@ -140,7 +140,7 @@ def _tile(keys: sharedkv.Keys, heads: int, processors: int) -> int:
     return 0
 
 
-def supports(keys: sharedkv.Keys, heads: int, device: object) -> bool:
+def supports(keys: sharedkv.Keys, heads: int, device: torch.device) -> bool:
     """Of calls that the kernel of many rows supports, those of so few that it would be slower."""
     return _tile(keys, heads, gpu.num_sms(device)) > 0
 
