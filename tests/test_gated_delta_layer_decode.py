@@ -68,6 +68,19 @@ def test_equals_the_three_ops(case, dtype, device, backend):
             assert torch.equal(x[name], y[name]), name
 
 
+@pytest.mark.parametrize("steps, fits", [(2, False), (3, True), (4, True)])
+def test_a_row_has_at_least_a_state_for_each_token(steps, fits):
+    x = Layer(S=3, W=3, rows=(1, 0, 9)).arguments(torch.float32, torch.device("cpu"))
+    for name in ("intermediate_states", "intermediate_conv_window"):
+        shape = x[name].shape
+        x[name] = x[name].new_zeros(shape[0], steps, *shape[2:])
+    if fits:
+        assert torch.isfinite(custom.npu_gated_delta_layer_decode(**x)).all()
+        return
+    with pytest.raises(ValueError, match="has 2 steps, expected at least 3"):
+        custom.npu_gated_delta_layer_decode(**x)
+
+
 def test_twice_in_a_row(device, backend):
     """The counts of the programs begin at zero every time."""
     x = Layer().arguments(torch.float16, device)

@@ -124,7 +124,9 @@ def test_sparse_attention_takes_no_more_shared_memory_than_its_tiles_are_chosen_
     assert 0 < compiled[0].metadata.shared <= predicted <= kib * 1024
 
 
-@pytest.mark.parametrize("op", ["npu_lightning_indexer", "npu_sparse_flash_attention"])
+@pytest.mark.parametrize(
+    "op", ["npu_lightning_indexer", "npu_quant_lightning_indexer", "npu_sparse_flash_attention"]
+)
 def test_sizes_that_do_not_fit_are_named(op, monkeypatch):
     given = sample(op, CPU, torch.bfloat16)
     arguments = register.bind(register.overload(BY_NAME[op])._schema, (), given)

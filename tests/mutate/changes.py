@@ -40,6 +40,7 @@ _CHECKS = {
 _LEFT_ALONE = {"num_warps", "num_stages", "device", "strict"}
 _IN_ANY_ORDER = {
     "equal", "maximum", "minimum", "gcd", "lcm", "add", "mul", "logaddexp", "is_far", "aligned",
+    "transpose",
 }  # fmt: skip
 Instead = tuple[str, ast.expr]  # kind, what takes the place
 Change = tuple[str, ast.AST, ast.AST]  # kind, what goes, what takes the place

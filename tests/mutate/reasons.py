@@ -8,6 +8,7 @@ from .changes import Mutant
 
 _TIME = "only how long it takes changes"
 _TORCHAIR = "torchair alone calls what it puts in place (make test-torchair)"
+_NUMBERS = "numbers of barriers: each has its own all the same"
 _ORDER = "only which of two wrong arguments is named changes"
 
 # by place, words of a mutant's title ($ is its end)
@@ -22,8 +23,20 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "cuda_ops/indexer/hopper/indexer_loss.py: supports": (
         ("(D, DR) = query.shape[- -> (DR, D)", "both have the same limits"),
     ),
+    "cuda_ops/sparse_attention/hopper/mla_consumers.py: <module>": (
+        ("(RIGHT, LEFT, LEFT_FREE, RIGHT_FREE", _NUMBERS),
+    ),
+    "dispatch/ops/caches/latent_cache_write.py: check": (
+        (
+            "quantised.V4, quantised.NOPE_SCALE_ROPE)",
+            "only a sentence's order changes",
+        ),
+    ),
     "dispatch/reference/delta_rule/recurrent_gated_delta_rule.py: forward": (
         ("state_indices.new_full([1], -1)", "of two that stand for none one is read"),
+    ),
+    "dispatch/ops/delta_rule/fused_sigmoid_gating_delta_rule_update.py: pool_of_states": (
+        ("for (size, want, got) in", "they are compared with each other"),
     ),
     "dispatch/ops/delta_rule/fused_sigmoid_gating_delta_rule_update.py: check": (
         ("('dt_bias', dt_bias), ('a', a), ('b', b)", _ORDER),

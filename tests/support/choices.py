@@ -45,6 +45,7 @@ CPU = torch.device("cpu")
 Choice = tuple[str, Callable[[int], Any], Iterable[int]]  # name, of a size, sizes
 
 TOKENS = range(1, 420)
+ROWS = [*range(1, 132), *range(132, 2100, 7)]
 KEYS = sorted({2**n + d for n in range(4, 18) for d in (-1, 0, 1)})
 SIZES = range(1, 300)
 # DeepSeek-V3.2: columns of the products of x, of the queries, of one narrow product; their depth
@@ -66,7 +67,11 @@ def everywhere() -> Iterator[Choice]:
                 narrow = found.is_narrow(_processors())
                 return fused_attention.tiling(found, d, _processors(), _shared()), narrow
 
-            yield f"attention {batch} x {heads} / {group}, D {size}", attention, range(1, 2100, 7)
+            yield (
+                f"attention {batch} x {heads} / {group}, D {size}",
+                attention,
+                [*range(1, 132), *range(132, 2100, 7)],
+            )
 
     def over_keys(n: int) -> Any:
         found = (Sizes(False, 1, 8, 8, rows, n) for rows in (1, 100))
