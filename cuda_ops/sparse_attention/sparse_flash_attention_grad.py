@@ -60,10 +60,16 @@ class Tiles(NamedTuple):
     entries: Tile
 
 
-# the first that fits
+# the first that fits (docs/design/sparse_flash_attention_grad.md)
 WEIGHTS = Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1)
 QUERIES = Tile(64, 128, 8, 5), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2), Tile(16, 16, 4, 1)
-ENTRIES = Tile(64, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)
+ENTRIES = (
+    Tile(64, 128, 8, 3),
+    Tile(64, 128, 8, 2),
+    Tile(64, 64, 4, 1),
+    Tile(32, 32, 4, 1),
+    Tile(16, 16, 4, 1),
+)
 
 
 class Constants(NamedTuple):
