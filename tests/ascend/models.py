@@ -186,58 +186,6 @@ def shared_kv(
     return make
 
 
-V4_ENTRIES = 64  # of a page: 256 source tokens
-
-
-def layer_v4(model: str, kind: str, heads: int, batch: int, s1: int) -> Make:
-    """The layer at the end of the context; windows and states in rings."""
-    (hidden, rank, k), _ = V4[model]
-
-    def make(x: Inputs) -> Arguments:
-        ratio, own = RATIOS[kind], shared_kv(kind, heads, k, batch, s1)(x)
-        given = {
-            name: value
-            for name, value in (prolog_v4(model, heads, batch, s1)(x) | output_v4(
-                model, heads, batch, s1)(x)).items()
-            if not name.startswith(("w_idx", "rope", "token", "attn", "seqused"))
-        }  # fmt: skip
-        given |= dict(
-            x=x.normal(batch, s1, hidden), sinks=own["sinks"], sin=x.normal(batch, s1, ROTARY),
-            cos=x.normal(batch, s1, ROTARY), ori_win_left=WINDOW - 1,
-        )  # fmt: skip
-        if not ratio:
-            return given
-        coff, windows = 2 if kind == "CSA" else 1, -(-s1 // ratio)
-        columns, pages = -(-(coff * ratio + s1) // 8), CONTEXT // ratio // V4_ENTRIES
-        given |= dict(
-            cmp_ratio=ratio,
-            cmp_sin=x.normal(batch, windows, ROTARY),
-            cmp_cos=x.normal(batch, windows, ROTARY),
-            state_block_table=x.ints(torch.arange(batch * columns).view(batch, columns)),
-            cmp_block_table=x.ints(torch.arange(batch * pages).view(batch, pages)),
-        )
-        wide = torch.float32
-        parts = [("cmp", LATENT, "cmp_kv")] + [("idx", INDEX, "idx_k")] * (kind == "CSA")
-        for name, size, cached in parts:
-            given |= {
-                f"w_{name}_kv": x.normal(coff * size, hidden),
-                f"w_{name}_gate": x.normal(coff * size, hidden),
-                f"{name}_ape": x.normal(ratio, coff * size, dtype=wide),
-                f"gamma_{name}": x.normal(size, dtype=wide),
-                f"{name}_state": x.normal(batch * columns, 8, 2 * coff * size, dtype=wide),
-                cached: x.normal(batch * pages, V4_ENTRIES, 1, size),
-            }
-        if kind == "CSA":
-            given |= dict(
-                w_idx_qb=in_nz(x, rank, V4_INDEX_HEADS * INDEX),
-                w_idx_proj=in_nz(x, hidden, V4_INDEX_HEADS),
-                sparse_count=k,
-            )
-        return given
-
-    return make
-
-
 def compressor(ratio: int, size: int, batch: int, s1: int, start: int, hidden: int) -> Make:
     """Of requests that have `start` tokens; states in rings."""
 
@@ -474,11 +422,6 @@ def _large() -> list[Case]:
             for kind in RATIOS if heads == shards[0] else ("CSA",):
                 title = f"{model}, {kind}, {heads} heads, 64 x 2"
                 add(sparse_attn_sharedkv.OP, title, shared_kv(kind, heads, k, 64, 2))
-        for kind, of_kind in (("sliding", (8,)), ("HCA", (8,)), ("CSA", (16, 8))):
-            for heads in of_kind:
-                title = f"{model}, {kind}, {heads} heads, 1 x 1"
-                make = layer_v4(model, kind, heads, 1, 1)
-                add("npu_sparse_attention_v4_pto", title, make)
     for heads in (64, 128):
         for rope in (False, True):
             add("npu_indexer_loss", f"{heads} heads, rope {rope}", loss(heads, rope))

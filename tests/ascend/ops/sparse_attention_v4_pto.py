@@ -172,9 +172,7 @@ def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> l
     return found + [judge_bytes(n, x, exact[n]) for n, x in got.items() if x.dtype is torch.int8]
 
 
-MODEL = dict(
-    hidden=4096, rank=1024, size=512, rotary=64, index=(64, 128), ranks=1024, entry_page=64
-)
+MODEL = dict(hidden=4096, rank=1024, size=512, rotary=64, index=(64, 128), ranks=1024)
 case = partial(Case, OP, judge=judge, widen=row_major)
 CASES = (
     case("sliding", layer(SLIDING, [130, 5, 300], [2, 0, 1], 2, 8)),
@@ -192,15 +190,8 @@ CASES = (
     case("CSA, index keys of int8, states by page", layer(CSA, [21, 7], [1, 2], 2, 4, mode=1,
          int8=True, index=(16, 128))),
     case("CSA, row-major weights", layer(CSA, [13, 6], None, 2, 4, form="nd")),
-    # the forms of the models' shards
-    case("sliding, model sizes", layer(SLIDING, [9], None, 1, 8, groups=1, **MODEL), cores=(24,)),
-    case("HCA, model sizes", layer(HCA, [127], None, 1, 8, ratio=128, groups=1, **MODEL),
-         cores=(24,)),
-    *(
-        case(f"CSA, model sizes, a shard of {heads} heads", layer(CSA, [300], None, 1, heads, k=512,
-             groups=heads // 8, **MODEL), cores=(24,))
-        for heads in (8, 16)
-    ),
+    case("CSA, model sizes, a shard of 8 heads", layer(CSA, [700], None, 1, 8, k=64, tied=True,
+         groups=1, **MODEL), cores=(24,)),
 )  # fmt: skip
 CONTROLS = (
     Control("positions begin where they end", "compressor", "start -= count", "start -= 0 * count",
