@@ -319,11 +319,11 @@ class Layer:
             stages.compressor(**self.of_entries(start))
             if self.idx_k is not None:
                 stages.compressor(**self.of_index_keys(start))
-                indices = self.selected(stages, query_index, weights)
+                indices = self._selected(stages, query_index, weights)
         out = self._attention(stages)(**self.of_attention(query, indices))[0]
-        return self.output(stages, out)
+        return self._output(stages, out)
 
-    def selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
+    def _selected(self, stages: Stages, query_index: Tensor, weights: Tensor) -> Tensor:
         indices: Tensor
         if self.in_bytes:
             given = self.of_quantisation(query_index, weights)
@@ -333,7 +333,7 @@ class Layer:
             indices = stages.lightning_indexer(**self.of_indexer(query_index, weights))[0]
         return indices
 
-    def output(self, stages: Stages, out: Tensor) -> Tensor:
+    def _output(self, stages: Stages, out: Tensor) -> Tensor:
         done: Tensor
         if self.w_o_a is None:
             done = stages.turned_back(attn_out=out, rope_sin=self.sin, rope_cos=self.cos)

@@ -254,19 +254,6 @@ TABLE: dict[str, tuple[Config, ...]] = {
         for tokens, depth in ((16, 256), (64, 64), (16, 128), (32, 64))
     ),
     "hc_pre.gates": tuple(Config({"LANES": lanes, "WIDTH": 1024}) for lanes in (8, 32)),
-    # PANELS of NZ weights, COLUMNS of the compressors'
-    "sparse_attention_v4_pto.of_x": tuple(
-        Config({"ROWS": rows, "PANELS": 4, "DEPTH": depth, "COLUMNS": 128, "STEP": 256})
-        for rows, depth in ((16, 512), (32, 512), (64, 512), (128, 256))
-    ),
-    "sparse_attention_v4_pto.of_tokens": (
-        Config({"WIDTH": 2048, "PIECE": 128}, {"multibuffer": False}),
-    ),
-    # windows of few tokens, and of many
-    "sparse_attention_v4_pto.entries": tuple(
-        Config({"ROWS": rows}, {"multibuffer": False}) for rows in (4, 16)
-    ),
-    "sparse_attention_v4_pto.of_heads": (Config({"HEAD_TILE": 8, "WIDTH": 512}),),
     "sharedkv_prolog_pto.of_tokens": (Config({"WIDTH": 2048}),),
     "sharedkv_prolog_pto.of_heads": (Config({"HEAD_TILE": 8}),),
     "grouped_o_proj_pto.turn_back": (Config({"HEAD_TILE": 8}),),

@@ -25,7 +25,7 @@ from torch import Tensor
 from ...dispatch.common import compressed, memory
 from ..common import cores, entry, quantise, ragged, tiling, tune
 from ..common.cores import turn
-from ..common.front_end import extract_slice, insert_slice
+from ..common.front_end import insert_slice
 from ..common.lengths import within
 
 _PARTS = 8  # of the depth, at most
@@ -100,9 +100,9 @@ def _floor(a, m):
 
 
 @triton.jit
-def _span(r, bounds, used, starts, tokens, PACKED: tl.constexpr, ENDS: tl.constexpr = False):
+def _span(r, bounds, used, starts, tokens, PACKED: tl.constexpr):
     """(row of x, position, number) of the tokens of a request; x has `tokens` for each of them, or
-    for all.  ENDS: `starts` are where the tokens end."""
+    for all."""
     if PACKED:
         first = within(bounds + r, tokens)
         count = tl.maximum(within(bounds + r + 1, tokens) - first, 0)
@@ -114,8 +114,6 @@ def _span(r, bounds, used, starts, tokens, PACKED: tl.constexpr, ENDS: tl.conste
     start = r.to(tl.int64) * 0
     if starts is not None:
         start += tl.load(starts + r)
-        if ENDS:
-            start -= count
     return first, start, count
 
 
@@ -129,9 +127,8 @@ def _closing(r, bounds, used, starts, tokens, ratio, PACKED: tl.constexpr):
 
 @triton.jit
 def _window(
-    row, request, before, each, bounds, used, starts, tokens, requests, ratio,
-    PACKED: tl.constexpr, ENDS: tl.constexpr = False,
-):  # fmt: skip
+    row, request, before, each, bounds, used, starts, tokens, requests, ratio, PACKED: tl.constexpr
+):
     """(request, the rows of all before it, window) of an output row, `each` rows a request if not
     packed, else behind a row of `request`; window -1: none closes."""
     if PACKED:
@@ -143,7 +140,7 @@ def _window(
         number = tl.where(row < before + closed, low + row - before, -1)
     else:
         request = row // each
-        _, start, count = _span(request, bounds, used, starts, tokens, PACKED, ENDS)
+        _, start, count = _span(request, bounds, used, starts, tokens, PACKED)
         number = _floor(start, ratio) + row % each
         number = tl.where(number < _floor(start + count, ratio), number, -1)
     return request, before, number
@@ -174,61 +171,6 @@ def _within(x, most):
     return tl.minimum(tl.maximum(x, 0), most).to(tl.int32)
 
 
-@triton.jit
-def _pooled_channels(
-    product, ape, state, table, request, number, first, start, count, first_d,
-    size, ratio, parts, out_part, state_page, table_row, columns, pages, page,
-    COFF: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """C of a window's channels from `first_d` on."""
-    width = COFF * size
-    r = tl.arange(0, ROWS)
-    d = tl.arange(0, CHANNELS)
-    on_d = (d < tl.where(number >= 0, size - first_d, 0))[None]
-    last = tl.where(number >= 0, ratio, 0)
-    top = tl.full((CHANNELS,), float("-inf"), tl.float32)
-    total = tl.zeros((CHANNELS,), tl.float32)
-    acc = tl.zeros((CHANNELS,), tl.float32)
-    for half in tl.static_range(COFF):
-        base = (number - (COFF - 1) + half) * ratio
-        channel = half * size + first_d + d[None]
-        begin = _within(-base, last)
-        own = tl.maximum(_within(start - base, last), begin)
-        end = _within(start + count - base, last)
-        if state is not None:
-            # page by page
-            column = (base + begin) // page
-            pieces = tl.where(own > begin, (base + own - 1) // page - column + 1, 0)
-            for piece in range(0, pieces.to(tl.int32)):
-                at_page = (column + piece) * page - base
-                if RING:
-                    slot = (column + piece) % columns
-                else:
-                    slot = column + piece
-                there = slot < columns
-                number_of = tl.load(
-                    table + request.to(tl.int64) * table_row + tl.where(there, slot, 0)
-                )
-                there = there & (number_of >= 0) & (number_of < pages)
-                of_page = state + tl.where(there, number_of, 0).to(tl.int64) * state_page
-                low = tl.maximum(at_page, begin).to(tl.int32)
-                high = tl.where(there, tl.minimum(at_page + page, own), 0).to(tl.int32)
-                for i in range(low, high, ROWS):
-                    at = (i - at_page + r)[:, None] * (2 * width) + channel
-                    on = (r < high - i)[:, None]
-                    kv = tl.load(of_page + at, mask=on & on_d, other=0.0)
-                    z = tl.load(of_page + at + width, mask=on & on_d, other=0.0)
-                    top, total, acc = _pooled(kv, z, on, top, total, acc)
-        for i in range(own, end, ROWS):
-            at = (first + base - start + i + r)[:, None] * (2 * width) + channel
-            on = (r < end - i)[:, None]
-            kv = _added(product, at, on & on_d, parts, out_part)
-            z = _added(product, at + width, on & on_d, parts, out_part)
-            z += tl.load(ape + (i + r)[:, None] * width + channel, mask=on & on_d, other=0.0)
-            top, total, acc = _pooled(kv, z, on, top, total, acc)
-    return acc / total
-
-
 @entry.jit(
     do_not_specialize=[
         "tokens", "requests", "each", "rows", "size", "ratio", "parts", "out_part", "state_page",
@@ -243,6 +185,8 @@ def pool(
     ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """out [rows, size]; rows of windows that do not close are left as they are."""
+    width = COFF * size
+    r = tl.arange(0, ROWS)
     d = tl.arange(0, CHANNELS)
     tiles = (size + CHANNELS - 1) // CHANNELS
     request = 0
@@ -254,13 +198,50 @@ def pool(
             row, request, before, each, bounds, used, starts, tokens, requests, ratio, PACKED
         )
         first, start, count = _span(request, bounds, used, starts, tokens, PACKED)
-        pooled = _pooled_channels(
-            product, ape, state, table, request, number, first, start, count, first_d,
-            size, ratio, parts, out_part, state_page, table_row, columns, pages, page,
-            COFF, RING, ROWS, CHANNELS,
-        )  # fmt: skip
+        on_d = (d < tl.where(number >= 0, size - first_d, 0))[None]
+        last = tl.where(number >= 0, ratio, 0)
+        top = tl.full((CHANNELS,), float("-inf"), tl.float32)
+        total = tl.zeros((CHANNELS,), tl.float32)
+        acc = tl.zeros((CHANNELS,), tl.float32)
+        for half in tl.static_range(COFF):
+            base = (number - (COFF - 1) + half) * ratio
+            channel = half * size + first_d + d[None]
+            begin = _within(-base, last)
+            own = tl.maximum(_within(start - base, last), begin)
+            end = _within(start + count - base, last)
+            if state is not None:
+                # page by page
+                column = (base + begin) // page
+                pieces = tl.where(own > begin, (base + own - 1) // page - column + 1, 0)
+                for piece in range(0, pieces.to(tl.int32)):
+                    at_page = (column + piece) * page - base
+                    if RING:
+                        slot = (column + piece) % columns
+                    else:
+                        slot = column + piece
+                    there = slot < columns
+                    number_of = tl.load(
+                        table + request.to(tl.int64) * table_row + tl.where(there, slot, 0)
+                    )
+                    there = there & (number_of >= 0) & (number_of < pages)
+                    of_page = state + tl.where(there, number_of, 0).to(tl.int64) * state_page
+                    low = tl.maximum(at_page, begin).to(tl.int32)
+                    high = tl.where(there, tl.minimum(at_page + page, own), 0).to(tl.int32)
+                    for i in range(low, high, ROWS):
+                        at = (i - at_page + r)[:, None] * (2 * width) + channel
+                        on = (r < high - i)[:, None]
+                        kv = tl.load(of_page + at, mask=on & on_d, other=0.0)
+                        z = tl.load(of_page + at + width, mask=on & on_d, other=0.0)
+                        top, total, acc = _pooled(kv, z, on, top, total, acc)
+            for i in range(own, end, ROWS):
+                at = (first + base - start + i + r)[:, None] * (2 * width) + channel
+                on = (r < end - i)[:, None]
+                kv = _added(product, at, on & on_d, parts, out_part)
+                z = _added(product, at + width, on & on_d, parts, out_part)
+                z += tl.load(ape + (i + r)[:, None] * width + channel, mask=on & on_d, other=0.0)
+                top, total, acc = _pooled(kv, z, on, top, total, acc)
         to = out + row.to(tl.int64) * size + first_d + d
-        tl.store(to, pooled, mask=d < tl.where(number >= 0, size - first_d, 0))
+        tl.store(to, acc / total, mask=d < tl.where(number >= 0, size - first_d, 0))
 
 
 @triton.jit
@@ -286,59 +267,6 @@ def _angle(x, SIZE: tl.constexpr, FULL: tl.constexpr):
     return angle.to(tl.float32)
 
 
-@triton.jit
-def _entry(
-    plain, left, right, squares, row, request, number, gamma, sin, cos, out, values, scales, table,
-    angle_row, epsilon, values_page, scales_page, table_row, columns, pages, page,
-    SIZE: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """A pooled row normed and turned, to the output and its page."""
-    PLAIN: tl.constexpr = SIZE - ROTARY
-    e = tl.arange(0, SIZE)
-    one = tl.arange(0, 1)
-    at = row.to(tl.int64) * SIZE
-    closes = number >= 0
-    scale = 1.0 / tl.sqrt(squares / SIZE + epsilon)
-    if PLAIN > 0:
-        plain = plain * scale * tl.load(gamma + tl.arange(0, PLAIN))
-    if ROTARY > 0:
-        g0, g1 = _both(gamma + PLAIN, ROTARY, ROTARY, PAIRS)
-        s = _angle(sin + row.to(tl.int64) * angle_row, ROTARY, FULL)
-        c = _angle(cos + row.to(tl.int64) * angle_row, ROTARY, FULL)
-        left = left * scale * g0
-        right = right * scale * g1
-        turned = left * c - right * s
-        right = right * c + left * s
-        u = tl.zeros((SIZE,), tl.float32)
-        if PLAIN > 0:
-            u = insert_slice(u, plain, (0,), (PLAIN,), (1,))
-        if PAIRS:
-            both = tl.join(turned, right).reshape(ROTARY)
-            u = insert_slice(u, both, (PLAIN,), (ROTARY,), (1,))
-        else:
-            u = insert_slice(u, turned, (PLAIN,), (ROTARY // 2,), (1,))
-            u = insert_slice(u, right, (PLAIN + ROTARY // 2,), (ROTARY // 2,), (1,))
-    else:
-        u = plain
-    if out is not None:
-        tl.store(out + at + e, u.to(out.dtype.element_ty))
-    if values is not None:
-        slot = tl.maximum(number, 0) // page
-        there = closes & (slot < columns)
-        entry_of = tl.load(table + request.to(tl.int64) * table_row + tl.where(there, slot, 0))
-        there = there & (entry_of >= 0) & (entry_of < pages)
-        outer = tl.where(there, entry_of, 0).to(tl.int64)
-        inner = tl.maximum(number, 0) % page
-        if scales is not None:
-            by = tl.max(tl.abs(u), 0) / 127.0
-            u = quantise.rounded(u / quantise.divisor(by))
-            by = quantise.stored(tl.zeros((1,), tl.float32) + by, scales.dtype.element_ty)
-            of_scale = scales + outer * scales_page + inner + one
-            tl.store(of_scale, by, mask=one < tl.where(there, 1, 0))
-        to = values + outer * values_page + inner * SIZE + e
-        tl.store(to, u.to(values.dtype.element_ty), mask=e < tl.where(there, SIZE, 0))
-
-
 @entry.jit(
     do_not_specialize=[
         "tokens", "requests", "each", "rows", "ratio", "angle_row", "epsilon", "values_page",
@@ -353,6 +281,8 @@ def finish(
     FULL: tl.constexpr,
 ):  # fmt: skip
     PLAIN: tl.constexpr = SIZE - ROTARY
+    e = tl.arange(0, SIZE)
+    one = tl.arange(0, 1)
     request = 0
     before = tl.program_id(0).to(tl.int64) * 0
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -362,9 +292,6 @@ def finish(
         closes = number >= 0
         at = row.to(tl.int64) * SIZE
         squares = 0.0
-        plain = 0.0
-        left = 0.0
-        right = 0.0
         if PLAIN > 0:
             d = tl.arange(0, PLAIN)
             plain = tl.load(pooled + at + d, mask=d < tl.where(closes, PLAIN, 0), other=0.0)
@@ -373,68 +300,64 @@ def finish(
             there = tl.where(closes, ROTARY if PAIRS else ROTARY // 2, 0)
             left, right = _both(pooled + at + PLAIN, there, ROTARY, PAIRS)
             squares += tl.sum(left * left, 0) + tl.sum(right * right, 0)
-        _entry(
-            plain, left, right, squares, row, request, number, gamma, sin, cos, out, values, scales,
-            table, angle_row, epsilon, values_page, scales_page, table_row, columns, pages, page,
-            SIZE, ROTARY, PAIRS, FULL,
-        )  # fmt: skip
-
-
-@triton.jit
-def entries_of(
-    product, ape, gamma, state, state_table, sin, cos, used, ends, values, scales, table, core,
-    tokens, requests, each, ratio, parts, out_part, state_page, state_row, state_columns,
-    state_pages, state_rows, angle_row, epsilon, values_page, scales_page, table_row, columns,
-    pages, page,
-    SIZE: tl.constexpr, ROTARY: tl.constexpr, COFF: tl.constexpr, RING: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """What `pool` and `finish` do, a row a core; tokens [requests, tokens] end at `ends`.  The core
-    where they end."""
-    PLAIN: tl.constexpr = SIZE - ROTARY
-    rows = requests * each
-    before = rows.to(tl.int64) * 0
-    for row in range(turn(core), rows, tl.num_programs(0)):
-        request, before, number = _window(
-            row, 0, before, each, used, used, ends, tokens, requests, ratio, False, True
-        )
-        first, start, count = _span(request, used, used, ends, tokens, False, True)
-        u = tl.zeros((SIZE,), tl.float32)
-        for at in tl.static_range(0, SIZE, CHANNELS):
-            pooled = _pooled_channels(
-                product, ape, state, state_table, request, number, first, start, count, at,
-                SIZE, ratio, parts, out_part, state_page, state_row, state_columns, state_pages,
-                state_rows, COFF, RING, ROWS, CHANNELS,
-            )  # fmt: skip
-            u = insert_slice(u, pooled, (at,), (CHANNELS,), (1,))
-        squares = tl.sum(u * u, 0)
-        plain = 0.0
+        scale = 1.0 / tl.sqrt(squares / SIZE + epsilon)
         if PLAIN > 0:
-            plain = extract_slice(u, (0,), (PLAIN,), (1,))
-        both = extract_slice(u, (PLAIN,), (ROTARY,), (1,))
-        left, right = tl.split(both.reshape(ROTARY // 2, 2))
-        _entry(
-            plain, left, right, squares, row, request, number, gamma, sin, cos, None, values,
-            scales, table, angle_row, epsilon, values_page, scales_page, table_row, columns, pages,
-            page, SIZE, ROTARY, True, True,
-        )  # fmt: skip
-    return (core + rows) % tl.num_programs(0)
+            plain = plain * scale * tl.load(gamma + d)
+        if ROTARY > 0:
+            g0, g1 = _both(gamma + PLAIN, ROTARY, ROTARY, PAIRS)
+            s = _angle(sin + row.to(tl.int64) * angle_row, ROTARY, FULL)
+            c = _angle(cos + row.to(tl.int64) * angle_row, ROTARY, FULL)
+            left = left * scale * g0
+            right = right * scale * g1
+            turned = left * c - right * s
+            right = right * c + left * s
+            u = tl.zeros((SIZE,), tl.float32)
+            if PLAIN > 0:
+                u = insert_slice(u, plain, (0,), (PLAIN,), (1,))
+            if PAIRS:
+                both = tl.join(turned, right).reshape(ROTARY)
+                u = insert_slice(u, both, (PLAIN,), (ROTARY,), (1,))
+            else:
+                u = insert_slice(u, turned, (PLAIN,), (ROTARY // 2,), (1,))
+                u = insert_slice(u, right, (PLAIN + ROTARY // 2,), (ROTARY // 2,), (1,))
+        else:
+            u = plain
+        if out is not None:
+            tl.store(out + at + e, u.to(out.dtype.element_ty))
+        if values is not None:
+            slot = tl.maximum(number, 0) // page
+            there = closes & (slot < columns)
+            entry_of = tl.load(table + request.to(tl.int64) * table_row + tl.where(there, slot, 0))
+            there = there & (entry_of >= 0) & (entry_of < pages)
+            outer = tl.where(there, entry_of, 0).to(tl.int64)
+            inner = tl.maximum(number, 0) % page
+            if scales is not None:
+                by = tl.max(tl.abs(u), 0) / 127.0
+                u = quantise.rounded(u / quantise.divisor(by))
+                by = quantise.stored(tl.zeros((1,), tl.float32) + by, scales.dtype.element_ty)
+                of_scale = scales + outer * scales_page + inner + one
+                tl.store(of_scale, by, mask=one < tl.where(there, 1, 0))
+            to = values + outer * values_page + inner * SIZE + e
+            tl.store(to, u.to(values.dtype.element_ty), mask=e < tl.where(there, SIZE, 0))
 
 
-@triton.jit
-def _states(
-    product, ape, state, table, bounds, used, starts, core,
+@entry.jit(
+    do_not_specialize=[
+        "tokens", "requests", "rows", "size", "ratio", "parts", "out_part", "state_page",
+        "table_row", "columns", "pages", "page",
+    ]
+)  # fmt: skip
+def keep(
+    product, ape, state, table, bounds, used, starts,
     tokens, requests, rows, size, ratio, parts, out_part, state_page, table_row, columns, pages,
     page,
     PACKED: tl.constexpr, COFF: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
-    ENDS: tl.constexpr = False,
 ):  # fmt: skip
-    """The states of all tokens, or of those that a ring has room for; the core where they
-    end."""
+    """The states of all tokens, or of those that a ring has room for."""
     width = COFF * size
     w = tl.arange(0, WIDTH)
     tiles = (width + WIDTH - 1) // WIDTH
-    for work in range(turn(core), rows * tiles, tl.num_programs(0)):
+    for work in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
         token = work // tiles
         at = work % tiles * WIDTH
         if PACKED:
@@ -444,7 +367,7 @@ def _states(
         else:
             request = token // tokens
             inside = request < requests
-        first, start, count = _span(request, bounds, used, starts, tokens, PACKED, ENDS)
+        first, start, count = _span(request, bounds, used, starts, tokens, PACKED)
         j = token - first
         position = start + j
         there = inside & (j >= 0) & (j < count) & (position >= 0)
@@ -463,26 +386,6 @@ def _states(
         z += tl.load(ape + tl.maximum(position, 0) % ratio * width + at + w, mask=on, other=0.0)
         tl.store(to, _added(product, from_, on, parts, out_part), mask=on)
         tl.store(to + width, z, mask=on)
-    return (core + rows * tiles) % tl.num_programs(0)
-
-
-@entry.jit(
-    do_not_specialize=[
-        "tokens", "requests", "rows", "size", "ratio", "parts", "out_part", "state_page",
-        "table_row", "columns", "pages", "page",
-    ]
-)  # fmt: skip
-def keep(
-    product, ape, state, table, bounds, used, starts,
-    tokens, requests, rows, size, ratio, parts, out_part, state_page, table_row, columns, pages,
-    page,
-    PACKED: tl.constexpr, COFF: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    _states(
-        product, ape, state, table, bounds, used, starts, 0,
-        tokens, requests, rows, size, ratio, parts, out_part, state_page, table_row, columns, pages,
-        page, PACKED, COFF, RING, WIDTH,
-    )  # fmt: skip
 
 
 def _cut(rows: int, width: int, depth: int) -> tuple[tune.Config, int]:

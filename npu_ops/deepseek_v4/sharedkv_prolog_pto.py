@@ -41,11 +41,10 @@ def _query_norms(
     g = tl.load(gamma + d, mask=d < size, other=0.0).to(tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         _, position = standing(act_seqs, seqused, row, steps, USED)
-        there = tl.where(position >= 0, size, 0)
-        v = _summed_to(x + row.to(tl.int64) * x_row, d, there, parts, part)
+        v = _summed_to(x + row.to(tl.int64) * x_row, d, size, parts, part)
         v = v.to(dtype).to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / size + epsilon)
-        normed = tl.where(d < there, v * scale * g, 0.0)
+        normed = tl.where(position >= 0, v * scale * g, 0.0)
         tl.store(out + row.to(tl.int64) * size + d, normed.to(dtype), mask=d < size)
 
 
@@ -98,8 +97,7 @@ def _head_weights(
     w = tl.arange(0, HEADS)
     for row in range(turn(first), rows, tl.num_programs(0)):
         _, position = standing(act_seqs, seqused, row, steps, USED)
-        there = w < tl.where(position >= 0, HEADS, 0)
-        v = tl.where(there, _summed(x + row.to(tl.int64) * x_row, w, parts, part), 0.0)
+        v = tl.where(position >= 0, _summed(x + row.to(tl.int64) * x_row, w, parts, part), 0.0)
         tl.store(out + row.to(tl.int64) * HEADS + w, v.to(out.dtype.element_ty))
 
 

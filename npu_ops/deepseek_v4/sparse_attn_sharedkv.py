@@ -30,7 +30,6 @@ from torch import Tensor
 from ...dispatch.common import memory
 from ...dispatch.common.sharedkv import scale_of
 from ..common import cores, entry, ragged, tiling, tune, two_passes
-from ..common.cores import turn
 from ..common.front_end import extract_slice, get_element
 from ..common.lengths import within
 from ..common.ragged import PAGED, TND
@@ -91,20 +90,25 @@ def runs_of(
     return runs
 
 
-@triton.jit
-def notes(
-    plan, sums, used_q, used_kv, ori_sums, cmp_sums, ori_table, cmp_table, core,
+@entry.jit(
+    do_not_specialize=[
+        "tokens", "requests", "width", "window", "ratio", "ori_reach", "cmp_reach", "ori_stride",
+        "cmp_stride", "ori_pages", "cmp_pages", "ori_page", "cmp_page", "ori_page_rows",
+        "cmp_page_rows",
+    ]
+)  # fmt: skip
+def note(
+    plan, sums, used_q, used_kv, ori_sums, cmp_sums, ori_table, cmp_table,
     tokens, requests, width, window, ratio, ori_reach, cmp_reach, ori_stride, cmp_stride, ori_pages,
     cmp_pages, ori_page, cmp_page, ori_page_rows, cmp_page_rows,
     Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
     NEAR: tl.constexpr, FAR: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """The plans of all tokens; the core where they end."""
     rows = tokens
     if not Q_TND:
         rows = tokens * requests
     half = width // 2
-    for row in range(turn(core), rows, tl.num_programs(0)):
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         if Q_TND:
             passed, first, end = between(row, sums, requests + 1, tokens)
             inside = (passed > 0) & (passed <= requests)
@@ -166,29 +170,6 @@ def notes(
                 start_far, cmp_pages, cmp_page, cmp_page_rows, KEYS, PIECE,
             )  # fmt: skip
             tl.store(of_row + NEAR_RUNS + 1, runs)
-    return (core + rows) % tl.num_programs(0)
-
-
-@entry.jit(
-    do_not_specialize=[
-        "tokens", "requests", "width", "window", "ratio", "ori_reach", "cmp_reach", "ori_stride",
-        "cmp_stride", "ori_pages", "cmp_pages", "ori_page", "cmp_page", "ori_page_rows",
-        "cmp_page_rows",
-    ]
-)  # fmt: skip
-def note(
-    plan, sums, used_q, used_kv, ori_sums, cmp_sums, ori_table, cmp_table,
-    tokens, requests, width, window, ratio, ori_reach, cmp_reach, ori_stride, cmp_stride, ori_pages,
-    cmp_pages, ori_page, cmp_page, ori_page_rows, cmp_page_rows,
-    Q_TND: tl.constexpr, Q_LENGTHS: tl.constexpr, KEYS: tl.constexpr, K_LENGTHS: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
-    notes(
-        plan, sums, used_q, used_kv, ori_sums, cmp_sums, ori_table, cmp_table, 0,
-        tokens, requests, width, window, ratio, ori_reach, cmp_reach, ori_stride, cmp_stride,
-        ori_pages, cmp_pages, ori_page, cmp_page, ori_page_rows, cmp_page_rows,
-        Q_TND, Q_LENGTHS, KEYS, K_LENGTHS, NEAR, FAR, PIECE,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -478,36 +459,7 @@ class _Source:
         return self.runs * SPAN.value if self.how == LAID_OUT.value else 0
 
 
-class Plan:
-    """Of so many tokens, and the sizes of it; to be noted."""
-
-    def __init__(self, near: _Source, far: _Source, rows: int, device: torch.device) -> None:
-        self.near, self.far = near, far
-        self.far_at = (near.count + 2 * SPAN.value - 2) // SPAN.value
-        self.half = HEAD.value + self.far_at + far.runs
-        self.tensor = memory.empty((rows, 2 * self.half), torch.int32, device)
-
-    @property
-    def sources(self) -> dict[str, Any]:
-        """What `notes` takes of them."""
-        near, far = self.near, self.far
-        return dict(
-            width=2 * self.half,
-            window=near.count,
-            ori_stride=near.table.stride(0),
-            cmp_stride=far.table.stride(0),
-            ori_pages=near.pages,
-            cmp_pages=far.pages,
-            ori_page=near.page,
-            cmp_page=far.page,
-            ori_page_rows=near.page_rows,
-            cmp_page_rows=far.page_rows,
-            NEAR=near.how,
-            FAR=far.how,
-        )
-
-
-def source_of(
+def _source(
     kv: Tensor | None,
     table: Tensor | None,
     index: Tensor | None,
@@ -522,7 +474,7 @@ def source_of(
         return _Source(
             NONE.value, ALL.value, q.new_empty((0, 1, 1, q.shape[-1])), none, None, None, 0
         )
-    count = reach_of(kv, table)
+    count = _reach(kv, table)
     pieces = table is None or kv.shape[1] % SPAN.value == 0
     how, kind = RUNS.value if pieces else LAID_OUT.value, ALL.value
     if window is not None:
@@ -538,7 +490,7 @@ def source_of(
     return _Source(how, kind, kv, table, index, lengths, count)
 
 
-def reach_of(kv: Tensor, table: Tensor | None) -> int:
+def _reach(kv: Tensor, table: Tensor | None) -> int:
     """The most rows of a request."""
     if kv.ndim == 3:
         return kv.shape[0]
@@ -569,7 +521,7 @@ def unsupported(
     ):
         if kv is None:
             continue
-        reach = kv.shape[:2].numel() if indices_are_slots else reach_of(kv, table)
+        reach = kv.shape[:2].numel() if indices_are_slots else _reach(kv, table)
         if max(reach, 0 if index is None else index.shape[-1]) > ragged.LONGEST:
             return f"`{name}` reaches {reach} rows, the kernel reaches {ragged.LONGEST}"
         if kv.ndim == 4 and kv.shape[0] > ragged.LONGEST:
@@ -615,17 +567,20 @@ def forward(
         requests, tokens = batch[0], length
     none = torch.empty(0, dtype=torch.int32, device=device)
     slots = indices_are_slots
-    near = source_of(
+    near = _source(
         ori_kv, ori_block_table, ori_sparse_indices if slots else None, ori_topk_length,
         ori_win_left + 1, slots, q,
     )  # fmt: skip
-    far = source_of(cmp_kv, cmp_block_table, cmp_sparse_indices, cmp_topk_length, None, slots, q)
+    far = _source(cmp_kv, cmp_block_table, cmp_sparse_indices, cmp_topk_length, None, slots, q)
     seen = near.count if not slots else near.count + far.count
     if rows * heads == 0 or requests == 0 or seen == 0:
         out.zero_(), lse.fill_(-torch.inf)
         return out, returned
 
-    plan = Plan(near, far, rows, device)
+    span = SPAN.value
+    far_at = (near.count + 2 * span - 2) // span
+    half = HEAD.value + far_at + far.runs
+    plan = memory.empty((rows, 2 * half), torch.int32, device)
     lengths = [
         none if x is None or (slots and i > 1) else ragged.int32(x)
         for i, x in enumerate(
@@ -633,31 +588,18 @@ def forward(
         )
     ]
     note[(min(rows, cores.vector()),)](
-        plan.tensor, *lengths, near.table, far.table, tokens, requests,
-        ori_reach=reach_of(ori_kv, ori_block_table),
-        cmp_reach=0 if cmp_kv is None else reach_of(cmp_kv, cmp_block_table),
-        ratio=max(cmp_ratio, 1), **plan.sources, Q_TND=cu_seqlens_q is not None,
-        Q_LENGTHS=seqused_q is not None,
+        plan, *lengths, near.table, far.table, tokens, requests, 2 * half, near.count,
+        max(cmp_ratio, 1), _reach(ori_kv, ori_block_table),
+        0 if cmp_kv is None else _reach(cmp_kv, cmp_block_table), near.table.stride(0),
+        far.table.stride(0), near.pages, far.pages, near.page, far.page, near.page_rows,
+        far.page_rows, Q_TND=cu_seqlens_q is not None, Q_LENGTHS=seqused_q is not None,
         KEYS=IN_SLOTS.value if slots else _KEYS[layout_kv],
-        K_LENGTHS=seqused_kv is not None and not slots,
+        K_LENGTHS=seqused_kv is not None and not slots, NEAR=near.how, FAR=far.how,
         **tune.only("sparse_attn_sharedkv.note").keywords,
     )  # fmt: skip
-    attend(flat, plan, sinks, scale_of(softmax_scale, size), _KEYS[layout_kv], out, lse)
-    return out, returned
-
-
-def attend(
-    q: Tensor, plan: Plan, sinks: Tensor | None, scale: float, keys_lie: int, out: Tensor,
-    lse: Tensor,
-) -> None:  # fmt: skip
-    """Of q [T, N, D] whose plan is noted."""
-    rows, heads, size = q.shape
-    near, far, half, far_at = plan.near, plan.far, plan.half, plan.far_at
-    device = q.device
-    none = torch.empty(0, dtype=torch.int32, device=device)
     weighing = two_passes.weighing("sparse_attn_sharedkv", heads, size)
     head_tile, key_tile = weighing.tiles["HEAD_TILE"], weighing.tiles["KEY_TILE"]
-    padded, wide = tiling.up(heads, head_tile), (half - HEAD.value) * SPAN.value
+    padded, wide = tiling.up(heads, head_tile), (half - HEAD.value) * span
     dense_row = (near.laid_out + far.laid_out) * size * q.itemsize
     at_once = tiling.at_once(rows, dense_row + wide * padded * 4)
     splits = two_passes.splits(at_once, padded // head_tile, head_tile, wide, key_tile)
@@ -680,21 +622,22 @@ def attend(
             index, cut = source.index, source.lengths
             collect[(min(now * pieces, cores.vector()),)](
                 source.kv, none if index is None else index, source.table,
-                none if cut is None else cut, plan.tensor, dense[i], first, now, source.count,
+                none if cut is None else cut, plan, dense[i], first, now, source.count,
                 source.laid_out, 2 * half, far_at * i, 0 if index is None else index.stride(0),
                 source.table.stride(0), source.pages, source.page, source.page_rows, source.row,
-                KIND=source.kind, FAR=i == 1, KEYS=keys_lie, LENGTHS=cut is not None,
+                KIND=source.kind, FAR=i == 1, KEYS=_KEYS[layout_kv], LENGTHS=cut is not None,
                 SIZE=size, **copying.keywords,
             )  # fmt: skip
         weigh[(min(now * padded // head_tile * splits, cores.cube()),)](
-            q, *keys, plan.tensor, scores, peaks, sums, first, now, 2 * half, far_at, heads, padded,
-            splits, *q.stride()[:2], *strides, scale,
+            flat, *keys, plan, scores, peaks, sums, first, now, 2 * half, far_at, heads, padded,
+            splits, *flat.stride()[:2], *strides, scale_of(softmax_scale, size),
             SOURCES=1 + (far.count > 0), SIZE=size, WHOLE=heads == padded, **weighing.keywords,
         )  # fmt: skip
         tiles = padded // accumulating.tiles["HEAD_TILE"] * accumulating.tiles["PIECES"]
         accumulate[(min(now * tiles, cores.cube()),)](
-            scores, peaks, sums, *keys, plan.tensor, out if sinks is None else sinks, out,
-            lse, first, now, 2 * half, far_at, heads, padded, *strides, scale,
+            scores, peaks, sums, *keys, plan, out if sinks is None else sinks, out, lse,
+            first, now, 2 * half, far_at, heads, padded, *strides, scale_of(softmax_scale, size),
             SOURCES=1 + (far.count > 0), SIZE=size, SINKS=sinks is not None, WHOLE=heads == padded,
             PART=key_tile, **accumulating.keywords,
         )  # fmt: skip
+    return out, returned

@@ -99,7 +99,6 @@ _SCALAR = {
     "chunk_kda_grad.squares": _CHUNK,
     "chunk_kda_grad.crosses": _CHUNK,
     "chunk_kda_grad.gates": _CHUNK,
-    "sparse_attention_v4_pto.of_heads": "one length a tile of heads, the page of a token's state",
     "compressor.finish": "the window and the page of an entry, whose row moves in bulk",
     "compressor.keep": "the request and the page of a token, whose state moves in bulk",
 }

@@ -232,8 +232,8 @@ CONTROLS = (
     Control(
         "weights of tokens that are not there",
         OP[4:],
-        "tl.where(position >= 0, HEADS, 0)",
-        "tl.where(position >= -1, HEADS, 0)",
+        "v = tl.where(position >= 0, _summed(",
+        "v = tl.where(position >= -1, _summed(",
         "2 of 3 tokens there, uneven",
     ),
     Control(

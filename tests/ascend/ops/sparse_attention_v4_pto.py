@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""npu_sparse_attention_v4_pto: the layer, all three kinds.  Rounding may swap entries at the
-edge of a selection, so the selection is everything, or decided by ties, which are exact.
+"""npu_sparse_attention_v4_pto: the layer, all three kinds.  Rounding may swap entries at the edge of
+a selection, so the selection is everything, or decided by ties, which are exact.
 
 Rows, entries and states that no token of the call may see are NaN, and so are tokens that are not
 there; pages that no table names are shut.
@@ -58,8 +58,7 @@ def layer(
     ratio: int = 4, k: int = 64, hidden: int = 256, rank: int = 128, size: int = 64,
     rotary: int = 32, index: tuple[int, int] = (16, 64), groups: int | None = 2, ranks: int = 64,
     page: int = 128, entry_page: int = 16, state_page: int = 4, window: int = 128, mode: int = 2,
-    ring: int | None = None, form: str = "nz", tied: bool = False, int8: bool = False,
-    **options: Any,
+    form: str = "nz", tied: bool = False, int8: bool = False, **options: Any,
 ) -> Callable[[Inputs], Arguments]:  # fmt: skip
     """Requests with so many tokens before; `groups` of the output projection, if there is one."""
 
@@ -95,14 +94,10 @@ def layer(
             given |= dict(w_o_a=of_groups, w_o_b=weight(x, groups * ranks, hidden, form))
         if kind != SLIDING:
             coff = 2 if kind == CSA else 1
-            held = (ring or coff * ratio + steps) if mode == 2 else reach
-            columns = -(-held // state_page)
+            columns = -(-(coff * ratio + steps if mode == 2 else reach) // state_page)
             states = _Pages(x, requests, columns, state_page)
             entries = _Pages(x, requests, -(-(reach // ratio + 1) // entry_page), entry_page)
-            open_ = [
-                range(max((n // ratio - coff + 1) * ratio, n - columns * state_page, 0), max(n, 0))
-                for n in starts
-            ]
+            open_ = [range(max((n // ratio - coff + 1) * ratio, 0), max(n, 0)) for n in starts]
             closed = [range(max(n, 0) // ratio) for n in starts]
             windows = -(-steps // ratio)
             given |= dict(
@@ -176,46 +171,7 @@ MODEL = dict(hidden=4096, rank=1024, size=512, rotary=64, index=(64, 128), ranks
 case = partial(Case, OP, judge=judge, widen=row_major)
 CASES = (
     case("sliding", layer(SLIDING, [130, 5, 300], [2, 0, 1], 2, 8)),
-    case("sliding, rows laid out, no projection, fp16", layer(SLIDING, [70, -2], None, 3, 3,
-         groups=None, page=16, window=40, sinks=None), torch.float16),
-    case("HCA", layer(HCA, [126, 300, 0], [2, 1, 2], 2, 8, ratio=128, entry_page=128)),
-    # the forms of more tokens
-    *(
-        case(f"sliding, {b} requests of 2", layer(SLIDING, [7 + i for i in range(b)], None, 2, 2,
-             hidden=128, rank=64, groups=1, page=16), cores=(24,))
-        for b in (10, 20, 40)
-    ),
+    case("HCA", layer(HCA, [126, 300, 0], [2, 1, 2], 2, 8, ratio=128, entry_page=16)),
     case("CSA, everything selected", layer(CSA, [37, 6, 0], [2, 1, 2], 2, 8)),
-    case("CSA, a chunk longer than the ring", layer(CSA, [29, 2], [14, 3], 14, 4, ring=8)),
-    case("CSA, index keys of int8, states by page", layer(CSA, [21, 7], [1, 2], 2, 4, mode=1,
-         int8=True, index=(16, 128))),
-    case("CSA, row-major weights", layer(CSA, [13, 6], None, 2, 4, form="nd")),
-    case("CSA, model sizes, a shard of 8 heads", layer(CSA, [700], None, 1, 8, k=64, tied=True,
-         groups=1, **MODEL), cores=(24,)),
 )  # fmt: skip
-CONTROLS = (
-    Control("positions begin where they end", "compressor", "start -= count", "start -= 0 * count",
-            "CSA, everything selected"),
-    Control("entries that are open", OP[4:], "ratio=max(a.cmp_ratio, 1), ori_reach",
-            "ratio=1, ori_reach", "HCA"),
-    Control("one part of the products", OP[4:], "parts=self.parts, rank=self.rank",
-            "parts=1, rank=self.rank", "CSA, model sizes, a shard of 8 heads"),
-    Control("the states of index keys beside their product", OP[4:],
-            "index_part=self.index_product.stride(0), index",
-            "index_part=0, index", "CSA, model sizes, a shard of 8 heads"),
-    Control("one core stores all head weights", OP[4:], "x + rank + SIZE, weights,",
-            "x + rank, weights,", "CSA, a chunk longer than the ring"),
-    Control("begun anew behind its states", OP[4:],
-            "tune.stage(of_call.projected)\n    tune.stage(of_call.turned, query, query_index)\n"
-            "    out: Tensor = tune.stage(of_call.attended, query, query_index, weights)",
-            "of_call.projected()\n    of_call.turned(query, query_index)\n"
-            "    out: Tensor = of_call.attended(query, query_index, weights)",
-            "CSA, a chunk longer than the ring", "refuse"),
-)  # fmt: skip
-# of a call by the case's name
-LAUNCHES = {
-    "sliding": 9,
-    "HCA": 10,
-    "CSA, everything selected": 14,
-    "CSA, model sizes, a shard of 8 heads": 14,
-}
+CONTROLS: tuple[Control, ...] = ()
