@@ -19,7 +19,8 @@ For every tile configuration in `npu_ops/common/tune.py`, through the op's own l
 To add an op: list its configurations in `npu_ops/common/tune.py`, launch with one, and write
 `tests/ascend/ops/<file>.py` with `CASES` (see case.py) that reach all of them, and `CONTROLS`:
 planted mistakes that a case must catch (see controls.py).  A configuration that no case reaches
-fails the run, and so does a launch that the table does not list.
+fails the run, and so does a launch that the table does not list.  `LAUNCHES` says how many a case
+may have.
 
 Every kernel is lowered anew in every run.  The rest is kept in results.json: the findings of a case
 under a hash of the lowered text of every kernel that the call launched, of the case, of all that

@@ -61,6 +61,21 @@ def lower_cases(cases: list[tuple[Case, str]], jobs: int) -> tuple[dict[str, Out
     return outcomes, failures
 
 
+def too_many(found: list[ModuleType], outcomes: dict[str, Outcome]) -> list[str]:
+    """Calls whose launches are not as many as their module says."""
+    listed = [
+        (case.title, module.LAUNCHES[case.name])
+        for module in found
+        for case in module.CASES
+        if case.name in getattr(module, "LAUNCHES", {})
+    ]
+    return [
+        f"{title}: {len(outcomes[title].launches)} launches, listed are {count}"
+        for title, count in listed
+        if title in outcomes and len(outcomes[title].launches) != count
+    ]
+
+
 def lower_models(
     outcomes: dict[str, Outcome], jobs: int
 ) -> tuple[dict[str, list[Launch]], list[str]]:
@@ -197,6 +212,7 @@ def main() -> int:
             chosen.cold,
             chosen.jobs,
         )
+    failures += too_many(found, outcomes)
     failures += aten.uncaptured(
         (case.op, outcomes[case.title].aten) for case, _ in cases if case.title in outcomes
     )

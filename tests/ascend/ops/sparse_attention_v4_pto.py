@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""npu_sparse_attention_v4_pto: the layer, all three kinds.  Rounding may swap entries at the edge of
-a selection, so the selection is everything, or decided by ties, which are exact.
+"""npu_sparse_attention_v4_pto: the layer, all three kinds.  Rounding may swap entries at the
+edge of a selection, so the selection is everything, or decided by ties, which are exact.
 
 Rows, entries and states that no token of the call may see are NaN, and so are tokens that are not
 there; pages that no table names are shut.
@@ -58,7 +58,8 @@ def layer(
     ratio: int = 4, k: int = 64, hidden: int = 256, rank: int = 128, size: int = 64,
     rotary: int = 32, index: tuple[int, int] = (16, 64), groups: int | None = 2, ranks: int = 64,
     page: int = 128, entry_page: int = 16, state_page: int = 4, window: int = 128, mode: int = 2,
-    form: str = "nz", tied: bool = False, int8: bool = False, **options: Any,
+    ring: int | None = None, form: str = "nz", tied: bool = False, int8: bool = False,
+    **options: Any,
 ) -> Callable[[Inputs], Arguments]:  # fmt: skip
     """Requests with so many tokens before; `groups` of the output projection, if there is one."""
 
@@ -94,10 +95,14 @@ def layer(
             given |= dict(w_o_a=of_groups, w_o_b=weight(x, groups * ranks, hidden, form))
         if kind != SLIDING:
             coff = 2 if kind == CSA else 1
-            columns = -(-(coff * ratio + steps if mode == 2 else reach) // state_page)
+            held = (ring or coff * ratio + steps) if mode == 2 else reach
+            columns = -(-held // state_page)
             states = _Pages(x, requests, columns, state_page)
             entries = _Pages(x, requests, -(-(reach // ratio + 1) // entry_page), entry_page)
-            open_ = [range(max((n // ratio - coff + 1) * ratio, 0), max(n, 0)) for n in starts]
+            open_ = [
+                range(max((n // ratio - coff + 1) * ratio, n - columns * state_page, 0), max(n, 0))
+                for n in starts
+            ]
             closed = [range(max(n, 0) // ratio) for n in starts]
             windows = -(-steps // ratio)
             given |= dict(
@@ -167,11 +172,36 @@ def judge(case: Case, got: Arguments, exact: Arguments, rounded: Arguments) -> l
     return found + [judge_bytes(n, x, exact[n]) for n, x in got.items() if x.dtype is torch.int8]
 
 
-MODEL = dict(hidden=4096, rank=1024, size=512, rotary=64, index=(64, 128), ranks=1024)
+MODEL = dict(
+    hidden=4096, rank=1024, size=512, rotary=64, index=(64, 128), ranks=1024, entry_page=64
+)
 case = partial(Case, OP, judge=judge, widen=row_major)
 CASES = (
     case("sliding", layer(SLIDING, [130, 5, 300], [2, 0, 1], 2, 8)),
-    case("HCA", layer(HCA, [126, 300, 0], [2, 1, 2], 2, 8, ratio=128, entry_page=16)),
+    case("sliding, rows laid out, no projection, fp16", layer(SLIDING, [70, -2], None, 3, 3,
+         groups=None, page=16, window=40, sinks=None), torch.float16),
+    case("HCA", layer(HCA, [126, 300, 0], [2, 1, 2], 2, 8, ratio=128, entry_page=128)),
     case("CSA, everything selected", layer(CSA, [37, 6, 0], [2, 1, 2], 2, 8)),
+    case("CSA, a chunk longer than the ring", layer(CSA, [29, 2], [14, 3], 14, 4, ring=8)),
+    case("CSA, index keys of int8, states by page", layer(CSA, [21, 7], [1, 2], 2, 4, mode=1,
+         int8=True, index=(16, 128))),
+    case("CSA, row-major weights", layer(CSA, [13, 6], None, 2, 4, form="nd")),
+    # the forms of the models' shards
+    case("sliding, model sizes", layer(SLIDING, [9], None, 1, 8, groups=1, **MODEL), cores=(24,)),
+    case("HCA, model sizes", layer(HCA, [127], None, 1, 8, ratio=128, groups=1, **MODEL),
+         cores=(24,)),
+    *(
+        case(f"CSA, model sizes, a shard of {heads} heads", layer(CSA, [300], None, 1, heads, k=512,
+             groups=heads // 8, **MODEL), cores=(24,))
+        for heads in (8, 16)
+    ),
 )  # fmt: skip
-CONTROLS: tuple[Control, ...] = ()
+CONTROLS = (
+    Control("begun anew behind its states", OP[4:], "partial(tune.stage, function)", "function",
+            "CSA, a chunk longer than the ring", "refuse"),
+    Control("index keys ahead of the states", OP[4:], "layer_v4.Layer(**arguments).run(STAGES)",
+            "layer_v4.Layer(**arguments | dict(idx_ape=arguments['idx_ape'] * 0)).run(STAGES)",
+            "CSA, everything selected"),
+)  # fmt: skip
+# of a call by the case's name
+LAUNCHES = {"sliding": 10, "HCA": 14, "CSA, everything selected": 21}
