@@ -138,6 +138,8 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         ("of_rest, grads, states, ", _TIMES),
     ),
     "compressor._products": (("-> tiles * parts", _CORE),),
+    "compressor.keep": (("_added(from_, product, ", _ADDRESS),),
+    "compressor.pool": (("_added(at, product, ", _ADDRESS),),
     "compressor.forward": (
         ("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),
         ("> 0 -> cmp_cache.numel() >= 0", "a cache of no page takes no entry"),
@@ -275,6 +277,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "rows._latent_rows": (("_summed(d, at, ", _ADDRESS),),
     "rows._summed_pair": (("_summed(h, x, ", _ADDRESS),),
     "rows.rotated": (("-> rows * tiles", _CORE),),
+    "sharedkv_prolog_pto._turn_heads": (("-> rows * tiles", _CORE),),
+    "sharedkv_prolog_pto._window_rows": (("_summed(p, at, ", _ADDRESS),),
+    "sharedkv_prolog_pto.of_heads": (("_turn_heads(to_index, index, ", "both are one tensor"),),
     "sharedkv_prolog_pto.forward": (("of_heads', index_size, size)", _NAMED),),
     "sparse_flash_attention._pages": (
         ("at <= PIECE", "the entry behind the piece is found again, as the next one's first"),
