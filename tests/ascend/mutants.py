@@ -143,6 +143,7 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "compressor.forward": (
         ("ate_block_table.numel() >= 0", "a state of no page keeps nothing"),
         ("> 0 -> cmp_cache.numel() >= 0", "a cache of no page takes no entry"),
+        ("cmp_block_table.numel() >= 0", "a table of no page takes no entry"),
     ),
     "fused_attention.keys_of": (
         ("-> shift (2)", "fewer keys go without a mask, which hides none of them"),
@@ -181,6 +182,9 @@ _REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "fused_sigmoid_gating_delta_rule_update.update": (
         ("end >= start", "a sequence without a token stores the state that it loaded"),
+    ),
+    "grouped_o_proj_pto._config": (
+        ("config.tiles['ROWS'] <= least", "tiles that are listed already, once more at the end"),
     ),
     "hc_pre.gates": (
         ("COUNT > 4 -> COUNT >= 4$", "a head has no rows of post, which another scale is for"),

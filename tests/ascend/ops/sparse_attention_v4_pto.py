@@ -199,7 +199,7 @@ CASES = (
 CONTROLS = (
     Control("begun anew behind its states", OP[4:], "partial(tune.stage, function)", "function",
             "CSA, a chunk longer than the ring", "refuse"),
-    Control("index keys ahead of the states", OP[4:], "layer_v4.Layer(**arguments).run(STAGES)",
+    Control("index keys without ape", OP[4:], "layer_v4.Layer(**arguments).run(STAGES)",
             "layer_v4.Layer(**arguments | dict(idx_ape=arguments['idx_ape'] * 0)).run(STAGES)",
             "CSA, everything selected"),
 )  # fmt: skip
