@@ -20,6 +20,7 @@ from custom.cuda_ops.attention.hopper import fused_attention as hopper_attention
 from custom.cuda_ops.common import gpu, loss, tiling
 from custom.cuda_ops.common.attention_tiles import Sizes, padded_size, width_of
 from custom.cuda_ops.convolution import causal_conv1d, causal_conv1d_grad, causal_conv1d_update
+from custom.cuda_ops.deepseek_v4 import sparse_attn_sharedkv_grad
 from custom.cuda_ops.delta_rule import (
     chunk_gated_delta_rule,
     chunk_gated_delta_rule_grad,
@@ -98,11 +99,11 @@ def everywhere() -> Iterator[Choice]:
         for count in (1, 20) for largest in (32, 64)
     ], KEYS  # fmt: skip
     yield "sparse attention's gradient", lambda n: [
-        sparse_flash_attention_grad.tile_of(heads, n, rope, bytes, CPU)
-        for heads in (16, 17, 64) for rope in (0, 64) for bytes in (2, 4)
+        sparse_flash_attention_grad.choose(heads, n, bytes, apart, CPU)
+        for heads in (16, 17, 64, 128) for apart in (False, True) for bytes in (2, 4)
     ], [16, 64, 128, 256, 512, 576, 1024]  # fmt: skip
     yield "sparse attention in splits", lambda n: [
-        mla_consumers._splits(n, heads, entries, _processors())
+        mla_consumers.splits_of(n, heads, entries, _processors())
         for heads in (16, 64, 65, 128) for entries in (255, 256, 2048, 8192)
     ], range(1, 160)  # fmt: skip
     for heads in (8, 16, 64, 128):
@@ -184,9 +185,8 @@ def alike() -> Iterator[Choice]:
         )
         for right in (0, 16) for rope in (0, 64) for wgmma in (False, True)
     ], (16, 32, 64)  # fmt: skip
-    yield "shared memory of its gradient", lambda n: [
-        sparse_flash_attention_grad.shared_bytes(n, rank, rope)
-        for rank in (17, 512) for rope in (0, 64)
+    yield "shared memory of the gradient of V4's attention", lambda n: [
+        sparse_attn_sharedkv_grad.shared_bytes(n, rank) for rank in (17, 512)
     ], (16, 32)  # fmt: skip
     yield "shared memory of the loss", lambda n: [
         loss.shared_bytes(loss.Tiles(64, 32, n, 4), [512, 64], wgmma) for wgmma in (False, True)
