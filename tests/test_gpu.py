@@ -150,6 +150,14 @@ def test_the_other_triton_is_one_sentence_with_its_remedy(backend, wrong, right,
     )
 
 
+@pytest.mark.skipif(gpu.INTERPRETED, reason="the interpreter runs on the CPU")
+@pytest.mark.parametrize("backend, of", [(backends.NPU, "npu"), (backends.CUDA, "cuda")], ids=str)
+def test_tensors_of_another_device_are_one_sentence(backend, of, monkeypatch):
+    monkeypatch.setattr(backends, "interpreting", lambda: False)
+    said = backends.cannot_run(backend, torch.device("meta"))
+    assert said == f"inputs are on meta, this backend needs {of}"
+
+
 @pytest.mark.parametrize("version", ["3.4.0", "3.5.0", "3.5.1+git0", "3.10.0", "2.3.1", "4.0"])
 def test_a_triton_that_is_too_old_or_too_new_is_one_sentence(version, monkeypatch):
     said = []

@@ -21,6 +21,7 @@ import custom
 
 from .support.accuracy import DTYPES, assert_close_to_float64, skip_unless_taken
 from .support.drawn import drawn
+from .support.samples import sample
 
 OP = "npu_indexer_loss"
 
@@ -515,3 +516,10 @@ def test_a_key_that_is_no_number_leaves_no_target(device, backend):
     loss, target = getattr(torch.ops.custom, OP)(**x)
     assert log.calls[OP, backend] == before + 1
     assert loss.isnan().all() and target.isnan().all()
+
+
+def test_no_key_is_no_loss(device, backend):
+    given = sample("npu_indexer_loss", device, torch.float16)
+    given["key"] = given["key"][:, :0]
+    for out in torch.ops.custom.npu_indexer_loss(**given):
+        assert out.numel() and not out.any()

@@ -32,6 +32,11 @@ def kernel(x, y):
     helper(x, y)
 
 
+@constexpr_function
+def half(x):
+    return x // 2
+
+
 class Pages:
     def at(self, i, j):
         """Of a page."""
@@ -142,6 +147,7 @@ def test_a_module_says_which_statements_ran():
     triton = SimpleNamespace(jit=lambda function: function)
     space = dict(
         Callable=Callable,
+        constexpr_function=lambda function: function,
         c=checker,
         gl=SimpleNamespace(SwizzledSharedLayout=lambda *_: None),
         triton=triton,

@@ -249,8 +249,11 @@ def _short(words: str) -> str:
 
 
 def is_kernel(node: ast.AST) -> bool:
+    """Also what kernels alone call, while they are compiled."""
     return isinstance(node, ast.FunctionDef) and any(
-        "jit" in ast.unparse(each) for each in node.decorator_list
+        word in ast.unparse(each)
+        for each in node.decorator_list
+        for word in ("jit", "constexpr_function")
     )
 
 

@@ -26,6 +26,21 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "cuda_ops/sparse_attention/hopper/mla_consumers.py: <module>": (
         ("(RIGHT, LEFT, LEFT_FREE, RIGHT_FREE", _NUMBERS),
     ),
+    "cuda_ops/delta_rule/chunk_gated_delta_rule_grad.py: walk_tile": (
+        ("size <= 129", "sizes are powers of two"),
+    ),
+    "dispatch/reference/common/selection.py: Sums.__init__": (
+        ("key.shape[:-2].numel()", "keys have one head"),
+    ),
+    "dispatch/reference/convolution/causal_conv1d_update.py: forward": (
+        ("tokens.position <= steps", "the check wants a step for each token"),
+    ),
+    "dispatch/reference/deepseek_v4/rows_and_entries.py: _blocks": (
+        ("max(2, selection.BLOC", "only how many tokens are computed at a time changes"),
+    ),
+    "dispatch/versions.py: <module>": (
+        ("(ImportError, RuntimeError, OSError", "what is caught has no order"),
+    ),
     "dispatch/ops/caches/latent_cache_write.py: check": (
         (
             "quantised.V4, quantised.NOPE_SCALE_ROPE)",
