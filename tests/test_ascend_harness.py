@@ -662,7 +662,7 @@ SWAPPED = "dict(zip(reversed(defaults), args, strict=False))"
     [
         ("dispatch/register.py", DEFAULTS, SWAPPED),
         ("dispatch/autograd.py", "return below(keys)(*args, **kwargs)", "return below(keys)()"),
-        ("dispatch/backends.py", "return self.function(**arguments)", "return None"),
+        ("dispatch/backends.py", "return Launcher(function, *refusals)", "return Launcher(print)"),
         ("dispatch/call_cache.py", "pointer & 15", "0"),
         ("dispatch/op_spec.py", 'getattr(op, "FUNCTION", "forward")', '"forward"'),
         ("dispatch/check.py", "fits = False", "pass"),
