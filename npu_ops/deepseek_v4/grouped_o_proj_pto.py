@@ -84,9 +84,7 @@ def group_products(
         )  # fmt: skip
 
 
-def unsupported(
-    attn_out: Tensor, rope_sin: Tensor, weight_format: str, weight_quant_mode: int, **_: Any
-) -> str | None:
+def unsupported(attn_out: Tensor, rope_sin: Tensor, weight_quant_mode: int, **_: Any) -> str | None:
     if weight_quant_mode != 0:
         return f"weight_quant_mode {weight_quant_mode}, supported 0: its products are of 16 bits"
     size, rotary = attn_out.shape[-1], rope_sin.shape[-1]

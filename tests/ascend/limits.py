@@ -243,7 +243,7 @@ def _shared_kv() -> Iterator[Limit]:
     given = dict(
         token_x=_t(1, 1, 64), gamma_cq=_t(rank), gamma_kv=_t(1024), rope_sin=_t(1, 1, 128),
         w_idx_qb=_t(rank, 1024), w_idx_proj=_t(64, 1), kv_kind="none", index_hadamard=False,
-        weight_format="nd",
+        weight_format="nd", weight_quant_mode=0,
     )  # fmt: skip
     floats = _t(1, 1, 64, dtype=torch.float32)
     yield Limit(file, given, dict(token_x=floats), "`token_x` is torch.float32")
@@ -254,10 +254,10 @@ def _shared_kv() -> Iterator[Limit]:
     yield Limit(file, given, dict(rope_sin=_t(1, 1, 24)), "come in 16s")
     yield Limit(file, given, dict(kv_kind="fp8"), "kv_kind='fp8'")
     yield Limit(file, given, dict(index_hadamard=True), "index_hadamard=True")
-    yield Limit(file, given, dict(weight_format="linear"), 'weight_format="linear"')
-    given = dict(attn_out=_t(1, 1, 2, 1024), rope_sin=_t(1, 1, 128), weight_format="nd")
+    yield Limit(file, given, dict(weight_quant_mode=2), "weight_quant_mode 2")
+    given = dict(attn_out=_t(1, 1, 2, 1024), rope_sin=_t(1, 1, 128), weight_quant_mode=0)
     file = "grouped_o_proj_pto"
-    yield Limit(file, given, dict(weight_format="linear"), 'weight_format="linear"')
+    yield Limit(file, given, dict(weight_quant_mode=2), "weight_quant_mode 2")
     yield Limit(file, given, dict(attn_out=_t(1, 1, 2, 1040)), "128 rotary dims of 1040")
     yield Limit(file, given, dict(rope_sin=_t(1, 1, 144)), "144 rotary dims of 1024")
     yield Limit(file, given, dict(rope_sin=_t(1, 1, 0)), "0 rotary dims of 1024")
