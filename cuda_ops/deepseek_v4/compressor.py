@@ -394,7 +394,7 @@ def pool(
     ratio, width = ape.shape[0], coff * size
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     product = nz_matmul.product(
-        flat, [(w.contiguous(), width) for w in (wkv, wgate)], "linear", keep_float=True
+        flat, [(w.contiguous(), width) for w in (wkv, wgate)], "linear", keep_float=True, first=True
     )
     packed = cu_seqlens is not None
     requests = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else x.shape[0]
