@@ -129,7 +129,7 @@ def test_slots(tile, ran, monkeypatch):
 def test_parts_of_a_row(splits, ran, monkeypatch):
     """More parts than steps as well."""
     monkeypatch.setattr(few, "_tile", lambda *x: 0)
-    monkeypatch.setattr(many, "splits_of", lambda *x: splits)
+    monkeypatch.setattr(places, "splits_of", lambda *x: splits)
     solve(Problem(LONG[1:], size=512, m=8, window=130, heads=3), ("BSND", "PA_ND"), torch.bfloat16)
 
 

@@ -10,18 +10,15 @@ As in sparse_attention's kernel for 8 bits the gathering warps hold half a tile 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...common import gpu, sharedkv
-from ...common.combine import Parts, combine
+from ...common import sharedkv
+from ...common.combine import combine
 from ...common.gluon_names import barrier, cp_async
-from ...common.hopper.tma import aligned
-from ...common.log2 import LEAST
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import (
     BARRIERS,
@@ -34,13 +31,11 @@ from ...sparse_attention.hopper.mla_consumers import (
     QUERY_FREE,
     RIGHT,
     RIGHT_FREE,
-    Constants,
     Output,
     Tiles,
     arrive,
     consumer0,
     consumer1,
-    splits_of,
 )
 from .packed_rows import (
     ask_scales,
@@ -51,7 +46,7 @@ from .packed_rows import (
     steps,
     unit,
 )
-from .places import Caches, begin, cache_of, keys_of, named, places_of
+from .places import Caches, begin, cache_of, cut, fits, keys_of, named, places_of
 
 # 4 words a thread of 64 keys x 16 words, and of 64 keys x 32
 PIECE = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
@@ -244,15 +239,8 @@ def _attend(
 
 
 def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
-    """Rows of 584 bytes in pages of whole 16 bytes; of queries what the op on floats supports."""
-    return (
-        gpu.is_hopper(q.device)
-        and scale_log2 >= LEAST
-        and q.shape[-1] == 512
-        and not any(step % 16 for step in q.stride()[:2])
-        and unit(ori, cmp) > 0
-        and aligned(q, ori, *([] if cmp is None else [cmp]))
-    )
+    """Rows of 584 bytes in pages of whole 16 bytes."""
+    return fits(q, ori, cmp, scale_log2) and unit(ori, cmp) > 0
 
 
 def launch(
@@ -260,24 +248,9 @@ def launch(
     out: Tensor, lse: Tensor, scale_log2: float,
 ) -> None:  # fmt: skip
     """`q` [rows, N, 512]."""
-    count, heads, rank = q.shape
-    by, of_keys = unit(ori, cmp), steps(ori, cmp)
     words = [None if rows is None else rows.view(torch.int32) for rows in (ori, cmp)]
-    processors = gpu.num_sms(q.device)
-    splits = splits_of(count, heads, keys.near + keys.far, processors)
-    parts = Parts.of(splits, count * heads, rank, lse)
-    items = count * splits * triton.cdiv(heads, 64)
-    launches.kernel(_attend, min(items, processors))(
-        q, *words, sinks=lse if sinks is None else sinks, out=out, partial=parts.out,
-        partial_max=parts.max, partial_sum=parts.sum, lse=lse, scale_log2=scale_log2,
-        **keys.tensors, extents=keys.extents,
-        strides=(*q.stride()[:2], *keys.strides, *of_keys), items=items,
-        LAYOUT=keys.layout, P=keys.places,
-        C=Constants(
-            HEADS=heads, SPLITS=splits, SPARSE_BLOCK=1, HAS_SINK=sinks is not None,
-            STATS=lse.numel() > 0, ROPE=0, COUNTED=True, LSE=True,
-        ),
-        UNIT=by, num_warps=4,
-    )  # fmt: skip
-    if splits > 1:
+    of_keys = steps(ori, cmp), unit(ori, cmp)
+    programs, parts, given = cut(q, keys, sinks, out, lse, scale_log2, *of_keys)
+    launches.kernel(_attend, programs)(q, *words, **given)
+    if given["C"].SPLITS > 1:
         combine(parts, sinks, out, lse, None)

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
 """common/sharedkv.py for Gluon: what a row sees, 128 keys of one or both of its caches at a time,
-and where these lie, counted in units of elements from where their cache begins."""
+and where these lie, counted in units of elements from where their cache begins; on the host, how a
+call is cut into programs."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common import sharedkv
+from ...common import gpu, sharedkv
+from ...common.combine import Parts
 from ...common.hopper.rows import request_of
-from ...sparse_attention.hopper.mla_consumers import LINE, item
+from ...common.hopper.tma import aligned
+from ...common.log2 import LEAST
+from ...sparse_attention.hopper.mla_consumers import LINE, Constants, item, splits_of
 
 FAR = gl.constexpr(1 << 30)  # behind any key of a row
 
@@ -143,3 +148,48 @@ def steps(ori: Tensor, cmp: Tensor | None) -> tuple[int, ...]:
     """In units, (page, row) of both caches."""
     by = unit(ori, cmp)
     return tuple(step // by for kv in (ori, cmp) for step in steps_of(kv))
+
+
+def fits(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
+    """Queries of 512 numbers, tensors that begin at whole pieces of 16 bytes, and a scale that
+    leaves the largest score the largest."""
+    return (
+        gpu.is_hopper(q.device)
+        and scale_log2 >= LEAST
+        and q.shape[-1] == 512
+        and not any(step % 16 for step in q.stride()[:2])
+        and aligned(q, ori, *([] if cmp is None else [cmp]))
+    )
+
+
+class Cut(NamedTuple):
+    """How a call is cut into programs; `given` is what the kernels of floats and of 8 bits take
+    beside queries and keys."""
+
+    programs: int
+    parts: Parts
+    given: dict[str, Any]
+
+
+def cut(
+    q: Tensor, keys: sharedkv.Keys, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    scale_log2: float, of_keys: tuple[int, ...], unit_of_keys: int,
+) -> Cut:  # fmt: skip
+    """`of_keys`: the steps of their places, in units of so many elements."""
+    count, heads, rank = q.shape
+    processors = gpu.num_sms(q.device)
+    splits = splits_of(count, heads, keys.near + keys.far, processors)
+    parts = Parts.of(splits, count * heads, rank, lse)
+    items = count * splits * triton.cdiv(heads, 64)
+    given = dict(
+        sinks=lse if sinks is None else sinks, out=out, partial=parts.out, partial_max=parts.max,
+        partial_sum=parts.sum, lse=lse, scale_log2=scale_log2, **keys.tensors,
+        extents=keys.extents, strides=(*q.stride()[:2], *keys.strides, *of_keys), items=items,
+        LAYOUT=keys.layout, P=keys.places,
+        C=Constants(
+            HEADS=heads, SPLITS=splits, SPARSE_BLOCK=1, HAS_SINK=sinks is not None,
+            STATS=lse.numel() > 0, ROPE=0, COUNTED=True, LSE=True,
+        ),
+        UNIT=unit_of_keys, num_warps=4,
+    )  # fmt: skip
+    return Cut(min(items, processors), parts, given)

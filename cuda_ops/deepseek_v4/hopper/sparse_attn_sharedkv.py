@@ -10,18 +10,15 @@ its part takes: lengths are read here, by no kernel ahead of it.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...common import gpu, sharedkv
-from ...common.combine import Parts, combine
+from ...common import sharedkv
+from ...common.combine import combine
 from ...common.gluon_names import barrier, cp_async
-from ...common.hopper.tma import aligned
-from ...common.log2 import LEAST
 from ...runtime import launches
 from ...sparse_attention.hopper.mla_consumers import (
     BARRIERS,
@@ -34,7 +31,6 @@ from ...sparse_attention.hopper.mla_consumers import (
     QUERY_FREE,
     RIGHT,
     RIGHT_FREE,
-    Constants,
     Output,
     Tiles,
     arrive,
@@ -43,9 +39,8 @@ from ...sparse_attention.hopper.mla_consumers import (
     fetch,
     gather,
     item,
-    splits_of,
 )
-from .places import Caches, begin, cache_of, keys_of, named, places_of, steps, unit
+from .places import Caches, begin, cache_of, cut, fits, keys_of, named, places_of, steps, unit
 
 
 @gluon.jit
@@ -183,16 +178,8 @@ def _attend(
 
 
 def supports(q: Tensor, ori: Tensor, cmp: Tensor | None, scale_log2: float) -> bool:
-    """Rows of 512 floats, tensors and rows that begin at whole pieces of 16 bytes, and a scale that
-    leaves the largest score the largest."""
-    return (
-        gpu.is_hopper(q.device)
-        and scale_log2 >= LEAST
-        and q.shape[-1] == 512
-        and not any(step % 16 for step in q.stride()[:2])
-        and unit(ori, cmp) >= 16
-        and aligned(q, ori, *([] if cmp is None else [cmp]))
-    )
+    """Rows of floats that begin at whole pieces of 16 bytes."""
+    return fits(q, ori, cmp, scale_log2) and unit(ori, cmp) >= 16
 
 
 def launch(
@@ -200,22 +187,8 @@ def launch(
     out: Tensor, lse: Tensor, scale_log2: float,
 ) -> None:  # fmt: skip
     """`q` [rows, N, 512]."""
-    count, heads, rank = q.shape
-    processors = gpu.num_sms(q.device)
-    splits = splits_of(count, heads, keys.near + keys.far, processors)
-    parts = Parts.of(splits, count * heads, rank, lse)
-    items = count * splits * triton.cdiv(heads, 64)
-    launches.kernel(_attend, min(items, processors))(
-        q, ori, cmp, sinks=lse if sinks is None else sinks, out=out, partial=parts.out,
-        partial_max=parts.max, partial_sum=parts.sum, lse=lse, scale_log2=scale_log2,
-        **keys.tensors, extents=keys.extents,
-        strides=(*q.stride()[:2], *keys.strides, *steps(ori, cmp)), items=items,
-        LAYOUT=keys.layout, P=keys.places,
-        C=Constants(
-            HEADS=heads, SPLITS=splits, SPARSE_BLOCK=1, HAS_SINK=sinks is not None,
-            STATS=lse.numel() > 0, ROPE=0, COUNTED=True, LSE=True,
-        ),
-        UNIT=unit(ori, cmp), num_warps=4,
-    )  # fmt: skip
-    if splits > 1:
+    of_keys = steps(ori, cmp), unit(ori, cmp)
+    programs, parts, given = cut(q, keys, sinks, out, lse, scale_log2, *of_keys)
+    launches.kernel(_attend, programs)(q, ori, cmp, **given)
+    if given["C"].SPLITS > 1:
         combine(parts, sinks, out, lse, None)
