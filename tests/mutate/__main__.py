@@ -114,7 +114,7 @@ class Asker:
             if answer.noticed:
                 # an import that fails is noticed by whoever imports
                 by = Test(world, answer.test, 0) if "::" in answer.test else here[0]
-                return by.name, " ".join(answer.said.split())[:100]
+                return by.name, " ".join(answer.said.replace(f"{ROOT}/", "").split())[:100]
         return None
 
     def close(self) -> None:

@@ -87,7 +87,8 @@ def _pairs(nodes: list[Any]) -> Iterator[list[Any]]:
     for i in range(len(nodes) - 1):
         pair = nodes[i : i + 2]
         alike = ast.unparse(pair[0]) == ast.unparse(pair[1])
-        fixed = any(_text(x) or isinstance(x, ast.Starred | ast.Lambda) for x in pair)
+        # a slice is written in brackets alone
+        fixed = any(_text(x) or isinstance(x, ast.Starred | ast.Lambda | ast.Slice) for x in pair)
         if not alike and not fixed:
             yield [*nodes[:i], *pair[::-1], *nodes[i + 2 :]]
 
