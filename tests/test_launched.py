@@ -16,7 +16,7 @@ from custom.cuda_ops.common import gpu
 from custom.cuda_ops.common.loss import LARGEST_D
 
 from .support import choices, launched
-from .support.pretended import pretended
+from .support.pretended_gpu import pretended
 from .support.samples import sample
 
 if gpu.INTERPRETED or gpu.without_gluon():

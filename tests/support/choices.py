@@ -39,7 +39,7 @@ from custom.cuda_ops.sparse_attention import sparse_flash_attention, sparse_flas
 from custom.cuda_ops.sparse_attention.hopper import mla_consumers, sparse_flash_attention_decode
 
 from ..portability.gpus import GPUS, KIB
-from .pretended import pretended
+from .pretended_gpu import pretended
 
 RECORD = Path(__file__).with_suffix(".json")
 CPU = torch.device("cpu")

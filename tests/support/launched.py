@@ -36,7 +36,7 @@ from custom.bench.presets import presets
 from ..portability import cases as portable
 from ..portability.gpus import GPUS
 from .compile_for_hopper import address, driver
-from .pretended import pretended
+from .pretended_gpu import pretended
 from .refused import calls, words
 from .samples import sample
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Copyright the npu-custom-ops authors
-"""A stand-in for a CUDA GPU: notes what is launched, and by which frames of ours."""
+"""A stand-in for a CUDA GPU: what launchers ask of it, what they launch, and by which frames."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
 import custom
+
+from ..portability.gpus import GPUS
 
 ROOT = Path(__file__).parent.parent.parent
 _SHIPPED = tuple(
@@ -102,3 +106,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Dev
     monkeypatch.setattr(triton.runtime.driver, "_active", here)
     monkeypatch.setattr(memory, "empty", out.empty)
     return out
+
+
+@contextmanager
+def pretended(capability: int) -> Iterator[None]:
+    """What launchers ask about the GPU, of one of tests/portability/gpus.py."""
+    card = GPUS[capability]
+    about = dict(
+        capability=lambda device: divmod(capability, 10),
+        num_sms=lambda device: card.processors,
+        shared_memory=lambda device: card.shared_memory,
+    )
+    with mock.patch.multiple(gpu, **about):
+        yield
